@@ -1,0 +1,31 @@
+"""A linear whose 16-bit weight is laid out once for oneDNN: the honest 16-bit baseline on a CPU."""
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from kernels.registry import ran
+
+
+class PrepackedLinear(nn.Module):
+    """nn.Linear's function for bfloat16 CPU tensors; cannot be moved, saved or compiled."""
+
+    def __init__(self, linear: nn.Linear, tokens: int = 1) -> None:
+        super().__init__()
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), tokens)
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        ran("linear", "cpu prepacked")
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+
+def prepack(model: nn.Module, tokens: int = 1) -> nn.Module:
+    """A copy of a bfloat16 CPU model with every nn.Linear prepacked for products with about this many tokens."""
+    model = copy.deepcopy(model)
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear:
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, PrepackedLinear(module, tokens))
+    return model

@@ -1,0 +1,70 @@
+"""Gram matrices and dense products: float32 all the way, faster paths equal to torch's own."""
+
+import pytest
+import torch
+from torch import nn
+
+from kernels.gram import gram, symmetric
+from kernels.linear import fast_linear, linear
+from kernels.linear.prepacked import prepack
+from kernels.registry import recording
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpu", "auto"])
+@pytest.mark.parametrize("tokens, columns", [(1, 1), (7, 33), (300, 257), (64, 600)])
+def test_gram_is_float32_exact(impl, tokens, columns):
+    x = torch.randn(tokens, columns)
+    H = gram(x[tokens // 2 :], gram(x[: tokens // 2], impl=impl), impl=impl)
+    exact = x.double().T @ x.double()
+    assert ((symmetric(H).double() - exact).norm() / exact.norm()).item() < 2e-6
+
+
+def test_gram_takes_16_bit_activations_without_losing_digits():
+    x = torch.randn(512, 40).bfloat16() * 100
+    exact = x.double().T @ x.double()
+    assert ((symmetric(gram(x)).double() - exact).norm() / exact.norm()).item() < 2e-6
+
+
+def test_gram_of_nothing_and_bad_arguments():
+    assert gram(torch.zeros(0, 4)).abs().sum() == 0
+    with pytest.raises(ValueError, match="`x`"):
+        gram(torch.zeros(2, 3, 4))
+    with pytest.raises(ValueError, match="`H`"):
+        gram(torch.zeros(2, 3), torch.zeros(4, 4))
+    with pytest.raises(ValueError, match="`impl`"):
+        gram(torch.zeros(2, 3), impl="tf32")
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 5), (40, 64, 96), (7, 1, 9)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_paths_agree(shape, bias):
+    tokens, columns, out = shape
+    x, W, b = torch.randn(2, tokens, columns), torch.randn(out, columns), torch.randn(out) if bias else None
+    exact = torch.nn.functional.linear(x.double(), W.double(), None if b is None else b.double())
+    for impl in ("reference", "cpu", "auto"):
+        assert torch.allclose(linear(x, W, b, impl=impl).double(), exact, atol=1e-4)
+
+
+def test_fast_linear_covers_modules_and_leaves_gradients_alone():
+    layer, x = nn.Linear(32, 16), torch.randn(4, 32)
+    with recording() as used, fast_linear(), torch.no_grad():
+        y = layer(x)
+    assert used["linear"] == {"cpu"}
+    assert torch.allclose(y, layer(x), atol=1e-5)
+    with recording() as used, fast_linear():
+        layer(x).sum().backward()
+    assert used["linear"] == {"reference"} and layer.weight.grad is not None
+
+
+def test_linear_refuses_what_it_cannot_do():
+    with pytest.raises(ValueError, match="`impl`"):
+        linear(torch.randn(1, 2), torch.randn(3, 2), impl="fast")
+    with pytest.raises(ValueError, match="float32"):
+        linear(torch.randn(1, 2).bfloat16(), torch.randn(3, 2).bfloat16(), impl="cpu")
+
+
+def test_prepacked_model_computes_the_same(tiny, tokens):
+    model = tiny("llama").bfloat16()
+    ids = tokens(1)[0]
+    expected, found = model(ids).logits.float(), prepack(model)(ids).logits.float()
+    assert ((expected - found).norm() / expected.norm()).item() < 2e-2
