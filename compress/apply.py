@@ -1,0 +1,86 @@
+"""apply: a recipe, a model, calibration batches -> a compressed model and what became of every weight."""
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from compress.calibration import tokens_sha256
+from compress.linear import CompressedLinear
+from compress.method import LayerRecord, Method, check_recipe
+from compress.model import weights_sha256
+from compress.result import Result
+from compress.resume import BlockStore
+from compress.walk import kept_weights
+from kernels.registry import recording
+
+
+def apply(
+    recipe: Sequence[Method], model: nn.Module, batches: Sequence[Tensor] = (), *, device: str | None = None,
+    work_path: str | Path | None = None,
+) -> Result:  # fmt: skip
+    """Compress a model in place.
+
+    Args:
+        recipe: methods, applied in order.
+        model: a transformers decoder; its blocks are replaced piece by piece, so keep a copy if you need the original.
+        batches: calibration tokens, LongTensors [1, T]; any list will do, `calibration` makes one.
+        device: where to compute, one block at a time; the model's own device if None.
+        work_path: folder where finished blocks are kept. A run that was killed, started again with the same recipe, model
+            and batches, takes them from there.
+
+    Returns:
+        Result: `.model` (the same object), `.layers`, and what the run record needs.
+
+    Raises:
+        ValueError: before any work, if the recipe does not compose, does not fit the model, or the batches are unusable.
+    """
+    recipe = list(recipe)
+    check_recipe(recipe)
+    _check_batches(batches, model, needed=[m.name for m in recipe if m.needs_calibration])
+    where = torch.device(device) if device else next(model.parameters()).device
+    for method in recipe:
+        method.check(model)
+    start = time.perf_counter()
+    identity = {
+        "name": getattr(model, "name_or_path", "") or type(model).__name__,
+        "weights_sha256": weights_sha256(model),
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
+    tokens = {"corpus": None, "samples": len(batches), "seqlen": max((b.shape[1] for b in batches), default=0), "seed": None,
+              "sha256": tokens_sha256(list(batches))}  # fmt: skip
+    tokens = getattr(batches, "identity", tokens) if batches else None
+    layers: list[LayerRecord] = []
+    with recording() as kernels:
+        for i, method in enumerate(recipe):
+            store = None
+            if work_path:
+                done_so_far = [(m.name, m.values()) for m in recipe[: i + 1]]
+                key = hashlib.sha256(json.dumps([done_so_far, identity, tokens], sort_keys=True).encode()).hexdigest()[:16]
+                store = BlockStore(Path(work_path) / f"{method.name}-{key}")
+            layers += method.apply(model, batches, device=where, store=store)
+    return Result(
+        model=model, recipe=recipe, layers=layers, kept=kept_weights(model, recipe), identity=identity, calibration=tokens,
+        seconds=time.perf_counter() - start, kernels={op: sorted(used) for op, used in kernels.items()},
+    )  # fmt: skip
+
+
+def _check_batches(batches: Sequence[Tensor], model: nn.Module, needed: list[str]) -> None:
+    if needed and not len(batches):
+        raise ValueError(f"`batches` is empty, and {', '.join(needed)} needs calibration; `calibration(tokenizer)` makes some")
+    vocabulary = model.get_input_embeddings().num_embeddings
+    for i, batch in enumerate(batches):
+        if not isinstance(batch, Tensor) or batch.dtype != torch.long or batch.dim() != 2 or batch.shape[0] != 1:
+            what = f"{batch.dtype} {tuple(batch.shape)}" if isinstance(batch, Tensor) else type(batch).__name__
+            raise ValueError(f"`batches[{i}]` must be a LongTensor [1, T], not {what}")
+        if batch.shape[1] == 0 or not 0 <= batch.min().item() <= batch.max().item() < vocabulary:
+            raise ValueError(f"`batches[{i}]` must hold token ids between 0 and {vocabulary - 1}, and at least one")
+
+
+def compressed_linears(model: nn.Module) -> dict[str, CompressedLinear]:
+    """The model's compressed linears by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, CompressedLinear)}

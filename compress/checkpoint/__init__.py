@@ -1,0 +1,6 @@
+"""Compressed models on disk: saved, reloaded and compared before they are called saved."""
+
+from compress.checkpoint.load import load_compressed
+from compress.checkpoint.save import save_compressed
+
+__all__ = ["load_compressed", "save_compressed"]

@@ -1,0 +1,71 @@
+"""Mixture-of-experts weights as linears: transformers keeps them as one 3-D parameter, which no method can take."""
+
+import torch
+from torch import Tensor, nn
+
+
+class SplitExperts(nn.Module):
+    """The experts of one layer, each as two nn.Linear; same function as the module that it stands for.
+
+    `gate_up_proj` (or `up_proj`) and `down_proj` become lists of linears of the same names, so that expert 3's second
+    weight is `experts.down_proj.3`.
+    """
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.num_experts = experts.num_experts
+        self.up_name = "gate_up_proj" if experts.has_gate else "up_proj"
+        for name in (self.up_name, "down_proj"):
+            self.add_module(name, _linears(experts, name))
+        self.act_fn = experts.act_fn
+        self.post_expert_norm = experts.post_expert_norm if experts.has_post_expert_norm else None
+        # Bound to this module, so that what it reads (act_fn, limits, ...) is found here.
+        self._gate = type(experts)._apply_gate if experts.has_gate else None
+        for name, value in vars(experts).items():
+            if isinstance(value, int | float) and not hasattr(self, name):
+                setattr(self, name, value)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """hidden_states [tokens, hidden], top_k_index and top_k_weights [tokens, k] -> [tokens, hidden]."""
+        y = torch.zeros_like(hidden_states)
+        up, down = getattr(self, self.up_name), self.down_proj
+        for expert in top_k_index.unique().tolist():
+            if expert >= self.num_experts:
+                continue
+            token, place = torch.where(top_k_index == expert)
+            h = up[expert](hidden_states[token])
+            h = self.act_fn(h) if self._gate is None else self._gate(self, h)
+            h = down[expert](h)
+            if self.post_expert_norm is not None:
+                h = self.post_expert_norm(h)
+            y.index_add_(0, token, (h * top_k_weights[token, place, None]).to(y.dtype))
+        return y
+
+
+def split_experts(model: nn.Module) -> int:
+    """Replace every module that holds fused expert weights, in place; returns how many there were."""
+    fused = [(name, m) for name, m in model.named_modules() if is_fused_experts(m)]
+    for name, experts in fused:
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, SplitExperts(experts))
+    return len(fused)
+
+
+def is_fused_experts(module: nn.Module) -> bool:
+    """Does this module follow transformers' experts interface, with its weights in 3-D parameters?"""
+    down = getattr(module, "down_proj", None)
+    return isinstance(down, nn.Parameter) and down.dim() == 3 and hasattr(module, "has_gate")
+
+
+def _linears(experts: nn.Module, name: str) -> nn.ModuleList:
+    weights = getattr(experts, name).detach()
+    biases = getattr(experts, f"{name}_bias").detach() if experts.has_bias else None
+    linears = nn.ModuleList()
+    for e in range(experts.num_experts):
+        W = weights[e].t() if experts.is_transposed else weights[e]
+        linear = nn.Linear(W.shape[1], W.shape[0], bias=biases is not None, device="meta", dtype=W.dtype)
+        linear.weight = nn.Parameter(W.contiguous(), requires_grad=False)
+        if biases is not None:
+            linear.bias = nn.Parameter(biases[e].clone(), requires_grad=False)
+        linears.append(linear)
+    return linears

@@ -1,0 +1,32 @@
+"""A weight as it is: a matrix of floats. Sparse and low-rank parts add to it; pruning without packing ends in it."""
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from compress.formats.base import Format
+from kernels.linear import linear
+
+
+class Dense(Format):
+    """Floats [out, in], 16 or 32 bits each."""
+
+    name: ClassVar[str] = "dense"
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.shape = tuple(weight.shape)
+        self.register_buffer("weight", weight.contiguous())
+
+    def dequantize(self) -> Tensor:
+        return self.weight.float()
+
+    def matmul(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight.to(x.dtype))
+
+    def spec(self) -> dict[str, Any]:
+        return {"format": self.name, "shape": list(self.shape)}
+
+    @classmethod
+    def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "Dense":
+        return cls(tensors["weight"])

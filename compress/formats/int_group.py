@@ -1,0 +1,91 @@
+"""Integer codes of 2 to 8 bits, with a scale (and a zero point) per group of columns."""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from compress.formats.base import Format
+from compress.grid import SCALE_DTYPES
+from kernels.int_matmul import Packed, dequantize, int_matmul, pack, tiles_fit, to_rows, to_tiles
+
+
+class IntGroup(Format):
+    """w = scale * (code - zero), group by group along `in`.
+
+    Buffers: `codes`, `scale` and, asymmetric, `zero`, laid out as `kernels.int_matmul.Packed` says. On a CPU with 16-bit
+    activations the codes lie in the tiles of torch's int4 kernel; everywhere else, and in `state_dict`, in rows.
+    """
+
+    name: ClassVar[str] = "int_group"
+
+    def __init__(self, packed: Packed) -> None:
+        super().__init__()
+        self.bits, self.group_size, self.shape = packed.bits, packed.group_size, packed.shape
+        self._scale_dtype = packed.scale.dtype
+        self._set(packed)
+
+    @classmethod
+    def from_codes(
+        cls, codes: Tensor, scale: Tensor, zero: Tensor | None, *, bits: int, group_size: int, scale_dtype: str = "bfloat16"
+    ) -> "IntGroup":
+        """From integers [out, in], scales [out, groups] and zero points [out, groups] (None: symmetric)."""
+        return cls(pack(codes, scale.to(SCALE_DTYPES[scale_dtype]), zero, bits=bits, group_size=group_size))
+
+    @property
+    def packed(self) -> Packed:
+        return Packed(self.layout, self.codes, self.scale, self.zero, self.bits, self.group_size, self.shape)
+
+    def dequantize(self) -> Tensor:
+        return dequantize(self._rows())
+
+    def matmul(self, x: Tensor) -> Tensor:
+        return int_matmul(x, self.packed)
+
+    def for_compute(self, dtype: torch.dtype, device: torch.device) -> None:
+        if tiles_fit(self.shape, self.bits, self.group_size, dtype, device) and dtype == self._scale_dtype:
+            if self.layout == "rows":
+                self._set(to_tiles(self.packed, dtype))
+        else:
+            self._set(self._rows())
+
+    def spec(self) -> dict[str, Any]:
+        symmetric = self.zero is None
+        return {
+            "format": self.name, "shape": list(self.shape), "bits": self.bits, "group_size": self.group_size,
+            "symmetric": symmetric,
+        }  # fmt: skip
+
+    @classmethod
+    def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "IntGroup":
+        shape = (spec["shape"][0], spec["shape"][1])
+        zero = None if spec["symmetric"] else tensors["zero"]
+        return cls(Packed("rows", tensors["codes"], tensors["scale"], zero, spec["bits"], spec["group_size"], shape))
+
+    def _rows(self) -> Packed:
+        return self.packed if self.layout == "rows" else to_rows(self.packed)
+
+    def _set(self, packed: Packed) -> None:
+        self.layout = packed.layout
+        self.register_buffer("codes", packed.codes)
+        self.register_buffer("scale", packed.scale)
+        self.register_buffer("zero", packed.zero)
+
+    def _apply(self, fn, recurse=True):
+        # Devices move; dtypes do not: `.to(bfloat16)` speaks of the activations, and scales keep what was stored.
+        move = lambda t: None if t is None else t.to(fn(t.new_empty(0)).device)  # noqa: E731
+        self._set(self.packed._replace(codes=move(self.codes), scale=move(self.scale), zero=move(self.zero)))
+        return self
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        rows = self._rows()
+        for key in ("codes", "scale", "zero"):
+            if getattr(rows, key) is not None:
+                destination[prefix + key] = getattr(rows, key)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        layout, dtype = self.layout, self.scale.dtype
+        self._set(self._rows())
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        if layout == "tiles":
+            self._set(to_tiles(self.packed, dtype))

@@ -1,0 +1,130 @@
+"""CompressedLinear: stands where an nn.Linear (or GPT-2's Conv1D) stood, with its weight stored as a sum of parts."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from compress.formats import FORMATS, Format
+from kernels.linear import linear
+
+
+class CompressedLinear(nn.Module):
+    """y = Σ parts.matmul(transform(x)) + bias.
+
+    Args:
+        parts: stored weights [out, in] whose sum is W (dense codes, sparse outliers, a low-rank correction, ...).
+        bias: [out] or None.
+        dtype: of the activations; follows the model's `.to(dtype)`, which leaves the stored weights alone.
+        transform: what is done to x first (a rotation, per-token quantisation), or None.
+    """
+
+    def __init__(
+        self, parts: Sequence[Format], bias: Tensor | None, *, dtype: torch.dtype, transform: nn.Module | None = None
+    ) -> None:
+        super().__init__()
+        self.out_features, self.in_features = parts[0].shape
+        self.parts = nn.ModuleList(parts)
+        self.transform = transform
+        self.dtype = dtype
+        self.register_buffer("bias", None if bias is None else bias.detach().clone())
+        self._dense: Tensor | None = None
+        self._lay_out()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.transform is not None:
+            x = self.transform(x)
+        if self._dense is not None:
+            return linear(x, self._dense, self.bias)
+        y = self.parts[0].matmul(x)
+        for part in self.parts[1:]:
+            y = y + part.matmul(x)
+        return y if self.bias is None else y + self.bias
+
+    def dequantize(self) -> Tensor:
+        """W [out, in] in float32, as stored (before the transform of x)."""
+        W = self.parts[0].dequantize()
+        for part in self.parts[1:]:
+            W = W + part.dequantize()
+        return W
+
+    @property
+    def weight(self) -> Tensor:
+        """W [out, in] in the activations' dtype, made anew at each call; for code that asks a linear for its weight."""
+        return self.dequantize().to(self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes stored for the weight (its bias not counted)."""
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 8 * self.nbytes / (self.out_features * self.in_features)
+
+    @contextmanager
+    def dense(self) -> Iterator[None]:
+        """Multiply by the dequantised weight while the block runs: faster over many batches, and the same result."""
+        self._dense = self.weight
+        try:
+            yield
+        finally:
+            self._dense = None
+
+    def spec(self) -> dict[str, Any]:
+        """JSON that, with `state_dict`, makes this linear again."""
+        return {"parts": [part.spec() for part in self.parts], "bias": self.bias is not None}
+
+    @classmethod
+    def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor], dtype: torch.dtype) -> "CompressedLinear":
+        """The linear that `spec()` and `state_dict()` described."""
+        parts = []
+        for i, part in enumerate(spec["parts"]):
+            prefix = f"parts.{i}."
+            own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+            parts.append(FORMATS[part["format"]].from_tensors(part, own))
+        return cls(parts, tensors.get("bias"), dtype=dtype)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits_per_weight:.2f}"
+
+    def _lay_out(self) -> None:
+        device = next(self.parts[0].buffers()).device
+        for part in self.parts:
+            part.for_compute(self.dtype, device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "CompressedLinear":
+        super()._apply(fn, recurse)
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=next(self.parts[0].buffers()).device)).dtype
+        self._lay_out()
+        return self
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Is this a module whose weight the methods compress?"""
+    return isinstance(module, nn.Linear | Conv1D | CompressedLinear)
+
+
+def weight_of(module: nn.Module) -> Tensor:
+    """W [out, in] in float32 of any linear: nn.Linear, Conv1D (which keeps it transposed) or one compressed before."""
+    if isinstance(module, CompressedLinear):
+        return module.dequantize()
+    W = module.weight.detach()
+    return (W.t() if isinstance(module, Conv1D) else W).float().contiguous()
+
+
+def shape_of(module: nn.Module) -> tuple[int, int]:
+    """(out, in) of any linear."""
+    if isinstance(module, CompressedLinear):
+        return module.out_features, module.in_features
+    rows, columns = module.weight.shape
+    return (columns, rows) if isinstance(module, Conv1D) else (rows, columns)
+
+
+def replace(model: nn.Module, name: str, new: nn.Module) -> None:
+    """Put `new` where `name` is in the model."""
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, new)

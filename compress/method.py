@@ -1,0 +1,160 @@
+"""What a compression method is: a frozen dataclass whose fields are its knobs."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    import torch
+
+    from compress.formats import Format
+    from compress.resume import BlockStore
+    from compress.statistics import LayerStatistics
+
+# The order in which the methods of a recipe may follow one another; the ones marked with * at most once each.
+STAGES = ("drop", "transform", "sparsify*", "quantize_weights*", "quantize_activations*", "cache")
+
+
+def knob(default: Any, help: str, *, choices: Sequence[Any] = (), range: tuple[float, float] | None = None) -> Any:
+    """A field of a method: its default, what it does, and which values it takes (inclusive range)."""
+    return dataclasses.field(default=default, metadata={"help": help, "choices": tuple(choices), "range": range})
+
+
+@dataclass(frozen=True)
+class LayerRecord:
+    """What became of one weight; a row of the run record's `layers`.
+
+    error: ||(W - Ŵ)X||² / ||WX||² over the calibration tokens (or ||W - Ŵ||² / ||W||² where there were none, as
+    `notes` says). `rtn_error`: the same for round-to-nearest on the same grid, None where the method has no such peer.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    format: str
+    bits_per_weight: float
+    error: float
+    rtn_error: float | None
+    seconds: float
+    tokens: int
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A compression method. Subclasses add knobs, set `name`, `stage` and `source`, and implement `apply`."""
+
+    name: ClassVar[str]
+    stage: ClassVar[str]
+    source: ClassVar[str]  # paper or equation
+    needs_calibration: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            _check_knob(self.name, field, getattr(self, field.name))
+
+    def apply(
+        self, model: nn.Module, batches: Sequence[Tensor], *, device: "torch.device", store: "BlockStore | None" = None
+    ) -> list[LayerRecord]:
+        """Compress `model` in place and say what became of each weight.
+
+        Args:
+            batches: calibration tokens, LongTensors [1, T]; may be empty unless `needs_calibration`.
+            device: where to compute.
+            store: where finished blocks are kept, so that a run that is killed goes on where it was.
+        """
+        raise NotImplementedError
+
+    def check(self, model: nn.Module) -> None:
+        """Raise ValueError, before any work, if this method cannot do what its knobs ask of this model."""
+
+    @classmethod
+    def knobs(cls) -> dict[str, dataclasses.Field]:
+        """The knobs by name; `.default` and `.metadata` ("help", "choices", "range") describe each."""
+        return {field.name: field for field in dataclasses.fields(cls)}
+
+    def values(self) -> dict[str, Any]:
+        """The knobs' values, as the run record keeps them."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        changed = {k: v for k, v in self.values().items() if v != self.knobs()[k].default}
+        return f"{self.name}({', '.join(f'{k}={json.dumps(v)}' for k, v in changed.items())})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerwiseMethod(Method):
+    """A method that turns each weight matrix inside the blocks, by itself, into stored parts."""
+
+    skip: str = knob("", "comma-separated name patterns (* and ?) of linears to leave as they are")
+    sequential: bool = knob(False, "inside a block, quantise in the order of the computation, each linear seeing the "
+                                   "outputs of those before it")  # fmt: skip
+
+    statistics: ClassVar[tuple[str, ...]] = ()  # names in compress.statistics.STATISTICS
+
+    def apply(
+        self, model: nn.Module, batches: Sequence[Tensor], *, device: "torch.device", store: "BlockStore | None" = None
+    ) -> list[LayerRecord]:
+        from compress.walk import walk
+
+        return walk(model, self, batches, device=device, store=store)
+
+    def solve(self, W: Tensor, statistics: "LayerStatistics") -> "list[Format]":
+        """Parts that stand for W.
+
+        Args:
+            W: [out, in] float32, on the compute device.
+            statistics: what was collected from this linear's inputs; `statistics.note(...)` adds to the record.
+        """
+        raise NotImplementedError
+
+    def peer(self, W: Tensor, statistics: "LayerStatistics") -> "list[Format] | None":
+        """Round-to-nearest on this method's own grid, to compare with; None if there is no such thing."""
+        return None
+
+    def check(self, model: nn.Module) -> None:
+        from compress.experts import split_experts
+        from compress.walk import targets
+
+        split_experts(model)  # changes no output, and gives the experts shapes to check
+        shapes = targets(model, self)
+        if not shapes:
+            raise ValueError(f"`skip` (={self.skip!r}) of {self.name} leaves no linear of this model to compress")
+        for name, shape in shapes.items():
+            self.check_layer(name, shape)
+
+    def check_layer(self, name: str, shape: tuple[int, int]) -> None:
+        """Raise ValueError, before any work, if a weight [out, in] cannot be stored as the knobs ask."""
+
+
+def check_recipe(recipe: Sequence[Method]) -> None:
+    """Raise ValueError if the methods cannot follow one another in this order."""
+    if not recipe:
+        raise ValueError("`recipe` (=[]) must hold at least one method, such as METHODS['gptq'](bits=4)")
+    order = [stage.rstrip("*") for stage in STAGES]
+    once = {stage.rstrip("*") for stage in STAGES if stage.endswith("*")}
+    for method in recipe:
+        if not isinstance(method, Method):
+            raise ValueError(f"`recipe` holds {method!r}, which is not a method; METHODS lists them")
+    for before, after in zip(recipe, recipe[1:], strict=False):
+        a, b = order.index(before.stage), order.index(after.stage)
+        if a == b and before.stage in once:
+            raise ValueError(f"`recipe`: {after} cannot follow {before}: both are of the kind {before.stage!r}; keep one")
+        if a > b:
+            raise ValueError(f"`recipe`: {after} ({after.stage}) must come before {before} ({before.stage})")
+
+
+def _check_knob(method: str, field: dataclasses.Field, value: Any) -> None:
+    wanted = get_args(field.type) or (field.type,)
+    fits = type(value) in wanted or (float in wanted and type(value) is int)
+    shown = f"`{field.name}` (={value!r}) of {method}"
+    if not fits:
+        raise ValueError(f"{shown} must be {' or '.join(getattr(t, '__name__', str(t)) for t in wanted)}")
+    choices, limits = field.metadata["choices"], field.metadata["range"]
+    if choices and value not in choices:
+        raise ValueError(f"{shown} must be one of {', '.join(map(str, choices))}")
+    if limits and not limits[0] <= value <= limits[1]:
+        raise ValueError(f"{shown} must lie between {limits[0]} and {limits[1]}")

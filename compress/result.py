@@ -1,0 +1,74 @@
+"""What a compression gave; shows itself in Jupyter."""
+
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from torch import nn
+
+from compress.method import LayerRecord, Method
+
+
+@dataclass
+class Result:
+    """A compressed model and its story.
+
+    Attributes:
+        model: the transformers model, compressed.
+        recipe: the methods that were applied.
+        layers: one record per weight that a method took.
+        kept: every other weight: {name, shape, bytes, reason}.
+        identity: of the model before compression: name, weights_sha256, parameters.
+        calibration: corpus, samples, seqlen, seed, sha256; None where no batches were given.
+        seconds: wall clock of the whole of it.
+        kernels: {op: implementations that ran}.
+    """
+
+    model: nn.Module
+    recipe: list[Method]
+    layers: list[LayerRecord]
+    kept: list[dict[str, Any]]
+    identity: dict[str, Any]
+    calibration: dict[str, Any] | None
+    seconds: float
+    kernels: dict[str, list[str]]
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Stored bits per compressed weight, scales and zero points counted."""
+        weights = sum(r.shape[0] * r.shape[1] for r in self.layers)
+        return sum(r.bits_per_weight * r.shape[0] * r.shape[1] for r in self.layers) / max(weights, 1)
+
+    def __str__(self) -> str:
+        recipe = ", ".join(map(str, self.recipe))
+        return (
+            f"{recipe}: {len(self.layers)} linears at {self.bits_per_weight:.2f} bits per weight, "
+            f"{len(self.kept)} other weights kept, {self.seconds:.0f} s"
+        )
+
+    def _repr_html_(self) -> str:
+        top = max((r.error for r in self.layers), default=0) or 1
+        noted = [r for r in self.layers if r.notes]
+        rows = "".join(_row(r, top) for r in self.layers)
+        reasons: dict[str, int] = {}
+        for weight in self.kept:
+            reasons[weight["reason"]] = reasons.get(weight["reason"], 0) + weight["bytes"]
+        kept = ", ".join(f"{escape(reason)} ({size / 1e6:.1f} MB)" for reason, size in reasons.items())
+        head = "".join(f"<th style='text-align:left'>{h}</th>" for h in ("linear", "shape", "bits", "error", "", "rtn", "notes"))
+        return (
+            f"<p><b>{escape(str(self))}</b></p><p>Kept as they were: {kept or 'nothing'}.</p>"
+            f"{f'<p>{len(noted)} linears carry notes.</p>' if noted else ''}"
+            f"<details><summary>Every linear: error of its output on the calibration tokens</summary>"
+            f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></details>"
+        )
+
+
+def _row(r: LayerRecord, top: float) -> str:
+    width = 120 * r.error / top
+    bar = f"<div style='width:{width:.0f}px;height:.7em;background:#3b6fb6'></div>"
+    rtn = "" if r.rtn_error is None else f"{r.rtn_error:.2e}"
+    return (
+        f"<tr><td style='text-align:left'>{escape(r.name)}</td><td>{r.shape[0]}×{r.shape[1]}</td>"
+        f"<td>{r.bits_per_weight:.2f}</td><td>{r.error:.2e}</td><td style='text-align:left'>{bar}</td><td>{rtn}</td>"
+        f"<td style='text-align:left'>{escape('; '.join(r.notes))}</td></tr>"
+    )

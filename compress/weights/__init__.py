@@ -1,0 +1,1 @@
+"""Methods that store weights in fewer bits."""

@@ -1,0 +1,137 @@
+"""GPTQ (Frantar et al., 2022, arXiv:2210.17323): round column by column, and let the columns to come make up for it."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from compress import grid
+from compress.formats import Format, IntGroup
+from compress.method import LayerwiseMethod, knob
+from compress.statistics import LayerStatistics
+from compress.weights.hessian import Factor, factorise
+from compress.weights.rtn import check_group_size, rtn
+from kernels.int_matmul import BITS
+
+BLOCK = 128  # columns whose updates are applied at once to the rest (lazy batch updates)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTQ(LayerwiseMethod):
+    """Second-order weight quantisation, one layer at a time."""
+
+    name: ClassVar[str] = "gptq"
+    stage: ClassVar[str] = "quantize_weights"
+    source: ClassVar[str] = "arXiv:2210.17323"
+    needs_calibration: ClassVar[bool] = True
+    statistics: ClassVar[tuple[str, ...]] = ("gram",)
+
+    bits: int = knob(4, "bits per weight", choices=BITS)
+    group_size: int = knob(64, "columns that share a scale; -1 for a whole row", range=(-1, 1 << 20))
+    symmetric: bool = knob(True, "no zero point: the grid lies around 0")
+    scale: str = knob("search", "cover each group (absmax) or search the clipping of least error (search)",
+                      choices=("absmax", "search"))  # fmt: skip
+    norm: float = knob(2.0, "exponent of the error that search minimises", range=(0.5, 8))
+    refit: bool = knob(True, "choose a group's scale when it is reached, from the updated weights; False: beforehand, "
+                             "from the original ones")  # fmt: skip
+    order: str = knob("group", "columns by falling diag(H): within and among whole groups (group), each by itself, "
+                               "with scales fixed beforehand (activation), or not at all (none)",
+                      choices=("group", "activation", "none"))  # fmt: skip
+    damp: float = knob(0.01, "added to diag(H), as a fraction of its mean", range=(0, 1))
+    min_tokens: int = knob(128, "below this many calibration tokens a linear (an expert) is rounded to nearest",
+                           range=(1, 1 << 30))  # fmt: skip
+    scale_dtype: str = knob("bfloat16", "how scales are stored", choices=tuple(grid.SCALE_DTYPES))
+
+    def check_layer(self, name: str, shape: tuple[int, int]) -> None:
+        check_group_size(self.group_size, name, shape)
+
+    def peer(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
+        return [rtn(W, bits=self.bits, group_size=self.group_size, symmetric=self.symmetric,
+                    scale_dtype=self.scale_dtype)]  # fmt: skip
+
+    def solve(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
+        if statistics.tokens < self.min_tokens:
+            statistics.note(f"rounded to nearest: {statistics.tokens} tokens, min_tokens is {self.min_tokens}")
+            return [rtn(W, bits=self.bits, group_size=self.group_size, symmetric=self.symmetric, scale=self.scale,
+                        norm=self.norm, scale_dtype=self.scale_dtype)]  # fmt: skip
+        H = statistics.values["gram"]
+        group_size = W.shape[1] if self.group_size == -1 else self.group_size
+        key = ("gptq", self.order, group_size, self.damp)
+        if key not in statistics.shared:
+            statistics.shared[key] = factorise(H, self.damp, column_order(H.diagonal(), self.order, group_size))
+        factor: Factor = statistics.shared[key]
+        for text in factor.notes:
+            statistics.note(text)
+        return [gptq(W, factor, bits=self.bits, group_size=group_size, symmetric=self.symmetric, scale=self.scale,
+                     norm=self.norm, refit=self.refit and self.order != "activation", scale_dtype=self.scale_dtype)]  # fmt: skip
+
+
+def column_order(diagonal: Tensor, order: str, group_size: int) -> Tensor:
+    """Permutation [in] in which the columns are quantised: the ones with the largest inputs first."""
+    if order == "none":
+        return torch.arange(len(diagonal), device=diagonal.device)
+    if order == "activation":
+        return diagonal.argsort(descending=True, stable=True)
+    groups = diagonal.view(-1, group_size)
+    within = groups.argsort(descending=True, stable=True, dim=1)
+    among = groups.amax(1).argsort(descending=True, stable=True)
+    start = torch.arange(len(groups), device=diagonal.device) * group_size
+    return (within + start[:, None])[among].reshape(-1)
+
+
+def gptq(
+    W: Tensor, factor: Factor, *, bits: int, group_size: int, symmetric: bool = True, scale: str = "search",
+    norm: float = 2.0, refit: bool = True, scale_dtype: str = "bfloat16",
+) -> IntGroup:  # fmt: skip
+    """Quantise W so that (W - Ŵ) H (W - Ŵ)ᵀ is small.
+
+    Args:
+        W: [out, in].
+        factor: of H, in the order in which the columns are to be taken (`hessian.factorise`).
+        group_size: divides `in`.
+        refit: scales from the updated weights as each group is reached; needs an order that keeps groups whole.
+
+    Source: arXiv:2210.17323, algorithm 1. Deviation: groups keep their place whatever the order, so that no index has
+    to be stored; scales are searched for by the error that GPTQ will pay, |w - ŵ|^norm / U_ii², and may be negative.
+    """
+    out, columns = W.shape
+    order, U = factor.order, factor.U
+    Wt = W.float().t()[order].contiguous()  # [in, out]: a column of W is a row here, contiguous
+    Wt[factor.dead] = 0
+    codes = torch.empty_like(Wt)
+    group_of = (order // group_size).tolist()
+    importance = U.diagonal().square().reciprocal()  # [in], in processing order
+    groups = columns // group_size
+    scales = torch.empty(groups, out, device=W.device)
+    zeros = torch.empty(groups, out, device=W.device)
+
+    def choose(rows: Tensor, group: int) -> None:
+        weights = Wt[rows].t()  # [out, group_size]
+        if scale == "absmax":
+            s, z = grid.absmax(weights, bits, symmetric, scale_dtype)
+        else:
+            s, z = grid.search(weights, bits, symmetric, scale_dtype, importance=importance[rows], norm=norm)
+        scales[group], zeros[group] = s, z
+
+    if not refit:
+        place = order.argsort()
+        for group in range(groups):
+            choose(place[group * group_size : (group + 1) * group_size], group)
+    block = BLOCK if group_size >= 4 * BLOCK else max(BLOCK // group_size, 1) * group_size
+    for start in range(0, columns, block):
+        end = min(start + block, columns)
+        errors = torch.empty(end - start, out, device=W.device)
+        for i in range(start, end):
+            group = group_of[i]
+            if refit and i % group_size == 0:
+                choose(torch.arange(i, i + group_size, device=W.device), group)
+            s, zero = scales[group], zeros[group]
+            codes[i] = grid.quantize(Wt[i], s, zero, bits)
+            errors[i - start] = (Wt[i] - grid.dequantize(codes[i], s, zero)) / U[i, i]
+            Wt[i + 1 : end].addr_(U[i, i + 1 : end], errors[i - start], alpha=-1)
+        Wt[end:] -= U[start:end, end:].t() @ errors
+    natural = torch.empty_like(codes)
+    natural[order] = codes
+    return IntGroup.from_codes(natural.t(), scales.t(), None if symmetric else zeros.t(), bits=bits,
+                               group_size=group_size, scale_dtype=scale_dtype)  # fmt: skip

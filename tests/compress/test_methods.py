@@ -1,0 +1,76 @@
+"""One matrix over METHODS: what every method must do, whatever it is."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from compress import METHODS, apply
+from compress.linear import CompressedLinear, shape_of
+from compress.method import STAGES, LayerwiseMethod
+
+# The knobs with which each method is tried on the tiny models; a new method adds its row here.
+ROWS = {
+    "rtn": {"bits": 4, "group_size": 16},
+    "gptq": {"bits": 4, "group_size": 16, "min_tokens": 8},
+}
+
+
+def test_every_method_has_a_row():
+    assert set(ROWS) == set(METHODS)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_knobs_describe_themselves(name):
+    method = METHODS[name]()
+    assert method.name == name and method.source and type(method).__doc__
+    assert method.stage in [stage.rstrip("*") for stage in STAGES]
+    for field in method.knobs().values():
+        assert field.metadata["help"], f"{name}.{field.name} has no help"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        method.name = "other"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_architecture(name, any_model, tokens):
+    """Compressed in place, finite, close to the original, every weight accounted for."""
+    ids = tokens(1, 17)[0]
+    before = any_model(ids).logits
+    parameters = sum(p.numel() for p in any_model.parameters())
+    result = apply([METHODS[name](**ROWS[name])], any_model, tokens())
+    after = result.model(ids).logits
+    assert result.model is any_model
+    assert ((after - before).norm() / before.norm()).item() < 0.5
+    linears = [m for m in any_model.modules() if isinstance(m, CompressedLinear)]
+    assert len(linears) == len(result.layers) > 0
+    biases = sum(m.bias.numel() for m in linears if m.bias is not None)
+    kept = sum(torch.Size(k["shape"]).numel() for k in result.kept)
+    assert kept + biases + sum(r.shape[0] * r.shape[1] for r in result.layers) == parameters
+    assert all(k["reason"] for k in result.kept)
+    assert result._repr_html_() and str(result)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_two_runs_give_the_same(name, tiny, tokens):
+    one, two = (apply([METHODS[name](**ROWS[name])], tiny("llama"), tokens()) for _ in range(2))
+    for a, b in zip(one.model.state_dict().values(), two.model.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", [n for n, m in METHODS.items() if issubclass(m, LayerwiseMethod)])
+def test_skip_leaves_linears_alone_and_says_why(name, tiny, tokens):
+    result = apply([METHODS[name](**ROWS[name], skip="*.down_proj, *.0.self_attn.*")], tiny("llama"), tokens())
+    assert not any("down_proj" in r.name or ".0.self_attn" in r.name for r in result.layers)
+    assert len([k for k in result.kept if k["reason"].startswith("named by skip")]) == 6
+    with pytest.raises(ValueError, match="`skip`"):
+        apply([METHODS[name](**ROWS[name], skip="*")], tiny("llama"), tokens())
+
+
+@pytest.mark.parametrize("name", [n for n, m in METHODS.items() if "group_size" in m.knobs()])
+def test_group_sizes_that_divide_nothing(name, tiny, tokens):
+    model = tiny("llama")
+    with pytest.raises(ValueError, match=r"`group_size` \(=48\) must divide in_features \(=64\).*divisors near it: 16, 32, 64"):
+        apply([METHODS[name](**{**ROWS[name], "group_size": 48})], model, tokens())
+    assert not any(isinstance(m, CompressedLinear) for m in model.modules()), "no work was done"
+    result = apply([METHODS[name](**{**ROWS[name], "group_size": -1})], model, tokens())
+    assert all(m.parts[0].group_size == shape_of(m)[1] for m in result.model.modules() if isinstance(m, CompressedLinear))

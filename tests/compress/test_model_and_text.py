@@ -1,0 +1,182 @@
+"""Models and text by name; the embedded model is off its file's grid and still itself."""
+
+import json
+import time
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from compress import calibration, held_out, load_model
+from compress.calibration import beginning
+from compress.corpus import load_text
+from compress.gguf import shuffle
+from compress.model import EMBEDDED, weights_sha256
+from compress.weights.rtn import rtn
+
+
+def test_embedded_model_speaks_english(real):
+    model, tokenizer = real
+    assert model.dtype == torch.float32 and sum(p.numel() for p in model.parameters()) == 134_515_008
+    out = model.generate(**tokenizer("The capital of France is", return_tensors="pt"), max_new_tokens=4, do_sample=False)
+    assert "Paris" in tokenizer.decode(out[0])
+
+
+@pytest.mark.slow
+def test_embedded_model_is_the_files_function_off_the_files_grid(real):
+    model, tokenizer = real
+    path = EMBEDDED["smollm2-135m"]()
+    original = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    ids = tokenizer("Perplexity is the exponential of the average loss per token.", return_tensors="pt").input_ids
+    with torch.no_grad():
+        a, b = original(ids).logits, model(ids).logits
+    assert (a - b).abs().max() / a.abs().max() < 1e-4
+
+    def error(W):
+        Q = rtn(W, bits=4, group_size=32, symmetric=False, scale_dtype="float32").dequantize()
+        return ((Q - W).norm() / W.norm()).item()
+
+    for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"):
+        on_grid = error(original.get_submodule(f"model.layers.3.{name}").weight)
+        off_grid = error(model.get_submodule(f"model.layers.3.{name}").weight)
+        assert on_grid < 0.02, "the file's own groups make 4 bits nearly lossless"
+        assert off_grid > 0.05 and off_grid > 4 * on_grid
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma3_text"])
+def test_shuffling_changes_weights_and_not_the_function(tiny, tokens, architecture):
+    model, ids = tiny(architecture), tokens(1, 30)[0]
+    before, old = model(ids).logits, weights_sha256(model)
+    assert shuffle(model, seed=0)
+    assert torch.allclose(model(ids).logits, before, atol=1e-4 * before.abs().max().item())
+    assert weights_sha256(model) != old
+
+
+def test_shuffling_leaves_other_architectures_alone(tiny):
+    model = tiny("gpt2")
+    old = weights_sha256(model)
+    assert not shuffle(model, seed=0) and weights_sha256(model) == old
+
+
+def test_local_folders_load(tiny, real, tmp_path):
+    _, tokenizer = real
+    tiny("qwen2").save_pretrained(tmp_path / "m")
+    tokenizer.save_pretrained(tmp_path / "m")
+    model, _ = load_model(str(tmp_path / "m"), dtype="bfloat16")
+    assert model.dtype == torch.bfloat16 and not model.training and not any(p.requires_grad for p in model.parameters())
+
+
+def test_real_float32_model_loads(stories):
+    model, tokenizer = load_model(str(stories))
+    out = model.generate(**tokenizer("Once upon a time", return_tensors="pt"), max_new_tokens=20, do_sample=False)
+    assert len(tokenizer.decode(out[0]).split()) > 10
+
+
+@pytest.mark.parametrize("name, message", [
+    ("", "must be a name"),
+    ("no-such-model", "no such file or folder, nor a hub id; what would do: smollm2-135m"),
+    ("/no/such/folder", "no such file or folder"),
+    ("missing.gguf", "there is no such file"),
+    ("nobody/no-such-model", "is not there or cannot be read"),
+])  # fmt: skip
+def test_models_that_are_not_there(name, message):
+    start = time.monotonic()
+    with pytest.raises(ValueError, match=message):
+        load_model(name)
+    assert time.monotonic() - start < 15
+
+
+def test_models_that_are_not_decoders(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"]}))
+    with pytest.raises(ValueError, match="is not a decoder: its architecture is BertForMaskedLM"):
+        load_model(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}))
+    with pytest.raises(ValueError, match="is not a decoder"):
+        load_model(str(tmp_path))
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ValueError, match="folder without config.json"):
+        load_model(str(tmp_path))
+
+
+def test_dtype_must_exist():
+    with pytest.raises(ValueError, match=r"`dtype` \(='int4'\)"):
+        load_model("tiny", dtype="int4")
+
+
+def test_embedded_corpus_is_english_and_its_parts_do_not_overlap():
+    parts = {part: "\n\n".join(load_text("pydocs", part)) for part in ("calibration", "evaluation")}
+    assert len(parts["calibration"]) > 250_000 and len(parts["evaluation"]) > 50_000
+    paragraphs = [{p.strip() for p in text.split("\n\n") if p.strip()} for text in parts.values()]
+    assert not paragraphs[0] & paragraphs[1]
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".parquet"])
+def test_files_are_corpora(tmp_path, suffix, real):
+    from datasets import Dataset
+
+    documents = [f"Document number {i} has a few words of its own, and {i * i} more." for i in range(40)]
+    path = tmp_path / f"text{suffix}"
+    if suffix == ".txt":
+        path.write_text("\n\n".join(documents))
+    elif suffix == ".jsonl":
+        path.write_text("\n".join(json.dumps({"id": i, "text": d}) for i, d in enumerate(documents)))
+    else:
+        Dataset.from_dict({"content": documents, "n": list(range(40))}).to_parquet(path)
+    calibration_part, evaluation_part = load_text(str(path), "calibration"), load_text(str(path), "evaluation")
+    assert len(calibration_part) == 30 and len(evaluation_part) == 10
+    assert sorted(calibration_part + evaluation_part) == sorted(documents)
+    batches = calibration(real[1], corpus=str(path), samples=4, seqlen=16)
+    assert all(b.shape == (1, 16) for b in batches)
+
+
+def test_calibration_is_seeded_and_knows_itself(real):
+    tokenizer = real[1]
+    a, b, c = (calibration(tokenizer, samples=5, seqlen=32, seed=s) for s in (0, 0, 1))
+    assert a.identity == b.identity and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    assert a.identity["sha256"] != c.identity["sha256"]
+    assert a.identity | {"sha256": ""} == {"corpus": "pydocs", "samples": 5, "seqlen": 32, "seed": 0, "sha256": ""}
+    assert len({tuple(x[0].tolist()) for x in a}) == 5, "windows do not overlap"
+    assert "5 × 32 tokens" in a._repr_html_()
+
+
+def test_special_tokens_at_the_beginning(real):
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = real[1]
+    assert beginning(tokenizer) == []
+    bos = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    template = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", bos)])
+    old, tokenizer.backend_tokenizer.post_processor = tokenizer.backend_tokenizer.post_processor, template
+    try:
+        assert beginning(tokenizer) == [bos]
+        batches = calibration(tokenizer, samples=3, seqlen=16)
+        assert all(b.shape == (1, 16) and b[0, 0] == bos and (b[0, 1:] != bos).all() for b in batches)
+        assert held_out(tokenizer)[0, 0] != bos
+    finally:
+        tokenizer.backend_tokenizer.post_processor = old
+
+
+def test_bad_text_requests(real, tmp_path):
+    tokenizer = real[1]
+    with pytest.raises(ValueError, match=r"`samples` \(=100000\) x `seqlen` \(=512\) needs 51200000 tokens.*at most \d+ samples"):
+        calibration(tokenizer, samples=100_000)
+    with pytest.raises(ValueError, match=r"`samples` \(=0\)"):
+        calibration(tokenizer, samples=0)
+    with pytest.raises(ValueError, match=r"`corpus` \(='pydoc'\) is not known: what would do: pydocs"):
+        calibration(tokenizer, corpus="pydoc")
+    with pytest.raises(ValueError, match="there is no such file"):
+        load_text(str(tmp_path / "no.txt"), "calibration")
+    with pytest.raises(ValueError, match="is not to be had"):
+        load_text("nobody/no-such-set", "evaluation")
+    (tmp_path / "numbers.jsonl").write_text('{"a": 1}\n{"a": 2}')
+    with pytest.raises(ValueError, match="needs a column named text; it has a"):
+        load_text(str(tmp_path / "numbers.jsonl"), "calibration")
+    (tmp_path / "empty.txt").write_text("  \n\n ")
+    with pytest.raises(ValueError, match="has no text"):
+        load_text(str(tmp_path / "empty.txt"), "calibration")
+
+
+def test_wikitext2_is_the_classic_file(data, real):
+    text = load_text("wikitext2", "evaluation")
+    assert len(text) == 4358
+    assert held_out(real[1], corpus="wikitext2").shape == (1, 304986)

@@ -1,0 +1,165 @@
+"""The walk: it reproduces the model's own passes, finds shared inputs by looking, and survives being killed."""
+
+import pytest
+import torch
+from torch import nn
+
+from compress import METHODS, apply
+from compress.experts import SplitExperts, is_fused_experts, split_experts
+from compress.linear import CompressedLinear, is_linear
+from compress.walk import _run, block_calls, find_blocks, input_groups, micro_batches
+
+DEVICE = torch.device("cpu")
+
+
+def test_blocks_run_alone_give_what_the_model_gives(any_model, tokens):
+    """Masks, positions and whatever else an architecture passes are caught as it makes them."""
+    batches = tokens(3, 20) + tokens(2, 9, seed=2)
+    _, blocks = find_blocks(any_model)
+    calls = block_calls(any_model, blocks, batches)
+    assert len(calls) == 2 and all(len(c.arguments) == len(blocks) for c in calls)
+    stacked = micro_batches(batches)
+    expected = []
+    handle = blocks[-1].register_forward_hook(lambda m, a, out: expected.append(out[0] if isinstance(out, tuple) else out))
+    for batch in stacked:
+        any_model(batch, use_cache=False)
+    handle.remove()
+    for call, output in zip(calls, expected, strict=True):
+        for i, block in enumerate(blocks):
+            call.hidden = _run(block, call, i, DEVICE)
+        assert torch.allclose(call.hidden, output, atol=1e-4 * output.abs().max().item())
+
+
+def test_shared_inputs_are_found_by_looking(tiny, tokens):
+    def groups(architecture):
+        model = tiny(architecture)
+        split_experts(model)
+        prefix, blocks = find_blocks(model)
+        linears = {n: m for n, m in model.named_modules() if n.startswith(f"{prefix}.0.") and is_linear(m)}
+        found, once = input_groups(blocks[0], linears, block_calls(model, blocks, tokens()), 0, DEVICE)
+        return [{name.split(".", 3)[-1].rpartition(".")[2] for name in group} for group in found], once
+
+    assert groups("llama") == ([{"q_proj", "k_proj", "v_proj"}, {"o_proj"}, {"gate_proj", "up_proj"}, {"down_proj"}], True)
+    assert groups("phi3") == ([{"qkv_proj"}, {"o_proj"}, {"gate_up_proj"}, {"down_proj"}], True)
+    assert groups("opt")[0] == [{"q_proj", "k_proj", "v_proj"}, {"out_proj"}, {"fc1"}, {"fc2"}]
+    neox, _ = groups("gpt_neox")
+    assert {"query_key_value"} in neox and {"dense_4h_to_h"} in neox
+    experts, _ = groups("mixtral")
+    assert len(experts) == 2 + 2 * 4, "q/k/v, o, and every expert's two linears by themselves"
+
+
+def test_statistics_see_every_token_once(tiny, tokens):
+    batches = tokens(5, 11)
+    result = apply([METHODS["gptq"](group_size=16, min_tokens=1)], tiny("llama"), batches)
+    assert {r.tokens for r in result.layers} == {55}
+    result = apply([METHODS["gptq"](group_size=16, min_tokens=1)], tiny("mixtral"), batches)
+    per_block = [r.tokens for r in result.layers if "experts.down_proj" in r.name and ".layers.0." in r.name]
+    assert sum(per_block) == 55 * 2, "each token goes to two experts"
+
+
+def test_later_blocks_see_compressed_earlier_ones(tiny, tokens):
+    """With the first block left alone, the second block's errors are other ones."""
+    batches = tokens()
+    whole = apply([METHODS["gptq"](bits=2, group_size=16, min_tokens=8)], tiny("llama"), batches)
+    second = apply([METHODS["gptq"](bits=2, group_size=16, min_tokens=8, skip="*layers.0.*")], tiny("llama"), batches)
+    errors = {r.name: r.error for r in whole.layers}
+    assert all(errors[r.name] != r.error for r in second.layers)
+
+
+def test_split_experts_change_nothing(tiny, tokens):
+    for architecture in ("mixtral", "qwen3_moe"):
+        model, ids = tiny(architecture), tokens(1, 30)[0]
+        before = model(ids).logits
+        parameters = sum(p.numel() for p in model.parameters())
+        assert any(is_fused_experts(m) for m in model.modules())
+        assert split_experts(model) == 2 and not any(is_fused_experts(m) for m in model.modules())
+        assert any(isinstance(m, SplitExperts) for m in model.modules())
+        assert torch.allclose(model(ids).logits, before, atol=1e-5)
+        assert sum(p.numel() for p in model.parameters()) == parameters
+
+
+def test_reference_errors_are_those_of_the_outputs(tiny, tokens):
+    """The recorded error of the first linear is ||(W - Ŵ)X||² / ||WX||² on what really flows into it."""
+    model, batches, seen = tiny("llama"), tokens(), []
+    q = model.model.layers[0].self_attn.q_proj
+    W = q.weight.clone()
+    handle = q.register_forward_pre_hook(lambda m, args: seen.append(args[0].reshape(-1, 64)))
+    for batch in batches:
+        model(batch)
+    handle.remove()
+    result = apply([METHODS["rtn"](bits=3, group_size=16)], model, batches)
+    X = torch.cat(seen).double()
+    D = (W - model.model.layers[0].self_attn.q_proj.dequantize()).double()
+    expected = (X @ D.T).square().sum() / (X @ W.double().T).square().sum()
+    assert result.layers[0].error == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_killed_runs_go_on_where_they_were(tiny, tokens, tmp_path, monkeypatch):
+    recipe, batches = [METHODS["gptq"](bits=3, group_size=16, min_tokens=8)], tokens()
+    expected = apply(recipe, tiny("llama", num_hidden_layers=4), batches)
+    solve, solved = METHODS["gptq"].solve, []
+
+    def dies_in_block_two(self, W, statistics):
+        solved.append(1)
+        if len(solved) == 2 * 7 + 3:
+            raise KeyboardInterrupt
+        return solve(self, W, statistics)
+
+    monkeypatch.setattr(METHODS["gptq"], "solve", dies_in_block_two)
+    with pytest.raises(KeyboardInterrupt):
+        apply(recipe, tiny("llama", num_hidden_layers=4), batches, work_path=tmp_path)
+    assert len(list(tmp_path.glob("*/block_*.safetensors"))) == 2 and not list(tmp_path.glob("*/*.part"))
+    solved.clear()
+    monkeypatch.setattr(METHODS["gptq"], "solve", lambda self, W, s: solved.append(1) or solve(self, W, s))
+    result = apply(recipe, tiny("llama", num_hidden_layers=4), batches, work_path=tmp_path)
+    assert len(solved) == 2 * 7, "finished blocks are not solved again"
+    for name, tensor in expected.model.state_dict().items():
+        assert torch.equal(result.model.state_dict()[name], tensor), name
+    assert [(r.name, r.error) for r in result.layers] == [(r.name, r.error) for r in expected.layers]
+    apply([METHODS["gptq"](bits=4, group_size=16, min_tokens=8)], tiny("llama", num_hidden_layers=4), batches, work_path=tmp_path)
+    assert len(solved) == 2 * 7 + 4 * 7, "another recipe takes nothing from it"
+
+
+def test_bad_batches_are_refused_before_any_work(tiny, tokens):
+    model, recipe = tiny("llama"), [METHODS["gptq"](group_size=16)]
+    for batches, message in (
+        ([], "`batches` is empty, and gptq needs calibration"),
+        ([torch.zeros(1, 8)], r"`batches\[0\]` must be a LongTensor"),
+        ([torch.zeros(2, 8, dtype=torch.long)], r"`batches\[0\]` must be a LongTensor \[1, T\]"),
+        ([torch.zeros(1, 0, dtype=torch.long)], r"`batches\[0\]` must hold token ids"),
+        ([tokens(1)[0], torch.full((1, 8), 96)], r"`batches\[1\]` must hold token ids between 0 and 95"),
+        (["text"], r"`batches\[0\]` must be a LongTensor \[1, T\], not str"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            apply(recipe, model, batches)
+    model.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
+    with pytest.raises(ValueError, match="`batches`: the model's outputs on the first batch hold NaN"):
+        apply(recipe, model, tokens())
+    assert not any(isinstance(m, CompressedLinear) for m in model.modules())
+
+
+def test_bad_recipes_are_refused_before_any_work(tiny, tokens):
+    model = tiny("llama")
+    for recipe, message in (
+        ([], "`recipe`"),
+        (["gptq"], "'gptq', which is not a method"),
+        ([METHODS["rtn"](group_size=16), METHODS["gptq"](group_size=16)], "cannot follow"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            apply(recipe, model, tokens())
+    with pytest.raises(ValueError, match="no list of blocks"):
+        find_blocks(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("knobs, message", [
+    ({"bits": 7}, r"`bits` \(=7\) of gptq must be one of 2, 3, 4, 5, 6, 8"),
+    ({"bits": "4"}, r"`bits` \(='4'\) of gptq must be int"),
+    ({"bits": True}, r"`bits` \(=True\) of gptq must be int"),
+    ({"damp": -0.1}, r"`damp` \(=-0.1\) of gptq must lie between 0 and 1"),
+    ({"order": "best"}, r"`order` \(='best'\) of gptq must be one of group, activation, none"),
+])  # fmt: skip
+def test_bad_knobs(knobs, message):
+    with pytest.raises(ValueError, match=message):
+        METHODS["gptq"](**knobs)
+    with pytest.raises(TypeError, match="bitz"):
+        METHODS["gptq"](bitz=4)

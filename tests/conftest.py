@@ -1,0 +1,103 @@
+"""Tiny random models of many architectures for mechanics, and the embedded real model for every claim about accuracy."""
+
+import copy
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TQDM_DISABLE", "1")
+
+ROOT = Path(__file__).resolve().parents[1]
+DATA = ROOT.parent / "shared" / "data"
+MODELS = ROOT.parent / "shared" / "models"
+
+_COMMON = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+           "num_key_value_heads": 2, "max_position_embeddings": 128}  # fmt: skip
+ARCHITECTURES: dict[str, dict] = {
+    "llama": _COMMON,
+    "mistral": {**_COMMON, "head_dim": 16},
+    "qwen2": _COMMON,
+    "qwen3": {**_COMMON, "head_dim": 32},
+    "gemma2": {**_COMMON, "head_dim": 16, "sliding_window": 8},
+    "gemma3_text": {**_COMMON, "head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "phi3": {**_COMMON, "pad_token_id": 0},
+    "opt": {"vocab_size": 96, "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "max_position_embeddings": 128, "word_embed_proj_dim": 64, "do_layer_norm_before": True},
+    "gpt2": {"vocab_size": 96, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "n_inner": 96},
+    "gpt_neox": {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+                 "num_attention_heads": 4, "max_position_embeddings": 128},
+    "mixtral": {**_COMMON, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {**_COMMON, "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+}  # fmt: skip
+
+
+def tiny_model(architecture: str, seed: int = 0, **more) -> nn.Module:
+    """A random model of a few thousand weights, in evaluation mode."""
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(architecture, **{**ARCHITECTURES[architecture], **more})
+    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    for p in model.parameters():  # initial weights are so small that attention and experts hardly differ
+        if p.dim() > 1:
+            p.mul_(4)
+    return model
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=list(ARCHITECTURES))
+def any_model(request) -> nn.Module:
+    return tiny_model(request.param)
+
+
+@pytest.fixture
+def tiny() -> Callable[..., nn.Module]:
+    return tiny_model
+
+
+@pytest.fixture
+def tokens() -> Callable[..., list[Tensor]]:
+    """Random batches [1, length] below the tiny models' vocabulary."""
+
+    def make(count: int = 6, length: int = 24, vocabulary: int = 96, seed: int = 1) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return [torch.randint(vocabulary, (1, length), generator=generator) for _ in range(count)]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def _real():
+    from compress import load_model
+
+    return load_model("smollm2-135m")
+
+
+@pytest.fixture
+def real(_real):
+    """The embedded real model (a copy of one's own) and its tokenizer."""
+    model, tokenizer = _real
+    return copy.deepcopy(model), tokenizer
+
+
+@pytest.fixture
+def data() -> Path:
+    if not DATA.is_dir():
+        pytest.skip(f"no local data sets in {DATA}")
+    return DATA
+
+
+@pytest.fixture
+def stories() -> Path:
+    folder = MODELS / "stories15M"
+    if not folder.is_dir():
+        pytest.skip(f"no model in {folder}")
+    return folder
