@@ -1,0 +1,1 @@
+"""Scores a model: accuracy, speed, memory, size. Import from its modules, as in `from eval.perplexity import perplexity`."""

@@ -1,0 +1,24 @@
+"""Copies of a model in the dtype in which it is deployed."""
+
+import copy
+
+import torch
+from torch import nn
+
+
+def deployed(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """A copy of the model in this dtype; see `cast`."""
+    return cast(copy.deepcopy(model), dtype)
+
+
+def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Cast a model in place, as `from_pretrained(dtype=...)` would have loaded it.
+
+    A plain `.to(dtype)` also rounds the rotary frequencies, which are computed and never stored: in 16 bits they turn
+    distant positions by visibly wrong angles.
+    """
+    computed = [(m, name, m._buffers[name]) for m in model.modules() for name in m._non_persistent_buffers_set]
+    model.to(dtype)
+    for module, name, buffer in computed:
+        module._buffers[name] = buffer
+    return model

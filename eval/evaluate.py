@@ -1,0 +1,150 @@
+"""evaluate: everything that is measured of a compressed model, against its baseline, in one process."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from eval.deploy import deployed
+from eval.divergence import compare_on_text
+from eval.generation import PROMPTS, Sample, generate_samples
+from eval.memory import peak_memory
+from eval.size import bits_per_weight, size
+from eval.speed import Speed, measure_speed, standard_variants
+from eval.windows import mean_and_stderr, windows
+from kernels.registry import recording
+
+
+@dataclass
+class Scores:
+    """What was measured.
+
+    Attributes:
+        metrics: {"baseline": {metric: value}, "compressed": {...}, and one entry per further model}; units are in the
+            names, the standard error of m is m_stderr.
+        difference: {name: {metric: compressed - baseline}} where windows were paired, with standard errors.
+        texts: {corpus: {tokens, window, stride}}.
+        dtype, deploy_dtype: of the models that were scored on text, and of those that were timed and weighed.
+    """
+
+    metrics: dict[str, dict[str, float]]
+    difference: dict[str, dict[str, float]] = field(default_factory=dict)
+    texts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    speed: dict[str, Speed] = field(default_factory=dict)
+    samples: list[Sample] = field(default_factory=list)
+    kernels: dict[str, list[str]] = field(default_factory=dict)
+    dtype: str = ""
+    deploy_dtype: str = ""
+    seconds: float = 0.0
+
+    def _repr_html_(self) -> str:
+        models = list(self.metrics)
+        names = list(dict.fromkeys(m for scores in self.metrics.values() for m in scores if not m.endswith("_stderr")))
+        head = "".join(f"<th>{escape(name)}</th>" for name in ("", *models))
+        rows = "".join(
+            f"<tr><th style='text-align:left'>{escape(name)}</th>{''.join(_cell(self.metrics[m], name) for m in models)}</tr>"
+            for name in names
+        )
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+
+
+def _cell(scores: dict[str, float], name: str) -> str:
+    if name not in scores:
+        return "<td></td>"
+    value, stderr = scores[name], scores.get(f"{name}_stderr")
+    shown = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"<td>{shown}{'' if stderr is None else f' ± {stderr:.2g}'}</td>"
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, *, baseline: nn.Module, texts: dict[str, Tensor],
+    others: dict[str, nn.Module] | None = None, window: int = 2048, stride: int | None = None, max_windows: int | None = None,
+    beginning: Sequence[int] = (), prompts: Sequence[str] = PROMPTS, sample_tokens: int = 48,
+    speed_prompt_tokens: int | None = None, speed_new_tokens: int = 32, speed_rounds: int = 5,
+) -> Scores:  # fmt: skip
+    """Score a compressed model against the model that it was.
+
+    Args:
+        model, baseline: transformers decoders in the dtype in which the texts are to be scored.
+        texts: {corpus: held-out ids [1, n]} for perplexity, divergence and agreement.
+        others: further models to score on the same texts (round-to-nearest on the same grid, say).
+        window, stride, max_windows, beginning: how texts are cut (`eval.windows.windows`).
+        prompts, sample_tokens: greedy generations shown side by side.
+        speed_*: see `eval.speed.measure_speed`; a prompt of 512 tokens, or half of what the model takes, unless given.
+
+    What is written, speed, memory and size are those of bfloat16 copies, the dtype in which such models are deployed; the
+    baseline's speed is the strongest 16-bit one.
+    """
+    check_evaluation(model, texts, window=window, stride=stride, max_windows=max_windows)
+    start = time.perf_counter()
+    prompt_tokens = speed_prompt_tokens or min(512, _positions(model) // 2)
+    metrics: dict[str, dict[str, float]] = {"baseline": {}, "compressed": {}}
+    scores = Scores(metrics, dtype=str(model.dtype).removeprefix("torch."), deploy_dtype="bfloat16")
+    with recording() as kernels:
+        for corpus, ids in texts.items():
+            _score_text(scores, corpus, ids, baseline, {"compressed": model, **(others or {})}, window, stride, max_windows,
+                        beginning)  # fmt: skip
+        half = {"baseline": deployed(baseline), "compressed": deployed(model)}
+        scores.samples = generate_samples(half, tokenizer, prompts, new_tokens=sample_tokens)
+        variants = standard_variants(baseline, model)
+        scores.speed = measure_speed(variants, prompt_tokens=prompt_tokens, new_tokens=speed_new_tokens, rounds=speed_rounds)
+        del variants
+        parameters = sum(p.numel() for p in baseline.parameters())
+        for name, one in half.items():
+            speed, taken = scores.speed[name], size(one)
+            metrics[name] |= {
+                "prefill_tokens_per_s": speed.prefill_tokens_per_s,
+                "decode_tokens_per_s": speed.decode_tokens_per_s,
+                "time_to_first_token_s": speed.time_to_first_token_s,
+                "stored_bytes": taken.stored_bytes,
+                "resident_bytes": taken.resident_bytes,
+                "bits_per_weight": bits_per_weight(taken.stored_bytes, parameters),
+                "peak_memory_bytes": peak_memory(one, prompt_tokens=prompt_tokens),
+            }
+    scores.kernels = {op: sorted(used) for op, used in kernels.items()}
+    scores.seconds = time.perf_counter() - start
+    return scores
+
+
+def _score_text(
+    scores: Scores, corpus: str, ids: Tensor, baseline: nn.Module, models: dict[str, nn.Module], window: int,
+    stride: int | None, max_windows: int | None, beginning: Sequence[int],
+) -> None:  # fmt: skip
+    perplexities, divergences = compare_on_text(
+        baseline, models, ids, window=window, stride=stride, limit=max_windows, beginning=beginning
+    )
+    reference = perplexities["baseline"]
+    scores.texts[corpus] = {"tokens": reference.tokens, "window": window, "stride": stride, "windows": len(reference.counts)}
+    for name, p in perplexities.items():
+        found = {f"perplexity_{corpus}": p.value, f"perplexity_{corpus}_stderr": p.stderr}
+        if name in divergences:
+            d = divergences[name]
+            found |= {
+                f"kl_{corpus}": d.kl, f"kl_{corpus}_stderr": d.kl_stderr,
+                f"top1_agreement_{corpus}": d.top1_agreement, f"top1_agreement_{corpus}_stderr": d.top1_agreement_stderr,
+            }  # fmt: skip
+            paired = [a - b for a, b in zip(p.sums, reference.sums, strict=True)]
+            nll, stderr = mean_and_stderr(paired, p.counts)
+            more = {f"nll_{corpus}": nll, f"nll_{corpus}_stderr": stderr}
+            scores.difference.setdefault(name, {}).update({k: v for k, v in more.items() if v is not None})
+        scores.metrics.setdefault(name, {}).update({k: v for k, v in found.items() if v is not None})
+
+
+def check_evaluation(
+    model: nn.Module, texts: dict[str, Tensor], *, window: int, stride: int | None = None, max_windows: int | None = None
+) -> None:
+    """Raise ValueError if the texts cannot be scored like this; quick, so that it can be asked before long work."""
+    if window > _positions(model):
+        raise ValueError(f"`window` (={window}) must be at most {_positions(model)}, the positions that this model has")
+    for ids in texts.values():
+        windows(ids, window=window, stride=stride, limit=max_windows)
+
+
+def _positions(model: nn.Module) -> int:
+    return getattr(model.config, "max_position_embeddings", None) or 1 << 30

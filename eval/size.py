@@ -1,0 +1,33 @@
+"""What a model takes, counted from its tensors: stored and in memory."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Size:
+    """stored_bytes: of the state dict, as a checkpoint holds it. resident_bytes: of parameters and buffers as they lie
+    in memory now, which kernels may want laid out less tightly. Tensors that share memory count once."""
+
+    stored_bytes: int
+    resident_bytes: int
+
+
+def size(model: nn.Module) -> Size:
+    """Count a model's bytes."""
+    resident = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return Size(_bytes(model.state_dict()), _bytes(resident))
+
+
+def bits_per_weight(stored_bytes: int, parameters: int) -> float:
+    """Stored bits per parameter of the uncompressed model: everything counts, embeddings and scales too."""
+    return 8 * stored_bytes / parameters
+
+
+def _bytes(tensors: dict) -> int:
+    unique = {}
+    for name, tensor in tensors.items():
+        key = (tensor.data_ptr(), tensor.nbytes) if tensor.numel() else (name, 0)
+        unique[key] = tensor.nbytes
+    return sum(unique.values())

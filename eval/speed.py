@@ -1,0 +1,219 @@
+"""Prefill and decode speed, each variant against the others in the same process, in turns.
+
+Every variant decodes through the same code: a static cache, attention with the query heads that share a key head folded
+into rows, the whole step compiled. On a CPU the compiler also freezes the weights, which prepacks 16-bit linears for
+oneDNN: without that a 16-bit baseline reaches a quarter of the memory bandwidth and makes anything look fast.
+"""
+
+import copy
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from tqdm.auto import tqdm
+from transformers import AttentionInterface, AttentionMaskInterface, StaticCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from eval.deploy import deployed
+from kernels.linear.prepacked import prepack
+from kernels.registry import recording
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Medians over the rounds, with the first and third quartile.
+
+    decode and prefill in tokens per second, time_to_first_token in seconds; dtype and how the step was executed
+    (compiled or eager, and why); kernels: {op: implementations that ran}.
+    """
+
+    decode_tokens_per_s: float
+    decode_quartiles: tuple[float, float]
+    prefill_tokens_per_s: float
+    prefill_quartiles: tuple[float, float]
+    time_to_first_token_s: float
+    dtype: str
+    execution: str
+    kernels: dict[str, list[str]]
+    settings: dict[str, int]
+
+
+@dataclass
+class Variant:
+    """One contestant. `prefill` is the model that reads the prompt, `decode` the one that writes; often the same."""
+
+    prefill: nn.Module
+    decode: nn.Module
+    compiled: bool
+    step: Callable | None = None
+    execution: str = "eager"
+    ttft_s: list[float] = field(default_factory=list)
+    token_s: list[float] = field(default_factory=list)
+    kernels: dict[str, set[str]] = field(default_factory=dict)
+
+
+def standard_variants(baseline: nn.Module, compressed: nn.Module) -> dict[str, Variant]:
+    """The compressed model in bfloat16 against the baseline in float32, bfloat16, and bfloat16 at its best.
+
+    "baseline" is the strongest: compiled, and prepacked on a CPU. "float32" and "bfloat16" are what a plain transformers
+    user gets.
+    """
+    full, half = deployed(baseline, torch.float32), deployed(baseline)
+    best = fold_attention(copy.deepcopy(half))
+    packed = prepack(best, tokens=512) if next(baseline.parameters()).device.type == "cpu" else best
+    small = fold_attention(deployed(compressed))
+    return {
+        "baseline": Variant(packed, best, compiled=True),
+        "compressed": Variant(small, small, compiled=True),
+        "bfloat16": Variant(half, half, compiled=False),
+        "float32": Variant(full, full, compiled=False),
+    }
+
+
+@torch.no_grad()
+def measure_speed(
+    variants: dict[str, Variant], *, prompt_tokens: int = 512, new_tokens: int = 32, rounds: int = 5
+) -> dict[str, Speed]:  # fmt: skip
+    """Time every variant, round by round in turns, after warming each up.
+
+    Args:
+        prompt_tokens: length of the prompt, batch 1.
+        new_tokens: decoded after it, greedily, one at a time; each is timed.
+        rounds: of prefill and decode per variant.
+
+    Raises:
+        ValueError: lengths that are not positive, or beyond the model's positions.
+    """
+    for name, value in (("prompt_tokens", prompt_tokens), ("new_tokens", new_tokens), ("rounds", rounds)):
+        if type(value) is not int or value < 1:
+            raise ValueError(f"`{name}` (={value!r}) must be a positive integer")
+    longest = min(getattr(v.decode.config, "max_position_embeddings", 1 << 30) for v in variants.values())
+    total = prompt_tokens + new_tokens
+    if total > longest:
+        raise ValueError(f"`prompt_tokens` (={prompt_tokens}) + `new_tokens` (={new_tokens}) must be at most {longest}")
+    caches = {name: StaticCache(config=v.decode.config, max_cache_len=-(-total // 64) * 64) for name, v in variants.items()}
+    progress = tqdm(total=len(variants) * (rounds + 1), desc="speed", unit="run")
+    for name, variant in variants.items():
+        progress.set_postfix_str(f"{name}: {'compiling' if variant.compiled else 'warming up'}")
+        with recording() as variant.kernels:
+            _prepare(variant, caches[name], prompt_tokens, new_tokens)
+        progress.update()
+    # All graphs are there: the guards that look for changes of the model are not part of any variant's work.
+    lean = all(_runs_without_guards(v, caches[name], prompt_tokens, new_tokens) for name, v in variants.items())
+    with torch.compiler.set_stance("default", skip_guard_eval_unsafe=lean):
+        for _ in range(rounds):
+            for name, variant in variants.items():
+                progress.set_postfix_str(name)
+                ttft, tokens = _round(variant, caches[name], prompt_tokens, new_tokens)
+                variant.ttft_s.append(ttft)
+                variant.token_s.append(statistics.median(tokens))
+                progress.update()
+    progress.close()
+    settings = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "rounds": rounds, "batch": 1}
+    return {name: _speed(variant, prompt_tokens, settings) for name, variant in variants.items()}
+
+
+def _speed(v: Variant, prompt_tokens: int, settings: dict[str, int]) -> Speed:
+    decode = [1 / s for s in v.token_s]
+    prefill = [prompt_tokens / s for s in v.ttft_s]
+    return Speed(
+        statistics.median(decode), _quartiles(decode), statistics.median(prefill), _quartiles(prefill),
+        statistics.median(v.ttft_s), str(v.decode.dtype).removeprefix("torch."), v.execution,
+        {op: sorted(used) for op, used in v.kernels.items()}, settings,
+    )  # fmt: skip
+
+
+def _quartiles(values: list[float]) -> tuple[float, float]:
+    if len(values) < 2:
+        return values[0], values[0]
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, high
+
+
+def _prepare(variant: Variant, cache: StaticCache, prompt_tokens: int, new_tokens: int) -> None:
+    """Compile the decode step if that is wanted and possible, and run everything once."""
+    model = variant.decode
+
+    def step(token: Tensor, position: Tensor) -> Tensor:
+        logits = model(token, past_key_values=cache, position_ids=position, use_cache=True, logits_to_keep=1).logits
+        return logits[:, -1].argmax(-1, keepdim=True)
+
+    variant.step = step
+    if variant.compiled:
+        options = {"freezing": True} if next(model.parameters()).device.type == "cpu" else None
+        variant.step = torch.compile(step, fullgraph=True, options=options)
+        variant.execution = "compiled" + (", weights frozen" if options else "")
+        try:
+            _round(variant, cache, prompt_tokens, new_tokens)
+            return
+        except Exception as error:  # no compiler, or a model that it cannot take: say so, and go on without
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            warnings.warn(f"the decode step does not compile, so it runs eagerly: {first}", stacklevel=2)
+            variant.execution = f"eager (does not compile: {first[:120]})"
+            model = variant.decode = variant.prefill
+            variant.step = step
+    _round(variant, cache, prompt_tokens, new_tokens)
+
+
+def _runs_without_guards(variant: Variant, cache: StaticCache, prompt_tokens: int, new_tokens: int) -> bool:
+    """Can the graphs be chosen without looking at the whole model? Not where a cache keeps counts in Python."""
+    try:
+        with torch.compiler.set_stance("default", skip_guard_eval_unsafe=True):
+            _round(variant, cache, prompt_tokens, new_tokens)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _round(variant: Variant, cache: StaticCache, prompt_tokens: int, new_tokens: int) -> tuple[float, list[float]]:
+    """Seconds to the first token, and for each later one."""
+    device = next(variant.decode.parameters()).device
+    prompt = (torch.arange(prompt_tokens) * 7919 % variant.decode.get_input_embeddings().num_embeddings)[None].to(device)
+    cache.reset()
+    _wait(device)
+    start = time.perf_counter()
+    logits = variant.prefill(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    token = logits[:, -1].argmax(-1, keepdim=True)
+    _wait(device)
+    ttft = time.perf_counter() - start
+    seconds = []
+    for i in range(new_tokens):
+        position = torch.tensor([[prompt_tokens + i]], device=device)
+        start = time.perf_counter()
+        token = variant.step(token, position)
+        _wait(device)
+        seconds.append(time.perf_counter() - start)
+    return ttft, seconds
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def fold_attention(model: nn.Module) -> nn.Module:
+    """Make the model's attention fold grouped query heads into rows for single queries, in compiled steps too.
+
+    transformers repeats the key and value heads there, which at batch 1 makes bfloat16 attention several times slower.
+    """
+    AttentionInterface.register("sdpa_folded", _folded_sdpa)
+    AttentionMaskInterface.register("sdpa_folded", sdpa_mask)
+    if model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation("sdpa_folded")
+    return model
+
+
+def _folded_sdpa(module, query, key, value, attention_mask=None, scaling=None, dropout=0.0, **kwargs):
+    batch, heads, tokens, channels = query.shape
+    kv_heads = key.shape[1]
+    if tokens > 1 or heads == kv_heads or (attention_mask is not None and attention_mask.shape[1] != 1):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+    rows = query.reshape(batch, kv_heads, heads // kv_heads, channels)
+    y = scaled_dot_product_attention(rows, key, value, attn_mask=attention_mask, scale=scaling)
+    return y.reshape(batch, 1, heads, channels), None
