@@ -1,0 +1,183 @@
+"""The page says what the record says, in any browser, to anybody, and lets nothing in."""
+
+import copy
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from reports.render import metric_table, number, page, render
+from reports.verdict import verdict
+
+LIMIT_BYTES = 1_000_000
+EVIL = '<img src=x onerror="document.title=\'owned\'"><script>document.title="owned"</script>'
+
+
+def make_record(layers: int = 30) -> dict:
+    kinds = [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
+    speed = {
+        "decode_tokens_per_s": 70.0, "decode_quartiles": [68.0, 71.0], "prefill_tokens_per_s": 1500.0,
+        "prefill_quartiles": [1480.0, 1510.0], "time_to_first_token_s": 0.34, "dtype": "bfloat16",
+        "execution": "compiled, weights frozen", "kernels": {"int_matmul": ["cpu int4pack"]},
+        "settings": {"prompt_tokens": 512, "new_tokens": 32, "rounds": 5, "batch": 1},
+    }  # fmt: skip
+    base = {"perplexity_pydocs": 20.0, "perplexity_pydocs_stderr": 0.5, "stored_bytes": 269e6, "resident_bytes": 269e6,
+            "bits_per_weight": 16.0, "peak_memory_bytes": 4e8, "decode_tokens_per_s": 70.0, "prefill_tokens_per_s": 1500.0,
+            "time_to_first_token_s": 0.34}  # fmt: skip
+    small = {**base, "perplexity_pydocs": 21.5, "kl_pydocs": 0.1, "kl_pydocs_stderr": 0.01, "top1_agreement_pydocs": 0.86,
+             "stored_bytes": 113e6, "bits_per_weight": 6.7, "decode_tokens_per_s": 126.0,
+             "prefill_tokens_per_s": 1100.0}  # fmt: skip
+    return {
+        "schema_version": 1,
+        "run": {"key": "gptq-x", "notebook": "gptq", "started": "2026-01-01T10:00:00+00:00", "duration_s": 100.0,
+                "compression_s": 60.0, "parameters": {}},
+        "recipe": [{"method": "gptq", "knobs": {"bits": 4, "group_size": 64, "symmetric": True}, "source": "arXiv:2210.17323"}],
+        "model": {"name": "smollm2-135m", "weights_sha256": "ab" * 32, "parameters": 134_515_008},
+        "calibration": {"corpus": "pydocs", "samples": 128, "seqlen": 512, "seed": 0, "sha256": "cd" * 32},
+        "layers": [
+            {"name": f"model.layers.{i}.{kind}", "shape": [576, 576], "format": "int_group", "bits_per_weight": 4.25,
+             "error": 0.002 + 1e-4 * i, "rtn_error": 0.008, "seconds": 0.1, "tokens": 65536, "notes": []}
+            for i in range(layers) for kind in kinds
+        ],
+        "kept": [{"name": "model.embed_tokens.weight", "shape": [49152, 576], "bytes": 56_000_000,
+                  "reason": "not a linear (Embedding)"}],
+        "scores": {"baseline": base, "compressed": small, "rtn": {"perplexity_pydocs": 24.0}},
+        "difference": {"compressed": {"nll_pydocs": 0.07, "nll_pydocs_stderr": 0.004}},
+        "texts": {"pydocs": {"tokens": 16000, "window": 1024, "stride": None, "windows": 16}},
+        "speed": {"baseline": speed, "compressed": {**speed, "decode_tokens_per_s": 126.0, "decode_quartiles": [120.0, 128.0]}},
+        "samples": [{"prompt": "Why?", "texts": {"baseline": "Because.", "compressed": "Since."},
+                     "first_difference": {"compressed": 0}}],
+        "kernels": {"int_matmul": "cpu int4pack"},
+        "provenance": {"commit": "f" * 40, "dirty": False, "versions": {"python": "3.11.7", "torch": "2.13.0"}, "threads": 2,
+                       "hardware": {"cpu": "a CPU", "cpu_capability": "AVX512", "cores": 2, "memory_bytes": 2**34, "gpus": [],
+                                    "system": "Linux"},
+                       "dtype": "float32", "deploy_dtype": "bfloat16", "flags": {"deterministic": False},
+                       "command": "papermill notebooks/gptq.ipynb out.ipynb -p bits 4"},
+    }  # fmt: skip
+
+
+def test_page_is_one_small_file_without_network(tmp_path):
+    report = render(make_record(layers=80), tmp_path / "report.html")
+    html = report.path.read_text()
+    assert len(html.encode()) < LIMIT_BYTES
+    assert not re.search(r"""(?:src|href)=["'](?!#)[^"']""", html.replace('xlink:href="#', "")), "nothing is fetched"
+    assert "@import" not in html and not re.search(r"url\((?!#)", html)
+    assert str(report.path) in report._repr_html_() and [p.name for p in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_page_says_what_the_record_says():
+    html = page(make_record())
+    for text in ("gptq on smollm2-135m", "papermill notebooks/gptq.ipynb out.ipynb -p bits 4", "arXiv:2210.17323", "4.25",
+                 "ffffffffffff", "cdcdcdcdcdcdcdcd", "torch 2.13.0", "128 × 512 tokens of pydocs", "cpu int4pack",
+                 "model.layers.29.mlp.down_proj", "model.embed_tokens.weight", "Because.", "differs from token 1 on"):  # fmt: skip
+        assert text in html, text
+    assert html.count("<svg") == 3 and len(set(re.findall(r'\bid="([^"]+)"', html))) == len(re.findall(r'\bid="', html))
+
+
+def test_verdict_is_honest_both_ways():
+    made = make_record()
+    said = " ".join(verdict(made))
+    assert "113 MB instead of 269 MB in 16 bits (2.38× smaller)" in said
+    assert "from 20.00 to 21.50 (+7.5 %; rounding to nearest on the same grid gives 24.00)" in said
+    assert "decodes 1.80× as fast" in said and "reads a prompt more slowly" in said and "(0.73×)" in said
+    assert "within the noise" not in said
+    made["difference"]["compressed"] = {"nll_pydocs": 0.001, "nll_pydocs_stderr": 0.004}
+    assert "At 16,000 tokens that difference is within the noise." in " ".join(verdict(made))
+
+
+def test_table_has_units_errors_and_changes():
+    rows = {row["label"]: row for row in metric_table(make_record())["rows"]}
+    assert metric_table(make_record())["models"] == ["baseline", "compressed", "rtn"]
+    assert [c["value"] for c in rows["Perplexity"]["cells"]] == ["20.00", "21.50", "24.00"]
+    assert rows["Perplexity"]["change"] == {"text": "+7.5 %", "kind": "bad"} and rows["Perplexity"]["cells"][0]["stderr"] == "± 0.5"
+    assert rows["Decode"]["change"]["kind"] == "good" and rows["Stored"]["cells"][1]["value"] == "113"
+    assert rows["KL to the baseline"]["cells"][0]["value"] == "–"
+
+
+def test_numbers_keep_their_digits():
+    assert [number(v) for v in (0, 1234567.0, 123.456, 20.4567, 0.012345, 0.000012345, None)] == [
+        "0", "1,234,567", "123", "20.46", "0.01235", "1.23e-05", "–",
+    ]  # fmt: skip
+
+
+def test_records_without_the_extras_render():
+    made = make_record()
+    for key in ("kept", "difference", "texts", "speed", "samples"):
+        del made[key]
+    made["calibration"] = None
+    made["layers"][0]["rtn_error"] = None
+    made["scores"] = {"baseline": {"acc_task": 0.5}, "compressed": {"acc_task": 0.4}}
+    assert "Accuracy on task" in page(made)
+    made["layers"] = []
+    assert "<svg" not in page(made)
+
+
+def chromium():
+    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if found is None:
+        pytest.skip("no Chromium on this machine; `make test` installs it")
+    return found
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    path = chromium()
+    with sync_playwright() as p:
+        started = p.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"])
+        yield started
+        started.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 320])
+def test_page_in_a_browser(browser, tmp_path, scheme, width):
+    """No axe violation, no sideways scrolling of the page, no request, no script error, in both schemes, wide and narrow."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    report = render(make_record(), tmp_path / "report.html")
+    context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 900})
+    tab = context.new_page()
+    requests, errors = [], []
+    tab.on("request", lambda request: requests.append(request.url))
+    tab.on("pageerror", lambda error: errors.append(str(error)))
+    tab.goto(report.path.as_uri())
+    tab.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
+    assert requests == [report.path.as_uri()] and not errors
+    assert tab.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    results = Axe().run(tab)
+    assert results.violations_count == 0, results.generate_report()
+    background = tab.evaluate("getComputedStyle(document.body).backgroundColor")
+    luminance = sum(map(int, re.findall(r"\d+", background)[:3])) / 3
+    assert (luminance > 200) == (scheme == "light")
+    visible = tab.evaluate("[...document.querySelectorAll('svg')].every(s => s.getBoundingClientRect().height > 60)")
+    assert visible, "the figures are drawn"
+    context.close()
+
+
+def test_model_text_cannot_run(browser, tmp_path):
+    made = copy.deepcopy(make_record())
+    made["samples"][0] = {"prompt": EVIL, "texts": {"baseline": EVIL, "compressed": EVIL}, "first_difference": {"compressed": None}}
+    made["model"]["name"] = made["provenance"]["command"] = EVIL
+    made["recipe"][0]["method"] = EVIL
+    made["recipe"][0]["knobs"][EVIL] = EVIL
+    made["layers"][0] |= {"name": EVIL, "notes": [EVIL]}
+    made["layers"][7] |= {"name": f"model.layers.3.{EVIL}"}
+    made["kept"][0]["reason"] = made["kernels"][EVIL] = EVIL
+    report = render(made, tmp_path / "report.html")
+    tab = browser.new_page()
+    tab.goto(report.path.as_uri())
+    assert "owned" not in tab.title() or tab.title().startswith("<img"), "the title is text"
+    assert tab.evaluate("document.querySelectorAll('script, img').length") == 0
+    tab.close()
+
+
+def test_prints(browser, tmp_path):
+    report = render(make_record(), tmp_path / "report.html")
+    tab = browser.new_page()
+    tab.goto(report.path.as_uri())
+    assert tab.pdf(path=str(tmp_path / "report.pdf"))[:4] == b"%PDF"
+    assert Path(tmp_path / "report.pdf").stat().st_size > 20_000
+    tab.close()
