@@ -1,0 +1,5 @@
+import sys
+
+from notebooks.cli import main
+
+sys.exit(main())

@@ -1,0 +1,90 @@
+"""`workbench`: run a notebook as one batch run, with its parameters checked before a kernel starts.
+
+$ workbench run gptq -p bits 3 -p group_size 128
+$ workbench parameters gptq
+"""
+
+import argparse
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from notebooks.parameters import check_parameters, notebook_path, parse_value, read_parameters
+from notebooks.run import ROOT, run_key
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status: 0 done, 1 the notebook failed, 2 the command makes no sense."""
+    parser = argparse.ArgumentParser(prog="workbench", description="Run the workbench's notebooks in batch.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="execute a notebook; prints the path of its report")
+    run.add_argument("notebook", help="name (gptq) or path")
+    run.add_argument("-p", "--parameter", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"))
+    run.add_argument("--timeout", type=int, default=None, help="seconds that a cell may take")
+    listing = commands.add_parser("parameters", help="list a notebook's parameters")
+    listing.add_argument("notebook")
+    options = parser.parse_args(arguments)
+    try:
+        if options.command == "parameters":
+            return _list(options.notebook)
+        return _run(options.notebook, dict(options.parameter), options.timeout)
+    except ValueError as error:
+        print(f"workbench: {error}", file=sys.stderr)
+        return 2
+
+
+def _list(notebook: str) -> int:
+    for p in read_parameters(notebook).values():
+        print(f"{p.name}: {getattr(p.type, '__name__', p.type)} = {p.default!r}  {p.help}")
+    return 0
+
+
+def _run(notebook: str, given: dict[str, str], timeout: int | None) -> int:
+    import papermill
+    from papermill.exceptions import PapermillExecutionError
+
+    path = notebook_path(notebook)
+    declared = read_parameters(path)
+    wanted = {name: parse_value(text, declared[name].type) if name in declared else text for name, text in given.items()}
+    values = check_parameters(wanted, declared)
+    key = run_key(path.stem, values)
+    folder = Path(values.get("run_path") or ROOT / "runs" / key).expanduser().absolute()
+    part = folder.with_name(f".{folder.name}.running")  # takes the folder's place when all is done
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    places = {"run_path": str(part), "work_path": values.get("work_path") or str(folder.with_name(f".{folder.name}.work"))}
+    places = {name: place for name, place in places.items() if name in declared}
+    print(f"running {path.name} for {folder}", flush=True)
+    start = time.monotonic()
+    try:
+        papermill.execute_notebook(str(path), str(part / "notebook.ipynb"), parameters={**wanted, **places}, cwd=str(ROOT),
+                                   execution_timeout=timeout, progress_bar=sys.stderr.isatty(), log_output=False)  # fmt: skip
+        failure = None if (part / "report.html").is_file() else "it ended without a report"
+    except PapermillExecutionError as error:
+        failure = f"{error.ename}: {error.evalue}"
+    if failure is not None:
+        failed = folder.with_name(f"{folder.name}.failed")
+        _promote(part, failed)
+        print(f"workbench: {path.name} failed: {failure}\n  see {failed / 'notebook.ipynb'}", file=sys.stderr)
+        return 1
+    _promote(part, folder)
+    if not values.get("work_path"):
+        shutil.rmtree(places.get("work_path", part), ignore_errors=True)
+    print(f"done in {time.monotonic() - start:.0f} s\nreport: {folder / 'report.html'}")
+    return 0
+
+
+def _promote(part: Path, folder: Path) -> None:
+    """Put `part` in the place of `folder`; what was there goes only when the new one stands."""
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        os.replace(folder, old)
+    os.replace(part, folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""A notebook's parameters: read from its cell tagged `parameters`, checked before any work.
+
+papermill only warns of a parameter that the notebook does not have, and checks no types.
+"""
+
+import ast
+import difflib
+import json
+import types
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import nbformat
+
+FOLDER = Path(__file__).parent
+_INJECTED = "# Parameters"  # how the cell begins that papermill puts in
+_TYPES = {"str": str, "int": int, "float": float, "bool": bool, "list": list}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One line of the parameters cell: `name: type = default  # help`."""
+
+    name: str
+    type: Any
+    default: Any
+    help: str
+
+
+def read_parameters(notebook: str | Path) -> dict[str, Parameter]:
+    """The parameters that a notebook declares, in order.
+
+    Args:
+        notebook: a path, or the name of one in this folder.
+
+    Raises:
+        ValueError: there is no such notebook, or its parameters cell is not made of literals with types.
+    """
+    path = notebook_path(notebook)
+    cells = nbformat.read(path, as_version=4).cells
+    tagged = [cell for cell in cells if "parameters" in cell.metadata.get("tags", [])]
+    if len(tagged) != 1:
+        raise ValueError(f"{path.name} must have one cell tagged `parameters`, not {len(tagged)}")
+    lines = tagged[0].source.splitlines()
+    found = {}
+    for node in ast.parse(tagged[0].source).body:
+        if not isinstance(node, ast.AnnAssign) or node.value is None:
+            raise ValueError(f"{path.name}: line {node.lineno} of its parameters must read `name: type = literal  # help`")
+        name = node.target.id
+        help = lines[node.end_lineno - 1].partition("#")[2].strip()
+        found[name] = Parameter(name, _type(node.annotation), ast.literal_eval(node.value), help)
+    return found
+
+
+def _type(node: ast.expr) -> Any:
+    """The type that an annotation such as `int`, `str | None` or `list[int]` names."""
+    match node:
+        case ast.Name(id=name) if name in _TYPES:
+            return _TYPES[name]
+        case ast.Constant(value=None):
+            return None
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            return _type(left) | _type(right)
+        case ast.Subscript(value=ast.Name(id="list"), slice=item):
+            return list[_type(item)]
+    raise ValueError(f"`{ast.unparse(node)}` is no type for a parameter: {', '.join(_TYPES)}, None, | and list[...] are")
+
+
+def notebook_path(notebook: str | Path) -> Path:
+    """Path of a notebook given by path, or by name ("gptq")."""
+    path = Path(notebook)
+    if path.suffix != ".ipynb":
+        path = FOLDER / f"{notebook}.ipynb"
+    if not path.is_file():
+        known = ", ".join(sorted(p.stem for p in FOLDER.glob("*.ipynb")))
+        raise ValueError(f"`notebook` (={str(notebook)!r}) is not there; known by name: {known}")
+    return path
+
+
+def check_parameters(values: dict[str, Any], declared: dict[str, Parameter]) -> dict[str, Any]:
+    """The values of all declared parameters, defaults filled in.
+
+    Raises:
+        ValueError: a parameter that is not declared, or a value of another type; names both and what would do.
+    """
+    for name, value in values.items():
+        if name not in declared:
+            near = difflib.get_close_matches(name, declared, n=1)
+            hint = f"did you mean `{near[0]}`? " if near else ""
+            raise ValueError(f"`{name}` (={value!r}) is not a parameter of this notebook; {hint}It has {', '.join(declared)}")
+        wanted = declared[name].type
+        if not _fits(value, wanted):
+            shown = getattr(wanted, "__name__", str(wanted))
+            raise ValueError(
+                f"`{name}` (={value!r}) must be {shown}, not {type(value).__name__}; its default is {declared[name].default!r}"
+            )
+    return {name: values.get(name, parameter.default) for name, parameter in declared.items()}
+
+
+def parse_value(text: str, wanted: Any) -> Any:
+    """A value given as text on a command line, as the declared type reads it; the text itself where it does not fit."""
+    if wanted is str:
+        return text
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = {"True": True, "False": False, "None": None}.get(text, text)
+    if _fits(value, wanted):
+        return float(value) if wanted is float else value
+    return text
+
+
+def injected(cells: list[str]) -> dict[str, Any]:
+    """What papermill injected, from the sources of the cells that were executed; {} if it was not papermill."""
+    for source in cells:
+        if source.lstrip().startswith(_INJECTED):
+            nodes = ast.parse(source).body
+            return {node.targets[0].id: ast.literal_eval(node.value) for node in nodes if isinstance(node, ast.Assign)}
+    return {}
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    if isinstance(wanted, types.UnionType):
+        return any(_fits(value, one) for one in typing.get_args(wanted))
+    if wanted in (None, type(None)):
+        return value is None
+    if wanted is float:
+        return type(value) in (int, float)
+    if typing.get_origin(wanted) is list:
+        return type(value) is list and all(_fits(v, typing.get_args(wanted)[0]) for v in value)
+    return type(value) is wanted

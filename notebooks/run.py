@@ -1,0 +1,92 @@
+"""What a notebook does first and last: check its parameters and name its run; write record and report."""
+
+import hashlib
+import json
+import re
+import shlex
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import torch
+from IPython import get_ipython
+from transformers import PreTrainedTokenizerBase
+
+from compress import Result, save_compressed
+from eval.deploy import cast
+from eval.record import RunInfo, write_record
+from notebooks.parameters import check_parameters, injected, read_parameters
+from reports.render import Report, render
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One execution of a notebook: its key, its parameters, and the folder that all it writes goes to."""
+
+    info: RunInfo
+    folder: Path
+
+    def save(self, result: Result, tokenizer: PreTrainedTokenizerBase) -> str:
+        """Save the compressed model in 16 bits where `save_path` says; do nothing where it is empty."""
+        path = self.info.parameters.get("save_path")
+        if not path:
+            return "not saved: `save_path` is empty"
+        cast(result.model, torch.bfloat16)
+        return f"saved, reloaded and compared: {save_compressed(result, path, tokenizer)}"
+
+    def finish(self, record: dict[str, Any]) -> Report:
+        """Write record.json and report.html into the run's folder, and the record beside a saved model."""
+        saved = self.info.parameters.get("save_path")
+        for folder in filter(None, (self.folder, saved and Path(saved))):
+            write_record(record, folder / "record.json")
+        return render(record, self.folder / "report.html")
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td style='text-align:left'>{escape(k)}</td><td style='text-align:left'><code>{escape(repr(v))}</code></td></tr>"
+            for k, v in self.info.parameters.items()
+        )
+        return f"<p>Run <b>{escape(self.info.key)}</b>, written to <code>{escape(str(self.folder))}</code></p><table>{rows}</table>"
+
+
+def start(notebook: str, namespace: dict[str, Any]) -> Run:
+    """Check the parameters and name the run; nothing is written yet.
+
+    Args:
+        notebook: its name, such as "gptq".
+        namespace: `globals()` of the notebook.
+
+    Raises:
+        ValueError: a parameter that the notebook does not have, or a value of the wrong type.
+    """
+    declared = read_parameters(notebook)
+    shell = get_ipython()
+    given = injected(shell.user_ns.get("In", [])) if shell else {}
+    check_parameters(given, declared)
+    values = check_parameters({name: namespace[name] for name in declared if name in namespace}, declared)
+    saved = Path(values.get("save_path") or "nowhere, as asked")
+    if saved.exists() and (not saved.is_dir() or any(saved.iterdir())):
+        raise ValueError(f"`save_path` (={str(saved)!r}) exists already; give a new folder, or remove it first")
+    key = run_key(notebook, values)
+    changed = {k: v for k, v in values.items() if v != declared[k].default and k not in ("run_path", "work_path")}
+    command = " ".join(["papermill", f"notebooks/{notebook}.ipynb", "out.ipynb", *(
+        part for name, value in changed.items() for part in ("-p", name, shlex.quote(_shown(value)))
+    )])  # fmt: skip
+    folder = Path(values.get("run_path") or ROOT / "runs" / key).expanduser().absolute()
+    return Run(RunInfo(key, notebook, values, datetime.now(UTC), command), folder)
+
+
+def run_key(notebook: str, values: dict[str, Any]) -> str:
+    """Name of a run: notebook, model, and a hash of all parameters but where it is written."""
+    counted = {k: v for k, v in values.items() if not k.endswith("_path")}
+    digest = hashlib.sha256(json.dumps([notebook, counted], sort_keys=True).encode()).hexdigest()[:8]
+    model = re.sub(r"[^A-Za-z0-9.]+", "-", Path(str(values.get("model_name", ""))).name).strip("-")
+    return "-".join(filter(None, (notebook, model, digest)))
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

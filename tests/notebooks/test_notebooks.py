@@ -1,0 +1,144 @@
+"""Every notebook runs through papermill on the embedded real model, and says clearly what is wrong before it works."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from compress import load_compressed
+from eval.record import read_record
+from notebooks.cli import main
+from notebooks.parameters import FOLDER, check_parameters, injected, parse_value, read_parameters
+from notebooks.run import run_key
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOKS = sorted(p.stem for p in FOLDER.glob("*.ipynb"))
+SMALL = {"samples": 4, "seqlen": 128, "max_windows": 2, "window": 256, "speed_rounds": 1}
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_notebook_is_a_story(name):
+    """Title first, one cell of parameters, no definitions, loops or branches, and no outputs committed."""
+    book = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+    nbformat.validate(book)
+    assert book.cells[0].cell_type == "markdown" and book.cells[0].source.startswith("# ")
+    for cell in book.cells:
+        if cell.cell_type != "code":
+            continue
+        assert not cell.outputs and cell.execution_count is None
+        kinds = {type(node) for node in ast.walk(ast.parse(cell.source))}
+        assert not kinds & {ast.FunctionDef, ast.ClassDef, ast.For, ast.While, ast.If, ast.Lambda}
+    for parameter in read_parameters(name).values():
+        assert parameter.help, f"{parameter.name} has no help"
+        assert check_parameters({parameter.name: parameter.default}, {parameter.name: parameter})
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_notebook_runs_on_the_real_model(name, tmp_path):
+    arguments = [part for k, v in SMALL.items() for part in ("-p", k, str(v))]
+    saved = tmp_path / "saved"
+    subprocess.run(
+        [sys.executable, "-m", "papermill", f"notebooks/{name}.ipynb", str(tmp_path / "out.ipynb"), *arguments,
+         "-p", "run_path", str(tmp_path / "run"), "-p", "save_path", str(saved)],
+        cwd=ROOT, check=True, capture_output=True, timeout=600,
+    )  # fmt: skip
+    made = read_record(tmp_path / "run" / "record.json")
+    assert made["model"]["name"] == "smollm2-135m" and made["recipe"][0]["method"] == name
+    base, small, rtn = (made["scores"][k] for k in ("baseline", "compressed", "rtn"))
+    assert base["perplexity_pydocs"] < small["perplexity_pydocs"] < rtn["perplexity_pydocs"]
+    assert small["stored_bytes"] < base["stored_bytes"] / 2 and small["resident_bytes"] < base["resident_bytes"] / 2
+    assert 0 < small["kl_pydocs"] < rtn["kl_pydocs"]
+    assert small["decode_tokens_per_s"] > base["decode_tokens_per_s"], "4 bits read fewer bytes: a wide margin below 1.5x"
+    assert made["speed"]["compressed"]["kernels"]["int_matmul"] == ["cpu dequantise", "cpu int4pack"]
+    assert made["provenance"]["command"].startswith(f"papermill notebooks/{name}.ipynb out.ipynb -p samples 4")
+    assert len(made["layers"]) == 210 and sum(r["error"] < r["rtn_error"] for r in made["layers"]) > 200
+    html = (tmp_path / "run" / "report.html").read_text()
+    assert "smollm2-135m" in html and len(html.encode()) < 1_000_000
+    assert load_compressed(saved) is not None and read_record(saved / "record.json") == made
+    files = sum(p.stat().st_size for p in saved.glob("*.safetensors"))
+    assert files == pytest.approx(small["stored_bytes"], rel=0.01)
+
+
+@pytest.mark.parametrize("given, message", [
+    ({"bitz": "3"}, "`bitz` (='3') is not a parameter of this notebook; did you mean `bits`?"),
+    ({"bits": "three"}, "`bits` (='three') must be int, not str"),
+    ({"bits": "3.5"}, "`bits` (='3.5') must be int"),
+    ({"symmetric": "maybe"}, "`symmetric` (='maybe') must be bool"),
+])  # fmt: skip
+def test_command_line_refuses_before_a_kernel_starts(given, message, capsys, tmp_path):
+    arguments = [part for pair in given.items() for part in ("-p", *pair)]
+    assert main(["run", "gptq", *arguments, "-p", "run_path", str(tmp_path / "run")]) == 2
+    assert message in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_command_line_knows_its_notebooks(capsys):
+    assert main(["run", "gptk"]) == 2 and "known by name: " in capsys.readouterr().err
+    assert main(["parameters", "gptq"]) == 0 and "group_size: int = 64  columns" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("given, message", [
+    ({"bitz": 3}, "`bitz` (=3) is not a parameter of this notebook; did you mean `bits`?"),
+    ({"bits": "4"}, "`bits` (='4') must be int"),
+    ({"bits": 7}, "`bits` (=7) of gptq must be one of 2, 3, 4, 5, 6, 8"),
+    ({"group_size": 128}, "`group_size` (=128) must divide in_features (=576)"),
+    ({"model_name": "nobody-has-this"}, "`model_name` (='nobody-has-this')"),
+    ({"samples": 10**6}, "`samples` (=1000000) x `seqlen` (=128)"),
+    ({"window": 100_000}, "`window` (=100000) must be at most 8192"),
+])  # fmt: skip
+def test_plain_papermill_fails_early_with_the_reason(given, message, tmp_path):
+    """Through papermill itself, which would only warn; nothing is compressed, nothing half-written is left."""
+    import papermill
+
+    with pytest.raises(papermill.PapermillExecutionError) as caught:
+        papermill.execute_notebook(str(FOLDER / "gptq.ipynb"), str(tmp_path / "out.ipynb"), cwd=str(ROOT), progress_bar=False,
+                                   parameters={**SMALL, **given, "run_path": str(tmp_path / "run")})  # fmt: skip
+    assert message in caught.value.evalue and not (tmp_path / "run").exists()
+
+
+def test_finished_run_survives_a_failing_one(tmp_path, capsys):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "record.json").write_text("finished")
+    assert main(["run", "gptq", "-p", "run_path", str(run), "-p", "bits", "7"]) == 1
+    assert "`bits` (=7)" in capsys.readouterr().err
+    assert (run / "record.json").read_text() == "finished" and (tmp_path / "run.failed" / "notebook.ipynb").exists()
+
+
+def test_values_from_a_command_line():
+    assert parse_value("010", str) == "010" and parse_value("3", int) == 3 and parse_value("0.5", float) == 0.5
+    assert parse_value("1", float) == 1.0 and type(parse_value("1", float)) is float
+    assert parse_value("true", bool) is True and parse_value("False", bool) is False
+    assert parse_value("null", int | None) is None and parse_value("x", int) == "x"
+
+
+def test_run_keys_follow_the_parameters():
+    values = {"model_name": "a/b c", "bits": 4, "run_path": "x"}
+    assert run_key("gptq", values) == run_key("gptq", {**values, "run_path": "y"}) != run_key("gptq", {**values, "bits": 3})
+    assert run_key("gptq", values).startswith("gptq-b-c-")
+
+
+def test_injected_cells_are_found():
+    assert injected(["x = 1", '# Parameters\nbits = 3\nname = "a"\n']) == {"bits": 3, "name": "a"}
+    assert injected(["# about parameters"]) == {}
+
+
+def test_parameter_cells_must_be_literals(tmp_path):
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("bits = 4", metadata={"tags": ["parameters"]})])
+    nbformat.write(book, tmp_path / "n.ipynb")
+    with pytest.raises(ValueError, match="must read `name: type = literal"):
+        read_parameters(tmp_path / "n.ipynb")
+    nbformat.write(nbformat.v4.new_notebook(), tmp_path / "n.ipynb")
+    with pytest.raises(ValueError, match="one cell tagged `parameters`, not 0"):
+        read_parameters(tmp_path / "n.ipynb")
+
+
+def test_works_from_the_notebooks_folder(tmp_path):
+    """JupyterLab starts kernels there."""
+    code = "from notebooks.run import start; from notebooks.parameters import read_parameters; print(len(read_parameters('gptq')))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=FOLDER, capture_output=True, text=True, env={**os.environ})
+    assert done.returncode == 0 and int(done.stdout) == len(json.loads(json.dumps(list(read_parameters("gptq")))))
