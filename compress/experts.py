@@ -29,12 +29,14 @@ class SplitExperts(nn.Module):
         """hidden_states [tokens, hidden], top_k_index and top_k_weights [tokens, k] -> [tokens, hidden]."""
         y = torch.zeros_like(hidden_states)
         up, down = getattr(self, self.up_name), self.down_proj
-        for expert in top_k_index.unique().tolist():
-            if expert >= self.num_experts:
-                continue
+        reached = [expert for expert in top_k_index.unique().tolist() if expert < self.num_experts]
+        between = {}  # all first weights before all second ones: in the order in which they are registered
+        for expert in reached:
             token, place = torch.where(top_k_index == expert)
             h = up[expert](hidden_states[token])
-            h = self.act_fn(h) if self._gate is None else self._gate(self, h)
+            between[expert] = token, place, self.act_fn(h) if self._gate is None else self._gate(self, h)
+        for expert in reached:
+            token, place, h = between.pop(expert)
             h = down[expert](h)
             if self.post_expert_norm is not None:
                 h = self.post_expert_norm(h)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 SCALE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SEARCH_STEPS = 16  # clipping ratios tried by `search`, down to half the range
+AT_ONCE = 1 << 18  # weights times candidates looked at together: what the caches hold
 
 
 def quantize(w: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
@@ -48,25 +49,26 @@ def search(
     Returns:
         scale, zero: [...] float32; never worse than `absmax` by this measure.
     """
+    scales, zeros = _candidates(w, bits, symmetric, scale_dtype)  # [candidates, ...] each
+    at_once = max(1, AT_ONCE // w.numel())
+    chunks = zip(scales.split(at_once), zeros.split(at_once), strict=True)
+    best = torch.cat([_loss(w, scale, zero, bits, importance, norm) for scale, zero in chunks]).argmin(0, keepdim=True)
+    return scales.gather(0, best)[0], zeros.gather(0, best)[0]
+
+
+def _candidates(w: Tensor, bits: int, symmetric: bool, scale_dtype: str) -> tuple[Tensor, Tensor]:
     low, high = w.amin(-1), w.amax(-1)
-    best_scale, best_zero = _cover(low, high, bits, symmetric, scale_dtype)
-    best_loss = _loss(w, best_scale, best_zero, bits, importance, norm)
-    extreme = torch.where(high > -low, high, low)
-    for step in range(SEARCH_STEPS):
-        ratio = 1 - 0.5 * step / SEARCH_STEPS
-        if symmetric:
-            # The long side of the grid, -2^(bits-1), on the extreme weight, and on its opposite.
-            tries = [_round_scale(sign * ratio * extreme / (1 << (bits - 1)), scale_dtype) for sign in (-1, 1)]
-            candidates = [(scale, torch.full_like(scale, 1 << (bits - 1))) for scale in tries]
-        else:
-            candidates = [_cover(low * ratio, high * ratio, bits, symmetric, scale_dtype)]
-        for scale, zero in candidates:
-            loss = _loss(w, scale, zero, bits, importance, norm)
-            better = loss < best_loss
-            best_loss = torch.where(better, loss, best_loss)
-            best_scale = torch.where(better, scale, best_scale)
-            best_zero = torch.where(better, zero, best_zero)
-    return best_scale, best_zero
+    cover = _cover(low, high, bits, symmetric, scale_dtype)
+    ratios = [1 - 0.5 * step / SEARCH_STEPS for step in range(SEARCH_STEPS)]
+    if symmetric:
+        # The long side of the grid, -2^(bits-1), on the extreme weight, and on its opposite.
+        steps = torch.tensor([sign * ratio for ratio in ratios for sign in (-1, 1)], device=w.device) / (1 << (bits - 1))
+        extreme = torch.where(high > -low, high, low)
+        scales = _round_scale(steps.view(-1, *[1] * extreme.dim()) * extreme, scale_dtype)
+        return torch.cat([cover[0][None], scales]), cover[1].expand(len(steps) + 1, *extreme.shape)
+    tries = [cover, *(_cover(low * ratio, high * ratio, bits, symmetric, scale_dtype) for ratio in ratios)]
+    scales, zeros = zip(*tries, strict=True)
+    return torch.stack(scales), torch.stack(zeros)
 
 
 def _cover(low: Tensor, high: Tensor, bits: int, symmetric: bool, scale_dtype: str) -> tuple[Tensor, Tensor]:
@@ -86,7 +88,8 @@ def _round_scale(scale: Tensor, dtype: str) -> Tensor:
 
 
 def _loss(w: Tensor, scale: Tensor, zero: Tensor, bits: int, importance: Tensor | None, norm: float) -> Tensor:
+    """sum(importance * |w - ŵ|^norm) per group; rounds as `quantize` does, with fewer passes over the weights."""
     scale, zero = scale[..., None], zero[..., None]
-    error = dequantize(quantize(w, scale, zero, bits), scale, zero).sub_(w).abs_()
-    error = error.square_() if norm == 2 else error.pow_(norm)
+    error = (w / scale).round_().clamp_(-zero, (1 << bits) - 1 - zero).mul_(scale).sub_(w)
+    error = error.square_() if norm == 2 else error.abs_().pow_(norm)
     return (error if importance is None else error.mul_(importance)).sum(-1)

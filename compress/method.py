@@ -90,8 +90,9 @@ class LayerwiseMethod(Method):
     """A method that turns each weight matrix inside the blocks, by itself, into stored parts."""
 
     skip: str = knob("", "comma-separated name patterns (* and ?) of linears to leave as they are")
-    sequential: bool = knob(False, "inside a block, quantise in the order of the computation, each linear seeing the "
-                                   "outputs of those before it")  # fmt: skip
+    sequential: bool = knob(True, "inside a block, each linear is solved on what the solved ones before it give, in one pass "
+                                  "over the block; False: all on what the original ones give, in two passes that hold "
+                                  "less memory")  # fmt: skip
 
     statistics: ClassVar[tuple[str, ...]] = ()  # names in compress.statistics.STATISTICS
 

@@ -1,5 +1,6 @@
 """What a method may ask the walk to collect from the inputs of a linear. One class each, listed in STATISTICS."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -58,3 +59,21 @@ class LayerStatistics:
 
     def note(self, text: str) -> None:
         self.notes.append(text)
+
+
+class Collector:
+    """Feeds several statistics with the inputs of one linear."""
+
+    def __init__(self, needs: Sequence[str], columns: int, device: torch.device) -> None:
+        self.statistics = {need: STATISTICS[need](columns, device) for need in needs}
+        self.tokens = 0
+
+    def update(self, x: Tensor) -> None:
+        """x: [..., in]."""
+        rows = x.reshape(-1, x.shape[-1])
+        self.tokens += rows.shape[0]
+        for statistic in self.statistics.values():
+            statistic.update(rows)
+
+    def result(self) -> LayerStatistics:
+        return LayerStatistics(self.tokens, {need: statistic.result() for need, statistic in self.statistics.items()})

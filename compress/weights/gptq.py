@@ -102,6 +102,7 @@ def gptq(
     codes = torch.empty_like(Wt)
     group_of = (order // group_size).tolist()
     importance = U.diagonal().square().reciprocal()  # [in], in processing order
+    diagonal = U.diagonal().tolist()
     groups = columns // group_size
     scales = torch.empty(groups, out, device=W.device)
     zeros = torch.empty(groups, out, device=W.device)
@@ -126,10 +127,11 @@ def gptq(
             group = group_of[i]
             if refit and i % group_size == 0:
                 choose(torch.arange(i, i + group_size, device=W.device), group)
-            s, zero = scales[group], zeros[group]
-            codes[i] = grid.quantize(Wt[i], s, zero, bits)
-            errors[i - start] = (Wt[i] - grid.dequantize(codes[i], s, zero)) / U[i, i]
-            Wt[i + 1 : end].addr_(U[i, i + 1 : end], errors[i - start], alpha=-1)
+            w, d, s, zero = Wt[i], diagonal[i], scales[group], zeros[group]
+            q = grid.quantize(w, s, zero, bits)
+            codes[i] = q
+            error = torch.sub(w, grid.dequantize(q, s, zero), out=errors[i - start]).div_(d)
+            Wt[i + 1 : end].addr_(U[i, i + 1 : end], error, alpha=-1)
         Wt[end:] -= U[start:end, end:].t() @ errors
     natural = torch.empty_like(codes)
     natural[order] = codes

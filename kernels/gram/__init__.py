@@ -5,7 +5,7 @@ from torch import Tensor
 
 from kernels.registry import ran
 
-PANEL = 256  # columns of H computed at once; the part below the diagonal panels is never computed
+PANEL = 128  # columns of H computed at once; the part below the diagonal panels is never computed
 
 
 def gram(x: Tensor, H: Tensor | None = None, *, impl: str = "auto") -> Tensor:

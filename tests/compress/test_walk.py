@@ -1,13 +1,16 @@
 """The walk: it reproduces the model's own passes, finds shared inputs by looking, and survives being killed."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
-from compress import METHODS, apply
+from compress import METHODS, apply, capture, lockstep, walk
+from compress.capture import block_calls, micro_batches, run_block
 from compress.experts import SplitExperts, is_fused_experts, split_experts
-from compress.linear import CompressedLinear, is_linear
-from compress.walk import _run, block_calls, find_blocks, input_groups, micro_batches
+from compress.linear import CompressedLinear, is_linear, replace
+from compress.walk import find_blocks, input_groups
 
 DEVICE = torch.device("cpu")
 
@@ -26,7 +29,7 @@ def test_blocks_run_alone_give_what_the_model_gives(any_model, tokens):
     handle.remove()
     for call, output in zip(calls, expected, strict=True):
         for i, block in enumerate(blocks):
-            call.hidden = _run(block, call, i, DEVICE)
+            call.hidden = run_block(block, call, i, DEVICE)
         assert torch.allclose(call.hidden, output, atol=1e-4 * output.abs().max().item())
 
 
@@ -55,6 +58,75 @@ def test_statistics_see_every_token_once(tiny, tokens):
     result = apply([METHODS["gptq"](group_size=16, min_tokens=1)], tiny("mixtral"), batches)
     per_block = [r.tokens for r in result.layers if "experts.down_proj" in r.name and ".layers.0." in r.name]
     assert sum(per_block) == 55 * 2, "each token goes to two experts"
+
+
+def test_in_sequence_each_linear_sees_what_the_ones_before_it_give(any_model, tokens, monkeypatch):
+    """Against the plain way: whole passes over the model, one for each linear, with all before it replaced."""
+    seen = {}
+    batches = tokens(4, 600, seed=3) if any_model.config.max_position_embeddings > 600 else tokens(4, 100, seed=3)
+    split_experts(any_model)
+    plain = copy.deepcopy(any_model)
+    walk_solve = walk._solve
+
+    def noted(name, linear, statistics, method):
+        seen[name] = statistics.values["gram"].clone(), statistics.tokens
+        return walk_solve(name, linear, statistics, method)
+
+    monkeypatch.setattr(walk, "_solve", noted)
+    monkeypatch.setattr(capture, "MICRO_BATCH_TOKENS", 200)
+    apply([METHODS["rtn"](bits=3, group_size=16)], any_model, batches)
+    for name, (H, tokens_seen) in seen.items():  # in the order in which they were solved
+        inputs = []
+        handle = plain.get_submodule(name).register_forward_pre_hook(
+            lambda m, args, into=inputs: into.append(args[0].flatten(0, -2))
+        )
+        for batch in batches:
+            plain(batch, use_cache=False)
+        handle.remove()
+        X = torch.cat(inputs) if inputs else torch.zeros(0, len(H))
+        assert len(X) == tokens_seen, name
+        expected = 2 / max(len(X), 1) * X.T @ X
+        assert torch.allclose(H, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item()), name
+        replace(plain, name, any_model.get_submodule(name))
+    assert not any(isinstance(m, lockstep._Gate) for m in any_model.modules())
+
+
+def test_beside_one_another_all_see_the_original_ones(tiny, tokens):
+    a, b = (
+        apply([METHODS["gptq"](bits=2, group_size=16, min_tokens=8, sequential=sequential)], tiny("llama"), tokens())
+        for sequential in (True, False)
+    )
+    first, second = ({r.name: r.error for r in result.layers} for result in (a, b))
+    assert first["model.layers.0.self_attn.q_proj"] == pytest.approx(second["model.layers.0.self_attn.q_proj"], rel=1e-6)
+    assert first["model.layers.0.mlp.down_proj"] != pytest.approx(second["model.layers.0.mlp.down_proj"], rel=1e-5)
+
+
+def test_linears_that_run_twice_are_solved_beside_one_another(tiny, tokens):
+    model = tiny("llama")
+    mlp = model.model.layers[0].mlp
+    mlp.forward = lambda x: mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x)) + mlp.down_proj(mlp.up_proj(x))
+    result = apply([METHODS["gptq"](group_size=16, min_tokens=8)], model, tokens(5, 11))
+    for r in result.layers:
+        assert any("more than once" in note for note in r.notes) == (".layers.0." in r.name)
+        assert r.tokens == (2 if "layers.0.mlp.down_proj" in r.name or "layers.0.mlp.up_proj" in r.name else 1) * 55
+
+
+def test_another_order_in_another_pass_is_refused(tiny, tokens):
+    model = tiny("llama")
+    mlp, passes = model.model.layers[0].mlp, []
+
+    def forward(x):
+        passes.append(1)
+        up_first = len(passes) > 3
+        y = mlp.up_proj(x * 1) if up_first else None
+        gate = mlp.act_fn(mlp.gate_proj(x * 1))
+        return mlp.down_proj(gate * (y if up_first else mlp.up_proj(x * 1)))
+
+    mlp.forward = forward
+    batches = tokens(2, 20) + tokens(2, 12) + tokens(2, 15)
+    with pytest.raises(RuntimeError, match="another order in another pass; `sequential=False`"):
+        apply([METHODS["gptq"](group_size=16, min_tokens=8)], model, batches)
+    assert not any(isinstance(m, lockstep._Gate | CompressedLinear) for m in model.modules()), "the model is as it was"
 
 
 def test_later_blocks_see_compressed_earlier_ones(tiny, tokens):
