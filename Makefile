@@ -17,7 +17,7 @@ test-all: $(READY) compiler browser      ## the slow ones too
 	$(BIN)/python -m pytest -m "slow or not slow"
 
 lab: $(READY) compiler                   ## JupyterLab with the notebooks
-	$(BIN)/jupyter lab --notebook-dir=.
+	$(BIN)/jupyter lab --notebook-dir=. $(if $(filter 0,$(shell id -u)),--allow-root)
 
 bench: $(READY) compiler                 ## kernels against the strongest baselines on this machine
 	$(BIN)/python -m kernels.bench
@@ -41,4 +41,4 @@ compiler:
 	@command -v g++ >/dev/null || { command -v apt-get >/dev/null && $(APT) update -qq && $(APT) install -qq -y --no-install-recommends g++ python3-dev >/dev/null; } || echo "no C++ compiler: speeds will be uncompiled"
 
 browser:
-	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || { $(APT) update -qq && $(APT) install -qq -y --no-install-recommends chromium >/dev/null; }
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || { $(APT) update -qq && $(APT) install -qq -y --no-install-recommends chromium >/dev/null; } || echo "no Chromium: the tests of pages in a browser will be skipped"

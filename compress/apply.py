@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from compress.calibration import tokens_sha256
 from compress.linear import CompressedLinear
 from compress.method import LayerRecord, Method, check_recipe
-from compress.model import weights_sha256
+from compress.model import check_device, weights_sha256
 from compress.result import Result
 from compress.resume import BlockStore
 from compress.walk import kept_weights
@@ -41,26 +42,29 @@ def apply(
     """
     recipe = list(recipe)
     check_recipe(recipe)
+    check_device(device or "cpu")
     _check_batches(batches, model, needed=[m.name for m in recipe if m.needs_calibration])
     where = torch.device(device) if device else next(model.parameters()).device
-    for method in recipe:
-        method.check(model)
     start = time.perf_counter()
     identity = {
         "name": getattr(model, "name_or_path", "") or type(model).__name__,
         "weights_sha256": weights_sha256(model),
         "parameters": sum(p.numel() for p in model.parameters()),
     }
+    for method in recipe:
+        method.check(model)
     tokens = {"corpus": None, "samples": len(batches), "seqlen": max((b.shape[1] for b in batches), default=0), "seed": None,
               "sha256": tokens_sha256(list(batches))}  # fmt: skip
-    tokens = getattr(batches, "identity", tokens) if batches else None
+    known = getattr(batches, "identity", tokens)
+    tokens = (known if known["sha256"] == tokens["sha256"] else tokens) if len(batches) else None
     layers: list[LayerRecord] = []
     with recording() as kernels:
         for i, method in enumerate(recipe):
             store = None
             if work_path:
                 done_so_far = [(m.name, m.values()) for m in recipe[: i + 1]]
-                key = hashlib.sha256(json.dumps([done_so_far, identity, tokens], sort_keys=True).encode()).hexdigest()[:16]
+                about = [done_so_far, identity, tokens, code_sha256()]
+                key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
                 store = BlockStore(Path(work_path) / f"{method.name}-{key}")
             layers += method.apply(model, batches, device=where, store=store)
     return Result(
@@ -73,12 +77,25 @@ def _check_batches(batches: Sequence[Tensor], model: nn.Module, needed: list[str
     if needed and not len(batches):
         raise ValueError(f"`batches` is empty, and {', '.join(needed)} needs calibration; `calibration(tokenizer)` makes some")
     vocabulary = model.get_input_embeddings().num_embeddings
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
     for i, batch in enumerate(batches):
         if not isinstance(batch, Tensor) or batch.dtype != torch.long or batch.dim() != 2 or batch.shape[0] != 1:
             what = f"{batch.dtype} {tuple(batch.shape)}" if isinstance(batch, Tensor) else type(batch).__name__
             raise ValueError(f"`batches[{i}]` must be a LongTensor [1, T], not {what}")
+        if batch.shape[1] > positions:
+            raise ValueError(f"`batches[{i}]` has {batch.shape[1]} tokens; this model has {positions} positions: a `seqlen` up to "
+                             "that would do")  # fmt: skip
         if batch.shape[1] == 0 or not 0 <= batch.min().item() <= batch.max().item() < vocabulary:
             raise ValueError(f"`batches[{i}]` must hold token ids between 0 and {vocabulary - 1}, and at least one")
+
+
+def code_sha256() -> str:
+    """Hash of this package, the kernels and torch's and transformers' versions: what a finished block depends on."""
+    digest = hashlib.sha256(f"{torch.__version__} {transformers.__version__}".encode())
+    for package in ("compress", "kernels"):
+        for file in sorted((Path(__file__).parents[1] / package).rglob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def compressed_linears(model: nn.Module) -> dict[str, CompressedLinear]:

@@ -149,3 +149,9 @@ def device_of(module: nn.Module) -> torch.device:
     for tensor in (*module.parameters(), *module.buffers()):
         return tensor.device
     return torch.device("cpu")
+
+
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    """Are these the same numbers in the same place? Empty tensors have no place."""
+    alike = a.shape == b.shape and a.stride() == b.stride() and a._version == b._version
+    return alike and a.numel() > 0 and a.data_ptr() == b.data_ptr()

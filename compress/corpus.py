@@ -97,10 +97,9 @@ def _hub(corpus: str, part: str) -> list[str]:
             f"`corpus` (={corpus!r}) is not to be had: {_first_line(error)}; without a network there are pydocs, files, and a "
             "folder of data sets named by WORKBENCH_DATA"
         ) from error
-    wanted = ["train"] if part == "calibration" else ["test", "validation"]
-    for split in wanted:
-        if split in splits:
-            return _load(corpus, name, configuration or None, split=split)
+    held_out = next((split for split in ("test", "validation") if split in splits), None)
+    if "train" in splits and held_out:
+        return _load(corpus, name, configuration or None, split="train" if part == "calibration" else held_out)
     return _split(_load(corpus, name, configuration or None, split=splits[0]), part)
 
 

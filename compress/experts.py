@@ -17,7 +17,7 @@ class SplitExperts(nn.Module):
         self.up_name = "gate_up_proj" if experts.has_gate else "up_proj"
         for name in (self.up_name, "down_proj"):
             self.add_module(name, _linears(experts, name))
-        self.act_fn = experts.act_fn
+        self.act_fn = getattr(experts, "act_fn", None)  # some gates bring their own
         self.post_expert_norm = experts.post_expert_norm if experts.has_post_expert_norm else None
         # Bound to this module, so that what it reads (act_fn, limits, ...) is found here.
         self._gate = type(experts)._apply_gate if experts.has_gate else None

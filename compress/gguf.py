@@ -16,8 +16,9 @@ SEED = 0  # of the shuffle; part of the cache key
 
 def converted(path: Path) -> Path:
     """Folder with the model of a GGUF file as safetensors and its tokenizer; made at first use, atomically."""
-    stat = path.stat()
-    key = hashlib.sha256(f"{path.name} {stat.st_size} {_head(path)} {SEED}".encode()).hexdigest()[:12]
+    with path.open("rb") as file:
+        content = hashlib.file_digest(file, "sha256").hexdigest()
+    key = hashlib.sha256(f"{content} {SEED}".encode()).hexdigest()[:12]
     folder = cache_folder() / f"{path.stem}-{key}"
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -40,11 +41,6 @@ def cache_folder() -> Path:
     if home:
         return Path(home)
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "model-compression-workbench"
-
-
-def _head(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.sha256(file.read(1 << 20)).hexdigest()
 
 
 def _convert(path: Path, target: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 
-from compress.capture import Call, run_block
+from compress.capture import Call, run_block, same_memory
 from compress.linear import CompressedLinear, replace, shape_of
 from compress.statistics import Collector, LayerStatistics
 
@@ -37,20 +37,25 @@ def run_in_step(
         RuntimeError: a micro-batch reached the linears in another order.
     """
     number = {name: i for i, group in enumerate(groups) for name in group}
-    collectors = [Collector(needs, shape_of(linears[group[0]])[1], device) for group in groups]
-    arrived: list[set[greenlet]] = [set() for _ in groups]
+    collectors: dict[int, Collector] = {}
+    inputs: list[dict[greenlet, Tensor]] = [{} for _ in groups]  # of the passes that wait at a group, or go through it
     waiting: dict[int, list[greenlet]] = defaultdict(list)
     passes: list[greenlet] = []
     solved = 0
 
     def arrive(name: str, x: Tensor) -> None:
         i, me = number[name], getcurrent()
-        if me in arrived[i]:
-            return  # its group was solved while this pass waited at the group's first linear
+        if me in inputs[i]:  # its group was solved while this pass waited at the group's first linear
+            assert same_memory(inputs[i][me], x), f"{groups[i]} shared an input in one pass, not in another"
+            return
         if i < solved:
             raise RuntimeError(f"{name} is reached in another order in another pass; `sequential=False` needs no order")
-        arrived[i].add(me)
+        inputs[i][me] = x
+        if i not in collectors:
+            collectors[i] = Collector(needs, x.shape[-1], device)
         collectors[i].update(x)
+        if i:
+            inputs[i - 1].pop(me, None)
         me.parent.switch(i)
 
     def run(call: Call) -> None:
@@ -71,10 +76,11 @@ def run_in_step(
             passes.append(greenlet(run))
             go_on(passes[-1], call)
         for i, group in enumerate(groups):
-            for name, new in solve(group, collectors[i].result()).items():
+            if i not in collectors:  # experts that no token reached
+                collectors[i] = Collector(needs, shape_of(linears[group[0]])[1], device)
+            for name, new in solve(group, collectors.pop(i).result()).items():
                 gates[name].linear = new.to(device)
                 stack.enter_context(new.dense())
-            collectors[i] = None  # a Hessian less
             solved = i + 1
             if to_the_end or solved < len(groups):
                 for one in waiting.pop(i, []):

@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,6 +36,7 @@ def load_model(
         raise ValueError(f"`dtype` (={dtype!r}) must be one of {', '.join(DTYPES)}")
     if not isinstance(model_name, str) or not model_name.strip():
         raise ValueError(f"`model_name` (={model_name!r}) must be a name: {_what_would_do()}")
+    check_device(device)
     if model_name == "tiny":
         model, tokenizer = _tiny()
         model = model.to(DTYPES[dtype])
@@ -50,6 +52,14 @@ def load_model(
     model.eval().requires_grad_(False)
     model.name_or_path = model_name
     return model.to(device), tokenizer
+
+
+def check_device(device: str | torch.device) -> None:
+    """Raise ValueError if there is no such device here."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"`device` (={str(device)!r}) is not to be had here: {_first_line(error)}; cpu always is") from error
 
 
 def weights_sha256(model: nn.Module) -> str:
@@ -74,7 +84,7 @@ def _locate(model_name: str) -> str:
         if not (path / "config.json").is_file():
             raise ValueError(f"`model_name` (={model_name!r}) is a folder without config.json, so not a saved model")
         return str(path)
-    if path.is_absolute() or model_name.startswith((".", "~")) or model_name.count("/") != 1:
+    if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", model_name):
         raise ValueError(f"`model_name` (={model_name!r}): no such file or folder, nor a hub id; {_what_would_do()}")
     return model_name
 

@@ -5,6 +5,7 @@ the masks and positions that it passes to each block; from there every block is 
 inputs of the next, so that each sees what the compressed blocks before it give.
 """
 
+import dataclasses
 import fnmatch
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from compress.capture import Call, Stop, block_calls, device_of, run_block
+from compress.capture import Call, Stop, block_calls, device_of, run_block, same_memory
 from compress.linear import CompressedLinear, is_linear, replace, shape_of, weight_of
 from compress.lockstep import run_in_step
 from compress.method import LayerRecord, LayerwiseMethod, Method
@@ -60,8 +61,17 @@ def _reason_to_keep(model: nn.Module, prefix: str, name: str, module: nn.Module,
         return "outside the blocks"
     if any(fnmatch.fnmatch(name, pattern.strip()) for pattern in method.skip.split(",") if pattern.strip()):
         return f"named by skip ({method.skip})"
-    experts = (getattr(model.config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
-    return "routes tokens to experts" if shape_of(module)[0] in experts else ""
+    return "routes tokens to experts" if _routes(model, name, shape_of(module)[0]) else ""
+
+
+def _routes(model: nn.Module, name: str, out: int) -> bool:
+    """Is this linear a router, or the gate of a shared expert? Those sit beside experts and give one number for each."""
+    config = model.config.get_text_config()
+    keys = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    if out not in {1, *(getattr(config, key, None) for key in keys)}:
+        return False
+    parent = name.rpartition(".")[0]
+    return any(hasattr(model.get_submodule(p), "experts") for p in (parent, parent.rpartition(".")[0]))
 
 
 @torch.no_grad()
@@ -79,16 +89,21 @@ def walk(
     progress = tqdm(range(len(blocks)), desc=method.name, unit="block")
     for index in progress:
         block, home = blocks[index], device_of(blocks[index])
-        block.to(device)
         done, passed_on = store.load(index) if store else None, False
+        block.to(device)
         if done is None:
             own = {name: model.get_submodule(name) for name in chosen if name.startswith(f"{prefix}.{index}.")}
-            linears, solved, passed_on = _solve_block(model, index, own, calls, method, device, progress)
+            try:
+                linears, solved, passed_on = _solve_block(model, prefix, index, own, calls, method, device, progress)
+            except BaseException:
+                block.to(home)
+                raise
             done = linears, solved
             if store:
                 store.save(index, *done)
         else:
             progress.set_postfix_str("finished before")
+            done = done[0], [dataclasses.replace(r, notes=(*r.notes, "solved by an earlier, interrupted run")) for r in done[1]]
         for name, linear in done[0].items():
             replace(model, name, linear.to(device))
         records += done[1]
@@ -102,19 +117,20 @@ def walk(
 
 
 def _solve_block(
-    model: nn.Module, index: int, linears: dict[str, nn.Module], calls: list[Call], method: LayerwiseMethod,
+    model: nn.Module, prefix: str, index: int, linears: dict[str, nn.Module], calls: list[Call], method: LayerwiseMethod,
     device: torch.device, progress: tqdm,
 ) -> tuple[dict[str, CompressedLinear], list[LayerRecord], bool]:  # fmt: skip
     """What stands for each linear of a block, their records, and whether the block's outputs were passed on with it."""
-    blocks = find_blocks(model)[1]
-    needs = tuple(dict.fromkeys((*method.statistics, "gram")))  # gram: every error is measured on the same footing
+    blocks = model.get_submodule(prefix)
+    # gram: every error is measured on the same footing
+    needs = tuple(dict.fromkeys((*method.statistics, "gram"))) if calls else ()
     new: dict[str, CompressedLinear] = {}
     records: dict[str, LayerRecord] = {}
     notes: list[str] = []
 
     def solve(group: list[str], statistics: LayerStatistics) -> dict[str, CompressedLinear]:
         for name in group:
-            progress.set_postfix_str(name.removeprefix(f"{find_blocks(model)[0]}.{index}."))
+            progress.set_postfix_str(name.removeprefix(f"{prefix}.{index}."))
             own = statistics.for_another()
             own.notes += notes
             new[name], records[name] = _solve(name, linears[name], own, method)
@@ -131,9 +147,9 @@ def _solve_block(
         else:
             if method.sequential and calls:
                 notes.append("solved beside the others of its block, not in sequence: some run more than once in a pass")
-            collected = _collect(blocks[index], linears, groups, calls, index, needs, device, stop_early=once)
-            for group, statistics in zip(groups, collected, strict=True):
-                solve(group, statistics)
+            collectors = _collect(blocks[index], linears, groups, calls, index, needs, device, stop_early=once)
+            for group in groups:
+                solve(group, collectors.pop(group[0]).result())
     return new, [records[name] for name in linears], in_step
 
 
@@ -174,7 +190,7 @@ def input_groups(
     """Linears by the input that they read, in the order of the computation, found by running one micro-batch.
 
     Two linears share an input if they are given the same memory in the same pass. Also says whether no linear was called
-    more than once. Experts that no token reached form groups of their own, after the linear that is registered before them.
+    more than once. Experts that no token reached form groups of their own, in the places where they would have been reached.
     """
     if not calls:
         return [[name] for name in linears], True
@@ -188,25 +204,35 @@ def input_groups(
         if any(name in members for _, members in found):
             continue
         for leader, members in found:
-            if name not in repeated and members[0] not in repeated and _same_memory(leader, x):
+            if name not in repeated and members[0] not in repeated and same_memory(leader, x):
                 members.append(name)
                 break
         else:
             found.append((x, [name]))
     groups = [members for _, members in found]
-    before = 0
     for name in linears:
         if name not in called:
-            groups.insert(before, [name])
-        before = next(i for i, group in enumerate(groups) if name in group) + 1
+            groups.insert(_place(name, list(linears), groups), [name])
     return groups, not repeated
+
+
+def _place(name: str, order: list[str], groups: list[list[str]]) -> int:
+    """Where a linear that was not reached goes among the groups: beside its like (expert 3's beside expert 2's)."""
+    placed = {member: i for i, group in enumerate(groups) for member in group}
+    at, parent = order.index(name), name.rpartition(".")[0]
+    like = [other for other in order if other in placed and other.rpartition(".")[0] == parent]
+    for other in reversed([o for o in like if order.index(o) < at]):
+        return placed[other] + 1
+    if like:
+        return placed[like[0]]
+    return max((placed[o] + 1 for o in order[:at] if o in placed), default=0)
 
 
 def _collect(
     block: nn.Module, linears: dict[str, nn.Module], groups: list[list[str]], calls: list[Call], index: int,
     needs: Sequence[str], device: torch.device, *, stop_early: bool,
-) -> list[LayerStatistics]:  # fmt: skip
-    """Run every micro-batch and feed the statistics of each group once, from its first linear."""
+) -> dict[str, Collector]:  # fmt: skip
+    """Run every micro-batch and feed the statistics of each group once, from its first linear, whose name is the key."""
     leader_of = {name: group[0] for group in groups for name in group}
     collectors = {group[0]: Collector(needs, shape_of(linears[group[0]])[1], device) for group in groups}
     seen: dict[str, Tensor] = {}
@@ -214,7 +240,7 @@ def _collect(
     def on_input(name: str, x: Tensor) -> None:
         leader = leader_of[name]
         if name != leader:
-            assert _same_memory(seen[leader], x), f"{name} and {leader} shared an input in one pass, not in another"
+            assert same_memory(seen[leader], x), f"{name} and {leader} shared an input in one pass, not in another"
             return
         seen[name] = x
         collectors[name].update(x)
@@ -226,11 +252,7 @@ def _collect(
             seen.clear()
             with suppress(Stop):
                 run_block(block, call, index, device)
-    return [collector.result() for collector in collectors.values()]
-
-
-def _same_memory(a: Tensor, b: Tensor) -> bool:
-    return a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride() and a._version == b._version)
+    return collectors
 
 
 @contextmanager

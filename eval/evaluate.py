@@ -1,6 +1,8 @@
 """evaluate: everything that is measured of a compressed model, against its baseline, in one process."""
 
+import math
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -29,7 +31,8 @@ class Scores:
             names, the standard error of m is m_stderr.
         difference: {name: {metric: compressed - baseline}} where windows were paired, with standard errors.
         texts: {corpus: {tokens, window, stride}}.
-        dtype, deploy_dtype: of the models that were scored on text, and of those that were timed and weighed.
+        notes: what could not be measured, and why.
+        device, dtype, deploy_dtype: of the models that were scored on text, and of those that were timed and weighed.
     """
 
     metrics: dict[str, dict[str, float]]
@@ -38,6 +41,8 @@ class Scores:
     speed: dict[str, Speed] = field(default_factory=dict)
     samples: list[Sample] = field(default_factory=list)
     kernels: dict[str, list[str]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    device: str = ""
     dtype: str = ""
     deploy_dtype: str = ""
     seconds: float = 0.0
@@ -81,32 +86,42 @@ def evaluate(
     What is written, speed, memory and size are those of bfloat16 copies, the dtype in which such models are deployed; the
     baseline's speed is the strongest 16-bit one.
     """
-    check_evaluation(model, texts, window=window, stride=stride, max_windows=max_windows)
+    check_evaluation(model, texts, window=window, stride=stride, max_windows=max_windows, speed_rounds=speed_rounds)
     start = time.perf_counter()
-    prompt_tokens = speed_prompt_tokens or min(512, _positions(model) // 2)
+    prompt_tokens = speed_prompt_tokens or max(1, min(512, _positions(model) // 2, _positions(model) - speed_new_tokens))
     metrics: dict[str, dict[str, float]] = {"baseline": {}, "compressed": {}}
-    scores = Scores(metrics, dtype=str(model.dtype).removeprefix("torch."), deploy_dtype="bfloat16")
+    scores = Scores(metrics, device=str(next(model.parameters()).device.type),
+                    dtype=str(model.dtype).removeprefix("torch."), deploy_dtype="bfloat16")  # fmt: skip
     with recording() as kernels:
         for corpus, ids in texts.items():
             _score_text(scores, corpus, ids, baseline, {"compressed": model, **(others or {})}, window, stride, max_windows,
                         beginning)  # fmt: skip
         half = {"baseline": deployed(baseline), "compressed": deployed(model)}
         scores.samples = generate_samples(half, tokenizer, prompts, new_tokens=sample_tokens)
-        variants = standard_variants(baseline, model)
-        scores.speed = measure_speed(variants, prompt_tokens=prompt_tokens, new_tokens=speed_new_tokens, rounds=speed_rounds)
-        del variants
+        try:
+            scores.speed = measure_speed(standard_variants(baseline, model), prompt_tokens=prompt_tokens,
+                                         new_tokens=speed_new_tokens, rounds=speed_rounds)  # fmt: skip
+        except Exception as error:  # what was scored before is not lost for it
+            scores.notes.append(f"Speed was not measured: {type(error).__name__}: {str(error).strip().splitlines()[:1]}")
+            warnings.warn(scores.notes[-1], stacklevel=2)
         parameters = sum(p.numel() for p in baseline.parameters())
         for name, one in half.items():
-            speed, taken = scores.speed[name], size(one)
+            speed, taken = scores.speed.get(name), size(one)
+            if speed:
+                metrics[name] |= {
+                    "prefill_tokens_per_s": speed.prefill_tokens_per_s,
+                    "decode_tokens_per_s": speed.decode_tokens_per_s,
+                    "time_to_first_token_s": speed.time_to_first_token_s,
+                }
             metrics[name] |= {
-                "prefill_tokens_per_s": speed.prefill_tokens_per_s,
-                "decode_tokens_per_s": speed.decode_tokens_per_s,
-                "time_to_first_token_s": speed.time_to_first_token_s,
                 "stored_bytes": taken.stored_bytes,
                 "resident_bytes": taken.resident_bytes,
                 "bits_per_weight": bits_per_weight(taken.stored_bytes, parameters),
                 "peak_memory_bytes": peak_memory(one, prompt_tokens=prompt_tokens),
             }
+    for name, found in metrics.items():
+        for metric in [m for m, value in found.items() if not math.isfinite(value)]:
+            scores.notes.append(f"{metric} of {name} is {found.pop(metric)}: left out.")
     scores.kernels = {op: sorted(used) for op, used in kernels.items()}
     scores.seconds = time.perf_counter() - start
     return scores
@@ -137,9 +152,12 @@ def _score_text(
 
 
 def check_evaluation(
-    model: nn.Module, texts: dict[str, Tensor], *, window: int, stride: int | None = None, max_windows: int | None = None
-) -> None:
+    model: nn.Module, texts: dict[str, Tensor], *, window: int, stride: int | None = None, max_windows: int | None = None,
+    speed_rounds: int = 1,
+) -> None:  # fmt: skip
     """Raise ValueError if the texts cannot be scored like this; quick, so that it can be asked before long work."""
+    if type(speed_rounds) is not int or speed_rounds < 1:
+        raise ValueError(f"`speed_rounds` (={speed_rounds!r}) must be a positive integer")
     if window > _positions(model):
         raise ValueError(f"`window` (={window}) must be at most {_positions(model)}, the positions that this model has")
     for ids in texts.values():

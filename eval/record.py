@@ -12,8 +12,9 @@ Its shape (more keys are welcome, these keep their names):
     scores       {baseline: {metric: value}, compressed: {...}, rtn: {...}, ...}   the standard error of m is m_stderr
     speed        {variant: {...}}
     samples      [{prompt, texts, first_difference}]
+    notes        [what could not be measured, and why]
     kernels      {op: implementation that ran}
-    provenance   commit, dirty, versions, hardware, threads, dtype, flags, command
+    provenance   commit, dirty, versions, hardware, threads, device, dtype, flags, command
 """
 
 import importlib.metadata
@@ -80,13 +81,14 @@ def record(result: Any, scores: Scores, run: RunInfo) -> dict[str, Any]:
         "texts": scores.texts,
         "speed": {name: asdict(speed) for name, speed in scores.speed.items()},
         "samples": [asdict(sample) for sample in scores.samples],
+        "notes": scores.notes,
         "kernels": {op: ", ".join(used) for op, used in kernels.items()},
-        "provenance": provenance(run.command, scores.dtype, scores.deploy_dtype),
+        "provenance": provenance(run.command, scores.device, scores.dtype, scores.deploy_dtype),
     }  # fmt: skip
     return json.loads(json.dumps(made))  # tuples become lists now, not only when it is read again
 
 
-def provenance(command: str, dtype: str, deploy_dtype: str) -> dict[str, Any]:
+def provenance(command: str, device: str, dtype: str, deploy_dtype: str) -> dict[str, Any]:
     """Where and with what this process runs."""
     commit, dirty = _git()
     return {
@@ -95,6 +97,7 @@ def provenance(command: str, dtype: str, deploy_dtype: str) -> dict[str, Any]:
         "versions": {"python": platform.python_version(), **_versions()},
         "hardware": hardware(),
         "threads": torch.get_num_threads(),
+        "device": device,
         "dtype": dtype,
         "deploy_dtype": deploy_dtype,
         "flags": {

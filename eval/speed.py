@@ -13,7 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+import torch._inductor.config as inductor_config
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.nn.functional import scaled_dot_product_attention
 from tqdm.auto import tqdm
 from transformers import AttentionInterface, AttentionMaskInterface, StaticCache
@@ -23,6 +25,8 @@ from transformers.masking_utils import sdpa_mask
 from eval.deploy import deployed
 from kernels.linear.prepacked import prepack
 from kernels.registry import recording
+
+_PREPACKED = "mkldnn_linear_weight_pack_matcher_count"  # inductor's own count of the linears that it has prepacked
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,17 @@ def measure_speed(
     total = prompt_tokens + new_tokens
     if total > longest:
         raise ValueError(f"`prompt_tokens` (={prompt_tokens}) + `new_tokens` (={new_tokens}) must be at most {longest}")
-    caches = {name: StaticCache(config=v.decode.config, max_cache_len=-(-total // 64) * 64) for name, v in variants.items()}
+    on_cpu = all(next(v.decode.parameters()).device.type == "cpu" for v in variants.values())
+    # torch's own setting, not an option of torch.compile: only so is the step traced with its weights as constants.
+    with inductor_config.patch(freezing=on_cpu):
+        _measure(variants, prompt_tokens, new_tokens, rounds)
+    settings = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "rounds": rounds, "batch": 1}
+    return {name: _speed(variant, prompt_tokens, settings) for name, variant in variants.items()}
+
+
+def _measure(variants: dict[str, Variant], prompt_tokens: int, new_tokens: int, rounds: int) -> None:
+    length = -(-(prompt_tokens + new_tokens) // 64) * 64
+    caches = {name: StaticCache(config=v.decode.config, max_cache_len=length) for name, v in variants.items()}
     progress = tqdm(total=len(variants) * (rounds + 1), desc="speed", unit="run")
     for name, variant in variants.items():
         progress.set_postfix_str(f"{name}: {'compiling' if variant.compiled else 'warming up'}")
@@ -115,8 +129,6 @@ def measure_speed(
                 variant.token_s.append(statistics.median(tokens))
                 progress.update()
     progress.close()
-    settings = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "rounds": rounds, "batch": 1}
-    return {name: _speed(variant, prompt_tokens, settings) for name, variant in variants.items()}
 
 
 def _speed(v: Variant, prompt_tokens: int, settings: dict[str, int]) -> Speed:
@@ -146,11 +158,13 @@ def _prepare(variant: Variant, cache: StaticCache, prompt_tokens: int, new_token
 
     variant.step = step
     if variant.compiled:
-        options = {"freezing": True} if next(model.parameters()).device.type == "cpu" else None
-        variant.step = torch.compile(step, fullgraph=True, options=options)
-        variant.execution = "compiled" + (", weights frozen" if options else "")
+        variant.step = torch.compile(step, fullgraph=True)
+        variant.execution = "compiled"
+        before = counters["inductor"][_PREPACKED]
         try:
             _round(variant, cache, prompt_tokens, new_tokens)
+            packed = counters["inductor"][_PREPACKED] - before
+            variant.execution += f", {packed} dense weights frozen and prepacked" if packed else ""
             return
         except Exception as error:  # no compiler, or a model that it cannot take: say so, and go on without
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]

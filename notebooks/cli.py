@@ -43,14 +43,18 @@ def _list(notebook: str) -> int:
 
 def _run(notebook: str, given: dict[str, str], timeout: int | None) -> int:
     import papermill
+    from nbclient.exceptions import CellTimeoutError, DeadKernelError
     from papermill.exceptions import PapermillExecutionError
 
     path = notebook_path(notebook)
     declared = read_parameters(path)
     wanted = {name: parse_value(text, declared[name].type) if name in declared else text for name, text in given.items()}
+    wanted = {name: _from_here(name, value) for name, value in wanted.items()}
     values = check_parameters(wanted, declared)
     key = run_key(path.stem, values)
     folder = Path(values.get("run_path") or ROOT / "runs" / key).expanduser().absolute()
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / "record.json").is_file():
+        raise ValueError(f"`run_path` (={str(folder)!r}) holds other things than a run, which would take its place; give a new one")
     part = folder.with_name(f".{folder.name}.running")  # takes the folder's place when all is done
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
@@ -64,6 +68,10 @@ def _run(notebook: str, given: dict[str, str], timeout: int | None) -> int:
         failure = None if (part / "report.html").is_file() else "it ended without a report"
     except PapermillExecutionError as error:
         failure = f"{error.ename}: {error.evalue}"
+    except (CellTimeoutError, DeadKernelError) as error:
+        failure = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    except KeyboardInterrupt:
+        failure = "interrupted"
     if failure is not None:
         failed = folder.with_name(f"{folder.name}.failed")
         _promote(part, failed)
@@ -76,8 +84,20 @@ def _run(notebook: str, given: dict[str, str], timeout: int | None) -> int:
     return 0
 
 
+def _from_here(name: str, value: object) -> object:
+    """A path that was given relative to where the command was typed, made absolute: the notebook runs in the checkout."""
+    if not isinstance(value, str) or not value:
+        return value
+    path = Path(value).expanduser()
+    is_path = name.endswith("_path") or ((path.suffix or "/" in value) and path.exists())
+    return str(path.absolute()) if is_path else value
+
+
 def _promote(part: Path, folder: Path) -> None:
     """Put `part` in the place of `folder`; what was there goes only when the new one stands."""
+    book = part / "notebook.ipynb"
+    if book.is_file():  # its links point at where it was written
+        book.write_text(book.read_text(encoding="utf-8").replace(str(part), str(folder)), encoding="utf-8")
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 import shlex
 from dataclasses import dataclass
@@ -25,23 +26,22 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Run:
-    """One execution of a notebook: its key, its parameters, and the folder that all it writes goes to."""
+    """One execution of a notebook: its key, its parameters, the folder for record and report, and that for the model."""
 
     info: RunInfo
     folder: Path
+    saved: Path | None = None
 
     def save(self, result: Result, tokenizer: PreTrainedTokenizerBase) -> str:
         """Save the compressed model in 16 bits where `save_path` says; do nothing where it is empty."""
-        path = self.info.parameters.get("save_path")
-        if not path:
+        if self.saved is None:
             return "not saved: `save_path` is empty"
         cast(result.model, torch.bfloat16)
-        return f"saved, reloaded and compared: {save_compressed(result, path, tokenizer)}"
+        return f"saved, reloaded and compared: {save_compressed(result, self.saved, tokenizer)}"
 
     def finish(self, record: dict[str, Any]) -> Report:
         """Write record.json and report.html into the run's folder, and the record beside a saved model."""
-        saved = self.info.parameters.get("save_path")
-        for folder in filter(None, (self.folder, saved and Path(saved))):
+        for folder in filter(None, (self.folder, self.saved)):
             write_record(record, folder / "record.json")
         return render(record, self.folder / "report.html")
 
@@ -68,16 +68,25 @@ def start(notebook: str, namespace: dict[str, Any]) -> Run:
     given = injected(shell.user_ns.get("In", [])) if shell else {}
     check_parameters(given, declared)
     values = check_parameters({name: namespace[name] for name in declared if name in namespace}, declared)
-    saved = Path(values.get("save_path") or "nowhere, as asked")
+    saved = Path(values.get("save_path") or "nowhere, as asked").expanduser()
+    for name in (name for name in values if name.endswith("_path") and values[name]):
+        _check_writable(name, Path(values[name]).expanduser())
     if saved.exists() and (not saved.is_dir() or any(saved.iterdir())):
         raise ValueError(f"`save_path` (={str(saved)!r}) exists already; give a new folder, or remove it first")
     key = run_key(notebook, values)
-    changed = {k: v for k, v in values.items() if v != declared[k].default and k not in ("run_path", "work_path")}
+    changed = {k: v for k, v in values.items() if v != declared[k].default and not k.endswith("_path")}
     command = " ".join(["papermill", f"notebooks/{notebook}.ipynb", "out.ipynb", *(
         part for name, value in changed.items() for part in ("-p", name, shlex.quote(_shown(value)))
     )])  # fmt: skip
     folder = Path(values.get("run_path") or ROOT / "runs" / key).expanduser().absolute()
-    return Run(RunInfo(key, notebook, values, datetime.now(UTC), command), folder)
+    recorded = {k: v for k, v in values.items() if not k.endswith("_path")}
+    return Run(RunInfo(key, notebook, recorded, datetime.now(UTC), command), folder, saved if values.get("save_path") else None)
+
+
+def _check_writable(name: str, path: Path) -> None:
+    there = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+    if not os.access(there, os.W_OK) or not (there.is_dir() or there == path.absolute()):
+        raise ValueError(f"`{name}` (={str(path)!r}) cannot be written: {there} is not a folder to write in")
 
 
 def run_key(notebook: str, values: dict[str, Any]) -> str:
@@ -89,4 +98,5 @@ def run_key(notebook: str, values: dict[str, Any]) -> str:
 
 
 def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    """As papermill reads it on its command line."""
+    return value if isinstance(value, str) else repr(value)

@@ -40,7 +40,9 @@ def layer_errors(layers: list[dict[str, Any]], method: str) -> str:
             blocks = [p[0] for p in points]
             peer = [(b, rtn) for b, _, rtn in points if rtn is not None]
             if peer:
-                ax.plot(*zip(*peer, strict=True), color=SECOND, lw=1.3, ls="--", marker="o", ms=2.5, label="round to nearest")
+                ax.plot(
+                    *zip(*peer, strict=True), color=SECOND, lw=1.3, ls="--", marker="o", ms=2.5, label="round to nearest, absmax"
+                )
             ax.plot(blocks, [p[1] for p in points], color=ACCENT, lw=1.6, marker="o", ms=2.5, label=method)
             ax.set_title(kind, fontsize=10, loc="left")
             ax.set_yscale("log")

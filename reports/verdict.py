@@ -14,12 +14,12 @@ def verdict(record: dict[str, Any]) -> list[str]:
             f"The model is stored in {small['stored_bytes'] / 1e6:,.0f} MB instead of {base['stored_bytes'] / 1e6:,.0f} MB "
             f"in 16 bits ({ratio:.2f}× smaller)."
         )
-    for metric in (m for m in base if m.startswith("perplexity_") and not m.endswith("_stderr")):
+    for metric in (m for m in base if m.startswith("perplexity_") and not m.endswith("_stderr") and m in small):
         corpus = metric.removeprefix("perplexity_")
         before, after = base[metric], small[metric]
         text = f"Its perplexity on {corpus} goes from {before:.2f} to {after:.2f} ({(after / before - 1) * 100:+.1f} %"
         if metric in rtn:
-            text += f"; rounding to nearest on the same grid gives {rtn[metric]:.2f}"
+            text += f"; rounding to nearest, absmax scales, gives {rtn[metric]:.2f}"
         said.append(text + ").")
         paired = record.get("difference", {}).get("compressed", {})
         delta, stderr = paired.get(f"nll_{corpus}"), paired.get(f"nll_{corpus}_stderr")
@@ -28,7 +28,7 @@ def verdict(record: dict[str, Any]) -> list[str]:
     if "decode_tokens_per_s" in base and "decode_tokens_per_s" in small:
         said.append(_speed("decodes", small["decode_tokens_per_s"] / base["decode_tokens_per_s"]))
         said.append(_speed("reads a prompt", small["prefill_tokens_per_s"] / base["prefill_tokens_per_s"]))
-    return said
+    return said + record.get("notes", [])
 
 
 def _speed(does: str, ratio: float) -> str:

@@ -34,6 +34,9 @@ ARCHITECTURES: dict[str, dict] = {
                  "num_attention_heads": 4, "max_position_embeddings": 128},
     "mixtral": {**_COMMON, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {**_COMMON, "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "qwen2_moe": {**_COMMON, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+                  "shared_expert_intermediate_size": 48},
+    "gpt_oss": {**_COMMON, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
 }  # fmt: skip
 
 

@@ -93,7 +93,11 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 def _compare(model: nn.Module, again: nn.Module) -> None:
     device = next(model.parameters()).device
     ids = (torch.arange(32) * 7919 % model.get_input_embeddings().num_embeddings)[None].to(device)
-    expected, found = model(ids).logits, again.to(device)(ids).logits
+    if again.config._attn_implementation != model.config._attn_implementation:
+        again.set_attn_implementation(model.config._attn_implementation)
+    training = model.training
+    expected, found = model.eval()(ids).logits, again.to(device)(ids).logits
+    model.train(training)
     if not torch.equal(expected, found):
         worst = (expected - found).abs().max().item()
         raise RuntimeError(f"the saved model gives other logits than the one in memory (largest difference {worst:.2e})")

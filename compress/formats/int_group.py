@@ -13,8 +13,9 @@ from kernels.int_matmul import Packed, dequantize, int_matmul, pack, tiles_fit, 
 class IntGroup(Format):
     """w = scale * (code - zero), group by group along `in`.
 
-    Buffers: `codes`, `scale` and, asymmetric, `zero`, laid out as `kernels.int_matmul.Packed` says. On a CPU with 16-bit
-    activations the codes lie in the tiles of torch's int4 kernel; everywhere else, and in `state_dict`, in rows.
+    Buffers: `codes`, `scale` and, asymmetric, `zero`, laid out as `kernels.int_matmul.Packed` says. On a CPU, up
+    to 4 bits, with activations and scales of the same 16-bit dtype, the codes lie in the tiles of torch's int4 kernel;
+    everywhere else, and in `state_dict`, in rows.
     """
 
     name: ClassVar[str] = "int_group"

@@ -119,7 +119,9 @@ def gptq(
         place = order.argsort()
         for group in range(groups):
             choose(place[group * group_size : (group + 1) * group_size], group)
-    block = BLOCK if group_size >= 4 * BLOCK else max(BLOCK // group_size, 1) * group_size
+    block = max(BLOCK // group_size, 1) * group_size
+    if group_size == columns or group_size % BLOCK == 0:  # no group begins inside a block, with updates still to come
+        block = BLOCK
     for start in range(0, columns, block):
         end = min(start + block, columns)
         errors = torch.empty(end - start, out, device=W.device)

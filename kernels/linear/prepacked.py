@@ -4,6 +4,7 @@ import copy
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from kernels.registry import ran
 
@@ -11,10 +12,11 @@ from kernels.registry import ran
 class PrepackedLinear(nn.Module):
     """nn.Linear's function for bfloat16 CPU tensors; cannot be moved, saved or compiled."""
 
-    def __init__(self, linear: nn.Linear, tokens: int = 1) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, tokens: int = 1) -> None:
+        """weight: [out, in]."""
         super().__init__()
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), tokens)
-        self.bias = linear.bias
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), tokens)
+        self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
         ran("linear", "cpu prepacked")
@@ -22,10 +24,11 @@ class PrepackedLinear(nn.Module):
 
 
 def prepack(model: nn.Module, tokens: int = 1) -> nn.Module:
-    """A copy of a bfloat16 CPU model with every nn.Linear prepacked for products with about this many tokens."""
+    """A copy of a bfloat16 CPU model with every linear prepacked for products with about this many tokens."""
     model = copy.deepcopy(model)
     for name, module in list(model.named_modules()):
-        if type(module) is nn.Linear:
+        if type(module) in (nn.Linear, Conv1D):
+            weight = module.weight.t() if type(module) is Conv1D else module.weight
             parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, PrepackedLinear(module, tokens))
+            setattr(model.get_submodule(parent), child, PrepackedLinear(weight, module.bias, tokens))
     return model

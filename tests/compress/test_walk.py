@@ -138,8 +138,22 @@ def test_later_blocks_see_compressed_earlier_ones(tiny, tokens):
     assert all(errors[r.name] != r.error for r in second.layers)
 
 
+def test_experts_that_the_first_pass_did_not_reach_are_solved_in_their_place(tiny, tokens):
+    """A shared expert runs before the routed ones; a short first batch reaches few of those."""
+    model = tiny("qwen2_moe", num_experts=8)
+    batches = [torch.zeros(1, 1, dtype=torch.long), *tokens(4, 60)]
+    result = apply([METHODS["gptq"](group_size=16, min_tokens=1)], model, batches)
+    for block in (0, 1):
+        for kind in ("gate_up_proj", "down_proj"):
+            own = [r.tokens for r in result.layers if f"layers.{block}.mlp.experts.{kind}." in r.name]
+            assert len(own) == 8 and sum(own) == 241 * 2
+    assert any("shared_expert.down_proj" in r.name for r in result.layers)
+    kept = {k["name"]: k["reason"] for k in result.kept}
+    assert kept["model.layers.0.mlp.shared_expert_gate.weight"] == "routes tokens to experts"
+
+
 def test_split_experts_change_nothing(tiny, tokens):
-    for architecture in ("mixtral", "qwen3_moe"):
+    for architecture in ("mixtral", "qwen3_moe", "qwen2_moe", "gpt_oss"):
         model, ids = tiny(architecture), tokens(1, 30)[0]
         before = model(ids).logits
         parameters = sum(p.numel() for p in model.parameters())

@@ -7,6 +7,7 @@ import torch
 from transformers import StaticCache
 
 from compress import METHODS, apply
+from eval import speed
 from eval.speed import Variant, _round, fold_attention, measure_speed, standard_variants
 
 
@@ -39,18 +40,31 @@ def test_timed_steps_decode_what_plain_passes_decode(tiny, architecture, compile
     expected = greedy(model, prompt, 6)
     if not compiled:
         assert said[-6:] == expected
-    else:
-        cache = StaticCache(config=model.config, max_cache_len=64)
-        variant.prefill(prompt, past_key_values=cache, use_cache=True)
-        step = torch.compile(
-            lambda t, p: variant.decode(t, past_key_values=cache, position_ids=p).logits[:, -1].argmax(-1, keepdim=True),
-            fullgraph=True,
-        )
-        token, found = torch.tensor([[expected[0]]]), []
-        for i in range(5):
-            token = step(token, torch.tensor([[12 + i]]))
-            found.append(token.item())
-        assert found == expected[1:]
+
+
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="no 16-bit products in oneDNN on this processor")
+def test_compiled_steps_are_frozen_and_write_what_the_models_write(tiny, monkeypatch):
+    """The very steps that are timed, after all of them were compiled, as they are timed; the baseline's weights prepacked."""
+    model = tiny("llama").bfloat16()
+    small = apply([METHODS["rtn"](bits=4, group_size=32)], copy.deepcopy(model)).model
+    variants = {name: Variant(m, fold_attention(m), compiled=True) for name, m in (("baseline", model), ("compressed", small))}
+    said, measured_round = {}, speed._round
+
+    def listening(variant, *arguments):
+        step, written = variant.step, []
+        variant.step = lambda token, position: written.append(step(token, position)) or written[-1]
+        result = measured_round(variant, *arguments)
+        variant.step = step
+        said[id(variant)] = [token.item() for token in written]
+        return result
+
+    monkeypatch.setattr(speed, "_round", listening)
+    speeds = measure_speed(variants, prompt_tokens=12, new_tokens=5, rounds=1)
+    assert speeds["baseline"].execution == "compiled, 15 dense weights frozen and prepacked", "seven linears a block, and the head"
+    assert speeds["compressed"].execution == "compiled, 1 dense weights frozen and prepacked"
+    prompt = (torch.arange(12) * 7919 % 96)[None]
+    for variant in variants.values():
+        assert said[id(variant)] == greedy(variant.decode, prompt, 6)[1:]
 
 
 def test_variants_run_in_turns_and_name_their_kernels(tiny):
@@ -64,9 +78,9 @@ def test_variants_run_in_turns_and_name_their_kernels(tiny):
     assert speeds["compressed"].kernels["int_matmul"] == ["cpu dequantise", "cpu int4pack"]
     assert speeds["baseline"].kernels["linear"] == ["cpu prepacked"]
     assert speeds["float32"].dtype == "float32" and speeds["baseline"].dtype == "bfloat16"
-    for speed in speeds.values():
-        low, high = speed.decode_quartiles
-        assert 0 < low <= speed.decode_tokens_per_s <= high and speed.time_to_first_token_s > 0
+    for one in speeds.values():
+        low, high = one.decode_quartiles
+        assert 0 < low <= one.decode_tokens_per_s <= high and one.time_to_first_token_s > 0
 
 
 def test_models_that_do_not_compile_are_timed_eagerly_and_say_so(tiny):

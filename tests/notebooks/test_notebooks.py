@@ -3,18 +3,20 @@
 import ast
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import nbformat
 import pytest
+from papermill.cli import _resolve_type
 
 from compress import load_compressed
 from eval.record import read_record
 from notebooks.cli import main
 from notebooks.parameters import FOLDER, check_parameters, injected, parse_value, read_parameters
-from notebooks.run import run_key
+from notebooks.run import run_key, start
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted(p.stem for p in FOLDER.glob("*.ipynb"))
@@ -107,6 +109,23 @@ def test_finished_run_survives_a_failing_one(tmp_path, capsys):
     assert main(["run", "gptq", "-p", "run_path", str(run), "-p", "bits", "7"]) == 1
     assert "`bits` (=7)" in capsys.readouterr().err
     assert (run / "record.json").read_text() == "finished" and (tmp_path / "run.failed" / "notebook.ipynb").exists()
+
+
+def test_a_folder_with_other_things_is_never_replaced(tmp_path, capsys):
+    (tmp_path / "thesis.tex").write_text("years")
+    assert main(["run", "gptq", "-p", "run_path", str(tmp_path)]) == 2
+    assert "`run_path`" in capsys.readouterr().err and (tmp_path / "thesis.tex").read_text() == "years"
+
+
+def test_command_of_a_record_says_what_papermill_understands(tmp_path):
+    values = {p.name: p.default for p in read_parameters("gptq").values()}
+    changed = {"symmetric": False, "damp": 0.05, "bits": 3, "skip": "*.0.*, *mlp*"}
+    command = start("gptq", {**values, **changed, "save_path": str(tmp_path / "new")}).info.command
+    words = shlex.split(command)
+    given = {words[i + 1]: _resolve_type(words[i + 2]) for i, word in enumerate(words) if word == "-p"}
+    assert given == changed
+    with pytest.raises(ValueError, match="`save_path`.* cannot be written"):
+        start("gptq", {**values, "save_path": "/proc/no/such"})
 
 
 def test_values_from_a_command_line():

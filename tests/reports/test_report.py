@@ -52,7 +52,7 @@ def make_record(layers: int = 30) -> dict:
         "provenance": {"commit": "f" * 40, "dirty": False, "versions": {"python": "3.11.7", "torch": "2.13.0"}, "threads": 2,
                        "hardware": {"cpu": "a CPU", "cpu_capability": "AVX512", "cores": 2, "memory_bytes": 2**34, "gpus": [],
                                     "system": "Linux"},
-                       "dtype": "float32", "deploy_dtype": "bfloat16", "flags": {"deterministic": False},
+                       "device": "cpu", "dtype": "float32", "deploy_dtype": "bfloat16", "flags": {"deterministic": False},
                        "command": "papermill notebooks/gptq.ipynb out.ipynb -p bits 4"},
     }  # fmt: skip
 
@@ -79,7 +79,7 @@ def test_verdict_is_honest_both_ways():
     made = make_record()
     said = " ".join(verdict(made))
     assert "113 MB instead of 269 MB in 16 bits (2.38× smaller)" in said
-    assert "from 20.00 to 21.50 (+7.5 %; rounding to nearest on the same grid gives 24.00)" in said
+    assert "from 20.00 to 21.50 (+7.5 %; rounding to nearest, absmax scales, gives 24.00)" in said
     assert "decodes 1.80× as fast" in said and "reads a prompt more slowly" in said and "(0.73×)" in said
     assert "within the noise" not in said
     made["difference"]["compressed"] = {"nll_pydocs": 0.001, "nll_pydocs_stderr": 0.004}
