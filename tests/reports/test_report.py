@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from eval.record import read_record
 from reports.render import metric_table, number, page, render
 from reports.verdict import verdict
 
+PUBLISHED = Path(__file__).resolve().parents[2] / "reports" / "published"
 LIMIT_BYTES = 1_000_000
 EVIL = '<img src=x onerror="document.title=\'owned\'"><script>document.title="owned"</script>'
 
@@ -181,3 +183,10 @@ def test_prints(browser, tmp_path):
     assert tab.pdf(path=str(tmp_path / "report.pdf"))[:4] == b"%PDF"
     assert Path(tmp_path / "report.pdf").stat().st_size > 20_000
     tab.close()
+
+
+@pytest.mark.parametrize("path", sorted(PUBLISHED.glob("*.json")), ids=lambda path: path.stem)
+def test_published_records_are_whole_and_of_committed_code(path):
+    made = read_record(path)
+    assert made["provenance"]["dirty"] is False and made["provenance"]["commit"]
+    assert path.with_suffix(".html").read_text() == page(made), "render the page again after a change of the template"
