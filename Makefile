@@ -8,7 +8,7 @@ APT    := $(shell test "$$(id -u)" = 0 && echo apt-get || echo sudo apt-get)
 .PHONY: demo test test-all lab bench constraints clean compiler browser
 
 demo: $(READY) compiler                  ## GPTQ on the embedded model, to an HTML report
-	$(BIN)/workbench run gptq -p samples 24 -p max_windows 8 -p speed_rounds 3
+	$(BIN)/workbench run gptq -p samples 16 -p max_windows 6 -p speed_rounds 3
 
 test: $(READY) compiler browser          ## every test but the slow ones
 	$(BIN)/python -m pytest
