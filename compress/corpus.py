@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from compress.hub import quick_to_fail
+from compress.hub import first_line, quick_to_fail
 
 PARTS = ("calibration", "evaluation")
 EVALUATION_SHARE = 4  # every fourth document is held out where a corpus has no split of its own
@@ -94,7 +94,7 @@ def _hub(corpus: str, part: str) -> list[str]:
             splits = get_dataset_split_names(name, configuration or None)
     except Exception as error:  # the hub's client raises a dozen kinds; all mean the same to the user
         raise ValueError(
-            f"`corpus` (={corpus!r}) is not to be had: {_first_line(error)}; without a network there are pydocs, files, and a "
+            f"`corpus` (={corpus!r}) is not to be had: {first_line(error)}; without a network there are pydocs, files, and a "
             "folder of data sets named by WORKBENCH_DATA"
         ) from error
     held_out = next((split for split in ("test", "validation") if split in splits), None)
@@ -112,7 +112,7 @@ def _load(corpus: str, *where, **how) -> list[str]:
         with quick_to_fail():
             rows = load_dataset(*where, **how)
     except Exception as error:
-        raise ValueError(f"`corpus` (={corpus!r}) cannot be read: {_first_line(error)}") from error
+        raise ValueError(f"`corpus` (={corpus!r}) cannot be read: {first_line(error)}") from error
     texts = [name for name, feature in rows.features.items() if getattr(feature, "dtype", "") in ("string", "large_string")]
     column = "text" if "text" in texts else texts[0] if len(texts) == 1 else None
     if column is None:
@@ -132,7 +132,3 @@ def _split(documents: list[str], part: str) -> list[str]:
 
 def _what_would_do() -> str:
     return f"what would do: {', '.join(CORPORA)}, a .parquet, .jsonl, .json or .txt file, or a hub data set like owner/name"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

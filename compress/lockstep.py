@@ -38,7 +38,7 @@ def run_in_step(
     """
     number = {name: i for i, group in enumerate(groups) for name in group}
     collectors: dict[int, Collector] = {}
-    inputs: list[dict[greenlet, Tensor]] = [{} for _ in groups]  # of the passes that wait at a group, or go through it
+    inputs: list[dict[greenlet, Tensor]] = [{} for _ in groups]  # per pass, what the linears of a group share
     waiting: dict[int, list[greenlet]] = defaultdict(list)
     passes: list[greenlet] = []
     solved = 0
@@ -50,12 +50,11 @@ def run_in_step(
             return
         if i < solved:
             raise RuntimeError(f"{name} is reached in another order in another pass; `sequential=False` needs no order")
-        inputs[i][me] = x
+        if len(groups[i]) > 1:
+            inputs[i][me] = x  # until the pass ends: a parallel MLP reads it after the attention
         if i not in collectors:
             collectors[i] = Collector(needs, x.shape[-1], device)
         collectors[i].update(x)
-        if i:
-            inputs[i - 1].pop(me, None)
         me.parent.switch(i)
 
     def run(call: Call) -> None:

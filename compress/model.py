@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from compress.gguf import converted
-from compress.hub import quick_to_fail
+from compress.hub import first_line, quick_to_fail
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEFAULT = "smollm2-135m"
@@ -48,7 +48,7 @@ def load_model(
                 tokenizer = AutoTokenizer.from_pretrained(folder)
                 model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype])
         except (OSError, ValueError, KeyError) as error:
-            raise ValueError(f"`model_name` (={model_name!r}) cannot be loaded: {_first_line(error)}") from error
+            raise ValueError(f"`model_name` (={model_name!r}) cannot be loaded: {first_line(error)}") from error
     model.eval().requires_grad_(False)
     model.name_or_path = model_name
     return model.to(device), tokenizer
@@ -59,7 +59,7 @@ def check_device(device: str | torch.device) -> None:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"`device` (={str(device)!r}) is not to be had here: {_first_line(error)}; cpu always is") from error
+        raise ValueError(f"`device` (={str(device)!r}) is not to be had here: {first_line(error)}; cpu always is") from error
 
 
 def weights_sha256(model: nn.Module) -> str:
@@ -95,7 +95,7 @@ def _check_decoder(model_name: str, folder: str) -> None:
             config = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
-            f"`model_name` (={model_name!r}) is not there or cannot be read: {_first_line(error)}; {_what_would_do()}"
+            f"`model_name` (={model_name!r}) is not there or cannot be read: {first_line(error)}; {_what_would_do()}"
         ) from error
     decoders = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     architectures = getattr(config, "architectures", None) or []
@@ -148,7 +148,3 @@ def _tiny() -> tuple[nn.Module, PreTrainedTokenizerBase]:
 
 def _what_would_do() -> str:
     return f"what would do: {', '.join(EMBEDDED)}, tiny, a folder, a .gguf file, or a hub id like Qwen/Qwen2.5-0.5B"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

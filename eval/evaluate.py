@@ -17,7 +17,7 @@ from eval.divergence import compare_on_text
 from eval.generation import PROMPTS, Sample, generate_samples
 from eval.memory import peak_memory
 from eval.size import bits_per_weight, size
-from eval.speed import Speed, measure_speed, standard_variants
+from eval.speed import Speed, first_line, measure_speed, standard_variants
 from eval.windows import mean_and_stderr, windows
 from kernels.registry import recording
 
@@ -102,7 +102,7 @@ def evaluate(
             scores.speed = measure_speed(standard_variants(baseline, model), prompt_tokens=prompt_tokens,
                                          new_tokens=speed_new_tokens, rounds=speed_rounds)  # fmt: skip
         except Exception as error:  # what was scored before is not lost for it
-            scores.notes.append(f"Speed was not measured: {type(error).__name__}: {str(error).strip().splitlines()[:1]}")
+            scores.notes.append(f"Speed was not measured: {type(error).__name__}: {first_line(error)}")
             warnings.warn(scores.notes[-1], stacklevel=2)
         parameters = sum(p.numel() for p in baseline.parameters())
         for name, one in half.items():

@@ -167,7 +167,7 @@ def _prepare(variant: Variant, cache: StaticCache, prompt_tokens: int, new_token
             variant.execution += f", {packed} dense weights frozen and prepacked" if packed else ""
             return
         except Exception as error:  # no compiler, or a model that it cannot take: say so, and go on without
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            first = first_line(error)
             warnings.warn(f"the decode step does not compile, so it runs eagerly: {first}", stacklevel=2)
             variant.execution = f"eager (does not compile: {first[:120]})"
             model = variant.decode = variant.prefill
@@ -233,3 +233,8 @@ def _folded_sdpa(module, query, key, value, attention_mask=None, scaling=None, d
     rows = query.reshape(batch, kv_heads, heads // kv_heads, channels)
     y = scaled_dot_product_attention(rows, key, value, attn_mask=attention_mask, scale=scaling)
     return y.reshape(batch, 1, heads, channels), None
+
+
+def first_line(error: Exception) -> str:
+    """The first line of what an error says, or its kind where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -26,6 +26,7 @@ ARCHITECTURES: dict[str, dict] = {
     "qwen3": {**_COMMON, "head_dim": 32},
     "gemma2": {**_COMMON, "head_dim": 16, "sliding_window": 8},
     "gemma3_text": {**_COMMON, "head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "phi": _COMMON,
     "phi3": {**_COMMON, "pad_token_id": 0},
     "opt": {"vocab_size": 96, "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
             "max_position_embeddings": 128, "word_embed_proj_dim": 64, "do_layer_norm_before": True},
