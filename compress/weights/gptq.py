@@ -12,6 +12,7 @@ from compress.method import LayerwiseMethod, knob
 from compress.statistics import LayerStatistics
 from compress.weights.hessian import Factor, factorise
 from compress.weights.rtn import check_group_size, rtn
+from kernels.gptq_block import gptq_block
 from kernels.int_matmul import BITS
 
 BLOCK = 128  # columns whose updates are applied at once to the rest (lazy batch updates)
@@ -99,11 +100,11 @@ def gptq(
     order, U = factor.order, factor.U
     Wt = W.float().t()[order].contiguous()  # [in, out]: a column of W is a row here, contiguous
     Wt[factor.dead] = 0
-    codes = torch.empty_like(Wt)
-    group_of = (order // group_size).tolist()
+    codes = torch.empty_like(Wt, dtype=torch.uint8)
+    group_of = order // group_size  # [in]
     importance = U.diagonal().square().reciprocal()  # [in], in processing order
-    diagonal = U.diagonal().tolist()
     groups = columns // group_size
+    reached = group_of[::group_size].tolist()  # with whole groups, in their order
     scales = torch.empty(groups, out, device=W.device)
     zeros = torch.empty(groups, out, device=W.device)
 
@@ -125,16 +126,15 @@ def gptq(
     for start in range(0, columns, block):
         end = min(start + block, columns)
         errors = torch.empty(end - start, out, device=W.device)
-        for i in range(start, end):
-            group = group_of[i]
-            if refit and i % group_size == 0:
-                choose(torch.arange(i, i + group_size, device=W.device), group)
-            w, d, s, zero = Wt[i], diagonal[i], scales[group], zeros[group]
-            q = grid.quantize(w, s, zero, bits)
-            codes[i] = q
-            error = torch.sub(w, grid.dequantize(q, s, zero), out=errors[i - start]).div_(d)
-            Wt[i + 1 : end].addr_(U[i, i + 1 : end], error, alpha=-1)
-        Wt[end:] -= U[start:end, end:].t() @ errors
+        step = min(group_size, block) if refit else block
+        for a in range(start, end, step):
+            b = min(a + step, end)
+            if refit and a % group_size == 0:
+                choose(torch.arange(a, a + group_size, device=W.device), reached[a // group_size])
+            codes[a:b], errors[a - start : b - start], Wt[b:end] = gptq_block(
+                Wt[a:end], U[a:b, a:end], scales, zeros, group_of[a:b], bits=bits
+            )
+        Wt[end:].addmm_(U[start:end, end:].t(), errors, alpha=-1)
     natural = torch.empty_like(codes)
     natural[order] = codes
     return IntGroup.from_codes(natural.t(), scales.t(), None if symmetric else zeros.t(), bits=bits,

@@ -3,18 +3,26 @@
 import torch
 from torch import Tensor
 
+from kernels.gram import cpu, reference
+from kernels.interpreter import triton_takes
 from kernels.registry import ran
 
-PANEL = 128  # columns of H computed at once; the part below the diagonal panels is never computed
+__all__ = ["gram", "symmetric"]
+
+IMPLS = ("auto", "reference", "cpu", "triton")
+ONEDNN = torch.backends.mkldnn.is_available()
+TRITON = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def gram(x: Tensor, H: Tensor | None = None, *, impl: str = "auto") -> Tensor:
-    """Add XᵀX to the upper triangle of H, in place, in float32.
+    """Add XᵀX to the upper triangle of H, in place, summed in float32 (never TF32).
 
     Args:
-        x: [tokens, in], any floating dtype (converted to float32, never TF32).
-        H: [in, in] float32, or None for zeros. Only its upper triangle is meaningful: finish with `symmetric`.
-        impl: "reference" (one full product), "cpu" (oneDNN, upper panels only) or "auto".
+        x: [tokens, in], any floating dtype; any strides; may be empty.
+        H: [in, in] float32, contiguous, or None for zeros. Only its upper triangle is meaningful: finish with `symmetric`.
+        impl: "reference" (one full float32 product), "cpu" (oneDNN, upper panels only), "triton" (upper tiles; 16-bit x on
+            tensor cores) or "auto": "triton" for 16-bit x on CUDA, "cpu" on a CPU, "reference" for anything else, which on
+            CUDA is float32, that tensor cores do not do.
 
     Returns:
         H
@@ -22,43 +30,55 @@ def gram(x: Tensor, H: Tensor | None = None, *, impl: str = "auto") -> Tensor:
     Raises:
         ValueError: `x` is not a matrix, `H` does not fit it, or an implementation that does not exist here.
     """
-    if x.dim() != 2:
-        raise ValueError(f"`x` must be [tokens, in], not {tuple(x.shape)}")
-    if impl not in ("auto", "reference", "cpu"):
-        raise ValueError(f"`impl` (={impl!r}) must be 'auto', 'reference' or 'cpu'")
-    here = x.device.type == "cpu" and torch.backends.mkldnn.is_available()
-    if impl == "cpu" and not here:
-        raise ValueError(f"`impl` (='cpu') needs a CPU tensor and a torch with oneDNN; `x` is on {x.device}")
+    if x.dim() != 2 or not x.is_floating_point():
+        raise ValueError(f"`x` must be floating-point [tokens, in], not {x.dtype} {tuple(x.shape)}")
+    use = _implementation(x, impl)
     columns = x.shape[1]
     if H is None:
         H = torch.zeros(columns, columns, dtype=torch.float32, device=x.device)
-    if H.shape != (columns, columns) or H.dtype != torch.float32:
-        raise ValueError(f"`H` must be float32 {(columns, columns)}, not {H.dtype} {tuple(H.shape)}")
-    if x.shape[0] == 0:
+    if H.shape != (columns, columns) or H.dtype != torch.float32 or H.device != x.device or not H.is_contiguous():
+        wanted = f"contiguous float32 {(columns, columns)} on {x.device}"
+        raise ValueError(f"`H` must be {wanted}, not {H.dtype} {tuple(H.shape)} of strides {H.stride()} on {H.device}")
+    if x.numel() == 0:
         return H
-    if impl == "reference" or not here:
-        ran("gram", "reference")
-        return _full(x.float(), H)
-    ran("gram", "cpu")
-    Xt = x.detach().float().t().contiguous()  # [in, tokens]
-    for start in range(0, columns, PANEL):
-        end = min(start + PANEL, columns)
-        H[:end, start:end] += torch.ops.mkldnn._linear_pointwise(Xt[:end], Xt[start:end], None, "none", [], "")
+    ran("gram", use)
+    _op(x.detach(), H, use)
     return H
-
-
-def _full(x: Tensor, H: Tensor) -> Tensor:
-    if x.device.type != "cuda":
-        return H.addmm_(x.t(), x)
-    allowed = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    try:
-        return H.addmm_(x.t(), x)
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = allowed
 
 
 def symmetric(H: Tensor) -> Tensor:
     """[in, in] whose lower triangle is the mirror of H's upper one."""
     upper = H.triu()
     return upper + upper.triu(1).t()
+
+
+def _implementation(x: Tensor, impl: str) -> str:
+    if impl not in IMPLS:
+        raise ValueError(f"`impl` (={impl!r}) must be one of {', '.join(map(repr, IMPLS))}")
+    onednn = x.device.type == "cpu" and ONEDNN
+    if impl == "cpu" and not onednn:
+        raise ValueError(f"`impl` (='cpu') needs a CPU tensor and a torch with oneDNN; `x` is on {x.device}")
+    if impl == "triton" and not (triton_takes(x.device) and x.dtype in TRITON):
+        raise ValueError(
+            f"`impl` (='triton') needs triton and bfloat16, float16 or float32 on CUDA (on a CPU: TRITON_INTERPRET=1), "
+            f"not {x.dtype} on {x.device}"
+        )
+    if impl != "auto":
+        return impl
+    if x.device.type == "cuda" and triton_takes(x.device) and x.dtype in (torch.bfloat16, torch.float16):
+        return "triton"
+    return "cpu" if onednn else "reference"
+
+
+@torch.library.custom_op("workbench::gram", mutates_args=("H",))
+def _op(x: Tensor, H: Tensor, use: str) -> None:
+    if use == "triton":
+        from kernels.gram import triton as implementation
+    else:
+        implementation = cpu if use == "cpu" else reference
+    implementation.gram(x, H)
+
+
+@_op.register_fake
+def _(x, H, use):
+    return None

@@ -3,12 +3,20 @@
 import torch
 from torch import Tensor
 
-from kernels.int_matmul import cpu, reference
-from kernels.int_matmul.layout import BITS, Packed, pack, tiles_fit, to_rows, to_tiles, unpack
+from kernels import native
+from kernels.int_matmul import panels, reference, tiles
+from kernels.int_matmul.layout import BITS, Packed, pack, unpack
+from kernels.int_matmul.panels import panels_fit, to_panels
 from kernels.int_matmul.reference import dequantize
+from kernels.int_matmul.tiles import tiles_fit, to_tiles
+from kernels.interpreter import triton_takes
 from kernels.registry import ran
 
-__all__ = ["BITS", "Packed", "dequantize", "int_matmul", "pack", "tiles_fit", "to_rows", "to_tiles", "unpack"]
+__all__ = [
+    "BITS", "Packed", "dequantize", "int_matmul", "pack", "panels_fit", "tiles_fit", "to_panels", "to_rows", "to_tiles", "unpack",
+]  # fmt: skip
+
+IMPLS = ("auto", "reference", "cpu", "triton")
 
 
 def int_matmul(x: Tensor, w: Packed, *, impl: str = "auto") -> Tensor:
@@ -17,8 +25,8 @@ def int_matmul(x: Tensor, w: Packed, *, impl: str = "auto") -> Tensor:
     Args:
         x: [..., in]; float32, bfloat16 or float16; any strides; may be empty.
         w: [out, in], packed (`Packed`).
-        impl: "reference" (dequantise and multiply; any layout, any device), "cpu" (the `tiles` layout with the 16-bit
-            dtype that it was made for) or "auto".
+        impl: "reference" (dequantise and multiply; any layout, any device), "cpu" (`panels`; or `tiles`, with the 16-bit
+            dtype that they were made for), "triton" (`rows`, on a CUDA GPU) or "auto".
 
     Returns:
         [..., out] in x's dtype
@@ -28,16 +36,37 @@ def int_matmul(x: Tensor, w: Packed, *, impl: str = "auto") -> Tensor:
     """
     if x.shape[-1] != w.shape[1]:
         raise ValueError(f"`x` {tuple(x.shape)} must end in in_features (={w.shape[1]})")
-    takes = w.layout == "tiles" and x.dtype == w.scale.dtype and x.device.type == "cpu"
-    if impl not in ("auto", "reference", "cpu"):
-        raise ValueError(f"`impl` (={impl!r}) must be 'auto', 'reference' or 'cpu'")
-    if impl == "cpu" and not takes:
-        raise ValueError(f"`impl` (='cpu') needs tiles of x's dtype on a CPU, not {w.layout} with {x.dtype} on {x.device}")
+    if impl not in IMPLS:
+        raise ValueError(f"`impl` (={impl!r}) must be one of {', '.join(map(repr, IMPLS))}")
+    here = f"not {w.layout} with {x.dtype} on {x.device}"
+    cpu = (w.layout == "panels" and panels_fit(w, x.dtype, x.device)) or (
+        w.layout == "tiles" and x.dtype == w.scale.dtype and x.device.type == "cpu"
+    )
+    if impl == "cpu" and not cpu:
+        raise ValueError(f"`impl` (='cpu') needs panels, or tiles of x's dtype, on a CPU, {here}")
+    triton = w.layout == "rows" and triton_takes(x.device) and x.dtype in panels.DTYPES
+    if impl == "triton" and not triton:
+        raise ValueError(f"`impl` (='triton') needs rows on a CUDA GPU, and triton installed, {here}")
+    if impl == "triton" or (impl == "auto" and triton and x.is_cuda):
+        return _opaque(x, w, "triton")
+    if impl == "reference" or not cpu:
+        return _opaque(x, w, "reference")
+    if w.layout == "panels":
+        ran("int_matmul", f"cpu {native.isa(x.dtype)}")
+        return panels.matmul(x, w)
     tokens = x.numel() // w.shape[1]
-    if impl != "reference" and takes and 0 < tokens < cpu.CROSSOVER:
+    if 0 < tokens < tiles.CROSSOVER:
         ran("int_matmul", "cpu int4pack")
-        return cpu.small(x, w.codes, w.scale, w.group_size, w.shape)
-    use = "cpu dequantise" if impl != "reference" and takes and tokens else "reference"
+        return tiles.small(x, w.codes, w.scale, w.group_size, w.shape)
+    return _opaque(x, w, "cpu dequantise")
+
+
+def to_rows(w: Packed) -> Packed:
+    """Any layout -> `rows`; exact, but that scales come back in the dtype that a layout keeps them in."""
+    return {"rows": lambda w: w, "panels": panels.to_rows, "tiles": tiles.to_rows}[w.layout](w)
+
+
+def _opaque(x: Tensor, w: Packed, use: str) -> Tensor:
     ran("int_matmul", use)
     return _op(x, w.codes, w.scale, w.zero, w.layout, w.bits, w.group_size, w.shape[0], w.shape[1], use)
 
@@ -50,7 +79,12 @@ def _op(
     # Opaque to the compiler on purpose: were the dequantisation traced, freezing would fold it into a dense weight.
     w = Packed(layout, codes, scale, zero, bits, group_size, (out_features, in_features))
     flat = x.reshape(-1, in_features)
-    y = cpu.large(flat, w) if use == "cpu dequantise" else reference.int_matmul(flat, w)
+    if use == "triton":
+        from kernels.int_matmul import triton
+
+        y = triton.int_matmul(flat, w)
+    else:
+        y = tiles.large(flat, w) if use == "cpu dequantise" else reference.int_matmul(flat, w)
     return y.view(*x.shape[:-1], out_features)
 
 

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from kernels.int_matmul.layout import Packed, tile_nibbles, unpack
+from kernels.int_matmul import panels, tiles
+from kernels.int_matmul.layout import Packed, unpack
 from kernels.linear import linear
 
 
@@ -12,11 +13,11 @@ def dequantize(w: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
 
     Tiles give the weights that their kernel multiplies by: at 4 bits with a zero point their 16-bit offset is rounded.
     """
-    out, columns = w.shape
     if w.layout == "tiles":
-        scale, offset = w.scale.float().permute(2, 1, 0)[..., None].contiguous()  # [out, groups, 1] each
-        nibbles = tile_nibbles(w).view(out, -1, w.group_size).float()
-        return torch.addcmul(offset, nibbles - 8, scale).view(out, columns).to(dtype)
+        return tiles.dequantize(w).to(dtype)
+    if w.layout == "panels":
+        w = panels.to_rows(w)
+    out, columns = w.shape
     codes, zero = unpack(w)
     centred = codes.view(out, -1, w.group_size).float() - zero[..., None].float()
     return (centred * w.scale[..., None].float()).view(out, columns).to(dtype)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from kernels.gram import gram, symmetric
+from kernels.gram.cases import checks as gram_checks
 from kernels.linear import fast_linear, linear
 from kernels.linear.prepacked import prepack
 from kernels.registry import recording
@@ -33,6 +34,47 @@ def test_gram_of_nothing_and_bad_arguments():
         gram(torch.zeros(2, 3), torch.zeros(4, 4))
     with pytest.raises(ValueError, match="`impl`"):
         gram(torch.zeros(2, 3), impl="tf32")
+
+
+def test_gram_says_what_would_do():
+    with pytest.raises(ValueError, match="floating-point"):
+        gram(torch.zeros(2, 3, dtype=torch.int8))
+    with pytest.raises(ValueError, match="`H` must be contiguous"):
+        gram(torch.zeros(2, 3), torch.zeros(3, 6)[:, ::2])
+    with pytest.raises(ValueError, match="`impl` \\(='cpu'\\)"):
+        gram(torch.zeros(2, 3, device="meta"), impl="cpu")
+    with pytest.raises(ValueError, match="TRITON_INTERPRET"):
+        gram(torch.zeros(2, 3), impl="triton")
+
+
+def test_gram_adds_in_place_whatever_the_strides():
+    x, H = torch.randn(24, 14).bfloat16().t()[:, ::3], torch.randn(8, 8)
+    exact = H.double() + x.double().T @ x.double()
+    with recording() as used:
+        assert gram(x, H) is H
+    assert used["gram"] == {"cpu"}
+    assert torch.allclose(H.triu().double(), exact.triu(), atol=1e-5)
+
+
+@pytest.mark.parametrize("use", ["reference", "cpu"])
+def test_gram_is_an_op_that_compiles_and_exports(use):
+    x, H = torch.randn(5, 6), torch.zeros(6, 6)
+    torch.library.opcheck(torch.ops.workbench.gram, (x, H, use))
+    expected = symmetric(gram(x, impl=use))
+    compiled = torch.compile(lambda x: symmetric(gram(x, impl=use)), fullgraph=True)
+    assert torch.allclose(compiled(x), expected)
+
+    class Module(nn.Module):
+        def forward(self, x, H):
+            return symmetric(gram(x, H, impl=use))
+
+    assert torch.allclose(torch.export.export(Module(), (x, H)).module()(x, H.clone()), expected)
+
+
+@pytest.mark.parametrize("check", gram_checks(torch.device("cpu")), ids=lambda c: c.name)
+def test_gram_checks(check):
+    for impl in ("reference", "cpu"):
+        assert check.error(impl) <= check.tolerance
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 5), (40, 64, 96), (7, 1, 9)])

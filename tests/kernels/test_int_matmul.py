@@ -1,10 +1,31 @@
 """The integer product: packing is exact, every implementation agrees with float64, and it survives the compiler."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
-from kernels.int_matmul import BITS, dequantize, int_matmul, pack, tiles_fit, to_rows, to_tiles, unpack
-from kernels.int_matmul import cpu as cpu_paths
+from compress.formats.int_group import IntGroup
+from compress.linear import CompressedLinear
+from kernels import native
+from kernels.int_matmul import (
+    BITS,
+    dequantize,
+    int_matmul,
+    pack,
+    panels,
+    panels_fit,
+    tiles,
+    tiles_fit,
+    to_panels,
+    to_rows,
+    to_tiles,
+    unpack,
+)  # fmt: skip
 from kernels.int_matmul.layout import pack_bits, unpack_bits
 from kernels.registry import recording
 
@@ -57,26 +78,158 @@ def test_reference_is_exact(bits, symmetric, shape):
 @pytest.mark.parametrize("shape", [(192, 128, 32), (80, 192, 64), (16, 128, 128), (272, 256, 256)])
 def test_tiles_agree_for_few_and_many_tokens(bits, symmetric, dtype, shape):
     codes, zero, w, exact = make(*shape, bits, symmetric)
-    tiles = to_tiles(w, dtype)
-    assert torch.equal(unpack(tiles)[0].long(), codes)
+    w4 = to_tiles(w, dtype)
+    assert torch.equal(unpack(to_rows(w4))[0].long(), codes)
     if dtype == torch.bfloat16:  # the scales' own dtype: the way back is exact
-        back = to_rows(tiles)
+        back = to_rows(w4)
         assert torch.equal(back.codes, w.codes) and torch.equal(back.scale, w.scale)
-    for tokens in (1, 3, cpu_paths.CROSSOVER - 1, cpu_paths.CROSSOVER, 300):
+    for tokens in (1, 3, tiles.CROSSOVER - 1, tiles.CROSSOVER, 300):
         x = torch.randn(tokens, shape[1]).to(dtype)
         with recording() as used:
-            y = int_matmul(x, tiles)
-        assert used["int_matmul"] == {"cpu int4pack" if tokens < cpu_paths.CROSSOVER else "cpu dequantise"}
+            y = int_matmul(x, w4)
+        assert used["int_matmul"] == {"cpu int4pack" if tokens < tiles.CROSSOVER else "cpu dequantise"}
         assert y.dtype == dtype
         assert rms(y, x.double() @ exact.T) < (1e-2 if dtype == torch.bfloat16 else 2e-3)
-        assert rms(int_matmul(x, tiles, impl="reference"), x.double() @ exact.T) < (1e-2 if dtype == torch.bfloat16 else 2e-3)
+        assert rms(int_matmul(x, w4, impl="reference"), x.double() @ exact.T) < (1e-2 if dtype == torch.bfloat16 else 2e-3)
 
 
-@pytest.mark.parametrize("layout", ["rows", "tiles"])
+needs_native = pytest.mark.skipif(native.why_not() is not None, reason=f"no C++ kernels here: {native.why_not()}")
+ISAS = [isa for isa in ("avx512bf16", "avx512", "avx2", "portable") if native.why_not() is None and native.runs(isa)]
+
+
+@needs_native
+@pytest.mark.parametrize("bits", [b for b in BITS if b <= 4])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("shape", [(192, 128, 32), (80, 192, 64), (16, 128, 128), (33, 40, 8), (1, 8, 8), (17, 96, 96)])
+def test_panels_lose_nothing_and_agree_for_few_and_many_tokens(bits, symmetric, shape):
+    codes, zero, w, exact = make(*shape, bits, symmetric)
+    laid = to_panels(w)
+    back = to_rows(laid)
+    assert torch.equal(back.codes, w.codes) and torch.equal(back.scale, w.scale)
+    assert (zero is None and back.zero is None) or torch.equal(back.zero, w.zero)
+    assert torch.equal(dequantize(laid), dequantize(w))
+    for dtype, tolerance in ((torch.bfloat16, 4e-3), (torch.float16, 5e-4), (torch.float32, 1e-6)):
+        for tokens in (1, 2, 3, 8, 9, 64, 130):
+            x = torch.randn(tokens, shape[1]).to(dtype)
+            with recording() as used:
+                y = int_matmul(x, laid)
+            assert used["int_matmul"] == {f"cpu {native.isa(dtype)}"} and y.dtype == dtype
+            assert rms(y, x.double() @ exact.T) < tolerance, (dtype, tokens)
+
+
+@needs_native
+@pytest.mark.parametrize("isa", ISAS)
+def test_every_instruction_set_computes_the_same(isa):
+    for symmetric in (True, False):
+        for scale_dtype in (torch.bfloat16, torch.float16, torch.float32):
+            _, _, w, _ = make(50, 192, 64, 4, symmetric)
+            w = to_panels(w._replace(scale=w.scale.to(scale_dtype)))
+            exact = dequantize(w).double()
+            for tokens in range(1, 20):
+                x = torch.randn(tokens, 192).bfloat16()
+                assert rms(panels.matmul(x, w, isa), x.double() @ exact.T) < 4e-3, (symmetric, scale_dtype, tokens)
+
+
+@needs_native
+def test_an_unknown_instruction_set_is_refused():
+    w = to_panels(make(16, 64, 64, 4, True)[2])
+    with pytest.raises(RuntimeError, match="avx1024"):
+        panels.matmul(torch.randn(1, 64), w, "avx1024")
+    with pytest.raises(RuntimeError, match="do not fit"):
+        panels.matmul(torch.randn(1, 72), w)
+
+
+@needs_native
+def test_the_native_op_refuses_what_it_would_misread():
+    """Memory that is not there, or of another type, is never read: the op can be called by anyone."""
+    w = to_panels(make(33, 64, 32, 4, False)[2])
+    x = torch.randn(2, 64)
+    for wrong in (
+        w._replace(scale=w.scale.double()), w._replace(zero=w.zero[:1]), w._replace(codes=w.codes[..., :8].contiguous()),
+        w._replace(scale=w.scale.t().contiguous().t()), w._replace(codes=w.codes.transpose(0, 1)),
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError, match="cannot be read"):
+            panels.matmul(x, wrong)
+    with pytest.raises(RuntimeError, match="cannot be read"):
+        panels.matmul(x.double(), w)
+    with pytest.raises(RuntimeError, match="do not fit"):
+        panels.matmul(x, w._replace(scale=w.scale[:0], zero=w.zero[:0]))
+    nothing = to_panels(pack(torch.zeros(17, 0, dtype=torch.int64), torch.zeros(17, 0), None, bits=4, group_size=8))
+    assert torch.equal(int_matmul(torch.randn(3, 0), nothing), torch.zeros(3, 17))
+    buffer = torch.randn(2 * 64 + 1).bfloat16()
+    odd = buffer[1:].view(2, 64)  # begins between two words
+    assert torch.equal(int_matmul(odd, w), int_matmul(odd.clone(), w))
+
+
+@needs_native
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_panels_are_laid_out_wherever_they_are(symmetric):
+    """A compressed model that was on a CPU moves to another device, which lays its panels out as rows there."""
+    codes, zero, w, _ = make(33, 64, 32, 4, symmetric)
+    part = IntGroup.from_codes(codes, w.scale, zero, bits=4, group_size=32)
+    layer = CompressedLinear([part], None, dtype=torch.bfloat16)
+    assert part.layout == "panels"
+    with torch.device("meta"):  # as some loaders do
+        assert torch.equal(to_panels(w).codes, part.codes) and torch.equal(to_rows(part.packed).codes, w.codes)
+    layer.to("meta")
+    assert (
+        part.layout == "rows"
+        and part.codes.shape == w.codes.shape
+        and part.nbytes == layer.nbytes == w.codes.nbytes + sum(t.nbytes for t in (w.scale, w.zero) if t is not None)
+    )
+
+
+def test_without_a_compiler_torchs_kernel_takes_over_and_says_so():
+    code = (
+        "import torch; from kernels import native; from kernels.registry import recording\n"
+        "from compress.formats.int_group import IntGroup; from compress.linear import CompressedLinear\n"
+        "part = IntGroup.from_codes(torch.randint(0, 16, (64, 64)), torch.rand(64, 2), None, bits=4, group_size=32)\n"
+        "layer = CompressedLinear([part], None, dtype=torch.bfloat16)\n"
+        "with recording() as used: layer(torch.randn(2, 64).bfloat16())\n"
+        "print(native.why_not(), part.layout, used['int_matmul'])\n"
+    )
+    told = {"WORKBENCH_NATIVE": ("0", "WORKBENCH_NATIVE=0"), "CXX": ("/bin/false", "failed")}
+    for variable, (value, reason) in told.items():
+        done = subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, "XDG_CACHE_HOME": "/nonexistent", variable: value},
+            capture_output=True, text=True, cwd=Path(__file__).parents[2],
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-500:]
+        assert reason in done.stdout + done.stderr or "Error" in done.stdout
+        assert "tiles {'cpu int4pack'}" in done.stdout
+
+
+def test_whatever_keeps_the_kernels_from_being_built_is_a_reason_and_no_error(monkeypatch, tmp_path, capsys):
+    load = native._load_once.__wrapped__
+    monkeypatch.delenv("WORKBENCH_NATIVE", raising=False)
+    monkeypatch.setenv("CXX", '"g++')
+    assert "No closing quotation" in load() and "slower ones take their place" in capsys.readouterr().err
+    monkeypatch.setenv("CXX", "g++ -DODD")
+    monkeypatch.setenv("XDG_CACHE_HOME", "")  # the same as none, says its specification
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    assert native._place(["g++"]).is_relative_to(tmp_path / ".cache")
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("Could not determine home directory.")))
+    assert "home directory" in load()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a file"))
+    (tmp_path / "a file").touch()
+    assert "a file" in load()  # looked for without a home, and cannot be written
+    monkeypatch.delenv("CXX")
+    monkeypatch.setattr(native.shutil, "which", lambda name: None)
+    assert "no C++ compiler" in load() and "no C++ compiler" in capsys.readouterr().err
+
+
+LAYOUTS = ["rows", "tiles", pytest.param("panels", marks=needs_native)]
+
+
+def lay_out(w, layout):
+    return {"rows": lambda: w, "tiles": lambda: to_tiles(w, torch.bfloat16), "panels": lambda: to_panels(w)}[layout]()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_strides_and_empty_batches(layout):
     _, _, w, exact = make(64, 64, 32, 4, True)
-    dtype = torch.float32 if layout == "rows" else torch.bfloat16
-    w = w if layout == "rows" else to_tiles(w, dtype)
+    dtype = torch.bfloat16 if layout == "tiles" else torch.float32
+    w = lay_out(w, layout)
     x = torch.randn(64, 6).to(dtype).t()[::2]  # not contiguous
     assert rms(int_matmul(x, w), x.double() @ exact.T) < 1e-2
     assert int_matmul(x[:0], w).shape == (0, 64)
@@ -91,10 +244,20 @@ def test_bad_arguments_say_what_would_do():
         pack(codes, w.scale, None, bits=4, group_size=48)
     with pytest.raises(ValueError, match="in_features \\(=64\\)"):
         int_matmul(torch.randn(2, 63), w)
-    with pytest.raises(ValueError, match="`impl` \\(='triton'\\)"):
+    with pytest.raises(ValueError, match="`impl` \\(='triton'\\) needs rows on a CUDA GPU"):
         int_matmul(torch.randn(2, 64), w, impl="triton")
-    with pytest.raises(ValueError, match="needs tiles"):
+    with pytest.raises(ValueError, match="needs panels"):
         int_matmul(torch.randn(2, 64), w, impl="cpu")
+
+
+@needs_native
+def test_panels_are_refused_where_the_kernel_would_be_wrong():
+    cpu, w = torch.device("cpu"), make(33, 64, 32, 4, True)[2]
+    assert panels_fit(w, torch.float32, cpu)
+    assert not panels_fit(w, torch.float64, cpu)
+    assert not panels_fit(w, torch.float32, torch.device("meta"))
+    assert not panels_fit(make(33, 60, 12, 4, True)[2], torch.float32, cpu)
+    assert not panels_fit(make(33, 64, 32, 5, True)[2], torch.float32, cpu)
 
 
 def test_tiles_are_refused_where_the_kernel_would_be_wrong():
@@ -118,13 +281,34 @@ def test_registered_op_passes_opcheck(layout):
     torch.library.opcheck(torch.ops.workbench.int_matmul, arguments)
 
 
-@pytest.mark.parametrize("layout", ["rows", "tiles"])
+@needs_native
+def test_the_native_op_passes_opcheck():
+    w = to_panels(make(33, 64, 32, 4, False)[2])
+    for x in (torch.randn(3, 64), torch.randn(2, 9, 64).bfloat16()):
+        torch.library.opcheck(torch.ops.workbench.nibble_matmul, (x, w.codes, w.scale, None, w.zero, 33, "auto"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_survives_export(layout):
+    w = lay_out(make(64, 64, 32, 4, False)[2], layout)
+
+    class Layer(torch.nn.Module):
+        def forward(self, x):
+            return int_matmul(x, w)
+
+    x = torch.randn(3, 64).bfloat16()
+    exported = torch.export.export(Layer(), (x,)).module()
+    assert torch.equal(exported(x), int_matmul(x, w))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("tokens", [2, 100])
 def test_survives_the_compiler(layout, tokens):
     _, _, w, _ = make(64, 64, 32, 4, True)
     x = torch.randn(tokens, 64)
+    w = lay_out(w, layout)
     if layout == "tiles":
-        w, x = to_tiles(w, torch.bfloat16), x.bfloat16()
+        x = x.bfloat16()
     compiled = torch.compile(lambda x: int_matmul(x, w) * 2, fullgraph=True)
     with recording() as used:
         y = compiled(x)
@@ -132,14 +316,15 @@ def test_survives_the_compiler(layout, tokens):
     assert torch.allclose(y, int_matmul(x, w) * 2)
 
 
-def test_frozen_graphs_keep_the_weight_packed():
+@pytest.mark.parametrize("layout", ["tiles", pytest.param("panels", marks=needs_native)])
+def test_frozen_graphs_keep_the_weight_packed(layout):
     """Freezing folds what depends on constants alone; the dequantised weight must not become one."""
 
     class Layer(torch.nn.Module):
         def __init__(self):
             super().__init__()
             _, _, w, _ = make(64, 64, 32, 4, True)
-            self.w = to_tiles(w, torch.bfloat16)
+            self.w = lay_out(w, layout)
             for key in ("codes", "scale"):
                 self.register_buffer(key, getattr(self.w, key))
 
@@ -152,4 +337,18 @@ def test_frozen_graphs_keep_the_weight_packed():
 
         y, code = run_and_get_code(torch.compile(layer), x)
     assert torch.allclose(y, layer(x))
-    assert "workbench.int_matmul" in "".join(code) and "_frozen_param" in "".join(code)
+    assert {"tiles": "workbench.int_matmul", "panels": "workbench.nibble_matmul"}[layout] in "".join(
+        code
+    ) and "_frozen_param" in "".join(code)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_rows_are_in_the_order_of_other_tools(bits):
+    """A wrong order would still come back through our own reader; seeds/peers/pack_golden.py asked two others."""
+    golden = json.loads((Path(__file__).parent / "packing_golden.json").read_text())
+    out, columns = 32, 64
+    n, k = torch.meshgrid(torch.arange(out), torch.arange(columns), indexing="ij")
+    codes = (n * 7919 + k * 104729 + n * k * 31) % 8191 % (1 << bits)
+    words = pack_bits(codes, bits).view(torch.int32)  # [out, in * bits / 32]
+    assert torch.equal(words, torch.tensor(golden["compressed-tensors"]["words"][str(bits)], dtype=torch.int32))
+    assert torch.equal(words.t(), torch.tensor(golden["gptqmodel"]["words"][str(bits)], dtype=torch.int32))

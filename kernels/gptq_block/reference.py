@@ -1,0 +1,35 @@
+"""The loop in plain torch, on any device: what every other implementation is held against."""
+
+import torch
+from torch import Tensor
+
+
+def gptq_block(
+    W: Tensor, U: Tensor, scale: Tensor, zero: Tensor, group: Tensor, bits: int, lazy: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One matrix; arguments and results as those of `kernels.gptq_block.gptq_block`, without the batch.
+
+    lazy: columns after which the columns to come are updated by a matrix product; None: after every one, to the end.
+    """
+    steps = U.shape[0]
+    W = W.clone()  # [columns, out]
+    codes = torch.empty(steps, W.shape[1], dtype=torch.uint8, device=W.device)
+    errors = torch.empty(steps, W.shape[1], device=W.device)
+    if W.device.type == "cpu":
+        rows = group.tolist()
+        scales, zeros = [scale[g] for g in rows], [zero[g] for g in rows]
+    else:  # without waiting for the device
+        scales, zeros = scale[group].unbind(), zero[group].unbind()
+    diagonal, top = U.diagonal().unbind(), (1 << bits) - 1
+    for start in range(0, steps, lazy or max(steps, 1)):
+        middle = min(start + lazy, steps) if lazy else steps
+        end = middle if lazy else len(W)
+        for i in range(start, middle):
+            w, s, z = W[i], scales[i], zeros[i]  # [out] each
+            q = (w / s).round_().add_(z).clamp_(0, top)
+            codes[i] = q
+            error = torch.sub(w, q.sub_(z).mul_(s), out=errors[i]).div_(diagonal[i])
+            W[i + 1 : end].addr_(U[i, i + 1 : end], error, alpha=-1)
+        if end < len(W):
+            W[end:].addmm_(U[start:middle, end:].t(), errors[start:middle], alpha=-1)
+    return codes, errors, W[steps:].clone()

@@ -1,0 +1,96 @@
+"""`hadamard`: y = x H / sqrt(n) along the last dimension, by fast Walsh-Hadamard transforms. See README.md."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.hadamard import cpu, reference
+from kernels.hadamard.matrix import base, near, paley, sylvester
+from kernels.hadamard.plan import plan
+from kernels.interpreter import triton_takes
+from kernels.registry import ran
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def hadamard(x: Tensor, *, scale: float | None = None, impl: str = "auto") -> Tensor:
+    """y = scale x H, H being `hadamard_matrix(n)`; rotations take the default scale, which keeps lengths.
+
+    H is symmetric, so the transform is its own gradient's, and with the default scale its own inverse.
+
+    Args:
+        x: [..., n]; float32, bfloat16 or float16 (and float64 for "reference"); any strides; may be empty.
+        scale: None for 1/sqrt(n).
+        impl: "reference" (butterflies, any device), "cpu" (products with small Kronecker factors), "triton" (CUDA, or the
+            interpreter; n that `plan` fits into one program) or "auto": triton, where it takes x, on CUDA; "cpu" on a CPU;
+            "reference" for the rest.
+
+    Returns:
+        [..., n] in x's dtype; computed in float32 (or as exactly) and rounded once.
+
+    Raises:
+        ValueError: n has no Hadamard matrix here, or an implementation that cannot take x.
+    """
+    n = x.shape[-1] if x.dim() else 0
+    _check_size(n, "`x` must end in")
+    if x.dtype not in DTYPES:
+        raise ValueError(f"`x` ({x.dtype}) must be float32, bfloat16, float16 or float64")
+    wide = x.dtype == torch.float64
+    triton = triton_takes(x.device) and not wide and plan(n) is not None
+    takes = {"reference": True, "cpu": x.device.type == "cpu" and not wide, "triton": triton}
+    if impl != "auto" and impl not in takes:
+        raise ValueError(f"`impl` (={impl!r}) must be 'auto', 'reference', 'cpu' or 'triton'")
+    if impl != "auto" and not takes[impl]:
+        other = ", ".join(repr(name) for name, able in takes.items() if able)
+        raise ValueError(f"`impl` (={impl!r}) does not take {x.dtype} on {x.device} with n = {n}; {other} would do")
+    if impl == "auto":
+        impl = next(name for name in (*(["triton"] if x.device.type == "cuda" else []), "cpu", "reference") if takes[name])
+    ran("hadamard", impl)
+    return _op(x, n**-0.5 if scale is None else scale, impl)
+
+
+def hadamard_matrix(n: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None) -> Tensor:
+    """H [n, n] of ±1, symmetric, H H = n I: Paley's matrix of order `base(n)`, doubled by Sylvester's rule.
+
+    Raises:
+        ValueError: n has none here.
+    """
+    _check_size(n, "a Hadamard matrix needs `n` =")
+    m = base(n)
+    return torch.from_numpy(np.kron(paley(m), sylvester(n // m))).to(device, dtype)
+
+
+def _check_size(n: int, what: str) -> None:
+    if base(n) is None:
+        sizes = " and ".join(map(str, near(n)))
+        raise ValueError(
+            f"{what} 2^k or m 2^k with m the order of a matrix of Paley's (12, 20, 28, ...), not {n}; near it: {sizes}"
+        )
+
+
+@torch.library.custom_op("workbench::hadamard", mutates_args=())
+def _op(x: Tensor, scale: float, use: str) -> Tensor:
+    flat = x.reshape(-1, x.shape[-1])
+    if use == "triton":
+        from kernels.hadamard import triton
+
+        y = triton.hadamard(flat, scale)
+    else:
+        y = (cpu if use == "cpu" else reference).hadamard(flat, scale)
+    return y.view(x.shape)
+
+
+@_op.register_fake
+def _(x, scale, use):
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _keep(ctx, inputs, output) -> None:
+    _, ctx.scale, ctx.use = inputs
+
+
+def _backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+    return _op(grad, ctx.scale, ctx.use), None, None  # H is its own transpose
+
+
+_op.register_autograd(_backward, setup_context=_keep)

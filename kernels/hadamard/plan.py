@@ -1,0 +1,47 @@
+"""How the Triton kernel takes a size apart: n = a b c, one small product along each."""
+
+from functools import cache
+from typing import NamedTuple
+
+from kernels.hadamard.matrix import base
+
+LARGEST_TILE = 32768  # elements of a row with its padding: 128 KiB of registers
+NARROWEST, WIDEST = 16, 128  # a product on tensor cores is no narrower; a wider one is no fast transform
+
+
+class Plan(NamedTuple):
+    """H = H_a ⊗ H_b ⊗ H_c; `pa`, `pc`: powers of two that a and c are padded to. 1: no product along it."""
+
+    a: int
+    b: int
+    c: int
+    pa: int
+    pc: int
+
+
+@cache
+def plan(n: int) -> Plan | None:
+    """None where a row does not fit into one program, or a factor is too large for a product with the whole of it."""
+    m = base(n)
+    if m is None:
+        return None
+    if n <= WIDEST:
+        return Plan(1, 1, n, 1, _padded(n))
+    bits = (n // m).bit_length() - 1
+    if m == 1:
+        widths = [0, *_shares(bits, 2)] if bits <= 12 else _shares(bits, 3)
+        a, b, c = (1 << width for width in widths)
+    else:
+        widths = [0, bits] if bits <= 7 else _shares(bits, 2)
+        a, (b, c) = m, (1 << width for width in widths)
+    found = Plan(a, b, c, _padded(a) if a > 1 else 1, _padded(c))
+    return found if max(a, b, c) <= WIDEST and found.pa * b * found.pc <= LARGEST_TILE else None
+
+
+def _shares(bits: int, parts: int) -> list[int]:
+    """`bits` in equal parts, the larger ones last."""
+    return [bits // parts + (i >= parts - bits % parts) for i in range(parts)]
+
+
+def _padded(size: int) -> int:
+    return max(NARROWEST, 1 << (size - 1).bit_length())

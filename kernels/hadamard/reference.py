@@ -1,0 +1,30 @@
+"""Butterflies in plain torch, on any device: what every other implementation is held against."""
+
+import torch
+from torch import Tensor
+
+from kernels.hadamard.matrix import base, paley
+
+
+def hadamard(x: Tensor, scale: float) -> Tensor:
+    """y = scale x H [rows, n], computed in float32 (float64 for float64) and rounded once."""
+    rows, n = x.shape
+    m = base(n)
+    y = x.to(torch.promote_types(x.dtype, torch.float32))
+    if m > 1:
+        y = _without_tf32(torch.from_numpy(paley(m)).to(y.device, y.dtype), y.reshape(rows, m, n // m))
+    half = 1
+    while half < n // m:
+        pairs = y.reshape(-1, 2, half)
+        y = torch.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], 1)
+        half *= 2
+    return (y.reshape(rows, n) * scale).to(x.dtype)
+
+
+def _without_tf32(H: Tensor, y: Tensor) -> Tensor:
+    allowed = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        return torch.matmul(H, y)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = allowed

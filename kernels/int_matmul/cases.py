@@ -1,0 +1,205 @@
+"""What `int_matmul` is checked and timed on."""
+
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.cases import TOLERANCE, Asked, Check, Contest
+from kernels.int_matmul import Packed, int_matmul, pack, panels_fit, tiles_fit, to_panels, to_tiles
+from kernels.interpreter import triton_takes
+
+ROTATED = 256 << 20  # bytes of packed weights in rotation
+MOST = 1024  # copies: small weights are in a cache anyway
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+GOALS = {  # (bits, out) -> tokens -> times cuBLAS in bfloat16
+    (4, 14336): {1: 3.3, 16: 3.0, 64: 2.0, 256: 0.85, 2048: 0.85},
+    (4, 4096): {1: 2.0, 16: 2.0, 64: 2.0, 256: 0.85, 2048: 0.85},
+    (8, 14336): {1: 1.8}, (3, 14336): {1: 3.6}, (2, 14336): {1: 4.5},
+}  # fmt: skip
+
+
+def checks(device: torch.device) -> list[Check]:
+    cases = (  # bits, out, in, group, symmetric, tokens, dtype
+        (4, 48, 512, 128, True, (1,), BF16), (4, 37, 640, 128, False, (3,), FP16), (4, 64, 256, 64, True, (2, 3), BF16),
+        (4, 70, 96, 32, False, (7,), BF16), (4, 40, 200, 200, True, (16,), FP16), (4, 150, 384, 128, True, (33,), FP16),
+        (4, 131, 576, 64, False, (70,), BF16), (4, 33, 60, 12, False, (5,), FP16), (4, 24, 128, 32, True, (4,), FP32),
+        (8, 48, 320, 64, True, (2,), BF16), (8, 37, 100, 100, False, (5,), BF16), (8, 130, 256, 128, False, (20,), FP16),
+        (3, 48, 384, 128, True, (1,), BF16), (3, 40, 192, 64, False, (9,), FP16), (3, 70, 256, 128, False, (18,), BF16),
+        (2, 48, 512, 128, True, (1,), FP16), (2, 40, 192, 32, False, (3,), BF16), (2, 70, 256, 64, False, (40,), BF16),
+        (5, 21, 60, 12, False, (3,), BF16), (6, 21, 40, 40, True, (3,), FP32), (3, 5, 7, 7, False, (2,), FP16),
+        (4, 128, 4096, 128, True, (1,), FP16), (4, 48, 256, 128, False, (600,), BF16), (4, 32, 128, 64, True, (0,), BF16),
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for bits, out, columns, group_size, symmetric, tokens, dtype in cases:
+        w, W = _weight(generator, out, columns, bits, group_size, symmetric, device)
+        x = torch.randn(*tokens, columns, generator=generator).to(device, dtype)
+        kind = f"W{bits} g{group_size} {'symmetric' if symmetric else 'zero points'}, {tokens} x {out} x {columns}"
+        found.append(_check(kind, x, w, W))
+    w, W = _weight(generator, 48, 256, 4, 64, False, device)
+    wide = torch.randn(2 * 256, 11, generator=generator).to(device, BF16)
+    found.append(_check("x transposed, every other column", wide.t()[:, ::2], w, W))
+    found.append(_check("x of row stride", torch.randn(20, 300, generator=generator).to(device, FP16)[:, 9:265], w, W))
+    shifted = torch.empty(w.codes.numel() + 4, dtype=torch.uint8, device=device)[4:].view_as(w.codes).copy_(w.codes)
+    found.append(_check("codes not aligned", wide.t()[:, :256], w._replace(codes=shifted), W))
+    return found
+
+
+def _weight(
+    generator: torch.Generator, out: int, columns: int, bits: int, group_size: int, symmetric: bool, device: torch.device
+) -> tuple[Packed, Tensor]:
+    """Packed, and W in float64."""
+    groups = columns // group_size
+    codes = torch.randint(0, 1 << bits, (out, columns), generator=generator)
+    scale = ((torch.rand(out, groups, generator=generator) - 0.3) * 0.1).bfloat16()
+    zero = None if symmetric else torch.randint(0, 1 << bits, (out, groups), generator=generator)
+    shift = 1 << (bits - 1) if zero is None else zero.repeat_interleave(group_size, 1)
+    W = (codes - shift).double() * scale.double().repeat_interleave(group_size, 1)
+    w = pack(codes, scale, zero, bits=bits, group_size=group_size)
+    return _moved(w, device), W.to(device)
+
+
+def _moved(w: Packed, device: torch.device) -> Packed:
+    return w._replace(codes=w.codes.to(device), scale=w.scale.to(device), zero=None if w.zero is None else w.zero.to(device))
+
+
+def _check(name: str, x: Tensor, w: Packed, W: Tensor) -> Check:
+    panels = to_panels(w) if panels_fit(w, x.dtype, x.device) else None
+
+    def run(impl: str) -> Tensor:
+        return int_matmul(x, panels if impl == "cpu" else w, impl=impl)
+
+    impls = ("triton",) if panels is None else ("triton", "cpu")
+    dtype = str(x.dtype).removeprefix("torch.")
+    return Check("int_matmul", f"{name}, {dtype}", run, lambda: x.double() @ W.t(), TOLERANCE[x.dtype], impls)
+
+
+def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]:
+    if toy and triton_takes(device):
+        yield _gpu(device, (96, 256), 2, 4, 128, asked.dtype, 2)
+        yield _gpu(device, (96, 256), 20, 4, 128, asked.dtype, 2)
+    elif toy:
+        yield from _cpu((128, 256), 1, asked.dtype)
+    elif device.type == "cuda":
+        for shape in asked.shapes or ((14336, 4096), (4096, 4096)):
+            for tokens in asked.tokens or (1, 16, 64, 256, 2048):
+                yield _gpu(device, shape, tokens, 4, group_size_of(shape[1], 128), asked.dtype)
+        for shape in asked.shapes or ((14336, 4096),):
+            for bits in (8, 3, 2):
+                for tokens in asked.tokens or (1, 16):
+                    yield _gpu(device, shape, tokens, bits, group_size_of(shape[1], 128), asked.dtype)
+    else:
+        for shape in asked.shapes or ((576, 576), (1536, 576), (576, 1536), (8192, 2048), (4096, 4096), (14336, 4096)):
+            for tokens in asked.tokens or (1, 4, 16, 64, 256):
+                yield from _cpu(shape, tokens, asked.dtype)
+
+
+def group_size_of(columns: int, wanted: int) -> int:
+    """The largest group up to `wanted` that divides the columns, a multiple of 8 if there is one."""
+    divisors = [size for size in range(min(wanted, columns), 0, -1) if columns % size == 0]
+    return next((size for size in divisors if size % 8 == 0), divisors[0])
+
+
+def _gpu(
+    device: torch.device, shape: tuple[int, int], tokens: int, bits: int, group_size: int, dtype: torch.dtype,
+    copies: int | None = None,
+) -> Contest:  # fmt: skip
+    from kernels.int_matmul.triton import candidates, key
+
+    out, columns = shape
+    copies = copies or min(MOST, max(2, -(-ROTATED // (out * columns * bits // 8))))
+    x = torch.randn(tokens, columns, device=device, dtype=dtype)
+
+    def weight() -> Packed:
+        codes = torch.randint(0, 256, (out, -(-columns // 8) * bits), device=device, dtype=torch.uint8)
+        scale = torch.rand(out, columns // group_size, device=device).mul_(0.01).to(BF16)
+        return Packed("rows", codes, scale, None, bits, group_size, shape)
+
+    small = [weight() for _ in range(copies)]
+    dense = [torch.randn(out, columns, device=device, dtype=dtype) for _ in range(copies)]
+    name = str(dtype).removeprefix("torch.")
+    contestants: dict[str, Callable[[int], object]] = {
+        "triton": lambda i: int_matmul(x, small[i], impl="triton"),
+        name: lambda i: F.linear(x, dense[i]),
+    }
+    if bits == 4 and dtype == BF16 and device.type == "cuda":
+        contestants |= _tinygemm(x, small) | _gemlite(x, small)
+    goals = GOALS.get((bits, out), {})
+    return Contest(
+        op="int_matmul", detail=f"W{bits} g{group_size}", shape=shape, tokens=tokens, contestants=contestants, copies=copies,
+        ours="triton", baseline=name, rate=name,
+        least_bytes=_least(shape, tokens, bits, group_size), flops=2 * tokens * out * columns,
+        goal=goals.get(tokens), goal_us=8.8 if (bits, out, tokens) == (4, 14336, 1) else None,
+        tune_key=key(small[0], tokens), candidates=candidates(small[0], tokens),
+    )  # fmt: skip
+
+
+def _least(shape: tuple[int, int], tokens: int, bits: int, group_size: int) -> int:
+    out, columns = shape
+    return out * columns * bits // 8 + 2 * out * columns // group_size + 2 * tokens * (out + columns)
+
+
+def _tinygemm(x: Tensor, small: list[Packed]) -> dict[str, Callable[[int], object]]:
+    """torch's own int4 kernel, which torchao calls too; random codes in its order, since only its time is of interest."""
+    out, columns = small[0].shape
+    pair = torch.rand(columns // small[0].group_size, out, 2, device=x.device, dtype=x.dtype)
+    try:
+        packed = [torch.ops.aten._convert_weight_to_int4pack(w.codes, 8) for w in small]
+        torch.ops.aten._weight_int4pack_mm(x, packed[0], small[0].group_size, pair)
+    except RuntimeError:  # another GPU, another torch, or a shape that it does not take
+        return {}
+    return {"tinygemm": lambda i: torch.ops.aten._weight_int4pack_mm(x, packed[i], small[i].group_size, pair)}
+
+
+def _gemlite(x: Tensor, small: list[Packed]) -> dict[str, Callable[[int], object]]:
+    if find_spec("gemlite") is None:
+        return {}
+    try:
+        from gemlite.core import DType, GemLiteLinearTriton
+
+        def layer(w: Packed):
+            made = GemLiteLinearTriton(4, w.group_size, w.shape[1], w.shape[0], input_dtype=DType.BF16, output_dtype=DType.BF16)
+            codes = torch.randint(0, 16, w.shape, device=x.device, dtype=torch.uint8)
+            made.pack(codes, w.scale.view(-1, 1), torch.full_like(w.scale, 8).view(-1, 1), bias=None)
+            return made
+
+        layers = [layer(w) for w in small]
+        layers[0](x)
+    except Exception:  # whatever another version of it raises: it is left out
+        return {}
+    return {"gemlite": lambda i: layers[i](x)}
+
+
+@torch.no_grad()
+def _cpu(shape: tuple[int, int], tokens: int, dtype: torch.dtype) -> Iterator[Contest]:
+    out, columns = shape
+    group_size = group_size_of(columns, 64)
+    copies = max(2, min(64, (128 << 20) // (2 * out * columns)))
+    codes, scale = torch.randint(0, 16, shape), torch.rand(out, columns // group_size).to(dtype)
+    x = torch.randn(tokens, columns).to(dtype)
+    rows = [pack(codes.roll(i, 0), scale, None, bits=4, group_size=group_size) for i in range(copies)]
+    dense = [torch.randn(out, columns).to(dtype) for _ in range(copies)]
+    name = str(dtype).removeprefix("torch.")
+    contestants: dict[str, Callable[[int], object]] = {name: lambda i: F.linear(x, dense[i])}
+    baseline = name
+    if torch.backends.mkldnn.is_available() and dtype != FP16:
+        reordered = [torch.ops.mkldnn._reorder_linear_weight(W, tokens) for W in dense]
+        baseline = f"{name} prepacked"
+        contestants[baseline] = lambda i: torch.ops.mkldnn._linear_pointwise(x, reordered[i], None, "none", [], "")
+    if tiles_fit(shape, 4, group_size, dtype, x.device):
+        tiles = [to_tiles(w, dtype) for w in rows]
+        contestants["tiles"] = lambda i: int_matmul(x, tiles[i], impl="cpu")
+    if panels_fit(rows[0], dtype, x.device):
+        panels = [to_panels(w) for w in rows]
+        contestants["panels"] = lambda i: int_matmul(x, panels[i], impl="cpu")
+    ours = next((name for name in ("panels", "tiles") if name in contestants), None)
+    if ours is not None:
+        yield Contest(
+            op="int_matmul", detail=f"W4 g{group_size}", shape=shape, tokens=tokens, contestants=contestants, copies=copies,
+            ours=ours, baseline=baseline, rate="bfloat16" if dtype == BF16 else "float32",
+            least_bytes=_least(shape, tokens, 4, group_size), flops=2 * tokens * out * columns,
+            goal=2.5 if tokens == 1 and dtype == BF16 and shape in ((8192, 2048), (14336, 4096)) else None,
+        )  # fmt: skip

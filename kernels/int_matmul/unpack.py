@@ -1,0 +1,162 @@
+"""Device functions that turn packed codes into operands of a tensor core, in registers. README.md derives the orders.
+
+Names of sizes: a word of 32 bits holds `PER` codes; the four lanes that share a row of the tensor core's A operand hold `V`
+words each, next to each other, so that 4 * V * PER columns make a chunk and a block has `C` chunks. The pairs of one word
+are numbered by `S1` and `S0`: with mma.sync, as Triton feeds it (kWidth 4), a lane's two neighbouring pairs are columns that
+are neighbours (S0 = 2); with wgmma they are not (S0 = 1).
+"""
+
+from kernels.interpreter import prepare
+
+prepare()
+
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+
+
+@triton.jit
+def columns(x, V: tl.constexpr, PER: tl.constexpr, S0: tl.constexpr):
+    """x [BATCH, BLOCK_M, BLOCK_K] in memory's order -> [BATCH, BLOCK_K, BLOCK_M] in the order of `lanes`."""
+    BATCH: tl.constexpr = x.shape[0]
+    BLOCK_M: tl.constexpr = x.shape[1]
+    BLOCK_K: tl.constexpr = x.shape[2]
+    CHUNKS: tl.constexpr = BLOCK_K // (4 * V * PER)
+    x = x.reshape(BATCH, BLOCK_M, CHUNKS, 4, V, 2, PER // 2 // S0, S0)
+    return x.trans(0, 2, 4, 6, 3, 7, 5, 1).reshape(BATCH, BLOCK_K, BLOCK_M)
+
+
+@triton.jit
+def lanes(words, V: tl.constexpr):
+    """Words [BATCH, BLOCK_N, n] in memory's order -> [BATCH, BLOCK_N, chunks, V, 1, 4, 1], to be broadcast over S1 and S0."""
+    BATCH: tl.constexpr = words.shape[0]
+    BLOCK_N: tl.constexpr = words.shape[1]
+    words = words.reshape(BATCH, BLOCK_N, words.shape[2] // (4 * V), 4, V)
+    return words.trans(0, 1, 2, 4, 3)[:, :, :, :, None, :, None]
+
+
+@triton.jit
+def shifts(S1: tl.constexpr, S0: tl.constexpr, STEP: tl.constexpr):
+    """How far to shift a word for each of its pairs: [1, 1, 1, 1, S1, 1, S0]."""
+    pair = tl.arange(0, S1)[:, None, None] * S0 + tl.arange(0, S0)[None, None, :]  # [S1, 1, S0]
+    return (pair * STEP)[None, None, None, None, :, :, :]
+
+
+@triton.jit
+def half(pairs, HIGH: tl.constexpr, DTYPE: tl.constexpr):
+    """The low or the high 16 bits of int32 [...], as floats."""
+    if HIGH:
+        pairs = pairs >> 16
+    return pairs.to(tl.int16).to(DTYPE, bitcast=True)
+
+
+@triton.jit
+def load_words(at, valid, BITS: tl.constexpr, EVEN: tl.constexpr):
+    """Words of a block.
+
+    Args:
+        at: pointers [BATCH, BLOCK_N, n] to words (3 bits: to runs of 32 codes, three words each).
+        valid: [BATCH, 1, n], which of them exist; not looked at where EVEN.
+
+    Returns:
+        [BATCH, BLOCK_N, n]; at 3 bits [BATCH, BLOCK_N, 4 n], each with 8 codes in bits 4 to 27.
+    """
+    if BITS == 3:
+        if EVEN:
+            w0, w1, w2 = tl.load(at), tl.load(at + 1), tl.load(at + 2)
+        else:
+            w0, w1 = tl.load(at, mask=valid, other=0), tl.load(at + 1, mask=valid, other=0)
+            w2 = tl.load(at + 2, mask=valid, other=0)
+        quarter = tl.arange(0, 4)[None, None, None, :]
+        w0, w1, w2 = w0.to(tl.uint32)[:, :, :, None], w1.to(tl.uint32)[:, :, :, None], w2.to(tl.uint32)[:, :, :, None]
+        early = tl.where(quarter == 0, w0 << 4, (w1 << 12) | (w0 >> 20))  # codes 0-7 and 8-15
+        late = tl.where(quarter == 2, (w2 << 20) | (w1 >> 12), w2 >> 4)  # codes 16-23 and 24-31
+        runs = tl.where(quarter < 2, early, late).to(tl.int32)
+        return runs.reshape(runs.shape[0], runs.shape[1], 4 * runs.shape[2])
+    elif EVEN:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=valid, other=0)
+
+
+@triton.jit
+def floats(words, zero, magic, BITS: tl.constexpr, DTYPE: tl.constexpr, S0: tl.constexpr):
+    """code - zero, exactly, as 16-bit floats.
+
+    Args:
+        words: [BATCH, BLOCK_N, chunks, V, 1, 4, 1] from `lanes`.
+        zero: zero points less the middle code, in DTYPE, that broadcast with words; 0.0 where there are none. They are
+            subtracted on their own: in one step with the constant the compiler no longer works on packed pairs.
+        magic: 0x43004300 (bfloat16: 128 in both halves) or 0x64006400 (float16: 1024). It comes as an argument of the
+            kernel so that ptxas keeps it in a register: with two constants, AND and OR would be two instructions.
+
+    Returns:
+        [BATCH, BLOCK_N, chunks, V, S1, 4, S0, 2]; the halves are worked on one by one, which the compiler packs again
+    """
+    BASE: tl.constexpr = 1024.0 if DTYPE == tl.float16 else 128.0  # noqa: SIM300
+    PER: tl.constexpr = 8 if BITS == 3 else 32 // BITS
+    MIDDLE: tl.constexpr = 1 << (BITS - 1)
+    MASK: tl.constexpr = 0x00070070 if BITS == 3 else ((1 << BITS) - 1) * 0x00010001
+    shifted = words >> shifts(PER // 2 // S0, S0, BITS)
+    if BITS == 8 and DTYPE == tl.bfloat16:  # noqa: SIM300 - 128 + the low seven bits, then minus 128 or 256 by the eighth
+        low = (shifted & 0x007F007F) | magic
+        high = (shifted & 0x00800080) ^ (magic ^ -0x7F7F7F80)
+        w0 = half(low, False, DTYPE) + half(high, False, DTYPE) - zero
+        w1 = half(low, True, DTYPE) + half(high, True, DTYPE) - zero
+        return tl.join(w0, w1)
+    pairs = (shifted & MASK) | magic
+    w0, w1 = half(pairs, False, DTYPE), half(pairs, True, DTYPE)
+    if BITS == 3:  # the code of the low half lies four bits up: 128 + 16 code
+        return tl.join(w0 * 0.0625 - (BASE / 16 + MIDDLE) - zero, w1 - (BASE + MIDDLE) - zero)
+    return tl.join(w0 - (BASE + MIDDLE) - zero, w1 - (BASE + MIDDLE) - zero)
+
+
+@triton.jit
+def load_zero(zero, row, group, valid, row_bytes, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """Zero points, less the middle code, out of their stream of bits.
+
+    row: int64 [1, BLOCK_N(, 1)]; group: [BATCH, 1(, n)]; valid: where to read.
+    """
+    start = group * BITS
+    at = zero + row * row_bytes + (start >> 3)
+    value = tl.load(at, mask=valid, other=0).to(tl.int32)
+    if 8 % BITS != 0:
+        more = tl.load(at + 1, mask=valid & ((start & 7) + BITS > 8), other=0).to(tl.int32)
+        value = value | (more << 8)
+    return (((value >> (start & 7)) & ((1 << BITS) - 1)) - (1 << (BITS - 1))).to(tl.float32).to(DTYPE)
+
+
+@triton.jit
+def load_group(
+    s_row, zero, row, k, K, row_bytes,
+    BITS: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Scales and zero points (less the middle code; 0.0 where SYMMETRIC) of the groups that hold columns k."""
+    if GROUP > 0:  # noqa: SIM108
+        group = k // GROUP
+    else:
+        group = k * 0
+    s = tl.load(s_row + group, mask=k < K, other=0.0)
+    if SYMMETRIC:  # noqa: SIM108
+        z = tl.full([], 0.0, DTYPE)
+    else:
+        z = load_zero(zero, row, group, k < K, row_bytes, BITS, DTYPE)
+    return s, z
+
+
+@triton.jit
+def repeat(values, TIMES: tl.constexpr):
+    """[a, b, n] -> [a, b, n * TIMES], each value TIMES times in a row."""
+    if TIMES == 1:
+        return values
+    else:
+        wide = tl.broadcast_to(values[:, :, :, None], [values.shape[0], values.shape[1], values.shape[2], TIMES])
+        return wide.reshape(values.shape[0], values.shape[1], values.shape[2] * TIMES)
+
+
+@triton.jit
+def spread(z, BATCH: tl.constexpr, BLOCK_N: tl.constexpr, SYMMETRIC: tl.constexpr):
+    """Zero points of a block's rows, [BATCH, BLOCK_N], made to broadcast with what `lanes` gives."""
+    if SYMMETRIC:
+        return z
+    else:
+        return tl.broadcast_to(z, [BATCH, BLOCK_N])[:, :, None, None, None, None, None]

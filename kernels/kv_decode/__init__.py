@@ -1,0 +1,159 @@
+"""`kv_decode`: attention of one step of decoding over a cache of 16, 8 or 4 bits. See README.md for layouts, cost and limits."""
+
+import torch
+from torch import Tensor
+
+from kernels import native
+from kernels.interpreter import triton_takes
+from kernels.kv_decode.layout import GROUPS, KV, dequantize_kv, quantize_kv
+from kernels.registry import ran
+
+__all__ = ["GROUPS", "KV", "dequantize_kv", "kv_decode", "quantize_kv"]
+
+MAX_TOKENS = 8  # query tokens of one step
+MAX_D = 256  # channels that the Triton kernels take
+
+
+def kv_decode(
+    q: Tensor,
+    cache: KV,
+    lengths: Tensor,
+    *,
+    starts: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    return_mass: bool = False,
+    impl: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(scale q Kᵀ) V for the last tokens of every sequence, each kv head with its own range of cached positions.
+
+    Row (b, h) of the cache is used from position starts[b, h] to starts[b, h] + lengths[b, h]; nothing outside is looked at,
+    whatever it holds. Left-packed caches leave `starts` out; right-packed ones pass positions - lengths. Positions count
+    over the cache's main part and then its tail. What the tokens of this step have to do with each other is in the cache
+    already: token t sees its range without the last T_q - 1 - t positions.
+
+    Args:
+        q: [B, H_q, T_q, D], float32, float16 or bfloat16; any strides, D contiguous; T_q from 1 to 8; query head i uses kv
+            head i // (H_q / H_kv).
+        cache: `KV`; where it is not quantised, and in its tail, in q's dtype.
+        lengths: [B, H_kv], int32 or int64: positions in use; 0 gives zeros.
+        starts: the same, or None for zeros.
+        scale: D^-1/2 where None.
+        softcap: scores become softcap * tanh(score / softcap), as in Gemma 2.
+        return_mass: also return the attention that each position got, which eviction policies score with.
+        impl: "reference" (float32, any device), "cpu" (C++ kernels, or plain torch where they cannot be built; reads the
+            ranges only), "triton" (a GPU; D up to 256) or "auto".
+
+    Returns:
+        y [B, H_q, T_q, D] in q's dtype; with `return_mass` also mass [B, H_kv, positions], float32: probabilities summed over
+        the query heads of a kv head and over T_q, 0 outside the range.
+
+    Raises:
+        ValueError: arguments that do not fit each other, or an implementation that does not exist or cannot take them.
+    """
+    _check(q, cache, lengths, starts, softcap)
+    fits = q.shape[-1] <= MAX_D
+    if impl == "auto":
+        chosen = "triton" if q.device.type == "cuda" and triton_takes(q.device) and fits else None
+        impl = chosen or ("cpu" if q.device.type == "cpu" else "reference")
+    if impl not in ("reference", "cpu", "triton"):
+        raise ValueError(f"`impl` (={impl!r}) must be 'auto', 'reference', 'cpu' or 'triton'")
+    if impl == "cpu" and q.device.type != "cpu":
+        raise ValueError(f"`impl` (='cpu') needs tensors on a CPU, not on {q.device}")
+    if impl == "triton" and not (fits and triton_takes(q.device)):
+        raise ValueError(
+            f"`impl` (='triton') needs a GPU with triton (on a CPU: TRITON_INTERPRET=1) and at most {MAX_D} channels; "
+            f"`q` is {tuple(q.shape)} on {q.device}"
+        )
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    arguments = (*cache[:6], lengths, starts, cache.bits, cache.group, scale, float(softcap or 0), return_mass)
+    if impl == "cpu" and native.why_not() is None:
+        isa = native.kv_decode_isa(q.dtype)
+        ran("kv_decode", f"cpu {isa}")
+        y, mass = torch.ops.workbench.kv_decode_native(q, *arguments, isa)
+    else:
+        ran("kv_decode", impl)
+        y, mass = _op(q, *arguments, impl)
+    return (y, mass) if return_mass else y
+
+
+@torch.library.custom_op("workbench::kv_decode", mutates_args=())
+def _op(
+    q: Tensor, k: Tensor, v: Tensor, params_k: Tensor | None, params_v: Tensor | None,
+    tail_k: Tensor | None, tail_v: Tensor | None, lengths: Tensor, starts: Tensor | None,
+    bits: int, group: int, scale: float, softcap: float, return_mass: bool, use: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    cache = KV(k, v, params_k, params_v, tail_k, tail_v, bits, group)
+    if use == "triton":
+        from kernels.kv_decode import triton as path
+    elif use == "cpu":
+        from kernels.kv_decode import cpu as path
+    else:
+        from kernels.kv_decode import reference as path
+    y, mass = path.kv_decode(q, cache, lengths, starts, scale, softcap, return_mass)
+    return y, mass if return_mass else q.new_empty(0, dtype=torch.float32)
+
+
+@_op.register_fake
+def _(q, k, v, params_k, params_v, tail_k, tail_v, lengths, starts, bits, group, scale, softcap, return_mass, use):
+    positions = k.shape[2] + (0 if tail_k is None else tail_k.shape[2])
+    mass = (
+        q.new_empty(k.shape[0], k.shape[1], positions, dtype=torch.float32) if return_mass else q.new_empty(0, dtype=torch.float32)
+    )
+    return q.new_empty(q.shape), mass
+
+
+def _check(q: Tensor, cache: KV, lengths: Tensor, starts: Tensor | None, softcap: float | None) -> None:
+    if q.dim() != 4 or q.dtype not in (torch.float32, torch.float16, torch.bfloat16) or q.stride(-1) != 1:
+        raise ValueError(f"`q` {q.dtype} {tuple(q.shape)} must be [B, H_q, T_q, D] in float32, float16 or bfloat16, D contiguous")
+    B, H_q, T_q, D = q.shape
+    if not 1 <= T_q <= MAX_TOKENS:
+        raise ValueError(f"`q` {tuple(q.shape)} must have 1 to {MAX_TOKENS} tokens; longer prompts are not a decode step")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"`softcap` (={softcap}) must be positive, or None for no cap")
+    if cache.bits not in (16, 8, 4):
+        raise ValueError(f"`cache.bits` (={cache.bits}) must be 16 (not quantised), 8 or 4")
+    H_kv, S = cache.k.shape[1:3]
+    if H_kv == 0 or H_q % H_kv:
+        raise ValueError(f"`q`'s heads (={H_q}) must be a multiple of the cache's (={H_kv})")
+    wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    if cache.bits == 16:
+        wanted["k"] = wanted["v"] = ((B, H_kv, S, D), q.dtype)
+        if cache.tail_k is not None or cache.params_k is not None:
+            raise ValueError("`cache.bits` (=16) goes without `params_k` and `tail_k`: append to k and v themselves")
+    else:
+        if cache.group not in GROUPS or S % cache.group or (cache.bits == 4 and D % 2):
+            raise ValueError(
+                f"`cache.group` (={cache.group}) must be one of {', '.join(map(str, GROUPS))} and divide S (={S}); "
+                f"4 bits need an even D (={D})"
+            )
+        groups, halves = S // cache.group, 8 // cache.bits
+        wanted["k"] = ((B, H_kv, S, D // halves), torch.uint8)
+        wanted["v"] = ((B, H_kv, groups, D, cache.group // halves), torch.uint8)
+        wanted["params_k"] = ((B, H_kv, groups, D, 2), torch.bfloat16)
+        wanted["params_v"] = ((B, H_kv, S, 2), torch.bfloat16)
+        if cache.tail_k is not None:
+            wanted["tail_k"] = wanted["tail_v"] = ((B, H_kv, cache.tail_k.shape[2], D), q.dtype)
+    for name, (shape, dtype) in wanted.items():
+        t = getattr(cache, name)
+        if t is None or t.shape != shape or t.dtype != dtype or t.device != q.device:
+            found = "None" if t is None else f"{t.dtype} {tuple(t.shape)} on {t.device}"
+            raise ValueError(f"`cache.{name}` must be {dtype} {shape} on {q.device}, not {found}")
+        dense = {"params_k": 2, "params_v": 2, "v": 1 if cache.bits == 16 else 2}.get(name, 1)
+        if t.numel() and not _inner_contiguous(t, dense):
+            raise ValueError(f"`cache.{name}` {tuple(t.shape)} with strides {t.stride()} must be contiguous in its last {dense}")
+    for name, t in (("lengths", lengths), ("starts", starts)):
+        if t is not None and (t.shape != (B, H_kv) or t.dtype not in (torch.int32, torch.int64) or t.device != q.device):
+            raise ValueError(
+                f"`{name}` must be int32 or int64 {(B, H_kv)} on {q.device}, not {t.dtype} {tuple(t.shape)} on {t.device}"
+            )
+
+
+def _inner_contiguous(t: Tensor, dims: int) -> bool:
+    """Do the last dimensions of t lie one after another?"""
+    expected = 1
+    for size, stride in zip(reversed(t.shape[-dims:]), reversed(t.stride()[-dims:]), strict=True):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True

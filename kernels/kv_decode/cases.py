@@ -1,0 +1,222 @@
+"""What `kv_decode` is checked and timed on."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.cases import TOLERANCE, Asked, Check, Contest
+from kernels.interpreter import triton_takes
+from kernels.kv_decode import KV, kv_decode, quantize_kv
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes as in the README; `packed` is where each row's positions lie: "left", "right" or "between"."""
+
+    name: str
+    dtype: torch.dtype = torch.bfloat16
+    bits: int = 16
+    group: int = 32
+    B: int = 1
+    H_kv: int = 2
+    G: int = 4
+    T_q: int = 1
+    S: int = 150
+    D: int = 64
+    packed: str = "left"
+    softcap: float | None = None
+    mass: bool = False
+
+
+CASES = (
+    Case("GQA", S=200, mass=True),
+    Case("GQA, no mass", S=150, packed="between"),
+    Case("MHA, odd D", torch.float16, G=1, S=77, D=80, packed="right"),
+    Case("MQA, many rows", torch.float16, B=2, H_kv=1, G=20, S=40, D=16, packed="between"),
+    Case("three tokens, capped", torch.float16, T_q=3, S=70, D=32, softcap=5.0, mass=True),
+    Case("float32", torch.float32, S=90, D=32, packed="right", mass=True),
+    Case("int8 g32", torch.float16, 8, S=170, packed="right", mass=True),
+    Case("int8 g64, tokens", bits=8, group=64, S=150, D=32, T_q=2, G=3, packed="between"),
+    Case("int8, odd D", torch.float16, 8, S=64, D=24, G=2),
+    Case("int8 float32", torch.float32, 8, group=128, S=140, D=16, G=2, packed="right", mass=True),
+    Case("int4 g32", torch.float16, 4, S=170, packed="right", mass=True),
+    Case("int4 g64, capped", bits=4, group=64, S=130, D=32, G=9, softcap=3.0, packed="between"),
+    Case("int4 g128, odd D", torch.float16, 4, group=128, S=260, D=40, G=2),
+    Case("int4 float32", torch.float32, 4, group=64, S=150, D=16, T_q=2, G=2, packed="between", mass=True),
+    Case("many spans", torch.float16, G=2, S=700, D=16, packed="between", mass=True),
+    Case("int4, many spans", torch.float16, 4, group=64, G=2, S=700, D=16, packed="between", mass=True),
+    Case("int4 g32, tokens, odd D", bits=4, S=300, D=36, G=3, T_q=2, packed="right", mass=True),
+    Case("int8, many rows", bits=8, group=64, H_kv=1, G=7, S=330, D=64, T_q=3, packed="between"),
+    Case("any D", torch.float32, S=60, D=13, G=3, packed="between"),
+    Case("no sequence", B=0, S=10, D=16),
+)
+
+
+def checks(device: torch.device) -> list[Check]:
+    return [_check(case, device) for case in CASES]
+
+
+def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]:
+    if toy:
+        if triton_takes(device):
+            yield _contest(device, "bf16 KV", 16, 1, 2, 4, 96, 32, 2)
+            yield _contest(device, "int4 KV", 4, 1, 2, 4, 128, 32, 2, goal=2.6)
+    elif device.type == "cuda":
+        for B, S in ((1, 131072), (8, 16384)):
+            yield _contest(device, "bf16 KV", 16, B, 8, 4, S, 128, 2)
+            yield _contest(device, "int8 KV", 8, B, 8, 4, S, 128, 2, goal=1.7)
+            yield _contest(device, "int4 KV", 4, B, 8, 4, S, 128, 2, goal=2.6)
+            yield _contest(device, "bf16 KV, 25% kept", 16, B, 8, 4, S, 128, 2, goal=3.5, kept=0.25)
+            yield _contest(device, "int4 KV, 50% kept", 4, B, 8, 4, S, 128, 2, kept=0.5)
+    else:
+        yield _contest(device, "bf16 KV", 16, 1, 8, 4, 4096, 128, 3)
+        yield _contest(device, "bf16 KV, 25% kept", 16, 1, 8, 4, 4096, 128, 3, kept=0.25)
+        yield _contest(device, "int8 KV", 8, 1, 8, 4, 4096, 128, 3)
+        yield _contest(device, "int4 KV", 4, 1, 8, 4, 4096, 128, 3)
+        yield _contest(device, "bf16 KV, 50% kept", 16, 4, 8, 4, 2048, 128, 3, kept=0.5)
+
+
+def _check(case: Case, device: torch.device) -> Check:
+    generator = torch.Generator().manual_seed(len(case.name) + case.S)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    B, H_kv, S, D = case.B, case.H_kv, case.S, case.D
+    q = (draw(B, case.T_q, H_kv * case.G, D) * 2).to(device, case.dtype).transpose(1, 2)
+    k, v = draw(B, H_kv, S, D) + draw(D), draw(B, H_kv, S, D) + 0.5
+    lengths = torch.randint(S // 3, S - 3, (B, H_kv), generator=generator)
+    if B:
+        lengths[0, 0] = S if case.packed != "between" else 0
+    starts = {"left": 0, "right": S - lengths, "between": torch.minimum(S - lengths, torch.tensor(7))}[case.packed]
+    at = torch.arange(S)
+    visible = (at >= (starts + torch.zeros_like(lengths))[..., None]) & (at < (starts + lengths)[..., None])  # [B, H_kv, S]
+    cache = _poisoned(_stored(k, v, case, device), visible.to(device), device)
+    starts = None if case.packed == "left" else starts.to(device)
+    lengths = lengths.to(device, torch.int32 if case.packed == "right" else torch.int64)
+
+    def run(impl: str) -> Tensor | tuple[Tensor, ...]:
+        return kv_decode(q, cache, lengths, starts=starts, softcap=case.softcap, return_mass=case.mass, impl=impl)
+
+    def expected() -> Tensor | tuple[Tensor, ...]:
+        y, mass = exact(q, cache, visible.to(device), D**-0.5, case.softcap)
+        return (y, mass) if case.mass else y
+
+    impls = ("triton", "cpu") if device.type == "cpu" else ("triton",)
+    return Check("kv_decode", case.name, run, expected, TOLERANCE[case.dtype], impls)
+
+
+def _stored(k: Tensor, v: Tensor, case: Case, device: torch.device) -> KV:
+    if case.bits != 16:
+        cache = quantize_kv(k, v, case.bits, case.group)
+        tails = (t if t is None else t.to(case.dtype) for t in (cache.tail_k, cache.tail_v))
+        return KV(*cache[:4], *tails, *cache[6:])
+    larger = torch.full((*k.shape[:2], k.shape[2] + 9, 2 * k.shape[3]), torch.nan, dtype=case.dtype, device=device)
+    slices = larger[:, :, 5 : 5 + k.shape[2]].chunk(2, -1)  # out of a larger buffer, there: a copy to the device would be dense
+    for part, whole in zip(slices, (k, v), strict=True):
+        part.copy_(whole)
+    return KV(*slices)
+
+
+def _poisoned(cache: KV, visible: Tensor, device: torch.device) -> KV:
+    """NaN wherever a row's range does not reach: nothing of it may be seen."""
+    cache = KV(*(t.to(device) if isinstance(t, Tensor) else t for t in cache))
+    S = cache.k.shape[2]
+    outside = ~visible
+    if cache.bits == 16:
+        for t in (cache.k, cache.v):
+            t[outside] = torch.nan
+        return cache
+    cache.params_v[outside[:, :, :S]] = torch.nan
+    cache.params_k[outside[:, :, :S].unflatten(2, (-1, cache.group)).all(3)] = torch.nan
+    if cache.tail_k is not None:
+        cache.tail_k[outside[:, :, S:]] = torch.nan
+        cache.tail_v[outside[:, :, S:]] = torch.nan
+    return cache
+
+
+def exact(q: Tensor, cache: KV, visible: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """y and mass in float64, one query head and token at a time, over the visible positions alone [B, H_kv, S + R]."""
+    k, v = (elements(cache, which, q.shape[-1]) for which in "kv")
+    B, H_q, T_q, D = q.shape
+    H_kv = k.shape[1]
+    y, mass = q.new_zeros(q.shape, dtype=torch.float64), torch.zeros_like(visible, dtype=torch.float64)
+    for b in range(B):
+        for head in range(H_q):
+            h = head * H_kv // H_q
+            for t in range(T_q):
+                at = visible[b, h].nonzero()[:, 0]
+                at = at[: max(0, len(at) - (T_q - 1 - t))]
+                if not len(at):
+                    continue
+                scores = k[b, h, at] @ q[b, head, t].double() * scale
+                p = (scores if softcap is None else softcap * (scores / softcap).tanh()).softmax(0)
+                y[b, head, t] = p @ v[b, h, at]
+                mass[b, h, at] += p
+    return y, mass
+
+
+def elements(cache: KV, which: str, D: int) -> Tensor:
+    """Keys ("k") or values ("v") in float64 [B, H_kv, S + R, D], each looked up by its position and channel."""
+    codes, params, tail = (cache.k, cache.params_k, cache.tail_k) if which == "k" else (cache.v, cache.params_v, cache.tail_v)
+    if cache.bits == 16:
+        return codes.double()
+    s, d = torch.meshgrid(torch.arange(cache.k.shape[2]), torch.arange(D), indexing="ij")  # [S, D]
+    g, i = s // cache.group, s % cache.group
+    half = D // 2 if which == "k" else cache.group // 2
+    place, nibble = ((d % half, d // half) if which == "k" else (i % half, i // half)) if cache.bits == 4 else (None, None)
+    if which == "k":
+        byte = codes[:, :, s, d if place is None else place].double()
+        scale, offset = params[:, :, g, d].double().unbind(-1)
+    else:
+        byte = codes[:, :, g, d, i if place is None else place].double()
+        scale, offset = params[:, :, s].double().unbind(-1)
+    code = byte if nibble is None else torch.where(nibble.to(byte.device) == 1, byte // 16, byte % 16)
+    return torch.cat([code * scale + offset, *([] if tail is None else [tail.double()])], 2)
+
+
+def _contest(
+    device: torch.device, detail: str, bits: int, B: int, H_kv: int, G: int, S: int, D: int, copies: int,
+    goal: float | None = None, kept: float = 1.0,
+) -> Contest:  # fmt: skip
+    """Ours against the whole cache in bfloat16; with `kept`, rows keep half to one and a half times that share of it."""
+    ours = "triton" if device.type == "cuda" or triton_takes(device) else "cpu"
+    shares = torch.linspace(0.5, 1.5, B * H_kv) * kept if kept < 1 else torch.ones(B * H_kv)
+    lengths = (shares * S).int().view(B, H_kv).to(device)
+    held = S if kept == 1 else -(-int(lengths.max()) // 128) * 128
+    starts = None if kept == 1 else held - lengths
+    full = torch.full((B, H_kv), S, dtype=torch.int32, device=device)
+    q = torch.randn(B, H_kv * G, 1, D, device=device).bfloat16()
+    folded = q.view(B, H_kv, G, D)
+
+    def cache(bits: int, S: int) -> KV:
+        k, v = (torch.randn(B, H_kv, S, D, device=device, dtype=torch.bfloat16) for _ in range(2))
+        return KV(k, v) if bits == 16 else quantize_kv(k, v, bits, 128 if S % 128 == 0 else 32)
+
+    small = [cache(bits, held) for _ in range(copies)]
+    whole = small if bits == 16 and held == S else [cache(16, S) for _ in range(copies)]
+    dense = f"{ours} bfloat16"
+    name = dense if small is whole else f"{ours} {detail}"
+    contestants: dict[str, Callable[[int], object]] = {
+        name: lambda i: kv_decode(q, small[i], lengths, starts=starts, impl=ours),
+        dense: lambda i: kv_decode(q, whole[i], full, impl=ours),
+        "sdpa, heads folded": lambda i: F.scaled_dot_product_attention(folded, *whole[i][:2]),
+    }
+    rivals = () if small is whole else (dense,)  # a smaller cache is held against the whole one at its best
+    if device.type == "cpu" and ours == "cpu":
+        contestants["sdpa, enable_gqa"] = lambda i: F.scaled_dot_product_attention(q, *whole[i][:2], enable_gqa=True)
+    read = int(lengths.sum()) / (B * H_kv * held)
+    tune_key, candidates = None, []
+    if ours == "triton":
+        from kernels.kv_decode.triton import candidates_for, key
+
+        kind = "bfloat16" if bits == 16 else f"int{bits} g{small[0].group}"
+        tune_key, candidates = key(kind, D, G), candidates_for(bits, small[0].group)
+    return Contest(
+        op="kv_decode", detail=detail, shape=(B, H_kv * G, H_kv, S, D), tokens=1, contestants=contestants, copies=copies,
+        ours=name, baseline="sdpa, heads folded", rivals=rivals, least_bytes=int(small[0].nbytes * read) + 4 * B * H_kv * G * D,
+        flops=4 * G * D * int(lengths.sum()), goal=goal, tune_key=tune_key, candidates=candidates,
+    )  # fmt: skip

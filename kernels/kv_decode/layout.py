@@ -1,0 +1,137 @@
+"""How keys and values lie in memory: as they are, or in 8 or 4 bits with a 16-bit tail. README.md has the picture."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+GROUPS = (32, 64, 128)
+
+
+class KV(NamedTuple):
+    """Keys and values of one layer. Positions are counted over S, then over the tail's R.
+
+    All may be cut out of larger, preallocated tensors: strides are free but for the last dimension, or the last two of
+    quantised v, params_k and params_v.
+
+    bits 16: k, v [B, H_kv, S, D], in the dtype of the queries (float32 too); no tail.
+    bits 8:  k uint8 [B, H_kv, S, D]; v uint8 [B, H_kv, S / group, D, group]: within a group, channel by channel.
+    bits 4:  k uint8 [B, H_kv, S, D / 2]: channel i in the low nibble of byte i, channel i + D / 2 in its high one;
+             v uint8 [B, H_kv, S / group, D, group / 2]: position i of the group low, i + group / 2 high.
+
+    params_k: bfloat16 [B, H_kv, S / group, D, 2], pairs (scale, offset): key = scale * code + offset.
+    params_v: bfloat16 [B, H_kv, S, 2], likewise, one pair a position.
+    tail_k, tail_v: [B, H_kv, R, D] in the dtype of the queries, or None: what is not quantised yet; follows position S - 1.
+    group: positions that share a key's scale: 32, 64 or 128; divides S. Only with 8 and 4 bits.
+    """
+
+    k: Tensor
+    v: Tensor
+    params_k: Tensor | None = None
+    params_v: Tensor | None = None
+    tail_k: Tensor | None = None
+    tail_v: Tensor | None = None
+    bits: int = 16
+    group: int = 0
+
+    @property
+    def positions(self) -> int:
+        """S + R"""
+        return self.k.shape[2] + (0 if self.tail_k is None else self.tail_k.shape[2])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is stored: codes, parameters, tail."""
+        return sum(t.numel() * t.element_size() for t in self[:6] if t is not None)
+
+
+def quantize_kv(k: Tensor, v: Tensor, bits: int, group: int = 64) -> KV:
+    """Keys per channel and group of positions, values per position, asymmetric (KIVI, arXiv:2402.02750, section 3.2).
+
+    The last S % group positions stay as they are, as the tail. Scales and offsets are rounded outwards to bfloat16 before
+    the codes are chosen, so every error is at most half a scale. KIVI gives values a scale per 32 channels; one for all D
+    channels is what the kernel can multiply into the probabilities.
+
+    Args:
+        k, v: [B, H_kv, S, D], any floating dtype.
+        bits: 8 or 4.
+        group: 32, 64 or 128.
+
+    Raises:
+        ValueError: bits, group or D that the layout does not have.
+    """
+    if bits not in (8, 4):
+        raise ValueError(f"`bits` (={bits}) must be 8 or 4; for 16 make `KV(k, v)`")
+    if group not in GROUPS:
+        raise ValueError(f"`group` (={group}) must be one of {', '.join(map(str, GROUPS))}")
+    if bits == 4 and k.shape[-1] % 2:
+        raise ValueError(f"`k` {tuple(k.shape)} must have an even number of channels to be stored in 4 bits")
+    B, H, S, D = k.shape
+    full = S // group * group
+    grouped = k[:, :, :full].reshape(B, H, full // group, group, D)
+    k_codes, params_k = _encode(grouped, 3, bits)  # params [B, H, groups, 1, D, 2]
+    v_codes, params_v = _encode(v[:, :, :full], 3, bits)  # params [B, H, full, 1, 2]
+    v_codes = v_codes.view(B, H, full // group, group, D).transpose(3, 4)
+    tail = (k[:, :, full:].clone(), v[:, :, full:].clone()) if full < S else (None, None)
+    return KV(
+        _pack(k_codes.view(B, H, full, D), bits), _pack(v_codes, bits), params_k.squeeze(3), params_v.squeeze(3), *tail, bits, group
+    )  # fmt: skip
+
+
+def dequantize_kv(cache: KV, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """k, v [B, H_kv, S + R, D], computed in float32 and rounded once to `dtype`."""
+    return dequantized_keys(cache, dtype), dequantized_values(cache, dtype)
+
+
+def dequantized_keys(cache: KV, dtype: torch.dtype) -> Tensor:
+    if cache.bits == 16:
+        return cache.k.to(dtype)
+    groups = cache.v.shape[2]
+    scale, offset = cache.params_k.float().unsqueeze(3).unbind(-1)  # [B, H, groups, 1, D] each
+    codes = unpack(cache.k, cache.bits).unflatten(2, (groups, cache.group)).float()
+    return _with_tail(torch.addcmul(offset, codes, scale).flatten(2, 3), cache.tail_k, dtype)
+
+
+def dequantized_values(cache: KV, dtype: torch.dtype) -> Tensor:
+    if cache.bits == 16:
+        return cache.v.to(dtype)
+    pairs = cache.params_v.float().unflatten(2, (cache.v.shape[2], 1, cache.group))
+    scale, offset = pairs.unbind(-1)  # [B, H, groups, 1, group] each
+    values = torch.addcmul(offset, unpack(cache.v, cache.bits).float(), scale)  # [B, H, groups, D, group]
+    return _with_tail(values.transpose(3, 4).flatten(2, 3), cache.tail_v, dtype)
+
+
+def _with_tail(main: Tensor, tail: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return main.to(dtype) if tail is None else torch.cat([main.to(dtype), tail.to(dtype)], 2)
+
+
+def unpack(codes: Tensor, bits: int) -> Tensor:
+    """Codes [..., n] out of bytes [..., n * bits / 8]: low nibbles are the first half."""
+    return codes if bits == 8 else torch.cat([codes & 15, codes >> 4], -1)
+
+
+def _pack(codes: Tensor, bits: int) -> Tensor:
+    codes = codes.contiguous()
+    if bits == 8:
+        return codes
+    low, high = codes.chunk(2, -1)
+    return low | (high << 4)
+
+
+def _encode(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor]:
+    """Codes uint8 like x, and bfloat16 (scale, offset) pairs [..., 2] that cover the range of x along `dim`."""
+    x = x.float()
+    low, high = x.aminmax(dim=dim, keepdim=True)
+    levels = (1 << bits) - 1
+    offset = _towards(low, -torch.inf)
+    scale = _towards((high - offset.float()) / levels, torch.inf)
+    scale = torch.where(scale > 0, scale, 1)  # a range of one value
+    codes = ((x - offset.float()) / scale.float()).round_().clamp_(0, levels).to(torch.uint8)
+    return codes, torch.stack([scale, offset], -1)
+
+
+def _towards(x: Tensor, limit: float) -> Tensor:
+    """float32 -> bfloat16, rounded down (limit -inf) or up (inf)."""
+    near = x.bfloat16()
+    wrong = near.float() > x if limit < 0 else near.float() < x
+    return torch.where(wrong, near.nextafter(torch.full_like(near, limit)), near)

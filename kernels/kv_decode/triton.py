@@ -1,0 +1,234 @@
+"""Split-K attention for one step of decoding: spans of positions side by side, merged in order. See README.md."""
+
+from kernels.interpreter import interpreting, prepare
+
+prepare()  # bfloat16 in the interpreter
+
+from functools import cache  # noqa: E402
+from itertools import product  # noqa: E402
+
+import torch  # noqa: E402
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from kernels.aot import Compilation  # noqa: E402
+from kernels.kv_decode.layout import KV  # noqa: E402
+from kernels.kv_decode.spans import dense_kernel, quantised_kernel, visible_range  # noqa: E402
+from kernels.tuning import configuration  # noqa: E402
+
+LOG2E = 1.4426950408889634
+LEAST = 128  # positions that a span must have to be worth a program
+SLOTS = {16: 4, 128: 8}  # spans that are merged at a time, and the warps that do it
+MASS_BLOCK = 1024  # positions whose mass one program computes
+CANDIDATES = [
+    {"STEP": 128, "PER_SM": 2, "num_warps": 4, "num_stages": 3},
+    {"STEP": 128, "PER_SM": 3, "num_warps": 4, "num_stages": 3},
+    {"STEP": 128, "PER_SM": 12, "num_warps": 4, "num_stages": 3},
+    {"STEP": 64, "PER_SM": 3, "num_warps": 4, "num_stages": 3},
+    {"STEP": 64, "PER_SM": 6, "num_warps": 4, "num_stages": 4},
+    {"STEP": 64, "PER_SM": 12, "num_warps": 4, "num_stages": 3},
+    {"STEP": 64, "PER_SM": 4, "num_warps": 2, "num_stages": 3},
+    {"STEP": 64, "PER_SM": 8, "num_warps": 2, "num_stages": 4},
+]
+
+
+@triton.jit(do_not_specialize=["slots"])
+def merge_kernel(partial, stats, y, lse, slots, R, D, SLOTS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """One row's partial sums, in their order: y = Σ w acc / Σ w l with w = 2^(m - max m)."""
+    row = tl.program_id(0).to(tl.int64)
+    out = row // R * slots * R + row % R
+    i_ = tl.arange(0, SLOTS)
+    d_ = tl.arange(0, BLOCK_D)
+    largest = tl.full((SLOTS,), float("-inf"), tl.float32)
+    for at in range(0, slots, SLOTS):
+        m = tl.load(stats + (out + (at + i_) * R) * 2, mask=at + i_ < slots, other=float("-inf"))
+        largest = tl.maximum(largest, m)
+    top = tl.max(largest, 0)
+    shift = tl.where(top > float("-inf"), top, 0.0)
+    total = tl.zeros((SLOTS,), tl.float32)
+    acc = tl.zeros((SLOTS, BLOCK_D), tl.float32)
+    for at in range(0, slots, SLOTS):
+        here = out + (at + i_) * R
+        m = tl.load(stats + here * 2, mask=at + i_ < slots, other=float("-inf"))
+        used = m > float("-inf")
+        weight = tl.exp2(m - shift)
+        total += weight * tl.load(stats + here * 2 + 1, mask=used, other=0.0)
+        mask = used[:, None] & (d_ < D)[None, :]
+        acc += weight[:, None] * tl.load(partial + here[:, None] * D + d_[None, :], mask=mask, other=0.0)
+    sum_p = tl.sum(total, 0)
+    sum_p = tl.where(sum_p > 0.0, sum_p, 1.0)
+    tl.store(y + row * D + d_, (tl.sum(acc, 0) / sum_p).to(y.dtype.element_ty), mask=d_ < D)
+    tl.store(lse + row, shift + tl.log2(sum_p))
+
+
+@triton.jit(do_not_specialize=["total"])
+def mass_kernel(scores, lse, starts, lengths, mass, total, R, BLOCK: tl.constexpr):
+    """Probabilities summed over a kv head's rows, from the stored scores."""
+    blocks = tl.cdiv(total, BLOCK)
+    bh = tl.program_id(0) // blocks
+    n = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    begin, end, _ = visible_range(starts, lengths, bh, 0, total, total)
+    inside = (n >= begin) & (n < end)
+    found = tl.zeros((BLOCK,), tl.float32)
+    for r in range(R):
+        row = bh.to(tl.int64) * R + r
+        s = tl.load(scores + row * total + n, mask=inside, other=float("-inf"))
+        found += tl.exp2(s - tl.load(lse + row))
+    tl.store(mass + bh.to(tl.int64) * total + n, found, mask=n < total)
+
+
+def heuristic(bits: int, group: int, block_d: int, rows: int, itemsize: int) -> dict:
+    """Configuration for GPUs that nobody has tuned, from what the compiler made of the kernels for sm_90.
+
+    Returns:
+        STEP:    positions per turn of the loop; at most a group.
+        PER_SM:  programs asked for per multiprocessor: a multiple of the two or three of four warps that its registers hold
+                 (four of two warps, eight of one), so that the last round of programs is as full as the first.
+    """
+    if itemsize == 4:
+        step, num_warps = 32 if bits < 16 or block_d <= 64 else 16, 4 if bits < 16 and block_d <= 128 else 8
+        return {"STEP": step, "PER_SM": 4, "num_warps": num_warps, "num_stages": 2 if bits < 16 else 3}
+    if bits == 16:
+        return {"STEP": 64 if block_d <= 128 else 32, "PER_SM": 6, "num_warps": 4, "num_stages": 3}
+    if rows == 16:
+        step, num_warps = 64 if bits == 4 else 32, 2
+    else:
+        step = group if block_d <= 128 else min(group, 64)
+        num_warps = step // 32 if block_d <= 128 else step // 16
+    return {"STEP": step, "PER_SM": {4: 6, 2: 8, 1: 16}[num_warps], "num_warps": num_warps, "num_stages": 3}
+
+
+def rows_of(bits: int, group: int, D: int, R: int, itemsize: int) -> int:
+    """Rows (query heads of a kv head, times tokens) that one program takes; with more of them the cache is read again."""
+    if bits == 16:
+        widest = 16 if itemsize == 4 else 64 if D <= 128 else 32
+        return min(max(triton.next_power_of_2(R), 16), widest)
+    return 16 if R > 8 and itemsize == 2 and group >= 64 and D in (32, 64, 128) else 8
+
+
+def key(kind: str, D: int, R: int) -> str:
+    """What a configuration depends on; `kind` is a dtype's name or "int4 g64"."""
+    return f"{kind} d{D} rows{R}"
+
+
+def kv_decode(
+    q: Tensor, cache: KV, lengths: Tensor, starts: Tensor | None, scale: float, softcap: float, return_mass: bool
+) -> tuple[Tensor, Tensor | None]:
+    """y [B, H_q, T_q, D], mass [B, H_kv, S + R] or None, for checked arguments."""
+    B, H_q, T_q, D = q.shape
+    kv_heads, total = cache.k.shape[1], cache.positions
+    heads, R = B * kv_heads, H_q // kv_heads * T_q
+    lengths = lengths.contiguous()
+    starts = None if starts is None else starts.contiguous()
+    y = q.new_empty(B, H_q, T_q, D)
+    mass = q.new_empty(B, kv_heads, total, dtype=torch.float32) if return_mass else None
+    if y.numel() == 0 or total == 0:
+        return y.zero_(), mass
+    parts = [(cache.bits, 0, cache.k.shape[2])] if cache.k.shape[2] else []
+    if cache.tail_k is not None and cache.tail_k.shape[2]:
+        parts.append((16, cache.k.shape[2], cache.tail_k.shape[2]))
+    chosen = [_choose(q, cache.group, heads, R, bits, S) for bits, _, S in parts]
+    slots = sum(c["splits"] for c in chosen)
+    partial = torch.empty(heads * slots * R * D, dtype=torch.float32, device=q.device)
+    stats = torch.empty(heads * slots * R * 2, dtype=torch.float32, device=q.device)
+    scores = torch.empty(heads * R * total if return_mass else 0, dtype=torch.float32, device=q.device)
+    factor, cap = (2 * LOG2E * scale / softcap, LOG2E * softcap) if softcap else (LOG2E * scale, 0.0)
+    slot = 0
+    for (bits, base, S), c in zip(parts, chosen, strict=True):
+        counts = (base, S, total, slot, slots, c["splits"], heads, kv_heads, H_q // kv_heads, T_q, D, factor, cap)
+        constants = {
+            "SOFTCAP": softcap > 0, "SCORES": return_mass, "ROWS": c["ROWS"], "STEP": c["STEP"],
+            "BLOCK_D": c["BLOCK_D"], "num_warps": c["num_warps"], "num_stages": c["num_stages"],
+        }  # fmt: skip
+        grid = (heads * -(-R // c["ROWS"]) * c["splits"],)
+        if bits == 16:
+            k, v = (cache.tail_k, cache.tail_v) if base or cache.bits != 16 else (cache.k, cache.v)
+            dense_kernel[grid](
+                q, k, v, starts, lengths, partial, stats, scores, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+                *counts, **constants,
+            )  # fmt: skip
+        else:
+            k_words, v_words = cache.params_k.view(torch.int32).squeeze(-1), cache.params_v.view(torch.int32).squeeze(-1)
+            quantised_kernel[grid](
+                q, cache.k, cache.v, k_words, v_words, starts, lengths, partial, stats, scores,
+                *q.stride()[:3], *cache.k.stride()[:3], *cache.v.stride()[:4], *k_words.stride()[:3], *v_words.stride()[:2],
+                *counts, BITS=bits, GROUP=cache.group, EVEN=c["BLOCK_D"] == D, ASM=not interpreting(),
+                OPERAND=tl.float32 if q.dtype == torch.float32 else tl.float16, **constants,
+            )  # fmt: skip
+        slot += c["splits"]
+    lse = torch.empty(heads * R, dtype=torch.float32, device=q.device)
+    merged = 16 if slots <= 16 else 128
+    merge_kernel[(heads * R,)](
+        partial, stats, y, lse, slots, R, D, SLOTS=merged, BLOCK_D=triton.next_power_of_2(D), num_warps=SLOTS[merged]
+    )  # fmt: skip
+    if return_mass:
+        mass_kernel[(heads * triton.cdiv(total, MASS_BLOCK),)](
+            scores, lse, starts, lengths, mass, total, R, BLOCK=MASS_BLOCK, num_warps=4
+        )
+    return y, mass
+
+
+def _choose(q: Tensor, group: int, heads: int, R: int, bits: int, S: int) -> dict:
+    """Configuration of one part of the cache, with the sizes that follow from it."""
+    D, itemsize = q.shape[-1], q.element_size()
+    # tl.dot sums over at least 16 channels, and 4 bits halve them.
+    block_d, rows = max(32 if bits == 4 else 16, triton.next_power_of_2(D)), rows_of(bits, group, D, R, itemsize)
+    kind = str(q.dtype).removeprefix("torch.") if bits == 16 else f"int{bits} g{group}"
+    chosen = configuration("kv_decode", key(kind, D, R), heuristic(bits, group, block_d, rows, itemsize))
+    wanted = chosen["PER_SM"] * _multiprocessors(q.device) // (heads * -(-R // rows))
+    splits = max(1, min(wanted, -(-S // max(chosen["STEP"], group, LEAST))))
+    return {**chosen, "ROWS": rows, "BLOCK_D": block_d, "splits": splits}
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+
+
+def candidates_for(bits: int, group: int) -> list[dict]:
+    """Configurations worth trying for one kind of cache."""
+    return [c for c in CANDIDATES if (c["num_warps"] == 4 if bits == 16 else c["STEP"] <= group)]
+
+
+def shipped() -> list[Compilation]:
+    """What calls reach by the heuristic: the dtypes, groups and widths in use, with and without the mass."""
+    found = [_spans("bf16", bits, group, D, R) for bits, group, D, R in (
+        (16, 0, 128, 4), (16, 0, 64, 3), (16, 0, 80, 1), (16, 0, 256, 8), (16, 0, 128, 64),
+        (8, 128, 128, 4), (8, 64, 64, 3), (8, 64, 128, 16), (8, 32, 256, 8),
+        (4, 128, 128, 4), (4, 64, 128, 7), (4, 64, 128, 16), (4, 32, 80, 1), (4, 128, 256, 8),
+    )]  # fmt: skip
+    found += [_spans("bf16", bits, group, 128, 4, mass=True) for bits, group in ((16, 0), (8, 128), (4, 128))]
+    found += [_spans("fp16", 16, 0, 128, 4, softcap=True), _spans("fp16", 4, 64, 128, 4, softcap=True)]
+    found += [_spans("fp32", 16, 0, 128, 4), _spans("fp32", 8, 64, 128, 4), _spans("fp32", 4, 64, 128, 4)]
+    merge = {"partial": "*fp32", "stats": "*fp32", "y": "*bf16", "lse": "*fp32", "slots": "i32", "R": "i32", "D": "i32"}
+    for D, (slots, warps) in product((64, 128, 256), SLOTS.items()):
+        constants = {"SLOTS": slots, "BLOCK_D": D}
+        found.append(Compilation(f"kv_decode merge {slots} d{D}", merge_kernel, merge, constants, warps, 3, ("D",)))
+    mass = {"scores": "*fp32", "lse": "*fp32", "starts": "*i32", "lengths": "*i32", "mass": "*fp32", "total": "i32", "R": "i32"}
+    found.append(Compilation("kv_decode mass", mass_kernel, mass, {"BLOCK": MASS_BLOCK}, 4))
+    return found
+
+
+def _spans(dtype: str, bits: int, group: int, D: int, R: int, mass: bool = False, softcap: bool = False) -> Compilation:
+    itemsize = 4 if dtype == "fp32" else 2
+    block_d, rows = triton.next_power_of_2(D), rows_of(bits, group, D, R, itemsize)
+    c = heuristic(bits, group, block_d, rows, itemsize)
+    strides = ["q_batch", "q_head", "q_token", "k_batch", "k_head", "k_row", "v_batch", "v_head"]
+    pointers = {"q": dtype, "k": dtype, "v": dtype, "starts": "i32", "lengths": "i32"}
+    constants = {"SOFTCAP": softcap, "SCORES": mass, "ROWS": rows, "STEP": c["STEP"], "BLOCK_D": block_d}
+    if bits == 16:
+        strides.append("v_row")
+    else:
+        strides += ["v_group", "v_channel", "kw_batch", "kw_head", "kw_group", "vw_batch", "vw_head"]
+        pointers |= {"k": "u8", "v": "u8", "k_words": "i32", "v_words": "i32"}
+        operand = tl.float32 if dtype == "fp32" else tl.float16
+        constants |= {"BITS": bits, "GROUP": group, "EVEN": block_d == D, "ASM": True, "OPERAND": operand}
+    counts = ["base", "S", "total", "slot", "slots", "splits", "heads", "kv_heads", "G", "T_q", "D"]
+    arguments = {name: f"*{kind}" for name, kind in (pointers | dict.fromkeys(("partial", "stats", "scores"), "fp32")).items()}
+    arguments |= dict.fromkeys(strides + counts, "i32") | {"factor": "fp32", "cap": "fp32"}
+    kind = dtype if bits == 16 else f"{dtype} int{bits} g{group}"
+    name = f"kv_decode {kind} d{D} rows{R}{' mass' if mass else ''}{' capped' if softcap else ''}"
+    kernel = dense_kernel if bits == 16 else quantised_kernel
+    expects = () if dtype == "fp32" else ("HGMMA",) if rows == 64 else ("HMMA",)
+    return Compilation(name, kernel, arguments, constants, c["num_warps"], c["num_stages"], (*strides, "D"), expects)

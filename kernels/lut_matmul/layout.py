@@ -1,0 +1,77 @@
+"""Weights as indices into a small table: the layout, and the tables of NF4 and FP4."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.int_matmul.layout import pack_bits, unpack_bits
+
+BITS = (3, 4)  # tables of 8 and of 16 entries
+
+
+class Codebook(NamedTuple):
+    """A weight W[n, k] = table[code[n, k]] * scale[n, k // group_size].
+
+    layout "rows": codes uint8 [out, ceil(in/8) * bits] as `kernels.int_matmul.layout.pack_bits` packs them;
+                   table [2^bits] for the whole weight or [out, 2^bits], one for each row; scale [out, groups] or None.
+    layout "panels": for the C++ kernel on a CPU, and one table for the whole weight: see `panels`.
+    """
+
+    layout: str
+    codes: Tensor
+    table: Tensor
+    scale: Tensor | None
+    bits: int
+    group_size: int
+    shape: tuple[int, int]  # (out, in)
+
+
+def pack_codebook(codes: Tensor, table: Tensor, scale: Tensor | None = None, *, group_size: int | None = None) -> Codebook:
+    """Store indices and their table.
+
+    Args:
+        codes: [out, in] integers below the table's length.
+        table: [8], [16], [out, 8] or [out, 16], any floating dtype.
+        scale: [out, groups], or None: the table holds the weights themselves.
+        group_size: columns that share a scale; divides `in`; None: all. Without scales it is not looked at.
+
+    Raises:
+        ValueError: a table, a group size or scales that cannot be stored, or indices beyond the table.
+    """
+    out, columns = codes.shape
+    entries = table.shape[-1]
+    if entries not in (8, 16) or table.dim() > 2 or (table.dim() == 2 and table.shape[0] != out):
+        raise ValueError(f"`table` {tuple(table.shape)} must be [8], [16], [{out}, 8] or [{out}, 16]")
+    group_size = columns if group_size is None or scale is None else group_size
+    if group_size < 1 or columns % group_size:
+        raise ValueError(f"`group_size` (={group_size}) must divide in_features (={columns})")
+    if scale is not None and scale.shape != (out, columns // group_size):
+        raise ValueError(f"`scale` {tuple(scale.shape)} must be [out, in / group_size] (={(out, columns // group_size)})")
+    if codes.numel() and not 0 <= int(codes.min()) <= int(codes.max()) < entries:
+        raise ValueError(f"`codes` lie in [{int(codes.min())}, {int(codes.max())}]; the table has {entries} entries")
+    bits = entries.bit_length() - 1
+    return Codebook("rows", pack_bits(codes, bits), table, scale, bits, group_size, (out, columns))
+
+
+def unpack_codebook(w: Codebook) -> Tensor:
+    """Indices uint8 [out, in], out of `rows`."""
+    return unpack_bits(w.codes, w.bits, w.shape[1])
+
+
+def normal_float(positive: int, negative: int) -> Tensor:
+    """NormalFloat: quantiles of N(0, 1) at evenly spaced probabilities, `negative` below zero, zero, `positive` above; / max.
+
+    The outermost probability leaves 1/2 (1/32 + 1/30) to each side (QLoRA, arXiv:2305.14314, appendix E).
+    """
+    outermost = 1 - (1 / 32 + 1 / 30) / 2
+    above, below = (
+        torch.special.ndtri(torch.linspace(outermost, 0.5, n + 1, dtype=torch.float64)[:-1]) for n in (positive, negative)
+    )
+    values = torch.cat([-below, torch.zeros(1, dtype=torch.float64), above.flip(0)])
+    return (values / values.max()).float()
+
+
+NF4 = normal_float(8, 7)  # [16], ascending
+# A sign, two bits of exponent and one of mantissa in the order that bitsandbytes gives them; code 1 is its subnormal.
+FP4 = torch.tensor([0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -3]) / 12  # [16]

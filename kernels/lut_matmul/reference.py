@@ -1,0 +1,23 @@
+"""Look up, scale and multiply, in plain torch on any device: what every other implementation is held against."""
+
+import torch
+from torch import Tensor
+
+from kernels.linear import linear
+from kernels.lut_matmul import panels
+from kernels.lut_matmul.layout import Codebook, unpack_codebook
+
+
+def dequantize(w: Codebook, dtype: torch.dtype = torch.float32) -> Tensor:
+    """W [out, in] = table[code] * scale, computed in float32 and rounded once to `dtype`."""
+    w = panels.to_rows(w) if w.layout == "panels" else w
+    codes, table = unpack_codebook(w).long(), w.table.float()
+    W = table[codes] if table.dim() == 1 else table.gather(1, codes)  # [out, in]
+    if w.scale is not None:
+        W = (W.view(w.shape[0], -1, w.group_size) * w.scale.float()[..., None]).view(w.shape)
+    return W.to(dtype)
+
+
+def lut_matmul(x: Tensor, w: Codebook) -> Tensor:
+    """y [..., out] = x [..., in] Wᵀ in x's dtype."""
+    return linear(x, dequantize(w, x.dtype))

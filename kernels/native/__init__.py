@@ -1,0 +1,127 @@
+"""The C++ kernels of this package: compiled on first use (about a minute), kept, and loaded into torch.
+
+A machine without a C++ compiler, or a build that fails, is no error: `why_not()` says so and the ops that would have used
+them take their next best path, which `registry.ran` names. `WORKBENCH_NATIVE=0` in the environment switches them off.
+"""
+
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from kernels.timing import first_line
+
+HERE = Path(__file__).parent
+SOURCES = ("nibble.cpp", "int8.cpp", "kv_decode.cpp")
+FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fopenmp", "-DAT_PARALLEL_OPENMP=1", "-w")
+_LOCK = threading.Lock()
+
+
+@torch.compiler.assume_constant_result
+def why_not() -> str | None:
+    """None once the kernels are loaded into `torch.ops.workbench`; else why they cannot be, in a line."""
+    return _load()
+
+
+def _load() -> str | None:
+    with _LOCK:  # two threads must not register the same ops
+        return _load_once()
+
+
+@cache
+def _load_once() -> str | None:
+    if os.environ.get("WORKBENCH_NATIVE", "1") == "0":
+        return "switched off by WORKBENCH_NATIVE=0"
+    try:
+        compiler = shlex.split(os.environ.get("CXX", "")) or [found for name in ("g++", "c++") if (found := shutil.which(name))][:1]
+        library = _place(compiler)
+        if not library.exists():
+            if not compiler:
+                return _told("no C++ compiler (g++) was found")
+            _build(compiler, library)
+        torch.ops.load_library(library)
+    except Exception as error:  # no home, a cache that cannot be written, no setuptools, a compiler of another kind, ...
+        return _told(first_line(error))
+    _register_fakes()
+    return None
+
+
+def _told(reason: str) -> str:
+    print(f"The C++ kernels cannot be used ({reason}); slower ones take their place.", file=sys.stderr)
+    return reason
+
+
+@torch.compiler.assume_constant_result
+def isa(dtype: torch.dtype) -> str:
+    """The instruction set that the loaded kernels take on this machine for activations of `dtype`."""
+    return torch.ops.workbench.nibble_isa(dtype == torch.bfloat16)
+
+
+@torch.compiler.assume_constant_result
+def kv_decode_isa(dtype: torch.dtype) -> str:
+    """The same for `kv_decode` with queries of `dtype`."""
+    return torch.ops.workbench.kv_decode_isa(dtype == torch.float32)
+
+
+def runs(isa: str) -> bool:
+    """Does this machine have the instruction set, and the build the loops for it?"""
+    return torch.ops.workbench.nibble_runs(isa)
+
+
+def _place(compiler: list[str]) -> Path:
+    """Where the built library is kept: named by everything that decides what it holds."""
+    sources = b"".join(path.read_bytes() for path in sorted(HERE.glob("*.cpp")) + sorted(HERE.glob("*.inc")))
+    what = f"{torch.__version__} {torch.compiled_with_cxx11_abi()} {sys.platform} {platform.machine()} {FLAGS} {compiler}"
+    name = hashlib.sha256(sources + what.encode()).hexdigest()[:16]
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return home / "model-compression-workbench" / "native" / f"{name}.so"
+
+
+def _build(compiler: list[str], library: Path) -> None:
+    """Compile into a file beside the library's place and rename it: whoever else is building at the time does no harm."""
+    from torch.utils.cpp_extension import include_paths, library_paths
+
+    print("Building the C++ kernels, once (about a minute) ...", file=sys.stderr, flush=True)
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        include = [f"-I{path}" for path in include_paths("cpu")]
+        link = [f"-L{path}" for path in library_paths("cpu")] + ["-lc10", "-ltorch_cpu", "-ltorch"]
+        objects = [str(Path(scratch) / f"{source}.o") for source in SOURCES]
+        _run_all([[*compiler, *FLAGS, *include, "-c", str(HERE / s), "-o", o] for s, o in zip(SOURCES, objects, strict=True)])
+        built = Path(scratch) / library.name
+        _run_all([[*compiler, *FLAGS, "-shared", *objects, "-o", str(built), *link]])
+        os.replace(built, library)
+
+
+def _run_all(commands: list[list[str]]) -> None:
+    """Run them side by side; RuntimeError with the first error's line if one fails."""
+    running = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for command in commands]
+    for process, said in [(process, process.communicate()[1]) for process in running]:  # all of them have ended
+        if process.returncode:
+            first = next((line for line in said.splitlines() if "error" in line), said.strip()[:200])
+            raise RuntimeError(f"{process.args[0]} failed: {first}")
+
+
+def _register_fakes() -> None:
+    @torch.library.register_fake("workbench::nibble_matmul")
+    def _(x, words, scale, table, zero, out, isa):
+        return x.new_empty(*x.shape[:-1], out)
+
+    @torch.library.register_fake("workbench::int8_matmul")
+    def _(x, codes, scale, x_scale):
+        return x.new_empty(*x.shape[:-1], scale.shape[0])
+
+    @torch.library.register_fake("workbench::kv_decode_native")
+    def _(q, k, v, params_k, params_v, tail_k, tail_v, lengths, starts, bits, group, scale, softcap, return_mass, isa):
+        positions = k.shape[2] + (0 if tail_k is None else tail_k.shape[2])
+        mass = (k.shape[0], k.shape[1], positions) if return_mass else (0,)
+        return q.new_empty(q.shape), q.new_empty(mass, dtype=torch.float32)

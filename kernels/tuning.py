@@ -1,0 +1,100 @@
+"""Launch configurations: measured per GPU where `python -m kernels.validate --tune` has run, a heuristic elsewhere."""
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import torch
+
+TUNED = Path(__file__).parent / "tuned"
+_trying: dict[tuple[str, str], dict | None] = {}
+
+
+def configuration(op: str, key: str, heuristic: dict) -> dict:
+    """The configuration for one call.
+
+    Args:
+        op: name of the op.
+        key: what the choice depends on, coarse enough to be tuned ("w4 m16 n14336 k4096").
+        heuristic: what to take on a GPU that nobody has tuned, or at a key that was not.
+    """
+    if (op, key) in _trying:
+        return _trying[op, key] or heuristic
+    measured = _measured(gpu()).get(op, {}).get(key)
+    # A file older than the kernel may lack a field or have one too many.
+    return measured if measured is not None and measured.keys() == heuristic.keys() else heuristic
+
+
+@contextmanager
+def trying(op: str, key: str, configuration: dict | None) -> Iterator[None]:
+    """While the block runs, `configuration(op, key, ...)` gives this one, or, for None, the heuristic; nests."""
+    absent = object()
+    before = _trying.get((op, key), absent)
+    _trying[op, key] = configuration
+    try:
+        yield
+    finally:
+        if before is absent:
+            del _trying[op, key]
+        else:
+            _trying[op, key] = before
+
+
+def gpu() -> str:
+    """Name of the GPU as a file name: "nvidia-h200"; "none" without one."""
+    if not (torch.cuda.is_initialized() or torch.cuda.is_available()):
+        return "none"
+    return _file_name(torch.cuda.current_device())
+
+
+def save(op: str, key: str, configuration: dict | None, folder: Path | None = None) -> Path:
+    """Write what was measured for this GPU; `configuration` takes it from there at once.
+
+    Args:
+        configuration: the fastest, or None where the heuristic is: then the key is taken out.
+        folder: where the file goes, for another place than the one that is read.
+
+    Returns:
+        the file, "<gpu>.json": {op: {key: configuration}}, a line each
+    """
+    path = (folder or TUNED) / f"{gpu()}.json"
+    tuned = _read(path)
+    keys = tuned.setdefault(op, {})
+    if configuration is None:
+        keys.pop(key, None)
+    else:
+        keys[key] = configuration
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(_lines(tuned))
+    os.replace(temporary, path)
+    _measured.cache_clear()
+    return path
+
+
+@cache
+def _file_name(device: int) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
+
+
+@cache
+def _measured(name: str) -> dict[str, dict[str, dict]]:
+    return _read(TUNED / f"{name}.json")
+
+
+def _read(path: Path) -> dict[str, dict[str, dict]]:
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _lines(tuned: dict[str, dict[str, dict]]) -> str:
+    """JSON with one key to a line, in order, so that a commit shows what changed."""
+    ops = []
+    for op, keys in sorted(tuned.items()):
+        if keys:
+            entries = ",\n".join(f"  {json.dumps(key)}: {json.dumps(keys[key], sort_keys=True)}" for key in sorted(keys))
+            ops.append(f" {json.dumps(op)}: {{\n{entries}\n }}")
+    return "{\n" + ",\n".join(ops) + "\n}\n" if ops else "{}\n"

@@ -1,0 +1,176 @@
+"""What `w8a8_matmul` is checked and timed on."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.cases import TOLERANCE, Asked, Check, Contest
+from kernels.interpreter import triton_takes
+from kernels.w8a8_matmul import BLOCK, W8, prepacked_fits, quantize_rows, quantize_weight, to_prepacked, w8a8_matmul
+from kernels.w8a8_matmul.layout import integer_dots
+
+ROTATED = 256 << 20  # bytes of 8-bit weights in rotation
+MOST = 1024  # copies: small weights are in a cache anyway
+INT8, FP8 = torch.int8, torch.float8_e4m3fn
+SHORT = 2e-3  # fp8 on Hopper: sums of 128 products are kept in about 14 bits
+
+
+def checks(device: torch.device) -> list[Check]:
+    g = torch.Generator().manual_seed(0)
+    cases = (  # name, tokens, out, in, block-wise, static, dtype of x
+        ("one token", (1,), 96, 1024, False, False, torch.bfloat16),
+        ("one token, odd", (1,), 37, 77, False, False, torch.float32),
+        ("one token, static", (1,), 40, 130, False, True, torch.float16),
+        ("a few, split", (2, 4), 96, 2176, False, False, torch.bfloat16),
+        ("a few, odd, split", (5,), 70, 2101, False, False, torch.float32),
+        ("static", (19,), 72, 160, False, True, torch.float32),
+        ("tiles", (70,), 136, 272, False, False, torch.bfloat16),
+        ("tiles, odd", (67,), 131, 77, False, False, torch.float32),
+        ("tiles, static", (65,), 16, 48, False, True, torch.float16),
+        ("blocks", (3,), 200, 704, True, False, torch.bfloat16),
+        ("blocks, one token, odd", (1,), 37, 77, True, True, torch.float32),
+        ("blocks, tiles", (66,), 136, 200, True, False, torch.float32),
+        ("empty", (2, 0), 32, 64, False, False, torch.bfloat16),
+    )
+    found = []
+    for kind in (INT8, FP8):
+        for name, tokens, out, columns, blocks, static, dtype in cases:
+            W = torch.randn(out, columns, generator=g) * torch.rand(out, 1, generator=g)
+            x = (torch.randn(*tokens, columns, generator=g) * 3).to(device, dtype)
+            scale = torch.tensor(4.0 / (127 if kind == INT8 else 448), device=device) if static else None
+            found.append(_check(name, x, _move(quantize_weight(W, kind, BLOCK if blocks else None), device), scale))
+        x = torch.randn(2 * 96, 11, generator=g).to(device, torch.float16).t()[:, ::2]
+        W = quantize_weight(torch.randn(48, 96, generator=g), kind)
+        found.append(_check("x not contiguous", x, _move(W, device), None))
+        found.append(_check("x of row stride", torch.randn(9, 200, generator=g).to(device)[:, 8:104], _move(W, device), None))
+    extreme = W8("rows", torch.full((33, 14336), -128, dtype=INT8, device=device), torch.ones(33, device=device), (33, 14336))
+    found.append(_check("largest sums", torch.ones(2, 14336, device=device, dtype=torch.float32), extreme, None))
+    return found
+
+
+def _check(name: str, x: Tensor, w: W8, x_scale: Tensor | None) -> Check:
+    blocked, int8 = w.scale.dim() == 2, w.codes.dtype == INT8
+    impls = ("triton", "cpu") if int8 and not blocked and integer_dots(w.codes) else ("triton",)
+
+    def run(impl: str) -> Tensor | tuple[Tensor, ...]:
+        y = w8a8_matmul(x, w, x_scale=x_scale, impl=impl)
+        if impl != "cpu" or not prepacked_fits(w):
+            return y, y
+        return y, w8a8_matmul(x, to_prepacked(w), x_scale=x_scale, impl=impl)
+
+    def expected() -> tuple[Tensor, ...]:
+        codes, scale = quantize_rows(x, w.codes.dtype, scale=x_scale, block=BLOCK if blocked else None)
+        a, W = codes.double(), w.codes.double()
+        if blocked:
+            a = a * scale.double().repeat_interleave(BLOCK, -1)[..., : x.shape[-1]]
+            W = W * w.scale.double().repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[: W.shape[0], : W.shape[1]]
+            y = a @ W.t()
+        else:
+            y = (a @ W.t()) * w.scale.double() * scale.double()
+        return y, y
+
+    kind = "int8" if int8 else "fp8"
+    tolerance = TOLERANCE[x.dtype] if int8 else max(SHORT, TOLERANCE[x.dtype])
+    return Check("w8a8_matmul", f"{kind}, {name}", run, expected, tolerance, impls)
+
+
+def _move(w: W8, device: torch.device) -> W8:
+    return w._replace(codes=w.codes.to(device), scale=w.scale.to(device))
+
+
+def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]:
+    if toy and triton_takes(device):
+        for kind in (INT8, FP8):
+            for tokens in (1, 80):
+                yield _gpu(device, kind, (160, 256), tokens, asked.dtype, 2)
+    elif toy:
+        yield from _cpu((160, 256), 16, asked.dtype)
+    elif device.type == "cuda":
+        for shape in asked.shapes or ((14336, 4096), (4096, 4096)):
+            for kind in (INT8, FP8):
+                for tokens in asked.tokens or (1, 16, 64, 256, 2048):
+                    yield _gpu(device, kind, shape, tokens, asked.dtype, min(MOST, max(2, -(-ROTATED // (shape[0] * shape[1])))))
+    else:
+        for shape in asked.shapes or ((1536, 576), (576, 1536), (4096, 4096), (14336, 4096)):
+            for tokens in asked.tokens or (1, 16, 64, 256):
+                yield from _cpu(shape, tokens, asked.dtype)
+
+
+def _gpu(device: torch.device, kind: torch.dtype, shape: tuple[int, int], tokens: int, dtype: torch.dtype, copies: int) -> Contest:
+    out, columns = shape
+    x = torch.randn(tokens, columns, device=device, dtype=dtype)
+    dense = [torch.randn(out, columns, device=device, dtype=dtype) for _ in range(copies)]
+    name = str(dtype).removeprefix("torch.")
+    small = [quantize_weight(W, kind) for W in dense]
+    contestants: dict[str, Callable[[int], object]] = {
+        "triton": lambda i: w8a8_matmul(x, small[i], impl="triton"),
+        name: lambda i: F.linear(x, dense[i]),
+    }
+    contestants |= _library(x, small)
+    from kernels.w8a8_matmul.triton import candidates, key
+
+    return Contest(
+        op="w8a8_matmul", detail="int8" if kind == INT8 else "fp8", shape=shape, tokens=tokens, contestants=contestants,
+        copies=copies, ours="triton", baseline=name,
+        least_bytes=out * columns + 4 * out + 2 * tokens * (out + columns), flops=2 * tokens * out * columns,
+        rate="int8" if kind == INT8 else "float8", goal=1.6 if tokens == 1 or tokens >= 256 else None,
+        tune_key=key(tokens, out, columns, kind), candidates=candidates(tokens, kind),
+    )  # fmt: skip
+
+
+def _library(x: Tensor, small: list[W8]) -> dict[str, Callable[[int], object]]:
+    """torch's own products of 8-bit matrices with the quantisation that they need, where they run."""
+
+    def int_mm(i: int) -> Tensor:
+        codes, scale = quantize_rows(x, INT8)
+        return (torch._int_mm(codes, small[i].codes.t()).float() * small[i].scale * scale).to(x.dtype)
+
+    def scaled_mm(i: int) -> Tensor:
+        codes, scale = quantize_rows(x, FP8)
+        return torch._scaled_mm(codes, small[i].codes.t(), scale, small[i].scale[None], out_dtype=torch.bfloat16)
+
+    def product_only(i: int) -> Tensor:
+        return torch._scaled_mm(fixed, small[i].codes.t(), fixed_scale, small[i].scale[None], out_dtype=torch.bfloat16)
+
+    if x.device.type != "cuda":
+        return {}
+    fixed, fixed_scale = quantize_rows(x, FP8)
+    if small[0].codes.dtype == INT8:
+        calls = {"_int_mm": int_mm} if x.shape[0] > 16 else {}  # cuBLAS takes no fewer
+    else:
+        calls = {"_scaled_mm": scaled_mm, "_scaled_mm, x already fp8": product_only}
+    found = {}
+    for name, call in calls.items():
+        try:
+            call(0)
+        except (RuntimeError, ValueError, NotImplementedError):  # another GPU, or another torch, that has none
+            continue
+        found[name] = call
+    return found
+
+
+@torch.no_grad()
+def _cpu(shape: tuple[int, int], tokens: int, dtype: torch.dtype) -> Iterator[Contest]:
+    out, columns = shape
+    if not integer_dots(torch.empty(0)) or dtype == torch.float16:
+        return
+    copies = max(2, min(64, (128 << 20) // (2 * out * columns)))
+    x = torch.randn(tokens, columns).to(dtype)
+    dense = [torch.randn(out, columns).to(dtype) for _ in range(copies)]
+    rows = [quantize_weight(W, INT8) for W in dense]
+    small = [to_prepacked(w) for w in rows]
+    packed = [torch.ops.mkldnn._reorder_linear_weight(W, tokens) for W in dense]
+    name = f"{str(dtype).removeprefix('torch.')} prepacked"
+    yield Contest(
+        op="w8a8_matmul", detail="int8", shape=shape, tokens=tokens,
+        contestants={
+            "cpu prepacked": lambda i: w8a8_matmul(x, small[i], impl="cpu"),
+            "cpu int_mm": lambda i: w8a8_matmul(x, rows[i], impl="cpu"),
+            name: lambda i: torch.ops.mkldnn._linear_pointwise(x, packed[i], None, "none", [], ""),
+        },
+        copies=copies, ours="cpu prepacked", baseline=name,
+        least_bytes=out * columns + 4 * out + 2 * tokens * (out + columns), flops=2 * tokens * out * columns, rate="int8",
+        goal=1.7 if tokens >= 64 and out >= 4096 else None,
+    )  # fmt: skip

@@ -1,0 +1,141 @@
+"""Weights and activations in 8 bits: how they are quantised, and how a weight lies in memory."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels import native
+
+BLOCK = 128  # rows and columns that share a scale in a block-wise weight; columns that do in its activations
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+SMALLEST = 2.0**-100  # rows that are smaller than this everywhere are quantised as if they reached it
+MOST_COLUMNS = {torch.int8: 1 << 17, torch.float8_e4m3fn: 1 << 30}  # 2^17 products of at most 2^14 are below 2^31 ...
+
+
+class W8(NamedTuple):
+    """A weight in 8 bits: w = scale * code.
+
+    layout "rows":      codes int8 or float8_e4m3fn [out, in], contiguous; scale float32 [out], or
+                        [ceil(out/128), ceil(in/128)] for one scale per block.
+    layout "prepacked": codes int8 in the blocks that oneDNN reads, opaque: such a tensor cannot be saved, copied or moved;
+                        scale float32 [out].
+    """
+
+    layout: str
+    codes: Tensor
+    scale: Tensor
+    shape: tuple[int, int]  # (out, in)
+
+
+def quantize_rows(x: Tensor, dtype: torch.dtype, *, scale: Tensor | None = None, block: int | None = None) -> tuple[Tensor, Tensor]:
+    """Quantise activations symmetrically, token by token.
+
+    The step is max|x| / 127 for int8 and max|x| / 448 for float8_e4m3fn, a float32; codes are x * (127 or 448) / max|x|, rounded
+    to nearest even in float32. A row of zeros has zeros as codes. Where a row holds a NaN or an infinity its scale is NaN, so that
+    its products are too, and its codes mean nothing.
+
+    Args:
+        x: [..., in], float32, bfloat16 or float16.
+        dtype: torch.int8 or torch.float8_e4m3fn.
+        scale: one positive float32 step for all of x (static); what lies beyond the largest code is clamped to it.
+        block: columns that share a step, or None for all of a row.
+
+    Returns:
+        codes [..., in] and scale float32 [..., 1], or [..., ceil(in / block)].
+
+    Raises:
+        ValueError: a `dtype` that is neither.
+    """
+    if dtype not in LARGEST:
+        raise ValueError(f"`dtype` (={dtype}) must be torch.int8 or torch.float8_e4m3fn")
+    columns = x.shape[-1]
+    width = block or columns
+    v = F.pad(x.float(), (0, -columns % width)).unflatten(-1, (-1, width))  # [..., groups, width]
+    top = v.abs().amax(-1, keepdim=True)
+    step, inverse = _step(top, LARGEST[dtype], scale)
+    codes = encode(v * inverse, dtype).flatten(-2)[..., :columns]
+    return codes.contiguous(), torch.where(top.isfinite(), step, torch.nan).squeeze(-1)
+
+
+def quantize_weight(W: Tensor, dtype: torch.dtype, block: int | None = None) -> W8:
+    """Round a weight to nearest: one scale per output channel, or per 128 x 128 block.
+
+    Args:
+        W: [out, in], any floating dtype.
+        dtype: torch.int8 (codes -127 to 127) or torch.float8_e4m3fn.
+        block: None or 128.
+
+    Raises:
+        ValueError: a `dtype` or `block` that cannot be stored, or a W that is not a finite matrix.
+    """
+    if block not in (None, BLOCK):
+        raise ValueError(f"`block` (={block}) must be None (a scale per output channel) or {BLOCK}")
+    if W.dim() != 2 or not W.isfinite().all():
+        raise ValueError(f"`W` {tuple(W.shape)} must be a matrix of finite numbers")
+    if block is None:
+        codes, scale = quantize_rows(W, dtype)
+        return W8("rows", codes, scale.squeeze(-1), tuple(W.shape))
+    if dtype not in LARGEST:
+        raise ValueError(f"`dtype` (={dtype}) must be torch.int8 or torch.float8_e4m3fn")
+    out, columns = W.shape
+    padded = F.pad(W.float(), (0, -columns % BLOCK, 0, -out % BLOCK))
+    tiles = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [out/128, 128, in/128, 128]
+    step, inverse = _step(tiles.abs().amax((1, 3), keepdim=True), LARGEST[dtype], None)
+    codes = encode(tiles * inverse, dtype).flatten(2).flatten(0, 1)
+    return W8("rows", codes[:out, :columns].contiguous(), step[:, 0, :, 0].contiguous(), (out, columns))
+
+
+def encode(v: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32, in units of the step -> codes: to nearest even, and never beyond the largest code."""
+    v = v.clamp(-LARGEST[dtype], LARGEST[dtype])
+    return v.round().to(dtype) if dtype == torch.int8 else v.to(dtype)
+
+
+def to_prepacked(w: W8) -> W8:
+    """`rows` -> `prepacked`, for int8 with a scale per output channel on a CPU; the inverse of `to_rows`.
+
+    Raises:
+        ValueError: a weight that oneDNN's int8 product cannot take here.
+    """
+    if not prepacked_fits(w):
+        kind = f"{w.codes.dtype} with scale {tuple(w.scale.shape)} on {w.codes.device}"
+        raise ValueError(f"`w` must be int8 rows with a scale per output channel, on a CPU with VNNI, not {kind}")
+    return w._replace(layout="prepacked", codes=torch.ops.onednn.qlinear_prepack(w.codes, None))
+
+
+def to_rows(w: W8) -> W8:
+    """`prepacked` -> `rows`, exactly."""
+    return w._replace(layout="rows", codes=w.codes.to_dense().t().contiguous()) if w.layout == "prepacked" else w
+
+
+def prepacked_fits(w: W8) -> bool:
+    """Can `to_prepacked` take this weight, on this machine?"""
+    fits = w.layout == "rows" and w.codes.dtype == torch.int8 and w.scale.dim() == 1
+    return fits and w.codes.numel() > 0 and integer_dots(w.codes)
+
+
+def integer_dots(codes: Tensor) -> bool:
+    """Are there exact int8 dot products where this tensor is: a CPU with AVX512-VNNI?"""
+    return codes.device.type == "cpu" and _has_vnni()
+
+
+@torch.compiler.assume_constant_result
+def _has_vnni() -> bool:
+    """Without VNNI oneDNN adds pairs of int8 products in 16 bits, which saturates."""
+    return torch.backends.mkldnn.is_available() and bool(getattr(torch.cpu, "_is_vnni_supported", lambda: False)())
+
+
+@torch.compiler.assume_constant_result
+def in_one_call() -> bool:
+    """Is there the C++ op that quantises, multiplies by a prepacked weight and scales, without Python between?"""
+    return native.why_not() is None
+
+
+def _step(top: Tensor, largest: float, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The step and its inverse for the largest magnitude, each divided once: by or into a Python number torch would not."""
+    if scale is not None:
+        return scale, torch.div(scale.new_ones(()), scale)
+    bound, top = top.new_full((), largest), top.clamp_min(SMALLEST)
+    return torch.div(top, bound), torch.div(bound, top)

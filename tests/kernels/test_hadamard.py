@@ -1,0 +1,119 @@
+"""Hadamard transforms: the matrices are what they are called, every path agrees with them, and the compiler takes them."""
+
+import pytest
+import torch
+
+from kernels.hadamard import hadamard, hadamard_matrix
+from kernels.hadamard.cases import checks, exact
+from kernels.hadamard.matrix import base, near
+from kernels.hadamard.plan import LARGEST_TILE, plan
+from kernels.registry import recording
+
+MODELS = {576: 36, 1536: 12, 4096: 1, 11008: 344, 14336: 28, 28672: 28, 5120: 20, 13824: 108, 18944: 148, 25600: 100, 53248: 52}
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 8, 12, 20, 24, 28, 36, 40, 44, 52, 60, 68, 76, 84, 100, 108, 148, 344, 576])
+def test_matrices_are_hadamard_and_symmetric(n):
+    H = hadamard_matrix(n, dtype=torch.float64)
+    assert H.shape == (n, n) and (H.abs() == 1).all()
+    assert torch.equal(H, H.T)
+    assert torch.equal(H @ H, n * torch.eye(n, dtype=torch.float64))
+
+
+def test_powers_of_two_are_sylvesters():
+    H = hadamard_matrix(8)
+    assert torch.equal(H[1], torch.tensor([1.0, -1] * 4)) and torch.equal(H[7], torch.tensor([1.0, -1, -1, 1, -1, 1, 1, -1]))
+
+
+def test_sizes_of_models_have_a_transform():
+    assert {n: base(n) for n in MODELS} == MODELS
+    assert all(base(1 << k) == 1 for k in range(17))
+    assert [base(n) for n in (-4, 0, 3, 6, 18, 92, 1023)] == [None] * 7
+    assert near(92) == [88, 96] and near(1) == [2] and near(577) == [576, 580]
+
+
+@pytest.mark.parametrize("n", [1, 12, 76, 128, 576, 1536, 4096, 8192, 13824, 14336, 24576, 28672, 32768])
+def test_plans_take_sizes_apart(n):
+    p = plan(n)
+    assert p.a * p.b * p.c == n and p.pa >= p.a and p.pc >= max(16, p.c) and p.pa * p.b * p.pc <= LARGEST_TILE
+    assert plan(11008) is None and plan(65536) is None and plan(92) is None
+
+
+@pytest.mark.parametrize("check", checks(torch.device("cpu")), ids=lambda c: c.name)
+@pytest.mark.parametrize("impl", ["reference", "cpu"])
+def test_agrees_with_float64(check, impl):
+    assert check.error(impl) <= check.tolerance
+
+
+@pytest.mark.parametrize("n", [12, 64, 576, 688])
+@pytest.mark.parametrize("impl", ["reference", "cpu"])
+def test_is_its_own_inverse_and_keeps_lengths(n, impl):
+    x = torch.randn(7, n)
+    y = hadamard(x, impl=impl)
+    assert torch.allclose(y.norm(dim=-1), x.norm(dim=-1), rtol=1e-5)
+    assert torch.allclose(hadamard(y, impl=impl), x, atol=1e-5)
+
+
+def test_many_rows_are_taken_in_parts():
+    x = torch.randn(1100, 512)
+    assert torch.allclose(hadamard(x).double(), exact(x), atol=1e-4)
+
+
+def test_float64_stays_exact():
+    x = torch.randn(3, 5, 96, dtype=torch.float64)
+    with recording() as used:
+        y = hadamard(x)
+    assert used == {"hadamard": {"reference"}}
+    assert y.dtype == torch.float64 and torch.allclose(y, exact(x), atol=1e-12)
+
+
+def test_gradient_is_the_transform_itself():
+    x = torch.randn(2, 3, 24, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: hadamard(x, scale=0.3), (x,))
+    x = torch.randn(4, 64, requires_grad=True)
+    g = torch.randn(4, 64)
+    hadamard(x).backward(g)
+    assert torch.allclose(x.grad, hadamard(g), atol=1e-6)
+
+
+def test_rotating_input_and_weight_changes_no_product():
+    x, W = torch.randn(5, 576), torch.randn(30, 576)
+    assert torch.allclose(hadamard(x) @ hadamard(W).T, x @ W.T, atol=1e-3)
+
+
+def test_bad_arguments_say_what_would_do():
+    with pytest.raises(ValueError, match="not 92; near it: 88 and 96"):
+        hadamard(torch.randn(2, 92))
+    with pytest.raises(ValueError, match="not 0; near it: 1"):
+        hadamard(torch.randn(2, 0))
+    with pytest.raises(ValueError, match="`n` = .* not 18"):
+        hadamard_matrix(18)
+    with pytest.raises(ValueError, match="`impl` \\(='gpu'\\)"):
+        hadamard(torch.randn(2, 8), impl="gpu")
+    with pytest.raises(ValueError, match="'reference', 'cpu' would do"):
+        hadamard(torch.randn(2, 8), impl="triton")
+    with pytest.raises(ValueError, match="`impl` \\(='cpu'\\) does not take torch.float64"):
+        hadamard(torch.randn(2, 8).double(), impl="cpu")
+    with pytest.raises(ValueError, match="`x` \\(torch.int64\\)"):
+        hadamard(torch.ones(2, 8, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("use", ["reference", "cpu"])
+@pytest.mark.parametrize("n", [1, 12, 64])
+def test_registered_op_passes_opcheck(use, n):
+    x = torch.randn(3, n, requires_grad=True)
+    torch.library.opcheck(torch.ops.workbench.hadamard, (x, 0.5, use))
+    torch.library.opcheck(torch.ops.workbench.hadamard, (torch.randn(n, 6).t(), 0.5, use))
+
+
+def test_survives_the_compiler_and_export():
+    class Rotated(torch.nn.Module):
+        def forward(self, x):
+            return hadamard(x) * 2
+
+    x = torch.randn(6, 48).bfloat16()
+    expected = Rotated()(x)
+    assert torch.equal(torch.compile(Rotated(), fullgraph=True)(x), expected)
+    rows = {0: torch.export.Dim("rows", min=2, max=64)}
+    exported = torch.export.export(Rotated(), (x,), dynamic_shapes=(rows,)).module()
+    assert torch.equal(exported(x), expected) and exported(x[:3]).shape == (3, 48)

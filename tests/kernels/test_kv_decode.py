@@ -1,0 +1,345 @@
+"""Attention of a decode step: what lies outside a range is never seen, the mass adds up, storage loses what it says it loses."""
+
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from kernels import native
+from kernels.kv_decode import KV, dequantize_kv, kv_decode, quantize_kv
+from kernels.kv_decode.cases import checks, elements, exact
+from kernels.registry import recording
+
+IMPLS = ("reference", "cpu")
+needs_native = pytest.mark.skipif(native.why_not() is not None, reason=f"no C++ kernels here: {native.why_not()}")
+ISAS = [isa for isa in ("avx512bf16", "avx512", "avx2", "portable") if native.why_not() is None and native.runs(isa)]
+STORED = [(16, 0), (8, 32), (8, 128), (4, 32), (4, 64)]
+
+
+def make(B=2, H_kv=2, G=3, T_q=1, S=150, D=16, dtype=torch.float32, bits=16, group=0, seed=0):
+    """q, cache, lengths [B, H_kv]; the first row uses every position."""
+    g = torch.Generator().manual_seed(seed)
+    q = torch.randn(B, H_kv * G, T_q, D, generator=g).to(dtype)
+    k, v = (torch.randn(B, H_kv, S, D, generator=g).to(dtype) for _ in range(2))
+    lengths = torch.randint(T_q, S, (B, H_kv), generator=g)
+    lengths[0, 0] = S
+    return q, KV(k, v) if bits == 16 else quantize_kv(k, v, bits, group), lengths
+
+
+def rms(y, expected):
+    return ((y.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)).item()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("bits, group", STORED)
+def test_mass_adds_up_to_the_rows_of_a_head(impl, bits, group):
+    q, cache, lengths = make(bits=bits, group=group, T_q=2)
+    lengths[1, 1] = 0
+    starts = (cache.positions - lengths) // 2
+    y, mass = kv_decode(q, cache, lengths, starts=starts, return_mass=True, impl=impl)
+    assert mass.shape == (2, 2, 150) and mass.dtype == torch.float32
+    at = torch.arange(150)
+    inside = (at >= starts[..., None]) & (at < (starts + lengths)[..., None])
+    assert torch.all(mass[~inside] == 0) and torch.all(mass[inside] >= 0)
+    assert torch.allclose(mass.sum(-1), 6.0 * (lengths > 0), atol=1e-4)
+    assert torch.all(y[1, 3:] == 0), "a row without positions gives zeros"
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("packed", ["left", "right"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_nothing_outside_a_range_is_seen(impl, packed, dtype):
+    q, cache, lengths = make(dtype=dtype)
+    starts = 150 - lengths if packed == "right" else torch.zeros_like(lengths)
+    expected = torch.zeros(q.shape, dtype=torch.float64)
+    for b in range(2):
+        for h in range(2):
+            a, n = starts[b, h], lengths[b, h]
+            alone = KV(*(t[b : b + 1, h : h + 1, a : a + n].clone() for t in cache[:2]))
+            heads = slice(3 * h, 3 * h + 3)
+            expected[b, heads] = exact(q[b : b + 1, heads], alone, torch.ones(1, 1, n, dtype=torch.bool), 0.25, None)[0][0]
+            for t in cache[:2]:
+                t[b, h, :a], t[b, h, a + n :] = torch.nan, torch.inf
+    y = kv_decode(q, cache, lengths, starts=None if packed == "left" else starts, impl=impl)
+    assert rms(y, expected) < {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}[dtype]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (5, 1)])
+def test_agrees_with_transformers_on_a_left_padded_batch(impl, heads):
+    from transformers.models.llama.modeling_llama import eager_attention_forward
+
+    H_q, H_kv = heads
+    q, cache, _ = make(B=3, H_kv=H_kv, G=H_q // H_kv, S=40)
+    lengths = torch.tensor([40, 7, 23])
+    mask = torch.where(torch.arange(40) >= 40 - lengths[:, None], 0, torch.finfo(torch.float32).min)[:, None, None]
+    module = SimpleNamespace(num_key_value_groups=H_q // H_kv, training=False)
+    expected, _ = eager_attention_forward(module, q, cache.k, cache.v, mask, scaling=0.25)  # [B, T_q, H_q, D]
+    per_head = lengths[:, None].expand(3, H_kv)
+    y = kv_decode(q, cache, per_head, starts=40 - per_head, impl=impl)
+    assert torch.allclose(y, expected.transpose(1, 2), atol=1e-5)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("bits, group", [(16, 0), (4, 32)])
+def test_tokens_of_one_step_see_what_came_before_them(impl, bits, group):
+    q, cache, lengths = make(T_q=3, bits=bits, group=group)
+    lengths[1, 0] = 2  # the first token of three sees nothing
+    together, mass = kv_decode(q, cache, lengths, return_mass=True, impl=impl)
+    masses = torch.zeros_like(mass)
+    for t in range(3):
+        alone, part = kv_decode(q[:, :, t : t + 1], cache, (lengths - 2 + t).clamp_min(0), return_mass=True, impl=impl)
+        assert torch.allclose(together[:, :, t], alone[:, :, 0], atol=1e-5)
+        masses += part
+    assert torch.allclose(mass, masses, atol=1e-5)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("bits, group", STORED[1:])
+def test_quantised_cache_with_a_tail_is_its_dequantised_self(impl, bits, group):
+    q, cache, lengths = make(bits=bits, group=group)
+    assert cache.k.shape[2] == 150 // group * group and cache.positions == 150
+    k, v = dequantize_kv(cache)
+    assert torch.equal(elements(cache, "k", 16).float(), k) and torch.equal(elements(cache, "v", 16).float(), v)
+    lengths[1] = torch.tensor([5, 1])
+    for starts in (None, 150 - lengths):  # two of the right-packed ranges lie in the tail alone
+        y = kv_decode(q, cache, lengths.clamp_max(20) if starts is None else lengths, starts=starts, softcap=4.0, impl=impl)
+        same = kv_decode(
+            q, KV(k, v), lengths.clamp_max(20) if starts is None else lengths, starts=starts, softcap=4.0, impl="reference"
+        )
+        assert rms(y, same) < 1e-5
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_no_element_is_off_by_more_than_half_a_step(bits, group):
+    g = torch.Generator().manual_seed(1)
+    k = torch.randn(1, 2, 256, 8, generator=g) * torch.rand(8, generator=g) * 9 + torch.randn(8, generator=g) * 100
+    v = torch.randn(1, 2, 256, 8, generator=g) - 3
+    k[..., 3], v[0, 0, 5] = 2.7, 0.0  # one value only
+    cache = quantize_kv(k, v, bits, group)
+    back_k, back_v = dequantize_kv(cache)
+    step_k = cache.params_k[..., 0].float().repeat_interleave(group, 2)
+    step_v = cache.params_v[..., :1].float()
+    assert torch.all((back_k - k).abs() <= step_k * 0.5 + 1e-4)
+    assert torch.all((back_v - v).abs() <= step_v * 0.5 + 1e-4)
+    span = k.view(1, 2, -1, group, 8).amax(3) - k.view(1, 2, -1, group, 8).amin(3)
+    largest = k.abs().amax()
+    assert torch.all((cache.params_k[..., 0].float() <= (span + largest / 100) / (2**bits - 1) * 1.01) | (span == 0))
+    assert cache.nbytes == 2 * k.numel() * bits // 8 + 2 * 4 * 8 * (256 // group) + 2 * 4 * 256
+
+
+def test_short_caches_stay_as_they_are():
+    q, cache, lengths = make(S=20, bits=4, group=32)
+    assert cache.k.shape == (2, 2, 0, 8) and cache.v.shape == (2, 2, 0, 16, 16) and cache.tail_k.shape[2] == 20
+    plain = KV(cache.tail_k, cache.tail_v)
+    for impl in IMPLS:
+        assert torch.allclose(kv_decode(q, cache, lengths, impl=impl), kv_decode(q, plain, lengths, impl="reference"), atol=1e-5)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("bits, group", [(16, 0), (8, 32), (4, 32)])
+def test_any_strides(impl, bits, group):
+    """A cache cut out of a larger, preallocated one, and queries as a projection leaves them."""
+    q, cache, lengths = make(bits=bits, group=group, S=128, dtype=torch.bfloat16)
+
+    def cut(t):
+        if t is None:
+            return None
+        if bits == 16:  # position by position, with all heads side by side
+            larger = torch.zeros(3, 2, t.shape[2] + 4, 3, *t.shape[3:], dtype=t.dtype)
+            view = larger[1, :, 2:-2, :-1].transpose(1, 2)
+        else:
+            view = torch.zeros(3, 2, 3, t.shape[2] + 4, *t.shape[3:], dtype=t.dtype)[1, :, :-1, 2:-2]
+        return view.copy_(t)
+
+    strided = KV(*(cut(t) for t in cache[:6]), *cache[6:])
+    strided_q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    y = kv_decode(strided_q, strided, lengths.int(), starts=(128 - lengths).int(), impl=impl)
+    assert torch.allclose(y, kv_decode(q, cache, lengths, starts=128 - lengths, impl=impl), atol=1e-2)
+
+
+def test_heads_spread_over_threads_give_what_one_thread_gives():
+    q, cache, lengths = make(B=3, dtype=torch.bfloat16)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        expected = kv_decode(q, cache, lengths, impl="cpu")
+        torch.set_num_threads(2)
+        with torch.inference_mode():
+            assert torch.equal(kv_decode(q, cache, lengths, impl="cpu"), expected)
+        q.requires_grad_()
+        assert torch.equal(kv_decode(q, cache, lengths, impl="cpu"), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_empty(impl):
+    q, cache, lengths = make()
+    assert kv_decode(q[:0], KV(*(t[:0] for t in cache[:2])), lengths[:0], impl=impl).shape == (0, 6, 1, 16)
+    y, mass = kv_decode(q, KV(*(t[:, :, :0] for t in cache[:2])), 0 * lengths, return_mass=True, impl=impl)
+    assert torch.all(y == 0) and mass.shape == (2, 2, 0)
+
+
+def test_auto_says_what_ran():
+    with recording() as used:
+        kv_decode(*make())
+    assert used["kv_decode"] == {"cpu" if native.why_not() else f"cpu {native.kv_decode_isa(torch.float32)}"}
+
+
+@pytest.mark.parametrize("isa", [*ISAS, None])
+def test_cpu_checks_on_every_instruction_set(isa, monkeypatch):
+    """None: plain torch, for machines without a compiler. Twice, and the same bits."""
+    if isa is None:
+        monkeypatch.setattr(native, "why_not", lambda: "not now")
+    else:
+        monkeypatch.setattr(
+            native, "kv_decode_isa", lambda dtype: "portable" if (isa, dtype) == ("avx512bf16", torch.float32) else isa
+        )
+    for check in checks(torch.device("cpu")):
+        assert check.error("cpu") <= check.tolerance, check.name
+        pair = [y if isinstance(y, tuple) else (y,) for y in (check.run("cpu"), check.run("cpu"))]
+        assert all(torch.equal(a, b) for a, b in zip(*pair, strict=True)), check.name
+
+
+@needs_native
+@pytest.mark.parametrize("bits, group", STORED)
+def test_integer_products_keep_to_their_error(bits, group):
+    """Codes times rows of 16 bits, held against the same in float32: far below what 16-bit queries are rounded by."""
+    q, cache, lengths = make(bits=bits, group=group, S=700, D=64, dtype=torch.float16)
+    starts = 700 - lengths
+    cache = cache._replace(**{name: t.half() for name in ("tail_k", "tail_v") if (t := getattr(cache, name)) is not None})
+    found = []
+    for isa in ISAS:
+        found.append(
+            torch.ops.workbench.kv_decode_native(q * 3, *cache[:6], lengths, starts, bits, group, 0.125, 0.0, True, isa)[1]
+        )
+    for mass in found[:-1]:
+        assert rms(mass, found[-1]) < 3e-4
+
+
+@needs_native
+@pytest.mark.parametrize("bits, group", [(16, 0), (8, 32), (4, 64)])
+@pytest.mark.parametrize("isa", ISAS)
+def test_native_op_passes_opcheck(isa, bits, group):
+    q, cache, lengths = make(bits=bits, group=group, S=70, dtype=torch.bfloat16)
+    tails = (t if t is None else t.bfloat16() for t in cache[4:6])
+    arguments = (q, *cache[:4], *tails, lengths, 70 - lengths, bits, group, 0.25, 0.0, True, isa)
+    torch.library.opcheck(torch.ops.workbench.kv_decode_native, arguments)
+
+
+@needs_native
+def test_native_op_says_what_it_cannot_take():
+    q, cache, lengths = make()
+    for isa in ("sse9", *(isa for isa in ISAS if isa == "avx512bf16")):
+        with pytest.raises(RuntimeError, match=f"`isa` .='{isa}'. "):
+            torch.ops.workbench.kv_decode_native(q, *cache[:6], lengths, None, 16, 0, 1.0, 0.0, False, isa)
+
+
+def test_bad_arguments_say_what_would_do():
+    q, cache, lengths = make()
+    _, small, _ = make(bits=4, group=32)
+    for message, call in {
+        r"`impl` \(='cuda'\) must be": lambda: kv_decode(q, cache, lengths, impl="cuda"),
+        r"`q` torch.float64": lambda: kv_decode(q.double(), cache, lengths),
+        r"must have 1 to 8 tokens": lambda: kv_decode(q.expand(-1, -1, 9, -1), cache, lengths),
+        r"`q`'s heads \(=5\)": lambda: kv_decode(q[:, :5], cache, lengths),
+        r"`softcap` \(=-1\)": lambda: kv_decode(q, cache, lengths, softcap=-1),
+        r"`lengths` must be int32 or int64 \(2, 2\)": lambda: kv_decode(q, cache, lengths.float()),
+        r"`starts` must be int32 or int64 \(2, 2\)": lambda: kv_decode(q, cache, lengths, starts=lengths[0]),
+        r"`cache.k` must be torch.bfloat16": lambda: kv_decode(q.bfloat16(), cache, lengths),
+        r"contiguous in its last 1": lambda: kv_decode(q, KV(*(t.mT.contiguous().mT for t in cache[:2])), lengths),
+        r"`cache.v` .* must be contiguous in its last 2": lambda: kv_decode(
+            q, small._replace(v=small.v.mT.contiguous().mT), lengths
+        ),
+        r"`cache.params_k` must be .* not None": lambda: kv_decode(q, small._replace(params_k=None), lengths),
+        r"`cache.bits` \(=3\)": lambda: kv_decode(q, small._replace(bits=3), lengths),
+        r"`cache.group` \(=48\)": lambda: kv_decode(q, small._replace(group=48), lengths),
+        r"`cache.bits` \(=16\) goes without": lambda: kv_decode(q, small._replace(bits=16, k=cache.k, v=cache.v), lengths),
+        r"`bits` \(=16\) must be 8 or 4": lambda: quantize_kv(*cache[:2], 16),
+        r"`group` \(=48\) must be one of 32, 64, 128": lambda: quantize_kv(*cache[:2], 4, 48),
+        r"even number of channels": lambda: quantize_kv(cache.k[..., :15], cache.v[..., :15], 4),
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+@pytest.mark.parametrize("bits, group", [(16, 0), (4, 32)])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_registered_op_passes_opcheck(bits, group, impl):
+    q, cache, lengths = make(bits=bits, group=group, S=70, dtype=torch.bfloat16)
+    arguments = (q, *cache[:6], lengths, 70 - lengths, bits, group, 0.25, 0.0, True, impl)
+    torch.library.opcheck(torch.ops.workbench.kv_decode, arguments)
+
+
+@pytest.mark.parametrize("bits, group", [(16, 0), (8, 32)])
+def test_survives_the_compiler_and_export(bits, group):
+    q, cache, lengths = make(bits=bits, group=group)
+
+    class Step(torch.nn.Module):
+        def forward(self, q, cache, lengths):
+            y, mass = kv_decode(q * 2, cache, lengths, starts=cache.positions - lengths, return_mass=True)
+            return y + 1, mass
+
+    expected = Step()(q, cache, lengths)
+    exported = torch.export.export(Step(), (q, cache, lengths)).module()
+    for step in (torch.compile(Step(), fullgraph=True), exported):
+        for a, b in zip(step(q, cache, lengths), expected, strict=True):
+            assert torch.allclose(a, b, atol=1e-6)
+
+
+def test_assembly_unpacks_as_the_interpreter_does():
+    """The interpreter cannot run the PTX, so it is read and carried out here, for every byte."""
+    pytest.importorskip("triton")
+    from kernels.kv_decode.spans import CENTRED_4, CENTRED_8
+
+    codes = torch.arange(256, dtype=torch.uint8).view(-1, 4)
+    words = codes.numpy().view(np.uint32)[:, 0]
+    (byte,) = (np.concatenate(pair, 1) for pair in [run_ptx(CENTRED_8.value, {"$2": words}, ["$0", "$1"])])
+    assert np.array_equal(byte, codes.numpy().astype(np.float16) - 128)
+    found = run_ptx(CENTRED_4.value, {"$4": words}, ["$0", "$1", "$2", "$3"])
+    assert np.array_equal(np.concatenate(found[:2], 1), (codes & 15).numpy().astype(np.float16) - 8)
+    assert np.array_equal(np.concatenate(found[2:], 1), (codes >> 4).numpy().astype(np.float16) - 8)
+
+
+def run_ptx(program, registers, outputs):
+    """Values of `outputs` as pairs of float16 [n, 2], low half first, after the few instructions that this op uses."""
+    n = len(next(iter(registers.values())))
+
+    def value(name):
+        return registers[name] if name in registers else np.full(n, int(name, 0), np.uint32)
+
+    def halves(word):
+        return word.view(np.float16).reshape(n, 2)
+
+    for line in re.findall(r"([a-z][\w.]+ [^;{}]+);", program):
+        opcode, _, rest = line.strip().partition(" ")
+        to, *names = (part.strip() for part in rest.split(","))
+        if opcode == ".reg" or not names or opcode.startswith("reg"):
+            continue
+        x = [value(name) for name in names]
+        if opcode == "mov.b32":
+            registers[to] = x[0]
+        elif opcode == "prmt.b32":
+            source = np.stack([x[0], x[1]], 1).view(np.uint8).reshape(n, 8)
+            selector = int(names[2], 0)
+            picked = [source[:, (selector >> 4 * i) & 7] for i in range(4)]
+            registers[to] = np.ascontiguousarray(np.stack(picked, 1)).view(np.uint32)[:, 0]
+        elif opcode == "lop3.b32":
+            table, result = int(names[3], 0), np.zeros(n, np.uint32)
+            for i in range(8):
+                if table >> i & 1:
+                    terms = [word if i >> (2 - j) & 1 else ~word for j, word in enumerate(x[:3])]
+                    result |= terms[0] & terms[1] & terms[2]
+            registers[to] = result
+        elif opcode == "add.rn.f16x2":
+            registers[to] = (halves(x[0]) + halves(x[1])).view(np.uint32)[:, 0]
+        elif opcode == "fma.rn.f16x2":
+            a, b, c = (halves(word).astype(np.float64) for word in x)
+            registers[to] = (a * b + c).astype(np.float16).view(np.uint32)[:, 0]
+        else:
+            raise AssertionError(f"{opcode} is not known here")
+    return [halves(np.ascontiguousarray(registers[name])) for name in outputs]

@@ -1,0 +1,127 @@
+"""Launch configurations: what is tried wins over what was measured, which wins over the heuristic; files are merged."""
+
+import json
+
+import pytest
+import torch
+
+from kernels import trial, tuning
+from kernels.cases import Contest
+
+CPU = torch.device("cpu")
+SLOW, FAST, WRONG, RAISES = {"block": 1}, {"block": 2}, {"block": 3}, {"block": 4}
+KEY = "w4 m1"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(tuning, "TUNED", tmp_path / "tuned")
+    monkeypatch.setattr(tuning, "gpu", lambda: "a-gpu")
+    tuning._measured.cache_clear()
+    yield tmp_path / "tuned"
+    tuning._measured.cache_clear()
+
+
+def test_tried_over_measured_over_heuristic(folder):
+    assert tuning.configuration("op", KEY, SLOW) == SLOW
+    path = tuning.save("op", KEY, FAST)
+    assert path == folder / "a-gpu.json"
+    assert tuning.configuration("op", KEY, SLOW) == FAST
+    assert tuning.configuration("op", "w4 m16", SLOW) == SLOW and tuning.configuration("other", KEY, SLOW) == SLOW
+    with tuning.trying("op", KEY, WRONG):
+        assert tuning.configuration("op", KEY, SLOW) == WRONG
+        with tuning.trying("op", KEY, None):
+            assert tuning.configuration("op", KEY, SLOW) == SLOW, "None asks for the heuristic"
+        assert tuning.configuration("op", KEY, SLOW) == WRONG
+    assert tuning.configuration("op", KEY, SLOW) == FAST
+
+
+def test_files_are_merged_and_keys_taken_out(folder):
+    tuning.save("b", "2", FAST)
+    tuning.save("b", "1", SLOW)
+    tuning.save("a", "1", SLOW)
+    path = tuning.save("b", "1", FAST)
+    assert json.loads(path.read_text()) == {"a": {"1": SLOW}, "b": {"1": FAST, "2": FAST}}
+    assert path.read_text().splitlines()[2] == '  "1": {"block": 1}', "a key to a line"
+    tuning.save("b", "1", None)
+    tuning.save("a", "1", None)
+    assert json.loads(path.read_text()) == {"b": {"2": FAST}}
+    assert [p.name for p in folder.iterdir()] == ["a-gpu.json"], "nothing temporary is left"
+
+
+def test_a_file_older_than_the_kernel_is_not_used(folder):
+    tuning.save("op", KEY, {"block": 2, "gone": 1})
+    assert tuning.configuration("op", KEY, SLOW) == SLOW
+    tuning.save("op", KEY, FAST)
+    assert tuning.configuration("op", KEY, {"block": 1, "new": 1}) == {"block": 1, "new": 1}
+
+
+def contest(candidates, in_place=False):
+    x, total = torch.arange(8.0), torch.zeros(8)
+
+    def ours(i):
+        block = tuning.configuration("op", KEY, SLOW)["block"]
+        for _ in range(200 if block == 1 else 1):
+            y = x * 2
+        if block == RAISES["block"]:
+            raise RuntimeError("out of shared memory")
+        y = y + 1 if block == WRONG["block"] else y
+        return total.add_(y) if in_place else y
+
+    return Contest("op", "W4", (8,), 1, {"ours": ours}, 1, "ours", "none", 64, 8, tune_key=KEY, candidates=candidates)
+
+
+def test_warming_calls_everything_once_in_all_shares(monkeypatch, tmp_path):
+    called = []
+
+    def call(n):
+        return lambda i: called.append((n, tuning.configuration("op", KEY, SLOW)["block"]))
+
+    def made(device, toy, asked):
+        for n in range(3):
+            calls = {"ours": call(n), "none": lambda i: 1 / 0}
+            more = {"tune_key": KEY, "candidates": [FAST, WRONG]}
+            yield Contest("op", "W4", (8,), 1, calls, 1, "ours", "none", 64, 8, **more)
+
+    monkeypatch.setattr(trial, "import_module", lambda name: type("cases", (), {"contests": staticmethod(made)}))
+    log = trial.Log(tmp_path / "rows.jsonl", "warm", "op", "0/2", float("inf"))
+    for share in range(2):
+        trial.warm(log, CPU, True, (share, 2), True)
+    assert sorted(called) == [(n, block) for n in range(3) for block in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_the_fastest_sound_candidate_is_written_down(folder, tmp_path, in_place):
+    log = trial.Log(tmp_path / "rows.jsonl", "contests", "op", "0/1", float("inf"))
+    tuned = trial.tune_contest(contest([WRONG, RAISES, FAST], in_place), log, CPU, tmp_path)
+    assert tuned == FAST
+    assert json.loads((tmp_path / "a-gpu.json").read_text()) == {"op": {KEY: FAST}}
+    (line,) = trial.read(log.path)
+    assert line["kind"] == "tuned" and line["configuration"] == FAST and set(line["seconds"]) == {"heuristic", "2"}
+    assert "differs from the heuristic" in line["rejected"]["0"] and "shared memory" in line["rejected"]["1"]
+
+
+def test_the_heuristic_stays_where_nothing_is_faster(folder, tmp_path):
+    log = trial.Log(tmp_path / "rows.jsonl", "contests", "op", "0/1", float("inf"))
+    tuning.save("op", KEY, FAST, tmp_path)
+    assert trial.tune_contest(contest([WRONG]), log, CPU, tmp_path) is None
+    assert json.loads((tmp_path / "a-gpu.json").read_text()) == {}
+
+
+def test_a_key_is_tuned_once_and_its_contests_use_it(folder, tmp_path, monkeypatch):
+    used = []
+
+    def made(device, toy, asked):
+        for _ in range(2):
+            c = contest([FAST])
+            yield c
+            used.append(c)
+
+    monkeypatch.setattr(trial, "import_module", lambda name: type("cases", (), {"contests": staticmethod(made)}))
+    log = trial.Log(tmp_path / "rows.jsonl", "contests", "op", "0/1", float("inf"))
+    trial.contests(log, CPU, True, 0, None, tmp_path)
+    lines = trial.read(log.path)
+    assert [line["kind"] for line in lines].count("tuned") == 1 and len(used) == 2
+    rows = [line for line in lines if line["kind"] == "contest"]
+    assert [row["configuration"] for row in rows] == [FAST, FAST]
+    assert tuning.configuration("op", KEY, SLOW) == SLOW, "on a CPU nothing is written where kernels look"

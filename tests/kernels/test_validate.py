@@ -1,0 +1,402 @@
+"""The judge judged: red checks stop timing, crashes are survived, budgets are kept, and the record has its shape."""
+
+import json
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kernels import cases, jobs, roofline, timing, trial, validate
+from kernels.cases import Check, Contest
+from kernels.table import table
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parents[2]
+X = torch.arange(1.0, 5.0)
+
+
+def check(op, name="doubles", run=lambda impl: X * 2, impls=("cpu", "triton")):
+    return Check(op, name, run, lambda: X.double() * 2, 1e-5, impls)
+
+
+def contest(op, detail="toy", pause=0.0, **more):
+    def call(factor):
+        return lambda i: (time.sleep(pause * factor), X * 2)
+
+    calls = {"ours": call(1), "torch": call(3), "other": call(2)}
+    return Contest(op, detail, (4, 4), 1, **{"contestants": calls, "copies": 2, "ours": "ours", "baseline": "torch",
+                                            "least_bytes": 64, "flops": 32, **more})  # fmt: skip
+
+
+def op(name, checks, contests):
+    """A module like kernels/<op>/cases.py."""
+    made = {"checks": lambda device: [c(name) for c in checks], "contests": lambda device, toy, asked: (c(name) for c in contests)}
+    return SimpleNamespace(**made)
+
+
+def raises(text):
+    def run(*_):
+        raise RuntimeError(text)
+
+    return run
+
+
+@pytest.fixture
+def log(tmp_path):
+    return trial.Log(tmp_path / "rows.jsonl", "contests", "fake", "0/1", time.time() + 60)
+
+
+@pytest.fixture
+def ops(monkeypatch):
+    """Installs fake ops; the processes that would run them run here instead."""
+
+    class Process:
+        pid = 0
+
+        def __init__(self, command, **_):
+            self.returncode = validate.main(command[3:])
+
+        def poll(self):
+            return self.returncode
+
+        wait = poll
+
+    def install(**modules):
+        monkeypatch.setattr(cases, "OPS", tuple(modules))
+        for name, module in modules.items():
+            monkeypatch.setitem(sys.modules, f"kernels.{name}.cases", module)
+        monkeypatch.setattr(jobs, "subprocess", SimpleNamespace(Popen=Process, DEVNULL=None))
+        monkeypatch.setattr(jobs, "_PAUSE", 0)
+        monkeypatch.setattr(roofline, "measure", lambda device, toy: roofline.Ceilings(1e9, {"bfloat16": 1e9}))
+
+    return install
+
+
+def run(tmp_path, *flags):
+    code = validate.main(["--device", "cpu", "--toy", "--out", str(tmp_path), "--budget", "60", *flags])
+    return code, json.loads((tmp_path / "record.json").read_text())
+
+
+def test_green_ops_are_timed_and_the_record_has_its_shape(ops, tmp_path, capsys):
+    ops(a=op("a", [check], [lambda n: contest(n, pause=1e-3, goal=1.5), lambda n: contest(n, "slow", 1e-3, goal=9.0, goal_us=1)]))
+    code, record = run(tmp_path)
+    assert code == 0
+    promised = validate.__doc__.partition("record.json:")[2]
+    fields = {line.split()[0] for line in promised.splitlines() if line.startswith("    ") and line[4] not in " \n"}
+    assert set(record) == fields
+    for part in ("run", "environment", "summary"):
+        text = promised.partition(f"    {part} ")[2].partition("\n    " if part == "summary" else "\n    c")[0]
+        for field in record[part]:
+            assert field in text, f"{part}.{field} is not documented"
+    assert [(c["impl"], c["green"]) for c in record["checks"]] == [("cpu", True), ("reference", True)], "no triton here"
+    first, second = record["rows"]
+    for field in first:
+        assert field in promised, f"rows.{field} is not documented"
+    assert first["status"] == "timed" and set(first["seconds"]) == {"ours", "torch", "other"} and first["how"]["ours"] == "clock"
+    low, high = first["quartiles"]["ours"]
+    assert 0 < low <= first["seconds"]["ours"] <= high
+    assert first["speedup"] == first["seconds"]["torch"] / first["seconds"]["ours"] > 1.5 and first["goal_met"] is True
+    assert second["goal_met"] is False and first["strongest"] == "other"
+    assert first["least_seconds"] == 64e-9 and first["bound"] == "bytes" and 0 < first["roofline"] < 1
+    assert record["summary"]["goals_met"] == 1 and record["summary"]["goals_missed"] == ["a slow 4x4 M=1"]
+    assert record["run"]["meaningful"] is False and record["environment"]["gpu"] is None
+    *text, last = capsys.readouterr().out.strip().splitlines()
+    assert json.loads(last) == record["summary"]
+    assert any("1.5x met" in line for line in text) and any("9x 1us MISSED" in line for line in text)
+    assert (tmp_path / "table.txt").read_text().strip() == table(record)
+
+
+def test_red_checks_stop_timing_of_their_op_alone(ops, tmp_path, capsys):
+    written = iter([X * 2, X * 2, X * 2, torch.full((4,), float("nan"))])
+    ops(
+        wrong=op("wrong", [check, lambda n: check(n, "off", lambda impl: X * 2.002)], [contest]),
+        raising=op("raising", [lambda n: check(n, "raises", raises("no such\nthing"))], [contest]),
+        flaky=op("flaky", [lambda n: check(n, "twice", lambda impl: next(written))], [contest]),
+        unmade=SimpleNamespace(checks=raises("cannot be made"), contests=lambda device, toy, asked: iter([contest("unmade")])),
+        unchecked=op("unchecked", [], [contest]),
+        good=op("good", [check], [contest]),
+    )
+    code, record = run(tmp_path)
+    assert code == 1
+    assert record["summary"]["red_ops"] == ["flaky", "raising", "unmade", "wrong"] and record["summary"]["red"] == 6
+    status = {row["op"]: row["status"] for row in record["rows"]}
+    assert status.pop("good") == "timed" and status.pop("unchecked") == "not timed: no checks"
+    assert set(status.values()) == {"not timed: red check"} and len(status) == 4
+    why = {c["op"]: c["message"] for c in record["checks"] if not c["green"]}
+    assert why["wrong"] == "relative RMS error 1.00e-03 is over 1e-05" and why["raising"] == "RuntimeError: no such"
+    assert why["flaky"].startswith("NaN") and why["unmade"] == "RuntimeError: cannot be made"
+    assert "RED  wrong: off (cpu)" in capsys.readouterr().out
+    json.loads((tmp_path / "record.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+def test_what_is_asked_for_reaches_the_op(ops, tmp_path):
+    def contests(device, toy, asked):
+        for shape in asked.shapes:
+            for tokens in asked.tokens:
+                yield replace(contest("a", str(asked.dtype)), shape=shape, tokens=tokens)
+
+    ops(a=SimpleNamespace(checks=lambda device: [check("a")], contests=contests))
+    code, record = run(tmp_path, "--shapes", "8x4,9x9", "--tokens", "2", "--dtype", "float16")
+    assert [(row["shape"], row["tokens"], row["detail"]) for row in record["rows"]] == [
+        ([8, 4], 2, "torch.float16"), ([9, 9], 2, "torch.float16"),
+    ]  # fmt: skip
+    assert code == 0 and record["run"]["shapes"] == "8x4,9x9" and record["run"]["dtype"] == "float16"
+
+
+def test_checks_only_times_nothing(ops, tmp_path):
+    ops(a=op("a", [check], [contest]))
+    code, record = run(tmp_path, "--checks-only")
+    assert code == 0 and len(record["checks"]) == 2 and record["rows"] == []
+
+
+def test_what_the_budget_leaves_out_is_told_and_taken_up_again(monkeypatch, log):
+    monkeypatch.setitem(
+        sys.modules, "kernels.fake.cases", op("fake", [], [lambda n, i=i: contest(n, str(i), 1e-4) for i in range(4)])
+    )
+    log.until = time.time() + 0.05
+    trial.contests(log, CPU, True, 0, None, None)
+    lines = trial.read(log.path)
+    rows = [line for line in lines if line["kind"] == "contest"]
+    assert [row["status"] for row in rows] == ["timed", "skipped: budget"] and rows[1]["detail"] == "1" and rows[1]["rest"]
+    assert lines[-1]["kind"] == "end" and lines[-1]["next"] == 1
+    log.until = time.time() + 60
+    trial.contests(log, CPU, True, 1, None, None)
+    rows = validate._latest(trial.read(log.path), "contest")
+    assert [(row["index"], row["status"]) for row in rows] == [(i, "timed") for i in range(4)]
+
+
+def test_late_ops_get_their_share(ops, tmp_path):
+    many = [lambda n, i=i: contest(n, str(i), 0.02) for i in range(100)]
+    ops(greedy=op("greedy", [check], many), late=op("late", [check], [contest]))
+    began = time.monotonic()
+    code, record = run(tmp_path, "--budget", "8")
+    assert code == 0 and time.monotonic() - began < 9
+    status = {(row["op"], row["status"]) for row in record["rows"]}
+    assert status == {("greedy", "timed"), ("greedy", "skipped: budget"), ("late", "timed")}
+    (rest,) = record["unfinished"]
+    assert rest["op"] == "greedy" and rest["next"] == sum(row["op"] == "greedy" for row in record["rows"]) - 1
+    assert "and what follows" in table(record) and "from number" in table(record)
+
+
+def test_unfinished_checks_are_neither_red_nor_enough(monkeypatch, ops, tmp_path):
+    slow = [lambda n, i=i: check(n, str(i), lambda impl: (time.sleep(0.3), X * 2)[1], ("cpu",)) for i in range(12)]
+    ops(a=op("a", slow, [contest]))
+    code, record = run(tmp_path, "--budget", "5")
+    assert code == 0 and record["summary"]["red"] == 0
+    assert [row["status"] for row in record["rows"]] == ["not timed: no time for all its checks"]
+    assert [(r["op"], r["phase"]) for r in record["unfinished"]] == [("a", "checks")]
+
+
+def test_a_failing_contestant_or_contest_is_a_note_or_an_error(monkeypatch, log):
+    def broken(**more):
+        calls = {"ours": lambda i: X, "torch": lambda i: X, **more}
+        return lambda n: contest(n, contestants=calls)
+
+    made = [broken(other=raises("no kernel")), broken(torch=raises("no baseline")), broken(ours=raises("bad shape"))]
+    monkeypatch.setitem(sys.modules, "kernels.fake.cases", op("fake", [], [*made, raises("out of memory")]))
+    trial.contests(log, CPU, True, 0, roofline.Ceilings(1.0), None)
+    rows = [line for line in trial.read(log.path) if line["kind"] == "contest"]
+    errors = [f"error: RuntimeError: {why}" for why in ("bad shape", "out of memory")]
+    assert [row["status"] for row in rows] == ["timed", "timed", *errors]
+    assert rows[0]["notes"] == {"other": "RuntimeError: no kernel"} and rows[0]["seconds"]["other"] is None and rows[0]["speedup"]
+    assert rows[1]["speedup"] is None
+
+
+def test_bad_arguments_say_what_would_do(capsys, tmp_path):
+    for flags, words in (
+        (["--ops", "nosuch"], "`--ops` (=nosuch)"),
+        (["--ops", ""], "`--ops`"),
+        (["--shapes", "8by4"], "`--shapes` (=8by4)"),
+        (["--budget", "1"], "`--budget` (=1)"),
+    ):
+        with pytest.raises(SystemExit):
+            validate.main(["--out", str(tmp_path), "--device", "cpu", *flags])
+        assert words in capsys.readouterr().err
+
+
+FAKES = """
+import os, signal, sys, time, types
+import torch
+from kernels import cases, validate
+from kernels.cases import Check, Contest
+X = torch.ones(4)
+def check(op, run): return Check(op, "c", run, lambda: X.double(), 1e-5, ("cpu",))
+def contest(op, name, call): return Contest(op, name, (4,), 1, {"ours": call, "torch": lambda i: X}, 1, "ours", "torch", 8, 8)
+def dies(i): print("the last words", file=sys.stderr, flush=True); os.kill(os.getpid(), signal.SIGSEGV)
+def module(op, checks, contests):
+    sys.modules[f"kernels.{op}.cases"] = types.SimpleNamespace(
+        checks=lambda device: [check(op, c) for c in checks],
+        contests=lambda device, toy, asked: (contest(op, n, c) for n, c in contests))
+module("crashing", [lambda impl: X], [("before", lambda i: X), ("dies", dies), ("behind", lambda i: X)])
+cases.OPS = ("crashing",)
+validate._command = lambda o: [sys.executable, __file__, "--device", "cpu", "--out", str(o.out), "--toy"]
+if __name__ == "__main__":
+    sys.exit(validate.main())
+"""
+
+
+def test_real_processes_crash_and_the_others_go_on(tmp_path):
+    script = tmp_path / "fakes.py"
+    script.write_text(FAKES)
+    command = [sys.executable, str(script), "--device", "cpu", "--toy", "--budget", "120", "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "out" / "record.json").read_text())
+    status = {(row["op"], row["detail"]): row["status"] for row in record["rows"]}
+    assert status["crashing", "before"] == status["crashing", "behind"] == "timed"
+    assert status["crashing", "dies"] == "crashed: signal SIGSEGV, the last words"
+    assert "the last words" in (tmp_path / "out" / "log.txt").read_text()
+    assert record["ceilings"]["bandwidth"] > 0 and {"bfloat16", "float32"} <= set(record["ceilings"]["rates"])
+
+
+@pytest.fixture
+def workers(tmp_path, monkeypatch):
+    """Processes that need no torch, to start at once; what they do with item 0 is given."""
+
+    def make(does):
+        lines, script = tmp_path / "rows.jsonl", tmp_path / "work.py"
+        script.write_text(
+            "import json, os, sys, time\n"
+            "a = dict(zip(sys.argv[1::2], sys.argv[2::2]))\n"
+            "common = {'phase': a['--phase'], 'op': a['--only-op'], 'shard': a['--shard']}\n"
+            f"say = lambda **line: print(json.dumps({{**line, **common}}), file=open({str(lines)!r}, 'a'))\n"
+            "say(kind='begin', index=int(a['--start']), name='c', impl='triton')\n"
+            f"if a['--start'] == '0': {does}\n"
+            "say(kind='end', next=None)\n"
+        )
+        monkeypatch.setattr(jobs, "LATE", 0)
+        return jobs.Workers([sys.executable, str(script)], lines, 4, lambda: None), lines
+
+    return make
+
+
+def test_a_process_over_its_time_is_ended_and_gone_on_behind(workers):
+    workers, lines = workers("time.sleep(60)")
+    left = workers.run([jobs.Job("contests", "a")], time.monotonic() + 2, alone=True)
+    assert left == [jobs.Job("contests", "a", start=1, restarts=1)]
+    assert [x["status"] for x in trial.read(lines) if x["kind"] == "contest"] == ["over its time"]
+    assert workers.run(left, time.monotonic() + 20) == []
+
+
+def test_a_check_that_hangs_is_tried_again_and_then_red(workers):
+    workers, lines = workers("time.sleep(60)")
+    (again,) = workers.run([jobs.Job("checks", "a")], time.monotonic() + 2)
+    assert again.start == 0 and not any(x["kind"] == "check" for x in trial.read(lines))
+    workers.run([again], time.monotonic() + 2)
+    (red,) = [x for x in trial.read(lines) if x["kind"] == "check"]
+    assert (red["name"], red["impl"], red["green"], red["message"]) == ("c", "triton", False, "over its time")
+
+
+def test_a_check_that_kills_its_process_is_red(workers):
+    workers, lines = workers("os.kill(os.getpid(), 11)")
+    assert workers.run([jobs.Job("checks", op) for op in "ab"], time.monotonic() + 20) == []
+    red = {x["op"]: x["message"] for x in trial.read(lines) if x["kind"] == "check"}
+    assert red == {"a": "crashed: signal SIGSEGV", "b": "crashed: signal SIGSEGV"}
+
+
+def test_a_job_that_never_gets_anywhere_is_given_up(workers):
+    workers, lines = workers("pass\nraise SystemExit('no device')")
+    (left,) = workers.run([jobs.Job("contests", "a")], time.monotonic() + 20)
+    rows = [x for x in trial.read(lines) if x["kind"] == "contest"]
+    assert left.restarts == len(rows) == jobs.RESTARTS + 1
+    assert {row["status"] for row in rows} == {"crashed: exit 1, no device"}
+
+
+class Cuda:
+    """As much of torch.cuda as timing needs, on a clock of its own."""
+
+    def __init__(self, monkeypatch, captures=lambda: True):
+        self.now, self.capturing, self.recorded, self.forgotten = 0.0, False, [], 0
+        cuda = self
+
+        class Event:
+            def __init__(self, enable_timing):
+                self.at = None
+
+            def record(self):
+                self.at = cuda.now
+
+            def synchronize(self):
+                pass
+
+            def elapsed_time(self, end):
+                return (end.at - self.at) * 1e3
+
+        class Graph:
+            def replay(self):
+                for took in self.nodes:
+                    cuda.now += took
+
+        @contextmanager
+        def graph(g):
+            cuda.capturing, cuda.recorded = True, []
+            yield
+            cuda.capturing, g.nodes = False, cuda.recorded
+            if not captures():
+                raise RuntimeError("operation not permitted when stream is capturing")
+
+        for name, stand_in in (("Event", Event), ("CUDAGraph", Graph), ("graph", graph), ("synchronize", lambda *_: None)):
+            monkeypatch.setattr(torch.cuda, name, stand_in)
+        monkeypatch.setattr(timing, "settle", lambda device: None)
+        monkeypatch.setattr(timing, "_forget_capture", lambda: setattr(cuda, "forgotten", cuda.forgotten + 1))
+
+    def kernel(self, seconds, launch=20e-6):
+        def call(i):
+            if self.capturing:
+                self.recorded.append(seconds)
+            else:
+                self.now += max(seconds, launch)
+
+        return call
+
+
+def test_graphs_take_the_launches_out(monkeypatch):
+    cuda = Cuda(monkeypatch)
+    calls = {"fast": cuda.kernel(5e-6), "slow": cuda.kernel(1e-3), "raises": raises("no kernel image")}
+    took = timing.time_in_turns(calls, 8, "cuda", alike=("fast", "slow"))
+    assert took["fast"].how == took["slow"].how == "graph"
+    assert took["fast"].seconds == pytest.approx(5e-6) and took["slow"].seconds == pytest.approx(1e-3)
+    assert took["fast"].eager == pytest.approx(20e-6), "the launch is told apart"
+    assert took["fast"].calls % 8 == 0 and took["slow"].rounds == 15
+    assert took["raises"].seconds is None and took["raises"].note == "RuntimeError: no kernel image"
+
+
+def test_without_graphs_ours_and_the_baseline_are_timed_alike(monkeypatch):
+    outcomes = iter([True, False, True])
+    cuda = Cuda(monkeypatch, lambda: next(outcomes))
+    calls = {"ours": cuda.kernel(5e-6), "baseline": cuda.kernel(40e-6), "other": cuda.kernel(10e-6)}
+    took = timing.time_in_turns(calls, 8, "cuda", alike=("ours", "baseline"))
+    assert {t.how for t in took.values()} == {"loop"} and took["ours"].seconds == pytest.approx(20e-6)
+    outcomes = iter([True, True, False])
+    took = timing.time_in_turns(calls, 8, "cuda", alike=("ours", "baseline"))
+    assert [t.how for t in took.values()] == ["graph", "graph", "loop"] and "capturing" in took["other"].note
+    assert cuda.forgotten == 2
+
+
+def test_least_seconds_is_the_larger_of_two():
+    ceilings = roofline.Ceilings(100.0, {"bfloat16": 1000.0})
+    assert roofline.least_seconds(contest("a", least_bytes=200, flops=1000), ceilings) == (2.0, "bytes")
+    assert roofline.least_seconds(contest("a", least_bytes=200, flops=9000), ceilings) == (9.0, "bfloat16")
+    assert roofline.least_seconds(contest("a", least_bytes=200, flops=9000, rate="int4"), ceilings) == (2.0, "bytes")
+
+
+def test_ceilings_of_this_processor_are_plausible():
+    found = roofline.measure(CPU, toy=True)
+    assert 1e8 < found.bandwidth < 1e13 and all(1e8 < rate < 1e16 for rate in found.rates.values())
+    assert "bfloat16" in found.rates or found.notes
+
+
+def test_a_machine_with_only_torch_will_do():
+    """Nothing that `kernels.validate` imports needs another package."""
+    code = (
+        "import sys\n"
+        "for name in ('transformers', 'matplotlib', 'psutil', 'yaml', 'triton', 'pandas', 'scipy'): sys.modules[name] = None\n"
+        "import kernels.validate, kernels.bench\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
