@@ -14,6 +14,8 @@ Its shape (more keys are welcome, these keep their names):
     samples      [{prompt, texts, first_difference}]
     notes        [what could not be measured, and why]
     kernels      {op: implementation that ran}
+    bench        what `kernels.validate` found (its docstring has the shape), in the record of a kernel benchmark: there
+                 recipe and layers are empty, model, calibration and scores null
     provenance   commit, dirty, versions, hardware, threads, device, dtype, flags, command
 """
 
@@ -31,6 +33,7 @@ import torch
 
 from eval.evaluate import Scores
 from eval.hardware import hardware
+from eval.kernel_bench import KernelBench
 
 SCHEMA_VERSION = 1
 PACKAGES = (
@@ -86,6 +89,25 @@ def record(result: Any, scores: Scores, run: RunInfo) -> dict[str, Any]:
         "provenance": provenance(run.command, scores.device, scores.dtype, scores.deploy_dtype),
     }  # fmt: skip
     return json.loads(json.dumps(made))  # tuples become lists now, not only when it is read again
+
+
+def kernel_record(bench: KernelBench, run: RunInfo) -> dict[str, Any]:
+    """The record of a kernel benchmark: the same contract, with no model in it."""
+    plan, used = bench.plan, {}
+    for check in filter(lambda check: check["impl"], bench.found["checks"]):  # none: the op's checks could not be made
+        used.setdefault(check["op"], set()).add(check["impl"])
+    made = {
+        "schema_version": SCHEMA_VERSION,
+        "run": {
+            "key": run.key, "notebook": run.notebook, "started": run.started.isoformat(timespec="seconds"),
+            "duration_s": round((datetime.now(UTC) - run.started).total_seconds(), 1), "parameters": run.parameters,
+        },
+        "recipe": [], "model": None, "calibration": None, "layers": [], "scores": None,
+        "bench": bench.found,
+        "kernels": {op: ", ".join(sorted(impls)) for op, impls in used.items()},
+        "provenance": provenance(run.command, plan.device, plan.dtype, plan.dtype),
+    }  # fmt: skip
+    return json.loads(json.dumps(made))
 
 
 def provenance(command: str, device: str, dtype: str, deploy_dtype: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from reports import plots
+from reports import kernels, plots
 from reports.verdict import verdict
 
 METRICS = (
@@ -60,6 +60,8 @@ def page(record: dict[str, Any]) -> str:
         loader=PackageLoader("reports"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"mb": lambda b: f"{b / 1e6:,.1f}", "num": number}
+    if record.get("bench"):
+        return environment.get_template("kernels.html").render(r=record, **kernels.context(record))
     recipe = " → ".join(step["method"] for step in record["recipe"])
     return environment.get_template("report.html").render(
         r=record,

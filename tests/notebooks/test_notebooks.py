@@ -10,16 +10,21 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import torch
 from papermill.cli import _resolve_type
 
 from compress import load_compressed
+from eval import kernel_bench
+from eval.kernel_bench import plan_kernels
 from eval.record import read_record
+from kernels import native
 from notebooks.cli import main
 from notebooks.parameters import FOLDER, check_parameters, injected, parse_value, read_parameters
 from notebooks.run import run_key, start
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted(p.stem for p in FOLDER.glob("*.ipynb"))
+METHODS = [name for name in NOTEBOOKS if name != "kernels"]
 SMALL = {"samples": 4, "seqlen": 128, "max_windows": 2, "window": 256, "speed_rounds": 1}
 
 
@@ -40,7 +45,7 @@ def test_notebook_is_a_story(name):
         assert check_parameters({parameter.name: parameter.default}, {parameter.name: parameter})
 
 
-@pytest.mark.parametrize("name", NOTEBOOKS)
+@pytest.mark.parametrize("name", METHODS)
 def test_notebook_runs_on_the_real_model(name, tmp_path):
     arguments = [part for k, v in SMALL.items() for part in ("-p", k, str(v))]
     saved = tmp_path / "saved"
@@ -56,7 +61,8 @@ def test_notebook_runs_on_the_real_model(name, tmp_path):
     assert small["stored_bytes"] < base["stored_bytes"] / 2 and small["resident_bytes"] < base["resident_bytes"] / 2
     assert 0 < small["kl_pydocs"] < rtn["kl_pydocs"]
     assert small["decode_tokens_per_s"] > base["decode_tokens_per_s"], "4 bits read fewer bytes: a wide margin below 1.5x"
-    assert made["speed"]["compressed"]["kernels"]["int_matmul"] == ["cpu dequantise", "cpu int4pack"]
+    fast = [f"cpu {native.isa(torch.bfloat16)}"] if native.why_not() is None else ["cpu dequantise", "cpu int4pack"]
+    assert made["speed"]["compressed"]["kernels"]["int_matmul"] == fast
     assert made["provenance"]["command"].startswith(f"papermill notebooks/{name}.ipynb out.ipynb -p samples 4")
     assert len(made["layers"]) == 210 and sum(r["error"] < r["rtn_error"] for r in made["layers"]) > 200
     html = (tmp_path / "run" / "report.html").read_text()
@@ -64,6 +70,57 @@ def test_notebook_runs_on_the_real_model(name, tmp_path):
     assert load_compressed(saved) is not None and read_record(saved / "record.json") == made
     files = sum(p.stat().st_size for p in saved.glob("*.safetensors"))
     assert files == pytest.approx(small["stored_bytes"], rel=0.01)
+
+
+def test_the_kernels_notebook_runs_on_this_machine(tmp_path):
+    arguments = {"ops": "int_matmul, gram", "toy": "True", "budget": "120", "device": "cpu", "run_path": str(tmp_path / "run")}
+    subprocess.run(
+        [sys.executable, "-m", "papermill", "notebooks/kernels.ipynb", str(tmp_path / "out.ipynb"),
+         *(part for name, value in arguments.items() for part in ("-p", name, value))],
+        cwd=ROOT, check=True, capture_output=True, timeout=300,
+    )  # fmt: skip
+    made = read_record(tmp_path / "run" / "record.json")
+    bench = made["bench"]
+    assert made["model"] is None and set(made["kernels"]) == {"int_matmul", "gram"}
+    assert bench["summary"]["red"] == 0 and bench["summary"]["timed"] >= 1 and not bench["run"]["meaningful"]
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "its times mean nothing" in page and "int_matmul W4" in page
+    assert "checks passed" in (tmp_path / "out.ipynb").read_text()
+
+
+@pytest.mark.parametrize("changes, told", [
+    ({"ops": "gem"}, "`ops` \\(='gem'\\) must be among int_matmul"),
+    ({"shapes": "4096by4096"}, "`shapes` \\(='4096by4096'\\) must look like"),
+    ({"tokens": "0"}, "`tokens` \\(='0'\\)"),
+    ({"dtype": "int8"}, "`dtype` \\(='int8'\\) must be one of bfloat16"),
+    ({"device": "tpu"}, "`device` \\(='tpu'\\)"),
+    ({"budget": 1.0}, "`budget` \\(=1\\) must be at least"),
+    ({"budget": float("nan")}, "`budget` \\(=nan\\)"),
+    ({"tokens": "²"}, "`tokens` \\(='²'\\)"),
+    ({"tokens": -3}, "`tokens` \\(=-3\\)"),
+])  # fmt: skip
+def test_a_kernel_benchmark_that_makes_no_sense_is_refused_before_it_starts(changes, told):
+    with pytest.raises(ValueError, match=told):
+        plan_kernels(**changes)
+
+
+def test_one_number_of_tokens_is_what_papermill_makes_of_it():
+    """`-p tokens 3` is an int to papermill and must be taken, also in the command that a record gives to repeat its run."""
+    declared = read_parameters("kernels")
+    given = check_parameters({"tokens": _resolve_type("3"), "shapes": _resolve_type("100x100")}, declared)
+    assert plan_kernels(tokens=given["tokens"], shapes=given["shapes"], device="cpu").tokens == (3,)
+    assert check_parameters({"tokens": "1, 16"}, declared)["tokens"] == "1, 16" and parse_value("3", declared["tokens"].type) == 3
+    words = shlex.split(start("kernels", {name: p.default for name, p in declared.items()} | {"tokens": 3}).info.command)
+    assert {words[i + 1]: _resolve_type(words[i + 2]) for i, word in enumerate(words) if word == "-p"} == {"tokens": 3}
+
+
+def test_a_benchmark_that_dies_leaves_no_record_of_an_earlier_one(tmp_path, monkeypatch):
+    """A Python error ends with 1, as red checks do: only what this run wrote to its end counts."""
+    for name in ("record.json", "table.txt"):
+        (tmp_path / name).write_text("{}")
+    monkeypatch.setattr(kernel_bench.sys, "executable", "/bin/false")
+    with pytest.raises(RuntimeError, match="ended with status 1: it said nothing"):
+        kernel_bench.bench_kernels(plan_kernels(device="cpu"), tmp_path)
 
 
 @pytest.mark.parametrize("given, message", [

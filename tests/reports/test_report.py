@@ -59,6 +59,92 @@ def make_record(layers: int = 30) -> dict:
     }  # fmt: skip
 
 
+def make_kernel_record() -> dict:
+    def row(op, detail, tokens, ours, baseline, **more):
+        seconds = {"panels": ours, "bfloat16 prepacked": baseline, "other": baseline * 2}
+        return {
+            "op": op, "index": 0, "detail": detail, "shape": [4096, 4096], "tokens": tokens, "status": "timed", "ours": "panels",
+            "baseline": "bfloat16 prepacked", "seconds": seconds, "quartiles": {k: [v * 0.9, v * 1.1] for k, v in seconds.items()},
+            "how": {}, "notes": {}, "rounds": 5,
+            "speedup": baseline / ours, "strongest": "bfloat16 prepacked", "goal": None, "goal_us": None,
+            "goal_met": None, "least_bytes": 9e6, "flops": 2 * tokens * 4096**2, "rate": "bfloat16", "roofline": 0.5, **more,
+        }  # fmt: skip
+
+    rows = [
+        row("int_matmul", "W4 g64", 1, 4e-4, 1.6e-3, goal=2.5, goal_met=True),
+        row("int_matmul", "W4 g64", 64, 6e-3, 5e-3, goal=1.7, goal_us=5000.0, goal_met=False),
+        {"op": "gram", "index": 0, "detail": "", "shape": [], "tokens": None, "status": "skipped: budget"},
+    ]
+    checks = [
+        {
+            "op": "int_matmul",
+            "index": 0,
+            "name": "W4",
+            "impl": "cpu",
+            "error": 1e-3,
+            "tolerance": 1e-2,
+            "green": True,
+            "message": "",
+        },
+        {
+            "op": "gram",
+            "index": 0,
+            "name": "odd",
+            "impl": "cpu",
+            "error": None,
+            "tolerance": 1e-5,
+            "green": False,
+            "message": "NaN",
+        },
+    ]
+    made = make_record(layers=1)
+    for key in ("kept", "difference", "texts", "speed", "samples"):
+        del made[key]
+    return made | {
+        "recipe": [], "model": None, "calibration": None, "layers": [], "scores": None, "kernels": {"int_matmul": "cpu, reference"},
+        "bench": {
+            "run": {"ops": ["int_matmul", "gram"], "meaningful": True, "budget_s": 60.0, "checks_only": False}, "unfinished": [],
+            "environment": {"gpu": None}, "ceilings": {"bandwidth": 4e10, "rates": {"bfloat16": 4e11, "int8": 9e11}, "notes": []},
+            "checks": checks, "rows": rows, "summary": {"checks": 2, "red": 1},
+        },
+    }  # fmt: skip
+
+
+def test_the_page_of_a_kernel_benchmark_says_what_was_found():
+    html = page(make_kernel_record())
+    for text in ("Kernels on a CPU", "1 of 2 checks failed; what failed was not timed.", "the faster in 1", "from 0.83× to 4.00×",
+                 "1 contest was not timed", "skipped: budget", "2.50×, met", "1.70× and 5e+03 µs, missed", "40 GB/s",
+                 "0.4 TFLOP/s", "0.9 TOP/s", "1 of 2</b><span>goals met", "NaN"):  # fmt: skip
+        assert text in html, text
+    assert html.count("<svg") == 2
+    made = make_kernel_record()
+    made["bench"]["run"]["meaningful"] = False
+    assert "its times mean nothing" in page(made) and "<svg" not in page(made)
+    made = make_kernel_record()
+    made["bench"] |= {"rows": [], "ceilings": None}
+    assert "<svg" not in page(made)
+
+
+def test_the_page_of_a_kernel_benchmark_says_what_is_not_there():
+    made = make_kernel_record()
+    made["bench"] |= {"rows": [], "checks": [], "summary": {"checks": 0, "red": 0}}
+    made["bench"]["unfinished"] = [{"op": "gram", "phase": "checks", "next": 0}]
+    html = page(made)
+    assert "No check was made, so nothing was timed." in html and "All 0" not in html and "Every contest" not in html
+    assert "The budget ended before all checks of gram were made." in html
+    made = make_kernel_record()
+    made["bench"]["rows"] = [row for row in made["bench"]["rows"] if row["op"] == "gram"]
+    assert "Nothing to time of int_matmul: no path of its own" in page(made)
+    made = make_kernel_record()
+    first, second, _ = made["bench"]["rows"]
+    first |= {"roofline": 1.9, "rounds": 1, "tokens": 0}
+    html = page(made)
+    assert "1 of them is above the roofline" in html and "<td>–</td><td>400</td>" in html
+    assert html.count("<svg") == 1, "no figure of a speed-up against no tokens"
+    second |= {"tokens": 0, "shape": [4096, 4096]}
+    assert page(made).count("<svg") == 1
+
+
 def test_page_is_one_small_file_without_network(tmp_path):
     report = render(make_record(layers=80), tmp_path / "report.html")
     html = report.path.read_text()
@@ -133,13 +219,14 @@ def browser():
         started.close()
 
 
+@pytest.mark.parametrize("make", [make_record, make_kernel_record])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 320])
-def test_page_in_a_browser(browser, tmp_path, scheme, width):
+def test_page_in_a_browser(browser, tmp_path, scheme, width, make):
     """No axe violation, no sideways scrolling of the page, no request, no script error, in both schemes, wide and narrow."""
     from axe_playwright_python.sync_playwright import Axe
 
-    report = render(make_record(), tmp_path / "report.html")
+    report = render(make(), tmp_path / "report.html")
     context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 900})
     tab = context.new_page()
     requests, errors = [], []
