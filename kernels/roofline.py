@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from kernels.cases import Contest
+from kernels.linear.onednn import lay_out, product
 from kernels.timing import first_line, settle, time_in_turns
 
 
@@ -116,8 +117,8 @@ def _cpu_products(n: int) -> dict[str, tuple[Callable[[], Callable[[int], object
         x, W = torch.randn(tokens, n).to(dtype), torch.randn(n, n).to(dtype)
         if not torch.backends.mkldnn.is_available():
             return lambda i: x @ W.t()
-        packed = torch.ops.mkldnn._reorder_linear_weight(W, tokens)
-        return lambda i: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+        packed = lay_out(W, tokens)
+        return lambda i: product(x, packed)
 
     def int8() -> Callable[[int], object]:
         x = torch.randint(0, 256, (tokens, n), dtype=torch.uint8)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from kernels.hadamard.matrix import base, paley
+from kernels.linear import without_tf32
 
 
 def hadamard(x: Tensor, scale: float) -> Tensor:
@@ -12,19 +13,11 @@ def hadamard(x: Tensor, scale: float) -> Tensor:
     m = base(n)
     y = x.to(torch.promote_types(x.dtype, torch.float32))
     if m > 1:
-        y = _without_tf32(torch.from_numpy(paley(m)).to(y.device, y.dtype), y.reshape(rows, m, n // m))
+        with without_tf32():
+            y = torch.matmul(torch.from_numpy(paley(m)).to(y.device, y.dtype), y.reshape(rows, m, n // m))
     half = 1
     while half < n // m:
         pairs = y.reshape(-1, 2, half)
         y = torch.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], 1)
         half *= 2
     return (y.reshape(rows, n) * scale).to(x.dtype)
-
-
-def _without_tf32(H: Tensor, y: Tensor) -> Tensor:
-    allowed = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    try:
-        return torch.matmul(H, y)
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = allowed

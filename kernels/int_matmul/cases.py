@@ -10,6 +10,7 @@ from torch import Tensor
 from kernels.cases import TOLERANCE, Asked, Check, Contest
 from kernels.int_matmul import Packed, int_matmul, pack, panels_fit, tiles_fit, to_panels, to_tiles
 from kernels.interpreter import triton_takes
+from kernels.linear.onednn import lay_out, product
 
 ROTATED = 256 << 20  # bytes of packed weights in rotation
 MOST = 1024  # copies: small weights are in a cache anyway
@@ -186,9 +187,9 @@ def _cpu(shape: tuple[int, int], tokens: int, dtype: torch.dtype) -> Iterator[Co
     contestants: dict[str, Callable[[int], object]] = {name: lambda i: F.linear(x, dense[i])}
     baseline = name
     if torch.backends.mkldnn.is_available() and dtype != FP16:
-        reordered = [torch.ops.mkldnn._reorder_linear_weight(W, tokens) for W in dense]
+        reordered = [lay_out(W, tokens) for W in dense]
         baseline = f"{name} prepacked"
-        contestants[baseline] = lambda i: torch.ops.mkldnn._linear_pointwise(x, reordered[i], None, "none", [], "")
+        contestants[baseline] = lambda i: product(x, reordered[i])
     if tiles_fit(shape, 4, group_size, dtype, x.device):
         tiles = [to_tiles(w, dtype) for w in rows]
         contestants["tiles"] = lambda i: int_matmul(x, tiles[i], impl="cpu")

@@ -11,6 +11,7 @@ from kernels.interpreter import prepare
 
 prepare()
 
+from collections.abc import Callable  # noqa: E402
 from typing import NamedTuple  # noqa: E402
 
 import torch  # noqa: E402
@@ -20,6 +21,7 @@ from torch import Tensor  # noqa: E402
 from kernels.aot import Compilation  # noqa: E402
 from kernels.int_matmul.layout import Packed  # noqa: E402
 from kernels.int_matmul.products import dequantise, few, many, reduce  # noqa: E402
+from kernels.linear import without_tf32  # noqa: E402
 from kernels.tuning import configuration  # noqa: E402
 
 CROSSOVER = 512  # tokens from which the heuristic dequantises and calls cuBLAS
@@ -119,9 +121,7 @@ def _launch_few(x: Tensor, w: Packed, plan: dict) -> Tensor:
     tokens, columns = x.shape
     cut, rows, unit = blocks(w), *as_words(w.codes)
     y = x.new_empty(tokens, w.shape[0])
-    warps = plan["warps"]
-    while warps > 1 and (warps // 2) * cut.columns >= columns:  # no more warps than blocks of columns
-        warps //= 2
+    warps = fitting_warps(plan, cut, columns)
     step = warps * cut.columns
     grid = (triton.cdiv(tokens, plan["block_m"]), triton.cdiv(w.shape[0], plan["block_n"]))
     few[grid](
@@ -138,10 +138,8 @@ def _launch_many(x: Tensor, w: Packed, plan: dict) -> Tensor:
     tokens, columns = x.shape
     cut, rows, unit = blocks(w), *as_words(w.codes)
     x = reordered(x, cut, w.bits)
-    iterations = triton.cdiv(triton.cdiv(columns, cut.columns), plan["splits"])
-    splits = triton.cdiv(columns, iterations * cut.columns)
-    y = x.new_empty(tokens, w.shape[0])
-    parts = y if splits == 1 else torch.empty(splits, tokens, w.shape[0], dtype=torch.float32, device=x.device)
+    iterations, splits = divided(plan, cut, columns)
+    y, parts = outputs(x, w.shape[0], splits)
     grid = (triton.cdiv(tokens, plan["block_m"]), triton.cdiv(w.shape[0], plan["block_n"]), splits)
     many[grid](
         x, rows, w.scale, w.zero, parts, tokens, *w.shape, x.shape[1], rows.shape[1] // unit, w.scale.shape[1],
@@ -149,22 +147,11 @@ def _launch_many(x: Tensor, w: Packed, plan: dict) -> Tensor:
         BITS=w.bits, GROUP=cut.group, SYMMETRIC=w.zero is None, UNIT=unit, BLOCK_N=plan["block_n"],
         BLOCK_M=plan["block_m"], BLOCK_K=cut.columns, V=cut.words, num_warps=plan["warps"], num_stages=plan["stages"],
     )  # fmt: skip
-    if splits > 1:
-        reduce[(triton.cdiv(y.numel(), 1024),)](parts, y, y.numel(), SPLITS=splits, BLOCK=1024)
-    return y
+    return gathered(parts, y)
 
 
 def _launch_dequantise(x: Tensor, w: Packed, plan: dict) -> Tensor:
-    y = x.new_empty(x.shape[0], w.shape[0])
-    columns = w.shape[1]
-    slabs = triton.cdiv(w.shape[0] * columns * x.itemsize, SLAB)
-    rows = triton.cdiv(triton.cdiv(w.shape[0], slabs), 64) * 64
-    slab = x.new_empty(min(rows, w.shape[0]), columns)
-    for first in range(0, w.shape[0], rows):
-        part = slab[: min(rows, w.shape[0] - first)]
-        dequantise_rows(w, first, part)
-        matrix_product(x, part.t(), y[:, first : first + part.shape[0]])
-    return y
+    return slab_by_slab(x, w.shape, lambda first, part: dequantise_rows(w, first, part))
 
 
 def dequantise_rows(w: Packed, first: int, out: Tensor) -> None:
@@ -181,14 +168,46 @@ def dequantise_rows(w: Packed, first: int, out: Tensor) -> None:
     )  # fmt: skip
 
 
-def matrix_product(x: Tensor, W_t: Tensor, out: Tensor) -> None:
-    """torch.mm, in float32 without TF32."""
-    allowed = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    try:
-        torch.mm(x, W_t, out=out)
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = allowed
+def fitting_warps(plan: dict, cut: Blocks, columns: int) -> int:
+    """The plan's warps, but no more than there are blocks of columns."""
+    warps = plan["warps"]
+    while warps > 1 and (warps // 2) * cut.columns >= columns:
+        warps //= 2
+    return warps
+
+
+def divided(plan: dict, cut: Blocks, columns: int) -> tuple[int, int]:
+    """Blocks of columns for each program, and into how many splits that divides them: the plan's, or fewer."""
+    iterations = triton.cdiv(triton.cdiv(columns, cut.columns), plan["splits"])
+    return iterations, triton.cdiv(columns, iterations * cut.columns)
+
+
+def outputs(x: Tensor, out: int, splits: int) -> tuple[Tensor, Tensor]:
+    """y [tokens, out], and where the programs write: y itself, or float32 [splits, tokens, out]."""
+    y = x.new_empty(x.shape[0], out)
+    return y, y if splits == 1 else x.new_empty(splits, *y.shape, dtype=torch.float32)
+
+
+def gathered(parts: Tensor, y: Tensor) -> Tensor:
+    """y, with the splits' parts summed in order where there are several."""
+    if parts is not y:
+        reduce[(triton.cdiv(y.numel(), 1024),)](parts, y, y.numel(), SPLITS=parts.shape[0], BLOCK=1024)
+    return y
+
+
+def slab_by_slab(x: Tensor, shape: tuple[int, int], fill: Callable[[int, Tensor], None]) -> Tensor:
+    """y [tokens, out] = x Wᵀ by cuBLAS, without TF32; fill(first, part) writes W's rows from `first` on into part [rows, in]."""
+    out, columns = shape
+    y = x.new_empty(x.shape[0], out)
+    slabs = triton.cdiv(out * columns * x.itemsize, SLAB)
+    rows = triton.cdiv(triton.cdiv(out, slabs), 64) * 64
+    slab = x.new_empty(min(rows, out), columns)
+    for first in range(0, out, rows):
+        part = slab[: min(rows, out - first)]
+        fill(first, part)
+        with without_tf32():
+            torch.mm(x, part.t(), out=y[:, first : first + part.shape[0]])
+    return y
 
 
 def reordered(x: Tensor, cut: Blocks, bits: int) -> Tensor:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from kernels.linear.onednn import product
 from kernels.registry import ran
 
 _torch_linear = F.linear
@@ -36,7 +37,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, impl: str =
         ran("linear", "reference")
         return _torch_linear(x, weight, bias)
     ran("linear", "cpu")
-    return torch.ops.mkldnn._linear_pointwise(x.contiguous(), weight.contiguous(), bias, "none", [], "")
+    return product(x.contiguous(), weight.contiguous(), bias)
 
 
 def _onednn_takes(x: Tensor, weight: Tensor) -> bool:
@@ -64,3 +65,14 @@ def fast_linear() -> Iterator[None]:
     """
     with _FastLinear():
         yield
+
+
+@contextmanager
+def without_tf32() -> Iterator[None]:
+    """While the block runs, float32 products on a GPU are float32 throughout."""
+    allowed = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = allowed

@@ -2,10 +2,10 @@
 
 import copy
 
-import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from kernels.linear.onednn import lay_out, product
 from kernels.registry import ran
 
 
@@ -15,12 +15,12 @@ class PrepackedLinear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None, tokens: int = 1) -> None:
         """weight: [out, in]."""
         super().__init__()
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), tokens)
+        self.packed = lay_out(weight, tokens)
         self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
         ran("linear", "cpu prepacked")
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return product(x, self.packed, self.bias)
 
 
 def prepack(model: nn.Module, tokens: int = 1) -> nn.Module:

@@ -9,6 +9,7 @@ from torch import Tensor
 from kernels.cases import TOLERANCE, Asked, Check, Contest
 from kernels.int_matmul.cases import MOST, group_size_of
 from kernels.interpreter import triton_takes
+from kernels.linear.onednn import lay_out, product
 from kernels.lut_matmul import FP4, NF4, Codebook, lut_matmul, pack_codebook, panels_fit, to_panels
 
 ROTATED = 256 << 20  # bytes of packed weights in rotation
@@ -148,13 +149,13 @@ def _cpu(shape: tuple[int, int], tokens: int, dtype: torch.dtype) -> Iterator[Co
     x = torch.randn(tokens, columns).to(dtype)
     small = [to_panels(pack_codebook(codes.roll(i, 0), NF4, scale, group_size=group_size)) for i in range(copies)]
     dense = [torch.randn(out, columns).to(dtype) for _ in range(copies)]
-    packed = [torch.ops.mkldnn._reorder_linear_weight(W, tokens) for W in dense]
+    packed = [lay_out(W, tokens) for W in dense]
     name = str(dtype).removeprefix("torch.")
     yield Contest(
         op="lut_matmul", detail=f"NF4 g{group_size}", shape=shape, tokens=tokens,
         contestants={
             "panels": lambda i: lut_matmul(x, small[i], impl="cpu"),
-            f"{name} prepacked": lambda i: torch.ops.mkldnn._linear_pointwise(x, packed[i], None, "none", [], ""),
+            f"{name} prepacked": lambda i: product(x, packed[i]),
         } | _bitsandbytes(x, dense),
         copies=copies, ours="panels", baseline=f"{name} prepacked", rate="bfloat16" if dtype == BF16 else "float32",
         least_bytes=out * columns // 2 + 2 * out * columns // group_size + 2 * tokens * (out + columns),

@@ -10,8 +10,16 @@ from torch import Tensor  # noqa: E402
 
 from kernels.aot import Compilation  # noqa: E402
 from kernels.int_matmul.layout import Packed  # noqa: E402
-from kernels.int_matmul.products import reduce  # noqa: E402
-from kernels.int_matmul.triton import SLAB, aligned, as_words, blocks, matrix_product  # noqa: E402
+from kernels.int_matmul.triton import (  # noqa: E402
+    aligned,
+    as_words,
+    blocks,
+    divided,
+    fitting_warps,
+    gathered,
+    outputs,
+    slab_by_slab,
+)  # fmt: skip
 from kernels.int_matmul.triton import candidates as int_candidates  # noqa: E402
 from kernels.int_matmul.triton import heuristic as int_heuristic  # noqa: E402
 from kernels.lut_matmul.layout import Codebook  # noqa: E402
@@ -57,9 +65,7 @@ def _launch_few(x: Tensor, w: Codebook, plan: dict) -> Tensor:
     tokens, columns = x.shape
     cut, rows, unit = blocks(packed(w)), *as_words(w.codes)
     y = x.new_empty(tokens, w.shape[0])
-    warps = plan["warps"]
-    while warps > 1 and (warps // 2) * cut.columns >= columns:  # no more warps than blocks of columns
-        warps //= 2
+    warps = fitting_warps(plan, cut, columns)
     step = warps * cut.columns
     grid = (triton.cdiv(tokens, plan["block_m"]), triton.cdiv(w.shape[0], plan["block_n"]))
     few[grid](
@@ -78,10 +84,8 @@ def _launch_many(x: Tensor, w: Codebook, plan: dict) -> Tensor:
     if columns % cut.columns:  # without columns to add it would be a copy all the same
         x = torch.nn.functional.pad(x, (0, -columns % cut.columns))
     x = x.view(tokens, -1, 4, cut.words, 4, 2).permute(0, 1, 3, 4, 2, 5).reshape(x.shape)  # as `many` multiplies the columns
-    iterations = triton.cdiv(triton.cdiv(columns, cut.columns), plan["splits"])
-    splits = triton.cdiv(columns, iterations * cut.columns)
-    y = x.new_empty(tokens, w.shape[0])
-    parts = y if splits == 1 else torch.empty(splits, tokens, w.shape[0], dtype=torch.float32, device=x.device)
+    iterations, splits = divided(plan, cut, columns)
+    y, parts = outputs(x, w.shape[0], splits)
     grid = (triton.cdiv(tokens, plan["block_m"]), triton.cdiv(w.shape[0], plan["block_n"]), splits)
     many[grid](
         x, rows, w.table, w.scale, parts, tokens, *w.shape, x.shape[1], rows.shape[1] // unit, columns // w.group_size,
@@ -90,27 +94,21 @@ def _launch_many(x: Tensor, w: Codebook, plan: dict) -> Tensor:
         BLOCK_N=plan["block_n"], BLOCK_M=plan["block_m"], BLOCK_K=cut.columns, V=cut.words, PRMT=not interpreting(),
         num_warps=plan["warps"], num_stages=plan["stages"],
     )  # fmt: skip
-    if splits > 1:
-        reduce[(triton.cdiv(y.numel(), 1024),)](parts, y, y.numel(), SPLITS=splits, BLOCK=1024)
-    return y
+    return gathered(parts, y)
 
 
 def _launch_dequantise(x: Tensor, w: Codebook, plan: dict) -> Tensor:
-    out, columns = w.shape
-    y = x.new_empty(x.shape[0], out)
-    slabs = triton.cdiv(out * columns * x.itemsize, SLAB)
-    rows = triton.cdiv(triton.cdiv(out, slabs), 64) * 64
-    slab = x.new_empty(min(rows, out), columns)
-    for first in range(0, out, rows):
-        part = slab[: min(rows, out - first)]
+    columns = w.shape[1]
+
+    def fill(first: int, part: Tensor) -> None:
         grid = (triton.cdiv(columns, 256), triton.cdiv(part.shape[0], 16))
         dequantise[grid](
             w.codes, w.table, w.scale, part, first, first + part.shape[0], columns, w.codes.shape[1], columns // w.group_size,
             w.group_size, 1 << w.bits if w.table.dim() == 2 else 0,
             BITS=w.bits, SCALED=w.scale is not None, ROWS=16, COLUMNS=256, num_warps=4,
         )  # fmt: skip
-        matrix_product(x, part.t(), y[:, first : first + part.shape[0]])
-    return y
+
+    return slab_by_slab(x, w.shape, fill)
 
 
 def shipped() -> list[Compilation]:

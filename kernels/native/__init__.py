@@ -63,13 +63,18 @@ def _told(reason: str) -> str:
 @torch.compiler.assume_constant_result
 def isa(dtype: torch.dtype) -> str:
     """The instruction set that the loaded kernels take on this machine for activations of `dtype`."""
-    return torch.ops.workbench.nibble_isa(dtype == torch.bfloat16)
+    return _isa("nibble_isa", dtype == torch.bfloat16)
 
 
 @torch.compiler.assume_constant_result
 def kv_decode_isa(dtype: torch.dtype) -> str:
     """The same for `kv_decode` with queries of `dtype`."""
-    return torch.ops.workbench.kv_decode_isa(dtype == torch.float32)
+    return _isa("kv_decode_isa", dtype == torch.float32)
+
+
+@cache
+def _isa(op: str, flag: bool) -> str:
+    return getattr(torch.ops.workbench, op)(flag)  # asked once: eager products ask at every call
 
 
 def runs(isa: str) -> bool:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kernels.cases import TOLERANCE, Asked, Check, Contest
 from kernels.interpreter import triton_takes
+from kernels.linear.onednn import lay_out, product
 from kernels.w8a8_matmul import BLOCK, W8, prepacked_fits, quantize_rows, quantize_weight, to_prepacked, w8a8_matmul
 from kernels.w8a8_matmul.layout import integer_dots
 
@@ -161,14 +162,14 @@ def _cpu(shape: tuple[int, int], tokens: int, dtype: torch.dtype) -> Iterator[Co
     dense = [torch.randn(out, columns).to(dtype) for _ in range(copies)]
     rows = [quantize_weight(W, INT8) for W in dense]
     small = [to_prepacked(w) for w in rows]
-    packed = [torch.ops.mkldnn._reorder_linear_weight(W, tokens) for W in dense]
+    packed = [lay_out(W, tokens) for W in dense]
     name = f"{str(dtype).removeprefix('torch.')} prepacked"
     yield Contest(
         op="w8a8_matmul", detail="int8", shape=shape, tokens=tokens,
         contestants={
             "cpu prepacked": lambda i: w8a8_matmul(x, small[i], impl="cpu"),
             "cpu int_mm": lambda i: w8a8_matmul(x, rows[i], impl="cpu"),
-            name: lambda i: torch.ops.mkldnn._linear_pointwise(x, packed[i], None, "none", [], ""),
+            name: lambda i: product(x, packed[i]),
         },
         copies=copies, ours="cpu prepacked", baseline=name,
         least_bytes=out * columns + 4 * out + 2 * tokens * (out + columns), flops=2 * tokens * out * columns, rate="int8",

@@ -379,19 +379,6 @@ def test_without_graphs_ours_and_the_baseline_are_timed_alike(monkeypatch):
     assert cuda.forgotten == 2
 
 
-def test_least_seconds_is_the_larger_of_two():
-    ceilings = roofline.Ceilings(100.0, {"bfloat16": 1000.0})
-    assert roofline.least_seconds(contest("a", least_bytes=200, flops=1000), ceilings) == (2.0, "bytes")
-    assert roofline.least_seconds(contest("a", least_bytes=200, flops=9000), ceilings) == (9.0, "bfloat16")
-    assert roofline.least_seconds(contest("a", least_bytes=200, flops=9000, rate="int4"), ceilings) == (2.0, "bytes")
-
-
-def test_ceilings_of_this_processor_are_plausible():
-    found = roofline.measure(CPU, toy=True)
-    assert 1e8 < found.bandwidth < 1e13 and all(1e8 < rate < 1e16 for rate in found.rates.values())
-    assert "bfloat16" in found.rates or found.notes
-
-
 def test_a_machine_with_only_torch_will_do():
     """Nothing that `kernels.validate` imports needs another package."""
     code = (

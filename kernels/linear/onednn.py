@@ -1,0 +1,14 @@
+"""oneDNN's dense product on a CPU, with a weight as it is or laid out once beforehand. Needs torch alone."""
+
+import torch
+from torch import Tensor
+
+
+def lay_out(weight: Tensor, tokens: int) -> Tensor:
+    """The weight [out, in] in the order that oneDNN wants for products with about this many tokens; opaque."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), tokens)
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., in] Wᵀ + bias; weight [out, in], or what `lay_out` made of it."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

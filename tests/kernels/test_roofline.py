@@ -1,0 +1,23 @@
+"""The roofline: least times follow from bytes and operations, and this machine's ceilings can be measured."""
+
+import torch
+
+from kernels import roofline
+from kernels.cases import Contest
+
+
+def contest(least_bytes, flops, rate="bfloat16"):
+    return Contest("a", "toy", (4, 4), 1, {}, 2, "ours", "torch", least_bytes, flops, rate)
+
+
+def test_least_seconds_is_the_larger_of_two():
+    ceilings = roofline.Ceilings(100.0, {"bfloat16": 1000.0})
+    assert roofline.least_seconds(contest(200, 1000), ceilings) == (2.0, "bytes")
+    assert roofline.least_seconds(contest(200, 9000), ceilings) == (9.0, "bfloat16")
+    assert roofline.least_seconds(contest(200, 9000, rate="int4"), ceilings) == (2.0, "bytes")
+
+
+def test_ceilings_of_this_processor_are_plausible():
+    found = roofline.measure(torch.device("cpu"), toy=True)
+    assert 1e8 < found.bandwidth < 1e13 and all(1e8 < rate < 1e16 for rate in found.rates.values())
+    assert "bfloat16" in found.rates or found.notes
