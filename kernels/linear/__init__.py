@@ -42,7 +42,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, impl: str =
 
 def _onednn_takes(x: Tensor, weight: Tensor) -> bool:
     return (
-        x.device.type == "cpu"
+        not torch.compiler.is_compiling()  # the compiler has ways of its own, and cannot trace `is_available`
+        and x.device.type == "cpu"
         and x.dtype == weight.dtype == torch.float32
         and x.numel() > 0
         and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))

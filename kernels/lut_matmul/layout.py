@@ -72,6 +72,11 @@ def normal_float(positive: int, negative: int) -> Tensor:
     return (values / values.max()).float()
 
 
-NF4 = normal_float(8, 7)  # [16], ascending
+# As printed in QLoRA's appendix E, ascending: `normal_float(8, 7)` up to 2e-7, and what codes elsewhere were rounded with.
+NF4 = torch.tensor([
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+])  # fmt: skip
 # A sign, two bits of exponent and one of mantissa in the order that bitsandbytes gives them; code 1 is its subnormal.
 FP4 = torch.tensor([0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -3]) / 12  # [16]

@@ -1,5 +1,7 @@
-// int8 products on a CPU: activations to int8, token by token, torch's oneDNN product of codes, and its sums back to the
-// activations' dtype. Each of the two passes of ours goes over memory once.
+// y = x Wᵀ on a CPU with int8 codes on both sides: activations are quantised token by token, products of codes are summed in
+// int32 by AVX512-VNNI, sums are scaled and written in x's dtype. kernels/w8a8_matmul/README.md has the layouts and what it costs.
+// A weight in `panels` is multiplied here; one that oneDNN has laid out (where it has AMX) goes to torch's oneDNN between the
+// same two passes.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -7,147 +9,390 @@
 #include <torch/types.h>
 
 #include <algorithm>
-#include <cstring>
-#include <limits>
+#include <cfloat>
+#include <cmath>
 #include <optional>
 #include <string>
-#include <tuple>
 #include <vector>
+
+#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+#include <immintrin.h>
 
 namespace {
 
+constexpr int ROWS = 32;         // of W in a panel: two vectors of int32 sums
+constexpr int TOKENS = 14;       // in a block, at most: 28 sums, two vectors of W and one to spare are the 32 registers
+constexpr int CHUNK = 64;        // columns of a token that lie together in a block: a cache line
+constexpr int STEP = 4;          // columns that one instruction sums
+constexpr int BLOCKS = 4;        // a thread that has as many blocks of tokens takes all of W; else threads share the panels
+constexpr int64_t NEAR = 1 << 19;  // bytes of codes that should stay in a core's second cache
+constexpr int64_t GRAIN = 1 << 16;  // bytes of W times tokens, or elements of x, worth a thread
+constexpr uint16_t UPPER[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
+                                33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};  // halves of 32 words
 constexpr float SMALLEST = 0x1p-100f, LARGEST = 127.0f;
-constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: the last byte of v + ROUND is v, rounded to nearest even
 
-uint32_t bits_of(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  return bits;
-}
+enum class Kind { float32, bfloat16, float16 };
 
-float float_of(uint32_t bits) {
-  float x;
-  std::memcpy(&x, &bits, 4);
-  return x;
-}
-
-// The loops, which the compiler turns into vectors of the instruction set in TARGET.
-struct Loops {
-  void (*widen)(const uint16_t* x, float* out, int64_t n);
-  uint32_t (*largest)(const float* x, int64_t n);
-  void (*encode)(const float* x, float inverse, uint8_t* out, int64_t n);
-  void (*scale)(const float* y, float s, uint16_t* out, int64_t n);
+struct Input {
+  const void* x;  // [tokens, in], of type `kind`
+  Kind kind;
+  int64_t tokens, in;
+  const float* step;  // of all tokens; null: each has its own
 };
 
-#define LOOPS(NAME, TARGET)                                                                                     \
-  namespace NAME {                                                                                              \
-  TARGET void widen(const uint16_t* x, float* out, int64_t n) {                                                 \
-    for (int64_t i = 0; i < n; i++) out[i] = float_of(uint32_t(x[i]) << 16);                                    \
-  }                                                                                                             \
-  /* Bits of the largest |x|: as integers in the order of |x|, infinity and NaN above all that is finite. */   \
-  TARGET uint32_t largest(const float* x, int64_t n) {                                                          \
-    uint32_t top = 0;                                                                                           \
-    for (int64_t i = 0; i < n; i++) {                                                                           \
-      uint32_t bits = bits_of(x[i]) & 0x7FFFFFFF;                                                               \
-      top = bits > top ? bits : top;                                                                            \
-    }                                                                                                           \
-    return top;                                                                                                 \
-  }                                                                                                             \
-  /* code + 128. The bounds keep product and sum from being fused: codes are those of plain torch. */          \
-  TARGET void encode(const float* x, float inverse, uint8_t* out, int64_t n) {                                  \
-    for (int64_t i = 0; i < n; i++) {                                                                           \
-      float v = x[i] * inverse;                                                                                 \
-      v = v > LARGEST ? LARGEST : v;                                                                            \
-      v = v < -LARGEST ? -LARGEST : v;                                                                          \
-      out[i] = uint8_t(bits_of(v + ROUND)) ^ 0x80;                                                              \
-    }                                                                                                           \
-  }                                                                                                             \
-  TARGET void scale(const float* y, float s, uint16_t* out, int64_t n) {                                        \
-    for (int64_t i = 0; i < n; i++) {                                                                           \
-      float v = y[i] * s;                                                                                       \
-      uint32_t bits = bits_of(v);                                                                               \
-      out[i] = v != v ? 0x7FC0 : uint16_t((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);                          \
-    }                                                                                                           \
-  }                                                                                                             \
-  constexpr Loops loops{widen, largest, encode, scale};                                                         \
-  }
+struct Weight {
+  const uint8_t* codes;  // [panels, steps, 32, 4]: code + 128
+  const float* scale;    // [out]
+  int64_t out, panels, steps;
+};
 
-LOOPS(portable, )
-#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
-LOOPS(avx2, __attribute__((target("avx2"))))
-LOOPS(avx512, __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq"))))
-#endif
+// Codes of up to 14 tokens.
+struct Block {
+  int8_t* codes;   // [chunks, tokens, 64]; zeros beyond `in`
+  float* step;     // [tokens]; NaN where a token holds a NaN or an infinity
+  int32_t* above;  // [tokens]: 128 Σ codes, which sums have too much because of the 128 in W's codes
+};
 
-const Loops& loops() {
-#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
-  static const bool wide = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  static const bool half = __builtin_cpu_supports("avx2");
-  if (wide) return avx512::loops;
-  if (half) return avx2::loops;
-#endif
-  return portable::loops;
+Kind kind_of(at::ScalarType type) {
+  return type == at::kFloat ? Kind::float32 : type == at::kHalf ? Kind::float16 : Kind::bfloat16;
 }
 
-int64_t grain(int64_t columns) { return std::max<int64_t>(1, 32768 / columns); }
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-std::tuple<at::Tensor, at::Tensor> quantize(const at::Tensor& x, const std::optional<at::Tensor>& fixed) {
-  const int64_t rows = x.size(0), n = x.size(1);
-  auto codes = at::empty({rows, n}, x.options().dtype(at::kByte));
-  auto scale = at::empty({rows, 1}, x.options().dtype(at::kFloat));
-  const bool half = x.scalar_type() == at::kBFloat16;
-  const auto source = half ? x : x.to(at::kFloat);
-  const float step = fixed ? fixed->item<float>() : 0.0f;
-  const void* from = source.const_data_ptr();
-  auto* to = codes.mutable_data_ptr<uint8_t>();
-  auto* steps = scale.mutable_data_ptr<float>();
-  const auto& l = loops();
-  at::parallel_for(0, rows, grain(n), [&](int64_t begin, int64_t end) {
-    std::vector<float> buffer(half ? n : 0);
-    for (int64_t r = begin; r < end; r++) {
-      const float* row = half ? buffer.data() : static_cast<const float*>(from) + r * n;
-      if (half) l.widen(static_cast<const uint16_t*>(from) + r * n, buffer.data(), n);
-      const uint32_t bits = l.largest(row, n);
-      const bool finite = bits < 0x7F800000;
-      const float top = std::max(float_of(finite ? bits : 0), SMALLEST);
-      const float inverse = fixed ? 1.0f / step : LARGEST / top;
-      steps[r] = !finite ? std::numeric_limits<float>::quiet_NaN() : fixed ? step : top / LARGEST;
-      l.encode(row, finite ? inverse : 0.0f, to + r * n, n);
+}  // namespace
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma,avx2,f16c")
+#define INLINE static inline __attribute__((always_inline))
+namespace vnni {
+
+INLINE __mmask16 lanes(int64_t left) { return left >= 16 ? 0xFFFF : left <= 0 ? 0 : (1u << left) - 1; }
+
+// Sixteen numbers; zeros where the mask has none.
+template <Kind kind>
+INLINE __m512 load(const void* x, int64_t at, __mmask16 mask) {
+  if constexpr (kind == Kind::float32) return _mm512_maskz_loadu_ps(mask, static_cast<const float*>(x) + at);
+  const __m256i half = _mm256_maskz_loadu_epi16(mask, static_cast<const uint16_t*>(x) + at);
+  if constexpr (kind == Kind::float16) return _mm512_cvtph_ps(half);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
+
+// max|x|, a NaN or an infinity as one of them: as integers, bits without the sign are in the order of |x|, and those above all.
+template <Kind kind>
+INLINE float largest(const void* x, int64_t n) {
+  if constexpr (kind == Kind::float32) {
+    __m512i top = _mm512_setzero_si512();
+    const __m512i all = _mm512_set1_epi32(0x7FFFFFFF);
+    for (int64_t i = 0; i < n; i += 16)
+      top = _mm512_max_epi32(top, _mm512_and_si512(all, _mm512_castps_si512(load<kind>(x, i, lanes(n - i)))));
+    return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(_mm512_reduce_max_epi32(top))));
+  } else {
+    const auto* p = static_cast<const uint16_t*>(x);
+    const __m512i all = _mm512_set1_epi16(0x7FFF);
+    __m512i a = _mm512_setzero_si512(), b = a;
+    int64_t i = 0;
+    for (; i + 64 <= n; i += 64) {
+      a = _mm512_max_epu16(a, _mm512_and_si512(all, _mm512_loadu_si512(p + i)));
+      b = _mm512_max_epu16(b, _mm512_and_si512(all, _mm512_loadu_si512(p + i + 32)));
+    }
+    for (; i < n; i += 32) {
+      const __mmask32 mask = n - i >= 32 ? 0xFFFFFFFF : (1u << (n - i)) - 1;
+      a = _mm512_max_epu16(a, _mm512_and_si512(all, _mm512_maskz_loadu_epi16(mask, p + i)));
+    }
+    a = _mm512_max_epu16(a, b);
+    const __m512i low = _mm512_and_si512(a, _mm512_set1_epi32(0xFFFF)), high = _mm512_srli_epi32(a, 16);
+    const __m128i bits = _mm_cvtsi32_si128(_mm512_reduce_max_epi32(_mm512_max_epi32(low, high)));
+    if constexpr (kind == Kind::float16) return _mm_cvtss_f32(_mm_cvtph_ps(bits));
+    return _mm_cvtss_f32(_mm_castsi128_ps(_mm_slli_epi32(bits, 16)));
+  }
+}
+
+// The codes of 64 columns, or of the `left` that there are, and zeros.
+template <Kind kind>
+INLINE __m512i encode(const void* x, int64_t at, int64_t left, __m512 inverse, bool clamp) {
+  const __m512 high = _mm512_set1_ps(LARGEST), low = _mm512_set1_ps(-LARGEST);
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);  // undoes what packing does
+  __m512i v[4];
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; j++) {
+    __m512 scaled = _mm512_mul_ps(load<kind>(x, at + 16 * j, lanes(left - 16 * j)), inverse);
+    if (clamp) scaled = _mm512_max_ps(_mm512_min_ps(scaled, high), low);
+    v[j] = _mm512_cvt_roundps_epi32(scaled, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
+  const __m512i packed = _mm512_packs_epi16(_mm512_packs_epi32(v[0], v[1]), _mm512_packs_epi32(v[2], v[3]));
+  return _mm512_permutexvar_epi32(order, packed);
+}
+
+// One token. Its codes, with `flip` applied to the bits of each, go to `to`, chunks `stride` bytes apart; `whole`: the last one
+// is filled up with zeros. Returns the step; `sum` is that of the codes.
+template <Kind kind>
+static float quantize(const void* x, int64_t n, const float* fixed, int flip, bool whole, uint8_t* to, int64_t stride,
+                      int32_t* sum) {
+  const float most = largest<kind>(x, n);
+  const bool finite = most <= FLT_MAX;
+  const float top = finite && most > SMALLEST ? most : SMALLEST;
+  const __m512 inverse = _mm512_set1_ps(!finite ? 0.0f : fixed ? 1.0f / *fixed : LARGEST / top);
+  const __m512i flips = _mm512_set1_epi8(char(flip)), ones = _mm512_set1_epi8(1);
+  __m512i total = _mm512_setzero_si512();
+  int64_t i = 0;
+  for (; i + CHUNK <= n; i += CHUNK, to += stride) {
+    const __m512i codes = encode<kind>(x, i, CHUNK, inverse, fixed);
+    total = _mm512_dpbusd_epi32(total, ones, codes);
+    _mm512_storeu_si512(to, _mm512_xor_si512(codes, flips));
+  }
+  if (i < n) {
+    const __m512i codes = encode<kind>(x, i, n - i, inverse, fixed);
+    total = _mm512_dpbusd_epi32(total, ones, codes);
+    _mm512_mask_storeu_epi8(to, whole ? ~0ull : (1ull << (n - i)) - 1, _mm512_xor_si512(codes, flips));
+  }
+  *sum = _mm512_reduce_add_epi32(total);
+  return !finite ? NAN : fixed ? *fixed : top / LARGEST;
+}
+
+static float quantize(const Input& x, int64_t token, int flip, bool whole, uint8_t* to, int64_t stride, int32_t* sum) {
+  const int64_t at = token * x.in;
+  if (x.kind == Kind::float32)
+    return quantize<Kind::float32>(static_cast<const float*>(x.x) + at, x.in, x.step, flip, whole, to, stride, sum);
+  const void* row = static_cast<const uint16_t*>(x.x) + at;
+  if (x.kind == Kind::float16) return quantize<Kind::float16>(row, x.in, x.step, flip, whole, to, stride, sum);
+  return quantize<Kind::bfloat16>(row, x.in, x.step, flip, whole, to, stride, sum);
+}
+
+static void quantize_block(const Input& x, int64_t first, int count, const Block& to) {
+  for (int m = 0; m < count; m++) {
+    int32_t sum;
+    uint8_t* codes = reinterpret_cast<uint8_t*>(to.codes) + m * CHUNK;
+    to.step[m] = quantize(x, first + m, 0, true, codes, count * CHUNK, &sum);
+    to.above[m] = 128 * sum;
+  }
+}
+
+INLINE __m512i rounded(__m512 v) {  // bfloat16 in the upper halves, to nearest even; a NaN stays one
+  const __m512i bits = _mm512_castps_si512(v), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
+  return _mm512_mask_mov_epi32(up, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), _mm512_set1_epi32(0x7FC00000));
+}
+
+// Up to 32 outputs of a token.
+INLINE void put(void* y, Kind kind, int64_t at, __m512 a, __m512 b, __mmask32 mask) {
+  if (kind == Kind::float32) {
+    _mm512_mask_storeu_ps(static_cast<float*>(y) + at, __mmask16(mask), a);
+    return _mm512_mask_storeu_ps(static_cast<float*>(y) + at + 16, __mmask16(mask >> 16), b);
+  }
+  __m512i half;
+  if (kind == Kind::float16) {
+    const __m256i low = _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT);
+    half = _mm512_inserti64x4(_mm512_castsi256_si512(low), _mm512_cvtps_ph(b, _MM_FROUND_TO_NEAREST_INT), 1);
+  } else {
+    const __m512i upper = _mm512_loadu_si512(UPPER);
+    half = _mm512_permutex2var_epi16(rounded(a), upper, rounded(b));
+  }
+  _mm512_mask_storeu_epi16(static_cast<uint16_t*>(y) + at, mask, half);
+}
+
+// total += W's four codes in each lane times the token's four. In assembly, because GCC 12 copies every sum to memory after its
+// own intrinsic: half as fast.
+INLINE void add_products(__m512i& total, __m512i w, __m512i x) { asm("vpdpbusd %2, %1, %0" : "+v"(total) : "v"(w), "v"(x)); }
+
+// sum += four columns of the tokens by the panel's 32 rows.
+template <int M>
+INLINE void step(__m512i (&sum)[M][2], const uint8_t* weights, const int8_t* codes) {
+  const __m512i a = _mm512_loadu_si512(weights), b = _mm512_loadu_si512(weights + 64);
+#pragma GCC unroll 16
+  for (int m = 0; m < M; m++) {
+    const __m512i x = _mm512_set1_epi32(*reinterpret_cast<const int32_t*>(codes + m * CHUNK));
+    add_products(sum[m][0], a, x);
+    add_products(sum[m][1], b, x);
+  }
+}
+
+// A block of M tokens by a panel of W; y is where the block's first token goes.
+template <int M>
+static void multiply(const Block& x, const Weight& w, int64_t panel, void* y, Kind kind) {
+  constexpr int CHAINS = M == 1 ? 4 : M <= 3 ? 2 : 1;  // independent sums, to hide the latency of a product
+  __m512i sum[CHAINS][M][2];
+#pragma GCC unroll 64
+  for (int i = 0; i < CHAINS * M * 2; i++) sum[i / (2 * M)][i / 2 % M][i % 2] = _mm512_setzero_si512();
+  const uint8_t* weights = w.codes + panel * w.steps * ROWS * STEP;
+  const int8_t* codes = x.codes;
+  for (int64_t left = w.steps; left > 0; left -= CHUNK / STEP, codes += M * CHUNK) {
+    const int64_t steps = left < CHUNK / STEP ? left : CHUNK / STEP;
+    int64_t s = 0;
+    for (; s + CHAINS <= steps; s += CHAINS)
+#pragma GCC unroll 4
+      for (int c = 0; c < CHAINS; c++, weights += ROWS * STEP) step<M>(sum[c], weights, codes + (s + c) * STEP);
+    for (; CHAINS > 1 && s < steps; s++, weights += ROWS * STEP) step<M>(sum[0], weights, codes + s * STEP);
+  }
+  const int64_t row = panel * ROWS;
+  const __mmask32 mask = w.out - row >= ROWS ? ~0u : (1u << (w.out - row)) - 1;
+  const __m512 scale[2] = {_mm512_maskz_loadu_ps(__mmask16(mask), w.scale + row),
+                           _mm512_maskz_loadu_ps(__mmask16(mask >> 16), w.scale + row + 16)};
+#pragma GCC unroll 16
+  for (int m = 0; m < M; m++) {
+    const __m512i above = _mm512_set1_epi32(x.above[m]);
+    const __m512 step = _mm512_set1_ps(x.step[m]);
+    __m512 v[2];
+#pragma GCC unroll 2
+    for (int n = 0; n < 2; n++) {
+      __m512i total = _mm512_sub_epi32(sum[0][m][n], above);
+#pragma GCC unroll 4
+      for (int c = 1; c < CHAINS; c++) total = _mm512_add_epi32(total, sum[c][m][n]);
+      v[n] = _mm512_mul_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(total), scale[n]), step);
+    }
+    put(y, kind, m * w.out + row, v[0], v[1], mask);
+  }
+}
+
+using Multiply = void (*)(const Block&, const Weight&, int64_t panel, void* y, Kind);
+
+constexpr Multiply MULTIPLY[TOKENS] = {multiply<1>, multiply<2>, multiply<3>,  multiply<4>,  multiply<5>,  multiply<6>,  multiply<7>,
+                                       multiply<8>, multiply<9>, multiply<10>, multiply<11>, multiply<12>, multiply<13>, multiply<14>};
+
+// y [rows, out] from float32 sums that oneDNN has scaled by W's, for the token's step and the dtype.
+static void scale_row(const float* sums, float step, int64_t n, void* y, Kind kind, int64_t at) {
+  const __m512 steps = _mm512_set1_ps(step);
+  for (int64_t i = 0; i < n; i += ROWS) {
+    const __mmask32 mask = n - i >= ROWS ? ~0u : (1u << (n - i)) - 1;
+    const __m512 a = _mm512_maskz_loadu_ps(__mmask16(mask), sums + i), b = _mm512_maskz_loadu_ps(__mmask16(mask >> 16), sums + i + 16);
+    put(y, kind, at + i, _mm512_mul_ps(a, steps), _mm512_mul_ps(b, steps), mask);
+  }
+}
+
+}  // namespace vnni
+#pragma GCC pop_options
+#undef INLINE
+
+namespace {
+
+Input input(const at::Tensor& x, const std::optional<at::Tensor>& fixed) {
+  return {x.const_data_ptr(), kind_of(x.scalar_type()), x.numel() / x.size(-1), x.size(-1),
+          fixed ? fixed->const_data_ptr<float>() : nullptr};
+}
+
+void check(const at::Tensor& x, const at::Tensor& scale) {
+  const auto type = x.scalar_type();
+  TORCH_CHECK((type == at::kFloat || type == at::kHalf || type == at::kBFloat16) && x.dim() > 0 && x.size(-1) > 0 &&
+                  scale.scalar_type() == at::kFloat && scale.is_contiguous() && scale.dim() == 1,
+              "int8_matmul: x ", type, " ", x.sizes(), " and scale ", scale.scalar_type(), " ", scale.sizes(), " cannot be read");
+  static const bool able = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+  TORCH_CHECK(able, "int8_matmul: this CPU has no AVX512-VNNI");
+}
+
+at::Tensor result(const at::Tensor& x, int64_t out) {
+  auto sizes = x.sizes().vec();
+  sizes.back() = out;
+  return at::empty(sizes, x.options());
+}
+
+// The codes of all tokens, in blocks of nearly the same size.
+struct Blocks {
+  int64_t tokens, count, chunks;
+  std::vector<float> step;
+  std::vector<int32_t> above;
+  at::Tensor codes;
+
+  Blocks(int64_t tokens, int64_t count, int64_t in)
+      : tokens(tokens), count(count), chunks(ceil_div(in, CHUNK)), step(tokens), above(tokens),
+        codes(at::empty({tokens * chunks * CHUNK}, at::kChar)) {}
+  int64_t first(int64_t block) const { return block * tokens / count; }
+  int size(int64_t block) const { return int(first(block + 1) - first(block)); }
+  Block block(int64_t b) {
+    const int64_t token = first(b);
+    return {codes.mutable_data_ptr<int8_t>() + token * chunks * CHUNK, step.data() + token, above.data() + token};
+  }
+};
+
+// x [..., in]; codes [panels, steps, 32, 4]; scale float32 [out].
+at::Tensor by_panels(const at::Tensor& x_, const at::Tensor& codes, const at::Tensor& scale, const std::optional<at::Tensor>& fixed) {
+  check(x_, scale);
+  const at::Tensor x = x_.contiguous();
+  const Weight w{static_cast<const uint8_t*>(codes.const_data_ptr()), scale.const_data_ptr<float>(), scale.size(0),
+                 codes.size(0), codes.size(1)};
+  TORCH_CHECK(codes.dim() == 4 && codes.is_contiguous() && codes.scalar_type() == at::kChar && codes.size(2) == ROWS &&
+                  codes.size(3) == STEP && w.panels == ceil_div(w.out, ROWS) && w.steps == ceil_div(x.size(-1), STEP),
+              "int8_matmul: x ", x.sizes(), ", codes ", codes.sizes(), " and scale ", scale.sizes(), " do not fit");
+  const at::Tensor y = result(x, w.out);
+  if (y.numel() == 0) return y;
+  const Input in = input(x, fixed);
+  auto* to = static_cast<char*>(y.mutable_data_ptr());
+  const int64_t width = w.out * y.element_size(), threads = at::get_num_threads();
+  int64_t count = ceil_div(in.tokens, TOKENS);
+  const bool apart = count >= BLOCKS * threads;  // each thread quantises its own tokens and multiplies them by all of W
+  if (apart) count = ceil_div(count, threads) * threads;
+  Blocks blocks(in.tokens, count, in.in);
+
+  const auto quantize = [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; b++) vnni::quantize_block(in, blocks.first(b), blocks.size(b), blocks.block(b));
+  };
+  const auto multiply = [&](int64_t panel, int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; b++)
+      vnni::MULTIPLY[blocks.size(b) - 1](blocks.block(b), w, panel, to + blocks.first(b) * width, in.kind);
+  };
+  const int64_t held = std::max<int64_t>(BLOCKS, NEAR / (TOKENS * in.in));  // blocks whose codes stay near
+  if (apart) {
+    at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t b = begin; b < end; b += held) {
+        const int64_t stop = std::min(end, b + held);
+        quantize(b, stop);
+        for (int64_t p = 0; p < w.panels; p++) multiply(p, b, stop);
+      }
+    });
+    return y;
+  }
+  at::parallel_for(0, count, std::max<int64_t>(1, GRAIN / (TOKENS * in.in)), quantize);
+  const int64_t parts = std::min(count, ceil_div(BLOCKS * threads, w.panels));  // of the tokens, where panels are too few
+  const int64_t grain = std::max<int64_t>(1, GRAIN * parts / (w.steps * ROWS * STEP * in.tokens));
+  at::parallel_for(0, parts * w.panels, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) {
+      const int64_t part = i / w.panels;
+      multiply(i % w.panels, part * count / parts, (part + 1) * count / parts);
     }
   });
-  return {codes, scale};
+  return y;
 }
 
-at::Tensor scaled(const at::Tensor& y, const at::Tensor& scale, at::ScalarType dtype) {
-  if (dtype != at::kBFloat16) return y.mul(scale).to(dtype);
-  const int64_t rows = y.size(0), n = y.size(1);
-  auto out = at::empty({rows, n}, y.options().dtype(dtype));
-  const float *from = y.const_data_ptr<float>(), *s = scale.const_data_ptr<float>();
-  auto* to = static_cast<uint16_t*>(out.mutable_data_ptr());
-  const auto& l = loops();
-  at::parallel_for(0, rows, grain(n), [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; r++) l.scale(from + r * n, s[r], to + r * n, n);
+// The same with codes as onednn::qlinear_prepack lays them out.
+at::Tensor by_onednn(const at::Tensor& x_, const at::Tensor& codes, const at::Tensor& scale, const std::optional<at::Tensor>& fixed) {
+  check(x_, scale);
+  const at::Tensor x = x_.contiguous(), y = result(x, scale.size(0));
+  if (y.numel() == 0) return y;
+  const Input in = input(x, fixed);
+  const int64_t out = scale.size(0), grain = std::max<int64_t>(1, GRAIN / std::max(in.in, out));
+  const auto a = at::empty({in.tokens, in.in}, x.options().dtype(at::kByte));
+  auto* to = a.mutable_data_ptr<uint8_t>();
+  std::vector<float> step(in.tokens);
+  at::parallel_for(0, in.tokens, grain, [&](int64_t begin, int64_t end) {
+    int32_t sum;
+    for (int64_t t = begin; t < end; t++) step[t] = vnni::quantize(in, t, 0x80, false, to + t * in.in, CHUNK, &sum);
   });
-  return out;
-}
-
-// x [..., in]; codes as onednn::qlinear_prepack lays them out; scale float32 [out].
-at::Tensor int8_matmul(const at::Tensor& x, const at::Tensor& codes, const at::Tensor& scale,
-                       const std::optional<at::Tensor>& x_scale) {
   static const auto product = c10::Dispatcher::singleton().findSchemaOrThrow("onednn::qlinear_pointwise", "");
-  auto [a, steps] = quantize(x.reshape({-1, x.size(-1)}).contiguous(), x_scale);
-  const auto zero = at::zeros({scale.size(0)}, scale.options().dtype(at::kInt));
+  const auto zero = at::zeros({out}, scale.options().dtype(at::kInt));
   std::vector<c10::IValue> stack{a, 1.0, int64_t(128), codes, scale, zero, c10::IValue(), 1.0, int64_t(0), int64_t(at::kFloat),
                                  std::string("none"), c10::List<std::optional<at::Scalar>>(), std::string("")};
   product.callBoxed(&stack);
-  auto shape = x.sizes().vec();
-  shape.back() = scale.size(0);
-  return scaled(stack[0].toTensor(), steps, x.scalar_type()).view(shape);
+  const at::Tensor sums = stack[0].toTensor();
+  const float* from = sums.const_data_ptr<float>();
+  void* written = y.mutable_data_ptr();
+  at::parallel_for(0, in.tokens, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; t++) vnni::scale_row(from + t * out, step[t], out, written, in.kind, t * out);
+  });
+  return y;
 }
 
 }  // namespace
 
+#else
+namespace {
+at::Tensor by_panels(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&) {
+  TORCH_CHECK(false, "int8_matmul: this build has no AVX512-VNNI");
+}
+constexpr auto by_onednn = by_panels;
+}  // namespace
+#endif
+
 TORCH_LIBRARY_FRAGMENT(workbench, m) {
   m.def("int8_matmul(Tensor x, Tensor codes, Tensor scale, Tensor? x_scale) -> Tensor");
 }
-TORCH_LIBRARY_IMPL(workbench, CPU, m) { m.impl("int8_matmul", int8_matmul); }
-TORCH_LIBRARY_IMPL(workbench, MkldnnCPU, m) { m.impl("int8_matmul", int8_matmul); }  // the dispatcher sees the opaque codes
+TORCH_LIBRARY_IMPL(workbench, CPU, m) { m.impl("int8_matmul", by_panels); }
+TORCH_LIBRARY_IMPL(workbench, MkldnnCPU, m) { m.impl("int8_matmul", by_onednn); }  // the dispatcher sees the opaque codes

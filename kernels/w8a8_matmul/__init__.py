@@ -19,6 +19,7 @@ from kernels.w8a8_matmul.layout import (
     to_prepacked,
     to_rows,
 )
+from kernels.w8a8_matmul.panels import panels_shape
 
 __all__ = ["BLOCK", "W8", "prepacked_fits", "quantize_rows", "quantize_weight", "to_prepacked", "to_rows", "w8a8_matmul"]
 
@@ -37,8 +38,8 @@ def w8a8_matmul(x: Tensor, w: W8, *, x_scale: Tensor | None = None, impl: str = 
         w: [out, in], int8 or float8_e4m3fn (`W8`).
         x_scale: None (dynamic), or a positive float32 scalar: the step of all activations, beyond whose range they are clamped.
         impl: "reference" (exact sums of products of codes; any layout, any device), "cpu" (int8 with a scale per output
-            channel through oneDNN, on a CPU with VNNI; several times faster with `to_prepacked` for few tokens),
-            "triton" (layout "rows") or "auto": triton on CUDA, "cpu" where it takes the weight, else "reference".
+            channel, on a CPU with VNNI; several times faster with `to_prepacked`), "triton" (layout "rows") or "auto": triton
+            on CUDA, "cpu" where it takes the weight, else "reference".
 
     Returns:
         [..., out] in x's dtype
@@ -51,7 +52,7 @@ def w8a8_matmul(x: Tensor, w: W8, *, x_scale: Tensor | None = None, impl: str = 
     if x.numel() == 0:
         use = "reference"
     x_scale = None if x_scale is None else x_scale.reshape(())
-    if use == "cpu" and w.layout == "prepacked" and in_one_call():
+    if use == "cpu" and w.layout != "rows" and in_one_call():
         ran("w8a8_matmul", "cpu native")
         return torch.ops.workbench.int8_matmul(x, w.codes, w.scale, x_scale)
     ran("w8a8_matmul", {"cpu": "cpu prepacked" if w.layout == "prepacked" else "cpu int_mm"}.get(use, use))
@@ -66,12 +67,13 @@ def _check(x: Tensor, w: W8, x_scale: Tensor | None) -> None:
         raise ValueError(f"`x` {tuple(x.shape)} must end in in_features (={columns})")
     if x.dtype not in DTYPES:
         raise ValueError(f"`x` (={x.dtype}) must be float32, bfloat16 or float16")
-    if w.layout not in ("rows", "prepacked"):
-        raise ValueError(f"`w.layout` (={w.layout!r}) must be 'rows' or 'prepacked'")
+    if w.layout not in ("rows", "panels", "prepacked"):
+        raise ValueError(f"`w.layout` (={w.layout!r}) must be 'rows', 'panels' or 'prepacked'")
     if w.codes.dtype not in LARGEST:
         raise ValueError(f"`w.codes` (={w.codes.dtype}) must be torch.int8 or torch.float8_e4m3fn")
-    if w.layout == "rows" and (tuple(w.codes.shape) != (out, columns) or not w.codes.is_contiguous()):
-        raise ValueError(f"`w.codes` {tuple(w.codes.shape)} of strides {w.codes.stride()} must be contiguous {(out, columns)}")
+    expected = {"rows": (out, columns), "panels": panels_shape((out, columns))}.get(w.layout)
+    if expected and (tuple(w.codes.shape) != expected or not w.codes.is_contiguous()):
+        raise ValueError(f"`w.codes` {tuple(w.codes.shape)} of strides {w.codes.stride()} must be contiguous {expected}")
     if not 0 < columns <= MOST_COLUMNS[w.codes.dtype]:
         raise ValueError(f"in_features (={columns}) must be 1 to {MOST_COLUMNS[w.codes.dtype]} for {w.codes.dtype}")
     blocks = (-(-out // BLOCK), -(-columns // BLOCK))
@@ -88,15 +90,17 @@ def _implementation(x: Tensor, w: W8, impl: str) -> str:
     if impl not in IMPLS:
         raise ValueError(f"`impl` (={impl!r}) must be one of {', '.join(map(repr, IMPLS))}")
     on_cpu = w.codes.dtype == torch.int8 and w.scale.dim() == 1 and integer_dots(w.codes)
+    on_cpu = on_cpu and (w.layout != "panels" or in_one_call())
     if impl == "cpu" and not on_cpu:
-        kind = f"{w.codes.dtype} with scale {tuple(w.scale.shape)} on {x.device}"
-        raise ValueError(f"`impl` (='cpu') needs int8 with a scale per output channel on a CPU with VNNI, not {kind}")
+        kind = f"{w.codes.dtype} in {w.layout} with scale {tuple(w.scale.shape)} on {x.device}"
+        needs = "needs int8 with a scale per output channel on a CPU with VNNI, and the C++ kernels for 'panels'"
+        raise ValueError(f"`impl` (='cpu') {needs}, not {kind}")
     if impl == "triton" and not (triton_takes(x.device) and w.layout == "rows"):
         needs = "needs triton and layout 'rows' on CUDA (on a CPU: TRITON_INTERPRET=1)"
         raise ValueError(f"`impl` (='triton') {needs}, not {w.layout!r} on {x.device}")
     if impl != "auto":
         return impl
-    if x.device.type == "cuda" and triton_takes(x.device):
+    if x.device.type == "cuda" and triton_takes(x.device) and w.layout == "rows":
         return "triton"
     return "cpu" if on_cpu else "reference"
 

@@ -10,7 +10,7 @@ from kernels.cases import TOLERANCE, Asked, Check, Contest
 from kernels.interpreter import triton_takes
 from kernels.linear.onednn import lay_out, product
 from kernels.w8a8_matmul import BLOCK, W8, prepacked_fits, quantize_rows, quantize_weight, to_prepacked, w8a8_matmul
-from kernels.w8a8_matmul.layout import integer_dots
+from kernels.w8a8_matmul.layout import in_one_call, integer_dots
 
 ROTATED = 256 << 20  # bytes of 8-bit weights in rotation
 MOST = 1024  # copies: small weights are in a cache anyway
@@ -58,8 +58,9 @@ def _check(name: str, x: Tensor, w: W8, x_scale: Tensor | None) -> Check:
     def run(impl: str) -> Tensor | tuple[Tensor, ...]:
         y = w8a8_matmul(x, w, x_scale=x_scale, impl=impl)
         if impl != "cpu" or not prepacked_fits(w):
-            return y, y
-        return y, w8a8_matmul(x, to_prepacked(w), x_scale=x_scale, impl=impl)
+            return y, y, y
+        layouts = ("panels" if in_one_call() else "prepacked", "prepacked")
+        return y, *(w8a8_matmul(x, to_prepacked(w, layout), x_scale=x_scale, impl=impl) for layout in layouts)
 
     def expected() -> tuple[Tensor, ...]:
         codes, scale = quantize_rows(x, w.codes.dtype, scale=x_scale, block=BLOCK if blocked else None)
@@ -70,7 +71,7 @@ def _check(name: str, x: Tensor, w: W8, x_scale: Tensor | None) -> Check:
             y = a @ W.t()
         else:
             y = (a @ W.t()) * w.scale.double() * scale.double()
-        return y, y
+        return y, y, y
 
     kind = "int8" if int8 else "fp8"
     tolerance = TOLERANCE[x.dtype] if int8 else max(SHORT, TOLERANCE[x.dtype])
@@ -94,8 +95,8 @@ def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]
                 for tokens in asked.tokens or (1, 16, 64, 256, 2048):
                     yield _gpu(device, kind, shape, tokens, asked.dtype, min(MOST, max(2, -(-ROTATED // (shape[0] * shape[1])))))
     else:
-        for shape in asked.shapes or ((1536, 576), (576, 1536), (4096, 4096), (14336, 4096)):
-            for tokens in asked.tokens or (1, 16, 64, 256):
+        for shape in asked.shapes or ((192, 576), (576, 576), (1536, 576), (576, 1536), (4096, 4096), (14336, 4096)):
+            for tokens in asked.tokens or (1, 16, 64, 256, 512):
                 yield from _cpu(shape, tokens, asked.dtype)
 
 
@@ -161,17 +162,18 @@ def _cpu(shape: tuple[int, int], tokens: int, dtype: torch.dtype) -> Iterator[Co
     x = torch.randn(tokens, columns).to(dtype)
     dense = [torch.randn(out, columns).to(dtype) for _ in range(copies)]
     rows = [quantize_weight(W, INT8) for W in dense]
-    small = [to_prepacked(w) for w in rows]
+    small, theirs = [to_prepacked(w) for w in rows], [to_prepacked(w, "prepacked") for w in rows]
     packed = [lay_out(W, tokens) for W in dense]
     name = f"{str(dtype).removeprefix('torch.')} prepacked"
     yield Contest(
         op="w8a8_matmul", detail="int8", shape=shape, tokens=tokens,
         contestants={
-            "cpu prepacked": lambda i: w8a8_matmul(x, small[i], impl="cpu"),
+            "cpu": lambda i: w8a8_matmul(x, small[i], impl="cpu"),
+            "cpu oneDNN": lambda i: w8a8_matmul(x, theirs[i], impl="cpu"),
             "cpu int_mm": lambda i: w8a8_matmul(x, rows[i], impl="cpu"),
             name: lambda i: product(x, packed[i]),
         },
-        copies=copies, ours="cpu prepacked", baseline=name,
+        copies=copies, ours="cpu", baseline=name,
         least_bytes=out * columns + 4 * out + 2 * tokens * (out + columns), flops=2 * tokens * out * columns, rate="int8",
-        goal=1.7 if tokens >= 64 and out >= 4096 else None,
+        goal=1.7 if tokens >= 256 or out >= 4096 else None,
     )  # fmt: skip

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import native
+from kernels.w8a8_matmul.panels import from_panels, to_panels
 
 BLOCK = 128  # rows and columns that share a scale in a block-wise weight; columns that do in its activations
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -19,6 +20,7 @@ class W8(NamedTuple):
 
     layout "rows":      codes int8 or float8_e4m3fn [out, in], contiguous; scale float32 [out], or
                         [ceil(out/128), ceil(in/128)] for one scale per block.
+    layout "panels":    codes + 128, viewed as int8, in panels of 32 rows, see panels.py; scale float32 [out].
     layout "prepacked": codes int8 in the blocks that oneDNN reads, opaque: such a tensor cannot be saved, copied or moved;
                         scale float32 [out].
     """
@@ -93,20 +95,31 @@ def encode(v: Tensor, dtype: torch.dtype) -> Tensor:
     return v.round().to(dtype) if dtype == torch.int8 else v.to(dtype)
 
 
-def to_prepacked(w: W8) -> W8:
-    """`rows` -> `prepacked`, for int8 with a scale per output channel on a CPU; the inverse of `to_rows`.
+def to_prepacked(w: W8, layout: str | None = None) -> W8:
+    """`rows` -> the layout that this CPU multiplies by the fastest, for int8 with a scale per output channel; inverse: `to_rows`.
+
+    Args:
+        w: [out, in], in "rows".
+        layout: None, or which one: "panels" (for the C++ op), or "prepacked" (for oneDNN: where there is no C++ compiler, or where
+            the CPU has AMX, which oneDNN uses and the C++ op does not).
 
     Raises:
-        ValueError: a weight that oneDNN's int8 product cannot take here.
+        ValueError: a weight that has no fast int8 product here, or a `layout` that is neither.
     """
+    if layout not in (None, "panels", "prepacked"):
+        raise ValueError(f"`layout` (={layout!r}) must be None, 'panels' or 'prepacked'")
     if not prepacked_fits(w):
         kind = f"{w.codes.dtype} with scale {tuple(w.scale.shape)} on {w.codes.device}"
         raise ValueError(f"`w` must be int8 rows with a scale per output channel, on a CPU with VNNI, not {kind}")
-    return w._replace(layout="prepacked", codes=torch.ops.onednn.qlinear_prepack(w.codes, None))
+    layout = layout or ("panels" if in_one_call() and not _has_amx() else "prepacked")
+    codes = to_panels(w.codes) if layout == "panels" else torch.ops.onednn.qlinear_prepack(w.codes, None)
+    return w._replace(layout=layout, codes=codes)
 
 
 def to_rows(w: W8) -> W8:
-    """`prepacked` -> `rows`, exactly."""
+    """`panels` or `prepacked` -> `rows`, exactly."""
+    if w.layout == "panels":
+        return w._replace(layout="rows", codes=from_panels(w.codes, w.shape))
     return w._replace(layout="rows", codes=w.codes.to_dense().t().contiguous()) if w.layout == "prepacked" else w
 
 
@@ -128,8 +141,13 @@ def _has_vnni() -> bool:
 
 
 @torch.compiler.assume_constant_result
+def _has_amx() -> bool:
+    return bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)())
+
+
+@torch.compiler.assume_constant_result
 def in_one_call() -> bool:
-    """Is there the C++ op that quantises, multiplies by a prepacked weight and scales, without Python between?"""
+    """Is there the C++ op that quantises, multiplies by a weight in panels or prepacked, and scales?"""
     return native.why_not() is None
 
 

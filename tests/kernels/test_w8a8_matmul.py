@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kernels import native
 from kernels.registry import recording
 from kernels.w8a8_matmul import (
     BLOCK,
@@ -20,7 +21,9 @@ from kernels.w8a8_matmul.reference import product
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 VNNI = integer_dots(torch.empty(0))
+LAYOUTS = [*(["panels"] if VNNI and in_one_call() else []), *(["prepacked"] if VNNI else [])]
 needs_vnni = pytest.mark.skipif(not VNNI, reason="this CPU has no AVX512-VNNI")
+needs_panels = pytest.mark.skipif("panels" not in LAYOUTS, reason="no AVX512-VNNI, or no C++ kernels")
 SHAPES = [(64, 96), (37, 77), (1, 1), (200, 300), (16, 16)]  # out, in
 
 
@@ -30,6 +33,12 @@ def decode(codes, scale, block=None):
 
 def rms(y, exact):
     return ((y.double() - exact).norm() / exact.norm().clamp_min(1e-30)).item()
+
+
+def every_layout(w):
+    """The weight, and what `to_prepacked` makes of it."""
+    fits = w.codes.dtype == INT8 and w.scale.dim() == 1
+    return [w, *(to_prepacked(w, layout) for layout in LAYOUTS if fits)]
 
 
 def half_step(codes, scale):
@@ -83,7 +92,7 @@ def test_zeros_stay_zeros_and_what_is_not_finite_is_never_hidden(kind, static):
     codes, scale = quantize_rows(x, kind, scale=x_scale)
     assert (codes[0].float() == 0).all() and scale[0].isfinite() and scale[0] > 0
     w = quantize_weight(torch.randn(8, 40), kind)
-    for weight in (w, to_prepacked(w)) if VNNI and kind == INT8 else (w,):
+    for weight in every_layout(w):
         y = w8a8_matmul(x, weight, x_scale=x_scale)
         assert (y[0] == 0).all() and y[1:4].isnan().all() and y[4:].isfinite().all()
 
@@ -141,8 +150,8 @@ def test_integer_sums_are_exact_with_the_largest_codes(columns):
     one = torch.ones(())
     for impl in ("reference", "cpu") if VNNI else ("reference",):
         rows = W8("rows", b, torch.ones(33), (33, columns))
-        for w in (rows, to_prepacked(rows)) if impl == "cpu" else (rows,):
-            for tokens in (1, 9):
+        for w in every_layout(rows) if impl == "cpu" else (rows,):
+            for tokens in (1, 2, 9):
                 y = w8a8_matmul(a[:tokens].float(), w, x_scale=one, impl=impl)  # codes times 1 times 1
                 assert torch.equal(y, exact[:tokens].float()), f"{impl} {w.layout} {tokens}"
 
@@ -170,33 +179,73 @@ def test_the_fast_quantiser_gives_the_same_codes(dtype, static):
     assert torch.equal(x, kept), "x is not written to"
 
 
-@needs_vnni
-@pytest.mark.parametrize("shape", SHAPES)
-def test_prepacking_is_reversible_and_changes_no_bit(shape):
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [*SHAPES, (192, 576), (31, 1100)])
+def test_prepacking_is_reversible_and_changes_no_bit(shape, layout):
     w = quantize_weight(torch.randn(shape), INT8)
-    packed = to_prepacked(w)
+    packed = to_prepacked(w, layout)
     back = to_rows(packed)
+    assert packed.layout == layout
     assert torch.equal(back.codes, w.codes) and back.codes.is_contiguous() and back[2:] == w[2:] and to_rows(w) is w
     for tokens, dtype in ((1, torch.float32), (5, torch.bfloat16), (40, torch.float16), (40, torch.bfloat16)):
         x = torch.randn(tokens, shape[1]).to(dtype)
         y = w8a8_matmul(x, w, impl="reference")
         assert torch.equal(w8a8_matmul(x, w), y) and torch.equal(w8a8_matmul(x, packed), y)
         assert torch.equal(w8a8_matmul(x, packed, impl="reference"), y)
-        assert torch.equal(plain.w8a8_matmul(x, packed, None), y), "without the C++ op"
+        if layout == "prepacked":
+            assert torch.equal(plain.w8a8_matmul(x, packed, None), y), "without the C++ op"
 
 
-def test_what_ran_is_told():
-    x, w = torch.randn(3, 64), quantize_weight(torch.randn(16, 64), INT8)
-    packed = "cpu native" if VNNI and in_one_call() else "cpu prepacked"
-    names = {"rows": "cpu int_mm", "prepacked": packed} if VNNI else {"rows": "reference"}
-    for weight in (w, to_prepacked(w)) if VNNI else (w,):
+@needs_panels
+@pytest.mark.parametrize(("threads", "static"), [(1, False), (2, True), (5, False)])
+def test_panels_give_the_bits_of_the_reference_however_tokens_are_shared_out(threads, static):
+    """Blocks of 1 to 14 tokens, tokens or panels shared among threads, codes down to -128, scales of both signs."""
+    x_scale = torch.tensor(0.03) if static else None
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for out, columns in ((70, 130), (192, 576), (33, 2100)):
+            codes = torch.randint(-128, 128, (out, columns)).to(INT8)
+            codes[0] = -128
+            w = W8("rows", codes, torch.randn(out), (out, columns))
+            packed = to_prepacked(w, "panels")
+            for tokens in (*range(1, 17), 29, 61, 150, 331):
+                x = torch.randn(tokens, columns) * 2
+                x[-1], x[tokens // 2, columns // 2] = 0, torch.nan
+                dtype = (torch.float32, torch.bfloat16, torch.float16)[tokens % 3]
+                y = w8a8_matmul(x.to(dtype), w, x_scale=x_scale, impl="reference")
+                mine = w8a8_matmul(x.to(dtype), packed, x_scale=x_scale)
+                assert torch.equal(mine.isnan(), y.isnan()) and torch.equal(mine.nan_to_num(), y.nan_to_num()), (out, tokens)
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_panels
+def test_panels_are_ordinary_memory():
+    """They can be saved, copied and cut out of something larger, at any address."""
+    w = to_prepacked(quantize_weight(torch.randn(40, 50), INT8), "panels")
+    x = torch.randn(3, 50)
+    y, store = w8a8_matmul(x, w), torch.empty(w.codes.numel() + 1, dtype=INT8)
+    moved = store[1:].view(w.codes.shape).copy_(w.codes)
+    assert moved.data_ptr() % 2 and torch.equal(w8a8_matmul(x, w._replace(codes=moved)), y)
+    assert w.codes.numel() == 64 * 52, "rows are filled up to 32, columns to 4"
+
+
+@needs_vnni
+def test_what_is_without_the_cpp_kernels(monkeypatch):
+    w, x = quantize_weight(torch.randn(40, 50), INT8), torch.randn(3, 50)
+    weights, y = every_layout(w), w8a8_matmul(x, w, impl="reference")
+    monkeypatch.setattr(native, "why_not", lambda: "switched off")
+    assert to_prepacked(w).layout == "prepacked"
+    for weight, name in zip(
+        weights, ["cpu int_mm", *("reference" if i == "panels" else "cpu prepacked" for i in LAYOUTS)], strict=True
+    ):
         with recording() as used:
-            w8a8_matmul(x, weight)
-        assert used["w8a8_matmul"] == {names[weight.layout]}
-    for weight in (quantize_weight(torch.randn(16, 64), FP8), quantize_weight(torch.randn(16, 64), INT8, BLOCK)):
-        with recording() as used:
-            w8a8_matmul(x, weight)
-        assert used["w8a8_matmul"] == {"reference"}
+            assert torch.equal(w8a8_matmul(x, weight), y)
+        assert used["w8a8_matmul"] == {name}
+        if name == "reference":
+            with pytest.raises(ValueError, match="C\\+\\+ kernels"):
+                w8a8_matmul(x, weight, impl="cpu")
 
 
 @needs_vnni
@@ -239,6 +288,8 @@ def test_bad_arguments_say_what_would_do():
         ("`impl` \\(='fast'\\)", lambda: w8a8_matmul(x, w, impl="fast")),
         ("`w.layout` \\(='tiles'\\)", lambda: w8a8_matmul(x, w._replace(layout="tiles"))),
         ("`w.codes` \\(=torch.uint8\\)", lambda: w8a8_matmul(x, w._replace(codes=w.codes.view(torch.uint8)))),
+        ("must be contiguous \\(1, 16, 32, 4\\)", lambda: w8a8_matmul(x, w._replace(layout="panels"))),
+        ("`layout` \\(='tiles'\\)", lambda: to_prepacked(w, "tiles")),
         ("must be contiguous \\(16, 64\\)", lambda: w8a8_matmul(x, w._replace(codes=w.codes.t().contiguous().t()))),
         ("`w.scale` torch.float32 \\(15,\\)", lambda: w8a8_matmul(x, w._replace(scale=w.scale[:15]))),
         ("`w.scale` torch.float64", lambda: w8a8_matmul(x, w._replace(scale=w.scale.double()))),
@@ -267,7 +318,7 @@ def test_bad_arguments_say_what_would_do():
 def weights():
     found = [quantize_weight(torch.randn(64, 48), INT8), quantize_weight(torch.randn(64, 48), FP8)]
     found.append(quantize_weight(torch.randn(64, 48), FP8, BLOCK))
-    return [*found, to_prepacked(found[0])] if VNNI else found
+    return [*every_layout(found[0]), *found[1:]]
 
 
 @pytest.mark.parametrize("static", [False, True])
@@ -280,6 +331,10 @@ def test_registered_op_passes_opcheck(static):
             codes = w.codes.view(INT8) if float8 else w.codes
             arguments = (torch.randn(3, 48), codes, w.scale, torch.tensor(0.1) if static else None, w.layout, 64, float8, use)
             torch.library.opcheck(torch.ops.workbench.w8a8_matmul, arguments)
+        elif w.layout == "panels":
+            x_scale = torch.tensor(0.1) if static else None
+            for x in (torch.randn(3, 48), torch.randn(2, 5, 48, dtype=torch.bfloat16)):
+                torch.library.opcheck(torch.ops.workbench.int8_matmul, (x, w.codes, w.scale, x_scale))
 
 
 class Layer(torch.nn.Module):
@@ -321,6 +376,6 @@ def test_frozen_graphs_keep_the_weight_in_eight_bits():
 def test_prepacking_is_refused_where_the_product_would_be_wrong():
     w = quantize_weight(torch.randn(16, 64), INT8)
     assert prepacked_fits(w)
-    assert not prepacked_fits(to_prepacked(w))
+    assert not any(prepacked_fits(other) for other in every_layout(w)[1:])
     assert not prepacked_fits(quantize_weight(torch.randn(16, 64), INT8, BLOCK))
     assert not prepacked_fits(w._replace(codes=w.codes.to("meta")))
