@@ -6,16 +6,27 @@
 >>> save_compressed(result, "out", tokenizer)
 """
 
+from compress.activations.bnb_int8 import BitsandbytesInt8
+from compress.activations.fp8 import FP8
+from compress.activations.int8 import Int8
+from compress.activations.llm_int8 import LLMInt8
+from compress.activations.smoothquant import SmoothQuant
 from compress.apply import apply
 from compress.calibration import calibration, held_out
 from compress.checkpoint import load_compressed, save_compressed
 from compress.method import Method
 from compress.model import load_model
 from compress.result import Result
+from compress.weights.awq import AWQ
+from compress.weights.bnb_nf4 import BitsandbytesNF4
 from compress.weights.gptq import GPTQ
+from compress.weights.nf4 import NF4
 from compress.weights.rtn import RTN
 
-METHODS: dict[str, type[Method]] = {"rtn": RTN, "gptq": GPTQ}
+METHODS: dict[str, type[Method]] = {
+    "rtn": RTN, "gptq": GPTQ, "awq": AWQ, "nf4": NF4, "bnb_nf4": BitsandbytesNF4,
+    "smoothquant": SmoothQuant, "int8": Int8, "fp8": FP8, "llm_int8": LLMInt8, "bnb_int8": BitsandbytesInt8,
+}  # fmt: skip
 
 __all__ = [
     "METHODS", "Method", "Result", "apply", "calibration", "held_out", "load_compressed", "load_model", "save_compressed",

@@ -1,18 +1,21 @@
 """apply: a recipe, a model, calibration batches -> a compressed model and what became of every weight."""
 
+import copy
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import transformers
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
 from compress.calibration import tokens_sha256
-from compress.linear import CompressedLinear
-from compress.method import LayerRecord, Method, check_recipe
+from compress.linear import CompressedLinear, is_linear
+from compress.method import FoldRecord, LayerRecord, LayerwiseMethod, Method, settle
 from compress.model import check_device, weights_sha256
 from compress.result import Result
 from compress.resume import BlockStore
@@ -40,8 +43,7 @@ def apply(
     Raises:
         ValueError: before any work, if the recipe does not compose, does not fit the model, or the batches are unusable.
     """
-    recipe = list(recipe)
-    check_recipe(recipe)
+    asked, recipe = list(recipe), settle(list(recipe))
     check_device(device or "cpu")
     _check_batches(batches, model, needed=[m.name for m in recipe if m.needs_calibration])
     where = torch.device(device) if device else next(model.parameters()).device
@@ -57,20 +59,60 @@ def apply(
               "sha256": tokens_sha256(list(batches))}  # fmt: skip
     known = getattr(batches, "identity", tokens)
     tokens = (known if known["sha256"] == tokens["sha256"] else tokens) if len(batches) else None
-    layers: list[LayerRecord] = []
+    layers: dict[str, LayerRecord] = {}
+    folds: list[FoldRecord] = []
+    originals: dict[str, nn.Module] | None = None
     with recording() as kernels:
         for i, method in enumerate(recipe):
             store = None
+            # Held once something is stored, so that later steps' errors are measured against what the first one met.
+            untouched = {name: m for name, m in model.named_modules() if is_linear(m)} if len(recipe) - i > 1 else None
             if work_path:
                 done_so_far = [(m.name, m.values()) for m in recipe[: i + 1]]
                 about = [done_so_far, identity, tokens, code_sha256()]
                 key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
                 store = BlockStore(Path(work_path) / f"{method.name}-{key}")
-            layers += method.apply(model, batches, device=where, store=store)
+            for made in method.apply(model, batches, device=where, store=store, originals=originals):
+                if isinstance(made, FoldRecord):
+                    folds.append(made)
+                else:
+                    layers[made.name] = _after(layers.get(made.name), made)
+            if originals is None and layers and any(isinstance(m, LayerwiseMethod) for m in recipe[i + 1 :]):
+                originals = untouched
     return Result(
-        model=model, recipe=recipe, layers=layers, kept=kept_weights(model, recipe), identity=identity, calibration=tokens,
+        model=model, recipe=recipe, asked=asked, layers=list(layers.values()), folds=folds, kept=kept_weights(model, recipe),
+        identity=identity, calibration=tokens,
         seconds=time.perf_counter() - start, kernels={op: sorted(used) for op, used in kernels.items()},
+        notes=[remark for method in recipe for remark in method.remarks(where)],
     )  # fmt: skip
+
+
+def apply_each(
+    recipes: Mapping[str, Sequence[Method]], model: nn.Module, batches: Sequence[Tensor] = (), *, device: str | None = None,
+    work_path: str | Path | None = None,
+) -> dict[str, Result]:  # fmt: skip
+    """Apply several recipes, each to a copy of the model, for a comparison on the same calibration; see `apply`.
+
+    Raises:
+        ValueError: as `apply` does, for any of the recipes, before any is applied.
+    """
+    for recipe in recipes.values():
+        for method in settle(list(recipe)):
+            method.check(model)
+    progress = tqdm(recipes.items(), desc="recipes", unit="recipe")
+    results = {}
+    for name, recipe in progress:
+        progress.set_postfix_str(name)
+        results[name] = apply(recipe, copy.deepcopy(model), batches, device=device, work_path=work_path)
+    return results
+
+
+def _after(before: LayerRecord | None, now: LayerRecord) -> LayerRecord:
+    """What became of a weight after one more method of the recipe."""
+    if before is None:
+        return now
+    return replace(now, rtn_error=before.rtn_error if now.rtn_error is None else now.rtn_error,
+                   seconds=before.seconds + now.seconds, notes=(*before.notes, *now.notes))  # fmt: skip
 
 
 def _check_batches(batches: Sequence[Tensor], model: nn.Module, needed: list[str]) -> None:

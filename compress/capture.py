@@ -1,6 +1,6 @@
 """What flows into a model's blocks: caught once as the model makes it, so that blocks can be run by themselves."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -120,17 +120,18 @@ def _probe(model: nn.Module, blocks: nn.ModuleList, batch: Tensor) -> bool:
 
 def run_block(block: nn.Module, call: Call, index: int, device: torch.device) -> Tensor:
     """Output [batch, T, hidden] of a block for one micro-batch."""
-    args, kwargs = _to(call.arguments[index], device)
+    args, kwargs = mapped(call.arguments[index], lambda t: t.to(device))
     return _first(block(call.hidden.to(device), *args, **kwargs))
 
 
-def _to(value, device: torch.device):
+def mapped(value, change: Callable[[Tensor], Tensor]):
+    """The same nested arguments with every tensor in them changed."""
     if isinstance(value, Tensor):
-        return value.to(device)
+        return change(value)
     if isinstance(value, dict):
-        return {k: _to(v, device) for k, v in value.items()}
+        return {k: mapped(v, change) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_to(v, device) for v in value)
+        return type(value)(mapped(v, change) for v in value)
     return value
 
 

@@ -49,14 +49,22 @@ def search(
     Returns:
         scale, zero: [...] float32; never worse than `absmax` by this measure.
     """
-    scales, zeros = _candidates(w, bits, symmetric, scale_dtype)  # [candidates, ...] each
+    scales, zeros = candidates(w, bits, symmetric, scale_dtype)  # [candidates, ...] each
     at_once = max(1, AT_ONCE // w.numel())
     chunks = zip(scales.split(at_once), zeros.split(at_once), strict=True)
     best = torch.cat([_loss(w, scale, zero, bits, importance, norm) for scale, zero in chunks]).argmin(0, keepdim=True)
     return scales.gather(0, best)[0], zeros.gather(0, best)[0]
 
 
-def _candidates(w: Tensor, bits: int, symmetric: bool, scale_dtype: str) -> tuple[Tensor, Tensor]:
+def candidates(w: Tensor, bits: int, symmetric: bool, scale_dtype: str = "bfloat16") -> tuple[Tensor, Tensor]:
+    """What `search` chooses from: the grid of `absmax` first, then clipped ones and, symmetric, those of either sign.
+
+    Args:
+        w: [..., group_size].
+
+    Returns:
+        scales, zeros: [candidates, ...] float32.
+    """
     low, high = w.amin(-1), w.amax(-1)
     cover = _cover(low, high, bits, symmetric, scale_dtype)
     ratios = [1 - 0.5 * step / SEARCH_STEPS for step in range(SEARCH_STEPS)]

@@ -67,8 +67,12 @@ class CompressedLinear(nn.Module):
 
     @contextmanager
     def dense(self) -> Iterator[None]:
-        """Multiply by the dequantised weight while the block runs: faster over many batches, and the same result."""
-        self._dense = self.weight
+        """Multiply by the dequantised weight while the block runs: faster over many batches, and the same result.
+
+        Where a part rounds its activations nothing changes: a product with the weight alone would not give the same.
+        """
+        if all(part.activation_bits is None for part in self.parts):
+            self._dense = self.weight
         try:
             yield
         finally:

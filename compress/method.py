@@ -1,8 +1,7 @@
 """What a compression method is: a frozen dataclass whose fields are its knobs."""
 
 import dataclasses
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
@@ -43,6 +42,33 @@ class LayerRecord:
     notes: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class FoldRecord:
+    """What was moved from a producer (a norm, or a linear) into the linears that read it; a row of the record's `folds`.
+
+    alpha: strength of the migration, None where all scales stayed 1. x_*, w_*: the largest magnitudes, channel by channel, of
+    the consumers' input over the calibration tokens and of their weights' columns, as {"max", "p99", "median"} over the
+    channels. error_*: ||WX - Q(W)Q(X)||² / ||WX||² over all consumers, rounded to nearest as the method aims at, without and
+    with the scales; None where it was not measured. difference: ||y - y'|| / ||y|| of the block's output y without
+    quantisation. channels: the magnitudes themselves, {"x_before": [...], "x_after", "w_before", "w_after"}, for a few.
+    """
+
+    name: str
+    kind: str  # "norm" or "linear"
+    consumers: tuple[str, ...]
+    alpha: float | None
+    x_before: dict[str, float]
+    x_after: dict[str, float]
+    w_before: dict[str, float]
+    w_after: dict[str, float]
+    error_before: float | None
+    error_after: float | None
+    difference: float
+    seconds: float
+    notes: tuple[str, ...] = ()
+    channels: dict[str, list[float]] | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Method:
     """A compression method. Subclasses add knobs, set `name`, `stage` and `source`, and implement `apply`."""
@@ -57,16 +83,31 @@ class Method:
             _check_knob(self.name, field, getattr(self, field.name))
 
     def apply(
-        self, model: nn.Module, batches: Sequence[Tensor], *, device: "torch.device", store: "BlockStore | None" = None
-    ) -> list[LayerRecord]:
-        """Compress `model` in place and say what became of each weight.
+        self, model: nn.Module, batches: Sequence[Tensor], *, device: "torch.device", store: "BlockStore | None" = None,
+        originals: Mapping[str, nn.Module] | None = None,
+    ) -> list[LayerRecord | FoldRecord]:  # fmt: skip
+        """Compress `model` in place and say what became of each weight, or what was folded into what.
 
         Args:
             batches: calibration tokens, LongTensors [1, T]; may be empty unless `needs_calibration`.
             device: where to compute.
             store: where finished blocks are kept, so that a run that is killed goes on where it was.
+            originals: linears by name as they were before an earlier method of the recipe stored them, to measure errors
+                against; None: as they are.
         """
         raise NotImplementedError
+
+    def within(self, before: Sequence["Method"], after: Sequence["Method"]) -> "Method":
+        """This method as it acts between these others of a recipe: itself, or one with knobs settled by them.
+
+        Raises:
+            ValueError: it cannot act between them.
+        """
+        return self
+
+    def remarks(self, device: "torch.device") -> list[str]:
+        """What the reader of a result must know, such as that a number format is emulated on this device."""
+        return []
 
     def check(self, model: nn.Module) -> None:
         """Raise ValueError, before any work, if this method cannot do what its knobs ask of this model."""
@@ -82,7 +123,7 @@ class Method:
 
     def __str__(self) -> str:
         changed = {k: v for k, v in self.values().items() if v != self.knobs()[k].default}
-        return f"{self.name}({', '.join(f'{k}={json.dumps(v)}' for k, v in changed.items())})"
+        return f"{self.name}({', '.join(f'{k}={v!r}' for k, v in changed.items())})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,11 +138,12 @@ class LayerwiseMethod(Method):
     statistics: ClassVar[tuple[str, ...]] = ()  # names in compress.statistics.STATISTICS
 
     def apply(
-        self, model: nn.Module, batches: Sequence[Tensor], *, device: "torch.device", store: "BlockStore | None" = None
-    ) -> list[LayerRecord]:
+        self, model: nn.Module, batches: Sequence[Tensor], *, device: "torch.device", store: "BlockStore | None" = None,
+        originals: Mapping[str, nn.Module] | None = None,
+    ) -> list[LayerRecord]:  # fmt: skip
         from compress.walk import walk
 
-        return walk(model, self, batches, device=device, store=store)
+        return walk(model, self, batches, device=device, store=store, originals=originals)
 
     def solve(self, W: Tensor, statistics: "LayerStatistics") -> "list[Format]":
         """Parts that stand for W.
@@ -131,8 +173,19 @@ class LayerwiseMethod(Method):
         """Raise ValueError, before any work, if a weight [out, in] cannot be stored as the knobs ask."""
 
 
-def check_recipe(recipe: Sequence[Method]) -> None:
-    """Raise ValueError if the methods cannot follow one another in this order."""
+def refuse_stored(method: Method, before: Sequence[Method], does: str) -> None:
+    """Raise ValueError if one of the methods before this one stores weights, as this one `does` itself."""
+    for other in before:
+        if other.stage == "quantize_weights":
+            raise ValueError(f"`recipe`: {method.name} {does}: {other} before it must go")
+
+
+def settle(recipe: Sequence[Method]) -> list[Method]:
+    """The recipe's methods as each acts between the others.
+
+    Raises:
+        ValueError: they cannot follow one another in this order.
+    """
     if not recipe:
         raise ValueError("`recipe` (=[]) must hold at least one method, such as METHODS['gptq'](bits=4)")
     order = [stage.rstrip("*") for stage in STAGES]
@@ -140,12 +193,16 @@ def check_recipe(recipe: Sequence[Method]) -> None:
     for method in recipe:
         if not isinstance(method, Method):
             raise ValueError(f"`recipe` holds {method!r}, which is not a method; METHODS lists them")
-    for before, after in zip(recipe, recipe[1:], strict=False):
+    settled: list[Method] = []
+    for i, method in enumerate(recipe):
+        settled.append(method.within(settled, recipe[i + 1 :]))
+    for before, after in zip(settled, settled[1:], strict=False):
         a, b = order.index(before.stage), order.index(after.stage)
         if a == b and before.stage in once:
             raise ValueError(f"`recipe`: {after} cannot follow {before}: both are of the kind {before.stage!r}; keep one")
         if a > b:
             raise ValueError(f"`recipe`: {after} ({after.stage}) must come before {before} ({before.stage})")
+    return settled
 
 
 def _check_knob(method: str, field: dataclasses.Field, value: Any) -> None:

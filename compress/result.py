@@ -1,12 +1,12 @@
 """What a compression gave; shows itself in Jupyter."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
 from torch import nn
 
-from compress.method import LayerRecord, Method
+from compress.method import FoldRecord, LayerRecord, Method
 
 
 @dataclass
@@ -15,13 +15,16 @@ class Result:
 
     Attributes:
         model: the transformers model, compressed.
-        recipe: the methods that were applied.
+        recipe: the methods that were applied, each as it acts between the others.
+        asked: the same as they were asked for, with knobs that settle themselves as they were.
         layers: one record per weight that a method took.
+        folds: what was moved from norms and linears into the linears that read them.
         kept: every other weight: {name, shape, bytes, reason}.
         identity: of the model before compression: name, weights_sha256, parameters.
         calibration: corpus, samples, seqlen, seed, sha256; None where no batches were given.
         seconds: wall clock of the whole of it.
         kernels: {op: implementations that ran}.
+        notes: what a reader must know, such as that a number format was emulated.
     """
 
     model: nn.Module
@@ -32,6 +35,9 @@ class Result:
     calibration: dict[str, Any] | None
     seconds: float
     kernels: dict[str, list[str]]
+    asked: list[Method] = field(default_factory=list)
+    folds: list[FoldRecord] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def bits_per_weight(self) -> float:
@@ -40,11 +46,10 @@ class Result:
         return sum(r.bits_per_weight * r.shape[0] * r.shape[1] for r in self.layers) / max(weights, 1)
 
     def __str__(self) -> str:
-        recipe = ", ".join(map(str, self.recipe))
-        return (
-            f"{recipe}: {len(self.layers)} linears at {self.bits_per_weight:.2f} bits per weight, "
-            f"{len(self.kept)} other weights kept, {self.seconds:.0f} s"
-        )
+        recipe = ", ".join(map(str, self.asked or self.recipe))
+        stored = f"{len(self.layers)} linears at {self.bits_per_weight:.2f} bits per weight, " if self.layers else ""
+        folded = f"{len(self.folds)} folds, " if self.folds else ""
+        return f"{recipe}: {folded}{stored}{len(self.kept)} other weights kept, {self.seconds:.0f} s"
 
     def _repr_html_(self) -> str:
         top = max((r.error for r in self.layers), default=0) or 1
@@ -55,12 +60,37 @@ class Result:
             reasons[weight["reason"]] = reasons.get(weight["reason"], 0) + weight["bytes"]
         kept = ", ".join(f"{escape(reason)} ({size / 1e6:.1f} MB)" for reason, size in reasons.items())
         head = "".join(f"<th style='text-align:left'>{h}</th>" for h in ("linear", "shape", "bits", "error", "", "rtn", "notes"))
-        return (
-            f"<p><b>{escape(str(self))}</b></p><p>Kept as they were: {kept or 'nothing'}.</p>"
-            f"{f'<p>{len(noted)} linears carry notes.</p>' if noted else ''}"
+        linears = (
             f"<details><summary>Every linear: error of its output on the calibration tokens</summary>"
             f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></details>"
         )
+        return (
+            f"<p><b>{escape(str(self))}</b></p><p>Kept as they were: {kept or 'nothing'}.</p>"
+            f"{''.join(f'<p>{escape(note)}</p>' for note in self.notes)}"
+            f"{f'<p>{len(noted)} linears carry notes.</p>' if noted else ''}"
+            f"{_folds(self.folds)}{linears if self.layers else ''}"
+        )
+
+
+def _folds(folds: list[FoldRecord]) -> str:
+    if not folds:
+        return ""
+    heads = ("from", "into", "alpha", "largest / median input before", "after", "notes")
+    head = "".join(f"<th style='text-align:left'>{h}</th>" for h in heads)
+    rows = "".join(
+        f"<tr><td style='text-align:left'>{escape(f.name)}</td><td style='text-align:left'>{escape(', '.join(f.consumers))}</td>"
+        f"<td>{'–' if f.alpha is None else f'{f.alpha:.2f}'}</td><td>{_peak(f.x_before)}</td><td>{_peak(f.x_after)}</td>"
+        f"<td style='text-align:left'>{escape('; '.join(f.notes))}</td></tr>"
+        for f in folds
+    )
+    return (
+        f"<details><summary>{len(folds)} folds: what was moved from activations into weights</summary>"
+        f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></details>"
+    )
+
+
+def _peak(magnitudes: dict[str, float]) -> str:
+    return f"{magnitudes['max'] / max(magnitudes['median'], 1e-30):.1f}"
 
 
 def _row(r: LayerRecord, top: float) -> str:

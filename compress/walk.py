@@ -8,7 +8,7 @@ inputs of the next, so that each sees what the compressed blocks before it give.
 import dataclasses
 import fnmatch
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from compress.capture import Call, Stop, block_calls, device_of, run_block, same_memory
+from compress.formats import Format
 from compress.linear import CompressedLinear, is_linear, replace, shape_of, weight_of
 from compress.lockstep import run_in_step
 from compress.method import LayerRecord, LayerwiseMethod, Method
@@ -54,12 +55,17 @@ def kept_weights(model: nn.Module, recipe: Sequence[Method]) -> list[dict[str, A
     return kept
 
 
+def is_named(name: str, patterns: str) -> bool:
+    """Does one of the comma-separated patterns (* and ?) match this name?"""
+    return any(fnmatch.fnmatch(name, pattern.strip()) for pattern in patterns.split(",") if pattern.strip())
+
+
 def _reason_to_keep(model: nn.Module, prefix: str, name: str, module: nn.Module, method: LayerwiseMethod) -> str:
     if not is_linear(module):
         return f"not a linear ({type(module).__name__})"
     if not name.startswith(prefix + "."):
         return "outside the blocks"
-    if any(fnmatch.fnmatch(name, pattern.strip()) for pattern in method.skip.split(",") if pattern.strip()):
+    if is_named(name, method.skip):
         return f"named by skip ({method.skip})"
     return "routes tokens to experts" if _routes(model, name, shape_of(module)[0]) else ""
 
@@ -76,11 +82,13 @@ def _routes(model: nn.Module, name: str, out: int) -> bool:
 
 @torch.no_grad()
 def walk(
-    model: nn.Module, method: LayerwiseMethod, batches: Sequence[Tensor], *, device: torch.device, store: BlockStore | None = None
-) -> list[LayerRecord]:
+    model: nn.Module, method: LayerwiseMethod, batches: Sequence[Tensor], *, device: torch.device,
+    store: BlockStore | None = None, originals: Mapping[str, nn.Module] | None = None,
+) -> list[LayerRecord]:  # fmt: skip
     """Let `method` solve every linear inside the blocks, and put what it stores in their place.
 
-    With no batches nothing is propagated, and errors are those of the weights.
+    With no batches nothing is propagated, and errors are those of the weights; they are measured against `originals` where
+    given.
     """
     prefix, blocks = find_blocks(model)
     chosen = targets(model, method)
@@ -94,7 +102,9 @@ def walk(
         if done is None:
             own = {name: model.get_submodule(name) for name in chosen if name.startswith(f"{prefix}.{index}.")}
             try:
-                linears, solved, passed_on = _solve_block(model, prefix, index, own, calls, method, device, progress)
+                linears, solved, passed_on = _solve_block(
+                    model, prefix, index, own, originals or {}, calls, method, device, progress
+                )
             except BaseException:
                 block.to(home)
                 raise
@@ -106,6 +116,8 @@ def walk(
             done = done[0], [dataclasses.replace(r, notes=(*r.notes, "solved by an earlier, interrupted run")) for r in done[1]]
         for name, linear in done[0].items():
             replace(model, name, linear.to(device))
+            if originals and name in originals:
+                originals[name].to(home)
         records += done[1]
         if not passed_on and index + 1 < len(blocks):
             progress.set_postfix_str("propagate")
@@ -117,13 +129,14 @@ def walk(
 
 
 def _solve_block(
-    model: nn.Module, prefix: str, index: int, linears: dict[str, nn.Module], calls: list[Call], method: LayerwiseMethod,
-    device: torch.device, progress: tqdm,
+    model: nn.Module, prefix: str, index: int, linears: dict[str, nn.Module], originals: Mapping[str, nn.Module],
+    calls: list[Call], method: LayerwiseMethod, device: torch.device, progress: tqdm,
 ) -> tuple[dict[str, CompressedLinear], list[LayerRecord], bool]:  # fmt: skip
     """What stands for each linear of a block, their records, and whether the block's outputs were passed on with it."""
     blocks = model.get_submodule(prefix)
-    # gram: every error is measured on the same footing
-    needs = tuple(dict.fromkeys((*method.statistics, "gram"))) if calls else ()
+    # Every error is measured over the calibration tokens: over all by their Gram matrix, or over a sample of them.
+    measure = () if "rows" in method.statistics else ("gram",)
+    needs = tuple(dict.fromkeys((*method.statistics, *measure))) if calls else ()
     new: dict[str, CompressedLinear] = {}
     records: dict[str, LayerRecord] = {}
     notes: list[str] = []
@@ -133,7 +146,8 @@ def _solve_block(
             progress.set_postfix_str(name.removeprefix(f"{prefix}.{index}."))
             own = statistics.for_another()
             own.notes += notes
-            new[name], records[name] = _solve(name, linears[name], own, method)
+            original = weight_of(originals[name]).to(device) if name in originals else None
+            new[name], records[name] = _solve(name, linears[name], original, own, method)
         progress.set_postfix_str("statistics")
         return {name: new[name] for name in group}
 
@@ -154,24 +168,27 @@ def _solve_block(
 
 
 def _solve(
-    name: str, linear: nn.Module, statistics: LayerStatistics, method: LayerwiseMethod
+    name: str, linear: nn.Module, original: Tensor | None, statistics: LayerStatistics, method: LayerwiseMethod
 ) -> tuple[CompressedLinear, LayerRecord]:
     start = time.perf_counter()
     W = weight_of(linear)
+    if isinstance(linear, CompressedLinear):
+        statistics.stored = list(linear.parts)
     parts = method.solve(W, statistics)
     seconds = time.perf_counter() - start
     peer = method.peer(W, statistics)
     new = CompressedLinear(parts, linear.bias, dtype=_dtype_of(linear), transform=getattr(linear, "transform", None))
     if not statistics.tokens:
         statistics.note("no calibration tokens: the error is that of the weights")
-    reference = max(_energy(W, statistics), 1e-30)
+    target = W if original is None else original
+    reference = max(_energy(target, statistics), 1e-30)
     record = LayerRecord(
         name=name,
         shape=(new.out_features, new.in_features),
         format="+".join(part.name for part in parts),
         bits_per_weight=new.bits_per_weight,
-        error=_energy(W - new.dequantize(), statistics) / reference,
-        rtn_error=None if peer is None else _energy(W - sum(part.dequantize() for part in peer), statistics) / reference,
+        error=_error(target, new.parts, statistics) / reference,
+        rtn_error=None if peer is None else _error(target, peer, statistics) / reference,
         seconds=seconds,
         tokens=statistics.tokens,
         notes=tuple(statistics.notes),
@@ -180,8 +197,20 @@ def _solve(
 
 
 def _energy(D: Tensor, statistics: LayerStatistics) -> float:
-    """||DX||² over the calibration tokens, up to their number; ||D||² where no token came by."""
-    return ((D @ statistics.values["gram"] if statistics.tokens else D) * D).sum().item()
+    """||DX||² over the calibration tokens, or a sample of them, up to their number; ||D||² where no token came by."""
+    if not statistics.tokens:
+        return D.square().sum().item()
+    if "rows" in statistics.values:
+        return (statistics.values["rows"] @ D.t()).square().sum().item()
+    return ((D @ statistics.values["gram"]) * D).sum().item()
+
+
+def _error(W: Tensor, parts: Sequence[Format], statistics: LayerStatistics) -> float:
+    """||WX - Y||² with Y what the stored parts give for X, counted as in `_energy`; with their rounding of X if it is at hand."""
+    if statistics.tokens and "rows" in statistics.values and any(part.activation_bits for part in parts):
+        rows = statistics.values["rows"]
+        return (rows @ W.t() - sum(part.matmul(rows) for part in parts)).square().sum().item()
+    return _energy(W - sum(part.dequantize() for part in parts), statistics)
 
 
 def input_groups(

@@ -17,7 +17,8 @@ def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     A plain `.to(dtype)` also rounds the rotary frequencies, which are computed and never stored: in 16 bits they turn
     distant positions by visibly wrong angles.
     """
-    computed = [(m, name, m._buffers[name]) for m in model.modules() for name in m._non_persistent_buffers_set]
+    plain = (m for m in model.modules() if type(m)._apply is nn.Module._apply)  # others see to their buffers themselves
+    computed = [(m, name, m._buffers[name]) for m in plain for name in m._non_persistent_buffers_set]
     model.to(dtype)
     for module, name, buffer in computed:
         module._buffers[name] = buffer

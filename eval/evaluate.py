@@ -3,7 +3,7 @@
 import math
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any
@@ -17,7 +17,7 @@ from eval.divergence import compare_on_text
 from eval.generation import PROMPTS, Sample, generate_samples
 from eval.memory import peak_memory
 from eval.size import bits_per_weight, size
-from eval.speed import Speed, first_line, measure_speed, standard_variants
+from eval.speed import PLAIN, Speed, first_line, measure_speed, standard_variants
 from eval.windows import mean_and_stderr, windows
 from kernels.registry import recording
 
@@ -71,7 +71,7 @@ def evaluate(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, *, baseline: nn.Module, texts: dict[str, Tensor],
     others: dict[str, nn.Module] | None = None, window: int = 2048, stride: int | None = None, max_windows: int | None = None,
     beginning: Sequence[int] = (), prompts: Sequence[str] = PROMPTS, sample_tokens: int = 48,
-    speed_prompt_tokens: int | None = None, speed_new_tokens: int = 32, speed_rounds: int = 5,
+    speed_prompt_tokens: int | None = None, speed_new_tokens: int = 32, speed_rounds: int = 5, timed: Sequence[str] = (),
 ) -> Scores:  # fmt: skip
     """Score a compressed model against the model that it was.
 
@@ -82,42 +82,41 @@ def evaluate(
         window, stride, max_windows, beginning: how texts are cut (`eval.windows.windows`).
         prompts, sample_tokens: greedy generations shown side by side.
         speed_*: see `eval.speed.measure_speed`; a prompt of 512 tokens, or half of what the model takes, unless given.
+        timed: names among `others` to time and weigh too, in turns with the rest; a bfloat16 copy of each is held for that.
 
     What is written, speed, memory and size are those of bfloat16 copies, the dtype in which such models are deployed; the
     baseline's speed is the strongest 16-bit one.
     """
-    check_evaluation(model, texts, window=window, stride=stride, max_windows=max_windows, speed_rounds=speed_rounds)
+    others = others or {}
+    check_evaluation(model, texts, window=window, stride=stride, max_windows=max_windows, speed_rounds=speed_rounds,
+                     others=others, timed=timed)  # fmt: skip
     start = time.perf_counter()
     prompt_tokens = speed_prompt_tokens or max(1, min(512, _positions(model) // 2, _positions(model) - speed_new_tokens))
-    metrics: dict[str, dict[str, float]] = {"baseline": {}, "compressed": {}}
+    parameters = sum(p.numel() for p in baseline.parameters())
+    metrics: dict[str, dict[str, float]] = {name: {} for name in ("baseline", "compressed", *others)}
     scores = Scores(metrics, device=str(next(model.parameters()).device.type),
                     dtype=str(model.dtype).removeprefix("torch."), deploy_dtype="bfloat16")  # fmt: skip
     with recording() as kernels:
         for corpus, ids in texts.items():
-            _score_text(scores, corpus, ids, baseline, {"compressed": model, **(others or {})}, window, stride, max_windows,
-                        beginning)  # fmt: skip
+            _score_text(scores, corpus, ids, baseline, {"compressed": model, **others}, window, stride, max_windows, beginning)
         half = {"baseline": deployed(baseline), "compressed": deployed(model)}
         scores.samples = generate_samples(half, tokenizer, prompts, new_tokens=sample_tokens)
+        for name, one in half.items():
+            metrics[name] |= _weighed(one, parameters) | {"peak_memory_bytes": peak_memory(one, prompt_tokens=prompt_tokens)}
+        del half, one  # before as many copies are made for the contest
+        variants = standard_variants(baseline, model, {name: others[name] for name in timed})
         try:
-            scores.speed = measure_speed(standard_variants(baseline, model), prompt_tokens=prompt_tokens,
-                                         new_tokens=speed_new_tokens, rounds=speed_rounds)  # fmt: skip
+            scores.speed = measure_speed(variants, prompt_tokens=prompt_tokens, new_tokens=speed_new_tokens, rounds=speed_rounds)
         except Exception as error:  # what was scored before is not lost for it
             scores.notes.append(f"Speed was not measured: {type(error).__name__}: {first_line(error)}")
             warnings.warn(scores.notes[-1], stacklevel=2)
-        parameters = sum(p.numel() for p in baseline.parameters())
-        for name, one in half.items():
-            speed, taken = scores.speed.get(name), size(one)
-            if speed:
-                metrics[name] |= {
-                    "prefill_tokens_per_s": speed.prefill_tokens_per_s,
-                    "decode_tokens_per_s": speed.decode_tokens_per_s,
-                    "time_to_first_token_s": speed.time_to_first_token_s,
-                }
+        for name in timed:
+            metrics[name] |= _weighed(variants[name].decode, parameters)
+        for name in metrics.keys() & scores.speed.keys():
             metrics[name] |= {
-                "stored_bytes": taken.stored_bytes,
-                "resident_bytes": taken.resident_bytes,
-                "bits_per_weight": bits_per_weight(taken.stored_bytes, parameters),
-                "peak_memory_bytes": peak_memory(one, prompt_tokens=prompt_tokens),
+                "prefill_tokens_per_s": scores.speed[name].prefill_tokens_per_s,
+                "decode_tokens_per_s": scores.speed[name].decode_tokens_per_s,
+                "time_to_first_token_s": scores.speed[name].time_to_first_token_s,
             }
     for name, found in metrics.items():
         for metric in [m for m, value in found.items() if not math.isfinite(value)]:
@@ -125,6 +124,15 @@ def evaluate(
     scores.kernels = {op: sorted(used) for op, used in kernels.items()}
     scores.seconds = time.perf_counter() - start
     return scores
+
+
+def _weighed(model: nn.Module, parameters: int) -> dict[str, float]:
+    taken = size(model)
+    return {
+        "stored_bytes": taken.stored_bytes,
+        "resident_bytes": taken.resident_bytes,
+        "bits_per_weight": bits_per_weight(taken.stored_bytes, parameters),
+    }
 
 
 def _score_text(
@@ -153,9 +161,17 @@ def _score_text(
 
 def check_evaluation(
     model: nn.Module, texts: dict[str, Tensor], *, window: int, stride: int | None = None, max_windows: int | None = None,
-    speed_rounds: int = 1,
+    speed_rounds: int = 1, others: Iterable[str] = (), timed: Sequence[str] = (),
 ) -> None:  # fmt: skip
-    """Raise ValueError if the texts cannot be scored like this; quick, so that it can be asked before long work."""
+    """Raise ValueError if the texts cannot be scored like this; quick, so that it can be asked before long work.
+
+    Args: as of `evaluate`; of `others` the names are enough.
+    """
+    others = list(others)
+    if taken := {"baseline", "compressed", *PLAIN} & set(others):
+        raise ValueError(f"`others` (={others}) must not be called {', '.join(sorted(taken))}: these are models of every run")
+    if unknown := set(timed) - set(others):
+        raise ValueError(f"`timed` (={list(timed)}) must be among `others` (={others}), which {', '.join(sorted(unknown))} is not")
     if type(speed_rounds) is not int or speed_rounds < 1:
         raise ValueError(f"`speed_rounds` (={speed_rounds!r}) must be a positive integer")
     if window > _positions(model):

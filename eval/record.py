@@ -4,15 +4,18 @@ Its shape (more keys are welcome, these keep their names):
 
     schema_version
     run          key, notebook, started, duration_s
-    recipe       [{method, knobs}]
+    recipe       [{method, knobs, source, text}]                of "compressed"; text: as one would write the step
+    recipes      {model: [as in recipe]}                        of "compressed" and of the others that were scored beside it
     model        name, weights_sha256, parameters
     calibration  corpus, samples, seqlen, seed, sha256          (null where none was needed)
     layers       [{name, shape, format, bits_per_weight, error, rtn_error, seconds, notes}]
+    folds        [{name, kind, consumers, alpha, x_before, ...}]  what was moved from norms and linears into the linears that
+                 read them (`compress.method.FoldRecord` has the shape)
     kept         [{name, shape, bytes, reason}]
     scores       {baseline: {metric: value}, compressed: {...}, rtn: {...}, ...}   the standard error of m is m_stderr
     speed        {variant: {...}}
     samples      [{prompt, texts, first_difference}]
-    notes        [what could not be measured, and why]
+    notes        [what a reader must know: what is emulated, what could not be measured, and why]
     kernels      {op: implementation that ran}
     bench        what `kernels.validate` found (its docstring has the shape), in the record of a kernel benchmark: there
                  recipe and layers are empty, model, calibration and scores null
@@ -24,6 +27,7 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -39,6 +43,7 @@ SCHEMA_VERSION = 1
 PACKAGES = (
     "torch", "transformers", "datasets", "accelerate", "safetensors", "tokenizers", "lm-eval", "bitsandbytes", "triton", "numpy",
 )  # fmt: skip
+_TOLD = ("bits", "group_size", "alpha")
 _ENVIRONMENT = ("OMP_", "MKL_", "KMP_", "TORCH", "CUDA_VISIBLE", "CUBLAS")  # variables that change numbers or timings
 REQUIRED = {
     "schema_version": (), "run": ("key", "notebook", "started", "duration_s"), "recipe": (),
@@ -59,36 +64,63 @@ class RunInfo:
     command: str
 
 
-def record(result: Any, scores: Scores, run: RunInfo) -> dict[str, Any]:
+def record(result: Any, scores: Scores, run: RunInfo, others: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Put a compression's result and its scores together.
 
     Args:
-        result: what `compress.apply` returned (read by its attributes: recipe, layers, kept, identity, calibration,
-            seconds, kernels).
+        result: what `compress.apply` returned (read by its attributes: recipe, asked, layers, folds, kept, identity,
+            calibration, seconds, kernels, notes).
+        others: the same of the models that were scored beside it, by the names that they have in the scores.
     """
-    kernels = {op: sorted(set(used)) for op, used in _merged(result.kernels, scores.kernels).items()}
+    results = {"compressed": result, **(others or {})}
+    used = _merged(*(one.kernels for one in results.values()), scores.kernels)
+    kernels = {op: sorted(set(impls)) for op, impls in used.items()}
+    recipes = {name: [_step(*both) for both in zip(one.recipe, one.asked, strict=True)] for name, one in results.items()}
     made = {
         "schema_version": SCHEMA_VERSION,
         "run": {
             "key": run.key, "notebook": run.notebook, "started": run.started.isoformat(timespec="seconds"),
             "duration_s": round((datetime.now(UTC) - run.started).total_seconds(), 1), "parameters": run.parameters,
             "compression_s": round(result.seconds, 1), "evaluation_s": round(scores.seconds, 1),
+            "compressions_s": {name: round(one.seconds, 1) for name, one in results.items()},
         },
-        "recipe": [{"method": m.name, "knobs": m.values(), "source": m.source} for m in result.recipe],
+        "recipe": recipes["compressed"],
+        "recipes": recipes,
         "model": result.identity,
         "calibration": result.calibration,
         "layers": [asdict(layer) for layer in result.layers],
+        "folds": [asdict(fold) for fold in result.folds],
         "kept": result.kept,
         "scores": scores.metrics,
         "difference": scores.difference,
         "texts": scores.texts,
         "speed": {name: asdict(speed) for name, speed in scores.speed.items()},
         "samples": [asdict(sample) for sample in scores.samples],
-        "notes": scores.notes,
+        "notes": _notes(results) + scores.notes,
         "kernels": {op: ", ".join(used) for op, used in kernels.items()},
         "provenance": provenance(run.command, scores.device, scores.dtype, scores.deploy_dtype),
     }  # fmt: skip
     return json.loads(json.dumps(made))  # tuples become lists now, not only when it is read again
+
+
+def _step(method: Any, asked: Any) -> dict[str, Any]:
+    return {"method": method.name, "knobs": method.values(), "source": method.source, "text": _written(asked)}
+
+
+def _written(method: Any) -> str:
+    """A method as one would write it in a recipe: the knobs that were changed, and those by which one tells it from others."""
+    told = {k: v for k, v in method.values().items() if k in _TOLD or v != method.knobs()[k].default}
+    return f"{method.name}({', '.join(f'{k}={v!r}' for k, v in told.items())})" if told else method.name
+
+
+def _notes(results: Mapping[str, Any]) -> list[str]:
+    """Every note once: those of "compressed" as they are, the others' with the names of the models that they are about."""
+    about: dict[str, list[str]] = {}
+    for name, one in results.items():
+        for note in dict.fromkeys(one.notes):
+            about.setdefault(note, []).append(name)
+    said = {note: "compressed" in names or any(note.startswith(name) for name in names) for note, names in about.items()}
+    return [note if said[note] else f"{', '.join(names)}: {note}" for note, names in about.items()]
 
 
 def kernel_record(bench: KernelBench, run: RunInfo) -> dict[str, Any]:

@@ -28,6 +28,7 @@ def bits_per_weight(stored_bytes: int, parameters: int) -> float:
 def _bytes(tensors: dict) -> int:
     unique = {}
     for name, tensor in tensors.items():
-        key = (tensor.data_ptr(), tensor.nbytes) if tensor.numel() else (name, 0)
+        opaque = tensor.is_mkldnn  # laid out for oneDNN: it has no address to look at, and is shared with nothing
+        key = (tensor.data_ptr(), tensor.nbytes) if tensor.numel() and not opaque else (name, 0)
         unique[key] = tensor.nbytes
     return sum(unique.values())

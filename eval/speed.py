@@ -9,7 +9,7 @@ import copy
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -62,22 +62,26 @@ class Variant:
     kernels: dict[str, set[str]] = field(default_factory=dict)
 
 
-def standard_variants(baseline: nn.Module, compressed: nn.Module) -> dict[str, Variant]:
-    """The compressed model in bfloat16 against the baseline in float32, bfloat16, and bfloat16 at its best.
+PLAIN = ("bfloat16", "float32")  # variants of the baseline as a plain transformers user has it
+
+
+def standard_variants(
+    baseline: nn.Module, compressed: nn.Module, others: Mapping[str, nn.Module] | None = None
+) -> dict[str, Variant]:
+    """Compressed models in bfloat16 against the baseline in float32, bfloat16, and bfloat16 at its best.
 
     "baseline" is the strongest: compiled, and prepacked on a CPU. "float32" and "bfloat16" are what a plain transformers
-    user gets.
+    user gets. Each of `others` is prepared as "compressed" is. All copies are held at once, since they take turns.
     """
     full, half = deployed(baseline, torch.float32), deployed(baseline)
     best = fold_attention(copy.deepcopy(half))
     packed = prepack(best, tokens=512) if next(baseline.parameters()).device.type == "cpu" else best
-    small = fold_attention(deployed(compressed))
-    return {
-        "baseline": Variant(packed, best, compiled=True),
-        "compressed": Variant(small, small, compiled=True),
-        "bfloat16": Variant(half, half, compiled=False),
-        "float32": Variant(full, full, compiled=False),
-    }
+    variants = {"baseline": Variant(packed, best, compiled=True)}
+    for name, model in {"compressed": compressed, **(others or {})}.items():
+        small = fold_attention(deployed(model))
+        variants[name] = Variant(small, small, compiled=True)
+    plain = zip(PLAIN, (half, full), strict=True)
+    return variants | {name: Variant(model, model, compiled=False) for name, model in plain}
 
 
 @torch.no_grad()
@@ -156,6 +160,7 @@ def _prepare(variant: Variant, cache: StaticCache, prompt_tokens: int, new_token
         logits = model(token, past_key_values=cache, position_ids=position, use_cache=True, logits_to_keep=1).logits
         return logits[:, -1].argmax(-1, keepdim=True)
 
+    step.__code__ = step.__code__.replace()  # of its own: torch.compile counts, and looks up, a code's graphs over all variants
     variant.step = step
     if variant.compiled:
         variant.step = torch.compile(step, fullgraph=True)

@@ -79,7 +79,10 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     Floats that a model computes when it is made (rotary frequencies) are small, and a cast may have rounded them.
     """
     stored = model.state_dict()
-    computed = {COMPUTED + n: b for n, b in model.named_buffers() if n not in stored and b.is_floating_point()}
+    own = tuple(f"{name}." for name in compressed_linears(model))  # lay out again what they need beside their state
+    computed = {
+        COMPUTED + n: b for n, b in model.named_buffers() if n not in stored and b.is_floating_point() and not n.startswith(own)
+    }
     tensors, seen = {}, set()
     for name, tensor in (stored | computed).items():
         key = (tensor.data_ptr(), tensor.shape) if tensor.numel() else name

@@ -15,6 +15,7 @@ class Format(nn.Module):
 
     name: ClassVar[str]
     shape: tuple[int, int]  # (out, in)
+    activation_bits: int | None = None  # to which `matmul` rounds x; None: it takes x as it comes
 
     def dequantize(self) -> Tensor:
         """W [out, in] in float32."""

@@ -15,10 +15,11 @@ import argparse
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 BITS, GROUP_SIZE = 4, 64
 SAMPLES, SEQLEN = 128, 512
@@ -60,24 +61,30 @@ def rounding(folder: Path) -> None:
 
 
 def llmcompressor(folder: Path) -> None:
-    from datasets import Dataset
-    from llmcompressor import oneshot
     from llmcompressor.modifiers.gptq import GPTQModifier
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
-    ids = torch.load(folder / "calibration.pt").tolist()
-    data = Dataset.from_dict({"input_ids": ids, "attention_mask": [[1] * SEQLEN] * SAMPLES})
     weights = {"num_bits": BITS, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP_SIZE}
     group = {"targets": ["Linear"], "weights": {**weights, "actorder": "static"}}
     recipe = GPTQModifier(config_groups={"group_0": group}, ignore=["lm_head"], dampening_frac=0.01)
-    start = time.perf_counter()
-    oneshot(model=model, dataset=data, recipe=recipe, num_calibration_samples=SAMPLES, max_seq_length=SEQLEN,
-            shuffle_calibration_samples=False)  # fmt: skip
-    seconds = time.perf_counter() - start
+    seconds = one_shot(model, recipe, torch.load(folder / "calibration.pt"))
     # The solver leaves each weight on its grid, in float32; the packing comes only when a checkpoint is saved.
     linears = {n: m for n, m in model.named_modules() if hasattr(m, "weight_scale")}
     keep(folder, "llmcompressor", seconds, {n: m.weight.detach().float() for n, m in linears.items()})
+
+
+def one_shot(model: nn.Module, recipe: Any, ids: Tensor) -> float:
+    """llm-compressor's recipe on a model, in place, calibrated on ids [samples, seqlen]; the seconds that it took."""
+    from datasets import Dataset
+    from llmcompressor import oneshot
+
+    samples, seqlen = ids.shape
+    data = Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": [[1] * seqlen] * samples})
+    start = time.perf_counter()
+    oneshot(model=model, dataset=data, recipe=recipe, num_calibration_samples=samples, max_seq_length=seqlen,
+            shuffle_calibration_samples=False)  # fmt: skip
+    return time.perf_counter() - start
 
 
 def gptqmodel(folder: Path) -> None:

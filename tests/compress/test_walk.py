@@ -68,9 +68,9 @@ def test_in_sequence_each_linear_sees_what_the_ones_before_it_give(any_model, to
     plain = copy.deepcopy(any_model)
     walk_solve = walk._solve
 
-    def noted(name, linear, statistics, method):
+    def noted(name, linear, original, statistics, method):
         seen[name] = statistics.values["gram"].clone(), statistics.tokens
-        return walk_solve(name, linear, statistics, method)
+        return walk_solve(name, linear, original, statistics, method)
 
     monkeypatch.setattr(walk, "_solve", noted)
     monkeypatch.setattr(capture, "MICRO_BATCH_TOKENS", 200)

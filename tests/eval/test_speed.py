@@ -85,6 +85,15 @@ def test_variants_run_in_turns_and_name_their_kernels(tiny):
         assert 0 < low <= one.decode_tokens_per_s <= high and one.time_to_first_token_s > 0
 
 
+def test_however_many_variants_all_are_compiled(tiny):
+    """torch.compile gives up on code that it has compiled a few times, for whichever model: no variant may suffer from others."""
+    model = tiny("llama", num_hidden_layers=1)
+    variants = {name: Variant(one := copy.deepcopy(model), one, compiled=True) for name in ("one", "two")}
+    with torch._dynamo.config.patch(recompile_limit=1):
+        speeds = measure_speed(variants, prompt_tokens=8, new_tokens=2, rounds=1)
+    assert all(speed.execution.startswith("compiled") for speed in speeds.values())
+
+
 def test_models_that_do_not_compile_are_timed_eagerly_and_say_so(tiny):
     model = tiny("llama")
     with pytest.warns(UserWarning, match="does not compile"):

@@ -1,0 +1,1 @@
+"""Methods that round what flows between the weights, or make it easier to round."""

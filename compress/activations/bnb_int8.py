@@ -1,0 +1,45 @@
+"""LLM.int8() by bitsandbytes itself, as its Linear8bitLt does it: a peer to compare with."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from compress.formats import BnbInt8, Format
+from compress.formats.bnb import library
+from compress.method import LayerwiseMethod, Method, knob, refuse_stored
+from compress.statistics import LayerStatistics
+
+
+@dataclass(frozen=True, kw_only=True)
+class BitsandbytesInt8(LayerwiseMethod):
+    """Weights in int8 per row, inputs in int8 per token but for columns with outliers, all by bitsandbytes.
+
+    Needs no calibration; given tokens, errors are those of the outputs.
+    """
+
+    name: ClassVar[str] = "bnb_int8"
+    stage: ClassVar[str] = "quantize_activations"
+    source: ClassVar[str] = "arXiv:2208.07339, bitsandbytes"
+    statistics: ClassVar[tuple[str, ...]] = ("rows",)
+
+    threshold: float = knob(6.0, "columns where an input reaches this are multiplied in 16 bits; 0: none", range=(0, 1e9))
+
+    def within(self, before: Sequence[Method], after: Sequence[Method]) -> Method:
+        refuse_stored(self, before, "stores weights in int8 itself")
+        return self
+
+    def check(self, model: nn.Module) -> None:
+        library()
+        super().check(model)
+
+    def solve(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
+        return [BnbInt8.from_weight(W, threshold=self.threshold)]
+
+    def remarks(self, device: torch.device) -> list[str]:
+        if device.type != "cpu":
+            return []
+        return [f"{self.name}: bitsandbytes {library().__version__} has no CPU kernel for it: torch's int8 product between plain "
+                "torch operations; its speeds here say nothing about a GPU"]  # fmt: skip

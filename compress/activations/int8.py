@@ -1,0 +1,71 @@
+"""Weights and activations in int8, rounded to nearest: the W8A8 of SmoothQuant (Xiao et al., 2022, arXiv:2211.10438, section 2)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from compress.activations.w8a8 import W8A8
+from compress.formats import Format, IntGroup
+from compress.method import Method
+from compress.statistics import LayerStatistics
+from kernels.int_matmul import to_rows, unpack
+from kernels.w8a8_matmul import W8
+from kernels.w8a8_matmul.layout import integer_dots
+
+ROWS = {"bits": 8, "group_size": -1, "symmetric": True}  # knobs of a method whose codes can be kept
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int8(W8A8):
+    """Weights and activations in int8.
+
+    Keeps the codes of an earlier method of the recipe that stored 8 bits with one symmetric scale per row: -128 too, and
+    scales below 0, which rounding to nearest does not make.
+    """
+
+    name: ClassVar[str] = "int8"
+    source: ClassVar[str] = "arXiv:2211.10438"
+    dtype: ClassVar[torch.dtype] = torch.int8
+
+    def within(self, before: Sequence[Method], after: Sequence[Method]) -> Method:
+        for method in before:
+            if method.stage != "quantize_weights":
+                continue
+            if any(method.values().get(key) != value for key, value in ROWS.items()):
+                wanted = ", ".join(f"{key}={value}" for key, value in ROWS.items())
+                does = f"{method.name}({wanted}) would do" if ROWS.keys() <= method.knobs().keys() else "leave it out"
+                raise ValueError(f"`recipe`: {self.name} keeps 8-bit weights with a scale per row, not those of {method}: {does}")
+            if self.weights != "channel":
+                raise ValueError(
+                    f"`weights` (={self.weights!r}) of {self.name} does not keep the codes of {method}: weights='channel' does"
+                )
+        return self
+
+    def weight(self, W: Tensor, statistics: LayerStatistics) -> W8:
+        kept = codes_per_row(statistics.stored)
+        return super().weight(W, statistics) if kept is None else kept
+
+    def remarks(self, device: torch.device) -> list[str]:
+        return slow_int8(self.name, device, block=self.weights == "block")
+
+
+def codes_per_row(parts: Sequence[Format]) -> W8 | None:
+    """What is stored in 8 bits with one symmetric scale per row, as it is; None if anything else is."""
+    if len(parts) != 1 or not isinstance(parts[0], IntGroup):
+        return None
+    packed = to_rows(parts[0].packed)
+    if packed.bits != 8 or packed.zero is not None or packed.group_size != packed.shape[1]:
+        return None
+    codes = unpack(packed)[0].to(torch.int16) - 128
+    return W8("rows", codes.to(torch.int8).contiguous(), packed.scale.float().reshape(-1), packed.shape)
+
+
+def slow_int8(name: str, device: torch.device, *, block: bool = False) -> list[str]:
+    """A remark where int8 products are right but not fast."""
+    if device.type != "cpu" or (integer_dots(torch.empty(0)) and not block):
+        return []
+    why = "with a scale per block" if block else "without AVX512-VNNI"
+    return [f"{name} is slow here: {why} a CPU multiplies the int8 codes as floats, exactly but not fast"]

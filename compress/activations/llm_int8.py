@@ -1,0 +1,76 @@
+"""LLM.int8() (Dettmers et al., 2022, arXiv:2208.07339): the few input columns with outliers in 16 bits, the rest in int8."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from compress.activations.int8 import slow_int8
+from compress.activations.w8a8 import check_columns
+from compress.formats import Columns, Dense, EightBit, Format
+from compress.method import LayerwiseMethod, Method, knob, refuse_stored
+from compress.statistics import LayerStatistics
+from kernels.w8a8_matmul import quantize_weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class LLMInt8(LayerwiseMethod):
+    """Mixed-precision decomposition: W = int8 columns, with a step per token, + 16-bit columns where inputs are large.
+
+    Source: arXiv:2208.07339, equation 8. Deviations: the columns are those that reach the threshold on the calibration
+    tokens, fixed once, where the paper looks for them in every batch (so that no batch has to be searched, and the weight is
+    stored once); a maximum over many tokens finds more of them than a batch, in some models half of the down projections'
+    columns, hence `most`. Weights of these columns are stored in bfloat16 or float16, whichever changes them less.
+    """
+
+    name: ClassVar[str] = "llm_int8"
+    stage: ClassVar[str] = "quantize_activations"
+    source: ClassVar[str] = "arXiv:2208.07339"
+    needs_calibration: ClassVar[bool] = True
+    statistics: ClassVar[tuple[str, ...]] = ("rows", "absmax")
+
+    threshold: float = knob(6.0, "columns whose inputs reach this on the calibration tokens stay in 16 bits", range=(0, 1e9))
+    most: float = knob(0.01, "share of a linear's columns that may: the largest ones, where more reach the threshold", range=(0, 1))
+
+    def check_layer(self, name: str, shape: tuple[int, int]) -> None:
+        check_columns(self.name, torch.int8, name, shape)
+
+    def within(self, before: Sequence[Method], after: Sequence[Method]) -> Method:
+        refuse_stored(self, before, "stores weights in int8 and 16 bits itself")
+        return self
+
+    def solve(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
+        if not statistics.tokens:
+            statistics.note("all columns in int8: 0 calibration tokens show no outliers")
+            return [EightBit(quantize_weight(W, torch.int8))]
+        outlier = outliers(statistics.values["absmax"], self.threshold, self.most)
+        found, reached = int(outlier.sum()), int((statistics.values["absmax"] >= self.threshold).sum())
+        all_of_them = "" if found == reached else f", the largest of {reached} that reach the threshold"
+        statistics.note(f"{found} of {len(outlier)} columns in 16 bits{all_of_them}")
+        return llm_int8(W, outlier)
+
+    def remarks(self, device: torch.device) -> list[str]:
+        return slow_int8(self.name, device)
+
+
+def outliers(absmax: Tensor, threshold: float, most: float) -> Tensor:
+    """Mask [in] of the columns whose largest magnitude [in] reaches the threshold: the largest ones, at most this share."""
+    order = absmax.argsort(descending=True, stable=True)[: math.ceil(most * len(absmax))]
+    mask = torch.zeros_like(absmax, dtype=torch.bool)
+    mask[order] = absmax[order] >= threshold
+    return mask
+
+
+def llm_int8(W: Tensor, outlier: Tensor) -> list[Format]:
+    """W [out, in] as int8 columns and, where `outlier` [in], 16-bit ones."""
+    if not outlier.any():
+        return [EightBit(quantize_weight(W, torch.int8))]
+    kept = W[:, outlier]
+    dtype = min((torch.bfloat16, torch.float16), key=lambda dtype: (kept - kept.to(dtype).float()).abs().max().item())
+    if outlier.all():
+        return [Dense(W.to(dtype))]
+    rest = Columns(EightBit(quantize_weight(W[:, ~outlier], torch.int8)), ~outlier)
+    return [rest, Columns(Dense(kept.to(dtype)), outlier)]

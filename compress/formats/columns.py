@@ -1,0 +1,55 @@
+"""Some input columns of a weight, stored in another format; the rest is 0. Parts that share out the columns make up all of it."""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from compress.formats.base import Format
+
+
+class Columns(Format):
+    """W with `inner` [out, columns] in its chosen columns: y = inner(x[..., chosen]).
+
+    Buffers: `chosen`, a mask [in] of bytes, and those of `inner`; the columns' numbers are found again from the mask.
+    """
+
+    name: ClassVar[str] = "columns"
+
+    def __init__(self, inner: Format, chosen: Tensor) -> None:
+        """chosen: [in] bool or uint8, true for as many columns as `inner` has."""
+        super().__init__()
+        index = chosen.nonzero().squeeze(1)
+        assert len(index) == inner.shape[1], f"{len(index)} columns are chosen, {inner.shape[1]} are stored"
+        self.shape = (inner.shape[0], len(chosen))
+        self.inner = inner
+        self.register_buffer("chosen", chosen.to(torch.uint8))
+        self.register_buffer("index", index, persistent=False)
+
+    @property
+    def activation_bits(self) -> int | None:
+        return self.inner.activation_bits
+
+    def dequantize(self) -> Tensor:
+        W = torch.zeros(self.shape, device=self.index.device)
+        return W.index_copy_(1, self.index, self.inner.dequantize())
+
+    def matmul(self, x: Tensor) -> Tensor:
+        return self.inner.matmul(x.index_select(-1, self.index))
+
+    def for_compute(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.inner.for_compute(dtype, device)
+
+    def spec(self) -> dict[str, Any]:
+        return {"format": self.name, "shape": list(self.shape), "inner": self.inner.spec()}
+
+    @classmethod
+    def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "Columns":
+        from compress.formats import FORMATS  # which holds this class
+
+        own = {name.removeprefix("inner."): t for name, t in tensors.items() if name.startswith("inner.")}
+        return cls(FORMATS[spec["inner"]["format"]].from_tensors(spec["inner"], own), tensors["chosen"])
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self.index = self.chosen.nonzero().squeeze(1)

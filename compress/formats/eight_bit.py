@@ -1,0 +1,94 @@
+"""A weight in 8 bits, int8 or fp8, whose product rounds the activations to the same 8 bits."""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from compress.formats.base import Format
+from kernels.w8a8_matmul import BLOCK, W8, prepacked_fits, to_prepacked, to_rows, w8a8_matmul
+
+
+class EightBit(Format):
+    """w = scale * code, with a scale per output channel or per 128 x 128 block; x in steps of its own, or of `x_scale`.
+
+    Buffers: `codes` and `scale`, laid out as `kernels.w8a8_matmul.W8` says, and `x_scale`, the step of all activations
+    (float32, no dimensions) or None: a step per token (block-wise: per token and 128 columns) as it comes by. On a CPU with
+    int8 dot products int8 codes lie prepacked, which cannot be saved, copied or moved: they turn into rows on the way to
+    anywhere, and in `state_dict`.
+    """
+
+    name: ClassVar[str] = "eight_bit"
+    activation_bits: int | None = 8
+
+    def __init__(self, w: W8, x_scale: Tensor | None = None) -> None:
+        super().__init__()
+        self.shape = w.shape
+        self._set(w, x_scale)
+
+    @property
+    def w8(self) -> W8:
+        return W8(self.layout, self.codes, self.scale, self.shape)
+
+    def dequantize(self) -> Tensor:
+        out, columns = self.shape
+        scale = self.scale[:, None]  # [out, 1]
+        if self.scale.dim() == 2:  # [ceil(out / 128), ceil(in / 128)]
+            scale = self.scale.repeat_interleave(BLOCK, 0)[:out].repeat_interleave(BLOCK, 1)[:, :columns]
+        return to_rows(self.w8).codes.float() * scale
+
+    def matmul(self, x: Tensor) -> Tensor:
+        return w8a8_matmul(x, self.w8, x_scale=self.x_scale)
+
+    def for_compute(self, dtype: torch.dtype, device: torch.device) -> None:
+        if prepacked_fits(self.w8):
+            self._set(to_prepacked(self.w8), self.x_scale)
+
+    def spec(self) -> dict[str, Any]:
+        return {
+            "format": self.name, "shape": list(self.shape), "dtype": str(self.codes.dtype).removeprefix("torch."),
+            "block": BLOCK if self.scale.dim() == 2 else None, "static": self.x_scale is not None,
+        }  # fmt: skip
+
+    @classmethod
+    def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "EightBit":
+        shape = (spec["shape"][0], spec["shape"][1])
+        return cls(W8("rows", tensors["codes"], tensors["scale"], shape), tensors["x_scale"] if spec["static"] else None)
+
+    def _set(self, w: W8, x_scale: Tensor | None) -> None:
+        self.layout = w.layout
+        self.register_buffer("codes", w.codes)
+        self.register_buffer("scale", w.scale)
+        self.register_buffer("x_scale", x_scale)
+
+    def _apply(self, fn, recurse=True):
+        # Devices move; dtypes do not: `.to(bfloat16)` speaks of the activations.
+        device = fn(self.scale.new_empty(0)).device
+        if device != self.scale.device:
+            rows, x_scale = to_rows(self.w8), self.x_scale
+            rows = rows._replace(codes=rows.codes.to(device), scale=rows.scale.to(device))
+            self._set(rows, None if x_scale is None else x_scale.to(device))
+        return self
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        destination[prefix + "codes"] = to_rows(self.w8).codes
+        destination[prefix + "scale"] = self.scale
+        if self.x_scale is not None:
+            destination[prefix + "x_scale"] = self.x_scale
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        self._set(to_rows(self.w8), self.x_scale)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self.for_compute(torch.float32, self.scale.device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: rows, as no other place may be able to prepack, and bytes, as pickle cannot read float8."""
+        rows = to_rows(self.w8)
+        codes = rows.codes.view(torch.int8)
+        return {**self.__dict__, "layout": "rows", "dtype": rows.codes.dtype, "_buffers": {**self._buffers, "codes": codes}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        dtype = state.pop("dtype")
+        super().__setstate__(state)
+        self.codes = self.codes.view(dtype)
+        self.for_compute(torch.float32, self.scale.device)

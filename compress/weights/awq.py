@@ -1,0 +1,186 @@
+"""AWQ (Lin et al., 2023, arXiv:2306.00978): columns that large inputs meet are scaled up, so that rounding spares them; clip."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from compress.folding import Choice, FoldingMethod
+from compress.formats import Format, IntGroup
+from compress.grid import AT_ONCE, SCALE_DTYPES, absmax, candidates, dequantize, quantize
+from compress.links import Link
+from compress.method import FoldRecord, LayerRecord, LayerwiseMethod, Method, knob
+from compress.resume import BlockStore
+from compress.statistics import LayerStatistics
+from compress.walk import is_named
+from compress.weights.rtn import check_group_size, rtn
+from kernels.int_matmul import BITS
+from kernels.linear import linear
+
+AIMS = ("bits", "group_size", "symmetric", "scale_dtype", "skip")  # knobs that a weight quantiser that follows settles
+SMALLEST = 1e-4  # mean magnitude of an input, as a fraction of the link's largest, below which it is taken for this
+
+
+@dataclass(frozen=True, kw_only=True)
+class AWQ(FoldingMethod, LayerwiseMethod):
+    """Scales by the inputs' magnitudes, folded into what comes before, and a clipping per group; weights only.
+
+    With a weight quantiser after it in the recipe it only folds the scales, chosen for that one's grid.
+    """
+
+    name: ClassVar[str] = "awq"
+    source: ClassVar[str] = "arXiv:2306.00978"
+    needs_calibration: ClassVar[bool] = True
+    statistics: ClassVar[tuple[str, ...]] = ("gram", "absmean")
+
+    bits: int = knob(4, "bits per weight", choices=BITS)
+    group_size: int = knob(64, "columns that share a scale; -1 for a whole row", range=(-1, 1 << 20))
+    symmetric: bool = knob(False, "no zero point: the grid lies around 0")
+    scale_dtype: str = knob("bfloat16", "how scales are stored", choices=tuple(SCALE_DTYPES))
+    grid: int = knob(20, "strengths of the scaling that are tried, from 0 up to 1", range=(1, 1000))
+    clip: bool = knob(True, "search each group's range for the least error of the layer's output; False: cover the group")
+    only_scale: bool | None = knob(None, "only fold the scales, for a weight quantiser that follows; None: where one follows")
+
+    @property
+    def stage(self) -> str:
+        return "transform" if self.only_scale else "quantize_weights"
+
+    def within(self, before: Sequence[Method], after: Sequence[Method]) -> Method:
+        stored = next((method for method in before if method.stage not in ("drop", "transform")), None)
+        if stored:
+            raise ValueError(f"`recipe`: {self} must come before {stored}: it scales weights that are not stored yet")
+        follower = next((method for method in after if method.stage == "quantize_weights"), None)
+        if follower is None:
+            return self
+        if self.only_scale is False:
+            raise ValueError(f"`only_scale` (=False) of {self.name}: {follower} after it rounds the same weights; None would do")
+        aims = {aim: getattr(follower, aim) for aim in AIMS if aim in follower.knobs()}
+        for aim, value in aims.items():
+            if getattr(self, aim) not in (value, self.knobs()[aim].default):
+                raise ValueError(
+                    f"`{aim}` (={getattr(self, aim)!r}) of {self.name} must be what {follower} rounds to after it: {value!r}, "
+                    "which is taken over where it is left out"
+                )
+        return replace(self, only_scale=True, **aims)
+
+    def check(self, model: nn.Module) -> None:
+        LayerwiseMethod.check(self, model)
+        FoldingMethod.check(self, model)
+
+    def check_layer(self, name: str, shape: tuple[int, int]) -> None:
+        check_group_size(self.group_size, name, shape)
+
+    def leaves(self, link: Link) -> str:
+        return "" if any(map(self._takes, link.consumers)) else f"`skip` (={self.skip!r}) names all that read {link.producer}"
+
+    def apply(
+        self, model: nn.Module, batches: Sequence[Tensor], *, device: torch.device, store: BlockStore | None = None,
+        originals: Mapping[str, nn.Module] | None = None,
+    ) -> list[LayerRecord | FoldRecord]:  # fmt: skip
+        chosen = BlockStore(store.folder / "folds") if store else None
+        folds = FoldingMethod.apply(self, model, batches, device=device, store=chosen)
+        if self.only_scale:
+            return folds
+        return [*folds, *LayerwiseMethod.apply(self, model, batches, device=device, store=store, originals=originals)]
+
+    def choose(self, link: Link, weights: list[Tensor], statistics: LayerStatistics) -> Choice:
+        if not statistics.tokens:
+            return Choice(torch.ones(link.width), None, notes=("nothing moved: no calibration token came by",))
+        W = torch.cat([W for name, W in zip(link.consumers, weights, strict=True) if self._takes(name)])
+        H, channels = _gram(statistics), link.channels.to(W.device)
+        x = link.largest(statistics.values["absmean"])
+        choices = [(step / self.grid, awq_scales(x, step / self.grid)) for step in range(self.grid)]
+        group_size = W.shape[1] if self.group_size == -1 else self.group_size
+        errors = []
+        for _, s in choices:
+            groups = (W * s[channels]).view(len(W), -1, group_size)
+            scale, zero = (t[..., None] for t in absmax(groups, self.bits, self.symmetric, self.scale_dtype))
+            Q = dequantize(quantize(groups, scale, zero, self.bits), scale, zero).view(W.shape) / s[channels]
+            errors.append(_energy(W - Q, H))
+        energy = max(_energy(W, H), 1e-30)
+        best = errors.index(min(errors))
+        alpha, s = choices[best]
+        notes = () if best else ("nothing moved: no alpha lessens the error",)
+        return Choice(s, alpha if best else None, errors[0] / energy, errors[best] / energy, notes)
+
+    def solve(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
+        if not self.clip:
+            return self.peer(W, statistics)
+        if not statistics.tokens:
+            statistics.note("not clipped: no calibration token came by")
+            return self.peer(W, statistics)
+        group_size = W.shape[1] if self.group_size == -1 else self.group_size
+        return [awq_clip(W, _gram(statistics), bits=self.bits, group_size=group_size, symmetric=self.symmetric,
+                         scale_dtype=self.scale_dtype)]  # fmt: skip
+
+    def peer(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
+        return [rtn(W, bits=self.bits, group_size=self.group_size, symmetric=self.symmetric,
+                    scale_dtype=self.scale_dtype)]  # fmt: skip
+
+    def _takes(self, name: str) -> bool:
+        return not is_named(name, self.skip)
+
+
+def awq_scales(x: Tensor, alpha: float) -> Tensor:
+    """s = x^alpha, normalised so that the largest is the inverse of the smallest (arXiv:2306.00978, equation 5).
+
+    Args:
+        x: [channels], mean magnitudes of the inputs.
+
+    Returns:
+        [channels] float32, positive; ones for alpha = 0.
+    """
+    s = x.float().clamp_min(SMALLEST * x.max().clamp_min(1e-30)).pow(alpha)
+    return s / (s.max() * s.min()).sqrt()
+
+
+def awq_clip(
+    W: Tensor, H: Tensor, *, bits: int, group_size: int, symmetric: bool = False, scale_dtype: str = "bfloat16"
+) -> IntGroup:
+    """Round W to nearest on grids that clip each group as the output's error wants: (W - Ŵ) H (W - Ŵ)ᵀ is small.
+
+    Args:
+        W: [out, in].
+        H: [in, in], the Gram matrix of the inputs.
+        group_size: divides `in`.
+
+    Source: arXiv:2306.00978, section 3.2 and its public code, which weighs each group's output by itself. Deviation: group by
+    group, what the groups before it did to the output counts, too.
+    """
+    out, columns = W.shape
+    D = torch.empty_like(W)  # W - Ŵ
+    codes = torch.empty_like(W)
+    chosen = []
+    for start in range(0, columns, group_size):
+        group = slice(start, start + group_size)
+        w, H_group = W[:, group], H[group, group]
+        pull = 2 * linear(D[:, :start], H[group, :start]) if start else 0  # [out, group_size]
+        scales, zeros = candidates(w, bits, symmetric, scale_dtype)  # [candidates, out] each
+        at_once = max(1, AT_ONCE // w.numel())
+        losses = []
+        for scale, zero in zip(scales.split(at_once), zeros.split(at_once), strict=True):
+            scale, zero = scale[..., None], zero[..., None]
+            d = w - dequantize(quantize(w, scale, zero, bits), scale, zero)  # [at_once, out, group_size]
+            losses.append(linear(d, H_group).add_(pull).mul_(d).sum(-1))
+        best = torch.cat(losses).argmin(0, keepdim=True)
+        scale, zero = scales.gather(0, best)[0], zeros.gather(0, best)[0]
+        codes[:, group] = quantize(w, scale[:, None], zero[:, None], bits)
+        D[:, group] = w - dequantize(codes[:, group], scale[:, None], zero[:, None])
+        chosen.append((scale, zero))
+    scale, zero = (torch.stack(each, 1) for each in zip(*chosen, strict=True))  # [out, groups]
+    return IntGroup.from_codes(codes, scale, None if symmetric else zero, bits=bits, group_size=group_size,
+                               scale_dtype=scale_dtype)  # fmt: skip
+
+
+def _gram(statistics: LayerStatistics) -> Tensor:
+    H = statistics.values["gram"]
+    if not torch.isfinite(H).all():
+        raise ValueError("`batches` give activations that are not finite: the Gram matrix of the inputs holds NaN or infinity")
+    return H
+
+
+def _energy(D: Tensor, H: Tensor) -> float:
+    """tr(D H Dᵀ) for D [out, in] and H [in, in], symmetric."""
+    return linear(D, H).mul_(D).sum().item()

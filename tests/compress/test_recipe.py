@@ -1,0 +1,135 @@
+"""Recipes: read from text, settled before any work, and measured from their first step to their last."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import pytest
+import torch
+
+from compress import METHODS, apply
+from compress.apply import apply_each
+from compress.formats import Dense
+from compress.linear import weight_of
+from compress.method import LayerwiseMethod, Method, knob, settle
+from compress.recipe import parse_recipe, parse_recipes
+from compress.statistics import Absmax, Rows
+
+
+def test_a_recipe_as_text():
+    one, two = parse_recipe("rtn(bits=8, group_size=-1, scale='search'), gptq")
+    assert one == METHODS["rtn"](bits=8, group_size=-1, scale="search") and two == METHODS["gptq"]()
+    assert parse_recipe(str(one)) == parse_recipe("rtn(bits=8, group_size=-1, scale=search)") == [one], "quoted or not"
+    several = parse_recipes("rtn(bits=3); small: rtn(bits=2), gptq ;")
+    assert list(several) == ["rtn(bits=3)", "small"] and several["small"] == [METHODS["rtn"](bits=2), METHODS["gptq"]()]
+    assert parse_recipes(" ") == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "must name methods"),
+        ("gptq(", "must name methods"),
+        ("gtpq", "gtpq is not a method; did you mean gptq?"),
+        ("'gptq'", "'gptq' is not a method"),
+        ("gptq(4)", "knobs of gptq are given by name: .*bits"),
+        ("gptq(bit=4)", "`bit` is not a knob of gptq; did you mean `bits`?"),
+        ("gptq(bits=four)", r"`bits` \(='four'\) of gptq must be int"),
+        ("gptq(bits=2 + 2)", r"`bits` \(=2 \+ 2\) of gptq must be a literal"),
+        ("gptq(bits=7)", r"`bits` \(=7\) of gptq must be one of 2, 3, 4"),
+        ("gptq(**{'bits': 4})", "`None` is not a knob"),
+    ],
+)
+def test_text_that_is_no_recipe(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_recipe(text)
+
+
+def test_two_recipes_of_one_name():
+    with pytest.raises(ValueError, match="holds 'rtn' twice; put a name before one, such as: another: rtn"):
+        parse_recipes("rtn; rtn")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halved(LayerwiseMethod):
+    """Stands for a method that acts on what another stored: it halves the weight that it meets."""
+
+    name: ClassVar[str] = "halved"
+    stage: ClassVar[str] = "quantize_activations"
+    source: ClassVar[str] = "this test"
+    statistics: ClassVar[tuple[str, ...]] = ("rows",)
+
+    after: str = knob("", "the method before it")
+
+    def within(self, before, after):
+        if after:
+            raise ValueError("`halved` must be the last")
+        return replace(self, after=before[-1].name if before else "")
+
+    def solve(self, W, statistics):
+        self.met.append([part.name for part in statistics.stored])
+        return [Dense(W / 2)]
+
+    met: ClassVar[list] = []
+
+
+def test_errors_are_measured_from_the_first_step_to_the_last(tiny, tokens):
+    """Whatever the steps in between stored, the record's error is that against the weights that the first one met."""
+    model = tiny("llama")
+    Halved.met.clear()
+    result = apply([METHODS["rtn"](bits=2, group_size=16), Halved()], model, tokens())
+    assert result.recipe[1].after == "rtn" and Halved.met[0] == ["int_group"]
+    assert len(result.layers) == 14 and {r.format for r in result.layers} == {"dense"}
+    original = tiny("llama")
+    name = "model.layers.0.self_attn.q_proj"
+    record = next(r for r in result.layers if r.name == name)
+    seen = []
+    original.get_submodule(name).register_forward_pre_hook(lambda m, args: seen.append(args[0].flatten(0, 1)))
+    for batch in tokens():
+        original(batch)
+    X, W = torch.cat(seen), weight_of(original.get_submodule(name))
+    expected = ((X @ (W - weight_of(model.get_submodule(name))).t()).square().sum() / (X @ W.t()).square().sum()).item()
+    assert record.error == pytest.approx(expected, rel=1e-3)
+    assert record.error > 0.2, "halving alone is an error of a quarter"
+
+
+def test_what_cannot_stand_between_others_is_refused_before_any_work(tiny, tokens):
+    model = tiny("llama")
+    with pytest.raises(ValueError, match="`halved` must be the last"):
+        apply([Halved(), METHODS["rtn"]()], model, tokens())
+    with pytest.raises(ValueError, match="must come before"):
+        settle([METHODS["rtn"](), _Early()])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Early(Method):
+    name: ClassVar[str] = "early"
+    stage: ClassVar[str] = "transform"
+    source: ClassVar[str] = "this test"
+
+
+def test_several_recipes_each_on_a_copy(tiny, tokens):
+    model = tiny("llama")
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    results = apply_each(parse_recipes("rtn(bits=4, group_size=16); coarse: rtn(bits=2, group_size=16)"), model, tokens())
+    assert list(results) == ["rtn(bits=4, group_size=16)", "coarse"]
+    assert results["coarse"].bits_per_weight < results["rtn(bits=4, group_size=16)"].bits_per_weight
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    with pytest.raises(ValueError, match="`group_size`"):
+        apply_each(parse_recipes("rtn(bits=4, group_size=16); rtn(group_size=7)"), model, tokens())
+
+
+def test_rows_are_spread_over_all_that_came_by(monkeypatch):
+    monkeypatch.setattr(Rows, "most", 16)
+    found = []
+    for pieces in ([1] * 100, [100], [7, 0, 50, 43]):
+        rows, largest, at = Rows(1, torch.device("cpu")), Absmax(1, torch.device("cpu")), 0
+        for n in pieces:
+            x = torch.arange(at, at + n)[:, None].bfloat16() * -1.0
+            rows.update(x)
+            largest.update(x)
+            at += n
+        assert largest.result().tolist() == [99.0]
+        found.append([-int(i) for i in rows.result()[:, 0]])
+    assert found[0] == found[1] == found[2], "whatever the pieces"
+    assert 4 <= len(found[0]) <= 16 and found[0] == sorted(set(found[0]))
+    assert {i // 25 for i in found[0]} == {0, 1, 2, 3}, "from each quarter"
