@@ -1,7 +1,9 @@
-"""`workbench`: run a notebook as one batch run, with its parameters checked before a kernel starts.
+"""`workbench`: run a notebook as one batch run, with its parameters checked before a kernel starts; tables of its records.
 
 $ workbench run gptq -p bits 3 -p group_size 128
 $ workbench parameters gptq
+$ workbench table runs/*/record.json
+$ workbench table --update README.md
 """
 
 import argparse
@@ -11,8 +13,10 @@ import sys
 import time
 from pathlib import Path
 
+from eval.record import read_record
 from notebooks.parameters import check_parameters, notebook_path, parse_value, read_parameters
 from notebooks.run import ROOT, run_key
+from reports.table import markdown, updated
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -25,8 +29,13 @@ def main(arguments: list[str] | None = None) -> int:
     run.add_argument("--timeout", type=int, default=None, help="seconds that a cell may take")
     listing = commands.add_parser("parameters", help="list a notebook's parameters")
     listing.add_argument("notebook")
+    table = commands.add_parser("table", help="print the models of records side by side, as Markdown")
+    table.add_argument("records", nargs="*", metavar="RECORD.json")
+    table.add_argument("--update", metavar="FILE", help="make the tables of a Markdown file anew from the records that it names")
     options = parser.parse_args(arguments)
     try:
+        if options.command == "table":
+            return _table(options.records, options.update)
         if options.command == "parameters":
             return _list(options.notebook)
         return _run(options.notebook, dict(options.parameter), options.timeout)
@@ -38,6 +47,23 @@ def main(arguments: list[str] | None = None) -> int:
 def _list(notebook: str) -> int:
     for p in read_parameters(notebook).values():
         print(f"{p.name}: {getattr(p.type, '__name__', p.type)} = {p.default!r}  {p.help}")
+    return 0
+
+
+def _table(records: list[str], file: str | None) -> int:
+    if bool(records) == bool(file):
+        raise ValueError("`table` takes records, or --update with a file that names them")
+    if records:
+        print(markdown([read_record(path) for path in records]), end="")
+        return 0
+    path = Path(file)
+    if not path.is_file():
+        raise ValueError(f"`--update` (={file!r}) is no file")
+    before = path.read_text(encoding="utf-8")
+    after = updated(before, lambda name: read_record(path.parent / name))
+    if after != before:
+        path.write_text(after, encoding="utf-8")
+    print(f"{path}: {'tables made anew' if after != before else 'up to date'}")
     return 0
 
 

@@ -108,7 +108,8 @@ def parse_value(text: str, wanted: Any) -> Any:
     except json.JSONDecodeError:
         value = {"True": True, "False": False, "None": None}.get(text, text)
     if _fits(value, wanted):
-        return float(value) if wanted is float else value
+        among = typing.get_args(wanted) or (wanted,)
+        return float(value) if type(value) is int and float in among and int not in among else value
     return text
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from reports import kernels, plots
+from reports import folds, kernels, plots, table
 from reports.verdict import verdict
 
 METRICS = (
@@ -27,6 +27,7 @@ METRICS = (
     ("peak_memory_bytes", "Peak memory", "MB", -1),
     ("cache_bytes", "KV cache", "MB", -1),
 )
+MAX_OTHERS = 2  # models beside baseline and compressed that the table of scores has columns for
 _SCALE = {"%": 100, "ms": 1000, "MB": 1e-6}
 
 
@@ -59,16 +60,18 @@ def page(record: dict[str, Any]) -> str:
     environment = Environment(
         loader=PackageLoader("reports"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"mb": lambda b: f"{b / 1e6:,.1f}", "num": number}
+    environment.filters |= {"mb": lambda b: f"{b / 1e6:,.1f}", "num": number, "percent": table.percent, "faster": faster}
     if record.get("bench"):
         return environment.get_template("kernels.html").render(r=record, **kernels.context(record))
     recipe = " → ".join(step["method"] for step in record["recipe"])
     return environment.get_template("report.html").render(
         r=record,
         title=f"{recipe} on {record['model']['name']}",
-        recipe=recipe,
+        recipe=table.recipe_text(record["recipe"]),
         verdict=verdict(record),
         table=metric_table(record),
+        compared=compared(record),
+        folds=folds.context(record.get("folds", [])),
         errors=plots.layer_errors(record["layers"], recipe) if record["layers"] else "",
         speed=plots.speed_bars(record["speed"]) if record.get("speed") else "",
         size=plots.size_bars(_sizes(record)) if "stored_bytes" in record["scores"]["compressed"] else "",
@@ -79,18 +82,50 @@ def page(record: dict[str, Any]) -> str:
 def metric_table(record: dict[str, Any]) -> dict[str, Any]:
     """Rows of scores: label, unit, a cell per model, and what changed from baseline to compressed."""
     scores = record["scores"]
-    models = ["baseline", "compressed", *[name for name in scores if name not in ("baseline", "compressed")]]
+    others = [name for name in scores if name not in ("baseline", "compressed")]
+    models = ["baseline", "compressed", *others[:MAX_OTHERS]]
     rows = []
     for prefix, label, unit, better in METRICS:
         for metric in _names(scores, prefix):
             detail = metric[len(prefix) :] if prefix.endswith("_") else ""
             scale = _SCALE.get(unit, 1)
+            if not any(metric in scores[model] for model in models):
+                continue
             cells = [_cell(scores[model], metric, scale) for model in models]
             rows.append({
                 "label": label, "detail": detail, "unit": unit, "cells": cells,
                 "change": _change(scores["baseline"].get(metric), scores["compressed"].get(metric), better),
             })  # fmt: skip
     return {"models": models, "rows": rows}
+
+
+def compared(record: dict[str, Any]) -> dict[str, Any]:
+    """All models of the run as rows, and the figure of them; {} where the table of scores says it all."""
+    rows = table.rows(record)
+    others = rows[2:]
+    if len(others) <= MAX_OTHERS and not any(row["decode"] for row in others):
+        return {}
+    corpora = table.corpora([record])
+    return {"rows": rows, "corpora": corpora, "figure": _cost_against_size(rows, corpora[0]) if corpora else ""}
+
+
+def _cost_against_size(rows: list[dict[str, Any]], corpus: str) -> str:
+    points = [
+        plots.Point(
+            row["recipe"] if row["name"] == "compressed" else "16-bit baseline" if row["name"] == "baseline" else row["name"],
+            row["stored_bytes"] / 1e6, 100 * (row["texts"][corpus]["change"] or 0.0), row["name"] == "compressed",
+        )
+        for row in rows if row["stored_bytes"] and row["texts"][corpus]["perplexity"]
+    ]  # fmt: skip
+    if len(points) < 3:
+        return ""
+    return plots.scatter(points, key="cost", x_label="stored megabytes", y_label=f"change of the perplexity on {corpus}",
+                         summary="Change of the perplexity against stored megabytes, one point per model.")  # fmt: skip
+
+
+def faster(ratio: float) -> str:
+    """Is a speed-up good or bad, or neither?"""
+    return "" if 0.97 <= ratio <= 1.03 else "good" if ratio > 1 else "bad"
 
 
 def number(value: float | None) -> str:

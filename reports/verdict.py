@@ -2,11 +2,13 @@
 
 from typing import Any
 
+from reports.table import percent
+
 
 def verdict(record: dict[str, Any]) -> list[str]:
     """Sentences on size, accuracy and speed. Each says what was measured, and against what."""
     base, small = record["scores"]["baseline"], record["scores"]["compressed"]
-    rtn = record["scores"].get("rtn", {})
+    rtn, unsmoothed = record["scores"].get("rtn", {}), record["scores"].get("unsmoothed", {})
     said = []
     if "stored_bytes" in base and "stored_bytes" in small:
         ratio = base["stored_bytes"] / small["stored_bytes"]
@@ -17,9 +19,11 @@ def verdict(record: dict[str, Any]) -> list[str]:
     for metric in (m for m in base if m.startswith("perplexity_") and not m.endswith("_stderr") and m in small):
         corpus = metric.removeprefix("perplexity_")
         before, after = base[metric], small[metric]
-        text = f"Its perplexity on {corpus} goes from {before:.2f} to {after:.2f} ({(after / before - 1) * 100:+.1f} %"
+        text = f"Its perplexity on {corpus} goes from {before:.2f} to {after:.2f} ({percent(after / before - 1)}"
         if metric in rtn:
             text += f"; rounding to nearest, absmax scales, gives {rtn[metric]:.2f}"
+        if metric in unsmoothed:
+            text += f"; without smoothing it would be {unsmoothed[metric]:.2f}, {percent(unsmoothed[metric] / before - 1)}"
         said.append(text + ").")
         paired = record.get("difference", {}).get("compressed", {})
         delta, stderr = paired.get(f"nll_{corpus}"), paired.get(f"nll_{corpus}_stderr")
@@ -28,7 +32,7 @@ def verdict(record: dict[str, Any]) -> list[str]:
     if "decode_tokens_per_s" in base and "decode_tokens_per_s" in small:
         said.append(_speed("decodes", small["decode_tokens_per_s"] / base["decode_tokens_per_s"]))
         said.append(_speed("reads a prompt", small["prefill_tokens_per_s"] / base["prefill_tokens_per_s"]))
-    return said + record.get("notes", [])
+    return said + [note if note.endswith((".", "!", "?")) else f"{note}." for note in record.get("notes", [])]
 
 
 def _speed(does: str, ratio: float) -> str:

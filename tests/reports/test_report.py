@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from eval.record import read_record
-from reports.render import metric_table, number, page, render
+from reports import plots
+from reports.folds import context, figures
+from reports.render import compared, metric_table, number, page, render
 from reports.verdict import verdict
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "reports" / "published"
@@ -57,6 +59,47 @@ def make_record(layers: int = 30) -> dict:
                        "device": "cpu", "dtype": "float32", "deploy_dtype": "bfloat16", "flags": {"deterministic": False},
                        "command": "papermill notebooks/gptq.ipynb out.ipynb -p bits 4"},
     }  # fmt: skip
+
+
+def make_fold(block: int, producer: str, consumers: tuple[str, ...], alpha: float | None, shown: bool) -> dict:
+    """A link whose inputs have one outlier, 40 before and 8 after, among channels of 1."""
+    name = f"model.layers.{block}."
+    before = [1.0 + 0.1 * (i % 7) for i in range(500)]
+    before[100] = 40.0
+    channels = {"x_before": before, "x_after": [min(v, 8.0) for v in before], "w_before": [0.5] * 500, "w_after": before}
+    return {
+        "name": name + producer, "kind": "norm" if "norm" in producer else "linear", "consumers": [name + c for c in consumers],
+        "alpha": alpha, "x_before": {"max": 40.0, "p99": 3.0, "median": 1.3}, "x_after": {"max": 8.0, "p99": 2.0, "median": 1.25},
+        "w_before": {"max": 0.5, "p99": 0.5, "median": 0.5}, "w_after": {"max": 20.0, "p99": 2.0, "median": 1.3},
+        "error_before": 0.004, "error_after": 0.004 if alpha is None else 0.001, "difference": 3e-7, "seconds": 0.1,
+        "notes": ["no alpha lessens the error in 8 bits"] if alpha is None else [], "channels": channels if shown else None,
+    }  # fmt: skip
+
+
+def make_smoothed_record(layers: int = 10) -> dict:
+    """A run with folds and recipes to compare with, two of which were timed."""
+    made = make_record(layers)
+    attention = tuple(f"self_attn.{x}_proj" for x in "qkv")
+    made["folds"] = [
+        fold for i in range(layers) for fold in (
+            make_fold(i, "input_layernorm", attention, round(0.3 + 0.1 * (i % 5), 1), i < 3),
+            make_fold(i, "mlp.up_proj", ("mlp.down_proj",), None if i % 4 == 1 else 0.8, i < 3),
+        )
+    ]  # fmt: skip
+    steps = [
+        {"method": "smoothquant", "knobs": {"alpha": "search"}, "source": "2211.10438", "text": "smoothquant(alpha='search')"},
+        {"method": "int8", "knobs": {"skip": ""}, "source": "arXiv:2211.10438", "text": "int8"},
+    ]  # fmt: skip
+    base = made["scores"]["baseline"]
+    timed = {**base, "kl_pydocs": 0.2, "stored_bytes": 170e6, "bits_per_weight": 10.1, "prefill_tokens_per_s": 2250.0}
+    made["scores"] |= {
+        "unsmoothed": {**timed, "perplexity_pydocs": 25.0}, "nf4": {**timed, "perplexity_pydocs": 23.0, "stored_bytes": 99e6},
+    }  # fmt: skip
+    made["recipe"] = steps
+    made["recipes"] = {"compressed": steps, "unsmoothed": steps[1:], "nf4": [{**steps[1], "method": "nf4", "text": "nf4"}]}
+    made["notes"] = ["nf4: a note about nf4."]
+    made["speed"] |= {"unsmoothed": made["speed"]["baseline"], "nf4": made["speed"]["baseline"]}
+    return made
 
 
 def make_kernel_record() -> dict:
@@ -146,7 +189,7 @@ def test_the_page_of_a_kernel_benchmark_says_what_is_not_there():
 
 
 def test_page_is_one_small_file_without_network(tmp_path):
-    report = render(make_record(layers=80), tmp_path / "report.html")
+    report = render(make_smoothed_record(layers=80), tmp_path / "report.html")
     html = report.path.read_text()
     assert len(html.encode()) < LIMIT_BYTES
     assert not re.search(r"""(?:src|href)=["'](?!#)[^"']""", html.replace('xlink:href="#', "")), "nothing is fetched"
@@ -170,6 +213,9 @@ def test_verdict_is_honest_both_ways():
     assert "from 20.00 to 21.50 (+7.5 %; rounding to nearest, absmax scales, gives 24.00)" in said
     assert "decodes 1.80× as fast" in said and "reads a prompt more slowly" in said and "(0.73×)" in said
     assert "within the noise" not in said
+    assert "smoothing" not in said
+    said = " ".join(verdict(make_smoothed_record()))
+    assert "gives 24.00; without smoothing it would be 25.00, +25.0 %)" in said and said.endswith("nf4: a note about nf4.")
     made["difference"]["compressed"] = {"nll_pydocs": 0.001, "nll_pydocs_stderr": 0.004}
     assert "At 16,000 tokens that difference is within the noise." in " ".join(verdict(made))
 
@@ -181,6 +227,73 @@ def test_table_has_units_errors_and_changes():
     assert rows["Perplexity"]["change"] == {"text": "+7.5 %", "kind": "bad"} and rows["Perplexity"]["cells"][0]["stderr"] == "± 0.5"
     assert rows["Decode"]["change"]["kind"] == "good" and rows["Stored"]["cells"][1]["value"] == "113"
     assert rows["KL to the baseline"]["cells"][0]["value"] == "–"
+
+
+def test_models_of_a_run_stand_side_by_side():
+    html = page(make_smoothed_record())
+    found = compared(make_smoothed_record())
+    assert [row["name"] for row in found["rows"]] == ["baseline", "compressed", "rtn", "unsmoothed", "nf4"]
+    assert metric_table(make_smoothed_record())["models"] == ["baseline", "compressed", "rtn", "unsmoothed"]
+    nf4 = re.search(r"<tr><th[^>]*>nf4</th>.*?</tr>", html)[0]
+    assert re.findall(r">([^<>]+)</(?:td|span)>", nf4) == ["± 0.5", "+15.0 %", "0.2000", "99.0", "10.10", "1.00×", "1.50×"]
+    assert "unsmoothed<br><small>int8</small>" in html and "smoothquant(alpha=&#39;search&#39;), int8" in html
+    figure = re.search(r'<svg[^>]*aria-label="Change of the perplexity.*?</svg>', html, re.S)[0]
+    for label in ("16-bit baseline", "smoothquant(alpha='search'), int8", "unsmoothed", "nf4"):
+        assert label in figure.replace("&#x27;", "'").replace("&#39;", "'"), label
+    assert ">rtn<" not in figure, "what was not weighed has no place in it"
+    assert not compared(make_record()) and "Compared in this run" not in page(make_record())
+    many = make_record()
+    many["scores"] |= {name: {"perplexity_pydocs": 30.0} for name in ("one", "two")}
+    assert compared(many)["rows"][-1]["name"] == "two" and compared(many)["figure"] == "", "two points are no picture"
+
+
+def test_labels_of_many_models_lie_apart():
+    """Models of the same size and nearly the same perplexity: each label in a place of its own, inside the figure."""
+    points = [plots.Point(f"recipe number {i} of many, int8", 165.0, 0.05 * i, i == 3) for i in range(8)]
+    points += [plots.Point("16-bit baseline", 269.0, 0.0), plots.Point("broken", 165.0, 900.0)]
+    svg = plots.scatter(points, key="k", x_label="x", y_label="y", summary="s")
+    found = re.findall(r'text-anchor: (\w+)[^"]*" x="([\d.-]+)" y="([\d.-]+)"[^>]*>([^<]+)', svg)
+    texts = [text for text in found if text[3] in {point.label for point in points}]
+    assert len(texts) == len(points)
+    boxes = []
+    for anchor, x, y, text in texts:
+        left = float(x) - (5 * len(text) if anchor == "end" else 0)
+        box = (left, float(y) - 9, left + 5 * len(text), float(y))
+        assert min(box) > 0 and box[2] < 9.6 * 72 and box[3] < 4.2 * 72
+        assert not any(box[0] < b[2] and b[0] < box[2] and box[1] < b[3] and b[1] < box[3] for b in boxes), text
+        boxes.append(box)
+
+
+def test_page_shows_what_was_moved():
+    html = page(make_smoothed_record())
+    told = context(make_smoothed_record()["folds"])
+    assert told["said"].startswith("17 of 20 links were scaled (alpha 0.3 to 0.8, median 0.7)")
+    assert "goes from 30.8× to 6.4×" in told["said"] and "moved by more than 3.0e-07 of itself" in told["said"]
+    for text in ("input_layernorm\n→ q, k, v", "mlp.up_proj\n→ down"):
+        assert all(line in html for line in text.splitlines()), text
+    assert all(told[key] for key in ("channels", "magnitudes", "alphas", "errors")) and html.count("<svg") == 8
+    assert html.count("no alpha lessens the error in 8 bits") == 3 and "20 links" in html
+    one = [{**fold, "alpha": 0.5} for fold in make_smoothed_record()["folds"]]
+    assert context(one)["alphas"] == "" and "(alpha 0.5)" in context(one)["said"], "one value needs no figure"
+    bare = [{**fold, "channels": None, "error_before": None, "error_after": None, "alpha": None} for fold in one]
+    assert context(bare)["channels"] == context(bare)["errors"] == "" and "None of 20 links was moved." in context(bare)["said"]
+    page(make_smoothed_record() | {"folds": bare})
+
+
+def test_channels_keep_their_peaks():
+    """However many channels there are, the largest is drawn, where it is."""
+    values = [1.0] * 5000
+    values[1234] = 77.0
+    at, largest = plots._envelope(values)
+    assert len(at) <= 320 and max(largest) == 77.0 and abs(at[largest.index(77.0)] - 1234) < 20
+
+
+def test_folds_show_themselves_in_a_notebook():
+    shown = figures(make_smoothed_record()["folds"])._repr_html_()
+    assert shown.count("<svg") == 4 and shown.count("<svg") == shown.count("<h4>")
+    used = set(re.findall(r"var\(--(\w+)\)", shown))
+    assert used and all(f"--{name}:#" in shown for name in used), "a notebook has no page to take colours from"
+    assert "Nothing was moved" in figures([])._repr_html_()
 
 
 def test_numbers_keep_their_digits():
@@ -219,7 +332,7 @@ def browser():
         started.close()
 
 
-@pytest.mark.parametrize("make", [make_record, make_kernel_record])
+@pytest.mark.parametrize("make", [make_record, make_smoothed_record, make_kernel_record])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 320])
 def test_page_in_a_browser(browser, tmp_path, scheme, width, make):
@@ -247,18 +360,25 @@ def test_page_in_a_browser(browser, tmp_path, scheme, width, make):
 
 
 def test_model_text_cannot_run(browser, tmp_path):
-    made = copy.deepcopy(make_record())
+    made = copy.deepcopy(make_smoothed_record())
     made["samples"][0] = {"prompt": EVIL, "texts": {"baseline": EVIL, "compressed": EVIL}, "first_difference": {"compressed": None}}
     made["model"]["name"] = made["provenance"]["command"] = EVIL
     made["recipe"][0]["method"] = EVIL
     made["recipe"][0]["knobs"][EVIL] = EVIL
     made["layers"][0] |= {"name": EVIL, "notes": [EVIL]}
     made["layers"][7] |= {"name": f"model.layers.3.{EVIL}"}
+    made["folds"][0] |= {"name": EVIL, "notes": [EVIL], "consumers": [EVIL]}
+    made["scores"][EVIL] = made["scores"]["nf4"]
+    made["recipes"][EVIL] = [{"method": EVIL, "knobs": {EVIL: EVIL}, "source": EVIL, "text": EVIL}]
+    made["speed"][EVIL] = made["speed"]["nf4"]
+    made["notes"] = [EVIL]
     made["kept"][0]["reason"] = made["kernels"][EVIL] = EVIL
     report = render(made, tmp_path / "report.html")
     tab = browser.new_page()
     tab.goto(report.path.as_uri())
     assert "owned" not in tab.title() or tab.title().startswith("<img"), "the title is text"
+    assert tab.evaluate("document.querySelectorAll('script, img').length") == 0
+    tab.set_content(figures(made["folds"])._repr_html_())
     assert tab.evaluate("document.querySelectorAll('script, img').length") == 0
     tab.close()
 

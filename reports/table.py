@@ -1,0 +1,124 @@
+"""The models of a run side by side: as rows, and as Markdown for a README that a command keeps true."""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+START, END = "<!-- workbench table ", "<!-- end -->"
+_SECTION = re.compile(rf"({START}(?P<paths>[^>]*?) -->\n)(?P<body>.*?)(?P<end>{END}|(?={START})|\Z)", re.S)
+_TOLD = ("bits", "group_size", "alpha")  # knobs that name a step in records that do not say how it is written
+
+
+def rows(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row per model of the record's scores: the baseline, "compressed", and the rest in their order.
+
+    Each holds name, recipe (None where unknown), texts {corpus: {perplexity, perplexity_stderr, change, kl, kl_stderr}},
+    stored_bytes, bits_per_weight, decode, prefill (tokens per second) and decode_ratio, prefill_ratio (to the record's own
+    16-bit baseline); None for what was not measured.
+    """
+    scores = record["scores"]
+    base = scores["baseline"]
+    recipes = {"compressed": record["recipe"], **record.get("recipes", {})}
+    found = []
+    for name in dict.fromkeys(("baseline", "compressed", *scores)):
+        own = scores[name]
+        row = {"name": name, "recipe": recipe_text(recipes[name]) if name in recipes else None, "texts": {}}
+        for corpus in corpora([record]):
+            before, after = base.get(f"perplexity_{corpus}"), own.get(f"perplexity_{corpus}")
+            row["texts"][corpus] = {
+                "perplexity": after, "perplexity_stderr": own.get(f"perplexity_{corpus}_stderr"),
+                "change": after / before - 1 if after and before and name != "baseline" else None,
+                "kl": own.get(f"kl_{corpus}"), "kl_stderr": own.get(f"kl_{corpus}_stderr"),
+            }  # fmt: skip
+        row |= {key: own.get(key) for key in ("stored_bytes", "bits_per_weight")}
+        for what in ("decode", "prefill"):
+            metric = f"{what}_tokens_per_s"
+            row[what] = own.get(metric)
+            row[f"{what}_ratio"] = own[metric] / base[metric] if own.get(metric) and base.get(metric) else None
+        found.append(row)
+    return found
+
+
+def corpora(records: Sequence[dict[str, Any]]) -> list[str]:
+    """Every text on which a perplexity was measured."""
+    names = (m for record in records for own in record["scores"].values() for m in own if m.startswith("perplexity_"))
+    return list(dict.fromkeys(m.removeprefix("perplexity_") for m in names if not m.endswith("_stderr")))
+
+
+def recipe_text(steps: Sequence[dict[str, Any]]) -> str:
+    """A recipe as one would write it: smoothquant(alpha=0.7), int8."""
+    return ", ".join(step.get("text") or _text(step) for step in steps)
+
+
+def _text(step: dict[str, Any]) -> str:
+    knobs = ", ".join(f"{knob}={value!r}" for knob, value in step["knobs"].items() if knob in _TOLD)
+    return f"{step['method']}({knobs})" if knobs else step["method"]
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """A number with so many decimals, with separators; a dash for none."""
+    return "–" if value is None else f"{value:,.{digits}f}"
+
+
+def percent(share: float | None) -> str:
+    """A change as +12.3 %, with more digits where it is small; a dash for none."""
+    return "–" if share is None else f"{share * 100:+.{1 if abs(share) >= 0.01 else 2}f} %".replace("-", "−")
+
+
+def markdown(records: Sequence[dict[str, Any]]) -> str:
+    """A table of all models of these records; speeds as ratios too, each to the baseline of its own record.
+
+    Raises:
+        ValueError: a record without scores, such as that of a kernel benchmark.
+    """
+    for record in records:
+        if not record["scores"]:
+            raise ValueError(f"the record of {record['run']['key']} has no scores of models to put into a table")
+    texts = corpora(records)
+    several = len({record["model"]["name"] for record in records}) > 1
+    head = [*(["model"] if several else []), "recipe"]
+    head += [column for corpus in texts for column in (f"perplexity, {corpus}", f"KL, {corpus}")]
+    head += ["stored MB", "decode, tokens/s", "prefill, tokens/s"]
+    lines = [head, ["---"] * (1 + several) + ["---:"] * (len(head) - 1 - several)]
+    for record in records:
+        lines += [([record["model"]["name"]] if several else []) + _cells(row, texts) for row in rows(record)]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines) + "\n"
+
+
+def _cells(row: dict[str, Any], texts: Sequence[str]) -> list[str]:
+    shown = "16-bit baseline" if row["name"] == "baseline" else f"`{row['recipe']}`" if row["recipe"] else row["name"]
+    cells = [f"**{shown}**" if row["name"] == "compressed" else shown]
+    for corpus in texts:
+        text = row["texts"].get(corpus, {})
+        change = "" if text.get("change") is None else f" ({percent(text['change'])})"
+        cells.append(_with_error(text.get("perplexity"), text.get("perplexity_stderr"), 2) + change)
+        cells.append(_with_error(text.get("kl"), text.get("kl_stderr"), 4 if (text.get("kl") or 0) >= 0.01 else 5))
+    cells.append(number(row["stored_bytes"] and row["stored_bytes"] / 1e6, 1))
+    for what in ("decode", "prefill"):
+        ratio = None if row["name"] == "baseline" else row[f"{what}_ratio"]
+        cells.append(number(row[what], 1 if (row[what] or 0) < 100 else 0) + ("" if ratio is None else f" ({ratio:.2f}×)"))
+    return cells
+
+
+def _with_error(value: float | None, stderr: float | None, digits: int) -> str:
+    return number(value, digits) + (f" ± {stderr:.{digits}f}" if value is not None and stderr is not None else "")
+
+
+def updated(text: str, read: Callable[[str], dict[str, Any]]) -> str:
+    """The text with every table between `<!-- workbench table PATHS -->` and `<!-- end -->` made anew from these records.
+
+    Args:
+        read: a record by its path, as the text names it; several are apart by spaces.
+
+    Raises:
+        ValueError: a table that names no record, or does not end.
+    """
+
+    def made(section: re.Match) -> str:
+        paths = section["paths"].split()
+        if not paths or not section["end"]:
+            lacks = "must name records" if not paths else f"has no {END} after it"
+            raise ValueError(f"{START}{section['paths']} --> {lacks}")
+        return f"{section[1]}\n{markdown([read(path) for path in paths])}\n{END}"
+
+    return _SECTION.sub(made, text)

@@ -1,0 +1,95 @@
+"""The tables of a README say what records say, and are as the command makes them."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from eval.record import read_record
+from notebooks.cli import main
+from reports.table import markdown, rows, updated
+
+ROOT = Path(__file__).resolve().parents[2]
+PUBLISHED = sorted((ROOT / "reports" / "published").glob("*.json"))
+
+
+def made_up(name: str = "a-model") -> dict:
+    base = {"perplexity_a": 20.0, "perplexity_a_stderr": 0.5, "stored_bytes": 2e8, "decode_tokens_per_s": 40.0,
+            "prefill_tokens_per_s": 1000.0}  # fmt: skip
+    small = {
+        **base,
+        "perplexity_a": 20.1,
+        "kl_a": 0.00123,
+        "kl_a_stderr": 0.0001,
+        "stored_bytes": 1e8,
+        "prefill_tokens_per_s": 1500.0,
+    }
+    return {
+        "run": {"key": "k"}, "model": {"name": name}, "recipe": [{"method": "m", "knobs": {"bits": 8, "order": "x"}}],
+        "scores": {"baseline": base, "compressed": small, "plain": {"perplexity_a": 19.0}, "other": {"perplexity_a": 60.0}},
+        "recipes": {"plain": [{"method": "n", "knobs": {}, "text": "n(a='|')"}, {"method": "o", "knobs": {}, "text": "o"}]},
+    }  # fmt: skip
+
+
+def test_a_row_for_each_model_against_its_own_baseline():
+    assert markdown([made_up()]).splitlines() == [
+        "| recipe | perplexity, a | KL, a | stored MB | decode, tokens/s | prefill, tokens/s |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        "| 16-bit baseline | 20.00 ± 0.50 | – | 200.0 | 40.0 | 1,000 |",
+        "| **`m(bits=8)`** | 20.10 ± 0.50 (+0.50 %) | 0.00123 ± 0.00010 | 100.0 | 40.0 (1.00×) | 1,500 (1.50×) |",
+        "| `n(a='\\|'), o` | 19.00 (−5.0 %) | – | – | – | – |",
+        "| other | 60.00 (+200.0 %) | – | – | – | – |",
+    ]
+    other = made_up("another")
+    other["scores"]["baseline"]["prefill_tokens_per_s"] = 3000.0
+    both = markdown([made_up(), other]).splitlines()
+    assert both[0].startswith("| model | recipe |") and len(both) == 2 + 2 * 4
+    assert both[3].startswith("| a-model | **`m(bits=8)`** |") and "1,500 (1.50×)" in both[3] and "1,500 (0.50×)" in both[7]
+    assert [row["decode_ratio"] for row in rows(other)] == [1.0, 1.0, None, None]
+
+
+def test_text_between_the_marks_is_made_anew_and_nothing_else(tmp_path):
+    before = (
+        "# Title\n\n<!-- workbench table one.json -->\nold\n<!-- end -->\n\ntext\n"
+        "<!-- workbench table one.json two.json -->\n<!-- end -->\n"
+    )
+    records = {"one.json": made_up(), "two.json": made_up("another")}
+    after = updated(before, records.__getitem__)
+    table, both = markdown([made_up()]), markdown(list(records.values()))
+    assert after == (f"# Title\n\n<!-- workbench table one.json -->\n\n{table}\n<!-- end -->\n\ntext\n"
+                     f"<!-- workbench table one.json two.json -->\n\n{both}\n<!-- end -->\n")  # fmt: skip
+    assert updated(after, records.__getitem__) == after and updated("no tables", records.__getitem__) == "no tables"
+    with pytest.raises(ValueError, match="one.json --> has no <!-- end --> after it"):
+        updated(f"<!-- workbench table one.json -->\n{before}", records.__getitem__)
+    with pytest.raises(ValueError, match="must name records"):
+        updated("<!-- workbench table  -->\n<!-- end -->", records.__getitem__)
+
+
+def test_command_line_prints_and_updates(tmp_path, capsys):
+    source = PUBLISHED[0]
+    assert main(["table", str(source)]) == 0
+    assert capsys.readouterr().out == markdown([read_record(source)])
+    shutil.copy(source, tmp_path / "record.json")
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- workbench table record.json -->\n<!-- end -->\n")
+    assert main(["table", "--update", str(readme)]) == 0 and "made anew" in capsys.readouterr().out
+    written = readme.read_text()
+    assert markdown([read_record(source)]) in written
+    assert main(["table", "--update", str(readme)]) == 0 and "up to date" in capsys.readouterr().out
+    assert readme.read_text() == written
+
+
+def test_command_line_says_what_is_wrong(tmp_path, capsys):
+    assert main(["table"]) == 2 and "`table` takes records" in capsys.readouterr().err
+    assert main(["table", "nothing.json"]) == 2 and "nothing.json" in capsys.readouterr().err
+    assert main(["table", "--update", str(tmp_path / "none.md")]) == 2 and "is no file" in capsys.readouterr().err
+    kernels = {**json.loads(PUBLISHED[0].read_text()), "scores": None}
+    (tmp_path / "kernels.json").write_text(json.dumps(kernels))
+    assert main(["table", str(tmp_path / "kernels.json")]) == 2 and "no scores of models" in capsys.readouterr().err
+
+
+def test_the_readme_is_up_to_date():
+    """`workbench table --update README.md` would change nothing."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert updated(text, lambda path: read_record(ROOT / path)) == text
