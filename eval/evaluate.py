@@ -111,7 +111,7 @@ def evaluate(
             scores.notes.append(f"Speed was not measured: {type(error).__name__}: {first_line(error)}")
             warnings.warn(scores.notes[-1], stacklevel=2)
         for name in timed:
-            metrics[name] |= _weighed(variants[name].decode, parameters)
+            metrics[name] |= _weighed(variants[name].model, parameters)
         for name in metrics.keys() & scores.speed.keys():
             metrics[name] |= {
                 "prefill_tokens_per_s": scores.speed[name].prefill_tokens_per_s,

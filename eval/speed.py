@@ -1,8 +1,8 @@
 """Prefill and decode speed, each variant against the others in the same process, in turns.
 
-Every variant decodes through the same code: a static cache, attention with the query heads that share a key head folded
-into rows, the whole step compiled. On a CPU the compiler also freezes the weights, which prepacks 16-bit linears for
-oneDNN: without that a 16-bit baseline reaches a quarter of the memory bandwidth and makes anything look fast.
+Every variant reads and writes through the same code: a static cache, the fastest attention there is, the whole pass over the
+prompt and the whole step compiled. On a CPU the compiler also freezes the weights, which prepacks 16-bit linears for oneDNN:
+without that a 16-bit baseline reaches a quarter of the memory bandwidth and makes anything look fast.
 """
 
 import copy
@@ -16,12 +16,10 @@ import torch
 import torch._inductor.config as inductor_config
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch.nn.functional import scaled_dot_product_attention
 from tqdm.auto import tqdm
-from transformers import AttentionInterface, AttentionMaskInterface, StaticCache
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers import StaticCache
 
+from eval.attention import fast_attention
 from eval.deploy import deployed
 from kernels.linear.prepacked import prepack
 from kernels.registry import recording
@@ -50,12 +48,12 @@ class Speed:
 
 @dataclass
 class Variant:
-    """One contestant. `prefill` is the model that reads the prompt, `decode` the one that writes; often the same."""
+    """One contestant: the model as it is compiled, and as it runs where it is not; often the same."""
 
-    prefill: nn.Module
-    decode: nn.Module
+    model: nn.Module
+    eager: nn.Module
     compiled: bool
-    step: Callable | None = None
+    step: Callable | None = None  # of tokens [1, n] at positions [1, n]; the token that follows [1, 1]
     execution: str = "eager"
     ttft_s: list[float] = field(default_factory=list)
     token_s: list[float] = field(default_factory=list)
@@ -74,11 +72,11 @@ def standard_variants(
     user gets. Each of `others` is prepared as "compressed" is. All copies are held at once, since they take turns.
     """
     full, half = deployed(baseline, torch.float32), deployed(baseline)
-    best = fold_attention(copy.deepcopy(half))
+    best = fast_attention(copy.deepcopy(half))
     packed = prepack(best, tokens=512) if next(baseline.parameters()).device.type == "cpu" else best
-    variants = {"baseline": Variant(packed, best, compiled=True)}
+    variants = {"baseline": Variant(best, packed, compiled=True)}
     for name, model in {"compressed": compressed, **(others or {})}.items():
-        small = fold_attention(deployed(model))
+        small = fast_attention(deployed(model))
         variants[name] = Variant(small, small, compiled=True)
     plain = zip(PLAIN, (half, full), strict=True)
     return variants | {name: Variant(model, model, compiled=False) for name, model in plain}
@@ -101,11 +99,11 @@ def measure_speed(
     for name, value in (("prompt_tokens", prompt_tokens), ("new_tokens", new_tokens), ("rounds", rounds)):
         if type(value) is not int or value < 1:
             raise ValueError(f"`{name}` (={value!r}) must be a positive integer")
-    longest = min(getattr(v.decode.config, "max_position_embeddings", 1 << 30) for v in variants.values())
+    longest = min(getattr(v.model.config, "max_position_embeddings", 1 << 30) for v in variants.values())
     total = prompt_tokens + new_tokens
     if total > longest:
         raise ValueError(f"`prompt_tokens` (={prompt_tokens}) + `new_tokens` (={new_tokens}) must be at most {longest}")
-    on_cpu = all(next(v.decode.parameters()).device.type == "cpu" for v in variants.values())
+    on_cpu = all(next(v.model.parameters()).device.type == "cpu" for v in variants.values())
     # torch's own setting, not an option of torch.compile: only so is the step traced with its weights as constants.
     with inductor_config.patch(freezing=on_cpu):
         _measure(variants, prompt_tokens, new_tokens, rounds)
@@ -115,12 +113,11 @@ def measure_speed(
 
 def _measure(variants: dict[str, Variant], prompt_tokens: int, new_tokens: int, rounds: int) -> None:
     length = -(-(prompt_tokens + new_tokens) // 64) * 64
-    caches = {name: StaticCache(config=v.decode.config, max_cache_len=length) for name, v in variants.items()}
+    caches = {name: StaticCache(config=v.model.config, max_cache_len=length) for name, v in variants.items()}
     progress = tqdm(total=len(variants) * (rounds + 1), desc="speed", unit="run")
     for name, variant in variants.items():
         progress.set_postfix_str(f"{name}: {'compiling' if variant.compiled else 'warming up'}")
-        with recording() as variant.kernels:
-            _prepare(variant, caches[name], prompt_tokens, new_tokens)
+        _prepare(variant, caches[name], prompt_tokens, new_tokens)
         progress.update()
     # All graphs are there: the guards that look for changes of the model are not part of any variant's work.
     lean = all(_runs_without_guards(v, caches[name], prompt_tokens, new_tokens) for name, v in variants.items())
@@ -140,7 +137,7 @@ def _speed(v: Variant, prompt_tokens: int, settings: dict[str, int]) -> Speed:
     prefill = [prompt_tokens / s for s in v.ttft_s]
     return Speed(
         statistics.median(decode), _quartiles(decode), statistics.median(prefill), _quartiles(prefill),
-        statistics.median(v.ttft_s), str(v.decode.dtype).removeprefix("torch."), v.execution,
+        statistics.median(v.ttft_s), str(v.model.dtype).removeprefix("torch."), v.execution,
         {op: sorted(used) for op, used in v.kernels.items()}, settings,
     )  # fmt: skip
 
@@ -153,31 +150,34 @@ def _quartiles(values: list[float]) -> tuple[float, float]:
 
 
 def _prepare(variant: Variant, cache: StaticCache, prompt_tokens: int, new_tokens: int) -> None:
-    """Compile the decode step if that is wanted and possible, and run everything once."""
-    model = variant.decode
+    """Run everything once eagerly, which also makes the cache's tensors; then compiled, if that is wanted and possible."""
+    variant.step = _step(variant.eager, cache)
+    with recording() as variant.kernels:
+        _round(variant, cache, prompt_tokens, 1)
+    if not variant.compiled:
+        return
+    eagerly, variant.step = variant.step, torch.compile(_step(variant.model, cache), fullgraph=True, dynamic=False)
+    before = counters["inductor"][_PREPACKED]
+    try:
+        with recording() as kernels:
+            _round(variant, cache, prompt_tokens, new_tokens)
+    except Exception as error:  # no compiler, or a model that it cannot take: say so, and go on without
+        first = first_line(error)
+        warnings.warn(f"the model does not compile, so it runs eagerly: {first}", stacklevel=2)
+        variant.execution, variant.step = f"eager (does not compile: {first[:120]})", eagerly
+        return
+    variant.kernels = kernels
+    packed = (counters["inductor"][_PREPACKED] - before) // 2  # once for the prompt, once for the step
+    variant.execution = "compiled" + (f", {packed} dense weights frozen and prepacked" if packed else "")
 
-    def step(token: Tensor, position: Tensor) -> Tensor:
-        logits = model(token, past_key_values=cache, position_ids=position, use_cache=True, logits_to_keep=1).logits
+
+def _step(model: nn.Module, cache: StaticCache) -> Callable[[Tensor, Tensor], Tensor]:
+    def step(tokens: Tensor, positions: Tensor) -> Tensor:
+        logits = model(tokens, past_key_values=cache, position_ids=positions, use_cache=True, logits_to_keep=1).logits
         return logits[:, -1].argmax(-1, keepdim=True)
 
     step.__code__ = step.__code__.replace()  # of its own: torch.compile counts, and looks up, a code's graphs over all variants
-    variant.step = step
-    if variant.compiled:
-        variant.step = torch.compile(step, fullgraph=True)
-        variant.execution = "compiled"
-        before = counters["inductor"][_PREPACKED]
-        try:
-            _round(variant, cache, prompt_tokens, new_tokens)
-            packed = counters["inductor"][_PREPACKED] - before
-            variant.execution += f", {packed} dense weights frozen and prepacked" if packed else ""
-            return
-        except Exception as error:  # no compiler, or a model that it cannot take: say so, and go on without
-            first = first_line(error)
-            warnings.warn(f"the decode step does not compile, so it runs eagerly: {first}", stacklevel=2)
-            variant.execution = f"eager (does not compile: {first[:120]})"
-            model = variant.decode = variant.prefill
-            variant.step = step
-    _round(variant, cache, prompt_tokens, new_tokens)
+    return step
 
 
 def _runs_without_guards(variant: Variant, cache: StaticCache, prompt_tokens: int, new_tokens: int) -> bool:
@@ -194,13 +194,13 @@ def _runs_without_guards(variant: Variant, cache: StaticCache, prompt_tokens: in
 
 def _round(variant: Variant, cache: StaticCache, prompt_tokens: int, new_tokens: int) -> tuple[float, list[float]]:
     """Seconds to the first token, and for each later one."""
-    device = next(variant.decode.parameters()).device
-    prompt = (torch.arange(prompt_tokens) * 7919 % variant.decode.get_input_embeddings().num_embeddings)[None].to(device)
+    device = next(variant.model.parameters()).device
+    prompt = (torch.arange(prompt_tokens) * 7919 % variant.model.get_input_embeddings().num_embeddings)[None].to(device)
+    positions = torch.arange(prompt_tokens, device=device)[None]
     cache.reset()
     _wait(device)
     start = time.perf_counter()
-    logits = variant.prefill(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-    token = logits[:, -1].argmax(-1, keepdim=True)
+    token = variant.step(prompt, positions)
     _wait(device)
     ttft = time.perf_counter() - start
     seconds = []
@@ -216,28 +216,6 @@ def _round(variant: Variant, cache: StaticCache, prompt_tokens: int, new_tokens:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def fold_attention(model: nn.Module) -> nn.Module:
-    """Make the model's attention fold grouped query heads into rows for single queries, in compiled steps too.
-
-    transformers repeats the key and value heads there, which at batch 1 makes bfloat16 attention several times slower.
-    """
-    AttentionInterface.register("sdpa_folded", _folded_sdpa)
-    AttentionMaskInterface.register("sdpa_folded", sdpa_mask)
-    if model.config._attn_implementation == "sdpa":
-        model.set_attn_implementation("sdpa_folded")
-    return model
-
-
-def _folded_sdpa(module, query, key, value, attention_mask=None, scaling=None, dropout=0.0, **kwargs):
-    batch, heads, tokens, channels = query.shape
-    kv_heads = key.shape[1]
-    if tokens > 1 or heads == kv_heads or (attention_mask is not None and attention_mask.shape[1] != 1):
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
-    rows = query.reshape(batch, kv_heads, heads // kv_heads, channels)
-    y = scaled_dot_product_attention(rows, key, value, attn_mask=attention_mask, scale=scaling)
-    return y.reshape(batch, 1, heads, channels), None
 
 
 def first_line(error: Exception) -> str:

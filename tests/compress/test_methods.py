@@ -25,7 +25,6 @@ ROWS = {
 STORING = [name for name, method in METHODS.items() if issubclass(method, LayerwiseMethod)]
 
 
-
 def test_every_method_has_a_row():
     assert set(ROWS) == set(METHODS)
 

@@ -4,11 +4,13 @@ import copy
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import StaticCache
 
 from compress import METHODS, apply
-from eval import speed
-from eval.speed import Variant, _round, fold_attention, measure_speed, standard_variants
+from eval import attention, speed
+from eval.attention import attend_in_rows, fast_attention
+from eval.speed import Variant, _round, measure_speed, standard_variants
 from kernels import native
 
 
@@ -19,53 +21,62 @@ def greedy(model, prompt, count):
     return ids[0, prompt.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt2", "gemma3_text"])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_timed_steps_decode_what_plain_passes_decode(tiny, architecture, compiled):
-    """The static cache, the folded attention and the compiler must not change a token."""
-    if compiled and architecture not in ("llama", "gemma3_text"):
-        pytest.skip("one compile of each kind of attention is enough")
-    model = tiny(architecture)
-    said = []
-    variant = Variant(fold_attention(copy.deepcopy(model)), fold_attention(copy.deepcopy(model)), compiled=compiled)
-
-    def listen(_, args, kwargs, output):
-        said.append(output.logits[:, -1].argmax(-1).item())
-
-    if not compiled:
-        variant.decode.register_forward_hook(listen, with_kwargs=True)
-        variant.prefill.register_forward_hook(listen, with_kwargs=True)
-    speed = measure_speed({"one": variant}, prompt_tokens=12, new_tokens=5, rounds=1)["one"]
-    assert speed.execution.startswith("compiled") == compiled
-    prompt = (torch.arange(12) * 7919 % 96)[None]
-    expected = greedy(model, prompt, 6)
-    if not compiled:
-        assert said[-6:] == expected
-
-
-@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="no 16-bit products in oneDNN on this processor")
-def test_compiled_steps_are_frozen_and_write_what_the_models_write(tiny, monkeypatch):
-    """The very steps that are timed, after all of them were compiled, as they are timed; the baseline's weights prepacked."""
-    model = tiny("llama").bfloat16()
-    small = apply([METHODS["rtn"](bits=4, group_size=32)], copy.deepcopy(model)).model
-    variants = {name: Variant(m, fold_attention(m), compiled=True) for name, m in (("baseline", model), ("compressed", small))}
+@pytest.fixture
+def written(monkeypatch) -> dict[int, list[int]]:
+    """{id of a variant: the tokens that its last round wrote}."""
     said, measured_round = {}, speed._round
 
     def listening(variant, *arguments):
-        step, written = variant.step, []
-        variant.step = lambda token, position: written.append(step(token, position)) or written[-1]
+        step, tokens = variant.step, []
+        variant.step = lambda *inputs: tokens.append(step(*inputs)) or tokens[-1]
         result = measured_round(variant, *arguments)
         variant.step = step
-        said[id(variant)] = [token.item() for token in written]
+        said[id(variant)] = [token.item() for token in tokens]
         return result
 
     monkeypatch.setattr(speed, "_round", listening)
+    return said
+
+
+@pytest.mark.parametrize("in_rows", [False, True])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt2", "gemma3_text"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_is_timed_writes_what_plain_passes_write(tiny, written, monkeypatch, architecture, compiled, in_rows):
+    """The static cache, the fast attention and the compiler must not change a token."""
+    if compiled and (architecture, in_rows) not in (("llama", True), ("gemma3_text", False)):
+        pytest.skip("one compile of each kind of attention is enough")
+    monkeypatch.setattr(attention, "_rows_win", lambda *_: in_rows)
+    model = tiny(architecture)
+    fast = fast_attention(copy.deepcopy(model))
+    variant = Variant(fast, fast, compiled=compiled)
+    one = measure_speed({"one": variant}, prompt_tokens=12, new_tokens=5, rounds=1)["one"]
+    assert one.execution.startswith("compiled") == compiled
+    assert ("attention" in one.kernels) == in_rows, "no mask is made for a prompt, in a compiled pass either"
+    assert written[id(variant)] == greedy(model, (torch.arange(12) * 7919 % 96)[None], 6)
+
+
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="no 16-bit products in oneDNN on this processor")
+def test_compiled_passes_are_frozen_and_write_what_the_models_write(tiny, written):
+    """The very passes that are timed, after all of them were compiled, as they are timed; the baseline's weights prepacked."""
+    model = tiny("llama").bfloat16()
+    small = apply([METHODS["rtn"](bits=4, group_size=32)], copy.deepcopy(model)).model
+    plain = {"baseline": model, "compressed": small}
+    variants = {name: Variant(fast_attention(copy.deepcopy(m)), m, compiled=True) for name, m in plain.items()}
     speeds = measure_speed(variants, prompt_tokens=12, new_tokens=5, rounds=1)
     assert speeds["baseline"].execution == "compiled, 15 dense weights frozen and prepacked", "seven linears a block, and the head"
     assert speeds["compressed"].execution == "compiled, 1 dense weights frozen and prepacked"
-    prompt = (torch.arange(12) * 7919 % 96)[None]
-    for variant in variants.values():
-        assert said[id(variant)] == greedy(variant.decode, prompt, 6)[1:]
+    for name, variant in variants.items():
+        assert written[id(variant)] == greedy(plain[name], (torch.arange(12) * 7919 % 96)[None], 6)
+
+
+@pytest.mark.parametrize("heads, kv_heads, tokens", [(9, 3, 300), (4, 4, 128), (4, 1, 5)])
+@pytest.mark.parametrize("dtype, most", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_attention_in_rows(heads, kv_heads, tokens, dtype, most):
+    query, key, value = (torch.randn(2, h, tokens, c).to(dtype) for h, c in ((heads, 16), (kv_heads, 16), (kv_heads, 24)))
+    y = attend_in_rows(query, key, value, 0.3)
+    expected = scaled_dot_product_attention(*(t.double() for t in (query, key, value)), is_causal=True, scale=0.3, enable_gqa=True)
+    assert y.dtype == dtype and (y - expected).norm() / expected.norm() < most
+    torch.library.opcheck(attend_in_rows, (query, key, value, 0.3))
 
 
 def test_variants_run_in_turns_and_name_their_kernels(tiny):
@@ -89,7 +100,7 @@ def test_however_many_variants_all_are_compiled(tiny):
     """torch.compile gives up on code that it has compiled a few times, for whichever model: no variant may suffer from others."""
     model = tiny("llama", num_hidden_layers=1)
     variants = {name: Variant(one := copy.deepcopy(model), one, compiled=True) for name in ("one", "two")}
-    with torch._dynamo.config.patch(recompile_limit=1):
+    with torch._dynamo.config.patch(recompile_limit=2):  # a graph for the prompt, one for the steps
         speeds = measure_speed(variants, prompt_tokens=8, new_tokens=2, rounds=1)
     assert all(speed.execution.startswith("compiled") for speed in speeds.values())
 
