@@ -33,18 +33,17 @@ def _mask(*args, q_length: int, q_offset: int | Tensor = 0, **kwargs) -> Tensor 
     return sdpa_mask(*args, q_length=q_length, q_offset=0 if q_length > 1 else q_offset, **kwargs)
 
 
-def _attention(module, query, key, value, attention_mask=None, scaling=None, dropout=0.0, is_causal=None, **kwargs):
+def _attention(module, query, key, value, attention_mask=None, scaling=None, **kwargs):
     batch, heads, tokens, channels = query.shape
     kv_heads = key.shape[1]
-    if tokens > 1 and attention_mask is None and is_causal in (None, True) and query.device.type == "cpu":
+    plain = all(kwargs.get(name) is None for name in ("is_causal", "position_bias", "softcap", "s_aux"))
+    if tokens > 1 and plain and attention_mask is None and query.device.type == "cpu":
         prompt = key[:, :, :tokens], value[:, :, :tokens], channels**-0.5 if scaling is None else scaling
         if _rows_win(query, *prompt):
             ran("attention", "cpu in rows")
             return attend_in_rows(query, *prompt).transpose(1, 2).contiguous(), None
-    if tokens > 1 or heads == kv_heads or (attention_mask is not None and attention_mask.shape[1] != 1):
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, is_causal=is_causal, **kwargs
-        )
+    if tokens > 1 or not plain or heads == kv_heads or (attention_mask is not None and attention_mask.shape[1] != 1):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     folded = query.reshape(batch, kv_heads, heads // kv_heads, channels)
     y = scaled_dot_product_attention(folded, key, value, attn_mask=attention_mask, scale=scaling)
     return y.reshape(batch, 1, heads, channels), None

@@ -115,7 +115,8 @@ def _from_here(name: str, value: object) -> object:
     if not isinstance(value, str) or not value:
         return value
     path = Path(value).expanduser()
-    is_path = name.endswith("_path") or ((path.suffix or "/" in value) and path.exists())
+    # os.path.exists: Path.exists raises for a text, such as a list of recipes, that is too long for a file's name
+    is_path = name.endswith("_path") or ((path.suffix or "/" in value) and os.path.exists(path))
     return str(path.absolute()) if is_path else value
 
 

@@ -215,6 +215,7 @@ def test_a_benchmark_that_dies_leaves_no_record_of_an_earlier_one(tmp_path, monk
     ({"bits": "three"}, "`bits` (='three') must be int, not str"),
     ({"bits": "3.5"}, "`bits` (='3.5') must be int"),
     ({"symmetric": "maybe"}, "`symmetric` (='maybe') must be bool"),
+    ({"corpus": "longer than a file's name/" * 20, "bitz": "3"}, "`bitz` (='3') is not a parameter"),
 ])  # fmt: skip
 def test_command_line_refuses_before_a_kernel_starts(given, message, capsys, tmp_path):
     arguments = [part for pair in given.items() for part in ("-p", *pair)]
