@@ -16,6 +16,10 @@ from compress.calibration import calibration, held_out
 from compress.checkpoint import load_compressed, save_compressed
 from compress.method import Method
 from compress.model import load_model
+from compress.pruning.magnitude import Magnitude
+from compress.pruning.random_choice import RandomChoice
+from compress.pruning.sparsegpt import SparseGPT
+from compress.pruning.wanda import Wanda
 from compress.result import Result
 from compress.weights.awq import AWQ
 from compress.weights.bnb_nf4 import BitsandbytesNF4
@@ -25,6 +29,7 @@ from compress.weights.rtn import RTN
 
 METHODS: dict[str, type[Method]] = {
     "rtn": RTN, "gptq": GPTQ, "awq": AWQ, "nf4": NF4, "bnb_nf4": BitsandbytesNF4,
+    "magnitude": Magnitude, "random": RandomChoice, "wanda": Wanda, "sparsegpt": SparseGPT,
     "smoothquant": SmoothQuant, "int8": Int8, "fp8": FP8, "llm_int8": LLMInt8, "bnb_int8": BitsandbytesInt8,
 }  # fmt: skip
 

@@ -137,6 +137,7 @@ class LayerStatistics:
         tokens: how many rows of input were seen.
         values: result by name in STATISTICS.
         shared: a place for what is costly to derive from `values` (a Cholesky factor, say), keyed by whoever derives it.
+        name: of the linear in the model.
         stored: the parts that stand for this linear already, where an earlier method of the recipe stored it.
         notes: what the method has to say about this layer; goes into the record.
     """
@@ -145,6 +146,7 @@ class LayerStatistics:
         self.tokens = tokens
         self.values = values
         self.shared = {} if shared is None else shared
+        self.name = ""
         self.stored: list[Format] = []
         self.notes: list[str] = []
 

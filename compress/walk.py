@@ -172,6 +172,7 @@ def _solve(
 ) -> tuple[CompressedLinear, LayerRecord]:
     start = time.perf_counter()
     W = weight_of(linear)
+    statistics.name = name
     if isinstance(linear, CompressedLinear):
         statistics.stored = list(linear.parts)
     parts = method.solve(W, statistics)

@@ -9,6 +9,7 @@ from torch import Tensor
 from compress import grid
 from compress.formats import Format, IntGroup
 from compress.method import LayerwiseMethod, knob
+from compress.pruning.base import kept_before, stored_like
 from compress.statistics import LayerStatistics
 from compress.weights.hessian import Factor, factorise
 from compress.weights.rtn import check_group_size, rtn
@@ -54,8 +55,9 @@ class GPTQ(LayerwiseMethod):
     def solve(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
         if statistics.tokens < self.min_tokens:
             statistics.note(f"rounded to nearest: {statistics.tokens} tokens, min_tokens is {self.min_tokens}")
-            return [rtn(W, bits=self.bits, group_size=self.group_size, symmetric=self.symmetric, scale=self.scale,
-                        norm=self.norm, scale_dtype=self.scale_dtype)]  # fmt: skip
+            plain = rtn(W, bits=self.bits, group_size=self.group_size, symmetric=self.symmetric, scale=self.scale,
+                        norm=self.norm, scale_dtype=self.scale_dtype)  # fmt: skip
+            return [stored_like(statistics.stored, plain)]
         H = statistics.values["gram"]
         group_size = W.shape[1] if self.group_size == -1 else self.group_size
         key = ("gptq", self.order, group_size, self.damp)
@@ -64,8 +66,10 @@ class GPTQ(LayerwiseMethod):
         factor: Factor = statistics.shared[key]
         for text in factor.notes:
             statistics.note(text)
-        return [gptq(W, factor, bits=self.bits, group_size=group_size, symmetric=self.symmetric, scale=self.scale,
-                     norm=self.norm, refit=self.refit and self.order != "activation", scale_dtype=self.scale_dtype)]  # fmt: skip
+        plain = gptq(W, factor, bits=self.bits, group_size=group_size, symmetric=self.symmetric, scale=self.scale,
+                     norm=self.norm, refit=self.refit and self.order != "activation", scale_dtype=self.scale_dtype,
+                     keep=kept_before(statistics.stored))  # fmt: skip
+        return [stored_like(statistics.stored, plain)]
 
 
 def column_order(diagonal: Tensor, order: str, group_size: int) -> Tensor:
@@ -83,7 +87,7 @@ def column_order(diagonal: Tensor, order: str, group_size: int) -> Tensor:
 
 def gptq(
     W: Tensor, factor: Factor, *, bits: int, group_size: int, symmetric: bool = True, scale: str = "search",
-    norm: float = 2.0, refit: bool = True, scale_dtype: str = "bfloat16",
+    norm: float = 2.0, refit: bool = True, scale_dtype: str = "bfloat16", keep: Tensor | None = None,
 ) -> IntGroup:  # fmt: skip
     """Quantise W so that (W - Ŵ) H (W - Ŵ)ᵀ is small.
 
@@ -91,6 +95,7 @@ def gptq(
         W: [out, in].
         factor: of H, in the order in which the columns are to be taken (`hessian.factorise`).
         group_size: divides `in`.
+        keep: [out, in] bool, false for weights that were pruned and stay 0; None: all are kept.
         refit: scales from the updated weights as each group is reached; needs an order that keeps groups whole.
 
     Source: arXiv:2210.17323, algorithm 1. Deviation: groups keep their place whatever the order, so that no index has
@@ -101,6 +106,7 @@ def gptq(
     Wt = W.float().t()[order].contiguous()  # [in, out]: a column of W is a row here, contiguous
     Wt[factor.dead] = 0
     codes = torch.empty_like(Wt, dtype=torch.uint8)
+    mask = None if keep is None else keep.t()[order]
     group_of = order // group_size  # [in]
     importance = U.diagonal().square().reciprocal()  # [in], in processing order
     groups = columns // group_size
@@ -109,7 +115,7 @@ def gptq(
     zeros = torch.empty(groups, out, device=W.device)
 
     def choose(rows: Tensor, group: int) -> None:
-        weights = Wt[rows].t()  # [out, group_size]
+        weights = Wt[rows].t() if mask is None else (Wt[rows] * mask[rows]).t()  # [out, group_size]
         if scale == "absmax":
             s, z = grid.absmax(weights, bits, symmetric, scale_dtype)
         else:
@@ -132,7 +138,7 @@ def gptq(
             if refit and a % group_size == 0:
                 choose(torch.arange(a, a + group_size, device=W.device), reached[a // group_size])
             codes[a:b], errors[a - start : b - start], Wt[b:end] = gptq_block(
-                Wt[a:end], U[a:b, a:end], scales, zeros, group_of[a:b], bits=bits
+                Wt[a:end], U[a:b, a:end], scales, zeros, group_of[a:b], bits=bits, keep=None if mask is None else mask[a:b]
             )
         Wt[end:].addmm_(U[start:end, end:].t(), errors, alpha=-1)
     natural = torch.empty_like(codes)

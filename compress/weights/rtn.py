@@ -8,6 +8,7 @@ from torch import Tensor
 from compress import grid
 from compress.formats import Format, IntGroup
 from compress.method import LayerwiseMethod, knob
+from compress.pruning.base import stored_like
 from compress.statistics import LayerStatistics
 from kernels.int_matmul import BITS
 
@@ -32,8 +33,9 @@ class RTN(LayerwiseMethod):
         check_group_size(self.group_size, name, shape)
 
     def solve(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
-        return [rtn(W, bits=self.bits, group_size=self.group_size, symmetric=self.symmetric, scale=self.scale,
-                    norm=self.norm, scale_dtype=self.scale_dtype)]  # fmt: skip
+        plain = rtn(W, bits=self.bits, group_size=self.group_size, symmetric=self.symmetric, scale=self.scale,
+                    norm=self.norm, scale_dtype=self.scale_dtype)  # fmt: skip
+        return [stored_like(statistics.stored, plain)]  # 0 lies on every grid
 
 
 def rtn(

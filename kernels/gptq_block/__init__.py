@@ -12,7 +12,7 @@ LAZY = 32  # columns after which the CPU path updates the rest of the block by a
 
 
 def gptq_block(
-    W: Tensor, U: Tensor, scale: Tensor, zero: Tensor, group: Tensor, *, bits: int, impl: str = "auto"
+    W: Tensor, U: Tensor, scale: Tensor, zero: Tensor, group: Tensor, *, bits: int, keep: Tensor | None = None, impl: str = "auto"
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The inner loop of GPTQ (arXiv:2210.17323, algorithm 1) over the first `steps` of `columns` columns.
 
@@ -25,6 +25,7 @@ def gptq_block(
         scale, zero: [groups, out] float32; no scale is 0.
         group: [steps] int64 or int32: the row of `scale` and `zero` that each column is quantised with.
         bits: 1 to 8.
+        keep: [steps, out] bool; false: q = 0 and the code that of the zero point, wherever w lies. None: all are kept.
         impl: "reference" (plain torch, update after update), "cpu" (updates gathered into products), "triton" (one
             launch; CUDA, or the interpreter) or "auto".
 
@@ -37,7 +38,7 @@ def gptq_block(
     Raises:
         ValueError: tensors that do not fit each other, or an implementation that cannot take them.
     """
-    _check(W, U, scale, zero, group, bits)
+    _check(W, U, scale, zero, group, bits, keep)
     if impl not in ("auto", *IMPLEMENTATIONS):
         raise ValueError(f"`impl` (={impl!r}) must be 'auto', 'reference', 'cpu' or 'triton'")
     if impl == "triton" and not triton_takes(W.device):
@@ -47,10 +48,10 @@ def gptq_block(
     if impl == "auto":
         impl = "cpu" if W.device.type == "cpu" else "triton" if triton_takes(W.device) else "reference"
     ran("gptq_block", impl)
-    return _op(W, U, scale, zero, group, bits, impl)
+    return _op(W, U, scale, zero, group, bits, keep, impl)
 
 
-def _check(W: Tensor, U: Tensor, scale: Tensor, zero: Tensor, group: Tensor, bits: int) -> None:
+def _check(W: Tensor, U: Tensor, scale: Tensor, zero: Tensor, group: Tensor, bits: int, keep: Tensor | None) -> None:
     if W.dim() not in (2, 3):
         raise ValueError(f"`W` {tuple(W.shape)} must be [columns, out] or [batch, columns, out]")
     *batch, columns, out = W.shape
@@ -65,25 +66,30 @@ def _check(W: Tensor, U: Tensor, scale: Tensor, zero: Tensor, group: Tensor, bit
     for name, tensor in (("W", W), ("U", U), ("scale", scale), ("zero", zero)):
         if tensor.dtype != torch.float32:
             raise ValueError(f"`{name}` ({tensor.dtype}) must be float32")
-    for name, tensor in (("U", U), ("scale", scale), ("zero", zero), ("group", group)):
-        if tensor.device != W.device:
+    if keep is not None and (tuple(keep.shape) != (*batch, steps, out) or keep.dtype != torch.bool):
+        raise ValueError(f"`keep` {keep.dtype} {tuple(keep.shape)} must be None or bool {(*batch, steps, out)}")
+    for name, tensor in (("U", U), ("scale", scale), ("zero", zero), ("group", group), ("keep", keep)):
+        if tensor is not None and tensor.device != W.device:
             raise ValueError(f"`{name}` (on {tensor.device}) must be where `W` is, on {W.device}")
     if not 1 <= bits <= 8:
         raise ValueError(f"`bits` (={bits}) must be between 1 and 8")
 
 
 @torch.library.custom_op("workbench::gptq_block", mutates_args=())
-def _op(W: Tensor, U: Tensor, scale: Tensor, zero: Tensor, group: Tensor, bits: int, use: str) -> tuple[Tensor, Tensor, Tensor]:
+def _op(
+    W: Tensor, U: Tensor, scale: Tensor, zero: Tensor, group: Tensor, bits: int, keep: Tensor | None, use: str
+) -> tuple[Tensor, Tensor, Tensor]:
     if use == "triton":
         from kernels.gptq_block import triton
 
-        return triton.gptq_block(W, U, scale, zero, group, bits)
+        return triton.gptq_block(W, U, scale, zero, group, bits, keep)
     lazy = LAZY if use == "cpu" else None
     if W.dim() == 2:
-        return reference.gptq_block(W, U, scale, zero, group, bits, lazy)
+        return reference.gptq_block(W, U, scale, zero, group, bits, keep, lazy)
     codes, errors, rest = _op_outputs(W, U)
     for b in range(len(W)):
-        results = reference.gptq_block(W[b], U[b], scale[b], zero[b], group[b], bits, lazy)
+        own = None if keep is None else keep[b]
+        results = reference.gptq_block(W[b], U[b], scale[b], zero[b], group[b], bits, own, lazy)
         for output, result in zip((codes, errors, rest), results, strict=True):
             output[b] = result
     return codes, errors, rest
@@ -97,5 +103,5 @@ def _op_outputs(W: Tensor, U: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @_op.register_fake
-def _(W, U, scale, zero, group, bits, use):
+def _(W, U, scale, zero, group, bits, keep, use):
     return _op_outputs(W, U)

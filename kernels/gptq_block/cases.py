@@ -34,7 +34,13 @@ def checks(device: torch.device) -> list[Check]:
     factor = torch.zeros(30, 48, device=device)
     factor[2:26, 8:40] = U
     strided = (wide[8:, 3:53], factor[2:26, 8:40], scale.t().contiguous().t(), zero, group.flip(0))
-    return [*found, _check("slices, transposed scales, groups in another order", strided, 4)]
+    found.append(_check("slices, transposed scales, groups in another order", strided, 4))
+    for name, batch, symmetric in (("half of them pruned", (), True), ("pruned, asymmetric, batch", (2,), False)):
+        operands = _operands(device, batch, 40, 24, 37, 3, 4, symmetric)
+        g = torch.Generator().manual_seed(1)
+        keep = torch.rand(*batch, 24, 37, generator=g) < 0.5
+        found.append(_check(name, operands, 4, keep.to(device)))
+    return found
 
 
 def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]:
@@ -48,7 +54,9 @@ def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]
         yield _contest(device, columns, out, toy)
 
 
-def exact(W: Tensor, U: Tensor, scale: Tensor, zero: Tensor, group: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor, float]:
+def exact(
+    W: Tensor, U: Tensor, scale: Tensor, zero: Tensor, group: Tensor, bits: int, keep: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, float]:
     """Codes, errors and rest of one matrix in float64, and how near to an edge between two codes a weight came, in steps.
 
     A column takes all that the columns before left over when it is reached, not as they leave it.
@@ -61,20 +69,23 @@ def exact(W: Tensor, U: Tensor, scale: Tensor, zero: Tensor, group: Tensor, bits
         s, z = scale[group[i]].double(), zero[group[i]].double()
         position = w / s + z
         codes[i] = position.round().clamp(0, 2**bits - 1)
+        if keep is not None:
+            codes[i] = torch.where(keep[i], codes[i], z)
         errors[i] = (w - (codes[i] - z) * s) / U[i, i]
         if W.shape[1]:
             margin = min(margin, (position - position.floor() - 0.5).abs().min().item())
     return codes, errors, W[steps:] - U[:, steps:].t() @ errors, margin
 
 
-def _check(name: str, operands: Operands, bits: int) -> Check:
+def _check(name: str, operands: Operands, bits: int, keep: Tensor | None = None) -> Check:
     def run(impl: str) -> tuple[Tensor, Tensor, Tensor]:
-        return gptq_block(*operands, bits=bits, impl=impl)
+        return gptq_block(*operands, bits=bits, keep=keep, impl=impl)
 
     def expected() -> tuple[Tensor, Tensor, Tensor]:
         if operands[0].dim() == 2:
-            return exact(*operands, bits)[:3]
-        each = [exact(*(t[b] for t in operands), bits)[:3] for b in range(len(operands[0]))]
+            return exact(*operands, bits, keep)[:3]
+        masks = [None] * len(operands[0]) if keep is None else keep
+        each = [exact(*(t[b] for t in operands), bits, masks[b])[:3] for b in range(len(operands[0]))]
         return tuple(torch.stack(outputs) for outputs in zip(*each, strict=True))
 
     impls = ("triton", "cpu") if operands[0].device.type == "cpu" else ("triton",)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def gptq_block(
-    W: Tensor, U: Tensor, scale: Tensor, zero: Tensor, group: Tensor, bits: int, lazy: int | None = None
+    W: Tensor, U: Tensor, scale: Tensor, zero: Tensor, group: Tensor, bits: int, keep: Tensor | None = None, lazy: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One matrix; arguments and results as those of `kernels.gptq_block.gptq_block`, without the batch.
 
@@ -27,6 +27,8 @@ def gptq_block(
         for i in range(start, middle):
             w, s, z = W[i], scales[i], zeros[i]  # [out] each
             q = (w / s).round_().add_(z).clamp_(0, top)
+            if keep is not None:
+                q = torch.where(keep[i], q, z)
             codes[i] = q
             error = torch.sub(w, q.sub_(z).mul_(s), out=errors[i]).div_(diagonal[i])
             W[i + 1 : end].addr_(U[i, i + 1 : end], error, alpha=-1)

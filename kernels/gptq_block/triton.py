@@ -29,9 +29,9 @@ def row_of(tile, rows, i: tl.constexpr):
 # Sizes and strides are not specialised: vector loads along `out` would spread a column over threads.
 @triton.jit(do_not_specialize=["out", "w_batch", "w_row", "s_batch", "s_row", "z_batch", "z_row"])
 def gptq_block_kernel(
-    W, U, scale, zero, group, codes, errors, rest,
+    W, U, scale, zero, group, keep, codes, errors, rest,
     out, columns, steps, w_batch, w_row, u_batch, u_row, s_batch, s_row, z_batch, z_row, g_batch,
-    TOP: tl.constexpr, SUB: tl.constexpr, OUT: tl.constexpr,
+    TOP: tl.constexpr, KEEP: tl.constexpr, SUB: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
     batch = tl.program_id(1).to(tl.int64)
     o = tl.program_id(0).to(tl.int64) * OUT + tl.arange(0, OUT)
@@ -41,11 +41,12 @@ def gptq_block_kernel(
     scale += batch * s_batch
     zero += batch * z_batch
     group += batch * g_batch
+    keep += batch * steps * out
     codes += batch * steps * out
     errors += batch * steps * out
     rest += batch * (columns - steps) * out
     rows = tl.arange(0, SUB)
-    u_sub = U  # row `start` of U
+    u_sub, keep_sub = U, keep  # row `start` of each
     for start in range(0, columns, SUB):
         k = start + rows  # [SUB] columns of this sub-block
         k64 = k.to(tl.int64)
@@ -72,6 +73,9 @@ def gptq_block_kernel(
                 d = tl.load(u_i + i, mask=start + i < steps, other=1.0)
                 steps_away = tl.minimum(tl.maximum(tl.div_rn(wi, si), -4194304.0), 4194304.0)
                 q = tl.minimum(tl.maximum((steps_away + MAGIC) - MAGIC + zi, 0.0), TOP)
+                if KEEP:
+                    kept = tl.load(keep_sub + i * out + o, mask=here & (start + i < steps), other=1)
+                    q = tl.where(kept != 0, q, zi)
                 quantised = tl.fma(q - zi, si, tl.zeros([OUT], tl.float32))  # rounded by itself, as torch does
                 e = tl.div_rn(wi - quantised, d)
                 e = tl.where(start + i < steps, e, 0.0)
@@ -84,11 +88,14 @@ def gptq_block_kernel(
             tl.store(codes + at, q_tile.to(tl.uint8), mask=now)
             tl.debug_barrier()  # the next sub-block reads these errors
         u_sub += SUB * u_row
+        keep_sub += SUB * out
         left = (k >= steps) & (k < columns)
         tl.store(rest + (k64 - steps)[:, None] * out + o[None, :], w, mask=left[:, None] & here[None, :])
 
 
-def gptq_block(W: Tensor, U: Tensor, scale: Tensor, zero: Tensor, group: Tensor, bits: int) -> tuple[Tensor, ...]:
+def gptq_block(
+    W: Tensor, U: Tensor, scale: Tensor, zero: Tensor, group: Tensor, bits: int, keep: Tensor | None = None
+) -> tuple[Tensor, ...]:
     """Arguments and results as those of `kernels.gptq_block.gptq_block`."""
     shape = W.shape
     if W.dim() == 2:
@@ -100,12 +107,13 @@ def gptq_block(W: Tensor, U: Tensor, scale: Tensor, zero: Tensor, group: Tensor,
     rest = torch.empty(batch, columns - steps, out, device=W.device)
     if W.numel():
         W, U, scale, zero, group = (t if t.stride(-1) == 1 else t.contiguous() for t in (W, U, scale, zero, group))
+        mask = codes if keep is None else keep.contiguous().view(torch.uint8)  # codes: not read
         chosen = dict(configuration("gptq_block", key(columns, out), CANDIDATES[0]))
         warps = chosen.pop("num_warps")
         gptq_block_kernel[triton.cdiv(out, chosen["OUT"]), batch](
-            W, U, scale, zero, group, codes, errors, rest, out, columns, steps,
+            W, U, scale, zero, group, mask, codes, errors, rest, out, columns, steps,
             *W.stride()[:2], *U.stride()[:2], *scale.stride()[:2], *zero.stride()[:2], group.stride(0),
-            TOP=float((1 << bits) - 1), **chosen, num_warps=warps,
+            TOP=float((1 << bits) - 1), KEEP=keep is not None, **chosen, num_warps=warps,
         )  # fmt: skip
     lead = shape[:-2]
     return codes.view(*lead, steps, out), errors.view(*lead, steps, out), rest.view(*lead, columns - steps, out)
@@ -116,15 +124,16 @@ def key(columns: int, out: int) -> str:
 
 
 def shipped() -> list[Compilation]:
-    """The heuristic's one configuration; tuned ones are candidates."""
+    """The heuristic's one configuration, with a mask and without; tuned ones are candidates."""
     pointers = {name: "*fp32" for name in ("W", "U", "scale", "zero", "errors", "rest")}
-    order = ("W", "U", "scale", "zero", "group", "codes", "errors", "rest")
-    arguments = {name: {"group": "*i64", "codes": "*u8"}.get(name, pointers.get(name, "")) for name in order}
+    order = ("W", "U", "scale", "zero", "group", "keep", "codes", "errors", "rest")
+    arguments = {name: {"group": "*i64", "keep": "*u8", "codes": "*u8"}.get(name, pointers.get(name, "")) for name in order}
     sizes = ("out", "columns", "steps", "w_batch", "w_row", "u_batch", "u_row", "s_batch", "s_row", "z_batch", "z_row", "g_batch")
     arguments |= dict.fromkeys(sizes, "i32")
     chosen = dict(CANDIDATES[0])
     warps = chosen.pop("num_warps")
     return [
-        Compilation("gptq_block 4 bits", gptq_block_kernel, arguments, {"TOP": 15.0, **chosen}, num_warps=warps,
+        Compilation(name, gptq_block_kernel, arguments, {"TOP": 15.0, "KEEP": keep, **chosen}, num_warps=warps,
                     multiple_of_16=("columns", "steps", "u_row"))
+        for name, keep in (("gptq_block 4 bits", False), ("gptq_block 4 bits, pruned", True))
     ]  # fmt: skip

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from kernels import native
 from kernels.int_matmul import panels, reference, tiles
-from kernels.int_matmul.layout import BITS, Packed, pack, unpack
+from kernels.int_matmul.layout import BITS, Packed, pack, pack_bits, unpack, unpack_bits
 from kernels.int_matmul.panels import panels_fit, to_panels
 from kernels.int_matmul.reference import dequantize
 from kernels.int_matmul.tiles import tiles_fit, to_tiles
@@ -13,7 +13,8 @@ from kernels.interpreter import triton_takes
 from kernels.registry import ran
 
 __all__ = [
-    "BITS", "Packed", "dequantize", "int_matmul", "pack", "panels_fit", "tiles_fit", "to_panels", "to_rows", "to_tiles", "unpack",
+    "BITS", "Packed", "dequantize", "int_matmul", "pack", "pack_bits", "panels_fit", "tiles_fit", "to_panels", "to_rows",
+    "to_tiles", "unpack", "unpack_bits",
 ]  # fmt: skip
 
 IMPLS = ("auto", "reference", "cpu", "triton")

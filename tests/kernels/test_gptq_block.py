@@ -93,6 +93,8 @@ def test_bad_arguments_say_what_would_do():
         gptq_block(W, U, scale, zero, group, bits=9)
     with pytest.raises(ValueError, match="`W` \\(24,\\)"):
         gptq_block(W[:, 0], U, scale, zero, group, bits=4)
+    with pytest.raises(ValueError, match="`keep`"):
+        gptq_block(W, U, scale, zero, group, bits=4, keep=torch.ones(3, 3, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("use", ["reference", "cpu"])
@@ -101,7 +103,8 @@ def test_registered_op_passes_opcheck(use, batch):
     tensors = operands(columns=12, steps=8)
     if batch:
         tensors = tuple(torch.stack([t, t]) for t in tensors)
-    torch.library.opcheck(torch.ops.workbench.gptq_block, (*tensors, 4, use))
+    for keep in (None, torch.rand(tensors[0].shape)[..., :8, :] < 0.5):
+        torch.library.opcheck(torch.ops.workbench.gptq_block, (*tensors, 4, keep, use))
 
 
 def test_survives_the_compiler_and_export():

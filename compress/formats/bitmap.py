@@ -1,0 +1,77 @@
+"""A weight with zeros anywhere: the others, in a row, and a bit for every place."""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from compress.formats.dense import Dense
+from compress.formats.int_group import IntGroup
+from compress.formats.sparse import Sparse
+from kernels.int_matmul import pack, pack_bits, unpack, unpack_bits
+
+
+class Bitmap(Sparse):
+    """Kept weights row by row, left to right, and a mask.
+
+    Buffers: `mask` uint8 [out, ceil(in/8)], low bits first; `values` [kept], floats; or `codes` uint8 (kept codes, eight to `bits`
+    bytes), `scale` [out, groups] and, asymmetric, `zero`, where the groups are those of the weight with its zeros.
+    """
+
+    name: ClassVar[str] = "bitmap"
+
+    def __init__(self, shape: tuple[int, int], mask: Tensor, values: Tensor | None, ints: dict[str, Any] | None = None) -> None:
+        """ints: None, or bits, group_size, codes, scale and zero (None: symmetric)."""
+        super().__init__()
+        self.shape, self.bits, self.group_size = shape, (ints or {}).get("bits"), (ints or {}).get("group_size")
+        self.register_buffer("mask", mask)
+        self.register_buffer("values", values)
+        for name in ("codes", "scale", "zero"):
+            self.register_buffer(name, (ints or {}).get(name))
+
+    @classmethod
+    def from_plain(cls, plain: Dense | IntGroup, keep: Tensor) -> "Bitmap":
+        """Store what `keep` [out, in] bool says of a weight that is 0 elsewhere."""
+        mask = pack_bits(keep, 1)
+        if isinstance(plain, Dense):
+            return cls(plain.shape, mask, plain.weight[keep])
+        rows = plain.packed
+        codes = pack_bits(unpack(rows)[0][keep][None], rows.bits)[0]
+        ints = {"bits": rows.bits, "group_size": rows.group_size, "codes": codes, "scale": rows.scale, "zero": rows.zero}
+        return cls(plain.shape, mask, None, ints)
+
+    def keep(self) -> Tensor:
+        """[out, in] bool: what is stored."""
+        return unpack_bits(self.mask, 1, self.shape[1]).bool()
+
+    def expanded(self) -> Dense | IntGroup:
+        keep = self.keep()
+        if self.bits is None:
+            return Dense(self.values.new_zeros(self.shape).masked_scatter_(keep, self.values))
+        _, columns = self.shape
+        groups = columns // self.group_size
+        zero = None if self.zero is None else unpack_bits(self.zero, self.bits, groups)
+        middle = torch.full((1, 1), 1 << (self.bits - 1), dtype=torch.uint8, device=self.codes.device) if zero is None else zero
+        codes = middle.expand(self.shape[0], groups).repeat_interleave(self.group_size, 1)
+        count = int(keep.sum())
+        codes = codes.masked_scatter(keep, unpack_bits(self.codes[None], self.bits, count)[0].contiguous())
+        return IntGroup(pack(codes, self.scale, zero, bits=self.bits, group_size=self.group_size))
+
+    def spec(self) -> dict[str, Any]:
+        return {"format": self.name, "shape": list(self.shape), "bits": self.bits, "group_size": self.group_size,
+                "symmetric": self.zero is None}  # fmt: skip
+
+    @classmethod
+    def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "Bitmap":
+        shape = (spec["shape"][0], spec["shape"][1])
+        if spec["bits"] is None:
+            return cls(shape, tensors["mask"], tensors["values"])
+        ints = {"bits": spec["bits"], "group_size": spec["group_size"], **{k: tensors.get(k) for k in ("codes", "scale", "zero")}}
+        return cls(shape, tensors["mask"], None, ints)
+
+    def _apply(self, fn, recurse=True):
+        scale = self.scale
+        super()._apply(fn, recurse)
+        if scale is not None:  # keeps what was stored; `.to(bfloat16)` speaks of the activations
+            self.scale = scale.to(self.mask.device)
+        return self

@@ -1,0 +1,91 @@
+"""A 2:4 sparse weight: two of every four neighbours, and where they stand. Sparse tensor cores multiply it as it is."""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from compress.formats.dense import Dense
+from compress.formats.int_group import IntGroup
+from compress.formats.sparse import Sparse
+from kernels.int_matmul import pack, unpack
+from kernels.sparse24_matmul import Sparse24, compress24, decompress24, library, sparse24_matmul, to_library
+
+
+class Sparse24Weight(Sparse):
+    """Two weights, or codes, of every four in a row, and two bits each for their places.
+
+    Buffers: `places` as `kernels.sparse24_matmul.Sparse24` says, and those of `values`, a dense or integer format of
+    [out, in/2] whose groups are half as wide as those of the weight with its zeros. On a GPU with a library for it 16-bit values
+    are laid out for that library (`fast_values`, `fast_places`: not stored); else see `Sparse`.
+    """
+
+    name: ClassVar[str] = "sparse24"
+
+    def __init__(self, values: Dense | IntGroup, places: Tensor) -> None:
+        super().__init__()
+        self.shape = (values.shape[0], 2 * values.shape[1])
+        self.values = values
+        self.register_buffer("places", places)
+        self.register_buffer("fast_values", None, persistent=False)
+        self.register_buffer("fast_places", None, persistent=False)
+
+    @classmethod
+    def from_plain(cls, plain: Dense | IntGroup, keep: Tensor) -> "Sparse24Weight":
+        """Store what `keep` [out, in] bool, two of every four, says of a weight that is 0 elsewhere."""
+        small = compress24(keep.to(torch.uint8))
+        assert small.values.all(), "two of every four must be kept"
+        index = _columns(small)  # [out, in/2]
+        if isinstance(plain, Dense):
+            return cls(Dense(plain.weight.gather(1, index)), small.places)
+        rows = plain.packed
+        codes, zero = unpack(rows)
+        kept = pack(codes.gather(1, index), rows.scale, None if rows.zero is None else zero, bits=rows.bits,
+                    group_size=rows.group_size // 2)  # fmt: skip
+        return cls(IntGroup(kept), small.places)
+
+    def keep(self) -> Tensor:
+        """[out, in] bool: what is stored."""
+        ones = torch.ones(self.values.shape, dtype=torch.bool, device=self.places.device)
+        return decompress24(Sparse24("rows", ones, self.places, self.shape))
+
+    def expanded(self) -> Dense | IntGroup:
+        if isinstance(self.values, Dense):
+            return Dense(decompress24(Sparse24("rows", self.values.weight, self.places, self.shape)))
+        rows = self.values.packed
+        codes, zero = unpack(rows)
+        groups = rows.shape[1] // rows.group_size
+        full = zero.expand(self.shape[0], groups).repeat_interleave(2 * rows.group_size, 1)
+        index = _columns(Sparse24("rows", codes.contiguous(), self.places, self.shape))
+        codes = full.scatter(1, index, codes)
+        return IntGroup(pack(codes, rows.scale, None if rows.zero is None else zero, bits=rows.bits,
+                             group_size=2 * rows.group_size))  # fmt: skip
+
+    def matmul(self, x: Tensor) -> Tensor:
+        if self.fast_values is None or x.dtype != self.fast_values.dtype:
+            return super().matmul(x)
+        return sparse24_matmul(x, Sparse24(library(x.device), self.fast_values, self.fast_places, self.shape))
+
+    def for_compute(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.fast_values = self.fast_places = None
+        if library(device) and isinstance(self.values, Dense) and self.values.weight.dtype == dtype != torch.float32:
+            fast = to_library(Sparse24("rows", self.values.weight, self.places, self.shape))
+            self.fast_values, self.fast_places, self.plain = fast.values, fast.places, None
+        else:
+            super().for_compute(dtype, device)
+
+    def spec(self) -> dict[str, Any]:
+        return {"format": self.name, "shape": list(self.shape), "values": self.values.spec()}
+
+    @classmethod
+    def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "Sparse24Weight":
+        own = {name.removeprefix("values."): t for name, t in tensors.items() if name.startswith("values.")}
+        kind = IntGroup if spec["values"]["format"] == IntGroup.name else Dense
+        return cls(kind.from_tensors(spec["values"], own), tensors["places"])
+
+
+def _columns(w: Sparse24) -> Tensor:
+    """[out, in/2]: the column of each stored value."""
+    out, columns = w.shape
+    ones = w._replace(values=torch.ones(out, columns // 2, dtype=torch.uint8, device=w.places.device))
+    return decompress24(ones).nonzero()[:, 1].view(out, -1)

@@ -1,0 +1,20 @@
+"""Magnitude pruning: the smallest weights go. The baseline of every pruning method."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from compress.pruning.base import PruningMethod
+from compress.statistics import LayerStatistics
+
+
+@dataclass(frozen=True, kw_only=True)
+class Magnitude(PruningMethod):
+    """|W|, compared over each linear's matrix. Needs no calibration."""
+
+    name: ClassVar[str] = "magnitude"
+    source: ClassVar[str] = "the baseline of arXiv:2306.11695 (Han et al., 2015, arXiv:1506.02626)"
+
+    def scores(self, W: Tensor, statistics: LayerStatistics) -> Tensor:
+        return W.abs()

@@ -1,0 +1,47 @@
+"""Which weights of a matrix are kept: any (unstructured), or at most N of every M neighbours in a row (N:M)."""
+
+import re
+
+import torch
+from torch import Tensor
+
+UNSTRUCTURED = "unstructured"
+
+
+def parse_pattern(pattern: str) -> tuple[int, int] | None:
+    """(N, M) of "N:M", of which N are kept; None for "unstructured".
+
+    Raises:
+        ValueError: neither, or N is not below M.
+    """
+    if pattern == UNSTRUCTURED:
+        return None
+    found = re.fullmatch(r"(\d+):(\d+)", pattern)
+    n, m = (int(number) for number in found.groups()) if found else (0, 0)
+    if not 0 < n < m:
+        raise ValueError(f"`pattern` (={pattern!r}) must be 'unstructured', or N:M with 0 < N < M, such as 2:4: N of M are kept")
+    return n, m
+
+
+def kept(scores: Tensor, ratio: float, pattern: tuple[int, int] | None, *, by_row: bool) -> Tensor:
+    """The mask of the weights to keep: those of the largest scores.
+
+    Args:
+        scores: [out, in], how much each weight matters.
+        ratio: of the weights that go where there is no pattern; as many as that, rounded down.
+        pattern: (N, M), with M a divisor of `in`, or None.
+        by_row: compare within each row, so that each keeps as many; otherwise over the whole matrix. N:M compares within M.
+
+    Returns:
+        [out, in] bool; of equal scores the first go first.
+    """
+    out, columns = scores.shape
+    if pattern is not None:
+        n, m = pattern
+        groups, gone = scores.view(out, -1, m), m - n
+    else:
+        groups = scores.view(out, 1, columns) if by_row else scores.view(1, 1, -1)
+        gone = int(ratio * groups.shape[-1])
+    mask = torch.ones(groups.shape, dtype=torch.bool, device=scores.device)
+    lowest = groups.argsort(dim=-1, stable=True)[..., :gone]
+    return mask.scatter_(-1, lowest, False).view(out, columns)

@@ -1,0 +1,26 @@
+"""Random pruning: weights drawn by lot go. What any method must beat."""
+
+import zlib
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from compress.method import knob
+from compress.pruning.base import PruningMethod
+from compress.statistics import LayerStatistics
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomChoice(PruningMethod):
+    """Scores are drawn evenly, for each linear by its name. Needs no calibration."""
+
+    name: ClassVar[str] = "random"
+    source: ClassVar[str] = "a baseline"
+
+    seed: int = knob(0, "of the draw", range=(0, (1 << 31) - 1))
+
+    def scores(self, W: Tensor, statistics: LayerStatistics) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed + zlib.crc32(statistics.name.encode()))
+        return torch.rand(W.shape, generator=generator).to(W.device)

@@ -1,0 +1,129 @@
+"""SparseGPT (Frantar and Alistarh, 2023, arXiv:2301.00774): prune column by column, and let the columns to come make up for it."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from compress import grid
+from compress.formats import Dense, Format, IntGroup
+from compress.method import knob
+from compress.pruning.base import PruningMethod, store
+from compress.pruning.patterns import kept, parse_pattern
+from compress.statistics import LayerStatistics
+from compress.weights.hessian import Factor, factorise
+from compress.weights.rtn import check_group_size
+from kernels.int_matmul import BITS
+
+BLOCK = 128  # columns whose mask is chosen at once, and whose updates are applied at once to the rest
+LAZY = 32  # columns after which the rest of the block is updated, as in kernels.gptq_block
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseGPT(PruningMethod):
+    """Second-order pruning; with `bits` below 16 what is kept is quantised in the same pass."""
+
+    name: ClassVar[str] = "sparsegpt"
+    source: ClassVar[str] = "arXiv:2301.00774, algorithm 1"
+    needs_calibration: ClassVar[bool] = True
+    statistics: ClassVar[tuple[str, ...]] = ("gram",)
+
+    bits: int = knob(16, "bits per kept weight; 16: they stay floats", choices=(*BITS, 16))
+    group_size: int = knob(64, "columns that share a scale, where bits is below 16; -1 for a whole row", range=(-1, 1 << 20))
+    symmetric: bool = knob(True, "no zero point: the grid lies around 0")
+    scale_dtype: str = knob("bfloat16", "how scales are stored", choices=tuple(grid.SCALE_DTYPES))
+    damp: float = knob(0.01, "added to diag(H), as a fraction of its mean", range=(0, 1))
+    min_tokens: int = knob(128, "below this many calibration tokens a linear (an expert) is pruned by magnitude",
+                           range=(1, 1 << 30))  # fmt: skip
+
+    def check_layer(self, name: str, shape: tuple[int, int]) -> None:
+        super().check_layer(name, shape)
+        if self.bits < 16:
+            check_group_size(self.group_size, name, shape)
+
+    def solve(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
+        H = statistics.values["gram"] if statistics.tokens >= self.min_tokens else None
+        if H is None:  # an H of 1 compares magnitudes and moves nothing
+            statistics.note(f"by magnitude: {statistics.tokens} tokens, min_tokens is {self.min_tokens}")
+            H = torch.eye(W.shape[1], device=W.device)
+        key = ("sparsegpt", self.damp, statistics.tokens)
+        if key not in statistics.shared:
+            statistics.shared[key] = factorise(H, self.damp, torch.arange(len(H), device=H.device))
+        factor: Factor = statistics.shared[key]
+        for text in factor.notes:
+            statistics.note(text)
+        group_size = W.shape[1] if self.group_size == -1 else self.group_size
+        plain, keep = sparsegpt(
+            W, factor, ratio=self.ratio, pattern=parse_pattern(self.pattern), bits=self.bits, group_size=group_size,
+            symmetric=self.symmetric, scale_dtype=self.scale_dtype,
+        )  # fmt: skip
+        return [store(plain, keep, self.pattern)]
+
+
+def sparsegpt(
+    W: Tensor, factor: Factor, *, ratio: float, pattern: tuple[int, int] | None, bits: int = 16, group_size: int = 64,
+    symmetric: bool = True, scale_dtype: str = "bfloat16",
+) -> tuple[Dense | IntGroup, Tensor]:  # fmt: skip
+    """Prune W [out, in] so that (W - Ŵ) H (W - Ŵ)ᵀ is small.
+
+    Args:
+        factor: of H, with its columns in their own order.
+        ratio: of the weights that go in each block of 128 columns, wherever they stand in it; unused with a pattern.
+        pattern: (N, M), chosen as each M columns are reached, or None.
+        bits, group_size, symmetric, scale_dtype: of the grid of what is kept; 16: floats.
+
+    Returns:
+        The weight with zeros, and the mask [out, in] of what was kept.
+
+    Source: arXiv:2301.00774, algorithm 1; scales by the search of compress.grid when a group is reached.
+    """
+    out, columns = W.shape
+    U, diagonal = factor.U, factor.U.diagonal()
+    Wt = W.float().t().contiguous()  # [in, out]: a column of W is a row here, contiguous
+    Wt[factor.dead] = 0
+    keep = torch.ones_like(Wt, dtype=torch.bool)
+    M = pattern[1] if pattern else 1
+    lazy = max(LAZY // M, 1) * M
+    block = -(-BLOCK // lazy) * lazy
+    codes = torch.empty_like(Wt, dtype=torch.uint8) if bits < 16 else None
+    scales = torch.ones(columns // group_size, out, device=W.device) if bits < 16 else None
+    zeros = torch.zeros_like(scales) if bits < 16 else None
+
+    def choose(first: int, last: int) -> None:
+        """The mask of some columns [first, last), by w² / U_ii²."""
+        scores = (Wt[first:last] / diagonal[first:last, None]).square().t().contiguous()
+        keep[first:last] = kept(scores, ratio, pattern, by_row=False).t()
+
+    for start in range(0, columns, block):
+        end = min(start + block, columns)
+        errors = torch.empty(end - start, out, device=W.device)
+        if pattern is None:
+            choose(start, end)
+        for a in range(start, end, lazy):
+            b = min(a + lazy, end)
+            for i in range(a, b):
+                if pattern and i % M == 0:
+                    choose(i, i + M)
+                w = Wt[i].clone()
+                if bits == 16:
+                    q = w * keep[i]
+                else:
+                    group = i // group_size
+                    if i % group_size == 0:
+                        members = slice(i, i + group_size)
+                        weights = (Wt[members] * keep[members]).t()
+                        scales[group], zeros[group] = grid.search(weights, bits, symmetric, scale_dtype)
+                    q = grid.quantize(w, scales[group], zeros[group], bits)
+                    codes[i] = q = torch.where(keep[i], q, zeros[group])
+                    q = grid.dequantize(q, scales[group], zeros[group])
+                errors[i - start] = error = (w - q) / diagonal[i]
+                Wt[i] = q
+                Wt[i + 1 : b].addr_(U[i, i + 1 : b], error, alpha=-1)
+            Wt[b:end].addmm_(U[a:b, b:end].t(), errors[a - start : b - start], alpha=-1)
+        Wt[end:].addmm_(U[start:end, end:].t(), errors, alpha=-1)
+    keep = keep.t().contiguous()
+    if bits == 16:
+        return Dense(Wt.t().contiguous()), keep
+    return IntGroup.from_codes(codes.t(), scales.t(), None if symmetric else zeros.t(), bits=bits, group_size=group_size,
+                               scale_dtype=scale_dtype), keep  # fmt: skip
