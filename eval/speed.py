@@ -156,6 +156,9 @@ def _prepare(variant: Variant, cache: StaticCache, prompt_tokens: int, new_token
         _round(variant, cache, prompt_tokens, 1)
     if not variant.compiled:
         return
+    if torch._dynamo.config.disable:  # torch.compile would give back what it got, without a word
+        variant.execution = "eager (TORCHDYNAMO_DISABLE is set)"
+        return
     eagerly, variant.step = variant.step, torch.compile(_step(variant.model, cache), fullgraph=True, dynamic=False)
     before = counters["inductor"][_PREPACKED]
     try:

@@ -114,6 +114,13 @@ def test_models_that_do_not_compile_are_timed_eagerly_and_say_so(tiny):
     assert speed.execution.startswith("eager (does not compile")
 
 
+def test_a_compiler_that_is_switched_off_is_not_said_to_have_run(tiny):
+    variant = Variant(tiny("llama"), tiny("llama"), compiled=True)
+    with torch._dynamo.config.patch(disable=True):
+        speed = measure_speed({"one": variant}, prompt_tokens=4, new_tokens=2, rounds=1)["one"]
+    assert speed.execution == "eager (TORCHDYNAMO_DISABLE is set)"
+
+
 def test_bad_lengths(tiny):
     variant = {"one": Variant(tiny("llama"), tiny("llama"), compiled=False)}
     with pytest.raises(ValueError, match=r"`rounds` \(=0\)"):
