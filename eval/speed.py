@@ -156,11 +156,8 @@ def _prepare(variant: Variant, cache: StaticCache, prompt_tokens: int, new_token
         _round(variant, cache, prompt_tokens, 1)
     if not variant.compiled:
         return
-    if torch._dynamo.config.disable:  # torch.compile would give back what it got, without a word
-        variant.execution = "eager (TORCHDYNAMO_DISABLE is set)"
-        return
     eagerly, variant.step = variant.step, torch.compile(_step(variant.model, cache), fullgraph=True, dynamic=False)
-    before = counters["inductor"][_PREPACKED]
+    before, graphs = counters["inductor"][_PREPACKED], counters["stats"]["unique_graphs"]
     try:
         with recording() as kernels:
             _round(variant, cache, prompt_tokens, new_tokens)
@@ -170,6 +167,9 @@ def _prepare(variant: Variant, cache: StaticCache, prompt_tokens: int, new_token
         variant.execution, variant.step = f"eager (does not compile: {first[:120]})", eagerly
         return
     variant.kernels = kernels
+    if counters["stats"]["unique_graphs"] == graphs:  # torch.compile gave back what it got, without a word
+        variant.execution, variant.step = "eager (the compiler is switched off)", eagerly
+        return
     packed = (counters["inductor"][_PREPACKED] - before) // 2  # once for the prompt, once for the step
     variant.execution = "compiled" + (f", {packed} dense weights frozen and prepacked" if packed else "")
 
