@@ -19,7 +19,7 @@ ROWS = {
     "magnitude": {"ratio": 0.2},
     "random": {"ratio": 0.005},
     "wanda": {"pattern": "3:4"},
-    "sparsegpt": {"ratio": 0.2, "min_tokens": 8},
+    "sparsegpt": {"ratio": 0.2, "bits": 8, "group_size": 16, "min_tokens": 8},
     "smoothquant": {"alpha": 0.6},
     "int8": {"activations": "tensor"},
     "fp8": {"weights": "block"},
