@@ -36,6 +36,8 @@ class Sparse(Format):
     def __init__(self) -> None:
         super().__init__()
         self.register_module("plain", None)
+        self._laid_out_for: tuple[torch.dtype, torch.device] | None = None
+        self.register_load_state_dict_post_hook(_lay_out_again)
 
     def expanded(self) -> Dense | IntGroup:
         """The same weight with its zeros, made of what is stored."""
@@ -48,6 +50,13 @@ class Sparse(Format):
         return self.plain.matmul(x)
 
     def for_compute(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._laid_out_for = dtype, device
         full = self.expanded()
         self.plain = _UnstoredInts(full.packed) if isinstance(full, IntGroup) else _UnstoredDense(full.weight)
         self.plain.for_compute(dtype, device)
+
+
+def _lay_out_again(weight: Sparse, _) -> None:
+    """What is multiplied follows what was loaded."""
+    if weight._laid_out_for is not None:
+        weight.for_compute(*weight._laid_out_for)

@@ -35,7 +35,7 @@ class Sparse24Weight(Sparse):
         """Store what `keep` [out, in] bool, two of every four, says of a weight that is 0 elsewhere."""
         small = compress24(keep.to(torch.uint8))
         assert small.values.all(), "two of every four must be kept"
-        index = _columns(small)  # [out, in/2]
+        index = _columns(keep)
         if isinstance(plain, Dense):
             return cls(Dense(plain.weight.gather(1, index)), small.places)
         rows = plain.packed
@@ -56,8 +56,7 @@ class Sparse24Weight(Sparse):
         codes, zero = unpack(rows)
         groups = rows.shape[1] // rows.group_size
         full = zero.expand(self.shape[0], groups).repeat_interleave(2 * rows.group_size, 1)
-        index = _columns(Sparse24("rows", codes.contiguous(), self.places, self.shape))
-        codes = full.scatter(1, index, codes)
+        codes = full.scatter(1, _columns(self.keep()), codes)
         return IntGroup(pack(codes, rows.scale, None if rows.zero is None else zero, bits=rows.bits,
                              group_size=2 * rows.group_size))  # fmt: skip
 
@@ -67,7 +66,7 @@ class Sparse24Weight(Sparse):
         return sparse24_matmul(x, Sparse24(library(x.device), self.fast_values, self.fast_places, self.shape))
 
     def for_compute(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.fast_values = self.fast_places = None
+        self._laid_out_for, self.fast_values, self.fast_places = (dtype, device), None, None
         if library(device) and isinstance(self.values, Dense) and self.values.weight.dtype == dtype != torch.float32:
             fast = to_library(Sparse24("rows", self.values.weight, self.places, self.shape))
             self.fast_values, self.fast_places, self.plain = fast.values, fast.places, None
@@ -84,8 +83,6 @@ class Sparse24Weight(Sparse):
         return cls(kind.from_tensors(spec["values"], own), tensors["places"])
 
 
-def _columns(w: Sparse24) -> Tensor:
+def _columns(keep: Tensor) -> Tensor:
     """[out, in/2]: the column of each stored value."""
-    out, columns = w.shape
-    ones = w._replace(values=torch.ones(out, columns // 2, dtype=torch.uint8, device=w.places.device))
-    return decompress24(ones).nonzero()[:, 1].view(out, -1)
+    return keep.nonzero()[:, 1].view(len(keep), -1)

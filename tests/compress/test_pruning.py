@@ -168,14 +168,17 @@ def test_formats_give_back_what_they_took(shape, kind, pattern):
     assert type(stored) is (Sparse24Weight if pattern == "2:4" else Bitmap)
     assert torch.equal(stored.dequantize(), plain.dequantize()) and torch.equal(stored.keep(), keep)
     state = {name: tensor.clone() for name, tensor in stored.state_dict().items()}
-    again = type(stored).from_tensors(stored.spec(), state)
-    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+    again = type(stored).from_tensors(stored.spec(), {name: tensor.clone() for name, tensor in state.items()})
+    dtype, full = torch.bfloat16 if kind == "bfloat16" else torch.float32, plain.dequantize().double()
     for one in (stored, again, copy.deepcopy(again)):
         one.for_compute(dtype, torch.device("cpu"))
         x = torch.randn(2, 3, shape[1]).to(dtype)
-        expected = x.double() @ plain.dequantize().double().t()
+        expected = x.double() @ full.t()
         assert (one.matmul(x) - expected).norm() / expected.norm() < (1e-2 if dtype == torch.bfloat16 else 1e-5)
         assert {n: t.shape for n, t in one.state_dict().items()} == {n: t.shape for n, t in state.items()}, "no zeros are stored"
+        doubled = {n: 2 * t if n.endswith(("values", "weight", "scale")) else t for n, t in state.items()}
+        one.load_state_dict(doubled)
+        assert (one.matmul(x) - 2 * expected).norm() / expected.norm() < 3e-2, "what is multiplied follows what was loaded"
 
 
 def test_bytes_are_those_of_what_is_kept():
