@@ -16,6 +16,7 @@ from compress.calibration import calibration, held_out
 from compress.checkpoint import load_compressed, save_compressed
 from compress.method import Method
 from compress.model import load_model
+from compress.pruning.layer_drop import LayerDrop
 from compress.pruning.magnitude import Magnitude
 from compress.pruning.random_choice import RandomChoice
 from compress.pruning.sparsegpt import SparseGPT
@@ -29,7 +30,7 @@ from compress.weights.rtn import RTN
 
 METHODS: dict[str, type[Method]] = {
     "rtn": RTN, "gptq": GPTQ, "awq": AWQ, "nf4": NF4, "bnb_nf4": BitsandbytesNF4,
-    "magnitude": Magnitude, "random": RandomChoice, "wanda": Wanda, "sparsegpt": SparseGPT,
+    "magnitude": Magnitude, "random": RandomChoice, "wanda": Wanda, "sparsegpt": SparseGPT, "layer_drop": LayerDrop,
     "smoothquant": SmoothQuant, "int8": Int8, "fp8": FP8, "llm_int8": LLMInt8, "bnb_int8": BitsandbytesInt8,
 }  # fmt: skip
 

@@ -2,7 +2,6 @@
 
 import copy
 import hashlib
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +14,7 @@ from tqdm.auto import tqdm
 
 from compress.calibration import tokens_sha256
 from compress.linear import CompressedLinear, is_linear
-from compress.method import FoldRecord, LayerRecord, LayerwiseMethod, Method, settle
+from compress.method import DropRecord, FoldRecord, LayerRecord, LayerwiseMethod, Method, settle
 from compress.model import check_device, weights_sha256
 from compress.result import Result
 from compress.resume import BlockStore
@@ -43,7 +42,7 @@ def apply(
     Raises:
         ValueError: before any work, if the recipe does not compose, does not fit the model, or the batches are unusable.
     """
-    asked, recipe = list(recipe), settle(list(recipe))
+    asked, recipe, batches = list(recipe), settle(list(recipe)), () if batches is None else batches
     check_device(device or "cpu")
     _check_batches(batches, model, needed=[m.name for m in recipe if m.needs_calibration])
     where = torch.device(device) if device else next(model.parameters()).device
@@ -61,6 +60,7 @@ def apply(
     tokens = (known if known["sha256"] == tokens["sha256"] else tokens) if len(batches) else None
     layers: dict[str, LayerRecord] = {}
     folds: list[FoldRecord] = []
+    drops: list[DropRecord] = []
     originals: dict[str, nn.Module] | None = None
     with recording() as kernels:
         for i, method in enumerate(recipe):
@@ -68,20 +68,20 @@ def apply(
             # Held once something is stored, so that later steps' errors are measured against what the first one met.
             untouched = {name: m for name, m in model.named_modules() if is_linear(m)} if len(recipe) - i > 1 else None
             if work_path:
-                done_so_far = [(m.name, m.values()) for m in recipe[: i + 1]]
-                about = [done_so_far, identity, tokens, code_sha256()]
-                key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
-                store = BlockStore(Path(work_path) / f"{method.name}-{key}")
+                steps = [(m.name, m.values()) for m in recipe[: i + 1]]
+                store = BlockStore.of(Path(work_path), steps, [identity, tokens, code_sha256()])
             for made in method.apply(model, batches, device=where, store=store, originals=originals):
                 if isinstance(made, FoldRecord):
                     folds.append(made)
+                elif isinstance(made, DropRecord):
+                    drops.append(made)
                 else:
                     layers[made.name] = _after(layers.get(made.name), made)
             if originals is None and layers and any(isinstance(m, LayerwiseMethod) for m in recipe[i + 1 :]):
                 originals = untouched
     return Result(
-        model=model, recipe=recipe, asked=asked, layers=list(layers.values()), folds=folds, kept=kept_weights(model, recipe),
-        identity=identity, calibration=tokens,
+        model=model, recipe=recipe, asked=asked, layers=list(layers.values()), folds=folds, drops=drops,
+        kept=kept_weights(model, recipe), identity=identity, calibration=tokens,
         seconds=time.perf_counter() - start, kernels={op: sorted(used) for op, used in kernels.items()},
         notes=[remark for method in recipe for remark in method.remarks(where)],
     )  # fmt: skip
@@ -111,8 +111,10 @@ def _after(before: LayerRecord | None, now: LayerRecord) -> LayerRecord:
     """What became of a weight after one more method of the recipe."""
     if before is None:
         return now
-    return replace(now, rtn_error=before.rtn_error if now.rtn_error is None else now.rtn_error,
-                   seconds=before.seconds + now.seconds, notes=(*before.notes, *now.notes))  # fmt: skip
+    return replace(
+        now, rtn_error=before.rtn_error if now.rtn_error is None else now.rtn_error, seconds=before.seconds + now.seconds,
+        notes=(*before.notes, *now.notes), distortion=now.distortion or before.distortion,
+    )  # fmt: skip
 
 
 def _check_batches(batches: Sequence[Tensor], model: nn.Module, needed: list[str]) -> None:

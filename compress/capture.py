@@ -146,6 +146,48 @@ def _first(output) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
+class Tail:
+    """What a model makes of the outputs of its last block: its final norm and its head, as the model itself calls them."""
+
+    def __init__(self, model: nn.Module, blocks: nn.ModuleList, batches: Sequence[Tensor]) -> None:
+        """batches: those that the micro-batches were made of, in whose order `logits` counts."""
+        self.model, self.blocks, self.batches = model, blocks, micro_batches(batches)
+        seen: list[object] = []
+        handle = blocks[0].register_forward_hook(lambda _, args, output: seen.append(output))
+        model(batches[0].to(device_of(model)), use_cache=False)
+        handle.remove()
+        self.as_tuple = isinstance(seen[0], tuple)
+
+    def logits(self, i: int, hidden: Tensor) -> Tensor:
+        """[batch, T, vocabulary] of micro-batch i, whose last block gave `hidden` [batch, T, hidden]."""
+        originals = list(self.blocks)
+        try:
+            for n, block in enumerate(originals):
+                self.blocks[n] = _Given(block, hidden, self.as_tuple)
+            return self.model(self.batches[i].to(device_of(self.model)), use_cache=False).logits
+        finally:
+            for n, block in enumerate(originals):
+                self.blocks[n] = block
+
+
+class _Given(nn.Module):
+    """Stands in a block's place and gives this output, whatever the input."""
+
+    def __init__(self, block: nn.Module, output: Tensor, as_tuple: bool) -> None:
+        super().__init__()
+        object.__setattr__(self, "block", block)  # not a submodule
+        self.output, self.as_tuple = output, as_tuple
+
+    def __getattr__(self, name: str):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(object.__getattribute__(self, "block"), name)
+
+    def forward(self, *args, **kwargs):
+        return (self.output,) if self.as_tuple else self.output
+
+
 def device_of(module: nn.Module) -> torch.device:
     for tensor in (*module.parameters(), *module.buffers()):
         return tensor.device

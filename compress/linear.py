@@ -63,7 +63,8 @@ class CompressedLinear(nn.Module):
 
     @property
     def bits_per_weight(self) -> float:
-        return 8 * self.nbytes / (self.out_features * self.in_features)
+        """Stored bits per weight, floats that are cast with the model counted as 16 bits."""
+        return sum(part.bits_per_weight for part in self.parts)
 
     @contextmanager
     def dense(self) -> Iterator[None]:

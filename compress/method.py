@@ -29,6 +29,9 @@ class LayerRecord:
 
     error: ||(W - Ŵ)X||² / ||WX||² over the calibration tokens (or ||W - Ŵ||² / ||W||² where there were none, as
     `notes` says). `rtn_error`: the same for round-to-nearest on the same grid, None where the method has no such peer.
+    bits_per_weight: stored, floats that are cast with the model counted as 16 bits. sparsity: the share of Ŵ that is 0.
+    distortion: {ratio of this weight's entries set to 0, others as they were: KL of the model's predictions, nats per token}, as
+    the method measured it to choose the ratio; None where it did not.
     """
 
     name: str
@@ -40,6 +43,25 @@ class LayerRecord:
     seconds: float
     tokens: int
     notes: tuple[str, ...] = ()
+    sparsity: float = 0.0
+    distortion: dict[str, float] | None = None
+
+
+@dataclass(frozen=True)
+class DropRecord:
+    """A part of a block that was dropped, or might have been; a row of the record's `drops`.
+
+    kind: "attention", "mlp" or "block". block: its number in the model as it was. importance: 1 - cosine of the residual stream
+    before and after, mean over the calibration tokens, when it was measured last. order: 1 for what was dropped first; None: it
+    stays. parameters: how many went with it.
+    """
+
+    name: str
+    kind: str
+    block: int
+    importance: float
+    order: int | None = None
+    parameters: int = 0
 
 
 @dataclass(frozen=True)
@@ -85,7 +107,7 @@ class Method:
     def apply(
         self, model: nn.Module, batches: Sequence[Tensor], *, device: "torch.device", store: "BlockStore | None" = None,
         originals: Mapping[str, nn.Module] | None = None,
-    ) -> list[LayerRecord | FoldRecord]:  # fmt: skip
+    ) -> list[LayerRecord | FoldRecord | DropRecord]:  # fmt: skip
         """Compress `model` in place and say what became of each weight, or what was folded into what.
 
         Args:

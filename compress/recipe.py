@@ -42,9 +42,19 @@ def parse_recipes(text: str) -> dict[str, list[Method]]:
 
 
 def call(name: str, **knobs: Any) -> str:
-    """A method with these knobs as `parse_recipe` reads it; those that are "" are left to the method's own defaults."""
+    """A method with these knobs as `parse_recipe` reads it; those that are "" are left to the method's own defaults.
+
+    Without a name there is no method: "", which `chain` leaves out.
+    """
+    if not name:
+        return ""
     given = ", ".join(f"{knob}={value!r}" for knob, value in knobs.items() if value != "")
     return f"{name}({given})"
+
+
+def chain(*calls: str) -> str:
+    """A recipe of these methods, one after the other; "" among them are left out."""
+    return ", ".join(filter(None, calls))
 
 
 def recipes_of_run(recipe: str, compare: str = "") -> dict[str, list[Method]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from compress.method import FoldRecord, LayerRecord, Method
+from compress.method import DropRecord, FoldRecord, LayerRecord, Method
 
 
 @dataclass
@@ -19,6 +19,7 @@ class Result:
         asked: the same as they were asked for, with knobs that settle themselves as they were.
         layers: one record per weight that a method took.
         folds: what was moved from norms and linears into the linears that read them.
+        drops: the parts of blocks that were dropped, and those that might have been.
         kept: every other weight: {name, shape, bytes, reason}.
         identity: of the model before compression: name, weights_sha256, parameters.
         calibration: corpus, samples, seqlen, seed, sha256; None where no batches were given.
@@ -37,6 +38,7 @@ class Result:
     kernels: dict[str, list[str]]
     asked: list[Method] = field(default_factory=list)
     folds: list[FoldRecord] = field(default_factory=list)
+    drops: list[DropRecord] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -49,7 +51,9 @@ class Result:
         recipe = ", ".join(map(str, self.asked or self.recipe))
         stored = f"{len(self.layers)} linears at {self.bits_per_weight:.2f} bits per weight, " if self.layers else ""
         folded = f"{len(self.folds)} folds, " if self.folds else ""
-        return f"{recipe}: {folded}{stored}{len(self.kept)} other weights kept, {self.seconds:.0f} s"
+        gone = [drop for drop in self.drops if drop.order]
+        dropped = f"{len(gone)} of {len(self.drops)} dropped ({', '.join(drop.name for drop in gone)}), " if gone else ""
+        return f"{recipe}: {dropped}{folded}{stored}{len(self.kept)} other weights kept, {self.seconds:.0f} s"
 
     def _repr_html_(self) -> str:
         top = max((r.error for r in self.layers), default=0) or 1

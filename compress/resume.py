@@ -1,7 +1,9 @@
 """Finished blocks on disk, so that a compression that was killed goes on where it was."""
 
+import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,27 @@ class BlockStore:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._of: tuple[Path, list, list] | None = None
         folder.mkdir(parents=True, exist_ok=True)
+
+    @classmethod
+    def of(cls, work_path: Path, steps: list[tuple[str, dict[str, Any]]], about: list[Any], what: str = "") -> "BlockStore":
+        """The store of the last of these steps: (method, knobs) each.
+
+        Args:
+            about: what else its blocks depend on, as JSON.
+            what: is kept of it; "": its blocks.
+        """
+        key = hashlib.sha256(json.dumps([steps, *about], sort_keys=True).encode()).hexdigest()[:16]
+        store = cls(work_path / "-".join(filter(None, (steps[-1][0], what, key))))
+        store._of = work_path, steps, about
+        return store
+
+    def beside(self, what: str, *, without: Sequence[str]) -> "BlockStore":
+        """A store for something else of the same step, which does not depend on these knobs of it."""
+        work_path, steps, about = self._of
+        name, knobs = steps[-1]
+        return BlockStore.of(work_path, [*steps[:-1], (name, {k: v for k, v in knobs.items() if k not in without})], about, what)
 
     def save(self, index: int, linears: dict[str, CompressedLinear], records: list[LayerRecord]) -> None:
         tensors = {f"{name}.{k}": t.contiguous() for name, m in linears.items() for k, t in m.state_dict().items()}

@@ -161,7 +161,7 @@ def _solve_block(
         else:
             if method.sequential and calls:
                 notes.append("solved beside the others of its block, not in sequence: some run more than once in a pass")
-            collectors = _collect(blocks[index], linears, groups, calls, index, needs, device, stop_early=once)
+            collectors = collect(blocks[index], linears, groups, calls, index, needs, device, stop_early=once)
             for group in groups:
                 solve(group, collectors.pop(group[0]).result())
     return new, [records[name] for name in linears], in_step
@@ -193,6 +193,7 @@ def _solve(
         seconds=seconds,
         tokens=statistics.tokens,
         notes=tuple(statistics.notes),
+        sparsity=(new.dequantize() == 0).float().mean().item(),
     )
     return new, record
 
@@ -258,7 +259,7 @@ def _place(name: str, order: list[str], groups: list[list[str]]) -> int:
     return max((placed[o] + 1 for o in order[:at] if o in placed), default=0)
 
 
-def _collect(
+def collect(
     block: nn.Module, linears: dict[str, nn.Module], groups: list[list[str]], calls: list[Call], index: int,
     needs: Sequence[str], device: torch.device, *, stop_early: bool,
 ) -> dict[str, Collector]:  # fmt: skip

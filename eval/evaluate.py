@@ -82,7 +82,7 @@ def evaluate(
         window, stride, max_windows, beginning: how texts are cut (`eval.windows.windows`).
         prompts, sample_tokens: greedy generations shown side by side.
         speed_*: see `eval.speed.measure_speed`; a prompt of 512 tokens, or half of what the model takes, unless given.
-        timed: names among `others` to time and weigh too, in turns with the rest; a bfloat16 copy of each is held for that.
+        timed: names among `others` to time and weigh too, in turns with the rest, on bfloat16 copies.
 
     What is written, speed, memory and size are those of bfloat16 copies, the dtype in which such models are deployed; the
     baseline's speed is the strongest 16-bit one.
@@ -104,14 +104,14 @@ def evaluate(
         for name, one in half.items():
             metrics[name] |= _weighed(one, parameters) | {"peak_memory_bytes": peak_memory(one, prompt_tokens=prompt_tokens)}
         del half, one  # before as many copies are made for the contest
+        for name in timed:
+            metrics[name] |= _weighed(deployed(others[name]), parameters)
         variants = standard_variants(baseline, model, {name: others[name] for name in timed})
         try:
             scores.speed = measure_speed(variants, prompt_tokens=prompt_tokens, new_tokens=speed_new_tokens, rounds=speed_rounds)
         except Exception as error:  # what was scored before is not lost for it
             scores.notes.append(f"Speed was not measured: {type(error).__name__}: {first_line(error)}")
             warnings.warn(scores.notes[-1], stacklevel=2)
-        for name in timed:
-            metrics[name] |= _weighed(variants[name].model, parameters)
         for name in metrics.keys() & scores.speed.keys():
             metrics[name] |= {
                 "prefill_tokens_per_s": scores.speed[name].prefill_tokens_per_s,
@@ -124,6 +124,17 @@ def evaluate(
     scores.kernels = {op: sorted(used) for op, used in kernels.items()}
     scores.seconds = time.perf_counter() - start
     return scores
+
+
+def score_text(
+    model: nn.Module, baseline: nn.Module, texts: dict[str, Tensor], *, window: int = 2048, stride: int | None = None,
+    max_windows: int | None = None, beginning: Sequence[int] = (),
+) -> dict[str, float]:  # fmt: skip
+    """Perplexity, divergence from the baseline and agreement with it, by the names that `evaluate` gives them; nothing is timed."""
+    scores = Scores({})
+    for corpus, ids in texts.items():
+        _score_text(scores, corpus, ids, baseline, {"compressed": model}, window, stride, max_windows, beginning)
+    return {metric: value for metric, value in scores.metrics["compressed"].items() if math.isfinite(value)}
 
 
 def _weighed(model: nn.Module, parameters: int) -> dict[str, float]:

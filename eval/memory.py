@@ -33,7 +33,7 @@ def peak_above_start(device: torch.device, every_s: float = 0.001) -> Iterator[P
         yield peak
         peak.bytes = torch.cuda.max_memory_allocated(device) - before
         return
-    _return_freed_memory()
+    return_freed_memory()
     process = psutil.Process()
     before = process.memory_info().rss
     stop = threading.Event()
@@ -63,7 +63,7 @@ def peak_memory(model: nn.Module, *, prompt_tokens: int = 512, new_tokens: int =
     return size(model).resident_bytes + peak.bytes
 
 
-def _return_freed_memory() -> None:
+def return_freed_memory() -> None:
     """Ask the C library to hand freed pages back, so that growth is seen as growth."""
     with suppress(OSError, AttributeError):  # another C library: pages that were freed before hide some growth
         ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -8,9 +8,12 @@ Its shape (more keys are welcome, these keep their names):
     recipes      {model: [as in recipe]}                        of "compressed" and of the others that were scored beside it
     model        name, weights_sha256, parameters
     calibration  corpus, samples, seqlen, seed, sha256          (null where none was needed)
-    layers       [{name, shape, format, bits_per_weight, error, rtn_error, seconds, notes}]
+    layers       [{name, shape, format, bits_per_weight, error, rtn_error, seconds, notes, sparsity, distortion}]
     folds        [{name, kind, consumers, alpha, x_before, ...}]  what was moved from norms and linears into the linears that
                  read them (`compress.method.FoldRecord` has the shape)
+    drops        [{name, kind, block, importance, order, parameters}]   parts of blocks that were dropped, or might have been
+    strengths    {values, lines: [{recipe, points: [{value, removed_parameters, dropped, seconds, scores}]}]}   recipes that were
+                 scored, and not timed, at each of these values of what {} stands for in them
     kept         [{name, shape, bytes, reason}]
     scores       {baseline: {metric: value}, compressed: {...}, rtn: {...}, ...}   the standard error of m is m_stderr
     speed        {variant: {...}}
@@ -43,7 +46,7 @@ SCHEMA_VERSION = 1
 PACKAGES = (
     "torch", "transformers", "datasets", "accelerate", "safetensors", "tokenizers", "lm-eval", "bitsandbytes", "triton", "numpy",
 )  # fmt: skip
-_TOLD = ("bits", "group_size", "alpha")
+_TOLD = ("bits", "group_size", "alpha", "ratio", "target", "count")
 _ENVIRONMENT = ("OMP_", "MKL_", "KMP_", "TORCH", "CUDA_VISIBLE", "CUBLAS")  # variables that change numbers or timings
 REQUIRED = {
     "schema_version": (), "run": ("key", "notebook", "started", "duration_s"), "recipe": (),
@@ -64,12 +67,15 @@ class RunInfo:
     command: str
 
 
-def record(result: Any, scores: Scores, run: RunInfo, others: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def record(
+    result: Any, scores: Scores, run: RunInfo, others: Mapping[str, Any] | None = None, strengths: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Put a compression's result and its scores together.
 
     Args:
-        result: what `compress.apply` returned (read by its attributes: recipe, asked, layers, folds, kept, identity,
+        result: what `compress.apply` returned (read by its attributes: recipe, asked, layers, folds, drops, kept, identity,
             calibration, seconds, kernels, notes).
+        strengths: recipes scored at several strengths, in the shape that the record keeps.
         others: the same of the models that were scored beside it, by the names that they have in the scores.
     """
     results = {"compressed": result, **(others or {})}
@@ -90,6 +96,8 @@ def record(result: Any, scores: Scores, run: RunInfo, others: Mapping[str, Any] 
         "calibration": result.calibration,
         "layers": [asdict(layer) for layer in result.layers],
         "folds": [asdict(fold) for fold in result.folds],
+        "drops": [asdict(drop) for drop in result.drops],
+        "strengths": strengths or {"values": [], "lines": []},
         "kept": result.kept,
         "scores": scores.metrics,
         "difference": scores.difference,

@@ -5,22 +5,27 @@ prompt and the whole step compiled. On a CPU the compiler also freezes the weigh
 without that a 16-bit baseline reaches a quarter of the memory bandwidth and makes anything look fast.
 """
 
-import copy
+import gc
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import ModuleType
 
+import psutil
 import torch
 import torch._inductor.config as inductor_config
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._inductor.codecache import PyCodeCache
 from tqdm.auto import tqdm
 from transformers import StaticCache
+from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 from eval.attention import fast_attention
 from eval.deploy import deployed
+from eval.memory import return_freed_memory
 from kernels.linear.prepacked import prepack
 from kernels.registry import recording
 
@@ -48,12 +53,19 @@ class Speed:
 
 @dataclass
 class Variant:
-    """One contestant: the model as it is compiled, and as it runs where it is not; often the same."""
+    """One contestant: made when it is to be prepared, and let go when it has been timed.
 
-    model: nn.Module
-    eager: nn.Module
+    source: the model that it is made of. make: gives the model as it is compiled, and as it runs where it is not; often the same.
+    """
+
+    source: nn.Module
     compiled: bool
+    make: Callable[[nn.Module], tuple[nn.Module, nn.Module]] = lambda model: (model, model)
+    model: nn.Module | None = None
+    cache: StaticCache | None = None
     step: Callable | None = None  # of tokens [1, n] at positions [1, n]; the token that follows [1, 1]
+    generated: list[ModuleType] = field(default_factory=list)  # by the compiler, for this variant
+    dtype: str = ""
     execution: str = "eager"
     ttft_s: list[float] = field(default_factory=list)
     token_s: list[float] = field(default_factory=list)
@@ -61,25 +73,29 @@ class Variant:
 
 
 PLAIN = ("bfloat16", "float32")  # variants of the baseline as a plain transformers user has it
+ROOM = 1.5  # times the memory that the largest variant so far took must be free for another one
 
 
 def standard_variants(
     baseline: nn.Module, compressed: nn.Module, others: Mapping[str, nn.Module] | None = None
-) -> dict[str, Variant]:
+) -> dict[str, Variant]:  # fmt: skip
     """Compressed models in bfloat16 against the baseline in float32, bfloat16, and bfloat16 at its best.
 
     "baseline" is the strongest: compiled, and prepacked on a CPU. "float32" and "bfloat16" are what a plain transformers
-    user gets. Each of `others` is prepared as "compressed" is. All copies are held at once, since they take turns.
+    user gets. Each of `others` is prepared as "compressed" is.
     """
-    full, half = deployed(baseline, torch.float32), deployed(baseline)
-    best = fast_attention(copy.deepcopy(half))
-    packed = prepack(best, tokens=512) if next(baseline.parameters()).device.type == "cpu" else best
-    variants = {"baseline": Variant(best, packed, compiled=True)}
+
+    def best(model: nn.Module) -> tuple[nn.Module, nn.Module]:
+        half = fast_attention(deployed(model))
+        return half, prepack(half, tokens=512) if next(model.parameters()).device.type == "cpu" else half
+
+    def plain(dtype: torch.dtype) -> Callable[[nn.Module], tuple[nn.Module, nn.Module]]:
+        return lambda model: (deployed(model, dtype),) * 2
+
+    variants = {"baseline": Variant(baseline, True, best)}
     for name, model in {"compressed": compressed, **(others or {})}.items():
-        small = fast_attention(deployed(model))
-        variants[name] = Variant(small, small, compiled=True)
-    plain = zip(PLAIN, (half, full), strict=True)
-    return variants | {name: Variant(model, model, compiled=False) for name, model in plain}
+        variants[name] = Variant(model, True, lambda model: (fast_attention(deployed(model)),) * 2)
+    return variants | {name: Variant(baseline, False, plain(getattr(torch, name))) for name in PLAIN}
 
 
 @torch.no_grad()
@@ -87,6 +103,8 @@ def measure_speed(
     variants: dict[str, Variant], *, prompt_tokens: int = 512, new_tokens: int = 32, rounds: int = 5
 ) -> dict[str, Speed]:  # fmt: skip
     """Time every variant, round by round in turns, after warming each up.
+
+    Where memory does not hold all of them at once, they are timed in groups, the first (the baseline) in every group.
 
     Args:
         prompt_tokens: length of the prompt, batch 1.
@@ -99,37 +117,77 @@ def measure_speed(
     for name, value in (("prompt_tokens", prompt_tokens), ("new_tokens", new_tokens), ("rounds", rounds)):
         if type(value) is not int or value < 1:
             raise ValueError(f"`{name}` (={value!r}) must be a positive integer")
-    longest = min(getattr(v.model.config, "max_position_embeddings", 1 << 30) for v in variants.values())
+    longest = min(getattr(v.source.config, "max_position_embeddings", 1 << 30) for v in variants.values())
     total = prompt_tokens + new_tokens
     if total > longest:
         raise ValueError(f"`prompt_tokens` (={prompt_tokens}) + `new_tokens` (={new_tokens}) must be at most {longest}")
-    on_cpu = all(next(v.model.parameters()).device.type == "cpu" for v in variants.values())
+    on_cpu = all(next(v.source.parameters()).device.type == "cpu" for v in variants.values())
     # torch's own setting, not an option of torch.compile: only so is the step traced with its weights as constants.
     with inductor_config.patch(freezing=on_cpu):
-        _measure(variants, prompt_tokens, new_tokens, rounds)
-    settings = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "rounds": rounds, "batch": 1}
+        groups = _measure(variants, prompt_tokens, new_tokens, rounds)
+    settings = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "rounds": rounds, "batch": 1, "groups": groups}
     return {name: _speed(variant, prompt_tokens, settings) for name, variant in variants.items()}
 
 
-def _measure(variants: dict[str, Variant], prompt_tokens: int, new_tokens: int, rounds: int) -> None:
+def _measure(variants: dict[str, Variant], prompt_tokens: int, new_tokens: int, rounds: int) -> int:
+    """Prepare and time all of them; gives the number of groups that it took."""
     length = -(-(prompt_tokens + new_tokens) // 64) * 64
-    caches = {name: StaticCache(config=v.model.config, max_cache_len=length) for name, v in variants.items()}
     progress = tqdm(total=len(variants) * (rounds + 1), desc="speed", unit="run")
-    for name, variant in variants.items():
+    held: dict[str, Variant] = {}
+    groups, most = 0, 0
+    for i, (name, variant) in enumerate(variants.items(), start=1):
         progress.set_postfix_str(f"{name}: {'compiling' if variant.compiled else 'warming up'}")
-        _prepare(variant, caches[name], prompt_tokens, new_tokens)
+        before = _free_bytes(variant)
+        _prepare(variant, length, prompt_tokens, new_tokens)
+        held[name] = variant
         progress.update()
+        most = max(most, before - _free_bytes(variant))
+        if i < len(variants) and (len(held) == 1 or _free_bytes(variant) > ROOM * most):
+            continue
+        _in_turns(held, prompt_tokens, new_tokens, rounds, progress)
+        groups += 1
+        first, *others = held
+        for other in others if i < len(variants) else held:
+            _let_go(variants[other])
+        held = {first: held[first]}
+        progress.total += rounds * (i < len(variants))
+    progress.close()
+    return groups
+
+
+def _in_turns(held: dict[str, Variant], prompt_tokens: int, new_tokens: int, rounds: int, progress: tqdm) -> None:
     # All graphs are there: the guards that look for changes of the model are not part of any variant's work.
-    lean = all(_runs_without_guards(v, caches[name], prompt_tokens, new_tokens) for name, v in variants.items())
+    lean = all(_runs_without_guards(variant, prompt_tokens, new_tokens) for variant in held.values())
     with torch.compiler.set_stance("default", skip_guard_eval_unsafe=lean):
         for _ in range(rounds):
-            for name, variant in variants.items():
+            for name, variant in held.items():
                 progress.set_postfix_str(name)
-                ttft, tokens = _round(variant, caches[name], prompt_tokens, new_tokens)
+                ttft, tokens = _round(variant, prompt_tokens, new_tokens)
                 variant.ttft_s.append(ttft)
                 variant.token_s.append(statistics.median(tokens))
                 progress.update()
-    progress.close()
+
+
+def _let_go(variant: Variant) -> None:
+    """Free the model, its cache and its graphs.
+
+    Frozen weights are attributes of the modules that inductor generated, which it keeps for as long as the process runs.
+    """
+    variant.model = variant.step = variant.cache = None
+    for module in variant.generated:
+        for name in [name for name, value in vars(module).items() if isinstance(value, Tensor)]:
+            delattr(module, name)
+    variant.generated = []
+    gc.collect()
+    return_freed_memory()
+
+
+def _free_bytes(variant: Variant) -> int:
+    """What is free where this variant lives."""
+    device = next(variant.source.parameters()).device
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available
 
 
 def _speed(v: Variant, prompt_tokens: int, settings: dict[str, int]) -> Speed:
@@ -137,7 +195,7 @@ def _speed(v: Variant, prompt_tokens: int, settings: dict[str, int]) -> Speed:
     prefill = [prompt_tokens / s for s in v.ttft_s]
     return Speed(
         statistics.median(decode), _quartiles(decode), statistics.median(prefill), _quartiles(prefill),
-        statistics.median(v.ttft_s), str(v.model.dtype).removeprefix("torch."), v.execution,
+        statistics.median(v.ttft_s), v.dtype, v.execution,
         {op: sorted(used) for op, used in v.kernels.items()}, settings,
     )  # fmt: skip
 
@@ -149,18 +207,23 @@ def _quartiles(values: list[float]) -> tuple[float, float]:
     return low, high
 
 
-def _prepare(variant: Variant, cache: StaticCache, prompt_tokens: int, new_tokens: int) -> None:
+def _prepare(variant: Variant, length: int, prompt_tokens: int, new_tokens: int) -> None:
     """Run everything once eagerly, which also makes the cache's tensors; then compiled, if that is wanted and possible."""
-    variant.step = _step(variant.eager, cache)
+    variant.model, eager = variant.make(variant.source)
+    variant.dtype = str(variant.model.dtype).removeprefix("torch.")
+    cache = variant.cache = static_cache(variant.model, length)
+    variant.step = _step(eager, cache)
     with recording() as variant.kernels:
-        _round(variant, cache, prompt_tokens, 1)
+        _round(variant, prompt_tokens, 1)
     if not variant.compiled:
         return
     eagerly, variant.step = variant.step, torch.compile(_step(variant.model, cache), fullgraph=True, dynamic=False)
     before, graphs = counters["inductor"][_PREPACKED], counters["stats"]["unique_graphs"]
+    known = len(PyCodeCache.modules)
     try:
         with recording() as kernels:
-            _round(variant, cache, prompt_tokens, new_tokens)
+            _round(variant, prompt_tokens, new_tokens)
+        variant.generated = PyCodeCache.modules[known:]
     except Exception as error:  # no compiler, or a model that it cannot take: say so, and go on without
         first = first_line(error)
         warnings.warn(f"the model does not compile, so it runs eagerly: {first}", stacklevel=2)
@@ -174,6 +237,16 @@ def _prepare(variant: Variant, cache: StaticCache, prompt_tokens: int, new_token
     variant.execution = "compiled" + (f", {packed} dense weights frozen and prepacked" if packed else "")
 
 
+def static_cache(model: nn.Module, length: int) -> StaticCache:
+    """A static cache of so many positions, in which sliding layers keep all of them, as masks hide what lies outside their window.
+
+    transformers' own sliding layer counts positions in Python, so that every decoded token would be compiled anew.
+    """
+    cache = StaticCache(config=model.config, max_cache_len=length)
+    cache.layers = [StaticLayer(length) if type(layer) is StaticSlidingWindowLayer else layer for layer in cache.layers]
+    return cache
+
+
 def _step(model: nn.Module, cache: StaticCache) -> Callable[[Tensor, Tensor], Tensor]:
     def step(tokens: Tensor, positions: Tensor) -> Tensor:
         logits = model(tokens, past_key_values=cache, position_ids=positions, use_cache=True, logits_to_keep=1).logits
@@ -183,24 +256,24 @@ def _step(model: nn.Module, cache: StaticCache) -> Callable[[Tensor, Tensor], Te
     return step
 
 
-def _runs_without_guards(variant: Variant, cache: StaticCache, prompt_tokens: int, new_tokens: int) -> bool:
+def _runs_without_guards(variant: Variant, prompt_tokens: int, new_tokens: int) -> bool:
     """Can the graphs be chosen without looking at the whole model? Not where a cache keeps counts in Python."""
     if not variant.execution.startswith("compiled"):
         return True
     try:
         with torch.compiler.set_stance("default", skip_guard_eval_unsafe=True):
-            _round(variant, cache, prompt_tokens, new_tokens)
+            _round(variant, prompt_tokens, new_tokens)
     except RuntimeError:
         return False
     return True
 
 
-def _round(variant: Variant, cache: StaticCache, prompt_tokens: int, new_tokens: int) -> tuple[float, list[float]]:
+def _round(variant: Variant, prompt_tokens: int, new_tokens: int) -> tuple[float, list[float]]:
     """Seconds to the first token, and for each later one."""
-    device = next(variant.model.parameters()).device
-    prompt = (torch.arange(prompt_tokens) * 7919 % variant.model.get_input_embeddings().num_embeddings)[None].to(device)
+    device = next(variant.source.parameters()).device
+    prompt = (torch.arange(prompt_tokens) * 7919 % variant.source.get_input_embeddings().num_embeddings)[None].to(device)
     positions = torch.arange(prompt_tokens, device=device)[None]
-    cache.reset()
+    variant.cache.reset()
     _wait(device)
     start = time.perf_counter()
     token = variant.step(prompt, positions)

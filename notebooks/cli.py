@@ -16,7 +16,7 @@ from pathlib import Path
 from eval.record import read_record
 from notebooks.parameters import check_parameters, notebook_path, parse_value, read_parameters
 from notebooks.run import ROOT, run_key
-from reports.table import markdown, updated
+from reports.table import markdown, strengths_markdown, updated
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -54,7 +54,11 @@ def _table(records: list[str], file: str | None) -> int:
     if bool(records) == bool(file):
         raise ValueError("`table` takes records, or --update with a file that names them")
     if records:
-        print(markdown([read_record(path) for path in records]), end="")
+        read = [read_record(path) for path in records]
+        print(markdown(read), end="")
+        for record in read:
+            if record.get("strengths", {}).get("lines"):
+                print("\n" + strengths_markdown([record]), end="")
         return 0
     path = Path(file)
     if not path.is_file():

@@ -125,6 +125,73 @@ def _envelope(values: list[float], bins: int = 240) -> tuple[list[float], list[f
     return [start + size / 2 for start in starts], [max(values[start : start + size]) for start in starts]
 
 
+class Curve(NamedTuple):
+    """One line of a panel of curves: its block, its points, and the x that was chosen on it."""
+
+    block: int
+    points: list[tuple[float, float]]
+    chosen: float
+
+
+def curves(panels: dict[str, list[Curve]], *, key: str, x_label: str, y_label: str, summary: str) -> str:
+    """A panel per kind of linear, a line per block, from the first (pale) to the last (full), and a dot at what was chosen."""
+    shown = list(panels.items())[:MAX_PANELS]
+    columns = min(len(shown), 4)
+    rows = -(-len(shown) // columns)
+    last = max((curve.block for _, of in shown for curve in of), default=0) or 1
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(9.6, 0.5 + 1.9 * rows), layout="constrained")
+        axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+        for ax, (title, of) in zip(axes.flat, shown, strict=False):
+            for curve in of:
+                if not curve.points:
+                    continue
+                x, y = zip(*sorted(curve.points), strict=True)
+                ax.plot(x, y, color=ACCENT, alpha=0.25 + 0.6 * curve.block / last, lw=0.9)
+                if x[0] <= curve.chosen <= x[-1]:
+                    at = next(i for i in range(1, len(x)) if curve.chosen <= x[i])
+                    share = (curve.chosen - x[at - 1]) / (x[at] - x[at - 1])
+                    height = y[at - 1] ** (1 - share) * y[at] ** share  # on the line, which is straight where y is logarithmic
+                    ax.plot(curve.chosen, height, "o", color=SECOND, ms=3, zorder=5)
+            ax.set_title(title, fontsize=9, loc="left")
+            ax.set_yscale("log")
+            ax.grid(True, axis="y", lw=0.6)
+            ax.minorticks_off()
+        for ax in axes.flat[len(shown) :]:
+            ax.axis("off")
+        figure.supxlabel(x_label, fontsize=10)
+        figure.supylabel(y_label, fontsize=10)
+        return _svg(figure, key, summary)
+
+
+def against(panels: dict[str, dict[str, list[tuple[float, float]]]], *, key: str, x_label: str, y_label: str, summary: str) -> str:
+    """Lines by name against a number, y logarithmic, a panel per title."""
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(9.6, 0.9 + 3.4 * len(panels)), layout="constrained")
+        axes = figure.subplots(len(panels), 1, squeeze=False)
+        for ax, (title, lines) in zip(axes.flat, panels.items(), strict=True):
+            for i, (name, points) in enumerate(lines.items()):
+                style = {
+                    "color": (ACCENT, SECOND, INK)[i % 3],
+                    "ls": ("-", "--", ":", "-.")[i // 3 % 4],
+                    "marker": "os^D"[i // 3 % 4],
+                }
+                if points:
+                    ax.plot(*zip(*sorted(points), strict=True), lw=1.5, ms=4, label=wrapped(name, 44), **style)
+            ax.set_yscale("log")
+            low, high = ax.get_ylim()
+            if high < 100 * low:
+                ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                ax.yaxis.set_major_formatter("{x:g}")
+            ax.minorticks_off()
+            ax.grid(True, axis="y", lw=0.6)
+            ax.set_title(title, fontsize=10, loc="left")
+            ax.set_ylabel(y_label)
+            ax.legend(fontsize=8.5, handlelength=2.4, loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
+        axes.flat[-1].set_xlabel(x_label)
+        return _svg(figure, key, summary)
+
+
 class Point(NamedTuple):
     """One model in a plane: its label, where it is, and whether it is the one that the page is about."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from reports import folds, kernels, plots, table
+from reports import folds, kernels, plots, pruning, table
 from reports.verdict import verdict
 
 METRICS = (
@@ -72,6 +72,7 @@ def page(record: dict[str, Any]) -> str:
         table=metric_table(record),
         compared=compared(record),
         folds=folds.context(record.get("folds", [])),
+        pruned=pruning.context(record["layers"], record.get("drops", []), record.get("strengths", {}), _ratios(record)),
         errors=plots.layer_errors(record["layers"], recipe) if record["layers"] else "",
         speed=plots.speed_bars(record["speed"]) if record.get("speed") else "",
         size=plots.size_bars(_sizes(record)) if "stored_bytes" in record["scores"]["compressed"] else "",
@@ -106,21 +107,26 @@ def compared(record: dict[str, Any]) -> dict[str, Any]:
     if len(others) <= MAX_OTHERS and not any(row["decode"] for row in others):
         return {}
     corpora = table.corpora([record])
-    return {"rows": rows, "corpora": corpora, "figure": _cost_against_size(rows, corpora[0]) if corpora else ""}
+    return {
+        "rows": rows, "corpora": corpora,
+        "by_size": _cost(rows, corpora[:1], "stored_bytes", 1e-6, "stored megabytes"),
+        "by_speed": _cost(rows, corpora[:1], "decode", 1, "decoded tokens per second"),
+    }  # fmt: skip
 
 
-def _cost_against_size(rows: list[dict[str, Any]], corpus: str) -> str:
+def _cost(rows: list[dict[str, Any]], corpora: list[str], against: str, scale: float, label: str) -> str:
+    """The change of the perplexity of every model against another of its numbers."""
     points = [
         plots.Point(
             row["recipe"] if row["name"] == "compressed" else "16-bit baseline" if row["name"] == "baseline" else row["name"],
-            row["stored_bytes"] / 1e6, 100 * (row["texts"][corpus]["change"] or 0.0), row["name"] == "compressed",
+            row[against] * scale, 100 * (row["texts"][corpus]["change"] or 0.0), row["name"] == "compressed",
         )
-        for row in rows if row["stored_bytes"] and row["texts"][corpus]["perplexity"]
+        for corpus in corpora for row in rows if row[against] and row["texts"][corpus]["perplexity"]
     ]  # fmt: skip
     if len(points) < 3:
         return ""
-    return plots.scatter(points, key="cost", x_label="stored megabytes", y_label=f"change of the perplexity on {corpus}",
-                         summary="Change of the perplexity against stored megabytes, one point per model.")  # fmt: skip
+    return plots.scatter(points, key=f"cost-{against}", x_label=label, y_label=f"change of the perplexity on {corpora[0]}",
+                         summary=f"Change of the perplexity against {label}, one point per model.")  # fmt: skip
 
 
 def faster(ratio: float) -> str:
@@ -160,6 +166,13 @@ def _change(before: float | None, after: float | None, better: int) -> dict[str,
     text = f"{ratio:.2f}×" if ratio >= 2 or ratio <= 0.5 else f"{(ratio - 1) * 100:+.1f} %".replace("-", "−")
     kind = "" if abs(ratio - 1) < 0.005 else "good" if (ratio > 1) == (better > 0) else "bad"
     return {"text": text, "kind": kind}
+
+
+def _ratios(record: dict[str, Any]) -> dict[str, float]:
+    """Speeds of "compressed" over those of the baseline, where both were measured."""
+    base, small = record["scores"]["baseline"], record["scores"]["compressed"]
+    names = {what: f"{what}_tokens_per_s" for what in ("decode", "prefill")}
+    return {what: small[name] / base[name] for what, name in names.items() if base.get(name) and name in small}
 
 
 def _sizes(record: dict[str, Any]) -> dict[str, dict[str, float]]:

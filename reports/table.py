@@ -4,8 +4,10 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-START, END = "<!-- workbench table ", "<!-- end -->"
-_SECTION = re.compile(rf"({START}(?P<paths>[^>]*?) -->\n)(?P<body>.*?)(?P<end>{END}|(?={START})|\Z)", re.S)
+START, END = "<!-- workbench ", "<!-- end -->"
+_SECTION = re.compile(
+    rf"({START}(?P<kind>table|strengths) (?P<paths>[^>]*?) -->\n)(?P<body>.*?)(?P<end>{END}|(?={START})|\Z)", re.S
+)
 _TOLD = ("bits", "group_size", "alpha")  # knobs that name a step in records that do not say how it is written
 
 
@@ -82,7 +84,7 @@ def markdown(records: Sequence[dict[str, Any]]) -> str:
     lines = [head, ["---"] * (1 + several) + ["---:"] * (len(head) - 1 - several)]
     for record in records:
         lines += [([record["model"]["name"]] if several else []) + _cells(row, texts) for row in rows(record)]
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines) + "\n"
+    return _written(lines)
 
 
 def _cells(row: dict[str, Any], texts: Sequence[str]) -> list[str]:
@@ -100,12 +102,42 @@ def _cells(row: dict[str, Any], texts: Sequence[str]) -> list[str]:
     return cells
 
 
+def strengths_markdown(records: Sequence[dict[str, Any]]) -> str:
+    """A table of perplexities: a row per recipe and corpus that was scored at several strengths, a column per strength.
+
+    Raises:
+        ValueError: records without such scores, or with other strengths than the first.
+    """
+    values = (records[0].get("strengths") or {}).get("values", [])
+    lines = []
+    for record in records:
+        found = record.get("strengths") or {"values": []}
+        if not found["values"] or found["values"] != values:
+            raise ValueError(f"the record of {record['run']['key']} has strengths {found['values']}, not {values or 'any'}")
+        for corpus in corpora([record]):
+            base = record["scores"]["baseline"][f"perplexity_{corpus}"]
+            for line in found["lines"]:
+                scores = [point["scores"].get(f"perplexity_{corpus}") for point in line["points"]]
+                lines.append([f"`{line['recipe']}`", *(number(score, 2 if score and score < 1000 else 0) for score in scores)])
+            lines.append([f"baseline, {corpus}: {number(base)}", *[""] * len(values)])
+    return _written([["recipe, perplexity", *values], ["---", *["---:"] * len(values)], *lines])
+
+
+def _written(lines: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines) + "\n"
+
+
+_MADE = {"table": markdown, "strengths": strengths_markdown}
+
+
 def _with_error(value: float | None, stderr: float | None, digits: int) -> str:
     return number(value, digits) + (f" ± {stderr:.{digits}f}" if value is not None and stderr is not None else "")
 
 
 def updated(text: str, read: Callable[[str], dict[str, Any]]) -> str:
     """The text with every table between `<!-- workbench table PATHS -->` and `<!-- end -->` made anew from these records.
+
+    `table` gives the models of the records side by side (`markdown`), `strengths` what `strengths_markdown` does.
 
     Args:
         read: a record by its path, as the text names it; several are apart by spaces.
@@ -118,7 +150,7 @@ def updated(text: str, read: Callable[[str], dict[str, Any]]) -> str:
         paths = section["paths"].split()
         if not paths or not section["end"]:
             lacks = "must name records" if not paths else f"has no {END} after it"
-            raise ValueError(f"{START}{section['paths']} --> {lacks}")
-        return f"{section[1]}\n{markdown([read(path) for path in paths])}\n{END}"
+            raise ValueError(f"{START}{section['kind']} {section['paths']} --> {lacks}")
+        return f"{section[1]}\n{_MADE[section['kind']]([read(path) for path in paths])}\n{END}"
 
     return _SECTION.sub(made, text)

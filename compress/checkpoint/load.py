@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, GenerationConfig
 
+from compress.dropped import Dropped
 from compress.experts import split_experts
 from compress.linear import CompressedLinear, replace
 
@@ -38,7 +39,10 @@ def load_compressed(path: str | Path, *, device: str = "cpu") -> nn.Module:
         model = getattr(transformers, layout["class"])(config)
         if layout["split_experts"]:
             split_experts(model)
-    tensors = load_file(path / WEIGHTS)
+        for name, spec in layout.get("dropped", {}).items():
+            replace(model, name, Dropped(**spec))
+    # A file's tensors may begin anywhere; where they do matters to some products, in the last bit.
+    tensors = {name: t if t.data_ptr() % 64 == 0 else t.clone() for name, t in load_file(path / WEIGHTS).items()}
     for name, spec in layout["linears"].items():
         own = {key.removeprefix(f"{name}."): tensors.pop(key) for key in [k for k in tensors if k.startswith(f"{name}.")]}
         replace(model, name, CompressedLinear.from_tensors(spec, own, getattr(torch, layout["dtype"])))

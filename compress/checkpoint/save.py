@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from compress.apply import compressed_linears
 from compress.checkpoint.load import COMPUTED, LAYOUT, VERSION, WEIGHTS, load_compressed
+from compress.dropped import dropped_parts
 from compress.experts import SplitExperts
 from compress.result import Result
 
@@ -55,12 +56,14 @@ def _write(result: Result, folder: Path, tokenizer: PreTrainedTokenizerBase | No
         "dtype": str(model.dtype).removeprefix("torch."),
         "split_experts": any(isinstance(m, SplitExperts) for m in model.modules()),
         "linears": {name: linear.spec() for name, linear in linears.items()},
+        "dropped": {name: part.spec() for name, part in dropped_parts(model).items()},
     }
     story = {
         "recipe": [{"method": m.name, "knobs": m.values()} for m in result.recipe],
         "model": result.identity,
         "calibration": result.calibration,
         "layers": [asdict(record) for record in result.layers],
+        "drops": [asdict(record) for record in result.drops],
         "kept": result.kept,
     }
     (folder / LAYOUT).write_text(json.dumps(layout, indent=1))

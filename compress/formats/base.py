@@ -15,6 +15,7 @@ class Format(nn.Module):
 
     name: ClassVar[str]
     shape: tuple[int, int]  # (out, in)
+    follows: ClassVar[tuple[str, ...]] = ()  # buffers of floats that are cast with the model
     activation_bits: int | None = None  # to which `matmul` rounds x; None: it takes x as it comes
 
     def dequantize(self) -> Tensor:
@@ -41,7 +42,9 @@ class Format(nn.Module):
 
     @property
     def bits_per_weight(self) -> float:
-        return 8 * self.nbytes / (self.shape[0] * self.shape[1])
+        """Stored bits per weight, floats that are cast with the model counted as the 16 bits in which models are deployed."""
+        state = self.state_dict().items()
+        return 8 * sum(2 * t.numel() if name in self.follows else t.nbytes for name, t in state) / (self.shape[0] * self.shape[1])
 
     def for_compute(self, dtype: torch.dtype, device: torch.device) -> None:
         """Lay the buffers out for activations of this dtype on this device; called whenever the model moves."""

@@ -19,6 +19,7 @@ class Bitmap(Sparse):
     """
 
     name: ClassVar[str] = "bitmap"
+    follows: ClassVar[tuple[str, ...]] = ("values",)
 
     def __init__(self, shape: tuple[int, int], mask: Tensor, values: Tensor | None, ints: dict[str, Any] | None = None) -> None:
         """ints: None, or bits, group_size, codes, scale and zero (None: symmetric)."""

@@ -15,6 +15,7 @@ class Columns(Format):
     """
 
     name: ClassVar[str] = "columns"
+    follows: ClassVar[tuple[str, ...]] = ("inner.weight",)
 
     def __init__(self, inner: Format, chosen: Tensor) -> None:
         """chosen: [in] bool or uint8, true for as many columns as `inner` has."""

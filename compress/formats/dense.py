@@ -12,6 +12,7 @@ class Dense(Format):
     """Floats [out, in], 16 or 32 bits each."""
 
     name: ClassVar[str] = "dense"
+    follows: ClassVar[tuple[str, ...]] = ("weight",)
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()

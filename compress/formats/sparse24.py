@@ -21,6 +21,7 @@ class Sparse24Weight(Sparse):
     """
 
     name: ClassVar[str] = "sparse24"
+    follows: ClassVar[tuple[str, ...]] = ("values.weight",)
 
     def __init__(self, values: Dense | IntGroup, places: Tensor) -> None:
         super().__init__()

@@ -1,15 +1,23 @@
 """What the pruning methods share: how much goes, in which pattern, and how what is left is stored."""
 
-from collections.abc import Sequence
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from compress.formats import Bitmap, Dense, Format, IntGroup, Sparse24Weight
-from compress.method import LayerwiseMethod, knob
+from compress.method import LayerRecord, LayerwiseMethod, knob
+from compress.pruning.allocation import LEVELS, allocate, distortion_curves, global_ratios
 from compress.pruning.patterns import UNSTRUCTURED, kept, parse_pattern
 from compress.statistics import LayerStatistics
+from compress.walk import targets
+
+if TYPE_CHECKING:
+    from compress.resume import BlockStore
 
 HALF = 0.5  # of the weights: the usual ratio
 
@@ -20,9 +28,15 @@ class PruningMethod(LayerwiseMethod):
 
     stage: ClassVar[str] = "sparsify"
     by_row: ClassVar[bool] = False  # are scores compared within each row, or over the whole matrix?
+    comparable: ClassVar[bool] = False  # do the scores of different linears measure the same, without calibration?
+    ratios: ClassVar[Mapping[str, float]] = {}  # by linear, where `allocation` gave each its own
 
     ratio: float = knob(HALF, "of each linear's weights that go, below 1; a pattern N:M says it itself", range=(0, 1))
     pattern: str = knob(UNSTRUCTURED, "which may be kept: any (unstructured), or N of every M neighbours in a row (2:4, 4:8, ...)")
+    allocation: str = knob("uniform", "ratio for every linear (uniform), or over all of them: as measured distortions of the "
+                                      "model's predictions say (adaptive), or by comparing magnitudes of all (global)",
+                           choices=("uniform", "adaptive", "global"))  # fmt: skip
+    curve_tokens: int = knob(512, "calibration tokens on which allocation='adaptive' measures distortions", range=(1, 1 << 30))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -32,6 +46,17 @@ class PruningMethod(LayerwiseMethod):
         if pattern and self.ratio not in (HALF, implied := 1 - pattern[0] / pattern[1]):
             raise ValueError(f"`ratio` (={self.ratio}) of {self.name} is not that of `pattern` (={self.pattern!r}), which is "
                              f"{implied:g}: leave it out")  # fmt: skip
+        if pattern:
+            object.__setattr__(self, "ratio", implied)
+        if pattern and self.allocation != "uniform":
+            raise ValueError(f"`allocation` (={self.allocation!r}) of {self.name} has nothing to share out: `pattern` "
+                             f"(={self.pattern!r}) gives every linear the same ratio")  # fmt: skip
+        if self.allocation == "global" and not self.comparable:
+            raise ValueError(f"`allocation` (='global') of {self.name}: its scores cannot be compared over linears; 'adaptive' or "
+                             "'uniform' would do")  # fmt: skip
+        if self.allocation == "adaptive" and self.ratio > LEVELS[-1]:
+            raise ValueError(f"`ratio` (={self.ratio}) of {self.name} must be at most {LEVELS[-1]} with `allocation` "
+                             "(='adaptive'), which takes no more of any linear")  # fmt: skip
 
     def check_layer(self, name: str, shape: tuple[int, int]) -> None:
         pattern = parse_pattern(self.pattern)
@@ -45,8 +70,33 @@ class PruningMethod(LayerwiseMethod):
         """[out, in]: how much each weight matters; only their order counts."""
         raise NotImplementedError
 
+    @property
+    def needs_calibration(self) -> bool:
+        return self.allocation == "adaptive"
+
+    def ratio_of(self, statistics: LayerStatistics) -> float:
+        """Of a linear's weights, how many go."""
+        return self.ratios.get(statistics.name, self.ratio)
+
+    def apply(
+        self, model: nn.Module, batches: Sequence[Tensor], *, device: torch.device, store: "BlockStore | None" = None,
+        originals: Mapping[str, nn.Module] | None = None,
+    ) -> list[LayerRecord]:  # fmt: skip
+        curves: dict[str, dict[float, float]] = {}
+        pruner = copy.copy(self)
+        if self.allocation == "global":
+            object.__setattr__(pruner, "ratios", global_ratios(model, self))
+        elif self.allocation == "adaptive":
+            kept_curves = store and store.beside("curves", without=("ratio",))
+            curves = distortion_curves(model, self, batches, device=device, store=kept_curves)
+            weights = {name: rows * columns for name, (rows, columns) in targets(model, self).items()}
+            object.__setattr__(pruner, "ratios", allocate(curves, weights, self.ratio))
+        records = LayerwiseMethod.apply(pruner, model, batches, device=device, store=store, originals=originals)
+        shown = {name: {f"{level:g}": value for level, value in curve.items()} for name, curve in curves.items()}
+        return [dataclasses.replace(record, distortion=shown.get(record.name)) for record in records]
+
     def solve(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
-        keep = kept(self.scores(W, statistics), self.ratio, parse_pattern(self.pattern), by_row=self.by_row)
+        keep = kept(self.scores(W, statistics), self.ratio_of(statistics), parse_pattern(self.pattern), by_row=self.by_row)
         return [store(Dense(W * keep), keep, self.pattern)]
 
 

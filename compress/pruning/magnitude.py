@@ -15,6 +15,7 @@ class Magnitude(PruningMethod):
 
     name: ClassVar[str] = "magnitude"
     source: ClassVar[str] = "the baseline of arXiv:2306.11695 (Han et al., 2015, arXiv:1506.02626)"
+    comparable: ClassVar[bool] = True
 
     def scores(self, W: Tensor, statistics: LayerStatistics) -> Tensor:
         return W.abs()

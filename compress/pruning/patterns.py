@@ -41,7 +41,7 @@ def kept(scores: Tensor, ratio: float, pattern: tuple[int, int] | None, *, by_ro
         groups, gone = scores.view(out, -1, m), m - n
     else:
         groups = scores.view(out, 1, columns) if by_row else scores.view(1, 1, -1)
-        gone = int(ratio * groups.shape[-1])
+        gone = int(ratio * groups.shape[-1] + 1e-6)  # 0.29 of 100 is 29
     mask = torch.ones(groups.shape, dtype=torch.bool, device=scores.device)
     lowest = groups.argsort(dim=-1, stable=True)[..., :gone]
     return mask.scatter_(-1, lowest, False).view(out, columns)

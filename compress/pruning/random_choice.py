@@ -18,6 +18,7 @@ class RandomChoice(PruningMethod):
 
     name: ClassVar[str] = "random"
     source: ClassVar[str] = "a baseline"
+    comparable: ClassVar[bool] = True
 
     seed: int = knob(0, "of the draw", range=(0, (1 << 31) - 1))
 

@@ -55,7 +55,7 @@ class SparseGPT(PruningMethod):
             statistics.note(text)
         group_size = W.shape[1] if self.group_size == -1 else self.group_size
         plain, keep = sparsegpt(
-            W, factor, ratio=self.ratio, pattern=parse_pattern(self.pattern), bits=self.bits, group_size=group_size,
+            W, factor, ratio=self.ratio_of(statistics), pattern=parse_pattern(self.pattern), bits=self.bits, group_size=group_size,
             symmetric=self.symmetric, scale_dtype=self.scale_dtype,
         )  # fmt: skip
         return [store(plain, keep, self.pattern)]

@@ -20,6 +20,7 @@ ROWS = {
     "random": {"ratio": 0.005},
     "wanda": {"pattern": "3:4"},
     "sparsegpt": {"ratio": 0.2, "bits": 8, "group_size": 16, "min_tokens": 8},
+    "layer_drop": {"target": "mlp", "count": 1},
     "smoothquant": {"alpha": 0.6},
     "int8": {"activations": "tensor"},
     "fp8": {"weights": "block"},
@@ -53,13 +54,14 @@ def test_every_architecture(name, any_model, tokens):
     result = apply([METHODS[name](**ROWS[name])], any_model, tokens())
     after = result.model(ids).logits
     assert result.model is any_model
-    assert ((after - before).norm() / before.norm()).item() < 0.5
+    gone = sum(drop.parameters for drop in result.drops)
+    assert ((after - before).norm() / before.norm()).item() < (1.5 if gone else 0.5), "a layer of two is much"
     linears = [m for m in any_model.modules() if isinstance(m, CompressedLinear)]
     assert len(linears) == len(result.layers) and bool(linears) == (name in STORING)
-    assert result.layers or result.folds
+    assert result.layers or result.folds or gone
     biases = sum(m.bias.numel() for m in linears if m.bias is not None)
     kept = sum(torch.Size(k["shape"]).numel() for k in result.kept)
-    assert kept + biases + sum(r.shape[0] * r.shape[1] for r in result.layers) == parameters
+    assert kept + biases + sum(r.shape[0] * r.shape[1] for r in result.layers) == parameters - gone
     assert all(k["reason"] for k in result.kept)
     assert result._repr_html_() and str(result)
 

@@ -76,8 +76,28 @@ def expect_smoothquant(made, scores, html):
     assert "Compared in this run" in html and "120 of 120 links were scaled (alpha 0.5)" in html
 
 
+def expect_pruning(made, scores, html):
+    base, small, magnitude, shorter = (scores[k] for k in ("baseline", "compressed", "magnitude", "two less"))
+    assert base["perplexity_pydocs"] < small["perplexity_pydocs"] < magnitude["perplexity_pydocs"]
+    assert all(layer["sparsity"] == pytest.approx(0.5, abs=0.01) for layer in made["layers"])
+    assert {round(layer["bits_per_weight"], 1) for layer in made["layers"]} == {9.0}
+    assert small["stored_bytes"] == magnitude["stored_bytes"] < 0.7 * base["stored_bytes"]
+    assert shorter["stored_bytes"] < base["stored_bytes"] - 3e6 and shorter["prefill_tokens_per_s"] > 0
+    line = made["strengths"]["lines"][0]
+    assert made["strengths"]["values"] == ["0.3", "0.6"] and [point["value"] for point in line["points"]] == ["0.3", "0.6"]
+    mild, hard = (point["scores"]["perplexity_pydocs"] for point in line["points"])
+    assert base["perplexity_pydocs"] < mild < magnitude["perplexity_pydocs"] < hard
+    assert line["points"][0]["removed_parameters"] == pytest.approx(0.3 * 106_168_320, rel=0.01)
+    assert "What was taken away" in html and "50.0 % of the weights of 210 linears are 0" in html and "magnitude(ratio={})" in html
+
+
 # Per notebook: parameters beside SMALL, the format of its linears, and what else must hold.
-EXPECTED = {"gptq": ({}, "int_group", expect_gptq), "smoothquant": ({"compare": "", "samples": 2}, "eight_bit", expect_smoothquant)}
+EXPECTED = {
+    "gptq": ({}, "int_group", expect_gptq),
+    "smoothquant": ({"compare": "", "samples": 2}, "eight_bit", expect_smoothquant),
+    "pruning": ({"method": "wanda", "compare": "magnitude; two less: layer_drop(count=2)", "curves": "magnitude(ratio={})",
+                 "strengths": "0.3, 0.6"}, "bitmap", expect_pruning),
+}  # fmt: skip
 
 
 ONCE = pytest.param("gptq", True, marks=pytest.mark.slow)
@@ -95,7 +115,7 @@ def test_notebook_runs_on_the_real_model(name, compiled, tmp_path):
         cwd=ROOT, check=True, capture_output=True, timeout=600, env=os.environ | {"TORCHDYNAMO_DISABLE": str(int(not compiled))},
     )  # fmt: skip
     made = read_record(tmp_path / "run" / "record.json")
-    assert made["model"]["name"] == "smollm2-135m" and made["recipe"][0]["method"] == name
+    assert made["model"]["name"] == "smollm2-135m" and made["recipe"][0]["method"] == more.get("method", name)
     assert made["provenance"]["command"].startswith(f"papermill notebooks/{name}.ipynb out.ipynb -p ")
     assert len(made["layers"]) == 210 and {layer["format"] for layer in made["layers"]} == {stored_as}
     assert "decode_tokens_per_s" in made["scores"]["compressed"], made["notes"]
@@ -152,6 +172,66 @@ def test_smoothquant_takes_whole_recipes(tmp_path, monkeypatch):
     assert all("decode_tokens_per_s" in made["scores"][name] for name in ("baseline", *steps))
     assert "<svg" in cells["figures"](cells["result"].folds)._repr_html_()
     assert "weights only" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize("given, message", [
+    ({"ratio": 1.0}, "`ratio` (=1.0) of sparsegpt must lie below 1"),
+    ({"ratio": -0.5}, "`ratio` (=-0.5) of sparsegpt must lie between 0 and 1"),
+    ({"pattern": "4:4"}, "`pattern` (='4:4') must be 'unstructured', or N:M with 0 < N < M"),
+    ({"pattern": "2:4", "ratio": 0.7}, "`ratio` (=0.7) of sparsegpt is not that of `pattern`"),
+    ({"allocation": "global"}, "`allocation` (='global') of sparsegpt"),
+    ({"drop": "heads"}, "`target` (='heads') of layer_drop must be one of attention, mlp, joint, block"),
+    ({"drop": "mlp", "drop_count": 0}, "`count` (=0) of layer_drop must lie between 1"),
+    ({"method": "obs"}, "obs is not a method"),
+    ({"method": ""}, "`recipe` (='') must name methods"),
+    ({"curves": "wanda"}, "'wanda' has no {} where the strength goes"),
+    ({"strengths": ""}, "`strengths` (='') must list what {} stands for"),
+    ({"strengths": "0.5, 1.5"}, "`ratio` (=1.5) of magnitude"),
+    ({"compare": "gptq, wanda"}, "must come before"),
+])  # fmt: skip
+def test_pruning_refuses_before_the_model_is_loaded(given, message):
+    with pytest.raises(ValueError) as caught:
+        run_cells("pruning", given, until="load_model(model_name")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("given, message", [
+    ({"pattern": "3:5"}, "`pattern` (='3:5') of sparsegpt needs rows of a multiple of 5 columns"),
+    ({"drop": "block", "drop_count": 2}, "`count` (=2) of layer_drop must leave some of the 2 block layers"),
+    ({"curves": "layer_drop(count={})", "strengths": "1, 2"}, "`count` (=2) of layer_drop must leave some of the 2 "),
+])  # fmt: skip
+def test_pruning_refuses_before_any_work(given, message, monkeypatch):
+    """What only the model tells; every check comes before the first recipe is applied."""
+    monkeypatch.setattr("compress.apply.apply", lambda *_, **__: pytest.fail("work began"))
+    given = {"model_name": "tiny", "compare": "", **SMALL, "seqlen": 64, "window": 64, **given}
+    with pytest.raises(ValueError) as caught:
+        run_cells("pruning", given)
+    assert message in str(caught.value)
+
+
+def test_pruning_takes_whole_recipes(tmp_path, monkeypatch):
+    """On the tiny model: layers dropped, then the rest pruned adaptively and quantised; points that were finished are kept."""
+    monkeypatch.setattr(torch, "compile", lambda step, **_: step)
+    given = {"recipe": "layer_drop(target=mlp, count=1), wanda(ratio=0.4, allocation=adaptive, curve_tokens=32), rtn(bits=4)",
+             "compare": "half: layer_drop(target=block, count=1)", "curves": "wanda(ratio={}); random(ratio={})",
+             "strengths": "0.2, 0.4", "model_name": "tiny", "run_path": str(tmp_path / "run"), "work_path": str(tmp_path / "work"),
+             **SMALL, "seqlen": 64, "window": 64}  # fmt: skip
+    cells = run_cells("pruning", given)
+    made = read_record(tmp_path / "run" / "record.json")
+    assert [step["method"] for step in made["recipe"]] == ["layer_drop", "wanda", "rtn"]
+    assert len(made["drops"]) == 2 and sum(drop["order"] == 1 for drop in made["drops"]) == 1
+    assert len(made["layers"]) == 7 + 4 and all(layer["distortion"] and layer["format"] == "bitmap" for layer in made["layers"])
+    shown = cells["figures"](cells["result"].layers, cells["result"].drops)._repr_html_()
+    assert shown.count("<svg") == 3 and "Dropped: the MLPs" in shown
+    html = (tmp_path / "run" / "report.html").read_text()
+    assert "Accuracy against strength" in html and "random(ratio={})" in html and "half" in html
+    assert "<td" in cells["curve"]._repr_html_()
+    points = sorted((tmp_path / "work" / "strengths").glob("*.json"))
+    assert len(points) == 4
+    monkeypatch.setattr("notebooks.strengths.apply", lambda *_, **__: pytest.fail("a finished point was made again"))
+    again = cells["score_strengths"](cells["lines"], cells["baseline"], cells["batches"], work_path=given["work_path"],
+                                     **cells["scored"])  # fmt: skip
+    assert again == cells["curve"]
 
 
 @pytest.mark.parametrize("text, value", [("search", "search"), ("0.7", 0.7), ("1", 1.0), ("0", 0.0)])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from eval.record import read_record
-from reports import plots
+from reports import plots, pruning
 from reports.folds import context, figures
 from reports.render import compared, metric_table, number, page, render
 from reports.verdict import verdict
@@ -99,6 +99,29 @@ def make_smoothed_record(layers: int = 10) -> dict:
     made["recipes"] = {"compressed": steps, "unsmoothed": steps[1:], "nf4": [{**steps[1], "method": "nf4", "text": "nf4"}]}
     made["notes"] = ["nf4: a note about nf4."]
     made["speed"] |= {"unsmoothed": made["speed"]["baseline"], "nf4": made["speed"]["baseline"]}
+    return made
+
+
+def make_pruned_record(layers: int = 10) -> dict:
+    """A run in which layers were dropped and the rest was pruned, layer by layer, with a curve of strengths."""
+    made = make_record(layers)
+    for i, layer in enumerate(made["layers"]):
+        curve = {"0.15": 0.0001 * (1 + i % 7), "0.3": 0.001, "0.5": 0.01, "0.7": 0.1, "0.9": 1.0 + i / 100}
+        layer |= {"sparsity": 0.3 + 0.04 * (i % 11), "distortion": curve, "format": "bitmap", "rtn_error": None,
+                  "bits_per_weight": 9.0}  # fmt: skip
+    made["drops"] = [
+        {"name": f"model.layers.{i}.self_attn", "kind": "attention", "block": i, "importance": 0.01 + 0.02 * abs(i - 6),
+         "order": {6: 1, 7: 2}.get(i), "parameters": 884_736 if i in (6, 7) else 0}
+        for i in range(layers)
+    ]  # fmt: skip
+    made["strengths"] = {"values": ["0.3", "0.5"], "lines": [
+        {"recipe": f"{name}(ratio={{}})", "points": [
+            {"value": value, "removed_parameters": 1000, "dropped": [], "seconds": 1.0,
+             "scores": {"perplexity_pydocs": cost * float(value), "perplexity_pydocs_stderr": 1.0, "kl_pydocs": 0.1}}
+            for value in ("0.3", "0.5")
+        ]}
+        for name, cost in (("wanda", 80.0), ("magnitude", 4000.0))
+    ]}  # fmt: skip
     return made
 
 
@@ -240,11 +263,12 @@ def test_models_of_a_run_stand_side_by_side():
     figure = re.search(r'<svg[^>]*aria-label="Change of the perplexity.*?</svg>', html, re.S)[0]
     for label in ("16-bit baseline", "smoothquant(alpha='search'), int8", "unsmoothed", "nf4"):
         assert label in figure.replace("&#x27;", "'").replace("&#39;", "'"), label
+    assert "Change of the perplexity against decoded tokens per second" in html
     assert ">rtn<" not in figure, "what was not weighed has no place in it"
     assert not compared(make_record()) and "Compared in this run" not in page(make_record())
     many = make_record()
     many["scores"] |= {name: {"perplexity_pydocs": 30.0} for name in ("one", "two")}
-    assert compared(many)["rows"][-1]["name"] == "two" and compared(many)["figure"] == "", "two points are no picture"
+    assert compared(many)["rows"][-1]["name"] == "two" and compared(many)["by_size"] == "", "two points are no picture"
 
 
 def test_labels_of_many_models_lie_apart():
@@ -271,13 +295,30 @@ def test_page_shows_what_was_moved():
     assert "goes from 30.8× to 6.4×" in told["said"] and "moved by more than 3.0e-07 of itself" in told["said"]
     for text in ("input_layernorm\n→ q, k, v", "mlp.up_proj\n→ down"):
         assert all(line in html for line in text.splitlines()), text
-    assert all(told[key] for key in ("channels", "magnitudes", "alphas", "errors")) and html.count("<svg") == 8
+    assert all(told[key] for key in ("channels", "magnitudes", "alphas", "errors")) and html.count("<svg") == 9
     assert html.count("no alpha lessens the error in 8 bits") == 3 and "20 links" in html
     one = [{**fold, "alpha": 0.5} for fold in make_smoothed_record()["folds"]]
     assert context(one)["alphas"] == "" and "(alpha 0.5)" in context(one)["said"], "one value needs no figure"
     bare = [{**fold, "channels": None, "error_before": None, "error_after": None, "alpha": None} for fold in one]
     assert context(bare)["channels"] == context(bare)["errors"] == "" and "None of 20 links was moved." in context(bare)["said"]
     page(make_smoothed_record() | {"folds": bare})
+
+
+def test_page_shows_what_was_taken_away():
+    made = make_pruned_record()
+    html, told = page(made), pruning.context(made["layers"], made["drops"], made["strengths"])
+    assert told["said"][0] == "Dropped: the attention of block 6, 7 (2 of 10; 1.8 M parameters)."
+    assert told["said"][1].startswith("49.2 % of the weights of 70 linears are 0, between 30 and 70 % of each.")
+    assert all(told[key] for key in ("importance", "sparsity", "distortion", "figures")) and html.count("<svg") == 7
+    assert "number 2" in html and "884,736" in html and "magnitude(ratio={})" in html and ">2,000<" in html
+    even = [{**layer, "sparsity": 0.5, "distortion": None} for layer in made["layers"]]
+    assert "as many of each" in pruning.context(even, [], {})["said"][0] and pruning.context(even, [], {})["distortion"] == ""
+    assert not pruning.context(make_record()["layers"], [], {}) and "What was taken away" not in page(make_record())
+    slow, fast = (pruning.context(even, [], {}, {"decode": r, "prefill": 1.0})["said"][-1] for r in (1.02, 1.6))
+    assert "save no time here: it decodes 1.02× and reads prompts 1.00×" in slow and "decodes 1.60×" in fast
+    assert len(pruning.context([{**layer, "bits_per_weight": 4.0} for layer in even], [], {}, {"decode": 2.0})["said"]) == 1
+    shown = pruning.figures(made["layers"], made["drops"])._repr_html_()
+    assert shown.count("<svg") == 3 and "Nothing was set to 0" in pruning.figures([], [])._repr_html_()
 
 
 def test_channels_keep_their_peaks():
@@ -332,7 +373,7 @@ def browser():
         started.close()
 
 
-@pytest.mark.parametrize("make", [make_record, make_smoothed_record, make_kernel_record])
+@pytest.mark.parametrize("make", [make_record, make_smoothed_record, make_pruned_record, make_kernel_record])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 320])
 def test_page_in_a_browser(browser, tmp_path, scheme, width, make):

@@ -8,7 +8,7 @@ import pytest
 
 from eval.record import read_record
 from notebooks.cli import main
-from reports.table import markdown, rows, updated
+from reports.table import markdown, rows, strengths_markdown, updated
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = sorted((ROOT / "reports" / "published").glob("*.json"))
@@ -47,6 +47,20 @@ def test_a_row_for_each_model_against_its_own_baseline():
     assert both[0].startswith("| model | recipe |") and len(both) == 2 + 2 * 4
     assert both[3].startswith("| a-model | **`m(bits=8)`** |") and "1,500 (1.50×)" in both[3] and "1,500 (0.50×)" in both[7]
     assert [row["decode_ratio"] for row in rows(other)] == [1.0, 1.0, None, None]
+
+
+def test_a_table_of_strengths():
+    points = [{"value": v, "scores": {"perplexity_a": p}} for v, p in (("0.3", 21.0), ("0.5", 1234.5))]
+    record = made_up() | {"strengths": {"values": ["0.3", "0.5"], "lines": [{"recipe": "wanda(ratio={})", "points": points}]}}
+    made = strengths_markdown([record])
+    assert made.splitlines() == [
+        "| recipe, perplexity | 0.3 | 0.5 |", "| --- | ---: | ---: |", "| `wanda(ratio={})` | 21.00 | 1,234 |",
+        "| baseline, a: 20.00 |  |  |",
+    ]  # fmt: skip
+    text = updated("<!-- workbench strengths r.json -->\n<!-- end -->", {"r.json": record}.__getitem__)
+    assert text == f"<!-- workbench strengths r.json -->\n\n{made}\n<!-- end -->"
+    with pytest.raises(ValueError, match="has strengths"):
+        strengths_markdown([made_up()])
 
 
 def test_text_between_the_marks_is_made_anew_and_nothing_else(tmp_path):

@@ -1,0 +1,91 @@
+"""What stands where a part of a block was dropped: it adds nothing to the residual stream, and the cache keeps its places."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+
+from compress.linear import is_linear, replace
+from compress.walk import find_blocks
+
+
+class Dropped(nn.Module):
+    """Gives zeros of its input's shape, or, as `identity`, its input.
+
+    Args:
+        outputs: how many values the part returned, as a tuple, the first of them its output; 0: that alone.
+        layer_idx: under which the part kept keys and values in a cache, None if it kept none. There a single number
+            per position is kept, so that every layer of a cache goes on knowing how many positions there are.
+        identity: for a linear before the one that makes the output.
+    """
+
+    def __init__(self, outputs: int = 0, layer_idx: int | None = None, identity: bool = False) -> None:
+        super().__init__()
+        self.outputs, self.layer_idx, self.identity = outputs, layer_idx, identity
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if self.layer_idx is not None:
+            cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
+            if cache is not None:
+                least = hidden[:, None, :, :1]  # [batch, 1, T, 1]; caches take what has no width for empty
+                cache.update(least, least, self.layer_idx)
+        output = hidden if self.identity else torch.zeros_like(hidden)
+        return output if not self.outputs else (output, *[None] * (self.outputs - 1))
+
+    def spec(self) -> dict[str, Any]:
+        """JSON that makes this again."""
+        return {"outputs": self.outputs, "layer_idx": self.layer_idx, "identity": self.identity}
+
+
+def parts_of(block: nn.Module) -> dict[str, list[str]]:
+    """Names of the children of a block that are its "attention" (they keep keys and values) and its "mlp" (the rest with matrices).
+
+    Norms belong to neither. An MLP may be a chain of linears that are the block's own children (OPT).
+    """
+    found: dict[str, list[str]] = {"attention": [], "mlp": []}
+    for name, child in block.named_children():
+        if isinstance(child, Dropped) or not (is_linear(child) or any(p.dim() > 1 for p in _tensors(child))):
+            continue
+        found["attention" if any(hasattr(m, "layer_idx") for m in child.modules()) else "mlp"].append(name)
+    return found
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def drop_part(block: nn.Module, kind: str, outputs: dict[str, int]) -> list[str]:
+    """Drop a block's "attention" or "mlp"; gives the names of the children that went.
+
+    Args:
+        outputs: by child, how many values it returns as a tuple (0: one value alone), as `outputs_of` found.
+    """
+    names = parts_of(block)[kind]
+    chain = len(names) > 1 and all(is_linear(block.get_submodule(name)) for name in names)
+    for name in names:
+        indices = [m.layer_idx for m in block.get_submodule(name).modules() if hasattr(m, "layer_idx")]
+        replace(block, name, Dropped(outputs.get(name, 0), indices[0] if indices else None, chain and name != names[-1]))
+    return names
+
+
+def drop_block(model: nn.Module, index: int) -> None:
+    """Remove a block: the later ones move up, in the model, in its cache and in its config, which then describes what is left."""
+    _, blocks = find_blocks(model)
+    count = len(blocks)
+    del blocks[index]
+    for block in list(blocks)[index:]:
+        for module in block.modules():
+            if isinstance(getattr(module, "layer_idx", None), int):
+                module.layer_idx -= 1
+    config = model.config.get_text_config()
+    for key, value in list(vars(config).items()):
+        if isinstance(value, list) and len(value) == count:  # one entry per block, such as `layer_types`
+            setattr(config, key, [*value[:index], *value[index + 1 :]])
+    config.num_hidden_layers = count - 1
+
+
+def dropped_parts(model: nn.Module) -> dict[str, Dropped]:
+    """What was dropped inside blocks, by name in the model."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Dropped)}

@@ -1,0 +1,204 @@
+"""Layer dropping (He et al., 2024, arXiv:2406.15786): leave out the attention, MLPs or blocks that do the least."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from compress.capture import Call, block_calls, device_of, run_block
+from compress.dropped import drop_block, drop_part, parts_of
+from compress.linear import replace
+from compress.method import DropRecord, Method, knob
+from compress.walk import find_blocks
+from kernels.linear import fast_linear
+
+if TYPE_CHECKING:
+    from compress.resume import BlockStore
+
+KINDS = {"attention": ("attention",), "mlp": ("mlp",), "joint": ("attention", "mlp"), "block": ("block",)}
+METRICS = ("cosine", "block_influence")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerDrop(Method):
+    """Drops what turns the residual stream least; the rest of the model stays as it is, and runs as much faster."""
+
+    name: ClassVar[str] = "layer_drop"
+    stage: ClassVar[str] = "drop"
+    source: ClassVar[str] = "arXiv:2406.15786, equations 1 to 6; block influence: arXiv:2403.03853, equation 1"
+    needs_calibration: ClassVar[bool] = True
+
+    target: str = knob("attention", "what is dropped: attention, mlp, either of them by what matters less (joint), or whole blocks",
+                       choices=tuple(KINDS))  # fmt: skip
+    count: int = knob(4, "how many of them", range=(1, 1 << 16))
+    metric: str = knob("cosine", "1 - cosine of the residual stream before and after what would be dropped; or, to compare with, "
+                                 "after the whole block that holds it (ShortGPT's block influence); for blocks the same",
+                       choices=METRICS)  # fmt: skip
+    iterative: bool = knob(False, "measure again after each that is dropped; False: measure once")
+    layers: str = knob("", "numbers of the blocks to drop it in, such as 20, 21, 25, instead of those that matter least")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.layers:
+            return
+        given = self.layers.split(",")
+        if self.target == "joint":
+            raise ValueError(f"`layers` (={self.layers!r}) of layer_drop says where, and `target` (='joint') not what: attention, "
+                             "mlp or block would do")  # fmt: skip
+        if not all(part.strip().isdecimal() for part in given) or len({int(part) for part in given}) < len(given):
+            raise ValueError(f"`layers` (={self.layers!r}) of layer_drop must be different numbers of blocks, such as 20, 21, 25")
+
+    def check(self, model: nn.Module) -> None:
+        _, blocks = find_blocks(model)
+        kinds = KINDS[self.target]
+        there = sum(_has(block, kind) for block in blocks for kind in kinds)
+        if self.layers:
+            for index in self.chosen():
+                if index >= len(blocks) or not _has(blocks[index], self.target):
+                    raise ValueError(f"`layers` (={self.layers!r}) of layer_drop: block {index} has no {self.target} to drop; this "
+                                     f"model's blocks are 0 to {len(blocks) - 1}")  # fmt: skip
+        count = len(self.chosen()) if self.layers else self.count
+        if count >= there:
+            knob = "layers" if self.layers else "count"
+            what = " and ".join(kinds)
+            raise ValueError(f"`{knob}` (={getattr(self, knob)!r}) of layer_drop must leave some of the {there} {what} layers of "
+                             f"this model: at most {there - 1}")  # fmt: skip
+
+    def chosen(self) -> list[int]:
+        """The numbers that `layers` gives."""
+        return [int(part) for part in self.layers.split(",")] if self.layers else []
+
+    def apply(
+        self, model: nn.Module, batches: Sequence[Tensor], *, device: torch.device, store: "BlockStore | None" = None,
+        originals: Mapping[str, nn.Module] | None = None,
+    ) -> list[DropRecord]:  # fmt: skip
+        prefix, blocks = find_blocks(model)
+        numbers = list(range(len(blocks)))  # of the blocks that are left, as they were before any was dropped
+        count = len(self.chosen()) or self.count
+        records: list[DropRecord] = []
+        measured: list[DropRecord] = []
+        for step in range(count):
+            if step == 0 or self.iterative:
+                calls = block_calls(model, blocks, batches)
+                measured = importance(blocks, calls, device, kinds=KINDS[self.target], metric=self.metric, prefix=prefix,
+                                      numbers=numbers)  # fmt: skip
+            if self.layers:
+                least = next(r for r in measured if r.block == self.chosen()[step])
+            else:
+                least = min(measured, key=lambda r: r.importance)
+            measured.remove(least)
+            index = numbers.index(least.block)
+            if least.kind == "block":
+                size = sum(p.numel() for p in blocks[index].parameters())
+                drop_block(model, index)
+                del numbers[index]
+            else:
+                size = sum(p.numel() for name in parts_of(blocks[index])[least.kind]
+                           for p in blocks[index].get_submodule(name).parameters())  # fmt: skip
+                drop_part(blocks[index], least.kind, outputs_of(blocks[index], calls[0], index, device))
+            records.append(DropRecord(**{**vars(least), "order": step + 1, "parameters": size}))
+        return sorted([*records, *measured], key=lambda r: (r.block, r.kind))
+
+
+@torch.no_grad()
+def importance(
+    blocks: nn.ModuleList, calls: list[Call], device: torch.device, *, kinds: Sequence[str] = ("attention", "mlp", "block"),
+    metric: str = "cosine", prefix: str = "", numbers: Sequence[int] | None = None,
+) -> list[DropRecord]:  # fmt: skip
+    """How much each part of each block turns the residual stream: 1 - cos(before, after), mean over the tokens.
+
+    Args:
+        calls: micro-batches at the first block (`compress.capture.block_calls`).
+        kinds: of "attention", "mlp" and "block", what is to be measured.
+        metric: "cosine": before and after the part itself; "block_influence": before and after the block that holds it.
+        numbers: the blocks' numbers in the records; 0, 1, ... unless given.
+
+    What attention adds is seen by running the block without its MLP, so that norms before or after either belong to it.
+
+    Raises:
+        ValueError: a block without both is not the identity, so that dropping one would do more than leave it out.
+    """
+    records = []
+    by_block = metric == "block_influence"
+    progress = tqdm(blocks, desc="importance", unit="block")
+    for index, block in enumerate(progress):
+        home, total = device_of(block), dict.fromkeys(("attention", "mlp", "block"), 0.0)
+        block.to(device)
+        there = [kind for kind in ("attention", "mlp") if parts_of(block)[kind]]
+        outputs = outputs_of(block, calls[0], index, device)
+        if there and set(kinds) & set(there):
+            _check_residual(block, calls[0], index, device, outputs, there, f"{prefix}.{index}")
+        tokens = 0
+        with fast_linear():
+            for call in calls:
+                before, middle = call.hidden, None
+                if len(there) == 2 and not by_block and set(kinds) - {"block"}:
+                    with _without(block, ["mlp"], outputs):
+                        middle = run_block(block, call, index, device).to(before.device)
+                after = run_block(block, call, index, device).to(before.device)
+                tokens += before[..., 0].numel()
+                total["block"] += _turned(before, after)
+                if middle is not None:
+                    total["attention"] += _turned(before, middle)
+                    total["mlp"] += _turned(middle, after)
+                call.hidden = after
+        if by_block or len(there) < 2:  # of one part the block is the part
+            total |= dict.fromkeys(there, total["block"])
+        number = index if numbers is None else numbers[index]
+        for kind in kinds:
+            if kind == "block" or kind in there:
+                name = f"{prefix}.{number}" + ("" if kind == "block" else "." + ", ".join(parts_of(block)[kind]))
+                records.append(DropRecord(name=name, kind=kind, block=number, importance=total[kind] / tokens))
+        block.to(home)
+    return records
+
+
+def outputs_of(block: nn.Module, call: Call, index: int, device: torch.device) -> dict[str, int]:
+    """By child of the block, how many values it returns as a tuple; 0: one value alone."""
+    found: dict[str, int] = {}
+    handles = [
+        child.register_forward_hook(lambda _, args, out, name=name: found.update({name: len(out) if type(out) is tuple else 0}))
+        for name, child in block.named_children()
+    ]
+    try:
+        run_block(block, call, index, device)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+@contextmanager
+def _without(block: nn.Module, kinds: Sequence[str], outputs: dict[str, int]):
+    kept = {name: block.get_submodule(name) for kind in kinds for name in parts_of(block)[kind]}
+    for kind in kinds:
+        drop_part(block, kind, outputs)
+    try:
+        yield
+    finally:
+        for name, module in kept.items():
+            replace(block, name, module)
+
+
+def _check_residual(
+    block: nn.Module, call: Call, index: int, device: torch.device, outputs: dict[str, int], there: list[str], name: str
+) -> None:
+    with _without(block, there, outputs):
+        rest = run_block(block, call, index, device).to(call.hidden.device)
+    moved = ((rest - call.hidden).norm() / call.hidden.norm()).item()
+    if not moved < 1e-3:
+        raise ValueError(f"`target` of layer_drop: {name} without attention and MLP is not the identity (it changes its input by "
+                         f"{moved:.1e} of itself), so neither can be left out; target='block' would do")  # fmt: skip
+
+
+def _turned(before: Tensor, after: Tensor) -> float:
+    """Σ 1 - cos over the tokens, of [..., hidden] each."""
+    return float((1 - nn.functional.cosine_similarity(before.float(), after.float(), dim=-1)).double().sum())
+
+
+def _has(block: nn.Module, kind: str) -> bool:
+    return kind == "block" or bool(parts_of(block)[kind])

@@ -1,0 +1,138 @@
+"""Recipes at several strengths, each scored on text and let go before the next: how accuracy falls with what is taken away."""
+
+import copy
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from compress import Result, apply
+from compress.apply import code_sha256
+from compress.method import Method, settle
+from compress.model import weights_sha256
+from compress.recipe import parse_recipe
+from eval.deploy import cast
+from eval.evaluate import score_text
+from eval.size import size
+
+
+@dataclass(frozen=True)
+class Strengths:
+    """What was found, as the record keeps it (`eval.record`); a table of perplexities in Jupyter."""
+
+    found: dict[str, Any]
+
+    def _repr_html_(self) -> str:
+        if not self.found["lines"]:
+            return "<p>No `curves` were asked for.</p>"
+        head = "".join(f"<th>{escape(value)}</th>" for value in self.found["values"])
+        rows = "".join(
+            f"<tr><td style='text-align:left'>{escape(line['recipe'])}</td>"
+            + "".join(f"<td>{_perplexity(point['scores']):.4g}</td>" for point in line["points"]) + "</tr>"
+            for line in self.found["lines"]
+        )  # fmt: skip
+        return f"<p>Perplexity</p><table><thead><tr><th></th>{head}</tr></thead><tbody>{rows}</tbody></table>"
+
+
+def _perplexity(scores: dict[str, float]) -> float:
+    return next(value for metric, value in scores.items() if metric.startswith("perplexity_"))
+
+
+def recipes_at(curves: str, strengths: str) -> dict[str, list[tuple[str, list[Method]]]]:
+    """The recipes of each curve: {text with {}: [(strength, methods), ...]}.
+
+    Args:
+        curves: recipes apart by semicolons, in which {} stands for the strength: "wanda(ratio={}); magnitude(ratio={})".
+        strengths: what to put there, apart by commas: "0.3, 0.5".
+
+    Raises:
+        ValueError: a curve without {}, no strengths, or a recipe that makes no sense at one of them.
+    """
+    lines = list(dict.fromkeys(filter(None, map(str.strip, curves.split(";")))))
+    values = list(dict.fromkeys(filter(None, map(str.strip, strengths.split(",")))))
+    if lines and not values:
+        raise ValueError(f"`strengths` (={strengths!r}) must list what {{}} stands for in `curves`, such as 0.3, 0.5")
+    for line in lines:
+        if "{}" not in line:
+            raise ValueError(f"`curves` (={curves!r}): {line!r} has no {{}} where the strength goes, as in wanda(ratio={{}})")
+    made = {line: [(value, parse_recipe(line.replace("{}", value))) for value in values] for line in lines}
+    for line in made.values():
+        for _, recipe in line:
+            settle(recipe)
+    return made
+
+
+def check_strengths(recipes: dict[str, list[tuple[str, list[Method]]]], model: nn.Module) -> None:
+    """Raise ValueError, before any work, if a recipe does not fit the model."""
+    for line in recipes.values():
+        for _, recipe in line:
+            for method in settle(recipe):
+                method.check(model)
+
+
+def score_strengths(
+    recipes: dict[str, list[tuple[str, list[Method]]]], baseline: nn.Module, batches: Sequence[Tensor], *,
+    texts: dict[str, Tensor], window: int, max_windows: int | None = None, beginning: Sequence[int] = (),
+    device: str | None = None, work_path: str | Path | None = None,
+) -> Strengths:  # fmt: skip
+    """Apply every recipe to a copy of the baseline and score it on the texts; nothing is timed.
+
+    Args:
+        recipes: as `recipes_at` gives them.
+        texts, window, max_windows, beginning: as of `eval.evaluate.evaluate`.
+        work_path: folder that keeps finished points, and what several strengths share.
+
+    Raises:
+        ValueError: a recipe that does not fit the model, before any work.
+    """
+    check_strengths(recipes, baseline)
+    about = [weights_sha256(baseline), getattr(batches, "identity", None), window, max_windows, code_sha256()]
+    progress = tqdm(total=sum(map(len, recipes.values())), desc="strengths", unit="recipe")
+    lines = []
+    for text, line in recipes.items():
+        points = []
+        for value, recipe in line:
+            progress.set_postfix_str(f"{text}, {value}")
+            path = _place(work_path, [*about, text, value, sorted(texts)]) if work_path else None
+            if path and path.is_file():
+                point = json.loads(path.read_text())
+            else:
+                result = apply(recipe, copy.deepcopy(baseline), batches, device=device, work_path=work_path)
+                scores = score_text(result.model, baseline, texts, window=window, max_windows=max_windows, beginning=beginning)
+                point = {"value": value, **_taken(result), "seconds": round(result.seconds, 1), "scores": scores}
+                point["scores"]["stored_bytes"] = size(cast(result.model, torch.bfloat16)).stored_bytes
+                del result
+                if path:
+                    part = path.with_suffix(f".{os.getpid()}.part")
+                    part.write_text(json.dumps(point))
+                    os.replace(part, path)
+            points.append(point)
+            progress.update()
+        lines.append({"recipe": text, "points": points})
+    progress.close()
+    values = [value for value, _ in next(iter(recipes.values()), [])]
+    return Strengths({"values": values, "lines": lines})
+
+
+def _taken(result: Result) -> dict[str, Any]:
+    """How many weights are 0 or gone, and what was dropped."""
+    zeros = sum(layer.sparsity * layer.shape[0] * layer.shape[1] for layer in result.layers)
+    return {
+        "removed_parameters": round(zeros) + sum(drop.parameters for drop in result.drops),
+        "dropped": [drop.name for drop in sorted(result.drops, key=lambda drop: drop.order or 0) if drop.order],
+    }
+
+
+def _place(work_path: str | Path, about: list[Any]) -> Path:
+    key = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    folder = Path(work_path) / "strengths"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{key}.json"
