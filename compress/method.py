@@ -99,6 +99,7 @@ class Method:
     stage: ClassVar[str]
     source: ClassVar[str]  # paper or equation
     needs_calibration: ClassVar[bool] = False
+    strength: ClassVar[str] = ""  # the knob that says how much, if there is one
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

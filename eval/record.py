@@ -12,8 +12,8 @@ Its shape (more keys are welcome, these keep their names):
     folds        [{name, kind, consumers, alpha, x_before, ...}]  what was moved from norms and linears into the linears that
                  read them (`compress.method.FoldRecord` has the shape)
     drops        [{name, kind, block, importance, order, parameters}]   parts of blocks that were dropped, or might have been
-    strengths    {values, lines: [{recipe, points: [{value, removed_parameters, dropped, seconds, scores}]}]}   recipes that were
-                 scored, and not timed, at each of these values of what {} stands for in them
+    strengths    {lines: [{recipe, points: [{value, removed_parameters, dropped, seconds, scores}]}]}   recipes that were scored,
+                 and not timed, at each of these values of what {} stands for in them
     kept         [{name, shape, bytes, reason}]
     scores       {baseline: {metric: value}, compressed: {...}, rtn: {...}, ...}   the standard error of m is m_stderr
     speed        {variant: {...}}
@@ -97,7 +97,7 @@ def record(
         "layers": [asdict(layer) for layer in result.layers],
         "folds": [asdict(fold) for fold in result.folds],
         "drops": [asdict(drop) for drop in result.drops],
-        "strengths": strengths or {"values": [], "lines": []},
+        "strengths": strengths or {"lines": []},
         "kept": result.kept,
         "scores": scores.metrics,
         "difference": scores.difference,

@@ -4,6 +4,7 @@ import copy
 import hashlib
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from compress import Result, apply
+from compress import METHODS, Result, apply
 from compress.apply import code_sha256
 from compress.method import Method, settle
 from compress.model import weights_sha256
@@ -33,39 +34,46 @@ class Strengths:
     def _repr_html_(self) -> str:
         if not self.found["lines"]:
             return "<p>No `curves` were asked for.</p>"
-        head = "".join(f"<th>{escape(value)}</th>" for value in self.found["values"])
         rows = "".join(
             f"<tr><td style='text-align:left'>{escape(line['recipe'])}</td>"
-            + "".join(f"<td>{_perplexity(point['scores']):.4g}</td>" for point in line["points"]) + "</tr>"
+            + "".join(f"<td>{escape(p['value'])}: <b>{_perplexity(p['scores']):.4g}</b></td>" for p in line["points"]) + "</tr>"
             for line in self.found["lines"]
         )  # fmt: skip
-        return f"<p>Perplexity</p><table><thead><tr><th></th>{head}</tr></thead><tbody>{rows}</tbody></table>"
+        return f"<p>Perplexity at each strength</p><table><tbody>{rows}</tbody></table>"
 
 
 def _perplexity(scores: dict[str, float]) -> float:
     return next(value for metric, value in scores.items() if metric.startswith("perplexity_"))
 
 
-def recipes_at(curves: str, strengths: str) -> dict[str, list[tuple[str, list[Method]]]]:
-    """The recipes of each curve: {text with {}: [(strength, methods), ...]}.
+def recipes_at(curves: str) -> dict[str, list[tuple[str, list[Method]]]]:
+    """The recipes of each curve: {text with {} in the place of its strengths: [(strength, methods), ...]}.
 
     Args:
-        curves: recipes apart by semicolons, in which {} stands for the strength: "wanda(ratio={}); magnitude(ratio={})".
-        strengths: what to put there, apart by commas: "0.3, 0.5".
+        curves: recipes apart by semicolons, each with its strengths in braces: "wanda(ratio={0.3, 0.5}); layer_drop(count={1, 2})".
+            A method of which nothing but the strength is said may be written shortly: "wanda{0.3, 0.5}".
 
     Raises:
-        ValueError: a curve without {}, no strengths, or a recipe that makes no sense at one of them.
+        ValueError: a curve without strengths in braces, the same curve twice, or a recipe that makes no sense at one of them.
     """
-    lines = list(dict.fromkeys(filter(None, map(str.strip, curves.split(";")))))
-    values = list(dict.fromkeys(filter(None, map(str.strip, strengths.split(",")))))
-    if lines and not values:
-        raise ValueError(f"`strengths` (={strengths!r}) must list what {{}} stands for in `curves`, such as 0.3, 0.5")
-    for line in lines:
-        if "{}" not in line:
-            raise ValueError(f"`curves` (={curves!r}): {line!r} has no {{}} where the strength goes, as in wanda(ratio={{}})")
-    made = {line: [(value, parse_recipe(line.replace("{}", value))) for value in values] for line in lines}
-    for line in made.values():
-        for _, recipe in line:
+    made: dict[str, list[tuple[str, list[Method]]]] = {}
+    for text in filter(None, map(str.strip, curves.split(";"))):
+        shortly = re.fullmatch(r"(\w+)\s*(\{[^{}]*\})", text)
+        if shortly and shortly[1] in METHODS:
+            knob = METHODS[shortly[1]].strength
+            if not knob:
+                raise ValueError(f"`curves` (={curves!r}): {shortly[1]} has no one knob that says how much; write which you mean")
+            text = f"{shortly[1]}({knob}={shortly[2]})"
+        braces = re.findall(r"\{([^{}]*)\}", text)
+        values = list(dict.fromkeys(filter(None, map(str.strip, braces[0].split(","))))) if len(braces) == 1 else []
+        if not values:
+            raise ValueError(f"`curves` (={curves!r}): {text!r} must have its strengths in braces, once, as in "
+                             "wanda(ratio={0.3, 0.5})")  # fmt: skip
+        line = re.sub(r"\{[^{}]*\}", "{}", text)
+        if line in made:
+            raise ValueError(f"`curves` (={curves!r}) holds {line!r} twice; all its strengths go into one pair of braces")
+        made[line] = [(value, parse_recipe(line.replace("{}", value))) for value in values]
+        for _, recipe in made[line]:
             settle(recipe)
     return made
 
@@ -118,8 +126,7 @@ def score_strengths(
             progress.update()
         lines.append({"recipe": text, "points": points})
     progress.close()
-    values = [value for value, _ in next(iter(recipes.values()), [])]
-    return Strengths({"values": values, "lines": lines})
+    return Strengths({"lines": lines})
 
 
 def _taken(result: Result) -> dict[str, Any]:

@@ -35,6 +35,7 @@ class Line(NamedTuple):
     colour: str
     points: list[tuple[int, float]]
     style: str = "-"
+    dot: float = 2.5
 
 
 def layer_errors(layers: list[dict[str, Any]], method: str) -> str:
@@ -66,8 +67,8 @@ def by_depth(panels: dict[str, list[Line]], *, key: str, label: str, summary: st
         for ax, (title, lines) in zip(axes.flat, shown, strict=False):
             for line in lines[::-1]:
                 if line.points:
-                    ax.plot(*zip(*sorted(line.points), strict=True), color=line.colour, lw=1.5, ls=line.style, marker="o", ms=2.5,
-                            label=line.label)  # fmt: skip
+                    ax.plot(*zip(*sorted(line.points), strict=True), color=line.colour, lw=1.5, ls=line.style, marker="o",
+                            ms=line.dot, label=line.label)  # fmt: skip
             ax.set_title(title, fontsize=10 if max(map(len, title.splitlines())) < 26 else 8, loc="left")
             if log:
                 ax.set_yscale("log")
@@ -180,15 +181,15 @@ def against(panels: dict[str, dict[str, list[tuple[float, float]]]], *, key: str
                     ax.plot(*zip(*sorted(points), strict=True), lw=1.5, ms=4, label=wrapped(name, 44), **style)
             ax.set_yscale("log")
             low, high = ax.get_ylim()
-            if high < 100 * low:
+            if high < 10_000 * low:
                 ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-                ax.yaxis.set_major_formatter("{x:g}")
+                ax.yaxis.set_major_formatter("{x:,g}")
             ax.minorticks_off()
             ax.grid(True, axis="y", lw=0.6)
             ax.set_title(title, fontsize=10, loc="left")
             ax.set_ylabel(y_label)
             ax.legend(fontsize=8.5, handlelength=2.4, loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
-        axes.flat[-1].set_xlabel(x_label)
+            ax.set_xlabel(x_label)
         return _svg(figure, key, summary)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from reports import plots
 from reports.figures import Figures
 from reports.plots import ACCENT, SECOND, Line
+from reports.strengths import strength_tables
 
 SPARSE = 0.005  # below this share of zeros a weight is not called sparse: rounding makes some too
 _KINDS = {"attention": "attention", "mlp": "MLPs", "block": "blocks"}
@@ -46,7 +47,7 @@ def context(
         "sparsity": _sparsity(layers) if sparse else "",
         "distortion": _distortion(curved) if curved else "",
         "drops": drops,
-        "strengths": strength_rows(strengths),
+        "strengths": strength_tables(strengths),
         "figures": _against_strength(strengths),
     }
 
@@ -100,7 +101,7 @@ def _importance(drops: list[dict[str, Any]]) -> str:
         own = sorted((drop for drop in drops if drop["kind"] == kind), key=lambda drop: drop["block"])
         if own:
             panels[name] = [
-                Line("dropped", SECOND, [(d["block"], d["importance"]) for d in own if d["order"]], "none"),
+                Line("dropped", SECOND, [(d["block"], d["importance"]) for d in own if d["order"]], "none", 6),
                 Line("all", ACCENT, [(d["block"], d["importance"]) for d in own]),
             ]
     summary = "One minus the cosine of the residual stream before and after each layer, by block, dropped ones marked, log scale."
@@ -126,26 +127,22 @@ def _distortion(layers: list[dict[str, Any]]) -> str:
                         summary="Divergence of the predictions against zeros in one linear alone, a line per block.")  # fmt: skip
 
 
-def strength_rows(strengths: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row per recipe and corpus: {recipe, corpus, cells: [perplexity or None per value]}."""
-    corpora = dict.fromkeys(
-        metric.removeprefix("perplexity_")
-        for line in strengths.get("lines", []) for point in line["points"] for metric in point["scores"]
-        if metric.startswith("perplexity_") and not metric.endswith("_stderr")
-    )  # fmt: skip
-    return [
-        {"recipe": line["recipe"], "corpus": corpus,
-         "cells": [point["scores"].get(f"perplexity_{corpus}") for point in line["points"]]}
-        for corpus in corpora for line in strengths["lines"]
-    ]  # fmt: skip
-
-
 def _against_strength(strengths: dict[str, Any]) -> str:
-    rows = strength_rows(strengths)
-    if not rows or len(strengths["values"]) < 2:
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(dict)
+    for table in strength_tables(strengths):
+        for row in table["rows"]:
+            points = [(_as_number(v), cell) for v, cell in zip(table["values"], row["cells"], strict=True) if cell]
+            if len(points) > 1 and all(x is not None for x, _ in points):
+                whole = all(x == int(x) for x, _ in points)  # counts and shares do not share an axis
+                panels[f"{table['corpus']}, {'counts' if whole else 'shares'}"][row["recipe"]] = points
+    if not panels:
         return ""
-    values = [float(value) for value in strengths["values"]]
-    panels = {corpus: {row["recipe"]: [(v, c) for v, c in zip(values, row["cells"], strict=True) if c] for row in rows
-                       if row["corpus"] == corpus} for corpus in dict.fromkeys(row["corpus"] for row in rows)}  # fmt: skip
     return plots.against(panels, key="strengths", x_label="what {} stands for", y_label="perplexity",
                          summary="Perplexity of each recipe against its strength, log scale.")  # fmt: skip
+
+
+def _as_number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

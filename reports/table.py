@@ -4,6 +4,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from reports.strengths import strength_tables
+
 START, END = "<!-- workbench ", "<!-- end -->"
 _SECTION = re.compile(
     rf"({START}(?P<kind>table|strengths) (?P<paths>[^>]*?) -->\n)(?P<body>.*?)(?P<end>{END}|(?={START})|\Z)", re.S
@@ -103,24 +105,26 @@ def _cells(row: dict[str, Any], texts: Sequence[str]) -> list[str]:
 
 
 def strengths_markdown(records: Sequence[dict[str, Any]]) -> str:
-    """A table of perplexities: a row per recipe and corpus that was scored at several strengths, a column per strength.
+    """Tables of perplexities: a row per recipe that was scored at several strengths, a column per strength; one per text and set
+    of strengths.
 
     Raises:
-        ValueError: records without such scores, or with other strengths than the first.
+        ValueError: a record without such scores.
     """
-    values = (records[0].get("strengths") or {}).get("values", [])
-    lines = []
+    made = []
     for record in records:
-        found = record.get("strengths") or {"values": []}
-        if not found["values"] or found["values"] != values:
-            raise ValueError(f"the record of {record['run']['key']} has strengths {found['values']}, not {values or 'any'}")
-        for corpus in corpora([record]):
-            base = record["scores"]["baseline"][f"perplexity_{corpus}"]
-            for line in found["lines"]:
-                scores = [point["scores"].get(f"perplexity_{corpus}") for point in line["points"]]
-                lines.append([f"`{line['recipe']}`", *(number(score, 2 if score and score < 1000 else 0) for score in scores)])
-            lines.append([f"baseline, {corpus}: {number(base)}", *[""] * len(values)])
-    return _written([["recipe, perplexity", *values], ["---", *["---:"] * len(values)], *lines])
+        tables = strength_tables(record.get("strengths") or {})
+        if not tables:
+            raise ValueError(f"the record of {record['run']['key']} has no scores at several strengths")
+        for table in tables:
+            base = record["scores"]["baseline"].get(f"perplexity_{table['corpus']}")
+            lines = [[f"perplexity, {table['corpus']}; baseline {number(base)}", *(value.strip("'") for value in table["values"])]]
+            lines += [["---", *["---:"] * len(table["values"])]]
+            lines += [
+                [f"`{row['recipe']}`", *(number(c, 2 if c and c < 1000 else 0) for c in row["cells"])] for row in table["rows"]
+            ]
+            made.append(_written(lines))
+    return "\n".join(made)
 
 
 def _written(lines: Sequence[Sequence[str]]) -> str:

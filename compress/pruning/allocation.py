@@ -22,7 +22,7 @@ from kernels.linear import fast_linear
 if TYPE_CHECKING:
     from compress.pruning.base import PruningMethod
 
-LEVELS = (0.15, 0.3, 0.5, 0.7, 0.9)  # ratios at which distortions are measured; no linear loses more than the last
+LEVELS = (0.2, 0.4, 0.6, 0.8)  # ratios at which distortions are measured; no linear loses more than the last
 STEP = 0.02  # between the ratios among which each linear's is chosen
 MOST_STATES = 1 << 16  # of the dynamic program
 

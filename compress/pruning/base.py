@@ -27,6 +27,7 @@ class PruningMethod(LayerwiseMethod):
     """Keeps the weights of the largest scores, and stores 2:4 patterns as such and others with a bit for every place."""
 
     stage: ClassVar[str] = "sparsify"
+    strength: ClassVar[str] = "ratio"
     by_row: ClassVar[bool] = False  # are scores compared within each row, or over the whole matrix?
     comparable: ClassVar[bool] = False  # do the scores of different linears measure the same, without calibration?
     ratios: ClassVar[Mapping[str, float]] = {}  # by linear, where `allocation` gave each its own
@@ -36,7 +37,7 @@ class PruningMethod(LayerwiseMethod):
     allocation: str = knob("uniform", "ratio for every linear (uniform), or over all of them: as measured distortions of the "
                                       "model's predictions say (adaptive), or by comparing magnitudes of all (global)",
                            choices=("uniform", "adaptive", "global"))  # fmt: skip
-    curve_tokens: int = knob(512, "calibration tokens on which allocation='adaptive' measures distortions", range=(1, 1 << 30))
+    curve_tokens: int = knob(256, "calibration tokens on which allocation='adaptive' measures distortions", range=(1, 1 << 30))
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -31,6 +31,7 @@ class LayerDrop(Method):
     stage: ClassVar[str] = "drop"
     source: ClassVar[str] = "arXiv:2406.15786, equations 1 to 6; block influence: arXiv:2403.03853, equation 1"
     needs_calibration: ClassVar[bool] = True
+    strength: ClassVar[str] = "count"
 
     target: str = knob("attention", "what is dropped: attention, mlp, either of them by what matters less (joint), or whole blocks",
                        choices=tuple(KINDS))  # fmt: skip

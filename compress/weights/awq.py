@@ -31,6 +31,7 @@ class AWQ(FoldingMethod, LayerwiseMethod):
     """
 
     name: ClassVar[str] = "awq"
+    strength: ClassVar[str] = "bits"
     source: ClassVar[str] = "arXiv:2306.00978"
     needs_calibration: ClassVar[bool] = True
     statistics: ClassVar[tuple[str, ...]] = ("gram", "absmean")

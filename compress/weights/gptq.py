@@ -25,6 +25,7 @@ class GPTQ(LayerwiseMethod):
 
     name: ClassVar[str] = "gptq"
     stage: ClassVar[str] = "quantize_weights"
+    strength: ClassVar[str] = "bits"
     source: ClassVar[str] = "arXiv:2210.17323"
     needs_calibration: ClassVar[bool] = True
     statistics: ClassVar[tuple[str, ...]] = ("gram",)

@@ -19,6 +19,7 @@ class RTN(LayerwiseMethod):
 
     name: ClassVar[str] = "rtn"
     stage: ClassVar[str] = "quantize_weights"
+    strength: ClassVar[str] = "bits"
     source: ClassVar[str] = "the baseline of arXiv:2210.17323"
 
     bits: int = knob(4, "bits per weight", choices=BITS)

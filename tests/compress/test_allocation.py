@@ -19,8 +19,8 @@ def zeros(model) -> tuple[int, int]:
 
 def test_dynamic_program_finds_the_least(monkeypatch):
     """Against every combination, on random curves with few choices."""
-    monkeypatch.setattr("compress.pruning.allocation.STEP", 0.15)
-    choices = [0.15 * i for i in range(7)]
+    monkeypatch.setattr("compress.pruning.allocation.STEP", 0.1)
+    choices = [0.1 * i for i in range(9)]
     generator = torch.Generator().manual_seed(3)
     for trial in range(5):
         weights = {"a": 400, "b": 1200, "c": 800, "d": 400}
@@ -36,7 +36,7 @@ def test_dynamic_program_finds_the_least(monkeypatch):
             share = (ratio - levels[at - 1]) / (levels[at] - levels[at - 1])
             return (roots[at - 1] + share * (roots[at] - roots[at - 1])) ** 2
 
-        ratio = (0.2, 0.4, 0.5, 0.6, 0.85)[trial]
+        ratio = (0.2, 0.4, 0.5, 0.6, 0.7)[trial]
         found = allocate(curves, weights, ratio)
         assert sum(found[n] * w for n, w in weights.items()) >= ratio * 2800 - 1e-6
         least = min(
@@ -101,7 +101,7 @@ def test_a_curve_is_what_pruning_that_linear_alone_does(tiny, tokens):
     name = "model.layers.1.self_attn.v_proj"
     alone = copy.deepcopy(model)
     W = alone.get_submodule(name).weight
-    smallest = W.abs().flatten().argsort()[: int(0.5 * W.numel())]
+    smallest = W.abs().flatten().argsort()[: int(0.4 * W.numel())]
     with torch.no_grad():
         W.view(-1)[smallest] = 0
     few = [batches[0], batches[1], batches[2][:, :10]]
@@ -109,7 +109,7 @@ def test_a_curve_is_what_pruning_that_linear_alone_does(tiny, tokens):
     for batch in few:
         p, q = (m(batch).logits.log_softmax(-1) for m in (model, alone))
         kls.append((p.exp() * (p - q)).sum(-1).flatten())
-    assert curves[name][0.5] == pytest.approx(torch.cat(kls).mean().item(), rel=1e-3)
+    assert curves[name][0.4] == pytest.approx(torch.cat(kls).mean().item(), rel=1e-3)
 
 
 def test_every_architecture_has_curves(any_model, tokens):
@@ -135,7 +135,7 @@ def test_bad_input(tiny, tokens):
     for method, knobs, message in (
         ("wanda", {"allocation": "global"}, r"`allocation` \(='global'\) of wanda: .*'adaptive' or 'uniform'"),
         ("magnitude", {"allocation": "adaptive", "pattern": "2:4"}, r"`allocation` \(='adaptive'\).*`pattern`"),
-        ("wanda", {"allocation": "adaptive", "ratio": 0.95}, r"`ratio` \(=0.95\).*at most 0.9"),
+        ("wanda", {"allocation": "adaptive", "ratio": 0.95}, r"`ratio` \(=0.95\).*at most 0.8"),
         ("wanda", {"allocation": "layerwise"}, r"`allocation`.*one of uniform, adaptive, global"),
     ):
         with pytest.raises(ValueError, match=message):

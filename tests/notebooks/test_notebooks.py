@@ -84,7 +84,7 @@ def expect_pruning(made, scores, html):
     assert small["stored_bytes"] == magnitude["stored_bytes"] < 0.7 * base["stored_bytes"]
     assert shorter["stored_bytes"] < base["stored_bytes"] - 3e6 and shorter["prefill_tokens_per_s"] > 0
     line = made["strengths"]["lines"][0]
-    assert made["strengths"]["values"] == ["0.3", "0.6"] and [point["value"] for point in line["points"]] == ["0.3", "0.6"]
+    assert line["recipe"] == "magnitude(ratio={})" and [point["value"] for point in line["points"]] == ["0.3", "0.6"]
     mild, hard = (point["scores"]["perplexity_pydocs"] for point in line["points"])
     assert base["perplexity_pydocs"] < mild < magnitude["perplexity_pydocs"] < hard
     assert line["points"][0]["removed_parameters"] == pytest.approx(0.3 * 106_168_320, rel=0.01)
@@ -95,8 +95,8 @@ def expect_pruning(made, scores, html):
 EXPECTED = {
     "gptq": ({}, "int_group", expect_gptq),
     "smoothquant": ({"compare": "", "samples": 2}, "eight_bit", expect_smoothquant),
-    "pruning": ({"method": "wanda", "compare": "magnitude; two less: layer_drop(count=2)", "curves": "magnitude(ratio={})",
-                 "strengths": "0.3, 0.6"}, "bitmap", expect_pruning),
+    "pruning": ({"method": "wanda", "compare": "magnitude; two less: layer_drop(count=2)", "curves": "magnitude(ratio={0.3, 0.6})"},
+                "bitmap", expect_pruning),
 }  # fmt: skip
 
 
@@ -184,9 +184,11 @@ def test_smoothquant_takes_whole_recipes(tmp_path, monkeypatch):
     ({"drop": "mlp", "drop_count": 0}, "`count` (=0) of layer_drop must lie between 1"),
     ({"method": "obs"}, "obs is not a method"),
     ({"method": ""}, "`recipe` (='') must name methods"),
-    ({"curves": "wanda"}, "'wanda' has no {} where the strength goes"),
-    ({"strengths": ""}, "`strengths` (='') must list what {} stands for"),
-    ({"strengths": "0.5, 1.5"}, "`ratio` (=1.5) of magnitude"),
+    ({"curves": "wanda"}, "'wanda' must have its strengths in braces"),
+    ({"curves": "wanda(ratio={})"}, "must have its strengths in braces"),
+    ({"curves": "wanda(ratio={0.5}); wanda(ratio={0.6})"}, "'wanda(ratio={})' twice"),
+    ({"curves": "int8{0.5}"}, "int8 has no one knob that says how much"),
+    ({"curves": "magnitude{0.5, 1.5}"}, "`ratio` (=1.5) of magnitude"),
     ({"compare": "gptq, wanda"}, "must come before"),
 ])  # fmt: skip
 def test_pruning_refuses_before_the_model_is_loaded(given, message):
@@ -198,11 +200,11 @@ def test_pruning_refuses_before_the_model_is_loaded(given, message):
 @pytest.mark.parametrize("given, message", [
     ({"pattern": "3:5"}, "`pattern` (='3:5') of sparsegpt needs rows of a multiple of 5 columns"),
     ({"drop": "block", "drop_count": 2}, "`count` (=2) of layer_drop must leave some of the 2 block layers"),
-    ({"curves": "layer_drop(count={})", "strengths": "1, 2"}, "`count` (=2) of layer_drop must leave some of the 2 "),
+    ({"curves": "layer_drop(count={1, 2})"}, "`count` (=2) of layer_drop must leave some of the 2 "),
 ])  # fmt: skip
 def test_pruning_refuses_before_any_work(given, message, monkeypatch):
     """What only the model tells; every check comes before the first recipe is applied."""
-    monkeypatch.setattr("compress.apply.apply", lambda *_, **__: pytest.fail("work began"))
+    monkeypatch.setattr(sys.modules["compress.apply"], "apply", lambda *_, **__: pytest.fail("work began"))
     given = {"model_name": "tiny", "compare": "", **SMALL, "seqlen": 64, "window": 64, **given}
     with pytest.raises(ValueError) as caught:
         run_cells("pruning", given)
@@ -213,18 +215,18 @@ def test_pruning_takes_whole_recipes(tmp_path, monkeypatch):
     """On the tiny model: layers dropped, then the rest pruned adaptively and quantised; points that were finished are kept."""
     monkeypatch.setattr(torch, "compile", lambda step, **_: step)
     given = {"recipe": "layer_drop(target=mlp, count=1), wanda(ratio=0.4, allocation=adaptive, curve_tokens=32), rtn(bits=4)",
-             "compare": "half: layer_drop(target=block, count=1)", "curves": "wanda(ratio={}); random(ratio={})",
-             "strengths": "0.2, 0.4", "model_name": "tiny", "run_path": str(tmp_path / "run"), "work_path": str(tmp_path / "work"),
+             "compare": "half: layer_drop(target=block, count=1)", "model_name": "tiny", "run_path": str(tmp_path / "run"),
+             "work_path": str(tmp_path / "work"), "curves": "wanda{0.2, 0.4}; random(pattern={'1:2', '2:4'})",
              **SMALL, "seqlen": 64, "window": 64}  # fmt: skip
     cells = run_cells("pruning", given)
     made = read_record(tmp_path / "run" / "record.json")
     assert [step["method"] for step in made["recipe"]] == ["layer_drop", "wanda", "rtn"]
     assert len(made["drops"]) == 2 and sum(drop["order"] == 1 for drop in made["drops"]) == 1
-    assert len(made["layers"]) == 7 + 4 and all(layer["distortion"] and layer["format"] == "bitmap" for layer in made["layers"])
+    assert len(made["layers"]) == 7 + 4 and all(layer["distortion"] for layer in made["layers"])
     shown = cells["figures"](cells["result"].layers, cells["result"].drops)._repr_html_()
     assert shown.count("<svg") == 3 and "Dropped: the MLPs" in shown
     html = (tmp_path / "run" / "report.html").read_text()
-    assert "Accuracy against strength" in html and "random(ratio={})" in html and "half" in html
+    assert "Accuracy against strength" in html and "random(pattern={})" in html and "half" in html
     assert "<td" in cells["curve"]._repr_html_()
     points = sorted((tmp_path / "work" / "strengths").glob("*.json"))
     assert len(points) == 4

@@ -114,7 +114,7 @@ def make_pruned_record(layers: int = 10) -> dict:
          "order": {6: 1, 7: 2}.get(i), "parameters": 884_736 if i in (6, 7) else 0}
         for i in range(layers)
     ]  # fmt: skip
-    made["strengths"] = {"values": ["0.3", "0.5"], "lines": [
+    made["strengths"] = {"lines": [
         {"recipe": f"{name}(ratio={{}})", "points": [
             {"value": value, "removed_parameters": 1000, "dropped": [], "seconds": 1.0,
              "scores": {"perplexity_pydocs": cost * float(value), "perplexity_pydocs_stderr": 1.0, "kl_pydocs": 0.1}}

@@ -51,15 +51,14 @@ def test_a_row_for_each_model_against_its_own_baseline():
 
 def test_a_table_of_strengths():
     points = [{"value": v, "scores": {"perplexity_a": p}} for v, p in (("0.3", 21.0), ("0.5", 1234.5))]
-    record = made_up() | {"strengths": {"values": ["0.3", "0.5"], "lines": [{"recipe": "wanda(ratio={})", "points": points}]}}
+    record = made_up() | {"strengths": {"lines": [{"recipe": "wanda(ratio={})", "points": points}]}}
     made = strengths_markdown([record])
     assert made.splitlines() == [
-        "| recipe, perplexity | 0.3 | 0.5 |", "| --- | ---: | ---: |", "| `wanda(ratio={})` | 21.00 | 1,234 |",
-        "| baseline, a: 20.00 |  |  |",
+        "| perplexity, a; baseline 20.00 | 0.3 | 0.5 |", "| --- | ---: | ---: |", "| `wanda(ratio={})` | 21.00 | 1,234 |",
     ]  # fmt: skip
     text = updated("<!-- workbench strengths r.json -->\n<!-- end -->", {"r.json": record}.__getitem__)
     assert text == f"<!-- workbench strengths r.json -->\n\n{made}\n<!-- end -->"
-    with pytest.raises(ValueError, match="has strengths"):
+    with pytest.raises(ValueError, match="no scores at several strengths"):
         strengths_markdown([made_up()])
 
 
