@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 
 from compress import METHODS, Result, apply
 from compress.apply import code_sha256
+from compress.calibration import tokens_sha256
 from compress.method import Method, settle
 from compress.model import weights_sha256
 from compress.recipe import parse_recipe
@@ -102,14 +103,15 @@ def score_strengths(
         ValueError: a recipe that does not fit the model, before any work.
     """
     check_strengths(recipes, baseline)
-    about = [weights_sha256(baseline), getattr(batches, "identity", None), window, max_windows, code_sha256()]
+    identity = [tokens_sha256(list(batches)), tokens_sha256(list(texts.values())), list(beginning), window, max_windows]
+    about = [weights_sha256(baseline), *identity, sorted(texts), code_sha256()]
     progress = tqdm(total=sum(map(len, recipes.values())), desc="strengths", unit="recipe")
     lines = []
     for text, line in recipes.items():
         points = []
         for value, recipe in line:
             progress.set_postfix_str(f"{text}, {value}")
-            path = _place(work_path, [*about, text, value, sorted(texts)]) if work_path else None
+            path = _place(work_path, [*about, text, value]) if work_path else None
             if path and path.is_file():
                 point = json.loads(path.read_text())
             else:

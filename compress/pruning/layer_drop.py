@@ -161,6 +161,8 @@ def importance(
 def outputs_of(block: nn.Module, call: Call, index: int, device: torch.device) -> dict[str, int]:
     """By child of the block, how many values it returns as a tuple; 0: one value alone."""
     found: dict[str, int] = {}
+    home = device_of(block)
+    block.to(device)
     handles = [
         child.register_forward_hook(lambda _, args, out, name=name: found.update({name: len(out) if type(out) is tuple else 0}))
         for name, child in block.named_children()
@@ -170,6 +172,7 @@ def outputs_of(block: nn.Module, call: Call, index: int, device: torch.device) -
     finally:
         for handle in handles:
             handle.remove()
+        block.to(home)
     return found
 
 
