@@ -44,7 +44,7 @@ def context(
     return {
         "said": [*_said_drops(drops), *_said_zeros(layers, sparse), *_said_speed(drops, sparse, ratios or {})],
         "importance": _importance(drops) if drops else "",
-        "sparsity": _sparsity(layers) if sparse else "",
+        "sparsity": _sparsity(layers) if sparse and not _even(layers) else "",
         "distortion": _distortion(curved) if curved else "",
         "drops": drops,
         "strengths": strength_tables(strengths),
@@ -55,6 +55,12 @@ def context(
 def _pruned(layers: list[dict[str, Any]]) -> bool:
     """Were weights set to 0 on purpose? A 3-bit grid rounds some to 0 too: then formats of sparse weights are not among them."""
     return any(layer.get("distortion") or layer["format"] in ("bitmap", "sparse24", "dense") for layer in layers)
+
+
+def _even(layers: list[dict[str, Any]]) -> bool:
+    """Has every linear lost the same share? Then there is nothing to draw."""
+    shares = [layer["sparsity"] for layer in layers]
+    return max(shares) - min(shares) <= 0.01
 
 
 def _said_drops(drops: list[dict[str, Any]]) -> list[str]:
@@ -75,7 +81,7 @@ def _said_zeros(layers: list[dict[str, Any]], sparse: list[dict[str, Any]]) -> l
     weights = sum(layer["shape"][0] * layer["shape"][1] for layer in layers)
     zeros = sum(layer["sparsity"] * layer["shape"][0] * layer["shape"][1] for layer in layers)
     low, high = min(layer["sparsity"] for layer in layers), max(layer["sparsity"] for layer in layers)
-    each = f"between {low * 100:.0f} and {high * 100:.0f} % of each" if high - low > 0.01 else "as many of each"
+    each = "as many of each" if _even(layers) else f"between {low * 100:.0f} and {high * 100:.0f} % of each"
     bits = sum(layer["bits_per_weight"] * layer["shape"][0] * layer["shape"][1] for layer in layers) / weights
     return [f"{zeros / weights * 100:.1f} % of the weights of {len(layers)} linears are 0, {each}. They are stored at {bits:.2f} "
             "bits per weight, zeros and what says where they are counted."]  # fmt: skip

@@ -312,6 +312,7 @@ def test_page_shows_what_was_taken_away():
     assert all(told[key] for key in ("importance", "sparsity", "distortion", "figures")) and html.count("<svg") == 7
     assert "number 2" in html and "884,736" in html and "magnitude(ratio={})" in html and ">2,000<" in html
     even = [{**layer, "sparsity": 0.5, "distortion": None} for layer in made["layers"]]
+    assert pruning.context(even, [], {})["sparsity"] == "", "one share needs no figure"
     assert "as many of each" in pruning.context(even, [], {})["said"][0] and pruning.context(even, [], {})["distortion"] == ""
     assert not pruning.context(make_record()["layers"], [], {}) and "What was taken away" not in page(make_record())
     slow, fast = (pruning.context(even, [], {}, {"decode": r, "prefill": 1.0})["said"][-1] for r in (1.02, 1.6))
