@@ -198,6 +198,7 @@ def test_speed_of_a_model_without_some_attention(tiny, tokens):
     assert speed["compressed"].execution.split(",")[0] == speed["baseline"].execution.split(",")[0]
 
 
+@pytest.mark.slow
 def test_attention_is_cheaper_than_mlps_on_a_real_model(real):
     """He et al., table 1: attention layers can go where MLPs cannot; and what the metric ranks last costs more."""
     model, tokenizer = real
