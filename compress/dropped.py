@@ -56,8 +56,8 @@ def _tensors(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
-def drop_part(block: nn.Module, kind: str, outputs: dict[str, int]) -> list[str]:
-    """Drop a block's "attention" or "mlp"; gives the names of the children that went.
+def drop_part(block: nn.Module, kind: str, outputs: dict[str, int]) -> None:
+    """Drop a block's "attention" or "mlp".
 
     Args:
         outputs: by child, how many values it returns as a tuple (0: one value alone), as `outputs_of` found.
@@ -67,7 +67,6 @@ def drop_part(block: nn.Module, kind: str, outputs: dict[str, int]) -> list[str]
     for name in names:
         indices = [m.layer_idx for m in block.get_submodule(name).modules() if hasattr(m, "layer_idx")]
         replace(block, name, Dropped(outputs.get(name, 0), indices[0] if indices else None, chain and name != names[-1]))
-    return names
 
 
 def drop_block(model: nn.Module, index: int) -> None:

@@ -223,12 +223,13 @@ def _prepare(variant: Variant, length: int, prompt_tokens: int, new_tokens: int)
     try:
         with recording() as kernels:
             _round(variant, prompt_tokens, new_tokens)
-        variant.generated = PyCodeCache.modules[known:]
     except Exception as error:  # no compiler, or a model that it cannot take: say so, and go on without
         first = first_line(error)
         warnings.warn(f"the model does not compile, so it runs eagerly: {first}", stacklevel=2)
         variant.execution, variant.step = f"eager (does not compile: {first[:120]})", eagerly
         return
+    finally:  # what a compile that failed half-way has frozen is let go, too
+        variant.generated = PyCodeCache.modules[known:]
     variant.kernels = kernels
     if counters["stats"]["unique_graphs"] == graphs:  # torch.compile gave back what it got, without a word
         variant.execution, variant.step = "eager (the compiler is switched off)", eagerly

@@ -104,7 +104,7 @@ def score_strengths(
     """
     check_strengths(recipes, baseline)
     identity = [tokens_sha256(list(batches)), tokens_sha256(list(texts.values())), list(beginning), window, max_windows]
-    about = [weights_sha256(baseline), *identity, sorted(texts), code_sha256()]
+    about = [weights_sha256(baseline), *identity, sorted(texts), code_sha256()] if work_path else []
     progress = tqdm(total=sum(map(len, recipes.values())), desc="strengths", unit="recipe")
     lines = []
     for text, line in recipes.items():

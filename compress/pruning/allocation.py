@@ -32,18 +32,17 @@ def global_ratios(model: nn.Module, method: "PruningMethod") -> dict[str, float]
 
     The threshold is found by halving, so that no more than one linear's scores are held at a time.
     """
-    sizes: dict[str, int] = {}
+    sizes = {name: rows * columns for name, (rows, columns) in targets(model, method).items()}
+
+    def scores(name: str) -> Tensor:
+        statistics = LayerStatistics(0, {})
+        statistics.name = name
+        return method.scores(weight_of(model.get_submodule(name)), statistics)
 
     def below(threshold: float) -> dict[str, int]:
-        counts = {}
-        for name in targets(model, method):
-            statistics = LayerStatistics(0, {})
-            statistics.name = name
-            scores = method.scores(weight_of(model.get_submodule(name)), statistics)
-            sizes[name], counts[name] = scores.numel(), int((scores < threshold).sum())
-        return counts
+        return {name: int((scores(name) < threshold).sum()) for name in sizes}
 
-    low, high = 0.0, max(weight_of(model.get_submodule(name)).abs().max().item() for name in targets(model, method)) + 1.0
+    low, high = 0.0, max(scores(name).max().item() for name in sizes) + 1.0
     for _ in tqdm(range(32), desc=f"{method.name}: threshold over all linears", unit="pass"):
         middle = (low + high) / 2
         counts = below(middle)

@@ -1,5 +1,6 @@
 """Layer dropping (He et al., 2024, arXiv:2406.15786): leave out the attention, MLPs or blocks that do the least."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -101,7 +102,7 @@ class LayerDrop(Method):
                 size = sum(p.numel() for name in parts_of(blocks[index])[least.kind]
                            for p in blocks[index].get_submodule(name).parameters())  # fmt: skip
                 drop_part(blocks[index], least.kind, outputs_of(blocks[index], calls[0], index, device))
-            records.append(DropRecord(**{**vars(least), "order": step + 1, "parameters": size}))
+            records.append(dataclasses.replace(least, order=step + 1, parameters=size))
         return sorted([*records, *measured], key=lambda r: (r.block, r.kind))
 
 
