@@ -1,4 +1,4 @@
-"""`kv_decode`: attention of one step of decoding over a cache of 16, 8 or 4 bits. See README.md for layouts, cost and limits."""
+"""`kv_decode`: attention of one step of decoding over a cache of 16, 8, 4 or 2 bits. See README.md for layouts, cost and limits."""
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ def kv_decode(
         softcap: scores become softcap * tanh(score / softcap), as in Gemma 2.
         return_mass: also return the attention that each position got, which eviction policies score with.
         impl: "reference" (float32, any device), "cpu" (C++ kernels, or plain torch where they cannot be built; reads the
-            ranges only), "triton" (a GPU; D up to 256) or "auto".
+            ranges only), "triton" (a GPU; D up to 256) or "auto". A cache of 2 bits has only the reference.
 
     Returns:
         y [B, H_q, T_q, D] in q's dtype; with `return_mass` also mass [B, H_kv, positions], float32: probabilities summed over
@@ -53,6 +53,10 @@ def kv_decode(
     """
     _check(q, cache, lengths, starts, softcap)
     fits = q.shape[-1] <= MAX_D
+    if cache.bits == 2:
+        if impl not in ("auto", "reference"):
+            raise ValueError(f"`impl` (={impl!r}) has no kernel for 2 bits; 'reference' would do, or 4 bits")
+        impl = "reference"
     if impl == "auto":
         chosen = "triton" if q.device.type == "cuda" and triton_takes(q.device) and fits else None
         impl = chosen or ("cpu" if q.device.type == "cpu" else "reference")
@@ -111,8 +115,8 @@ def _check(q: Tensor, cache: KV, lengths: Tensor, starts: Tensor | None, softcap
         raise ValueError(f"`q` {tuple(q.shape)} must have 1 to {MAX_TOKENS} tokens; longer prompts are not a decode step")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"`softcap` (={softcap}) must be positive, or None for no cap")
-    if cache.bits not in (16, 8, 4):
-        raise ValueError(f"`cache.bits` (={cache.bits}) must be 16 (not quantised), 8 or 4")
+    if cache.bits not in (16, 8, 4, 2):
+        raise ValueError(f"`cache.bits` (={cache.bits}) must be 16 (not quantised), 8, 4 or 2")
     H_kv, S = cache.k.shape[1:3]
     if H_kv == 0 or H_q % H_kv:
         raise ValueError(f"`q`'s heads (={H_q}) must be a multiple of the cache's (={H_kv})")
@@ -122,10 +126,10 @@ def _check(q: Tensor, cache: KV, lengths: Tensor, starts: Tensor | None, softcap
         if cache.tail_k is not None or cache.params_k is not None:
             raise ValueError("`cache.bits` (=16) goes without `params_k` and `tail_k`: append to k and v themselves")
     else:
-        if cache.group not in GROUPS or S % cache.group or (cache.bits == 4 and D % 2):
+        if cache.group not in GROUPS or S % cache.group or D * cache.bits % 8:
             raise ValueError(
                 f"`cache.group` (={cache.group}) must be one of {', '.join(map(str, GROUPS))} and divide S (={S}); "
-                f"4 bits need an even D (={D})"
+                f"{cache.bits} bits need a D (={D}) that {8 // cache.bits} divides"
             )
         groups, halves = S // cache.group, 8 // cache.bits
         wanted["k"] = ((B, H_kv, S, D // halves), torch.uint8)

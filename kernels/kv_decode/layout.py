@@ -1,4 +1,4 @@
-"""How keys and values lie in memory: as they are, or in 8 or 4 bits with a 16-bit tail. README.md has the picture."""
+"""How keys and values lie in memory: as they are, or in 8, 4 or 2 bits with a 16-bit tail. README.md has the picture."""
 
 from typing import NamedTuple
 
@@ -18,11 +18,12 @@ class KV(NamedTuple):
     bits 8:  k uint8 [B, H_kv, S, D]; v uint8 [B, H_kv, S / group, D, group]: within a group, channel by channel.
     bits 4:  k uint8 [B, H_kv, S, D / 2]: channel i in the low nibble of byte i, channel i + D / 2 in its high one;
              v uint8 [B, H_kv, S / group, D, group / 2]: position i of the group low, i + group / 2 high.
+    bits 2:  likewise in quarters: k uint8 [B, H_kv, S, D / 4], channel i + j D / 4 in bits 2j and 2j + 1 of byte i.
 
     params_k: bfloat16 [B, H_kv, S / group, D, 2], pairs (scale, offset): key = scale * code + offset.
     params_v: bfloat16 [B, H_kv, S, 2], likewise, one pair a position.
     tail_k, tail_v: [B, H_kv, R, D] in the dtype of the queries, or None: what is not quantised yet; follows position S - 1.
-    group: positions that share a key's scale: 32, 64 or 128; divides S. Only with 8 and 4 bits.
+    group: positions that share a key's scale: 32, 64 or 128; divides S. Only with codes.
     """
 
     k: Tensor
@@ -54,18 +55,18 @@ def quantize_kv(k: Tensor, v: Tensor, bits: int, group: int = 64) -> KV:
 
     Args:
         k, v: [B, H_kv, S, D], any floating dtype.
-        bits: 8 or 4.
+        bits: 8, 4 or 2.
         group: 32, 64 or 128.
 
     Raises:
         ValueError: bits, group or D that the layout does not have.
     """
-    if bits not in (8, 4):
-        raise ValueError(f"`bits` (={bits}) must be 8 or 4; for 16 make `KV(k, v)`")
+    if bits not in (8, 4, 2):
+        raise ValueError(f"`bits` (={bits}) must be 8, 4 or 2; for 16 make `KV(k, v)`")
     if group not in GROUPS:
         raise ValueError(f"`group` (={group}) must be one of {', '.join(map(str, GROUPS))}")
-    if bits == 4 and k.shape[-1] % 2:
-        raise ValueError(f"`k` {tuple(k.shape)} must have an even number of channels to be stored in 4 bits")
+    if k.shape[-1] * bits % 8:
+        raise ValueError(f"`k` {tuple(k.shape)} must have a multiple of {8 // bits} channels to be stored in {bits} bits")
     B, H, S, D = k.shape
     full = S // group * group
     grouped = k[:, :, :full].reshape(B, H, full // group, group, D)
@@ -106,16 +107,20 @@ def _with_tail(main: Tensor, tail: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def unpack(codes: Tensor, bits: int) -> Tensor:
-    """Codes [..., n] out of bytes [..., n * bits / 8]: low nibbles are the first half."""
-    return codes if bits == 8 else torch.cat([codes & 15, codes >> 4], -1)
+    """Codes [..., n] out of bytes [..., n * bits / 8]: low nibbles are the first half, low pairs the first quarter."""
+    if bits == 8:
+        return codes
+    return torch.cat([(codes >> shift) & ((1 << bits) - 1) for shift in range(0, 8, bits)], -1)
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:
     codes = codes.contiguous()
     if bits == 8:
         return codes
-    low, high = codes.chunk(2, -1)
-    return low | (high << 4)
+    packed, *more = codes.chunk(8 // bits, -1)
+    for i, part in enumerate(more, 1):
+        packed = packed | (part << i * bits)
+    return packed
 
 
 def _encode(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor]:
