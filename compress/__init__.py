@@ -14,6 +14,16 @@ from compress.activations.smoothquant import SmoothQuant
 from compress.apply import apply
 from compress.calibration import calibration, held_out
 from compress.checkpoint import load_compressed, save_compressed
+from compress.kv.expected_attention import ExpectedAttention
+from compress.kv.h2o import H2O
+from compress.kv.keydiff import KeyDiff
+from compress.kv.knorm import KNorm
+from compress.kv.kv_int import KVInt
+from compress.kv.kvzip import KVzip
+from compress.kv.random_choice import RandomEviction
+from compress.kv.snapkv import SnapKV
+from compress.kv.streaming import Streaming
+from compress.kv.tova import TOVA
 from compress.method import Method
 from compress.model import load_model
 from compress.pruning.layer_drop import LayerDrop
@@ -32,6 +42,8 @@ METHODS: dict[str, type[Method]] = {
     "rtn": RTN, "gptq": GPTQ, "awq": AWQ, "nf4": NF4, "bnb_nf4": BitsandbytesNF4,
     "magnitude": Magnitude, "random": RandomChoice, "wanda": Wanda, "sparsegpt": SparseGPT, "layer_drop": LayerDrop,
     "smoothquant": SmoothQuant, "int8": Int8, "fp8": FP8, "llm_int8": LLMInt8, "bnb_int8": BitsandbytesInt8,
+    "random_kv": RandomEviction, "streaming": Streaming, "knorm": KNorm, "keydiff": KeyDiff, "h2o": H2O, "tova": TOVA,
+    "snapkv": SnapKV, "expected_attention": ExpectedAttention, "kvzip": KVzip, "kv_int": KVInt,
 }  # fmt: skip
 
 __all__ = [

@@ -28,7 +28,10 @@ class Dropped(nn.Module):
         hidden = args[0] if args else kwargs["hidden_states"]
         if self.layer_idx is not None:
             cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
-            if cache is not None:
+            kept = cache.layers[self.layer_idx] if cache is not None and self.layer_idx < len(cache.layers) else None
+            if hasattr(kept, "pass_over"):
+                kept.pass_over(hidden.shape[1])
+            elif cache is not None:
                 least = hidden[:, None, :, :1]  # [batch, 1, T, 1]; caches take what has no width for empty
                 cache.update(least, least, self.layer_idx)
         output = hidden if self.identity else torch.zeros_like(hidden)

@@ -1,0 +1,10 @@
+"""The KV cache: policies that choose what stays, storage that makes it small, and the cache that they act on.
+
+>>> with attached(model, [METHODS["snapkv"](budget=0.25), METHODS["kv_int"](bits=4)]) as attachment:
+...     model.generate(**inputs)
+"""
+
+from compress.kv.attach import Attachment, attach, attached, attachment_of, detach, left_alone
+from compress.kv.cache import CompressedCache
+
+__all__ = ["Attachment", "CompressedCache", "attach", "attached", "attachment_of", "detach", "left_alone"]

@@ -1,0 +1,145 @@
+"""Attach a compressed cache to a model: `generate` then uses it, and `undo` leaves the model as it was."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING as LAYER_TYPES
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+from compress.kv.attention import NAME, expect, register
+from compress.kv.cache import CompressedCache
+from compress.kv.policy import CacheMethod, Policy
+
+
+class Attachment:
+    """What `attach` put on a model.
+
+    Attributes:
+        policy, storage: what new caches evict and store by; None: nothing is evicted, kept as it is.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        register()
+        self.model, self.policy, self.storage = model, None, None
+        self._before = model.config._attn_implementation
+        enter = model.register_forward_pre_hook(self._enter, with_kwargs=True)
+        self._hooks = [enter, model.register_forward_hook(self._leave, with_kwargs=True)]
+        model.set_attn_implementation(NAME)
+
+    def cache(self, **more: bool) -> CompressedCache:
+        """A new, empty cache for `generate(past_key_values=...)` or `model(past_key_values=...)`: one that lives on between turns.
+
+        Args:
+            more: `observes`, `traces` of `CompressedCache`.
+        """
+        return CompressedCache(self.model, self.policy, self.storage, **more)
+
+    def undo(self) -> None:
+        """Leave the model as it was before. Caches that were made are of no more use."""
+        for hook in self._hooks:
+            hook.remove()
+        if self.model.config._attn_implementation == NAME:
+            self.model.set_attn_implementation(self._before)
+
+    def _enter(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        given = kwargs.get("past_key_values")
+        expect(None)
+        if given is None and kwargs.get("use_cache") or type(given) is DynamicCache and given.get_seq_length() == 0:
+            recording = given is not None and any(getattr(layer, "record_past", False) for layer in given.layers)
+            kwargs["past_key_values"] = given = self.cache()
+            if recording:  # an assistant's guesses will be taken back
+                given.activate_past_recording()
+        if not isinstance(given, CompressedCache):
+            return args, kwargs
+        if given.listener is None and (given.observes or given.policy is not None and given.policy.runs_model):
+            ids = kwargs.get("input_ids", args[0] if args else None)
+            if ids is None:
+                raise ValueError("`inputs_embeds`: a policy that reads the prompt again needs `input_ids`")
+            mask = kwargs.get("attention_mask")
+            given.mask = None if mask is None else mask.bool().clone()
+            given.ids.append(ids.clone())
+            given.masks.append(torch.ones_like(ids).bool() if mask is None else given.mask[:, -ids.shape[1] :].clone())
+        return args, kwargs
+
+    def _leave(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        cache = kwargs.get("past_key_values")
+        if isinstance(cache, CompressedCache) and cache.listener is None and not cache.observes:
+            cache.finish()
+
+
+def attach(model: nn.Module, methods: Sequence[CacheMethod] = ()) -> Attachment:
+    """Make a model keep its cache by these methods whenever it generates, until `undo`.
+
+    A call with `past_key_values` of the user's own kind is not touched; passes without a cache are what they were.
+
+    Args:
+        model: a transformers decoder; batches, left padding, beams, chunked prefill and further turns are all right.
+        methods: at most one `Policy` and one `Storage`; beside those of an earlier `attach`.
+
+    Raises:
+        ValueError: the model's attention or cache is of a kind that cannot be served, or there are two methods of one kind.
+    """
+    check_model(model)
+    attachment = attachment_of(model)
+    slots = {slot: getattr(attachment, slot, None) for slot in ("policy", "storage")}
+    for method in methods:
+        slot = "policy" if isinstance(method, Policy) else "storage"
+        if (other := slots[slot]) is not None:
+            raise ValueError(f"`methods`: {method} cannot be attached beside {other}: one {slot} at a time; `undo` first")
+        slots[slot] = method
+    attachment = attachment or Attachment(model)
+    vars(attachment).update(slots)
+    return attachment
+
+
+def attachment_of(model: nn.Module) -> Attachment | None:
+    """What is attached to a model."""
+    owners = (getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values())
+    return next((owner for owner in owners if isinstance(owner, Attachment)), None)
+
+
+def detach(model: nn.Module) -> None:
+    """Undo what is attached, if anything is."""
+    attachment = attachment_of(model)
+    if attachment is not None:
+        attachment.undo()
+
+
+@contextmanager
+def attached(model: nn.Module, methods: Sequence[CacheMethod] = ()) -> Iterator[Attachment]:
+    """`attach` for the length of a with block; what was attached before stays."""
+    before = attachment_of(model)
+    slots = {slot: getattr(before, slot, None) for slot in ("policy", "storage")}
+    attachment = attach(model, methods)
+    try:
+        yield attachment
+    finally:
+        if before is None:
+            attachment.undo()
+        else:
+            vars(attachment).update(slots)
+
+
+def check_model(model: nn.Module) -> None:
+    """Raise ValueError if a compressed cache cannot serve this model."""
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(f"`model` ({name}) is an encoder and a decoder; a decoder alone would do")
+    if not getattr(model, "_supports_attention_backend", True):
+        raise ValueError(f"`model` ({name}) does not call transformers' attention interface, by which a compressed cache works")
+    kinds, _ = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
+    if "full_attention" not in kinds:
+        found = ", ".join(sorted(set(kinds)))
+        raise ValueError(f"`model` ({name}) has no layer that keeps all positions (it has {found}): nothing to evict")
+    if unknown := sorted(set(kinds) - set(LAYER_TYPES)):
+        raise ValueError(f"`model` ({name}) has layers of a kind that is not known here: {', '.join(unknown)}")
+
+
+def left_alone(model: nn.Module) -> dict[str, int]:
+    """Kinds of layers whose cache is left as it is, and how many there are of each."""
+    kinds, _ = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
+    return {kind: kinds.count(kind) for kind in sorted(set(kinds) - {"full_attention"})}

@@ -1,0 +1,108 @@
+"""Attention of many queries under a mask, and the function by which transformers calls a compressed cache's own."""
+
+import threading
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+if TYPE_CHECKING:
+    from compress.kv.cache import KVLayer
+
+NAME = "workbench_kv"
+ROWS = 256  # queries at a time where scores are made in full
+_expecting = threading.local()  # the layer that was given keys, and whose attention comes next
+
+
+def expect(layer: "KVLayer | None") -> None:
+    """The next attention is this layer's; None: what was expected of an earlier pass is not."""
+    _expecting.layer = layer
+
+
+def register() -> None:
+    """Make the attention known to transformers, with its mask: one without the other is silently wrong."""
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
+    dropout: float = 0.0, softcap: float | None = None, s_aux: Tensor | None = None, **kwargs: object,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """What transformers calls in place of its own: query [B, H_q, n, D], key, value [B, H_kv, T, D] -> [B, n, H_q, D].
+
+    A layer of a `CompressedCache` attends itself; what has no such cache, or a window of its own, is attended as ever.
+
+    Raises:
+        ValueError: a kind of attention that is not known here.
+    """
+    if unknown := [name for name in ("position_bias", "cu_seq_lens_q") if kwargs.get(name) is not None]:
+        raise ValueError(f"this model's attention takes {', '.join(unknown)}, which a compressed cache does not know")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer = None
+    if not torch.compiler.is_compiling():  # compiled passes have caches of fixed tensors
+        layer, _expecting.layer = getattr(_expecting, "layer", None), None
+    if layer is not None and layer.incoming is not None:
+        if key is not layer.incoming[0]:
+            layer.incoming = None
+            raise ValueError(f"{type(module).__name__} changes keys that the cache gave it: a compressed cache cannot serve it")
+        return layer.attend(module, query, attention_mask, scaling=scaling, softcap=softcap, sinks=s_aux), None
+    return attend(query, key, value, attention_mask, scaling=scaling, softcap=softcap, sinks=s_aux), None
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """softmax(scaling q Kᵀ) V.
+
+    Args:
+        q: [B, H_q, n, D]. k, v: [B, H_kv, T, D].
+        mask: bool [B, 1 or H_kv, n, T]; None: the n queries are the last of the T positions and see those up to themselves.
+        softcap: scores become softcap * tanh(score / softcap). sinks: [H_q] scores of something that has no value (gpt-oss).
+
+    Returns:
+        [B, n, H_q, D]
+    """
+    B, H, n, _ = q.shape
+    kv_heads, T = k.shape[1:3]
+    shared = H // kv_heads
+    if mask is None and n != T:
+        mask = torch.ones(n, T, dtype=torch.bool, device=q.device).tril(T - n)[None, None]
+    if softcap is None and sinks is None:
+        if n == 1:  # the heads that share keys are rows of one product
+            rows = q.reshape(B, kv_heads, shared, -1)
+            return scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scaling).reshape(B, 1, H, -1)
+        if mask is not None and mask.shape[1] > 1:
+            mask = mask.repeat_interleave(shared, 1)
+        k, v = (x.repeat_interleave(shared, 1) if shared > 1 else x for x in (k, v))
+        y = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, is_causal=mask is None and n > 1)
+        return y.transpose(1, 2).contiguous()
+    if mask is None:
+        mask = torch.ones(n, T, dtype=torch.bool, device=q.device).tril()[None, None]
+    pieces = [_in_full(q[:, :, i : i + ROWS], k, v, mask[:, :, i : i + ROWS], scaling, softcap, sinks) for i in range(0, n, ROWS)]
+    return torch.cat(pieces, 2).transpose(1, 2).contiguous()
+
+
+def _in_full(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, softcap: float | None, sinks: Tensor | None) -> Tensor:
+    B, H, n, D = q.shape
+    kv_heads = k.shape[1]
+    scores = torch.einsum("bhgnd,bhtd->bhgnt", q.unflatten(1, (kv_heads, -1)).float(), k.float()) * scaling
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask[:, :, None], torch.finfo(scores.dtype).min)
+    if sinks is not None:
+        extra = sinks.float().view(1, kv_heads, -1, 1, 1).expand(B, -1, -1, n, 1)
+        weights = torch.cat([scores, extra], -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    return torch.einsum("bhgnt,bhtd->bhgnd", weights, v.float()).flatten(1, 2).to(q.dtype)

@@ -1,0 +1,220 @@
+"""A transformers cache whose rows shrink: per layer, head and sequence, through transformers' own cache and attention interfaces.
+
+Every layer that sees all positions is a `KVLayer`. transformers hands it new keys and values and goes on to attention, which is
+`attention.attention` here: the layer attends with what it kept and what is new, keeps the new, and evicts. Positions go on counting
+all tokens that were seen. Layers with a sliding window are transformers' own and are left alone.
+"""
+
+import copy
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING as LAYER_TYPES
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+from compress.kv.allocation import ada, over_layers, pyramid, uniform
+from compress.kv.layer import EXACT, KVLayer
+from compress.kv.policy import Policy, Storage
+from compress.kv.storage import Growing, joined, slabs_of
+
+
+class CompressedCache(Cache):
+    """The cache of one conversation, batch or beam: evicts by `policy`, and stores by `storage`, what it is given.
+
+    Give it to `generate(past_key_values=...)` of an attached model to go on with it in a later turn.
+
+    Args:
+        model: a transformers decoder, attached (`compress.kv.attach`).
+        policy, storage: None: everything is kept, as it is.
+        observes: keep the queries and evict nothing, so that `compressed` can try many policies on the same prompt.
+        traces: remember where each kept position was.
+    """
+
+    def __init__(self, model: nn.Module, policy: Policy | None = None, storage: Storage | None = None, *, observes: bool = False,
+                 traces: bool = False) -> None:  # fmt: skip
+        self.policy, self.storage, self.observes, self.traces = policy, storage, observes, traces
+        self.model, self.paused, self.by_kernel = model, False, True
+        self.listener: Callable[[KVLayer, Tensor, Tensor, Tensor], None] | None = None
+        self.ids: list[Tensor] = []  # of the prompt, [B, n] each, for policies that read it again
+        self.masks: list[Tensor] = []
+        self.mask: Tensor | None = None  # [B, seen], the last that was given, for layers with a window that read again
+        self._scores: dict[int, tuple[Tensor, Tensor]] = {}
+        self._recalled: dict[tuple[Policy, int], list[Tensor | None]] = {}
+        kinds, settings = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
+        layers: list = []
+        for kind, more in zip(kinds, settings, strict=True):
+            layers.append(KVLayer(self, len(layers)) if kind == "full_attention" else LAYER_TYPES[kind](**more))
+        super().__init__(layers=layers)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last tokens, given as a negative number."""
+        super().crop(tokens_to_remove)
+        self._recalled = {}
+        if self.mask is not None and tokens_to_remove:
+            self.mask = self.mask[:, :tokens_to_remove]
+        if self.ids and tokens_to_remove:
+            ids, masks = torch.cat(self.ids, 1), torch.cat(self.masks, 1)
+            self.ids, self.masks = [ids[:, :tokens_to_remove]], [masks[:, :tokens_to_remove]]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Give row i what row beam_idx[i] had."""
+        super().reorder_cache(beam_idx)
+        self._rows(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Only keep these rows of the batch."""
+        super().batch_select_indices(indices)
+        self._rows(lambda x: x[indices])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row of the batch `repeats` times."""
+        super().batch_repeat_interleave(repeats)
+        self._rows(lambda x: x.repeat_interleave(repeats, 0))
+
+    def _rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.ids, self.masks, self._recalled = [change(x) for x in self.ids], [change(x) for x in self.masks], {}
+        self.mask = None if self.mask is None else change(self.mask)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CompressedCache":
+        """A copy of its own, of the same model: to go on from one prompt in several ways."""
+        memo[id(self.model)] = self.model
+        made = memo[id(self)] = object.__new__(type(self))
+        vars(made).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        for layer in made.own:
+            layer._cache = weakref.ref(made)
+        return made
+
+    @property
+    def own(self) -> list[KVLayer]:
+        """The layers that are compressed."""
+        return [layer for layer in self.layers if isinstance(layer, KVLayer)]
+
+    @property
+    def filled(self) -> list[KVLayer]:
+        """Those of them that keep something."""
+        return [layer for layer in self.own if layer.slabs]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every tensor that the cache holds: codes, scales, residuals, slack, what policies remember, other layers."""
+        return sum(t.numel() * t.element_size() for t in self._tensors())
+
+    @property
+    def nbytes_16(self) -> int:
+        """The same with float32 keys, values and queries counted as the 16 bits in which a model is deployed."""
+        return sum(t.numel() * (2 if t.dtype == torch.float32 and t.dim() == 4 else t.element_size()) for t in self._tensors())
+
+    def _tensors(self) -> list[Tensor]:
+        found = [t for layer in self.own for t in layer.held]
+        for layer in self.layers:
+            if not isinstance(layer, KVLayer):
+                found += [t for t in (getattr(layer, "keys", None), getattr(layer, "values", None)) if t is not None]
+        return [*found, *self.ids, *self.masks, *([] if self.mask is None else [self.mask])]
+
+    @property
+    def is_croppable(self) -> bool:
+        """Can tokens always be taken back?"""
+        return self.policy is None and self.storage is None and super().is_croppable
+
+    def reset(self) -> None:
+        """Forget everything but the policy."""
+        super().reset()
+        self.ids, self.masks, self.mask, self._scores, self._recalled = [], [], None, {}, {}
+
+    @contextmanager
+    def looking(self, listener: Callable[[KVLayer, Tensor, Tensor, Tensor], None]) -> Iterator[None]:
+        """Passes that leave no trace; `listener` gets each layer, its queries, its new keys, and which of them are no padding."""
+        others = [(layer, copy.deepcopy(vars(layer))) for layer in self.layers if not isinstance(layer, KVLayer)]
+        self.listener = listener
+        try:
+            yield
+        finally:
+            self.listener = None
+            for layer, before in others:
+                vars(layer).update(before)
+
+    def compressed(self, policy: Policy | None, storage: Storage | None = None) -> "CompressedCache":
+        """A copy of a cache that `observes`, compressed as if the policy had been there when the prompt was read."""
+        if not self.observes:
+            raise ValueError("`observes` (=False): only a cache that observes keeps what policies score with")
+        made = CompressedCache(self.model, policy, storage, traces=self.traces)
+        for layer, other in zip(made.layers, self.layers, strict=True):
+            if not isinstance(layer, KVLayer):
+                vars(layer).update({k: v.clone() if isinstance(v, Tensor) else v for k, v in vars(other).items()})
+                continue
+            own = ("_cache", "slabs", "queries", "asked", "positions")
+            vars(layer).update({k: v for k, v in vars(other).items() if k not in own})
+            layer.positions = copy.deepcopy(other.positions)
+            if other.slabs:
+                k, v, _ = joined(other.slabs)
+                layer.slabs = slabs_of(k, v, other.valid, layer._precision() if policy is None else EXACT)
+                if policy is not None and policy.remembers:
+                    layer.memory = Growing(torch.zeros(k.shape[:3], device=k.device))
+        made.ids, made.masks, made.mask = list(self.ids), list(self.masks), self.mask
+        if policy is None:
+            return made
+        if policy.remembers:
+            self._recall(made)
+        for layer, other in zip(made.own, self.own, strict=True):
+            if layer.slabs:
+                layer.score(other.queries, other.asked)
+        made.finish()
+        return made
+
+    def _recall(self, made: "CompressedCache") -> None:
+        """Fill the memories of a copy, from those of the last one if it had this policy, whatever its budget."""
+        about = (replace(made.policy, budget=1.0, allocation="uniform"), self.get_seq_length())
+        if about not in self._recalled:
+            if made.policy.runs_model:
+                made.policy.read_again(self.model, made)
+            else:
+                for layer, other in zip(made.own, self.own, strict=True):
+                    if layer.slabs:
+                        layer.memory.view.copy_(made.policy.remember(layer.seen_by(other.queries, other.asked)))
+            self._recalled = {about: [None if layer.memory is None else layer.memory.view for layer in made.own]}
+        for layer, memory in zip(made.own, self._recalled[about], strict=True):
+            layer.memory = None if memory is None else Growing(memory.clone())
+        made.ids, made.masks, made.mask = [], [], None
+
+    # Evicting.
+
+    def scored(self, layer: KVLayer, scores: Tensor, due: Tensor | None = None) -> None:
+        """A layer was scored: evict from the rows that are `due` [B], now or when all layers are known."""
+        policy = self.policy
+        target, tokens = policy.target(layer.tokens), layer.lengths.long()
+        due = torch.ones_like(target, dtype=torch.bool) if due is None else due
+        if policy.allocation == "global":
+            self._scores[layer.number] = scores, due
+            return
+        if policy.allocation == "ada":
+            counts = ada(scores, layer.valid, target)
+        elif policy.allocation == "pyramid":
+            numbers = [one.number for one in self.own]
+            counts = pyramid(target, tokens, layer.tokens, numbers.index(layer.number), len(numbers))
+        else:
+            counts = uniform(target, tokens)
+        layer.evict(scores, torch.where(due[:, None], counts, tokens))
+
+    def finish(self) -> None:
+        """After a pass over all layers: what needs all of them."""
+        policy = self.policy
+        if policy is None:
+            return
+        if policy.runs_model and self.ids and not self.paused and self.ids[-1].shape[1] > 1:
+            policy.read_again(self.model, self)
+            self.ids, self.masks = [], []
+            for layer in self.filled:
+                layer.score()
+        if self._scores:
+            layers = [self.layers[number] for number in self._scores]
+            scores, due = zip(*self._scores.values(), strict=True)
+            counts = over_layers(list(scores), [layer.valid for layer in layers], policy.target(layers[0].tokens))
+            for layer, one, count, rows in zip(layers, scores, counts, due, strict=True):
+                layer.evict(one, torch.where(rows[:, None], count, layer.lengths))
+            self._scores = {}

@@ -1,0 +1,58 @@
+"""Expected attention (Devoto et al., 2025, arXiv:2510.00636): keep what queries to come will attend to, as past ones tell."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compress.kv.policy import Policy, Seen
+from compress.method import knob
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedAttention(Policy):
+    """Queries before rotation are taken for normally distributed; so the attention that the next ones will give is known.
+
+    E exp(q·k / √d) = exp(μ·k / √d + kᵀ Σ k / 2d), with μ and Σ turned by the mean rotation of the positions to come; normalised
+    over positions, and times the norm of the value, which is what a position adds to the output.
+    """
+
+    future: int = knob(512, "positions to come that are averaged over", range=(1, 65536))
+    sinks: int = knob(4, "tokens at the beginning that always stay, and whose queries are not counted", range=(0, 1024))
+    epsilon: float = knob(1e-2, "added to every expected attention: with 0, a value's norm means nothing where none is expected",
+                          range=(0.0, 1.0))  # fmt: skip
+
+    name = "expected_attention"
+    source = "Devoto et al. 2025, arXiv:2510.00636, section 3"
+    window = 128
+
+    def scores(self, seen: Seen) -> Tensor:
+        B, H, T, D = seen.keys.shape
+        mean, covariance = self._statistics(seen)  # [B, H_q, D], [B, H_q, D, D]
+        turned = self._mean_rotation(seen, D)  # [B, D, D]: row j is where e_j goes
+        mean = (mean @ turned).unflatten(1, (H, -1))  # [B, H, G, D]
+        covariance = (turned.mT[:, None] @ covariance @ turned[:, None]).unflatten(1, (H, -1))
+        keys = seen.keys.float() * seen.scaling
+        logits = torch.einsum("bhgd,bhtd->bhgt", mean, keys)
+        logits += torch.einsum("bhtd,bhgde,bhte->bhgt", keys, covariance, keys) / 2
+        if seen.softcap:
+            logits = seen.softcap * torch.tanh(logits / seen.softcap)
+        expected = logits.masked_fill(~seen.valid[:, :, None], -torch.inf).softmax(-1).mean(2)  # [B, H, T]
+        order = seen.order()
+        scores = (expected + self.epsilon) * seen.values.float().norm(dim=-1)
+        return scores.masked_fill((order >= 0) & (order < self.sinks), torch.inf)
+
+    def _statistics(self, seen: Seen) -> tuple[Tensor, Tensor]:
+        """Mean and covariance of the queries before rotation, padding and sinks left out."""
+        queries = seen.turn(seen.queries.float(), seen.positions.clamp(min=0), True)  # [B, H_q, n, D]
+        counted = seen.asked & (seen.positions >= self.sinks)
+        counted = torch.where(counted.any(1, keepdim=True), counted, seen.asked)[:, None, :, None].float()
+        count = counted.sum(2).clamp(min=1)  # [B, 1, 1]
+        mean = (queries * counted).sum(2) / count
+        apart = (queries - mean[:, :, None]) * counted
+        return mean, apart.mT @ apart / count[..., None]
+
+    def _mean_rotation(self, seen: Seen, channels: int) -> Tensor:
+        basis = torch.eye(channels, device=seen.keys.device)[None, :, None].expand(len(seen.tokens), -1, self.future, -1)
+        positions = seen.tokens[:, None] + torch.arange(self.future, device=seen.keys.device)
+        return seen.turn(basis, positions, False).mean(2)

@@ -1,0 +1,22 @@
+"""KeyDiff (Park et al., 2025, arXiv:2504.15364): keep the keys that differ most from the others."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn.functional import cosine_similarity, normalize
+
+from compress.kv.policy import Policy, Seen
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyDiff(Policy):
+    """Keep the keys whose direction is farthest from the mean direction of all keys of the head."""
+
+    name = "keydiff"
+    source = "Park et al. 2025, arXiv:2504.15364, algorithm 1"
+
+    def scores(self, seen: Seen) -> Tensor:
+        keys = seen.keys.float()
+        real = seen.valid[..., None]
+        anchor = (normalize(keys, dim=-1) * real).sum(2, keepdim=True) / real.sum(2, keepdim=True).clamp(min=1)  # [B, H, 1, D]
+        return -cosine_similarity(keys, anchor, dim=-1)

@@ -1,0 +1,70 @@
+"""KVzip (Kim et al., 2025, arXiv:2505.23416): keep what the model needs to repeat its context, whatever will be asked of it."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from compress.kv.cache import CompressedCache
+from compress.kv.layer import KVLayer
+from compress.kv.policy import Policy, Seen
+from compress.kv.rotation import rotary_of
+from compress.kv.storage import joined
+from compress.method import knob
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVzip(Policy):
+    """The prompt is read once more behind itself, piece by piece; a position counts as much as the most attention it then gets.
+
+    The paper asks the model in words to repeat the prompt; here the prompt follows by itself, which any model continues, whatever
+    its language or template. It costs about as much as reading the prompt twice more.
+    """
+
+    allocation: str = knob("global", "how the budget is shared out", choices=("uniform", "pyramid", "ada", "global"))
+    piece: int = knob(2048, "tokens that are repeated at a time", range=(16, 65536))
+    sinks: int = knob(4, "tokens at the beginning that always stay", range=(0, 1024))
+
+    name = "kvzip"
+    source = "Kim et al. 2025, arXiv:2505.23416, section 3"
+    remembers = True
+    runs_model = True
+
+    def scores(self, seen: Seen) -> Tensor:
+        order = seen.order()
+        return seen.memory.masked_fill((order >= 0) & (order < self.sinks), torch.inf)
+
+    def read_again(self, model: nn.Module, cache: CompressedCache) -> None:
+        ids, real = torch.cat(cache.ids, 1), torch.cat(cache.masks, 1).bool()
+        order = real.to(torch.uint8).argsort(dim=1, stable=True)  # padding first: so do the cache's rows lie
+        ids, real = ids.gather(1, order), real.gather(1, order)
+        n = ids.shape[1]
+        for begin in range(0, n, self.piece):
+            end = min(begin + self.piece, n)
+            self._repeat(model, cache, ids[:, begin:end], real[:, begin:end], n - begin, n - end)
+
+    def _repeat(self, model: nn.Module, cache: CompressedCache, ids: Tensor, real: Tensor, first: int, last: int) -> None:
+        """Read a piece again, and remember how much attention its places in the cache, from -first to -last, got."""
+
+        def listen(layer: KVLayer, q: Tensor, k: Tensor, asked: Tensor) -> None:
+            kept, _, _ = joined(layer.slabs)
+            begin, end = max(0, layer.length - first), layer.length - last
+            own = real[:, real.shape[1] - (end - begin) :, None].mT  # the cache has dropped padding that is in all rows
+            valid = torch.cat([layer.valid[:, :, begin:end] & own, asked[:, None].expand(*k.shape[:3])], 2)
+            keys = torch.cat([kept[:, :, begin:end], k], 2)
+            seen = Seen(keys, keys, valid, q, asked, positions=real, tokens=layer.tokens, layer=layer.number, **layer.about)
+            got, memory = seen.largest_attention()[:, :, : end - begin], layer.memory.view[:, :, begin:end]
+            memory.copy_(torch.maximum(memory, got))
+
+        seen, layer = cache.get_seq_length(), cache.filled[0]
+        most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 1 << 30
+        if (needed := int(layer.tokens.max()) + ids.shape[1]) > most and rotary_of(model) is None:  # rotations go on for ever
+            raise ValueError(f"`piece` (={self.piece}) of {self.name}: to read the prompt again behind itself takes {needed} "
+                             f"positions, and this model has {most} positions; a shorter prompt or piece would do")  # fmt: skip
+        order = real.logical_not().to(torch.uint8).argsort(dim=1, stable=True)  # padding last: windows see what came before
+        ids, asked = ids.gather(1, order), real.gather(1, order)
+        positions = (layer.tokens[:, None] + asked.long().cumsum(1) - 1).clamp(min=0)
+        before = real.new_ones(len(ids), seen) if cache.mask is None else cache.mask
+        mask = torch.cat([before, asked], 1).long()
+        with cache.looking(listen):
+            model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1)

@@ -1,0 +1,333 @@
+"""One layer of a compressed cache: it takes new keys and values, attends, keeps, and evicts."""
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicLayer
+
+from compress.kv.attention import attend, expect
+from compress.kv.policy import Seen, kept
+from compress.kv.rotation import turn_of
+from compress.kv.storage import Growing, Precision, Slab, joined, right_packed, slabs_of, taken
+from kernels.kv_decode import MAX_TOKENS as KERNEL_TOKENS
+from kernels.kv_decode import kv_decode
+
+if TYPE_CHECKING:
+    from compress.kv.cache import CompressedCache
+
+EXACT = Precision()
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+INTERVAL = 8  # while text is generated, evict after so many tokens, or an eighth of the budget
+
+
+class KVLayer(DynamicLayer):
+    """Keys and values of one layer: what was kept of them, as `storage.Slab`s.
+
+    `seen` counts all tokens, as transformers does, padding too; `tokens` [B] those of each row that are none.
+    """
+
+    def __init__(self, cache: "CompressedCache", number: int) -> None:
+        super().__init__()
+        self._cache, self.number = weakref.ref(cache), number  # weak: what is dropped is given back at once, without the collector
+        self.reset()
+
+    @property
+    def cache(self) -> "CompressedCache":
+        """The cache that this is a layer of."""
+        return self._cache()
+
+    def reset(self) -> None:
+        """Forget everything but the policy."""
+        self.slabs: list[Slab] = []
+        self.seen, self.fresh = 0, 0  # fresh: how many of the last tokens no eviction has looked at
+        self.tokens: Tensor | None = None
+        self.since: Tensor | None = None  # [B] tokens of each row since its last eviction
+        self.memory: Growing | None = None  # [B, H, length], what the policy remembers of each position
+        self.positions: Growing | None = None  # [B, H, length], where each position was, while `cache.traces`
+        self.queries: Tensor | None = None  # [B, H_q, n, D] the last ones
+        self.asked: Tensor | None = None
+        self.about: dict[str, Any] = {}  # scaling, softcap, turn of the last attention
+        self.incoming: tuple[Tensor, Tensor] | None = None
+        self.is_initialized = False
+
+    # What transformers asks of a cache layer.
+
+    def get_seq_length(self) -> int:
+        """Tokens seen, kept or not: the next token's position."""
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The mask that transformers makes is about the new tokens alone: what was kept lies before all of them."""
+        return query_length, self.seen
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Take the new keys and values [B, H_kv, n, D]; the attention that follows keeps them."""
+        if self.incoming is not None:
+            self.incoming = None
+            raise RuntimeError(
+                f"layer {self.number} of the compressed cache got keys twice and no attention between: the model must be attached "
+                "(`compress.kv.attach`), and its attention must take the keys as the cache gives them"
+            )
+        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+        self.incoming = (key_states, value_states)
+        expect(self)
+        return key_states, value_states
+
+    def pass_over(self, tokens: int) -> None:
+        """Count tokens of a layer that keeps none (its attention was dropped)."""
+        self.seen += tokens if self.cache.listener is None else 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last tokens, given as a negative number.
+
+        Raises:
+            ValueError: an eviction has looked at them already, or they are stored as codes.
+        """
+        count = abs(tokens_to_remove)
+        if count == 0 or not self.slabs:
+            self.seen -= count
+            return
+        if self.cache.policy is not None and count > self.fresh:
+            raise ValueError(
+                f"the last {count} tokens cannot be taken back: an eviction came after all but {self.fresh} of them. Assisted "
+                "decoding needs that: generate without an assistant, or without a policy that evicts (storage alone will do)"
+            )
+        for slab in self.slabs:
+            slab.drop_last(count)
+        for one in filter(None, (self.memory, self.positions)):
+            one.drop_last(count)
+        self.seen, self.fresh, self.tokens = self.seen - count, max(self.fresh - count, 0), self.tokens - count
+        if self.queries is not None:
+            self.queries, self.asked = self.queries[:, :, :-count], self.asked[:, :-count]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Give row i what row beam_idx[i] had."""
+        self._rows(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Only keep these rows of the batch."""
+        self._rows(lambda x: x[indices])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row of the batch `repeats` times."""
+        self._rows(lambda x: x.repeat_interleave(repeats, 0))
+
+    def _rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        for slab in self.slabs:
+            slab.starts = change(slab.starts).contiguous()
+            for one in slab.tensors:
+                one.rows(change)
+        for one in filter(None, (self.memory, self.positions)):
+            one.rows(change)
+        for name in ("tokens", "since", "queries", "asked"):
+            if getattr(self, name) is not None:
+                setattr(self, name, change(getattr(self, name)))
+
+    # What is kept.
+
+    @property
+    def lengths(self) -> Tensor:
+        """Positions that each row keeps, [B, H_kv]."""
+        return torch.cat([slab.lengths for slab in self.slabs], 1)
+
+    @property
+    def length(self) -> int:
+        """Positions of the longest row."""
+        return max((slab.length for slab in self.slabs), default=0)
+
+    @property
+    def valid(self) -> Tensor:
+        """bool [B, H_kv, length]"""
+        longest = self.length
+        return torch.arange(longest, device=self.device) >= (longest - self.lengths)[..., None]
+
+    @property
+    def held(self) -> list[Tensor]:
+        """Every tensor that this layer holds from one pass to the next."""
+        buffers = [one.buffer for slab in self.slabs for one in slab.tensors] + [slab.starts for slab in self.slabs]
+        more = [one.buffer for one in (self.memory, self.positions) if one is not None]
+        return [*buffers, *more, *(x for x in (self.queries, self.asked, self.tokens, self.since) if x is not None)]
+
+    def kept_positions(self) -> list[list[Tensor]]:
+        """By row and head, where the tokens that are kept were, counted over the row's real tokens; needs `cache.traces`."""
+        return [[row[valid] for row, valid in zip(rows, valids, strict=True)]
+                for rows, valids in zip(self.positions.view, self.valid, strict=True)]  # fmt: skip
+
+    # A pass.
+
+    def attend(self, module: nn.Module, q: Tensor, mask: Tensor | None, *, scaling: float, softcap: float | None,
+               sinks: Tensor | None) -> Tensor:  # fmt: skip
+        """Attention of the new tokens with what is kept and with each other; then keep them, and evict.
+
+        Args:
+            q: [B, H_q, n, D]. mask: bool [B, 1, n, n] among the new tokens, or None where each sees those up to itself.
+
+        Returns:
+            [B, n, H_q, D]
+        """
+        k, v = self.incoming
+        self.incoming = None
+        B, H, n, _ = k.shape
+        real = torch.ones(B, n, dtype=torch.bool, device=k.device) if mask is None else mask[:, 0].diagonal(dim1=1, dim2=2)
+        whole = mask is None or bool(real.all())
+        about = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
+        self.about = {**about, "turn": turn_of(self.cache.model, module)}
+        if self.cache.listener is not None:  # a pass that only looks: nothing is kept
+            old_k, old_v, starts = joined(self.slabs)
+            self.cache.listener(self, q, k, real)
+            visible = _visible(starts, old_k.shape[2], mask, n)
+            return attend(q, torch.cat([old_k, k], 2), torch.cat([old_v, v], 2), visible, **about)
+        first = not self.slabs
+        policy = self.cache.policy
+        mass = None
+        if not first and whole and n <= KERNEL_TOKENS and sinks is None and self.cache.by_kernel and q.dtype in KERNEL_DTYPES:
+            self._keep(k, v, real)
+            y, mass = self._decode(q, scaling, softcap, bool(policy and policy.remembers and policy.decoding))
+        elif first:
+            y = attend(q, k, v, mask, **about)
+            self._keep(k, v, real)
+        else:
+            old_k, old_v, starts = joined(self.slabs)
+            visible = _visible(starts, old_k.shape[2], mask, n)
+            y = attend(q, torch.cat([old_k, k], 2), torch.cat([old_v, v], 2), visible, **about)
+            self._keep(k, v, real)
+        self._look(q, real, mass)
+        return y
+
+    def _decode(self, q: Tensor, scaling: float, softcap: float | None, count: bool) -> tuple[Tensor, Tensor | None]:
+        """The kernel, once a slab: y [B, n, H_q, D], and the attention that each position got, [B, H_kv, length]."""
+        shared = q.shape[1] // sum(slab.starts.shape[1] for slab in self.slabs)
+        ys, masses, at = [], [], 0
+        for slab in self.slabs:
+            heads = slab.starts.shape[1]
+            out = kv_decode(q[:, at * shared : (at + heads) * shared], slab.kv(), slab.lengths, starts=slab.starts, scale=scaling,
+                            softcap=softcap, return_mass=count)  # fmt: skip
+            ys.append(out[0] if count else out)
+            if count:
+                masses.append(nn.functional.pad(out[1], (self.length - slab.length, 0)))
+            at += heads
+        y = torch.cat(ys, 1) if len(ys) > 1 else ys[0]
+        return y.transpose(1, 2).contiguous(), torch.cat(masses, 1) if count else None
+
+    def _keep(self, k: Tensor, v: Tensor, real: Tensor) -> None:
+        """Append; padding is not kept."""
+        B, H, n, _ = k.shape
+        new = real[:, None].expand(B, H, n)
+        count = real.sum(1)
+        self.tokens, self.since = (count, count.clone()) if self.tokens is None else (self.tokens + count, self.since + count)
+        place = (self.tokens[:, None] - real.flip(1).cumsum(1).flip(1)).to(torch.int32)[:, None].expand(B, H, n)
+        if not self.slabs:
+            precision = self._precision() if self.cache.policy is None else EXACT  # codes are made of what an eviction leaves
+            self.slabs = slabs_of(k, v, new, precision)
+            self._start_traces(place, new)
+        else:
+            for slab, (a, b) in self._heads():
+                slab.append(k[:, a:b], v[:, a:b])
+            if self.memory is not None:
+                self.memory.append(torch.zeros(B, H, n, device=k.device))
+            if self.positions is not None:
+                self.positions.append(place)
+        self.seen, self.fresh = self.seen + n, self.fresh + n
+        if not bool(real.all()) and self.length > n:  # padding between tokens: out with it
+            self.keep_only(torch.cat([self.valid[..., :-n], new], -1))
+
+    def _start_traces(self, place: Tensor, new: Tensor) -> None:
+        index, _ = right_packed(new)
+        policy = self.cache.policy
+        if policy is not None and policy.remembers:
+            self.memory = Growing(torch.zeros(index.shape, device=index.device))
+        if self.cache.traces or (policy is not None and policy.decoding and policy.window > 1):
+            self.positions = Growing(taken(place, index))
+
+    def _heads(self) -> Iterator[tuple[Slab, tuple[int, int]]]:
+        at = 0
+        for slab in self.slabs:
+            yield slab, (at, at + slab.starts.shape[1])
+            at += slab.starts.shape[1]
+
+    def _precision(self) -> Precision:
+        return EXACT if self.cache.storage is None else self.cache.storage.precision
+
+    def _look(self, q: Tensor, real: Tensor, mass: Tensor | None) -> None:
+        """What a policy needs to see of this pass; evict, if it is time to."""
+        policy, n = self.cache.policy, q.shape[2]
+        if policy is None and not self.cache.observes:
+            return
+        window = policy.window if policy is not None and policy.decoding else 0
+        before = (self.queries, self.asked) if self.queries is not None else (q[:, :, :0], real[:, :0])
+        queries, asked = _packed(torch.cat([before[0], q], 2), torch.cat([before[1], real], 1))
+        if self.cache.observes:
+            self.queries, self.asked = queries, asked
+            return
+        cut = max(0, queries.shape[2] - window)
+        self.queries, self.asked = (queries[:, :, cut:].clone(), asked[:, cut:].clone()) if window else (None, None)
+        if self.cache.paused or policy.runs_model:
+            return
+        decoding = n == 1 and self.seen > 1
+        if decoding and not policy.decoding:
+            return
+        if policy.remembers:
+            seen = self.seen_by(*_packed(q, real))
+            seen.mass = mass
+            self.memory.view.copy_(policy.remember(seen))
+        due = torch.ones_like(self.tokens, dtype=torch.bool)
+        if decoding:
+            due = self.since >= (policy.target(self.tokens) // INTERVAL).clamp(min=INTERVAL)
+            if not bool(due.any()):
+                return
+        self.since = self.since.masked_fill(due, 0)
+        self.cache.scored(self, policy.scores(self.seen_by(queries, asked)), due)
+
+    def seen_by(self, queries: Tensor, asked: Tensor) -> Seen:
+        """What a policy scores with: the cache as it is, and the queries of the last tokens."""
+        k, v, _ = joined(self.slabs)
+        place = self.tokens[:, None] - asked.flip(1).cumsum(1).flip(1)
+        memory, places = (None if one is None else one.view for one in (self.memory, self.positions))
+        return Seen(k, v, self.valid, queries, asked, positions=place, tokens=self.tokens, layer=self.number, memory=memory,
+                    places=places, **self.about)  # fmt: skip
+
+    def score(self, queries: Tensor | None = None, asked: Tensor | None = None) -> None:
+        """Score and evict after a prompt, with what is remembered of it, or by these queries."""
+        self.since = torch.zeros_like(self.tokens)
+        if queries is None:
+            kv_heads = sum(slab.starts.shape[1] for slab in self.slabs)
+            queries = self.slabs[0].k.buffer.new_empty(len(self.tokens), kv_heads, 0, self.slabs[0].k.buffer.shape[-1])
+            asked = torch.empty(len(self.tokens), 0, dtype=torch.bool, device=self.device)
+        self.cache.scored(self, self.cache.policy.scores(self.seen_by(queries, asked)))
+
+    def keep_only(self, keep: Tensor) -> None:
+        """Keep these positions, bool [B, H_kv, length], and give the rest back."""
+        k, v, _ = joined(self.slabs)
+        self.slabs = slabs_of(k, v, keep, self._precision())
+        index, _ = right_packed(keep)
+        for name in ("memory", "positions"):
+            one = getattr(self, name)
+            if one is not None:
+                setattr(self, name, Growing(taken(one.view, index)))
+
+    def evict(self, scores: Tensor, counts: Tensor) -> None:
+        """Keep the `counts` [B, H_kv] highest scores [B, H_kv, length] of every row."""
+        valid = self.valid
+        if bool((counts < valid.sum(-1)).any()) or (self.cache.storage and self.slabs[0].precision != self._precision()):
+            self.keep_only(kept(scores, valid, counts))
+        self.fresh = 0
+
+
+def _packed(queries: Tensor, asked: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries [B, H, n, D] of real tokens last, as the cache has their keys; what is padding in all rows goes."""
+    if bool(asked.all()):
+        return queries, asked
+    order = asked.to(torch.uint8).argsort(dim=1, stable=True)[:, asked.shape[1] - max(int(asked.sum(1).max()), 1) :]
+    return taken(queries, order[:, None].expand(-1, queries.shape[1], -1)), asked.gather(1, order)
+
+
+def _visible(starts: Tensor, kept: int, mask: Tensor | None, n: int) -> Tensor:
+    """bool [B, H_kv, n, kept + n]: what was kept of a row, and the new tokens up to each."""
+    device = starts.device
+    own = torch.ones(n, n, dtype=torch.bool, device=device).tril()[None, None] if mask is None else mask[..., -n:]
+    old = torch.arange(kept, device=device) >= starts[..., None]  # [B, H, kept]
+    B, H = starts.shape
+    return torch.cat([old[:, :, None].expand(B, H, n, kept), own.expand(B, H, n, n)], -1)

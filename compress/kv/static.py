@@ -1,0 +1,178 @@
+"""A compressed cache of fixed tensors, so that a whole step of decoding compiles: it appends in place, and evicts no more."""
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, Cache
+from transformers.cache_utils import StaticLayer
+from transformers.masking_utils import sdpa_mask
+
+from compress.kv.attach import check_model
+from compress.kv.attention import attend
+from compress.kv.cache import CompressedCache
+from compress.kv.layer import EXACT, KVLayer
+from compress.kv.policy import Policy, Storage
+from compress.kv.storage import Precision, Slab
+from kernels.kv_decode import KV, kv_decode
+
+NAME = "workbench_kv_static"
+
+
+class StaticSlab:
+    """A `Slab` with room: codes as they are, and a dense tail that is written to at `at`."""
+
+    def __init__(self, kv: KV, starts: Tensor, used: int, precision: Precision) -> None:
+        """kv: with room behind position `used`. starts: [B, H] int32."""
+        self.kv, self.starts, self.precision, self.used = kv, starts, precision, used
+        self.tail = (kv.k, kv.v) if kv.bits == 16 else (kv.tail_k, kv.tail_v)
+        coded = 0 if kv.bits == 16 else kv.k.shape[2]
+        self.begin = torch.tensor([used - coded], device=starts.device)
+        self.at, self.lengths = self.begin.clone(), (used - starts).to(torch.int32)
+        self.heads = starts.shape[1]
+
+    def append(self, k: Tensor, v: Tensor) -> None:
+        """k, v: [B, H, 1, D]"""
+        for buffer, new in zip(self.tail, (k, v), strict=True):
+            buffer.index_copy_(2, self.at, new)
+        self.at.add_(1)
+        self.lengths.add_(1)
+
+    def reset(self) -> None:
+        """Back to where it was made."""
+        self.lengths.sub_((self.at - self.begin).to(torch.int32))
+        self.at.copy_(self.begin)
+
+
+class StaticKVLayer(StaticLayer):
+    """One layer: slabs of fixed tensors, and how many tokens were seen."""
+
+    def __init__(self, slabs: list[StaticSlab], seen: int) -> None:
+        super().__init__(max_cache_len=seen)
+        self.slabs, self.seen = slabs, torch.tensor([seen], device=slabs[0].starts.device)
+        self.first = seen
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        at = 0
+        for slab in self.slabs:
+            slab.append(key_states[:, at : at + slab.heads], value_states[:, at : at + slab.heads])
+            at += slab.heads
+        self.seen.add_(1)
+        return key_states, value_states
+
+    def get_seq_length(self) -> Tensor:
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0  # the kernel knows the ranges; the mask is not looked at
+
+    def reset(self) -> None:
+        for slab in self.slabs:
+            slab.reset()
+        self.seen.fill_(self.first)
+
+    def attend(self, q: Tensor, scaling: float, softcap: float | None) -> Tensor:
+        """q [B, H_q, 1, D] -> [B, 1, H_q, D]"""
+        shared = q.shape[1] // sum(slab.heads for slab in self.slabs)
+        ys, at = [], 0
+        for slab in self.slabs:
+            rows = q[:, at * shared : (at + slab.heads) * shared]
+            ys.append(kv_decode(rows, slab.kv, slab.lengths, starts=slab.starts, scale=scaling, softcap=softcap))
+            at += slab.heads
+        return (torch.cat(ys, 1) if len(ys) > 1 else ys[0]).transpose(1, 2)
+
+
+def decoder(model: nn.Module) -> nn.Module:
+    """Make a model take static compressed caches: `model(token, past_key_values=cache, compressed=cache, position_ids=...)`."""
+    check_model(model)
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    model.set_attn_implementation(NAME)
+    return model
+
+
+def static(cache: CompressedCache, room: int) -> Cache:
+    """What a cache of full-attention layers holds, in fixed tensors with room for so many tokens more."""
+    return Cache(layers=[StaticKVLayer([_fixed(slab, room) for slab in layer.slabs], layer.seen) for layer in cache.layers])
+
+
+class MadeUpCache(Cache):
+    """A cache of random numbers, as long as a policy and a storage would leave it: for timing alone.
+
+    Its tensors are as long as for `capacity` tokens, so that one compiled step serves all contexts up to that; what is read of
+    them is as long as it should be. Every head has the same budget. Sliding layers keep all positions.
+
+    Args:
+        capacity: tokens at most. room: tokens that are appended after `at`.
+    """
+
+    def __init__(
+        self, model: nn.Module, capacity: int, policy: Policy | None = None, storage: Storage | None = None, *, room: int = 64
+    ) -> None:
+        self.policy, self.capacity = policy, capacity
+        parameter = next(model.parameters())
+        config = model.config.get_text_config(decoder=True)
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        channels = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        precision = EXACT if storage is None else storage.precision
+        most = self.kept(capacity)
+        layers = []
+        for layer in CompressedCache(model).layers:
+            if not isinstance(layer, KVLayer):
+                layers.append(StaticLayer(capacity + room))
+                continue
+            k, v = (torch.randn(1, heads, most, channels, dtype=parameter.dtype, device=parameter.device) for _ in range(2))
+            starts = torch.zeros(1, heads, dtype=torch.int32, device=parameter.device)
+            layers.append(StaticKVLayer([_fixed(Slab(k, v, starts, precision), room)], capacity))
+        super().__init__(layers=layers)
+        self.early_initialization(1, heads, channels, parameter.dtype, parameter.device)
+
+    def kept(self, tokens: int) -> int:
+        """Positions that every head keeps of so many tokens."""
+        return tokens if self.policy is None else min(tokens, int(self.policy.target(torch.tensor([tokens]))))
+
+    def at(self, tokens: int) -> "MadeUpCache":
+        """Be as after so many tokens.
+
+        Raises:
+            ValueError: more than there is room for.
+        """
+        if not 1 <= tokens <= self.capacity:
+            raise ValueError(f"`tokens` (={tokens}) must lie between 1 and `capacity` (={self.capacity})")
+        for layer in self.layers:
+            if isinstance(layer, StaticKVLayer):
+                layer.reset()
+                layer.seen.fill_(tokens)
+                for slab in layer.slabs:
+                    slab.lengths.fill_(self.kept(tokens))
+                    slab.starts.copy_(slab.used - slab.lengths)
+            else:
+                layer.cumulative_length.fill_(tokens)
+        return self
+
+    def layer_slabs(self) -> list["StaticSlab"]:
+        """Every slab of every layer."""
+        return [slab for layer in self.layers if isinstance(layer, StaticKVLayer) for slab in layer.slabs]
+
+
+def _fixed(slab: Slab, room: int) -> StaticSlab:
+    def roomy(x: Tensor) -> Tensor:
+        return torch.cat([x, x.new_zeros(*x.shape[:2], room, x.shape[3])], 2)
+
+    tail = roomy(slab.k.view), roomy(slab.v.view)
+    codes = [one.view.contiguous() for one in slab.codes]
+    kv = KV(*codes, *tail, slab.precision.bits, slab.precision.group) if codes else KV(*tail)
+    return StaticSlab(kv, slab.starts.clone(), slab.length, slab.precision)
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
+    dropout: float = 0.0, softcap: float | None = None, s_aux: Tensor | None = None, compressed: Cache | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:  # fmt: skip
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer = None if compressed is None else compressed.layers[module.layer_idx]
+    if isinstance(layer, StaticKVLayer):
+        if s_aux is not None:
+            raise ValueError("the decode kernel knows no attention sinks")
+        return layer.attend(query, scaling, softcap), None
+    return attend(query, key, value, attention_mask, scaling=scaling, softcap=softcap, sinks=s_aux), None

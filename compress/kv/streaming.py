@@ -1,0 +1,27 @@
+"""StreamingLLM (Xiao et al., 2024, arXiv:2309.17453): the first tokens, which attract attention for nothing, and the last ones."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compress.kv.policy import Policy, Seen
+from compress.method import knob
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streaming(Policy):
+    """Keep a few sinks at the beginning, and a window of the last tokens.
+
+    The paper renumbers what is kept; here keys stay where they were, so that the cache serves any other policy's way of reading it.
+    """
+
+    sinks: int = knob(4, "tokens at the beginning that always stay", range=(0, 1024))
+
+    name = "streaming"
+    reference = True
+    source = "Xiao et al. 2024, arXiv:2309.17453, section 3"
+
+    def scores(self, seen: Seen) -> Tensor:
+        order = seen.order().float()
+        return torch.where((order >= 0) & (order < self.sinks), torch.inf, order)

@@ -1,0 +1,21 @@
+"""TOVA (Oren et al., 2024, arXiv:2401.06104): keep what the last token attends to."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compress.kv.policy import Policy, Seen
+
+
+@dataclass(frozen=True, kw_only=True)
+class TOVA(Policy):
+    """Keep the positions with the most attention from the last token, on average over the heads of the layer, and that token."""
+
+    name = "tova"
+    source = "Oren et al. 2024, arXiv:2401.06104, section 3.2"
+    window = 1
+
+    def scores(self, seen: Seen) -> Tensor:
+        weights = seen.attention(1).mean((1, 2, 3))  # [B, T]
+        return weights[:, None].expand(seen.valid.shape).masked_fill(seen.last(1), torch.inf)

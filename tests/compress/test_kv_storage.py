@@ -1,0 +1,130 @@
+"""What a compressed cache holds: codes that lose what they say, and no more bytes than it says."""
+
+import copy
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from compress import METHODS
+from compress.kv import attached
+from compress.kv.knorm import KNorm
+from compress.kv.storage import Precision, joined, slabs_of
+from kernels.kv_decode import dequantize_kv, quantize_kv
+
+KV_INT, SNAPKV, H2O = (METHODS[name] for name in ("kv_int", "snapkv", "h2o"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lopsided(KNorm):
+    """The keys of later heads matter more than all those of earlier ones."""
+
+    def scores(self, seen):
+        return KNorm.scores(self, seen) + 1000 * torch.arange(seen.keys.shape[1])[:, None]
+
+
+def read(model, cache, ids) -> None:
+    at = cache.get_seq_length() + torch.arange(ids.shape[1])
+    model(ids, position_ids=at[None], past_key_values=cache)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_codes_lose_half_a_step_and_the_residual_nothing(tiny, tokens, bits):
+    model, ids, plain = tiny("llama"), torch.cat(tokens(2, 150)), DynamicCache()
+    read(model, plain, ids)
+    with attached(model, [KV_INT(bits=bits, group_size=32, residual=20)]) as attachment:
+        cache = attachment.cache()
+        read(model, cache, ids)
+    for layer, exact in zip(cache.own, plain.layers, strict=True):
+        slab = layer.slabs[0]
+        assert slab.coded == 128 and layer.length == 150  # whole groups of 32 once 20 lie behind them
+        steps_k, steps_v = (one.view[..., 0].float() for one in slab.codes[2:])  # [B, H, groups, D], [B, H, n]
+        steps = steps_k.repeat_interleave(32, 2), steps_v[..., None]
+        for stored, true, step in zip(slab.dense(), (exact.keys, exact.values), steps, strict=True):
+            assert torch.equal(stored[:, :, 128:], true[:, :, 128:])
+            off = (stored - true)[:, :, :128].abs() / step
+            assert 0.49 < off.max() < 0.501
+        assert slab.codes[0].nbytes == slab.codes[1].nbytes == 4 * 128 * 16 * bits // 8  # 4: rows and heads
+        assert slab.codes[2].nbytes == 4 * 4 * 16 * 2 * 2 and slab.codes[3].nbytes == 4 * 128 * 2 * 2
+        assert slab.k.nbytes == slab.v.nbytes == 4 * 22 * 16 * 4
+
+
+@pytest.mark.parametrize("residual", [0, 5, 40])
+def test_appended_codes_are_those_of_all_at_once(residual):
+    k, v = torch.randn(2, 2, 3, 150, 16)
+    keep = torch.ones(2, 3, 150, dtype=torch.bool)
+    keep[1, :, :7] = False
+    whole = slabs_of(k, v, keep, Precision(4, 32, residual))[0]
+    for sizes in ([1] * 110, [3, 90, 17]):
+        slab, at = slabs_of(k[:, :, :40], v[:, :, :40], keep[..., :40], Precision(4, 32, residual))[0], 40
+        for size in sizes:
+            slab.append(k[:, :, at : at + size], v[:, :, at : at + size])
+            at += size
+        assert slab.length == whole.length == 150 and slab.coded == whole.coded == (150 - residual) // 32 * 32
+        for a, b in zip(slab.tensors, whole.tensors, strict=True):
+            assert torch.equal(a.view, b.view)
+    with pytest.raises(ValueError, match="`residual` of 80"):
+        slab.drop_last(80)
+
+
+def test_evicted_then_coded(tiny, tokens):
+    """In either order of the recipe."""
+    model, ids, caches = tiny("llama"), tokens(1, 150)[0], []
+    alone, storage = SNAPKV(budget=80), KV_INT(group_size=32, residual=8)
+    for methods in ([alone], [alone, storage], [storage, alone]):
+        with attached(model, methods) as attachment:
+            caches.append(attachment.cache())
+            read(model, caches[-1], ids)
+    for only, *both in zip(*(cache.own for cache in caches), strict=True):
+        exact = joined(only.slabs)[:2]
+        coded = dequantize_kv(quantize_kv(*(x[:, :, :64] for x in exact), 4, 32))
+        for one in both:
+            for found, codes, rest in zip(joined(one.slabs)[:2], coded, exact, strict=True):
+                assert torch.equal(found, torch.cat([codes, rest[:, :, 64:]], 2))
+
+
+def reachable(thing, found: dict) -> dict:
+    """Bytes of every piece of memory that is held below a thing, by where it is; the model and scalars left out."""
+    if isinstance(thing, Tensor) and thing.dim():
+        found[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+    elif isinstance(thing, (list, tuple, dict)):
+        [reachable(one, found) for one in (thing.values() if isinstance(thing, dict) else thing)]
+    elif type(thing).__module__.startswith("compress.kv"):
+        reachable({name: one for name, one in vars(thing).items() if name not in ("model", "cache", "policy")}, found)
+    return found
+
+
+@pytest.mark.parametrize("methods", [
+    [], [KV_INT(group_size=32)], [H2O(budget=20, decoding=True)], [Lopsided(budget=40, allocation="ada"), KV_INT(group_size=32)],
+    [SNAPKV(budget=20, observed=4, allocation="global", decoding=True)], [METHODS["kvzip"](budget=20)],
+    [METHODS["expected_attention"](budget=50, decoding=True), KV_INT(bits=8, group_size=32, residual=0)],
+], ids=str)  # fmt: skip
+def test_bytes_are_those_of_all_tensors(tiny, tokens, methods):
+    model, ids, sizes = tiny("llama"), torch.cat(tokens(2, 120)), []
+    for dtype in (torch.float32, torch.bfloat16):
+        with attached(copy.deepcopy(model).to(dtype), methods) as attachment:
+            cache = attachment.cache()
+            for part in ids.split([110, 1, 1, 8], 1):
+                read(attachment.model, cache, part)
+                assert cache.nbytes == sum(reachable(cache, {}).values())
+            sizes.append((cache.nbytes, cache.nbytes_16))
+    if attachment.policy is None or attachment.policy.allocation == "uniform":  # bfloat16 may choose other heads
+        assert sizes[0][1] == sizes[1][0] == sizes[1][1] < sizes[0][0]
+
+
+def test_fewer_bytes(tiny, tokens):
+    model, ids = tiny("llama"), torch.cat(tokens(2, 600))
+    full = 2 * 2 * 2 * 2 * 600 * 16 * 4  # layers, keys and values, rows, heads, positions, channels, bytes
+    for methods, share in (
+        ([], 1), ([SNAPKV(budget=0.25)], 0.25), ([H2O(budget=0.25, decoding=True)], 0.26),
+        ([Lopsided(budget=0.25, allocation="ada")], 0.25), ([Lopsided(budget=0.25, allocation="global")], 0.25),
+        ([SNAPKV(budget=0.25), KV_INT(bits=4, group_size=32, residual=0)], 0.074),
+    ):  # fmt: skip
+        with attached(model, methods) as attachment:
+            cache = attachment.cache()
+            read(model, cache, ids)
+        assert share * full * 0.95 < cache.nbytes < share * full * 1.1
+        rectangle = full / 600 * max(layer.length for layer in cache.own)
+        assert not methods or not isinstance(methods[0], Lopsided) or cache.nbytes < 0.65 * rectangle
