@@ -12,6 +12,8 @@ Its shape (more keys are welcome, these keep their names):
     folds        [{name, kind, consumers, alpha, x_before, ...}]  what was moved from norms and linears into the linears that
                  read them (`compress.method.FoldRecord` has the shape)
     drops        [{name, kind, block, importance, order, parameters}]   parts of blocks that were dropped, or might have been
+    cache        what was found of compressed KV caches, in the record of such a run (`eval.long_context.LongContextScores.found`
+                 has the shape), with `speed` (`eval.cache_speed.CacheSpeed`) and `left_alone` {kind of layer: how many}
     strengths    {lines: [{recipe, points: [{value, removed_parameters, dropped, seconds, scores}]}]}   recipes that were scored,
                  and not timed, at each of these values of what {} stands for in them
     kept         [{name, shape, bytes, reason}]
@@ -46,7 +48,7 @@ SCHEMA_VERSION = 1
 PACKAGES = (
     "torch", "transformers", "datasets", "accelerate", "safetensors", "tokenizers", "lm-eval", "bitsandbytes", "triton", "numpy",
 )  # fmt: skip
-_TOLD = ("bits", "group_size", "alpha", "ratio", "target", "count")
+_TOLD = ("bits", "group_size", "alpha", "ratio", "target", "count", "budget")
 _ENVIRONMENT = ("OMP_", "MKL_", "KMP_", "TORCH", "CUDA_VISIBLE", "CUBLAS")  # variables that change numbers or timings
 REQUIRED = {
     "schema_version": (), "run": ("key", "notebook", "started", "duration_s"), "recipe": (),
@@ -68,14 +70,16 @@ class RunInfo:
 
 
 def record(
-    result: Any, scores: Scores, run: RunInfo, others: Mapping[str, Any] | None = None, strengths: dict[str, Any] | None = None
-) -> dict[str, Any]:
+    result: Any, scores: Scores, run: RunInfo, others: Mapping[str, Any] | None = None, strengths: dict[str, Any] | None = None,
+    cache: dict[str, Any] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Put a compression's result and its scores together.
 
     Args:
         result: what `compress.apply` returned (read by its attributes: recipe, asked, layers, folds, drops, kept, identity,
             calibration, seconds, kernels, notes).
         strengths: recipes scored at several strengths, in the shape that the record keeps.
+        cache: what was found of compressed caches, likewise.
         others: the same of the models that were scored beside it, by the names that they have in the scores.
     """
     results = {"compressed": result, **(others or {})}
@@ -98,6 +102,7 @@ def record(
         "folds": [asdict(fold) for fold in result.folds],
         "drops": [asdict(drop) for drop in result.drops],
         "strengths": strengths or {"lines": []},
+        "cache": cache,
         "kept": result.kept,
         "scores": scores.metrics,
         "difference": scores.difference,

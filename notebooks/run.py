@@ -76,7 +76,7 @@ def start(notebook: str, namespace: dict[str, Any]) -> Run:
     key = run_key(notebook, values)
     changed = {k: v for k, v in values.items() if v != declared[k].default and not k.endswith("_path")}
     command = " ".join(["papermill", f"notebooks/{notebook}.ipynb", "out.ipynb", *(
-        part for name, value in changed.items() for part in ("-p", name, shlex.quote(_shown(value)))
+        part for name, value in changed.items() for part in _given(name, value)
     )])  # fmt: skip
     folder = Path(values.get("run_path") or ROOT / "runs" / key).expanduser().absolute()
     recorded = {k: v for k, v in values.items() if not k.endswith("_path")}
@@ -97,6 +97,8 @@ def run_key(notebook: str, values: dict[str, Any]) -> str:
     return "-".join(filter(None, (notebook, model, digest)))
 
 
-def _shown(value: Any) -> str:
-    """As papermill reads it on its command line."""
-    return value if isinstance(value, str) else repr(value)
+def _given(name: str, value: Any) -> tuple[str, ...]:
+    """A parameter as papermill reads it on its command line: lists as YAML."""
+    if isinstance(value, list):
+        return "-y", shlex.quote(f"{name}: {json.dumps(value)}")
+    return "-p", name, shlex.quote(value if isinstance(value, str) else repr(value))

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from typing import Any
 
-from reports import plots
+from reports import kernel_plots
 
 
 def context(record: dict[str, Any]) -> dict[str, Any]:
@@ -25,8 +25,8 @@ def context(record: dict[str, Any]) -> dict[str, Any]:
         "goals": {"met": sum(told), "count": len(told)},
         "rows": [_row(row) for row in bench["rows"]],
         "checks": dict(checks),
-        "roofline": plots.roofline(timed, bench["ceilings"]) if means and timed and bench["ceilings"] else "",
-        "speedups": plots.speedups(timed) if means and timed else "",
+        "roofline": kernel_plots.roofline(timed, bench["ceilings"]) if means and timed and bench["ceilings"] else "",
+        "speedups": kernel_plots.speedups(timed) if means and timed else "",
     }
 
 

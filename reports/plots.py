@@ -19,7 +19,7 @@ _COLOURS = {
     "ink": "#010101", "muted": "#020202", "line": "#030303", "accent": "#040404", "second": "#050505", "panel": "#060606",
 }  # fmt: skip
 INK, MUTED, LINE, ACCENT, SECOND, PANEL = _COLOURS.values()
-_STYLE = {
+STYLE = {
     "svg.fonttype": "none", "svg.hashsalt": "workbench", "font.family": "sans-serif", "font.size": 10,
     "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": MUTED, "xtick.color": MUTED, "ytick.color": MUTED,
     "xtick.labelcolor": INK, "ytick.labelcolor": INK, "axes.spines.top": False, "axes.spines.right": False,
@@ -60,7 +60,7 @@ def by_depth(panels: dict[str, list[Line]], *, key: str, label: str, summary: st
     shown = list(panels.items())[:MAX_PANELS]
     columns = min(len(shown), 4)
     rows = -(-len(shown) // columns)
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         titled = max(len(title.splitlines()) for title, _ in shown)
         figure = Figure(figsize=(9.6, 0.5 + (1.75 + 0.15 * titled) * rows + 0.3 * (rows == 1)), layout="constrained")
         axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
@@ -87,7 +87,7 @@ def by_depth(panels: dict[str, list[Line]], *, key: str, label: str, summary: st
         labels = list(dict.fromkeys(order))
         if len(labels) > 1:
             figure.legend([found[name] for name in labels], labels, loc="outside upper right", ncols=len(labels))
-        return _svg(figure, key, summary)
+        return svg(figure, key, summary)
 
 
 def channels(links: dict[str, dict[str, list[float]]]) -> str:
@@ -96,7 +96,7 @@ def channels(links: dict[str, dict[str, list[float]]]) -> str:
     Args:
         links: {title: {"x_before", "x_after", "w_before", "w_after"}}, each [channels].
     """
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(9.6, 0.5 + 1.8 * len(links)), layout="constrained")
         axes = figure.subplots(len(links), 2, squeeze=False)
         for row, (title, of) in zip(axes, links.items(), strict=True):
@@ -116,7 +116,7 @@ def channels(links: dict[str, dict[str, list[float]]]) -> str:
         figure.supxlabel("channels", fontsize=10)
         figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside upper right", ncols=2)
         summary = "Largest magnitude of every input channel before and after smoothing: activations and columns of the weights."
-        return _svg(figure, "channels", summary)
+        return svg(figure, "channels", summary)
 
 
 def _envelope(values: list[float], bins: int = 240) -> tuple[list[float], list[float]]:
@@ -140,7 +140,7 @@ def curves(panels: dict[str, list[Curve]], *, key: str, x_label: str, y_label: s
     columns = min(len(shown), 4)
     rows = -(-len(shown) // columns)
     last = max((curve.block for _, of in shown for curve in of), default=0) or 1
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(9.6, 0.5 + 1.9 * rows), layout="constrained")
         axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
         for ax, (title, of) in zip(axes.flat, shown, strict=False):
@@ -162,12 +162,12 @@ def curves(panels: dict[str, list[Curve]], *, key: str, x_label: str, y_label: s
             ax.axis("off")
         figure.supxlabel(x_label, fontsize=10)
         figure.supylabel(y_label, fontsize=10)
-        return _svg(figure, key, summary)
+        return svg(figure, key, summary)
 
 
 def against(panels: dict[str, dict[str, list[tuple[float, float]]]], *, key: str, x_label: str, y_label: str, summary: str) -> str:
     """Lines by name against a number, y logarithmic, a panel per title."""
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(9.6, 0.9 + 3.4 * len(panels)), layout="constrained")
         axes = figure.subplots(len(panels), 1, squeeze=False)
         for ax, (title, lines) in zip(axes.flat, panels.items(), strict=True):
@@ -190,7 +190,7 @@ def against(panels: dict[str, dict[str, list[tuple[float, float]]]], *, key: str
             ax.set_ylabel(y_label)
             ax.legend(fontsize=8.5, handlelength=2.4, loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
             ax.set_xlabel(x_label)
-        return _svg(figure, key, summary)
+        return svg(figure, key, summary)
 
 
 class Point(NamedTuple):
@@ -204,7 +204,7 @@ class Point(NamedTuple):
 
 def scatter(points: list[Point], *, key: str, x_label: str, y_label: str, summary: str) -> str:
     """Models in a plane, each with its label beside it; y in per cent, bent into a logarithm where it spans much."""
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(9.6, 4.2))
         ax = figure.add_axes((0.105, 0.13, 0.88, 0.84))
         low, high = min(p.x for p in points), max(p.x for p in points)
@@ -223,7 +223,7 @@ def scatter(points: list[Point], *, key: str, x_label: str, y_label: str, summar
         ax.set_ylabel(y_label)
         ax.autoscale_view()  # now: labels are placed where the points will be
         _label(ax, points)
-        return _svg(figure, key, summary)
+        return svg(figure, key, summary)
 
 
 @dataclass
@@ -303,7 +303,7 @@ def speed_bars(speed: dict[str, dict[str, Any]]) -> str:
 
 def size_bars(sizes: dict[str, dict[str, float]]) -> str:
     """Stored megabytes, split into compressed linears and the rest: {model: {part: bytes}}."""
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(4.7, 0.7 + 0.42 * len(sizes)), layout="constrained")
         ax = figure.subplots()
         for i, parts in enumerate(sizes.values()):
@@ -317,79 +317,13 @@ def size_bars(sizes: dict[str, dict[str, float]]) -> str:
         ax.set_xlim(0, max(sum(p.values()) for p in sizes.values()) / 1e6 * 1.25)
         ax.set_xlabel("stored megabytes")
         ax.tick_params(axis="y", length=0)
-        return _svg(figure, "size", "Stored megabytes of each model, split into the linears that were compressed and the rest.")
-
-
-def roofline(rows: list[dict[str, Any]], ceilings: dict[str, Any]) -> str:
-    """Each timed row as a point: operations per byte against operations per second, under the measured ceilings."""
-    with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(9.6, 4.4), layout="constrained")
-        ax = figure.subplots()
-        points = [(r["flops"] / r["least_bytes"], r["flops"] / r["seconds"][r["ours"]], r) for r in rows]
-        low, high = min(p[0] for p in points) / 2, max(p[0] for p in points) * 4
-        used = {r["rate"] for r in rows}
-        rates = {name: rate for name, rate in ceilings["rates"].items() if name in used} or ceilings["rates"]
-        for name, rate in rates.items():
-            ridge = rate / ceilings["bandwidth"]
-            ax.plot([low, ridge, max(high, 2 * ridge)], [low * ceilings["bandwidth"], rate, rate], color=MUTED, lw=1.2)
-            ax.annotate(name, (max(high, 2 * ridge), rate), ha="right", va="bottom", color=MUTED, fontsize=9)
-        base = [(r["flops"] / r["least_bytes"], r["flops"] / s) for r in rows if (s := r["seconds"].get(r["baseline"]))]
-        if base:
-            ax.scatter(
-                *zip(*base, strict=True), s=16, facecolors="none", edgecolors=SECOND, label="baseline, at the same operations"
-            )
-        ax.scatter([p[0] for p in points], [p[1] for p in points], s=18, color=ACCENT, label="ours")
-        ax.set_xscale("log")
-        ax.set_yscale("log")
-        ax.set_xlabel("operations per byte")
-        ax.set_ylabel("operations per second")
-        ax.grid(True, lw=0.6)
-        ax.minorticks_off()
-        ax.legend(loc="lower right")
-        return _svg(figure, "roofline", "Operations per second of every contest against operations per byte, under the ceilings.")
-
-
-def speedups(rows: list[dict[str, Any]]) -> str:
-    """Speed-up over the baseline against tokens: a panel per op and shape, a line per format; nothing where no tokens vary."""
-    panels: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
-    for row in rows:
-        if row.get("speedup") and row["tokens"]:
-            shape = " × ".join(map(str, row["shape"]))
-            panels[f"{row['op']}\n{shape}"][row["detail"]].append((row["tokens"], row["speedup"]))
-    lines = {title: {detail: points for detail, points in of.items() if len(dict(points)) > 1} for title, of in panels.items()}
-    shown = [(title, of) for title, of in lines.items() if of][:MAX_PANELS]
-    if not shown:
-        return ""
-    columns = min(len(shown), 4)
-    deep = -(-len(shown) // columns)
-    with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(9.6, 0.5 + 2.5 * deep), layout="constrained")
-        axes = figure.subplots(deep, columns, squeeze=False)
-        for ax, (title, details) in zip(axes.flat, shown, strict=False):
-            ax.axhline(1, color=MUTED, lw=1)
-            for i, (detail, points) in enumerate(details.items()):
-                points.sort()
-                style = {"color": (ACCENT, SECOND)[i % 2], "ls": ("-", "--", ":", "-.")[i // 2 % 4], "marker": "os^D"[i // 2 % 4]}
-                ax.plot(*zip(*points, strict=True), lw=1.5, ms=3.5, label=detail, **style)
-            ax.set_xscale("log", base=2)
-            ax.set_yscale("log", base=2)
-            ax.xaxis.set_major_formatter("{x:g}")
-            ax.yaxis.set_major_formatter("{x:g}×")
-            ax.set_title(title, fontsize=9, loc="left")
-            ax.grid(True, axis="y", lw=0.6)
-            ax.minorticks_off()
-            ax.legend(fontsize=8, handlelength=1.6)
-        for ax in axes.flat[len(shown) :]:
-            ax.axis("off")
-        figure.supxlabel("tokens at once", fontsize=10)
-        figure.supylabel("speed-up", fontsize=10)
-        return _svg(figure, "speedups", "Speed-up over the baseline against tokens, by op, shape and number format, log scales.")
+        return svg(figure, "size", "Stored megabytes of each model, split into the linears that were compressed and the rest.")
 
 
 def _bars(key: str, names: list[str], values: list[float], spread: list[list[float]], label: str, summary: str) -> str:
     labels = [wrapped(name, 26) for name in names]
     deep = 0.36 * len(names) + 0.06 * sum(1 + label.count("\n") * 2 for label in labels)
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(4.7, 0.7 + deep), layout="constrained")
         ax = figure.subplots()
         errors = [[v - s[0] for v, s in zip(values, spread, strict=True)], [s[1] - v for v, s in zip(values, spread, strict=True)]]
@@ -403,7 +337,7 @@ def _bars(key: str, names: list[str], values: list[float], spread: list[list[flo
         ax.set_xlim(0, max(values) * 1.2)
         ax.set_xlabel(label)
         ax.tick_params(axis="y", length=0)
-        return _svg(figure, key, summary)
+        return svg(figure, key, summary)
 
 
 def place_of(name: str, position: int) -> tuple[int, str]:
@@ -415,7 +349,7 @@ def place_of(name: str, position: int) -> tuple[int, str]:
     return int(match.group(1)), kind
 
 
-def _svg(figure: Figure, key: str, summary: str) -> str:
+def svg(figure: Figure, key: str, summary: str) -> str:
     """The figure as an SVG element, with its own ids and the page's colours."""
     out = StringIO()
     figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})

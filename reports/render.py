@@ -9,7 +9,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from reports import folds, kernels, plots, pruning, table
+from reports import folds, kernels, kv, plots, pruning, table
 from reports.verdict import verdict
 
 METRICS = (
@@ -63,6 +63,8 @@ def page(record: dict[str, Any]) -> str:
     environment.filters |= {"mb": lambda b: f"{b / 1e6:,.1f}", "num": number, "percent": table.percent, "faster": faster}
     if record.get("bench"):
         return environment.get_template("kernels.html").render(r=record, **kernels.context(record))
+    if record.get("cache"):
+        return environment.get_template("cache.html").render(r=record, **kv.context(record))
     recipe = " → ".join(step["method"] for step in record["recipe"])
     return environment.get_template("report.html").render(
         r=record,

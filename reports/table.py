@@ -4,11 +4,12 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from reports.caches import cache_rows, speed_rows
 from reports.strengths import strength_tables
 
 START, END = "<!-- workbench ", "<!-- end -->"
 _SECTION = re.compile(
-    rf"({START}(?P<kind>table|strengths) (?P<paths>[^>]*?) -->\n)(?P<body>.*?)(?P<end>{END}|(?={START})|\Z)", re.S
+    rf"({START}(?P<kind>table|strengths|cache|cache-speed) (?P<paths>[^>]*?) -->\n)(?P<body>.*?)(?P<end>{END}|(?={START})|\Z)", re.S
 )
 _TOLD = ("bits", "group_size", "alpha")  # knobs that name a step in records that do not say how it is written
 
@@ -127,11 +128,71 @@ def strengths_markdown(records: Sequence[dict[str, Any]]) -> str:
     return "\n".join(made)
 
 
+def cache_markdown(records: Sequence[dict[str, Any]]) -> str:
+    """A table per record of a run on KV caches: bytes of each cache, and exact answers by visibility.
+
+    Raises:
+        ValueError: a record of another kind of run.
+    """
+    made = []
+    for record in records:
+        found = cache_rows(_cache_of(record))
+        visibilities = list(found[0]["by"])
+        head = ["cache", "bytes, % of full", *(f"exact, {v}" for v in visibilities), *(f"KL, {v}" for v in visibilities)]
+        lines = [head, ["---", *["---:"] * (len(head) - 1)]]
+        for row in found:
+            cells = [row["by"][v] for v in visibilities]
+            exact = [f"{cell['exact'] * 100:.0f} % ± {cell['stderr'] * 100:.0f}" for cell in cells]
+            lines.append([_cache_name(record, row["name"]), number(row["share"] and row["share"] * 100, 1), *exact,
+                          *("–" if row["name"] == "full" else f"{cell['kl']:.3f}" for cell in cells)])  # fmt: skip
+        made.append(_written(lines))
+    return "\n".join(made)
+
+
+def cache_speed_markdown(records: Sequence[dict[str, Any]]) -> str:
+    """A table per such record: tokens per second of the whole model behind every context, and how much faster attention is.
+
+    Raises:
+        ValueError: a record of another kind of run, or one that was not timed.
+    """
+    made = []
+    for record in records:
+        speed = _cache_of(record).get("speed")
+        if not speed:
+            raise ValueError(f"the record of {record['run']['key']} was not timed")
+        contexts = sorted(map(int, speed["tokens_per_s"]["full"]))
+        lines = [
+            ["tokens/s of the model (attention alone)", *(f"{c:,} tokens" for c in contexts)],
+            ["---", *["---:"] * len(contexts)],
+        ]
+        for row in speed_rows(speed):
+            cells = [("" if c["tokens"] is None else f"{c['tokens']:.1f} ") + f"({c['ratio']:.2f}×)" for c in row["cells"]]
+            lines.append([_cache_name(record, row["name"]), *cells])
+        made.append(_written(lines))
+    return "\n".join(made)
+
+
+def _cache_of(record: dict[str, Any]) -> dict[str, Any]:
+    if not record.get("cache"):
+        raise ValueError(f"the record of {record['run']['key']} is not of a run on KV caches")
+    return record["cache"]
+
+
+def _cache_name(record: dict[str, Any], name: str) -> str:
+    """A variant as a table names it: its recipe where it is named otherwise."""
+    if name.startswith("full"):
+        return name.replace("full", "full 16-bit cache", 1)
+    text = f"`{recipe_text(record['recipes'].get(name, []) or record['recipe'])}`"
+    return f"**{text}**" if name == "compressed" else text
+
+
 def _written(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines) + "\n"
 
 
-_MADE = {"table": markdown, "strengths": strengths_markdown}
+_MADE = {
+    "table": markdown, "strengths": strengths_markdown, "cache": cache_markdown, "cache-speed": cache_speed_markdown,
+}  # fmt: skip
 
 
 def _with_error(value: float | None, stderr: float | None, digits: int) -> str:
@@ -141,7 +202,8 @@ def _with_error(value: float | None, stderr: float | None, digits: int) -> str:
 def updated(text: str, read: Callable[[str], dict[str, Any]]) -> str:
     """The text with every table between `<!-- workbench table PATHS -->` and `<!-- end -->` made anew from these records.
 
-    `table` gives the models of the records side by side (`markdown`), `strengths` what `strengths_markdown` does.
+    `table` gives the models of the records side by side (`markdown`), `strengths`, `cache` and `cache-speed` what the functions
+    of these names do.
 
     Args:
         read: a record by its path, as the text names it; several are apart by spaces.

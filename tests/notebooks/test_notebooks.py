@@ -25,7 +25,7 @@ from notebooks.run import run_key, start
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted(p.stem for p in FOLDER.glob("*.ipynb"))
-METHODS = [name for name in NOTEBOOKS if name != "kernels"]
+METHODS = [name for name in NOTEBOOKS if name not in ("kernels", "kv_eviction")]
 SMALL = {"samples": 4, "seqlen": 128, "max_windows": 2, "window": 256, "speed_rounds": 1}
 
 
@@ -98,6 +98,43 @@ EXPECTED = {
     "pruning": ({"method": "wanda", "compare": "two less: layer_drop(count=2)", "curves": "magnitude(ratio={0.5})"},
                 "bitmap", expect_pruning),
 }  # fmt: skip
+
+
+def test_kv_eviction_runs_on_the_real_model(tmp_path):
+    given = {"policy": "kvzip", "budget": 0.5, "compare": "half in 4 bits: kvzip, kv_int", "curves": "snapkv{0.5}", "samples": 2,
+             "lengths": [256], "tasks": ["word"], "speed_contexts": []}  # fmt: skip
+    arguments = [part for k, v in given.items() for part in (("-y", f"{k}: {v}") if isinstance(v, list) else ("-p", k, str(v)))]
+    subprocess.run([sys.executable, "-m", "papermill", "notebooks/kv_eviction.ipynb", str(tmp_path / "out.ipynb"), *arguments,
+                    "-p", "run_path", str(tmp_path / "run")], cwd=ROOT, check=True, capture_output=True, timeout=600)  # fmt: skip
+    made = read_record(tmp_path / "run" / "record.json")
+    names = ["baseline", "compressed", "half in 4 bits", "snapkv(budget=0.5)", "random_kv(budget=0.5)", "streaming(budget=0.5)"]
+    assert list(made["scores"]) == names and made["recipe"][0]["method"] == "kvzip" and made["layers"] == []
+    scores, cache = made["scores"], made["cache"]
+    assert {row["visibility"] for row in cache["answers"]} == {"agnostic", "visible", "follow-up"}
+    assert scores["baseline"]["exact_word_256_agnostic"] >= 0.5 and scores["baseline"]["kl_word_256_agnostic"] < 1e-5
+    assert 0 < scores["compressed"]["kl_word_256_agnostic"] < scores["random_kv(budget=0.5)"]["kl_word_256_agnostic"]
+    sizes = [scores[name]["cache_bytes_256"] / scores["baseline"]["cache_bytes_256"] for name in names]
+    assert sizes[1] < 0.6 and sizes[2] < 0.3 and sizes[3] < 0.55, sizes
+    assert len(cache["survival"]["compressed"][0]["share"]) == 30 and len(cache["errors"]["compressed"]) == 30
+    html = (tmp_path / "run" / "report.html").read_text()
+    assert "-y 'lengths: [256]'" in made["provenance"]["command"]
+    assert "With the question unknown" in html and "half in 4 bits" in html and len(html.encode()) < 1_000_000
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"policy": "snapkw"}, "snapkw is not a method; did you mean snapkv"),
+        ({"budget": 1.5}, r"`budget` \(=1.5\) of snapkv must be a share"),
+        ({"recipe": "gptq(bits=4)"}, "is no method of the cache"),
+        ({"recipe": "snapkv, streaming"}, "both decide which positions stay"),
+        ({"curves": "snapkv"}, "must have its strengths in braces"),
+        ({"lengths": "1024"}, "`lengths`"),
+    ],
+)
+def test_kv_eviction_refuses_before_the_model_is_loaded(given, message):
+    with pytest.raises(ValueError, match=message):
+        run_cells("kv_eviction", given, until="load_model(model_name")
 
 
 ONCE = pytest.param("gptq", True, marks=pytest.mark.slow)
