@@ -112,8 +112,8 @@ def test_padding_may_lie_anywhere(tiny, tokens, name):
     """Before every row, or, where a dialogue is read in one go, between its turns."""
     model, ids, mask = tiny("llama"), torch.cat(tokens(2, 40)), torch.ones(2, 40, dtype=torch.long)
     mask[:, :5], mask[0, :11], mask[1, 20:28] = 0, 0, 0
-    wide = METHODS[name](budget=0.9, allocation="uniform", **({"observed": 64, "pool": 1} if name == "snapkv" else {}))
-    for one in (policy(name, budget=12), wide):
+    more = {"snapkv": {"observed": 64, "pool": 1}, "kvzip": {"piece": 16}}.get(name, {})  # a window longer than a row, and pieces
+    for one in (policy(name, budget=12), METHODS[name](budget=0.6, allocation="uniform", **more)):
         with attached(model, [one]):
             rows_alone(model, ids, mask)
 

@@ -55,7 +55,7 @@ def padded(tokens) -> tuple[Tensor, Tensor]:
 def observed(tiny, tokens, monkeypatch):
     """A model, a cache that observed a prompt, and every layer's queries as they were before rotation."""
 
-    def make(architecture: str) -> tuple:
+    def make(architecture: str, **more: bool) -> tuple:
         model, queries = tiny(architecture), []
         for module in model.modules():
             if hasattr(module, "sinks"):
@@ -64,17 +64,19 @@ def observed(tiny, tokens, monkeypatch):
         if rotate := getattr(where, "apply_rotary_pos_emb", None):
             monkeypatch.setattr(where, rotate.__name__, lambda q, *args, **more: queries.append(q) or rotate(q, *args, **more))
         with attached(model) as attachment:
-            cache = attachment.cache(observes=True)
+            cache = attachment.cache(observes=True, **more)
             read(model, cache, tokens(1, 40)[0])
         return model, cache, queries[: len(cache.layers)]
 
     return make
 
 
+@pytest.mark.parametrize("traces", [False, True])
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2", "gpt_oss"])
-def test_scores_of_attention(observed, tokens, architecture):
-    """SnapKV, TOVA, H2O; with the model's soft caps, and with its sinks, which take a share."""
-    model, cache, _ = observed(architecture)
+def test_scores_of_attention(observed, tokens, monkeypatch, architecture, traces):
+    """SnapKV, TOVA, H2O; with the model's soft caps, and with its sinks, which take a share; a few queries at a time."""
+    monkeypatch.setattr("compress.kv.policy.ROWS", 16), monkeypatch.setattr("compress.kv.attention.ROWS", 16)
+    model, cache, _ = observed(architecture, traces=traces)
     snapkv, tova, h2o = METHODS["snapkv"](observed=8), METHODS["tova"](), METHODS["h2o"](budget=0.5)
     for layer in cache.own:
         seen, w = layer.seen_by(layer.queries, layer.asked), attentions(model, tokens(1, 40)[0])[layer.number]  # [H, G, 40, 40]
