@@ -1,12 +1,13 @@
 """Attach a compressed cache to a model: `generate` then uses it, and `undo` leaves the model as it was."""
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING as LAYER_TYPES
 from transformers.cache_utils import get_layer_types_and_kwargs
 
@@ -25,6 +26,7 @@ class Attachment:
     def __init__(self, model: nn.Module) -> None:
         register()
         self.model, self.policy, self.storage = model, None, None
+        self._stands_for: weakref.WeakKeyDictionary[Cache, CompressedCache] = weakref.WeakKeyDictionary()
         self._before = model.config._attn_implementation
         enter = model.register_forward_pre_hook(self._enter, with_kwargs=True)
         self._hooks = [enter, model.register_forward_hook(self._leave, with_kwargs=True)]
@@ -48,11 +50,14 @@ class Attachment:
     def _enter(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         given = kwargs.get("past_key_values")
         expect(None)
-        if given is None and kwargs.get("use_cache") or type(given) is DynamicCache and given.get_seq_length() == 0:
-            recording = given is not None and any(getattr(layer, "record_past", False) for layer in given.layers)
+        if given is None and kwargs.get("use_cache"):
             kwargs["past_key_values"] = given = self.cache()
-            if recording:  # an assistant's guesses will be taken back
-                given.activate_past_recording()
+        elif type(given) is DynamicCache and given.get_seq_length() == 0 and not getattr(given, "_is_user_defined", False):
+            if given not in self._stands_for:
+                self._stands_for[given] = self.cache()
+                if any(getattr(layer, "record_past", False) for layer in given.layers):  # guesses will be taken back
+                    self._stands_for[given].activate_past_recording()
+            kwargs["past_key_values"] = given = self._stands_for[given]
         if not isinstance(given, CompressedCache):
             return args, kwargs
         if given.listener is None and (given.observes or given.policy is not None and given.policy.runs_model):
@@ -74,7 +79,8 @@ class Attachment:
 def attach(model: nn.Module, methods: Sequence[CacheMethod] = ()) -> Attachment:
     """Make a model keep its cache by these methods whenever it generates, until `undo`.
 
-    A call with `past_key_values` of the user's own kind is not touched; passes without a cache are what they were.
+    An empty `DynamicCache` in a call of the model, as `generate` makes one, is stood for by a compressed one. Caches that a user
+    gives to `generate`, of other kinds, or with something in them, are not touched; passes without a cache are what they were.
 
     Args:
         model: a transformers decoder; batches, left padding, beams, chunked prefill and further turns are all right.

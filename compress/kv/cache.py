@@ -18,6 +18,7 @@ from transformers import Cache
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING as LAYER_TYPES
 from transformers.cache_utils import get_layer_types_and_kwargs
 
+from compress.dropped import dropped_parts
 from compress.kv.allocation import ada, over_layers, pyramid, uniform
 from compress.kv.layer import EXACT, KVLayer
 from compress.kv.policy import Policy, Storage
@@ -51,6 +52,8 @@ class CompressedCache(Cache):
         for kind, more in zip(kinds, settings, strict=True):
             layers.append(KVLayer(self, len(layers)) if kind == "full_attention" else LAYER_TYPES[kind](**more))
         super().__init__(layers=layers)
+        gone = {part.layer_idx for part in dropped_parts(model).values()}
+        self._keeping = [layer.number for layer in self.own if layer.number not in gone]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last tokens, given as a negative number."""
@@ -103,12 +106,12 @@ class CompressedCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of every tensor that the cache holds: codes, scales, residuals, slack, what policies remember, other layers."""
-        return sum(t.numel() * t.element_size() for t in self._tensors())
+        return sum(_bytes(t) for t in self._tensors())
 
     @property
     def nbytes_16(self) -> int:
         """The same with float32 keys, values and queries counted as the 16 bits in which a model is deployed."""
-        return sum(t.numel() * (2 if t.dtype == torch.float32 and t.dim() == 4 else t.element_size()) for t in self._tensors())
+        return sum(_bytes(t) // (2 if t.dtype == torch.float32 and t.dim() == 4 else 1) for t in self._tensors())
 
     def _tensors(self) -> list[Tensor]:
         found = [t for layer in self.own for t in layer.held]
@@ -195,8 +198,7 @@ class CompressedCache(Cache):
         if policy.allocation == "ada":
             counts = ada(scores, layer.valid, target)
         elif policy.allocation == "pyramid":
-            numbers = [one.number for one in self.own]
-            counts = pyramid(target, tokens, layer.tokens, numbers.index(layer.number), len(numbers))
+            counts = pyramid(target, tokens, layer.tokens, self._keeping.index(layer.number), len(self._keeping))
         else:
             counts = uniform(target, tokens)
         layer.evict(scores, torch.where(due[:, None], counts, tokens))
@@ -218,3 +220,8 @@ class CompressedCache(Cache):
             for layer, one, count, rows in zip(layers, scores, counts, due, strict=True):
                 layer.evict(one, torch.where(rows[:, None], count, layer.lengths))
             self._scores = {}
+
+
+def _bytes(x: Tensor) -> int:
+    """Bytes that are held for a tensor, which may be a part of what lies there."""
+    return x.untyped_storage().nbytes()

@@ -14,7 +14,7 @@ class ExpectedAttention(Policy):
     """Queries before rotation are taken for normally distributed; so the attention that the next ones will give is known.
 
     E exp(q·k / √d) = exp(μ·k / √d + kᵀ Σ k / 2d), with μ and Σ turned by the mean rotation of the positions to come; normalised
-    over positions, and times the norm of the value, which is what a position adds to the output.
+    over positions, the sinks left out, and times the norm of the value, which is what a position adds to the output.
     """
 
     future: int = knob(512, "positions to come that are averaged over", range=(1, 65536))
@@ -37,10 +37,10 @@ class ExpectedAttention(Policy):
         logits += torch.einsum("bhtd,bhgde,bhte->bhgt", keys, covariance, keys) / 2
         if seen.softcap:
             logits = seen.softcap * torch.tanh(logits / seen.softcap)
-        expected = logits.masked_fill(~seen.valid[:, :, None], -torch.inf).softmax(-1).mean(2)  # [B, H, T]
         order = seen.order()
-        scores = (expected + self.epsilon) * seen.values.float().norm(dim=-1)
-        return scores.masked_fill((order >= 0) & (order < self.sinks), torch.inf)
+        sinks = (order >= 0) & (order < self.sinks)  # which take most of the attention, and would leave epsilon alone to decide
+        expected = logits.masked_fill((~seen.valid | sinks)[:, :, None], -torch.inf).softmax(-1).mean(2).nan_to_num()  # [B, H, T]
+        return ((expected + self.epsilon) * seen.values.float().norm(dim=-1)).masked_fill(sinks, torch.inf)
 
     def _statistics(self, seen: Seen) -> tuple[Tensor, Tensor]:
         """Mean and covariance of the queries before rotation, padding and sinks left out."""

@@ -36,35 +36,36 @@ class KVzip(Policy):
 
     def read_again(self, model: nn.Module, cache: CompressedCache) -> None:
         ids, real = torch.cat(cache.ids, 1), torch.cat(cache.masks, 1).bool()
-        order = real.to(torch.uint8).argsort(dim=1, stable=True)  # padding first: so do the cache's rows lie
+        order = real.logical_not().to(torch.uint8).argsort(dim=1, stable=True)  # padding last: pieces are the row's own
         ids, real = ids.gather(1, order), real.gather(1, order)
-        n = ids.shape[1]
-        for begin in range(0, n, self.piece):
-            end = min(begin + self.piece, n)
-            self._repeat(model, cache, ids[:, begin:end], real[:, begin:end], n - begin, n - end)
+        count = real.sum(1)  # [B]
+        for begin in range(0, int(count.max()), self.piece):
+            end = min(begin + self.piece, int(count.max()))
+            self._repeat(model, cache, ids[:, begin:end], real[:, begin:end], count - begin)
 
-    def _repeat(self, model: nn.Module, cache: CompressedCache, ids: Tensor, real: Tensor, first: int, last: int) -> None:
-        """Read a piece again, and remember how much attention its places in the cache, from -first to -last, got."""
+    def _repeat(self, model: nn.Module, cache: CompressedCache, ids: Tensor, real: Tensor, first: Tensor) -> None:
+        """Read a piece again, and remember how much attention its places in the cache, from -first [B] on, got."""
 
         def listen(layer: KVLayer, q: Tensor, k: Tensor, asked: Tensor) -> None:
             kept, _, _ = joined(layer.slabs)
-            begin, end = max(0, layer.length - first), layer.length - last
-            own = real[:, real.shape[1] - (end - begin) :, None].mT  # the cache has dropped padding that is in all rows
-            valid = torch.cat([layer.valid[:, :, begin:end] & own, asked[:, None].expand(*k.shape[:3])], 2)
-            keys = torch.cat([kept[:, :, begin:end], k], 2)
-            seen = Seen(keys, keys, valid, q, asked, positions=real, tokens=layer.tokens, layer=layer.number, **layer.about)
-            got, memory = seen.largest_attention()[:, :, : end - begin], layer.memory.view[:, :, begin:end]
-            memory.copy_(torch.maximum(memory, got))
+            B, H, n, D = k.shape
+            at = (layer.length - first[:, None] + torch.arange(n, device=k.device)).clamp(0, layer.length - 1)
+            at = at[:, None].expand(B, H, n)
+            keys = torch.cat([kept.gather(2, at[..., None].expand(B, H, n, D)), k], 2)
+            valid = real[:, None].expand(B, H, n).repeat(1, 1, 2)
+            places = torch.arange(2 * n, device=k.device).expand(B, H, 2 * n)
+            seen = Seen(keys, keys, valid, q, asked, positions=places[:, 0, n:], tokens=layer.tokens, layer=layer.number,
+                        places=places, **layer.about)  # fmt: skip
+            got = seen.largest_attention()[:, :, :n].masked_fill(~real[:, None], 0)
+            layer.memory.view.scatter_reduce_(2, at, got, "amax")
 
         seen, layer = cache.get_seq_length(), cache.filled[0]
         most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 1 << 30
         if (needed := int(layer.tokens.max()) + ids.shape[1]) > most and rotary_of(model) is None:  # rotations go on for ever
             raise ValueError(f"`piece` (={self.piece}) of {self.name}: to read the prompt again behind itself takes {needed} "
                              f"positions, and this model has {most} positions; a shorter prompt or piece would do")  # fmt: skip
-        order = real.logical_not().to(torch.uint8).argsort(dim=1, stable=True)  # padding last: windows see what came before
-        ids, asked = ids.gather(1, order), real.gather(1, order)
-        positions = (layer.tokens[:, None] + asked.long().cumsum(1) - 1).clamp(min=0)
+        positions = (layer.tokens[:, None] + real.long().cumsum(1) - 1).clamp(min=0)
         before = real.new_ones(len(ids), seen) if cache.mask is None else cache.mask
-        mask = torch.cat([before, asked], 1).long()
+        mask = torch.cat([before, real], 1).long()
         with cache.looking(listen):
             model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1)

@@ -171,6 +171,9 @@ class KVLayer(DynamicLayer):
         k, v = self.incoming
         self.incoming = None
         B, H, n, _ = k.shape
+        if mask is not None and (mask.dtype != torch.bool or mask.shape[-1] != n):
+            raise ValueError(f"`attention_mask`: {mask.dtype} {tuple(mask.shape)} is none that a compressed cache knows: give "
+                             "one of tokens and padding, [batch, tokens]")  # fmt: skip
         real = torch.ones(B, n, dtype=torch.bool, device=k.device) if mask is None else mask[:, 0].diagonal(dim1=1, dim2=2)
         whole = mask is None or bool(real.all())
         about = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
@@ -181,19 +184,22 @@ class KVLayer(DynamicLayer):
             visible = _visible(starts, old_k.shape[2], mask, n)
             return attend(q, torch.cat([old_k, k], 2), torch.cat([old_v, v], 2), visible, **about)
         first = not self.slabs
-        policy = self.cache.policy
-        mass = None
-        if not first and whole and n <= KERNEL_TOKENS and sinks is None and self.cache.by_kernel and q.dtype in KERNEL_DTYPES:
-            self._keep(k, v, real)
-            y, mass = self._decode(q, scaling, softcap, bool(policy and policy.remembers and policy.decoding))
+        policy, mass = self.cache.policy, None
+        if not first and whole and n <= KERNEL_TOKENS:  # decoding: what is new may be codes before it is read
+            self._keep(k, v, real, whole)
+            if sinks is None and self.cache.by_kernel and q.dtype in KERNEL_DTYPES:
+                y, mass = self._decode(q, scaling, softcap, bool(policy and policy.remembers and policy.decoding))
+            else:
+                k, v, starts = joined(self.slabs)
+                y = attend(q, k, v, _visible(starts, k.shape[2] - n, mask, n), **about)
         elif first:
             y = attend(q, k, v, mask, **about)
-            self._keep(k, v, real)
+            self._keep(k, v, real, whole)
         else:
             old_k, old_v, starts = joined(self.slabs)
             visible = _visible(starts, old_k.shape[2], mask, n)
             y = attend(q, torch.cat([old_k, k], 2), torch.cat([old_v, v], 2), visible, **about)
-            self._keep(k, v, real)
+            self._keep(k, v, real, whole)
         self._look(q, real, mass)
         return y
 
@@ -212,8 +218,8 @@ class KVLayer(DynamicLayer):
         y = torch.cat(ys, 1) if len(ys) > 1 else ys[0]
         return y.transpose(1, 2).contiguous(), torch.cat(masses, 1) if count else None
 
-    def _keep(self, k: Tensor, v: Tensor, real: Tensor) -> None:
-        """Append; padding is not kept."""
+    def _keep(self, k: Tensor, v: Tensor, real: Tensor, whole: bool) -> None:
+        """Append; padding is not kept. whole: there is none."""
         B, H, n, _ = k.shape
         new = real[:, None].expand(B, H, n)
         count = real.sum(1)
@@ -231,7 +237,7 @@ class KVLayer(DynamicLayer):
             if self.positions is not None:
                 self.positions.append(place)
         self.seen, self.fresh = self.seen + n, self.fresh + n
-        if not bool(real.all()) and self.length > n:  # padding between tokens: out with it
+        if not whole and self.length > n:  # padding between tokens: out with it
             self.keep_only(torch.cat([self.valid[..., :-n], new], -1))
 
     def _start_traces(self, place: Tensor, new: Tensor) -> None:
@@ -270,8 +276,7 @@ class KVLayer(DynamicLayer):
         if decoding and not policy.decoding:
             return
         if policy.remembers:
-            seen = self.seen_by(*_packed(q, real))
-            seen.mass = mass
+            seen = self.seen_by(*_packed(q, real), mass)
             self.memory.view.copy_(policy.remember(seen))
         due = torch.ones_like(self.tokens, dtype=torch.bool)
         if decoding:
@@ -281,13 +286,13 @@ class KVLayer(DynamicLayer):
         self.since = self.since.masked_fill(due, 0)
         self.cache.scored(self, policy.scores(self.seen_by(queries, asked)), due)
 
-    def seen_by(self, queries: Tensor, asked: Tensor) -> Seen:
-        """What a policy scores with: the cache as it is, and the queries of the last tokens."""
-        k, v, _ = joined(self.slabs)
+    def seen_by(self, queries: Tensor, asked: Tensor, mass: Tensor | None = None) -> Seen:
+        """What a policy scores with: the cache as it is, and the queries of the last tokens; no keys where `mass` says it all."""
+        k, v, _ = joined(self.slabs) if mass is None else (queries[:, :, :0], queries[:, :, :0], None)
         place = self.tokens[:, None] - asked.flip(1).cumsum(1).flip(1)
         memory, places = (None if one is None else one.view for one in (self.memory, self.positions))
         return Seen(k, v, self.valid, queries, asked, positions=place, tokens=self.tokens, layer=self.number, memory=memory,
-                    places=places, **self.about)  # fmt: skip
+                    mass=mass, places=places, **self.about)  # fmt: skip
 
     def score(self, queries: Tensor | None = None, asked: Tensor | None = None) -> None:
         """Score and evict after a prompt, with what is remembered of it, or by these queries."""

@@ -27,7 +27,7 @@ class Seen:
     """What a layer knows when positions are scored. T positions lie in the cache, the last of them are the queries' own.
 
     Attributes:
-        keys, values: [B, H_kv, T, D], as attention reads them (keys are rotated).
+        keys, values: [B, H_kv, T, D], as attention reads them (keys are rotated); empty where there is `mass`.
         valid: [B, H_kv, T]: False for what is no token of that row.
         queries: [B, H_q, n, D] of the last n tokens, n <= T, rotated.
         asked: [B, n]: False for queries that are padding.
@@ -131,7 +131,7 @@ class CacheMethod(Method):
 
     def remarks(self, device: torch.device) -> list[str]:
         return [f"{self.name} acts on the cache while text is generated: what is scored without a cache, such as perplexity, does "
-                "not see it, and timed decoding keeps its own cache."]  # fmt: skip
+                "not see it, timed decoding keeps its own cache, and a saved model is saved without it."]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

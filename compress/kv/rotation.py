@@ -29,7 +29,10 @@ def turn_of(model: nn.Module, attention: nn.Module) -> Callable[[Tensor, Tensor,
         kind = {}
         if "layer_type" in inspect.signature(rotary.forward).parameters:
             kind["layer_type"] = attention.config.layer_types[attention.layer_idx]
+        before = dict(vars(rotary)), dict(rotary._buffers)
         cos, sin = rotary(x, positions, **kind)
+        vars(rotary).update(before[0])  # some grow their frequencies with the positions that they see
+        rotary._buffers.update(before[1])
         if back:  # the inverse: the other way round, and any scale of theirs undone
             scale = cos.square() + sin.square()
             cos, sin = cos / scale, -sin / scale

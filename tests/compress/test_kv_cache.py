@@ -308,8 +308,10 @@ def test_without_some_attention(tiny, padded, tokens, layer):
             whole = write(model, *padded)
             same(whole, plain)
             assert [one.seen for one in whole.cache.own] == [45] * 3 and len(whole.cache.filled) == 2
-    with attached(model, [Lopsided(budget=10, allocation="global")]):
-        rows_alone(model, *padded)
+    for allocation in ALLOCATIONS:
+        with attached(model, [Lopsided(budget=20, allocation=allocation)]):
+            cache = write(model, *padded, new=1).cache
+        assert sum(int(one.lengths.sum()) for one in cache.filled) == 2 * 2 * 2 * 20, "layers that are left, rows, heads"
 
 
 def test_a_recipe_attaches(tiny, padded):

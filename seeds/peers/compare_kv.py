@@ -1,0 +1,114 @@
+"""Policies of the KV cache beside kvpress: which positions each keeps of the same context.
+
+$ .venv/bin/python seeds/peers/compare_kv.py prepare /tmp/peers/kv ../shared/data/paul_graham_essays/train.parquet
+$ .venv/bin/python seeds/peers/compare_kv.py ours /tmp/peers/kv
+$ /tmp/peers/kvpress/bin/python seeds/peers/compare_kv.py kvpress /tmp/peers/kv
+$ .venv/bin/python seeds/peers/compare_kv.py table /tmp/peers/kv
+
+kvpress 0.5.5 needs a transformers below 5.3, this workbench a later one: the model and the tokens are the same, float32 on a CPU.
+Kept positions of the peer are found by looking its keys up among those of a full cache.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+TOKENS = 1000
+# name: (our knobs, the peer's press, its knobs)
+CASES: dict[str, tuple[dict, str, dict]] = {
+    "streaming": ({}, "StreamingLLMPress", {"n_sink": 4}),
+    "knorm": ({}, "KnormPress", {}),
+    "keydiff": ({}, "KeyDiffPress", {}),
+    "tova": ({}, "TOVAPress", {}),
+    "snapkv": ({"observed": 32}, "SnapKVPress", {"window_size": 32, "kernel_size": 5}),
+    "expected_attention": ({}, "ExpectedAttentionPress", {"epsilon": 1e-2}),
+    "kvzip": ({}, "KVzipPress", {}),
+}
+
+
+def prepare(folder: Path, options: argparse.Namespace) -> None:
+    from compress import load_model
+    from compress.corpus import load_text
+
+    model, tokenizer = load_model("smollm2-135m")
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    ids = tokenizer("\n\n".join(load_text(options.corpus, "evaluation")), return_tensors="pt").input_ids
+    torch.save(ids[:, :TOKENS].clone(), folder / "ids.pt")
+
+
+def ours(folder: Path, options: argparse.Namespace) -> None:
+    from compress import METHODS, load_model
+    from compress.kv import attached
+
+    model, _ = load_model(str(folder / "model"))
+    ids, found = torch.load(folder / "ids.pt"), {}
+    with attached(model) as attachment, torch.no_grad():
+        read = attachment.cache(observes=True, traces=True)
+        model(ids, past_key_values=read)
+        for name, (knobs, _, _) in CASES.items():
+            for budget in options.budgets:
+                cache = read.compressed(METHODS[name](budget=budget, **knobs))
+                found[f"{name} {budget}"] = [[kept.tolist() for kept in layer.kept_positions()[0]] for layer in cache.own]
+    (folder / "ours.json").write_text(json.dumps(found))
+
+
+def kvpress(folder: Path, options: argparse.Namespace) -> None:
+    import kvpress as peer
+    from transformers import AutoModelForCausalLM, DynamicCache
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    ids, found = torch.load(folder / "ids.pt"), {}
+    with torch.no_grad():
+        full = DynamicCache()
+        model(ids, past_key_values=full)
+        for name, (_, press, knobs) in CASES.items():
+            for budget in options.budgets:
+                cache = DynamicCache()
+                with getattr(peer, press)(compression_ratio=1 - budget, **knobs)(model):
+                    model(ids, past_key_values=cache)
+                masked = [getattr(block.self_attn, "masked_key_indices", None) for block in model.model.layers]
+                if masked[0] is not None:  # this press evicts nothing: it hides
+                    shown = [_shown(indices, layer.keys) for indices, layer in zip(masked, full.layers, strict=True)]
+                    found[f"{name} {budget}"] = shown
+                    continue
+                pairs = zip(cache.layers, full.layers, strict=True)
+                found[f"{name} {budget}"] = [[_places(k, f) for k, f in zip(a.keys[0], b.keys[0], strict=True)] for a, b in pairs]
+    (folder / "kvpress.json").write_text(json.dumps(found))
+
+
+def _places(kept: Tensor, full: Tensor) -> list[int]:
+    """Where the kept keys [n, D] are among all [T, D]."""
+    return torch.cdist(kept.double(), full.double()).argmin(1).sort().values.unique().tolist()
+
+
+def _shown(masked: tuple[Tensor, ...], keys: Tensor) -> list[list[int]]:
+    """What is not among the hidden (rows, heads, positions)."""
+    shown = torch.ones(keys.shape[1:3], dtype=torch.bool)
+    shown[masked[1], masked[2]] = False
+    return [row.nonzero().flatten().tolist() for row in shown]
+
+
+def table(folder: Path, options: argparse.Namespace) -> None:
+    mine, theirs = (json.loads((folder / f"{name}.json").read_text()) for name in ("ours", "kvpress"))
+    print("| policy, budget | positions that both keep | least of any head |\n| --- | ---: | ---: |")
+    for case, layers in mine.items():
+        if case not in theirs:
+            continue
+        shares = [len(set(a) & set(b)) / max(len(b), 1) for x, y in zip(layers, theirs[case], strict=True)
+                  for a, b in zip(x, y, strict=True)]  # fmt: skip
+        print(f"| {case} | {sum(shares) / len(shares) * 100:.2f} % | {min(shares) * 100:.1f} % |")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("step", choices=["prepare", "ours", "kvpress", "table"])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("corpus", nargs="?", default="pydocs")
+    parser.add_argument("--budgets", type=float, nargs="+", default=[0.5, 0.25])
+    given = parser.parse_args()
+    globals()[given.step](given.folder, given)
