@@ -5,6 +5,7 @@ PrefixKV, ZipVL and Locret are `scores` and `allocation`s; GemFilter is a policy
 where kvzip's runs the model; TidalDecode and ShadowKV choose at every token what is read, which is a mode of `KVLayer.attend`.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
@@ -165,13 +166,17 @@ class Policy(CacheMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole = type(self.budget) is int
-        if not (self.budget >= 1 if whole else 0 < self.budget <= 1):
+        if not (self.budget >= 1 and self.budget == int(self.budget) if self._counts else 0 < self.budget <= 1):
             raise ValueError(f"`budget` (={self.budget!r}) of {self.name} must be a share above 0, up to 1.0, or a number of "
                              "tokens, 1 or more")  # fmt: skip
         if self.decoding and self.runs_model:
             raise ValueError(f"`decoding` (=True): {self.name} reads the prompt again to score it, which it cannot do "
                              "at every token; leave it out")  # fmt: skip
+
+    @property
+    def _counts(self) -> bool:
+        """Is the budget a number of tokens? 1.0 is all of them, and 1 is one; command lines may write 256 as 256.0."""
+        return type(self.budget) is int or 1 < self.budget < math.inf
 
     def scores(self, seen: Seen) -> Tensor:
         """How much each position matters.
@@ -193,8 +198,8 @@ class Policy(CacheMethod):
 
     def target(self, tokens: Tensor) -> Tensor:
         """How many positions of a row stay, of `tokens` [B] that it has seen."""
-        if type(self.budget) is int:
-            return torch.full_like(tokens, self.budget)
+        if self._counts:
+            return torch.full_like(tokens, int(self.budget))
         return (tokens * self.budget).round().long().clamp(min=1)
 
     def within(self, before: Sequence[Method], after: Sequence[Method]) -> Method:

@@ -2,7 +2,6 @@
 
 import copy
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -356,49 +355,11 @@ def test_records_without_the_extras_render():
     assert "<svg" not in page(made)
 
 
-def chromium():
-    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if found is None:
-        pytest.skip("no Chromium on this machine; `make test` installs it")
-    return found
-
-
-@pytest.fixture(scope="module")
-def browser():
-    from playwright.sync_api import sync_playwright
-
-    path = chromium()
-    with sync_playwright() as p:
-        started = p.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"])
-        yield started
-        started.close()
-
-
 @pytest.mark.parametrize("make", [make_record, make_smoothed_record, make_pruned_record, make_kernel_record])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 320])
-def test_page_in_a_browser(browser, tmp_path, scheme, width, make):
-    """No axe violation, no sideways scrolling of the page, no request, no script error, in both schemes, wide and narrow."""
-    from axe_playwright_python.sync_playwright import Axe
-
-    report = render(make(), tmp_path / "report.html")
-    context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 900})
-    tab = context.new_page()
-    requests, errors = [], []
-    tab.on("request", lambda request: requests.append(request.url))
-    tab.on("pageerror", lambda error: errors.append(str(error)))
-    tab.goto(report.path.as_uri())
-    tab.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
-    assert requests == [report.path.as_uri()] and not errors
-    assert tab.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
-    results = Axe().run(tab)
-    assert results.violations_count == 0, results.generate_report()
-    background = tab.evaluate("getComputedStyle(document.body).backgroundColor")
-    luminance = sum(map(int, re.findall(r"\d+", background)[:3])) / 3
-    assert (luminance > 200) == (scheme == "light")
-    visible = tab.evaluate("[...document.querySelectorAll('svg')].every(s => s.getBoundingClientRect().height > 60)")
-    assert visible, "the figures are drawn"
-    context.close()
+def test_page_in_a_browser(look, scheme, width, make):
+    look(make(), width, scheme)
 
 
 def test_model_text_cannot_run(browser, tmp_path):

@@ -1,0 +1,146 @@
+"""Answers from compressed caches are what the model gives; timed caches are as long as they say."""
+
+import functools
+
+import pytest
+import torch
+
+from compress import METHODS
+from compress.kv import attached
+from compress.kv.static import MadeUpCache, decoder, static
+from eval import cache_speed
+from eval.cache_speed import measure_cache_speed
+from eval.haystack import Question, Sample
+from eval.long_context import VISIBILITIES, bootstrap, score_long_context
+
+STREAMING, KV_INT = METHODS["streaming"], METHODS["kv_int"]
+
+
+@pytest.fixture
+def sample(tiny, tokens):
+    """A context and two questions; the first one's answer is what the model writes, and the second's is not."""
+    model, (context, ask, other, wrong) = tiny("llama"), [one[0] for one in tokens(4, 40)]
+    ask, other, wrong = ask[:5], other[:4], wrong[:3]
+    ids = torch.cat([context, ask])
+    for _ in range(4):
+        ids = torch.cat([ids, model(ids[None]).logits[0, -1:].argmax(-1)])
+    questions = Question(ask, ids[45:], ((3, 9), (20, 22))), Question(other, wrong, ((30, 34),))
+    return model, Sample("word", context, questions, 0.5, 40)
+
+
+def scored(model, samples, **more):
+    with attached(model) as attachment:
+        return score_long_context(model, samples, observer=lambda: attachment.cache(observes=True, traces=True), **more)
+
+
+def test_full_cache_answers_as_the_model_does(sample):
+    model, one = sample
+    first, second = one.questions
+    found = scored(model, [one], variants={"all": lambda cache: cache.compressed(STREAMING(budget=1.0))})
+    before = {"agnostic": (one.context, first), "visible": (one.context, first),
+              "follow-up": (torch.cat([one.context, first.ask, first.answer]), second)}  # fmt: skip
+    for visibility in VISIBILITIES:
+        read, question = before[visibility]
+        ids = torch.cat([read, question.ask, question.answer])
+        logits = model(ids[None]).logits[0, -len(question.answer) - 1 : -1].log_softmax(-1)
+        for name in ("full", "all"):
+            answer = found.answers[name]["word", 40, visibility][0]
+            assert answer.exact == (visibility != "follow-up") == bool((logits.argmax(-1) == question.answer).all())
+            assert answer.nll == pytest.approx(-logits.gather(-1, question.answer[:, None]).mean().item(), abs=1e-4)
+            assert len(answer.kl) == len(question.answer) and max(answer.kl) < 1e-6
+    assert max(found.errors["all"]) < 1e-8 and found.survival["all"]["word", 40] == [[1.0, 1.0]] * 2
+    assert found.metrics()["full"]["cache_bytes_40"] >= 2 * 2 * 2 * 40 * 16 * 2
+
+
+def test_what_is_evicted_shows(sample):
+    model, one = sample
+    found = scored(model, [one, one], variants={"half": lambda cache: cache.compressed(STREAMING(budget=20, sinks=4))})
+    made = found.found()
+    assert found.kept["half"][40] == [[20, 20]] * 2
+    assert found.survival["half"]["word", 40] == [[pytest.approx(1 / 8)] * 2] * 2, "of 3 to 8 and 20, 21 only 3 is among 0-3, 24-39"
+    assert found.cache_bytes["half"][40] < 0.6 * found.cache_bytes["full"][40] and min(found.errors["half"]) > 1e-6
+    row = next(row for row in made["answers"] if row["variant"] == "half" and row["visibility"] == "visible")
+    assert len(row["exact"]) == 2 and row["kl"][0] > 1e-6 and len(row["kl_by_token"]) == 4
+    assert made["against"]["half"]["agnostic"] == found.against("half", visibility="agnostic")
+    assert "nll_word_40_follow_up_stderr" in found.metrics()["half"]
+    only = scored(model, [one], variants={}, visibilities=["follow-up"])
+    assert set(only.answers["full"]) == {("word", 40, "follow-up")} and only.cache_bytes["full"][40] > found.cache_bytes["full"][40]
+
+
+def test_bad_input(sample):
+    model, one = sample
+    longer = Sample("word", torch.zeros(130, dtype=torch.long), one.questions, None, 130)
+    for samples, more, message in (([], {}, "`samples`"), ([one], {"visibilities": ["hidden"]}, "`visibilities`.*agnostic"),
+                                   ([one], {"visibilities": []}, "`visibilities`"), ([longer], {}, "128 positions")):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            scored(model, samples, variants={}, **more)
+
+
+def test_bootstrap():
+    assert bootstrap([1.0] * 7) == (1.0, 1.0, 1.0) and bootstrap([0, 1] * 50) == bootstrap([0, 1] * 50)
+    mean, low, high = bootstrap([0, 1] * 50)
+    assert mean == 0.5 and low == pytest.approx(0.4, abs=0.02) and high == pytest.approx(0.6, abs=0.02)
+
+
+@pytest.mark.parametrize("methods", [
+    [], [STREAMING(budget=20)], [METHODS["snapkv"](budget=20, observed=4, allocation="ada")], [KV_INT(group_size=32, residual=4)],
+    [STREAMING(budget=50), KV_INT(bits=8, group_size=32, residual=4)],
+], ids=str)  # fmt: skip
+def test_static_caches_write_the_same(tiny, tokens, methods):
+    """The accuracy path and the path that is timed, token for token."""
+    model, ids = tiny("llama"), tokens(1, 80)[0]
+    model.generation_config.eos_token_id = None
+    with attached(model, methods) as attachment:
+        written = model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, 80:]
+        cache = attachment.cache()
+        token = model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
+    fixed, found = static(cache, 16), [token]
+    decoder(model)
+    for place in range(80, 91):
+        at = torch.tensor([[place]])
+        found.append(model(found[-1], past_key_values=fixed, compressed=fixed, position_ids=at).logits[:, -1:].argmax(-1))
+    assert torch.equal(torch.cat(found, 1)[0], written)
+    fixed.reset()
+    again = model(token, past_key_values=fixed, compressed=fixed, position_ids=torch.tensor([[80]])).logits[:, -1:].argmax(-1)
+    assert torch.equal(again, found[1]), "reset goes back to where it was made"
+
+
+def test_made_up_caches_are_as_long_as_they_say(tiny):
+    model = decoder(tiny("gemma3_text"))
+    for methods, kept in (
+        ((None, None), 60),
+        ((STREAMING(budget=0.25), None), 15),
+        ((STREAMING(budget=40), KV_INT(group_size=32)), 40),
+    ):
+        cache = MadeUpCache(model, 100, *methods, room=8).at(60)
+        slabs = cache.layer_slabs()
+        assert len(slabs) == 1 and slabs[0].lengths.tolist() == [[kept] * 2] and (slabs[0].starts + kept == slabs[0].used).all()
+        model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache, compressed=cache, position_ids=torch.tensor([[60]]))
+        assert slabs[0].lengths.tolist() == [[kept + 1] * 2] and cache.at(60).layer_slabs()[0].lengths.tolist() == [[kept] * 2]
+    with pytest.raises(ValueError, match="`tokens`"):
+        cache.at(101)
+
+
+def test_speed_of_caches(tiny, monkeypatch):
+    model = decoder(tiny("llama", max_position_embeddings=2048))
+    monkeypatch.setattr(torch, "compile", lambda step, **_: step)
+    make = functools.partial(MadeUpCache, model, 1024)
+    variants = {"full": make, "few": lambda: make(STREAMING(budget=0.02))}
+    found = measure_cache_speed(model, variants, [32, 1024], new_tokens=2, rounds=3)
+    assert set(found.tokens_per_s) == {"full", "few"} and set(found.attention_s) == {"full", "few", cache_speed.SDPA}
+    assert all(low <= middle <= high for of in found.tokens_per_s.values() for middle, low, high in of.values())
+    assert found.attention_speedup("few", 1024) > 1, "20 positions of 1,024: a wide margin"
+    assert found.settings["rounds"] == 3 and "kv_decode" in found.kernels
+    for wrong in ({"contexts": [0]}, {"contexts": [32], "rounds": 0}, {"contexts": [32], "new_tokens": 1.5}):
+        with pytest.raises(ValueError, match="must be a positive integer"):
+            measure_cache_speed(model, variants, **wrong)
+    with pytest.raises(ValueError, match="`variants`"):
+        measure_cache_speed(model, {"few": make}, [32])
+
+
+def test_it_compiles(tiny):
+    """One graph for every context."""
+    model = decoder(tiny("llama", max_position_embeddings=2048))
+    torch._dynamo.reset()
+    found = measure_cache_speed(model, {"full": lambda: MadeUpCache(model, 256)}, [32, 256], new_tokens=1, rounds=1)
+    assert found.execution == {"full": "compiled"}

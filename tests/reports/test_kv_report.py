@@ -1,0 +1,129 @@
+"""The page of a run on KV caches, from the record of a real run on the tiny model."""
+
+import copy
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+import torch
+
+from eval.record import read_record
+from notebooks.parameters import FOLDER
+from reports.caches import cache_rows, speed_rows
+from reports.kv import context
+from reports.render import page, render
+from reports.table import cache_markdown, cache_speed_markdown, updated
+
+EVIL = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory):
+    """Everything that the notebook can find, without compiling."""
+    folder, compiled = tmp_path_factory.mktemp("run"), torch.compile
+    given = {
+        "model_name": "tiny", "policy": "expected_attention", "allocation": "ada", "compare": "in codes: snapkv, kv_int(bits=8); kv_int",
+        "curves": "snapkv{0.5, 0.2}", "tasks": ["word", "multi_value"], "lengths": [192, 256], "samples": 6,
+        "speed_contexts": [32, 64], "speed_rounds": 2, "speed_new_tokens": 2, "run_path": str(folder),
+    }  # fmt: skip
+    namespace = {}
+    torch.compile = lambda step, **_: step
+    try:
+        for cell in nbformat.read(FOLDER / "kv_eviction.ipynb", as_version=4).cells:
+            if cell.cell_type == "code":
+                exec(cell.source, namespace)
+                namespace |= given if "parameters" in cell.metadata.get("tags", []) else {}
+    finally:
+        torch.compile = compiled
+    assert "<svg" in namespace["figures"](namespace["made"])._repr_html_() and "contexts" in namespace["contexts"]._repr_html_()
+    return read_record(folder / "record.json")
+
+
+def test_what_is_said(record):
+    told = context(record)
+    html = page(record)
+    assert told["title"].startswith("expected_attention(budget=0.25, allocation='ada')")
+    assert [value for value, _ in told["cards"]][0].endswith("×") and len(told["verdict"]) == 5
+    assert all(told[key] for key in ("pareto", "by_token", "survival", "budgets", "errors", "depth", "speed"))
+    assert "in codes" in html and "random_kv(budget=0.2)" in html and len(html.encode()) < 1_000_000
+    names = [row["name"] for row in cache_rows(record["cache"])]
+    assert names[:4] == ["full", "compressed", "in codes", "kv_int"] and len(names) == len(set(names)) == 10
+    assert [row["name"] for row in speed_rows(record["cache"]["speed"])][-1] == "full, torch SDPA"
+    assert record["cache"]["left_alone"] == {} and record["scores"]["compressed"]["decode_tokens_per_s_64"] > 0
+
+
+def test_rows_are_what_was_answered(record):
+    cache = record["cache"]
+    for row in cache_rows(cache):
+        own = [one for one in cache["answers"] if one["variant"] == row["name"] and one["visibility"] == "agnostic"]
+        exact = [value for one in own for value in one["exact"]]
+        assert len(own) == 4 and len(exact) == 24 and row["by"]["agnostic"]["exact"] == pytest.approx(sum(exact) / 24)
+    assert {one["visibility"] for one in cache["answers"] if one["task"] == "multi_value"} == {"agnostic", "visible"}
+
+
+def test_tables_of_a_readme(record):
+    answers, speeds = cache_markdown([record]), cache_speed_markdown([record])
+    assert "| full 16-bit cache | 100.0 |" in answers and "**`expected_attention(budget=0.25, allocation='ada')`**" in answers
+    assert answers.count("\n") == 12 and "64 tokens" in speeds and "full 16-bit cache, torch SDPA" in speeds
+    made = updated("<!-- workbench cache a -->\n<!-- end -->\n<!-- workbench cache-speed a -->\n<!-- end -->", lambda _: record)
+    assert answers in made and speeds in made
+    with pytest.raises(ValueError, match="is not of a run on KV caches"):
+        cache_markdown([record | {"cache": None}])
+    untimed = record | {"cache": record["cache"] | {"speed": None}}
+    with pytest.raises(ValueError, match="was not timed"):
+        cache_speed_markdown([untimed])
+    assert "Speed against context" not in page(untimed)
+
+
+@pytest.mark.parametrize("scheme, width", [("light", 1280), ("dark", 320)])
+def test_page_in_a_browser(look, record, scheme, width):
+    look(record, width, scheme)
+
+
+def test_model_text_cannot_run(browser, record, tmp_path):
+    made = copy.deepcopy(record)
+    made["model"]["name"] = made["provenance"]["command"] = made["recipe"][0]["text"] = EVIL
+    cache = made["cache"]
+    for one in cache["answers"]:
+        one["variant"] = EVIL if one["variant"] == "in codes" else one["variant"]
+    for key in ("against", "cache_bytes", "kept", "errors", "survival", "seconds"):
+        cache[key][EVIL] = cache[key].pop("in codes")
+    for key in ("tokens_per_s", "attention_s", "attention_speedup", "execution"):
+        cache["speed"][key][EVIL] = cache["speed"][key].pop("in codes")
+    cache["timed"], cache["left_alone"] = ["compressed", EVIL], {EVIL: 1}
+    report = render(made, tmp_path / "report.html")
+    tab = browser.new_page()
+    tab.goto(Path(report.path).as_uri())
+    assert tab.evaluate("document.querySelectorAll('script, img').length") == 0
+    tab.close()
+
+
+def test_a_killed_run_goes_on(tmp_path, monkeypatch):
+    """What was found of a context is not asked again; other recipes are."""
+    from compress import load_model
+    from eval import long_context
+    from notebooks.kv import cache_recipes, haystacks, score_caches
+
+    model, tokenizer = load_model("tiny")
+    contexts = haystacks(tokenizer, ["word"], haystack="noise", lengths=[160], count=3).samples
+    asked, ask_all = [], long_context._ask_all
+
+    def until(limit):
+        def ask(*args):
+            if len(asked) == limit:
+                raise KeyboardInterrupt
+            asked.append(args[1])
+            return ask_all(*args)
+
+        return ask
+
+    recipes = cache_recipes("snapkv")
+    monkeypatch.setattr(sys.modules["eval.long_context"], "_ask_all", until(2))
+    with pytest.raises(KeyboardInterrupt):
+        score_caches(model, recipes, contexts, ["agnostic"], str(tmp_path))
+    monkeypatch.setattr(sys.modules["eval.long_context"], "_ask_all", until(99))
+    found = score_caches(model, recipes, contexts, ["agnostic"], str(tmp_path))
+    assert len(asked) == 3 and found.found()["answers"] == score_caches(model, recipes, contexts, ["agnostic"]).found()["answers"]
+    score_caches(model, cache_recipes("streaming"), contexts, ["agnostic"], str(tmp_path))
+    assert len(asked) == 9
