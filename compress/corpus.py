@@ -14,7 +14,7 @@ def load_text(corpus: str, part: str) -> list[str]:
     """Documents of one part of a corpus.
 
     Args:
-        corpus: "pydocs" (Python's own language reference, always there), "wikitext2" (raw), "c4", a path (.parquet,
+        corpus: "pydocs" (Python's own language reference, always there), "wikitext2" (raw), "c4", "essays", a path (.parquet,
             .jsonl, .json, .txt), or a hub data set as "owner/name" or "owner/name:configuration".
         part: "calibration" or "evaluation".
 
@@ -74,7 +74,13 @@ def _c4(part: str) -> list[str]:
     return _load("c4", "allenai/c4", data_files=shard, split="train[:20000]")
 
 
-CORPORA: dict[str, Callable[[str], list[str]]] = {"pydocs": _pydocs, "wikitext2": _wikitext2, "c4": _c4}
+def _essays(part: str) -> list[str]:
+    """Paul Graham's, the usual haystack of needle tests."""
+    local = shared_data() / "paul_graham_essays" / "train.parquet"
+    return _split(_read(local), part) if local.is_file() else _hub("sgoel9/paul_graham_essays", part)
+
+
+CORPORA: dict[str, Callable[[str], list[str]]] = {"pydocs": _pydocs, "wikitext2": _wikitext2, "c4": _c4, "essays": _essays}
 
 _LOADERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".txt": "text"}
 
