@@ -214,6 +214,7 @@ def _survival(cache: dict[str, Any], labels: dict[str, str]) -> str:
         shares = [np.asarray(one["share"]) for one in cache["survival"].get(name, [])]
         if shares and len({len(row) for one in shares for row in one}) == 1:
             maps[labels[name]] = np.mean(shares, 0)
+    maps = {name: shares for name, shares in maps.items() if shares.min() < 1}  # where all stay, there is nothing to draw
     return _maps(maps, "survival", "per cent of the needle's tokens that stay, question unknown",
                  "Share of the needle that stays by layer and head.", 1.0)  # fmt: skip
 
