@@ -23,7 +23,8 @@ def record(tmp_path_factory):
     """Everything that the notebook can find, without compiling."""
     folder, compiled = tmp_path_factory.mktemp("run"), torch.compile
     given = {
-        "model_name": "tiny", "policy": "expected_attention", "allocation": "ada", "compare": "in codes: snapkv, kv_int(bits=8); kv_int",
+        "model_name": "tiny", "policy": "expected_attention", "allocation": "ada",
+        "compare": "in codes: snapkv, kv_int; kv_int(bits=8)",
         "curves": "snapkv{0.5, 0.2}", "tasks": ["word", "multi_value"], "lengths": [192, 256], "samples": 6,
         "speed_contexts": [32, 64], "speed_rounds": 2, "speed_new_tokens": 2, "run_path": str(folder),
     }  # fmt: skip
@@ -48,7 +49,7 @@ def test_what_is_said(record):
     assert all(told[key] for key in ("pareto", "by_token", "survival", "budgets", "errors", "depth", "speed"))
     assert "in codes" in html and "random_kv(budget=0.2)" in html and len(html.encode()) < 1_000_000
     names = [row["name"] for row in cache_rows(record["cache"])]
-    assert names[:4] == ["full", "compressed", "in codes", "kv_int"] and len(names) == len(set(names)) == 10
+    assert names[:4] == ["full", "compressed", "in codes", "kv_int(bits=8)"] and len(names) == len(set(names)) == 10
     assert [row["name"] for row in speed_rows(record["cache"]["speed"])][-1] == "full, torch SDPA"
     assert record["cache"]["left_alone"] == {} and record["scores"]["compressed"]["decode_tokens_per_s_64"] > 0
 
