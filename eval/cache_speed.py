@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from typing import Any, Protocol
 
 import torch
@@ -59,6 +60,18 @@ class CacheSpeed:
     execution: dict[str, str] = field(default_factory=dict)
     kernels: dict[str, list[str]] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
+
+    def _repr_html_(self) -> str:
+        contexts = list(next(iter(self.attention_s.values())))
+        head = "".join(f"<th>{c:,} tokens</th>" for c in contexts)
+        rows = ""
+        for name, attention in self.attention_s.items():
+            whole = self.tokens_per_s.get(name, {})
+            cells = (
+                f"{f'{whole[c][0]:.1f} tokens/s, ' if c in whole else ''}attention {attention[c][0] * 1e3:.2f} ms" for c in contexts
+            )
+            rows += f"<tr><th style='text-align:left'>{escape(name)}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+        return f"<table><thead><tr><th></th>{head}</tr></thead><tbody>{rows}</tbody></table>"
 
     def attention_speedup(self, variant: str, context: int) -> float:
         """How much less time the attention takes than the faster one of a full 16-bit cache."""

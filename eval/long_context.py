@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,7 +37,7 @@ class Answer(NamedTuple):
     kl: list[float]
 
 
-@dataclass
+@dataclass(repr=False)
 class LongContextScores:
     """What was measured.
 
@@ -58,6 +59,23 @@ class LongContextScores:
     kept: dict[str, dict[int, Any]] = field(default_factory=dict)
     errors: dict[str, list[float]] = field(default_factory=dict)
     seconds: dict[str, list[float]] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"LongContextScores({len(self.answers)} variants, {sum(map(len, self.depths.values()))} contexts)"
+
+    def _repr_html_(self) -> str:
+        seen = list(dict.fromkeys(visibility for groups in self.answers.values() for _, _, visibility in groups))
+        head = "".join(
+            f"<th>{escape(name)}</th>" for name in ("cache", "kB", *(f"exact, {v}" for v in seen), *(f"KL, {v}" for v in seen))
+        )
+        rows = ""
+        for name, groups in self.answers.items():
+            by = [[a for (_, _, v), answers in groups.items() if v == one for a in answers] for one in seen]
+            cells = [f"{max(self.cache_bytes[name].values()) / 1e3:,.0f}",
+                     *(f"{np.mean([a.exact for a in of]) * 100:.0f} %" for of in by),
+                     *(f"{np.mean([np.mean(a.kl) for a in of]):.3g}" for of in by)]  # fmt: skip
+            rows += f"<tr><th style='text-align:left'>{escape(name)}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
 
     def metrics(self) -> dict[str, dict[str, float]]:
         """{variant: {metric: value}} for the record: exact_<task>_<length>_<visibility>, nll_..., kl_..., with _stderr."""
@@ -265,6 +283,8 @@ def _check(model: nn.Module, samples: Sequence[Sample], variants: Mapping[str, A
         raise ValueError("`samples` (=[]) must hold at least one; `eval.haystack.samples` makes some")
     if unknown := set(visibilities) - set(VISIBILITIES) or not visibilities:
         raise ValueError(f"`visibilities` (={list(visibilities)}) must be some of {', '.join(VISIBILITIES)}; {unknown} is not")
+    if set(visibilities) == {"follow-up"} and (single := [s.task for s in samples if len(s.questions) < 2]):
+        raise ValueError(f"`visibilities` (={list(visibilities)}): {single[0]} has no second question to follow up with")
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
     for sample in samples:
         longest = len(sample.context) + sum(len(q.ask) + len(q.answer) for q in sample.questions[:2])

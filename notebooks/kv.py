@@ -95,6 +95,10 @@ def cache_recipes(recipe: str, compare: str = "", curves: str = "") -> CacheReci
         ValueError: a method that is not of the cache, or what `parse_recipe` and `recipes_at` refuse.
     """
     main, others = parse_recipe(recipe), parse_recipes(compare)
+    if taken := {"baseline", FULL, MAIN} & set(others):
+        raise ValueError(
+            f"`compare` (={compare!r}): {taken.pop()!r} is what another cache of the run is called; name it differently"
+        )
     lines = recipes_at(curves)
     if lines:
         budgets = ", ".join(value for value, _ in next(iter(lines.values())))

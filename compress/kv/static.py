@@ -11,7 +11,7 @@ from compress.kv.attention import attend
 from compress.kv.cache import CompressedCache
 from compress.kv.layer import EXACT, KVLayer
 from compress.kv.policy import Policy, Storage
-from compress.kv.storage import Precision, Slab
+from compress.kv.storage import Slab
 from kernels.kv_decode import KV, kv_decode
 
 NAME = "workbench_kv_static"
@@ -20,9 +20,9 @@ NAME = "workbench_kv_static"
 class StaticSlab:
     """A `Slab` with room: codes as they are, and a dense tail that is written to at `at`."""
 
-    def __init__(self, kv: KV, starts: Tensor, used: int, precision: Precision) -> None:
+    def __init__(self, kv: KV, starts: Tensor, used: int) -> None:
         """kv: with room behind position `used`. starts: [B, H] int32."""
-        self.kv, self.starts, self.precision, self.used = kv, starts, precision, used
+        self.kv, self.starts, self.used = kv, starts, used
         self.tail = (kv.k, kv.v) if kv.bits == 16 else (kv.tail_k, kv.tail_v)
         coded = 0 if kv.bits == 16 else kv.k.shape[2]
         self.begin = torch.tensor([used - coded], device=starts.device)
@@ -161,7 +161,7 @@ def _fixed(slab: Slab, room: int) -> StaticSlab:
     tail = roomy(slab.k.view), roomy(slab.v.view)
     codes = [one.view.contiguous() for one in slab.codes]
     kv = KV(*codes, *tail, slab.precision.bits, slab.precision.group) if codes else KV(*tail)
-    return StaticSlab(kv, slab.starts.clone(), slab.length, slab.precision)
+    return StaticSlab(kv, slab.starts.clone(), slab.length)
 
 
 def _attention(

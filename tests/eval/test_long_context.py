@@ -61,6 +61,7 @@ def test_what_is_evicted_shows(sample):
     assert found.cache_bytes["half"][40] < 0.6 * found.cache_bytes["full"][40] and min(found.errors["half"]) > 1e-6
     row = next(row for row in made["answers"] if row["variant"] == "half" and row["visibility"] == "visible")
     assert len(row["exact"]) == 2 and row["kl"][0] > 1e-6 and len(row["kl_by_token"]) == 4
+    assert "<th style='text-align:left'>half</th>" in found._repr_html_() and len(repr(found)) < 100
     assert made["against"]["half"]["agnostic"] == found.against("half", visibility="agnostic")
     assert "nll_word_40_follow_up_stderr" in found.metrics()["half"]
     only = scored(model, [one], variants={}, visibilities=["follow-up"])
@@ -69,9 +70,12 @@ def test_what_is_evicted_shows(sample):
 
 def test_bad_input(sample):
     model, one = sample
+    alone = Sample("word", one.context, one.questions[:1], 0.5, 40)
     longer = Sample("word", torch.zeros(130, dtype=torch.long), one.questions, None, 130)
     for samples, more, message in (([], {}, "`samples`"), ([one], {"visibilities": ["hidden"]}, "`visibilities`.*agnostic"),
-                                   ([one], {"visibilities": []}, "`visibilities`"), ([longer], {}, "128 positions")):  # fmt: skip
+                                   ([one], {"visibilities": []}, "`visibilities`"),
+                                   ([alone], {"visibilities": ["follow-up"]}, "no second question"),
+                                   ([longer], {}, "128 positions")):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             scored(model, samples, variants={}, **more)
 
@@ -131,7 +135,7 @@ def test_speed_of_caches(tiny, monkeypatch):
     assert set(found.tokens_per_s) == {"full", "few"} and set(found.attention_s) == {"full", "few", cache_speed.SDPA}
     assert all(low <= middle <= high for of in found.tokens_per_s.values() for middle, low, high in of.values())
     assert found.attention_speedup("few", 16000) > 1.2, "320 positions of 16,000: a wide margin"
-    assert found.settings["rounds"] == 3 and "kv_decode" in found.kernels
+    assert "16,000 tokens" in found._repr_html_() and found.settings["rounds"] == 3 and "kv_decode" in found.kernels
     for wrong in ({"contexts": [0]}, {"contexts": [32], "rounds": 0}, {"contexts": [32], "new_tokens": 1.5}):
         with pytest.raises(ValueError, match="must be a positive integer"):
             measure_cache_speed(model, variants, **wrong)

@@ -261,7 +261,7 @@ def test_bad_arguments_say_what_would_do():
         r"`cache.bits` \(=16\) goes without": lambda: kv_decode(q, small._replace(bits=16, k=cache.k, v=cache.v), lengths),
         r"`bits` \(=16\) must be 8, 4 or 2": lambda: quantize_kv(*cache[:2], 16),
         r"`group` \(=48\) must be one of 32, 64, 128": lambda: quantize_kv(*cache[:2], 4, 48),
-        r"even number of channels": lambda: quantize_kv(cache.k[..., :15], cache.v[..., :15], 4),
+        r"multiple of 2 channels": lambda: quantize_kv(cache.k[..., :15], cache.v[..., :15], 4),
     }.items():
         with pytest.raises(ValueError, match=message):
             call()

@@ -114,7 +114,7 @@ def test_kv_eviction_runs_on_the_real_model(tmp_path):
     assert scores["baseline"]["exact_word_256_agnostic"] >= 0.5 and scores["baseline"]["kl_word_256_agnostic"] < 1e-5
     assert 0 < scores["compressed"]["kl_word_256_agnostic"] < scores["random_kv(budget=0.5)"]["kl_word_256_agnostic"]
     sizes = [scores[name]["cache_bytes_256"] / scores["baseline"]["cache_bytes_256"] for name in names]
-    assert sizes[1] < 0.6 and sizes[2] < 0.3 and sizes[3] < 0.55, sizes
+    assert sizes[1] < 0.6 and sizes[2] < 0.4 and sizes[3] < 0.55, sizes  # of 128 positions, up to 95 stay in 16 bits
     assert len(cache["survival"]["compressed"][0]["share"]) == 30 and len(cache["errors"]["compressed"]) == 30
     html = (tmp_path / "run" / "report.html").read_text()
     assert "-y 'lengths: [256]'" in made["provenance"]["command"]
@@ -128,6 +128,7 @@ def test_kv_eviction_runs_on_the_real_model(tmp_path):
         ({"budget": 1.5}, r"`budget` \(=1.5\) of snapkv must be a share"),
         ({"recipe": "gptq(bits=4)"}, "is no method of the cache"),
         ({"recipe": "snapkv, streaming"}, "both decide which positions stay"),
+        ({"compare": "full: kv_int"}, "'full' is what another cache of the run is called"),
         ({"curves": "snapkv"}, "must have its strengths in braces"),
         ({"lengths": "1024"}, "`lengths`"),
     ],
