@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from tqdm.auto import tqdm
 from transformers import Cache
 
-from eval.speed import first_line
+from eval.speed import first_line, quartiles, wait
 from kernels.kv_decode import KV, kv_decode
 from kernels.registry import recording
 
@@ -124,7 +124,7 @@ def measure_cache_speed(
                 progress.update()
             for found, into in ((timed, speed.tokens_per_s), (alone, speed.attention_s)):
                 for name, values in found.items():
-                    into.setdefault(name, {})[context] = _spread(values)
+                    into.setdefault(name, {})[context] = (statistics.median(values), *quartiles(values))
     progress.close()
     speed.kernels = {op: sorted(used) for op, used in kernels.items()}
     return speed
@@ -154,10 +154,10 @@ def _decode(step: Callable[[Tensor, Tensor], Tensor], cache: TimedCache, context
     token, seconds = torch.ones(1, 1, dtype=torch.long, device=device), []
     for i in range(count):
         position = torch.tensor([[context + i]], device=device)
-        _wait(device)
+        wait(device)
         start = time.perf_counter()
         token = step(token, position)
-        _wait(device)
+        wait(device)
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)
 
@@ -170,11 +170,11 @@ def _attention(model: nn.Module, cache: TimedCache, attend: Callable[[Tensor, Sl
     q = torch.randn(1, heads, 1, (kv.k if kv.tail_k is None else kv.tail_k).shape[-1], dtype=model.dtype, device=device)
     best = float("inf")
     for _ in range(3):
-        _wait(device)
+        wait(device)
         start = time.perf_counter()
         for slab in slabs:
             attend(q, slab)
-        _wait(device)
+        wait(device)
         best = min(best, time.perf_counter() - start)
     return best
 
@@ -187,15 +187,3 @@ def _by_sdpa(q: Tensor, slab: Slab) -> Tensor:
     start, length = int(slab.starts[0, 0]), int(slab.lengths[0, 0])
     k, v = (x[:, :, start : start + length] for x in (slab.kv.k, slab.kv.v))
     return scaled_dot_product_attention(q.reshape(1, k.shape[1], -1, q.shape[-1]), k, v)
-
-
-def _spread(values: list[float]) -> tuple[float, float, float]:
-    if len(values) < 2:
-        return values[0], values[0], values[0]
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return middle, low, high
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

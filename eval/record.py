@@ -187,11 +187,15 @@ def write_record(made: dict[str, Any], path: str | Path) -> Path:
     problems = problems_of(made)
     if problems:
         raise ValueError(f"the record is not complete: {'; '.join(problems)}")
-    path = Path(path)
+    return write_whole(json.dumps(made, indent=1, allow_nan=False), Path(path))
+
+
+def write_whole(text: str, path: Path) -> Path:
+    """Write a file, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        part.write_text(json.dumps(made, indent=1, allow_nan=False), encoding="utf-8")
+        part.write_text(text, encoding="utf-8")
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)

@@ -194,13 +194,14 @@ def _speed(v: Variant, prompt_tokens: int, settings: dict[str, int]) -> Speed:
     decode = [1 / s for s in v.token_s]
     prefill = [prompt_tokens / s for s in v.ttft_s]
     return Speed(
-        statistics.median(decode), _quartiles(decode), statistics.median(prefill), _quartiles(prefill),
+        statistics.median(decode), quartiles(decode), statistics.median(prefill), quartiles(prefill),
         statistics.median(v.ttft_s), v.dtype, v.execution,
         {op: sorted(used) for op, used in v.kernels.items()}, settings,
     )  # fmt: skip
 
 
-def _quartiles(values: list[float]) -> tuple[float, float]:
+def quartiles(values: list[float]) -> tuple[float, float]:
+    """The first and the third; of one value, that."""
     if len(values) < 2:
         return values[0], values[0]
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -275,22 +276,23 @@ def _round(variant: Variant, prompt_tokens: int, new_tokens: int) -> tuple[float
     prompt = (torch.arange(prompt_tokens) * 7919 % variant.source.get_input_embeddings().num_embeddings)[None].to(device)
     positions = torch.arange(prompt_tokens, device=device)[None]
     variant.cache.reset()
-    _wait(device)
+    wait(device)
     start = time.perf_counter()
     token = variant.step(prompt, positions)
-    _wait(device)
+    wait(device)
     ttft = time.perf_counter() - start
     seconds = []
     for i in range(new_tokens):
         position = torch.tensor([[prompt_tokens + i]], device=device)
         start = time.perf_counter()
         token = variant.step(token, position)
-        _wait(device)
+        wait(device)
         seconds.append(time.perf_counter() - start)
     return ttft, seconds
 
 
-def _wait(device: torch.device) -> None:
+def wait(device: torch.device) -> None:
+    """Until a GPU has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -28,6 +27,7 @@ from eval.deploy import deployed
 from eval.evaluate import Scores
 from eval.haystack import NOISE, Sample, samples
 from eval.long_context import LongContextScores, score_long_context
+from eval.record import write_whole
 from notebooks.strengths import recipes_at
 
 MAIN = "compressed"
@@ -130,7 +130,6 @@ class Finished(MutableMapping[int, dict[str, Any]]):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{number}.json"
@@ -141,9 +140,7 @@ class Finished(MutableMapping[int, dict[str, Any]]):
         return json.loads(self._path(number).read_text())
 
     def __setitem__(self, number: int, found: dict[str, Any]) -> None:
-        part = self._path(number).with_suffix(f".{os.getpid()}.part")
-        part.write_text(json.dumps(found))
-        os.replace(part, self._path(number))
+        write_whole(json.dumps(found), self._path(number))
 
     def __delitem__(self, number: int) -> None:
         self._path(number).unlink()

@@ -3,7 +3,6 @@
 import copy
 import hashlib
 import json
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from compress.model import weights_sha256
 from compress.recipe import parse_recipe
 from eval.deploy import cast
 from eval.evaluate import score_text
+from eval.record import write_whole
 from eval.size import size
 
 
@@ -121,9 +121,7 @@ def score_strengths(
                 point["scores"]["stored_bytes"] = size(cast(result.model, torch.bfloat16)).stored_bytes
                 del result
                 if path:
-                    part = path.with_suffix(f".{os.getpid()}.part")
-                    part.write_text(json.dumps(point))
-                    os.replace(part, path)
+                    write_whole(json.dumps(point), path)
             points.append(point)
             progress.update()
         lines.append({"recipe": text, "points": points})

@@ -173,7 +173,7 @@ def _by_token(rows: list[dict[str, Any]], labels: dict[str, str], visibilities: 
         return svg(figure, "by-token", "KL to the full cache's predictions by token of the answer, for each visibility.")
 
 
-def _maps(maps: dict[str, np.ndarray], key: str, bar: str, summary: str, top: float) -> str:
+def _maps(maps: dict[str, np.ndarray], key: str, bar: str, summary: str) -> str:
     """Heat maps of layers and heads, one per variant."""
     if not maps:
         return ""
@@ -183,22 +183,21 @@ def _maps(maps: dict[str, np.ndarray], key: str, bar: str, summary: str, top: fl
         figure = Figure(figsize=(9.6, 0.9 + (0.28 * heads + 0.75) * len(shown)), layout="constrained")
         axes = figure.subplots(len(shown), 1, squeeze=False)[:, 0]
         for ax, (title, values) in zip(axes, shown.items(), strict=True):
-            _cells(ax, values.T, top)
+            _cells(ax, values.T)
             ax.set_title(wrapped(title, 90), fontsize=9.5, loc="left")
             ax.set_ylabel("head")
         axes[-1].set_xlabel(f"layer; {bar}")
         return svg(figure, key, summary)
 
 
-def _cells(ax: Axes, values: np.ndarray, top: float) -> None:
-    """A cell per number, filled as strongly as it is large."""
+def _cells(ax: Axes, values: np.ndarray) -> None:
+    """A cell per share, filled as strongly as it is large; none where there is no number."""
     rows, columns = values.shape
     small = columns > 20
-    for y in range(rows):
-        for x in range(columns):
-            part = min(max(values[y, x] / top, 0), 1)
-            ax.add_patch(Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, fc=ACCENT, alpha=0.04 + 0.8 * part, lw=0))
-            ax.text(x, y, f"{values[y, x] * 100:.0f}", ha="center", va="center", fontsize=6 if small else 8, color=INK)
+    for y, x in zip(*np.nonzero(~np.isnan(values)), strict=True):
+        part = min(max(values[y, x], 0), 1)
+        ax.add_patch(Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, fc=ACCENT, alpha=0.04 + 0.8 * part, lw=0))
+        ax.text(x, y, f"{values[y, x] * 100:.0f}", ha="center", va="center", fontsize=6 if small else 8, color=INK)
     ax.set_xlim(-0.5, columns - 0.5)
     ax.set_ylim(rows - 0.5, -0.5)
     ax.set_yticks(range(rows))
@@ -216,7 +215,7 @@ def _survival(cache: dict[str, Any], labels: dict[str, str]) -> str:
             maps[labels[name]] = np.mean(shares, 0)
     maps = {name: shares for name, shares in maps.items() if shares.min() < 1}  # where all stay, there is nothing to draw
     return _maps(maps, "survival", "per cent of the needle's tokens that stay, question unknown",
-                 "Share of the needle that stays by layer and head.", 1.0)  # fmt: skip
+                 "Share of the needle that stays by layer and head.")  # fmt: skip
 
 
 def _budgets(cache: dict[str, Any], labels: dict[str, str]) -> str:
@@ -227,9 +226,7 @@ def _budgets(cache: dict[str, Any], labels: dict[str, str]) -> str:
         share = kept / full
         if share.max() - share.min() > 0.02:  # where all are the same, there is nothing to draw
             maps[labels[name]] = share
-    return _maps(
-        maps, "budgets", "per cent of the positions that stay", "Share of the positions that each head keeps, by layer.", 1.0
-    )
+    return _maps(maps, "budgets", "per cent of the positions that stay", "Share of the positions that each head keeps, by layer.")
 
 
 def _errors(cache: dict[str, Any], labels: dict[str, str]) -> str:
@@ -274,19 +271,10 @@ def _depth(cache: dict[str, Any], labels: dict[str, str]) -> str:
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(9.6, 1.0 + 0.42 * len(lengths)), layout="constrained")
         for ax, (task, grid) in zip(figure.subplots(1, len(grids), squeeze=False)[0], grids.items(), strict=True):
-            for i, j in np.ndindex(grid.shape):
-                if np.isnan(grid[i, j]):
-                    continue
-                ax.add_patch(Rectangle((j - 0.48, i - 0.46), 0.96, 0.92, fc=ACCENT, alpha=0.04 + 0.8 * grid[i, j], lw=0))
-                ax.text(j, i, f"{grid[i, j] * 100:.0f}", ha="center", va="center", fontsize=9, color=INK)
-            ax.set_xlim(-0.5, 4.5)
-            ax.set_ylim(len(lengths) - 0.5, -0.5)
+            _cells(ax, grid)
             ax.set_xticks(range(5), ["0–20", "20–40", "40–60", "60–80", "80–100"])
             ax.set_yticks(range(len(lengths)), [f"{n:,}" for n in lengths])
-            ax.tick_params(length=0)
             ax.set_title(task, fontsize=10, loc="left")
-            for spine in ax.spines.values():
-                spine.set_visible(False)
         figure.supxlabel("depth of the needle, % of the context", fontsize=10)
         figure.supylabel("tokens", fontsize=10)
         return svg(figure, "depth", "Per cent of exact answers by depth of the needle and length of the context.")
