@@ -16,7 +16,9 @@ _in_rows: dict[tuple, bool] = {}  # by shapes and dtype: is `attend_in_rows` the
 
 
 def fast_attention(model: nn.Module) -> nn.Module:
-    """Make a model's attention the fastest for prompts that begin at position 0 and for single queries, compiled too; batch 1.
+    """Make a model's attention the fastest for prompts that begin at position 0 and for single queries, compiled too.
+
+    Batches must be of equally long prompts.
 
     transformers repeats the key and value heads for a single query, which makes 16-bit attention several times slower, and in a
     compiled pass it cannot know that a prompt begins with an empty cache, so that it multiplies by keys that are not there yet.

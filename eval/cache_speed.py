@@ -20,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from tqdm.auto import tqdm
 from transformers import Cache
 
+from eval.device_lock import undisturbed
 from eval.speed import first_line, quartiles, wait
 from kernels.kv_decode import KV, kv_decode
 from kernels.registry import recording
@@ -105,7 +106,7 @@ def measure_cache_speed(
     on_cpu = next(model.parameters()).device.type == "cpu"
     caches, steps = {}, {}
     progress = tqdm(total=len(variants) + len(contexts) * rounds * (2 * len(variants) + 1), desc="cache speed", unit="run")
-    with recording() as kernels, inductor_config.patch(freezing=on_cpu):
+    with undisturbed(model.device), recording() as kernels, inductor_config.patch(freezing=on_cpu):
         for name, make in variants.items():
             progress.set_postfix_str(f"{name}: compiling")
             caches[name] = make()

@@ -17,7 +17,7 @@ from eval.divergence import compare_on_text
 from eval.generation import PROMPTS, Sample, generate_samples
 from eval.memory import peak_memory
 from eval.size import bits_per_weight, size
-from eval.speed import PLAIN, Speed, first_line, measure_speed, standard_variants
+from eval.speed import PLAIN, Speed, first_line, measure_speed, positions, standard_variants
 from eval.windows import mean_and_stderr, windows
 from kernels.registry import recording
 
@@ -91,7 +91,7 @@ def evaluate(
     check_evaluation(model, texts, window=window, stride=stride, max_windows=max_windows, speed_rounds=speed_rounds,
                      others=others, timed=timed)  # fmt: skip
     start = time.perf_counter()
-    prompt_tokens = speed_prompt_tokens or max(1, min(512, _positions(model) // 2, _positions(model) - speed_new_tokens))
+    prompt_tokens = speed_prompt_tokens or max(1, min(512, positions(model) // 2, positions(model) - speed_new_tokens))
     parameters = sum(p.numel() for p in baseline.parameters())
     metrics: dict[str, dict[str, float]] = {name: {} for name in ("baseline", "compressed", *others)}
     scores = Scores(metrics, device=str(next(model.parameters()).device.type),
@@ -185,11 +185,7 @@ def check_evaluation(
         raise ValueError(f"`timed` (={list(timed)}) must be among `others` (={others}), which {', '.join(sorted(unknown))} is not")
     if type(speed_rounds) is not int or speed_rounds < 1:
         raise ValueError(f"`speed_rounds` (={speed_rounds!r}) must be a positive integer")
-    if window > _positions(model):
-        raise ValueError(f"`window` (={window}) must be at most {_positions(model)}, the positions that this model has")
+    if window > positions(model):
+        raise ValueError(f"`window` (={window}) must be at most {positions(model)}, the positions that this model has")
     for ids in texts.values():
         windows(ids, window=window, stride=stride, limit=max_windows)
-
-
-def _positions(model: nn.Module) -> int:
-    return getattr(model.config, "max_position_embeddings", None) or 1 << 30

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
+from eval.device_lock import undisturbed
 from kernels.cases import OPS
 from kernels.interpreter import installed, interpreting
 from kernels.table import rows_table
@@ -130,14 +131,17 @@ def bench_kernels(plan: KernelPlan, folder: str | Path) -> KernelBench:
     command += ["--tokens", ",".join(map(str, plan.tokens))] if plan.tokens else []
     command += ["--toy"] if plan.toy else []
     said: list[str] = []
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=Path(__file__).parents[1])
-    try:
-        for line in _with_progress(process, plan.budget):
-            said.append(line)
-    finally:
-        if process.poll() is None:  # the notebook was interrupted
-            process.terminate()
-        code = process.wait()
+    with undisturbed(plan.device):
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=Path(__file__).parents[1]
+        )
+        try:
+            for line in _with_progress(process, plan.budget):
+                said.append(line)
+        finally:
+            if process.poll() is None:  # the notebook was interrupted
+                process.terminate()
+            code = process.wait()
     if code not in (0, 1) or not all(end.is_file() for end in ends):  # 1: a check is red, which the record says
         raise RuntimeError(f"the benchmark ended with status {code}: {said[-1] if said else 'it said nothing'}")
     return KernelBench(plan, json.loads((folder / "record.json").read_text()))

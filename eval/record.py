@@ -1,38 +1,12 @@
-"""The run record: one JSON with everything that a report may show. Reports read nothing else.
-
-Its shape (more keys are welcome, these keep their names):
-
-    schema_version
-    run          key, notebook, started, duration_s
-    recipe       [{method, knobs, source, text}]                of "compressed"; text: as one would write the step
-    recipes      {model: [as in recipe]}                        of "compressed" and of the others that were scored beside it
-    model        name, weights_sha256, parameters
-    calibration  corpus, samples, seqlen, seed, sha256          (null where none was needed)
-    layers       [{name, shape, format, bits_per_weight, error, rtn_error, seconds, notes, sparsity, distortion}]
-    folds        [{name, kind, consumers, alpha, x_before, ...}]  what was moved from norms and linears into the linears that
-                 read them (`compress.method.FoldRecord` has the shape)
-    drops        [{name, kind, block, importance, order, parameters}]   parts of blocks that were dropped, or might have been
-    cache        what was found of compressed KV caches, in the record of such a run (`eval.long_context.LongContextScores.found`
-                 has the shape), with `speed` (`eval.cache_speed.CacheSpeed`) and `left_alone` {kind of layer: how many}
-    strengths    {lines: [{recipe, points: [{value, removed_parameters, dropped, seconds, scores}]}]}   recipes that were scored,
-                 and not timed, at each of these values of what {} stands for in them
-    kept         [{name, shape, bytes, reason}]
-    scores       {baseline: {metric: value}, compressed: {...}, rtn: {...}, ...}   the standard error of m is m_stderr
-    speed        {variant: {...}}
-    samples      [{prompt, texts, first_difference}]
-    notes        [what a reader must know: what is emulated, what could not be measured, and why]
-    kernels      {op: implementation that ran}
-    bench        what `kernels.validate` found (its docstring has the shape), in the record of a kernel benchmark: there
-                 recipe and layers are empty, model, calibration and scores null
-    provenance   commit, dirty, versions, hardware, threads, device, dtype, flags, command
-"""
+"""The run record put together from a result and its scores; `eval.schema` has its shape."""
 
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -40,22 +14,17 @@ from typing import Any
 
 import torch
 
+from eval.device_lock import timing_threads
 from eval.evaluate import Scores
 from eval.hardware import hardware
 from eval.kernel_bench import KernelBench
+from eval.schema import SCHEMA_VERSION
 
-SCHEMA_VERSION = 1
 PACKAGES = (
     "torch", "transformers", "datasets", "accelerate", "safetensors", "tokenizers", "lm-eval", "bitsandbytes", "triton", "numpy",
 )  # fmt: skip
 _TOLD = ("bits", "group_size", "alpha", "ratio", "target", "count", "budget")
 _ENVIRONMENT = ("OMP_", "MKL_", "KMP_", "TORCH", "CUDA_VISIBLE", "CUBLAS")  # variables that change numbers or timings
-REQUIRED = {
-    "schema_version": (), "run": ("key", "notebook", "started", "duration_s"), "recipe": (),
-    "model": ("name", "weights_sha256", "parameters"), "calibration": (), "layers": (),
-    "scores": ("baseline", "compressed"), "kernels": (),
-    "provenance": ("commit", "dirty", "versions", "hardware", "threads", "dtype", "flags", "command"),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -71,7 +40,7 @@ class RunInfo:
 
 def record(
     result: Any, scores: Scores, run: RunInfo, others: Mapping[str, Any] | None = None, strengths: dict[str, Any] | None = None,
-    cache: dict[str, Any] | None = None,
+    cache: dict[str, Any] | None = None, **measured: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Put a compression's result and its scores together.
 
@@ -81,6 +50,8 @@ def record(
         strengths: recipes scored at several strengths, in the shape that the record keeps.
         cache: what was found of compressed caches, likewise.
         others: the same of the models that were scored beside it, by the names that they have in the scores.
+        measured: by the key that it has in the record, what else was measured: `tasks`, `generation`, `speed_grid`, `efficiency`,
+            `cost`; each with `metrics`, which become scores, and `found()`, None where nothing was.
     """
     results = {"compressed": result, **(others or {})}
     used = _merged(*(one.kernels for one in results.values()), scores.kernels)
@@ -104,7 +75,7 @@ def record(
         "strengths": strengths or {"lines": []},
         "cache": cache,
         "kept": result.kept,
-        "scores": scores.metrics,
+        "scores": _with(scores.metrics, measured.values()),
         "difference": scores.difference,
         "texts": scores.texts,
         "speed": {name: asdict(speed) for name, speed in scores.speed.items()},
@@ -112,8 +83,18 @@ def record(
         "notes": _notes(results) + scores.notes,
         "kernels": {op: ", ".join(used) for op, used in kernels.items()},
         "provenance": provenance(run.command, scores.device, scores.dtype, scores.deploy_dtype),
+        **{key: told for key, one in measured.items() if (told := one.found()) is not None},
     }  # fmt: skip
     return json.loads(json.dumps(made))  # tuples become lists now, not only when it is read again
+
+
+def _with(metrics: dict[str, dict[str, float]], measured: Iterable[Any]) -> dict[str, dict[str, float]]:
+    """Scores, and what else was measured of the same models."""
+    merged = {name: dict(found) for name, found in metrics.items()}
+    for one in measured:
+        for name, found in one.metrics.items():
+            merged.setdefault(name, {}).update({metric: value for metric, value in found.items() if math.isfinite(value)})
+    return merged
 
 
 def _step(method: Any, asked: Any) -> dict[str, Any]:
@@ -165,7 +146,7 @@ def provenance(command: str, device: str, dtype: str, deploy_dtype: str) -> dict
         "dirty": dirty,
         "versions": {"python": platform.python_version(), **_versions()},
         "hardware": hardware(),
-        "threads": torch.get_num_threads(),
+        "threads": timing_threads(),
         "device": device,
         "dtype": dtype,
         "deploy_dtype": deploy_dtype,
@@ -176,59 +157,6 @@ def provenance(command: str, device: str, dtype: str, deploy_dtype: str) -> dict
         },
         "command": command,
     }
-
-
-def write_record(made: dict[str, Any], path: str | Path) -> Path:
-    """Write record.json, whole or not at all.
-
-    Raises:
-        ValueError: a key of the contract is missing.
-    """
-    problems = problems_of(made)
-    if problems:
-        raise ValueError(f"the record is not complete: {'; '.join(problems)}")
-    return write_whole(json.dumps(made, indent=1, allow_nan=False), Path(path))
-
-
-def write_whole(text: str, path: Path) -> Path:
-    """Write a file, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-    return path
-
-
-def read_record(path: str | Path) -> dict[str, Any]:
-    """Read record.json.
-
-    Raises:
-        ValueError: no JSON, another schema, or a key of the contract is missing.
-    """
-    try:
-        made = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"`path` (={str(path)!r}) holds no record: {error}") from error
-    problems = problems_of(made)
-    if problems:
-        raise ValueError(f"`path` (={str(path)!r}): {'; '.join(problems)}")
-    return made
-
-
-def problems_of(made: dict[str, Any]) -> list[str]:
-    """What keeps this from being a record of this schema; empty if nothing does."""
-    if not isinstance(made, dict):
-        return ["not a record"]
-    problems = [f"`{key}` is missing" for key in REQUIRED if key not in made]
-    if made.get("schema_version", SCHEMA_VERSION) != SCHEMA_VERSION:
-        problems.append(f"schema_version {made['schema_version']} is not {SCHEMA_VERSION}")
-    for key, parts in REQUIRED.items():
-        if isinstance(made.get(key), dict):
-            problems += [f"`{key}.{part}` is missing" for part in parts if part not in made[key]]
-    return problems
 
 
 def _merged(*many: dict[str, Any]) -> dict[str, list[str]]:

@@ -9,7 +9,8 @@ import gc
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import ModuleType
 
@@ -25,6 +26,7 @@ from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 from eval.attention import fast_attention
 from eval.deploy import deployed
+from eval.device_lock import undisturbed
 from eval.memory import return_freed_memory
 from kernels.linear.prepacked import prepack
 from kernels.registry import recording
@@ -36,7 +38,8 @@ _PREPACKED = "mkldnn_linear_weight_pack_matcher_count"  # inductor's own count o
 class Speed:
     """Medians over the rounds, with the first and third quartile.
 
-    decode and prefill in tokens per second, time_to_first_token in seconds; dtype and how the step was executed
+    decode and prefill in tokens per second (of all rows of a batch together), time_to_first_token in seconds; dtype and how the
+    step was executed
     (compiled or eager, and why); kernels: {op: implementations that ran}.
     """
 
@@ -63,7 +66,7 @@ class Variant:
     make: Callable[[nn.Module], tuple[nn.Module, nn.Module]] = lambda model: (model, model)
     model: nn.Module | None = None
     cache: StaticCache | None = None
-    step: Callable | None = None  # of tokens [1, n] at positions [1, n]; the token that follows [1, 1]
+    step: Callable | None = None  # of tokens [batch, n] at positions [1, n]; the tokens that follow [batch, 1]
     generated: list[ModuleType] = field(default_factory=list)  # by the compiler, for this variant
     dtype: str = ""
     execution: str = "eager"
@@ -85,101 +88,141 @@ def standard_variants(
     user gets. Each of `others` is prepared as "compressed" is.
     """
 
+    def plain(dtype: torch.dtype) -> Callable[[nn.Module], tuple[nn.Module, nn.Module]]:
+        return lambda model: (deployed(model, dtype),) * 2
+
+    variants = contestants({"baseline": baseline, "compressed": compressed, **(others or {})})
+    return variants | {name: Variant(baseline, False, plain(getattr(torch, name))) for name in PLAIN}
+
+
+def contestants(models: Mapping[str, nn.Module], compiled: bool = True) -> dict[str, Variant]:
+    """Every model in bfloat16, as it runs fastest; the first, the baseline, is prepacked on a CPU where it is not compiled, too."""
+
     def best(model: nn.Module) -> tuple[nn.Module, nn.Module]:
         half = fast_attention(deployed(model))
         return half, prepack(half, tokens=512) if next(model.parameters()).device.type == "cpu" else half
 
-    def plain(dtype: torch.dtype) -> Callable[[nn.Module], tuple[nn.Module, nn.Module]]:
-        return lambda model: (deployed(model, dtype),) * 2
+    def fast(model: nn.Module) -> tuple[nn.Module, nn.Module]:
+        return (fast_attention(deployed(model)),) * 2
 
-    variants = {"baseline": Variant(baseline, True, best)}
-    for name, model in {"compressed": compressed, **(others or {})}.items():
-        variants[name] = Variant(model, True, lambda model: (fast_attention(deployed(model)),) * 2)
-    return variants | {name: Variant(baseline, False, plain(getattr(torch, name))) for name in PLAIN}
+    return {name: Variant(model, compiled, fast if i else best) for i, (name, model) in enumerate(models.items())}
 
 
 @torch.no_grad()
 def measure_speed(
-    variants: dict[str, Variant], *, prompt_tokens: int = 512, new_tokens: int = 32, rounds: int = 5
+    variants: dict[str, Variant], *, prompt_tokens: int = 512, new_tokens: int = 32, rounds: int = 5, batch: int = 1
 ) -> dict[str, Speed]:  # fmt: skip
     """Time every variant, round by round in turns, after warming each up.
 
     Where memory does not hold all of them at once, they are timed in groups, the first (the baseline) in every group.
 
     Args:
-        prompt_tokens: length of the prompt, batch 1.
+        prompt_tokens: length of the prompt.
         new_tokens: decoded after it, greedily, one at a time; each is timed.
         rounds: of prefill and decode per variant.
+        batch: prompts at a time, all of this length.
 
     Raises:
         ValueError: lengths that are not positive, or beyond the model's positions.
     """
-    for name, value in (("prompt_tokens", prompt_tokens), ("new_tokens", new_tokens), ("rounds", rounds)):
+    counts = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "rounds": rounds, "batch": batch}
+    for name, value in counts.items():
         if type(value) is not int or value < 1:
             raise ValueError(f"`{name}` (={value!r}) must be a positive integer")
-    longest = min(getattr(v.source.config, "max_position_embeddings", 1 << 30) for v in variants.values())
-    total = prompt_tokens + new_tokens
-    if total > longest:
+    longest = min(positions(v.source) for v in variants.values())
+    if prompt_tokens + new_tokens > longest:
         raise ValueError(f"`prompt_tokens` (={prompt_tokens}) + `new_tokens` (={new_tokens}) must be at most {longest}")
+    progress = tqdm(total=len(variants) * (rounds + 1), desc="speed", unit="run")
+    groups = 0
+
+    def prepare(name: str, variant: Variant) -> None:
+        progress.set_postfix_str(f"{name}: {'compiling' if variant.compiled else 'warming up'}")
+        make_ready(variant, make(variant), prompt_tokens, new_tokens, batch)
+        progress.update()
+
+    device = next(next(iter(variants.values())).source.parameters()).device
+    with undisturbed(device), frozen(variants):
+        for held in in_groups(variants, prepare):
+            progress.total += rounds * (groups > 0)  # the first once more
+            groups += 1
+            in_turns(held, prompt_tokens, new_tokens, rounds, batch, progress)
+    progress.close()
+    return {name: _speed(variant, counts | {"groups": groups}) for name, variant in variants.items()}
+
+
+def positions(model: nn.Module) -> int:
+    """How many positions a model has, as far as it says."""
+    return getattr(model.config, "max_position_embeddings", None) or 1 << 30
+
+
+def frozen(variants: Mapping[str, Variant]) -> AbstractContextManager:
+    """While the block runs, what is compiled for a CPU has its weights for constants, which are prepacked."""
     on_cpu = all(next(v.source.parameters()).device.type == "cpu" for v in variants.values())
     # torch's own setting, not an option of torch.compile: only so is the step traced with its weights as constants.
-    with inductor_config.patch(freezing=on_cpu):
-        groups = _measure(variants, prompt_tokens, new_tokens, rounds)
-    settings = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "rounds": rounds, "batch": 1, "groups": groups}
-    return {name: _speed(variant, prompt_tokens, settings) for name, variant in variants.items()}
+    return inductor_config.patch(freezing=on_cpu)
 
 
-def _measure(variants: dict[str, Variant], prompt_tokens: int, new_tokens: int, rounds: int) -> int:
-    """Prepare and time all of them; gives the number of groups that it took."""
-    length = -(-(prompt_tokens + new_tokens) // 64) * 64
-    progress = tqdm(total=len(variants) * (rounds + 1), desc="speed", unit="run")
+def in_groups(variants: Mapping[str, Variant], prepare: Callable[[str, Variant], None]) -> Iterator[dict[str, Variant]]:
+    """As many variants at a time as memory holds, each prepared; the first in every group, the others let go after theirs."""
     held: dict[str, Variant] = {}
-    groups, most = 0, 0
+    most = 0
     for i, (name, variant) in enumerate(variants.items(), start=1):
-        progress.set_postfix_str(f"{name}: {'compiling' if variant.compiled else 'warming up'}")
         before = _free_bytes(variant)
-        _prepare(variant, length, prompt_tokens, new_tokens)
+        prepare(name, variant)
         held[name] = variant
-        progress.update()
         most = max(most, before - _free_bytes(variant))
         if i < len(variants) and (len(held) == 1 or _free_bytes(variant) > ROOM * most):
             continue
-        _in_turns(held, prompt_tokens, new_tokens, rounds, progress)
-        groups += 1
+        yield held
         first, *others = held
         for other in others if i < len(variants) else held:
-            _let_go(variants[other])
+            let_go(variants[other])
         held = {first: held[first]}
-        progress.total += rounds * (i < len(variants))
-    progress.close()
-    return groups
 
 
-def _in_turns(held: dict[str, Variant], prompt_tokens: int, new_tokens: int, rounds: int, progress: tqdm) -> None:
-    # All graphs are there: the guards that look for changes of the model are not part of any variant's work.
-    lean = all(_runs_without_guards(variant, prompt_tokens, new_tokens) for variant in held.values())
-    with torch.compiler.set_stance("default", skip_guard_eval_unsafe=lean):
+def in_turns(
+    held: Mapping[str, Variant], prompt_tokens: int, new_tokens: int, rounds: int, batch: int, progress: tqdm
+) -> None:  # fmt: skip
+    """Time variants that are ready, round by round; into their `ttft_s` and `token_s`."""
+    with lean(held, prompt_tokens, new_tokens, batch):
         for _ in range(rounds):
             for name, variant in held.items():
                 progress.set_postfix_str(name)
-                ttft, tokens = _round(variant, prompt_tokens, new_tokens)
+                ttft, tokens = _round(variant, prompt_tokens, new_tokens, batch)
                 variant.ttft_s.append(ttft)
                 variant.token_s.append(statistics.median(tokens))
                 progress.update()
 
 
-def _let_go(variant: Variant) -> None:
-    """Free the model, its cache and its graphs.
+def lean(held: Mapping[str, Variant], prompt_tokens: int, new_tokens: int, batch: int = 1) -> AbstractContextManager:
+    """While the block runs, compiled steps do not look whether the model has changed.
+
+    All graphs are there: the guards that look for changes are not part of any variant's work.
+    """
+    every = all(_runs_without_guards(variant, prompt_tokens, new_tokens, batch) for variant in held.values())
+    return torch.compiler.set_stance("default", skip_guard_eval_unsafe=every)
+
+
+def let_go(variant: Variant) -> None:
+    """Free the model, its cache and its graphs."""
+    variant.model = None
+    clear(variant)
+    gc.collect()
+    return_freed_memory()
+
+
+def clear(variant: Variant) -> None:
+    """Free the cache and the graphs of the step that was timed, so that the same model can be made ready for another one.
 
     Frozen weights are attributes of the modules that inductor generated, which it keeps for as long as the process runs.
     """
-    variant.model = variant.step = variant.cache = None
+    variant.step = variant.cache = None
     for module in variant.generated:
         for name in [name for name, value in vars(module).items() if isinstance(value, Tensor)]:
             delattr(module, name)
-    variant.generated = []
-    gc.collect()
-    return_freed_memory()
+    if variant.generated:
+        variant.generated = []
+        gc.collect()
 
 
 def _free_bytes(variant: Variant) -> int:
@@ -190,9 +233,9 @@ def _free_bytes(variant: Variant) -> int:
     return psutil.virtual_memory().available
 
 
-def _speed(v: Variant, prompt_tokens: int, settings: dict[str, int]) -> Speed:
-    decode = [1 / s for s in v.token_s]
-    prefill = [prompt_tokens / s for s in v.ttft_s]
+def _speed(v: Variant, settings: dict[str, int]) -> Speed:
+    decode = [settings["batch"] / s for s in v.token_s]
+    prefill = [settings["batch"] * settings["prompt_tokens"] / s for s in v.ttft_s]
     return Speed(
         statistics.median(decode), quartiles(decode), statistics.median(prefill), quartiles(prefill),
         statistics.median(v.ttft_s), v.dtype, v.execution,
@@ -208,14 +251,20 @@ def quartiles(values: list[float]) -> tuple[float, float]:
     return low, high
 
 
-def _prepare(variant: Variant, length: int, prompt_tokens: int, new_tokens: int) -> None:
-    """Run everything once eagerly, which also makes the cache's tensors; then compiled, if that is wanted and possible."""
+def make(variant: Variant) -> nn.Module:
+    """Make the model of a variant; gives it as it runs where it is not compiled."""
     variant.model, eager = variant.make(variant.source)
     variant.dtype = str(variant.model.dtype).removeprefix("torch.")
+    return eager
+
+
+def make_ready(variant: Variant, eager: nn.Module, prompt_tokens: int, new_tokens: int, batch: int = 1) -> None:
+    """Run everything once eagerly, which also makes the cache's tensors; then compiled, if that is wanted and possible."""
+    length = -(-(prompt_tokens + new_tokens) // 64) * 64
     cache = variant.cache = static_cache(variant.model, length)
-    variant.step = _step(eager, cache)
+    variant.step, variant.execution = _step(eager, cache), "eager"
     with recording() as variant.kernels:
-        _round(variant, prompt_tokens, 1)
+        _round(variant, prompt_tokens, 1, batch)
     if not variant.compiled:
         return
     eagerly, variant.step = variant.step, torch.compile(_step(variant.model, cache), fullgraph=True, dynamic=False)
@@ -223,7 +272,7 @@ def _prepare(variant: Variant, length: int, prompt_tokens: int, new_tokens: int)
     known = len(PyCodeCache.modules)
     try:
         with recording() as kernels:
-            _round(variant, prompt_tokens, new_tokens)
+            _round(variant, prompt_tokens, new_tokens, batch)
     except Exception as error:  # no compiler, or a model that it cannot take: say so, and go on without
         first = first_line(error)
         warnings.warn(f"the model does not compile, so it runs eagerly: {first}", stacklevel=2)
@@ -258,22 +307,23 @@ def _step(model: nn.Module, cache: StaticCache) -> Callable[[Tensor, Tensor], Te
     return step
 
 
-def _runs_without_guards(variant: Variant, prompt_tokens: int, new_tokens: int) -> bool:
+def _runs_without_guards(variant: Variant, prompt_tokens: int, new_tokens: int, batch: int) -> bool:
     """Can the graphs be chosen without looking at the whole model? Not where a cache keeps counts in Python."""
     if not variant.execution.startswith("compiled"):
         return True
     try:
         with torch.compiler.set_stance("default", skip_guard_eval_unsafe=True):
-            _round(variant, prompt_tokens, new_tokens)
+            _round(variant, prompt_tokens, new_tokens, batch)
     except RuntimeError:
         return False
     return True
 
 
-def _round(variant: Variant, prompt_tokens: int, new_tokens: int) -> tuple[float, list[float]]:
-    """Seconds to the first token, and for each later one."""
+def _round(variant: Variant, prompt_tokens: int, new_tokens: int, batch: int = 1) -> tuple[float, list[float]]:
+    """Seconds to the first token of every row, and for each later one."""
     device = next(variant.source.parameters()).device
-    prompt = (torch.arange(prompt_tokens) * 7919 % variant.source.get_input_embeddings().num_embeddings)[None].to(device)
+    ids = torch.arange(batch * prompt_tokens) * 7919 % variant.source.get_input_embeddings().num_embeddings
+    prompt = ids.view(batch, prompt_tokens).to(device)
     positions = torch.arange(prompt_tokens, device=device)[None]
     variant.cache.reset()
     wait(device)
@@ -289,6 +339,11 @@ def _round(variant: Variant, prompt_tokens: int, new_tokens: int) -> tuple[float
         wait(device)
         seconds.append(time.perf_counter() - start)
     return ttft, seconds
+
+
+def serve(variant: Variant, prompt_tokens: int, new_tokens: int) -> tuple[float, list[float]]:
+    """One request to a variant that is ready: seconds to its first token, and for each later one."""
+    return _round(variant, prompt_tokens, new_tokens)
 
 
 def wait(device: torch.device) -> None:

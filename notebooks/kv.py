@@ -27,7 +27,7 @@ from eval.deploy import deployed
 from eval.evaluate import Scores
 from eval.haystack import NOISE, Sample, samples
 from eval.long_context import LongContextScores, score_long_context
-from eval.record import write_whole
+from eval.schema import write_whole
 from notebooks.strengths import recipes_at
 
 MAIN = "compressed"

@@ -22,7 +22,7 @@ from compress.model import weights_sha256
 from compress.recipe import parse_recipe
 from eval.deploy import cast
 from eval.evaluate import score_text
-from eval.record import write_whole
+from eval.schema import write_whole
 from eval.size import size
 
 

@@ -17,7 +17,8 @@ from eval.evaluate import Scores, check_evaluation, evaluate
 from eval.generation import first_difference, generate_samples
 from eval.memory import peak_above_start, peak_memory
 from eval.perplexity import perplexity
-from eval.record import RunInfo, problems_of, read_record, record, write_record
+from eval.record import RunInfo, record
+from eval.schema import problems_of, read_record, write_record
 from eval.size import bits_per_weight, size
 from eval.windows import mean_and_stderr, windows
 

@@ -1,0 +1,136 @@
+"""The predicted cost of a token: counted by hand, by torch, and against the bytes of checkpoints."""
+
+import copy
+import itertools
+import json
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from compress import METHODS, apply
+from compress.experts import split_experts
+from eval.cost import Experts, Work, cost_model, predict, speed_rows, work
+from eval.deploy import deployed
+from eval.size import size
+from eval.speed import Speed
+from kernels.roofline import Ceilings
+
+CEILINGS = Ceilings(1000.0, {"bfloat16": 4000.0, "float32": 2000.0})
+
+
+def test_a_tiny_llama_by_hand(tiny):
+    """Hidden 64, MLP 96, 2 blocks, 4 heads of 16 with 2 of keys, 96 words; float32."""
+    block = 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 96
+    found = work(tiny("llama"))
+    assert found.macs == 2 * block + 96 * 64
+    assert found.bytes_once == 4 * (2 * block + 96 * 64 + 5 * 64), "five norms" and found.bytes_a_row == 4 * 64
+    assert found.cache_bytes(10, 3) == 3 * 10 * 2 * (2 * 2 * 16) * 4, "blocks, keys and values, heads, channels"
+    assert found.flops(10, 3) == 2 * 3 * (2 * block + 96 * 64 + 10 * 2 * 4 * (16 + 16))
+    assert not found.experts and found.dtype == "float32"
+    half = work(deployed(tiny("llama")))
+    assert half.weight_bytes(2) == found.weight_bytes(2) / 2 and half.dtype == "bfloat16"
+    assert work(tiny("llama", tie_word_embeddings=True)).bytes_once == found.bytes_once, "a tied head is read as a matrix"
+
+
+@torch.no_grad()
+def test_operations_are_those_that_torch_counts(any_model):
+    any_model.set_attn_implementation("eager")
+    any_model.config._experts_implementation = "eager"
+    found = work(any_model)
+    for batch in (1, 3):
+        ids = torch.randint(96, (batch, 20))
+        cache = any_model(ids[:, :-1], use_cache=True).past_key_values
+        with FlopCounterMode(display=False) as counted:
+            any_model(ids[:, -1:], past_key_values=cache, use_cache=True)
+        assert found.flops(20, batch) == counted.get_total_flops()
+
+
+def test_windows_cap_what_is_read(tiny):
+    found = work(tiny("gemma3_text"))
+    assert [layer.window for layer in found.cache] == [8, None]
+    assert found.cache_bytes(100, 1) == (8 + 100) * 2 * 2 * 16 * 4 and found.cache_bytes(5, 1) == 2 * 5 * 2 * 2 * 16 * 4
+
+
+def test_experts_that_a_batch_is_expected_to_reach():
+    pairs = list(itertools.combinations(range(4), 2))
+    for batch in (1, 2, 3):
+        reached = [len(set().union(*rows)) / 4 for rows in itertools.product(pairs, repeat=batch)]
+        assert Experts(1.0, 1.0, 4, 2).reached(batch) == pytest.approx(sum(reached) / len(reached))
+    assert Experts(1.0, 1.0, 4, 4).reached(1) == 1
+
+
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen2_moe", "gpt_oss"])
+def test_experts_count_by_how_many_are_active(tiny, architecture):
+    model = tiny(architecture)
+    every = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name)
+    found = work(model)
+    share = 2 / model.config.num_local_experts if architecture != "qwen2_moe" else 2 / 6
+    assert sum(e.bytes for e in found.experts) == every and len(found.experts) == 2
+    whole = sum(p.nbytes for p in model.parameters()) - model.get_input_embeddings().weight.nbytes
+    assert found.weight_bytes(1) == pytest.approx(whole - every + share * every + 64 * 4)
+    split = copy.deepcopy(model)
+    split_experts(split)
+    assert work(split).weight_bytes(3) == pytest.approx(found.weight_bytes(3)), "the same experts as linears"
+    assert work(split).flops(9, 3) == pytest.approx(found.flops(9, 3))
+
+
+@pytest.mark.parametrize("recipe", [
+    [METHODS["rtn"](bits=4, group_size=32)], [METHODS["nf4"](group_size=32)], [METHODS["magnitude"](ratio=0.5)],
+], ids=["integers", "table", "bitmap"])  # fmt: skip
+def test_compressed_weights_count_as_they_are_stored(tiny, tokens, recipe):
+    model = tiny("qwen2")
+    small = deployed(apply(recipe, copy.deepcopy(model), tokens(2)).model)
+    table = small.get_input_embeddings().weight
+    found = work(small)
+    assert found.weight_bytes(1) == size(small).stored_bytes - table.nbytes + table[0].nbytes
+    assert found.flops(9, 1) == work(model).flops(9, 1), "as many products as before"
+
+
+def test_compressed_experts(tiny, tokens):
+    model = tiny("mixtral")
+    small = deployed(apply([METHODS["rtn"](bits=4, group_size=32)], copy.deepcopy(model), tokens(2)).model)
+    found, table = work(small), small.get_input_embeddings().weight
+    routed = sum(e.bytes for e in found.experts)
+    assert found.bytes_once + routed == size(small).stored_bytes - table.nbytes
+    assert routed < 0.4 * sum(e.bytes for e in work(deployed(model)).experts) and found.flops(9, 2) == work(model).flops(9, 2)
+
+
+def test_predictions_are_the_longer_of_two(tiny):
+    model = tiny("llama")
+    one = predict(model, context=10, batch=1, ceilings=Ceilings(1000.0, {"float32": 1e9}))
+    assert one.bound == "memory" and one.predicted_s == pytest.approx((one.weight_bytes + one.cache_bytes) / 1000)
+    other = predict(model, context=10, batch=1, ceilings=Ceilings(1e9, {"float32": 1000.0, "bfloat16": 1.0}))
+    assert other.bound == "compute" and other.predicted_s == pytest.approx(one.flops / 1000)
+    assert predict(model, context=10, batch=1, ceilings=Ceilings(1000.0, {})).bound == "memory", "no rate: bytes alone"
+    longer, more = (predict(model, context=c, batch=b, ceilings=CEILINGS) for c, b in ((100, 1), (10, 8)))
+    assert longer.cache_bytes == 10 * one.cache_bytes and longer.weight_bytes == one.weight_bytes
+    assert more.weight_bytes - one.weight_bytes == 7 * 64 * 4 and more.flops == 8 * one.flops, "weights are read once a batch"
+    for name in ("context", "batch"):
+        with pytest.raises(ValueError, match=rf"`{name}` \(=0\)"):
+            predict(model, **{"context": 1, "batch": 1, name: 0}, ceilings=CEILINGS)
+
+
+def test_predictions_meet_measurements(tiny):
+    models = {"baseline": tiny("llama"), "small": tiny("llama", num_hidden_layers=1)}
+    measured = Speed(50.0, (1, 1), 1.0, (1, 1), 0.1, "bfloat16", "compiled", {},
+                     {"prompt_tokens": 16, "new_tokens": 8, "rounds": 1, "batch": 1, "groups": 1})  # fmt: skip
+    grid = {"model": "small", "batch": 4, "prompt_tokens": 8, "new_tokens": 3, "decode_tokens_per_s": 80.0, "execution": "eager"}
+    standard = speed_rows({"baseline": measured, "float32": measured})
+    cost = cost_model(models, [*standard, grid], CEILINGS, contexts=(64,), batches=(1, 2), how="given")
+    assert cost.ceilings == {"read_bytes_per_s": 1000.0, "flops_per_s": 4000.0, "how": "given"}
+    shown = [(row["model"], row["batch"], row["context"], row["measured_s"], row["execution"]) for row in cost.rows]
+    assert shown[:2] == [("baseline", 1, 20, 1 / 50, "compiled"), ("small", 4, 10, 4 / 80, "eager")]
+    assert [row[:3] for row in shown[2:]] == [(m, b, 64) for m in models for b in (1, 2)]
+    assert all(row[3] is None for row in shown[2:]) and "float32" not in cost.metrics
+    half = predict(deployed(models["baseline"]), context=20, batch=1, ceilings=CEILINGS)
+    assert cost.rows[0]["predicted_s"] == half.predicted_s and cost.rows[0]["weight_bytes"] == half.weight_bytes
+    assert cost.metrics["baseline"] == {"predicted_decode_tokens_per_s": pytest.approx(1 / half.predicted_s),
+                                        "share_of_predicted_speed": pytest.approx(half.predicted_s * 50)}  # fmt: skip
+    assert json.loads(json.dumps(cost.found())) == cost.found() and "<table>" in cost._repr_html_()
+    with pytest.raises(ValueError, match=r"`contexts` \(=\[0\]\)"):
+        cost_model(models, [], CEILINGS, contexts=(0,))
+
+
+def test_work_of_nothing_but_weights():
+    assert Work(10.0, 2.0, 3.0, (Experts(8.0, 4.0, 4, 2),), (), "bfloat16").weight_bytes(2) == 10 + 4 + 8 * 0.75

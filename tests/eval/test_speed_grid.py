@@ -1,0 +1,211 @@
+"""Grids of speed: batches write what plain passes write, every number is arithmetic on times, and queues are followed by hand."""
+
+import copy
+import inspect
+import itertools
+import json
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from eval import attention, speed
+from eval.speed import contestants, measure_speed
+from eval.speed_grid import check_speed_grid, measure_speed_grid, percentile, queue, schedule
+
+
+def greedy(model, prompts, count):
+    for _ in range(count):
+        prompts = torch.cat([prompts, model(prompts).logits[:, -1:].argmax(-1)], 1)
+    return prompts[:, -count:]
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """No clock: rounds take the seconds that are given by batch and by the name of the model; who was asked is written down."""
+    asked, names = [], {}
+
+    def fake(variant, prompt_tokens, new_tokens, batch=1):
+        slow = {"baseline": 2.0, "fast": 1.0, "slow": 8.0}[names[id(variant.source)]]
+        asked.append((names[id(variant.source)], batch, prompt_tokens))
+        return slow * batch * prompt_tokens / 1000, [slow / 100] * new_tokens
+
+    def models(tiny, *which):
+        made = {name: tiny("llama", num_hidden_layers=1) for name in which}
+        names.update({id(model): name for name, model in made.items()})
+        return made
+
+    monkeypatch.setattr(speed, "_round", fake)
+    return models, asked
+
+
+@pytest.mark.parametrize("in_rows", [False, True])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3_text", "mixtral"])
+def test_batches_that_are_timed_write_what_plain_passes_write(tiny, monkeypatch, architecture, in_rows):
+    monkeypatch.setattr(attention, "_rows_win", lambda *_: in_rows)
+    model, written = tiny(architecture), []
+    honest = speed._round
+
+    def listening(variant, *arguments):
+        step, tokens = variant.step, []
+        variant.step = lambda *inputs: tokens.append(step(*inputs)) or tokens[-1]
+        found = honest(variant, *arguments)
+        variant.step = step
+        written.append(torch.cat(tokens, 1))
+        return found
+
+    monkeypatch.setattr(speed, "_round", listening)
+    one = contestants({"baseline": model}, compiled=False)
+    one["baseline"].make = lambda m: (attention.fast_attention(copy.deepcopy(m)),) * 2  # float32: no ties in 16 bits
+    found = measure_speed(one, prompt_tokens=12, new_tokens=6, rounds=1, batch=3)["baseline"]
+    prompts = (torch.arange(36) * 7919 % 96).view(3, 12)
+    assert len(prompts.unique(dim=0)) == 3 and torch.equal(written[-1], greedy(model, prompts, 7))
+    assert found.settings["batch"] == 3
+    assert found.decode_tokens_per_s == pytest.approx(3 / one["baseline"].token_s[0])
+    assert found.prefill_tokens_per_s == pytest.approx(36 / one["baseline"].ttft_s[0])
+
+
+# The grid
+
+
+def test_every_cell_holds_every_model_against_the_baseline(tiny, timed):
+    models, asked = timed
+    grid = measure_speed_grid(models(tiny, "baseline", "fast"), batches=(1, 4), prompts=(8, 16), new_tokens=3, rounds=2)
+    rows = {(row["model"], row["batch"], row["prompt_tokens"]): row for row in grid.rows}
+    assert len(rows) == len(grid.rows) == 8
+    for (name, batch, prompt), row in rows.items():
+        slow = 2.0 if name == "baseline" else 1.0
+        assert row["decode_tokens_per_s"] == pytest.approx(batch * 100 / slow), "all rows of the batch together"
+        assert row["prefill_tokens_per_s"] == pytest.approx(1000 / slow)
+        assert row["time_to_first_token_s"] == pytest.approx(slow * batch * prompt / 1000)
+        assert row["decode_quartiles"] == pytest.approx([row["decode_tokens_per_s"]] * 2) and row["execution"] == "eager"
+        assert (row["decode_ratio"], row["prefill_ratio"]) == ((None, None) if name == "baseline" else pytest.approx((2, 2)))
+    rounds = [call for call in asked if call[1:] == (4, 16)][-4:]
+    assert [name for name, *_ in rounds] == ["baseline", "fast"] * 2, "in turns"
+    assert grid.metrics["fast"]["decode_tokens_per_s_b4_p16"] == pytest.approx(400)
+    assert json.loads(json.dumps(grid.found())) == grid.found() and grid.found()["settings"]["rounds"] == 2
+    assert "batch 4, prompt 16" in grid._repr_html_() and "(2.00×)" in grid._repr_html_()
+
+
+def test_models_that_memory_does_not_hold_meet_the_baseline_in_groups(tiny, timed, monkeypatch):
+    models, _ = timed
+    free = itertools.count(100, -1)
+    monkeypatch.setattr(speed, "_free_bytes", lambda variant: next(free))
+    monkeypatch.setattr(speed, "ROOM", 1e9)  # two are as many as there is room for
+    three = models(tiny, "baseline", "fast", "slow")
+    grid = measure_speed_grid(three, batches=(1,), prompts=(8,), new_tokens=2, rounds=2, load=(0.5,), load_seconds=0.01)
+    assert [row["model"] for row in grid.rows] == ["baseline", "fast", "slow"] and grid.settings["groups"] == 2
+    assert [row["decode_ratio"] for row in grid.rows] == [None, pytest.approx(2), pytest.approx(0.25)]
+    assert [row["model"] for row in grid.load] == ["baseline", "fast", "slow"]
+    assert len({(row["offered"], row["requests"]) for row in grid.load}) == 1, "the same schedule for all"
+    assert grid.load[0]["offered"] == pytest.approx(0.5 / (0.016 + 2 * 0.02)), "half of what the baseline serves"
+    assert "time_to_first_token_p95_s_load50" in grid.metrics["slow"]
+
+
+def compiler(step, **_):
+    """Stands for torch.compile, and takes no time: a step runs as it is, but that of a model that refuses."""
+
+    def run(*inputs):
+        if getattr(inspect.getclosurevars(step).nonlocals["model"], "refuses", False):
+            raise RuntimeError("no graph")
+        counters["stats"]["unique_graphs"] += 1
+        return step(*inputs)
+
+    return run
+
+
+@pytest.mark.filterwarnings("ignore:the model does not compile")
+def test_all_models_of_a_cell_are_executed_in_the_same_way(tiny, monkeypatch):
+    monkeypatch.setattr(torch, "compile", compiler)
+    good, bad = tiny("llama", num_hidden_layers=1), tiny("llama", num_hidden_layers=1)
+    how = {"batches": (1, 2), "prompts": (8,), "new_tokens": 2, "rounds": 1, "compiled": True}
+    assert {row["execution"] for row in measure_speed_grid({"baseline": good, "b": bad}, **how).rows} == {"compiled"}
+    bad.refuses = True
+    rows = measure_speed_grid({"baseline": good, "b": bad}, **how).rows
+    assert len(rows) == 4 and {row["execution"] for row in rows} == {"eager (does not compile: no graph): b"}
+
+
+@pytest.mark.slow
+def test_compiled_cells_say_so(tiny):
+    model = tiny("llama", num_hidden_layers=1)
+    grid = measure_speed_grid({"baseline": model}, batches=(1, 3), prompts=(8,), new_tokens=2, rounds=1, compiled=True)
+    assert all(row["execution"].startswith("compiled") for row in grid.rows)
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"batches": ()}, r"`batches` \(=\[\]\) must be positive integers, at least one"),
+    ({"batches": (1, 1)}, r"`batches` \(=\[1, 1\]\) .* each once"),
+    ({"prompts": (0,)}, r"`prompts` \(=\[0\]\)"),
+    ({"prompts": (8, 120)}, r"`prompts` \(up to 120\) \+ `new_tokens` \(=16\) must be at most 128"),
+    ({"new_tokens": 0}, r"`new_tokens` \(=0\)"),
+    ({"rounds": True}, r"`rounds` \(=True\)"),
+    ({"load": (0.5, 0)}, r"`load` \(=\[0.5, 0\]\) must be shares of the baseline's capacity above 0"),
+    ({"load": (90,)}, r"`load` \(=\[90\]\)"),
+    ({"batches": (2,), "load": (0.5,)}, r"`batches` \(=\[2\]\) must hold 1 where `load`"),
+    ({"load": (0.5,), "load_seconds": 0}, r"`load_seconds` \(=0\)"),
+])  # fmt: skip
+def test_grids_that_cannot_be_measured(tiny, change, message):
+    good = {"batches": (1, 2), "prompts": (8,), "new_tokens": 16, "load": (), "rounds": 1, "load_seconds": 1.0}
+    model = tiny("llama")
+    check_speed_grid(model, **good)
+    with pytest.raises(ValueError, match=message):
+        check_speed_grid(model, **good | change)
+    with pytest.raises(ValueError, match=message):
+        measure_speed_grid({"baseline": model}, **good | change)
+
+
+def test_the_baseline_comes_first(tiny):
+    with pytest.raises(ValueError, match=r"`models` \(=\['a'\]\) must begin with 'baseline'"):
+        measure_speed_grid({"a": tiny("llama")})
+
+
+# Load
+
+
+class Clock:
+    """Passes only when something takes time."""
+
+    def __init__(self):
+        self.now = 7.0
+
+    def __call__(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+def served(arrivals, seconds, answer=(1.0, [0.5, 0.5])):
+    clock = Clock()
+
+    def one():
+        clock.now += answer[0] + sum(answer[1])
+        return answer
+
+    return queue(arrivals, one, seconds, clock=clock, sleep=clock.sleep)
+
+
+def test_requests_wait_for_those_before_them():
+    waited, paces, unserved, took = served([0.0, 1.0, 2.0, 20.0], 30)
+    assert waited == pytest.approx([1, 2, 3, 1]), "begun at 0, 2, 4, and at 20 without waiting"
+    assert paces == pytest.approx([1.5] * 4) and unserved == 0 and took == pytest.approx(22)
+
+
+def test_requests_that_time_does_not_suffice_for_count_with_what_they_have_waited():
+    waited, paces, unserved, took = served([0.0, 1.0, 2.0, 2.5], 3)
+    assert waited == pytest.approx([1, 2, 2, 1.5]), "two were begun, at 0 and 2; at 4 it was over"
+    assert len(paces) == 2 and unserved == 2 and took == pytest.approx(4)
+
+
+def test_schedules_are_random_seeded_and_bounded():
+    many = schedule(50.0, 100.0, seed=3)
+    assert many == schedule(50.0, 100.0, seed=3) != schedule(50.0, 100.0, seed=4)
+    assert many[0] == 0 and many == sorted(many) and many[-1] < 100
+    gaps = torch.tensor(many).diff()
+    assert 0.9 < gaps.mean() * 50 < 1.1 and 0.9 < gaps.std() * 50 < 1.1, "exponential: as wide as long"
+    assert schedule(0.001, 1.0, seed=0) == [0.0]
+
+
+def test_percentiles_of_few_are_values_that_were_seen():
+    assert percentile([1, 2, 3, 4], 50) == 2 and percentile([1, 2, 3, 4], 95) == 4 and percentile([5], 50) == 5
+    assert percentile(list(range(1, 101)), 95) == 95
