@@ -222,7 +222,7 @@ def scatter(points: list[Point], *, key: str, x_label: str, y_label: str, summar
         ax.set_xlabel(x_label)
         ax.set_ylabel(y_label)
         ax.autoscale_view()  # now: labels are placed where the points will be
-        _label(ax, points)
+        label_points(ax, points)
         return svg(figure, key, summary)
 
 
@@ -244,7 +244,7 @@ class _Label:
         return min(near, far), max(near, far)
 
 
-def _label(ax: Axes, points: list[Point], font_size: float = 9) -> None:
+def label_points(ax: Axes, points: list[Point], font_size: float = 9) -> None:
     """Put each label beside its point; labels that would cover one another move apart, in order, and a line leads to each."""
     em = font_size * ax.figure.dpi / 72
     left, bottom, right, top = ax.bbox.extents

@@ -1,73 +1,33 @@
 """render: one run record -> one self-contained HTML page."""
 
-import math
-import os
-from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
-from reports import folds, kernels, kv, plots, pruning, table
+from reports import evaluation, folds, kernels, kv, plots, pruning, resources, table
+from reports.files import Report, environment, write_page
+from reports.metrics import METRICS, SCALE, number, with_prefix
 from reports.verdict import verdict
 
-METRICS = (
-    # prefix of the metric, label, unit, which way is better
-    ("perplexity_", "Perplexity", "", -1),
-    ("kl_", "KL to the baseline", "nats per token", -1),
-    ("top1_agreement_", "Same most likely token", "%", 1),
-    ("acc_", "Accuracy", "%", 1),
-    ("decode_tokens_per_s", "Decode", "tokens/s", 1),
-    ("prefill_tokens_per_s", "Prefill", "tokens/s", 1),
-    ("time_to_first_token_s", "Time to first token", "ms", -1),
-    ("stored_bytes", "Stored", "MB", -1),
-    ("resident_bytes", "In memory", "MB", -1),
-    ("bits_per_weight", "Bits per weight, whole model", "", -1),
-    ("peak_memory_bytes", "Peak memory", "MB", -1),
-    ("cache_bytes", "KV cache", "MB", -1),
-)
 MAX_OTHERS = 2  # models beside baseline and compressed that the table of scores has columns for
-_SCALE = {"%": 100, "ms": 1000, "MB": 1e-6}
-
-
-@dataclass(frozen=True)
-class Report:
-    """A page that was written; shows a link to itself in Jupyter."""
-
-    path: Path
-
-    def _repr_html_(self) -> str:
-        path = escape(str(self.path.resolve()))
-        return f"<p>Report: <a href='file://{path}' target='_blank'><code>{path}</code></a></p>"
 
 
 def render(record: dict[str, Any], path: str | Path) -> Report:
     """Write the page of a run record (`eval.record`), whole or not at all."""
-    path, html = Path(path), page(record)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}.part")
-    try:
-        part.write_text(html, encoding="utf-8")
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-    return Report(path)
+    return write_page(page(record), path)
 
 
 def page(record: dict[str, Any]) -> str:
     """The page as HTML."""
-    environment = Environment(
-        loader=PackageLoader("reports"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {"mb": lambda b: f"{b / 1e6:,.1f}", "num": number, "percent": table.percent, "faster": faster}
+    templates = environment()
     if record.get("bench"):
-        return environment.get_template("kernels.html").render(r=record, **kernels.context(record))
+        return templates.get_template("kernels.html").render(r=record, **kernels.context(record))
+    measured = {"evaluated": evaluation.context(record), "resources": resources.context(record)}
     if record.get("cache"):
-        return environment.get_template("cache.html").render(r=record, **kv.context(record))
+        return templates.get_template("cache.html").render(r=record, **measured, **kv.context(record))
     recipe = " → ".join(step["method"] for step in record["recipe"])
-    return environment.get_template("report.html").render(
+    return templates.get_template("report.html").render(
         r=record,
+        **measured,
         title=f"{recipe} on {record['model']['name']}",
         recipe=table.recipe_text(record["recipe"]),
         verdict=verdict(record),
@@ -89,9 +49,9 @@ def metric_table(record: dict[str, Any]) -> dict[str, Any]:
     models = ["baseline", "compressed", *others[:MAX_OTHERS]]
     rows = []
     for prefix, label, unit, better in METRICS:
-        for metric in _names(scores, prefix):
+        for metric in with_prefix((m for one in scores.values() for m in one), prefix):
             detail = metric[len(prefix) :] if prefix.endswith("_") else ""
-            scale = _SCALE.get(unit, 1)
+            scale = SCALE.get(unit, 1)
             if not any(metric in scores[model] for model in models):
                 continue
             cells = [_cell(scores[model], metric, scale) for model in models]
@@ -129,29 +89,6 @@ def _cost(rows: list[dict[str, Any]], corpora: list[str], against: str, scale: f
         return ""
     return plots.scatter(points, key=f"cost-{against}", x_label=label, y_label=f"change of the perplexity on {corpora[0]}",
                          summary=f"Change of the perplexity against {label}, one point per model.")  # fmt: skip
-
-
-def faster(ratio: float) -> str:
-    """Is a speed-up good or bad, or neither?"""
-    return "" if 0.97 <= ratio <= 1.03 else "good" if ratio > 1 else "bad"
-
-
-def number(value: float | None) -> str:
-    """A number with three or four significant digits."""
-    if value is None:
-        return "–"
-    if value == 0 or not math.isfinite(value):
-        return str(value)
-    if abs(value) >= 1000:
-        return f"{value:,.0f}"
-    if abs(value) < 0.001:
-        return f"{value:.2e}"
-    return f"{value:.{max(0, 3 - math.floor(math.log10(abs(value))) - (abs(value) >= 100))}f}"
-
-
-def _names(scores: dict[str, dict[str, float]], prefix: str) -> list[str]:
-    found = dict.fromkeys(m for one in scores.values() for m in one if not m.endswith("_stderr"))
-    return [m for m in found if (m.startswith(prefix) if prefix.endswith("_") else m == prefix)]
 
 
 def _cell(scores: dict[str, float], metric: str, scale: float) -> dict[str, str]:

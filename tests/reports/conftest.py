@@ -23,23 +23,27 @@ def browser():
 
 @pytest.fixture
 def look(browser, tmp_path):
-    """Render a record and look at its page.
+    """Render a record and look at its page, or at a page's HTML.
 
     No axe violation, no sideways scrolling of the page, no request, no script error, in this scheme and width.
     """
 
-    def look(record, width, scheme):
+    def look(shown, width, scheme):
         from axe_playwright_python.sync_playwright import Axe
 
-        report = render(record, tmp_path / "report.html")
+        path = tmp_path / "report.html"
+        if isinstance(shown, str):
+            path.write_text(shown, encoding="utf-8")
+        else:
+            render(shown, path)
         context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 900})
         tab = context.new_page()
         requests, errors = [], []
         tab.on("request", lambda request: requests.append(request.url))
         tab.on("pageerror", lambda error: errors.append(str(error)))
-        tab.goto(report.path.as_uri())
+        tab.goto(path.as_uri())
         tab.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
-        assert requests == [report.path.as_uri()] and not errors
+        assert requests == [path.as_uri()] and not errors
         assert tab.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
         results = Axe().run(tab)
         assert results.violations_count == 0, results.generate_report()

@@ -8,7 +8,7 @@ import nbformat
 import pytest
 import torch
 
-from eval.record import read_record
+from eval.schema import read_record
 from notebooks.parameters import FOLDER
 from reports.caches import cache_rows, speed_rows
 from reports.kv import context

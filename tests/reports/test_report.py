@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.record import read_record
+from eval.schema import read_record
 from reports import plots, pruning
 from reports.folds import context, figures
 from reports.render import compared, metric_table, number, page, render

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.record import read_record
+from eval.schema import read_record
 from notebooks.cli import main
 from reports.table import markdown, rows, strengths_markdown, updated
 

@@ -1,0 +1,237 @@
+"""Pages about many runs and about papers: every run is there, tables sort as numbers, nothing runs that should not."""
+
+import copy
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from eval.schema import read_record
+from reports.files import LIMIT_BYTES, environment
+from reports.index import MAX_ROWS, index_page, render_index
+from reports.outcome import RunOutcome
+from reports.papers import papers_page, render_papers
+
+ROOT = Path(__file__).resolve().parents[2]
+PUBLISHED = sorted((ROOT / "reports" / "published").glob("*.json"))
+LEDGER = yaml.safe_load((ROOT / "seeds" / "papers.yml").read_text())
+EVIL = '"><img src=x onerror="document.title=\'owned\'"><script>document.title="owned"</script>'
+FAILURE = {"kind": "out of memory", "cell": 4, "cell_title": "Compress", "error": "Traceback\nRuntimeError: no room", "lines": [],
+           "peak_memory_bytes": 9e9, "seconds": 131.0, "attempts": 1}  # fmt: skip
+SORTABLE = """{% include "sortable.html" %}<div class="scroll"><table class="sortable" data-filter="Filter" data-rows="things">
+<thead><tr><th scope="col">name</th><th scope="col" data-first="descending">value</th>
+<th scope="col" data-fixed>fixed</th></tr></thead>
+<tbody>{% for name, value in rows %}<tr{{ " data-pinned" if name == "base" }}><th scope="row">{{ name }}</th>
+<td data-value="{{ value }}">{{ value }} units</td><td>x</td></tr>{% endfor %}</tbody></table></div>"""
+
+
+def outcome_of(record: dict) -> RunOutcome:
+    run, command = record["run"], record["provenance"]["command"]
+    return RunOutcome(run["key"], run["notebook"], "finished", run["key"], record, None, run["parameters"], command)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[RunOutcome]:
+    """All published runs and one of each other kind."""
+    asked = {"model_name": "smollm2-135m"}
+    return [
+        RunOutcome("waiting-1", "gptq", "waiting", parameters=asked),
+        *(outcome_of(read_record(path)) for path in PUBLISHED),
+        RunOutcome("failed-1", "gptq", "failed", "failed/failed-1", failure=FAILURE, parameters=asked),
+        RunOutcome("running-1", "pruning", "running", parameters=asked),
+    ]
+
+
+def cells_of(html: str) -> dict[str, list[str]]:
+    """The attribute data-value (or the text) of each cell, by the key of the run."""
+    rows = re.findall(r"<tr><th scope=\"row\".*?</tr>", html, flags=re.S)
+    found = [
+        [value or text for value, text in re.findall(r'<t[hd][^>]*?(?:data-value="([^"]*)")?>(.*?)</t[hd]>', row)] for row in rows
+    ]
+    return {cells[0]: cells for cells in found}
+
+
+def order_in(tab) -> list[str]:
+    return tab.eval_on_selector_all("tbody tr:not([hidden]) th", "cells => cells.map(c => c.dataset.value ?? c.textContent)")
+
+
+def test_every_run_is_there_with_its_files(outcomes):
+    html = index_page(outcomes, comparisons={"quickstart": "sweeps/quick start.html"})
+    rows = cells_of(html)
+    assert list(rows)[:2] == ["running-1", "failed-1"] and list(rows)[-1] == "waiting-1" and len(rows) == len(outcomes)
+    started = [one[4] for one in rows.values() if one[4]]
+    assert started == sorted(started, reverse=True) and len(started) == len(PUBLISHED)
+    for status, count in (("finished", len(PUBLISHED)), ("failed", 1), ("running", 1), ("waiting", 1)):
+        assert re.search(rf"<b[^>]*>{count}</b><span>{status}</span>", html)
+    for outcome in outcomes:
+        there = [f'href="{outcome.href}/{file}"' in html for file in ("report.html", "notebook.ipynb", "record.json")]
+        assert all(there) if outcome.status == "finished" else not any(there)
+    assert 'href="sweeps/quick%20start.html"' in html and 'href="failed/failed-1"' in html
+    assert "Compress: RuntimeError: no room" in html and rows["failed-1"][1] == "failed out of memory"
+    assert rows["failed-1"][5] == "131.0" and "smollm2-135m" in rows["waiting-1"][3]
+
+
+def test_headline_numbers_are_the_records(outcomes):
+    rows = cells_of(index_page(outcomes))
+    for outcome in outcomes:
+        record, cells = outcome.record, rows[outcome.key]
+        if record is None:
+            assert all(not value.strip() for value in cells[6:]), "nothing is known of it"
+            continue
+        kept, smaller, faster = map(float, cells[6:])
+        base, small = record["scores"]["baseline"], record["scores"]["compressed"]
+        if record.get("cache"):
+            answers = [row for row in record["cache"]["answers"] if row["variant"] in ("full", "compressed")]
+            exact = {v: [x for row in answers if row["variant"] == v for x in row["exact"]] for v in ("full", "compressed")}
+            assert kept == pytest.approx(sum(exact["compressed"]) / sum(exact["full"]))
+            sizes = record["cache"]["cache_bytes"]
+            assert smaller == pytest.approx(sum(sizes["full"].values()) / sum(sizes["compressed"].values()))
+        else:
+            assert kept == pytest.approx(base["perplexity_wikitext2"] / small["perplexity_wikitext2"])
+            assert smaller == base["stored_bytes"] / small["stored_bytes"]
+            assert faster == small["decode_tokens_per_s"] / base["decode_tokens_per_s"]
+
+
+def test_tasks_come_before_perplexity():
+    made = copy.deepcopy(outcome_of(read_record(PUBLISHED[0])))
+    made.record["tasks"] = {
+        "rows": [{"task": "t", "metric": "acc", "n": 9}],
+        "compared": {"compressed": {"t": {"recovery": 0.975}}},
+    }
+    html = index_page([made])
+    assert (
+        cells_of(html)[made.key][6] == "0.975" and "97.5 %<br><small>of 1 task</small>" in html and "perplexity, wikitext2" in html
+    )
+
+
+def test_runs_without_scores_are_listed():
+    record = read_record(PUBLISHED[0]) | {"scores": None, "model": None, "recipe": [], "layers": [], "bench": {"checks": []}}
+    made = [
+        outcome_of(record), RunOutcome("a", "b", "failed"), RunOutcome("c", "d", "finished", "e"),
+        RunOutcome("f", "g", "failed", failure={"kind": "timeout"}), RunOutcome("h", "i", "finished", "", {"scores": None}),
+    ]  # fmt: skip
+    assert len(cells_of(index_page(made))) == 5
+    assert "No run has been started" in index_page([])
+
+
+def test_many_runs_fit_on_a_page(outcomes, tmp_path):
+    """Those that failed are still there; how many were left out is said."""
+    long = copy.deepcopy(outcomes[1].record)
+    long["recipe"] = [{"method": "gptq", "knobs": {}, "text": "<&>" * 400}]
+    many = [RunOutcome(f"run-{i}-{'k' * 300}", "gptq", "finished", f"run-{i}-{'k' * 300}", long) for i in range(2 * MAX_ROWS)]
+    report = render_index([*many, outcomes[-2]], tmp_path / "index.html")
+    html = report.path.read_text()
+    shown = len(cells_of(html))
+    assert len(html.encode()) <= LIMIT_BYTES and "failed-1" in html and shown > 100
+    assert f"{2 * MAX_ROWS + 1 - shown:,} more runs are not listed" in html and f"<b>{2 * MAX_ROWS:,}</b>" in html
+    assert list(tmp_path.iterdir()) == [report.path]
+
+
+@pytest.fixture(scope="module")
+def tab(browser):
+    """A page with one sortable table: numbers that text would sort wrongly, one that is not there, and a pinned row."""
+    rows = [("b", "10"), ("base", "5"), ("C", "0.9"), ("a", "0.123"), ("none", ""), ("d", "-3e2"), ("e", "0.9")]
+    tab = browser.new_page()
+    tab.set_content(environment().from_string(SORTABLE).render(rows=rows), wait_until="load")
+    yield tab
+    tab.close()
+
+
+def test_columns_sort_as_numbers_by_keyboard(tab):
+    assert [b.text_content() for b in tab.query_selector_all("thead button")] == ["name", "value"]
+    head = tab.locator("thead th").nth(1)
+    head.locator("button").focus()
+    tab.keyboard.press("Enter")
+    assert order_in(tab) == ["base", "b", "C", "e", "a", "d", "none"] and head.get_attribute("aria-sort") == "descending"
+    tab.keyboard.press("Space")
+    assert order_in(tab) == ["base", "d", "a", "C", "e", "b", "none"] and head.get_attribute("aria-sort") == "ascending"
+    assert tab.evaluate("document.activeElement.textContent") == "value", "the focus stays"
+
+
+def test_columns_sort_as_text(tab):
+    tab.locator("thead button").nth(0).click()
+    assert order_in(tab) == ["base", "a", "b", "C", "d", "e", "none"]
+    assert tab.eval_on_selector_all("[aria-sort]", "heads => heads.map(h => h.textContent)") == ["name"], "one column at a time"
+    tab.locator("thead button").nth(0).click()
+    assert order_in(tab) == ["base", "none", "e", "d", "C", "b", "a"]
+
+
+def test_rows_filter(tab):
+    box, said = tab.get_by_label("Filter"), tab.locator("[role=status]")
+    assert said.text_content() == "6 of 6 things shown" and box.get_attribute("type") == "search"
+    box.fill("0.9  E ")
+    assert set(order_in(tab)) == {"base", "e"} and said.text_content() == "1 of 6 things shown"
+    box.fill("no such thing")
+    assert order_in(tab) == ["base"] and said.text_content() == "0 of 6 things shown"
+    box.fill("")
+    assert len(order_in(tab)) == 7
+
+
+def test_index_sorts_in_the_browser(browser, outcomes, tmp_path):
+    report = render_index(outcomes, tmp_path / "index.html")
+    tab = browser.new_page()
+    tab.goto(report.path.as_uri())
+    tab.get_by_role("button", name="took").click()
+    values = tab.eval_on_selector_all("tbody tr", "rows => rows.map(r => r.cells[5].dataset.value)")
+    numbers = [float(value) for value in values if value]
+    assert numbers == sorted(numbers, reverse=True) and len(numbers) == len(PUBLISHED) + 1 and values[-2:] == ["", ""]
+    tab.get_by_label("Filter the runs").fill("failed memory")
+    assert order_in(tab) == ["failed-1"] and tab.locator("[role=status]").text_content() == f"1 of {len(outcomes)} runs shown"
+    tab.close()
+
+
+def test_readable_without_javascript(browser, outcomes, tmp_path):
+    report = render_index(outcomes, tmp_path / "index.html")
+    context = browser.new_context(java_script_enabled=False)
+    tab = context.new_page()
+    tab.goto(report.path.as_uri())
+    assert tab.locator("tbody tr").count() == len(outcomes) and tab.locator("tbody tr").last.is_visible()
+    assert tab.locator("input, button").count() == 0, "nothing that would do nothing"
+    context.close()
+
+
+@pytest.mark.parametrize("scheme, width", [("light", 1280), ("dark", 1280), ("light", 320), ("dark", 320)])
+def test_index_in_a_browser(look, outcomes, scheme, width):
+    look(index_page(outcomes, comparisons={"quickstart": "compare.html"}), width, scheme)
+
+
+@pytest.mark.parametrize("scheme, width", [("light", 1280), ("dark", 320)])
+def test_papers_in_a_browser(look, scheme, width):
+    html = papers_page(LEDGER, records={"gptq": "../reports/published/gptq.html"}, root="..")
+    look(html, width, scheme)
+
+
+def test_papers_say_what_the_ledger_says():
+    command = LEDGER[0]["measured"][0]["command"]
+    html = papers_page(LEDGER, records={command: "reports/one.html", "llm-int8": "two.html"}, root="..")
+    assert html.count("<section") == len(LEDGER) and html.count("not measured here") == sum(not e["measured"] for e in LEDGER)
+    assert html.count('href="reports/one.html"') == sum(m["command"] == command for e in LEDGER for m in e["measured"] or [])
+    assert 'href="two.html"' in html and 'href="https://arxiv.org/abs/2210.17323"' in html
+    for entry in LEDGER:
+        assert f'href="../{entry["module"]}"' in html and f'id="{entry["id"]}"' in html
+    assert 'href="../' not in papers_page(LEDGER), "no code beside the page"
+
+
+def test_names_and_links_cannot_run(browser, tmp_path, outcomes):
+    bad = "javascript:document.title='owned'"
+    record = copy.deepcopy(outcomes[1].record)
+    record["recipe"] = [{"method": EVIL, "knobs": {}, "text": EVIL}]
+    record["model"]["name"] = record["run"]["started"] = EVIL
+    failure = dict.fromkeys(("kind", "cell_title", "error"), EVIL) | {"seconds": 3}
+    made = [RunOutcome(EVIL, EVIL, "finished", bad, record), RunOutcome("b", "c", "failed", "//evil.example", failure=failure),
+            RunOutcome("d", "e", EVIL, EVIL, parameters={"model_name": EVIL})]  # fmt: skip
+    entry = {"id": EVIL, "title": EVIL, "paper": bad, "claim": dict.fromkeys(("metric", "value", "setting"), EVIL), "module": bad,
+             "notebook": EVIL, "measured": [dict.fromkeys(("metric", "value", "setting", "command"), EVIL)]}  # fmt: skip
+    reports = [
+        render_index(made, tmp_path / "index.html", comparisons={EVIL: bad, "b": "//evil.example/x"}),
+        render_papers([entry], tmp_path / "papers.html", records={EVIL: bad}, root=".."),
+    ]
+    for report, scripts in zip(reports, (1, 0), strict=True):
+        tab = browser.new_page()
+        tab.goto(report.path.as_uri())
+        assert tab.evaluate("document.querySelectorAll('script').length") == scripts
+        assert tab.evaluate("document.querySelectorAll('img').length") == 0 and "owned" not in tab.title()
+        links = tab.evaluate("[...document.querySelectorAll('a')].map(a => new URL(a.href).protocol + new URL(a.href).host)")
+        assert len(links) > 2 and set(links) == {"file:"}
+        tab.close()
