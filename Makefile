@@ -6,10 +6,15 @@ READY  := $(VENV)/.ready
 GPU_OUT ?= runs/gpu
 APT    := $(shell test "$$(id -u)" = 0 && echo apt-get || echo sudo apt-get)
 
-.PHONY: demo test test-all lab bench gpu constraints clean compiler browser
+SWEEP ?= quickstart
 
-demo: $(READY) compiler                  ## GPTQ on the embedded model, to an HTML report
-	$(BIN)/workbench run gptq -p samples 16 -p max_windows 6 -p speed_rounds 3
+.PHONY: demo sweep test test-all lab bench gpu constraints clean compiler browser
+
+demo: $(READY) compiler                  ## the best of each family on the embedded model, to a page that compares them
+	$(BIN)/workbench run quickstart
+
+sweep: $(READY) compiler                 ## make sweep SWEEP=bits-and-groups, or a .yml file; again, to go on where it was
+	$(BIN)/workbench run $(SWEEP)
 
 test: $(READY) compiler browser          ## every test but the slow ones
 	$(BIN)/python -m pytest

@@ -6,6 +6,9 @@ from pathlib import Path
 
 from compress.hub import first_line, quick_to_fail
 
+_LOCAL = {
+    "wikitext2": "wikitext2_raw/test.parquet", "c4": "calib_c4/train.parquet", "essays": "paul_graham_essays/train.parquet",
+}  # fmt: skip
 PARTS = ("calibration", "evaluation")
 EVALUATION_SHARE = 4  # every fourth document is held out where a corpus has no split of its own
 
@@ -47,6 +50,16 @@ def shared_data() -> Path:
     return Path(os.environ.get("WORKBENCH_DATA", beside))
 
 
+def local_file(corpus: str) -> Path | None:
+    """The file on this machine that a corpus is read from, if it is one file; None for what comes from the hub."""
+    if corpus == "pydocs":
+        from pydoc_data import topics
+
+        return Path(topics.__file__)
+    path = shared_data() / _LOCAL[corpus] if corpus in _LOCAL else Path(corpus).expanduser()
+    return path if path.is_file() else None
+
+
 def _pydocs(part: str) -> list[str]:
     from pydoc_data.topics import topics
 
@@ -60,14 +73,14 @@ def _pydocs(part: str) -> list[str]:
 
 
 def _wikitext2(part: str) -> list[str]:
-    local = shared_data() / "wikitext2_raw" / "test.parquet"
+    local = shared_data() / _LOCAL["wikitext2"]
     if part == "evaluation" and local.is_file():
         return _read(local)
     return _hub("Salesforce/wikitext:wikitext-2-raw-v1", part)
 
 
 def _c4(part: str) -> list[str]:
-    local = shared_data() / "calib_c4" / "train.parquet"
+    local = shared_data() / _LOCAL["c4"]
     if local.is_file():
         return _split(_read(local), part)
     shard = "en/c4-train.00000-of-01024.json.gz" if part == "calibration" else "en/c4-validation.00000-of-00008.json.gz"
@@ -76,7 +89,7 @@ def _c4(part: str) -> list[str]:
 
 def _essays(part: str) -> list[str]:
     """Paul Graham's, the usual haystack of needle tests."""
-    local = shared_data() / "paul_graham_essays" / "train.parquet"
+    local = shared_data() / _LOCAL["essays"]
     return _split(_read(local), part) if local.is_file() else _hub("sgoel9/paul_graham_essays", part)
 
 

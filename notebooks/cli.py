@@ -1,116 +1,218 @@
-"""`workbench`: run a notebook as one batch run, with its parameters checked before a kernel starts; tables of its records.
+"""`workbench`: notebooks in batch, one or a whole sweep, and what they found side by side.
 
-$ workbench run gptq -p bits 3 -p group_size 128
-$ workbench parameters gptq
+$ workbench run gptq -p bits 3 -p group_size 32
+$ workbench plan quickstart
+$ workbench run quickstart              # again, or `resume`, after whatever happened
+$ workbench status quickstart
+$ workbench compare quickstart          # a page; of two runs a verdict, and an exit status
+$ workbench report                      # all pages anew: runs/index.html, comparisons, papers
 $ workbench table runs/*/record.json
-$ workbench table --update README.md
 """
 
 import argparse
 import os
-import shutil
 import sys
-import time
 from pathlib import Path
 
-from eval.record import read_record
-from notebooks.parameters import check_parameters, notebook_path, parse_value, read_parameters
-from notebooks.run import ROOT, run_key
-from reports.table import markdown, strengths_markdown, updated
+from notebooks.parameters import parse_value, read_parameters, type_name
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0 done, 1 the notebook failed, 2 the command makes no sense."""
-    parser = argparse.ArgumentParser(prog="workbench", description="Run the workbench's notebooks in batch.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    run = commands.add_parser("run", help="execute a notebook; prints the path of its report")
-    run.add_argument("notebook", help="name (gptq) or path")
-    run.add_argument("-p", "--parameter", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"))
-    run.add_argument("--timeout", type=int, default=None, help="seconds that a cell may take")
-    listing = commands.add_parser("parameters", help="list a notebook's parameters")
-    listing.add_argument("notebook")
-    table = commands.add_parser("table", help="print the models of records side by side, as Markdown")
-    table.add_argument("records", nargs="*", metavar="RECORD.json")
-    table.add_argument("--update", metavar="FILE", help="make the tables of a Markdown file anew from the records that it names")
-    options = parser.parse_args(arguments)
+    """Exit status: 0 done, 1 a run failed or a verdict is negative, 2 the command makes no sense, 130 interrupted."""
+    options = _parser().parse_args(arguments)
     try:
-        if options.command == "table":
-            return _table(options.records, options.update)
-        if options.command == "parameters":
-            return _list(options.notebook)
-        return _run(options.notebook, dict(options.parameter), options.timeout)
+        return options.does(options)
     except ValueError as error:
         print(f"workbench: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # `workbench status | head`
+        sys.stderr.close()
+        return 0
 
 
-def _list(notebook: str) -> int:
-    for p in read_parameters(notebook).values():
-        print(f"{p.name}: {getattr(p.type, '__name__', p.type)} = {p.default!r}  {p.help}")
+def _parser() -> argparse.ArgumentParser:
+    from notebooks.engines import ENGINES
+
+    parser = argparse.ArgumentParser(prog="workbench", description="Run the workbench's notebooks in batch, and compare.")
+    parser.add_argument("--runs", type=Path, default=None, help="folder of runs; $WORKBENCH_RUNS, or runs/ of the checkout")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def command(name: str, does, help: str, *positional: tuple) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=help)
+        for argument, how in positional:
+            made.add_argument(argument, **how)
+        made.add_argument("--runs", type=Path, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        made.set_defaults(does=does)
+        return made
+
+    what = ("what", {"help": "a notebook (gptq, or a path), or a sweep (quickstart, or a .yml file)"})
+    sweep = ("sweep", {"help": "name of one in notebooks/sweeps, or a .yml file"})
+    planned = command("plan", _plan, "every run of a sweep, checked: what will be done, and how long it may take", sweep)
+    planned.add_argument("--force", action="store_true", help="as if nothing were done")
+    run = command("run", _run, "execute a notebook, or what is left of a sweep", what)
+    resume = command("resume", _resume, "go on with a sweep where it was; the last one that was started unless named",
+                     ("sweep", {"nargs": "?", "help": sweep[1]["help"]}))  # fmt: skip
+    run.add_argument("-p", "--parameter", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="of a notebook")
+    run.add_argument("--force", action="store_true", help="also what is done already")
+    run.add_argument("--timeout", type=float, default=None, help="seconds that a run may take, by the clock")
+    run.add_argument("--cell-timeout", type=int, default=None, help="seconds that a cell may take")
+    for one in (run, resume):
+        one.add_argument("--parallel", type=int, default=1, help="runs at once on this machine; nothing runs beside what is timed")
+        one.add_argument("--engine", choices=ENGINES, default="local", help="where: here, or on a Ray cluster")
+        one.add_argument("--address", default="", help="of the Ray cluster")
+    status = command("status", _status, "what is done, runs, failed or waits", ("sweep", {"nargs": "?", "help": sweep[1]["help"]}))
+    status.add_argument("--lines", action="store_true", help="the last lines of failed runs, too")
+    several = ("named", {"nargs": "+", "metavar": "RUN", "help": "sweeps, keys or folders of runs, or records"})
+    compare = command("compare", _compare, "runs side by side; of two, a verdict", several)
+    compare.add_argument("--output", type=Path, default=None, help="the page to write")
+    compare.add_argument("--recovery-threshold", type=float, default=0.99,
+                         help="of two runs: the share of the first one's accuracy that the second must keep")  # fmt: skip
+    command("report", _report, "write pages anew from records: of a run, or all of them",
+            ("run", {"nargs": "*", "help": "keys or folders of runs; none: everything"}))  # fmt: skip
+    command("parameters", _list, "list a notebook's parameters", ("notebook", {}))
+    table = command("table", _table, "print the models of records side by side, as Markdown",
+                    ("records", {"nargs": "*", "metavar": "RECORD.json"}))  # fmt: skip
+    table.add_argument("--update", metavar="FILE", help="make the tables of a Markdown file anew from the records that it names")
+    return parser
+
+
+def _runs(options: argparse.Namespace) -> Path:
+    from notebooks.batch import runs_folder
+
+    return runs_folder(options.runs or "")
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from notebooks.batch import plan
+
+    print(plan(options.sweep, runs=_runs(options), force=options.force))
     return 0
 
 
-def _table(records: list[str], file: str | None) -> int:
-    if bool(records) == bool(file):
+def _run(options: argparse.Namespace) -> int:
+    from notebooks.sweep import is_sweep, read_sweep, single
+
+    if is_sweep(options.what):
+        if options.parameter:
+            raise ValueError(f"`-p` gives parameters to a notebook; those of a sweep are written in {options.what}")
+        return _execute(read_sweep(options.what), options)
+    declared = read_parameters(options.what)
+    given = {name: parse_value(text, declared[name].type) if name in declared else text for name, text in options.parameter}
+    given = {name: _from_here(name, value) for name, value in given.items()}
+    return _execute(single(options.what, given), options)
+
+
+def _resume(options: argparse.Namespace) -> int:
+    from notebooks.batch import kept_sweep, last_sweep, sweep_folder
+    from notebooks.sweep import read_sweep
+
+    runs = _runs(options)
+    name = Path(options.sweep or last_sweep(runs)).stem
+    kept = kept_sweep(name, runs)
+    written = Path(kept["file"])
+    options.force = options.timeout = options.cell_timeout = None
+    return _execute(read_sweep(written if written.is_file() else sweep_folder(name, runs) / "sweep.yml", name=name), options)
+
+
+def _execute(sweep, options: argparse.Namespace) -> int:
+    from dataclasses import replace
+
+    from notebooks import pages
+    from notebooks.batch import run_sweep
+    from notebooks.engines import Local, Ray
+
+    runs = _runs(options)
+    for name, value in (("timeout", options.timeout), ("cell_timeout", options.cell_timeout)):
+        if value is not None and value <= 0:
+            raise ValueError(f"`--{name.replace('_', '-')}` (={value}) must be positive seconds")
+    limits = {"timeout_s": options.timeout or sweep.timeout_s, "cell_timeout_s": options.cell_timeout or sweep.cell_timeout_s}
+    engine = Ray(options.address) if options.engine == "ray" else Local(options.parallel)
+    alone = not sweep.source
+    found = run_sweep(replace(sweep, **limits), runs=runs, engine=engine, force=bool(options.force))
+    failed = [one for one in found if one.status == "failed"]
+    left = [one for one in found if one.status in ("waiting", "busy", "running")]
+    for one in failed:
+        print(f"workbench: {one.key} failed: {one.failure['kind']}: {one.failure['error']}", file=sys.stderr)
+        for line in one.failure.get("lines", [])[-3:]:
+            print(f"    {line}", file=sys.stderr)
+        print(f"  see {one.folder}.failed", file=sys.stderr)
+    for one in left:
+        print(f"workbench: {one.key}: {'somebody else works on it' if one.status == 'busy' else one.status}", file=sys.stderr)
+    if alone and found[0].status in ("known", "finished"):
+        what = "was done already (--force runs it again)" if found[0].status == "known" else f"done in {found[0].seconds:.0f} s"
+        print(f"{what}\nreport: {Path(found[0].folder) / 'report.html'}")
+    if not alone:
+        counts = {word: sum(one.status == word for one in found) for word in ("finished", "known", "failed")}
+        print(f"{counts['finished']} runs done now, {counts['known']} before, {counts['failed']} failed, {len(left)} left")
+        print(f"comparison: {pages.write_comparison_of_sweep(sweep.name, runs).path}")
+    print(f"all runs: {pages.write_index(runs).path}")
+    interrupted = any(one.failure.get("kind") == "interrupt" for one in failed) or any(one.status == "waiting" for one in left)
+    return 130 if interrupted else int(bool(failed or left))
+
+
+def _status(options: argparse.Namespace) -> int:
+    from notebooks.batch import status
+
+    print(status(options.sweep, runs=_runs(options), lines=options.lines))
+    return 0
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from notebooks import pages
+
+    runs = _runs(options)
+    found = pages.outcomes(options.named, runs)
+    if not 0 < options.recovery_threshold <= 2:
+        raise ValueError(f"`--recovery-threshold` (={options.recovery_threshold}) must be a share, such as 0.99")
+    status = 0
+    if len(options.named) == 2 and len(found) == 2:
+        verdict = pages.verdict_of(found, options.recovery_threshold)
+        print(verdict.text)
+        status = verdict.exit_code
+    else:
+        print(pages.leaderboard(found).markdown(), end="")
+    names = [Path(name).stem if Path(name).suffix in (".yml", ".json") else name for name in options.named]
+    title = " and ".join(names) if len(names) < 3 else f"{len(found)} runs"
+    page = (options.output or pages.comparison_path(options.named, runs)).absolute()
+    print(f"page: {pages.write_comparison(pages.outcomes(options.named, runs, page), page, title).path}")
+    return status
+
+
+def _report(options: argparse.Namespace) -> int:
+    from notebooks import pages
+
+    for path in pages.write_all(_runs(options), options.run):
+        print(path)
+    return 0
+
+
+def _list(options: argparse.Namespace) -> int:
+    for p in read_parameters(options.notebook).values():
+        print(f"{p.name}: {type_name(p.type)} = {p.default!r}  {p.help}")
+    return 0
+
+
+def _table(options: argparse.Namespace) -> int:
+    from eval.schema import read_record
+    from reports.table import markdown, strengths_markdown, updated
+
+    if bool(options.records) == bool(options.update):
         raise ValueError("`table` takes records, or --update with a file that names them")
-    if records:
-        read = [read_record(path) for path in records]
+    if options.records:
+        read = [read_record(path) for path in options.records]
         print(markdown(read), end="")
         for record in read:
             if record.get("strengths", {}).get("lines"):
                 print("\n" + strengths_markdown([record]), end="")
         return 0
-    path = Path(file)
+    path = Path(options.update)
     if not path.is_file():
-        raise ValueError(f"`--update` (={file!r}) is no file")
+        raise ValueError(f"`--update` (={options.update!r}) is no file")
     before = path.read_text(encoding="utf-8")
     after = updated(before, lambda name: read_record(path.parent / name))
     if after != before:
         path.write_text(after, encoding="utf-8")
     print(f"{path}: {'tables made anew' if after != before else 'up to date'}")
-    return 0
-
-
-def _run(notebook: str, given: dict[str, str], timeout: int | None) -> int:
-    import papermill
-    from nbclient.exceptions import CellTimeoutError, DeadKernelError
-    from papermill.exceptions import PapermillExecutionError
-
-    path = notebook_path(notebook)
-    declared = read_parameters(path)
-    wanted = {name: parse_value(text, declared[name].type) if name in declared else text for name, text in given.items()}
-    wanted = {name: _from_here(name, value) for name, value in wanted.items()}
-    values = check_parameters(wanted, declared)
-    key = run_key(path.stem, values)
-    folder = Path(values.get("run_path") or ROOT / "runs" / key).expanduser().absolute()
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / "record.json").is_file():
-        raise ValueError(f"`run_path` (={str(folder)!r}) holds other things than a run, which would take its place; give a new one")
-    part = folder.with_name(f".{folder.name}.running")  # takes the folder's place when all is done
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    places = {"run_path": str(part), "work_path": values.get("work_path") or str(folder.with_name(f".{folder.name}.work"))}
-    places = {name: place for name, place in places.items() if name in declared}
-    print(f"running {path.name} for {folder}", flush=True)
-    start = time.monotonic()
-    try:
-        papermill.execute_notebook(str(path), str(part / "notebook.ipynb"), parameters={**wanted, **places}, cwd=str(ROOT),
-                                   execution_timeout=timeout, progress_bar=sys.stderr.isatty(), log_output=False)  # fmt: skip
-        failure = None if (part / "report.html").is_file() else "it ended without a report"
-    except PapermillExecutionError as error:
-        failure = f"{error.ename}: {error.evalue}"
-    except (CellTimeoutError, DeadKernelError) as error:
-        failure = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-    except KeyboardInterrupt:
-        failure = "interrupted"
-    if failure is not None:
-        failed = folder.with_name(f"{folder.name}.failed")
-        _promote(part, failed)
-        print(f"workbench: {path.name} failed: {failure}\n  see {failed / 'notebook.ipynb'}", file=sys.stderr)
-        return 1
-    _promote(part, folder)
-    if not values.get("work_path"):
-        shutil.rmtree(places.get("work_path", part), ignore_errors=True)
-    print(f"done in {time.monotonic() - start:.0f} s\nreport: {folder / 'report.html'}")
     return 0
 
 
@@ -122,19 +224,6 @@ def _from_here(name: str, value: object) -> object:
     # os.path.exists: Path.exists raises for a text, such as a list of recipes, that is too long for a file's name
     is_path = name.endswith("_path") or ((path.suffix or "/" in value) and os.path.exists(path))
     return str(path.absolute()) if is_path else value
-
-
-def _promote(part: Path, folder: Path) -> None:
-    """Put `part` in the place of `folder`; what was there goes only when the new one stands."""
-    book = part / "notebook.ipynb"
-    if book.is_file():  # its links point at where it was written
-        book.write_text(book.read_text(encoding="utf-8").replace(str(part), str(folder)), encoding="utf-8")
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        os.replace(folder, old)
-    os.replace(part, folder)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import nbformat
-
 FOLDER = Path(__file__).parent
 _INJECTED = "# Parameters"  # how the cell begins that papermill puts in
 _TYPES = {"str": str, "int": int, "float": float, "bool": bool, "list": list}
@@ -39,8 +37,7 @@ def read_parameters(notebook: str | Path) -> dict[str, Parameter]:
         ValueError: there is no such notebook, or its parameters cell is not made of literals with types.
     """
     path = notebook_path(notebook)
-    cells = nbformat.read(path, as_version=4).cells
-    tagged = [cell for cell in cells if "parameters" in cell.metadata.get("tags", [])]
+    tagged = [cell for cell in read_cells(path) if "parameters" in cell.tags]
     if len(tagged) != 1:
         raise ValueError(f"{path.name} must have one cell tagged `parameters`, not {len(tagged)}")
     lines = tagged[0].source.splitlines()
@@ -52,6 +49,28 @@ def read_parameters(notebook: str | Path) -> dict[str, Parameter]:
         help = lines[node.end_lineno - 1].partition("#")[2].strip()
         found[name] = Parameter(name, _type(node.annotation), ast.literal_eval(node.value), help)
     return found
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of a notebook: code or markdown, its text, its tags."""
+
+    kind: str
+    source: str
+    tags: tuple[str, ...]
+
+
+def read_cells(path: Path) -> list[Cell]:
+    """All cells of a notebook, in order. (Not by nbformat, whose import takes seconds.)
+
+    Raises:
+        ValueError: the file is no notebook of format 4.
+    """
+    try:
+        made = json.loads(path.read_text(encoding="utf-8"))
+        return [Cell(cell["cell_type"], "".join(cell["source"]), tuple(cell["metadata"].get("tags", []))) for cell in made["cells"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"`notebook` (={str(path)!r}) cannot be read as a notebook of format 4: {error!r}") from error
 
 
 def _type(node: ast.expr) -> Any:
@@ -92,11 +111,14 @@ def check_parameters(values: dict[str, Any], declared: dict[str, Parameter]) -> 
             raise ValueError(f"`{name}` (={value!r}) is not a parameter of this notebook; {hint}It has {', '.join(declared)}")
         wanted = declared[name].type
         if not _fits(value, wanted):
-            shown = getattr(wanted, "__name__", str(wanted))
-            raise ValueError(
-                f"`{name}` (={value!r}) must be {shown}, not {type(value).__name__}; its default is {declared[name].default!r}"
-            )
-    return {name: values.get(name, parameter.default) for name, parameter in declared.items()}
+            wants = f"must be {type_name(wanted)}, not {type(value).__name__}"
+            raise ValueError(f"`{name}` (={value!r}) {wants}; its default is {declared[name].default!r}")
+    return {name: _typed(values.get(name, parameter.default), parameter.type) for name, parameter in declared.items()}
+
+
+def type_name(wanted: Any) -> str:
+    """A parameter's type as its notebook writes it."""
+    return str(wanted) if typing.get_args(wanted) else getattr(wanted, "__name__", str(wanted))
 
 
 def parse_value(text: str, wanted: Any) -> Any:
@@ -107,10 +129,15 @@ def parse_value(text: str, wanted: Any) -> Any:
         value = json.loads(text)
     except json.JSONDecodeError:
         value = {"True": True, "False": False, "None": None}.get(text, text)
-    if _fits(value, wanted):
-        among = typing.get_args(wanted) or (wanted,)
-        return float(value) if type(value) is int and float in among and int not in among else value
-    return text
+    return _typed(value, wanted) if _fits(value, wanted) else text
+
+
+def _typed(value: Any, wanted: Any) -> Any:
+    """A whole number where a float is wanted, as a float: 1 and 1.0 are the same parameter."""
+    if typing.get_origin(wanted) is list:
+        return [_typed(item, typing.get_args(wanted)[0]) for item in value]
+    among = typing.get_args(wanted) or (wanted,)
+    return float(value) if type(value) is int and float in among and int not in among else value
 
 
 def injected(cells: list[str]) -> dict[str, Any]:

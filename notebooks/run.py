@@ -1,9 +1,7 @@
 """What a notebook does first and last: check its parameters and name its run; write record and report."""
 
-import hashlib
 import json
 import os
-import re
 import shlex
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -17,11 +15,13 @@ from transformers import PreTrainedTokenizerBase
 
 from compress import Result, save_compressed
 from eval.deploy import cast
-from eval.record import RunInfo, write_record
+from eval.device_lock import share
+from eval.record import RunInfo
+from eval.schema import write_record
+from notebooks.identity import ROOT, packages_code, run_key
+from notebooks.job import CODE, KEY, THREADS
 from notebooks.parameters import check_parameters, injected, read_parameters
 from reports.render import Report, render
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def start(notebook: str, namespace: dict[str, Any]) -> Run:
     """
     declared = read_parameters(notebook)
     shell = get_ipython()
-    given = injected(shell.user_ns.get("In", [])) if shell else {}
+    given = injected(shell.user_ns.get("In", [])) if shell and namespace is shell.user_ns else {}
     check_parameters(given, declared)
     values = check_parameters({name: namespace[name] for name in declared if name in namespace}, declared)
     saved = Path(values.get("save_path") or "nowhere, as asked").expanduser()
@@ -73,13 +73,15 @@ def start(notebook: str, namespace: dict[str, Any]) -> Run:
         _check_writable(name, Path(values[name]).expanduser())
     if saved.exists() and (not saved.is_dir() or any(saved.iterdir())):
         raise ValueError(f"`save_path` (={str(saved)!r}) exists already; give a new folder, or remove it first")
-    key = run_key(notebook, values)
+    key = _planned_key() or run_key(notebook, values)
     changed = {k: v for k, v in values.items() if v != declared[k].default and not k.endswith("_path")}
     command = " ".join(["papermill", f"notebooks/{notebook}.ipynb", "out.ipynb", *(
         part for name, value in changed.items() for part in _given(name, value)
     )])  # fmt: skip
     folder = Path(values.get("run_path") or ROOT / "runs" / key).expanduser().absolute()
     recorded = {k: v for k, v in values.items() if not k.endswith("_path")}
+    if os.environ.get(KEY):  # beside other runs
+        share(values.get("device", "cpu"), int(os.environ.get(THREADS, 0)) or None)
     return Run(RunInfo(key, notebook, recorded, datetime.now(UTC), command), folder, saved if values.get("save_path") else None)
 
 
@@ -89,12 +91,15 @@ def _check_writable(name: str, path: Path) -> None:
         raise ValueError(f"`{name}` (={str(path)!r}) cannot be written: {there} is not a folder to write in")
 
 
-def run_key(notebook: str, values: dict[str, Any]) -> str:
-    """Name of a run: notebook, model, and a hash of all parameters but where it is written."""
-    counted = {k: v for k, v in values.items() if not k.endswith("_path")}
-    digest = hashlib.sha256(json.dumps([notebook, counted], sort_keys=True).encode()).hexdigest()[:8]
-    model = re.sub(r"[^A-Za-z0-9.]+", "-", Path(str(values.get("model_name", ""))).name).strip("-")
-    return "-".join(filter(None, (notebook, model, digest)))
+def _planned_key() -> str:
+    """The key under which a batch run was planned; "" in a run by hand.
+
+    Raises:
+        RuntimeError: the code has changed since, so that this would be another run than its key says.
+    """
+    if os.environ.get(CODE, packages_code()) != packages_code():
+        raise RuntimeError("the packages' code has changed since this run was planned; `workbench resume` plans anew")
+    return os.environ.get(KEY, "")
 
 
 def _given(name: str, value: Any) -> tuple[str, ...]:

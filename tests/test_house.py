@@ -63,18 +63,23 @@ def test_importing_changes_nothing():
 def test_no_methods_name_outside_its_own_places():
     """A method is its own file, one line in METHODS, its notebook and its tests."""
     number_formats = {"int8", "fp8", "nf4"}  # whose names methods bear, too
+    spoken = {path: words_of(path) for package in MAY_IMPORT for path in (ROOT / package).rglob("*.py")}
     for name, method in METHODS.items():
         if name in number_formats:
             continue
         own = {Path(importlib.import_module(method.__module__).__file__), ROOT / "compress" / "__init__.py"}
-        for package in MAY_IMPORT:
-            for path in set((ROOT / package).rglob("*.py")) - own:
-                code = ast.parse(path.read_text())
-                words = {n.value for n in ast.walk(code) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
-                asked = [w for n in ast.walk(code) if isinstance(n, ast.Compare) for w in ast.walk(n)]
-                asked = {w.value for w in asked if isinstance(w, ast.Constant)}
-                assert name not in asked, f"{path.relative_to(ROOT)} asks whether a method is {name}"
-                assert name not in words or name == "rtn" or name in FORMATS, f"{path.relative_to(ROOT)} names {name}"
+        for path in spoken.keys() - own:
+            words, asked = spoken[path]
+            assert name not in asked, f"{path.relative_to(ROOT)} asks whether a method is {name}"
+            assert name not in words or name == "rtn" or name in FORMATS, f"{path.relative_to(ROOT)} names {name}"
+
+
+def words_of(path: Path) -> tuple[set[str], set]:
+    """The texts in a file's code, and the constants that something is compared with."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    words = {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+    asked = [w for n in nodes if isinstance(n, ast.Compare) for w in ast.walk(n)]
+    return words, {w.value for w in asked if isinstance(w, ast.Constant)}
 
 
 def pins() -> dict[str, str]:

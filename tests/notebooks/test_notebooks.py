@@ -17,15 +17,14 @@ from papermill.cli import _resolve_type
 from compress import load_compressed
 from eval import kernel_bench
 from eval.kernel_bench import plan_kernels
-from eval.record import read_record
+from eval.schema import read_record
 from kernels import native
 from notebooks.cli import main
 from notebooks.parameters import FOLDER, check_parameters, injected, parse_value, read_parameters
-from notebooks.run import run_key, start
+from notebooks.run import start
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted(p.stem for p in FOLDER.glob("*.ipynb"))
-METHODS = [name for name in NOTEBOOKS if name not in ("kernels", "kv_eviction")]
 SMALL = {"samples": 4, "seqlen": 128, "max_windows": 2, "window": 256, "speed_rounds": 1}
 
 
@@ -142,7 +141,7 @@ ONCE = pytest.param("gptq", True, marks=pytest.mark.slow)
 
 
 # Compiling takes a minute for each model that is timed: tests of eval.speed compile small ones, and this the real one once.
-@pytest.mark.parametrize("name, compiled", [*((name, False) for name in METHODS), ONCE])
+@pytest.mark.parametrize("name, compiled", [*((name, False) for name in EXPECTED), ONCE])
 def test_notebook_runs_on_the_real_model(name, compiled, tmp_path):
     more, stored_as, expect = EXPECTED[name]
     arguments = [part for k, v in {**SMALL, **more}.items() for part in ("-p", k, str(v))]
@@ -354,32 +353,39 @@ def test_command_line_knows_its_notebooks(capsys):
 
 @pytest.mark.parametrize("given, message", [
     ({"bitz": 3}, "`bitz` (=3) is not a parameter of this notebook; did you mean `bits`?"),
-    ({"bits": "4"}, "`bits` (='4') must be int"),
-    ({"bits": 7}, "`bits` (=7) of gptq must be one of 2, 3, 4, 5, 6, 8"),
-    ({"group_size": 128}, "`group_size` (=128) must divide in_features (=576)"),
-    ({"model_name": "nobody-has-this"}, "`model_name` (='nobody-has-this')"),
-    ({"samples": 10**6}, "`samples` (=1000000) x `seqlen` (=128)"),
     ({"window": 100_000}, "`window` (=100000) must be at most 8192"),
-    ({"notebook": "smoothquant", "alpha": 1.5}, "`alpha` (=1.5) of smoothquant must lie between 0 and 1"),
 ])  # fmt: skip
 def test_plain_papermill_fails_early_with_the_reason(given, message, tmp_path):
     """Through papermill itself, which would only warn; nothing is compressed, nothing half-written is left."""
     import papermill
 
-    given = dict(given)
-    book = f"{given.pop('notebook', 'gptq')}.ipynb"
     with pytest.raises(papermill.PapermillExecutionError) as caught:
-        papermill.execute_notebook(str(FOLDER / book), str(tmp_path / "out.ipynb"), cwd=str(ROOT), progress_bar=False,
+        papermill.execute_notebook(str(FOLDER / "gptq.ipynb"), str(tmp_path / "out.ipynb"), cwd=str(ROOT), progress_bar=False,
                                    parameters={**SMALL, **given, "run_path": str(tmp_path / "run")})  # fmt: skip
     assert message in caught.value.evalue and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("given, message", [
+    ({"bits": "4"}, "`bits` (='4') must be int"),
+    ({"bits": 7}, "`bits` (=7) of gptq must be one of 2, 3, 4, 5, 6, 8"),
+    ({"group_size": 48}, "`group_size` (=48) must divide in_features (=64)"),
+    ({"samples": 10**6}, "`samples` (=1000000) x `seqlen` (=128)"),
+])  # fmt: skip
+def test_cells_refuse_by_themselves(given, message, tmp_path):
+    """As in JupyterLab, without papermill."""
+    with pytest.raises(ValueError) as caught:
+        run_cells("gptq", {"model_name": "tiny", **SMALL, **given, "run_path": str(tmp_path / "run")})
+    assert message in str(caught.value) and not (tmp_path / "run").exists()
 
 
 def test_finished_run_survives_a_failing_one(tmp_path, capsys):
     run = tmp_path / "run"
     run.mkdir()
     (run / "record.json").write_text("finished")
-    assert main(["run", "gptq", "-p", "run_path", str(run), "-p", "bits", "7"]) == 1
-    assert "`bits` (=7)" in capsys.readouterr().err
+    arguments = ["run", "gptq", "-p", "run_path", str(run), "--runs", str(tmp_path)]
+    assert main([*arguments, "-p", "bits", "7"]) == 2 and "`bits` (=7)" in capsys.readouterr().err
+    assert main([*arguments, "-p", "model_name", "nobody-has-this"]) == 1
+    assert "specification: ValueError: `model_name` (='nobody-has-this')" in capsys.readouterr().err
     assert (run / "record.json").read_text() == "finished" and (tmp_path / "run.failed" / "notebook.ipynb").exists()
 
 
@@ -406,12 +412,6 @@ def test_values_from_a_command_line():
     assert parse_value("1", float) == 1.0 and type(parse_value("1", float)) is float
     assert parse_value("true", bool) is True and parse_value("False", bool) is False
     assert parse_value("null", int | None) is None and parse_value("x", int) == "x"
-
-
-def test_run_keys_follow_the_parameters():
-    values = {"model_name": "a/b c", "bits": 4, "run_path": "x"}
-    assert run_key("gptq", values) == run_key("gptq", {**values, "run_path": "y"}) != run_key("gptq", {**values, "bits": 3})
-    assert run_key("gptq", values).startswith("gptq-b-c-")
 
 
 def test_injected_cells_are_found():

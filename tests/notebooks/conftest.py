@@ -1,0 +1,81 @@
+"""A notebook that takes no time and loads no model, and sweeps of it: for what happens around runs."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import nbformat
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+
+_PARAMETERS = """
+number: int = 0  # by which runs are told apart
+share: float = 0.5  # a number that may be whole
+seconds: float = 0.0  # that it works
+does: str = ""  # Python, executed in its last cell but one
+device: str = "cpu"  # where
+run_path: str = ""  # folder for record and report
+"""
+_CHECK = """
+if number < 0:
+    raise ValueError(f"`number` (={number}) must not be negative")
+"""
+_WORK = """
+import json, os, sys, time
+from pathlib import Path
+print("working on", number)
+time.sleep(seconds)
+"""
+_RECORD = """
+named = dict.fromkeys(["commit", "dirty", "versions", "hardware", "threads", "dtype", "flags", "command"])
+run = {"key": os.environ["WORKBENCH_KEY"], "notebook": "trivial", "started": "2026-11-21T00:00:00+00:00", "duration_s": 0.1}
+record = {"schema_version": 1, "run": run, "recipe": [], "model": None, "calibration": None, "layers": [], "scores": None,
+          "kernels": {}, "provenance": named}
+Path(run_path, "record.json").write_text(json.dumps(record))
+Path(run_path, "report.html").write_text(f"<title>{number}</title>")
+"""
+
+
+@pytest.fixture
+def trivial(tmp_path) -> Path:
+    """The notebook's path; its last cell writes a record, its last but one does what `does` says."""
+    v = nbformat.v4
+    cells = [
+        v.new_markdown_cell("# Trivial"), v.new_code_cell(_PARAMETERS.strip(), metadata={"tags": ["parameters"]}),
+        v.new_code_cell(_CHECK.strip(), metadata={"tags": ["check"]}), v.new_markdown_cell("## Work"),
+        v.new_code_cell(_WORK.strip()), v.new_code_cell("exec(does)"), v.new_code_cell(_RECORD.strip()),
+    ]  # fmt: skip
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    nbformat.write(v.new_notebook(cells=cells, metadata=kernel), tmp_path / "trivial.ipynb")
+    return tmp_path / "trivial.ipynb"
+
+
+@pytest.fixture
+def sweep(trivial):
+    """Writes a sweep of the trivial notebook: `sweep(grid={...})`, or with `text=` as YAML."""
+
+    def write(name: str = "s", text: str = "", **keys) -> Path:
+        path = trivial.with_name(f"{name}.yml")
+        path.write_text(textwrap.dedent(text) if text else yaml.safe_dump({"notebook": "trivial.ipynb", **keys}))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def workbench(tmp_path):
+    """`workbench ...` as a process of its own, with its runs in the test's folder."""
+
+    def start(*arguments, wait: bool = True, **how):
+        command = [sys.executable, "-m", "notebooks", *map(str, arguments), "--runs", str(tmp_path / "runs")]
+        how = {"cwd": ROOT, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE,
+               "env": os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}, **how}  # fmt: skip
+        if wait:
+            return subprocess.run(command, timeout=120, **how)
+        return subprocess.Popen(command, **how)
+
+    return start

@@ -1,0 +1,380 @@
+"""Runs that finish, fail in every way, are killed, or are asked for twice: what is done stays done, what is not is told."""
+
+import contextlib
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from notebooks import job as jobs
+from notebooks import leases
+from notebooks.batch import finished_runs, kept_sweep, plan, run_sweep, status
+from notebooks.engines import Local
+from notebooks.job import execute, job_of, state
+from notebooks.leases import held, holder, take
+from notebooks.processes import MARK, end, end_orphans, lives, mark, marked, place_of, started
+from notebooks.rundir import RunFolder
+from notebooks.sweep import read_sweep
+
+
+@pytest.fixture
+def runs(tmp_path) -> Path:
+    yield tmp_path / "runs"
+    assert not marked(place_of(tmp_path / "runs")), "something of a run is still alive"
+
+
+@pytest.fixture
+def one(sweep, runs):
+    """A job of the trivial notebook with these parameters."""
+
+    def make(values=None, **more):
+        return job_of(read_sweep(sweep(base=values or {})).runs[0], runs, **more)
+
+    return make
+
+
+def attempts(runs: Path) -> dict[str, str]:
+    return {made["key"]: made["attempt"] for made in finished_runs(runs)}
+
+
+def test_a_sweep_runs_once_and_never_again(sweep, runs):
+    path = sweep(grid={"number": [1, 2]})
+    first = run_sweep(path, runs=runs)
+    assert [outcome.status for outcome in first] == ["finished"] * 2
+    before = attempts(runs)
+    folder = RunFolder(Path(first[0].folder))
+    assert {path.name for path in folder.folder.iterdir()} == {"notebook.ipynb", "record.json", "report.html", "manifest.json"}
+    assert folder.manifest()["values"]["number"] == 1 and folder.complete()
+    assert [p.name for p in runs.iterdir() if p.name.startswith(".")] == [], "nothing is left beside"
+    assert [outcome.status for outcome in run_sweep(path, runs=runs)] == ["known"] * 2 and attempts(runs) == before
+    wider = sweep(grid={"number": [1, 2, 3]})
+    made = plan(wider, runs=runs)
+    assert [row.does for row in made.rows] == ["skip", "skip", "run"] and made.rows[2].seconds > 0
+    assert "2 done, 1 to run" in str(made)
+    forced = run_sweep(sweep(grid={"number": [1]}), runs=runs, force=True)
+    assert forced[0].status == "finished" and attempts(runs) != before and len(attempts(runs)) == 2
+    assert "finished" in status("s", runs=runs) and kept_sweep("s", runs)["runs"][0]["key"] == first[0].key
+
+
+@pytest.mark.parametrize("does, kind, told", [
+    ("raise RuntimeError('no luck')", "cell", "RuntimeError: no luck"),
+    ("raise ValueError('`bits` (=7) must be one of 2, 3')", "specification", "`bits` (=7)"),
+    ("raise MemoryError", "out of memory", "MemoryError"),
+    ("raise OSError(28, 'No space left on device')", "disk", "No space left"),
+    ("raise KeyboardInterrupt", "interrupt", "KeyboardInterrupt"),
+    ("os._exit(3)", "kernel death", "died"),
+    ("import sys; sys.exit(0)", "incomplete", "cell 7 was never executed"),
+    ("Path.write_text = lambda *_: None", "incomplete", "record.json is missing"),
+    ("os.environ['WORKBENCH_KEY'] = 'another'", "incomplete", "its record is of another"),
+])  # fmt: skip
+def test_every_failure_has_its_kind(does, kind, told, one, runs):
+    outcome = execute(one({"does": does}))
+    assert outcome.status == "failed" and outcome.failure["kind"] == kind and told in outcome.failure["error"], outcome
+    places = RunFolder(Path(outcome.folder))
+    assert state(places.folder) == "failed" and places.failure()["kind"] == kind and not places.folder.exists()
+    if kind not in ("incomplete",):
+        assert outcome.failure["cell"] == 6 and outcome.failure["cell_title"] == "Work"
+    if kind == "cell":
+        assert outcome.failure["lines"][-1] == "RuntimeError: no luck" and outcome.failure["peak_memory_bytes"] > 1e7
+    assert outcome.failure["attempts"] == 1 and (places.failed / "notebook.ipynb").is_file()
+
+
+def test_a_run_that_failed_can_be_run_again(one, runs, monkeypatch):
+    job = one({"does": "raise RuntimeError"})
+    assert execute(job).status == "failed"
+    assert execute(replace(job, values={**job.values, "does": ""})).status == "finished"
+    assert not RunFolder(Path(job.folder)).failed.exists() and state(job.folder) == "finished"
+
+
+@pytest.mark.parametrize("limits", [{"timeout_s": 5}, {"cell_timeout_s": 4}])
+def test_a_run_that_takes_too_long_is_ended_with_all_that_it_started(limits, one, runs, tmp_path):
+    """Also a grandchild in a session of its own, which heeds no signal but one."""
+    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
+    does = (
+        f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {stubborn!r}], start_new_session=True); time.sleep(300)"
+    )
+    begin = time.monotonic()
+    outcome = execute(one({"does": does}, **limits))
+    assert outcome.failure["kind"] == "timeout", outcome
+    assert outcome.failure["cell"] == 6 and time.monotonic() - begin < 40
+    assert outcome.failure["left"] == 0 and not marked(place_of(runs))
+
+
+def test_what_passes_by_itself_is_tried_once_more(one, monkeypatch):
+    failures = iter([{"kind": "kernel death", "error": "never came up", "transient": True}, {"kind": "cell", "error": "no"}])
+
+    def attempt(job, places, *_):
+        places.part.mkdir(parents=True, exist_ok=True)
+        return next(failures), 0.0
+
+    monkeypatch.setattr(jobs, "_attempt", attempt)
+    outcome = execute(one())
+    assert outcome.failure["attempts"] == 2 and outcome.failure["kind"] == "cell" and "transient" not in outcome.failure
+
+
+def test_a_full_disk_damages_no_finished_run(sweep, runs, workbench):
+    """A limit on the size of files stands in for a full disk."""
+    assert run_sweep(sweep(grid={"number": [1]}), runs=runs)[0].status == "finished"
+    before = {p: p.read_bytes() for p in runs.rglob("*") if p.is_file() and "sweeps" not in p.parts}
+    big = sweep("big", include=[{"number": 1}, {"number": 2, "does": "Path(run_path, 'big').write_bytes(bytes(10_000_000))"}])
+    done = workbench("run", big, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000)))
+    assert done.returncode == 1, done
+    assert "disk" in done.stderr and {p: p.read_bytes() for p in before} == before
+    assert "disk" in status("big", runs=runs)
+
+
+def test_of_two_who_want_a_run_one_gets_it(one):
+    job = one({"seconds": 2.0})
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(execute(job).status)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == ["busy", "finished"] and execute(job).status == "known"
+
+
+def test_leases_of_the_dead_are_taken_over_and_those_of_the_living_are_not(tmp_path, monkeypatch):
+    path = tmp_path / ".k.lease"
+    ours = mark(tmp_path, "k")
+    lease = take(path, ours)
+    assert lease and held(path) and take(path, mark(tmp_path, "k")) is None
+    lease.release()
+    assert not path.exists() and not held(path)
+    dead = subprocess.Popen(["true"])
+    told = {"host": leases._host(), "pid": dead.pid, "started": started(dead.pid) or "1", "token": "x"}
+    dead.wait()
+    path.write_text(json.dumps(told))
+    assert not held(path)
+    lease = take(path, ours)
+    assert lease and holder(path)["token"] == ours.attempt
+    lease.release()
+    for age, other in ((1, True), (leases.STALE_S + 5, False)):  # of another machine: only its time tells
+        path.write_text(json.dumps({"host": "another", "pid": 1, "started": "1", "token": "y"}))
+        os.utime(path, (time.time() - age,) * 2)
+        assert held(path) is other and (take(path, ours) is None) is other
+    for lease in [thread for thread in threading.enumerate() if "_renew" in thread.name]:
+        assert lease.daemon
+
+
+def test_a_lease_is_renewed_while_it_is_held(tmp_path, monkeypatch):
+    monkeypatch.setattr(leases, "RENEW_S", 0.05)
+    path = tmp_path / ".k.lease"
+    lease = take(path, mark(tmp_path, "k"))
+    os.utime(path, (1, 1))
+    deadline = time.monotonic() + 5
+    while path.stat().st_mtime < 10 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert path.stat().st_mtime > 10
+    lease.release()
+
+
+def test_a_run_is_what_its_manifest_says(one):
+    job = one()
+    execute(job)
+    places = RunFolder(Path(job.folder))
+    text = (places.folder / "record.json").read_text()
+    (places.folder / "record.json").write_text(text.replace("trivial", "Trivial"))
+    assert places.problems() == ["record.json has another content"] and state(job.folder) == "waiting"
+    (places.folder / "record.json").write_text(text)
+    assert places.complete()
+    (places.folder / "report.html").unlink()
+    assert places.problems() == ["report.html is not as it was"]
+    (places.folder / "manifest.json").write_text("{")
+    assert places.problems() == ["it has no manifest"]
+    assert execute(job).status == "finished" and places.complete()
+    assert places.folder.with_name(f"{places.folder.name}.before").is_dir(), "what cannot be verified is put aside, not deleted"
+
+
+def test_a_promotion_that_was_cut_short_is_finished(one):
+    job = one()
+    execute(job)
+    places = RunFolder(Path(job.folder))
+    os.rename(places.folder, places.old)  # as if killed between the two renames of --force
+    assert execute(job).status == "known" and places.complete() and not places.old.exists()
+
+
+def test_code_that_changed_under_a_planned_run_is_noticed(one):
+    from notebooks.run import CODE, _planned_key
+
+    os.environ[CODE] = "of before"
+    try:
+        with pytest.raises(RuntimeError, match="code has changed since this run was planned"):
+            _planned_key()
+    finally:
+        del os.environ[CODE]
+
+
+def test_interrupts_end_what_runs_and_keep_what_is_done(sweep, runs, workbench):
+    path = sweep(include=[{"number": 1}, {"number": 2, "seconds": 60.0}, {"number": 3}])
+    process = workbench("run", path, wait=False)
+    _until(lambda: len(finished_runs(runs)) == 1 and len(_kernels(runs)) == 1)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 130
+    assert not marked(place_of(runs)) and len(finished_runs(runs)) == 1
+    assert "interrupt" in status("s", runs=runs) and "1 waiting" in status("s", runs=runs)
+
+
+def _until(true, within_s: float = 30.0) -> None:
+    begin = time.monotonic()
+    while not true():
+        assert time.monotonic() - begin < within_s, "it did not come to pass"
+        time.sleep(0.05)
+
+
+def _kernels(runs: Path) -> list[psutil.Process]:
+    return [p for p in marked(place_of(runs)) if _role(p) == "kernel"]
+
+
+def _there(role: str, supervisor: subprocess.Popen, runs: Path) -> list[psutil.Process]:
+    if role == "supervisor":
+        return [psutil.Process(supervisor.pid)] if supervisor.poll() is None else []
+    return [p for p in marked(place_of(runs)) if _role(p) == role]
+
+
+def _role(process: psutil.Process) -> str:
+    try:
+        line = " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+    roles = {"notebooks.guard": "guard", "notebooks.worker": "worker", "ipykernel": "kernel"}
+    return next((role for name, role in roles.items() if name in line), "")
+
+
+@pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_kills_lose_nothing_repeat_nothing_and_leave_nothing(kills, sweep, runs, workbench):
+    """SIGKILL at random moments, of the supervisor, the guard, papermill or the kernel; what was finished stays as it is."""
+    dice = random.Random(7)
+    count, done, process = 4, {}, None
+    victims = dict.fromkeys(("supervisor", "guard", "worker", "kernel"), 0)
+    for _ in range(kills):
+        if len(attempts(runs)) >= count - 1:
+            count += 4
+        if process is None or process.poll() is not None:
+            process = workbench("run", sweep(grid={"number": list(range(count))}), "--parallel", 2, wait=False,
+                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+        victim, latest = dice.choice(list(victims)), time.monotonic() + 5
+        time.sleep(dice.uniform(0, 1.5))
+        while not (there := _there(victim, process, runs)) and process.poll() is None and time.monotonic() < latest:
+            time.sleep(0.02)
+        with contextlib.suppress(psutil.NoSuchProcess, IndexError):
+            dice.choice(there).kill()
+            victims[victim] += 1
+        if victim == "supervisor" and process.poll() is None and there:
+            process.wait(10)
+        if process.poll() is not None:
+            _until(lambda: not marked(place_of(runs)), within_s=15)
+        now = attempts(runs)
+        assert done.items() <= now.items(), "a finished run was lost or repeated"
+        done = now
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        process.wait(30)
+    _until(lambda: not marked(place_of(runs)), within_s=15)
+    assert min(victims.values()) > 0, victims
+    final = workbench("resume", "s", "--parallel", 2)
+    assert final.returncode == 0, final.stderr
+    assert len(attempts(runs)) == count and done.items() <= attempts(runs).items()
+    assert {path.name for path in runs.iterdir()} == {*attempts(runs), "sweeps", "index.html"}, "nothing else is left"
+
+
+def test_orphans_of_a_dead_owner_are_found_by_their_mark(runs, tmp_path):
+    runs.mkdir()
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    lost = replace(mark(runs, "k"), owner=dead.pid, owner_started="1")
+    ours = mark(runs, "k")
+    sleepers = [subprocess.Popen(["sleep", "60"], env=os.environ | {MARK: str(m)}, start_new_session=True) for m in (lost, ours)]
+    assert len(marked(place_of(runs))) == 2 and end_orphans(runs) == 1
+    assert [p.pid for p in marked(place_of(runs))] == [sleepers[1].pid] and lives(os.getpid(), ours.owner_started)
+    assert end(str(ours)) == 0 and not any(psutil.pid_exists(sleeper.pid) for sleeper in sleepers)
+
+
+def test_engines_of_several_runs_at_once(sweep, runs):
+    begin = time.monotonic()
+    found = run_sweep(sweep(grid={"number": [1, 2, 3]}, base={"does": "print(os.environ['WORKBENCH_THREADS'])"}), runs=runs,
+                      engine=Local(3))  # fmt: skip
+    assert {outcome.status for outcome in found} == {"finished"}
+    text = (Path(found[0].folder) / "notebook.ipynb").read_text()
+    assert f'"{max(1, (os.cpu_count() or 1) // 3)}\\n"' in text and time.monotonic() - begin < 100
+    with pytest.raises(ValueError, match="`parallel`"):
+        Local(0)
+
+
+def test_the_command_line(sweep, runs, workbench, trivial):
+    path = sweep(grid={"number": [1]}, include=[{"number": 2, "does": "1 / 0"}])
+    shown = workbench("plan", path)
+    assert shown.returncode == 0 and "2 to run" in shown.stdout
+    done = workbench("run", path)
+    assert done.returncode == 1 and "1 runs done now, 0 before, 1 failed" in done.stdout and "ZeroDivisionError" in done.stderr
+    page = Path(done.stdout.partition("comparison: ")[2].splitlines()[0])
+    assert page == runs / "sweeps" / "s" / "comparison.html" and "ZeroDivisionError" in page.read_text()
+    assert "ZeroDivisionError" in workbench("status", "--lines").stdout
+    again = workbench("resume")
+    assert again.returncode == 1 and "0 runs done now, 1 before, 1 failed" in again.stdout
+    alone = workbench("run", trivial, "-p", "number", "5")
+    assert alone.returncode == 0 and "report: " in alone.stdout
+    assert "was done already" in workbench("run", trivial, "-p", "number", "5").stdout
+    bad = workbench("run", trivial, "-p", "number", "-5")
+    assert bad.returncode == 2 and "`number` (=-5) must not be negative" in bad.stderr and not marked(place_of(runs))
+    assert workbench("run", sweep("t", grid={"numbr": [1]})).returncode == 2
+    assert "was not started here" in workbench("status", "nothing").stderr
+    index = (runs / "index.html").read_text()
+    assert "ZeroDivisionError" in index or "cell" in index
+
+
+def test_a_notebook_may_run_a_sweep(sweep, runs):
+    """tqdm.auto, and no signals from a thread that is not the main one."""
+    found = []
+    thread = threading.Thread(target=lambda: found.extend(run_sweep(sweep(grid={"number": [4]}), runs=runs)))
+    thread.start()
+    thread.join()
+    assert [outcome.status for outcome in found] == ["finished"]
+
+
+def test_timing_waits_for_the_device_and_the_wait_is_not_counted(tmp_path):
+    """Two processes that share a processor: one times something, and the other's clock stands still while it waits."""
+    code = """
+import sys, time, os
+from pathlib import Path
+from eval import device_lock
+device_lock._file.__globals__['tempfile'].gettempdir = lambda: sys.argv[1]
+device_lock.share("cpu")
+print("shares", flush=True)
+if sys.argv[2] == "times":
+    with device_lock.undisturbed("cpu"), device_lock.undisturbed("cpu"):
+        Path(sys.argv[1], "timing").touch()
+        assert not Path(sys.argv[1], "sharing").exists(), "somebody computes"
+        time.sleep(1)
+        Path(sys.argv[1], "timing").unlink()
+else:
+    Path(sys.argv[1], "sharing").touch()
+    time.sleep(2)
+    assert not Path(sys.argv[1], "timing").exists()
+    Path(sys.argv[1], "sharing").unlink()
+    with device_lock.undisturbed("cpu"):
+        assert not Path(sys.argv[1], "timing").exists()
+"""
+
+    def start(how, wait=""):
+        environment = os.environ | {"WORKBENCH_WAITING": str(tmp_path / wait)} if wait else os.environ
+        command = [sys.executable, "-c", code, str(tmp_path), how]
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        assert process.stdout.readline() == "shares\n"
+        return process
+
+    shares = start("shares")
+    _until(lambda: (tmp_path / "sharing").exists())
+    times = start("times", "waiting")
+    _until((tmp_path / "waiting").exists)
+    assert times.wait(60) == 0 and shares.wait(60) == 0 and not (tmp_path / "waiting").exists()

@@ -1,0 +1,184 @@
+"""The notebook that takes any recipe and measures everything, and the one that puts runs side by side."""
+
+import json
+import os
+import subprocess
+import sys
+
+import nbformat
+import pytest
+import torch
+
+from eval.schema import read_record
+from notebooks.batch import runs_folder
+from notebooks.identity import file_sha256
+from notebooks.measures import Asked, Unasked
+from notebooks.pages import compared, outcomes, verdict_of, write_all
+from notebooks.parameters import FOLDER
+from notebooks.rundir import NEEDED, RunFolder
+
+ROOT = FOLDER.parent
+PUBLISHED = ROOT / "reports" / "published"
+TINY = {"model_name": "tiny", "samples": 2, "seqlen": 64, "window": 64, "max_windows": 2, "speed_rounds": 1}
+
+
+def run_cells(name, given, until=""):
+    """Execute a notebook's cells in this process with these parameters, up to the one that says `until`."""
+    namespace = {}
+    for cell in nbformat.read(FOLDER / f"{name}.ipynb", as_version=4).cells:
+        if cell.cell_type != "code" or (until and until in cell.source):
+            if until and until in cell.source:
+                break
+            continue
+        exec(cell.source, namespace)
+        if "parameters" in cell.metadata.get("tags", []):
+            namespace |= given
+    return namespace
+
+
+@pytest.fixture
+def task_path(tmp_path):
+    """A folder with one task of six questions."""
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    rows = [{"question": f"{a} + {b} =", "choices": [str(a + b), str(a + b + 1)], "gold": 0} for a in (1, 2, 3) for b in (4, 5)]
+    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "sums.yaml").write_text(
+        "task: sums\ndataset_path: json\ndataset_kwargs: {data_files: {test: sums.jsonl}}\ntest_split: test\n"
+        "output_type: multiple_choice\ndoc_to_text: '{{question}}'\ndoc_to_choice: choices\ndoc_to_target: gold\n"
+        "metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]\nmetadata: {version: 1}\n"
+    )
+    return str(folder)
+
+
+def test_everything_is_measured_and_reported(tmp_path, task_path, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda step, **_: step)
+    given = TINY | {"recipe": "rtn(bits=4)", "compare": "wider: rtn(bits=8)", "tasks": ["sums"], "task_path": task_path,
+                    "task_limit": 4, "temperatures": [0.7], "write_tokens": 2, "speed_batches": [1, 2], "speed_prompts": [8],
+                    "efficiency": True,
+                    "exact": True, "run_path": str(tmp_path / "run"), "work_path": str(tmp_path / "work")}  # fmt: skip
+    cells = run_cells("recipe", given)
+    made = read_record(tmp_path / "run" / "record.json")
+    names = ["baseline", "compressed", "wider"]
+    assert list(made["scores"])[:3] == names and {"tasks", "generation", "speed_grid", "efficiency", "cost"} <= set(made)
+    assert all("acc_sums" in made["scores"][name] and "length_tokens_greedy" in made["scores"][name] for name in names)
+    assert made["tasks"]["rows"][0]["n"] == 4 and "LayerCast" in made["tasks"]["settings"]["dtype"]
+    assert set(made["tasks"]["compared"]) == {"compressed", "wider"} and len(list((tmp_path / ".answers").rglob("*.json"))) == 3
+    assert {(row["model"], row["batch"]) for row in made["speed_grid"]["rows"]} >= {(name, b) for name in names for b in (1, 2)}
+    assert made["efficiency"]["compressed"]["compression_rate"]["value"] > 1
+    assert any(row["model"] == "compressed" and row["measured_s"] for row in made["cost"]["rows"])
+    for file in ("compressed.sums.jsonl", "generations.jsonl"):
+        assert (tmp_path / "run" / "samples" / file).stat().st_size > 0
+    html = (tmp_path / "run" / "report.html").read_text()
+    assert all(f">{title}</h2>" in html for title in ("Tasks", "Generation"))
+    assert "<table" in cells["answers"]._repr_html_() and "<table" in cells["costs"]._repr_html_()
+
+
+def test_what_is_not_asked_for_is_not_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda step, **_: step)
+    cells = run_cells("recipe", TINY | {"recipe": "rtn(bits=4)", "run_path": str(tmp_path)})
+    made = read_record(tmp_path / "record.json")
+    assert (
+        not {"tasks", "generation", "speed_grid", "efficiency", "cost"} & set(made)
+        and "decode_tokens_per_s" in made["scores"]["baseline"]
+    )
+    for name in ("answers", "written", "speeds", "used", "costs"):
+        assert isinstance(cells[name], Unasked) and "Not asked for" in cells[name]._repr_html_()
+
+
+@pytest.mark.parametrize("given, message", [
+    ({"recipe": "gptk"}, "gptk is not a method"),
+    ({"recipe": "int8, smoothquant"}, "must come before"),
+    ({"compare": "baseline: rtn"}, "'baseline' is what another model of the run is called"),
+    ({"tasks": ["sums_and_more"]}, "'sums_and_more'"),
+    ({"tasks": ["sums"], "few_shot": -2}, "`few_shot` (=-2)"),
+    ({"task_limit": -1}, "`task_limit` (=-1)"),
+    ({"temperatures": [0.5, "hot"]}, "`temperatures`"),
+])  # fmt: skip
+def test_recipe_refuses_before_the_model_is_loaded(given, message, task_path):
+    with pytest.raises(ValueError) as caught:
+        run_cells("recipe", {"task_path": task_path} | given, until="load_model(model_name")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("given, message", [
+    ({"temperatures": [-1.0]}, "`temperatures`"),
+    ({"speed_batches": [0]}, "`speed_batches` (=[0])"),
+    ({"load": [50.0]}, "`load`"),
+    ({"speed_batches": [1], "speed_prompts": [4096]}, "2048"),
+])  # fmt: skip
+def test_recipe_refuses_before_any_work(given, message, monkeypatch):
+    monkeypatch.setattr(sys.modules["compress.apply"], "apply", lambda *_, **__: pytest.fail("work began"))
+    with pytest.raises(ValueError) as caught:
+        run_cells("recipe", TINY | given)
+    assert message in str(caught.value)
+
+
+def test_the_asked_check_themselves():
+    with pytest.raises(ValueError, match="`task_limit`"):
+        Asked(None, task_limit=-3)
+    assert isinstance(Asked(None).answers({}, None), Unasked)
+
+
+def test_recipe_runs_on_the_real_model(tmp_path, data):
+    """Through papermill; four bits keep most answers, two keep none of the text."""
+    given = {"recipe": "rtn(bits=4)", "compare": "rtn(bits=2)", "samples": 2, "seqlen": 64, "window": 256, "max_windows": 1,
+             "speed_rounds": 1, "task_limit": 20, "run_path": str(tmp_path / "run")}  # fmt: skip
+    arguments = [part for k, v in given.items() for part in ("-p", k, str(v))]
+    subprocess.run([sys.executable, "-m", "papermill", "notebooks/recipe.ipynb", str(tmp_path / "out.ipynb"), *arguments,
+                    "-y", "tasks: [arc_easy_local]"], cwd=ROOT, check=True, capture_output=True, timeout=600,
+                   env=os.environ | {"TORCHDYNAMO_DISABLE": "1"})  # fmt: skip
+    made = read_record(tmp_path / "run" / "record.json")
+    base, four, two = (made["scores"][name] for name in ("baseline", "compressed", "rtn(bits=2)"))
+    assert base["perplexity_pydocs"] < four["perplexity_pydocs"] < two["perplexity_pydocs"] / 2
+    assert base["acc_arc_easy_local"] >= 0.4 and two["acc_arc_easy_local"] <= base["acc_arc_easy_local"]
+    assert made["tasks"]["compared"]["rtn(bits=2)"]["arc_easy_local"]["n"] == 20
+
+
+RECORDS = sorted(map(str, PUBLISHED.glob("*smollm2*.json")))
+
+
+def test_compare_runs_through_papermill(tmp_path):
+    subprocess.run([sys.executable, "-m", "papermill", "notebooks/compare.ipynb", str(tmp_path / "out.ipynb"), "-y",
+                    f"runs: {json.dumps(RECORDS)}", "-p", "page", str(tmp_path / "page.html"), "-p", "title", "All published"],
+                   cwd=ROOT, check=True, capture_output=True, timeout=300)  # fmt: skip
+    page = (tmp_path / "page.html").read_text()
+    assert "All published" in page and len(page.encode()) <= 1_000_000 and page.count("<svg") >= 2
+    shown = (tmp_path / "out.ipynb").read_text()
+    assert f"{len(RECORDS)} runs: {len(RECORDS)} finished" in shown and "No run failed." in shown and shown.count("<svg") >= 2
+
+
+def test_compared_needs_runs(tmp_path):
+    with pytest.raises(ValueError, match="nothing stands there yet"):
+        compared([], tmp_path)
+    with pytest.raises(ValueError, match="'nothing'"):
+        compared(["nothing"], tmp_path)
+    assert runs_folder(tmp_path) == tmp_path
+
+
+def test_verdicts_have_an_exit_status(workbench):
+    """Of two runs on the same model: good enough for CI, or not."""
+    gptq, kv = (next(path for path in RECORDS if name in path) for name in ("/weight-only", "/kv-eviction"))
+    good = workbench("compare", gptq, gptq, "--recovery-threshold", "0.99")
+    assert good.returncode == 0 and "page: " in good.stdout, good.stderr
+    found = outcomes([gptq, next(path for path in RECORDS if "/pruning" in path)], ROOT)
+    assert verdict_of(found, 0.1).exit_code == 0 and verdict_of(found, 0.99).exit_code == 1
+    assert workbench("compare", gptq, kv).returncode == 2, "they share no measure of accuracy"
+    assert workbench("compare", gptq, gptq, "--recovery-threshold", "99").returncode == 2
+
+
+def test_pages_are_made_anew_and_runs_stay_whole(tmp_path, monkeypatch):
+    """A run's page is not part of what was measured: it may be rendered again."""
+    monkeypatch.setattr(torch, "compile", lambda step, **_: step)
+    folder = tmp_path / "runs" / "one"
+    run_cells("recipe", TINY | {"recipe": "rtn(bits=4)", "run_path": str(folder)})
+    (folder / "report.html").write_text("old")
+    (folder / "notebook.ipynb").write_text("{}")
+    sealed = {name: {"bytes": (folder / name).stat().st_size, "sha256": file_sha256(folder / name)} for name in NEEDED}
+    (folder / "manifest.json").write_text(json.dumps({"files": sealed}))
+    assert RunFolder(folder).complete()
+    written = write_all(tmp_path / "runs", [])
+    assert folder / "report.html" in written and (folder / "report.html").read_text() != "old"
+    assert RunFolder(folder).complete()
+    index, papers = ((tmp_path / "runs" / name).read_text() for name in ("index.html", "papers.html"))
+    assert "rtn" in index and "GPTQ: Accurate" in papers

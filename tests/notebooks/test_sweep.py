@@ -1,0 +1,164 @@
+"""What a sweep stands for, what a run's key depends on, and what is refused before anything starts."""
+
+import nbformat
+import pytest
+
+from notebooks import identity as identities
+from notebooks.batch import plan
+from notebooks.identity import identity, key_of, run_key
+from notebooks.parameters import check_parameters, read_parameters
+from notebooks.sweep import MOST, is_sweep, read_sweep, single
+
+
+def given(sweep) -> list[dict]:
+    return [{name: run.values[name] for name in run.varied} for run in sweep.runs]
+
+
+def test_a_grid_is_every_combination_and_a_list_one_run_each(sweep):
+    made = read_sweep(sweep(grid={"number": [1, 2], "share": [0.1, 0.2]}, list=[{"seconds": 1.0}, {"does": "pass"}]))
+    assert len(made.runs) == 8 and len({run.key for run in made.runs}) == 8
+    assert {(run.values["number"], run.values["share"], run.values["seconds"], run.values["does"]) for run in made.runs} == {
+        (n, s, *other) for n in (1, 2) for s in (0.1, 0.2) for other in ((1.0, ""), (0.0, "pass"))
+    }  # fmt: skip
+
+
+def test_exclude_takes_combinations_out_and_include_puts_runs_in(sweep):
+    made = read_sweep(sweep(grid={"number": [1, 2], "share": [0.1, 0.2]}, exclude=[{"number": 1, "share": 0.2}, {"share": 0.1}],
+                            include=[{"number": 7}], base={"does": "pass"}))  # fmt: skip
+    assert [(run.values["number"], run.values["share"]) for run in made.runs] == [(2, 0.2), (7, 0.5)]
+    assert {run.values["does"] for run in made.runs} == {"pass"}
+
+
+def test_only_what_is_included_runs_where_there_is_no_grid(sweep):
+    assert given(read_sweep(sweep(include=[{"number": 3}, {"number": 4}]))) == [{"number": 3}, {"number": 4}]
+    assert len(read_sweep(sweep()).runs) == 1
+
+
+def test_the_same_run_twice_is_one_run(sweep):
+    assert len(read_sweep(sweep(grid={"share": [1, 1.0, 0.5]}, include=[{"share": 0.5, "number": 0}])).runs) == 2
+
+
+def test_several_notebooks_share_a_base_as_far_as_they_have_its_parameters(sweep):
+    text = """
+        title: Two notebooks
+        base: {device: cpu, bits: 3}
+        runs:
+          - {notebook: trivial.ipynb, grid: {number: [1, 2]}}
+          - {notebook: gptq, base: {model_name: tiny}}
+        """
+    made = read_sweep(sweep(text=text))
+    assert made.title == "Two notebooks" and len(made.runs) == 3
+    assert "bits" not in made.runs[0].values and made.runs[2].values["bits"] == 3 and made.runs[2].values["model_name"] == "tiny"
+
+
+@pytest.mark.parametrize("keys, told", [
+    ({"grid": {"numbr": [1]}}, "`numbr` (=1) is not a parameter of this notebook; did you mean `number`?"),
+    ({"grid": {"number": ["one"]}}, "`number` (='one') must be int, not str"),
+    ({"grid": {"number": [True]}}, "`number` (=True) must be int, not bool"),
+    ({"grid": {"number": [1, -1]}}, "`number` (=-1) must not be negative"),
+    ({"grid": {"number": 3}}, "`number` (=3) of `grid`"),
+    ({"grid": {"number": []}}, "`number` (=[]) of `grid`"),
+    ({"list": [3]}, "`list` of s.yml"),
+    ({"grid": {"number": [1]}, "exclude": [{"number": 2}]}, "leaves nothing out"),
+    ({"grid": {"number": [1]}, "exclude": [{"number": 1}]}, "stands for no run"),
+    ({"base": {"nothing": 1}, "grid": {"number": [1]}}, "`nothing` (=1) of `base` is a parameter of no notebook"),
+    ({"grd": {"number": [1]}}, "`grd` is not a key of s.yml"),
+    ({"timeout_s": -1}, "`timeout_s` (=-1)"),
+    ({"timeout_s": "1h"}, "`timeout_s` (='1h') of s.yml must be a number"),
+    ({"runs": []}, "`runs` of s.yml must be a list"),
+    ({"runs": [{"grid": {}}]}, "`notebook` is missing in s.yml, runs[0]"),
+    ({"notebook": "gptk"}, "`notebook` (='gptk') is not there"),
+    ({"grid": {"number": list(range(200)), "seconds": list(range(200))}}, f"{MOST:,} are the most"),
+])  # fmt: skip
+def test_a_bad_sweep_is_refused_and_says_why(keys, told, sweep):
+    path = sweep(text=str(keys).replace("'", '"')) if "runs" in keys else sweep(**keys)
+    with pytest.raises(ValueError) as caught:
+        read_sweep(path)
+    assert told in str(caught.value)
+
+
+def test_every_problem_is_told_at_once(sweep):
+    with pytest.raises(ValueError, match="has 3 problems") as caught:
+        read_sweep(sweep(grid={"number": [1, -1, -2]}, include=[{"share": "much"}]))
+    assert "(=-1)" in str(caught.value) and "(=-2)" in str(caught.value) and "'much'" in str(caught.value)
+
+
+@pytest.mark.parametrize("text, told", [("a: [", "cannot be read"), ("- a", "must be a mapping"), ("", "must be a mapping")])
+def test_what_is_no_sweep(text, told, sweep):
+    path = sweep()
+    path.write_text(text)
+    with pytest.raises(ValueError, match=told):
+        read_sweep(path)
+    with pytest.raises(ValueError, match="is not there; give a .yml file, or one known by name: .*quickstart"):
+        read_sweep("slowstart")
+
+
+@pytest.mark.parametrize("values, told", [
+    ({"bits": 7}, "`bits` (=7) of gptq must be one of"),
+    ({"damp": -1.0}, "`damp` (=-1.0) of gptq"),
+    ({"scale": "best"}, "`scale` (='best') of gptq"),
+])  # fmt: skip
+def test_knobs_are_checked_by_the_notebooks_own_cells(values, told):
+    """Ranges are the methods' own: nothing says them twice."""
+    with pytest.raises(ValueError) as caught:
+        single("gptq", values)
+    assert told in str(caught.value)
+
+
+def test_sweeps_and_notebooks_are_told_apart():
+    assert is_sweep("quickstart") and is_sweep("a/b.yml") and not is_sweep("gptq") and not is_sweep("x.ipynb")
+
+
+def values_of(book, **given):
+    return check_parameters(given, read_parameters(book))
+
+
+def test_a_key_is_of_what_is_computed_and_not_of_how_it_is_written(trivial):
+    key = run_key(trivial, values_of(trivial, number=1))
+    assert key == run_key(trivial, values_of(trivial, number=1, run_path="/elsewhere")) and key.startswith("trivial-")
+    assert run_key(trivial, values_of(trivial, share=1)) == run_key(trivial, values_of(trivial, share=1.0))
+    assert key != run_key(trivial, values_of(trivial, number=2))
+    book = nbformat.read(trivial, as_version=4)
+    book.cells[0].source += "\n\nMore words."
+    reworded = book.cells[4].source.replace('print("working on", number)', "print('working on',number)")
+    book.cells[4].source = f"# a comment\n\n{reworded}"
+    nbformat.write(book, trivial)
+    assert key == run_key(trivial, values_of(trivial, number=1))
+    book.cells[4].source += "\nnumber = number + 1"
+    nbformat.write(book, trivial)
+    assert key != run_key(trivial, values_of(trivial, number=1))
+
+
+@pytest.mark.parametrize("part", ["code", "versions", "device"])
+def test_a_key_is_of_code_versions_and_device(trivial, part, monkeypatch):
+    values = values_of(trivial)
+    before = run_key(trivial, values)
+    name = {"code": "packages_code", "versions": "versions", "device": "device_class"}[part]
+    monkeypatch.setattr(identities, name, lambda *_: "another")
+    assert run_key(trivial, values) != before and identity(trivial, values)[part] in ("another", identities._sha("another"))
+
+
+def test_a_key_is_of_the_content_of_files(trivial, tmp_path):
+    """A model's folder and a text's file count by what is in them, wherever they lie."""
+    values = values_of("gptq", model_name="tiny")
+    texts = [tmp_path / name for name in ("a.txt", "b.txt")]
+    for file in texts:
+        file.write_text("the same words")
+    one, other = (run_key("gptq", values | {"corpus": str(file)}) for file in texts)
+    assert one != other, "what was asked for is a parameter, too"
+    texts[0].write_text("other words")
+    assert run_key("gptq", values | {"corpus": str(texts[0])}) != one
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    before = identity("gptq", values | {"model_name": str(folder)})
+    (folder / "config.json").write_text("{ }")
+    assert identity("gptq", values | {"model_name": str(folder)})["model"] != before["model"]
+    assert key_of("gptq", values, before) != key_of("gptq", values, before | {"model": "another"})
+
+
+def test_a_plan_says_what_will_be_done(sweep, tmp_path):
+    made = plan(sweep(grid={"number": [1, 2]}), runs=tmp_path / "runs")
+    assert [row.does for row in made.rows] == ["run", "run"] and made.seconds is None
+    assert "number=1" in str(made) and "2 runs: 0 done, 2 to run, ?" in str(made) and "<table>" in made._repr_html_()
+    assert not (tmp_path / "runs").exists(), "a plan writes nothing"
