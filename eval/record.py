@@ -1,10 +1,8 @@
 """The run record put together from a result and its scores; `eval.schema` has its shape."""
 
-import importlib.metadata
 import json
 import math
 import os
-import platform
 import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -19,6 +17,7 @@ from eval.evaluate import Scores
 from eval.hardware import hardware
 from eval.kernel_bench import KernelBench
 from eval.schema import SCHEMA_VERSION
+from eval.versions import versions
 
 PACKAGES = (
     "torch", "transformers", "datasets", "accelerate", "safetensors", "tokenizers", "lm-eval", "bitsandbytes", "triton", "numpy",
@@ -144,7 +143,7 @@ def provenance(command: str, device: str, dtype: str, deploy_dtype: str) -> dict
     return {
         "commit": commit,
         "dirty": dirty,
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": versions(PACKAGES),
         "hardware": hardware(),
         "threads": timing_threads(),
         "device": device,
@@ -165,16 +164,6 @@ def _merged(*many: dict[str, Any]) -> dict[str, list[str]]:
         for op, used in one.items():
             merged.setdefault(op, []).extend(used)
     return merged
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _git() -> tuple[str | None, bool | None]:

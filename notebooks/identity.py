@@ -9,16 +9,16 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import platform
 import re
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from eval.versions import versions
 from notebooks.parameters import notebook_path, read_cells
 
 ROOT = Path(__file__).resolve().parents[1]
-VERSIONS = ("torch", "transformers", "tokenizers", "datasets", "numpy", "lm-eval", "bitsandbytes", "triton")
+PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "numpy", "lm-eval", "bitsandbytes", "triton")
 MODEL, TEXTS = "model_name", ("corpus", "eval_corpus", "haystack")  # parameters that name what lies elsewhere
 TASKS = ("tasks", "task_path")
 _CODE = (".py", ".cpp", ".inc", ".json")
@@ -66,7 +66,7 @@ def identity(notebook: str | Path, values: dict[str, Any]) -> dict[str, str]:
         "notebook": _sha(notebook_code(path)),
         "parameters": _sha(counted),
         "code": packages_code(),
-        "versions": _sha(versions()),
+        "versions": _sha(versions(PACKAGES)),
         "model": model_identity(values[MODEL]) if values.get(MODEL) else "",
         "data": _sha({name: data_identity(name, values[name]) for name in sorted(values) if isinstance(values[name], str | list)}),
         "device": device_class(str(values.get("device", "cpu"))),
@@ -97,17 +97,6 @@ def packages_code() -> str:
     return digest.hexdigest()
 
 
-def versions() -> dict[str, str]:
-    """Python's and those of the libraries whose numbers a run's numbers are."""
-    found = {"python": platform.python_version()}
-    for package in VERSIONS:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def model_identity(model_name: str) -> str:
     """A folder or file by its content; an embedded model by its package; a hub id by the revision at hand, if one is."""
     path = Path(model_name).expanduser()
@@ -115,9 +104,9 @@ def model_identity(model_name: str) -> str:
         return _sha([(str(file.relative_to(path)), file_sha256(file)) for file in sorted(path.rglob("*")) if file.is_file()])
     if path.is_file():
         return file_sha256(path)
-    from compress.model import PACKAGES
+    from compress.model import PACKAGES as EMBEDDED
 
-    if package := PACKAGES.get(model_name):
+    if package := EMBEDDED.get(model_name):
         try:
             return f"{package} {importlib.metadata.version(package)}"
         except importlib.metadata.PackageNotFoundError:

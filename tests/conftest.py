@@ -5,6 +5,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # several at once: threads of several processes on the same cores wait for one another
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
 from torch import Tensor, nn

@@ -20,25 +20,6 @@ def greedy(model, prompts, count):
     return prompts[:, -count:]
 
 
-@pytest.fixture
-def timed(monkeypatch):
-    """No clock: rounds take the seconds that are given by batch and by the name of the model; who was asked is written down."""
-    asked, names = [], {}
-
-    def fake(variant, prompt_tokens, new_tokens, batch=1):
-        slow = {"baseline": 2.0, "fast": 1.0, "slow": 8.0}[names[id(variant.source)]]
-        asked.append((names[id(variant.source)], batch, prompt_tokens))
-        return slow * batch * prompt_tokens / 1000, [slow / 100] * new_tokens
-
-    def models(tiny, *which):
-        made = {name: tiny("llama", num_hidden_layers=1) for name in which}
-        names.update({id(model): name for name, model in made.items()})
-        return made
-
-    monkeypatch.setattr(speed, "_round", fake)
-    return models, asked
-
-
 @pytest.mark.parametrize("in_rows", [False, True])
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3_text", "mixtral"])
 def test_batches_that_are_timed_write_what_plain_passes_write(tiny, monkeypatch, architecture, in_rows):

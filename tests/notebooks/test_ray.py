@@ -18,7 +18,8 @@ import pytest
 
 from notebooks import engines
 from notebooks.batch import finished_runs, run_sweep, status
-from notebooks.engines import NODE, Ray
+from notebooks.engines import Ray
+from notebooks.identity import packages_code
 from notebooks.job import Outcome, job_of
 from notebooks.processes import lives, marked, place_of, started
 from notebooks.rundir import RunFolder
@@ -243,10 +244,13 @@ def test_a_sweep_spreads_over_the_nodes_and_keeps_its_keys(tells, runs, nodes):
 
 @pytest.mark.slow
 def test_a_run_keeps_the_key_of_its_plan_on_a_node_of_another_kind(tells, runs, nodes):
-    """Planned where the device is of another class: the key is not computed anew, and other code of the workbench is noticed."""
+    """Planned where the device is of another class: the key is not computed anew; other code of the workbench is noticed."""
     asks = 'from notebooks.run import _planned_key; told["planned"] = _planned_key()'
     job = job_of(read_sweep(tells(more=asks)).runs[0], runs)
-    other = replace(job, key="trivial-another", folder=f"{job.folder}-a", identity=job.identity | {"device": "another"})
+    code = packages_code.__wrapped__()  # as it is now: somebody may be at work on it
+    other = replace(
+        job, key="trivial-another", folder=f"{job.folder}-a", identity=job.identity | {"device": "another", "code": code}
+    )
     stale = replace(job, key="trivial-stale", folder=f"{job.folder}-s", identity=job.identity | {"code": "of before"})
     found = {outcome.key: outcome for outcome in Ray(nodes.address).run([other, stale], threading.Event())}
     assert found["trivial-another"].status == "finished", found
@@ -327,12 +331,11 @@ def test_the_command_on_a_cluster_that_is_interrupted_or_killed(with_signal, end
     before, workers = attempts(runs), _owners(runs)
     process.send_signal(with_signal)
     assert process.wait(40) == ends_with, process.stderr.read()
-    _until(lambda: not marked(place_of(runs)), within_s=15)
+    _until(lambda: not marked(place_of(runs)) and not any(lives(*worker) for worker in workers.items()), within_s=15)
     (tmp_path / "go").touch()
     done = workbench("resume", "s", "--engine", "ray", "--address", nodes.address)
     assert done.returncode == 0 and "2 runs done now, 1 before, 0 failed" in done.stdout, done.stderr
     assert before.items() <= attempts(runs).items()
-    assert not any(lives(*worker) for worker in workers.items()) or with_signal == signal.SIGINT, "a driver takes its workers along"
 
 
 def _owners(runs: Path) -> dict[int, str]:
@@ -358,4 +361,4 @@ def test_a_worker_that_is_killed_is_a_failure_of_its_run_alone(tells, runs, node
     thread.join(40)
     assert sorted(outcome.failure.get("kind", outcome.status) for outcome in found) == ["finished", "kernel death"]
     _until(lambda: not marked(place_of(runs)), within_s=15)
-    assert len(_begun(tmp_path)) == 2 and NODE == "WORKBENCH_NODE"
+    assert len(_begun(tmp_path)) == 2

@@ -1,0 +1,16 @@
+"""Versions of what is installed; apart from the rest, so that they are told without importing torch."""
+
+import importlib.metadata
+import platform
+from collections.abc import Iterable
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Python's, and those of the packages that are installed."""
+    found = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
