@@ -158,7 +158,7 @@ def _ended_by_signals(stop: threading.Event) -> Iterator[None]:
 def _remember(outcome: Outcome) -> None:
     """A failure of which the folders know nothing, such as a node that died: so that `status` and pages tell of it."""
     places = RunFolder(Path(outcome.folder))
-    if outcome.status == "failed" and not places.failure() and not places.complete():
+    if outcome.status == "failed" and places.failure().get("error") != outcome.failure.get("error") and not places.complete():
         shutil.rmtree(places.failed, ignore_errors=True)
         write_whole(json.dumps(outcome.failure), places.failed / "failure.json")
 

@@ -57,9 +57,10 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--timeout", type=float, default=None, help="seconds that a run may take, by the clock")
     run.add_argument("--cell-timeout", type=int, default=None, help="seconds that a cell may take")
     for one in (run, resume):
-        one.add_argument("--parallel", type=int, default=1, help="runs at once on this machine; nothing runs beside what is timed")
+        at_once = "runs at once here (of Ray: `ray start --num-cpus`); nothing runs beside what is timed"
+        one.add_argument("--parallel", type=int, default=1, help=at_once)
         one.add_argument("--engine", choices=ENGINES, default="local", help="where: here, or on a Ray cluster")
-        one.add_argument("--address", default="", help="of the Ray cluster")
+        one.add_argument("--address", default="", help="host:port of the Ray cluster's head; this machine's by default")
     status = command("status", _status, "what is done, runs, failed or waits", ("sweep", {"nargs": "?", "help": sweep[1]["help"]}))
     status.add_argument("--lines", action="store_true", help="the last lines of failed runs, too")
     several = ("named", {"nargs": "+", "metavar": "RUN", "help": "sweeps, keys or folders of runs, or records"})

@@ -22,6 +22,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -93,9 +94,10 @@ class Ray:
     Nothing is repeated: when a node or a worker dies, its runs end with it and are failures of the kind `kernel death`, for
     `workbench resume`; a lease of another machine counts as given up once it has not been renewed for a minute. `stop` asks the
     runs to end, as Ctrl-C does, and kills their workers after `GRACE_S`; a driver that is killed takes its runs with it.
+    Without the cluster's head Ray ends the driver after a minute, and `resume` on a new cluster goes on.
 
     Args:
-        address: of the cluster, as `ray start` says it; that of this machine by default.
+        address: of the cluster's head, as host:port; that of the cluster to which this machine belongs by default.
 
     Raises:
         ValueError: Ray is not installed, or no cluster can be joined there; from `run`, no node could ever take one of the jobs.
@@ -115,6 +117,7 @@ class Ray:
                 )
             return
         try:
+            _reach(address)
             ray.init(address=address or "auto", log_to_driver=False, logging_level=logging.WARNING)
         except (ImportError, OSError, ValueError, RuntimeError) as error:
             raise ValueError(f"`address` (={address!r}): no Ray cluster can be joined there: {first_line(error)}; "
@@ -172,6 +175,15 @@ class Ray:
             return Outcome(job.key, "waiting", job.folder)
         at = where(RunFolder(Path(job.folder)).part / "notebook.ipynb") if begun != before[1] else {}
         return Outcome(job.key, "failed", job.folder, at | _failure(job, kind, said))
+
+
+def _reach(address: str) -> None:
+    """Ray asks for minutes where nobody answers; raises OSError or ValueError at once."""
+    host, _, port = address.rpartition(":")
+    if "://" in address or (host and not port.isdecimal()):
+        raise ValueError("give it as host:port, from a machine that is a node of the cluster")
+    if host:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
 
 
 def _failure(job: Job, kind: str, said: str) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from notebooks.identity import ROOT, packages_code
+from eval.processor import cpu_class
+from notebooks.identity import ROOT, device_class, packages_code
 from notebooks.leases import held, take
 from notebooks.parameters import notebook_path, read_parameters
 from notebooks.processes import MARK, Mark, end, end_orphans, mark
@@ -58,7 +59,8 @@ class Outcome:
 def job_of(planned: Planned, runs: Path, **more: Any) -> Job:
     """The job of a planned run in a folder of runs."""
     folder = planned.values.get("run_path") or runs / planned.key
-    gpus = int(str(planned.values.get("device", "")).startswith("cuda"))
+    device = str(planned.values.get("device", "cpu"))
+    gpus = int(device.startswith("cuda") or (device == "auto" and device_class(device) != cpu_class()))
     return Job(planned.key, planned.notebook, planned.values, str(Path(folder).expanduser().absolute()), planned.identity,
                planned.varied, gpus=gpus, **more)  # fmt: skip
 

@@ -10,6 +10,8 @@ import nbformat
 import pytest
 import yaml
 
+from notebooks.processes import marked, place_of
+
 ROOT = Path(__file__).resolve().parents[2]
 
 _PARAMETERS = """
@@ -64,6 +66,13 @@ def sweep(trivial):
         return path
 
     return write
+
+
+@pytest.fixture
+def runs(tmp_path) -> Path:
+    """The folder of the test's runs, of which nothing may be alive when it ends."""
+    yield tmp_path / "runs"
+    assert not marked(place_of(tmp_path / "runs")), "something of a run is still alive"
 
 
 @pytest.fixture

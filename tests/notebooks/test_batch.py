@@ -28,12 +28,6 @@ from notebooks.sweep import read_sweep
 
 
 @pytest.fixture
-def runs(tmp_path) -> Path:
-    yield tmp_path / "runs"
-    assert not marked(place_of(tmp_path / "runs")), "something of a run is still alive"
-
-
-@pytest.fixture
 def one(sweep, runs):
     """A job of the trivial notebook with these parameters."""
 

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -45,12 +46,6 @@ if number >= 10:
     while not Path({place!r}, "go").exists():
         time.sleep(0.1)
 """
-
-
-@pytest.fixture
-def runs(tmp_path) -> Path:
-    yield tmp_path / "runs"
-    assert not marked(place_of(tmp_path / "runs")), "something of a run is still alive"
 
 
 @pytest.fixture
@@ -150,8 +145,16 @@ def test_no_cluster_is_said_so(tmp_path, monkeypatch):
     pytest.importorskip("ray")
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    for address in ("", "nonsense://here"):
-        with pytest.raises(ValueError, match="`address` .*: no Ray cluster can be joined there"):
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        nobody = f"127.0.0.1:{closed.getsockname()[1]}"
+    for address, why in (
+        ("", "any running Ray"),
+        (nobody, "refused"),
+        ("ray://127.0.0.1:10001", "host:port"),
+        ("head:port", "host:port"),
+    ):
+        with pytest.raises(ValueError, match=f"`address` .*: no Ray cluster can be joined there: .*{why}"):
             Ray(address)
 
 
@@ -316,7 +319,7 @@ def test_a_sweep_that_is_stopped_leaves_nothing_alive(tells, runs, nodes, meanwh
     assert not thread.is_alive() and not marked(place_of(runs))
     ends = [outcome.failure.get("kind", outcome.status) for outcome in found]
     assert sorted(ends) == ["finished"] + ["interrupt"] * 4 + ["waiting"] * 2
-    assert not list(runs.glob(".*.lease")) and len(list(runs.glob("*.failed"))) == 4
+    assert not list(runs.glob(".*")) and len(list(runs.glob("*.failed"))) == 4, "ended in good order"
     (tmp_path / "go").touch()
     assert {one.status for one in run_sweep(path, runs=runs, engine=Ray(nodes.address))} == {"known", "finished"}
 
