@@ -194,7 +194,10 @@ def _outcome(folder: Path, page: Path, asked: dict[str, Any]) -> RunOutcome:
     places = RunFolder(folder)
     by_hand = not places.manifest() and (folder / "record.json").is_file()
     now = "finished" if by_hand else state(folder)
-    record = read_record(folder / "record.json") if now == "finished" else None
+    try:
+        record = read_record(folder / "record.json") if now == "finished" else None
+    except ValueError as error:  # of another version, say: told, and in nobody's way
+        return RunOutcome(folder.name, "", "failed", "", failure={"kind": "incomplete", "error": str(error)})
     failure = places.failure() if now == "failed" else None
     told = asked or places.manifest() or failure or {}
     notebook = record["run"]["notebook"] if record else Path(told.get("notebook", "")).stem

@@ -25,7 +25,7 @@ from typing import Any
 import yaml
 
 from notebooks.identity import identity, key_of
-from notebooks.parameters import FOLDER, check_parameters, notebook_path, read_cells, read_parameters
+from notebooks.parameters import FOLDER, Parameter, check_parameters, notebook_path, read_cells, read_parameters
 
 SWEEPS = FOLDER / "sweeps"
 _GROUP = ("notebook", "base", "grid", "list", "include", "exclude")
@@ -117,7 +117,8 @@ def single(notebook: str | Path, given: dict[str, Any]) -> Sweep:
         ValueError: as `read_sweep` does; or `run_path` holds other things than a run.
     """
     book = Path(notebook).absolute() if Path(notebook).suffix == ".ipynb" else notebook
-    values = check_parameters(given, read_parameters(book))
+    declared = _writes_record(book)
+    values = check_parameters(given, declared)
     folder = Path(values.get("run_path") or "nowhere, as asked").expanduser()
     if folder.is_dir() and any(folder.iterdir()) and not (folder / "record.json").is_file():
         raise ValueError(f"`run_path` (={str(folder)!r}) holds other things than a run, which would take its place; give a new one")
@@ -126,6 +127,15 @@ def single(notebook: str | Path, given: dict[str, Any]) -> Sweep:
     parts = identity(book, values)
     planned = Planned(str(book), values, key_of(book, values, parts), parts, tuple(given))
     return Sweep(planned.key, planned.key, (planned,))
+
+
+def _writes_record(notebook: str | Path) -> dict[str, Parameter]:
+    """The parameters of a notebook that makes a run, which one without `run_path` does not."""
+    declared = read_parameters(notebook)
+    if "run_path" not in declared:
+        raise ValueError(f"`notebook` (={str(notebook)!r}) writes no record, so that it makes no run: use it in Jupyter or with "
+                         "papermill; of compare, `workbench compare` does the same")  # fmt: skip
+    return declared
 
 
 def _resolved(groups: list[dict[str, Any]], base: dict[str, Any], path: Path) -> tuple[list[Planned], list[str]]:
@@ -138,7 +148,7 @@ def _resolved(groups: list[dict[str, Any]], base: dict[str, Any], path: Path) ->
             _known(group, _GROUP, where)
             _shape(group, {"base": dict, "grid": dict, "list": list, "include": list, "exclude": list, "notebook": str}, where)
             book = _book(group, where, path)
-            declared = read_parameters(book)
+            declared = _writes_record(book)
         except ValueError as error:
             problems[str(error)] = None
             continue

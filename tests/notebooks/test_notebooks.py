@@ -76,26 +76,20 @@ def expect_smoothquant(made, scores, html):
 
 
 def expect_pruning(made, scores, html):
-    base, small, shorter = (scores[k] for k in ("baseline", "compressed", "two less"))
+    """Comparisons and curves run on the tiny model; the papers' orders are tested on the real one in tests/compress."""
+    base, small = (scores[k] for k in ("baseline", "compressed"))
     assert all(layer["sparsity"] == pytest.approx(0.5, abs=0.01) for layer in made["layers"])
     assert {round(layer["bits_per_weight"], 1) for layer in made["layers"]} == {9.0}
     assert small["stored_bytes"] < 0.7 * base["stored_bytes"]
-    assert shorter["stored_bytes"] < base["stored_bytes"] - 3e6 and shorter["prefill_tokens_per_s"] > 0
-    line = made["strengths"]["lines"][0]
-    assert line["recipe"] == "magnitude(ratio={})" and [point["value"] for point in line["points"]] == ["0.5"]
-    magnitude = line["points"][0]["scores"]
-    assert base["perplexity_pydocs"] < small["perplexity_pydocs"] < magnitude["perplexity_pydocs"]
-    assert magnitude["stored_bytes"] == small["stored_bytes"]
-    assert line["points"][0]["removed_parameters"] == pytest.approx(0.5 * 106_168_320, rel=0.01)
-    assert "What was taken away" in html and "50.0 % of the weights of 210 linears are 0" in html and "magnitude(ratio={})" in html
+    assert base["perplexity_pydocs"] < small["perplexity_pydocs"] < 30 * base["perplexity_pydocs"]
+    assert "What was taken away" in html and "50.0 % of the weights of 210 linears are 0" in html
 
 
 # Per notebook: parameters beside SMALL, the format of its linears, and what else must hold.
 EXPECTED = {
     "gptq": ({}, "int_group", expect_gptq),
     "smoothquant": ({"compare": "", "samples": 2}, "eight_bit", expect_smoothquant),
-    "pruning": ({"method": "wanda", "compare": "two less: layer_drop(count=2)", "curves": "magnitude(ratio={0.5})"},
-                "bitmap", expect_pruning),
+    "pruning": ({"method": "wanda", "compare": "", "curves": "", "samples": 2}, "bitmap", expect_pruning),
 }  # fmt: skip
 
 
@@ -144,11 +138,12 @@ ONCE = pytest.param("gptq", True, marks=pytest.mark.slow)
 @pytest.mark.parametrize("name, compiled", [*((name, False) for name in EXPECTED), ONCE])
 def test_notebook_runs_on_the_real_model(name, compiled, tmp_path):
     more, stored_as, expect = EXPECTED[name]
-    arguments = [part for k, v in {**SMALL, **more}.items() for part in ("-p", k, str(v))]
-    saved = tmp_path / "saved"
+    saved = tmp_path / "saved" if name == "gptq" else None  # loading it again takes its time, and is the same for all
+    given = {**SMALL, **more, "save_path": saved or ""}
+    arguments = [part for k, v in given.items() for part in ("-p", k, str(v))]
     subprocess.run(
         [sys.executable, "-m", "papermill", f"notebooks/{name}.ipynb", str(tmp_path / "out.ipynb"), *arguments,
-         "-p", "run_path", str(tmp_path / "run"), "-p", "save_path", str(saved)],
+         "-p", "run_path", str(tmp_path / "run")],
         cwd=ROOT, check=True, capture_output=True, timeout=600, env=os.environ | {"TORCHDYNAMO_DISABLE": str(int(not compiled))},
     )  # fmt: skip
     made = read_record(tmp_path / "run" / "record.json")
@@ -160,6 +155,8 @@ def test_notebook_runs_on_the_real_model(name, compiled, tmp_path):
     html = (tmp_path / "run" / "report.html").read_text()
     assert "smollm2-135m" in html and len(html.encode()) < 1_000_000
     expect(made, made["scores"], html)
+    if saved is None:
+        return
     assert load_compressed(saved) is not None and read_record(saved / "record.json") == made
     files = sum(p.stat().st_size for p in saved.glob("*.safetensors"))
     assert files == pytest.approx(made["scores"]["compressed"]["stored_bytes"], rel=0.01)

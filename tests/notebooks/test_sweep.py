@@ -1,13 +1,19 @@
 """What a sweep stands for, what a run's key depends on, and what is refused before anything starts."""
 
+import re
+
 import nbformat
 import pytest
 
+from eval.schema import read_record
 from notebooks import identity as identities
 from notebooks.batch import plan
 from notebooks.identity import identity, key_of, run_key
 from notebooks.parameters import check_parameters, read_parameters
-from notebooks.sweep import MOST, is_sweep, read_sweep, single
+from notebooks.sweep import MOST, SWEEPS, is_sweep, read_sweep, single
+
+ROOT = SWEEPS.parents[1]
+README = ROOT / "README.md"
 
 
 def given(sweep) -> list[dict]:
@@ -103,6 +109,29 @@ def test_knobs_are_checked_by_the_notebooks_own_cells(values, told):
     with pytest.raises(ValueError) as caught:
         single("gptq", values)
     assert told in str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in SWEEPS.glob("*.yml")))
+def test_every_sweep_of_ours_makes_sense(name):
+    made = read_sweep(name)
+    assert made.runs and made.description and made.timeout_s
+
+
+def test_the_sweep_of_the_readme_is_what_was_published():
+    """Its runs have the parameters of the records that the README's tables are made from."""
+    runs = read_sweep("readme").runs
+    tables = re.findall(r"published/([^ ]+?\.json)", "\n".join(re.findall(r"<!-- workbench .*? -->", README.read_text())))
+    published = [read_record(ROOT / "reports" / "published" / name)["run"] for name in dict.fromkeys(tables)]
+    for run in published:
+        assert any(
+            one.notebook == run["notebook"] and all(one.values.get(name) == value for name, value in run["parameters"].items())
+            for one in runs
+        ), run["key"]  # fmt: skip
+
+
+def test_notebooks_that_write_no_record_are_no_runs():
+    with pytest.raises(ValueError, match="`notebook` \\(='compare'\\) writes no record"):
+        single("compare", {})
 
 
 def test_sweeps_and_notebooks_are_told_apart():
