@@ -104,7 +104,7 @@ def _written(method: Any) -> str:
     """A method as one would write it in a recipe: the knobs that were changed, and those by which one tells it from others."""
     values = method.values()
     tells = [k for k in _TOLD if values.get("bits") != 16 or k not in ("bits", "group_size")]  # floats have no groups
-    told = {k: v for k, v in values.items() if k in tells or v != method.knobs()[k].default}
+    told = {k: v for k, v in values.items() if (k in tells and v != "auto") or v != method.knobs()[k].default}
     return f"{method.name}({', '.join(f'{k}={v!r}' for k, v in told.items())})" if told else method.name
 
 
