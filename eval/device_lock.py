@@ -43,28 +43,24 @@ def undisturbed(device: str | torch.device) -> Iterator[None]:
     """Have the device to oneself, with all threads; waits until nobody else computes there. May be nested."""
     name = device_name(device)
     with _guard:
-        _depth[name] = _depth.get(name, 0) + 1
-        if _depth[name] > 1:
-            try:
-                yield
-            finally:
-                _depth[name] -= 1
+        if _depth.get(name):
+            yield
             return
-        threads = torch.get_num_threads()
-        shared = _held.get(name)
-        if shared:  # before the gate: two that wait there for one another's share would wait for ever
-            fcntl.flock(shared, fcntl.LOCK_UN)
+        threads, shared = torch.get_num_threads(), _held.get(name)
         lock = shared or _file(name)
-        with _gate(name):
-            _take(lock, fcntl.LOCK_EX)
-        torch.set_num_threads(timing_threads())
         try:
+            if shared:  # before the gate: two that wait there for one another's share would wait for ever
+                fcntl.flock(shared, fcntl.LOCK_UN)
+            with _gate(name):
+                _take(lock, fcntl.LOCK_EX)
+            _depth[name] = 1
+            torch.set_num_threads(timing_threads())
             yield
         finally:
             torch.set_num_threads(threads)
-            _depth[name] -= 1
+            _depth[name] = 0
             if shared:
-                fcntl.flock(shared, fcntl.LOCK_SH)
+                _take(shared, fcntl.LOCK_SH)
             else:
                 lock.close()
 
@@ -108,9 +104,12 @@ def _take(file: IO, how: int) -> IO:
 
 
 def _file(name: str) -> IO:
-    """The lock's file, for all users of the machine."""
-    path = Path(tempfile.gettempdir()) / f"workbench-{name}.lock"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    with contextlib.suppress(PermissionError):
-        os.chmod(path, 0o666)
-    return os.fdopen(descriptor, "r+")
+    """The lock's file, for all users of the machine; $WORKBENCH_LOCKS names another folder for it."""
+    path = Path(os.environ.get("WORKBENCH_LOCKS") or tempfile.gettempdir()) / f"workbench-{name}.lock"
+    try:  # not O_CREAT at once: systems may forbid it to others in a folder for all
+        return open(path, "r+")
+    except FileNotFoundError:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        with contextlib.suppress(PermissionError):
+            os.chmod(path, 0o666)
+        return os.fdopen(descriptor, "r+")

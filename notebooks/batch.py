@@ -8,6 +8,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -95,7 +96,7 @@ def plan(sweep: str | Path | Sweep, *, runs: Path = RUNS, force: bool = False) -
     before = finished_runs(runs)
     rows = []
     for planned in sweep.runs:
-        now = state(folder_of(planned, runs))
+        now = state(folder_of(planned, runs), planned.key, planned.values)
         done = now == "finished" and not force
         why = "" if done else "forced" if now == "finished" else _changed(planned, before)
         rows.append(PlanRow(planned, now, "skip" if done else "run", why, None if done else _likely(planned, before)))
@@ -159,13 +160,20 @@ def _remember(outcome: Outcome) -> None:
     """A failure of which the folders know nothing, such as a node that died: so that `status` and pages tell of it."""
     places = RunFolder(Path(outcome.folder))
     if outcome.status == "failed" and places.failure().get("error") != outcome.failure.get("error") and not places.complete():
-        shutil.rmtree(places.failed, ignore_errors=True)
-        write_whole(json.dumps(outcome.failure), places.failed / "failure.json")
+        with contextlib.suppress(OSError):  # a full disk takes no notes
+            shutil.rmtree(places.failed, ignore_errors=True)
+            write_whole(json.dumps(outcome.failure), places.failed / "failure.json")
 
 
 def runs_folder(given: str | Path = "") -> Path:
     """The folder of runs: as given, else $WORKBENCH_RUNS, else runs/ of the checkout."""
     return Path(given or os.environ.get("WORKBENCH_RUNS") or RUNS).expanduser().absolute()
+
+
+def sweep_name(what: str | Path) -> str:
+    """The name of a sweep that is given by it, or by its file."""
+    path = Path(what)
+    return path.stem if path.suffix in (".yml", ".yaml") else path.name
 
 
 def sweep_folder(name: str, runs: Path = RUNS) -> Path:
@@ -178,7 +186,8 @@ def keep_sweep(sweep: Sweep, runs: Path) -> None:
     folder = sweep_folder(sweep.name, runs)
     asked = [{"key": one.key, "notebook": one.notebook, "values": one.values, "varied": one.varied,
               "folder": str(folder_of(one, runs))} for one in sweep.runs]  # fmt: skip
-    made = {"title": sweep.title, "description": sweep.description, "file": sweep.file, "runs": asked}
+    made = {"title": sweep.title, "description": sweep.description, "file": sweep.file, "runs": asked,
+            "timeout_s": sweep.timeout_s, "cell_timeout_s": sweep.cell_timeout_s}  # fmt: skip
     write_whole(json.dumps(made, indent=1), folder / "plan.json")
     write_whole(sweep.source, folder / "sweep.yml")
 
@@ -217,12 +226,12 @@ def status(sweep: str | None = None, *, runs: Path = RUNS, lines: bool = False) 
     Raises:
         ValueError: no such sweep was started here.
     """
-    kept = kept_sweep(Path(sweep).stem if sweep else last_sweep(runs), runs)
+    kept = kept_sweep(sweep_name(sweep) if sweep else last_sweep(runs), runs)
     rows = [["#", "notebook", "parameters", "state", "time", "what", "key"]]
     said = []
     for i, one in enumerate(kept["runs"], start=1):
         places = RunFolder(Path(one["folder"]))
-        now = state(places.folder)
+        now = state(places.folder, one["key"], one["values"])
         failure = places.failure() if now == "failed" else {}
         where = f" in “{failure['cell_title']}”" if failure.get("cell_title") else ""
         what = f"{failure['kind']}{where}: {failure['error'].splitlines()[0][:70]}" if failure else ""
@@ -243,9 +252,14 @@ def folder_of(planned: Planned, runs: Path = RUNS) -> Path:
 
 def finished_runs(runs: Path = RUNS) -> list[dict[str, Any]]:
     """The manifests of all finished runs in a folder."""
-    return [
-        made for path in sorted(runs.glob(f"*/{MANIFEST}")) if not path.parent.name.startswith(".") and (made := read_json(path))
-    ]
+    found = [read_json(folder / MANIFEST) for folder in run_folders(runs)]
+    return [made for made in found if {"key", "notebook", "values", "identity", "seconds", "finished"} <= made.keys()]
+
+
+def run_folders(runs: Path = RUNS) -> list[Path]:
+    """What stands in a folder of runs, without what is being made, failed, or was put aside."""
+    aside = re.compile(r"\..*|.*\.(failed|before(-\d+)?)|sweeps")
+    return [path for path in sorted(runs.glob("*")) if path.is_dir() and not aside.fullmatch(path.name)]
 
 
 def _changed(planned: Planned, before: list[dict[str, Any]]) -> str:

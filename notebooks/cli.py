@@ -10,11 +10,10 @@ $ workbench table runs/*/record.json
 """
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
-from notebooks.parameters import parse_value, read_parameters, type_name
+from notebooks.parameters import from_here, parse_value, read_parameters, type_name
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -66,8 +65,8 @@ def _parser() -> argparse.ArgumentParser:
     several = ("named", {"nargs": "+", "metavar": "RUN", "help": "sweeps, keys or folders of runs, or records"})
     compare = command("compare", _compare, "runs side by side; of two, a verdict", several)
     compare.add_argument("--output", type=Path, default=None, help="the page to write")
-    compare.add_argument("--recovery-threshold", type=float, default=0.99,
-                         help="of two runs: the share of the first one's accuracy that the second must keep")  # fmt: skip
+    compare.add_argument("--recovery-threshold", type=float, default=None,
+                         help="of two runs: the share of the first one's accuracy that the second must keep (0.99)")  # fmt: skip
     command("report", _report, "write pages anew from records: of a run, or all of them",
             ("run", {"nargs": "*", "help": "keys or folders of runs; none: everything"}))  # fmt: skip
     command("parameters", _list, "list a notebook's parameters", ("notebook", {}))
@@ -99,20 +98,21 @@ def _run(options: argparse.Namespace) -> int:
         return _execute(read_sweep(options.what), options)
     declared = read_parameters(options.what)
     given = {name: parse_value(text, declared[name].type) if name in declared else text for name, text in options.parameter}
-    given = {name: _from_here(name, value) for name, value in given.items()}
+    given = {name: from_here(name, value) for name, value in given.items()}
     return _execute(single(options.what, given), options)
 
 
 def _resume(options: argparse.Namespace) -> int:
-    from notebooks.batch import kept_sweep, last_sweep, sweep_folder
+    from notebooks.batch import kept_sweep, last_sweep, sweep_folder, sweep_name
     from notebooks.sweep import read_sweep
 
     runs = _runs(options)
-    name = Path(options.sweep or last_sweep(runs)).stem
+    name = sweep_name(options.sweep or last_sweep(runs))
     kept = kept_sweep(name, runs)
     written = Path(kept["file"])
-    options.force = options.timeout = options.cell_timeout = None
-    return _execute(read_sweep(written if written.is_file() else sweep_folder(name, runs) / "sweep.yml", name=name), options)
+    options.force, options.timeout, options.cell_timeout = False, kept["timeout_s"], kept["cell_timeout_s"]
+    where = written if written.is_file() else sweep_folder(name, runs) / "sweep.yml"
+    return _execute(read_sweep(where, name=name, place=written.parent), options)
 
 
 def _execute(sweep, options: argparse.Namespace) -> int:
@@ -127,6 +127,10 @@ def _execute(sweep, options: argparse.Namespace) -> int:
         if value is not None and value <= 0:
             raise ValueError(f"`--{name.replace('_', '-')}` (={value}) must be positive seconds")
     limits = {"timeout_s": options.timeout or sweep.timeout_s, "cell_timeout_s": options.cell_timeout or sweep.cell_timeout_s}
+    if options.address and options.engine != "ray":
+        raise ValueError(f"`--address` (={options.address}) is of a Ray cluster; `--engine ray` goes with it")
+    if options.parallel != 1 and options.engine == "ray":
+        raise ValueError(f"`--parallel` (={options.parallel}) is for this machine; of Ray, `ray start --num-cpus` says how many")
     engine = Ray(options.address) if options.engine == "ray" else Local(options.parallel)
     alone = not sweep.source
     found = run_sweep(replace(sweep, **limits), runs=runs, engine=engine, force=bool(options.force))
@@ -163,11 +167,14 @@ def _compare(options: argparse.Namespace) -> int:
 
     runs = _runs(options)
     found = pages.outcomes(options.named, runs)
-    if not 0 < options.recovery_threshold <= 2:
-        raise ValueError(f"`--recovery-threshold` (={options.recovery_threshold}) must be a share, such as 0.99")
+    threshold = 0.99 if options.recovery_threshold is None else options.recovery_threshold
+    if not 0 < threshold <= 2:
+        raise ValueError(f"`--recovery-threshold` (={threshold}) must be a share, such as 0.99")
+    if options.recovery_threshold is not None and len(found) != 2:
+        raise ValueError(f"`--recovery-threshold` (={threshold}) is for two runs; these are {len(found)}")
     status = 0
-    if len(options.named) == 2 and len(found) == 2:
-        verdict = pages.verdict_of(found, options.recovery_threshold)
+    if len(found) == 2 and (len(options.named) == 2 or options.recovery_threshold is not None):
+        verdict = pages.verdict_of(found, threshold)
         print(verdict.text)
         status = verdict.exit_code
     else:
@@ -215,16 +222,6 @@ def _table(options: argparse.Namespace) -> int:
         path.write_text(after, encoding="utf-8")
     print(f"{path}: {'tables made anew' if after != before else 'up to date'}")
     return 0
-
-
-def _from_here(name: str, value: object) -> object:
-    """A path that was given relative to where the command was typed, made absolute: the notebook runs in the checkout."""
-    if not isinstance(value, str) or not value:
-        return value
-    path = Path(value).expanduser()
-    # os.path.exists: Path.exists raises for a text, such as a list of recipes, that is too long for a file's name
-    is_path = name.endswith("_path") or ((path.suffix or "/" in value) and os.path.exists(path))
-    return str(path.absolute()) if is_path else value
 
 
 if __name__ == "__main__":

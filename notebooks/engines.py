@@ -69,10 +69,14 @@ class Local:
         def one(job: Job) -> Outcome:
             if stop.is_set():
                 return Outcome(job.key, "waiting", job.folder)
-            gpu = gpus.get() if several and job.gpus else None
+            own = several and job.gpus and ":" not in str(job.values.get("device"))  # cuda:1 says itself which
+            gpu = gpus.get() if own else None
             try:
                 more = {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
                 return execute(replace(job, threads=threads, environment=job.environment | more), stop.is_set)
+            except Exception as error:  # the other runs go on
+                kind = "disk" if isinstance(error, OSError) else "incomplete"
+                return Outcome(job.key, "failed", job.folder, {"kind": kind, "error": f"{type(error).__name__}: {error}"})
             finally:
                 if gpu:
                     gpus.put(gpu)

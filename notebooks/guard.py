@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from notebooks.processes import MARK, end
-from notebooks.rundir import LOG
+from notebooks.rundir import LOG, read_json
 
 EVERY_S = 0.25
 
@@ -29,16 +29,19 @@ def main() -> int:
     with open(job_file.with_name(LOG), "wb") as log:
         worker = subprocess.Popen([sys.executable, "-m", "notebooks.worker", str(job_file)], stdin=subprocess.DEVNULL,
                                   stdout=log, stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
-    spent, peak, why = 0.0, 0, ""
+    spent, peak, why, cell = 0.0, 0, "", _Cell(job_file.with_name("notebook.ipynb"))
     while worker.poll() is None and not why:
         ready, _, _ = select.select([sys.stdin], [], [], EVERY_S)
         if ready and not os.read(sys.stdin.fileno(), 64):
             why = "interrupt"
         now = time.monotonic()
-        spent, begin = spent + (0.0 if waiting.exists() else now - begin), now  # waiting for the device is not the run's doing
+        passed, begin = 0.0 if waiting.exists() else now - begin, now  # waiting for the device is not the run's doing
+        spent += passed
         peak = max(peak, _memory(worker.pid))
         if job["timeout_s"] and spent > job["timeout_s"]:
             why = "timeout"
+        if job["cell_timeout_s"] and cell.spent_after(passed) > job["cell_timeout_s"]:
+            why = "cell timeout"
     left = end(os.environ[MARK])
     status = worker.poll()
     told = {"status": status, "why": why, "seconds": round(spent, 1), "peak_memory_bytes": peak, "left": left,
@@ -48,6 +51,22 @@ def main() -> int:
     except BrokenPipeError:  # the owner is gone
         os._exit(1)
     return 0
+
+
+class _Cell:
+    """The cell that is being executed, as papermill writes it into the notebook, and how long it takes."""
+
+    def __init__(self, book: Path):
+        self.book, self.index, self.spent = book, None, 0.0
+
+    def spent_after(self, seconds: float) -> float:
+        marks = [cell["metadata"].get("papermill") or {} for cell in read_json(self.book).get("cells", [])]
+        running = [i for i, mark in enumerate(marks) if mark.get("start_time") and not mark.get("end_time")]
+        if running and running[-1] == self.index:
+            self.spent += seconds
+        elif running:
+            self.index, self.spent = running[-1], 0.0
+        return self.spent if running else 0.0
 
 
 def _memory(pid: int) -> int:

@@ -20,7 +20,6 @@ from notebooks.parameters import notebook_path, read_cells
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "numpy", "lm-eval", "bitsandbytes", "triton")
 MODEL, TEXTS = "model_name", ("corpus", "eval_corpus", "haystack")  # parameters that name what lies elsewhere
-TASKS = ("tasks", "task_path")
 _CODE = (".py", ".cpp", ".inc", ".json")
 _BATCH = {
     "__main__",
@@ -63,14 +62,19 @@ def identity(notebook: str | Path, values: dict[str, Any]) -> dict[str, str]:
     path = notebook_path(notebook)
     counted = {name: value for name, value in values.items() if not name.endswith("_path")}
     return {
-        "notebook": _sha(notebook_code(path)),
+        "notebook": code_sha256(path),
         "parameters": _sha(counted),
         "code": packages_code(),
         "versions": _sha(versions(PACKAGES)),
         "model": model_identity(values[MODEL]) if values.get(MODEL) else "",
-        "data": _sha({name: data_identity(name, values[name]) for name in sorted(values) if isinstance(values[name], str | list)}),
+        "data": _sha({name: data_identity(name, values[name]) for name in sorted(values)} | {"tasks": _tasks(values)}),
         "device": device_class(str(values.get("device", "cpu"))),
     }
+
+
+def code_sha256(path: Path) -> str:
+    """Hash of a notebook's code."""
+    return _sha(notebook_code(path))
 
 
 def notebook_code(path: Path) -> list[str]:
@@ -114,11 +118,8 @@ def model_identity(model_name: str) -> str:
     return f"{model_name} {_revision('models', model_name)}"
 
 
-def data_identity(name: str, value: str | list) -> str:
-    """What a parameter that names data stands for: content of files, the local copy of a corpus, task files; else nothing."""
-    if name in TASKS:
-        folder = _task_folder(value if name == "task_path" else "") if value else None
-        return _sha([(file.name, file_sha256(file)) for file in sorted(folder.glob("*.y*ml"))]) if folder else ""
+def data_identity(name: str, value: Any) -> str:
+    """What a parameter that names data stands for: content of files, the local copy of a corpus; else nothing."""
     if name.endswith("_path") or not isinstance(value, str) or name == MODEL:
         return ""
     if os.path.isfile(os.path.expanduser(value)) and len(value) < 4096:
@@ -158,16 +159,28 @@ def _file_sha256(path: str, size: int, changed_ns: int) -> str:
 
 
 def _revision(kind: str, name: str) -> str:
-    """The revision of a hub repository that this machine has in its cache."""
+    """The revision of a hub repository: that in this machine's cache, else the hub's own; "" where neither can be told."""
     hub = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "hub")
     head = hub / f"{kind}--{name.replace('/', '--')}" / "refs" / "main"
-    return head.read_text().strip() if head.is_file() else ""
+    if head.is_file():
+        return head.read_text().strip()
+    if name.count("/") != 1 or os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0"):
+        return ""
+    from huggingface_hub import HfApi
+
+    try:  # what the first run will download: the key is to be the same before and after
+        return HfApi().repo_info(name, repo_type=kind.removesuffix("s"), timeout=5).sha or ""
+    except Exception:  # no network, no such repository: loading it will say so
+        return ""
 
 
-def _task_folder(task_path: str) -> Path | None:
-    data = Path(os.environ.get("WORKBENCH_DATA", ROOT.parent / "shared" / "data"))
-    folder = Path(task_path).expanduser() if task_path else data / "lm_eval_tasks"
-    return folder if folder.is_dir() else None
+def _tasks(values: dict[str, Any]) -> list[tuple[str, str]]:
+    """Tasks of lm-eval by what they ask: their settings and the content of their data."""
+    if not values.get("tasks") or "task_path" not in values:
+        return []
+    from eval.task_files import find_tasks
+
+    return [(task.name, task.identity) for task in find_tasks(values["tasks"], values["task_path"])[0]]
 
 
 def _sha(made: Any) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.processor import cpu_class
-from notebooks.identity import ROOT, device_class, packages_code
+from notebooks.identity import ROOT, code_sha256, device_class, packages_code
 from notebooks.leases import held, take
 from notebooks.parameters import notebook_path, read_parameters
 from notebooks.processes import MARK, Mark, end, end_orphans, mark
@@ -71,8 +71,8 @@ def execute(job: Job, stop: Callable[[], bool] = lambda: False) -> Outcome:
     Args:
         stop: asked now and then; when it says True the run is ended, as interrupted.
     """
-    places = RunFolder(Path(job.folder))
-    if not job.force and places.complete():
+    places = RunFolder(Path(job.folder), job.key)
+    if not job.force and done(places, job.values):
         return Outcome(job.key, "known", job.folder)
     token = mark(places.folder.parent, job.key)
     lease = take(places.lease, token)
@@ -80,12 +80,12 @@ def execute(job: Job, stop: Callable[[], bool] = lambda: False) -> Outcome:
         return Outcome(job.key, "busy", job.folder)
     try:
         places.recover()
-        if not job.force and places.complete():
+        if not job.force and done(places, job.values):
             return Outcome(job.key, "known", job.folder)
         end_orphans(places.folder.parent, f"{job.key}/")
         attempts, again = 0, True
         while again and attempts < TRIES:
-            failure, seconds = _attempt(job, places, token, stop)
+            failure, seconds = _attempt(job, places, token, lambda: stop() or lease.lost.is_set())
             if not failure:
                 return Outcome(job.key, "finished", job.folder, seconds=seconds)
             attempts, again = attempts + 1, failure.pop("transient", False)
@@ -102,9 +102,10 @@ def _attempt(job: Job, places: RunFolder, token: Mark, stop: Callable[[], bool])
     ours, theirs = os.pipe()  # the guard watches its end: closed by us, or with us
     try:
         guard = _start(job, places, token, ours)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         os.close(theirs)
-        return {"kind": "disk", "error": f"{type(error).__name__}: {error}"}, 0.0
+        kind = "disk" if isinstance(error, OSError) else "specification"
+        return {"kind": kind, "error": f"{type(error).__name__}: {error}"}, 0.0
     finally:
         os.close(ours)
     interrupted = False
@@ -134,12 +135,9 @@ def _judged(failure: dict[str, Any], told: dict[str, Any], interrupted: bool, st
     """The failure by its kind: what the guard saw goes before what the worker says."""
     if interrupted or told.get("why") == "interrupt":
         return failure | {"kind": "interrupt", "error": "the run was interrupted"}
-    if told.get("why") == "timeout":
-        return (
-            failure
-            | _at(places)
-            | {"kind": "timeout", "error": f"it took more than the {told['seconds']:.0f} s that a run may take"}
-        )
+    if told.get("why") in ("timeout", "cell timeout"):
+        what = "a cell took more than it may" if told["why"] == "cell timeout" else "it took more than a run may"
+        return failure | _at(places) | {"kind": "timeout", "error": f"{what}: ended after {told['seconds']:.0f} s"}
     if told.get("oom_kills") and failure.get("kind", "kernel death") == "kernel death":
         return (
             _at(places)
@@ -157,6 +155,11 @@ def _judged(failure: dict[str, Any], told: dict[str, Any], interrupted: bool, st
 def _start(job: Job, places: RunFolder, token: Mark, stdin: int) -> subprocess.Popen:
     shutil.rmtree(places.part, ignore_errors=True)
     places.part.mkdir(parents=True)
+    if job.identity and code_sha256(notebook_path(job.notebook)) != job.identity["notebook"]:
+        raise ValueError(f"`notebook` (={job.notebook!r}) has changed since this run was planned; `workbench resume` plans anew")
+    saved = job.values.get("save_path")
+    if saved and read_json(Path(saved).expanduser() / "record.json").get("run", {}).get("key") == job.key:
+        shutil.rmtree(Path(saved).expanduser())  # of an attempt at this run that was killed after it
     declared = read_parameters(job.notebook)
     given = {name: value for name, value in job.values.items() if value != declared[name].default}
     own = {"run_path": str(places.part), "work_path": job.values.get("work_path") or str(places.work)}
@@ -192,10 +195,16 @@ def _json(text: str) -> dict[str, Any]:
         return {}
 
 
-def state(folder: str | Path) -> str:
-    """finished, running, failed or waiting, as the folders say."""
-    places = RunFolder(Path(folder))
-    if places.complete():
+def done(places: RunFolder, values: dict[str, Any]) -> bool:
+    """Does the run stand, with the model that it was to save?"""
+    saved = values.get("save_path")
+    return places.complete() and (not saved or Path(saved).expanduser().is_dir())
+
+
+def state(folder: str | Path, key: str = "", values: dict[str, Any] | None = None) -> str:
+    """finished, running, failed or waiting, as the folders say; of the run of this key, if one is given."""
+    places = RunFolder(Path(folder), key)
+    if done(places, values or {}):
         return "finished"
     if held(places.lease):
         return "running"

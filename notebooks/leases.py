@@ -23,6 +23,7 @@ class Lease:
 
     def __init__(self, path: Path, token: str):
         self.path, self.token = path, token
+        self.lost = threading.Event()  # somebody else took it over while this machine stood still
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._renew, daemon=True)
         self._thread.start()
@@ -32,6 +33,8 @@ class Lease:
             with contextlib.suppress(OSError):
                 if holder(self.path).get("token") == self.token:
                     os.utime(self.path)
+                elif self.path.exists():
+                    self.lost.set()
 
     def release(self) -> None:
         self._over.set()

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,11 +14,11 @@ from typing import Any
 import yaml
 
 from eval.schema import read_record
-from notebooks.batch import kept_sweep, sweep_folder
+from notebooks.batch import kept_sweep, run_folders, sweep_folder, sweep_name
 from notebooks.identity import ROOT
 from notebooks.job import state
 from notebooks.parameters import read_parameters
-from notebooks.rundir import RunFolder
+from notebooks.rundir import FAILURE, RunFolder
 from reports.compare import Leaderboard, Verdict, compare_two, leaderboard, render_comparison
 from reports.figures import Figures
 from reports.index import render_index
@@ -115,7 +116,7 @@ def outcomes(named: Sequence[str | Path], runs: Path, page: Path | None = None) 
 
 def comparison_path(named: Sequence[str | Path], runs: Path) -> Path:
     """Where a comparison is written unless it is said: a sweep's beside its plan, others beside the runs."""
-    if len(named) == 1 and (folder := sweep_folder(Path(named[0]).stem, runs)).is_dir():
+    if len(named) == 1 and (folder := sweep_folder(sweep_name(named[0]), runs)).is_dir():
         return folder / "comparison.html"
     return runs / "comparison.html"
 
@@ -162,10 +163,12 @@ def write_all(runs: Path, named: Sequence[str]) -> list[Path]:
     """All pages anew, or those of these runs."""
     written = []
     folders = [folder for name in named for folder, _ in _folders(name, runs)] if named else [
-        path.parent for path in sorted(runs.glob("*/record.json"))]  # fmt: skip
+        folder for folder in run_folders(runs) if (folder / "record.json").is_file()]  # fmt: skip
     for folder in folders:
-        written.append(render(read_record(folder / "record.json"), folder / "report.html").path)
-        RunFolder(folder).reseal("report.html")
+        try:
+            written.append(render(read_record(folder / "record.json"), folder / "report.html").path)
+        except ValueError as error:  # one that failed, or of another version: the others' pages are made all the same
+            print(f"workbench: no page for {folder.name}: {error}", file=sys.stderr)
     if not named:
         written += [write_comparison_of_sweep(path.parent.name, runs).path for path in sorted(runs.glob("sweeps/*/plan.json"))]
         written.append(write_papers(runs).path)
@@ -175,8 +178,8 @@ def write_all(runs: Path, named: Sequence[str]) -> list[Path]:
 def _folders(name: str, runs: Path) -> list[tuple[Path, dict[str, Any]]]:
     """The folders that a name stands for, with what was asked of each where that is known."""
     path = Path(name).expanduser()
-    if sweep_folder(path.stem, runs).is_dir() and (path.suffix in (".yml", ".yaml") or len(path.parts) == 1):
-        return [(Path(one["folder"]), one) for one in kept_sweep(path.stem, runs)["runs"]]
+    if sweep_folder(sweep_name(path), runs).is_dir() and (path.suffix in (".yml", ".yaml") or len(path.parts) == 1):
+        return [(Path(one["folder"]), one) for one in kept_sweep(sweep_name(path), runs)["runs"]]
     for folder in (runs / name, path):
         if len(path.parts) == 1 or folder == path:
             if folder.suffix == ".json" and folder.is_file():
@@ -211,28 +214,31 @@ def _command(told: dict[str, Any]) -> str:
     """The command that repeats a run of which there is no record."""
     if "notebook" not in told:
         return ""
-    declared = read_parameters(told["notebook"])
-    changed = {name: value for name, value in told["values"].items() if name in declared and value != declared[name].default}
+    try:
+        defaults = {name: parameter.default for name, parameter in read_parameters(told["notebook"]).items()}
+    except ValueError:  # the notebook has gone
+        defaults = {}
+    changed = {name: value for name, value in told["values"].items() if name not in defaults or value != defaults[name]}
     given = (f"-p {name} {shlex.quote(v if isinstance(v, str) else json.dumps(v))}" for name, v in changed.items())
     return " ".join(["workbench run", shlex.quote(told["notebook"]), *given])
 
 
 def _all_folders(runs: Path) -> list[Path]:
-    names = {path.name.removesuffix(".failed") for path in runs.glob("*") if path.is_dir() and _is_run(path)}
+    names = {folder.name for folder in run_folders(runs) if (folder / "record.json").is_file()}
+    names |= {path.name.removesuffix(".failed") for path in runs.glob("*.failed") if (path / FAILURE).is_file()}
     names |= {path.name[1:].removesuffix(".lease") for path in runs.glob(".*.lease")}
     return [runs / name for name in sorted(names)]
-
-
-def _is_run(path: Path) -> bool:
-    return (path / "record.json").is_file() or (path.name.endswith(".failed") and bool(RunFolder(path.with_suffix("")).failure()))
 
 
 def _records_of_commands(runs: Path) -> dict[str, str]:
     """{command: href of the run's page} of what was published and of what stands in the folder."""
     published = ROOT / "reports" / "published"
     found = {}
-    for path in (*sorted(published.glob("*.json")), *sorted(runs.glob("*/record.json"))):
-        record = read_record(path)
+    for path in (*sorted(published.glob("*.json")), *(folder / "record.json" for folder in run_folders(runs))):
+        try:
+            record = read_record(path)
+        except ValueError:  # no run, or of another version
+            continue
         html = path.with_suffix(".html") if path.parent == published else path.with_name("report.html")
         found[record["provenance"]["command"]] = os.path.relpath(html, runs)
     return found

@@ -6,6 +6,7 @@ papermill only warns of a parameter that the notebook does not have, and checks 
 import ast
 import difflib
 import json
+import os
 import types
 import typing
 from dataclasses import dataclass
@@ -114,6 +115,19 @@ def check_parameters(values: dict[str, Any], declared: dict[str, Parameter]) -> 
             wants = f"must be {type_name(wanted)}, not {type(value).__name__}"
             raise ValueError(f"`{name}` (={value!r}) {wants}; its default is {declared[name].default!r}")
     return {name: _typed(values.get(name, parameter.default), parameter.type) for name, parameter in declared.items()}
+
+
+def from_here(name: str, value: Any, place: Path | None = None) -> Any:
+    """A path that was given relative to `place` (to where the command was typed, if there is none), made absolute.
+
+    The notebook runs in the checkout. What is no path is left as it is: `*_path` are, and what is a file or folder there.
+    """
+    if not isinstance(value, str) or not value:
+        return value
+    path = (place or Path()) / Path(value).expanduser()
+    # os.path.exists: Path.exists raises for a text, such as a list of recipes, that is too long for a file's name
+    is_path = name.endswith("_path") or ((path.suffix or "/" in value) and os.path.exists(path))
+    return os.path.abspath(path) if is_path else value
 
 
 def type_name(wanted: Any) -> str:

@@ -20,13 +20,15 @@ from notebooks.identity import file_sha256
 
 MANIFEST, FAILURE, JOB, LOG = "manifest.json", "failure.json", "job.json", "worker.log"
 NEEDED = ("notebook.ipynb", "record.json", "report.html")
+DERIVED = ("report.html",)  # from the record, and made anew when the page changes
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The places of one run."""
+    """The places of one run; where its key is given, another run that stands there is none."""
 
     folder: Path
+    key: str = ""
 
     @property
     def part(self) -> Path:
@@ -61,9 +63,15 @@ class RunFolder:
         if not made:
             return ["it has no manifest"]
         wrong = []
+        if self.key and made.get("key") != self.key:
+            wrong.append(f"it is the run {made.get('key')}")
         for name, told in made.get("files", {}).items():
             file = self.folder / name
-            if not file.is_file() or file.stat().st_size != told["bytes"]:
+            if not file.is_file():
+                wrong.append(f"{name} is gone")
+            elif name in DERIVED:
+                continue
+            elif file.stat().st_size != told["bytes"]:
                 wrong.append(f"{name} is not as it was")
             elif file_sha256(file) != told["sha256"]:
                 wrong.append(f"{name} has another content")
@@ -95,14 +103,6 @@ class RunFolder:
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
         write_whole(json.dumps(made, indent=1), self.part / MANIFEST)
-
-    def reseal(self, name: str) -> None:
-        """Write down that a file of a finished run was made anew, such as its page from its record."""
-        made = self.manifest()
-        if name in made.get("files", {}):
-            file = self.folder / name
-            made["files"][name] = {"bytes": file.stat().st_size, "sha256": file_sha256(file)}
-            write_whole(json.dumps(made, indent=1), self.folder / MANIFEST)
 
     def promote(self) -> None:
         """Put the part in the folder's place by one rename; what stood there is kept aside until then."""

@@ -17,6 +17,7 @@ A sweep of one notebook may have `notebook`, `grid`, `list`, `include`, `exclude
 
 import contextlib
 import io
+import re
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -25,7 +26,7 @@ from typing import Any
 import yaml
 
 from notebooks.identity import identity, key_of
-from notebooks.parameters import FOLDER, Parameter, check_parameters, notebook_path, read_cells, read_parameters
+from notebooks.parameters import FOLDER, Parameter, check_parameters, from_here, notebook_path, read_cells, read_parameters
 
 SWEEPS = FOLDER / "sweeps"
 _GROUP = ("notebook", "base", "grid", "list", "include", "exclude")
@@ -58,11 +59,30 @@ class Sweep:
     file: str = ""
 
 
-def read_sweep(where: str | Path, *, name: str = "") -> Sweep:
+class _Loader(yaml.SafeLoader):
+    """YAML without its traps: a key written twice is refused, and 1e-3 is a number."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if not isinstance(key, str):
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} must be text", node.start_mark)
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"`{key}` is there twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+"), list("-+.0123456789")
+)  # fmt: skip
+
+
+def read_sweep(where: str | Path, *, name: str = "", place: Path | None = None) -> Sweep:
     """The sweep of a YAML file, or of the name of one in notebooks/sweeps.
 
     Args:
         name: of the sweep, if it is not that of the file.
+        place: the folder that its relative paths begin in, if it is not that of the file.
 
     Raises:
         ValueError: no such file, a key that sweeps do not have, a parameter that the notebook does not have, or a value of the
@@ -71,7 +91,7 @@ def read_sweep(where: str | Path, *, name: str = "") -> Sweep:
     path = sweep_path(where)
     try:
         text = path.read_text(encoding="utf-8")
-        made = yaml.safe_load(text)
+        made = yaml.load(text, _Loader)
     except (OSError, yaml.YAMLError) as error:
         raise ValueError(f"`sweep` (={str(where)!r}) cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(made, dict):
@@ -85,7 +105,7 @@ def read_sweep(where: str | Path, *, name: str = "") -> Sweep:
             raise ValueError(f"`{limit}` (={made[limit]!r}) of {path.name} must be positive seconds; leave it out for no limit")
     if not isinstance(groups, list) or not groups or not all(isinstance(group, dict) for group in groups):
         raise ValueError(f"`runs` of {path.name} must be a list of mappings, each with a `notebook`")
-    runs, problems = _resolved(groups, made.get("base") or {}, path)
+    runs, problems = _resolved(groups, made.get("base") or {}, path, place or path.absolute().parent)
     if problems:
         raise ValueError(f"{path.name} has {len(problems)} problem{'s' * (len(problems) > 1)}:\n  " + "\n  ".join(problems))
     return Sweep(name or path.stem, made.get("title") or name or path.stem, tuple(runs), (made.get("description") or "").strip(),
@@ -138,7 +158,7 @@ def _writes_record(notebook: str | Path) -> dict[str, Parameter]:
     return declared
 
 
-def _resolved(groups: list[dict[str, Any]], base: dict[str, Any], path: Path) -> tuple[list[Planned], list[str]]:
+def _resolved(groups: list[dict[str, Any]], base: dict[str, Any], path: Path, place: Path) -> tuple[list[Planned], list[str]]:
     runs: dict[str, Planned] = {}
     problems: dict[str, None] = {}
     used: set[str] = set()
@@ -147,16 +167,18 @@ def _resolved(groups: list[dict[str, Any]], base: dict[str, Any], path: Path) ->
         try:
             _known(group, _GROUP, where)
             _shape(group, {"base": dict, "grid": dict, "list": list, "include": list, "exclude": list, "notebook": str}, where)
-            book = _book(group, where, path)
+            book = _book(group, where, place)
             declared = _writes_record(book)
         except ValueError as error:
             problems[str(error)] = None
             continue
         own = {name: value for name, value in base.items() if name in declared}
         used |= set(own)
-        for given in _expanded(group, own, where, problems):
+        expanded, wrong = _expanded(group, own, where)
+        problems |= dict.fromkeys(wrong)
+        for given in expanded:
             try:
-                values = check_parameters(given, declared)
+                values = check_parameters({name: from_here(name, value, place) for name, value in given.items()}, declared)
             except ValueError as error:
                 problems[f"{where}: {error}"] = None
                 continue
@@ -166,6 +188,10 @@ def _resolved(groups: list[dict[str, Any]], base: dict[str, Any], path: Path) ->
             parts = identity(book, values)
             key = key_of(book, values, parts)
             runs.setdefault(key, Planned(str(book), values, key, parts, _varied(group)))
+    for name in ("run_path", "save_path"):
+        places = [run.values[name] for run in runs.values() if run.values.get(name)]
+        for one in sorted({one for one in places if places.count(one) > 1}):
+            problems[f"`{name}` (={one!r}) of {path.name} is that of {places.count(one)} runs; give each its own, or none"] = None
     for name in sorted(set(base) - used):
         problems[f"`{name}` (={base[name]!r}) of `base` is a parameter of no notebook in {path.name}"] = None
     if not runs and not problems:
@@ -173,34 +199,34 @@ def _resolved(groups: list[dict[str, Any]], base: dict[str, Any], path: Path) ->
     return list(runs.values()), list(problems)
 
 
-def _book(group: dict[str, Any], where: str, path: Path) -> str | Path:
+def _book(group: dict[str, Any], where: str, place: Path) -> str | Path:
     if "notebook" not in group:
         raise ValueError(f"`notebook` is missing in {where}")
-    beside = path.parent / group["notebook"]
+    beside = place / group["notebook"]
     if beside.suffix == ".ipynb" and beside.is_file():
         return beside.absolute()
     notebook_path(group["notebook"])
     return group["notebook"] if not group["notebook"].endswith(".ipynb") else Path(group["notebook"]).absolute()
 
 
-def _expanded(group: dict[str, Any], base: dict[str, Any], where: str, problems: dict[str, None]) -> list[dict[str, Any]]:
-    """The parameters of every run of a group."""
+def _expanded(group: dict[str, Any], base: dict[str, Any], where: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """The parameters of every run of a group, and what is wrong with it."""
+    problems: list[str] = []
     grid, base = group.get("grid") or {}, {**base, **(group.get("base") or {})}
     for name, values in grid.items():
         if not isinstance(values, list) or not values:
-            problems[f"`{name}` (={values!r}) of `grid` in {where} must be a list of values"] = None
+            problems.append(f"`{name}` (={values!r}) of `grid` in {where} must be a list of values")
     for kind in ("list", "include", "exclude"):
         for one in group.get(kind) or []:
             if not isinstance(one, dict) or not one:
-                problems[f"`{kind}` of {where} must be a list of mappings of parameters, not of {one!r}"] = None
+                problems.append(f"`{kind}` of {where} must be a list of mappings of parameters, not of {one!r}")
     if problems:
-        return []
+        return [], problems
     count = len(group.get("list") or [{}])
     for values in grid.values():
         count *= len(values)
     if count > MOST:
-        problems[f"`grid` of {where} stands for {count:,} runs; {MOST:,} are the most"] = None
-        return []
+        return [], [f"`grid` of {where} stands for {count:,} runs; {MOST:,} are the most"]
     made = [
         {**base, **dict(zip(grid, chosen, strict=True)), **one}
         for one in group.get("list") or [{}] for chosen in product(*grid.values())
@@ -208,10 +234,10 @@ def _expanded(group: dict[str, Any], base: dict[str, Any], where: str, problems:
     excluded = group.get("exclude") or []
     for one in excluded:
         if not any(_holds(given, one) for given in made):
-            problems[f"`exclude` (={one!r}) of {where} leaves nothing out: no combination has these values"] = None
+            problems.append(f"`exclude` (={one!r}) of {where} leaves nothing out: no combination has these values")
     only_included = not grid and not group.get("list") and group.get("include")
     kept = [] if only_included else [given for given in made if not any(_holds(given, one) for one in excluded)]
-    return kept + [{**base, **one} for one in group.get("include") or []]
+    return kept + [{**base, **one} for one in group.get("include") or []], problems
 
 
 def _holds(given: dict[str, Any], some: dict[str, Any]) -> bool:
@@ -230,7 +256,7 @@ def _dry(notebook: str | Path, values: dict[str, Any]) -> str | None:
     namespace: dict[str, Any] = {"__name__": "notebook"}
     for cell in cells[: last + 1]:
         if "parameters" in cell.tags:
-            namespace |= values
+            namespace |= values | ({"save_path": ""} if "save_path" in values else {})  # the run itself looks whether that is free
             continue
         try:
             with contextlib.redirect_stdout(io.StringIO()):

@@ -28,7 +28,7 @@ _MEMORY_WORDS = ("out of memory", "can't allocate memory", "Cannot allocate memo
 def main() -> int:
     """`python -m notebooks.worker JOB.json`; 0 if the run stands in its place."""
     job = read_json(Path(sys.argv[1]))
-    places = RunFolder(Path(job["folder"]))
+    places = RunFolder(Path(job["folder"]), job["key"])
     _die_with(os.getppid())
     begin = time.monotonic()
     failure = _execute(job, places)
@@ -55,19 +55,17 @@ def _execute(job: dict[str, Any], places: RunFolder) -> dict[str, Any] | None:
     """Run the notebook; what went wrong, None if nothing seems to have."""
     sys.modules.setdefault("rfc3987_syntax", None)  # two seconds of grammar that no notebook's schema asks for
     import papermill
-    from nbclient.exceptions import CellTimeoutError, DeadKernelError
+    from nbclient.exceptions import DeadKernelError
     from papermill.exceptions import PapermillExecutionError
 
     out = places.part / "notebook.ipynb"
     try:
         papermill.execute_notebook(job["path"], str(out), parameters=job["given"], cwd=str(ROOT), progress_bar=False,
-                                   log_output=False, execution_timeout=job["cell_timeout_s"])  # fmt: skip
+                                   log_output=False)  # fmt: skip
         return None
     except PapermillExecutionError as error:
         kind, said = _kind_of_cell(error.ename, error.evalue), f"{error.ename}: {error.evalue}"
         return where(out, error.cell_index) | {"kind": kind, "error": said, "lines": last_lines(error.traceback)}
-    except CellTimeoutError:
-        return where(out) | {"kind": "timeout", "error": f"a cell took more than {job['cell_timeout_s']} s"}
     except DeadKernelError as error:
         return where(out) | {"kind": "kernel death", "error": first_line(error)}
     except RuntimeError as error:  # a kernel that never came up
@@ -75,6 +73,8 @@ def _execute(job: dict[str, Any], places: RunFolder) -> dict[str, Any] | None:
     except OSError as error:
         return {"kind": _kind_of(error), "error": f"{type(error).__name__}: {error}",
                 "transient": error.errno in (errno.EADDRINUSE, errno.EAGAIN)}  # fmt: skip
+    except Exception as error:  # a kernel that is not installed, a notebook that papermill cannot read
+        return {"kind": "specification", "error": f"{type(error).__name__}: {first_line(error)}"}
 
 
 def _kind_of_cell(name: str, value: str) -> str:

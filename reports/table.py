@@ -8,9 +8,8 @@ from reports.caches import cache_rows, speed_rows
 from reports.strengths import strength_tables
 
 START, END = "<!-- workbench ", "<!-- end -->"
-_SECTION = re.compile(
-    rf"({START}(?P<kind>table|strengths|cache|cache-speed) (?P<paths>[^>]*?) -->\n)(?P<body>.*?)(?P<end>{END}|(?={START})|\Z)", re.S
-)
+_KINDS = "table|strengths|cache|cache-speed|tasks"
+_SECTION = re.compile(rf"({START}(?P<kind>{_KINDS}) (?P<paths>[^>]*?) -->\n)(?P<body>.*?)(?P<end>{END}|(?={START})|\Z)", re.S)
 _TOLD = ("bits", "group_size", "alpha")  # knobs that name a step in records that do not say how it is written
 
 
@@ -172,6 +171,40 @@ def cache_speed_markdown(records: Sequence[dict[str, Any]]) -> str:
     return "\n".join(made)
 
 
+def tasks_markdown(records: Sequence[dict[str, Any]]) -> str:
+    """A table per record: the score of every model on every task, what it keeps of the baseline's, and how many answers turned.
+
+    Raises:
+        ValueError: a record in which no task was answered.
+    """
+    made = []
+    for record in records:
+        tasks = record.get("tasks")
+        if not tasks:
+            raise ValueError(f"the record of {record['run']['key']} has no tasks")
+        recipes = {"compressed": record["recipe"], **record.get("recipes", {})}
+        lines = [["recipe", *(f"{row['task'].removesuffix('_local')}, {row['metric']}, n {row['n']}" for row in tasks["rows"]),
+                  "kept of the baseline's", "right to wrong, wrong to right"]]  # fmt: skip
+        lines.append(["---", *["---:"] * (len(lines[0]) - 1)])
+        for model in ("baseline", *tasks["compared"]):
+            own = [record["scores"][model].get(f"{row['metric']}_{row['task']}") for row in tasks["rows"]]
+            errors = [record["scores"][model].get(f"{row['metric']}_{row['task']}_stderr") for row in tasks["rows"]]
+            cells = [_with_error(v and 100 * v, e and 100 * e, 1) for v, e in zip(own, errors, strict=True)]
+            lines.append(["16-bit baseline" if model == "baseline" else f"`{recipe_text(recipes[model])}`", *cells,
+                          *_kept(tasks["compared"].get(model, {}))])  # fmt: skip
+        made.append(_written(lines))
+    return "\n".join(made)
+
+
+def _kept(compared: dict[str, dict[str, Any]]) -> list[str]:
+    """Recovery of every task, and flips over all of them."""
+    if not compared:
+        return ["", ""]
+    shares = [f"{100 * one['recovery']:.0f}" for one in compared.values() if one["recovery"] is not None]
+    flips = [sum(one[way] or 0 for one in compared.values()) for way in ("right_to_wrong", "wrong_to_right")]
+    return [f"{', '.join(shares)} %", f"{flips[0]}, {flips[1]}"]
+
+
 def _cache_of(record: dict[str, Any]) -> dict[str, Any]:
     if not record.get("cache"):
         raise ValueError(f"the record of {record['run']['key']} is not of a run on KV caches")
@@ -192,6 +225,7 @@ def _written(lines: Sequence[Sequence[str]]) -> str:
 
 _MADE = {
     "table": markdown, "strengths": strengths_markdown, "cache": cache_markdown, "cache-speed": cache_speed_markdown,
+    "tasks": tasks_markdown,
 }  # fmt: skip
 
 
@@ -202,8 +236,8 @@ def _with_error(value: float | None, stderr: float | None, digits: int) -> str:
 def updated(text: str, read: Callable[[str], dict[str, Any]]) -> str:
     """The text with every table between `<!-- workbench table PATHS -->` and `<!-- end -->` made anew from these records.
 
-    `table` gives the models of the records side by side (`markdown`), `strengths`, `cache` and `cache-speed` what the functions
-    of these names do.
+    `table` gives the models of the records side by side (`markdown`), `strengths`, `cache`, `cache-speed` and `tasks` what the
+    functions of these names do.
 
     Args:
         read: a record by its path, as the text names it; several are apart by spaces.

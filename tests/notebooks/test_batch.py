@@ -183,11 +183,34 @@ def test_a_run_is_what_its_manifest_says(one):
     (places.folder / "record.json").write_text(text)
     assert places.complete()
     (places.folder / "report.html").unlink()
-    assert places.problems() == ["report.html is not as it was"]
+    assert places.problems() == ["report.html is gone"]
     (places.folder / "manifest.json").write_text("{")
     assert places.problems() == ["it has no manifest"]
     assert execute(job).status == "finished" and places.complete()
     assert places.folder.with_name(f"{places.folder.name}.before").is_dir(), "what cannot be verified is put aside, not deleted"
+
+
+def test_another_run_in_the_same_place_is_another_run(sweep, runs, tmp_path):
+    """A folder that was asked for by name holds what it holds, and not what is asked for next."""
+    place = tmp_path / "mine"
+    first = job_of(read_sweep(sweep(base={"number": 1, "run_path": str(place)})).runs[0], runs)
+    second = job_of(read_sweep(sweep(base={"number": 2, "run_path": str(place)})).runs[0], runs)
+    assert execute(first).status == "finished" and state(place, second.key) == "waiting"
+    assert execute(second).status == "finished" and RunFolder(place).manifest()["values"]["number"] == 2
+    assert RunFolder(place.with_name("mine.before")).manifest()["values"]["number"] == 1, "put aside, not lost"
+
+
+def test_a_notebook_that_changed_since_it_was_planned_is_not_run(one, trivial):
+    job = one()
+    trivial.write_text(trivial.read_text().replace("working on", "really working on"))
+    failure = execute(job).failure
+    assert failure["kind"] == "specification" and "has changed since this run was planned" in failure["error"]
+
+
+def test_a_kernel_that_is_not_there(one, trivial):
+    trivial.write_text(trivial.read_text().replace('"name": "python3"', '"name": "fortran"'))
+    failure = execute(one()).failure
+    assert failure["kind"] == "specification" and "fortran" in failure["error"]
 
 
 def test_a_promotion_that_was_cut_short_is_finished(one):
@@ -342,7 +365,6 @@ def test_timing_waits_for_the_device_and_the_wait_is_not_counted(tmp_path):
 import sys, time, os
 from pathlib import Path
 from eval import device_lock
-device_lock._file.__globals__['tempfile'].gettempdir = lambda: sys.argv[1]
 device_lock.share("cpu")
 print("shares", flush=True)
 if sys.argv[2] == "times":
@@ -361,7 +383,8 @@ else:
 """
 
     def start(how, wait=""):
-        environment = os.environ | {"WORKBENCH_WAITING": str(tmp_path / wait)} if wait else os.environ
+        environment = os.environ | {"WORKBENCH_LOCKS": str(tmp_path)}
+        environment |= {"WORKBENCH_WAITING": str(tmp_path / wait)} if wait else {}
         command = [sys.executable, "-c", code, str(tmp_path), how]
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
         assert process.stdout.readline() == "shares\n"

@@ -88,7 +88,7 @@ def expect_pruning(made, scores, html):
 # Per notebook: parameters beside SMALL, the format of its linears, and what else must hold.
 EXPECTED = {
     "gptq": ({}, "int_group", expect_gptq),
-    "smoothquant": ({"compare": "", "samples": 2}, "eight_bit", expect_smoothquant),
+    "smoothquant": ({"compare": "", "samples": 2, "max_windows": 1}, "eight_bit", expect_smoothquant),
     "pruning": ({"method": "wanda", "compare": "", "curves": "", "samples": 2}, "bitmap", expect_pruning),
 }  # fmt: skip
 

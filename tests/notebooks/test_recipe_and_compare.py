@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -157,15 +158,17 @@ def test_compared_needs_runs(tmp_path):
     assert runs_folder(tmp_path) == tmp_path
 
 
-def test_verdicts_have_an_exit_status(workbench):
+def test_verdicts_have_an_exit_status(workbench, tmp_path):
     """Of two runs on the same model: good enough for CI, or not."""
     gptq, kv = (next(path for path in RECORDS if name in path) for name in ("/weight-only", "/kv-eviction"))
-    good = workbench("compare", gptq, gptq, "--recovery-threshold", "0.99")
+    same = shutil.copy(gptq, tmp_path / "same.json")
+    good = workbench("compare", gptq, same, "--recovery-threshold", "0.99")
     assert good.returncode == 0 and "page: " in good.stdout, good.stderr
     found = outcomes([gptq, next(path for path in RECORDS if "/pruning" in path)], ROOT)
     assert verdict_of(found, 0.1).exit_code == 0 and verdict_of(found, 0.99).exit_code == 1
     assert workbench("compare", gptq, kv).returncode == 2, "they share no measure of accuracy"
-    assert workbench("compare", gptq, gptq, "--recovery-threshold", "99").returncode == 2
+    assert workbench("compare", gptq, same, "--recovery-threshold", "99").returncode == 2
+    assert workbench("compare", gptq, "--recovery-threshold", "0.9").returncode == 2, "a verdict needs two"
 
 
 def test_pages_are_made_anew_and_runs_stay_whole(tmp_path, monkeypatch):
@@ -173,10 +176,10 @@ def test_pages_are_made_anew_and_runs_stay_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda step, **_: step)
     folder = tmp_path / "runs" / "one"
     run_cells("recipe", TINY | {"recipe": "rtn(bits=4)", "run_path": str(folder)})
-    (folder / "report.html").write_text("old")
     (folder / "notebook.ipynb").write_text("{}")
     sealed = {name: {"bytes": (folder / name).stat().st_size, "sha256": file_sha256(folder / name)} for name in NEEDED}
     (folder / "manifest.json").write_text(json.dumps({"files": sealed}))
+    (folder / "report.html").write_text("old")
     assert RunFolder(folder).complete()
     written = write_all(tmp_path / "runs", [])
     assert folder / "report.html" in written and (folder / "report.html").read_text() != "old"

@@ -89,6 +89,29 @@ def test_every_problem_is_told_at_once(sweep):
     assert "(=-1)" in str(caught.value) and "(=-2)" in str(caught.value) and "'much'" in str(caught.value)
 
 
+def test_yaml_without_its_traps(sweep):
+    """A key that is there twice would lose runs; 1e-3 would be text."""
+    path = sweep()
+    path.write_text("notebook: trivial.ipynb\ngrid: {number: [1]}\ngrid: {number: [2]}")
+    with pytest.raises(ValueError, match="`grid` is there twice"):
+        read_sweep(path)
+    path.write_text("notebook: trivial.ipynb\ngrid: {3: [1]}")
+    with pytest.raises(ValueError, match="the key 3 must be text"):
+        read_sweep(path)
+    path.write_text("notebook: trivial.ipynb\nbase: {share: 1e-3}")
+    assert read_sweep(path).runs[0].values["share"] == 0.001
+
+
+def test_paths_begin_where_the_sweep_lies(sweep, tmp_path, monkeypatch):
+    (tmp_path / "words.txt").write_text("words")
+    path = sweep(base={"does": "words.txt", "run_path": "mine"})
+    monkeypatch.chdir("/")
+    values = read_sweep(path).runs[0].values
+    assert values["does"] == str(tmp_path / "words.txt") and values["run_path"] == str(tmp_path / "mine")
+    with pytest.raises(ValueError, match="`run_path` .* is that of 2 runs"):
+        read_sweep(sweep(grid={"number": [1, 2]}, base={"run_path": "mine"}))
+
+
 @pytest.mark.parametrize("text, told", [("a: [", "cannot be read"), ("- a", "must be a mapping"), ("", "must be a mapping")])
 def test_what_is_no_sweep(text, told, sweep):
     path = sweep()

@@ -8,7 +8,7 @@ import pytest
 
 from eval.schema import read_record
 from notebooks.cli import main
-from reports.table import markdown, rows, strengths_markdown, updated
+from reports.table import markdown, rows, strengths_markdown, tasks_markdown, updated
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = sorted((ROOT / "reports" / "published").glob("*.json"))
@@ -106,3 +106,20 @@ def test_the_readme_is_up_to_date():
     """`workbench table --update README.md` would change nothing."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert updated(text, lambda path: read_record(ROOT / path)) == text
+
+
+def test_tasks_side_by_side():
+    """From what a record keeps of tasks; a score of nothing is no dash."""
+    step = {"method": "rtn", "knobs": {}, "text": "rtn(bits=4)"}
+    paired = {"metric": "acc", "recovery": 0.5, "right_to_wrong": 3, "wrong_to_right": 1}
+    made = {
+        "run": {"key": "k"}, "recipe": [step], "recipes": {"compressed": [step]},
+        "scores": {"baseline": {"acc_sums": 0.5, "acc_sums_stderr": 0.05},
+                   "compressed": {"acc_sums": 0.25, "acc_sums_stderr": 0.04}},
+        "tasks": {"rows": [{"task": "sums", "metric": "acc", "n": 20}], "compared": {"compressed": {"sums": paired}}},
+    }  # fmt: skip
+    text = tasks_markdown([made])
+    assert "| 16-bit baseline | 50.0 ± 5.0 |  |  |" in text and "| `rtn(bits=4)` | 25.0 ± 4.0 | 50 % | 3, 1 |" in text
+    assert updated("<!-- workbench tasks x -->\nold\n<!-- end -->", lambda _: made).count("16-bit baseline") == 1
+    with pytest.raises(ValueError, match="has no tasks"):
+        tasks_markdown([{"run": {"key": "k"}}])
