@@ -25,6 +25,7 @@ from eval.schema import write_whole
 from notebooks.engines import Engine, Local
 from notebooks.identity import ROOT
 from notebooks.job import Outcome, job_of, state
+from notebooks.leases import held
 from notebooks.processes import end_orphans
 from notebooks.progress import Progress
 from notebooks.rundir import MANIFEST, RunFolder, read_json
@@ -124,6 +125,9 @@ def run_sweep(
         keep_sweep(sweep, runs)
     rows = plan(sweep, runs=runs, force=force).rows
     known = [Outcome(row.planned.key, "known", str(folder_of(row.planned, runs))) for row in rows if row.does == "skip"]
+    for places in (RunFolder(Path(one.folder)) for one in known):
+        if not held(places.lease):
+            places.tidy()
     left = [row for row in rows if row.does == "run"]
     jobs = [job_of(row.planned, runs, timeout_s=sweep.timeout_s, cell_timeout_s=sweep.cell_timeout_s, force=force) for row in left]
     likely = {row.planned.key: row.seconds for row in left}

@@ -116,6 +116,12 @@ class RunFolder:
         for gone in (self.old, self.failed, self.work):
             shutil.rmtree(gone, ignore_errors=True)
 
+    def tidy(self) -> None:
+        """Take away what a promotion left that was killed right after it; only of a run that stands and nobody holds."""
+        self.lease.unlink(missing_ok=True)
+        for gone in (self.old, self.failed, self.work):
+            shutil.rmtree(gone, ignore_errors=True)
+
     def recover(self) -> None:
         """Finish what a killed promotion left: the old run stands again if the new one does not."""
         if self.old.is_dir():
