@@ -165,24 +165,23 @@ def _status(options: argparse.Namespace) -> int:
 def _compare(options: argparse.Namespace) -> int:
     from notebooks import pages
 
-    runs = _runs(options)
-    found = pages.outcomes(options.named, runs)
+    names = [Path(name).stem if Path(name).suffix in (".yml", ".json") else name for name in options.named]
+    title = " and ".join(names) if len(names) < 3 else f"{len(names)} runs"
+    made = pages.compared(options.named, _runs(options), page=str(options.output or ""), title=title)
+    count = len(made.outcomes)
     threshold = 0.99 if options.recovery_threshold is None else options.recovery_threshold
     if not 0 < threshold <= 2:
         raise ValueError(f"`--recovery-threshold` (={threshold}) must be a share, such as 0.99")
-    if options.recovery_threshold is not None and len(found) != 2:
-        raise ValueError(f"`--recovery-threshold` (={threshold}) is for two runs; these are {len(found)}")
+    if options.recovery_threshold is not None and count != 2:
+        raise ValueError(f"`--recovery-threshold` (={threshold}) is for two runs; these are {count}")
     status = 0
-    if len(found) == 2 and (len(options.named) == 2 or options.recovery_threshold is not None):
-        verdict = pages.verdict_of(found, threshold)
+    if count == 2 and (len(options.named) == 2 or options.recovery_threshold is not None):
+        verdict = pages.verdict_of(made.outcomes, threshold)
         print(verdict.text)
         status = verdict.exit_code
     else:
-        print(pages.leaderboard(found).markdown(), end="")
-    names = [Path(name).stem if Path(name).suffix in (".yml", ".json") else name for name in options.named]
-    title = " and ".join(names) if len(names) < 3 else f"{len(found)} runs"
-    page = (options.output or pages.comparison_path(options.named, runs)).absolute()
-    print(f"page: {pages.write_comparison(pages.outcomes(options.named, runs, page), page, title).path}")
+        print(made.leaderboard.markdown(), end="")
+    print(f"page: {made.write().path}")
     return status
 
 

@@ -158,6 +158,7 @@ def _file_sha256(path: str, size: int, changed_ns: int) -> str:
         return hashlib.sha256(file.read(1 << 20) + f"{size} {changed_ns}".encode()).hexdigest()
 
 
+@cache
 def _revision(kind: str, name: str) -> str:
     """The revision of a hub repository: that in this machine's cache, else the hub's own; "" where neither can be told."""
     hub = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "hub")
@@ -178,9 +179,14 @@ def _tasks(values: dict[str, Any]) -> list[tuple[str, str]]:
     """Tasks of lm-eval by what they ask: their settings and the content of their data."""
     if not values.get("tasks") or "task_path" not in values:
         return []
+    return _tasks_of(tuple(values["tasks"]), values["task_path"])
+
+
+@cache
+def _tasks_of(names: tuple[str, ...], task_path: str) -> list[tuple[str, str]]:
     from eval.task_files import find_tasks
 
-    return [(task.name, task.identity) for task in find_tasks(values["tasks"], values["task_path"])[0]]
+    return [(task.name, task.identity) for task in find_tasks(names, task_path)[0]]
 
 
 def _sha(made: Any) -> str:

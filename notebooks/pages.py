@@ -28,8 +28,6 @@ from reports.pareto import casts, planes
 from reports.render import Report, render
 from reports.variants import variants
 
-__all__ = ["leaderboard"]
-
 
 @dataclass(frozen=True)
 class Compared:
@@ -121,11 +119,6 @@ def comparison_path(named: Sequence[str | Path], runs: Path) -> Path:
     return runs / "comparison.html"
 
 
-def write_comparison(found: Sequence[RunOutcome], page: Path, title: str) -> Report:
-    """The comparison of these runs as a page."""
-    return render_comparison(found, page, title=title)
-
-
 def write_comparison_of_sweep(name: str, runs: Path) -> Report:
     """The comparison of all runs of a sweep, as it was last started."""
     page = sweep_folder(name, runs) / "comparison.html"
@@ -196,7 +189,7 @@ def _outcome(folder: Path, page: Path, asked: dict[str, Any]) -> RunOutcome:
                           record["run"].get("parameters"), record["provenance"]["command"])  # fmt: skip
     places = RunFolder(folder)
     by_hand = not places.manifest() and (folder / "record.json").is_file()
-    now = "finished" if by_hand else state(folder)
+    now = "finished" if by_hand else state(folder, asked.get("key", ""), asked.get("values"))
     try:
         record = read_record(folder / "record.json") if now == "finished" else None
     except ValueError as error:  # of another version, say: told, and in nobody's way

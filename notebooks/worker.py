@@ -18,7 +18,6 @@ from notebooks.identity import ROOT
 from notebooks.leases import holder
 from notebooks.rundir import FAILURE, RunFolder, read_json
 
-KINDS = ("specification", "cell", "timeout", "out of memory", "kernel death", "interrupt", "disk", "incomplete")
 LINES = 20  # of the end of what a failed cell said
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 _DISK_WORDS = ("No space left on device", "Disk quota exceeded", "File too large", "Read-only file system")

@@ -4,12 +4,14 @@ import os
 import subprocess
 import sys
 import textwrap
+from itertools import takewhile
 from pathlib import Path
 
 import nbformat
 import pytest
 import yaml
 
+from notebooks.parameters import FOLDER
 from notebooks.processes import marked, place_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,3 +90,20 @@ def workbench(tmp_path):
         return subprocess.Popen(command, **how)
 
     return start
+
+
+@pytest.fixture
+def run_cells():
+    """`run_cells(name, given, until="")`: a notebook's cells, in this process."""
+
+    def run_cells(name, given, until=""):
+        """Execute a notebook's cells in this process with these parameters, up to the one that says `until`."""
+        namespace = {}
+        cells = [cell for cell in nbformat.read(FOLDER / f"{name}.ipynb", as_version=4).cells if cell.cell_type == "code"]
+        for cell in takewhile(lambda cell: not until or until not in cell.source, cells):
+            exec(cell.source, namespace)
+            if "parameters" in cell.metadata.get("tags", []):
+                namespace |= given
+        return namespace
+
+    return run_cells

@@ -6,7 +6,6 @@ import os
 import shlex
 import subprocess
 import sys
-from itertools import takewhile
 from pathlib import Path
 
 import nbformat
@@ -126,7 +125,7 @@ def test_kv_eviction_runs_on_the_real_model(tmp_path):
         ({"lengths": "1024"}, "`lengths`"),
     ],
 )
-def test_kv_eviction_refuses_before_the_model_is_loaded(given, message):
+def test_kv_eviction_refuses_before_the_model_is_loaded(given, message, run_cells):
     with pytest.raises(ValueError, match=message):
         run_cells("kv_eviction", given, until="load_model(model_name")
 
@@ -162,17 +161,6 @@ def test_notebook_runs_on_the_real_model(name, compiled, tmp_path):
     assert files == pytest.approx(made["scores"]["compressed"]["stored_bytes"], rel=0.01)
 
 
-def run_cells(name, given, until=""):
-    """Execute a notebook's cells in this process with these parameters, up to the one that says `until`."""
-    namespace = {}
-    cells = [cell for cell in nbformat.read(FOLDER / f"{name}.ipynb", as_version=4).cells if cell.cell_type == "code"]
-    for cell in takewhile(lambda cell: not until or until not in cell.source, cells):
-        exec(cell.source, namespace)
-        if "parameters" in cell.metadata.get("tags", []):
-            namespace |= given
-    return namespace
-
-
 @pytest.mark.parametrize("given, message", [
     ({"alpha": 1.5}, "`alpha` (=1.5) of smoothquant must lie between 0 and 1, or be 'search'"),
     ({"alpha": "best"}, "`alpha` (='best') of smoothquant"),
@@ -187,13 +175,13 @@ def run_cells(name, given, until=""):
     ({"compare": "int8; unsmoothed: int8"}, "'unsmoothed' is what another model of the run is called"),
     ({"compare": "one: gptq(bits=4), int8"}, "int8 keeps 8-bit weights"),
 ])  # fmt: skip
-def test_smoothquant_refuses_before_the_model_is_loaded(given, message):
+def test_smoothquant_refuses_before_the_model_is_loaded(given, message, run_cells):
     with pytest.raises(ValueError) as caught:
         run_cells("smoothquant", given, until="load_model(model_name")
     assert message in str(caught.value)
 
 
-def test_smoothquant_takes_whole_recipes(tmp_path, monkeypatch):
+def test_smoothquant_takes_whole_recipes(tmp_path, monkeypatch, run_cells):
     """On the tiny model: a recipe of three, another one beside it, and the same without its transform."""
     monkeypatch.setattr(torch, "compile", lambda step, **_: step)
     given = {"recipe": "smoothquant(alpha='search'), gptq(bits=8, group_size=-1), int8", "compare": "weights only: rtn(bits=4)",
@@ -225,7 +213,7 @@ def test_smoothquant_takes_whole_recipes(tmp_path, monkeypatch):
     ({"curves": "magnitude{0.5, 1.5}"}, "`ratio` (=1.5) of magnitude"),
     ({"compare": "gptq, wanda"}, "must come before"),
 ])  # fmt: skip
-def test_pruning_refuses_before_the_model_is_loaded(given, message):
+def test_pruning_refuses_before_the_model_is_loaded(given, message, run_cells):
     with pytest.raises(ValueError) as caught:
         run_cells("pruning", given, until="load_model(model_name")
     assert message in str(caught.value)
@@ -236,7 +224,7 @@ def test_pruning_refuses_before_the_model_is_loaded(given, message):
     ({"drop": "block", "drop_count": 2}, "`count` (=2) of layer_drop must leave some of the 2 block layers"),
     ({"curves": "layer_drop(count={1, 2})"}, "`count` (=2) of layer_drop must leave some of the 2 "),
 ])  # fmt: skip
-def test_pruning_refuses_before_any_work(given, message, monkeypatch):
+def test_pruning_refuses_before_any_work(given, message, monkeypatch, run_cells):
     """What only the model tells; every check comes before the first recipe is applied."""
     monkeypatch.setattr(sys.modules["compress.apply"], "apply", lambda *_, **__: pytest.fail("work began"))
     given = {"model_name": "tiny", "compare": "", **SMALL, "seqlen": 64, "window": 64, **given}
@@ -245,7 +233,7 @@ def test_pruning_refuses_before_any_work(given, message, monkeypatch):
     assert message in str(caught.value)
 
 
-def test_pruning_takes_whole_recipes(tmp_path, monkeypatch):
+def test_pruning_takes_whole_recipes(tmp_path, monkeypatch, run_cells):
     """On the tiny model: layers dropped, then the rest pruned adaptively and quantised; points that were finished are kept."""
     monkeypatch.setattr(torch, "compile", lambda step, **_: step)
     given = {"recipe": "layer_drop(target=mlp, count=1), wanda(ratio=0.4, allocation=adaptive, curve_tokens=32), rtn(bits=4)",
@@ -368,7 +356,7 @@ def test_plain_papermill_fails_early_with_the_reason(given, message, tmp_path):
     ({"group_size": 48}, "`group_size` (=48) must divide in_features (=64)"),
     ({"samples": 10**6}, "`samples` (=1000000) x `seqlen` (=128)"),
 ])  # fmt: skip
-def test_cells_refuse_by_themselves(given, message, tmp_path):
+def test_cells_refuse_by_themselves(given, message, tmp_path, run_cells):
     """As in JupyterLab, without papermill."""
     with pytest.raises(ValueError) as caught:
         run_cells("gptq", {"model_name": "tiny", **SMALL, **given, "run_path": str(tmp_path / "run")})

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 
-import nbformat
 import pytest
 import torch
 
@@ -21,20 +20,6 @@ from notebooks.rundir import NEEDED, RunFolder
 ROOT = FOLDER.parent
 PUBLISHED = ROOT / "reports" / "published"
 TINY = {"model_name": "tiny", "samples": 2, "seqlen": 64, "window": 64, "max_windows": 2, "speed_rounds": 1}
-
-
-def run_cells(name, given, until=""):
-    """Execute a notebook's cells in this process with these parameters, up to the one that says `until`."""
-    namespace = {}
-    for cell in nbformat.read(FOLDER / f"{name}.ipynb", as_version=4).cells:
-        if cell.cell_type != "code" or (until and until in cell.source):
-            if until and until in cell.source:
-                break
-            continue
-        exec(cell.source, namespace)
-        if "parameters" in cell.metadata.get("tags", []):
-            namespace |= given
-    return namespace
 
 
 @pytest.fixture
@@ -52,7 +37,7 @@ def task_path(tmp_path):
     return str(folder)
 
 
-def test_everything_is_measured_and_reported(tmp_path, task_path, monkeypatch):
+def test_everything_is_measured_and_reported(tmp_path, task_path, monkeypatch, run_cells):
     monkeypatch.setattr(torch, "compile", lambda step, **_: step)
     given = TINY | {"recipe": "rtn(bits=4)", "compare": "wider: rtn(bits=8)", "tasks": ["sums"], "task_path": task_path,
                     "task_limit": 4, "temperatures": [0.7], "write_tokens": 2, "speed_batches": [1, 2], "speed_prompts": [8],
@@ -75,7 +60,7 @@ def test_everything_is_measured_and_reported(tmp_path, task_path, monkeypatch):
     assert "<table" in cells["answers"]._repr_html_() and "<table" in cells["costs"]._repr_html_()
 
 
-def test_what_is_not_asked_for_is_not_measured(tmp_path, monkeypatch):
+def test_what_is_not_asked_for_is_not_measured(tmp_path, monkeypatch, run_cells):
     monkeypatch.setattr(torch, "compile", lambda step, **_: step)
     cells = run_cells("recipe", TINY | {"recipe": "rtn(bits=4)", "run_path": str(tmp_path)})
     made = read_record(tmp_path / "record.json")
@@ -96,7 +81,7 @@ def test_what_is_not_asked_for_is_not_measured(tmp_path, monkeypatch):
     ({"task_limit": -1}, "`task_limit` (=-1)"),
     ({"temperatures": [0.5, "hot"]}, "`temperatures`"),
 ])  # fmt: skip
-def test_recipe_refuses_before_the_model_is_loaded(given, message, task_path):
+def test_recipe_refuses_before_the_model_is_loaded(given, message, task_path, run_cells):
     with pytest.raises(ValueError) as caught:
         run_cells("recipe", {"task_path": task_path} | given, until="load_model(model_name")
     assert message in str(caught.value)
@@ -108,7 +93,7 @@ def test_recipe_refuses_before_the_model_is_loaded(given, message, task_path):
     ({"load": [50.0]}, "`load`"),
     ({"speed_batches": [1], "speed_prompts": [4096]}, "2048"),
 ])  # fmt: skip
-def test_recipe_refuses_before_any_work(given, message, monkeypatch):
+def test_recipe_refuses_before_any_work(given, message, monkeypatch, run_cells):
     monkeypatch.setattr(sys.modules["compress.apply"], "apply", lambda *_, **__: pytest.fail("work began"))
     with pytest.raises(ValueError) as caught:
         run_cells("recipe", TINY | given)
@@ -171,7 +156,7 @@ def test_verdicts_have_an_exit_status(workbench, tmp_path):
     assert workbench("compare", gptq, "--recovery-threshold", "0.9").returncode == 2, "a verdict needs two"
 
 
-def test_pages_are_made_anew_and_runs_stay_whole(tmp_path, monkeypatch):
+def test_pages_are_made_anew_and_runs_stay_whole(tmp_path, monkeypatch, run_cells):
     """A run's page is not part of what was measured: it may be rendered again."""
     monkeypatch.setattr(torch, "compile", lambda step, **_: step)
     folder = tmp_path / "runs" / "one"
