@@ -27,11 +27,11 @@ lab: $(READY) compiler                   ## JupyterLab with the notebooks
 	$(BIN)/jupyter lab --notebook-dir=. $(if $(filter 0,$(shell id -u)),--allow-root)
 
 bench: $(READY) compiler                 ## kernels against the strongest baselines on this machine
-	$(BIN)/python -m kernels.bench
+	$(BIN)/python -m kernels.harness.bench
 
 # On a machine with a GPU: torch and triton are enough, nothing is installed. GPU_FLAGS="--tune --ops int_matmul" tunes first.
 gpu:                                     ## every kernel checked, then timed on this machine's GPU, within nine minutes
-	$(if $(wildcard $(BIN)/python),$(BIN)/python,python3) -m kernels.validate --budget 540 --out $(GPU_OUT) $(GPU_FLAGS)
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,python3) -m kernels.harness.validate --budget 540 --out $(GPU_OUT) $(GPU_FLAGS)
 
 constraints: $(READY)                     ## write down what is installed, after a deliberate upgrade
 	{ sed -n '/^#/p' constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//' | tr 'A-Z_.' 'a-z_.' | sed -E ':a; s/^([^=]*)[_.]/\1-/; ta' | sort; } > constraints.new

@@ -12,8 +12,9 @@ from compress.activations.int8 import Int8
 from compress.activations.llm_int8 import LLMInt8
 from compress.activations.smoothquant import SmoothQuant
 from compress.apply import apply
-from compress.calibration import calibration, held_out
 from compress.checkpoint import load_compressed, save_compressed
+from compress.inputs.calibration import calibration, held_out
+from compress.inputs.model import load_model
 from compress.kv.expected_attention import ExpectedAttention
 from compress.kv.h2o import H2O
 from compress.kv.keydiff import KeyDiff
@@ -25,7 +26,6 @@ from compress.kv.snapkv import SnapKV
 from compress.kv.streaming import Streaming
 from compress.kv.tova import TOVA
 from compress.method import Method
-from compress.model import load_model
 from compress.pruning.layer_drop import LayerDrop
 from compress.pruning.magnitude import Magnitude
 from compress.pruning.random_choice import RandomChoice

@@ -12,20 +12,24 @@ import transformers
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from compress.calibration import tokens_sha256
+from compress.inputs.calibration import tokens_sha256
+from compress.inputs.model import check_device, weights_sha256
 from compress.linear import CompressedLinear, is_linear
 from compress.method import DropRecord, FoldRecord, LayerRecord, LayerwiseMethod, Method, settle
-from compress.model import check_device, weights_sha256
 from compress.result import Result
-from compress.resume import BlockStore
-from compress.walk import kept_weights
+from compress.walk.resume import BlockStore
+from compress.walk.walk import kept_weights
 from kernels.registry import recording
 
 
 def apply(
-    recipe: Sequence[Method], model: nn.Module, batches: Sequence[Tensor] = (), *, device: str | None = None,
+    recipe: Sequence[Method],
+    model: nn.Module,
+    batches: Sequence[Tensor] = (),
+    *,
+    device: str | None = None,
     work_path: str | Path | None = None,
-) -> Result:  # fmt: skip
+) -> Result:
     """Compress a model in place.
 
     Args:
@@ -33,14 +37,15 @@ def apply(
         model: a transformers decoder; its blocks are replaced piece by piece, so keep a copy if you need the original.
         batches: calibration tokens, LongTensors [1, T]; any list will do, `calibration` makes one.
         device: where to compute, one block at a time; the model's own device if None.
-        work_path: folder where finished blocks are kept. A run that was killed, started again with the same recipe, model
-            and batches, takes them from there.
+        work_path: folder where finished blocks are kept. A run that was killed, started again with the same recipe,
+            model and batches, takes them from there.
 
     Returns:
         Result: `.model` (the same object), `.layers`, and what the run record needs.
 
     Raises:
-        ValueError: before any work, if the recipe does not compose, does not fit the model, or the batches are unusable.
+        ValueError: before any work, if the recipe does not compose, does not fit the model, or the batches are
+            unusable.
     """
     asked, recipe, batches = list(recipe), settle(list(recipe)), () if batches is None else batches
     check_device(device or "cpu")
@@ -54,8 +59,13 @@ def apply(
     }
     for method in recipe:
         method.check(model)
-    tokens = {"corpus": None, "samples": len(batches), "seqlen": max((b.shape[1] for b in batches), default=0), "seed": None,
-              "sha256": tokens_sha256(list(batches))}  # fmt: skip
+    tokens = {
+        "corpus": None,
+        "samples": len(batches),
+        "seqlen": max((b.shape[1] for b in batches), default=0),
+        "seed": None,
+        "sha256": tokens_sha256(list(batches)),
+    }
     known = getattr(batches, "identity", tokens)
     tokens = (known if known["sha256"] == tokens["sha256"] else tokens) if len(batches) else None
     layers: dict[str, LayerRecord] = {}
@@ -80,17 +90,29 @@ def apply(
             if originals is None and layers and any(isinstance(m, LayerwiseMethod) for m in recipe[i + 1 :]):
                 originals = untouched
     return Result(
-        model=model, recipe=recipe, asked=asked, layers=list(layers.values()), folds=folds, drops=drops,
-        kept=kept_weights(model, recipe), identity=identity, calibration=tokens,
-        seconds=time.perf_counter() - start, kernels={op: sorted(used) for op, used in kernels.items()},
+        model=model,
+        recipe=recipe,
+        asked=asked,
+        layers=list(layers.values()),
+        folds=folds,
+        drops=drops,
+        kept=kept_weights(model, recipe),
+        identity=identity,
+        calibration=tokens,
+        seconds=time.perf_counter() - start,
+        kernels={op: sorted(used) for op, used in kernels.items()},
         notes=[remark for method in recipe for remark in method.remarks(where)],
-    )  # fmt: skip
+    )
 
 
 def apply_each(
-    recipes: Mapping[str, Sequence[Method]], model: nn.Module, batches: Sequence[Tensor] = (), *, device: str | None = None,
+    recipes: Mapping[str, Sequence[Method]],
+    model: nn.Module,
+    batches: Sequence[Tensor] = (),
+    *,
+    device: str | None = None,
     work_path: str | Path | None = None,
-) -> dict[str, Result]:  # fmt: skip
+) -> dict[str, Result]:
     """Apply several recipes, each to a copy of the model, for a comparison on the same calibration; see `apply`.
 
     Raises:
@@ -112,14 +134,19 @@ def _after(before: LayerRecord | None, now: LayerRecord) -> LayerRecord:
     if before is None:
         return now
     return replace(
-        now, rtn_error=before.rtn_error if now.rtn_error is None else now.rtn_error, seconds=before.seconds + now.seconds,
-        notes=(*before.notes, *now.notes), distortion=now.distortion or before.distortion,
-    )  # fmt: skip
+        now,
+        rtn_error=before.rtn_error if now.rtn_error is None else now.rtn_error,
+        seconds=before.seconds + now.seconds,
+        notes=(*before.notes, *now.notes),
+        distortion=now.distortion or before.distortion,
+    )
 
 
 def _check_batches(batches: Sequence[Tensor], model: nn.Module, needed: list[str]) -> None:
     if needed and not len(batches):
-        raise ValueError(f"`batches` is empty, and {', '.join(needed)} needs calibration; `calibration(tokenizer)` makes some")
+        raise ValueError(
+            f"`batches` is empty, and {', '.join(needed)} needs calibration; `calibration(tokenizer)` makes some"
+        )
     vocabulary = model.get_input_embeddings().num_embeddings
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
     for i, batch in enumerate(batches):
@@ -127,8 +154,10 @@ def _check_batches(batches: Sequence[Tensor], model: nn.Module, needed: list[str
             what = f"{batch.dtype} {tuple(batch.shape)}" if isinstance(batch, Tensor) else type(batch).__name__
             raise ValueError(f"`batches[{i}]` must be a LongTensor [1, T], not {what}")
         if batch.shape[1] > positions:
-            raise ValueError(f"`batches[{i}]` has {batch.shape[1]} tokens; this model has {positions} positions: a `seqlen` up to "
-                             "that would do")  # fmt: skip
+            raise ValueError(
+                f"`batches[{i}]` has {batch.shape[1]} tokens; this model has {positions} positions: a `seqlen` up to "
+                "that would do"
+            )
         if batch.shape[1] == 0 or not 0 <= batch.min().item() <= batch.max().item() < vocabulary:
             raise ValueError(f"`batches[{i}]` must hold token ids between 0 and {vocabulary - 1}, and at least one")
 

@@ -1,4 +1,5 @@
-"""What stands where a part of a block was dropped: it adds nothing to the residual stream, and the cache keeps its places."""
+"""What stands where a part of a block was dropped: it adds nothing to the residual stream, and the cache keeps its
+places."""
 
 from typing import Any
 
@@ -7,7 +8,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from compress.linear import is_linear, replace
-from compress.walk import find_blocks
+from compress.walk.walk import find_blocks
 
 
 class Dropped(nn.Module):
@@ -43,7 +44,8 @@ class Dropped(nn.Module):
 
 
 def parts_of(block: nn.Module) -> dict[str, list[str]]:
-    """Names of the children of a block that are its "attention" (they keep keys and values) and its "mlp" (the rest with matrices).
+    """Names of the children of a block that are its "attention" (they keep keys and values) and its "mlp" (the rest
+    with matrices).
 
     Norms belong to neither. An MLP may be a chain of linears that are the block's own children (OPT).
     """
@@ -69,11 +71,14 @@ def drop_part(block: nn.Module, kind: str, outputs: dict[str, int]) -> None:
     chain = len(names) > 1 and all(is_linear(block.get_submodule(name)) for name in names)
     for name in names:
         indices = [m.layer_idx for m in block.get_submodule(name).modules() if hasattr(m, "layer_idx")]
-        replace(block, name, Dropped(outputs.get(name, 0), indices[0] if indices else None, chain and name != names[-1]))
+        replace(
+            block, name, Dropped(outputs.get(name, 0), indices[0] if indices else None, chain and name != names[-1])
+        )
 
 
 def drop_block(model: nn.Module, index: int) -> None:
-    """Remove a block: the later ones move up, in the model, in its cache and in its config, which then describes what is left."""
+    """Remove a block: the later ones move up, in the model, in its cache and in its config, which then describes what
+    is left."""
     _, blocks = find_blocks(model)
     count = len(blocks)
     del blocks[index]

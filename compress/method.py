@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     import torch
 
     from compress.formats import Format
-    from compress.resume import BlockStore
-    from compress.statistics import LayerStatistics
+    from compress.walk.resume import BlockStore
+    from compress.walk.statistics import LayerStatistics
 
 # The order in which the methods of a recipe may follow one another; the ones marked with * at most once each.
 STAGES = ("drop", "transform", "sparsify*", "quantize_weights*", "quantize_activations*", "cache")
@@ -30,7 +30,8 @@ class LayerRecord:
     error: ||(W - Ŵ)X||² / ||WX||² over the calibration tokens (or ||W - Ŵ||² / ||W||² where there were none, as
     `notes` says). `rtn_error`: the same for round-to-nearest on the same grid, None where the method has no such peer.
     bits_per_weight: stored, floats that are cast with the model counted as 16 bits. sparsity: the share of Ŵ that is 0.
-    distortion: {ratio of this weight's entries set to 0, others as they were: KL of the model's predictions, nats per token}, as
+    distortion: {ratio of this weight's entries set to 0, others as they were: KL of the model's predictions, nats per
+        token}, as
     the method measured it to choose the ratio; None where it did not.
     """
 
@@ -51,9 +52,10 @@ class LayerRecord:
 class DropRecord:
     """A part of a block that was dropped, or might have been; a row of the record's `drops`.
 
-    kind: "attention", "mlp" or "block". block: its number in the model as it was. importance: 1 - cosine of the residual stream
-    before and after, mean over the calibration tokens, when it was measured last. order: 1 for what was dropped first; None: it
-    stays. parameters: how many went with it.
+    kind: "attention", "mlp" or "block". block: its number in the model as it was. importance: 1 - cosine of the
+        residual stream
+    before and after, mean over the calibration tokens, when it was measured last. order: 1 for what was dropped first;
+    None: it stays. parameters: how many went with it.
     """
 
     name: str
@@ -66,13 +68,16 @@ class DropRecord:
 
 @dataclass(frozen=True)
 class FoldRecord:
-    """What was moved from a producer (a norm, or a linear) into the linears that read it; a row of the record's `folds`.
+    """What was moved from a producer (a norm, or a linear) into the linears that read it; a row of the record's
+    `folds`.
 
-    alpha: strength of the migration, None where all scales stayed 1. x_*, w_*: the largest magnitudes, channel by channel, of
+    alpha: strength of the migration, None where all scales stayed 1. x_*, w_*: the largest magnitudes, channel by
+        channel, of
     the consumers' input over the calibration tokens and of their weights' columns, as {"max", "p99", "median"} over the
-    channels. error_*: ||WX - Q(W)Q(X)||² / ||WX||² over all consumers, rounded to nearest as the method aims at, without and
-    with the scales; None where it was not measured. difference: ||y - y'|| / ||y|| of the block's output y without
-    quantisation. channels: the magnitudes themselves, {"x_before": [...], "x_after", "w_before", "w_after"}, for a few.
+    channels. error_*: ||WX - Q(W)Q(X)||² / ||WX||² over all consumers, rounded to nearest as the method aims at,
+    without and with the scales; None where it was not measured. difference: ||y - y'|| / ||y|| of the block's output y
+    without quantisation. channels: the magnitudes themselves, {"x_before": [...], "x_after", "w_before", "w_after"},
+    for a few.
     """
 
     name: str
@@ -106,17 +111,22 @@ class Method:
             _check_knob(self.name, field, getattr(self, field.name))
 
     def apply(
-        self, model: nn.Module, batches: Sequence[Tensor], *, device: "torch.device", store: "BlockStore | None" = None,
+        self,
+        model: nn.Module,
+        batches: Sequence[Tensor],
+        *,
+        device: "torch.device",
+        store: "BlockStore | None" = None,
         originals: Mapping[str, nn.Module] | None = None,
-    ) -> list[LayerRecord | FoldRecord | DropRecord]:  # fmt: skip
+    ) -> list[LayerRecord | FoldRecord | DropRecord]:
         """Compress `model` in place and say what became of each weight, or what was folded into what.
 
         Args:
             batches: calibration tokens, LongTensors [1, T]; may be empty unless `needs_calibration`.
             device: where to compute.
             store: where finished blocks are kept, so that a run that is killed goes on where it was.
-            originals: linears by name as they were before an earlier method of the recipe stored them, to measure errors
-                against; None: as they are.
+            originals: linears by name as they were before an earlier method of the recipe stored them, to measure
+                errors against; None: as they are.
         """
         raise NotImplementedError
 
@@ -154,17 +164,25 @@ class LayerwiseMethod(Method):
     """A method that turns each weight matrix inside the blocks, by itself, into stored parts."""
 
     skip: str = knob("", "comma-separated name patterns (* and ?) of linears to leave as they are")
-    sequential: bool = knob(True, "inside a block, each linear is solved on what the solved ones before it give, in one pass "
-                                  "over the block; False: all on what the original ones give, in two passes that hold "
-                                  "less memory")  # fmt: skip
+    sequential: bool = knob(
+        True,
+        "inside a block, each linear is solved on what the solved ones before it give, in one pass "
+        "over the block; False: all on what the original ones give, in two passes that hold "
+        "less memory",
+    )
 
-    statistics: ClassVar[tuple[str, ...]] = ()  # names in compress.statistics.STATISTICS
+    statistics: ClassVar[tuple[str, ...]] = ()  # names in compress.walk.statistics.STATISTICS
 
     def apply(
-        self, model: nn.Module, batches: Sequence[Tensor], *, device: "torch.device", store: "BlockStore | None" = None,
+        self,
+        model: nn.Module,
+        batches: Sequence[Tensor],
+        *,
+        device: "torch.device",
+        store: "BlockStore | None" = None,
         originals: Mapping[str, nn.Module] | None = None,
-    ) -> list[LayerRecord]:  # fmt: skip
-        from compress.walk import walk
+    ) -> list[LayerRecord]:
+        from compress.walk.walk import walk
 
         return walk(model, self, batches, device=device, store=store, originals=originals)
 
@@ -182,8 +200,8 @@ class LayerwiseMethod(Method):
         return None
 
     def check(self, model: nn.Module) -> None:
-        from compress.experts import split_experts
-        from compress.walk import targets
+        from compress.walk.experts import split_experts
+        from compress.walk.walk import targets
 
         split_experts(model)  # changes no output, and gives the experts shapes to check
         shapes = targets(model, self)
@@ -222,7 +240,9 @@ def settle(recipe: Sequence[Method]) -> list[Method]:
     for before, after in zip(settled, settled[1:], strict=False):
         a, b = order.index(before.stage), order.index(after.stage)
         if a == b and before.stage in once:
-            raise ValueError(f"`recipe`: {after} cannot follow {before}: both are of the kind {before.stage!r}; keep one")
+            raise ValueError(
+                f"`recipe`: {after} cannot follow {before}: both are of the kind {before.stage!r}; keep one"
+            )
         if a > b:
             raise ValueError(f"`recipe`: {after} ({after.stage}) must come before {before} ({before.stage})")
     return settled

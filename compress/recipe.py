@@ -13,7 +13,8 @@ def parse_recipe(text: str) -> list[Method]:
     """The methods that a text names, in order; each by its name in METHODS, with knobs as keyword arguments or without.
 
     Raises:
-        ValueError: no recipe, a method or a knob that does not exist, or a knob's value that is no literal or does not fit.
+        ValueError: no recipe, a method or a knob that does not exist, or a knob's value that is no literal or does not
+            fit.
     """
     try:
         node = ast.parse(f"[{text}]", mode="eval").body
@@ -25,7 +26,8 @@ def parse_recipe(text: str) -> list[Method]:
 
 
 def parse_recipes(text: str) -> dict[str, list[Method]]:
-    """Several recipes apart by semicolons, each with a name if one is put before it: "static: int8(activations='tensor'); nf4".
+    """Several recipes apart by semicolons, each with a name if one is put before it: "static:
+    int8(activations='tensor'); nf4".
 
     Raises:
         ValueError: as `parse_recipe` does, or two recipes of one name.
@@ -36,7 +38,9 @@ def parse_recipes(text: str) -> dict[str, list[Method]]:
         named = bool(colon) and "(" not in name
         name = name.strip() if named else part
         if name in found:
-            raise ValueError(f"`recipes` (={text!r}) holds {name!r} twice; put a name before one, such as: another: {part}")
+            raise ValueError(
+                f"`recipes` (={text!r}) holds {name!r} twice; put a name before one, such as: another: {part}"
+            )
         found[name] = parse_recipe(rest if named else part)
     return found
 
@@ -70,7 +74,9 @@ def recipes_of_run(recipe: str, compare: str = "") -> dict[str, list[Method]]:
     """
     methods, others = parse_recipe(recipe), parse_recipes(compare)
     for name in TAKEN & set(others):
-        raise ValueError(f"`compare` (={compare!r}): {name!r} is what another model of the run is called; name it differently")
+        raise ValueError(
+            f"`compare` (={compare!r}): {name!r} is what another model of the run is called; name it differently"
+        )
     plain = [method for method, settled in zip(methods, settle(methods), strict=True) if settled.stage != "transform"]
     without = {"unsmoothed": plain} if 0 < len(plain) < len(methods) else {}
     recipes = {"compressed": methods, **without, **others}
@@ -103,5 +109,7 @@ def _method(node: ast.expr, text: str) -> Method:
             values[keyword.arg] = keyword.value.id if bare else ast.literal_eval(keyword.value)
         except ValueError:
             shown = ast.unparse(keyword.value)
-            raise ValueError(f"`{keyword.arg}` (={shown}) of {name.id} must be a literal: 4, 0.5, True, search") from None
+            raise ValueError(
+                f"`{keyword.arg}` (={shown}) of {name.id} must be a literal: 4, 0.5, True, search"
+            ) from None
     return method(**values)

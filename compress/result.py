@@ -52,7 +52,9 @@ class Result:
         stored = f"{len(self.layers)} linears at {self.bits_per_weight:.2f} bits per weight, " if self.layers else ""
         folded = f"{len(self.folds)} folds, " if self.folds else ""
         gone = [drop for drop in self.drops if drop.order]
-        dropped = f"{len(gone)} of {len(self.drops)} dropped ({', '.join(drop.name for drop in gone)}), " if gone else ""
+        dropped = (
+            f"{len(gone)} of {len(self.drops)} dropped ({', '.join(drop.name for drop in gone)}), " if gone else ""
+        )
         return f"{recipe}: {dropped}{folded}{stored}{len(self.kept)} other weights kept, {self.seconds:.0f} s"
 
     def _repr_html_(self) -> str:
@@ -63,7 +65,9 @@ class Result:
         for weight in self.kept:
             reasons[weight["reason"]] = reasons.get(weight["reason"], 0) + weight["bytes"]
         kept = ", ".join(f"{escape(reason)} ({size / 1e6:.1f} MB)" for reason, size in reasons.items())
-        head = "".join(f"<th style='text-align:left'>{h}</th>" for h in ("linear", "shape", "bits", "error", "", "rtn", "notes"))
+        head = "".join(
+            f"<th style='text-align:left'>{h}</th>" for h in ("linear", "shape", "bits", "error", "", "rtn", "notes")
+        )
         linears = (
             f"<details><summary>Every linear: error of its output on the calibration tokens</summary>"
             f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></details>"
@@ -82,7 +86,8 @@ def _folds(folds: list[FoldRecord]) -> str:
     heads = ("from", "into", "alpha", "largest / median input before", "after", "notes")
     head = "".join(f"<th style='text-align:left'>{h}</th>" for h in heads)
     rows = "".join(
-        f"<tr><td style='text-align:left'>{escape(f.name)}</td><td style='text-align:left'>{escape(', '.join(f.consumers))}</td>"
+        f"<tr><td style='text-align:left'>{escape(f.name)}</td><td "
+        f"style='text-align:left'>{escape(', '.join(f.consumers))}</td>"
         f"<td>{'–' if f.alpha is None else f'{f.alpha:.2f}'}</td><td>{_peak(f.x_before)}</td><td>{_peak(f.x_after)}</td>"
         f"<td style='text-align:left'>{escape('; '.join(f.notes))}</td></tr>"
         for f in folds

@@ -1,1 +1,2 @@
-"""Scores a model: accuracy, speed, memory, size. Import from its modules, as in `from eval.perplexity import perplexity`."""
+"""Scores a model: accuracy, speed, memory, size. Import from its modules, as in `from eval.text.perplexity import
+perplexity`."""

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from eval.deploy import deployed
-from eval.divergence import compare_on_text
-from eval.generation import PROMPTS, Sample, generate_samples
-from eval.memory import peak_memory
-from eval.size import bits_per_weight, size
-from eval.speed import PLAIN, Speed, first_line, measure_speed, positions, standard_variants
-from eval.windows import mean_and_stderr, windows
+from eval.machine.memory import peak_memory
+from eval.machine.size import bits_per_weight, size
+from eval.speed.deploy import deployed
+from eval.speed.speed import PLAIN, Speed, first_line, measure_speed, positions, standard_variants
+from eval.text.divergence import compare_on_text
+from eval.text.windows import mean_and_stderr, windows
+from eval.writing.generation import PROMPTS, Sample, generate_samples
 from kernels.registry import recording
 
 
@@ -68,47 +68,78 @@ def _cell(scores: dict[str, float], name: str) -> str:
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, *, baseline: nn.Module, texts: dict[str, Tensor],
-    others: dict[str, nn.Module] | None = None, window: int = 2048, stride: int | None = None, max_windows: int | None = None,
-    beginning: Sequence[int] = (), prompts: Sequence[str] = PROMPTS, sample_tokens: int = 48,
-    speed_prompt_tokens: int | None = None, speed_new_tokens: int = 32, speed_rounds: int = 5, timed: Sequence[str] = (),
-) -> Scores:  # fmt: skip
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    baseline: nn.Module,
+    texts: dict[str, Tensor],
+    others: dict[str, nn.Module] | None = None,
+    window: int = 2048,
+    stride: int | None = None,
+    max_windows: int | None = None,
+    beginning: Sequence[int] = (),
+    prompts: Sequence[str] = PROMPTS,
+    sample_tokens: int = 48,
+    speed_prompt_tokens: int | None = None,
+    speed_new_tokens: int = 32,
+    speed_rounds: int = 5,
+    timed: Sequence[str] = (),
+) -> Scores:
     """Score a compressed model against the model that it was.
 
     Args:
         model, baseline: transformers decoders in the dtype in which the texts are to be scored.
         texts: {corpus: held-out ids [1, n]} for perplexity, divergence and agreement.
         others: further models to score on the same texts (round-to-nearest on the same grid, say).
-        window, stride, max_windows, beginning: how texts are cut (`eval.windows.windows`).
+        window, stride, max_windows, beginning: how texts are cut (`eval.text.windows.windows`).
         prompts, sample_tokens: greedy generations shown side by side.
-        speed_*: see `eval.speed.measure_speed`; a prompt of 512 tokens, or half of what the model takes, unless given.
+        speed_*: see `eval.speed.speed.measure_speed`; a prompt of 512 tokens, or half of what the model takes, unless
+            given.
         timed: names among `others` to time and weigh too, in turns with the rest, on bfloat16 copies.
 
-    What is written, speed, memory and size are those of bfloat16 copies, the dtype in which such models are deployed; the
-    baseline's speed is the strongest 16-bit one.
+    What is written, speed, memory and size are those of bfloat16 copies, the dtype in which such models are deployed;
+    the baseline's speed is the strongest 16-bit one.
     """
     others = others or {}
-    check_evaluation(model, texts, window=window, stride=stride, max_windows=max_windows, speed_rounds=speed_rounds,
-                     others=others, timed=timed)  # fmt: skip
+    check_evaluation(
+        model,
+        texts,
+        window=window,
+        stride=stride,
+        max_windows=max_windows,
+        speed_rounds=speed_rounds,
+        others=others,
+        timed=timed,
+    )
     start = time.perf_counter()
     prompt_tokens = speed_prompt_tokens or max(1, min(512, positions(model) // 2, positions(model) - speed_new_tokens))
     parameters = sum(p.numel() for p in baseline.parameters())
     metrics: dict[str, dict[str, float]] = {name: {} for name in ("baseline", "compressed", *others)}
-    scores = Scores(metrics, device=str(next(model.parameters()).device.type),
-                    dtype=str(model.dtype).removeprefix("torch."), deploy_dtype="bfloat16")  # fmt: skip
+    scores = Scores(
+        metrics,
+        device=str(next(model.parameters()).device.type),
+        dtype=str(model.dtype).removeprefix("torch."),
+        deploy_dtype="bfloat16",
+    )
     with recording() as kernels:
         for corpus, ids in texts.items():
-            _score_text(scores, corpus, ids, baseline, {"compressed": model, **others}, window, stride, max_windows, beginning)
+            _score_text(
+                scores, corpus, ids, baseline, {"compressed": model, **others}, window, stride, max_windows, beginning
+            )
         half = {"baseline": deployed(baseline), "compressed": deployed(model)}
         scores.samples = generate_samples(half, tokenizer, prompts, new_tokens=sample_tokens)
         for name, one in half.items():
-            metrics[name] |= _weighed(one, parameters) | {"peak_memory_bytes": peak_memory(one, prompt_tokens=prompt_tokens)}
+            metrics[name] |= _weighed(one, parameters) | {
+                "peak_memory_bytes": peak_memory(one, prompt_tokens=prompt_tokens)
+            }
         del half, one  # before as many copies are made for the contest
         for name in timed:
             metrics[name] |= _weighed(deployed(others[name]), parameters)
         variants = standard_variants(baseline, model, {name: others[name] for name in timed})
         try:
-            scores.speed = measure_speed(variants, prompt_tokens=prompt_tokens, new_tokens=speed_new_tokens, rounds=speed_rounds)
+            scores.speed = measure_speed(
+                variants, prompt_tokens=prompt_tokens, new_tokens=speed_new_tokens, rounds=speed_rounds
+            )
         except Exception as error:  # what was scored before is not lost for it
             scores.notes.append(f"Speed was not measured: {type(error).__name__}: {first_line(error)}")
             warnings.warn(scores.notes[-1], stacklevel=2)
@@ -127,10 +158,17 @@ def evaluate(
 
 
 def score_text(
-    model: nn.Module, baseline: nn.Module, texts: dict[str, Tensor], *, window: int = 2048, stride: int | None = None,
-    max_windows: int | None = None, beginning: Sequence[int] = (),
-) -> dict[str, float]:  # fmt: skip
-    """Perplexity, divergence from the baseline and agreement with it, by the names that `evaluate` gives them; nothing is timed."""
+    model: nn.Module,
+    baseline: nn.Module,
+    texts: dict[str, Tensor],
+    *,
+    window: int = 2048,
+    stride: int | None = None,
+    max_windows: int | None = None,
+    beginning: Sequence[int] = (),
+) -> dict[str, float]:
+    """Perplexity, divergence from the baseline and agreement with it, by the names that `evaluate` gives them; nothing
+    is timed."""
     scores = Scores({})
     for corpus, ids in texts.items():
         _score_text(scores, corpus, ids, baseline, {"compressed": model}, window, stride, max_windows, beginning)
@@ -147,22 +185,36 @@ def _weighed(model: nn.Module, parameters: int) -> dict[str, float]:
 
 
 def _score_text(
-    scores: Scores, corpus: str, ids: Tensor, baseline: nn.Module, models: dict[str, nn.Module], window: int,
-    stride: int | None, max_windows: int | None, beginning: Sequence[int],
-) -> None:  # fmt: skip
+    scores: Scores,
+    corpus: str,
+    ids: Tensor,
+    baseline: nn.Module,
+    models: dict[str, nn.Module],
+    window: int,
+    stride: int | None,
+    max_windows: int | None,
+    beginning: Sequence[int],
+) -> None:
     perplexities, divergences = compare_on_text(
         baseline, models, ids, window=window, stride=stride, limit=max_windows, beginning=beginning
     )
     reference = perplexities["baseline"]
-    scores.texts[corpus] = {"tokens": reference.tokens, "window": window, "stride": stride, "windows": len(reference.counts)}
+    scores.texts[corpus] = {
+        "tokens": reference.tokens,
+        "window": window,
+        "stride": stride,
+        "windows": len(reference.counts),
+    }
     for name, p in perplexities.items():
         found = {f"perplexity_{corpus}": p.value, f"perplexity_{corpus}_stderr": p.stderr}
         if name in divergences:
             d = divergences[name]
             found |= {
-                f"kl_{corpus}": d.kl, f"kl_{corpus}_stderr": d.kl_stderr,
-                f"top1_agreement_{corpus}": d.top1_agreement, f"top1_agreement_{corpus}_stderr": d.top1_agreement_stderr,
-            }  # fmt: skip
+                f"kl_{corpus}": d.kl,
+                f"kl_{corpus}_stderr": d.kl_stderr,
+                f"top1_agreement_{corpus}": d.top1_agreement,
+                f"top1_agreement_{corpus}_stderr": d.top1_agreement_stderr,
+            }
             paired = [a - b for a, b in zip(p.sums, reference.sums, strict=True)]
             nll, stderr = mean_and_stderr(paired, p.counts)
             more = {f"nll_{corpus}": nll, f"nll_{corpus}_stderr": stderr}
@@ -171,18 +223,29 @@ def _score_text(
 
 
 def check_evaluation(
-    model: nn.Module, texts: dict[str, Tensor], *, window: int, stride: int | None = None, max_windows: int | None = None,
-    speed_rounds: int = 1, others: Iterable[str] = (), timed: Sequence[str] = (),
-) -> None:  # fmt: skip
+    model: nn.Module,
+    texts: dict[str, Tensor],
+    *,
+    window: int,
+    stride: int | None = None,
+    max_windows: int | None = None,
+    speed_rounds: int = 1,
+    others: Iterable[str] = (),
+    timed: Sequence[str] = (),
+) -> None:
     """Raise ValueError if the texts cannot be scored like this; quick, so that it can be asked before long work.
 
     Args: as of `evaluate`; of `others` the names are enough.
     """
     others = list(others)
     if taken := {"baseline", "compressed", *PLAIN} & set(others):
-        raise ValueError(f"`others` (={others}) must not be called {', '.join(sorted(taken))}: these are models of every run")
+        raise ValueError(
+            f"`others` (={others}) must not be called {', '.join(sorted(taken))}: these are models of every run"
+        )
     if unknown := set(timed) - set(others):
-        raise ValueError(f"`timed` (={list(timed)}) must be among `others` (={others}), which {', '.join(sorted(unknown))} is not")
+        raise ValueError(
+            f"`timed` (={list(timed)}) must be among `others` (={others}), which {', '.join(sorted(unknown))} is not"
+        )
     if type(speed_rounds) is not int or speed_rounds < 1:
         raise ValueError(f"`speed_rounds` (={speed_rounds!r}) must be a positive integer")
     if window > positions(model):

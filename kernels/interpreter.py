@@ -1,7 +1,8 @@
 """Where Triton kernels can run: on a CUDA GPU, or on a CPU in Triton's interpreter (TRITON_INTERPRET=1).
 
-The interpreter holds bfloat16 as uint16 and float8 as uint8, and (3.6 to 3.7.1) computes with those integers: sums, products,
-dots and casts are silently wrong (triton-lang/triton, issue 11584). `prepare` makes them right; `PATCHES` says what it replaces.
+The interpreter holds bfloat16 as uint16 and float8 as uint8, and (3.6 to 3.7.1) computes with those integers: sums,
+products, dots and casts are silently wrong (triton-lang/triton, issue 11584). `prepare` makes them right; `PATCHES`
+says what it replaces.
 """
 
 import os
@@ -36,7 +37,8 @@ def triton_takes(device: torch.device) -> bool:
 def prepare() -> None:
     """Make bfloat16 and float8 right in the interpreter; does nothing outside it, or when called again.
 
-    bfloat16 is computed in float32 and rounded to nearest even after each operation, as the hardware does; float8 saturates.
+    bfloat16 is computed in float32 and rounded to nearest even after each operation, as the hardware does; float8
+    saturates.
     """
     if not interpreting():
         return
@@ -101,10 +103,17 @@ def prepare() -> None:
 
     for name in ("binary_op", "create_fma"):
         setattr(InterpreterBuilder, name, computed_wide(getattr(InterpreterBuilder, name)))
-    for name, patched in (("cast_impl", cast), ("create_fp_to_fp", fp_to_fp), ("create_dot", dot), ("get_bf16", get_bf16)):
+    for name, patched in (
+        ("cast_impl", cast),
+        ("create_fp_to_fp", fp_to_fp),
+        ("create_dot", dot),
+        ("get_bf16", get_bf16),
+    ):
         setattr(InterpreterBuilder, name, patched)
     ReduceOps.sum = sum_
-    if triton.__version__.startswith("3.6."):  # `range` over a run-time number: int() of an array, which numpy 2.4 refuses
+    if triton.__version__.startswith(
+        "3.6."
+    ):  # `range` over a run-time number: int() of an array, which numpy 2.4 refuses
         patch_tensor = runtime._patch_lang_tensor
 
         def patch_tensor_too(tensor, scope):
@@ -133,7 +142,8 @@ def float8_to_float32(bits: np.ndarray, dtype: torch.dtype) -> np.ndarray:
 
 
 def float32_to_float8(x: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    """Floats -> uint8 bits, to nearest even; what is too large becomes the largest finite number, as `cvt.satfinite` does."""
+    """Floats -> uint8 bits, to nearest even; what is too large becomes the largest finite number, as `cvt.satfinite`
+    does."""
     largest = torch.finfo(dtype).max
     clipped = torch.from_numpy(np.array(x, dtype=np.float32)).clamp(-largest, largest)
     return clipped.to(dtype).view(torch.uint8).numpy()

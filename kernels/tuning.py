@@ -1,4 +1,5 @@
-"""Launch configurations: measured per GPU where `python -m kernels.validate --tune` has run, a heuristic elsewhere."""
+"""Launch configurations: measured per GPU where `python -m kernels.harness.validate --tune` has run, a heuristic
+elsewhere."""
 
 import json
 import os
@@ -95,6 +96,8 @@ def _lines(tuned: dict[str, dict[str, dict]]) -> str:
     ops = []
     for op, keys in sorted(tuned.items()):
         if keys:
-            entries = ",\n".join(f"  {json.dumps(key)}: {json.dumps(keys[key], sort_keys=True)}" for key in sorted(keys))
+            entries = ",\n".join(
+                f"  {json.dumps(key)}: {json.dumps(keys[key], sort_keys=True)}" for key in sorted(keys)
+            )
             ops.append(f" {json.dumps(op)}: {{\n{entries}\n }}")
     return "{\n" + ",\n".join(ops) + "\n}\n" if ops else "{}\n"

@@ -1,5 +1,5 @@
 import sys
 
-from notebooks.cli import main
+from notebooks.batch.cli import main
 
 sys.exit(main())

@@ -1,4 +1,5 @@
-"""Tiny random models of many architectures for mechanics, and the embedded real model for every claim about accuracy."""
+"""Tiny random models of many architectures for mechanics, and the embedded real model for every claim about
+accuracy."""
 
 import atexit
 import copy
@@ -8,7 +9,9 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # several at once: threads of several processes on the same cores wait for one another
+if (
+    "PYTEST_XDIST_WORKER" in os.environ
+):  # several at once: threads of several processes on the same cores wait for one another
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["WORKBENCH_LOCKS"] = tempfile.mkdtemp(prefix="workbench-")  # nor do they wait to time what nobody reads
     atexit.register(shutil.rmtree, os.environ["WORKBENCH_LOCKS"], ignore_errors=True)

@@ -1,4 +1,5 @@
-"""The house keeps its shape: direction of imports, versions in step, nothing in `kernels/__init__.py`, an honest ledger."""
+"""The house keeps its shape: direction of imports, versions in step, nothing in `kernels/__init__.py`, an honest
+ledger."""
 
 import ast
 import importlib
@@ -53,9 +54,11 @@ def test_kernels_package_is_a_docstring_and_transformers_does_not_mind():
 
 def test_importing_changes_nothing():
     code = (
-        "import torch; a = torch.get_default_dtype(), torch.initial_seed(), torch.get_num_threads(), torch.is_grad_enabled()\n"
-        "import compress, eval.evaluate, reports.render, notebooks.run, kernels.bench\n"
-        "assert a == (torch.get_default_dtype(), torch.initial_seed(), torch.get_num_threads(), torch.is_grad_enabled())\n"
+        "import torch; a = torch.get_default_dtype(), torch.initial_seed(), torch.get_num_threads(), "
+        "torch.is_grad_enabled()\n"
+        "import compress, eval.evaluate, reports.page.render, notebooks.study.run, kernels.harness.bench\n"
+        "assert a == (torch.get_default_dtype(), torch.initial_seed(), torch.get_num_threads(), "
+        "torch.is_grad_enabled())\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
@@ -119,9 +122,9 @@ def test_ci_runs_the_readmes_test_command():
     assert "make test" in (ROOT / "README.md").read_text() and "make demo" in (ROOT / "README.md").read_text()
 
 
-def test_readmes_tree_names_what_is_there():
+def test_readmes_tree_names_every_folder():
     tree = (ROOT / "README.md").read_text()
     for package in MAY_IMPORT:
-        for path in (ROOT / package).glob("*"):
-            if path.suffix in (".py", ".ipynb") and path.stem != "__init__" and path.stem != "__main__":
-                assert path.name in tree, f"{path.relative_to(ROOT)} is not in the README's tree"
+        for path in (ROOT / package).iterdir():
+            if path.is_dir() and path.name != "__pycache__" and any(path.rglob("*.py")):
+                assert f"{path.name}/" in tree, f"{path.relative_to(ROOT)}/ is not in the README's tree"

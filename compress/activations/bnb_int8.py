@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from compress.formats import BnbInt8, Format
 from compress.formats.bnb import library
 from compress.method import LayerwiseMethod, Method, knob, refuse_stored
-from compress.statistics import LayerStatistics
+from compress.walk.statistics import LayerStatistics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,9 @@ class BitsandbytesInt8(LayerwiseMethod):
     source: ClassVar[str] = "arXiv:2208.07339, bitsandbytes"
     statistics: ClassVar[tuple[str, ...]] = ("rows",)
 
-    threshold: float = knob(6.0, "columns where an input reaches this are multiplied in 16 bits; 0: none", range=(0, 1e9))
+    threshold: float = knob(
+        6.0, "columns where an input reaches this are multiplied in 16 bits; 0: none", range=(0, 1e9)
+    )
 
     def within(self, before: Sequence[Method], after: Sequence[Method]) -> Method:
         refuse_stored(self, before, "stores weights in int8 itself")
@@ -41,5 +43,8 @@ class BitsandbytesInt8(LayerwiseMethod):
     def remarks(self, device: torch.device) -> list[str]:
         if device.type != "cpu":
             return []
-        return [f"{self.name}: bitsandbytes {library().__version__} has no CPU kernel for it: torch's int8 product between plain "
-                "torch operations; its speeds here say nothing about a GPU"]  # fmt: skip
+        return [
+            f"{self.name}: bitsandbytes {library().__version__} has no CPU kernel for it: torch's int8 product "
+            "between plain "
+            "torch operations; its speeds here say nothing about a GPU"
+        ]

@@ -1,4 +1,5 @@
-"""Weights and activations in fp8, 4 bits of exponent and 3 of mantissa (Micikevicius et al., 2022, arXiv:2209.05433)."""
+"""Weights and activations in fp8, 4 bits of exponent and 3 of mantissa (Micikevicius et al., 2022,
+arXiv:2209.05433)."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -19,5 +20,8 @@ class FP8(W8A8):
     def remarks(self, device: torch.device) -> list[str]:
         if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
             return []
-        return [f"{self.name} is emulated: this device ({device.type}) has no fp8 products, so weights and activations are rounded "
-                "to fp8 and multiplied in float32; the accuracy is that of fp8, the speed is not"]  # fmt: skip
+        return [
+            f"{self.name} is emulated: this device ({device.type}) has no fp8 products, so weights and activations "
+            "are rounded "
+            "to fp8 and multiplied in float32; the accuracy is that of fp8, the speed is not"
+        ]

@@ -1,4 +1,5 @@
-"""Weights and activations in int8, rounded to nearest: the W8A8 of SmoothQuant (Xiao et al., 2022, arXiv:2211.10438, section 2)."""
+"""Weights and activations in int8, rounded to nearest: the W8A8 of SmoothQuant (Xiao et al., 2022, arXiv:2211.10438,
+section 2)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from torch import Tensor
 from compress.activations.w8a8 import W8A8
 from compress.formats import Format, IntGroup
 from compress.method import Method
-from compress.statistics import LayerStatistics
+from compress.walk.statistics import LayerStatistics
 from kernels.int_matmul import to_rows, unpack
 from kernels.w8a8_matmul import W8
 from kernels.w8a8_matmul.layout import integer_dots
@@ -22,7 +23,8 @@ ROWS = {"bits": 8, "group_size": -1, "symmetric": True}  # knobs of a method who
 class Int8(W8A8):
     """Weights and activations in int8.
 
-    Keeps the codes of an earlier method of the recipe that stored 8 bits with one symmetric scale per row: -128 too, and
+    Keeps the codes of an earlier method of the recipe that stored 8 bits with one symmetric scale per row: -128 too,
+        and
     scales below 0, which rounding to nearest does not make.
     """
 
@@ -37,10 +39,13 @@ class Int8(W8A8):
             if any(method.values().get(key) != value for key, value in ROWS.items()):
                 wanted = ", ".join(f"{key}={value}" for key, value in ROWS.items())
                 does = f"{method.name}({wanted}) would do" if ROWS.keys() <= method.knobs().keys() else "leave it out"
-                raise ValueError(f"`recipe`: {self.name} keeps 8-bit weights with a scale per row, not those of {method}: {does}")
+                raise ValueError(
+                    f"`recipe`: {self.name} keeps 8-bit weights with a scale per row, not those of {method}: {does}"
+                )
             if self.weights != "channel":
                 raise ValueError(
-                    f"`weights` (={self.weights!r}) of {self.name} does not keep the codes of {method}: weights='channel' does"
+                    f"`weights` (={self.weights!r}) of {self.name} does not keep the codes of {method}: "
+                    "weights='channel' does"
                 )
         return self
 

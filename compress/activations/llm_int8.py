@@ -1,4 +1,5 @@
-"""LLM.int8() (Dettmers et al., 2022, arXiv:2208.07339): the few input columns with outliers in 16 bits, the rest in int8."""
+"""LLM.int8() (Dettmers et al., 2022, arXiv:2208.07339): the few input columns with outliers in 16 bits, the rest in
+int8."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from compress.activations.int8 import slow_int8
 from compress.activations.w8a8 import check_columns
 from compress.formats import Columns, Dense, EightBit, Format
 from compress.method import LayerwiseMethod, Method, knob, refuse_stored
-from compress.statistics import LayerStatistics
+from compress.walk.statistics import LayerStatistics
 from kernels.w8a8_matmul import quantize_weight
 
 
@@ -21,9 +22,10 @@ class LLMInt8(LayerwiseMethod):
     """Mixed-precision decomposition: W = int8 columns, with a step per token, + 16-bit columns where inputs are large.
 
     Source: arXiv:2208.07339, equation 8. Deviations: the columns are those that reach the threshold on the calibration
-    tokens, fixed once, where the paper looks for them in every batch (so that no batch has to be searched, and the weight is
-    stored once); a maximum over many tokens finds more of them than a batch, in some models half of the down projections'
-    columns, hence `most`. Weights of these columns are stored in bfloat16 or float16, whichever changes them less.
+    tokens, fixed once, where the paper looks for them in every batch (so that no batch has to be searched, and the
+    weight is stored once); a maximum over many tokens finds more of them than a batch, in some models half of the down
+    projections' columns, hence `most`. Weights of these columns are stored in bfloat16 or float16, whichever changes
+    them less.
     """
 
     name: ClassVar[str] = "llm_int8"
@@ -32,8 +34,12 @@ class LLMInt8(LayerwiseMethod):
     needs_calibration: ClassVar[bool] = True
     statistics: ClassVar[tuple[str, ...]] = ("rows", "absmax")
 
-    threshold: float = knob(6.0, "columns whose inputs reach this on the calibration tokens stay in 16 bits", range=(0, 1e9))
-    most: float = knob(0.01, "share of a linear's columns that may: the largest ones, where more reach the threshold", range=(0, 1))
+    threshold: float = knob(
+        6.0, "columns whose inputs reach this on the calibration tokens stay in 16 bits", range=(0, 1e9)
+    )
+    most: float = knob(
+        0.01, "share of a linear's columns that may: the largest ones, where more reach the threshold", range=(0, 1)
+    )
 
     def check_layer(self, name: str, shape: tuple[int, int]) -> None:
         check_columns(self.name, torch.int8, name, shape)
@@ -57,7 +63,8 @@ class LLMInt8(LayerwiseMethod):
 
 
 def outliers(absmax: Tensor, threshold: float, most: float) -> Tensor:
-    """Mask [in] of the columns whose largest magnitude [in] reaches the threshold: the largest ones, at most this share."""
+    """Mask [in] of the columns whose largest magnitude [in] reaches the threshold: the largest ones, at most this
+    share."""
     order = absmax.argsort(descending=True, stable=True)[: math.ceil(most * len(absmax))]
     mask = torch.zeros_like(absmax, dtype=torch.bool)
     mask[order] = absmax[order] >= threshold

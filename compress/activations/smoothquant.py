@@ -1,4 +1,5 @@
-"""SmoothQuant (Xiao et al., 2022, arXiv:2211.10438): move the activations' outliers into the weights before both are rounded."""
+"""SmoothQuant (Xiao et al., 2022, arXiv:2211.10438): move the activations' outliers into the weights before both are
+rounded."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,10 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from compress.folding import Choice, FoldingMethod
-from compress.links import Link
 from compress.method import Method, knob
-from compress.statistics import LayerStatistics
+from compress.walk.folding import Choice, FoldingMethod
+from compress.walk.links import Link
+from compress.walk.statistics import LayerStatistics
 from kernels.linear import linear
 from kernels.w8a8_matmul import quantize_weight, w8a8_matmul
 
@@ -28,13 +29,22 @@ class SmoothQuant(FoldingMethod):
     needs_calibration: ClassVar[bool] = True
     statistics: ClassVar[tuple[str, ...]] = ("absmax", "absmax_rest", "rows")
 
-    alpha: float | str = knob(0.5, "how much of the inputs' ranges moves into the weights, 0 to 1; search: per link, the one of "
-                                   "least output error in 8 bits")  # fmt: skip
-    links: str = knob("all", "what is scaled: norms, as in the paper (norm), or also v for o and up for down, where exact (all)",
-                      choices=("all", "norm"))  # fmt: skip
-    target: str = knob("auto", "activations at which search and the recorded errors aim: rounded in 8 bits token by token, by one "
-                               "static step for the tensor, or as the recipe's activation quantiser says (auto; token without one)",
-                       choices=("auto", "token", "tensor"))  # fmt: skip
+    alpha: float | str = knob(
+        0.5,
+        "how much of the inputs' ranges moves into the weights, 0 to 1; search: per link, the one of "
+        "least output error in 8 bits",
+    )
+    links: str = knob(
+        "all",
+        "what is scaled: norms, as in the paper (norm), or also v for o and up for down, where exact (all)",
+        choices=("all", "norm"),
+    )
+    target: str = knob(
+        "auto",
+        "activations at which search and the recorded errors aim: rounded in 8 bits token by token, by one "
+        "static step for the tensor, or as the recipe's activation quantiser says (auto; token without one)",
+        choices=("auto", "token", "tensor"),
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,10 +63,11 @@ class SmoothQuant(FoldingMethod):
         return ""
 
     def choose(self, link: Link, weights: list[Tensor], statistics: LayerStatistics) -> Choice:
-        """Scales of equation 4, whose errors are measured on a sample of tokens with the scales and static step of all the others.
+        """Scales of equation 4, whose errors are measured on a sample of tokens with the scales and static step of all
+        the others.
 
-        Smoothed, every channel reaches up to the step's range, and tokens never seen go beyond it: on those that set the step a
-        static search would find alphas that are too large.
+        Smoothed, every channel reaches up to the step's range, and tokens never seen go beyond it: on those that set
+        the step a static search would find alphas that are too large.
         """
         W, channels = torch.cat(weights), link.channels.to(weights[0].device)  # [out of all consumers, in]
         absmax, rest, rows = (statistics.values[key] for key in ("absmax", "absmax_rest", "rows"))
@@ -92,7 +103,8 @@ def smoothing_scales(x: Tensor, w: Tensor, alpha: float) -> Tensor:
 
 
 def output_error(W: Tensor, rows: Tensor, columns: Tensor, step: Tensor | None, y: Tensor) -> float:
-    """||WX - Q(W s)Q(X / s)||² / ||WX||², weights in int8 per output channel, inputs per token or, given a step, per tensor.
+    """||WX - Q(W s)Q(X / s)||² / ||WX||², weights in int8 per output channel, inputs per token or, given a step, per
+    tensor.
 
     Args:
         W: [out, in]. rows: [n, in], inputs. columns: [in], the scales s. step: of the inputs' int8 codes, or None.

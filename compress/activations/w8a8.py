@@ -9,7 +9,7 @@ from torch import Tensor
 
 from compress.formats import EightBit, Format
 from compress.method import LayerwiseMethod, Method, knob, refuse_stored
-from compress.statistics import LayerStatistics
+from compress.walk.statistics import LayerStatistics
 from kernels.w8a8_matmul import BLOCK, W8, quantize_weight
 from kernels.w8a8_matmul.layout import LARGEST, MOST_COLUMNS, SMALLEST
 
@@ -22,16 +22,24 @@ class W8A8(LayerwiseMethod):
     statistics: ClassVar[tuple[str, ...]] = ("rows", "absmax")
     dtype: ClassVar[torch.dtype]
 
-    activations: str = knob("token", "a step per token, found as it comes by (token), or one for all that a linear reads, from "
-                                     "the calibration tokens (tensor)", choices=("token", "tensor"))  # fmt: skip
-    weights: str = knob("channel", f"a scale per output channel (channel) or per {BLOCK} x {BLOCK} weights (block)",
-                        choices=("channel", "block"))  # fmt: skip
+    activations: str = knob(
+        "token",
+        "a step per token, found as it comes by (token), or one for all that a linear reads, from "
+        "the calibration tokens (tensor)",
+        choices=("token", "tensor"),
+    )
+    weights: str = knob(
+        "channel",
+        f"a scale per output channel (channel) or per {BLOCK} x {BLOCK} weights (block)",
+        choices=("channel", "block"),
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.weights == "block" and self.activations == "tensor":
             raise ValueError(
-                f"`weights` (='block') of {self.name} takes steps per token and {BLOCK} columns, so `activations` (='tensor') "
+                f"`weights` (='block') of {self.name} takes steps per token and {BLOCK} columns, so `activations` "
+                "(='tensor') "
                 "does not go with it; activations='token', or weights='channel', would do"
             )
 
@@ -68,5 +76,6 @@ def check_columns(method: str, dtype: torch.dtype, name: str, shape: tuple[int, 
     """Raise ValueError if this weight has more columns than the product of this type may sum."""
     if shape[1] > MOST_COLUMNS[dtype]:
         raise ValueError(
-            f"in_features (={shape[1]}) of {name} must be at most {MOST_COLUMNS[dtype]} for {method}; `skip` leaves it out"
+            f"in_features (={shape[1]}) of {name} must be at most {MOST_COLUMNS[dtype]} for {method}; `skip` leaves "
+            "it out"
         )

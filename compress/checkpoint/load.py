@@ -11,8 +11,8 @@ from torch import nn
 from transformers import AutoConfig, GenerationConfig
 
 from compress.dropped import Dropped
-from compress.experts import split_experts
 from compress.linear import CompressedLinear, replace
+from compress.walk.experts import split_experts
 
 LAYOUT = "workbench.json"  # which linear is stored how; beside transformers' config.json
 WEIGHTS = "model.safetensors"
@@ -33,7 +33,9 @@ def load_compressed(path: str | Path, *, device: str = "cpu") -> nn.Module:
         raise ValueError(f"`path` (={str(path)!r}) is not a compressed model: it has no {LAYOUT}")
     layout = json.loads((path / LAYOUT).read_text())
     if layout["version"] > VERSION:
-        raise ValueError(f"`path` (={str(path)!r}) has layout version {layout['version']}; this workbench reads up to {VERSION}")
+        raise ValueError(
+            f"`path` (={str(path)!r}) has layout version {layout['version']}; this workbench reads up to {VERSION}"
+        )
     config = AutoConfig.from_pretrained(path)
     with init_empty_weights(include_buffers=False):
         model = getattr(transformers, layout["class"])(config)
@@ -44,7 +46,9 @@ def load_compressed(path: str | Path, *, device: str = "cpu") -> nn.Module:
     # A file's tensors may begin anywhere; where they do matters to some products, in the last bit.
     tensors = {name: t if t.data_ptr() % 64 == 0 else t.clone() for name, t in load_file(path / WEIGHTS).items()}
     for name, spec in layout["linears"].items():
-        own = {key.removeprefix(f"{name}."): tensors.pop(key) for key in [k for k in tensors if k.startswith(f"{name}.")]}
+        own = {
+            key.removeprefix(f"{name}."): tensors.pop(key) for key in [k for k in tensors if k.startswith(f"{name}.")]
+        }
         replace(model, name, CompressedLinear.from_tensors(spec, own, getattr(torch, layout["dtype"])))
     for name in [key for key in tensors if key.startswith(COMPUTED)]:
         owner, _, buffer = name.removeprefix(COMPUTED).rpartition(".")
@@ -53,7 +57,9 @@ def load_compressed(path: str | Path, *, device: str = "cpu") -> nn.Module:
     model.tie_weights()
     empty = [name for name, p in model.named_parameters() if p.is_meta]
     if empty or unexpected:
-        raise ValueError(f"`path` (={str(path)!r}) does not fit its own config: missing {empty[:3]}, unexpected {unexpected[:3]}")
+        raise ValueError(
+            f"`path` (={str(path)!r}) does not fit its own config: missing {empty[:3]}, unexpected {unexpected[:3]}"
+        )
     if (path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(path)
     model.name_or_path = str(path)

@@ -15,15 +15,15 @@ from transformers import PreTrainedTokenizerBase
 from compress.apply import compressed_linears
 from compress.checkpoint.load import COMPUTED, LAYOUT, VERSION, WEIGHTS, load_compressed
 from compress.dropped import dropped_parts
-from compress.experts import SplitExperts
 from compress.result import Result
+from compress.walk.experts import SplitExperts
 
 
 def save_compressed(result: Result, path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Path:
     """Write a compressed model to a folder.
 
-    The folder appears by one rename, after its content was loaded again and gave bit for bit the same logits as the model
-    in memory; an interruption leaves nothing under its name.
+    The folder appears by one rename, after its content was loaded again and gave bit for bit the same logits as the
+    model in memory; an interruption leaves nothing under its name.
 
     Args:
         path: a folder that does not exist, or is empty.
@@ -84,7 +84,9 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     stored = model.state_dict()
     own = tuple(f"{name}." for name in compressed_linears(model))  # lay out again what they need beside their state
     computed = {
-        COMPUTED + n: b for n, b in model.named_buffers() if n not in stored and b.is_floating_point() and not n.startswith(own)
+        COMPUTED + n: b
+        for n, b in model.named_buffers()
+        if n not in stored and b.is_floating_point() and not n.startswith(own)
     }
     tensors, seen = {}, set()
     for name, tensor in (stored | computed).items():
@@ -106,4 +108,6 @@ def _compare(model: nn.Module, again: nn.Module) -> None:
     model.train(training)
     if not torch.equal(expected, found):
         worst = (expected - found).abs().max().item()
-        raise RuntimeError(f"the saved model gives other logits than the one in memory (largest difference {worst:.2e})")
+        raise RuntimeError(
+            f"the saved model gives other logits than the one in memory (largest difference {worst:.2e})"
+        )

@@ -42,9 +42,14 @@ class Format(nn.Module):
 
     @property
     def bits_per_weight(self) -> float:
-        """Stored bits per weight, floats that are cast with the model counted as the 16 bits in which models are deployed."""
+        """Stored bits per weight, floats that are cast with the model counted as the 16 bits in which models are
+        deployed."""
         state = self.state_dict().items()
-        return 8 * sum(2 * t.numel() if name in self.follows else t.nbytes for name, t in state) / (self.shape[0] * self.shape[1])
+        return (
+            8
+            * sum(2 * t.numel() if name in self.follows else t.nbytes for name, t in state)
+            / (self.shape[0] * self.shape[1])
+        )
 
     def for_compute(self, dtype: torch.dtype, device: torch.device) -> None:
         """Lay the buffers out for activations of this dtype on this device; called whenever the model moves."""

@@ -14,14 +14,17 @@ from kernels.int_matmul import pack, pack_bits, unpack, unpack_bits
 class Bitmap(Sparse):
     """Kept weights row by row, left to right, and a mask.
 
-    Buffers: `mask` uint8 [out, ceil(in/8)], low bits first; `values` [kept], floats; or `codes` uint8 (kept codes, eight to `bits`
+    Buffers: `mask` uint8 [out, ceil(in/8)], low bits first; `values` [kept], floats; or `codes` uint8 (kept codes,
+        eight to `bits`
     bytes), `scale` [out, groups] and, asymmetric, `zero`, where the groups are those of the weight with its zeros.
     """
 
     name: ClassVar[str] = "bitmap"
     follows: ClassVar[tuple[str, ...]] = ("values",)
 
-    def __init__(self, shape: tuple[int, int], mask: Tensor, values: Tensor | None, ints: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, shape: tuple[int, int], mask: Tensor, values: Tensor | None, ints: dict[str, Any] | None = None
+    ) -> None:
         """ints: None, or bits, group_size, codes, scale and zero (None: symmetric)."""
         super().__init__()
         self.shape, self.bits, self.group_size = shape, (ints or {}).get("bits"), (ints or {}).get("group_size")
@@ -38,7 +41,13 @@ class Bitmap(Sparse):
             return cls(plain.shape, mask, plain.weight[keep])
         rows = plain.packed
         codes = pack_bits(unpack(rows)[0][keep][None], rows.bits)[0]
-        ints = {"bits": rows.bits, "group_size": rows.group_size, "codes": codes, "scale": rows.scale, "zero": rows.zero}
+        ints = {
+            "bits": rows.bits,
+            "group_size": rows.group_size,
+            "codes": codes,
+            "scale": rows.scale,
+            "zero": rows.zero,
+        }
         return cls(plain.shape, mask, None, ints)
 
     def keep(self) -> Tensor:
@@ -52,22 +61,35 @@ class Bitmap(Sparse):
         _, columns = self.shape
         groups = columns // self.group_size
         zero = None if self.zero is None else unpack_bits(self.zero, self.bits, groups)
-        middle = torch.full((1, 1), 1 << (self.bits - 1), dtype=torch.uint8, device=self.codes.device) if zero is None else zero
+        middle = (
+            torch.full((1, 1), 1 << (self.bits - 1), dtype=torch.uint8, device=self.codes.device)
+            if zero is None
+            else zero
+        )
         codes = middle.expand(self.shape[0], groups).repeat_interleave(self.group_size, 1)
         count = int(keep.sum())
         codes = codes.masked_scatter(keep, unpack_bits(self.codes[None], self.bits, count)[0].contiguous())
         return IntGroup(pack(codes, self.scale, zero, bits=self.bits, group_size=self.group_size))
 
     def spec(self) -> dict[str, Any]:
-        return {"format": self.name, "shape": list(self.shape), "bits": self.bits, "group_size": self.group_size,
-                "symmetric": self.zero is None}  # fmt: skip
+        return {
+            "format": self.name,
+            "shape": list(self.shape),
+            "bits": self.bits,
+            "group_size": self.group_size,
+            "symmetric": self.zero is None,
+        }
 
     @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "Bitmap":
         shape = (spec["shape"][0], spec["shape"][1])
         if spec["bits"] is None:
             return cls(shape, tensors["mask"], tensors["values"])
-        ints = {"bits": spec["bits"], "group_size": spec["group_size"], **{k: tensors.get(k) for k in ("codes", "scale", "zero")}}
+        ints = {
+            "bits": spec["bits"],
+            "group_size": spec["group_size"],
+            **{k: tensors.get(k) for k in ("codes", "scale", "zero")},
+        }
         return cls(shape, tensors["mask"], None, ints)
 
     def _apply(self, fn, recurse=True):

@@ -29,7 +29,9 @@ def library() -> ModuleType:
         bnb = importlib.import_module("bitsandbytes")
         importlib.import_module("bitsandbytes.functional")
     except ImportError:
-        raise ValueError("bitsandbytes is not installed; `pip install bitsandbytes` or `pip install .[bnb]` would do") from None
+        raise ValueError(
+            "bitsandbytes is not installed; `pip install bitsandbytes` or `pip install .[bnb]` would do"
+        ) from None
     finally:
         log.setLevel(level)
     if not hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
@@ -50,11 +52,13 @@ class _Bitsandbytes(Format):
 class BnbNF4(_Bitsandbytes):
     """NF4 of bitsandbytes (QLoRA, arXiv:2305.14314), as its Linear4bit holds it.
 
-    Buffers: `codes` uint8 [out * in / 2, 1], the first of two columns in the high half of a byte; `absmax` per block of the
-    flattened weight, float32 or, nested, uint8 codes with `nested_absmax`, `nested_quant_map` and `nested_offset`; `quant_map`
-    [16]. Each weight holds maps of its own, as there. Computes with its fused kernels on a GPU. On a CPU with AVX512-BF16 and
-    bfloat16 activations, codes and absmax are laid out as its kernel there wants them (`packed`, where the shape allows it);
-    Linear4bit then throws the stored absmax away, which `state_dict` here keeps. Float32 activations, which Linear4bit would
+    Buffers: `codes` uint8 [out * in / 2, 1], the first of two columns in the high half of a byte; `absmax` per block of
+        the
+    flattened weight, float32 or, nested, uint8 codes with `nested_absmax`, `nested_quant_map` and `nested_offset`;
+    `quant_map` [16]. Each weight holds maps of its own, as there. Computes with its fused kernels on a GPU. On a CPU
+    with AVX512-BF16 and bfloat16 activations, codes and absmax are laid out as its kernel there wants them (`packed`,
+    where the shape allows it); Linear4bit then throws the stored absmax away, which `state_dict` here keeps. Float32
+    activations, which Linear4bit would
     round to bfloat16 on such a CPU, and all others: it dequantises, then multiplies.
     """
 
@@ -84,7 +88,7 @@ class BnbNF4(_Bitsandbytes):
         absmax = self._absmax()
         return torch.ops.bitsandbytes.dequantize_4bit(
             self._codes(), absmax, self.blocksize, "nf4", self.shape, torch.float32
-        )  # fmt: skip
+        )
 
     def matmul(self, x: Tensor) -> Tensor:
         if not x.numel():
@@ -97,11 +101,15 @@ class BnbNF4(_Bitsandbytes):
         ran("bnb_nf4", "bitsandbytes' GPU kernels" if x.is_cuda else "bitsandbytes, dequantised")
         nested = {}
         if self.nested_absmax is not None:
-            nested = {"absmax_8bit": self.absmax, "absmax_code": self.nested_quant_map, "absmax_offset": self.nested_offset}
+            nested = {
+                "absmax_8bit": self.absmax,
+                "absmax_code": self.nested_quant_map,
+                "absmax_offset": self.nested_offset,
+            }
         absmax = self.nested_absmax if nested else self.absmax
         return torch.ops.bitsandbytes.gemm_4bit(
             x.contiguous(), self.codes, self.shape, absmax, self.blocksize, "nf4", **nested
-        )  # fmt: skip
+        )
 
     def for_compute(self, dtype: torch.dtype, device: torch.device) -> None:
         out, columns = self.shape
@@ -112,7 +120,9 @@ class BnbNF4(_Bitsandbytes):
         if layout == "rows":
             self.codes, self.packed_absmax = self._codes(), None
         else:
-            state = SimpleNamespace(absmax=self._absmax(), shape=self.shape, blocksize=self.blocksize, nested=False, dtype=dtype)
+            state = SimpleNamespace(
+                absmax=self._absmax(), shape=self.shape, blocksize=self.blocksize, nested=False, dtype=dtype
+            )
             self.codes, _ = library().functional._convert_weight_packed_for_cpu(self.codes, state)
             self.packed_absmax = state.absmax  # bfloat16 [in / blocksize, out]
         self.layout = layout
@@ -128,8 +138,12 @@ class BnbNF4(_Bitsandbytes):
         """`codes` as they are stored."""
         if self.layout == "rows":
             return self.codes
-        state = SimpleNamespace(packing_format_for_cpu=True, original_nested=False, original_dtype=None,
-                                original_qshape=(self.codes.numel(), 1))  # fmt: skip
+        state = SimpleNamespace(
+            packing_format_for_cpu=True,
+            original_nested=False,
+            original_dtype=None,
+            original_qshape=(self.codes.numel(), 1),
+        )
         return library().functional._convert_weight_packed_for_cpu_inverse(self.codes, state)[0]
 
     def _absmax(self) -> Tensor:
@@ -138,7 +152,7 @@ class BnbNF4(_Bitsandbytes):
             return self.absmax
         wide = torch.ops.bitsandbytes.dequantize_blockwise(
             self.absmax, self.nested_absmax, self.nested_quant_map, 256, torch.float32
-        )  # fmt: skip
+        )
         return wide + self.nested_offset
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
@@ -156,10 +170,10 @@ class BnbNF4(_Bitsandbytes):
 class BnbInt8(_Bitsandbytes):
     """LLM.int8() of bitsandbytes (arXiv:2208.07339), as its Linear8bitLt holds it without 16-bit weights.
 
-    Buffers, with its names: `CB` int8 [out, in] and `SCB` float32 [out], the largest magnitudes of W's rows in float16; the step
-    is SCB / 127. `matmul` rounds x to float16 first, as there; columns in which any token reaches `threshold` are multiplied in x's
-    dtype by the dequantised weight, the rest in int8 with a step per token; 0: all in int8. It decides on each call, so what
-    one token gives depends on those beside it.
+    Buffers, with its names: `CB` int8 [out, in] and `SCB` float32 [out], the largest magnitudes of W's rows in float16;
+    the step is SCB / 127. `matmul` rounds x to float16 first, as there; columns in which any token reaches `threshold`
+    are multiplied in x's dtype by the dequantised weight, the rest in int8 with a step per token; 0: all in int8. It
+    decides on each call, so what one token gives depends on those beside it.
     """
 
     name: ClassVar[str] = "bnb_int8"
@@ -206,4 +220,8 @@ class BnbInt8(_Bitsandbytes):
 def cpu_kernel(device: torch.device) -> bool:
     """Has bitsandbytes a kernel of its own for 4 bits on this device, and is it a CPU?"""
     functional = library().functional
-    return device.type == "cpu" and hasattr(functional, "_convert_weight_packed_for_cpu") and bool(functional.has_avx512bf16())
+    return (
+        device.type == "cpu"
+        and hasattr(functional, "_convert_weight_packed_for_cpu")
+        and bool(functional.has_avx512bf16())
+    )

@@ -27,9 +27,10 @@ class CodebookGroup(Format):
     """w = table[code] * scale, group by group along `in`.
 
     Buffers: `codes` and `table` as `kernels.lut_matmul.Codebook` says, and either `scale` [out, groups] in float32, or
-    `scale_codes`, `scale_absmax` and `scale_offset` (`ScaleCodes`, 8.125 bits a scale) with a `scale` beside them that was
-    expanded for the product: in the activations' dtype if that has 16 bits, rounded as a dense weight's would be. On a CPU
-    with the C++ kernel all lies in panels; in `state_dict`, in rows and without what was expanded.
+    `scale_codes`, `scale_absmax` and `scale_offset` (`ScaleCodes`, 8.125 bits a scale) with a `scale` beside them that
+    was
+    expanded for the product: in the activations' dtype if that has 16 bits, rounded as a dense weight's would be. On a
+    CPU with the C++ kernel all lies in panels; in `state_dict`, in rows and without what was expanded.
     """
 
     name: ClassVar[str] = "codebook"
@@ -77,21 +78,30 @@ class CodebookGroup(Format):
 
     def spec(self) -> dict[str, Any]:
         return {
-            "format": self.name, "shape": list(self.shape), "bits": self.bits, "group_size": self.group_size,
+            "format": self.name,
+            "shape": list(self.shape),
+            "bits": self.bits,
+            "group_size": self.group_size,
             "double_quant": self.scales is not None,
-        }  # fmt: skip
+        }
 
     @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "CodebookGroup":
         shape = (spec["shape"][0], spec["shape"][1])
-        packed = Codebook("rows", tensors["codes"], tensors["table"], tensors.get("scale"), spec["bits"], spec["group_size"], shape)
-        scales = ScaleCodes(*(tensors[f"scale_{field}"] for field in ScaleCodes._fields)) if spec["double_quant"] else None
+        packed = Codebook(
+            "rows", tensors["codes"], tensors["table"], tensors.get("scale"), spec["bits"], spec["group_size"], shape
+        )
+        scales = (
+            ScaleCodes(*(tensors[f"scale_{field}"] for field in ScaleCodes._fields)) if spec["double_quant"] else None
+        )
         return cls(packed, scales)
 
     def _exact(self) -> Codebook:
         """Rows, with the scales that are stored in float32."""
         rows = to_rows(self.packed) if self.layout == "panels" else self.packed
-        return rows if self.scales is None else rows._replace(scale=dequantize_scales(self.scales).view(self.shape[0], -1))
+        return (
+            rows if self.scales is None else rows._replace(scale=dequantize_scales(self.scales).view(self.shape[0], -1))
+        )
 
     def _set(self, packed: Codebook) -> None:
         self.layout = packed.layout
@@ -129,7 +139,8 @@ def dynamic_map() -> Tensor:
     """The signed dynamic data type of 8 bits (Dettmers et al., arXiv:2110.02861, section 1.3), [256], ascending.
 
     Zero bits after the sign count an exponent of ten, the next bit ends them, and those that are left cut [0.1, 1] into
-    equal parts, of which each value is a middle: ±10^(i - 6) times 2^i values, for i = 0..6. Zero and one fill the rest.
+    equal parts, of which each value is a middle: ±10^(i - 6) times 2^i values, for i = 0..6. Zero and one fill the
+    rest.
     """
     positive = []
     for i in range(7):
@@ -142,7 +153,8 @@ def dynamic_map() -> Tensor:
 def quantize_scales(scale: Tensor) -> ScaleCodes:
     """Double quantisation: float32 scales, of any shape, in 8 bits.
 
-    Source: QLoRA (arXiv:2305.14314), section 3, as bitsandbytes does it on a CPU, whose codes these are bit for bit: the mean
+    Source: QLoRA (arXiv:2305.14314), section 3, as bitsandbytes does it on a CPU, whose codes these are bit for bit:
+        the mean
     goes off first, the codes are those of `dynamic_map`, and a value is rounded to one of 65536 even steps before its
     nearest code is looked up, which moves it only where two codes are almost as near.
     """

@@ -1,4 +1,5 @@
-"""Some input columns of a weight, stored in another format; the rest is 0. Parts that share out the columns make up all of it."""
+"""Some input columns of a weight, stored in another format; the rest is 0. Parts that share out the columns make up all
+of it."""
 
 from typing import Any, ClassVar
 

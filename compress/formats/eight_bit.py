@@ -13,9 +13,10 @@ class EightBit(Format):
     """w = scale * code, with a scale per output channel or per 128 x 128 block; x in steps of its own, or of `x_scale`.
 
     Buffers: `codes` and `scale`, laid out as `kernels.w8a8_matmul.W8` says, and `x_scale`, the step of all activations
-    (float32, no dimensions) or None: a step per token (block-wise: per token and 128 columns) as it comes by. On a CPU with
-    int8 dot products int8 codes lie prepacked, which cannot be saved, copied or moved: they turn into rows on the way to
-    anywhere, and in `state_dict`.
+    (float32, no dimensions) or None: a step per token (block-wise: per token and 128 columns) as it comes by. On a CPU
+    with
+    int8 dot products int8 codes lie prepacked, which cannot be saved, copied or moved: they turn into rows on the way
+    to anywhere, and in `state_dict`.
     """
 
     name: ClassVar[str] = "eight_bit"
@@ -46,14 +47,19 @@ class EightBit(Format):
 
     def spec(self) -> dict[str, Any]:
         return {
-            "format": self.name, "shape": list(self.shape), "dtype": str(self.codes.dtype).removeprefix("torch."),
-            "block": BLOCK if self.scale.dim() == 2 else None, "static": self.x_scale is not None,
-        }  # fmt: skip
+            "format": self.name,
+            "shape": list(self.shape),
+            "dtype": str(self.codes.dtype).removeprefix("torch."),
+            "block": BLOCK if self.scale.dim() == 2 else None,
+            "static": self.x_scale is not None,
+        }
 
     @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "EightBit":
         shape = (spec["shape"][0], spec["shape"][1])
-        return cls(W8("rows", tensors["codes"], tensors["scale"], shape), tensors["x_scale"] if spec["static"] else None)
+        return cls(
+            W8("rows", tensors["codes"], tensors["scale"], shape), tensors["x_scale"] if spec["static"] else None
+        )
 
     def _set(self, w: W8, x_scale: Tensor | None) -> None:
         self.layout = w.layout
@@ -82,10 +88,16 @@ class EightBit(Format):
         self.for_compute(torch.float32, self.scale.device)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: rows, as no other place may be able to prepack, and bytes, as pickle cannot read float8."""
+        """For copies and pickles: rows, as no other place may be able to prepack, and bytes, as pickle cannot read
+        float8."""
         rows = to_rows(self.w8)
         codes = rows.codes.view(torch.int8)
-        return {**self.__dict__, "layout": "rows", "dtype": rows.codes.dtype, "_buffers": {**self._buffers, "codes": codes}}
+        return {
+            **self.__dict__,
+            "layout": "rows",
+            "dtype": rows.codes.dtype,
+            "_buffers": {**self._buffers, "codes": codes},
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         dtype = state.pop("dtype")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from compress.formats.base import Format
-from compress.grid import SCALE_DTYPES
+from compress.grid.integer import SCALE_DTYPES
 from kernels.int_matmul import Packed, dequantize, int_matmul, pack, panels_fit, tiles_fit, to_panels, to_rows, to_tiles
 
 
@@ -28,7 +28,14 @@ class IntGroup(Format):
 
     @classmethod
     def from_codes(
-        cls, codes: Tensor, scale: Tensor, zero: Tensor | None, *, bits: int, group_size: int, scale_dtype: str = "bfloat16"
+        cls,
+        codes: Tensor,
+        scale: Tensor,
+        zero: Tensor | None,
+        *,
+        bits: int,
+        group_size: int,
+        scale_dtype: str = "bfloat16",
     ) -> "IntGroup":
         """From integers [out, in], scales [out, groups] and zero points [out, groups] (None: symmetric)."""
         return cls(pack(codes, scale.to(SCALE_DTYPES[scale_dtype]), zero, bits=bits, group_size=group_size))
@@ -54,9 +61,12 @@ class IntGroup(Format):
     def spec(self) -> dict[str, Any]:
         symmetric = self.zero is None
         return {
-            "format": self.name, "shape": list(self.shape), "bits": self.bits, "group_size": self.group_size,
+            "format": self.name,
+            "shape": list(self.shape),
+            "bits": self.bits,
+            "group_size": self.group_size,
             "symmetric": symmetric,
-        }  # fmt: skip
+        }
 
     @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "IntGroup":
@@ -70,7 +80,11 @@ class IntGroup(Format):
     def _lay_out(self, layout: str, dtype: torch.dtype) -> None:
         if layout != self.layout:
             rows = self._rows()
-            self._set({"rows": lambda: rows, "panels": lambda: to_panels(rows), "tiles": lambda: to_tiles(rows, dtype)}[layout]())
+            self._set(
+                {"rows": lambda: rows, "panels": lambda: to_panels(rows), "tiles": lambda: to_tiles(rows, dtype)}[
+                    layout
+                ]()
+            )
 
     def _set(self, packed: Packed) -> None:
         self.layout = packed.layout

@@ -1,4 +1,5 @@
-"""What formats of sparse weights share: zeros are not stored, but laid out again where the device has no sparse product."""
+"""What formats of sparse weights share: zeros are not stored, but laid out again where the device has no sparse
+product."""
 
 import torch
 from torch import Tensor
@@ -29,7 +30,8 @@ class _UnstoredInts(_Unstored, IntGroup):
 class Sparse(Format):
     """A weight of which only what is kept is stored: floats, or integer codes on a grid that holds 0.
 
-    Multiplied with its zeros in place (`plain`, counted as resident and not as stored), by the fastest product of the dense
+    Multiplied with its zeros in place (`plain`, counted as resident and not as stored), by the fastest product of the
+    dense
     format: on a CPU, and for one token on a GPU, a sparse product of the same weight is not faster.
     """
 

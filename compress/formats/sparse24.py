@@ -16,8 +16,8 @@ class Sparse24Weight(Sparse):
     """Two weights, or codes, of every four in a row, and two bits each for their places.
 
     Buffers: `places` as `kernels.sparse24_matmul.Sparse24` says, and those of `values`, a dense or integer format of
-    [out, in/2] whose groups are half as wide as those of the weight with its zeros. On a GPU with a library for it 16-bit values
-    are laid out for that library (`fast_values`, `fast_places`: not stored); else see `Sparse`.
+    [out, in/2] whose groups are half as wide as those of the weight with its zeros. On a GPU with a library for it
+    16-bit values are laid out for that library (`fast_values`, `fast_places`: not stored); else see `Sparse`.
     """
 
     name: ClassVar[str] = "sparse24"
@@ -41,8 +41,13 @@ class Sparse24Weight(Sparse):
             return cls(Dense(plain.weight.gather(1, index)), small.places)
         rows = plain.packed
         codes, zero = unpack(rows)
-        kept = pack(codes.gather(1, index), rows.scale, None if rows.zero is None else zero, bits=rows.bits,
-                    group_size=rows.group_size // 2)  # fmt: skip
+        kept = pack(
+            codes.gather(1, index),
+            rows.scale,
+            None if rows.zero is None else zero,
+            bits=rows.bits,
+            group_size=rows.group_size // 2,
+        )
         return cls(IntGroup(kept), small.places)
 
     def keep(self) -> Tensor:
@@ -58,8 +63,9 @@ class Sparse24Weight(Sparse):
         groups = rows.shape[1] // rows.group_size
         full = zero.expand(self.shape[0], groups).repeat_interleave(2 * rows.group_size, 1)
         codes = full.scatter(1, _columns(self.keep()), codes)
-        return IntGroup(pack(codes, rows.scale, None if rows.zero is None else zero, bits=rows.bits,
-                             group_size=2 * rows.group_size))  # fmt: skip
+        return IntGroup(
+            pack(codes, rows.scale, None if rows.zero is None else zero, bits=rows.bits, group_size=2 * rows.group_size)
+        )
 
     def matmul(self, x: Tensor) -> Tensor:
         if self.fast_values is None or x.dtype != self.fast_values.dtype:

@@ -1,4 +1,5 @@
-"""How a budget is shared out over heads and layers. All give counts [B, H_kv] that add up to the uniform ones where they can."""
+"""How a budget is shared out over heads and layers. All give counts [B, H_kv] that add up to the uniform ones where
+they can."""
 
 import torch
 from torch import Tensor
@@ -13,7 +14,8 @@ def uniform(target: Tensor, tokens: Tensor) -> Tensor:
 
 
 def pyramid(target: Tensor, tokens: Tensor, seen: Tensor, layer: int, layers: int) -> Tensor:
-    """PyramidKV (Cai et al., 2024, arXiv:2406.02069, section 3.2): falls in equal steps from the first layer to the last.
+    """PyramidKV (Cai et al., 2024, arXiv:2406.02069, section 3.2): falls in equal steps from the first layer to the
+    last.
 
     Args:
         seen: [B], tokens of each row so far, kept or not; no layer gets more.
@@ -26,7 +28,8 @@ def pyramid(target: Tensor, tokens: Tensor, seen: Tensor, layer: int, layers: in
 
 
 def ada(scores: Tensor, valid: Tensor, target: Tensor) -> Tensor:
-    """Ada-KV (Feng et al., 2024, arXiv:2407.11550, algorithm 1): a layer's highest scores, of whatever head, above a floor.
+    """Ada-KV (Feng et al., 2024, arXiv:2407.11550, algorithm 1): a layer's highest scores, of whatever head, above a
+    floor.
 
     Args:
         scores, valid: [B, H, T]. target: [B].
@@ -43,7 +46,8 @@ def over_layers(scores: list[Tensor], valid: list[Tensor], target: Tensor) -> li
 def _shared_out(scores: list[Tensor], valid: list[Tensor], floor: list[Tensor], target: Tensor) -> list[Tensor]:
     """Counts [B, H] of each layer: `floor`, and the highest of all other scores, `target` times the heads in all.
 
-    Of equal scores, such as infinite ones, those come first that rank higher in their own head, so that no head gets them all.
+    Of equal scores, such as infinite ones, those come first that rank higher in their own head, so that no head gets
+    them all.
     """
     longest = max(one.shape[-1] for one in scores)
 
@@ -55,12 +59,16 @@ def _shared_out(scores: list[Tensor], valid: list[Tensor], floor: list[Tensor], 
     ranked = ranked.sort(-1, descending=True).values
     tokens, least = real.sum(-1), torch.cat(floor, 1)  # [B, all heads]
     place = torch.arange(longest, device=real.device)
-    open = ((place >= least[..., None]) & (place < tokens[..., None])).transpose(1, 2)  # [B, longest, all heads]: by rank first
+    open = ((place >= least[..., None]) & (place < tokens[..., None])).transpose(
+        1, 2
+    )  # [B, longest, all heads]: by rank first
     flat = ranked.transpose(1, 2).masked_fill(~open, -torch.inf).flatten(1)
     order = flat.argsort(dim=1, descending=True, stable=True)
     open_first = open.flatten(1).gather(1, order).to(torch.uint8).argsort(dim=1, descending=True, stable=True)
     order = order.gather(1, open_first)  # what may not be chosen comes last, also behind scores of -inf
     count = torch.minimum(target * real.shape[1], tokens.sum(1)) - least.sum(1)
-    rank = torch.empty_like(order).scatter_(1, order, torch.arange(order.shape[1], device=order.device).expand_as(order))
+    rank = torch.empty_like(order).scatter_(
+        1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
+    )
     chosen = ((rank < count[:, None]) & open.flatten(1)).view_as(open).sum(1)  # [B, all heads]
     return list((least + chosen).split([one.shape[1] for one in scores], 1))

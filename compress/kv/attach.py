@@ -33,7 +33,8 @@ class Attachment:
         model.set_attn_implementation(NAME)
 
     def cache(self, **more: bool) -> CompressedCache:
-        """A new, empty cache for `generate(past_key_values=...)` or `model(past_key_values=...)`: one that lives on between turns.
+        """A new, empty cache for `generate(past_key_values=...)` or `model(past_key_values=...)`: one that lives on
+        between turns.
 
         Args:
             more: `observes`, `traces` of `CompressedCache`.
@@ -52,7 +53,11 @@ class Attachment:
         expect(None)
         if given is None and kwargs.get("use_cache"):
             kwargs["past_key_values"] = given = self.cache()
-        elif type(given) is DynamicCache and given.get_seq_length() == 0 and not getattr(given, "_is_user_defined", False):
+        elif (
+            type(given) is DynamicCache
+            and given.get_seq_length() == 0
+            and not getattr(given, "_is_user_defined", False)
+        ):
             if given not in self._stands_for:
                 self._stands_for[given] = self.cache()
                 if any(getattr(layer, "record_past", False) for layer in given.layers):  # guesses will be taken back
@@ -79,15 +84,17 @@ class Attachment:
 def attach(model: nn.Module, methods: Sequence[CacheMethod] = ()) -> Attachment:
     """Make a model keep its cache by these methods whenever it generates, until `undo`.
 
-    An empty `DynamicCache` in a call of the model, as `generate` makes one, is stood for by a compressed one. Caches that a user
-    gives to `generate`, of other kinds, or with something in them, are not touched; passes without a cache are what they were.
+    An empty `DynamicCache` in a call of the model, as `generate` makes one, is stood for by a compressed one. Caches
+    that a user gives to `generate`, of other kinds, or with something in them, are not touched; passes without a cache
+    are what they were.
 
     Args:
         model: a transformers decoder; batches, left padding, beams, chunked prefill and further turns are all right.
         methods: at most one `Policy` and one `Storage`; beside those of an earlier `attach`.
 
     Raises:
-        ValueError: the model's attention or cache is of a kind that cannot be served, or there are two methods of one kind.
+        ValueError: the model's attention or cache is of a kind that cannot be served, or there are two methods of one
+            kind.
     """
     check_model(model)
     attachment = attachment_of(model)
@@ -95,7 +102,9 @@ def attach(model: nn.Module, methods: Sequence[CacheMethod] = ()) -> Attachment:
     for method in methods:
         slot = "policy" if isinstance(method, Policy) else "storage"
         if (other := slots[slot]) is not None:
-            raise ValueError(f"`methods`: {method} cannot be attached beside {other}: one {slot} at a time; `undo` first")
+            raise ValueError(
+                f"`methods`: {method} cannot be attached beside {other}: one {slot} at a time; `undo` first"
+            )
         slots[slot] = method
     attachment = attachment or Attachment(model)
     vars(attachment).update(slots)
@@ -136,7 +145,9 @@ def check_model(model: nn.Module) -> None:
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"`model` ({name}) is an encoder and a decoder; a decoder alone would do")
     if not getattr(model, "_supports_attention_backend", True):
-        raise ValueError(f"`model` ({name}) does not call transformers' attention interface, by which a compressed cache works")
+        raise ValueError(
+            f"`model` ({name}) does not call transformers' attention interface, by which a compressed cache works"
+        )
     kinds, _ = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
     if "full_attention" not in kinds:
         found = ", ".join(sorted(set(kinds)))

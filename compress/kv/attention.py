@@ -29,9 +29,17 @@ def register() -> None:
 
 
 def attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
-    dropout: float = 0.0, softcap: float | None = None, s_aux: Tensor | None = None, **kwargs: object,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
     """What transformers calls in place of its own: query [B, H_q, n, D], key, value [B, H_kv, T, D] -> [B, n, H_q, D].
 
     A layer of a `CompressedCache` attends itself; what has no such cache, or a window of its own, is attended as ever.
@@ -48,7 +56,9 @@ def attention(
     if layer is not None and layer.incoming is not None:
         if key is not layer.incoming[0]:
             layer.incoming = None
-            raise ValueError(f"{type(module).__name__} changes keys that the cache gave it: a compressed cache cannot serve it")
+            raise ValueError(
+                f"{type(module).__name__} changes keys that the cache gave it: a compressed cache cannot serve it"
+            )
         return layer.attend(module, query, attention_mask, scaling=scaling, softcap=softcap, sinks=s_aux), None
     return attend(query, key, value, attention_mask, scaling=scaling, softcap=softcap, sinks=s_aux), None
 
@@ -67,8 +77,10 @@ def attend(
 
     Args:
         q: [B, H_q, n, D]. k, v: [B, H_kv, T, D].
-        mask: bool [B, 1 or H_kv, n, T]; None: the n queries are the last of the T positions and see those up to themselves.
-        softcap: scores become softcap * tanh(score / softcap). sinks: [H_q] scores of something that has no value (gpt-oss).
+        mask: bool [B, 1 or H_kv, n, T]; None: the n queries are the last of the T positions and see those up to
+            themselves.
+        softcap: scores become softcap * tanh(score / softcap). sinks: [H_q] scores of something that has no value
+            (gpt-oss).
 
     Returns:
         [B, n, H_q, D]
@@ -89,11 +101,16 @@ def attend(
         return y.transpose(1, 2).contiguous()
     if mask is None:
         mask = torch.ones(n, T, dtype=torch.bool, device=q.device).tril()[None, None]
-    pieces = [_in_full(q[:, :, i : i + ROWS], k, v, mask[:, :, i : i + ROWS], scaling, softcap, sinks) for i in range(0, n, ROWS)]
+    pieces = [
+        _in_full(q[:, :, i : i + ROWS], k, v, mask[:, :, i : i + ROWS], scaling, softcap, sinks)
+        for i in range(0, n, ROWS)
+    ]
     return torch.cat(pieces, 2).transpose(1, 2).contiguous()
 
 
-def _in_full(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, softcap: float | None, sinks: Tensor | None) -> Tensor:
+def _in_full(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
     B, H, n, D = q.shape
     kv_heads = k.shape[1]
     scores = torch.einsum("bhgnd,bhtd->bhgnt", q.unflatten(1, (kv_heads, -1)).float(), k.float()) * scaling

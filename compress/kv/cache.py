@@ -1,8 +1,10 @@
-"""A transformers cache whose rows shrink: per layer, head and sequence, through transformers' own cache and attention interfaces.
+"""A transformers cache whose rows shrink: per layer, head and sequence, through transformers' own cache and attention
+interfaces.
 
-Every layer that sees all positions is a `KVLayer`. transformers hands it new keys and values and goes on to attention, which is
-`attention.attention` here: the layer attends with what it kept and what is new, keeps the new, and evicts. Positions go on counting
-all tokens that were seen. Layers with a sliding window are transformers' own and are left alone.
+Every layer that sees all positions is a `KVLayer`. transformers hands it new keys and values and goes on to attention,
+which is `attention.attention` here: the layer attends with what it kept and what is new, keeps the new, and evicts.
+Positions go on counting all tokens that were seen. Layers with a sliding window are transformers' own and are left
+alone.
 """
 
 import copy
@@ -37,8 +39,15 @@ class CompressedCache(Cache):
         traces: remember where each kept position was.
     """
 
-    def __init__(self, model: nn.Module, policy: Policy | None = None, storage: Storage | None = None, *, observes: bool = False,
-                 traces: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self,
+        model: nn.Module,
+        policy: Policy | None = None,
+        storage: Storage | None = None,
+        *,
+        observes: bool = False,
+        traces: bool = False,
+    ) -> None:
         self.policy, self.storage, self.observes, self.traces = policy, storage, observes, traces
         self.model, self.paused, self.by_kernel = model, False, True
         self.listener: Callable[[KVLayer, Tensor, Tensor, Tensor], None] | None = None
@@ -105,7 +114,8 @@ class CompressedCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of every tensor that the cache holds: codes, scales, residuals, slack, what policies remember, other layers."""
+        """Bytes of every tensor that the cache holds: codes, scales, residuals, slack, what policies remember, other
+        layers."""
         return sum(_bytes(t) for t in self._tensors())
 
     @property
@@ -132,7 +142,8 @@ class CompressedCache(Cache):
 
     @contextmanager
     def looking(self, listener: Callable[[KVLayer, Tensor, Tensor, Tensor], None]) -> Iterator[None]:
-        """Passes that leave no trace; `listener` gets each layer, its queries, its new keys, and which of them are no padding."""
+        """Passes that leave no trace; `listener` gets each layer, its queries, its new keys, and which of them are no
+        padding."""
         others = [(layer, copy.deepcopy(vars(layer))) for layer in self.layers if not isinstance(layer, KVLayer)]
         self.listener = listener
         try:

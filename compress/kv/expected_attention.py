@@ -1,4 +1,5 @@
-"""Expected attention (Devoto et al., 2025, arXiv:2510.00636): keep what queries to come will attend to, as past ones tell."""
+"""Expected attention (Devoto et al., 2025, arXiv:2510.00636): keep what queries to come will attend to, as past ones
+tell."""
 
 from dataclasses import dataclass
 
@@ -11,16 +12,21 @@ from compress.method import knob
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedAttention(Policy):
-    """Queries before rotation are taken for normally distributed; so the attention that the next ones will give is known.
+    """Queries before rotation are taken for normally distributed; so the attention that the next ones will give is
+    known.
 
-    E exp(q·k / √d) = exp(μ·k / √d + kᵀ Σ k / 2d), with μ and Σ turned by the mean rotation of the positions to come; normalised
-    over positions, the sinks left out, and times the norm of the value, which is what a position adds to the output.
+    E exp(q·k / √d) = exp(μ·k / √d + kᵀ Σ k / 2d), with μ and Σ turned by the mean rotation of the positions to come;
+    normalised over positions, the sinks left out, and times the norm of the value, which is what a position adds to the
+    output.
     """
 
     future: int = knob(512, "positions to come that are averaged over", range=(1, 65536))
     sinks: int = knob(4, "tokens at the beginning that always stay, and whose queries are not counted", range=(0, 1024))
-    epsilon: float = knob(1e-2, "added to every expected attention: with 0, a value's norm means nothing where none is expected",
-                          range=(0.0, 1.0))  # fmt: skip
+    epsilon: float = knob(
+        1e-2,
+        "added to every expected attention: with 0, a value's norm means nothing where none is expected",
+        range=(0.0, 1.0),
+    )
 
     name = "expected_attention"
     source = "Devoto et al. 2025, arXiv:2510.00636, section 3"
@@ -38,8 +44,12 @@ class ExpectedAttention(Policy):
         if seen.softcap:
             logits = seen.softcap * torch.tanh(logits / seen.softcap)
         order = seen.order()
-        sinks = (order >= 0) & (order < self.sinks)  # which take most of the attention, and would leave epsilon alone to decide
-        expected = logits.masked_fill((~seen.valid | sinks)[:, :, None], -torch.inf).softmax(-1).mean(2).nan_to_num()  # [B, H, T]
+        sinks = (order >= 0) & (
+            order < self.sinks
+        )  # which take most of the attention, and would leave epsilon alone to decide
+        expected = (
+            logits.masked_fill((~seen.valid | sinks)[:, :, None], -torch.inf).softmax(-1).mean(2).nan_to_num()
+        )  # [B, H, T]
         return ((expected + self.epsilon) * seen.values.float().norm(dim=-1)).masked_fill(sinks, torch.inf)
 
     def _statistics(self, seen: Seen) -> tuple[Tensor, Tensor]:
@@ -53,6 +63,8 @@ class ExpectedAttention(Policy):
         return mean, apart.mT @ apart / count[..., None]
 
     def _mean_rotation(self, seen: Seen, channels: int) -> Tensor:
-        basis = torch.eye(channels, device=seen.keys.device)[None, :, None].expand(len(seen.tokens), -1, self.future, -1)
+        basis = torch.eye(channels, device=seen.keys.device)[None, :, None].expand(
+            len(seen.tokens), -1, self.future, -1
+        )
         positions = seen.tokens[:, None] + torch.arange(self.future, device=seen.keys.device)
         return seen.turn(basis, positions, False).mean(2)

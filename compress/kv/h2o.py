@@ -1,4 +1,5 @@
-"""H2O (Zhang et al., 2023, arXiv:2306.14048): keep heavy hitters, which got the most attention so far, and recent tokens."""
+"""H2O (Zhang et al., 2023, arXiv:2306.14048): keep heavy hitters, which got the most attention so far, and recent
+tokens."""
 
 from dataclasses import dataclass
 

@@ -18,5 +18,7 @@ class KeyDiff(Policy):
     def scores(self, seen: Seen) -> Tensor:
         keys = seen.keys.float()
         real = seen.valid[..., None]
-        anchor = (normalize(keys, dim=-1) * real).sum(2, keepdim=True) / real.sum(2, keepdim=True).clamp(min=1)  # [B, H, 1, D]
+        anchor = (normalize(keys, dim=-1) * real).sum(2, keepdim=True) / real.sum(2, keepdim=True).clamp(
+            min=1
+        )  # [B, H, 1, D]
         return -cosine_similarity(keys, anchor, dim=-1)

@@ -1,4 +1,5 @@
-"""Integer KV cache (after KIVI, Liu et al., 2024, arXiv:2402.02750): keys by channel, values by token, the last ones as is."""
+"""Integer KV cache (after KIVI, Liu et al., 2024, arXiv:2402.02750): keys by channel, values by token, the last ones as
+is."""
 
 from dataclasses import dataclass
 
@@ -10,12 +11,13 @@ from kernels.kv_decode import GROUPS
 
 @dataclass(frozen=True, kw_only=True)
 class KVInt(Storage):
-    """Store what stays in 8, 4 or 2 bits: keys with a scale per channel and group of positions, values with one per position.
+    """Store what stays in 8, 4 or 2 bits: keys with a scale per channel and group of positions, values with one per
+    position.
 
-    Prompts are read with exact keys and values; those are codes from then on, and codes are made anew of codes where a policy
-    evicts while text is generated, which adds to the error of keys. Decode kernels read the codes (8 and 4 bits). KIVI
-    has a scale for every 32 channels of a value; here it is one for all of a head, which the kernel multiplies into the
-    probabilities.
+    Prompts are read with exact keys and values; those are codes from then on, and codes are made anew of codes where a
+    policy evicts while text is generated, which adds to the error of keys. Decode kernels read the codes (8 and 4
+    bits). KIVI has a scale for every 32 channels of a value; here it is one for all of a head, which the kernel
+    multiplies into the probabilities.
     """
 
     bits: int = knob(4, "of a code", choices=(8, 4, 2))

@@ -1,4 +1,5 @@
-"""KVzip (Kim et al., 2025, arXiv:2505.23416): keep what the model needs to repeat its context, whatever will be asked of it."""
+"""KVzip (Kim et al., 2025, arXiv:2505.23416): keep what the model needs to repeat its context, whatever will be asked
+of it."""
 
 from dataclasses import dataclass
 
@@ -15,10 +16,11 @@ from compress.method import knob
 
 @dataclass(frozen=True, kw_only=True)
 class KVzip(Policy):
-    """The prompt is read once more behind itself, piece by piece; a position counts as much as the most attention it then gets.
+    """The prompt is read once more behind itself, piece by piece; a position counts as much as the most attention it
+    then gets.
 
-    The paper asks the model in words to repeat the prompt; here the prompt follows by itself, which any model continues, whatever
-    its language or template. It costs about as much as reading the prompt twice more.
+    The paper asks the model in words to repeat the prompt; here the prompt follows by itself, which any model
+    continues, whatever its language or template. It costs about as much as reading the prompt twice more.
     """
 
     allocation: str = knob("global", "how the budget is shared out", choices=("uniform", "pyramid", "ada", "global"))
@@ -54,16 +56,30 @@ class KVzip(Policy):
             keys = torch.cat([kept.gather(2, at[..., None].expand(B, H, n, D)), k], 2)
             valid = real[:, None].expand(B, H, n).repeat(1, 1, 2)
             places = torch.arange(2 * n, device=k.device).expand(B, H, 2 * n)
-            seen = Seen(keys, keys, valid, q, asked, positions=places[:, 0, n:], tokens=layer.tokens, layer=layer.number,
-                        places=places, **layer.about)  # fmt: skip
+            seen = Seen(
+                keys,
+                keys,
+                valid,
+                q,
+                asked,
+                positions=places[:, 0, n:],
+                tokens=layer.tokens,
+                layer=layer.number,
+                places=places,
+                **layer.about,
+            )
             got = seen.largest_attention()[:, :, :n].masked_fill(~real[:, None], 0)
             layer.memory.view.scatter_reduce_(2, at, got, "amax")
 
         seen, layer = cache.get_seq_length(), cache.filled[0]
         most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 1 << 30
-        if (needed := int(layer.tokens.max()) + ids.shape[1]) > most and rotary_of(model) is None:  # rotations go on for ever
-            raise ValueError(f"`piece` (={self.piece}) of {self.name}: to read the prompt again behind itself takes {needed} "
-                             f"positions, and this model has {most} positions; a shorter prompt or piece would do")  # fmt: skip
+        if (needed := int(layer.tokens.max()) + ids.shape[1]) > most and rotary_of(
+            model
+        ) is None:  # rotations go on for ever
+            raise ValueError(
+                f"`piece` (={self.piece}) of {self.name}: to read the prompt again behind itself takes {needed} "
+                f"positions, and this model has {most} positions; a shorter prompt or piece would do"
+            )
         positions = (layer.tokens[:, None] + real.long().cumsum(1) - 1).clamp(min=0)
         before = real.new_ones(len(ids), seen) if cache.mask is None else cache.mask
         mask = torch.cat([before, real], 1).long()

@@ -31,7 +31,10 @@ class KVLayer(DynamicLayer):
 
     def __init__(self, cache: "CompressedCache", number: int) -> None:
         super().__init__()
-        self._cache, self.number = weakref.ref(cache), number  # weak: what is dropped is given back at once, without the collector
+        self._cache, self.number = (
+            weakref.ref(cache),
+            number,
+        )  # weak: what is dropped is given back at once, without the collector
         self.reset()
 
     @property
@@ -68,7 +71,8 @@ class KVLayer(DynamicLayer):
         if self.incoming is not None:
             self.incoming = None
             raise RuntimeError(
-                f"layer {self.number} of the compressed cache got keys twice and no attention between: the model must be attached "
+                f"layer {self.number} of the compressed cache got keys twice and no attention between: the model must "
+                "be attached "
                 "(`compress.kv.attach`), and its attention must take the keys as the cache gives them"
             )
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
@@ -92,8 +96,10 @@ class KVLayer(DynamicLayer):
             return
         if self.cache.policy is not None and count > self.fresh:
             raise ValueError(
-                f"the last {count} tokens cannot be taken back: an eviction came after all but {self.fresh} of them. Assisted "
-                "decoding needs that: generate without an assistant, or without a policy that evicts (storage alone will do)"
+                f"the last {count} tokens cannot be taken back: an eviction came after all but {self.fresh} of them. "
+                "Assisted "
+                "decoding needs that: generate without an assistant, or without a policy that evicts (storage alone "
+                "will do)"
             )
         for slab in self.slabs:
             slab.drop_last(count)
@@ -152,14 +158,25 @@ class KVLayer(DynamicLayer):
         return [*buffers, *more, *(x for x in (self.queries, self.asked, self.tokens, self.since) if x is not None)]
 
     def kept_positions(self) -> list[list[Tensor]]:
-        """By row and head, where the tokens that are kept were, counted over the row's real tokens; needs `cache.traces`."""
-        return [[row[valid] for row, valid in zip(rows, valids, strict=True)]
-                for rows, valids in zip(self.positions.view, self.valid, strict=True)]  # fmt: skip
+        """By row and head, where the tokens that are kept were, counted over the row's real tokens; needs
+        `cache.traces`."""
+        return [
+            [row[valid] for row, valid in zip(rows, valids, strict=True)]
+            for rows, valids in zip(self.positions.view, self.valid, strict=True)
+        ]
 
     # A pass.
 
-    def attend(self, module: nn.Module, q: Tensor, mask: Tensor | None, *, scaling: float, softcap: float | None,
-               sinks: Tensor | None) -> Tensor:  # fmt: skip
+    def attend(
+        self,
+        module: nn.Module,
+        q: Tensor,
+        mask: Tensor | None,
+        *,
+        scaling: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
         """Attention of the new tokens with what is kept and with each other; then keep them, and evict.
 
         Args:
@@ -172,9 +189,13 @@ class KVLayer(DynamicLayer):
         self.incoming = None
         B, H, n, _ = k.shape
         if mask is not None and (mask.dtype != torch.bool or mask.shape[-1] != n):
-            raise ValueError(f"`attention_mask`: {mask.dtype} {tuple(mask.shape)} is none that a compressed cache knows: give "
-                             "one of tokens and padding, [batch, tokens]")  # fmt: skip
-        real = torch.ones(B, n, dtype=torch.bool, device=k.device) if mask is None else mask[:, 0].diagonal(dim1=1, dim2=2)
+            raise ValueError(
+                f"`attention_mask`: {mask.dtype} {tuple(mask.shape)} is none that a compressed cache knows: give "
+                "one of tokens and padding, [batch, tokens]"
+            )
+        real = (
+            torch.ones(B, n, dtype=torch.bool, device=k.device) if mask is None else mask[:, 0].diagonal(dim1=1, dim2=2)
+        )
         whole = mask is None or bool(real.all())
         about = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
         self.about = {**about, "turn": turn_of(self.cache.model, module)}
@@ -209,8 +230,15 @@ class KVLayer(DynamicLayer):
         ys, masses, at = [], [], 0
         for slab in self.slabs:
             heads = slab.starts.shape[1]
-            out = kv_decode(q[:, at * shared : (at + heads) * shared], slab.kv(), slab.lengths, starts=slab.starts, scale=scaling,
-                            softcap=softcap, return_mass=count)  # fmt: skip
+            out = kv_decode(
+                q[:, at * shared : (at + heads) * shared],
+                slab.kv(),
+                slab.lengths,
+                starts=slab.starts,
+                scale=scaling,
+                softcap=softcap,
+                return_mass=count,
+            )
             ys.append(out[0] if count else out)
             if count:
                 masses.append(nn.functional.pad(out[1], (self.length - slab.length, 0)))
@@ -223,10 +251,14 @@ class KVLayer(DynamicLayer):
         B, H, n, _ = k.shape
         new = real[:, None].expand(B, H, n)
         count = real.sum(1)
-        self.tokens, self.since = (count, count.clone()) if self.tokens is None else (self.tokens + count, self.since + count)
+        self.tokens, self.since = (
+            (count, count.clone()) if self.tokens is None else (self.tokens + count, self.since + count)
+        )
         place = (self.tokens[:, None] - real.flip(1).cumsum(1).flip(1)).to(torch.int32)[:, None].expand(B, H, n)
         if not self.slabs:
-            precision = self._precision() if self.cache.policy is None else EXACT  # codes are made of what an eviction leaves
+            precision = (
+                self._precision() if self.cache.policy is None else EXACT
+            )  # codes are made of what an eviction leaves
             self.slabs = slabs_of(k, v, new, precision)
             self._start_traces(place, new)
         else:
@@ -287,12 +319,25 @@ class KVLayer(DynamicLayer):
         self.cache.scored(self, policy.scores(self.seen_by(queries, asked)), due)
 
     def seen_by(self, queries: Tensor, asked: Tensor, mass: Tensor | None = None) -> Seen:
-        """What a policy scores with: the cache as it is, and the queries of the last tokens; no keys where `mass` says it all."""
+        """What a policy scores with: the cache as it is, and the queries of the last tokens; no keys where `mass` says
+        it all."""
         k, v, _ = joined(self.slabs) if mass is None else (queries[:, :, :0], queries[:, :, :0], None)
         place = self.tokens[:, None] - asked.flip(1).cumsum(1).flip(1)
         memory, places = (None if one is None else one.view for one in (self.memory, self.positions))
-        return Seen(k, v, self.valid, queries, asked, positions=place, tokens=self.tokens, layer=self.number, memory=memory,
-                    mass=mass, places=places, **self.about)  # fmt: skip
+        return Seen(
+            k,
+            v,
+            self.valid,
+            queries,
+            asked,
+            positions=place,
+            tokens=self.tokens,
+            layer=self.number,
+            memory=memory,
+            mass=mass,
+            places=places,
+            **self.about,
+        )
 
     def score(self, queries: Tensor | None = None, asked: Tensor | None = None) -> None:
         """Score and evict after a prompt, with what is remembered of it, or by these queries."""
@@ -316,7 +361,9 @@ class KVLayer(DynamicLayer):
     def evict(self, scores: Tensor, counts: Tensor) -> None:
         """Keep the `counts` [B, H_kv] highest scores [B, H_kv, length] of every row."""
         valid = self.valid
-        if bool((counts < valid.sum(-1)).any()) or (self.cache.storage and self.slabs[0].precision != self._precision()):
+        if bool((counts < valid.sum(-1)).any()) or (
+            self.cache.storage and self.slabs[0].precision != self._precision()
+        ):
             self.keep_only(kept(scores, valid, counts))
         self.fresh = 0
 

@@ -1,8 +1,9 @@
 """What a policy of the KV cache is: a rule that scores cached positions, a budget, and how the budget is shared out.
 
-How others fit: D2O's merging and low rank (xKV, MatryoshkaKV) are stages of storage, after eviction (`Storage.precision` grows);
-PrefixKV, ZipVL and Locret are `scores` and `allocation`s; GemFilter is a policy whose `read_again` runs the first layers only,
-where kvzip's runs the model; TidalDecode and ShadowKV choose at every token what is read, which is a mode of `KVLayer.attend`.
+How others fit: D2O's merging and low rank (xKV, MatryoshkaKV) are stages of storage, after eviction
+(`Storage.precision` grows); PrefixKV, ZipVL and Locret are `scores` and `allocation`s; GemFilter is a policy whose
+`read_again` runs the first layers only, where kvzip's runs the model; TidalDecode and ShadowKV choose at every token
+what is read, which is a mode of `KVLayer.attend`.
 """
 
 import math
@@ -25,7 +26,8 @@ ROWS = 256  # queries whose attention is made at a time
 
 @dataclass
 class Seen:
-    """What a layer knows when positions are scored. T positions lie in the cache, the last of them are the queries' own.
+    """What a layer knows when positions are scored. T positions lie in the cache, the last of them are the queries'
+    own.
 
     Attributes:
         keys, values: [B, H_kv, T, D], as attention reads them (keys are rotated); empty where there is `mass`.
@@ -33,12 +35,15 @@ class Seen:
         queries: [B, H_q, n, D] of the last n tokens, n <= T, rotated.
         asked: [B, n]: False for queries that are padding.
         tokens: [B]: real tokens seen so far, kept or not.
-        memory: [B, H_kv, T] float32: what `Policy.remember` said of each position, 0 for new ones; None where it says nothing.
-        mass: [B, H_kv, T] float32: attention summed over the queries and query heads where a kernel has counted it already.
+        memory: [B, H_kv, T] float32: what `Policy.remember` said of each position, 0 for new ones; None where it says
+            nothing.
+        mass: [B, H_kv, T] float32: attention summed over the queries and query heads where a kernel has counted it
+            already.
         scaling, softcap, sinks: of the attention; sinks [H_q] are scores of something without a value.
         positions: [B, n]: positions of the queries, counted over real tokens.
         layer: this layer's number.
-        places: [B, H_kv, T]: positions of what is kept, where queries are of earlier passes too; None: the last n are their own.
+        places: [B, H_kv, T]: positions of what is kept, where queries are of earlier passes too; None: the last n are
+            their own.
         turn: (x [B, H, n, D], positions [B, n], back: bool) -> x rotated to these positions, or back from them.
     """
 
@@ -59,7 +64,8 @@ class Seen:
     places: Tensor | None = None
 
     def attention(self, last: int) -> Tensor:
-        """Attention of the last `last` queries, [B, H_kv, heads that share one, last, T], float32; 0 for those that are padding."""
+        """Attention of the last `last` queries, [B, H_kv, heads that share one, last, T], float32; 0 for those that are
+        padding."""
         B, H, T, _ = self.keys.shape
         n = min(last, self.queries.shape[2])
         if n == 0:
@@ -83,7 +89,8 @@ class Seen:
         return weights.masked_fill(~(visible & self.asked[:, None, None, -n:, None]), 0.0)
 
     def summed_attention(self) -> Tensor:
-        """Attention that each position got, summed over the queries and the heads that share its kv head, [B, H_kv, T]."""
+        """Attention that each position got, summed over the queries and the heads that share its kv head, [B, H_kv,
+        T]."""
         if self.mass is not None:
             return self.mass
         return self._over_queries(lambda before, weights: before + weights.sum((2, 3)))
@@ -97,13 +104,20 @@ class Seen:
         total = torch.zeros(self.keys.shape[:3], device=self.keys.device)
         for end in range(count, 0, -ROWS):  # queries of one piece see nothing behind it
             begin, seen = max(0, end - ROWS), T - (count - end) if self.places is None else T
-            piece = replace(self, keys=self.keys[:, :, :seen], valid=self.valid[:, :, :seen], queries=self.queries[:, :, begin:end],
-                            asked=self.asked[:, begin:end], positions=self.positions[:, begin:end])  # fmt: skip
+            piece = replace(
+                self,
+                keys=self.keys[:, :, :seen],
+                valid=self.valid[:, :, :seen],
+                queries=self.queries[:, :, begin:end],
+                asked=self.asked[:, begin:end],
+                positions=self.positions[:, begin:end],
+            )
             total[:, :, :seen] = add(total[:, :, :seen], piece.attention(ROWS))
         return total
 
     def order(self) -> Tensor:
-        """[B, H_kv, T]: the number of each position among the tokens of its row, from 0; negative for what is no token."""
+        """[B, H_kv, T]: the number of each position among the tokens of its row, from 0; negative for what is no
+        token."""
         return self.valid.long().cumsum(-1) - 1
 
     def last(self, count: int | Tensor) -> Tensor:
@@ -131,8 +145,11 @@ class CacheMethod(Method):
         check_model(model)
 
     def remarks(self, device: torch.device) -> list[str]:
-        return [f"{self.name} acts on the cache while text is generated: what is scored without a cache, such as perplexity, does "
-                "not see it, timed decoding keeps its own cache, and a saved model is saved without it."]  # fmt: skip
+        return [
+            f"{self.name} acts on the cache while text is generated: what is scored without a cache, such as "
+            "perplexity, does "
+            "not see it, timed decoding keeps its own cache, and a saved model is saved without it."
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,9 +170,15 @@ class Storage(CacheMethod):
 class Policy(CacheMethod):
     """Which positions stay. Subclasses implement `scores`, and what it needs of `remember` and `read_again`."""
 
-    budget: float | int = knob(0.5, "what stays: a share of the tokens (a float up to 1), or a number of tokens per head")
-    allocation: str = knob("uniform", "how the budget is shared out: as much for every head; more for early layers (pyramid); "
-                                      "to the highest scores of a layer (ada) or of all (global)", choices=ALLOCATIONS)  # fmt: skip
+    budget: float | int = knob(
+        0.5, "what stays: a share of the tokens (a float up to 1), or a number of tokens per head"
+    )
+    allocation: str = knob(
+        "uniform",
+        "how the budget is shared out: as much for every head; more for early layers (pyramid); "
+        "to the highest scores of a layer (ada) or of all (global)",
+        choices=ALLOCATIONS,
+    )
     decoding: bool = knob(False, "evict while text is generated too, every eighth of the budget (8 tokens at least)")
 
     strength: ClassVar[str] = "budget"
@@ -167,11 +190,15 @@ class Policy(CacheMethod):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not (self.budget >= 1 and self.budget == int(self.budget) if self._counts else 0 < self.budget <= 1):
-            raise ValueError(f"`budget` (={self.budget!r}) of {self.name} must be a share above 0, up to 1.0, or a number of "
-                             "tokens, 1 or more")  # fmt: skip
+            raise ValueError(
+                f"`budget` (={self.budget!r}) of {self.name} must be a share above 0, up to 1.0, or a number of "
+                "tokens, 1 or more"
+            )
         if self.decoding and self.runs_model:
-            raise ValueError(f"`decoding` (=True): {self.name} reads the prompt again to score it, which it cannot do "
-                             "at every token; leave it out")  # fmt: skip
+            raise ValueError(
+                f"`decoding` (=True): {self.name} reads the prompt again to score it, which it cannot do "
+                "at every token; leave it out"
+            )
 
     @property
     def _counts(self) -> bool:
@@ -182,14 +209,14 @@ class Policy(CacheMethod):
         """How much each position matters.
 
         Returns:
-            [B, H_kv, T] float32, finite or inf; the highest stay, inf before all others. Comparable between heads, if allocations
-            that compare them are to mean something.
+            [B, H_kv, T] float32, finite or inf; the highest stay, inf before all others. Comparable between heads, if
+            allocations that compare them are to mean something.
         """
         raise NotImplementedError
 
     def remember(self, seen: Seen) -> Tensor:
-        """For policies with `remembers`, at every pass: what `seen.memory` becomes, before `scores` is asked; no knob of the budget
-        has a say in it."""
+        """For policies with `remembers`, at every pass: what `seen.memory` becomes, before `scores` is asked; no knob
+        of the budget has a say in it."""
         raise NotImplementedError
 
     def read_again(self, model: nn.Module, cache: "CompressedCache") -> None:
@@ -210,11 +237,16 @@ class Policy(CacheMethod):
 
 
 def kept(scores: Tensor, valid: Tensor, counts: Tensor) -> Tensor:
-    """The `counts` [B, H] highest scores [B, H, T] of valid positions; the latest of equal, and of too many infinite, ones."""
+    """The `counts` [B, H] highest scores [B, H, T] of valid positions; the latest of equal, and of too many infinite,
+    ones."""
     place = torch.arange(scores.shape[-1], device=scores.device, dtype=torch.float32)
     certain = torch.isposinf(scores) & valid
     crowded = certain.sum(-1, keepdim=True) > counts[..., None]
     scores = torch.where(crowded, torch.where(certain, place, -1.0), scores).masked_fill(~valid, -torch.inf)
     order = scores.flip(-1).argsort(dim=-1, descending=True, stable=True)
-    rank = torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)).flip(-1)
+    rank = (
+        torch.empty_like(order)
+        .scatter_(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))
+        .flip(-1)
+    )
     return (rank < counts[..., None]) & valid

@@ -17,8 +17,8 @@ def turn_of(model: nn.Module, attention: nn.Module) -> Callable[[Tensor, Tensor,
     """How an attention module rotates queries and keys.
 
     Returns:
-        (x [B, H, n, D], positions [B, n], back) -> x rotated to these positions, or back from them; x itself where the model
-        has no rotary embeddings.
+        (x [B, H, n, D], positions [B, n], back) -> x rotated to these positions, or back from them; x itself where the
+        model has no rotary embeddings.
     """
 
     def turn(x: Tensor, positions: Tensor, back: bool = False) -> Tensor:

@@ -14,7 +14,8 @@ from compress.method import knob
 class SnapKV(Policy):
     """Keep the positions with the most attention from an observation window, smoothed over neighbours, and the window.
 
-    The paper pools by the maximum over 7 or 5 positions in its experiments; the average over 5 is what later work settled on.
+    The paper pools by the maximum over 7 or 5 positions in its experiments; the average over 5 is what later work
+    settled on.
     """
 
     observed: int = knob(32, "tokens at the end whose attention counts, and which stay", range=(1, 1024))

@@ -1,4 +1,5 @@
-"""A compressed cache of fixed tensors, so that a whole step of decoding compiles: it appends in place, and evicts no more."""
+"""A compressed cache of fixed tensors, so that a whole step of decoding compiles: it appends in place, and evicts no
+more."""
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +52,9 @@ class StaticKVLayer(StaticLayer):
         self.first = seen
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         at = 0
         for slab in self.slabs:
             slab.append(key_states[:, at : at + slab.heads], value_states[:, at : at + slab.heads])
@@ -82,7 +85,8 @@ class StaticKVLayer(StaticLayer):
 
 
 def decoder(model: nn.Module) -> nn.Module:
-    """Make a model take static compressed caches: `model(token, past_key_values=cache, compressed=cache, position_ids=...)`."""
+    """Make a model take static compressed caches: `model(token, past_key_values=cache, compressed=cache,
+    position_ids=...)`."""
     check_model(model)
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
@@ -92,21 +96,29 @@ def decoder(model: nn.Module) -> nn.Module:
 
 def static(cache: CompressedCache, room: int) -> Cache:
     """What a cache of full-attention layers holds, in fixed tensors with room for so many tokens more."""
-    return Cache(layers=[StaticKVLayer([_fixed(slab, room) for slab in layer.slabs], layer.seen) for layer in cache.layers])
+    return Cache(
+        layers=[StaticKVLayer([_fixed(slab, room) for slab in layer.slabs], layer.seen) for layer in cache.layers]
+    )
 
 
 class MadeUpCache(Cache):
     """A cache of random numbers, as long as a policy and a storage would leave it: for timing alone.
 
-    Its tensors are as long as for `capacity` tokens, so that one compiled step serves all contexts up to that; what is read of
-    them is as long as it should be. Every head has the same budget. Sliding layers keep all positions.
+    Its tensors are as long as for `capacity` tokens, so that one compiled step serves all contexts up to that; what is
+    read of them is as long as it should be. Every head has the same budget. Sliding layers keep all positions.
 
     Args:
         capacity: tokens at most. room: tokens that are appended after `at`.
     """
 
     def __init__(
-        self, model: nn.Module, capacity: int, policy: Policy | None = None, storage: Storage | None = None, *, room: int = 64
+        self,
+        model: nn.Module,
+        capacity: int,
+        policy: Policy | None = None,
+        storage: Storage | None = None,
+        *,
+        room: int = 64,
     ) -> None:
         self.policy, self.capacity = policy, capacity
         parameter = next(model.parameters())
@@ -120,7 +132,9 @@ class MadeUpCache(Cache):
             if not isinstance(layer, KVLayer):
                 layers.append(StaticLayer(capacity + room))
                 continue
-            k, v = (torch.randn(1, heads, most, channels, dtype=parameter.dtype, device=parameter.device) for _ in range(2))
+            k, v = (
+                torch.randn(1, heads, most, channels, dtype=parameter.dtype, device=parameter.device) for _ in range(2)
+            )
             starts = torch.zeros(1, heads, dtype=torch.int32, device=parameter.device)
             layers.append(StaticKVLayer([_fixed(Slab(k, v, starts, precision), room)], capacity))
         super().__init__(layers=layers)
@@ -165,10 +179,18 @@ def _fixed(slab: Slab, room: int) -> StaticSlab:
 
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
-    dropout: float = 0.0, softcap: float | None = None, s_aux: Tensor | None = None, compressed: Cache | None = None,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    compressed: Cache | None = None,
     **kwargs: object,
-) -> tuple[Tensor, None]:  # fmt: skip
+) -> tuple[Tensor, None]:
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = None if compressed is None else compressed.layers[module.layer_idx]
     if isinstance(layer, StaticKVLayer):

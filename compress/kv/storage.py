@@ -1,4 +1,5 @@
-"""Where cached keys and values lie: rows of their own length, right-packed, in 16 bits or in codes, appended to in place."""
+"""Where cached keys and values lie: rows of their own length, right-packed, in 16 bits or in codes, appended to in
+place."""
 
 from typing import NamedTuple
 
@@ -9,7 +10,8 @@ from kernels.kv_decode import KV, dequantize_kv, quantize_kv
 
 
 class Precision(NamedTuple):
-    """How keys and values are kept: codes of 8, 4 or 2 bits for groups of positions, `residual` positions at least as they came."""
+    """How keys and values are kept: codes of 8, 4 or 2 bits for groups of positions, `residual` positions at least as
+    they came."""
 
     bits: int = 16
     group: int = 64
@@ -17,7 +19,8 @@ class Precision(NamedTuple):
 
 
 class Growing:
-    """A tensor [B, H, n, ...] that is appended to along n in place; when it is full it grows by an eighth, or `least` at least."""
+    """A tensor [B, H, n, ...] that is appended to along n in place; when it is full it grows by an eighth, or `least`
+    at least."""
 
     def __init__(self, x: Tensor, least: int = 16) -> None:
         self.buffer, self.length, self.least = x.contiguous(), x.shape[2], least
@@ -53,9 +56,11 @@ class Growing:
 
 
 class Slab:
-    """Keys and values of some kv heads, all rows of which end together: row (b, h) is positions starts[b, h] to `length`.
+    """Keys and values of some kv heads, all rows of which end together: row (b, h) is positions starts[b, h] to
+    `length`.
 
-    With fewer than 16 bits the first positions are codes (`kernels.kv_decode.KV` has the layout) and the rest a dense tail.
+    With fewer than 16 bits the first positions are codes (`kernels.kv_decode.KV` has the layout) and the rest a dense
+    tail.
     """
 
     def __init__(self, k: Tensor, v: Tensor, starts: Tensor, precision: Precision) -> None:
@@ -94,7 +99,8 @@ class Slab:
         """Forget the last positions, which must not be codes yet."""
         if count > self.k.length:
             raise ValueError(
-                f"the last {count} tokens cannot be taken back: all but {self.k.length} are stored in {self.precision.bits} bits; "
+                f"the last {count} tokens cannot be taken back: all but {self.k.length} are stored in "
+                f"{self.precision.bits} bits; "
                 f"a `residual` of {count} tokens or more would do"
             )
         self.k.drop_last(count)
@@ -133,11 +139,14 @@ def right_packed(keep: Tensor) -> tuple[Tensor, Tensor]:
         keep: bool [B, H, n].
 
     Returns:
-        index [B, H, m], m the largest count of a row (rows with fewer begin with their first position, repeated); starts [B, H].
+        index [B, H, m], m the largest count of a row (rows with fewer begin with their first position, repeated);
+        starts [B, H].
     """
     counts = keep.sum(-1)  # [B, H]
     longest = max(int(counts.max()), 1)
-    order = keep.to(torch.uint8).argsort(dim=-1, stable=True)[..., -longest:]  # what goes first, then what stays, each in its order
+    order = keep.to(torch.uint8).argsort(dim=-1, stable=True)[
+        ..., -longest:
+    ]  # what goes first, then what stays, each in its order
     starts = longest - counts
     first = order.gather(-1, starts.clamp(max=longest - 1)[..., None])
     early = torch.arange(longest, device=keep.device) < starts[..., None]

@@ -1,4 +1,5 @@
-"""StreamingLLM (Xiao et al., 2024, arXiv:2309.17453): the first tokens, which attract attention for nothing, and the last ones."""
+"""StreamingLLM (Xiao et al., 2024, arXiv:2309.17453): the first tokens, which attract attention for nothing, and the
+last ones."""
 
 from dataclasses import dataclass
 
@@ -13,7 +14,8 @@ from compress.method import knob
 class Streaming(Policy):
     """Keep a few sinks at the beginning, and a window of the last tokens.
 
-    The paper renumbers what is kept; here keys stay where they were, so that the cache serves any other policy's way of reading it.
+    The paper renumbers what is kept; here keys stay where they were, so that the cache serves any other policy's way of
+    reading it.
     """
 
     sinks: int = knob(4, "tokens at the beginning that always stay", range=(0, 1024))

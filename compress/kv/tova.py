@@ -10,7 +10,8 @@ from compress.kv.policy import Policy, Seen
 
 @dataclass(frozen=True, kw_only=True)
 class TOVA(Policy):
-    """Keep the positions with the most attention from the last token, on average over the heads of the layer, and that token."""
+    """Keep the positions with the most attention from the last token, on average over the heads of the layer, and that
+    token."""
 
     name = "tova"
     source = "Oren et al. 2024, arXiv:2401.06104, section 3.2"

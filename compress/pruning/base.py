@@ -9,22 +9,23 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor, nn
 
+from compress.allocation.sparsity import LEVELS, allocate, distortion_curves, global_ratios
 from compress.formats import Bitmap, Dense, Format, IntGroup, Sparse24Weight
 from compress.method import LayerRecord, LayerwiseMethod, knob
-from compress.pruning.allocation import LEVELS, allocate, distortion_curves, global_ratios
 from compress.pruning.patterns import UNSTRUCTURED, kept, parse_pattern
-from compress.statistics import LayerStatistics
-from compress.walk import targets
+from compress.walk.statistics import LayerStatistics
+from compress.walk.walk import targets
 
 if TYPE_CHECKING:
-    from compress.resume import BlockStore
+    from compress.walk.resume import BlockStore
 
 HALF = 0.5  # of the weights: the usual ratio
 
 
 @dataclass(frozen=True, kw_only=True)
 class PruningMethod(LayerwiseMethod):
-    """Keeps the weights of the largest scores, and stores 2:4 patterns as such and others with a bit for every place."""
+    """Keeps the weights of the largest scores, and stores 2:4 patterns as such and others with a bit for every
+    place."""
 
     stage: ClassVar[str] = "sparsify"
     strength: ClassVar[str] = "ratio"
@@ -33,11 +34,18 @@ class PruningMethod(LayerwiseMethod):
     ratios: ClassVar[Mapping[str, float]] = {}  # by linear, where `allocation` gave each its own
 
     ratio: float = knob(HALF, "of each linear's weights that go, below 1; a pattern N:M says it itself", range=(0, 1))
-    pattern: str = knob(UNSTRUCTURED, "which may be kept: any (unstructured), or N of every M neighbours in a row (2:4, 4:8, ...)")
-    allocation: str = knob("uniform", "ratio for every linear (uniform), or over all of them: as measured distortions of the "
-                                      "model's predictions say (adaptive), or by comparing magnitudes of all (global)",
-                           choices=("uniform", "adaptive", "global"))  # fmt: skip
-    curve_tokens: int = knob(256, "calibration tokens on which allocation='adaptive' measures distortions", range=(1, 1 << 30))
+    pattern: str = knob(
+        UNSTRUCTURED, "which may be kept: any (unstructured), or N of every M neighbours in a row (2:4, 4:8, ...)"
+    )
+    allocation: str = knob(
+        "uniform",
+        "ratio for every linear (uniform), or over all of them: as measured distortions of the "
+        "model's predictions say (adaptive), or by comparing magnitudes of all (global)",
+        choices=("uniform", "adaptive", "global"),
+    )
+    curve_tokens: int = knob(
+        256, "calibration tokens on which allocation='adaptive' measures distortions", range=(1, 1 << 30)
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -45,25 +53,34 @@ class PruningMethod(LayerwiseMethod):
         if self.ratio >= 1:
             raise ValueError(f"`ratio` (={self.ratio}) of {self.name} must lie below 1: all weights would go")
         if pattern and self.ratio not in (HALF, implied := 1 - pattern[0] / pattern[1]):
-            raise ValueError(f"`ratio` (={self.ratio}) of {self.name} is not that of `pattern` (={self.pattern!r}), which is "
-                             f"{implied:g}: leave it out")  # fmt: skip
+            raise ValueError(
+                f"`ratio` (={self.ratio}) of {self.name} is not that of `pattern` (={self.pattern!r}), which is "
+                f"{implied:g}: leave it out"
+            )
         if pattern:
             object.__setattr__(self, "ratio", implied)
         if pattern and self.allocation != "uniform":
-            raise ValueError(f"`allocation` (={self.allocation!r}) of {self.name} has nothing to share out: `pattern` "
-                             f"(={self.pattern!r}) gives every linear the same ratio")  # fmt: skip
+            raise ValueError(
+                f"`allocation` (={self.allocation!r}) of {self.name} has nothing to share out: `pattern` "
+                f"(={self.pattern!r}) gives every linear the same ratio"
+            )
         if self.allocation == "global" and not self.comparable:
-            raise ValueError(f"`allocation` (='global') of {self.name}: its scores cannot be compared over linears; 'adaptive' or "
-                             "'uniform' would do")  # fmt: skip
+            raise ValueError(
+                f"`allocation` (='global') of {self.name}: its scores cannot be compared over linears; 'adaptive' or "
+                "'uniform' would do"
+            )
         if self.allocation == "adaptive" and self.ratio > LEVELS[-1]:
-            raise ValueError(f"`ratio` (={self.ratio}) of {self.name} must be at most {LEVELS[-1]} with `allocation` "
-                             "(='adaptive'), which takes no more of any linear")  # fmt: skip
+            raise ValueError(
+                f"`ratio` (={self.ratio}) of {self.name} must be at most {LEVELS[-1]} with `allocation` "
+                "(='adaptive'), which takes no more of any linear"
+            )
 
     def check_layer(self, name: str, shape: tuple[int, int]) -> None:
         pattern = parse_pattern(self.pattern)
         if pattern and shape[1] % pattern[1]:
             raise ValueError(
-                f"`pattern` (={self.pattern!r}) of {self.name} needs rows of a multiple of {pattern[1]} columns; {name} has "
+                f"`pattern` (={self.pattern!r}) of {self.name} needs rows of a multiple of {pattern[1]} columns; "
+                f"{name} has "
                 f"{shape[1]}: another M, or `skip`, would do"
             )
 
@@ -80,9 +97,14 @@ class PruningMethod(LayerwiseMethod):
         return self.ratios.get(statistics.name, self.ratio)
 
     def apply(
-        self, model: nn.Module, batches: Sequence[Tensor], *, device: torch.device, store: "BlockStore | None" = None,
+        self,
+        model: nn.Module,
+        batches: Sequence[Tensor],
+        *,
+        device: torch.device,
+        store: "BlockStore | None" = None,
         originals: Mapping[str, nn.Module] | None = None,
-    ) -> list[LayerRecord]:  # fmt: skip
+    ) -> list[LayerRecord]:
         curves: dict[str, dict[float, float]] = {}
         pruner = copy.copy(self)
         if self.allocation == "global":
@@ -97,7 +119,9 @@ class PruningMethod(LayerwiseMethod):
         return [dataclasses.replace(record, distortion=shown.get(record.name)) for record in records]
 
     def solve(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
-        keep = kept(self.scores(W, statistics), self.ratio_of(statistics), parse_pattern(self.pattern), by_row=self.by_row)
+        keep = kept(
+            self.scores(W, statistics), self.ratio_of(statistics), parse_pattern(self.pattern), by_row=self.by_row
+        )
         return [store(Dense(W * keep), keep, self.pattern)]
 
 

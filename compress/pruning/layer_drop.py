@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from compress.capture import Call, block_calls, device_of, run_block
 from compress.dropped import drop_block, drop_part, parts_of
 from compress.linear import replace
 from compress.method import DropRecord, Method, knob
-from compress.walk import find_blocks
+from compress.walk.capture import Call, block_calls, device_of, run_block
+from compress.walk.walk import find_blocks
 from kernels.linear import fast_linear
 
 if TYPE_CHECKING:
-    from compress.resume import BlockStore
+    from compress.walk.resume import BlockStore
 
 KINDS = {"attention": ("attention",), "mlp": ("mlp",), "joint": ("attention", "mlp"), "block": ("block",)}
 METRICS = ("cosine", "block_influence")
@@ -34,14 +34,22 @@ class LayerDrop(Method):
     needs_calibration: ClassVar[bool] = True
     strength: ClassVar[str] = "count"
 
-    target: str = knob("attention", "what is dropped: attention, mlp, either of them by what matters less (joint), or whole blocks",
-                       choices=tuple(KINDS))  # fmt: skip
+    target: str = knob(
+        "attention",
+        "what is dropped: attention, mlp, either of them by what matters less (joint), or whole blocks",
+        choices=tuple(KINDS),
+    )
     count: int = knob(4, "how many of them", range=(1, 1 << 16))
-    metric: str = knob("cosine", "1 - cosine of the residual stream before and after what would be dropped; or, to compare with, "
-                                 "after the whole block that holds it (ShortGPT's block influence); for blocks the same",
-                       choices=METRICS)  # fmt: skip
+    metric: str = knob(
+        "cosine",
+        "1 - cosine of the residual stream before and after what would be dropped; or, to compare with, "
+        "after the whole block that holds it (ShortGPT's block influence); for blocks the same",
+        choices=METRICS,
+    )
     iterative: bool = knob(False, "measure again after each that is dropped; False: measure once")
-    layers: str = knob("", "numbers of the blocks to drop it in, such as 20, 21, 25, instead of those that matter least")
+    layers: str = knob(
+        "", "numbers of the blocks to drop it in, such as 20, 21, 25, instead of those that matter least"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,10 +57,14 @@ class LayerDrop(Method):
             return
         given = self.layers.split(",")
         if self.target == "joint":
-            raise ValueError(f"`layers` (={self.layers!r}) of layer_drop says where, and `target` (='joint') not what: attention, "
-                             "mlp or block would do")  # fmt: skip
+            raise ValueError(
+                f"`layers` (={self.layers!r}) of layer_drop says where, and `target` (='joint') not what: attention, "
+                "mlp or block would do"
+            )
         if not all(part.strip().isdecimal() for part in given) or len({int(part) for part in given}) < len(given):
-            raise ValueError(f"`layers` (={self.layers!r}) of layer_drop must be different numbers of blocks, such as 20, 21, 25")
+            raise ValueError(
+                f"`layers` (={self.layers!r}) of layer_drop must be different numbers of blocks, such as 20, 21, 25"
+            )
 
     def check(self, model: nn.Module) -> None:
         _, blocks = find_blocks(model)
@@ -61,23 +73,32 @@ class LayerDrop(Method):
         if self.layers:
             for index in self.chosen():
                 if index >= len(blocks) or not _has(blocks[index], self.target):
-                    raise ValueError(f"`layers` (={self.layers!r}) of layer_drop: block {index} has no {self.target} to drop; this "
-                                     f"model's blocks are 0 to {len(blocks) - 1}")  # fmt: skip
+                    raise ValueError(
+                        f"`layers` (={self.layers!r}) of layer_drop: block {index} has no {self.target} to drop; this "
+                        f"model's blocks are 0 to {len(blocks) - 1}"
+                    )
         count = len(self.chosen()) if self.layers else self.count
         if count >= there:
             knob = "layers" if self.layers else "count"
             what = " and ".join(kinds)
-            raise ValueError(f"`{knob}` (={getattr(self, knob)!r}) of layer_drop must leave some of the {there} {what} layers of "
-                             f"this model: at most {there - 1}")  # fmt: skip
+            raise ValueError(
+                f"`{knob}` (={getattr(self, knob)!r}) of layer_drop must leave some of the {there} {what} layers of "
+                f"this model: at most {there - 1}"
+            )
 
     def chosen(self) -> list[int]:
         """The numbers that `layers` gives."""
         return [int(part) for part in self.layers.split(",")] if self.layers else []
 
     def apply(
-        self, model: nn.Module, batches: Sequence[Tensor], *, device: torch.device, store: "BlockStore | None" = None,
+        self,
+        model: nn.Module,
+        batches: Sequence[Tensor],
+        *,
+        device: torch.device,
+        store: "BlockStore | None" = None,
         originals: Mapping[str, nn.Module] | None = None,
-    ) -> list[DropRecord]:  # fmt: skip
+    ) -> list[DropRecord]:
         prefix, blocks = find_blocks(model)
         numbers = list(range(len(blocks)))  # of the blocks that are left, as they were before any was dropped
         count = len(self.chosen()) or self.count
@@ -86,8 +107,9 @@ class LayerDrop(Method):
         for step in range(count):
             if step == 0 or self.iterative:
                 calls = block_calls(model, blocks, batches)
-                measured = importance(blocks, calls, device, kinds=KINDS[self.target], metric=self.metric, prefix=prefix,
-                                      numbers=numbers)  # fmt: skip
+                measured = importance(
+                    blocks, calls, device, kinds=KINDS[self.target], metric=self.metric, prefix=prefix, numbers=numbers
+                )
             if self.layers:
                 least = next(r for r in measured if r.block == self.chosen()[step])
             else:
@@ -99,8 +121,11 @@ class LayerDrop(Method):
                 drop_block(model, index)
                 del numbers[index]
             else:
-                size = sum(p.numel() for name in parts_of(blocks[index])[least.kind]
-                           for p in blocks[index].get_submodule(name).parameters())  # fmt: skip
+                size = sum(
+                    p.numel()
+                    for name in parts_of(blocks[index])[least.kind]
+                    for p in blocks[index].get_submodule(name).parameters()
+                )
                 drop_part(blocks[index], least.kind, outputs_of(blocks[index], calls[0], index, device))
             records.append(dataclasses.replace(least, order=step + 1, parameters=size))
         return sorted([*records, *measured], key=lambda r: (r.block, r.kind))
@@ -108,13 +133,19 @@ class LayerDrop(Method):
 
 @torch.no_grad()
 def importance(
-    blocks: nn.ModuleList, calls: list[Call], device: torch.device, *, kinds: Sequence[str] = ("attention", "mlp", "block"),
-    metric: str = "cosine", prefix: str = "", numbers: Sequence[int] | None = None,
-) -> list[DropRecord]:  # fmt: skip
+    blocks: nn.ModuleList,
+    calls: list[Call],
+    device: torch.device,
+    *,
+    kinds: Sequence[str] = ("attention", "mlp", "block"),
+    metric: str = "cosine",
+    prefix: str = "",
+    numbers: Sequence[int] | None = None,
+) -> list[DropRecord]:
     """How much each part of each block turns the residual stream: 1 - cos(before, after), mean over the tokens.
 
     Args:
-        calls: micro-batches at the first block (`compress.capture.block_calls`).
+        calls: micro-batches at the first block (`compress.walk.capture.block_calls`).
         kinds: of "attention", "mlp" and "block", what is to be measured.
         metric: "cosine": before and after the part itself; "block_influence": before and after the block that holds it.
         numbers: the blocks' numbers in the records; 0, 1, ... unless given.
@@ -165,7 +196,9 @@ def outputs_of(block: nn.Module, call: Call, index: int, device: torch.device) -
     home = device_of(block)
     block.to(device)
     handles = [
-        child.register_forward_hook(lambda _, args, out, name=name: found.update({name: len(out) if type(out) is tuple else 0}))
+        child.register_forward_hook(
+            lambda _, args, out, name=name: found.update({name: len(out) if type(out) is tuple else 0})
+        )
         for name, child in block.named_children()
     ]
     try:
@@ -196,8 +229,10 @@ def _check_residual(
         rest = run_block(block, call, index, device).to(call.hidden.device)
     moved = ((rest - call.hidden).norm() / call.hidden.norm()).item()
     if not moved < 1e-3:
-        raise ValueError(f"`target` of layer_drop: {name} without attention and MLP is not the identity (it changes its input by "
-                         f"{moved:.1e} of itself), so neither can be left out; target='block' would do")  # fmt: skip
+        raise ValueError(
+            f"`target` of layer_drop: {name} without attention and MLP is not the identity (it changes its input by "
+            f"{moved:.1e} of itself), so neither can be left out; target='block' would do"
+        )
 
 
 def _turned(before: Tensor, after: Tensor) -> float:

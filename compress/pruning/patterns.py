@@ -19,7 +19,9 @@ def parse_pattern(pattern: str) -> tuple[int, int] | None:
     found = re.fullmatch(r"(\d+):(\d+)", pattern)
     n, m = (int(number) for number in found.groups()) if found else (0, 0)
     if not 0 < n < m:
-        raise ValueError(f"`pattern` (={pattern!r}) must be 'unstructured', or N:M with 0 < N < M, such as 2:4: N of M are kept")
+        raise ValueError(
+            f"`pattern` (={pattern!r}) must be 'unstructured', or N:M with 0 < N < M, such as 2:4: N of M are kept"
+        )
     return n, m
 
 
@@ -30,7 +32,8 @@ def kept(scores: Tensor, ratio: float, pattern: tuple[int, int] | None, *, by_ro
         scores: [out, in], how much each weight matters.
         ratio: of the weights that go where there is no pattern; as many as that, rounded down.
         pattern: (N, M), with M a divisor of `in`, or None.
-        by_row: compare within each row, so that each keeps as many; otherwise over the whole matrix. N:M compares within M.
+        by_row: compare within each row, so that each keeps as many; otherwise over the whole matrix. N:M compares
+            within M.
 
     Returns:
         [out, in] bool; of equal scores the first go first.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from compress.method import knob
 from compress.pruning.base import PruningMethod
-from compress.statistics import LayerStatistics
+from compress.walk.statistics import LayerStatistics
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,5 @@
-"""SparseGPT (Frantar and Alistarh, 2023, arXiv:2301.00774): prune column by column, and let the columns to come make up for it."""
+"""SparseGPT (Frantar and Alistarh, 2023, arXiv:2301.00774): prune column by column, and let the columns to come make up
+for it."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -6,13 +7,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from compress import grid
 from compress.formats import Dense, Format, IntGroup
+from compress.grid import integer as grid
 from compress.method import knob
 from compress.pruning.base import PruningMethod, store
 from compress.pruning.patterns import kept, parse_pattern
-from compress.statistics import LayerStatistics
-from compress.weights.hessian import Factor, factorise
+from compress.walk.hessian import Factor, factorise
+from compress.walk.statistics import LayerStatistics
 from compress.weights.rtn import check_group_size
 from kernels.int_matmul import BITS
 
@@ -30,12 +31,15 @@ class SparseGPT(PruningMethod):
     statistics: ClassVar[tuple[str, ...]] = ("gram",)
 
     bits: int = knob(16, "bits per kept weight; 16: they stay floats", choices=(*BITS, 16))
-    group_size: int = knob(64, "columns that share a scale, where bits is below 16; -1 for a whole row", range=(-1, 1 << 20))
+    group_size: int = knob(
+        64, "columns that share a scale, where bits is below 16; -1 for a whole row", range=(-1, 1 << 20)
+    )
     symmetric: bool = knob(True, "no zero point: the grid lies around 0")
     scale_dtype: str = knob("bfloat16", "how scales are stored", choices=tuple(grid.SCALE_DTYPES))
     damp: float = knob(0.01, "added to diag(H), as a fraction of its mean", range=(0, 1))
-    min_tokens: int = knob(128, "below this many calibration tokens a linear (an expert) is pruned by magnitude",
-                           range=(1, 1 << 30))  # fmt: skip
+    min_tokens: int = knob(
+        128, "below this many calibration tokens a linear (an expert) is pruned by magnitude", range=(1, 1 << 30)
+    )
 
     def check_layer(self, name: str, shape: tuple[int, int]) -> None:
         super().check_layer(name, shape)
@@ -55,16 +59,29 @@ class SparseGPT(PruningMethod):
             statistics.note(text)
         group_size = W.shape[1] if self.group_size == -1 else self.group_size
         plain, keep = sparsegpt(
-            W, factor, ratio=self.ratio_of(statistics), pattern=parse_pattern(self.pattern), bits=self.bits, group_size=group_size,
-            symmetric=self.symmetric, scale_dtype=self.scale_dtype,
-        )  # fmt: skip
+            W,
+            factor,
+            ratio=self.ratio_of(statistics),
+            pattern=parse_pattern(self.pattern),
+            bits=self.bits,
+            group_size=group_size,
+            symmetric=self.symmetric,
+            scale_dtype=self.scale_dtype,
+        )
         return [store(plain, keep, self.pattern)]
 
 
 def sparsegpt(
-    W: Tensor, factor: Factor, *, ratio: float, pattern: tuple[int, int] | None, bits: int = 16, group_size: int = 64,
-    symmetric: bool = True, scale_dtype: str = "bfloat16",
-) -> tuple[Dense | IntGroup, Tensor]:  # fmt: skip
+    W: Tensor,
+    factor: Factor,
+    *,
+    ratio: float,
+    pattern: tuple[int, int] | None,
+    bits: int = 16,
+    group_size: int = 64,
+    symmetric: bool = True,
+    scale_dtype: str = "bfloat16",
+) -> tuple[Dense | IntGroup, Tensor]:
     """Prune W [out, in] so that (W - Ŵ) H (W - Ŵ)ᵀ is small.
 
     Args:
@@ -76,7 +93,7 @@ def sparsegpt(
     Returns:
         The weight with zeros, and the mask [out, in] of what was kept.
 
-    Source: arXiv:2301.00774, algorithm 1; scales by the search of compress.grid when a group is reached.
+    Source: arXiv:2301.00774, algorithm 1; scales by the search of compress.grid.integer when a group is reached.
     """
     out, columns = W.shape
     U, diagonal = factor.U, factor.U.diagonal()
@@ -125,5 +142,11 @@ def sparsegpt(
     keep = keep.t().contiguous()
     if bits == 16:
         return Dense(Wt.t().contiguous()), keep
-    return IntGroup.from_codes(codes.t(), scales.t(), None if symmetric else zeros.t(), bits=bits, group_size=group_size,
-                               scale_dtype=scale_dtype), keep  # fmt: skip
+    return IntGroup.from_codes(
+        codes.t(),
+        scales.t(),
+        None if symmetric else zeros.t(),
+        bits=bits,
+        group_size=group_size,
+        scale_dtype=scale_dtype,
+    ), keep

@@ -6,7 +6,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from compress.pruning.base import PruningMethod
-from compress.statistics import LayerStatistics
+from compress.walk.statistics import LayerStatistics
 
 
 @dataclass(frozen=True, kw_only=True)

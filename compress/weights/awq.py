@@ -1,4 +1,5 @@
-"""AWQ (Lin et al., 2023, arXiv:2306.00978): columns that large inputs meet are scaled up, so that rounding spares them; clip."""
+"""AWQ (Lin et al., 2023, arXiv:2306.00978): columns that large inputs meet are scaled up, so that rounding spares them;
+clip."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -7,14 +8,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from compress.folding import Choice, FoldingMethod
 from compress.formats import Format, IntGroup
-from compress.grid import AT_ONCE, SCALE_DTYPES, absmax, candidates, dequantize, quantize
-from compress.links import Link
+from compress.grid.integer import AT_ONCE, SCALE_DTYPES, absmax, candidates, dequantize, quantize
 from compress.method import FoldRecord, LayerRecord, LayerwiseMethod, Method, knob
-from compress.resume import BlockStore
-from compress.statistics import LayerStatistics
-from compress.walk import is_named
+from compress.walk.folding import Choice, FoldingMethod
+from compress.walk.links import Link
+from compress.walk.resume import BlockStore
+from compress.walk.statistics import LayerStatistics
+from compress.walk.walk import is_named
 from compress.weights.rtn import check_group_size, rtn
 from kernels.int_matmul import BITS
 from kernels.linear import linear
@@ -41,8 +42,12 @@ class AWQ(FoldingMethod, LayerwiseMethod):
     symmetric: bool = knob(False, "no zero point: the grid lies around 0")
     scale_dtype: str = knob("bfloat16", "how scales are stored", choices=tuple(SCALE_DTYPES))
     grid: int = knob(20, "strengths of the scaling that are tried, from 0 up to 1", range=(1, 1000))
-    clip: bool = knob(True, "search each group's range for the least error of the layer's output; False: cover the group")
-    only_scale: bool | None = knob(None, "only fold the scales, for a weight quantiser that follows; None: where one follows")
+    clip: bool = knob(
+        True, "search each group's range for the least error of the layer's output; False: cover the group"
+    )
+    only_scale: bool | None = knob(
+        None, "only fold the scales, for a weight quantiser that follows; None: where one follows"
+    )
 
     @property
     def stage(self) -> str:
@@ -56,12 +61,15 @@ class AWQ(FoldingMethod, LayerwiseMethod):
         if follower is None:
             return self
         if self.only_scale is False:
-            raise ValueError(f"`only_scale` (=False) of {self.name}: {follower} after it rounds the same weights; None would do")
+            raise ValueError(
+                f"`only_scale` (=False) of {self.name}: {follower} after it rounds the same weights; None would do"
+            )
         aims = {aim: getattr(follower, aim) for aim in AIMS if aim in follower.knobs()}
         for aim, value in aims.items():
             if getattr(self, aim) not in (value, self.knobs()[aim].default):
                 raise ValueError(
-                    f"`{aim}` (={getattr(self, aim)!r}) of {self.name} must be what {follower} rounds to after it: {value!r}, "
+                    f"`{aim}` (={getattr(self, aim)!r}) of {self.name} must be what {follower} rounds to after it: "
+                    f"{value!r}, "
                     "which is taken over where it is left out"
                 )
         return replace(self, only_scale=True, **aims)
@@ -74,12 +82,21 @@ class AWQ(FoldingMethod, LayerwiseMethod):
         check_group_size(self.group_size, name, shape)
 
     def leaves(self, link: Link) -> str:
-        return "" if any(map(self._takes, link.consumers)) else f"`skip` (={self.skip!r}) names all that read {link.producer}"
+        return (
+            ""
+            if any(map(self._takes, link.consumers))
+            else f"`skip` (={self.skip!r}) names all that read {link.producer}"
+        )
 
     def apply(
-        self, model: nn.Module, batches: Sequence[Tensor], *, device: torch.device, store: BlockStore | None = None,
+        self,
+        model: nn.Module,
+        batches: Sequence[Tensor],
+        *,
+        device: torch.device,
+        store: BlockStore | None = None,
         originals: Mapping[str, nn.Module] | None = None,
-    ) -> list[LayerRecord | FoldRecord]:  # fmt: skip
+    ) -> list[LayerRecord | FoldRecord]:
         chosen = BlockStore(store.folder / "folds") if store else None
         folds = FoldingMethod.apply(self, model, batches, device=device, store=chosen)
         if self.only_scale:
@@ -113,12 +130,21 @@ class AWQ(FoldingMethod, LayerwiseMethod):
             statistics.note("not clipped: no calibration token came by")
             return self.peer(W, statistics)
         group_size = W.shape[1] if self.group_size == -1 else self.group_size
-        return [awq_clip(W, _gram(statistics), bits=self.bits, group_size=group_size, symmetric=self.symmetric,
-                         scale_dtype=self.scale_dtype)]  # fmt: skip
+        return [
+            awq_clip(
+                W,
+                _gram(statistics),
+                bits=self.bits,
+                group_size=group_size,
+                symmetric=self.symmetric,
+                scale_dtype=self.scale_dtype,
+            )
+        ]
 
     def peer(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
-        return [rtn(W, bits=self.bits, group_size=self.group_size, symmetric=self.symmetric,
-                    scale_dtype=self.scale_dtype)]  # fmt: skip
+        return [
+            rtn(W, bits=self.bits, group_size=self.group_size, symmetric=self.symmetric, scale_dtype=self.scale_dtype)
+        ]
 
     def _takes(self, name: str) -> bool:
         return not is_named(name, self.skip)
@@ -147,7 +173,8 @@ def awq_clip(
         H: [in, in], the Gram matrix of the inputs.
         group_size: divides `in`.
 
-    Source: arXiv:2306.00978, section 3.2 and its public code, which weighs each group's output by itself. Deviation: group by
+    Source: arXiv:2306.00978, section 3.2 and its public code, which weighs each group's output by itself. Deviation:
+        group by
     group, what the groups before it did to the output counts, too.
     """
     out, columns = W.shape
@@ -171,14 +198,17 @@ def awq_clip(
         D[:, group] = w - dequantize(codes[:, group], scale[:, None], zero[:, None])
         chosen.append((scale, zero))
     scale, zero = (torch.stack(each, 1) for each in zip(*chosen, strict=True))  # [out, groups]
-    return IntGroup.from_codes(codes, scale, None if symmetric else zero, bits=bits, group_size=group_size,
-                               scale_dtype=scale_dtype)  # fmt: skip
+    return IntGroup.from_codes(
+        codes, scale, None if symmetric else zero, bits=bits, group_size=group_size, scale_dtype=scale_dtype
+    )
 
 
 def _gram(statistics: LayerStatistics) -> Tensor:
     H = statistics.values["gram"]
     if not torch.isfinite(H).all():
-        raise ValueError("`batches` give activations that are not finite: the Gram matrix of the inputs holds NaN or infinity")
+        raise ValueError(
+            "`batches` give activations that are not finite: the Gram matrix of the inputs holds NaN or infinity"
+        )
     return H
 
 

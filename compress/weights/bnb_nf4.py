@@ -9,12 +9,13 @@ from torch import Tensor, nn
 from compress.formats import BnbNF4, Format
 from compress.formats.bnb import BLOCKSIZES, cpu_kernel, library
 from compress.method import LayerwiseMethod, knob
-from compress.statistics import LayerStatistics
+from compress.walk.statistics import LayerStatistics
 
 
 @dataclass(frozen=True, kw_only=True)
 class BitsandbytesNF4(LayerwiseMethod):
-    """Each weight to the nearest of NF4's values, quantised, stored and multiplied by bitsandbytes. Needs no calibration.
+    """Each weight to the nearest of NF4's values, quantised, stored and multiplied by bitsandbytes. Needs no
+    calibration.
 
     Blocks run over the flattened weight, as there: they need not divide the columns. Differs from Linear4bit where the
     activations are float32 on a CPU with AVX512-BF16: those it would round to bfloat16.
@@ -34,7 +35,8 @@ class BitsandbytesNF4(LayerwiseMethod):
     def check_layer(self, name: str, shape: tuple[int, int]) -> None:
         if shape[0] * shape[1] % 2:
             raise ValueError(
-                f"{self.name} cannot store an odd number of weights, {shape[0]} x {shape[1]} of {name}; name it in `skip`"
+                f"{self.name} cannot store an odd number of weights, {shape[0]} x {shape[1]} of {name}; name it in "
+                "`skip`"
             )
 
     def solve(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
@@ -45,7 +47,13 @@ class BitsandbytesNF4(LayerwiseMethod):
             return []
         version = f"{self.name}: bitsandbytes {library().__version__}"
         if cpu_kernel(device):
-            return [f"{version} multiplies bfloat16 activations with its own AVX512-BF16 kernel (its scales in bfloat16) where the "
-                    f"rows are a multiple of 32, and dequantises for others: its speeds here say nothing about a GPU"]  # fmt: skip
-        return [f"{version} has no fused kernel for this CPU and dequantises for every product: its speeds here say nothing about "
-                "a GPU"]  # fmt: skip
+            return [
+                f"{version} multiplies bfloat16 activations with its own AVX512-BF16 kernel (its scales in bfloat16) "
+                "where the "
+                f"rows are a multiple of 32, and dequantises for others: its speeds here say nothing about a GPU"
+            ]
+        return [
+            f"{version} has no fused kernel for this CPU and dequantises for every product: its speeds here say "
+            "nothing about "
+            "a GPU"
+        ]

@@ -6,12 +6,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from compress import grid
 from compress.formats import Format, IntGroup
+from compress.grid import integer as grid
 from compress.method import LayerwiseMethod, knob
 from compress.pruning.base import kept_before, stored_like
-from compress.statistics import LayerStatistics
-from compress.weights.hessian import Factor, factorise
+from compress.walk.hessian import Factor, factorise
+from compress.walk.statistics import LayerStatistics
 from compress.weights.rtn import check_group_size, rtn
 from kernels.gptq_block import gptq_block
 from kernels.int_matmul import BITS
@@ -33,31 +33,49 @@ class GPTQ(LayerwiseMethod):
     bits: int = knob(4, "bits per weight", choices=BITS)
     group_size: int = knob(64, "columns that share a scale; -1 for a whole row", range=(-1, 1 << 20))
     symmetric: bool = knob(True, "no zero point: the grid lies around 0")
-    scale: str = knob("search", "cover each group (absmax) or search the clipping of least error (search)",
-                      choices=("absmax", "search"))  # fmt: skip
+    scale: str = knob(
+        "search",
+        "cover each group (absmax) or search the clipping of least error (search)",
+        choices=("absmax", "search"),
+    )
     norm: float = knob(2.0, "exponent of the error that search minimises", range=(0.5, 8))
-    refit: bool = knob(True, "choose a group's scale when it is reached, from the updated weights; False: beforehand, "
-                             "from the original ones")  # fmt: skip
-    order: str = knob("group", "columns by falling diag(H): within and among whole groups (group), each by itself, "
-                               "with scales fixed beforehand (activation), or not at all (none)",
-                      choices=("group", "activation", "none"))  # fmt: skip
+    refit: bool = knob(
+        True,
+        "choose a group's scale when it is reached, from the updated weights; False: beforehand, "
+        "from the original ones",
+    )
+    order: str = knob(
+        "group",
+        "columns by falling diag(H): within and among whole groups (group), each by itself, "
+        "with scales fixed beforehand (activation), or not at all (none)",
+        choices=("group", "activation", "none"),
+    )
     damp: float = knob(0.01, "added to diag(H), as a fraction of its mean", range=(0, 1))
-    min_tokens: int = knob(128, "below this many calibration tokens a linear (an expert) is rounded to nearest",
-                           range=(1, 1 << 30))  # fmt: skip
+    min_tokens: int = knob(
+        128, "below this many calibration tokens a linear (an expert) is rounded to nearest", range=(1, 1 << 30)
+    )
     scale_dtype: str = knob("bfloat16", "how scales are stored", choices=tuple(grid.SCALE_DTYPES))
 
     def check_layer(self, name: str, shape: tuple[int, int]) -> None:
         check_group_size(self.group_size, name, shape)
 
     def peer(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
-        return [rtn(W, bits=self.bits, group_size=self.group_size, symmetric=self.symmetric,
-                    scale_dtype=self.scale_dtype)]  # fmt: skip
+        return [
+            rtn(W, bits=self.bits, group_size=self.group_size, symmetric=self.symmetric, scale_dtype=self.scale_dtype)
+        ]
 
     def solve(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
         if statistics.tokens < self.min_tokens:
             statistics.note(f"rounded to nearest: {statistics.tokens} tokens, min_tokens is {self.min_tokens}")
-            plain = rtn(W, bits=self.bits, group_size=self.group_size, symmetric=self.symmetric, scale=self.scale,
-                        norm=self.norm, scale_dtype=self.scale_dtype)  # fmt: skip
+            plain = rtn(
+                W,
+                bits=self.bits,
+                group_size=self.group_size,
+                symmetric=self.symmetric,
+                scale=self.scale,
+                norm=self.norm,
+                scale_dtype=self.scale_dtype,
+            )
             return [stored_like(statistics.stored, plain)]
         H = statistics.values["gram"]
         group_size = W.shape[1] if self.group_size == -1 else self.group_size
@@ -67,9 +85,18 @@ class GPTQ(LayerwiseMethod):
         factor: Factor = statistics.shared[key]
         for text in factor.notes:
             statistics.note(text)
-        plain = gptq(W, factor, bits=self.bits, group_size=group_size, symmetric=self.symmetric, scale=self.scale,
-                     norm=self.norm, refit=self.refit and self.order != "activation", scale_dtype=self.scale_dtype,
-                     keep=kept_before(statistics.stored))  # fmt: skip
+        plain = gptq(
+            W,
+            factor,
+            bits=self.bits,
+            group_size=group_size,
+            symmetric=self.symmetric,
+            scale=self.scale,
+            norm=self.norm,
+            refit=self.refit and self.order != "activation",
+            scale_dtype=self.scale_dtype,
+            keep=kept_before(statistics.stored),
+        )
         return [stored_like(statistics.stored, plain)]
 
 
@@ -87,9 +114,18 @@ def column_order(diagonal: Tensor, order: str, group_size: int) -> Tensor:
 
 
 def gptq(
-    W: Tensor, factor: Factor, *, bits: int, group_size: int, symmetric: bool = True, scale: str = "search",
-    norm: float = 2.0, refit: bool = True, scale_dtype: str = "bfloat16", keep: Tensor | None = None,
-) -> IntGroup:  # fmt: skip
+    W: Tensor,
+    factor: Factor,
+    *,
+    bits: int,
+    group_size: int,
+    symmetric: bool = True,
+    scale: str = "search",
+    norm: float = 2.0,
+    refit: bool = True,
+    scale_dtype: str = "bfloat16",
+    keep: Tensor | None = None,
+) -> IntGroup:
     """Quantise W so that (W - Ŵ) H (W - Ŵ)ᵀ is small.
 
     Args:
@@ -139,10 +175,22 @@ def gptq(
             if refit and a % group_size == 0:
                 choose(torch.arange(a, a + group_size, device=W.device), reached[a // group_size])
             codes[a:b], errors[a - start : b - start], Wt[b:end] = gptq_block(
-                Wt[a:end], U[a:b, a:end], scales, zeros, group_of[a:b], bits=bits, keep=None if mask is None else mask[a:b]
+                Wt[a:end],
+                U[a:b, a:end],
+                scales,
+                zeros,
+                group_of[a:b],
+                bits=bits,
+                keep=None if mask is None else mask[a:b],
             )
         Wt[end:].addmm_(U[start:end, end:].t(), errors, alpha=-1)
     natural = torch.empty_like(codes)
     natural[order] = codes
-    return IntGroup.from_codes(natural.t(), scales.t(), None if symmetric else zeros.t(), bits=bits,
-                               group_size=group_size, scale_dtype=scale_dtype)  # fmt: skip
+    return IntGroup.from_codes(
+        natural.t(),
+        scales.t(),
+        None if symmetric else zeros.t(),
+        bits=bits,
+        group_size=group_size,
+        scale_dtype=scale_dtype,
+    )

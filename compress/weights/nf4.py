@@ -8,7 +8,7 @@ from torch import Tensor
 
 from compress.formats import CodebookGroup, Format
 from compress.method import LayerwiseMethod, knob
-from compress.statistics import LayerStatistics
+from compress.walk.statistics import LayerStatistics
 from compress.weights.rtn import check_group_size
 from kernels import lut_matmul
 
@@ -25,7 +25,9 @@ class NF4(LayerwiseMethod):
 
     group_size: int = knob(64, "columns that share a scale; -1 for a whole row", range=(-1, 1 << 20))
     double_quant: bool = knob(True, "scales in 8 bits too, 256 of them to a float32; False: scales in float32")
-    table: str = knob("nf4", "the 16 values: quantiles of a normal distribution, or 4-bit floats", choices=tuple(TABLES))
+    table: str = knob(
+        "nf4", "the 16 values: quantiles of a normal distribution, or 4-bit floats", choices=tuple(TABLES)
+    )
 
     def check_layer(self, name: str, shape: tuple[int, int]) -> None:
         check_group_size(self.group_size, name, shape)
@@ -37,7 +39,8 @@ class NF4(LayerwiseMethod):
 def nf4(W: Tensor, *, group_size: int = 64, double_quant: bool = True, table: str = "nf4") -> CodebookGroup:
     """Round W [out, in] to a table of 16 values, scaled by the largest magnitude of each group of columns.
 
-    Source: arXiv:2305.14314, section 3. The arithmetic is that of bitsandbytes on a CPU, to the bit: w is multiplied by the
+    Source: arXiv:2305.14314, section 3. The arithmetic is that of bitsandbytes on a CPU, to the bit: w is multiplied by
+        the
     float32 inverse of its scale, and a value half-way between two entries goes to the lower one.
     """
     out, columns = W.shape

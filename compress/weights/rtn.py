@@ -5,11 +5,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from compress import grid
 from compress.formats import Format, IntGroup
+from compress.grid import integer as grid
 from compress.method import LayerwiseMethod, knob
 from compress.pruning.base import stored_like
-from compress.statistics import LayerStatistics
+from compress.walk.statistics import LayerStatistics
 from kernels.int_matmul import BITS
 
 
@@ -25,8 +25,11 @@ class RTN(LayerwiseMethod):
     bits: int = knob(4, "bits per weight", choices=BITS)
     group_size: int = knob(64, "columns that share a scale; -1 for a whole row", range=(-1, 1 << 20))
     symmetric: bool = knob(True, "no zero point: the grid lies around 0")
-    scale: str = knob("absmax", "cover each group (absmax) or search the clipping of least error (search)",
-                      choices=("absmax", "search"))  # fmt: skip
+    scale: str = knob(
+        "absmax",
+        "cover each group (absmax) or search the clipping of least error (search)",
+        choices=("absmax", "search"),
+    )
     norm: float = knob(2.0, "exponent of the error that search minimises", range=(0.5, 8))
     scale_dtype: str = knob("bfloat16", "how scales are stored", choices=tuple(grid.SCALE_DTYPES))
 
@@ -34,15 +37,28 @@ class RTN(LayerwiseMethod):
         check_group_size(self.group_size, name, shape)
 
     def solve(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
-        plain = rtn(W, bits=self.bits, group_size=self.group_size, symmetric=self.symmetric, scale=self.scale,
-                    norm=self.norm, scale_dtype=self.scale_dtype)  # fmt: skip
+        plain = rtn(
+            W,
+            bits=self.bits,
+            group_size=self.group_size,
+            symmetric=self.symmetric,
+            scale=self.scale,
+            norm=self.norm,
+            scale_dtype=self.scale_dtype,
+        )
         return [stored_like(statistics.stored, plain)]  # 0 lies on every grid
 
 
 def rtn(
-    W: Tensor, *, bits: int, group_size: int = -1, symmetric: bool = True, scale: str = "absmax", norm: float = 2.0,
+    W: Tensor,
+    *,
+    bits: int,
+    group_size: int = -1,
+    symmetric: bool = True,
+    scale: str = "absmax",
+    norm: float = 2.0,
     scale_dtype: str = "bfloat16",
-) -> IntGroup:  # fmt: skip
+) -> IntGroup:
     """Round W [out, in] to nearest on a grid per group of columns."""
     out, columns = W.shape
     group_size = columns if group_size == -1 else group_size
@@ -52,8 +68,9 @@ def rtn(
     else:
         s, zero = grid.absmax(groups, bits, symmetric, scale_dtype)
     codes = grid.quantize(groups, s[..., None], zero[..., None], bits).view(out, columns)
-    return IntGroup.from_codes(codes, s, None if symmetric else zero, bits=bits, group_size=group_size,
-                               scale_dtype=scale_dtype)  # fmt: skip
+    return IntGroup.from_codes(
+        codes, s, None if symmetric else zero, bits=bits, group_size=group_size, scale_dtype=scale_dtype
+    )
 
 
 def check_group_size(group_size: int, name: str, shape: tuple[int, int]) -> None:

@@ -12,7 +12,15 @@ LAZY = 32  # columns after which the CPU path updates the rest of the block by a
 
 
 def gptq_block(
-    W: Tensor, U: Tensor, scale: Tensor, zero: Tensor, group: Tensor, *, bits: int, keep: Tensor | None = None, impl: str = "auto"
+    W: Tensor,
+    U: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    group: Tensor,
+    *,
+    bits: int,
+    keep: Tensor | None = None,
+    impl: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The inner loop of GPTQ (arXiv:2210.17323, algorithm 1) over the first `steps` of `columns` columns.
 
@@ -42,7 +50,9 @@ def gptq_block(
     if impl not in ("auto", *IMPLEMENTATIONS):
         raise ValueError(f"`impl` (={impl!r}) must be 'auto', 'reference', 'cpu' or 'triton'")
     if impl == "triton" and not triton_takes(W.device):
-        raise ValueError(f"`impl` (='triton') needs triton and a CUDA tensor, or TRITON_INTERPRET=1; `W` is on {W.device}")
+        raise ValueError(
+            f"`impl` (='triton') needs triton and a CUDA tensor, or TRITON_INTERPRET=1; `W` is on {W.device}"
+        )
     if impl == "cpu" and W.device.type != "cpu":
         raise ValueError(f"`impl` (='cpu') needs CPU tensors; `W` is on {W.device}: 'triton' or 'reference' would do")
     if impl == "auto":

@@ -6,11 +6,13 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from kernels.cases import TOLERANCE, Asked, Check, Contest
 from kernels.gptq_block import gptq_block
+from kernels.harness.cases import TOLERANCE, Asked, Check, Contest
 from kernels.interpreter import triton_takes
 
-ROTATED = 128 << 20  # bytes of operands and results in rotation; the loop it is timed against takes a thousand launches a call
+ROTATED = (
+    128 << 20
+)  # bytes of operands and results in rotation; the loop it is timed against takes a thousand launches a call
 MARGIN = 1e-4  # of a step: no weight of a check lies nearer to the edge between two codes, where rounding would decide
 
 Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # W, U, scale, zero, group
@@ -57,7 +59,8 @@ def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]
 def exact(
     W: Tensor, U: Tensor, scale: Tensor, zero: Tensor, group: Tensor, bits: int, keep: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, float]:
-    """Codes, errors and rest of one matrix in float64, and how near to an edge between two codes a weight came, in steps.
+    """Codes, errors and rest of one matrix in float64, and how near to an edge between two codes a weight came, in
+    steps.
 
     A column takes all that the columns before left over when it is reached, not as they leave it.
     """
@@ -93,7 +96,14 @@ def _check(name: str, operands: Operands, bits: int, keep: Tensor | None = None)
 
 
 def _operands(
-    device: torch.device, batch: tuple[int, ...], columns: int, steps: int, out: int, groups: int, bits: int, symmetric: bool
+    device: torch.device,
+    batch: tuple[int, ...],
+    columns: int,
+    steps: int,
+    out: int,
+    groups: int,
+    bits: int,
+    symmetric: bool,
 ) -> Operands:
     """Operands of the first seeds at which rounding is beyond doubt, in float32 as in float64."""
     matrices: list[Operands] = []
@@ -145,9 +155,19 @@ def _contest(device: torch.device, columns: int, out: int, toy: bool) -> Contest
 
         tune_key, candidates = key(columns, out), CANDIDATES
     return Contest(
-        op="gptq_block", detail=f"{bits} bits g{group_size}", shape=(out, columns), tokens=0,
-        contestants={ours: contestant(ours), "plain loop": contestant("reference")}, copies=copies, ours=ours,
-        baseline="plain loop", least_bytes=least_bytes, flops=out * columns * (columns - 1), rate="float32",
-        goal=10.0 if device.type == "cuda" and not toy else None, tune_key=tune_key, candidates=candidates,
+        op="gptq_block",
+        detail=f"{bits} bits g{group_size}",
+        shape=(out, columns),
+        tokens=0,
+        contestants={ours: contestant(ours), "plain loop": contestant("reference")},
+        copies=copies,
+        ours=ours,
+        baseline="plain loop",
+        least_bytes=least_bytes,
+        flops=out * columns * (columns - 1),
+        rate="float32",
+        goal=10.0 if device.type == "cuda" and not toy else None,
+        tune_key=tune_key,
+        candidates=candidates,
         graph=False,  # the goal speaks of the eager loop: its launches are what one launch saves
-    )  # fmt: skip
+    )

@@ -5,7 +5,14 @@ from torch import Tensor
 
 
 def gptq_block(
-    W: Tensor, U: Tensor, scale: Tensor, zero: Tensor, group: Tensor, bits: int, keep: Tensor | None = None, lazy: int | None = None
+    W: Tensor,
+    U: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    group: Tensor,
+    bits: int,
+    keep: Tensor | None = None,
+    lazy: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One matrix; arguments and results as those of `kernels.gptq_block.gptq_block`, without the batch.
 

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.aot import Compilation
+from kernels.harness.aot import Compilation
 from kernels.tuning import configuration
 
 MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves no bits below 1, so it rounds to nearest, ties to even
@@ -29,10 +29,32 @@ def row_of(tile, rows, i: tl.constexpr):
 # Sizes and strides are not specialised: vector loads along `out` would spread a column over threads.
 @triton.jit(do_not_specialize=["out", "w_batch", "w_row", "s_batch", "s_row", "z_batch", "z_row"])
 def gptq_block_kernel(
-    W, U, scale, zero, group, keep, codes, errors, rest,
-    out, columns, steps, w_batch, w_row, u_batch, u_row, s_batch, s_row, z_batch, z_row, g_batch,
-    TOP: tl.constexpr, KEEP: tl.constexpr, SUB: tl.constexpr, OUT: tl.constexpr,
-):  # fmt: skip
+    W,
+    U,
+    scale,
+    zero,
+    group,
+    keep,
+    codes,
+    errors,
+    rest,
+    out,
+    columns,
+    steps,
+    w_batch,
+    w_row,
+    u_batch,
+    u_row,
+    s_batch,
+    s_row,
+    z_batch,
+    z_row,
+    g_batch,
+    TOP: tl.constexpr,
+    KEEP: tl.constexpr,
+    SUB: tl.constexpr,
+    OUT: tl.constexpr,
+):
     batch = tl.program_id(1).to(tl.int64)
     o = tl.program_id(0).to(tl.int64) * OUT + tl.arange(0, OUT)
     here = o < out
@@ -111,10 +133,28 @@ def gptq_block(
         chosen = dict(configuration("gptq_block", key(columns, out), CANDIDATES[0]))
         warps = chosen.pop("num_warps")
         gptq_block_kernel[triton.cdiv(out, chosen["OUT"]), batch](
-            W, U, scale, zero, group, mask, codes, errors, rest, out, columns, steps,
-            *W.stride()[:2], *U.stride()[:2], *scale.stride()[:2], *zero.stride()[:2], group.stride(0),
-            TOP=float((1 << bits) - 1), KEEP=keep is not None, **chosen, num_warps=warps,
-        )  # fmt: skip
+            W,
+            U,
+            scale,
+            zero,
+            group,
+            mask,
+            codes,
+            errors,
+            rest,
+            out,
+            columns,
+            steps,
+            *W.stride()[:2],
+            *U.stride()[:2],
+            *scale.stride()[:2],
+            *zero.stride()[:2],
+            group.stride(0),
+            TOP=float((1 << bits) - 1),
+            KEEP=keep is not None,
+            **chosen,
+            num_warps=warps,
+        )
     lead = shape[:-2]
     return codes.view(*lead, steps, out), errors.view(*lead, steps, out), rest.view(*lead, columns - steps, out)
 
@@ -127,13 +167,34 @@ def shipped() -> list[Compilation]:
     """The heuristic's one configuration, with a mask and without; tuned ones are candidates."""
     pointers = {name: "*fp32" for name in ("W", "U", "scale", "zero", "errors", "rest")}
     order = ("W", "U", "scale", "zero", "group", "keep", "codes", "errors", "rest")
-    arguments = {name: {"group": "*i64", "keep": "*u8", "codes": "*u8"}.get(name, pointers.get(name, "")) for name in order}
-    sizes = ("out", "columns", "steps", "w_batch", "w_row", "u_batch", "u_row", "s_batch", "s_row", "z_batch", "z_row", "g_batch")
+    arguments = {
+        name: {"group": "*i64", "keep": "*u8", "codes": "*u8"}.get(name, pointers.get(name, "")) for name in order
+    }
+    sizes = (
+        "out",
+        "columns",
+        "steps",
+        "w_batch",
+        "w_row",
+        "u_batch",
+        "u_row",
+        "s_batch",
+        "s_row",
+        "z_batch",
+        "z_row",
+        "g_batch",
+    )
     arguments |= dict.fromkeys(sizes, "i32")
     chosen = dict(CANDIDATES[0])
     warps = chosen.pop("num_warps")
     return [
-        Compilation(name, gptq_block_kernel, arguments, {"TOP": 15.0, "KEEP": keep, **chosen}, num_warps=warps,
-                    multiple_of_16=("columns", "steps", "u_row"))
+        Compilation(
+            name,
+            gptq_block_kernel,
+            arguments,
+            {"TOP": 15.0, "KEEP": keep, **chosen},
+            num_warps=warps,
+            multiple_of_16=("columns", "steps", "u_row"),
+        )
         for name, keep in (("gptq_block 4 bits", False), ("gptq_block 4 bits, pruned", True))
-    ]  # fmt: skip
+    ]

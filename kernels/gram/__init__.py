@@ -19,10 +19,11 @@ def gram(x: Tensor, H: Tensor | None = None, *, impl: str = "auto") -> Tensor:
 
     Args:
         x: [tokens, in], any floating dtype; any strides; may be empty.
-        H: [in, in] float32, contiguous, or None for zeros. Only its upper triangle is meaningful: finish with `symmetric`.
-        impl: "reference" (one full float32 product), "cpu" (oneDNN, upper panels only), "triton" (upper tiles; 16-bit x on
-            tensor cores) or "auto": "triton" for 16-bit x on CUDA, "cpu" on a CPU, "reference" for anything else, which on
-            CUDA is float32, that tensor cores do not do.
+        H: [in, in] float32, contiguous, or None for zeros. Only its upper triangle is meaningful: finish with
+            `symmetric`.
+        impl: "reference" (one full float32 product), "cpu" (oneDNN, upper panels only), "triton" (upper tiles; 16-bit x
+            on tensor cores) or "auto": "triton" for 16-bit x on CUDA, "cpu" on a CPU, "reference" for anything else,
+            which on CUDA is float32, that tensor cores do not do.
 
     Returns:
         H

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from kernels.cases import Asked, Check, Contest
 from kernels.gram import gram, symmetric
+from kernels.harness.cases import Asked, Check, Contest
 from kernels.interpreter import triton_takes
 from kernels.tuning import trying
 
@@ -90,17 +90,27 @@ def _contest(device: torch.device, tokens: int, columns: int, toy: bool) -> Cont
     }
     tune_key, candidates = None, []
     if device.type == "cuda":  # cuBLAS on tensor cores with float32 sums: the full product, where ours is half of one
-        contestants["bfloat16 addmm"] = lambda i: torch.addmm(sums[i], xs[i].t(), xs[i], out_dtype=torch.float32, out=sums[i])
+        contestants["bfloat16 addmm"] = lambda i: torch.addmm(
+            sums[i], xs[i].t(), xs[i], out_dtype=torch.float32, out=sums[i]
+        )
         contestants["bfloat16 mm"] = lambda i: sums[i].add_(torch.mm(xs[i].t(), xs[i], out_dtype=torch.float32))
     if ours == "triton":
         from kernels.gram.triton import CANDIDATES, key
 
         tune_key, candidates = key(dtype, columns), CANDIDATES
     return Contest(
-        op="gram", detail=str(dtype).removeprefix("torch."), shape=(columns, columns), tokens=tokens,
-        contestants=contestants, copies=copies, ours=ours,
+        op="gram",
+        detail=str(dtype).removeprefix("torch."),
+        shape=(columns, columns),
+        tokens=tokens,
+        contestants=contestants,
+        copies=copies,
+        ours=ours,
         baseline="bfloat16 addmm" if "bfloat16 addmm" in contestants else "float32 addmm",
-        least_bytes=dtype.itemsize * tokens * columns + 4 * columns * (columns + 1),  # X once; H's upper half read and written
-        flops=tokens * columns * (columns + 1), rate="bfloat16" if ours == "triton" else "float32",
-        tune_key=tune_key, candidates=candidates,
-    )  # fmt: skip
+        least_bytes=dtype.itemsize * tokens * columns
+        + 4 * columns * (columns + 1),  # X once; H's upper half read and written
+        flops=tokens * columns * (columns + 1),
+        rate="bfloat16" if ours == "triton" else "float32",
+        tune_key=tune_key,
+        candidates=candidates,
+    )

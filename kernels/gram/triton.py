@@ -10,16 +10,23 @@ import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from kernels.aot import Compilation  # noqa: E402
+from kernels.harness.aot import Compilation  # noqa: E402
 from kernels.tuning import configuration  # noqa: E402
 
 LEAST = 256  # tokens that a split must have to be worth a launch of the second kernel
 
-# "chunk" tokens are summed inside the tensor cores, which round towards zero; beyond, float32 additions round to nearest
+# "chunk" tokens are summed inside the tensor cores, which round towards zero; beyond, float32 additions round to
+# nearest
 SQUARE = {"rows": 128, "columns": 128, "tokens": 64, "chunk": 4096, "num_warps": 4, "num_stages": 3}
 WIDE = {**SQUARE, "columns": 256, "num_warps": 8, "num_stages": 4}
 EXACT = {**SQUARE, "rows": 64, "columns": 64, "tokens": 32}  # float32 has no tensor core but TF32's
-CANDIDATES = [SQUARE, WIDE, {**SQUARE, "num_warps": 8}, {**SQUARE, "tokens": 32, "num_stages": 5}, {**WIDE, "num_stages": 3}]
+CANDIDATES = [
+    SQUARE,
+    WIDE,
+    {**SQUARE, "num_warps": 8},
+    {**SQUARE, "tokens": 32, "num_stages": 5},
+    {**WIDE, "num_stages": 3},
+]
 
 
 @triton.jit
@@ -35,9 +42,18 @@ def _tile(program, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def upper(
-    x, out, tokens, width, columns, stride, tokens_per_split,
-    SPLIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
+    x,
+    out,
+    tokens,
+    width,
+    columns,
+    stride,
+    tokens_per_split,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
     """out += one tile of xᵀx: of H [columns, columns], or of the workspace [splits, tiles, ROWS, COLUMNS]."""
     i, j = _tile(tl.program_id(0), ROWS, COLUMNS)
     rows, cols, t = i * ROWS + tl.arange(0, ROWS), j * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, TOKENS)
@@ -81,9 +97,7 @@ def _add_part(out, part, stride, row, column, last_row, last_column):
 
 
 @triton.jit
-def gather(
-    parts, H, splits, tiles, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLAB: tl.constexpr
-):  # fmt: skip
+def gather(parts, H, splits, tiles, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLAB: tl.constexpr):
     """H += the splits' tiles, first to last; SLAB rows of one tile a program."""
     i, j = _tile(tl.program_id(0), ROWS, COLUMNS)
     row, col = tl.program_id(1) * SLAB + tl.arange(0, SLAB), tl.arange(0, COLUMNS)
@@ -102,7 +116,9 @@ def gram(x: Tensor, H: Tensor) -> None:
     """H += XᵀX; x [tokens, in] float32, bfloat16 or float16, H [in, in] float32 contiguous."""
     tokens, columns = x.shape
     if x.stride(1) != 1 or x.stride(0) % 16 or columns % 16 or x.data_ptr() % 16:
-        x = F.pad(x, (0, -columns % 16)).contiguous()  # 16-byte loads need it; a copy of X is little beside in products of it
+        x = F.pad(
+            x, (0, -columns % 16)
+        ).contiguous()  # 16-byte loads need it; a copy of X is little beside in products of it
     c = configuration("gram", key(x.dtype, columns), heuristic(x.dtype, columns))
     j = triton.cdiv(columns, c["columns"])
     tiles = c["columns"] // c["rows"] * j * (j + 1) // 2
@@ -111,10 +127,20 @@ def gram(x: Tensor, H: Tensor) -> None:
     out = H if splits == 1 else torch.zeros(splits, tiles, c["rows"], c["columns"], device=x.device)
     for part in x.split(splits * per_split):
         upper[tiles, splits](
-            part, out, part.shape[0], x.shape[1], columns, x.stride(0), per_split,
-            SPLIT=splits > 1, ROWS=c["rows"], COLUMNS=c["columns"], TOKENS=c["tokens"],
-            num_warps=c["num_warps"], num_stages=c["num_stages"],
-        )  # fmt: skip
+            part,
+            out,
+            part.shape[0],
+            x.shape[1],
+            columns,
+            x.stride(0),
+            per_split,
+            SPLIT=splits > 1,
+            ROWS=c["rows"],
+            COLUMNS=c["columns"],
+            TOKENS=c["tokens"],
+            num_warps=c["num_warps"],
+            num_stages=c["num_stages"],
+        )
     if splits > 1:
         gather[tiles, c["rows"] // 8](out, H, splits, tiles, columns, ROWS=c["rows"], COLUMNS=c["columns"], SLAB=8)
 
@@ -140,13 +166,15 @@ def shipped() -> list[Compilation]:
         _compilation("fp32 64x64", "fp32", EXACT),
         _compilation("fp32 64x64 split", "fp32", EXACT, split=True),
     ]
-    found.append(Compilation(
-        name="gram gather",
-        kernel=gather,
-        arguments={"parts": "*fp32", "H": "*fp32", "splits": "i32", "tiles": "i32", "columns": "i32"},
-        constants={"ROWS": SQUARE["rows"], "COLUMNS": SQUARE["columns"], "SLAB": 8},
-        multiple_of_16=("columns",),
-    ))  # fmt: skip
+    found.append(
+        Compilation(
+            name="gram gather",
+            kernel=gather,
+            arguments={"parts": "*fp32", "H": "*fp32", "splits": "i32", "tiles": "i32", "columns": "i32"},
+            constants={"ROWS": SQUARE["rows"], "COLUMNS": SQUARE["columns"], "SLAB": 8},
+            multiple_of_16=("columns",),
+        )
+    )
     return found
 
 

@@ -21,9 +21,9 @@ def hadamard(x: Tensor, *, scale: float | None = None, impl: str = "auto") -> Te
     Args:
         x: [..., n]; float32, bfloat16 or float16 (and float64 for "reference"); any strides; may be empty.
         scale: None for 1/sqrt(n).
-        impl: "reference" (butterflies, any device), "cpu" (products with small Kronecker factors), "triton" (CUDA, or the
-            interpreter; n that `plan` fits into one program) or "auto": triton, where it takes x, on CUDA; "cpu" on a CPU;
-            "reference" for the rest.
+        impl: "reference" (butterflies, any device), "cpu" (products with small Kronecker factors), "triton" (CUDA, or
+            the interpreter; n that `plan` fits into one program) or "auto": triton, where it takes x, on CUDA; "cpu" on
+            a CPU; "reference" for the rest.
 
     Returns:
         [..., n] in x's dtype; computed in float32 (or as exactly) and rounded once.
@@ -44,7 +44,9 @@ def hadamard(x: Tensor, *, scale: float | None = None, impl: str = "auto") -> Te
         other = ", ".join(repr(name) for name, able in takes.items() if able)
         raise ValueError(f"`impl` (={impl!r}) does not take {x.dtype} on {x.device} with n = {n}; {other} would do")
     if impl == "auto":
-        impl = next(name for name in (*(["triton"] if x.device.type == "cuda" else []), "cpu", "reference") if takes[name])
+        impl = next(
+            name for name in (*(["triton"] if x.device.type == "cuda" else []), "cpu", "reference") if takes[name]
+        )
     ran("hadamard", impl)
     return _op(x, n**-0.5 if scale is None else scale, impl)
 

@@ -7,9 +7,9 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from kernels.cases import TOLERANCE, Asked, Check, Contest
 from kernels.hadamard import hadamard, hadamard_matrix
 from kernels.hadamard.matrix import base
+from kernels.harness.cases import TOLERANCE, Asked, Check, Contest
 from kernels.interpreter import triton_takes
 
 ROTATED = 256 << 20  # bytes of operands and results in rotation
@@ -53,7 +53,10 @@ def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]
         cases = [(4, 64, bfloat16), (2, 576, bfloat16)] if triton_takes(device) else []
     elif device.type == "cuda":
         sizes = (4096, 14336, 28672, 8192, 1536, 576, 128)
-        cases = [(max(2048, (1 << 24) // n), n, bfloat16) for n in sizes] + [(16, 4096, bfloat16), (4096, 4096, float32)]
+        cases = [(max(2048, (1 << 24) // n), n, bfloat16) for n in sizes] + [
+            (16, 4096, bfloat16),
+            (4096, 4096, float32),
+        ]
     else:
         cases = [(1, 4096, float32), (256, 4096, float32), (2048, 576, float32), (2048, 1536, bfloat16)]
     for rows, n, dtype in cases:
@@ -77,7 +80,9 @@ def _check(name: str, x: Tensor, scale: float | None = None) -> Check:
         return (left @ (x.double().view(-1, m, k) @ right)).view(x.shape) * n**-0.5
 
     impls = ("triton", "cpu") if x.device.type == "cpu" else ("triton",)
-    return Check("hadamard", name, lambda impl: hadamard(x, scale=scale, impl=impl), expected, TOLERANCE[x.dtype], impls)
+    return Check(
+        "hadamard", name, lambda impl: hadamard(x, scale=scale, impl=impl), expected, TOLERANCE[x.dtype], impls
+    )
 
 
 def _contest(device: torch.device, rows: int, n: int, dtype: torch.dtype, toy: bool) -> Contest:
@@ -103,10 +108,18 @@ def _contest(device: torch.device, rows: int, n: int, dtype: torch.dtype, toy: b
         tune_key, candidates = triton.key(n, dtype), triton.candidates(n)
     on_gpu = device.type == "cuda" and not toy
     return Contest(
-        op="hadamard", detail=str(dtype).removeprefix("torch."), shape=(n,), tokens=rows,
-        contestants=contestants, copies=copies, ours=ours, baseline="copy" if ours == "triton" else "whole matrix",
-        least_bytes=least_bytes, flops=rows * n * (base(n) - 1 + int(math.log2(n // base(n)))),
+        op="hadamard",
+        detail=str(dtype).removeprefix("torch."),
+        shape=(n,),
+        tokens=rows,
+        contestants=contestants,
+        copies=copies,
+        ours=ours,
+        baseline="copy" if ours == "triton" else "whole matrix",
+        least_bytes=least_bytes,
+        flops=rows * n * (base(n) - 1 + int(math.log2(n // base(n)))),
         rate="bfloat16" if ours == "triton" else "float32",
         goal=1 / 1.2 if on_gpu and rows >= 512 and n >= 4096 and dtype == torch.bfloat16 else None,
-        tune_key=tune_key, candidates=candidates,
-    )  # fmt: skip
+        tune_key=tune_key,
+        candidates=candidates,
+    )

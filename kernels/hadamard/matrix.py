@@ -1,8 +1,9 @@
 """Symmetric Hadamard matrices, by construction: Sylvester's doubling of the two that Paley builds from a finite field.
 
-Source: J. J. Sylvester (1867); R. E. A. C. Paley, "On orthogonal matrices" (1933). Deviation: the columns of Paley's first
-matrix are reordered and signs moved so that it is symmetric too; hence every matrix here is its own transpose, and H/sqrt(n) its
-own inverse.
+Source: J. J. Sylvester (1867); R. E. A. C. Paley, "On orthogonal matrices" (1933). Deviation: the columns of Paley's
+    first
+matrix are reordered and signs moved so that it is symmetric too; hence every matrix here is its own transpose, and
+H/sqrt(n) its own inverse.
 """
 
 from functools import cache

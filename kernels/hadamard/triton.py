@@ -1,4 +1,5 @@
-"""x H for some rows per program: two or three small products on tensor cores, nothing written in between. See README.md."""
+"""x H for some rows per program: two or three small products on tensor cores, nothing written in between. See
+README.md."""
 
 from kernels.interpreter import prepare
 
@@ -12,9 +13,9 @@ import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from kernels.aot import Compilation  # noqa: E402
 from kernels.hadamard.matrix import base, paley, sylvester  # noqa: E402
 from kernels.hadamard.plan import LARGEST_TILE, Plan, plan  # noqa: E402
+from kernels.harness.aot import Compilation  # noqa: E402
 from kernels.tuning import configuration  # noqa: E402
 
 
@@ -33,11 +34,24 @@ def times(t, H, PIECES: tl.constexpr):
 
 @triton.jit
 def hadamard_kernel(
-    x, y, HA, HB, HC, rows, x_row, scale,
-    A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, PA: tl.constexpr, PC: tl.constexpr,
-    R: tl.constexpr, PIECES: tl.constexpr,
-):  # fmt: skip
-    """y [rows, A B C] = scale x (H_A ⊗ H_B ⊗ H_C), R rows a program; HA [PA, PA], HB [B, B], HC [PC, PC] hold zeros beyond."""
+    x,
+    y,
+    HA,
+    HB,
+    HC,
+    rows,
+    x_row,
+    scale,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    C: tl.constexpr,
+    PA: tl.constexpr,
+    PC: tl.constexpr,
+    R: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    """y [rows, A B C] = scale x (H_A ⊗ H_B ⊗ H_C), R rows a program; HA [PA, PA], HB [B, B], HC [PC, PC] hold zeros
+    beyond."""
     i = tl.arange(0, R * PA * B)
     row = tl.program_id(0).to(tl.int64) * R + i // (PA * B)  # [R PA B]
     ab = i % (PA * B)
@@ -75,9 +89,21 @@ def hadamard(x: Tensor, scale: float) -> Tensor:
         warps = chosen.pop("num_warps")
         factors = (_factor(p.a, p.pa, device), _factor(p.b, p.b, device), _factor(p.c, p.pc, device))
         hadamard_kernel[(triton.cdiv(rows, chosen["R"]),)](
-            x, y, *factors, rows, x.stride(0), scale, A=p.a, B=p.b, C=p.c, PA=p.pa, PC=p.pc,
-            PIECES=pieces(x.dtype), **chosen, num_warps=warps,
-        )  # fmt: skip
+            x,
+            y,
+            *factors,
+            rows,
+            x.stride(0),
+            scale,
+            A=p.a,
+            B=p.b,
+            C=p.c,
+            PA=p.pa,
+            PC=p.pc,
+            PIECES=pieces(x.dtype),
+            **chosen,
+            num_warps=warps,
+        )
     return y
 
 
@@ -90,7 +116,8 @@ def pieces(dtype: torch.dtype) -> int:
 
 
 def heuristic(p: Plan) -> dict[str, int]:
-    """Tiles of at least 4096 elements and, for wgmma, 64 lines; 32 elements a thread in those of 4096, 64 in larger ones."""
+    """Tiles of at least 4096 elements and, for wgmma, 64 lines; 32 elements a thread in those of 4096, 64 in larger
+    ones."""
     return _sized(p, max(1, 4096 // _row(p), 64 // (p.pa * p.b)))
 
 
@@ -121,8 +148,18 @@ def _factor(order: int, padded: int, device: torch.device) -> Tensor:
 
 
 def shipped() -> list[Compilation]:
-    sizes = ((64, "bf16"), (576, "bf16"), (1536, "bf16"), (4096, "bf16"), (4096, "fp16"), (4096, "fp32"),
-             (8192, "bf16"), (14336, "bf16"), (28672, "bf16"), (32768, "fp32"))  # fmt: skip
+    sizes = (
+        (64, "bf16"),
+        (576, "bf16"),
+        (1536, "bf16"),
+        (4096, "bf16"),
+        (4096, "fp16"),
+        (4096, "fp32"),
+        (8192, "bf16"),
+        (14336, "bf16"),
+        (28672, "bf16"),
+        (32768, "fp32"),
+    )
     return [_compilation(n, dtype) for n, dtype in sizes]
 
 
@@ -131,6 +168,21 @@ def _compilation(n: int, dtype: str) -> Compilation:
     chosen = heuristic(p)
     arguments = {"x": f"*{dtype}", "y": f"*{dtype}", "HA": "*bf16", "HB": "*bf16", "HC": "*bf16"}
     arguments |= {"rows": "i32", "x_row": "i32", "scale": "fp32"}
-    constants = {"A": p.a, "B": p.b, "C": p.c, "PA": p.pa, "PC": p.pc, "PIECES": 3 if dtype == "fp32" else 2, "R": chosen["R"]}
-    return Compilation(f"hadamard {n} {dtype}", hadamard_kernel, arguments, constants, num_warps=chosen["num_warps"],
-                       multiple_of_16=("x_row",), expects=("HGMMA",))  # fmt: skip
+    constants = {
+        "A": p.a,
+        "B": p.b,
+        "C": p.c,
+        "PA": p.pa,
+        "PC": p.pc,
+        "PIECES": 3 if dtype == "fp32" else 2,
+        "R": chosen["R"],
+    }
+    return Compilation(
+        f"hadamard {n} {dtype}",
+        hadamard_kernel,
+        arguments,
+        constants,
+        num_warps=chosen["num_warps"],
+        multiple_of_16=("x_row",),
+        expects=("HGMMA",),
+    )

@@ -26,8 +26,8 @@ def int_matmul(x: Tensor, w: Packed, *, impl: str = "auto") -> Tensor:
     Args:
         x: [..., in]; float32, bfloat16 or float16; any strides; may be empty.
         w: [out, in], packed (`Packed`).
-        impl: "reference" (dequantise and multiply; any layout, any device), "cpu" (`panels`; or `tiles`, with the 16-bit
-            dtype that they were made for), "triton" (`rows`, on a CUDA GPU) or "auto".
+        impl: "reference" (dequantise and multiply; any layout, any device), "cpu" (`panels`; or `tiles`, with the
+            16-bit dtype that they were made for), "triton" (`rows`, on a CUDA GPU) or "auto".
 
     Returns:
         [..., out] in x's dtype
@@ -74,9 +74,17 @@ def _opaque(x: Tensor, w: Packed, use: str) -> Tensor:
 
 @torch.library.custom_op("workbench::int_matmul", mutates_args=())
 def _op(
-    x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None,
-    layout: str, bits: int, group_size: int, out_features: int, in_features: int, use: str,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    layout: str,
+    bits: int,
+    group_size: int,
+    out_features: int,
+    in_features: int,
+    use: str,
+) -> Tensor:
     # Opaque to the compiler on purpose: were the dequantisation traced, freezing would fold it into a dense weight.
     w = Packed(layout, codes, scale, zero, bits, group_size, (out_features, in_features))
     flat = x.reshape(-1, in_features)

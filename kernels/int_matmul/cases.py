@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.cases import TOLERANCE, Asked, Check, Contest
+from kernels.harness.cases import TOLERANCE, Asked, Check, Contest
 from kernels.int_matmul import Packed, int_matmul, pack, panels_fit, tiles_fit, to_panels, to_tiles
 from kernels.interpreter import triton_takes
 from kernels.linear.onednn import lay_out, product
@@ -24,15 +24,31 @@ GOALS = {  # (bits, out) -> tokens -> times cuBLAS in bfloat16
 
 def checks(device: torch.device) -> list[Check]:
     cases = (  # bits, out, in, group, symmetric, tokens, dtype
-        (4, 48, 512, 128, True, (1,), BF16), (4, 37, 640, 128, False, (3,), FP16), (4, 64, 256, 64, True, (2, 3), BF16),
-        (4, 70, 96, 32, False, (7,), BF16), (4, 40, 200, 200, True, (16,), FP16), (4, 150, 384, 128, True, (33,), FP16),
-        (4, 131, 576, 64, False, (70,), BF16), (4, 33, 60, 12, False, (5,), FP16), (4, 24, 128, 32, True, (4,), FP32),
-        (8, 48, 320, 64, True, (2,), BF16), (8, 37, 100, 100, False, (5,), BF16), (8, 130, 256, 128, False, (20,), FP16),
-        (3, 48, 384, 128, True, (1,), BF16), (3, 40, 192, 64, False, (9,), FP16), (3, 70, 256, 128, False, (18,), BF16),
-        (2, 48, 512, 128, True, (1,), FP16), (2, 40, 192, 32, False, (3,), BF16), (2, 70, 256, 64, False, (40,), BF16),
-        (5, 21, 60, 12, False, (3,), BF16), (6, 21, 40, 40, True, (3,), FP32), (3, 5, 7, 7, False, (2,), FP16),
-        (4, 128, 4096, 128, True, (1,), FP16), (4, 48, 256, 128, False, (600,), BF16), (4, 32, 128, 64, True, (0,), BF16),
-    )  # fmt: skip
+        (4, 48, 512, 128, True, (1,), BF16),
+        (4, 37, 640, 128, False, (3,), FP16),
+        (4, 64, 256, 64, True, (2, 3), BF16),
+        (4, 70, 96, 32, False, (7,), BF16),
+        (4, 40, 200, 200, True, (16,), FP16),
+        (4, 150, 384, 128, True, (33,), FP16),
+        (4, 131, 576, 64, False, (70,), BF16),
+        (4, 33, 60, 12, False, (5,), FP16),
+        (4, 24, 128, 32, True, (4,), FP32),
+        (8, 48, 320, 64, True, (2,), BF16),
+        (8, 37, 100, 100, False, (5,), BF16),
+        (8, 130, 256, 128, False, (20,), FP16),
+        (3, 48, 384, 128, True, (1,), BF16),
+        (3, 40, 192, 64, False, (9,), FP16),
+        (3, 70, 256, 128, False, (18,), BF16),
+        (2, 48, 512, 128, True, (1,), FP16),
+        (2, 40, 192, 32, False, (3,), BF16),
+        (2, 70, 256, 64, False, (40,), BF16),
+        (5, 21, 60, 12, False, (3,), BF16),
+        (6, 21, 40, 40, True, (3,), FP32),
+        (3, 5, 7, 7, False, (2,), FP16),
+        (4, 128, 4096, 128, True, (1,), FP16),
+        (4, 48, 256, 128, False, (600,), BF16),
+        (4, 32, 128, 64, True, (0,), BF16),
+    )
     generator = torch.Generator().manual_seed(0)
     found = []
     for bits, out, columns, group_size, symmetric, tokens, dtype in cases:
@@ -50,7 +66,13 @@ def checks(device: torch.device) -> list[Check]:
 
 
 def _weight(
-    generator: torch.Generator, out: int, columns: int, bits: int, group_size: int, symmetric: bool, device: torch.device
+    generator: torch.Generator,
+    out: int,
+    columns: int,
+    bits: int,
+    group_size: int,
+    symmetric: bool,
+    device: torch.device,
 ) -> tuple[Packed, Tensor]:
     """Packed, and W in float64."""
     groups = columns // group_size
@@ -64,7 +86,9 @@ def _weight(
 
 
 def _moved(w: Packed, device: torch.device) -> Packed:
-    return w._replace(codes=w.codes.to(device), scale=w.scale.to(device), zero=None if w.zero is None else w.zero.to(device))
+    return w._replace(
+        codes=w.codes.to(device), scale=w.scale.to(device), zero=None if w.zero is None else w.zero.to(device)
+    )
 
 
 def _check(name: str, x: Tensor, w: Packed, W: Tensor) -> Check:
@@ -105,9 +129,14 @@ def group_size_of(columns: int, wanted: int) -> int:
 
 
 def _gpu(
-    device: torch.device, shape: tuple[int, int], tokens: int, bits: int, group_size: int, dtype: torch.dtype,
+    device: torch.device,
+    shape: tuple[int, int],
+    tokens: int,
+    bits: int,
+    group_size: int,
+    dtype: torch.dtype,
     copies: int | None = None,
-) -> Contest:  # fmt: skip
+) -> Contest:
     from kernels.int_matmul.triton import candidates, key
 
     out, columns = shape
@@ -130,12 +159,22 @@ def _gpu(
         contestants |= _tinygemm(x, small) | _gemlite(x, small)
     goals = GOALS.get((bits, out), {})
     return Contest(
-        op="int_matmul", detail=f"W{bits} g{group_size}", shape=shape, tokens=tokens, contestants=contestants, copies=copies,
-        ours="triton", baseline=name, rate=name,
-        least_bytes=_least(shape, tokens, bits, group_size), flops=2 * tokens * out * columns,
-        goal=goals.get(tokens), goal_us=8.8 if (bits, out, tokens) == (4, 14336, 1) else None,
-        tune_key=key(small[0], tokens), candidates=candidates(small[0], tokens),
-    )  # fmt: skip
+        op="int_matmul",
+        detail=f"W{bits} g{group_size}",
+        shape=shape,
+        tokens=tokens,
+        contestants=contestants,
+        copies=copies,
+        ours="triton",
+        baseline=name,
+        rate=name,
+        least_bytes=_least(shape, tokens, bits, group_size),
+        flops=2 * tokens * out * columns,
+        goal=goals.get(tokens),
+        goal_us=8.8 if (bits, out, tokens) == (4, 14336, 1) else None,
+        tune_key=key(small[0], tokens),
+        candidates=candidates(small[0], tokens),
+    )
 
 
 def _least(shape: tuple[int, int], tokens: int, bits: int, group_size: int) -> int:
@@ -144,7 +183,8 @@ def _least(shape: tuple[int, int], tokens: int, bits: int, group_size: int) -> i
 
 
 def _tinygemm(x: Tensor, small: list[Packed]) -> dict[str, Callable[[int], object]]:
-    """torch's own int4 kernel, which torchao calls too; random codes in its order, since only its time is of interest."""
+    """torch's own int4 kernel, which torchao calls too; random codes in its order, since only its time is of
+    interest."""
     out, columns = small[0].shape
     pair = torch.rand(columns // small[0].group_size, out, 2, device=x.device, dtype=x.dtype)
     try:
@@ -162,7 +202,9 @@ def _gemlite(x: Tensor, small: list[Packed]) -> dict[str, Callable[[int], object
         from gemlite.core import DType, GemLiteLinearTriton
 
         def layer(w: Packed):
-            made = GemLiteLinearTriton(4, w.group_size, w.shape[1], w.shape[0], input_dtype=DType.BF16, output_dtype=DType.BF16)
+            made = GemLiteLinearTriton(
+                4, w.group_size, w.shape[1], w.shape[0], input_dtype=DType.BF16, output_dtype=DType.BF16
+            )
             codes = torch.randint(0, 16, w.shape, device=x.device, dtype=torch.uint8)
             made.pack(codes, w.scale.view(-1, 1), torch.full_like(w.scale, 8).view(-1, 1), bias=None)
             return made
@@ -199,8 +241,16 @@ def _cpu(shape: tuple[int, int], tokens: int, dtype: torch.dtype) -> Iterator[Co
     ours = next((name for name in ("panels", "tiles") if name in contestants), None)
     if ours is not None:
         yield Contest(
-            op="int_matmul", detail=f"W4 g{group_size}", shape=shape, tokens=tokens, contestants=contestants, copies=copies,
-            ours=ours, baseline=baseline, rate="bfloat16" if dtype == BF16 else "float32",
-            least_bytes=_least(shape, tokens, 4, group_size), flops=2 * tokens * out * columns,
+            op="int_matmul",
+            detail=f"W4 g{group_size}",
+            shape=shape,
+            tokens=tokens,
+            contestants=contestants,
+            copies=copies,
+            ours=ours,
+            baseline=baseline,
+            rate="bfloat16" if dtype == BF16 else "float32",
+            least_bytes=_least(shape, tokens, 4, group_size),
+            flops=2 * tokens * out * columns,
             goal=2.5 if tokens == 1 and dtype == BF16 and shape in ((8192, 2048), (14336, 4096)) else None,
-        )  # fmt: skip
+        )

@@ -31,7 +31,8 @@ class Packed(NamedTuple):
 
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
-    """[rows, n] integers below 2^bits -> uint8 [rows, ceil(n/8) * bits]: eight codes to `bits` bytes, low bits first."""
+    """[rows, n] integers below 2^bits -> uint8 [rows, ceil(n/8) * bits]: eight codes to `bits` bytes, low bits
+    first."""
     rows, n = codes.shape
     padded = torch.zeros(rows, -(-n // 8) * 8, dtype=torch.int64, device=codes.device)
     padded[:, :n] = codes
@@ -78,7 +79,9 @@ def pack(codes: Tensor, scale: Tensor, zero: Tensor | None, *, bits: int, group_
         raise ValueError(f"`bits` (={bits}) must be one of {', '.join(map(str, BITS))}")
     out, columns = codes.shape
     if columns % group_size or scale.shape != (out, columns // group_size):
-        raise ValueError(f"`scale` {tuple(scale.shape)} must be [out, in / group_size] of {(out, columns)}, {group_size}")
+        raise ValueError(
+            f"`scale` {tuple(scale.shape)} must be [out, in / group_size] of {(out, columns)}, {group_size}"
+        )
     packed_zero = None if zero is None else pack_bits(zero, bits)
     return Packed("rows", pack_bits(codes, bits), scale.contiguous(), packed_zero, bits, group_size, (out, columns))
 

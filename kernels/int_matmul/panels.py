@@ -1,4 +1,5 @@
-"""The `panels` layout: four bits a weight, 16 rows of W to a panel, as the C++ kernel of `kernels.native` reads them."""
+"""The `panels` layout: four bits a weight, 16 rows of W to a panel, as the C++ kernel of `kernels.native` reads
+them."""
 
 import torch
 from torch import Tensor

@@ -21,13 +21,34 @@ from kernels.int_matmul.unpack import (  # noqa: E402
 
 @triton.jit
 def few(
-    x, codes, scale, zero, y, M, N, K, x_stride, row_units, groups, zero_bytes, iterations, magic,
-    BITS: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, EVEN: tl.constexpr, UNIT: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, V: tl.constexpr, WARPS: tl.constexpr,
+    x,
+    codes,
+    scale,
+    zero,
+    y,
+    M,
+    N,
+    K,
+    x_stride,
+    row_units,
+    groups,
+    zero_bytes,
+    iterations,
+    magic,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    EVEN: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    V: tl.constexpr,
+    WARPS: tl.constexpr,
     WORD_SCALES: tl.constexpr,
-):  # fmt: skip
-    """y[m, n] = sum of W[n, k] x[m, k] over k, with mma.sync: each warp has all rows of the block and every WARPS-th block
-    of columns; their sums meet at the end.
+):
+    """y[m, n] = sum of W[n, k] x[m, k] over k, with mma.sync: each warp has all rows of the block and every WARPS-th
+    block of columns; their sums meet at the end.
 
     GROUP: columns that share a scale; 0: the whole row does. UNIT: row_units * UNIT words are a row.
     WORD_SCALES: weights are scaled, each word by its own scale; else the sums of a block are (all in one group).
@@ -65,8 +86,13 @@ def few(
             s_word = tl.load(s_row[:, :, None] + group, mask=inside, other=0.0).to(DTYPE)
             z_word = z
             if not SYMMETRIC:
-                z_word = lanes(repeat(load_zero(zero, n_row[:, :, None], group, inside, zero_bytes, BITS, DTYPE), RUN // PER), V)
-            w = floats(words, z_word, magic, BITS, DTYPE, 2) * lanes(repeat(s_word, RUN // PER), V)[:, :, :, :, :, :, :, None]
+                z_word = lanes(
+                    repeat(load_zero(zero, n_row[:, :, None], group, inside, zero_bytes, BITS, DTYPE), RUN // PER), V
+                )
+            w = (
+                floats(words, z_word, magic, BITS, DTYPE, 2)
+                * lanes(repeat(s_word, RUN // PER), V)[:, :, :, :, :, :, :, None]
+            )
         else:
             w = floats(words, spread(z, WARPS, BLOCK_N, SYMMETRIC), magic, BITS, DTYPE, 2)
         w = w.reshape(WARPS, BLOCK_N, BLOCK_K)
@@ -89,10 +115,29 @@ def few(
 
 @triton.jit
 def many(
-    x, codes, scale, zero, y, M, N, K, x_stride, row_units, groups, zero_bytes, iterations, magic,
-    BITS: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, UNIT: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, V: tl.constexpr,
-):  # fmt: skip
+    x,
+    codes,
+    scale,
+    zero,
+    y,
+    M,
+    N,
+    K,
+    x_stride,
+    row_units,
+    groups,
+    zero_bytes,
+    iterations,
+    magic,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    V: tl.constexpr,
+):
     """y[split, m, n] = sum of W[n, k] x[m, k] over the split's k, with wgmma: W from registers, x from shared memory.
 
     x: [M, x_stride] contiguous, zeros from K on, its columns in the order of `lanes` (S0 = 1): see `reordered`.
@@ -149,9 +194,23 @@ def reduce(parts, y, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def dequantise(
-    codes, scale, zero, out, first, end, K, row_size, groups, zero_bytes, group_size,
-    BITS: tl.constexpr, SYMMETRIC: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    codes,
+    scale,
+    zero,
+    out,
+    first,
+    end,
+    K,
+    row_size,
+    groups,
+    zero_bytes,
+    group_size,
+    BITS: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    WORDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """out[n - first, k] = scale (code - zero) for rows first <= n < end; any bits, any group.
 
     WORDS: codes are int32 [N, row_size], the bits divide 32 and no word holds two groups; else uint8 [N, row_size].
@@ -165,7 +224,9 @@ def dequantise(
         word = tl.program_id(0) * (COLUMNS // PER) + tl.arange(0, COLUMNS // PER)[None, :]
         exists = (n < end)[:, None] & (word < row_size)
         packed = tl.load(codes + row * row_size + word, mask=exists, other=0)
-        code = (packed[:, :, None] >> (tl.arange(0, PER) * BITS)[None, None, :]) & ((1 << BITS) - 1)  # [ROWS, words, PER]
+        code = (packed[:, :, None] >> (tl.arange(0, PER) * BITS)[None, None, :]) & (
+            (1 << BITS) - 1
+        )  # [ROWS, words, PER]
         group, known = word * PER // group_size, exists & (word * PER < K)
     else:
         at = codes + row * row_size + (k.to(tl.int64) * BITS >> 3)

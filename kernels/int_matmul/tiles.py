@@ -1,4 +1,5 @@
-"""The `tiles` layout and torch's int4 CPU kernel, which reads it: the next best where the C++ kernels cannot be built."""
+"""The `tiles` layout and torch's int4 CPU kernel, which reads it: the next best where the C++ kernels cannot be
+built."""
 
 from functools import cache
 
@@ -42,13 +43,18 @@ def to_rows(w: Packed) -> Packed:
     nibbles = tile_nibbles(w)
     if w.bits < 4:
         groups = w.shape[1] // w.group_size
-        zero = 1 << (w.bits - 1) if w.zero is None else unpack_bits(w.zero, w.bits, groups).repeat_interleave(w.group_size, 1)
+        zero = (
+            1 << (w.bits - 1)
+            if w.zero is None
+            else unpack_bits(w.zero, w.bits, groups).repeat_interleave(w.group_size, 1)
+        )
         nibbles = nibbles + zero - 8
     return Packed("rows", pack_bits(nibbles, w.bits), w.scale[..., 0].t().contiguous(), w.zero, *w[4:])
 
 
 def dequantize(w: Packed) -> Tensor:
-    """W [out, in] in float32, as the kernel multiplies by it: at 4 bits with a zero point its 16-bit offset is rounded."""
+    """W [out, in] in float32, as the kernel multiplies by it: at 4 bits with a zero point its 16-bit offset is
+    rounded."""
     out, columns = w.shape
     scale, offset = w.scale.float().permute(2, 1, 0)[..., None].contiguous()  # [out, groups, 1] each
     nibbles = tile_nibbles(w).view(out, -1, w.group_size).float()

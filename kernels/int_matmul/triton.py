@@ -18,7 +18,7 @@ import torch  # noqa: E402
 import triton  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from kernels.aot import Compilation  # noqa: E402
+from kernels.harness.aot import Compilation  # noqa: E402
 from kernels.int_matmul.layout import Packed  # noqa: E402
 from kernels.int_matmul.products import dequantise, few, many, reduce  # noqa: E402
 from kernels.linear import without_tf32  # noqa: E402
@@ -40,7 +40,8 @@ class Blocks(NamedTuple):
 
 
 def blocks(w: Packed) -> Blocks | None:
-    """None where only the dequantising kernel reads this weight: 5 and 6 bits, rows that are no whole words, odd groups."""
+    """None where only the dequantising kernel reads this weight: 5 and 6 bits, rows that are no whole words, odd
+    groups."""
     if w.bits not in (2, 3, 4, 8) or w.codes.shape[1] % 4:
         return None
     group = 0 if w.group_size == w.shape[1] else w.group_size
@@ -69,14 +70,27 @@ def heuristic(w: Packed, tokens: int) -> dict:
         block_n = min(128, block_n * (128 // cut.columns))  # short groups: more rows, or a round is all overhead
         block_n = max(block_n, min(64, 2 * block_n)) if tokens > 4 else block_n  # x is read again by every block
         block_m = triton.next_power_of_2(tokens)
-        return {"kind": "few", "block_n": block_n, "block_m": block_m, "warps": warps, "stages": 4 if block_m <= 8 else 3}
+        return {
+            "kind": "few",
+            "block_n": block_n,
+            "block_m": block_m,
+            "warps": warps,
+            "stages": 4 if block_m <= 8 else 3,
+        }
     block_m = 32 if tokens <= 32 else 64 if tokens <= 64 else 128
     programs = -(-out // 128) * -(-tokens // block_m)
     rounds = -(-w.shape[1] // cut.columns)
     splits = 1
     while splits < 8 and programs * splits < 2 * MULTIPROCESSORS and rounds // (2 * splits) >= 4:
         splits *= 2
-    return {"kind": "many", "block_n": 128, "block_m": block_m, "warps": 4 if block_m == 32 else 8, "stages": 3, "splits": splits}
+    return {
+        "kind": "many",
+        "block_n": 128,
+        "block_m": block_m,
+        "warps": 4 if block_m == 32 else 8,
+        "stages": 3,
+        "splits": splits,
+    }
 
 
 def candidates(w: Packed, tokens: int) -> list[dict]:
@@ -93,10 +107,13 @@ def candidates(w: Packed, tokens: int) -> list[dict]:
     large = [
         {"kind": "many", "block_n": n, "block_m": m, "warps": warps, "stages": stages, "splits": splits}
         for n, m, warps, stages, splits in (
-            (128, block_m, 8, 3, 1), (128, block_m, 8, 3, 4), (64, block_m, 4, 4, 1), (64, block_m, 4, 4, 4),
+            (128, block_m, 8, 3, 1),
+            (128, block_m, 8, 3, 4),
+            (64, block_m, 4, 4, 1),
+            (64, block_m, 4, 4, 4),
             (128, min(64, block_m), 8, 4, 2),
         )
-    ]  # fmt: skip
+    ]
     others = small + large[:1] if tokens <= 16 else large
     if tokens > 128:
         others = [*large[:1], *large[2:3], *large[4:], {"kind": "dequantise"}]
@@ -110,7 +127,11 @@ def int_matmul(x: Tensor, w: Packed) -> Tensor:
     assert w.layout == "rows" and x.dim() == 2
     if x.shape[0] == 0:
         return x.new_empty(0, w.shape[0])
-    plan = configuration("int_matmul", key(w, x.shape[0]), heuristic(w, x.shape[0])) if x.dtype in MAGIC else {"kind": "dequantise"}
+    plan = (
+        configuration("int_matmul", key(w, x.shape[0]), heuristic(w, x.shape[0]))
+        if x.dtype in MAGIC
+        else {"kind": "dequantise"}
+    )
     x = x if x.stride(1) == 1 else x.contiguous()
     scale, zero = w.scale.contiguous(), None if w.zero is None else w.zero.contiguous()
     w = w._replace(codes=aligned(w.codes), scale=scale, zero=zero)
@@ -125,12 +146,33 @@ def _launch_few(x: Tensor, w: Packed, plan: dict) -> Tensor:
     step = warps * cut.columns
     grid = (triton.cdiv(tokens, plan["block_m"]), triton.cdiv(w.shape[0], plan["block_n"]))
     few[grid](
-        x, rows, w.scale, w.zero, y, tokens, *w.shape, x.stride(0), rows.shape[1] // unit, w.scale.shape[1],
-        0 if w.zero is None else w.zero.shape[1], triton.cdiv(columns, step), MAGIC[x.dtype],
-        BITS=w.bits, GROUP=cut.group, SYMMETRIC=w.zero is None, EVEN=columns % step == 0, UNIT=unit,
-        BLOCK_N=plan["block_n"], BLOCK_M=plan["block_m"], BLOCK_K=cut.columns, V=cut.words, WARPS=warps,
-        WORD_SCALES=cut.word_scales, num_warps=warps, num_stages=plan["stages"],
-    )  # fmt: skip
+        x,
+        rows,
+        w.scale,
+        w.zero,
+        y,
+        tokens,
+        *w.shape,
+        x.stride(0),
+        rows.shape[1] // unit,
+        w.scale.shape[1],
+        0 if w.zero is None else w.zero.shape[1],
+        triton.cdiv(columns, step),
+        MAGIC[x.dtype],
+        BITS=w.bits,
+        GROUP=cut.group,
+        SYMMETRIC=w.zero is None,
+        EVEN=columns % step == 0,
+        UNIT=unit,
+        BLOCK_N=plan["block_n"],
+        BLOCK_M=plan["block_m"],
+        BLOCK_K=cut.columns,
+        V=cut.words,
+        WARPS=warps,
+        WORD_SCALES=cut.word_scales,
+        num_warps=warps,
+        num_stages=plan["stages"],
+    )
     return y
 
 
@@ -142,11 +184,30 @@ def _launch_many(x: Tensor, w: Packed, plan: dict) -> Tensor:
     y, parts = outputs(x, w.shape[0], splits)
     grid = (triton.cdiv(tokens, plan["block_m"]), triton.cdiv(w.shape[0], plan["block_n"]), splits)
     many[grid](
-        x, rows, w.scale, w.zero, parts, tokens, *w.shape, x.shape[1], rows.shape[1] // unit, w.scale.shape[1],
-        0 if w.zero is None else w.zero.shape[1], iterations, MAGIC[x.dtype],
-        BITS=w.bits, GROUP=cut.group, SYMMETRIC=w.zero is None, UNIT=unit, BLOCK_N=plan["block_n"],
-        BLOCK_M=plan["block_m"], BLOCK_K=cut.columns, V=cut.words, num_warps=plan["warps"], num_stages=plan["stages"],
-    )  # fmt: skip
+        x,
+        rows,
+        w.scale,
+        w.zero,
+        parts,
+        tokens,
+        *w.shape,
+        x.shape[1],
+        rows.shape[1] // unit,
+        w.scale.shape[1],
+        0 if w.zero is None else w.zero.shape[1],
+        iterations,
+        MAGIC[x.dtype],
+        BITS=w.bits,
+        GROUP=cut.group,
+        SYMMETRIC=w.zero is None,
+        UNIT=unit,
+        BLOCK_N=plan["block_n"],
+        BLOCK_M=plan["block_m"],
+        BLOCK_K=cut.columns,
+        V=cut.words,
+        num_warps=plan["warps"],
+        num_stages=plan["stages"],
+    )
     return gathered(parts, y)
 
 
@@ -162,10 +223,24 @@ def dequantise_rows(w: Packed, first: int, out: Tensor) -> None:
     end = first + out.shape[0]
     grid = (triton.cdiv(w.shape[1], 256), triton.cdiv(out.shape[0], 16))
     dequantise[grid](
-        codes, w.scale, w.zero, out, first, end, w.shape[1], codes.shape[1], w.scale.shape[1],
-        0 if w.zero is None else w.zero.shape[1], w.group_size,
-        BITS=w.bits, SYMMETRIC=w.zero is None, WORDS=words, ROWS=16, COLUMNS=256, num_warps=4,
-    )  # fmt: skip
+        codes,
+        w.scale,
+        w.zero,
+        out,
+        first,
+        end,
+        w.shape[1],
+        codes.shape[1],
+        w.scale.shape[1],
+        0 if w.zero is None else w.zero.shape[1],
+        w.group_size,
+        BITS=w.bits,
+        SYMMETRIC=w.zero is None,
+        WORDS=words,
+        ROWS=16,
+        COLUMNS=256,
+        num_warps=4,
+    )
 
 
 def fitting_warps(plan: dict, cut: Blocks, columns: int) -> int:
@@ -196,7 +271,8 @@ def gathered(parts: Tensor, y: Tensor) -> Tensor:
 
 
 def slab_by_slab(x: Tensor, shape: tuple[int, int], fill: Callable[[int, Tensor], None]) -> Tensor:
-    """y [tokens, out] = x Wᵀ by cuBLAS, without TF32; fill(first, part) writes W's rows from `first` on into part [rows, in]."""
+    """y [tokens, out] = x Wᵀ by cuBLAS, without TF32; fill(first, part) writes W's rows from `first` on into part
+    [rows, in]."""
     out, columns = shape
     y = x.new_empty(x.shape[0], out)
     slabs = triton.cdiv(out * columns * x.itemsize, SLAB)
@@ -234,12 +310,29 @@ def shipped() -> list[Compilation]:
     """What the heuristic reaches, at representative widths (in = 4096) and dtypes."""
     found = [
         _compilation(4, 128, True, "bf16", out, tokens)
-        for out, tokens in ((14336, 1), (4096, 1), (14336, 4), (14336, 8), (14336, 16), (14336, 32), (14336, 64), (14336, 256))
+        for out, tokens in (
+            (14336, 1),
+            (4096, 1),
+            (14336, 4),
+            (14336, 8),
+            (14336, 16),
+            (14336, 32),
+            (14336, 64),
+            (14336, 256),
+        )
     ]
     for bits, group_size, symmetric, dtype in (
-        (4, 128, False, "bf16"), (4, 64, True, "fp16"), (4, 32, True, "bf16"), (4, 4096, False, "fp16"), (8, 128, True, "bf16"),
-        (8, 4096, False, "fp16"), (3, 128, True, "bf16"), (3, 64, False, "fp16"), (2, 128, True, "bf16"), (2, 32, False, "fp16"),
-    ):  # fmt: skip
+        (4, 128, False, "bf16"),
+        (4, 64, True, "fp16"),
+        (4, 32, True, "bf16"),
+        (4, 4096, False, "fp16"),
+        (8, 128, True, "bf16"),
+        (8, 4096, False, "fp16"),
+        (3, 128, True, "bf16"),
+        (3, 64, False, "fp16"),
+        (2, 128, True, "bf16"),
+        (2, 32, False, "fp16"),
+    ):
         found.append(_compilation(bits, group_size, symmetric, dtype, 14336, 1))
         if blocks(_meta(bits, group_size, 14336)).word_scales is False and dtype == "bf16":
             found.append(_compilation(bits, group_size, symmetric, dtype, 14336, 64))
@@ -251,7 +344,7 @@ def shipped() -> list[Compilation]:
             (8, 128, True, "bf16"),
             (3, 128, False, "bf16"),
             (5, 128, True, "fp32"),
-        )  # fmt: skip
+        )
     ]
     arguments = {"parts": "*fp32", "y": "*bf16", "size": "i32"}
     constants = {"SPLITS": 8, "BLOCK": 1024}
@@ -269,13 +362,23 @@ def _compilation(bits: int, group_size: int, symmetric: bool, dtype: str, out: i
     plan, cut = heuristic(w, tokens), blocks(w)
     integers = ("M", "N", "K", "x_stride", "row_units", "groups", "zero_bytes", "iterations", "magic")
     arguments = {
-        "x": f"*{dtype}", "codes": "*i32", "scale": "*bf16", "zero": "*u8",
-        "y": "*fp32" if plan.get("splits", 1) > 1 else f"*{dtype}", **dict.fromkeys(integers, "i32"),
-    }  # fmt: skip
+        "x": f"*{dtype}",
+        "codes": "*i32",
+        "scale": "*bf16",
+        "zero": "*u8",
+        "y": "*fp32" if plan.get("splits", 1) > 1 else f"*{dtype}",
+        **dict.fromkeys(integers, "i32"),
+    }
     constants = {
-        "BITS": bits, "GROUP": cut.group, "SYMMETRIC": symmetric, "UNIT": 4, "BLOCK_N": plan["block_n"],
-        "BLOCK_M": plan["block_m"], "BLOCK_K": cut.columns, "V": cut.words,
-    }  # fmt: skip
+        "BITS": bits,
+        "GROUP": cut.group,
+        "SYMMETRIC": symmetric,
+        "UNIT": 4,
+        "BLOCK_N": plan["block_n"],
+        "BLOCK_M": plan["block_m"],
+        "BLOCK_K": cut.columns,
+        "V": cut.words,
+    }
     if symmetric:
         constants["zero"] = arguments.pop("zero") and None
     if plan["kind"] == "few":
@@ -289,9 +392,12 @@ def _compilation(bits: int, group_size: int, symmetric: bool, dtype: str, out: i
 def _dequantise_compilation(bits: int, group_size: int, symmetric: bool, dtype: str) -> Compilation:
     words = 32 % bits == 0
     arguments = {
-        "codes": "*i32" if words else "*u8", "scale": "*bf16", "zero": "*u8", "out": f"*{dtype}",
+        "codes": "*i32" if words else "*u8",
+        "scale": "*bf16",
+        "zero": "*u8",
+        "out": f"*{dtype}",
         **dict.fromkeys(("first", "end", "K", "row_size", "groups", "zero_bytes", "group_size"), "i32"),
-    }  # fmt: skip
+    }
     constants = {"BITS": bits, "SYMMETRIC": symmetric, "WORDS": words, "ROWS": 16, "COLUMNS": 256}
     if symmetric:
         constants["zero"] = arguments.pop("zero") and None

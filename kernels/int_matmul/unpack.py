@@ -1,9 +1,9 @@
 """Device functions that turn packed codes into operands of a tensor core, in registers. README.md derives the orders.
 
-Names of sizes: a word of 32 bits holds `PER` codes; the four lanes that share a row of the tensor core's A operand hold `V`
-words each, next to each other, so that 4 * V * PER columns make a chunk and a block has `C` chunks. The pairs of one word
-are numbered by `S1` and `S0`: with mma.sync, as Triton feeds it (kWidth 4), a lane's two neighbouring pairs are columns that
-are neighbours (S0 = 2); with wgmma they are not (S0 = 1).
+Names of sizes: a word of 32 bits holds `PER` codes; the four lanes that share a row of the tensor core's A operand hold
+`V` words each, next to each other, so that 4 * V * PER columns make a chunk and a block has `C` chunks. The pairs of
+one word are numbered by `S1` and `S0`: with mma.sync, as Triton feeds it (kWidth 4), a lane's two neighbouring pairs
+are columns that are neighbours (S0 = 2); with wgmma they are not (S0 = 1).
 """
 
 from kernels.interpreter import prepare
@@ -27,7 +27,8 @@ def columns(x, V: tl.constexpr, PER: tl.constexpr, S0: tl.constexpr):
 
 @triton.jit
 def lanes(words, V: tl.constexpr):
-    """Words [BATCH, BLOCK_N, n] in memory's order -> [BATCH, BLOCK_N, chunks, V, 1, 4, 1], to be broadcast over S1 and S0."""
+    """Words [BATCH, BLOCK_N, n] in memory's order -> [BATCH, BLOCK_N, chunks, V, 1, 4, 1], to be broadcast over S1 and
+    S0."""
     BATCH: tl.constexpr = words.shape[0]
     BLOCK_N: tl.constexpr = words.shape[1]
     words = words.reshape(BATCH, BLOCK_N, words.shape[2] // (4 * V), 4, V)
@@ -127,9 +128,17 @@ def load_zero(zero, row, group, valid, row_bytes, BITS: tl.constexpr, DTYPE: tl.
 
 @triton.jit
 def load_group(
-    s_row, zero, row, k, K, row_bytes,
-    BITS: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
+    s_row,
+    zero,
+    row,
+    k,
+    K,
+    row_bytes,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
     """Scales and zero points (less the middle code; 0.0 where SYMMETRIC) of the groups that hold columns k."""
     if GROUP > 0:  # noqa: SIM108
         group = k // GROUP

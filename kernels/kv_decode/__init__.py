@@ -1,4 +1,5 @@
-"""`kv_decode`: attention of one step of decoding over a cache of 16, 8, 4 or 2 bits. See README.md for layouts, cost and limits."""
+"""`kv_decode`: attention of one step of decoding over a cache of 16, 8, 4 or 2 bits. See README.md for layouts, cost
+and limits."""
 
 import torch
 from torch import Tensor
@@ -27,26 +28,27 @@ def kv_decode(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale q Kᵀ) V for the last tokens of every sequence, each kv head with its own range of cached positions.
 
-    Row (b, h) of the cache is used from position starts[b, h] to starts[b, h] + lengths[b, h]; nothing outside is looked at,
-    whatever it holds. Left-packed caches leave `starts` out; right-packed ones pass positions - lengths. Positions count
-    over the cache's main part and then its tail. What the tokens of this step have to do with each other is in the cache
+    Row (b, h) of the cache is used from position starts[b, h] to starts[b, h] + lengths[b, h]; nothing outside is
+    looked at, whatever it holds. Left-packed caches leave `starts` out; right-packed ones pass positions - lengths.
+    Positions count over the cache's main part and then its tail. What the tokens of this step have to do with each
+    other is in the cache
     already: token t sees its range without the last T_q - 1 - t positions.
 
     Args:
-        q: [B, H_q, T_q, D], float32, float16 or bfloat16; any strides, D contiguous; T_q from 1 to 8; query head i uses kv
-            head i // (H_q / H_kv).
+        q: [B, H_q, T_q, D], float32, float16 or bfloat16; any strides, D contiguous; T_q from 1 to 8; query head i uses
+            kv head i // (H_q / H_kv).
         cache: `KV`; where it is not quantised, and in its tail, in q's dtype.
         lengths: [B, H_kv], int32 or int64: positions in use; 0 gives zeros.
         starts: the same, or None for zeros.
         scale: D^-1/2 where None.
         softcap: scores become softcap * tanh(score / softcap), as in Gemma 2.
         return_mass: also return the attention that each position got, which eviction policies score with.
-        impl: "reference" (float32, any device), "cpu" (C++ kernels, or plain torch where they cannot be built; reads the
-            ranges only), "triton" (a GPU; D up to 256) or "auto". A cache of 2 bits has only the reference.
+        impl: "reference" (float32, any device), "cpu" (C++ kernels, or plain torch where they cannot be built; reads
+            the ranges only), "triton" (a GPU; D up to 256) or "auto". A cache of 2 bits has only the reference.
 
     Returns:
-        y [B, H_q, T_q, D] in q's dtype; with `return_mass` also mass [B, H_kv, positions], float32: probabilities summed over
-        the query heads of a kv head and over T_q, 0 outside the range.
+        y [B, H_q, T_q, D] in q's dtype; with `return_mass` also mass [B, H_kv, positions], float32: probabilities
+        summed over the query heads of a kv head and over T_q, 0 outside the range.
 
     Raises:
         ValueError: arguments that do not fit each other, or an implementation that does not exist or cannot take them.
@@ -83,10 +85,22 @@ def kv_decode(
 
 @torch.library.custom_op("workbench::kv_decode", mutates_args=())
 def _op(
-    q: Tensor, k: Tensor, v: Tensor, params_k: Tensor | None, params_v: Tensor | None,
-    tail_k: Tensor | None, tail_v: Tensor | None, lengths: Tensor, starts: Tensor | None,
-    bits: int, group: int, scale: float, softcap: float, return_mass: bool, use: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    params_k: Tensor | None,
+    params_v: Tensor | None,
+    tail_k: Tensor | None,
+    tail_v: Tensor | None,
+    lengths: Tensor,
+    starts: Tensor | None,
+    bits: int,
+    group: int,
+    scale: float,
+    softcap: float,
+    return_mass: bool,
+    use: str,
+) -> tuple[Tensor, Tensor]:
     cache = KV(k, v, params_k, params_v, tail_k, tail_v, bits, group)
     if use == "triton":
         from kernels.kv_decode import triton as path
@@ -102,17 +116,23 @@ def _op(
 def _(q, k, v, params_k, params_v, tail_k, tail_v, lengths, starts, bits, group, scale, softcap, return_mass, use):
     positions = k.shape[2] + (0 if tail_k is None else tail_k.shape[2])
     mass = (
-        q.new_empty(k.shape[0], k.shape[1], positions, dtype=torch.float32) if return_mass else q.new_empty(0, dtype=torch.float32)
+        q.new_empty(k.shape[0], k.shape[1], positions, dtype=torch.float32)
+        if return_mass
+        else q.new_empty(0, dtype=torch.float32)
     )
     return q.new_empty(q.shape), mass
 
 
 def _check(q: Tensor, cache: KV, lengths: Tensor, starts: Tensor | None, softcap: float | None) -> None:
     if q.dim() != 4 or q.dtype not in (torch.float32, torch.float16, torch.bfloat16) or q.stride(-1) != 1:
-        raise ValueError(f"`q` {q.dtype} {tuple(q.shape)} must be [B, H_q, T_q, D] in float32, float16 or bfloat16, D contiguous")
+        raise ValueError(
+            f"`q` {q.dtype} {tuple(q.shape)} must be [B, H_q, T_q, D] in float32, float16 or bfloat16, D contiguous"
+        )
     B, H_q, T_q, D = q.shape
     if not 1 <= T_q <= MAX_TOKENS:
-        raise ValueError(f"`q` {tuple(q.shape)} must have 1 to {MAX_TOKENS} tokens; longer prompts are not a decode step")
+        raise ValueError(
+            f"`q` {tuple(q.shape)} must have 1 to {MAX_TOKENS} tokens; longer prompts are not a decode step"
+        )
     if softcap is not None and softcap <= 0:
         raise ValueError(f"`softcap` (={softcap}) must be positive, or None for no cap")
     if cache.bits not in (16, 8, 4, 2):
@@ -145,11 +165,16 @@ def _check(q: Tensor, cache: KV, lengths: Tensor, starts: Tensor | None, softcap
             raise ValueError(f"`cache.{name}` must be {dtype} {shape} on {q.device}, not {found}")
         dense = {"params_k": 2, "params_v": 2, "v": 1 if cache.bits == 16 else 2}.get(name, 1)
         if t.numel() and not _inner_contiguous(t, dense):
-            raise ValueError(f"`cache.{name}` {tuple(t.shape)} with strides {t.stride()} must be contiguous in its last {dense}")
-    for name, t in (("lengths", lengths), ("starts", starts)):
-        if t is not None and (t.shape != (B, H_kv) or t.dtype not in (torch.int32, torch.int64) or t.device != q.device):
             raise ValueError(
-                f"`{name}` must be int32 or int64 {(B, H_kv)} on {q.device}, not {t.dtype} {tuple(t.shape)} on {t.device}"
+                f"`cache.{name}` {tuple(t.shape)} with strides {t.stride()} must be contiguous in its last {dense}"
+            )
+    for name, t in (("lengths", lengths), ("starts", starts)):
+        if t is not None and (
+            t.shape != (B, H_kv) or t.dtype not in (torch.int32, torch.int64) or t.device != q.device
+        ):
+            raise ValueError(
+                f"`{name}` must be int32 or int64 {(B, H_kv)} on {q.device}, not {t.dtype} {tuple(t.shape)} on "
+                f"{t.device}"
             )
 
 

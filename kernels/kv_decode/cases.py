@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.cases import TOLERANCE, Asked, Check, Contest
+from kernels.harness.cases import TOLERANCE, Asked, Check, Contest
 from kernels.interpreter import triton_takes
 from kernels.kv_decode import KV, kv_decode, quantize_kv
 
@@ -93,7 +93,9 @@ def _check(case: Case, device: torch.device) -> Check:
         lengths[0, 0] = S if case.packed != "between" else 0
     starts = {"left": 0, "right": S - lengths, "between": torch.minimum(S - lengths, torch.tensor(7))}[case.packed]
     at = torch.arange(S)
-    visible = (at >= (starts + torch.zeros_like(lengths))[..., None]) & (at < (starts + lengths)[..., None])  # [B, H_kv, S]
+    visible = (at >= (starts + torch.zeros_like(lengths))[..., None]) & (
+        at < (starts + lengths)[..., None]
+    )  # [B, H_kv, S]
     cache = _poisoned(_stored(k, v, case, device), visible.to(device), device)
     starts = None if case.packed == "left" else starts.to(device)
     lengths = lengths.to(device, torch.int32 if case.packed == "right" else torch.int64)
@@ -115,7 +117,9 @@ def _stored(k: Tensor, v: Tensor, case: Case, device: torch.device) -> KV:
         tails = (t if t is None else t.to(case.dtype) for t in (cache.tail_k, cache.tail_v))
         return KV(*cache[:4], *tails, *cache[6:])
     larger = torch.full((*k.shape[:2], k.shape[2] + 9, 2 * k.shape[3]), torch.nan, dtype=case.dtype, device=device)
-    slices = larger[:, :, 5 : 5 + k.shape[2]].chunk(2, -1)  # out of a larger buffer, there: a copy to the device would be dense
+    slices = larger[:, :, 5 : 5 + k.shape[2]].chunk(
+        2, -1
+    )  # out of a larger buffer, there: a copy to the device would be dense
     for part, whole in zip(slices, (k, v), strict=True):
         part.copy_(whole)
     return KV(*slices)
@@ -161,13 +165,17 @@ def exact(q: Tensor, cache: KV, visible: Tensor, scale: float, softcap: float | 
 
 def elements(cache: KV, which: str, D: int) -> Tensor:
     """Keys ("k") or values ("v") in float64 [B, H_kv, S + R, D], each looked up by its position and channel."""
-    codes, params, tail = (cache.k, cache.params_k, cache.tail_k) if which == "k" else (cache.v, cache.params_v, cache.tail_v)
+    codes, params, tail = (
+        (cache.k, cache.params_k, cache.tail_k) if which == "k" else (cache.v, cache.params_v, cache.tail_v)
+    )
     if cache.bits == 16:
         return codes.double()
     s, d = torch.meshgrid(torch.arange(cache.k.shape[2]), torch.arange(D), indexing="ij")  # [S, D]
     g, i = s // cache.group, s % cache.group
     half = D // 2 if which == "k" else cache.group // 2
-    place, nibble = ((d % half, d // half) if which == "k" else (i % half, i // half)) if cache.bits == 4 else (None, None)
+    place, nibble = (
+        ((d % half, d // half) if which == "k" else (i % half, i // half)) if cache.bits == 4 else (None, None)
+    )
     if which == "k":
         byte = codes[:, :, s, d if place is None else place].double()
         scale, offset = params[:, :, g, d].double().unbind(-1)
@@ -179,10 +187,20 @@ def elements(cache: KV, which: str, D: int) -> Tensor:
 
 
 def _contest(
-    device: torch.device, detail: str, bits: int, B: int, H_kv: int, G: int, S: int, D: int, copies: int,
-    goal: float | None = None, kept: float = 1.0,
-) -> Contest:  # fmt: skip
-    """Ours against the whole cache in bfloat16; with `kept`, rows keep half to one and a half times that share of it."""
+    device: torch.device,
+    detail: str,
+    bits: int,
+    B: int,
+    H_kv: int,
+    G: int,
+    S: int,
+    D: int,
+    copies: int,
+    goal: float | None = None,
+    kept: float = 1.0,
+) -> Contest:
+    """Ours against the whole cache in bfloat16; with `kept`, rows keep half to one and a half times that share of
+    it."""
     ours = "triton" if device.type == "cuda" or triton_takes(device) else "cpu"
     shares = torch.linspace(0.5, 1.5, B * H_kv) * kept if kept < 1 else torch.ones(B * H_kv)
     lengths = (shares * S).int().view(B, H_kv).to(device)
@@ -216,7 +234,18 @@ def _contest(
         kind = "bfloat16" if bits == 16 else f"int{bits} g{small[0].group}"
         tune_key, candidates = key(kind, D, G), candidates_for(bits, small[0].group)
     return Contest(
-        op="kv_decode", detail=detail, shape=(B, H_kv * G, H_kv, S, D), tokens=1, contestants=contestants, copies=copies,
-        ours=name, baseline="sdpa, heads folded", rivals=rivals, least_bytes=int(small[0].nbytes * read) + 4 * B * H_kv * G * D,
-        flops=4 * G * D * int(lengths.sum()), goal=goal, tune_key=tune_key, candidates=candidates,
-    )  # fmt: skip
+        op="kv_decode",
+        detail=detail,
+        shape=(B, H_kv * G, H_kv, S, D),
+        tokens=1,
+        contestants=contestants,
+        copies=copies,
+        ours=name,
+        baseline="sdpa, heads folded",
+        rivals=rivals,
+        least_bytes=int(small[0].nbytes * read) + 4 * B * H_kv * G * D,
+        flops=4 * G * D * int(lengths.sum()),
+        goal=goal,
+        tune_key=tune_key,
+        candidates=candidates,
+    )

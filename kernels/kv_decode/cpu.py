@@ -1,8 +1,8 @@
-"""CPU path in plain torch, for machines where the C++ kernels cannot be built: the query heads of one kv head are rows of one
-product, and only positions in use are read.
+"""CPU path in plain torch, for machines where the C++ kernels cannot be built: the query heads of one kv head are rows
+of one product, and only positions in use are read.
 
-bfloat16 and float32 whose ranges are all the same go through torch's own flash attention. Everything else is converted to
-float32 one head after another, slab by slab, so that a slab is still in cache when it is multiplied.
+bfloat16 and float32 whose ranges are all the same go through torch's own flash attention. Everything else is converted
+to float32 one head after another, slab by slab, so that a slab is still in cache when it is multiplied.
 """
 
 from typing import NamedTuple
@@ -32,7 +32,9 @@ def kv_decode(
     plain = cache.bits == 16 and q.dtype != torch.float16 and T_q == 1 and not softcap and not return_mass
     if plain and len(used) == B * H_kv and len(set(used.values())) == 1:
         ((a, b),) = set(used.values())
-        return F.scaled_dot_product_attention(rows, cache.k[:, :, a:b], cache.v[:, :, a:b], scale=scale).view(q.shape), None
+        return F.scaled_dot_product_attention(rows, cache.k[:, :, a:b], cache.v[:, :, a:b], scale=scale).view(
+            q.shape
+        ), None
     for (i, h), (a, b) in used.items():
         y[i, h], p = _head(rows[i, h].float(), cache, i, h, a, b, T_q, scale, softcap)
         if mass is not None:
@@ -40,7 +42,9 @@ def kv_decode(
     return y.view(q.shape), mass
 
 
-def _head(rows: Tensor, cache: KV, i: int, h: int, a: int, b: int, T_q: int, scale: float, softcap: float) -> tuple[Tensor, Tensor]:
+def _head(
+    rows: Tensor, cache: KV, i: int, h: int, a: int, b: int, T_q: int, scale: float, softcap: float
+) -> tuple[Tensor, Tensor]:
     """One head over positions a to b, in float32: y [rows, D] and the mass [b - a]."""
     parts: list[_Dense | _Groups] = []
     S = cache.k.shape[2]

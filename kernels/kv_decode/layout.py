@@ -1,4 +1,5 @@
-"""How keys and values lie in memory: as they are, or in 8, 4 or 2 bits with a 16-bit tail. README.md has the picture."""
+"""How keys and values lie in memory: as they are, or in 8, 4 or 2 bits with a 16-bit tail. README.md has the
+picture."""
 
 from typing import NamedTuple
 
@@ -22,7 +23,8 @@ class KV(NamedTuple):
 
     params_k: bfloat16 [B, H_kv, S / group, D, 2], pairs (scale, offset): key = scale * code + offset.
     params_v: bfloat16 [B, H_kv, S, 2], likewise, one pair a position.
-    tail_k, tail_v: [B, H_kv, R, D] in the dtype of the queries, or None: what is not quantised yet; follows position S - 1.
+    tail_k, tail_v: [B, H_kv, R, D] in the dtype of the queries, or None: what is not quantised yet; follows position S
+        - 1.
     group: positions that share a key's scale: 32, 64 or 128; divides S. Only with codes.
     """
 
@@ -49,9 +51,9 @@ class KV(NamedTuple):
 def quantize_kv(k: Tensor, v: Tensor, bits: int, group: int = 64) -> KV:
     """Keys per channel and group of positions, values per position, asymmetric (KIVI, arXiv:2402.02750, section 3.2).
 
-    The last S % group positions stay as they are, as the tail. Scales and offsets are rounded outwards to bfloat16 before
-    the codes are chosen, so every error is at most half a scale. KIVI gives values a scale per 32 channels; one for all D
-    channels is what the kernel can multiply into the probabilities.
+    The last S % group positions stay as they are, as the tail. Scales and offsets are rounded outwards to bfloat16
+    before the codes are chosen, so every error is at most half a scale. KIVI gives values a scale per 32 channels; one
+    for all D channels is what the kernel can multiply into the probabilities.
 
     Args:
         k, v: [B, H_kv, S, D], any floating dtype.
@@ -66,7 +68,9 @@ def quantize_kv(k: Tensor, v: Tensor, bits: int, group: int = 64) -> KV:
     if group not in GROUPS:
         raise ValueError(f"`group` (={group}) must be one of {', '.join(map(str, GROUPS))}")
     if k.shape[-1] * bits % 8:
-        raise ValueError(f"`k` {tuple(k.shape)} must have a multiple of {8 // bits} channels to be stored in {bits} bits")
+        raise ValueError(
+            f"`k` {tuple(k.shape)} must have a multiple of {8 // bits} channels to be stored in {bits} bits"
+        )
     B, H, S, D = k.shape
     full = S // group * group
     grouped = k[:, :, :full].reshape(B, H, full // group, group, D)
@@ -75,8 +79,14 @@ def quantize_kv(k: Tensor, v: Tensor, bits: int, group: int = 64) -> KV:
     v_codes = v_codes.view(B, H, full // group, group, D).transpose(3, 4)
     tail = (k[:, :, full:].clone(), v[:, :, full:].clone()) if full < S else (None, None)
     return KV(
-        _pack(k_codes.view(B, H, full, D), bits), _pack(v_codes, bits), params_k.squeeze(3), params_v.squeeze(3), *tail, bits, group
-    )  # fmt: skip
+        _pack(k_codes.view(B, H, full, D), bits),
+        _pack(v_codes, bits),
+        params_k.squeeze(3),
+        params_v.squeeze(3),
+        *tail,
+        bits,
+        group,
+    )
 
 
 def dequantize_kv(cache: KV, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:

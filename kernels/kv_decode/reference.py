@@ -1,4 +1,5 @@
-"""Dequantise, mask, softmax, multiply, in float32 and plain torch on any device: what other implementations are held against."""
+"""Dequantise, mask, softmax, multiply, in float32 and plain torch on any device: what other implementations are held
+against."""
 
 import torch
 from torch import Tensor

@@ -7,7 +7,8 @@ prepare()  # bfloat16 in the interpreter
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-# Four bytes of codes -> float16, exactly, minus the middle code: 0x6400 | c is 1024 + c; 0x6400 | c << 4 is 1024 + 16 c.
+# Four bytes of codes -> float16, exactly, minus the middle code: 0x6400 | c is 1024 + c; 0x6400 | c << 4 is 1024 + 16
+# c.
 CENTRED_8 = tl.constexpr("""{
 .reg .b32 a, b, m;
 mov.b32 m, 0xE480E480;
@@ -47,7 +48,9 @@ def centred_8(codes, ASM: tl.constexpr):
 def centred_4(codes, ASM: tl.constexpr):
     """uint8 -> two of float16: low nibble - 8, high nibble - 8."""
     if ASM:
-        return tl.inline_asm_elementwise(CENTRED_4, "=r,=r,=r,=r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=4)
+        return tl.inline_asm_elementwise(
+            CENTRED_4, "=r,=r,=r,=r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+        )
     else:
         pair = codes.to(tl.int16)
         low = ((pair & 15) | 0x6400).to(tl.float16, bitcast=True) - 1032.0
@@ -72,7 +75,8 @@ def visible_range(starts, lengths, i, base, S, total):
 
 @triton.jit
 def span(starts, lengths, i, split, splits, base, S, total, heads, STEP: tl.constexpr):
-    """Positions [first, last) of row i that this program reads: as many in every program, so that short rows need fewer."""
+    """Positions [first, last) of row i that this program reads: as many in every program, so that short rows need
+    fewer."""
     begin, end, _ = visible_range(starts, lengths, i, base, S, total)
     longest = tl.cdiv(end, STEP) - begin // STEP
     for at in range(0, tl.where(splits > 1, heads, 0), 256):
@@ -99,11 +103,42 @@ def finish(acc, m, sum_p, out, partial, stats, rows, R, D, d_):
 
 @triton.jit(do_not_specialize=["base", "S", "total", "slot", "slots", "splits"])
 def dense_kernel(
-    q, k, v, starts, lengths, partial, stats, scores,
-    q_batch, q_head, q_token, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    base, S, total, slot, slots, splits, heads, kv_heads, G, T_q, D, factor, cap,
-    SOFTCAP: tl.constexpr, SCORES: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    starts,
+    lengths,
+    partial,
+    stats,
+    scores,
+    q_batch,
+    q_head,
+    q_token,
+    k_batch,
+    k_head,
+    k_row,
+    v_batch,
+    v_head,
+    v_row,
+    base,
+    S,
+    total,
+    slot,
+    slots,
+    splits,
+    heads,
+    kv_heads,
+    G,
+    T_q,
+    D,
+    factor,
+    cap,
+    SOFTCAP: tl.constexpr,
+    SCORES: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     split = tl.program_id(0) % splits
     block = tl.program_id(0) // splits
     R = G * T_q
@@ -155,15 +190,57 @@ def dense_kernel(
 
 @triton.jit(do_not_specialize=["base", "S", "total", "slot", "slots", "splits"])
 def quantised_kernel(
-    q, k, v, k_words, v_words, starts, lengths, partial, stats, scores,
-    q_batch, q_head, q_token, k_batch, k_head, k_row, v_batch, v_head, v_group, v_channel,
-    kw_batch, kw_head, kw_group, vw_batch, vw_head,
-    base, S, total, slot, slots, splits, heads, kv_heads, G, T_q, D, factor, cap,
-    BITS: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, ASM: tl.constexpr, OPERAND: tl.constexpr,
-    SOFTCAP: tl.constexpr, SCORES: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    # Everything is transposed: scores [positions, rows], acc [D, rows]. Codes are the first operand of each product, which
-    # registers hold as they come out of memory, and eight rows need no padding to sixteen.
+    q,
+    k,
+    v,
+    k_words,
+    v_words,
+    starts,
+    lengths,
+    partial,
+    stats,
+    scores,
+    q_batch,
+    q_head,
+    q_token,
+    k_batch,
+    k_head,
+    k_row,
+    v_batch,
+    v_head,
+    v_group,
+    v_channel,
+    kw_batch,
+    kw_head,
+    kw_group,
+    vw_batch,
+    vw_head,
+    base,
+    S,
+    total,
+    slot,
+    slots,
+    splits,
+    heads,
+    kv_heads,
+    G,
+    T_q,
+    D,
+    factor,
+    cap,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
+    ASM: tl.constexpr,
+    OPERAND: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SCORES: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    # Everything is transposed: scores [positions, rows], acc [D, rows]. Codes are the first operand of each product,
+    # which registers hold as they come out of memory, and eight rows need no padding to sixteen.
     split = tl.program_id(0) % splits
     block = tl.program_id(0) // splits
     R = G * T_q
@@ -233,7 +310,9 @@ def quantised_kernel(
             v_codes = tl.load(v_at + at_v, mask=(d_ < D)[:, None], other=0)
             scale, offset = parameters(tl.load(words + c_, mask=c_ < C, other=0))
         scaled = (q_low * scale[:, None]).to(OPERAND)
-        constant = q_low * (offset + MIDDLE * scale)[:, None]  # the part of a score that is the same for the whole group
+        constant = (
+            q_low * (offset + MIDDLE * scale)[:, None]
+        )  # the part of a score that is the same for the whole group
         if BITS == 8:
             s = tl.dot(centred_8(k_codes, ASM).to(OPERAND), scaled, input_precision="ieee")
         else:

@@ -12,7 +12,7 @@ import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from kernels.aot import Compilation  # noqa: E402
+from kernels.harness.aot import Compilation  # noqa: E402
 from kernels.kv_decode.layout import KV  # noqa: E402
 from kernels.kv_decode.spans import dense_kernel, quantised_kernel, visible_range  # noqa: E402
 from kernels.tuning import configuration  # noqa: E402
@@ -83,8 +83,8 @@ def heuristic(bits: int, group: int, block_d: int, rows: int, itemsize: int) -> 
 
     Returns:
         STEP:    positions per turn of the loop; at most a group.
-        PER_SM:  programs asked for per multiprocessor: a multiple of the two or three of four warps that its registers hold
-                 (four of two warps, eight of one), so that the last round of programs is as full as the first.
+        PER_SM:  programs asked for per multiprocessor: a multiple of the two or three of four warps that its registers
+                 hold (four of two warps, eight of one), so that the last round of programs is as full as the first.
     """
     if itemsize == 4:
         step, num_warps = 32 if bits < 16 or block_d <= 64 else 16, 4 if bits < 16 and block_d <= 128 else 8
@@ -100,7 +100,8 @@ def heuristic(bits: int, group: int, block_d: int, rows: int, itemsize: int) -> 
 
 
 def rows_of(bits: int, group: int, D: int, R: int, itemsize: int) -> int:
-    """Rows (query heads of a kv head, times tokens) that one program takes; with more of them the cache is read again."""
+    """Rows (query heads of a kv head, times tokens) that one program takes; with more of them the cache is read
+    again."""
     if bits == 16:
         widest = 16 if itemsize == 4 else 64 if D <= 128 else 32
         return min(max(triton.next_power_of_2(R), 16), widest)
@@ -138,30 +139,67 @@ def kv_decode(
     for (bits, base, S), c in zip(parts, chosen, strict=True):
         counts = (base, S, total, slot, slots, c["splits"], heads, kv_heads, H_q // kv_heads, T_q, D, factor, cap)
         constants = {
-            "SOFTCAP": softcap > 0, "SCORES": return_mass, "ROWS": c["ROWS"], "STEP": c["STEP"],
-            "BLOCK_D": c["BLOCK_D"], "num_warps": c["num_warps"], "num_stages": c["num_stages"],
-        }  # fmt: skip
+            "SOFTCAP": softcap > 0,
+            "SCORES": return_mass,
+            "ROWS": c["ROWS"],
+            "STEP": c["STEP"],
+            "BLOCK_D": c["BLOCK_D"],
+            "num_warps": c["num_warps"],
+            "num_stages": c["num_stages"],
+        }
         grid = (heads * -(-R // c["ROWS"]) * c["splits"],)
         if bits == 16:
             k, v = (cache.tail_k, cache.tail_v) if base or cache.bits != 16 else (cache.k, cache.v)
             dense_kernel[grid](
-                q, k, v, starts, lengths, partial, stats, scores, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-                *counts, **constants,
-            )  # fmt: skip
+                q,
+                k,
+                v,
+                starts,
+                lengths,
+                partial,
+                stats,
+                scores,
+                *q.stride()[:3],
+                *k.stride()[:3],
+                *v.stride()[:3],
+                *counts,
+                **constants,
+            )
         else:
-            k_words, v_words = cache.params_k.view(torch.int32).squeeze(-1), cache.params_v.view(torch.int32).squeeze(-1)
+            k_words, v_words = (
+                cache.params_k.view(torch.int32).squeeze(-1),
+                cache.params_v.view(torch.int32).squeeze(-1),
+            )
             quantised_kernel[grid](
-                q, cache.k, cache.v, k_words, v_words, starts, lengths, partial, stats, scores,
-                *q.stride()[:3], *cache.k.stride()[:3], *cache.v.stride()[:4], *k_words.stride()[:3], *v_words.stride()[:2],
-                *counts, BITS=bits, GROUP=cache.group, EVEN=c["BLOCK_D"] == D, ASM=not interpreting(),
-                OPERAND=tl.float32 if q.dtype == torch.float32 else tl.float16, **constants,
-            )  # fmt: skip
+                q,
+                cache.k,
+                cache.v,
+                k_words,
+                v_words,
+                starts,
+                lengths,
+                partial,
+                stats,
+                scores,
+                *q.stride()[:3],
+                *cache.k.stride()[:3],
+                *cache.v.stride()[:4],
+                *k_words.stride()[:3],
+                *v_words.stride()[:2],
+                *counts,
+                BITS=bits,
+                GROUP=cache.group,
+                EVEN=c["BLOCK_D"] == D,
+                ASM=not interpreting(),
+                OPERAND=tl.float32 if q.dtype == torch.float32 else tl.float16,
+                **constants,
+            )
         slot += c["splits"]
     lse = torch.empty(heads * R, dtype=torch.float32, device=q.device)
     merged = 16 if slots <= 16 else 128
     merge_kernel[(heads * R,)](
         partial, stats, y, lse, slots, R, D, SLOTS=merged, BLOCK_D=triton.next_power_of_2(D), num_warps=SLOTS[merged]
-    )  # fmt: skip
+    )
     if return_mass:
         mass_kernel[(heads * triton.cdiv(total, MASS_BLOCK),)](
             scores, lse, starts, lengths, mass, total, R, BLOCK=MASS_BLOCK, num_warps=4
@@ -193,11 +231,25 @@ def candidates_for(bits: int, group: int) -> list[dict]:
 
 def shipped() -> list[Compilation]:
     """What calls reach by the heuristic: the dtypes, groups and widths in use, with and without the mass."""
-    found = [_spans("bf16", bits, group, D, R) for bits, group, D, R in (
-        (16, 0, 128, 4), (16, 0, 64, 3), (16, 0, 80, 1), (16, 0, 256, 8), (16, 0, 128, 64),
-        (8, 128, 128, 4), (8, 64, 64, 3), (8, 64, 128, 16), (8, 32, 256, 8),
-        (4, 128, 128, 4), (4, 64, 128, 7), (4, 64, 128, 16), (4, 32, 80, 1), (4, 128, 256, 8),
-    )]  # fmt: skip
+    found = [
+        _spans("bf16", bits, group, D, R)
+        for bits, group, D, R in (
+            (16, 0, 128, 4),
+            (16, 0, 64, 3),
+            (16, 0, 80, 1),
+            (16, 0, 256, 8),
+            (16, 0, 128, 64),
+            (8, 128, 128, 4),
+            (8, 64, 64, 3),
+            (8, 64, 128, 16),
+            (8, 32, 256, 8),
+            (4, 128, 128, 4),
+            (4, 64, 128, 7),
+            (4, 64, 128, 16),
+            (4, 32, 80, 1),
+            (4, 128, 256, 8),
+        )
+    ]
     found += [_spans("bf16", bits, group, 128, 4, mass=True) for bits, group in ((16, 0), (8, 128), (4, 128))]
     found += [_spans("fp16", 16, 0, 128, 4, softcap=True), _spans("fp16", 4, 64, 128, 4, softcap=True)]
     found += [_spans("fp32", 16, 0, 128, 4), _spans("fp32", 8, 64, 128, 4), _spans("fp32", 4, 64, 128, 4)]
@@ -205,7 +257,15 @@ def shipped() -> list[Compilation]:
     for D, (slots, warps) in product((64, 128, 256), SLOTS.items()):
         constants = {"SLOTS": slots, "BLOCK_D": D}
         found.append(Compilation(f"kv_decode merge {slots} d{D}", merge_kernel, merge, constants, warps, 3, ("D",)))
-    mass = {"scores": "*fp32", "lse": "*fp32", "starts": "*i32", "lengths": "*i32", "mass": "*fp32", "total": "i32", "R": "i32"}
+    mass = {
+        "scores": "*fp32",
+        "lse": "*fp32",
+        "starts": "*i32",
+        "lengths": "*i32",
+        "mass": "*fp32",
+        "total": "i32",
+        "R": "i32",
+    }
     found.append(Compilation("kv_decode mass", mass_kernel, mass, {"BLOCK": MASS_BLOCK}, 4))
     return found
 
@@ -225,7 +285,9 @@ def _spans(dtype: str, bits: int, group: int, D: int, R: int, mass: bool = False
         operand = tl.float32 if dtype == "fp32" else tl.float16
         constants |= {"BITS": bits, "GROUP": group, "EVEN": block_d == D, "ASM": True, "OPERAND": operand}
     counts = ["base", "S", "total", "slot", "slots", "splits", "heads", "kv_heads", "G", "T_q", "D"]
-    arguments = {name: f"*{kind}" for name, kind in (pointers | dict.fromkeys(("partial", "stats", "scores"), "fp32")).items()}
+    arguments = {
+        name: f"*{kind}" for name, kind in (pointers | dict.fromkeys(("partial", "stats", "scores"), "fp32")).items()
+    }
     arguments |= dict.fromkeys(strides + counts, "i32") | {"factor": "fp32", "cap": "fp32"}
     kind = dtype if bits == 16 else f"{dtype} int{bits} g{group}"
     name = f"kv_decode {kind} d{D} rows{R}{' mass' if mass else ''}{' capped' if softcap else ''}"

@@ -1,4 +1,5 @@
-"""`lut_matmul`: y = x Wᵀ with W stored as indices into a table of 8 or 16 values. See README.md for layout, cost and limits."""
+"""`lut_matmul`: y = x Wᵀ with W stored as indices into a table of 8 or 16 values. See README.md for layout, cost and
+limits."""
 
 import torch
 from torch import Tensor
@@ -25,8 +26,8 @@ def lut_matmul(x: Tensor, w: Codebook, *, impl: str = "auto") -> Tensor:
     Args:
         x: [..., in]; float32, bfloat16 or float16; any strides; may be empty.
         w: [out, in], packed (`Codebook`).
-        impl: "reference" (dequantise and multiply; any layout, any device), "cpu" (`panels`, see `to_panels`), "triton" (`rows`,
-            on a CUDA GPU) or "auto".
+        impl: "reference" (dequantise and multiply; any layout, any device), "cpu" (`panels`, see `to_panels`), "triton"
+            (`rows`, on a CUDA GPU) or "auto".
 
     Returns:
         [..., out] in x's dtype
@@ -41,7 +42,8 @@ def lut_matmul(x: Tensor, w: Codebook, *, impl: str = "auto") -> Tensor:
     triton = w.layout == "rows" and triton_takes(x.device) and x.dtype in panels.DTYPES
     if impl == "triton" and not triton:
         raise ValueError(
-            f"`impl` (='triton') needs rows on a CUDA GPU, and triton installed, not {w.layout} with {x.dtype} on {x.device}"
+            f"`impl` (='triton') needs rows on a CUDA GPU, and triton installed, not {w.layout} with {x.dtype} on "
+            f"{x.device}"
         )
     cpu = w.layout == "panels" and panels_fit(w, x.dtype, x.device)
     if impl == "cpu" and not cpu:
@@ -56,9 +58,17 @@ def lut_matmul(x: Tensor, w: Codebook, *, impl: str = "auto") -> Tensor:
 
 @torch.library.custom_op("workbench::lut_matmul", mutates_args=())
 def _op(
-    x: Tensor, codes: Tensor, table: Tensor, scale: Tensor | None,
-    layout: str, bits: int, group_size: int, out_features: int, in_features: int, use: str,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    codes: Tensor,
+    table: Tensor,
+    scale: Tensor | None,
+    layout: str,
+    bits: int,
+    group_size: int,
+    out_features: int,
+    in_features: int,
+    use: str,
+) -> Tensor:
     # Opaque to the compiler on purpose: were the look-up traced, freezing would fold it into a dense weight.
     w = Codebook(layout, codes, table, scale, bits, group_size, (out_features, in_features))
     flat = x.reshape(-1, in_features)

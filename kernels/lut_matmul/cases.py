@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.cases import TOLERANCE, Asked, Check, Contest
+from kernels.harness.cases import TOLERANCE, Asked, Check, Contest
 from kernels.int_matmul.cases import MOST, group_size_of
 from kernels.interpreter import triton_takes
 from kernels.linear.onednn import lay_out, product
@@ -18,13 +18,23 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 def checks(device: torch.device) -> list[Check]:
     cases = (  # table, out, in, group (None: no scales), tokens, dtype
-        ("NF4", 48, 512, 64, (1,), BF16), ("NF4", 37, 640, 128, (3,), FP16), ("FP4", 40, 256, 32, (2, 3), FP16),
-        ("NF4", 131, 384, 64, (33,), BF16), ("16 a row", 48, 512, None, (1,), BF16), ("16 a row", 70, 200, None, (16,), FP16),
-        ("16 a row", 70, 256, None, (20,), FP16), ("16", 33, 60, 12, (5,), BF16), ("NF4", 24, 128, 64, (4,), FP32),
-        ("8 a row", 48, 384, None, (1,), BF16), ("8", 40, 256, 128, (9,), FP16), ("8 a row", 70, 256, None, (18,), BF16),
-        ("8", 21, 192, 64, (3,), BF16), ("8 a row", 5, 7, None, (2,), FP16), ("NF4", 48, 256, 64, (600,), BF16),
+        ("NF4", 48, 512, 64, (1,), BF16),
+        ("NF4", 37, 640, 128, (3,), FP16),
+        ("FP4", 40, 256, 32, (2, 3), FP16),
+        ("NF4", 131, 384, 64, (33,), BF16),
+        ("16 a row", 48, 512, None, (1,), BF16),
+        ("16 a row", 70, 200, None, (16,), FP16),
+        ("16 a row", 70, 256, None, (20,), FP16),
+        ("16", 33, 60, 12, (5,), BF16),
+        ("NF4", 24, 128, 64, (4,), FP32),
+        ("8 a row", 48, 384, None, (1,), BF16),
+        ("8", 40, 256, 128, (9,), FP16),
+        ("8 a row", 70, 256, None, (18,), BF16),
+        ("8", 21, 192, 64, (3,), BF16),
+        ("8 a row", 5, 7, None, (2,), FP16),
+        ("NF4", 48, 256, 64, (600,), BF16),
         ("NF4", 32, 128, 64, (0,), BF16),
-    )  # fmt: skip
+    )
     generator = torch.Generator().manual_seed(0)
     found = []
     for table, out, columns, group_size, tokens, dtype in cases:
@@ -103,7 +113,9 @@ def _gpu(
         if kind == "NF4":
             scale = torch.rand(out, columns // group_size, device=device).mul_(0.01).to(dtype)
             return Codebook("rows", codes, NF4.to(device), scale, bits, group_size, shape)
-        return Codebook("rows", codes, torch.randn(out, 1 << bits, device=device, dtype=dtype), None, bits, group_size, shape)
+        return Codebook(
+            "rows", codes, torch.randn(out, 1 << bits, device=device, dtype=dtype), None, bits, group_size, shape
+        )
 
     small = [weight() for _ in range(copies)]
     dense = [torch.randn(out, columns, device=device, dtype=dtype) for _ in range(copies)]
@@ -116,12 +128,21 @@ def _gpu(
         contestants |= _bitsandbytes(x, dense)
     tables = 2 * out * columns // group_size if kind == "NF4" else 2 * out << bits
     return Contest(
-        op="lut_matmul", detail=f"{kind} g{group_size}" if kind == "NF4" else kind, shape=shape, tokens=tokens,
-        contestants=contestants, copies=copies, ours="triton", baseline=name, rate=name,
-        least_bytes=out * columns * bits // 8 + tables + 2 * tokens * (out + columns), flops=2 * tokens * out * columns,
+        op="lut_matmul",
+        detail=f"{kind} g{group_size}" if kind == "NF4" else kind,
+        shape=shape,
+        tokens=tokens,
+        contestants=contestants,
+        copies=copies,
+        ours="triton",
+        baseline=name,
+        rate=name,
+        least_bytes=out * columns * bits // 8 + tables + 2 * tokens * (out + columns),
+        flops=2 * tokens * out * columns,
         goal=3.0 if kind == "NF4" and tokens == 1 and out == 14336 else None,
-        tune_key=key(small[0], tokens), candidates=candidates(small[0], tokens),
-    )  # fmt: skip
+        tune_key=key(small[0], tokens),
+        candidates=candidates(small[0], tokens),
+    )
 
 
 def _bitsandbytes(x: Tensor, dense: list[Tensor]) -> dict[str, Callable[[int], object]]:
@@ -152,12 +173,19 @@ def _cpu(shape: tuple[int, int], tokens: int, dtype: torch.dtype) -> Iterator[Co
     packed = [lay_out(W, tokens) for W in dense]
     name = str(dtype).removeprefix("torch.")
     yield Contest(
-        op="lut_matmul", detail=f"NF4 g{group_size}", shape=shape, tokens=tokens,
+        op="lut_matmul",
+        detail=f"NF4 g{group_size}",
+        shape=shape,
+        tokens=tokens,
         contestants={
             "panels": lambda i: lut_matmul(x, small[i], impl="cpu"),
             f"{name} prepacked": lambda i: product(x, packed[i]),
-        } | _bitsandbytes(x, dense),
-        copies=copies, ours="panels", baseline=f"{name} prepacked", rate="bfloat16" if dtype == BF16 else "float32",
+        }
+        | _bitsandbytes(x, dense),
+        copies=copies,
+        ours="panels",
+        baseline=f"{name} prepacked",
+        rate="bfloat16" if dtype == BF16 else "float32",
         least_bytes=out * columns // 2 + 2 * out * columns // group_size + 2 * tokens * (out + columns),
         flops=2 * tokens * out * columns,
-    )  # fmt: skip
+    )

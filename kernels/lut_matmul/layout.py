@@ -27,7 +27,9 @@ class Codebook(NamedTuple):
     shape: tuple[int, int]  # (out, in)
 
 
-def pack_codebook(codes: Tensor, table: Tensor, scale: Tensor | None = None, *, group_size: int | None = None) -> Codebook:
+def pack_codebook(
+    codes: Tensor, table: Tensor, scale: Tensor | None = None, *, group_size: int | None = None
+) -> Codebook:
     """Store indices and their table.
 
     Args:
@@ -47,7 +49,9 @@ def pack_codebook(codes: Tensor, table: Tensor, scale: Tensor | None = None, *, 
     if group_size < 1 or columns % group_size:
         raise ValueError(f"`group_size` (={group_size}) must divide in_features (={columns})")
     if scale is not None and scale.shape != (out, columns // group_size):
-        raise ValueError(f"`scale` {tuple(scale.shape)} must be [out, in / group_size] (={(out, columns // group_size)})")
+        raise ValueError(
+            f"`scale` {tuple(scale.shape)} must be [out, in / group_size] (={(out, columns // group_size)})"
+        )
     if codes.numel() and not 0 <= int(codes.min()) <= int(codes.max()) < entries:
         raise ValueError(f"`codes` lie in [{int(codes.min())}, {int(codes.max())}]; the table has {entries} entries")
     bits = entries.bit_length() - 1
@@ -60,23 +64,41 @@ def unpack_codebook(w: Codebook) -> Tensor:
 
 
 def normal_float(positive: int, negative: int) -> Tensor:
-    """NormalFloat: quantiles of N(0, 1) at evenly spaced probabilities, `negative` below zero, zero, `positive` above; / max.
+    """NormalFloat: quantiles of N(0, 1) at evenly spaced probabilities, `negative` below zero, zero, `positive` above;
+    / max.
 
     The outermost probability leaves 1/2 (1/32 + 1/30) to each side (QLoRA, arXiv:2305.14314, appendix E).
     """
     outermost = 1 - (1 / 32 + 1 / 30) / 2
     above, below = (
-        torch.special.ndtri(torch.linspace(outermost, 0.5, n + 1, dtype=torch.float64)[:-1]) for n in (positive, negative)
+        torch.special.ndtri(torch.linspace(outermost, 0.5, n + 1, dtype=torch.float64)[:-1])
+        for n in (positive, negative)
     )
     values = torch.cat([-below, torch.zeros(1, dtype=torch.float64), above.flip(0)])
     return (values / values.max()).float()
 
 
-# As printed in QLoRA's appendix E, ascending: `normal_float(8, 7)` up to 2e-7, and what codes elsewhere were rounded with.
-NF4 = torch.tensor([
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-])  # fmt: skip
+# As printed in QLoRA's appendix E, ascending: `normal_float(8, 7)` up to 2e-7, and what codes elsewhere were rounded
+# with.
+NF4 = torch.tensor(
+    [
+        -1.0,
+        -0.6961928009986877,
+        -0.5250730514526367,
+        -0.39491748809814453,
+        -0.28444138169288635,
+        -0.18477343022823334,
+        -0.09105003625154495,
+        0.0,
+        0.07958029955625534,
+        0.16093020141124725,
+        0.24611230194568634,
+        0.33791524171829224,
+        0.44070982933044434,
+        0.5626170039176941,
+        0.7229568362236023,
+        1.0,
+    ]
+)
 # A sign, two bits of exponent and one of mantissa in the order that bitsandbytes gives them; code 1 is its subnormal.
 FP4 = torch.tensor([0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -3]) / 12  # [16]

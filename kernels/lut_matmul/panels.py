@@ -1,4 +1,5 @@
-"""The `panels` layout of a codebook, for the C++ kernel of `kernels.native`: that of `kernels.int_matmul.panels`, with a table."""
+"""The `panels` layout of a codebook, for the C++ kernel of `kernels.native`: that of `kernels.int_matmul.panels`, with
+a table."""
 
 import torch
 from torch import Tensor
@@ -9,7 +10,8 @@ from kernels.lut_matmul.layout import Codebook, pack_codebook, unpack_codebook
 
 
 def panels_fit(w: Codebook, dtype: torch.dtype, device: torch.device) -> bool:
-    """Can the C++ kernel take this weight, with activations of this dtype, here? One table for the whole weight only."""
+    """Can the C++ kernel take this weight, with activations of this dtype, here? One table for the whole weight
+    only."""
     return (
         device.type == "cpu"
         and w.table.dim() == 1
@@ -22,7 +24,8 @@ def panels_fit(w: Codebook, dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def to_panels(w: Codebook) -> Codebook:
-    """`rows` -> `panels`: codes int32 [out/16, in/8, 16]; table float32 [16]; scale [groups, out], ones where there was none.
+    """`rows` -> `panels`: codes int32 [out/16, in/8, 16]; table float32 [16]; scale [groups, out], ones where there was
+    none.
 
     Bit for bit the same weight; a table of eight entries is repeated, and `out` rounded up to 16.
     """
@@ -32,7 +35,8 @@ def to_panels(w: Codebook) -> Codebook:
 
 
 def to_rows(w: Codebook) -> Codebook:
-    """`panels` -> `rows`: the inverse of `to_panels`, with the table in float32 and scales of one where there were none."""
+    """`panels` -> `rows`: the inverse of `to_panels`, with the table in float32 and scales of one where there were
+    none."""
     table, codes = w.table[: 1 << w.bits], from_words(w.codes, w.shape[0])
     return pack_codebook(codes, table, w.scale[:, : w.shape[0]].t().contiguous(), group_size=w.group_size)
 

@@ -1,7 +1,8 @@
-"""The Triton kernels of `lut_matmul`: as those of `int_matmul`, with a table in place of arithmetic. triton.py launches them.
+"""The Triton kernels of `lut_matmul`: as those of `int_matmul`, with a table in place of arithmetic. triton.py launches
+them.
 
-Eight entries of 16 bits are four registers, two of low bytes and two of high bytes; one PRMT looks four codes up in two of
-them at once, because its selector is four nibbles, which is how the codes lie in memory.
+Eight entries of 16 bits are four registers, two of low bytes and two of high bytes; one PRMT looks four codes up in two
+of them at once, because its selector is four nibbles, which is how the codes lie in memory.
 """
 
 from kernels.interpreter import prepare
@@ -57,9 +58,21 @@ def nibbles(words, BITS: tl.constexpr):
 
 @triton.jit
 def look_up(
-    words, l0, l1, l2, l3, h0, h1, h2, h3, magic,
-    BITS: tl.constexpr, S0: tl.constexpr, DTYPE: tl.constexpr, PRMT: tl.constexpr,
-):  # fmt: skip
+    words,
+    l0,
+    l1,
+    l2,
+    l3,
+    h0,
+    h1,
+    h2,
+    h3,
+    magic,
+    BITS: tl.constexpr,
+    S0: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRMT: tl.constexpr,
+):
     """Table entries of codes.
 
     Args:
@@ -68,7 +81,8 @@ def look_up(
         magic: 0x32103210, an argument of the kernel for the reason that `int_matmul`'s is.
 
     Returns:
-        [BATCH, BLOCK_N, chunks, V, 2, 4, 2, 2] where S0 = 2 (mma.sync), [BATCH, BLOCK_N, chunks, V, 2, 2, 4, 2] where it is 1
+        [BATCH, BLOCK_N, chunks, V, 2, 4, 2, 2] where S0 = 2 (mma.sync), [BATCH, BLOCK_N, chunks, V, 2, 2, 4, 2] where
+        it is 1
     """
     codes = nibbles(words, BITS)
     upper = (tl.arange(0, 2) * 16)[None, None, None, None, :, None, None]  # a selector is the low 16 bits
@@ -89,7 +103,8 @@ def look_up(
 
 @triton.jit
 def tables(table, row, ENTRIES: tl.constexpr, PER_ROW: tl.constexpr, DTYPE: tl.constexpr):
-    """The eight arguments of `look_up`; row: int64 [BLOCK_N]. Of eight entries, the last four of them are not looked at."""
+    """The eight arguments of `look_up`; row: int64 [BLOCK_N]. Of eight entries, the last four of them are not looked
+    at."""
     at = table
     if PER_ROW:
         at = table + row * ENTRIES
@@ -115,11 +130,33 @@ def scales(s_row, k, K, GROUP: tl.constexpr, SCALED: tl.constexpr):
 
 @triton.jit
 def few(
-    x, codes, table, scale, y, M, N, K, x_stride, row_units, groups, iterations, magic,
-    BITS: tl.constexpr, GROUP: tl.constexpr, SCALED: tl.constexpr, PER_ROW: tl.constexpr, EVEN: tl.constexpr,
-    UNIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, V: tl.constexpr,
-    WARPS: tl.constexpr, WORD_SCALES: tl.constexpr, PRMT: tl.constexpr,
-):  # fmt: skip
+    x,
+    codes,
+    table,
+    scale,
+    y,
+    M,
+    N,
+    K,
+    x_stride,
+    row_units,
+    groups,
+    iterations,
+    magic,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALED: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    EVEN: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    V: tl.constexpr,
+    WARPS: tl.constexpr,
+    WORD_SCALES: tl.constexpr,
+    PRMT: tl.constexpr,
+):
     """y[m, n] = sum of W[n, k] x[m, k] over k, with mma.sync; the arguments are those of `int_matmul`'s `few`."""
     DTYPE: tl.constexpr = x.dtype.element_ty
     RUN: tl.constexpr = 32 if BITS == 3 else 8  # codes in what `load_words` loads
@@ -146,7 +183,9 @@ def few(
             xv = tl.load(x_at, mask=(m < M)[None, :, None], other=0.0)
         else:
             xv = tl.load(x_at, mask=(m < M)[None, :, None] & (column < K), other=0.0)
-        xv = xv.reshape(WARPS, BLOCK_M, BLOCK_K // (32 * V), 4, V, 2, 4)  # chunks, lanes, words, halves of a word, codes
+        xv = xv.reshape(
+            WARPS, BLOCK_M, BLOCK_K // (32 * V), 4, V, 2, 4
+        )  # chunks, lanes, words, halves of a word, codes
         xv = xv.trans(0, 2, 4, 5, 3, 6, 1).reshape(WARPS, BLOCK_K, BLOCK_M)
         s_next = s
         if GROUP > 0 and not WORD_SCALES:  # loaded one round early: nothing else would hide its latency
@@ -175,10 +214,30 @@ def few(
 
 @triton.jit
 def many(
-    x, codes, table, scale, y, M, N, K, x_stride, row_units, groups, iterations, magic,
-    BITS: tl.constexpr, GROUP: tl.constexpr, SCALED: tl.constexpr, PER_ROW: tl.constexpr, UNIT: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, V: tl.constexpr, PRMT: tl.constexpr,
-):  # fmt: skip
+    x,
+    codes,
+    table,
+    scale,
+    y,
+    M,
+    N,
+    K,
+    x_stride,
+    row_units,
+    groups,
+    iterations,
+    magic,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALED: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    V: tl.constexpr,
+    PRMT: tl.constexpr,
+):
     """y[split, m, n] = sum of W[n, k] x[m, k] over the split's k, with wgmma; as `int_matmul`'s `many`."""
     DTYPE: tl.constexpr = x.dtype.element_ty
     RUN: tl.constexpr = 32 if BITS == 3 else 8
@@ -220,9 +279,22 @@ def many(
 
 @triton.jit
 def dequantise(
-    codes, table, scale, out, first, end, K, row_bytes, groups, group_size, table_stride,
-    BITS: tl.constexpr, SCALED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    codes,
+    table,
+    scale,
+    out,
+    first,
+    end,
+    K,
+    row_bytes,
+    groups,
+    group_size,
+    table_stride,
+    BITS: tl.constexpr,
+    SCALED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """out[n - first, k] = table[code] * scale for rows first <= n < end; the table is found in the L1 cache."""
     n = first + tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     row = tl.minimum(n, end - 1).to(tl.int64)[:, None]

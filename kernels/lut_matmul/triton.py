@@ -1,4 +1,5 @@
-"""`lut_matmul` with Triton: which kernel takes a product, and how it is launched. As for `int_matmul`, whose plans it uses."""
+"""`lut_matmul` with Triton: which kernel takes a product, and how it is launched. As for `int_matmul`, whose plans it
+uses."""
 
 from kernels.interpreter import interpreting, prepare
 
@@ -8,7 +9,7 @@ import torch  # noqa: E402
 import triton  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from kernels.aot import Compilation  # noqa: E402
+from kernels.harness.aot import Compilation  # noqa: E402
 from kernels.int_matmul.layout import Packed  # noqa: E402
 from kernels.int_matmul.triton import (  # noqa: E402
     aligned,
@@ -19,7 +20,7 @@ from kernels.int_matmul.triton import (  # noqa: E402
     gathered,
     outputs,
     slab_by_slab,
-)  # fmt: skip
+)
 from kernels.int_matmul.triton import candidates as int_candidates  # noqa: E402
 from kernels.int_matmul.triton import heuristic as int_heuristic  # noqa: E402
 from kernels.lut_matmul.layout import Codebook  # noqa: E402
@@ -54,7 +55,11 @@ def lut_matmul(x: Tensor, w: Codebook) -> Tensor:
     assert w.layout == "rows" and x.dim() == 2
     if x.shape[0] == 0:
         return x.new_empty(0, w.shape[0])
-    plan = configuration("lut_matmul", key(w, x.shape[0]), heuristic(w, x.shape[0])) if x.dtype in FUSED else {"kind": "dequantise"}
+    plan = (
+        configuration("lut_matmul", key(w, x.shape[0]), heuristic(w, x.shape[0]))
+        if x.dtype in FUSED
+        else {"kind": "dequantise"}
+    )
     x = x if x.stride(1) == 1 else x.contiguous()
     scale = None if w.scale is None else w.scale.contiguous()
     w = w._replace(codes=aligned(w.codes), table=w.table.contiguous(), scale=scale)
@@ -69,12 +74,34 @@ def _launch_few(x: Tensor, w: Codebook, plan: dict) -> Tensor:
     step = warps * cut.columns
     grid = (triton.cdiv(tokens, plan["block_m"]), triton.cdiv(w.shape[0], plan["block_n"]))
     few[grid](
-        x, rows, w.table, w.scale, y, tokens, *w.shape, x.stride(0), rows.shape[1] // unit, columns // w.group_size,
-        triton.cdiv(columns, step), MAGIC,
-        BITS=w.bits, GROUP=cut.group, SCALED=w.scale is not None, PER_ROW=w.table.dim() == 2, EVEN=columns % step == 0,
-        UNIT=unit, BLOCK_N=plan["block_n"], BLOCK_M=plan["block_m"], BLOCK_K=cut.columns, V=cut.words, WARPS=warps,
-        WORD_SCALES=cut.word_scales and w.scale is not None, PRMT=not interpreting(), num_warps=warps, num_stages=plan["stages"],
-    )  # fmt: skip
+        x,
+        rows,
+        w.table,
+        w.scale,
+        y,
+        tokens,
+        *w.shape,
+        x.stride(0),
+        rows.shape[1] // unit,
+        columns // w.group_size,
+        triton.cdiv(columns, step),
+        MAGIC,
+        BITS=w.bits,
+        GROUP=cut.group,
+        SCALED=w.scale is not None,
+        PER_ROW=w.table.dim() == 2,
+        EVEN=columns % step == 0,
+        UNIT=unit,
+        BLOCK_N=plan["block_n"],
+        BLOCK_M=plan["block_m"],
+        BLOCK_K=cut.columns,
+        V=cut.words,
+        WARPS=warps,
+        WORD_SCALES=cut.word_scales and w.scale is not None,
+        PRMT=not interpreting(),
+        num_warps=warps,
+        num_stages=plan["stages"],
+    )
     return y
 
 
@@ -83,17 +110,38 @@ def _launch_many(x: Tensor, w: Codebook, plan: dict) -> Tensor:
     cut, rows, unit = blocks(packed(w)), *as_words(w.codes)
     if columns % cut.columns:  # without columns to add it would be a copy all the same
         x = torch.nn.functional.pad(x, (0, -columns % cut.columns))
-    x = x.view(tokens, -1, 4, cut.words, 4, 2).permute(0, 1, 3, 4, 2, 5).reshape(x.shape)  # as `many` multiplies the columns
+    x = (
+        x.view(tokens, -1, 4, cut.words, 4, 2).permute(0, 1, 3, 4, 2, 5).reshape(x.shape)
+    )  # as `many` multiplies the columns
     iterations, splits = divided(plan, cut, columns)
     y, parts = outputs(x, w.shape[0], splits)
     grid = (triton.cdiv(tokens, plan["block_m"]), triton.cdiv(w.shape[0], plan["block_n"]), splits)
     many[grid](
-        x, rows, w.table, w.scale, parts, tokens, *w.shape, x.shape[1], rows.shape[1] // unit, columns // w.group_size,
-        iterations, MAGIC,
-        BITS=w.bits, GROUP=cut.group, SCALED=w.scale is not None, PER_ROW=w.table.dim() == 2, UNIT=unit,
-        BLOCK_N=plan["block_n"], BLOCK_M=plan["block_m"], BLOCK_K=cut.columns, V=cut.words, PRMT=not interpreting(),
-        num_warps=plan["warps"], num_stages=plan["stages"],
-    )  # fmt: skip
+        x,
+        rows,
+        w.table,
+        w.scale,
+        parts,
+        tokens,
+        *w.shape,
+        x.shape[1],
+        rows.shape[1] // unit,
+        columns // w.group_size,
+        iterations,
+        MAGIC,
+        BITS=w.bits,
+        GROUP=cut.group,
+        SCALED=w.scale is not None,
+        PER_ROW=w.table.dim() == 2,
+        UNIT=unit,
+        BLOCK_N=plan["block_n"],
+        BLOCK_M=plan["block_m"],
+        BLOCK_K=cut.columns,
+        V=cut.words,
+        PRMT=not interpreting(),
+        num_warps=plan["warps"],
+        num_stages=plan["stages"],
+    )
     return gathered(parts, y)
 
 
@@ -103,25 +151,48 @@ def _launch_dequantise(x: Tensor, w: Codebook, plan: dict) -> Tensor:
     def fill(first: int, part: Tensor) -> None:
         grid = (triton.cdiv(columns, 256), triton.cdiv(part.shape[0], 16))
         dequantise[grid](
-            w.codes, w.table, w.scale, part, first, first + part.shape[0], columns, w.codes.shape[1], columns // w.group_size,
-            w.group_size, 1 << w.bits if w.table.dim() == 2 else 0,
-            BITS=w.bits, SCALED=w.scale is not None, ROWS=16, COLUMNS=256, num_warps=4,
-        )  # fmt: skip
+            w.codes,
+            w.table,
+            w.scale,
+            part,
+            first,
+            first + part.shape[0],
+            columns,
+            w.codes.shape[1],
+            columns // w.group_size,
+            w.group_size,
+            1 << w.bits if w.table.dim() == 2 else 0,
+            BITS=w.bits,
+            SCALED=w.scale is not None,
+            ROWS=16,
+            COLUMNS=256,
+            num_warps=4,
+        )
 
     return slab_by_slab(x, w.shape, fill)
 
 
 def shipped() -> list[Compilation]:
     """What the heuristic reaches, at representative widths (in = 4096) and dtypes."""
-    found = [_compilation("NF4", dtype, tokens) for dtype, tokens in (("bf16", 1), ("fp16", 1), ("bf16", 16), ("bf16", 64))]
+    found = [
+        _compilation("NF4", dtype, tokens) for dtype, tokens in (("bf16", 1), ("fp16", 1), ("bf16", 16), ("bf16", 64))
+    ]
     found += [_compilation(kind, "bf16", tokens) for kind in ("16 a row", "8 a row") for tokens in (1, 64)]
     for bits, dtype in ((4, "bf16"), (3, "fp32")):
         integers = ("first", "end", "K", "row_bytes", "groups", "group_size", "table_stride")
-        arguments = {"codes": "*u8", "table": "*fp32", "scale": "*bf16", "out": f"*{dtype}", **dict.fromkeys(integers, "i32")}
+        arguments = {
+            "codes": "*u8",
+            "table": "*fp32",
+            "scale": "*bf16",
+            "out": f"*{dtype}",
+            **dict.fromkeys(integers, "i32"),
+        }
         constants = {"BITS": bits, "SCALED": True, "ROWS": 16, "COLUMNS": 256}
         aligned = ("first", "end", "K", "row_bytes", "group_size")
         found.append(
-            Compilation(f"lut_matmul dequantise {bits} bits {dtype}", dequantise, arguments, constants, multiple_of_16=aligned)
+            Compilation(
+                f"lut_matmul dequantise {bits} bits {dtype}", dequantise, arguments, constants, multiple_of_16=aligned
+            )
         )
     return found
 
@@ -133,13 +204,25 @@ def _compilation(kind: str, dtype: str, tokens: int, out: int = 14336, columns: 
     plan, cut = heuristic(w, tokens), blocks(packed(w))
     integers = ("M", "N", "K", "x_stride", "row_units", "groups", "iterations", "magic")
     arguments = {
-        "x": f"*{dtype}", "codes": "*i32", "table": f"*{'bf16' if per_row else 'fp32'}", "scale": "*bf16",
-        "y": "*fp32" if plan.get("splits", 1) > 1 else f"*{dtype}", **dict.fromkeys(integers, "i32"),
-    }  # fmt: skip
+        "x": f"*{dtype}",
+        "codes": "*i32",
+        "table": f"*{'bf16' if per_row else 'fp32'}",
+        "scale": "*bf16",
+        "y": "*fp32" if plan.get("splits", 1) > 1 else f"*{dtype}",
+        **dict.fromkeys(integers, "i32"),
+    }
     constants = {
-        "BITS": bits, "GROUP": cut.group, "SCALED": not per_row, "PER_ROW": per_row, "UNIT": 4, "BLOCK_N": plan["block_n"],
-        "BLOCK_M": plan["block_m"], "BLOCK_K": cut.columns, "V": cut.words, "PRMT": True,
-    }  # fmt: skip
+        "BITS": bits,
+        "GROUP": cut.group,
+        "SCALED": not per_row,
+        "PER_ROW": per_row,
+        "UNIT": 4,
+        "BLOCK_N": plan["block_n"],
+        "BLOCK_M": plan["block_m"],
+        "BLOCK_K": cut.columns,
+        "V": cut.words,
+        "PRMT": True,
+    }
     if per_row:
         constants["scale"] = arguments.pop("scale") and None
     if plan["kind"] == "few":
@@ -147,5 +230,12 @@ def _compilation(kind: str, dtype: str, tokens: int, out: int = 14336, columns: 
     kernel, expects = (few, "HMMA") if plan["kind"] == "few" else (many, "HGMMA")
     aligned = ("N", "K", "x_stride", "row_units", "groups", "magic")
     return Compilation(
-        f"lut_matmul {kind} {dtype} m{tokens}", kernel, arguments, constants, plan["warps"], plan["stages"], aligned, (expects,)
+        f"lut_matmul {kind} {dtype} m{tokens}",
+        kernel,
+        arguments,
+        constants,
+        plan["warps"],
+        plan["stages"],
+        aligned,
+        (expects,),
     )

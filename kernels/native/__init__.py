@@ -1,7 +1,8 @@
 """The C++ kernels of this package: compiled on first use (about a minute), kept, and loaded into torch.
 
-A machine without a C++ compiler, or a build that fails, is no error: `why_not()` says so and the ops that would have used
-them take their next best path, which `registry.ran` names. `WORKBENCH_NATIVE=0` in the environment switches them off.
+A machine without a C++ compiler, or a build that fails, is no error: `why_not()` says so and the ops that would have
+used them take their next best path, which `registry.ran` names. `WORKBENCH_NATIVE=0` in the environment switches them
+off.
 """
 
 import hashlib
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from kernels.timing import first_line
+from kernels.harness.timing import first_line
 
 HERE = Path(__file__).parent
 SOURCES = ("nibble.cpp", "int8.cpp", "kv_decode.cpp")
@@ -42,14 +43,19 @@ def _load_once() -> str | None:
     if os.environ.get("WORKBENCH_NATIVE", "1") == "0":
         return "switched off by WORKBENCH_NATIVE=0"
     try:
-        compiler = shlex.split(os.environ.get("CXX", "")) or [found for name in ("g++", "c++") if (found := shutil.which(name))][:1]
+        compiler = (
+            shlex.split(os.environ.get("CXX", ""))
+            or [found for name in ("g++", "c++") if (found := shutil.which(name))][:1]
+        )
         library = _place(compiler)
         if not library.exists():
             if not compiler:
                 return _told("no C++ compiler (g++) was found")
             _build(compiler, library)
         torch.ops.load_library(library)
-    except Exception as error:  # no home, a cache that cannot be written, no setuptools, a compiler of another kind, ...
+    except (
+        Exception
+    ) as error:  # no home, a cache that cannot be written, no setuptools, a compiler of another kind, ...
         return _told(first_line(error))
     _register_fakes()
     return None
@@ -85,14 +91,17 @@ def runs(isa: str) -> bool:
 def _place(compiler: list[str]) -> Path:
     """Where the built library is kept: named by everything that decides what it holds."""
     sources = b"".join(path.read_bytes() for path in sorted(HERE.glob("*.cpp")) + sorted(HERE.glob("*.inc")))
-    what = f"{torch.__version__} {torch.compiled_with_cxx11_abi()} {sys.platform} {platform.machine()} {FLAGS} {compiler}"
+    what = (
+        f"{torch.__version__} {torch.compiled_with_cxx11_abi()} {sys.platform} {platform.machine()} {FLAGS} {compiler}"
+    )
     name = hashlib.sha256(sources + what.encode()).hexdigest()[:16]
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return home / "model-compression-workbench" / "native" / f"{name}.so"
 
 
 def _build(compiler: list[str], library: Path) -> None:
-    """Compile into a file beside the library's place and rename it: whoever else is building at the time does no harm."""
+    """Compile into a file beside the library's place and rename it: whoever else is building at the time does no
+    harm."""
     from torch.utils.cpp_extension import include_paths, library_paths
 
     print("Building the C++ kernels, once (about a minute) ...", file=sys.stderr, flush=True)
@@ -101,7 +110,9 @@ def _build(compiler: list[str], library: Path) -> None:
         include = [f"-I{path}" for path in include_paths("cpu")]
         link = [f"-L{path}" for path in library_paths("cpu")] + ["-lc10", "-ltorch_cpu", "-ltorch"]
         objects = [str(Path(scratch) / f"{source}.o") for source in SOURCES]
-        _run_all([[*compiler, *FLAGS, *include, "-c", str(HERE / s), "-o", o] for s, o in zip(SOURCES, objects, strict=True)])
+        _run_all(
+            [[*compiler, *FLAGS, *include, "-c", str(HERE / s), "-o", o] for s, o in zip(SOURCES, objects, strict=True)]
+        )
         built = Path(scratch) / library.name
         _run_all([[*compiler, *FLAGS, "-shared", *objects, "-o", str(built), *link]])
         os.replace(built, library)
@@ -109,7 +120,9 @@ def _build(compiler: list[str], library: Path) -> None:
 
 def _run_all(commands: list[list[str]]) -> None:
     """Run them side by side; RuntimeError with the first error's line if one fails."""
-    running = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for command in commands]
+    running = [
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for command in commands
+    ]
     for process, said in [(process, process.communicate()[1]) for process in running]:  # all of them have ended
         if process.returncode:
             first = next((line for line in said.splitlines() if "error" in line), said.strip()[:200])

@@ -6,4 +6,6 @@ from kernels import native
 
 if __name__ == "__main__":
     reason = native.why_not()
-    print(f"C++ kernels: {native.isa(torch.bfloat16) + ' (bfloat16), ' + native.isa(torch.float32) if reason is None else reason}")
+    print(
+        f"C++ kernels: {native.isa(torch.bfloat16) + ' (bfloat16), ' + native.isa(torch.float32) if reason is None else reason}"
+    )

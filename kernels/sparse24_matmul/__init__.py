@@ -16,8 +16,8 @@ def sparse24_matmul(x: Tensor, w: Sparse24, *, impl: str = "auto") -> Tensor:
     Args:
         x: [..., in]; float32, bfloat16 or float16; any strides; may be empty.
         w: [out, in], compressed (`Sparse24`).
-        impl: "reference" (decompress and multiply; any layout, any device), "library" (cuSPARSELt or CUTLASS, whose layout
-            `to_library` makes; x in w's 16-bit dtype on CUDA) or "auto": "library" where it takes these tensors.
+        impl: "reference" (decompress and multiply; any layout, any device), "library" (cuSPARSELt or CUTLASS, whose
+            layout `to_library` makes; x in w's 16-bit dtype on CUDA) or "auto": "library" where it takes these tensors.
 
     Returns:
         [..., out] in x's dtype
@@ -41,7 +41,9 @@ def sparse24_matmul(x: Tensor, w: Sparse24, *, impl: str = "auto") -> Tensor:
 
 
 @torch.library.custom_op("workbench::sparse24_matmul", mutates_args=())
-def _op(x: Tensor, values: Tensor, places: Tensor | None, layout: str, out_features: int, in_features: int, use: str) -> Tensor:
+def _op(
+    x: Tensor, values: Tensor, places: Tensor | None, layout: str, out_features: int, in_features: int, use: str
+) -> Tensor:
     w = Sparse24(layout, values, places, (out_features, in_features))
     flat = x.reshape(-1, in_features)
     y = reference.sparse24_matmul(flat, w) if use == "reference" else cuda.sparse24_matmul(flat, w)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.cases import TOLERANCE, Asked, Check, Contest
+from kernels.harness.cases import TOLERANCE, Asked, Check, Contest
 from kernels.sparse24_matmul import compress24, library, sparse24_matmul, to_library
 
 ROTATED = 256 << 20  # bytes of weights in rotation
@@ -49,7 +49,14 @@ def _check(name: str, x: Tensor, W: Tensor) -> Check:
     def expected() -> Tensor:
         return x.double() @ W.double().t()
 
-    return Check("sparse24_matmul", name, run, expected, TOLERANCE[x.dtype], () if fast is None or not x.numel() else ("library",))
+    return Check(
+        "sparse24_matmul",
+        name,
+        run,
+        expected,
+        TOLERANCE[x.dtype],
+        () if fast is None or not x.numel() else ("library",),
+    )
 
 
 def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]:
@@ -63,12 +70,19 @@ def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]
         for tokens in asked.tokens or ((8,) if toy else (1, 16, 256, 2048)):
             x = torch.randn(tokens, columns, device=device, dtype=asked.dtype)
             yield Contest(
-                op="sparse24_matmul", detail=f"2:4 {sparse[0].layout}", shape=(out, columns), tokens=tokens,
+                op="sparse24_matmul",
+                detail=f"2:4 {sparse[0].layout}",
+                shape=(out, columns),
+                tokens=tokens,
                 contestants={
                     "2:4": lambda i, x=x, sparse=sparse: sparse24_matmul(x, sparse[i], impl="library"),
                     "bfloat16": lambda i, x=x, dense=dense: F.linear(x, dense[i]),
                 },
-                copies=copies, ours="2:4", baseline="bfloat16",
+                copies=copies,
+                ours="2:4",
+                baseline="bfloat16",
                 least_bytes=out * columns * 9 // 8 + 2 * tokens * (out + columns),
-                flops=tokens * out * columns,  # two for each kept weight, at the dense rate: what sparse tensor cores reach
-            )  # fmt: skip
+                flops=tokens
+                * out
+                * columns,  # two for each kept weight, at the dense rate: what sparse tensor cores reach
+            )

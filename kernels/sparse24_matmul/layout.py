@@ -36,13 +36,17 @@ def compress24(W: Tensor) -> Sparse24:
         ValueError: W is not a matrix, `in` is no multiple of 4, or W is not 2:4 sparse.
     """
     if W.dim() != 2 or W.shape[1] % 4:
-        raise ValueError(f"`W` {tuple(W.shape)} must be [out, in] with in a multiple of 4; pad it with columns of zeros")
+        raise ValueError(
+            f"`W` {tuple(W.shape)} must be [out, in] with in a multiple of 4; pad it with columns of zeros"
+        )
     out, columns = W.shape
     fours = W.reshape(out, -1, 4)
     zero = fours == 0  # [out, in/4, 4]
     full = int((zero.sum(-1) < 2).sum())
     if full:
-        raise ValueError(f"`W` has more than two nonzeros in {full} of its {out * columns // 4} fours; prune it to 2:4 first")
+        raise ValueError(
+            f"`W` has more than two nonzeros in {full} of its {out * columns // 4} fours; prune it to 2:4 first"
+        )
     first = zero.to(torch.uint8).argsort(dim=-1, stable=True)[..., :2]  # nonzeros come first, then zeros, in order
     place = first.sort(-1).values  # [out, in/4, 2]
     values = fours.gather(-1, place).view(out, -1)
@@ -88,7 +92,9 @@ def to_library(w: Sparse24, layout: str | None = None) -> Sparse24:
     """
     layout = layout or library(w.values.device)
     if layout is None:
-        raise ValueError(f"no library multiplies 2:4 sparse weights on {w.values.device}: a GPU of sm_80 or later has one")
+        raise ValueError(
+            f"no library multiplies 2:4 sparse weights on {w.values.device}: a GPU of sm_80 or later has one"
+        )
     if w.values.dtype not in SIXTEEN_BIT:
         raise ValueError(f"`w` ({w.values.dtype}) must be bfloat16 or float16 for {layout}")
     W = F.pad(decompress24(w), (0, -w.shape[1] % COLUMNS, 0, -w.shape[0] % ROWS))

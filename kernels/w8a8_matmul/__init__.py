@@ -1,4 +1,5 @@
-"""`w8a8_matmul`: y = x Wᵀ with weights and activations in 8 bits, int8 or fp8. See README.md for layouts, cost and limits."""
+"""`w8a8_matmul`: y = x Wᵀ with weights and activations in 8 bits, int8 or fp8. See README.md for layouts, cost and
+limits."""
 
 import torch
 from torch import Tensor
@@ -21,7 +22,16 @@ from kernels.w8a8_matmul.layout import (
 )
 from kernels.w8a8_matmul.panels import panels_shape
 
-__all__ = ["BLOCK", "W8", "prepacked_fits", "quantize_rows", "quantize_weight", "to_prepacked", "to_rows", "w8a8_matmul"]
+__all__ = [
+    "BLOCK",
+    "W8",
+    "prepacked_fits",
+    "quantize_rows",
+    "quantize_weight",
+    "to_prepacked",
+    "to_rows",
+    "w8a8_matmul",
+]
 
 IMPLS = ("auto", "reference", "cpu", "triton")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -33,19 +43,21 @@ def w8a8_matmul(x: Tensor, w: W8, *, x_scale: Tensor | None = None, impl: str = 
     A token that holds a NaN or an infinity gives a row of NaN, whatever the type and the scale.
 
     Args:
-        x: [..., in]; float32, bfloat16 or float16; any strides; may be empty. Quantised symmetrically, see `quantize_rows`:
-            token by token, and for a block-wise w by token and 128 columns.
+        x: [..., in]; float32, bfloat16 or float16; any strides; may be empty. Quantised symmetrically, see
+            `quantize_rows`: token by token, and for a block-wise w by token and 128 columns.
         w: [out, in], int8 or float8_e4m3fn (`W8`).
-        x_scale: None (dynamic), or a positive float32 scalar: the step of all activations, beyond whose range they are clamped.
+        x_scale: None (dynamic), or a positive float32 scalar: the step of all activations, beyond whose range they are
+            clamped.
         impl: "reference" (exact sums of products of codes; any layout, any device), "cpu" (int8 with a scale per output
-            channel, on a CPU with VNNI; several times faster with `to_prepacked`), "triton" (layout "rows") or "auto": triton
-            on CUDA, "cpu" where it takes the weight, else "reference".
+            channel, on a CPU with VNNI; several times faster with `to_prepacked`), "triton" (layout "rows") or "auto":
+            triton on CUDA, "cpu" where it takes the weight, else "reference".
 
     Returns:
         [..., out] in x's dtype
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, or an implementation that does not exist or cannot take these tensors.
+        ValueError: shapes or dtypes that do not fit, or an implementation that does not exist or cannot take these
+            tensors.
     """
     _check(x, w, x_scale)
     use = _implementation(x, w, impl)
@@ -73,12 +85,16 @@ def _check(x: Tensor, w: W8, x_scale: Tensor | None) -> None:
         raise ValueError(f"`w.codes` (={w.codes.dtype}) must be torch.int8 or torch.float8_e4m3fn")
     expected = {"rows": (out, columns), "panels": panels_shape((out, columns))}.get(w.layout)
     if expected and (tuple(w.codes.shape) != expected or not w.codes.is_contiguous()):
-        raise ValueError(f"`w.codes` {tuple(w.codes.shape)} of strides {w.codes.stride()} must be contiguous {expected}")
+        raise ValueError(
+            f"`w.codes` {tuple(w.codes.shape)} of strides {w.codes.stride()} must be contiguous {expected}"
+        )
     if not 0 < columns <= MOST_COLUMNS[w.codes.dtype]:
         raise ValueError(f"in_features (={columns}) must be 1 to {MOST_COLUMNS[w.codes.dtype]} for {w.codes.dtype}")
     blocks = (-(-out // BLOCK), -(-columns // BLOCK))
     if w.scale.dtype != torch.float32 or tuple(w.scale.shape) not in ((out,), blocks):
-        raise ValueError(f"`w.scale` {w.scale.dtype} {tuple(w.scale.shape)} must be float32 {(out,)}, or {blocks} block by block")
+        raise ValueError(
+            f"`w.scale` {w.scale.dtype} {tuple(w.scale.shape)} must be float32 {(out,)}, or {blocks} block by block"
+        )
     if not x.device == w.codes.device == w.scale.device:
         raise ValueError(f"`x` on {x.device} and `w` on {w.codes.device}, {w.scale.device} must be on one device")
     if x_scale is not None and (x_scale.dtype != torch.float32 or x_scale.numel() != 1 or x_scale.device != x.device):
@@ -107,7 +123,14 @@ def _implementation(x: Tensor, w: W8, impl: str) -> str:
 
 @torch.library.custom_op("workbench::w8a8_matmul", mutates_args=())
 def _op(
-    x: Tensor, codes: Tensor, scale: Tensor, x_scale: Tensor | None, layout: str, out_features: int, float8: bool, use: str
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    x_scale: Tensor | None,
+    layout: str,
+    out_features: int,
+    float8: bool,
+    use: str,
 ) -> Tensor:
     flat = x.reshape(-1, x.shape[-1])
     if flat.shape[0] == 0:

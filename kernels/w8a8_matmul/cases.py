@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.cases import TOLERANCE, Asked, Check, Contest
+from kernels.harness.cases import TOLERANCE, Asked, Check, Contest
 from kernels.interpreter import triton_takes
 from kernels.linear.onednn import lay_out, product
 from kernels.w8a8_matmul import BLOCK, W8, prepacked_fits, quantize_rows, quantize_weight, to_prepacked, w8a8_matmul
@@ -45,8 +45,12 @@ def checks(device: torch.device) -> list[Check]:
         x = torch.randn(2 * 96, 11, generator=g).to(device, torch.float16).t()[:, ::2]
         W = quantize_weight(torch.randn(48, 96, generator=g), kind)
         found.append(_check("x not contiguous", x, _move(W, device), None))
-        found.append(_check("x of row stride", torch.randn(9, 200, generator=g).to(device)[:, 8:104], _move(W, device), None))
-    extreme = W8("rows", torch.full((33, 14336), -128, dtype=INT8, device=device), torch.ones(33, device=device), (33, 14336))
+        found.append(
+            _check("x of row stride", torch.randn(9, 200, generator=g).to(device)[:, 8:104], _move(W, device), None)
+        )
+    extreme = W8(
+        "rows", torch.full((33, 14336), -128, dtype=INT8, device=device), torch.ones(33, device=device), (33, 14336)
+    )
     found.append(_check("largest sums", torch.ones(2, 14336, device=device, dtype=torch.float32), extreme, None))
     return found
 
@@ -93,14 +97,23 @@ def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]
         for shape in asked.shapes or ((14336, 4096), (4096, 4096)):
             for kind in (INT8, FP8):
                 for tokens in asked.tokens or (1, 16, 64, 256, 2048):
-                    yield _gpu(device, kind, shape, tokens, asked.dtype, min(MOST, max(2, -(-ROTATED // (shape[0] * shape[1])))))
+                    yield _gpu(
+                        device,
+                        kind,
+                        shape,
+                        tokens,
+                        asked.dtype,
+                        min(MOST, max(2, -(-ROTATED // (shape[0] * shape[1])))),
+                    )
     else:
         for shape in asked.shapes or ((192, 576), (576, 576), (1536, 576), (576, 1536), (4096, 4096), (14336, 4096)):
             for tokens in asked.tokens or (1, 16, 64, 256, 512):
                 yield from _cpu(shape, tokens, asked.dtype)
 
 
-def _gpu(device: torch.device, kind: torch.dtype, shape: tuple[int, int], tokens: int, dtype: torch.dtype, copies: int) -> Contest:
+def _gpu(
+    device: torch.device, kind: torch.dtype, shape: tuple[int, int], tokens: int, dtype: torch.dtype, copies: int
+) -> Contest:
     out, columns = shape
     x = torch.randn(tokens, columns, device=device, dtype=dtype)
     dense = [torch.randn(out, columns, device=device, dtype=dtype) for _ in range(copies)]
@@ -114,12 +127,21 @@ def _gpu(device: torch.device, kind: torch.dtype, shape: tuple[int, int], tokens
     from kernels.w8a8_matmul.triton import candidates, key
 
     return Contest(
-        op="w8a8_matmul", detail="int8" if kind == INT8 else "fp8", shape=shape, tokens=tokens, contestants=contestants,
-        copies=copies, ours="triton", baseline=name,
-        least_bytes=out * columns + 4 * out + 2 * tokens * (out + columns), flops=2 * tokens * out * columns,
-        rate="int8" if kind == INT8 else "float8", goal=1.6 if tokens == 1 or tokens >= 256 else None,
-        tune_key=key(tokens, out, columns, kind), candidates=candidates(tokens, kind),
-    )  # fmt: skip
+        op="w8a8_matmul",
+        detail="int8" if kind == INT8 else "fp8",
+        shape=shape,
+        tokens=tokens,
+        contestants=contestants,
+        copies=copies,
+        ours="triton",
+        baseline=name,
+        least_bytes=out * columns + 4 * out + 2 * tokens * (out + columns),
+        flops=2 * tokens * out * columns,
+        rate="int8" if kind == INT8 else "float8",
+        goal=1.6 if tokens == 1 or tokens >= 256 else None,
+        tune_key=key(tokens, out, columns, kind),
+        candidates=candidates(tokens, kind),
+    )
 
 
 def _library(x: Tensor, small: list[W8]) -> dict[str, Callable[[int], object]]:
@@ -166,14 +188,21 @@ def _cpu(shape: tuple[int, int], tokens: int, dtype: torch.dtype) -> Iterator[Co
     packed = [lay_out(W, tokens) for W in dense]
     name = f"{str(dtype).removeprefix('torch.')} prepacked"
     yield Contest(
-        op="w8a8_matmul", detail="int8", shape=shape, tokens=tokens,
+        op="w8a8_matmul",
+        detail="int8",
+        shape=shape,
+        tokens=tokens,
         contestants={
             "cpu": lambda i: w8a8_matmul(x, small[i], impl="cpu"),
             "cpu oneDNN": lambda i: w8a8_matmul(x, theirs[i], impl="cpu"),
             "cpu int_mm": lambda i: w8a8_matmul(x, rows[i], impl="cpu"),
             name: lambda i: product(x, packed[i]),
         },
-        copies=copies, ours="cpu", baseline=name,
-        least_bytes=out * columns + 4 * out + 2 * tokens * (out + columns), flops=2 * tokens * out * columns, rate="int8",
+        copies=copies,
+        ours="cpu",
+        baseline=name,
+        least_bytes=out * columns + 4 * out + 2 * tokens * (out + columns),
+        flops=2 * tokens * out * columns,
+        rate="int8",
         goal=1.7 if tokens >= 256 or out >= 4096 else None,
-    )  # fmt: skip
+    )

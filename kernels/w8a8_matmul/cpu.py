@@ -1,4 +1,5 @@
-"""int8 on a CPU with VNNI: torch's oneDNN products of codes, between two cheap passes over the activations and the result."""
+"""int8 on a CPU with VNNI: torch's oneDNN products of codes, between two cheap passes over the activations and the
+result."""
 
 import torch
 from torch import Tensor
@@ -14,9 +15,20 @@ def w8a8_matmul(x: Tensor, w: W8, x_scale: Tensor | None) -> Tensor:
     if w.layout == "prepacked":  # int32 sums without the 128s, times w.scale, in one pass
         zero = torch.zeros(w.shape[0], dtype=torch.int32)
         y = torch.ops.onednn.qlinear_pointwise(
-            codes.view(torch.uint8).bitwise_xor_(MIDDLE), 1.0, MIDDLE, w.codes, w.scale, zero, None, 1.0, 0, torch.float32,
-            "none", [], "",
-        )  # fmt: skip
+            codes.view(torch.uint8).bitwise_xor_(MIDDLE),
+            1.0,
+            MIDDLE,
+            w.codes,
+            w.scale,
+            zero,
+            None,
+            1.0,
+            0,
+            torch.float32,
+            "none",
+            [],
+            "",
+        )
     else:
         y = torch._int_mm(codes, w.codes.t()).to(torch.float32).mul_(w.scale)
     return y.mul_(scale).to(x.dtype)
@@ -30,5 +42,8 @@ def quantize(x: Tensor, x_scale: Tensor | None) -> tuple[Tensor, Tensor]:
         largest, bounded = top.new_full((), LARGEST[torch.int8]), top.clamp_min(SMALLEST)
         step, v = torch.div(bounded, largest), x * torch.div(largest, bounded)
     else:
-        step, v = x_scale, (x * torch.div(x_scale.new_ones(()), x_scale)).clamp_(-LARGEST[torch.int8], LARGEST[torch.int8])
+        step, v = (
+            x_scale,
+            (x * torch.div(x_scale.new_ones(()), x_scale)).clamp_(-LARGEST[torch.int8], LARGEST[torch.int8]),
+        )
     return v.round_().to(torch.int8), step + (top - top)  # NaN where top is not finite

@@ -21,7 +21,8 @@ class W8(NamedTuple):
     layout "rows":      codes int8 or float8_e4m3fn [out, in], contiguous; scale float32 [out], or
                         [ceil(out/128), ceil(in/128)] for one scale per block.
     layout "panels":    codes + 128, viewed as int8, in panels of 32 rows, see panels.py; scale float32 [out].
-    layout "prepacked": codes int8 in the blocks that oneDNN reads, opaque: such a tensor cannot be saved, copied or moved;
+    layout "prepacked": codes int8 in the blocks that oneDNN reads, opaque: such a tensor cannot be saved, copied or
+    moved;
                         scale float32 [out].
     """
 
@@ -31,12 +32,14 @@ class W8(NamedTuple):
     shape: tuple[int, int]  # (out, in)
 
 
-def quantize_rows(x: Tensor, dtype: torch.dtype, *, scale: Tensor | None = None, block: int | None = None) -> tuple[Tensor, Tensor]:
+def quantize_rows(
+    x: Tensor, dtype: torch.dtype, *, scale: Tensor | None = None, block: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Quantise activations symmetrically, token by token.
 
-    The step is max|x| / 127 for int8 and max|x| / 448 for float8_e4m3fn, a float32; codes are x * (127 or 448) / max|x|, rounded
-    to nearest even in float32. A row of zeros has zeros as codes. Where a row holds a NaN or an infinity its scale is NaN, so that
-    its products are too, and its codes mean nothing.
+    The step is max|x| / 127 for int8 and max|x| / 448 for float8_e4m3fn, a float32; codes are x * (127 or 448) /
+    max|x|, rounded to nearest even in float32. A row of zeros has zeros as codes. Where a row holds a NaN or an
+    infinity its scale is NaN, so that its products are too, and its codes mean nothing.
 
     Args:
         x: [..., in], float32, bfloat16 or float16.
@@ -96,12 +99,13 @@ def encode(v: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def to_prepacked(w: W8, layout: str | None = None) -> W8:
-    """`rows` -> the layout that this CPU multiplies by the fastest, for int8 with a scale per output channel; inverse: `to_rows`.
+    """`rows` -> the layout that this CPU multiplies by the fastest, for int8 with a scale per output channel; inverse:
+    `to_rows`.
 
     Args:
         w: [out, in], in "rows".
-        layout: None, or which one: "panels" (for the C++ op), or "prepacked" (for oneDNN: where there is no C++ compiler, or where
-            the CPU has AMX, which oneDNN uses and the C++ op does not).
+        layout: None, or which one: "panels" (for the C++ op), or "prepacked" (for oneDNN: where there is no C++
+            compiler, or where the CPU has AMX, which oneDNN uses and the C++ op does not).
 
     Raises:
         ValueError: a weight that has no fast int8 product here, or a `layout` that is neither.
@@ -152,7 +156,8 @@ def in_one_call() -> bool:
 
 
 def _step(top: Tensor, largest: float, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The step and its inverse for the largest magnitude, each divided once: by or into a Python number torch would not."""
+    """The step and its inverse for the largest magnitude, each divided once: by or into a Python number torch would
+    not."""
     if scale is not None:
         return scale, torch.div(scale.new_ones(()), scale)
     bound, top = top.new_full((), largest), top.clamp_min(SMALLEST)

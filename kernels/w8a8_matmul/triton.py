@@ -1,4 +1,5 @@
-"""Triton kernels: quantise rows; multiply for few tokens (`narrow`, the weight is the dot's first operand) and many (`tile`)."""
+"""Triton kernels: quantise rows; multiply for few tokens (`narrow`, the weight is the dot's first operand) and many
+(`tile`)."""
 
 import torch
 import triton
@@ -6,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.aot import Compilation
+from kernels.harness.aot import Compilation
 from kernels.interpreter import interpreting, prepare
 from kernels.tuning import configuration
 from kernels.w8a8_matmul.layout import BLOCK, LARGEST, W8
@@ -35,19 +36,32 @@ def magnitude(v):
 
 @triton.jit
 def encode(v, LARGEST: tl.constexpr):
-    """Codes of float32 in units of the step. The bounds keep the compiler from fusing product and sum, which rounds once less."""
+    """Codes of float32 in units of the step. The bounds keep the compiler from fusing product and sum, which rounds
+    once less."""
     v = tl.minimum(tl.maximum(v, -LARGEST), LARGEST)
     if LARGEST == 127.0:
-        return (v + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)  # 1.5 * 2^23: the sum's last byte is v to nearest even
+        return (
+            (v + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+        )  # 1.5 * 2^23: the sum's last byte is v to nearest even
     else:
         return v.to(tl.float8e4nv)
 
 
 @triton.jit
 def quantize(
-    x, fixed, codes, scale, columns, stride, codes_stride, groups,
-    LARGEST: tl.constexpr, STATIC: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+    x,
+    fixed,
+    codes,
+    scale,
+    columns,
+    stride,
+    codes_stride,
+    groups,
+    LARGEST: tl.constexpr,
+    STATIC: tl.constexpr,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     """One program: one token, one group of GROUP columns (0: all of them). Codes beyond the last column are zeros."""
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start = group * GROUP
@@ -72,14 +86,32 @@ def quantize(
 
 @triton.jit
 def narrow(
-    x, x_scale, w, w_scale, out, M, N, K, stride, per_split,
-    LARGEST: tl.constexpr, FUSED: tl.constexpr, STATIC: tl.constexpr, BLOCKED: tl.constexpr, SPLIT: tl.constexpr,
-    EVEN: tl.constexpr, PREFETCH: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    x,
+    x_scale,
+    w,
+    w_scale,
+    out,
+    M,
+    N,
+    K,
+    stride,
+    per_split,
+    LARGEST: tl.constexpr,
+    FUSED: tl.constexpr,
+    STATIC: tl.constexpr,
+    BLOCKED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    EVEN: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
     WIDTH: tl.constexpr,
-):  # fmt: skip
+):
     """One program: COLUMNS outputs of all tokens over per_split columns of W.
 
-    x:   codes [M, in] of that stride and their scales; or (FUSED) one token not quantised yet, which each program does itself.
+    x:   codes [M, in] of that stride and their scales; or (FUSED) one token not quantised yet, which each program does
+        itself.
     out: y [M, out], or (SPLIT) the sums of each split [splits, M, out].
     """
     output = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -90,9 +122,13 @@ def narrow(
         if PREFETCH:  # the weight is on its way while the token's largest entry is looked for
             far = tl.minimum(tl.arange(0, 2 * DEPTH // 128) * 128, K - 1)
             tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [(row + far[None, :]).to(tl.int64)], dtype=tl.int32,
-                is_pure=False, pack=1,
-            )  # fmt: skip
+                "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+                "=r,l",
+                [(row + far[None, :]).to(tl.int64)],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
         top = tl.zeros((WIDTH,), dtype=tl.int32)
         for k in range(0, K, WIDTH):
             column = k + tl.arange(0, WIDTH)
@@ -154,12 +190,23 @@ def gather(sums, x_scale, w_scale, out, M, N, splits, BLOCKED: tl.constexpr, COL
 
 @triton.jit
 def tile(
-    x, x_scale, w, w_scale, out, M, N, K,
-    LARGEST: tl.constexpr, BLOCKED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    x,
+    x_scale,
+    w,
+    w_scale,
+    out,
+    M,
+    N,
+    K,
+    LARGEST: tl.constexpr,
+    BLOCKED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
     BAND: tl.constexpr,
-):  # fmt: skip
-    """One program: ROWS tokens by COLUMNS outputs; x and w are tensor descriptors of codes. Bands of BAND rows of tiles run
-    column by column, so that programs that run at once share operands in L2."""
+):
+    """One program: ROWS tokens by COLUMNS outputs; x and w are tensor descriptors of codes. Bands of BAND rows of tiles
+    run column by column, so that programs that run at once share operands in L2."""
     tiles = tl.cdiv(N, COLUMNS)
     band = tl.program_id(0) // (BAND * tiles)
     inside = tl.program_id(0) % (BAND * tiles)
@@ -273,15 +320,33 @@ def quantized(x: Tensor, dtype: torch.dtype, x_scale: Tensor | None, blocked: bo
     scale = torch.empty(tokens, groups, dtype=torch.float32, device=x.device)
     width = BLOCK if blocked else min(triton.next_power_of_2(columns), WIDTH)
     quantize[(tokens, groups)](
-        x, scale if x_scale is None else x_scale, codes, scale, columns, x.stride(0), codes.stride(0), groups,
-        LARGEST=LARGEST[dtype], STATIC=x_scale is not None, GROUP=BLOCK if blocked else 0, WIDTH=width,
+        x,
+        scale if x_scale is None else x_scale,
+        codes,
+        scale,
+        columns,
+        x.stride(0),
+        codes.stride(0),
+        groups,
+        LARGEST=LARGEST[dtype],
+        STATIC=x_scale is not None,
+        GROUP=BLOCK if blocked else 0,
+        WIDTH=width,
         num_warps=min(8, max(1, width // 512)),
-    )  # fmt: skip
+    )
     return codes[:, :columns], scale
 
 
 def _narrow(
-    c: dict, largest: float, fused: bool, x: Tensor, x_scale: Tensor | None, w: Tensor, w_scale: Tensor, y: Tensor, blocked: bool
+    c: dict,
+    largest: float,
+    fused: bool,
+    x: Tensor,
+    x_scale: Tensor | None,
+    w: Tensor,
+    w_scale: Tensor,
+    y: Tensor,
+    blocked: bool,
 ) -> None:
     (tokens, columns), out = x.shape, w.shape[0]
     per_split = triton.cdiv(triton.cdiv(columns, c["split"]), c["depth"]) * c["depth"]
@@ -289,85 +354,193 @@ def _narrow(
     kind = torch.int32 if largest == 127 and not blocked else torch.float32
     target = y if splits == 1 else torch.empty(splits, tokens, out, dtype=kind, device=y.device)
     narrow[(triton.cdiv(out, c["columns"]), splits)](
-        x, w_scale if x_scale is None else x_scale, w, w_scale, target, tokens, out, columns, x.stride(0), per_split,
-        LARGEST=largest, FUSED=fused, STATIC=x_scale is not None, BLOCKED=blocked, SPLIT=splits > 1,
-        EVEN=columns % c["depth"] == 0, PREFETCH=not interpreting(),
-        TOKENS=1 if fused else max(16, triton.next_power_of_2(tokens)), COLUMNS=c["columns"], DEPTH=c["depth"],
+        x,
+        w_scale if x_scale is None else x_scale,
+        w,
+        w_scale,
+        target,
+        tokens,
+        out,
+        columns,
+        x.stride(0),
+        per_split,
+        LARGEST=largest,
+        FUSED=fused,
+        STATIC=x_scale is not None,
+        BLOCKED=blocked,
+        SPLIT=splits > 1,
+        EVEN=columns % c["depth"] == 0,
+        PREFETCH=not interpreting(),
+        TOKENS=1 if fused else max(16, triton.next_power_of_2(tokens)),
+        COLUMNS=c["columns"],
+        DEPTH=c["depth"],
         WIDTH=min(triton.next_power_of_2(columns), WIDTH) if fused else 1,
-        num_warps=c["num_warps"], num_stages=c["num_stages"],
-    )  # fmt: skip
+        num_warps=c["num_warps"],
+        num_stages=c["num_stages"],
+    )
     if splits > 1:
         wide = min(1024, triton.next_power_of_2(out))
-        gather[(tokens, triton.cdiv(out, wide))](target, x_scale, w_scale, y, tokens, out, splits, BLOCKED=blocked, COLUMNS=wide)
+        gather[(tokens, triton.cdiv(out, wide))](
+            target, x_scale, w_scale, y, tokens, out, splits, BLOCKED=blocked, COLUMNS=wide
+        )
 
 
-def _tile(c: dict, largest: float, x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, y: Tensor, blocked: bool) -> None:
+def _tile(
+    c: dict, largest: float, x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, y: Tensor, blocked: bool
+) -> None:
     (tokens, columns), out = x.shape, w.shape[0]
     if columns % 16:  # what the copy engine cannot step over; no common model has such a weight
         w = torch.nn.functional.pad(w.view(torch.int8), (0, -columns % 16)).view(w.dtype)[:, :columns]
     a = TensorDescriptor(x, [tokens, columns], [x.stride(0), 1], [c["rows"], c["depth"]])
     b = TensorDescriptor(w, [out, columns], [w.stride(0), 1], [c["columns"], c["depth"]])
     tile[(triton.cdiv(tokens, c["rows"]) * triton.cdiv(out, c["columns"]),)](
-        a, x_scale, b, w_scale, y, tokens, out, columns,
-        LARGEST=largest, BLOCKED=blocked, ROWS=c["rows"], COLUMNS=c["columns"], DEPTH=c["depth"], BAND=8,
-        num_warps=c["num_warps"], num_stages=c["num_stages"],
-    )  # fmt: skip
+        a,
+        x_scale,
+        b,
+        w_scale,
+        y,
+        tokens,
+        out,
+        columns,
+        LARGEST=largest,
+        BLOCKED=blocked,
+        ROWS=c["rows"],
+        COLUMNS=c["columns"],
+        DEPTH=c["depth"],
+        BAND=8,
+        num_warps=c["num_warps"],
+        num_stages=c["num_stages"],
+    )
 
 
 def shipped() -> list[Compilation]:
     found = []
     for name, code, largest in (("int8", "i8", 127.0), ("fp8", "fp8e4nv", 448.0)):
         mma = {"int8": "IGMMA", "fp8": "QGMMA"}[name]
-        small = {"int8": "IMMA", "fp8": "HMMA"}[name]  # sm_90 has no narrow fp8 product: codes become fp16, losing nothing
+        small = {"int8": "IMMA", "fp8": "HMMA"}[
+            name
+        ]  # sm_90 has no narrow fp8 product: codes become fp16, losing nothing
         for group, kind in ((0, "bf16"), (0, "fp32"), (BLOCK, "bf16")):
             width = group or WIDTH
-            found.append(Compilation(
-                name=f"w8a8_matmul {name} quantize{f' by {group}' if group else ''} {kind}",
-                kernel=quantize,
-                arguments={"x": f"*{kind}", "fixed": "*fp32", "codes": f"*{code}", "scale": "*fp32", "columns": "i32",
-                           "stride": "i32", "codes_stride": "i32", "groups": "i32"},
-                constants={"LARGEST": largest, "STATIC": False, "GROUP": group, "WIDTH": width},
-                num_warps=min(8, max(1, width // 512)), multiple_of_16=("columns", "stride", "codes_stride"),
-            ))  # fmt: skip
+            found.append(
+                Compilation(
+                    name=f"w8a8_matmul {name} quantize{f' by {group}' if group else ''} {kind}",
+                    kernel=quantize,
+                    arguments={
+                        "x": f"*{kind}",
+                        "fixed": "*fp32",
+                        "codes": f"*{code}",
+                        "scale": "*fp32",
+                        "columns": "i32",
+                        "stride": "i32",
+                        "codes_stride": "i32",
+                        "groups": "i32",
+                    },
+                    constants={"LARGEST": largest, "STATIC": False, "GROUP": group, "WIDTH": width},
+                    num_warps=min(8, max(1, width // 512)),
+                    multiple_of_16=("columns", "stride", "codes_stride"),
+                )
+            )
         for tokens, c, split, blocked, static in (
-            (1, FUSED, False, False, False), (1, FUSED, False, False, True),
-            (16, FEW, False, False, False), (16, FEW, True, False, False), (32, SOME, True, False, False),
-            (64, SOME, False, False, False), (64, SOME, True, False, False), (16, SOME, True, True, False),
-        ):  # fmt: skip
+            (1, FUSED, False, False, False),
+            (1, FUSED, False, False, True),
+            (16, FEW, False, False, False),
+            (16, FEW, True, False, False),
+            (32, SOME, True, False, False),
+            (64, SOME, False, False, False),
+            (64, SOME, True, False, False),
+            (16, SOME, True, True, False),
+        ):
             what = "fused" if tokens == 1 else f"{tokens} tokens"
             sums = "i32" if name == "int8" and not blocked else "fp32"
-            found.append(Compilation(
-                name=f"w8a8_matmul {name} {what}{' split' * split}{' blocks' * blocked}{' static' * static}",
-                kernel=narrow,
-                arguments={"x": "*bf16" if tokens == 1 else f"*{code}", "x_scale": "*fp32", "w": f"*{code}", "w_scale": "*fp32",
-                           "out": f"*{sums}" if split else "*bf16", "M": "i32", "N": "i32", "K": "i32", "stride": "i32",
-                           "per_split": "i32"},
-                constants={"LARGEST": largest, "FUSED": tokens == 1, "STATIC": static, "BLOCKED": blocked, "SPLIT": split,
-                           "EVEN": True, "PREFETCH": True, "TOKENS": tokens, "COLUMNS": c["columns"], "DEPTH": c["depth"],
-                           "WIDTH": WIDTH if tokens == 1 else 1},
-                num_warps=c["num_warps"], num_stages=c["num_stages"], multiple_of_16=("N", "K", "stride", "per_split"),
-                expects=(small if tokens == 1 else mma,),
-            ))  # fmt: skip
-        for title, c, blocked in (("128x256", WIDE, False), ("128x128", SQUARE, False), ("64x128", LOW, False),
-                                  ("128x128 blocks", SQUARE, True), ("64x128 blocks", LOW, True)):  # fmt: skip
+            found.append(
+                Compilation(
+                    name=f"w8a8_matmul {name} {what}{' split' * split}{' blocks' * blocked}{' static' * static}",
+                    kernel=narrow,
+                    arguments={
+                        "x": "*bf16" if tokens == 1 else f"*{code}",
+                        "x_scale": "*fp32",
+                        "w": f"*{code}",
+                        "w_scale": "*fp32",
+                        "out": f"*{sums}" if split else "*bf16",
+                        "M": "i32",
+                        "N": "i32",
+                        "K": "i32",
+                        "stride": "i32",
+                        "per_split": "i32",
+                    },
+                    constants={
+                        "LARGEST": largest,
+                        "FUSED": tokens == 1,
+                        "STATIC": static,
+                        "BLOCKED": blocked,
+                        "SPLIT": split,
+                        "EVEN": True,
+                        "PREFETCH": True,
+                        "TOKENS": tokens,
+                        "COLUMNS": c["columns"],
+                        "DEPTH": c["depth"],
+                        "WIDTH": WIDTH if tokens == 1 else 1,
+                    },
+                    num_warps=c["num_warps"],
+                    num_stages=c["num_stages"],
+                    multiple_of_16=("N", "K", "stride", "per_split"),
+                    expects=(small if tokens == 1 else mma,),
+                )
+            )
+        for title, c, blocked in (
+            ("128x256", WIDE, False),
+            ("128x128", SQUARE, False),
+            ("64x128", LOW, False),
+            ("128x128 blocks", SQUARE, True),
+            ("64x128 blocks", LOW, True),
+        ):
             if c is WIDE and name == "fp8":
                 continue
-            found.append(Compilation(
-                name=f"w8a8_matmul {name} tile {title}",
-                kernel=tile,
-                arguments={"x": f"tensordesc<{code}[{c['rows']},{c['depth']}]>", "x_scale": "*fp32",
-                           "w": f"tensordesc<{code}[{c['columns']},{c['depth']}]>", "w_scale": "*fp32", "out": "*bf16",
-                           "M": "i32", "N": "i32", "K": "i32"},
-                constants={"LARGEST": largest, "BLOCKED": blocked, "ROWS": c["rows"], "COLUMNS": c["columns"], "DEPTH": c["depth"],
-                           "BAND": 8},
-                num_warps=c["num_warps"], num_stages=c["num_stages"], multiple_of_16=("N", "K"), expects=(mma,),
-            ))  # fmt: skip
+            found.append(
+                Compilation(
+                    name=f"w8a8_matmul {name} tile {title}",
+                    kernel=tile,
+                    arguments={
+                        "x": f"tensordesc<{code}[{c['rows']},{c['depth']}]>",
+                        "x_scale": "*fp32",
+                        "w": f"tensordesc<{code}[{c['columns']},{c['depth']}]>",
+                        "w_scale": "*fp32",
+                        "out": "*bf16",
+                        "M": "i32",
+                        "N": "i32",
+                        "K": "i32",
+                    },
+                    constants={
+                        "LARGEST": largest,
+                        "BLOCKED": blocked,
+                        "ROWS": c["rows"],
+                        "COLUMNS": c["columns"],
+                        "DEPTH": c["depth"],
+                        "BAND": 8,
+                    },
+                    num_warps=c["num_warps"],
+                    num_stages=c["num_stages"],
+                    multiple_of_16=("N", "K"),
+                    expects=(mma,),
+                )
+            )
     for sums, blocked in (("i32", False), ("fp32", False), ("fp32", True)):
-        found.append(Compilation(
-            name=f"w8a8_matmul gather {sums}{' blocks' * blocked}",
-            kernel=gather,
-            arguments={"sums": f"*{sums}", "x_scale": "*fp32", "w_scale": "*fp32", "out": "*bf16", "M": "i32", "N": "i32",
-                       "splits": "i32"},
-            constants={"BLOCKED": blocked, "COLUMNS": 1024}, multiple_of_16=("N",),
-        ))  # fmt: skip
+        found.append(
+            Compilation(
+                name=f"w8a8_matmul gather {sums}{' blocks' * blocked}",
+                kernel=gather,
+                arguments={
+                    "sums": f"*{sums}",
+                    "x_scale": "*fp32",
+                    "w_scale": "*fp32",
+                    "out": "*bf16",
+                    "M": "i32",
+                    "N": "i32",
+                    "splits": "i32",
+                },
+                constants={"BLOCKED": blocked, "COLUMNS": 1024},
+                multiple_of_16=("N",),
+            )
+        )
     return found

@@ -28,7 +28,8 @@ WINDOW, MAX_WINDOWS = 2048, 40
 
 def prepare(folder: Path) -> None:
     """The embedded model in float32, and the calibration tokens."""
-    from compress import calibration, load_model
+    from compress import load_model
+    from compress.inputs import calibration
 
     model, tokenizer = load_model("smollm2-135m")
     batches = calibration(tokenizer, corpus="c4", samples=SAMPLES, seqlen=SEQLEN)
@@ -82,8 +83,14 @@ def one_shot(model: nn.Module, recipe: Any, ids: Tensor) -> float:
     samples, seqlen = ids.shape
     data = Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": [[1] * seqlen] * samples})
     start = time.perf_counter()
-    oneshot(model=model, dataset=data, recipe=recipe, num_calibration_samples=samples, max_seq_length=seqlen,
-            shuffle_calibration_samples=False)  # fmt: skip
+    oneshot(
+        model=model,
+        dataset=data,
+        recipe=recipe,
+        num_calibration_samples=samples,
+        max_seq_length=seqlen,
+        shuffle_calibration_samples=False,
+    )
     return time.perf_counter() - start
 
 
@@ -118,8 +125,8 @@ def unpack_gptq(name: str, tensors: dict[str, Tensor]) -> Tensor:
 def score(folder: Path) -> None:
     """Perplexity of each result on raw wikitext-2, in float32."""
     from compress import held_out, load_model
-    from compress.calibration import beginning
-    from eval.perplexity import perplexity
+    from compress.inputs.calibration import beginning
+    from eval.text.perplexity import perplexity
 
     rows = []
     for name in ("", "rounding", "llmcompressor", "gptqmodel", "ours"):

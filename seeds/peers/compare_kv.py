@@ -5,8 +5,8 @@ $ .venv/bin/python seeds/peers/compare_kv.py ours /tmp/peers/kv
 $ /tmp/peers/kvpress/bin/python seeds/peers/compare_kv.py kvpress /tmp/peers/kv
 $ .venv/bin/python seeds/peers/compare_kv.py table /tmp/peers/kv
 
-kvpress 0.5.5 needs a transformers below 5.3, this workbench a later one: the model and the tokens are the same, float32 on a CPU.
-Kept positions of the peer are found by looking its keys up among those of a full cache.
+kvpress 0.5.5 needs a transformers below 5.3, this workbench a later one: the model and the tokens are the same, float32
+on a CPU. Kept positions of the peer are found by looking its keys up among those of a full cache.
 """
 
 import argparse
@@ -31,7 +31,7 @@ CASES: dict[str, tuple[dict, str, dict]] = {
 
 def prepare(folder: Path, options: argparse.Namespace) -> None:
     from compress import load_model
-    from compress.corpus import load_text
+    from compress.inputs.corpus import load_text
 
     model, tokenizer = load_model("smollm2-135m")
     folder.mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,9 @@ def ours(folder: Path, options: argparse.Namespace) -> None:
         for name, (knobs, _, _) in CASES.items():
             for budget in options.budgets:
                 cache = read.compressed(METHODS[name](budget=budget, **knobs))
-                found[f"{name} {budget}"] = [[kept.tolist() for kept in layer.kept_positions()[0]] for layer in cache.own]
+                found[f"{name} {budget}"] = [
+                    [kept.tolist() for kept in layer.kept_positions()[0]] for layer in cache.own
+                ]
     (folder / "ours.json").write_text(json.dumps(found))
 
 
@@ -77,7 +79,9 @@ def kvpress(folder: Path, options: argparse.Namespace) -> None:
                     found[f"{name} {budget}"] = shown
                     continue
                 pairs = zip(cache.layers, full.layers, strict=True)
-                found[f"{name} {budget}"] = [[_places(k, f) for k, f in zip(a.keys[0], b.keys[0], strict=True)] for a, b in pairs]
+                found[f"{name} {budget}"] = [
+                    [_places(k, f) for k, f in zip(a.keys[0], b.keys[0], strict=True)] for a, b in pairs
+                ]
     (folder / "kvpress.json").write_text(json.dumps(found))
 
 
@@ -99,8 +103,11 @@ def table(folder: Path, options: argparse.Namespace) -> None:
     for case, layers in mine.items():
         if case not in theirs:
             continue
-        shares = [len(set(a) & set(b)) / max(len(b), 1) for x, y in zip(layers, theirs[case], strict=True)
-                  for a, b in zip(x, y, strict=True)]  # fmt: skip
+        shares = [
+            len(set(a) & set(b)) / max(len(b), 1)
+            for x, y in zip(layers, theirs[case], strict=True)
+            for a, b in zip(x, y, strict=True)
+        ]
         print(f"| {case} | {sum(shares) / len(shares) * 100:.2f} % | {min(shares) * 100:.1f} % |")
 
 

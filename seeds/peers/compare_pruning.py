@@ -5,9 +5,9 @@ $ .venv/bin/python seeds/peers/compare_pruning.py ours /tmp/peers/prune
 $ /tmp/peers/llmc/bin/python seeds/peers/compare_pruning.py llmcompressor /tmp/peers/prune
 $ .venv/bin/python seeds/peers/compare_pruning.py table /tmp/peers/prune
 
-`--cases`, `--samples` and `--windows` make it shorter. Both tools prune all linears of a block on what the block gave before
-any of them was pruned, and hand on what it gives afterwards; so the inputs of the first block are the same in both, and its masks
-can be compared one to one. Further on each tool sees what its own pruned blocks give.
+`--cases`, `--samples` and `--windows` make it shorter. Both tools prune all linears of a block on what the block gave
+before any of them was pruned, and hand on what it gives afterwards; so the inputs of the first block are the same in
+both, and its masks can be compared one to one. Further on each tool sees what its own pruned blocks give.
 """
 
 import argparse
@@ -44,7 +44,12 @@ def ours(folder: Path, options: argparse.Namespace) -> None:
         model, _ = load_model(str(folder / "model"))
         batches = list(torch.load(folder / "calibration.pt")[: options.samples, None])
         result = apply(parse_recipe(CASES[case][0]), model, batches)
-        keep(folder, f"ours {case}", result.seconds, {n: m.dequantize() for n, m in compressed_linears(result.model).items()})
+        keep(
+            folder,
+            f"ours {case}",
+            result.seconds,
+            {n: m.dequantize() for n, m in compressed_linears(result.model).items()},
+        )
 
 
 def llmcompressor(folder: Path, options: argparse.Namespace) -> None:
@@ -63,8 +68,8 @@ def llmcompressor(folder: Path, options: argparse.Namespace) -> None:
 def table(folder: Path, options: argparse.Namespace) -> None:
     """Equal places of the masks, in the first block and in all; perplexity of both, window by window."""
     from compress import held_out, load_model
-    from compress.calibration import beginning
-    from eval.perplexity import perplexity
+    from compress.inputs.calibration import beginning
+    from eval.text.perplexity import perplexity
 
     model, tokenizer = load_model(str(folder / "model"))
     ids, rows = held_out(tokenizer, corpus="wikitext2"), []
@@ -85,18 +90,32 @@ def table(folder: Path, options: argparse.Namespace) -> None:
                 model.get_submodule(name).weight.copy_(W)
             found.append(perplexity(model, ids, window=WINDOW, limit=options.windows, beginning=beginning(tokenizer)))
         zeros = [sum((W == 0).sum().item() for W in weights.values()) / places[1][1] for weights in both]
-        seconds = [json.loads((folder / f"{tool} {case}.json").read_text())["seconds"] for tool in ("llmcompressor", "ours")]
+        seconds = [
+            json.loads((folder / f"{tool} {case}.json").read_text())["seconds"] for tool in ("llmcompressor", "ours")
+        ]
         a, b = (torch.tensor(p.sums, dtype=torch.float64) / torch.tensor(p.counts) for p in found)
         ratio = found[1].value / found[0].value
         stderr = ratio * (b - a).std().item() / math.sqrt(len(a))
-        rows.append({
-            "case": case, "samples": options.samples, "windows": len(a), "masks_equal_first_block": places[0][0] / places[0][1],
-            "masks_equal": places[1][0] / places[1][1], "zeros": zeros, "seconds": seconds,
-            "perplexity": [p.value for p in found], "ratio": ratio, "ratio_stderr": stderr,
-        })  # fmt: skip
-        print(f"{case:<16} masks equal: first block {100 * rows[-1]['masks_equal_first_block']:.3f} %, all "
-              f"{100 * rows[-1]['masks_equal']:.3f} %   perplexity {found[0].value:.3f} and {found[1].value:.3f}, ratio "
-              f"{ratio:.4f} ± {stderr:.4f}   {seconds[0]:.0f} s and {seconds[1]:.0f} s", flush=True)  # fmt: skip
+        rows.append(
+            {
+                "case": case,
+                "samples": options.samples,
+                "windows": len(a),
+                "masks_equal_first_block": places[0][0] / places[0][1],
+                "masks_equal": places[1][0] / places[1][1],
+                "zeros": zeros,
+                "seconds": seconds,
+                "perplexity": [p.value for p in found],
+                "ratio": ratio,
+                "ratio_stderr": stderr,
+            }
+        )
+        print(
+            f"{case:<16} masks equal: first block {100 * rows[-1]['masks_equal_first_block']:.3f} %, all "
+            f"{100 * rows[-1]['masks_equal']:.3f} %   perplexity {found[0].value:.3f} and {found[1].value:.3f}, ratio "
+            f"{ratio:.4f} ± {stderr:.4f}   {seconds[0]:.0f} s and {seconds[1]:.0f} s",
+            flush=True,
+        )
     print(json.dumps({"threads": torch.get_num_threads(), "rows": rows}))
 
 

@@ -8,8 +8,10 @@ $ /tmp/peers/llmc/bin/python seeds/peers/compare_smoothquant.py llmcompressor /t
 $ .venv/bin/python seeds/peers/compare_smoothquant.py bitsandbytes /tmp/peers/smooth
 $ .venv/bin/python seeds/peers/compare_smoothquant.py table /tmp/peers/smooth
 
-`--cases`, `--samples` and `--windows` make it shorter. Where activations are rounded, weights alone do not say what a tool
-gives: so each tool's model is scored in the process that made it, by its own forward, with `score` below, which knows neither
+`--cases`, `--samples` and `--windows` make it shorter. Where activations are rounded, weights alone do not say what a
+tool
+gives: so each tool's model is scored in the process that made it, by its own forward, with `score` below, which knows
+    neither
 tool. `table` puts the results side by side.
 """
 
@@ -32,16 +34,25 @@ SMOOTH = "smoothquant(alpha=0.5, links='norm')"
 
 CHANNEL = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
-# The peer's static range is a moving average unless told otherwise; ours is the largest magnitude over all of calibration.
-TENSOR = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False, "observer": "static_minmax"}
+# The peer's static range is a moving average unless told otherwise; ours is the largest magnitude over all of
+# calibration.
+TENSOR = {
+    "num_bits": 8,
+    "type": "int",
+    "symmetric": True,
+    "strategy": "tensor",
+    "dynamic": False,
+    "observer": "static_minmax",
+}
 
 
 def groups(bits: int) -> dict[str, Any]:
     return {"num_bits": bits, "type": "int", "symmetric": False, "strategy": "group", "group_size": GROUP_SIZE}
 
 
-# name: (our recipe, the peer's transform, how it stores weights, how it rounds activations). The peer's SmoothQuant moves from
-# norms alone, its AWQ from norms and from up into down (v into o only without grouped heads), and clips no weights.
+# name: (our recipe, the peer's transform, how it stores weights, how it rounds activations). The peer's SmoothQuant
+# moves from norms alone, its AWQ from norms and from up into down (v into o only without grouped heads), and clips no
+# weights.
 CASES: dict[str, tuple[str, str | None, dict[str, Any], dict[str, Any] | None]] = {
     "int8": ("int8", None, CHANNEL, TOKEN),
     "smoothquant, int8": (f"{SMOOTH}, int8", "smoothquant", CHANNEL, TOKEN),
@@ -57,13 +68,15 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any], dict[str, Any] | None]] 
 def prepare(folder: Path, options: argparse.Namespace) -> None:
     """The embedded model in float32, the calibration tokens, and the windows of raw wikitext-2 to score on."""
     from compress import held_out, load_model
-    from compress.calibration import beginning
-    from eval.windows import windows
+    from compress.inputs.calibration import beginning
+    from eval.text.windows import windows
 
     prepare_model(folder)
     _, tokenizer = load_model(str(folder / "model"))
     cut = windows(held_out(tokenizer, corpus="wikitext2"), window=WINDOW, beginning=beginning(tokenizer))
-    torch.save(torch.cat([w.tokens for w in cut]), folder / "windows.pt")  # [n, WINDOW]; all but the first token are scored
+    torch.save(
+        torch.cat([w.tokens for w in cut]), folder / "windows.pt"
+    )  # [n, WINDOW]; all but the first token are scored
 
 
 def ours(folder: Path, options: argparse.Namespace) -> None:
@@ -87,24 +100,38 @@ def llmcompressor(folder: Path, options: argparse.Namespace) -> None:
     if not torch.accelerator.is_available():  # its AWQ pins memory even so, and fails
         IntermediatesCache.pin_memory = lambda self, batch_index: None
     transforms = {
-        None: lambda: [], "awq": lambda: [AWQModifier()], "smoothquant": lambda: [SmoothQuantModifier(smoothing_strength=0.5)],
-    }  # fmt: skip
+        None: lambda: [],
+        "awq": lambda: [AWQModifier()],
+        "smoothquant": lambda: [SmoothQuantModifier(smoothing_strength=0.5)],
+    }
     for case in options.cases:
         _, transform, weights, activations = CASES[case]
         model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
         scheme = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
         recipe = [*transforms[transform](), QuantizationModifier(config_groups={"group_0": scheme}, ignore=["lm_head"])]
         seconds = one_shot(model, recipe, torch.load(folder / "calibration.pt")[: options.samples])
-        keep(folder, "llmcompressor", case, options, seconds, sum(hasattr(m, "weight_scale") for m in model.modules()), model)
+        keep(
+            folder,
+            "llmcompressor",
+            case,
+            options,
+            seconds,
+            sum(hasattr(m, "weight_scale") for m in model.modules()),
+            model,
+        )
 
 
-def keep(folder: Path, tool: str, case: str, options: argparse.Namespace, seconds: float, linears: int, model: nn.Module) -> None:
+def keep(
+    folder: Path, tool: str, case: str, options: argparse.Namespace, seconds: float, linears: int, model: nn.Module
+) -> None:
     """Score a model and write down what was found."""
     assert linears == 7 * model.config.num_hidden_layers, f"{tool} left linears out"
     sums = score(model, torch.load(folder / "windows.pt")[: options.windows])
     about = {"tool": tool, "case": case, "samples": options.samples, "seconds": seconds, "sums": sums}
     (folder / f"{tool} {case}.json").write_text(json.dumps(about))
-    print(f"{tool}: {case}: {seconds:.0f} s, perplexity {math.exp(sum(sums) / len(sums) / (WINDOW - 1)):.3f}", flush=True)
+    print(
+        f"{tool}: {case}: {seconds:.0f} s, perplexity {math.exp(sum(sums) / len(sums) / (WINDOW - 1)):.3f}", flush=True
+    )
 
 
 def score(model: nn.Module, windows: Iterable[Tensor]) -> list[float]:
@@ -125,7 +152,9 @@ def table(folder: Path, options: argparse.Namespace) -> None:
         if not all(file.is_file() for file in files.values()):
             continue
         peer, mine = (json.loads(file.read_text()) for file in files.values())
-        assert peer["samples"] == mine["samples"], f"{case}: calibrated on {peer['samples']} and {mine['samples']} samples"
+        assert peer["samples"] == mine["samples"], (
+            f"{case}: calibrated on {peer['samples']} and {mine['samples']} samples"
+        )
         n = min(len(peer["sums"]), len(mine["sums"]))
         a, b = (torch.tensor(about["sums"][:n], dtype=torch.float64) / (WINDOW - 1) for about in (peer, mine))
         ratio = (b - a).mean().exp().item()
@@ -134,18 +163,22 @@ def table(folder: Path, options: argparse.Namespace) -> None:
         for about, x in ((peer, a), (mine, b)):
             row |= {f"{about['tool']}_perplexity": x.mean().exp().item(), f"{about['tool']}_seconds": about["seconds"]}
         rows.append(row)
-        print(f"{case:<26} {peer['seconds']:>6.0f} s {a.mean().exp():8.3f}   {mine['seconds']:>6.0f} s {b.mean().exp():8.3f}"
-              f"   {ratio:.4f} ± {stderr:.4f}")  # fmt: skip
+        print(
+            f"{case:<26} {peer['seconds']:>6.0f} s {a.mean().exp():8.3f}   {mine['seconds']:>6.0f} s "
+            f"{b.mean().exp():8.3f}"
+            f"   {ratio:.4f} ± {stderr:.4f}"
+        )
     print(json.dumps({"threads": torch.get_num_threads(), "rows": rows}))
 
 
 def bitsandbytes(folder: Path, options: argparse.Namespace) -> None:
-    """Codes and scales of every linear in NF4, with double quantisation or without, and in int8 row by row: how many are equal."""
+    """Codes and scales of every linear in NF4, with double quantisation or without, and in int8 row by row: how many
+    are equal."""
     from bitsandbytes.functional import int8_vectorwise_quant, quantize_4bit
 
     from compress import METHODS, load_model
     from compress.linear import weight_of
-    from compress.walk import targets
+    from compress.walk.walk import targets
     from compress.weights.nf4 import nf4
     from kernels.lut_matmul.layout import unpack_codebook
     from kernels.w8a8_matmul import quantize_weight

@@ -34,7 +34,9 @@ def gptqmodel(bits: int) -> list[list[int]]:
     """qweight [in * bits / 32, out]"""
     from gptqmodel.nn_modules.qlinear.torch import TorchLinear
 
-    packed = TorchLinear(bits=bits, group_size=GROUP, sym=True, desc_act=False, in_features=IN, out_features=OUT, bias=False)
+    packed = TorchLinear(
+        bits=bits, group_size=GROUP, sym=True, desc_act=False, in_features=IN, out_features=OUT, bias=False
+    )
     middle = 1 << (bits - 1)
     dense = torch.nn.Linear(IN, OUT, bias=False)
     dense.weight.data = (codes(bits) - middle).float()

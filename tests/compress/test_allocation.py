@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from compress import METHODS, apply
+from compress.allocation.sparsity import LEVELS, STEP, allocate, distortion_curves, global_ratios
 from compress.linear import CompressedLinear
-from compress.pruning.allocation import LEVELS, STEP, allocate, distortion_curves, global_ratios
-from compress.resume import BlockStore
+from compress.walk.resume import BlockStore
 
 
 def zeros(model) -> tuple[int, int]:
@@ -19,14 +19,16 @@ def zeros(model) -> tuple[int, int]:
 
 def test_dynamic_program_finds_the_least(monkeypatch):
     """Against every combination, on random curves with few choices."""
-    monkeypatch.setattr("compress.pruning.allocation.STEP", 0.1)
+    monkeypatch.setattr("compress.allocation.sparsity.STEP", 0.1)
     choices = [0.1 * i for i in range(9)]
     generator = torch.Generator().manual_seed(3)
     for trial in range(5):
         weights = {"a": 400, "b": 1200, "c": 800, "d": 400}
         curves = {}
         for name in weights:
-            steps = torch.rand(len(LEVELS), generator=generator).cumsum(0) * 10 ** float(torch.rand(1, generator=generator))
+            steps = torch.rand(len(LEVELS), generator=generator).cumsum(0) * 10 ** float(
+                torch.rand(1, generator=generator)
+            )
             curves[name] = dict(zip(LEVELS, (steps**2).tolist(), strict=True))
 
         def cost(name, ratio, curves=curves):
@@ -78,7 +80,8 @@ def test_global_compares_all_linears(tiny, name):
 
 @pytest.mark.parametrize("name", ["magnitude", "wanda", "sparsegpt"])
 def test_adaptive(tiny, tokens, name):
-    """As many go as asked; the measured distortions add up to less than the same ratio everywhere; the record has the curves."""
+    """As many go as asked; the measured distortions add up to less than the same ratio everywhere; the record has the
+    curves."""
     model = tiny("llama", num_hidden_layers=3)
     with torch.no_grad():  # linears that matter differently
         for i, block in enumerate(model.model.layers):
@@ -122,11 +125,15 @@ def test_every_architecture_has_curves(any_model, tokens):
 
 def test_curves_are_kept_and_serve_other_ratios(tiny, tokens, tmp_path, monkeypatch):
     model = tiny("llama")
-    first = apply([METHODS["magnitude"](ratio=0.5, allocation="adaptive")], copy.deepcopy(model), tokens(), work_path=tmp_path)
+    first = apply(
+        [METHODS["magnitude"](ratio=0.5, allocation="adaptive")], copy.deepcopy(model), tokens(), work_path=tmp_path
+    )
     asked = []
     put = BlockStore.put
     monkeypatch.setattr(BlockStore, "put", lambda self, *a: (asked.append(self.folder.name), put(self, *a))[1])
-    second = apply([METHODS["magnitude"](ratio=0.3, allocation="adaptive")], copy.deepcopy(model), tokens(), work_path=tmp_path)
+    second = apply(
+        [METHODS["magnitude"](ratio=0.3, allocation="adaptive")], copy.deepcopy(model), tokens(), work_path=tmp_path
+    )
     assert [layer.distortion for layer in first.layers] == [layer.distortion for layer in second.layers]
     assert asked and not any("curves" in name for name in asked), "no curve was measured again"
 

@@ -1,4 +1,5 @@
-"""AWQ: its scales and clipping against what they promise, as a step of recipes, and on a real model against rounding."""
+"""AWQ: its scales and clipping against what they promise, as a step of recipes, and on a real model against
+rounding."""
 
 import copy
 import math
@@ -6,15 +7,16 @@ import math
 import pytest
 import torch
 
-from compress import METHODS, apply, calibration, held_out
-from compress.grid import candidates, dequantize, quantize
+from compress import METHODS, apply, held_out
+from compress.grid.integer import candidates, dequantize, quantize
+from compress.inputs import calibration
 from compress.linear import CompressedLinear
-from compress.links import Link
 from compress.method import settle
-from compress.statistics import Collector
+from compress.walk.links import Link
+from compress.walk.statistics import Collector
 from compress.weights.awq import awq_clip, awq_scales
 from compress.weights.rtn import rtn
-from eval.perplexity import perplexity
+from eval.text.perplexity import perplexity
 
 AWQ, GPTQ, RTN = METHODS["awq"], METHODS["gptq"], METHODS["rtn"]
 
@@ -36,13 +38,16 @@ def test_scales_are_balanced_and_follow_the_inputs():
     for alpha in (0.3, 0.95):
         s = awq_scales(x, alpha)
         assert torch.isfinite(s).all() and (s > 0).all() and (s * s.max()).min().item() == pytest.approx(1, rel=1e-4)
-        assert (s[3] / s[2]).item() == pytest.approx(100**alpha, rel=1e-4) and s[0] == s[1], "an input of 0 counts as a small one"
+        assert (s[3] / s[2]).item() == pytest.approx(100**alpha, rel=1e-4) and s[0] == s[1], (
+            "an input of 0 counts as a small one"
+        )
     assert torch.equal(awq_scales(torch.zeros(4), 0.5), torch.ones(4))
 
 
 @pytest.mark.parametrize("skip", ["", "b"])
 def test_the_alpha_is_the_one_of_least_output_error(skip):
-    """Over all consumers that are rounded, measured on the inputs themselves; heads of v are read by several heads of o."""
+    """Over all consumers that are rounded, measured on the inputs themselves; heads of v are read by several heads of
+    o."""
     X, channels = inputs(), torch.arange(48).view(2, 24).repeat_interleave(2, 0).reshape(-1)
     g = torch.Generator().manual_seed(1)
     weights = [torch.randn(20, 96, generator=g), torch.randn(12, 96, generator=g) * 3]
@@ -139,14 +144,19 @@ def test_a_weight_quantiser_that_follows_settles_the_grid(tiny, tokens):
     assert settle(recipe) == recipe, "settled once is settled"
     result = apply([AWQ(grid=5), follower], tiny("llama"), tokens())
     assert len(result.layers) == 13 and all(r.bits_per_weight == 3 + 32 / 16 for r in result.layers)
-    assert "model.layers.0.mlp.up_proj" not in {fold.name for fold in result.folds}, "nothing is gained for what is skipped"
+    assert "model.layers.0.mlp.up_proj" not in {fold.name for fold in result.folds}, (
+        "nothing is gained for what is skipped"
+    )
     assert len(result.folds) == 7
 
 
 def test_what_does_not_compose_says_so():
     for recipe, message in (
         ([AWQ(bits=3), GPTQ(bits=2)], r"`bits` \(=3\) of awq must be what gptq\(bits=2\) rounds to after it: 2"),
-        ([AWQ(group_size=32), RTN(group_size=16)], r"`group_size` \(=32\) of awq must be what rtn\(group_size=16\) rounds to"),
+        (
+            [AWQ(group_size=32), RTN(group_size=16)],
+            r"`group_size` \(=32\) of awq must be what rtn\(group_size=16\) rounds to",
+        ),
         ([AWQ(only_scale=False), GPTQ()], r"`only_scale` \(=False\) of awq: gptq\(\) after it rounds the same weights"),
         ([GPTQ(), AWQ()], r"`recipe`: awq\(\) must come before gptq\(\)"),
         ([RTN(), AWQ(only_scale=True)], r"`recipe`: awq\(.*\) must come before rtn\(\)"),
@@ -163,7 +173,10 @@ def test_bad_knobs_are_refused_before_any_work(tiny, tokens):
         ({"group_size": 48}, r"`group_size` \(=48\) must divide in_features \(=64\)"),
         ({"group_size": 48, "only_scale": True}, r"`group_size` \(=48\) must divide in_features \(=64\)"),
         ({"group_size": 16, "layers": "*.k_norm"}, r"`layers` \(='\*.k_norm'\) of awq"),
-        ({"group_size": 16, "layers": "*.o_proj", "skip": "*.o_proj"}, r"but `skip` \(='\*.o_proj'\) names all that read"),
+        (
+            {"group_size": 16, "layers": "*.o_proj", "skip": "*.o_proj"},
+            r"but `skip` \(='\*.o_proj'\) names all that read",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             apply([AWQ(**knobs)], model, tokens())

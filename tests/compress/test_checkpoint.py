@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from compress import METHODS, apply, load_compressed, save_compressed
-from eval.size import size
+from eval.machine.size import size
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,9 @@ def test_generates_after_loading(tiny, tokens, tmp_path):
     result = apply([METHODS["gptq"](group_size=16, min_tokens=8)], tiny("llama"), tokens())
     again = load_compressed(save_compressed(result, tmp_path / "out"))
     ids = tokens(1)[0]
-    expected, found = (m.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0) for m in (result.model, again))
+    expected, found = (
+        m.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0) for m in (result.model, again)
+    )
     assert torch.equal(expected, found)
 
 
@@ -59,7 +61,9 @@ def test_a_wrong_copy_is_not_called_saved(tiny, tmp_path, monkeypatch):
 
     write = save._tensors
     monkeypatch.setattr(
-        save, "_tensors", lambda model: {k: (v + 1 if k.endswith("norm.weight") else v) for k, v in write(model).items()}
+        save,
+        "_tensors",
+        lambda model: {k: (v + 1 if k.endswith("norm.weight") else v) for k, v in write(model).items()},
     )
     with pytest.raises(RuntimeError, match="other logits"):
         save_compressed(result, tmp_path / "out")

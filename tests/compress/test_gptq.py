@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from compress import METHODS, apply
+from compress.walk.hessian import factorise
 from compress.weights.gptq import column_order, gptq
-from compress.weights.hessian import factorise
 from compress.weights.rtn import rtn
 
 
@@ -65,7 +65,8 @@ def test_beats_rounding_on_the_same_grid(bits, group_size, symmetric, order):
     W, H = problem()
     factor = factorise(H, 0.01, column_order(H.diagonal(), order, group_size))
     grid = {"bits": bits, "group_size": group_size, "symmetric": symmetric}
-    # Two symmetric bits that just cover a group clip half a step of its largest weight: there, only search is sure to win.
+    # Two symmetric bits that just cover a group clip half a step of its largest weight: there, only search is sure to
+    # win.
     for scale in ("search",) if bits == 2 and symmetric else ("absmax", "search"):
         Q = gptq(W, factor, **grid, scale=scale, refit=order != "activation")
         assert loss(W, Q.dequantize(), H) < loss(W, rtn(W, **grid, scale=scale).dequantize(), H)
@@ -118,7 +119,9 @@ def test_hopeless_hessians_are_errors():
 
 def test_experts_with_few_tokens_are_rounded_and_say_so(tiny, tokens):
     result = apply([METHODS["gptq"](group_size=16, min_tokens=10**6)], tiny("mixtral"), tokens())
-    assert all("rounded to nearest" in r.notes[0] and r.error == pytest.approx(r.rtn_error, rel=0.6) for r in result.layers)
+    assert all(
+        "rounded to nearest" in r.notes[0] and r.error == pytest.approx(r.rtn_error, rel=0.6) for r in result.layers
+    )
     result = apply([METHODS["gptq"](group_size=16, min_tokens=40)], tiny("qwen3_moe"), tokens())
     rounded = [r for r in result.layers if any("rounded to nearest" in n for n in r.notes)]
     assert all(("experts" in r.name) and r.tokens < 40 for r in rounded) and 0 < len(rounded) < len(result.layers)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from compress import grid
 from compress.formats import FORMATS, Dense, IntGroup
+from compress.grid import integer as grid
 from compress.linear import CompressedLinear
 from compress.weights.rtn import rtn
 
@@ -20,7 +20,9 @@ def test_scales_cover_and_search_never_loses(bits, symmetric, scale_dtype):
     importance = torch.rand(32) + 0.1
 
     def loss(scale, zero, norm):
-        q = grid.dequantize(grid.quantize(w, scale[..., None], zero[..., None], bits), scale[..., None], zero[..., None])
+        q = grid.dequantize(
+            grid.quantize(w, scale[..., None], zero[..., None], bits), scale[..., None], zero[..., None]
+        )
         return ((q - w).abs().pow(norm) * importance).sum(-1)
 
     covering = grid.absmax(w, bits, symmetric, scale_dtype)
@@ -107,6 +109,7 @@ def test_conversion_of_any_linear():
     assert shape_of(conv) == (24, 16) and torch.equal(weight_of(conv), conv.weight.T)
     plain = nn.Linear(16, 24)
     assert shape_of(plain) == (24, 16) and torch.equal(weight_of(plain), plain.weight)
-    small = CompressedLinear([IntGroup.from_codes(torch.ones(4, 8), torch.ones(4, 1), None, bits=4, group_size=8)], None,
-                             dtype=torch.float32)  # fmt: skip
+    small = CompressedLinear(
+        [IntGroup.from_codes(torch.ones(4, 8), torch.ones(4, 1), None, bits=4, group_size=8)], None, dtype=torch.float32
+    )
     assert shape_of(small) == (4, 8) and weight_of(small).shape == (4, 8)

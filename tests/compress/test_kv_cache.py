@@ -82,7 +82,8 @@ def padded(tokens) -> tuple[Tensor, Tensor]:
 
 
 def test_every_architecture(any_model, padded):
-    """Without a policy nothing changes, whether prompts come in one piece or in chunks, of which a row's first is padding alone."""
+    """Without a policy nothing changes, whether prompts come in one piece or in chunks, of which a row's first is
+    padding alone."""
     if any_model.config.model_type == "mistral":
         with pytest.raises(ValueError, match=r"`model` \(MistralForCausalLM\) has no layer.*sliding_attention"):
             attach(any_model)
@@ -91,18 +92,25 @@ def test_every_architecture(any_model, padded):
     with attached(any_model):
         kept = write(any_model, *padded)
         same(kept, plain)
-        assert isinstance(kept.cache, CompressedCache) and len(kept.cache.own) + sum(left_alone(any_model).values()) == 2
+        assert (
+            isinstance(kept.cache, CompressedCache) and len(kept.cache.own) + sum(left_alone(any_model).values()) == 2
+        )
         same(write(any_model, *padded, prefill_chunk_size=7), plain)
     with attached(any_model, [policy("snapkv", budget=12, allocation="ada", decoding=True)]):
         rows_alone(any_model, *padded, new=11)
 
 
-@pytest.mark.parametrize("architecture, name", [(a, n) for a in MODELS for n in POLICIES if (a, n) != ("gemma3_text", "knorm")])
+@pytest.mark.parametrize(
+    "architecture, name", [(a, n) for a in MODELS for n in POLICIES if (a, n) != ("gemma3_text", "knorm")]
+)
 def test_a_batch_is_its_rows(tiny, padded, architecture, name):
-    """Whatever is evicted: padding is nothing, and rows have nothing to do with each other. (Gemma 3's keys have one norm.)"""
+    """Whatever is evicted: padding is nothing, and rows have nothing to do with each other. (Gemma 3's keys have one
+    norm.)"""
     model = tiny(architecture.replace("mqa", "llama"), **MODELS[architecture]).double()  # so that noise settles no tie
     for allocation in ALLOCATIONS:
-        for knobs, new in (({"budget": 0.4}, 3), ({"budget": 12, "decoding": True}, 10))[: 1 if METHODS[name].runs_model else 2]:
+        for knobs, new in (({"budget": 0.4}, 3), ({"budget": 12, "decoding": True}, 10))[
+            : 1 if METHODS[name].runs_model else 2
+        ]:
             with attached(model, [policy(name, allocation=allocation, **knobs)]):
                 rows_alone(model, *padded, new=new)
 
@@ -112,7 +120,9 @@ def test_padding_may_lie_anywhere(tiny, tokens, name):
     """Before every row, or, where a dialogue is read in one go, between its turns."""
     model, ids, mask = tiny("llama"), torch.cat(tokens(2, 40)), torch.ones(2, 40, dtype=torch.long)
     mask[:, :5], mask[0, :11], mask[1, 20:28] = 0, 0, 0
-    more = {"snapkv": {"observed": 64, "pool": 1}, "kvzip": {"piece": 16}}.get(name, {})  # a window longer than a row, and pieces
+    more = {"snapkv": {"observed": 64, "pool": 1}, "kvzip": {"piece": 16}}.get(
+        name, {}
+    )  # a window longer than a row, and pieces
     for one in (policy(name, budget=12), METHODS[name](budget=0.6, allocation="uniform", **more)):
         with attached(model, [one]):
             rows_alone(model, ids, mask)
@@ -136,25 +146,38 @@ def test_it_attends_like_a_plain_cache_with_rows_taken_out(tiny, tokens, archite
                 held.keys, held.values = held.keys.gather(2, index), held.values.gather(2, index)
             found = torch.cat([read(model, cache, part) for part in parts], 1)
         places = torch.arange(40, 43 + last)[None].split([1, 1, 1, last], 1)
-        expected = [model(part, position_ids=at, past_key_values=plain).logits for part, at in zip(parts, places, strict=True)]
+        expected = [
+            model(part, position_ids=at, past_key_values=plain).logits for part, at in zip(parts, places, strict=True)
+        ]
         assert_close(found, torch.cat(expected, 1), **NEAR)
 
 
-@pytest.mark.parametrize("storage", [None, *({"bits": bits, "group_size": 32, "residual": 20} for bits in (8, 4, 2))], ids=str)
+@pytest.mark.parametrize(
+    "storage", [None, *({"bits": bits, "group_size": 32, "residual": 20} for bits in (8, 4, 2))], ids=str
+)
 def test_the_kernel_and_the_mask_agree(tiny, tokens, storage):
-    """For heads of one length and of different ones; `residual` is such that no group becomes codes in a pass that is compared."""
+    """For heads of one length and of different ones; `residual` is such that no group becomes codes in a pass that is
+    compared."""
     model, ids, mask = tiny("llama"), torch.cat(tokens(2, 126)), (torch.arange(126) >= torch.tensor([[30], [0]])).long()
-    for one in ([], [Lopsided(budget=0.5, allocation="ada")], [Lopsided(budget=50, allocation="global", decoding=True)]):
+    for one in (
+        [],
+        [Lopsided(budget=0.5, allocation="ada")],
+        [Lopsided(budget=50, allocation="global", decoding=True)],
+    ):
         with attached(model, [*one, *([KV_INT(**storage)] if storage else [])]) as attachment:
             found = {}
             for by_kernel in (True, False):
                 cache = attachment.cache()
                 cache.by_kernel = by_kernel
                 with recording() as ran:
-                    found[by_kernel] = [read(model, cache, ids[:, a:b], mask[:, :b]) for a, b in ((0, 120), (120, 121), (121, 126))]
+                    found[by_kernel] = [
+                        read(model, cache, ids[:, a:b], mask[:, :b]) for a, b in ((0, 120), (120, 121), (121, 126))
+                    ]
                 assert ("kv_decode" in ran) == by_kernel
                 lengths, slabs = cache.own[0].lengths, cache.own[0].slabs
-                assert [len(set(row)) for row in lengths.tolist()] == [1 + bool(one)] * 2 and len(slabs) == 1 + bool(one)
+                assert [len(set(row)) for row in lengths.tolist()] == [1 + bool(one)] * 2 and len(slabs) == 1 + bool(
+                    one
+                )
                 cache.reset()
                 found[by_kernel].append(write(model, ids, mask, new=30, past_key_values=cache))
         assert_close(found[True][:3], found[False][:3], **NEAR)
@@ -185,7 +208,9 @@ def test_turns(tiny, tokens, padded, name):
         first = write(model, *padded, past_key_values=attachment.cache())
         longer = torch.cat([padded[0], first.tokens, more], 1)
         second = write(model, longer, mask, past_key_values=first.cache)
-        kept = (mask.sum(1) * 0.5).round().long() + 5 if name else mask.sum(1) + 5  # the last one that was written is not read
+        kept = (
+            (mask.sum(1) * 0.5).round().long() + 5 if name else mask.sum(1) + 5
+        )  # the last one that was written is not read
         for layer in second.cache.own:
             assert torch.equal(layer.tokens, mask.sum(1) + 5) and torch.all(layer.lengths == kept[:, None])
         for i, row in enumerate(mask.bool()) if name else []:
@@ -202,9 +227,10 @@ def test_rows_are_reordered_chosen_and_repeated(tiny, tokens, methods):
     model, ids, more = tiny("llama"), torch.cat(tokens(3, 60)), tokens(1, 30, seed=7)[0]
     mask = (torch.arange(90) >= torch.tensor([[0], [7], [15]])).long()
     for change, given, rows in (
-        ("reorder_cache", torch.tensor([2, 0, 0]), [2, 0, 0]), ("batch_select_indices", torch.tensor([2, 1]), [2, 1]),
+        ("reorder_cache", torch.tensor([2, 0, 0]), [2, 0, 0]),
+        ("batch_select_indices", torch.tensor([2, 1]), [2, 1]),
         ("batch_repeat_interleave", 2, [0, 0, 1, 1, 2, 2]),
-    ):  # fmt: skip
+    ):
         found = []
         for now in ([0, 1, 2], rows):
             with attached(model, methods) as attachment:
@@ -250,13 +276,17 @@ def test_a_model_is_left_as_it_was(tiny, padded, architecture):
     plain, logits = write(model, *padded), model(padded[0]).logits
 
     def state() -> list:
-        found = [{k: dict(v) if isinstance(v, dict) else v for k, v in vars(module).items()} for module in model.modules()]
+        found = [
+            {k: dict(v) if isinstance(v, dict) else v for k, v in vars(module).items()} for module in model.modules()
+        ]
         return [found, model.config.to_dict(), model.config._attn_implementation]
 
     before = state()
     with attached(model, MIXED["h2o"]):
         assert write(model, *padded).cache.policy and state() != before
-        assert torch.equal(model(padded[0]).logits, logits) and torch.equal(model(padded[0], use_cache=False).logits, logits)
+        assert torch.equal(model(padded[0]).logits, logits) and torch.equal(
+            model(padded[0], use_cache=False).logits, logits
+        )
     assert state() == before
     same(write(model, *padded), plain)
     with pytest.raises(KeyError), attached(model):
@@ -311,7 +341,9 @@ def test_without_some_attention(tiny, padded, tokens, layer):
     for allocation in ALLOCATIONS:
         with attached(model, [Lopsided(budget=20, allocation=allocation)]):
             cache = write(model, *padded, new=1).cache
-        assert sum(int(one.lengths.sum()) for one in cache.filled) == 2 * 2 * 2 * 20, "layers that are left, rows, heads"
+        assert sum(int(one.lengths.sum()) for one in cache.filled) == 2 * 2 * 2 * 20, (
+            "layers that are left, rows, heads"
+        )
 
 
 def test_a_recipe_attaches(tiny, padded):
@@ -322,6 +354,8 @@ def test_a_recipe_attaches(tiny, padded):
         assert result.model is model and not result.layers and len(result.notes) == 2
         written = write(model, *padded)
         assert written.cache.policy in recipe and written.cache.storage == KV_INT()
-        assert written.cache.own[0].lengths.tolist() == [[25, 25], [21, 21]] and not torch.equal(written.logits, plain.logits)
+        assert written.cache.own[0].lengths.tolist() == [[25, 25], [21, 21]] and not torch.equal(
+            written.logits, plain.logits
+        )
         detach(model)
         same(write(model, *padded), plain)

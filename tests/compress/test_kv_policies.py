@@ -1,4 +1,5 @@
-"""Policies score as their papers say, budgets add up, codes lose what they say; all against attention that is written out."""
+"""Policies score as their papers say, budgets add up, codes lose what they say; all against attention that is written
+out."""
 
 import copy
 import math
@@ -62,7 +63,9 @@ def observed(tiny, tokens, monkeypatch):
                 module.sinks.fill_(1.5)
         where = sys.modules[type(model).__module__]
         if rotate := getattr(where, "apply_rotary_pos_emb", None):
-            monkeypatch.setattr(where, rotate.__name__, lambda q, *args, **more: queries.append(q) or rotate(q, *args, **more))
+            monkeypatch.setattr(
+                where, rotate.__name__, lambda q, *args, **more: queries.append(q) or rotate(q, *args, **more)
+            )
         with attached(model) as attachment:
             cache = attachment.cache(observes=True, **more)
             read(model, cache, tokens(1, 40)[0])
@@ -74,21 +77,26 @@ def observed(tiny, tokens, monkeypatch):
 @pytest.mark.parametrize("traces", [False, True])
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2", "gpt_oss"])
 def test_scores_of_attention(observed, tokens, monkeypatch, architecture, traces):
-    """SnapKV, TOVA, H2O; with the model's soft caps, and with its sinks, which take a share; a few queries at a time."""
+    """SnapKV, TOVA, H2O; with the model's soft caps, and with its sinks, which take a share; a few queries at a
+    time."""
     monkeypatch.setattr("compress.kv.policy.ROWS", 16), monkeypatch.setattr("compress.kv.attention.ROWS", 16)
     model, cache, _ = observed(architecture, traces=traces)
     snapkv, tova, h2o = METHODS["snapkv"](observed=8), METHODS["tova"](), METHODS["h2o"](budget=0.5)
     for layer in cache.own:
-        seen, w = layer.seen_by(layer.queries, layer.asked), attentions(model, tokens(1, 40)[0])[layer.number]  # [H, G, 40, 40]
+        seen, w = (
+            layer.seen_by(layer.queries, layer.asked),
+            attentions(model, tokens(1, 40)[0])[layer.number],
+        )  # [H, G, 40, 40]
         assert_close(seen.attention(40)[0], w, **NEAR)
         assert_close(seen.summed_attention()[0], w.sum((1, 2)), **NEAR)
         assert_close(seen.largest_attention()[0], w.amax((1, 2)), **NEAR)
         remembers = replace(seen, memory=h2o.remember(replace(seen, memory=torch.ones(seen.keys.shape[:3]))))
         smooth = torch.nn.functional.pad(w[:, :, -8:, :32].mean((1, 2)), (2, 2)).unfold(-1, 5, 1).mean(-1)
         for scores, last, expected in (
-            (snapkv.scores(seen), 8, smooth), (tova.scores(seen), 1, w[:, :, -1, :39].mean((0, 1)).expand(len(w), -1)),
+            (snapkv.scores(seen), 8, smooth),
+            (tova.scores(seen), 1, w[:, :, -1, :39].mean((0, 1)).expand(len(w), -1)),
             (h2o.scores(remembers), 10, 1 + w.sum((1, 2))[:, :30]),
-        ):  # fmt: skip
+        ):
             assert torch.all(scores[0, :, 40 - last :] == torch.inf)
             assert_close(scores[0, :, : 40 - last], expected, **NEAR)
 
@@ -122,7 +130,9 @@ def test_kvzip_is_the_most_attention_of_a_second_reading(tiny, tokens, architect
         if layer in cache.own:
             assert_close(layer.memory.view[0], weights[number][..., 40:, :40].amax((1, 2)), rtol=1e-3, atol=1e-5)
         else:
-            assert torch.equal(layer.keys, plain.layers[number].keys) and torch.equal(layer.values, plain.layers[number].values)
+            assert torch.equal(layer.keys, plain.layers[number].keys) and torch.equal(
+                layer.values, plain.layers[number].values
+            )
 
 
 def test_kvzip_reads_replies_again_too(tiny, tokens):
@@ -186,7 +196,9 @@ def test_an_observing_cache_is_compressed_as_if_the_policy_had_been_there(tiny, 
                     assert_close(joined(a.slabs), joined(b.slabs), rtol=1e-9, atol=1e-9)
                     assert not traces or torch.equal(a.positions.view, b.positions.view)
                 longer = torch.cat([mask[:, :end], mask[:, -1:]], 1)
-                assert_close(*(read(model, cache, ids[:, :1], longer) for cache in (found, whole)), rtol=1e-6, atol=1e-6)
+                assert_close(
+                    *(read(model, cache, ids[:, :1], longer) for cache in (found, whole)), rtol=1e-6, atol=1e-6
+                )
 
 
 @pytest.mark.parametrize("again", ["reset", "crop"])
@@ -236,9 +248,14 @@ def test_rows_are_due_by_themselves(tiny, tokens):
             for n in range(40):
                 read(model, cache, more[:, n : n + 1].expand(len(rows), 1), mask[rows, begin : 121 + n])
                 found.append(cache.own[0].lengths[:, 0])
-    both, alone = torch.stack(found[:40]), torch.stack([torch.cat(pair) for pair in zip(found[40:80], found[80:], strict=True)])
+    both, alone = (
+        torch.stack(found[:40]),
+        torch.stack([torch.cat(pair) for pair in zip(found[40:80], found[80:], strict=True)]),
+    )
     assert torch.equal(both, alone)
-    assert [n for n in range(1, 40) if both[n, 0] < both[n - 1, 0]] != [n for n in range(1, 40) if both[n, 1] < both[n - 1, 1]]
+    assert [n for n in range(1, 40) if both[n, 0] < both[n - 1, 0]] != [
+        n for n in range(1, 40) if both[n, 1] < both[n - 1, 1]
+    ]
 
 
 @pytest.mark.parametrize("by_kernel", [True, False])
@@ -261,7 +278,9 @@ def test_budgets_add_up():
     even = uniform(target, tokens)
     assert even.tolist() == [[20] * 4, [15] * 4, [7] * 4]
     steps = [pyramid(target, tokens, tokens[:, 0], layer, layers) for layer in range(layers)]
-    assert torch.all((sum(steps) - layers * even).abs() < layers) and torch.equal(pyramid(target, tokens, tokens[:, 0], 0, 1), even)
+    assert torch.all((sum(steps) - layers * even).abs() < layers) and torch.equal(
+        pyramid(target, tokens, tokens[:, 0], 0, 1), even
+    )
     assert all(torch.all(a >= b) and a[0, 0] > b[0, 0] for a, b in zip(steps, steps[1:], strict=False))
     by_head, over_all = [ada(one, valid, target) for one in scores], over_layers(scores, [valid] * layers, target)
     assert torch.equal(torch.stack(by_head).sum(-1), even.sum(-1).expand(layers, -1))
@@ -269,7 +288,9 @@ def test_budgets_add_up():
     assert all(torch.all(one >= (even * ADA_FLOOR).long()) for one in by_head) and len(by_head[0][0].unique()) > 1
     assert all(torch.all(one <= tokens) for one in (*steps, *by_head, *over_all))
     stay, every = (torch.cat(found, 1)[0] for found in ([*map(kept, scores, [valid] * layers, over_all)], scores))
-    least = every.masked_fill(~stay, torch.inf).amin(1)[stay.sum(1) > 1].min()  # heads that keep one keep it in any case
+    least = (
+        every.masked_fill(~stay, torch.inf).amin(1)[stay.sum(1) > 1].min()
+    )  # heads that keep one keep it in any case
     assert torch.all(stay | (every < least))
     for i in range(3):
         alone, real, aim = [one[i : i + 1] for one in scores], valid[i : i + 1], target[i : i + 1]
@@ -290,19 +311,29 @@ def test_budgets_of_heads_that_differ_already_or_not_at_all():
 
 def test_which_stay():
     inf, valid = torch.inf, torch.ones(1, 4, 6, dtype=torch.bool)
-    scores = torch.tensor([[1.0, 5, 5, 5, 2, 9], [inf, 1, inf, 3, inf, 2], [inf, inf, inf, 3, 4, 5], [9, 9, 0, -1, -2, -3]])[None]
+    scores = torch.tensor(
+        [[1.0, 5, 5, 5, 2, 9], [inf, 1, inf, 3, inf, 2], [inf, inf, inf, 3, 4, 5], [9, 9, 0, -1, -2, -3]]
+    )[None]
     valid[0, 3, :2] = False
     stay = kept(scores, valid, torch.tensor([[3, 4, 2, 3]]))
     assert [row.nonzero().flatten().tolist() for row in stay[0]] == [[2, 3, 5], [0, 2, 3, 4], [1, 2], [2, 3, 4]]
-    assert torch.equal(kept(scores, valid, torch.full((1, 4), 9)), valid) and not kept(scores, valid, torch.zeros(1, 4)).any()
+    assert (
+        torch.equal(kept(scores, valid, torch.full((1, 4), 9)), valid)
+        and not kept(scores, valid, torch.zeros(1, 4)).any()
+    )
 
 
 def test_errors_name_the_knob():
     for name, wrong, message in (
-        *(("snapkv", {"budget": budget}, r"`budget` \(=") for budget in (0, 0.0, 1.5, -3, -0.5, True, "half", math.nan)),
-        ("snapkv", {"allocation": "equal"}, "`allocation`.*uniform, pyramid, ada, global"), ("snapkv", {"pool": 4}, "`pool`.*odd"),
-        ("kvzip", {"decoding": True}, "`decoding`.*kvzip"), ("kv_int", {"bits": 3}, "`bits`"),
-    ):  # fmt: skip
+        *(
+            ("snapkv", {"budget": budget}, r"`budget` \(=")
+            for budget in (0, 0.0, 1.5, -3, -0.5, True, "half", math.nan)
+        ),
+        ("snapkv", {"allocation": "equal"}, "`allocation`.*uniform, pyramid, ada, global"),
+        ("snapkv", {"pool": 4}, "`pool`.*odd"),
+        ("kvzip", {"decoding": True}, "`decoding`.*kvzip"),
+        ("kv_int", {"bits": 3}, "`bits`"),
+    ):
         with pytest.raises(ValueError, match=message):
             METHODS[name](**wrong)
 
@@ -316,7 +347,9 @@ def test_one_policy_and_one_storage(tiny, names):
         settle(methods)
 
 
-@pytest.mark.parametrize("architecture, message", [("llama", "`inputs_embeds`.*`input_ids`"), ("gpt2", "128 positions")])
+@pytest.mark.parametrize(
+    "architecture, message", [("llama", "`inputs_embeds`.*`input_ids`"), ("gpt2", "128 positions")]
+)
 def test_kvzip_needs_tokens_and_positions_to_read_again(tiny, tokens, architecture, message):
     model, ids = tiny(architecture), tokens(1, 100)[0]
     given = {"inputs_embeds": model.get_input_embeddings()(ids)} if architecture == "llama" else {"input_ids": ids}

@@ -96,11 +96,19 @@ def reachable(thing, found: dict) -> dict:
     return found
 
 
-@pytest.mark.parametrize("methods", [
-    [], [KV_INT(group_size=32)], [H2O(budget=20, decoding=True)], [Lopsided(budget=40, allocation="ada"), KV_INT(group_size=32)],
-    [SNAPKV(budget=20, observed=4, allocation="global", decoding=True)], [METHODS["kvzip"](budget=20)],
-    [METHODS["expected_attention"](budget=50, decoding=True), KV_INT(bits=8, group_size=32, residual=0)],
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "methods",
+    [
+        [],
+        [KV_INT(group_size=32)],
+        [H2O(budget=20, decoding=True)],
+        [Lopsided(budget=40, allocation="ada"), KV_INT(group_size=32)],
+        [SNAPKV(budget=20, observed=4, allocation="global", decoding=True)],
+        [METHODS["kvzip"](budget=20)],
+        [METHODS["expected_attention"](budget=50, decoding=True), KV_INT(bits=8, group_size=32, residual=0)],
+    ],
+    ids=str,
+)
 def test_bytes_are_those_of_all_tensors(tiny, tokens, methods):
     model, ids, sizes = tiny("llama"), torch.cat(tokens(2, 120)), []
     for dtype in (torch.float32, torch.bfloat16):
@@ -118,10 +126,13 @@ def test_fewer_bytes(tiny, tokens):
     model, ids = tiny("llama"), torch.cat(tokens(2, 600))
     full = 2 * 2 * 2 * 2 * 600 * 16 * 4  # layers, keys and values, rows, heads, positions, channels, bytes
     for methods, share in (
-        ([], 1), ([SNAPKV(budget=0.25)], 0.25), ([H2O(budget=0.25, decoding=True)], 0.26),
-        ([Lopsided(budget=0.25, allocation="ada")], 0.25), ([Lopsided(budget=0.25, allocation="global")], 0.25),
+        ([], 1),
+        ([SNAPKV(budget=0.25)], 0.25),
+        ([H2O(budget=0.25, decoding=True)], 0.26),
+        ([Lopsided(budget=0.25, allocation="ada")], 0.25),
+        ([Lopsided(budget=0.25, allocation="global")], 0.25),
         ([SNAPKV(budget=0.25), KV_INT(bits=4, group_size=32, residual=0)], 0.074),
-    ):  # fmt: skip
+    ):
         with attached(model, methods) as attachment:
             cache = attachment.cache()
             read(model, cache, ids)

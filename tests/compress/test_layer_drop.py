@@ -6,15 +6,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, StaticCache
 
-from compress import METHODS, apply, calibration, held_out, load_compressed, save_compressed
-from compress.capture import block_calls
+from compress import METHODS, apply, held_out, load_compressed, save_compressed
 from compress.dropped import Dropped, dropped_parts, parts_of
+from compress.inputs import calibration
 from compress.linear import CompressedLinear
 from compress.pruning.layer_drop import importance
 from compress.recipe import parse_recipe
-from compress.walk import find_blocks
-from eval.divergence import divergence
-from eval.speed import measure_speed, standard_variants
+from compress.walk.capture import block_calls
+from compress.walk.walk import find_blocks
+from eval.speed.speed import measure_speed, standard_variants
+from eval.text.divergence import divergence
 
 DROP = METHODS["layer_drop"]
 
@@ -39,7 +40,11 @@ def test_importance_is_the_papers(tiny, tokens):
         model(batch)
     x, m, y = ([torch.cat(seen[f"{k}{i}"]) for i in range(3)] for k in "xmy")
     for block in model.model.layers:
-        block._forward_hooks.clear(), block._forward_pre_hooks.clear(), block.post_attention_layernorm._forward_pre_hooks.clear()
+        (
+            block._forward_hooks.clear(),
+            block._forward_pre_hooks.clear(),
+            block.post_attention_layernorm._forward_pre_hooks.clear(),
+        )
     blocks = find_blocks(model)[1]
     found = importance(blocks, block_calls(model, blocks, tokens()), torch.device("cpu"))
     expected = {"attention": (x, m), "mlp": (m, y), "block": (x, y)}
@@ -53,7 +58,8 @@ def test_importance_is_the_papers(tiny, tokens):
 
 @pytest.mark.parametrize("target", ["attention", "mlp", "block"])
 def test_every_architecture(any_model, tokens, tmp_path, target):
-    """The least important one goes; with a cache, in batches, padded or not, and saved and loaded, the model stays the same."""
+    """The least important one goes; with a cache, in batches, padded or not, and saved and loaded, the model stays the
+    same."""
     before = copy.deepcopy(any_model)
     parameters = sum(p.numel() for p in any_model.parameters())
     result = apply([DROP(target=target, count=1)], any_model, tokens())
@@ -150,7 +156,9 @@ def test_one_shot_iterative_and_joint(tiny, tokens):
 
 def test_composes_with_quantisation(tiny, tokens, tmp_path):
     model = tiny("llama", num_hidden_layers=3)
-    recipe = parse_recipe("layer_drop(target=attention, layers='1'), layer_drop(target=block, layers='2'), gptq(group_size=16)")
+    recipe = parse_recipe(
+        "layer_drop(target=attention, layers='1'), layer_drop(target=block, layers='2'), gptq(group_size=16)"
+    )
     result = apply(recipe, model, tokens())
     assert len(result.layers) == 7 + 3 and "layer_drop" in str(result) and "1 of" not in str(result).split(":")[0]
     assert sum(isinstance(m, CompressedLinear) for m in model.modules()) == 10
@@ -163,7 +171,10 @@ def test_composes_with_quantisation(tiny, tokens, tmp_path):
 def test_bad_input_is_refused_before_any_work(tiny, tokens):
     model = tiny("llama", num_hidden_layers=3)
     for wrong, message in (
-        ({"count": 3}, r"`count` \(=3\) of layer_drop must leave some of the 3 attention layers of this model: at most 2"),
+        (
+            {"count": 3},
+            r"`count` \(=3\) of layer_drop must leave some of the 3 attention layers of this model: at most 2",
+        ),
         ({"target": "block", "count": 7}, r"`count` \(=7\).*3 block"),
         ({"target": "joint", "count": 6}, r"`count` \(=6\).*6 attention and mlp"),
         ({"layers": "0, 1, 2"}, r"`layers` \(='0, 1, 2'\).*at most 2"),
@@ -172,9 +183,12 @@ def test_bad_input_is_refused_before_any_work(tiny, tokens):
         with pytest.raises(ValueError, match=message):
             apply([DROP(**wrong)], model, tokens())
     for wrong, message in (
-        ({"count": 0}, "`count`"), ({"target": "head"}, "`target`"), ({"layers": "1, 1"}, "different numbers"),
-        ({"layers": "one"}, "`layers`"), ({"layers": "1", "target": "joint"}, "`layers`.*`target`"),
-    ):  # fmt: skip
+        ({"count": 0}, "`count`"),
+        ({"target": "head"}, "`target`"),
+        ({"layers": "1, 1"}, "different numbers"),
+        ({"layers": "one"}, "`layers`"),
+        ({"layers": "1", "target": "joint"}, "`layers`.*`target`"),
+    ):
         with pytest.raises(ValueError, match=message):
             DROP(**wrong)
     with pytest.raises(ValueError, match="`batches` is empty"):

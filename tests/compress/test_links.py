@@ -1,4 +1,5 @@
-"""Links are found by what flows, with the right producers on every architecture; refusals say why; folds change no output."""
+"""Links are found by what flows, with the right producers on every architecture; refusals say why; folds change no
+output."""
 
 import copy
 
@@ -6,9 +7,9 @@ import torch
 from torch import nn
 
 from compress import METHODS, apply
-from compress.experts import split_experts
-from compress.links import find_links, fold, gain_offset
-from compress.walk import find_blocks
+from compress.walk.experts import split_experts
+from compress.walk.links import find_links, fold, gain_offset
+from compress.walk.walk import find_blocks
 
 LLAMA = {
     "input_layernorm": "q_proj k_proj v_proj",
@@ -56,7 +57,10 @@ def found(model: nn.Module, block: int = 1) -> tuple[dict[str, str], dict[str, s
     """Of one block, {producer: consumers} and {linear: reason}, names as they are in the block and at their ends."""
     prefix = f"{find_blocks(model)[0]}.{block}."
     links, reasons = find_links(model)
-    ends = {link.producer.removeprefix(prefix): " ".join(c.rpartition(".")[2] for c in link.consumers) for link in links[block]}
+    ends = {
+        link.producer.removeprefix(prefix): " ".join(c.rpartition(".")[2] for c in link.consumers)
+        for link in links[block]
+    }
     return ends, {name.removeprefix(prefix): reason for name, reason in reasons.items() if name.startswith(prefix)}
 
 
@@ -86,7 +90,9 @@ def test_a_fold_by_any_scales_changes_no_output(any_model):
     assert (model(LOGITS).logits - before).norm() <= 2e-6 * before.norm()
     for name, t in model.state_dict().items():
         owner = name.rpartition(".")[0]
-        kept = owner not in changed or (name.endswith("bias") and owner not in {link.producer for b in links for link in b})
+        kept = owner not in changed or (
+            name.endswith("bias") and owner not in {link.producer for b in links for link in b}
+        )
         assert torch.equal(t, weights[name]) == kept, name
 
 
@@ -105,7 +111,9 @@ def test_a_fold_divides_what_the_producer_gives(tiny):
 def test_query_heads_that_share_a_value_head_share_its_scales(tiny):
     model = tiny("llama", num_attention_heads=8, num_key_value_heads=2, head_dim=4)
     link = next(link for link in find_links(model)[0][1] if link.producer.endswith("v_proj"))
-    expected = [head // 4 * 4 + i for head in range(8) for i in range(4)]  # four query heads to a value head of four channels
+    expected = [
+        head // 4 * 4 + i for head in range(8) for i in range(4)
+    ]  # four query heads to a value head of four channels
     assert link.channels.tolist() == expected and link.width == 8
     values = torch.arange(32.0)
     assert link.largest(values).tolist() == [max(j for j in range(32) if expected[j] == c) for c in range(8)]
@@ -136,7 +144,9 @@ def test_what_cannot_be_scaled_alone_is_refused(tiny, tokens):
     model.model.layers[1].self_attn.v_proj.weight = model.model.layers[0].self_attn.v_proj.weight
     links, reasons = found(model)
     assert links == {k: v for k, v in LLAMA.items() if k.startswith(("post", "mlp"))}
-    assert "self_attn.v_proj is shared with another module" in reasons["self_attn.q_proj"] == reasons["self_attn.o_proj"]
+    assert (
+        "self_attn.v_proj is shared with another module" in reasons["self_attn.q_proj"] == reasons["self_attn.o_proj"]
+    )
 
     model = apply([METHODS["rtn"](group_size=32, skip="*mlp*")], tiny("llama")).model
     links, reasons = found(model)
@@ -144,7 +154,9 @@ def test_what_cannot_be_scaled_alone_is_refused(tiny, tokens):
     assert "stored compressed already" in reasons["self_attn.q_proj"]
 
     links, _ = found(tiny("llama", hidden_act="relu"))
-    assert list(links.values()).count("down_proj") == 1, "behind a ReLU gate might be scaled as well as up, but only one of them is"
+    assert list(links.values()).count("down_proj") == 1, (
+        "behind a ReLU gate might be scaled as well as up, but only one of them is"
+    )
     links, reasons = found(tiny("opt", activation_function="gelu"))
     assert "fc1" not in links and "activation function" in reasons["fc2"]
 

@@ -1,4 +1,5 @@
-"""One matrix over METHODS: what every method must do, whatever it is. What acts on caches has another, in test_kv_cache.py."""
+"""One matrix over METHODS: what every method must do, whatever it is. What acts on caches has another, in
+test_kv_cache.py."""
 
 import dataclasses
 
@@ -86,8 +87,12 @@ def test_skip_leaves_linears_alone_and_says_why(name, tiny, tokens):
 @pytest.mark.parametrize("name", [n for n in WEIGHTS if "group_size" in METHODS[n].knobs()])
 def test_group_sizes_that_divide_nothing(name, tiny, tokens):
     model = tiny("llama")
-    with pytest.raises(ValueError, match=r"`group_size` \(=48\) must divide in_features \(=64\).*divisors near it: 16, 32, 64"):
+    with pytest.raises(
+        ValueError, match=r"`group_size` \(=48\) must divide in_features \(=64\).*divisors near it: 16, 32, 64"
+    ):
         apply([METHODS[name](**{**ROWS[name], "group_size": 48})], model, tokens())
     assert not any(isinstance(m, CompressedLinear) for m in model.modules()), "no work was done"
     result = apply([METHODS[name](**{**ROWS[name], "group_size": -1})], model, tokens())
-    assert all(m.parts[0].group_size == shape_of(m)[1] for m in result.model.modules() if isinstance(m, CompressedLinear))
+    assert all(
+        m.parts[0].group_size == shape_of(m)[1] for m in result.model.modules() if isinstance(m, CompressedLinear)
+    )

@@ -7,17 +7,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from compress import calibration, held_out, load_model
-from compress.calibration import beginning
-from compress.corpus import load_text
-from compress.gguf import shuffle
-from compress.model import EMBEDDED, weights_sha256
+from compress import held_out, load_model
+from compress.inputs import calibration
+from compress.inputs.calibration import beginning
+from compress.inputs.corpus import load_text
+from compress.inputs.gguf import shuffle
+from compress.inputs.model import EMBEDDED, weights_sha256
 
 
 def test_embedded_model_speaks_english(real):
     model, tokenizer = real
     assert model.dtype == torch.float32 and sum(p.numel() for p in model.parameters()) == 134_515_008
-    out = model.generate(**tokenizer("The capital of France is", return_tensors="pt"), max_new_tokens=4, do_sample=False)
+    out = model.generate(
+        **tokenizer("The capital of France is", return_tensors="pt"), max_new_tokens=4, do_sample=False
+    )
     assert "Paris" in tokenizer.decode(out[0])
 
 
@@ -73,13 +76,16 @@ def test_real_float32_model_loads(stories):
     assert len(tokenizer.decode(out[0]).split()) > 10
 
 
-@pytest.mark.parametrize("name, message", [
-    ("", "must be a name"),
-    ("no-such-model", "is not there or cannot be read.*what would do: smollm2-135m"),
-    ("/no/such/folder", "no such file or folder"),
-    ("missing.gguf", "there is no such file"),
-    ("nobody/no-such-model", "is not there or cannot be read"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("", "must be a name"),
+        ("no-such-model", "is not there or cannot be read.*what would do: smollm2-135m"),
+        ("/no/such/folder", "no such file or folder"),
+        ("missing.gguf", "there is no such file"),
+        ("nobody/no-such-model", "is not there or cannot be read"),
+    ],
+)
 def test_models_that_are_not_there(name, message):
     start = time.monotonic()
     with pytest.raises(ValueError, match=message):
@@ -91,7 +97,9 @@ def test_models_that_are_not_decoders(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"]}))
     with pytest.raises(ValueError, match="is not a decoder: its architecture is BertForMaskedLM"):
         load_model(str(tmp_path))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]})
+    )
     with pytest.raises(ValueError, match="is not a decoder"):
         load_model(str(tmp_path))
     (tmp_path / "config.json").unlink()
@@ -159,7 +167,9 @@ def test_special_tokens_at_the_beginning(real):
 
 def test_bad_text_requests(real, tmp_path):
     tokenizer = real[1]
-    with pytest.raises(ValueError, match=r"`samples` \(=100000\) x `seqlen` \(=512\) needs 51200000 tokens.*at most \d+ samples"):
+    with pytest.raises(
+        ValueError, match=r"`samples` \(=100000\) x `seqlen` \(=512\) needs 51200000 tokens.*at most \d+ samples"
+    ):
         calibration(tokenizer, samples=100_000)
     with pytest.raises(ValueError, match=r"`samples` \(=0\)"):
         calibration(tokenizer, samples=0)
@@ -187,7 +197,7 @@ def test_wikitext2_is_the_classic_file(data, real):
 def test_parts_of_hub_data_sets_never_overlap(splits, monkeypatch):
     import datasets
 
-    from compress import corpus
+    from compress.inputs import corpus
 
     monkeypatch.setattr(datasets, "get_dataset_split_names", lambda *_: splits)
     monkeypatch.setattr(corpus, "_load", lambda *_, split: [f"{split} {i}" for i in range(20)])

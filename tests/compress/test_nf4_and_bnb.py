@@ -21,8 +21,10 @@ from compress.weights.rtn import RTN
 from kernels.lut_matmul import normal_float, unpack_codebook
 
 METHODS = {
-    "nf4": lambda: NF4(group_size=16), "bnb_nf4": lambda: BitsandbytesNF4(blocksize=32), "bnb_int8": lambda: BitsandbytesInt8()
-}  # fmt: skip
+    "nf4": lambda: NF4(group_size=16),
+    "bnb_nf4": lambda: BitsandbytesNF4(blocksize=32),
+    "bnb_int8": lambda: BitsandbytesInt8(),
+}
 
 
 @pytest.fixture
@@ -34,10 +36,15 @@ def _weights():
     generator = torch.Generator().manual_seed(3)
     normal = torch.randn(1024, 1024, generator=generator)
     return {
-        "normal": normal * 0.02, "bfloat16": normal[:200, :576].bfloat16().float(), "skewed": (3 * normal[:300, :192]).exp(),
-        "few": normal[:3, :64], "constant": torch.ones(8, 128), "zero": torch.zeros(8, 128), "tiny": normal[:64, :64] * 1e-30,
+        "normal": normal * 0.02,
+        "bfloat16": normal[:200, :576].bfloat16().float(),
+        "skewed": (3 * normal[:300, :192]).exp(),
+        "few": normal[:3, :64],
+        "constant": torch.ones(8, 128),
+        "zero": torch.zeros(8, 128),
+        "tiny": normal[:64, :64] * 1e-30,
         "ties": torch.tensor([-1.0, 0.0, 0.0, 0.25, -0.25, 1.0, 0.5, -0.0]).repeat(16, 16),
-    }  # fmt: skip
+    }
 
 
 def _equal_to_bitsandbytes(bnb, W, group_size, table):
@@ -83,7 +90,9 @@ def test_scales_in_eight_bits_are_close():
     half_a_step = dynamic_map().diff().max() / 2 * stored.absmax.max()
     assert (again - scale).abs().max() <= half_a_step + 1e-4
     for constant in (0.0, 0.7):
-        assert torch.equal(dequantize_scales(quantize_scales(torch.full((3, 5), constant))), torch.full((15,), constant))
+        assert torch.equal(
+            dequantize_scales(quantize_scales(torch.full((3, 5), constant))), torch.full((15,), constant)
+        )
 
 
 @pytest.mark.parametrize("double_quant", [True, False])
@@ -95,16 +104,23 @@ def test_codebook_counts_its_bytes(double_quant):
     assert stored.bits_per_weight == pytest.approx(4.127 if double_quant else 4.5, abs=3e-3)
     stored.for_compute(torch.bfloat16, W.device)
     resident = sum(b.nbytes for b in stored.buffers())
-    assert resident <= stored.nbytes + (2 * scales if double_quant else 0), "16-bit scales beside what is stored, nothing else"
+    assert resident <= stored.nbytes + (2 * scales if double_quant else 0), (
+        "16-bit scales beside what is stored, nothing else"
+    )
 
 
 def _formats():
     W, three = torch.randn(64, 128), normal_float(4, 3)
     steps = torch.rand(64, 4) + 0.1
     return {
-        "nf4": lambda: nf4(W), "fp4": lambda: nf4(W, group_size=32, table="fp4", double_quant=False),
-        "3 bits": lambda: CodebookGroup.from_codes(torch.randint(8, (64, 128)), three, steps, group_size=32, double_quant=True),
-        "table a row": lambda: CodebookGroup.from_codes(torch.randint(16, (64, 128)), torch.randn(64, 16), steps, group_size=32),
+        "nf4": lambda: nf4(W),
+        "fp4": lambda: nf4(W, group_size=32, table="fp4", double_quant=False),
+        "3 bits": lambda: CodebookGroup.from_codes(
+            torch.randint(8, (64, 128)), three, steps, group_size=32, double_quant=True
+        ),
+        "table a row": lambda: CodebookGroup.from_codes(
+            torch.randint(16, (64, 128)), torch.randn(64, 16), steps, group_size=32
+        ),
         "rows that fill no panel": lambda: nf4(W[:37]),
         "bnb_nf4": lambda: BnbNF4.from_weight(W, blocksize=64, double_quant=True),
         "bnb_nf4, float32 scales": lambda: BnbNF4.from_weight(W, blocksize=32, double_quant=False),
@@ -112,7 +128,7 @@ def _formats():
         "bnb_nf4, blocks across rows": lambda: BnbNF4.from_weight(W[:, :96], blocksize=64, double_quant=True),
         "bnb_int8": lambda: BnbInt8.from_weight(W, threshold=6.0),
         "bnb_int8, all": lambda: BnbInt8.from_weight(W, threshold=0.0),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("kind", _formats())
@@ -188,7 +204,9 @@ def test_outliers_are_kept_from_the_integers(bnb):
     def error(threshold):
         y = BnbInt8.from_weight(W, threshold=threshold).matmul(x)
         column = BnbInt8.from_weight(W, threshold=threshold).dequantize()[:, 11]
-        return ((y - x[:, 11:12] * column - x[:, rest] @ W[:, rest].t()).norm() / (x[:, rest] @ W[:, rest].t()).norm()).item()
+        return (
+            (y - x[:, 11:12] * column - x[:, rest] @ W[:, rest].t()).norm() / (x[:, rest] @ W[:, rest].t()).norm()
+        ).item()
 
     assert error(6.0) < 0.02 < 0.3 < error(0.0), "what lies beside the outlier is drowned in steps as wide as it needs"
 
@@ -213,7 +231,9 @@ def test_saved_and_loaded_bit_for_bit(name, tiny, tokens, tmp_path):
 
 
 def test_without_bitsandbytes_the_rest_works_and_its_methods_say_so(monkeypatch, tiny):
-    code = "import sys; sys.modules['bitsandbytes'] = None; from compress.weights.bnb_nf4 import BitsandbytesNF4 as M; M()"
+    code = (
+        "import sys; sys.modules['bitsandbytes'] = None; from compress.weights.bnb_nf4 import BitsandbytesNF4 as M; M()"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     for method in (BitsandbytesNF4(), BitsandbytesInt8()):

@@ -5,15 +5,16 @@ import copy
 import pytest
 import torch
 
-from compress import METHODS, apply, calibration, held_out, load_compressed, save_compressed
+from compress import METHODS, apply, held_out, load_compressed, save_compressed
 from compress.formats import Bitmap, Dense, IntGroup, Sparse24Weight
+from compress.inputs import calibration
 from compress.linear import CompressedLinear
 from compress.pruning.base import store
 from compress.pruning.patterns import kept, parse_pattern
 from compress.pruning.sparsegpt import sparsegpt
 from compress.recipe import parse_recipe
-from compress.statistics import Gram
-from compress.weights.hessian import factorise
+from compress.walk.hessian import factorise
+from compress.walk.statistics import Gram
 from compress.weights.rtn import rtn
 
 
@@ -55,11 +56,15 @@ def test_bad_input_is_refused_before_any_work(tiny, tokens):
         METHODS["magnitude"](ratio=1.0)
     with pytest.raises(ValueError, match=r"`ratio` \(=-0\.1\) of wanda must lie between"):
         METHODS["wanda"](ratio=-0.1)
-    with pytest.raises(ValueError, match=r"`ratio` \(=0\.3\) of wanda is not that of `pattern` \(='2:4'\), which is 0.5"):
+    with pytest.raises(
+        ValueError, match=r"`ratio` \(=0\.3\) of wanda is not that of `pattern` \(='2:4'\), which is 0.5"
+    ):
         METHODS["wanda"](ratio=0.3, pattern="2:4")
     assert METHODS["wanda"](ratio=0.75, pattern="1:4").pattern == "1:4"
     model = tiny("llama")
-    with pytest.raises(ValueError, match=r"`pattern` \(='3:5'\) of sparsegpt needs rows of a multiple of 5 columns; .* has 64"):
+    with pytest.raises(
+        ValueError, match=r"`pattern` \(='3:5'\) of sparsegpt needs rows of a multiple of 5 columns; .* has 64"
+    ):
         apply([METHODS["sparsegpt"](pattern="3:5")], model, tokens())
     with pytest.raises(ValueError, match="`recipe`.*sparsegpt.*wanda.*keep one"):
         apply(parse_recipe("wanda, sparsegpt"), model, tokens())
@@ -122,12 +127,16 @@ def test_sparsegpt_quantises_in_the_same_pass(tiny, tokens):
     assert all(isinstance(p, Sparse24Weight) and isinstance(p.values, IntGroup) for p in parts)
     # two codes of 4 bits and a nibble for every four, and a 16-bit scale for every 16 weights
     assert all(r.bits_per_weight == pytest.approx(4 * 0.5 + 1 + 1) for r in result.layers)
-    apart = apply(parse_recipe("sparsegpt(pattern='2:4', min_tokens=8), rtn(bits=4, group_size=16)"), tiny("llama"), tokens())
+    apart = apply(
+        parse_recipe("sparsegpt(pattern='2:4', min_tokens=8), rtn(bits=4, group_size=16)"), tiny("llama"), tokens()
+    )
     errors = [sum(r.error for r in one.layers) for one in (result, apart)]
     assert errors[0] < errors[1], "one pass makes up for rounding too"
 
 
-@pytest.mark.parametrize("first", ["wanda", "sparsegpt(min_tokens=8)", "wanda(pattern='2:4')", "magnitude(pattern='5:8')"])
+@pytest.mark.parametrize(
+    "first", ["wanda", "sparsegpt(min_tokens=8)", "wanda(pattern='2:4')", "magnitude(pattern='5:8')"]
+)
 @pytest.mark.parametrize(
     "second",
     [
@@ -175,10 +184,14 @@ def test_formats_give_back_what_they_took(shape, kind, pattern):
         x = torch.randn(2, 3, shape[1]).to(dtype)
         expected = x.double() @ full.t()
         assert (one.matmul(x) - expected).norm() / expected.norm() < (1e-2 if dtype == torch.bfloat16 else 1e-5)
-        assert {n: t.shape for n, t in one.state_dict().items()} == {n: t.shape for n, t in state.items()}, "no zeros are stored"
+        assert {n: t.shape for n, t in one.state_dict().items()} == {n: t.shape for n, t in state.items()}, (
+            "no zeros are stored"
+        )
         doubled = {n: 2 * t if n.endswith(("values", "weight", "scale")) else t for n, t in state.items()}
         one.load_state_dict(doubled)
-        assert (one.matmul(x) - 2 * expected).norm() / expected.norm() < 3e-2, "what is multiplied follows what was loaded"
+        assert (one.matmul(x) - 2 * expected).norm() / expected.norm() < 3e-2, (
+            "what is multiplied follows what was loaded"
+        )
 
 
 def test_bytes_are_those_of_what_is_kept():

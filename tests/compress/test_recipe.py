@@ -12,7 +12,7 @@ from compress.formats import Dense
 from compress.linear import weight_of
 from compress.method import LayerwiseMethod, Method, knob, settle
 from compress.recipe import parse_recipe, parse_recipes
-from compress.statistics import Absmax, Rows
+from compress.walk.statistics import Absmax, Rows
 
 
 def test_a_recipe_as_text():
@@ -110,7 +110,9 @@ class _Early(Method):
 def test_several_recipes_each_on_a_copy(tiny, tokens):
     model = tiny("llama")
     before = {name: t.clone() for name, t in model.state_dict().items()}
-    results = apply_each(parse_recipes("rtn(bits=4, group_size=16); coarse: rtn(bits=2, group_size=16)"), model, tokens())
+    results = apply_each(
+        parse_recipes("rtn(bits=4, group_size=16); coarse: rtn(bits=2, group_size=16)"), model, tokens()
+    )
     assert list(results) == ["rtn(bits=4, group_size=16)", "coarse"]
     assert results["coarse"].bits_per_weight < results["rtn(bits=4, group_size=16)"].bits_per_weight
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())

@@ -1,4 +1,5 @@
-"""SmoothQuant: equation 4; outliers made for sure, and repaired; searches by their own measure; folds checked, undone, resumed."""
+"""SmoothQuant: equation 4; outliers made for sure, and repaired; searches by their own measure; folds checked, undone,
+resumed."""
 
 import copy
 import json
@@ -8,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from compress import METHODS, apply, calibration, folding
+from compress import METHODS, apply
 from compress.activations.smoothquant import output_error, smoothing_scales
+from compress.inputs import calibration
 from compress.linear import weight_of
-from compress.links import Link, find_links
 from compress.method import settle
-from compress.statistics import STATISTICS, LayerStatistics
+from compress.walk import folding
+from compress.walk.links import Link, find_links
+from compress.walk.statistics import STATISTICS, LayerStatistics
 
 OUTLIERS = [3, 17, 40]
 
@@ -50,7 +53,9 @@ def divergence(model: nn.Module, logits: Tensor, ids: Tensor) -> float:
 def test_the_scales_are_those_of_equation_4():
     x, w = torch.tensor([8.0, 0.5, 0.0, 2.0, 1e-30]), torch.tensor([0.5, 2.0, 1.0, 0.0, 1e30])
     assert torch.allclose(smoothing_scales(x, w, 0.5)[:4], torch.tensor([4.0, 0.5, 1.0, 1.0]))
-    assert torch.allclose(smoothing_scales(x, w, 1.0)[:2], x[:2]) and torch.allclose(smoothing_scales(x, w, 0.0)[:2], 1 / w[:2])
+    assert torch.allclose(smoothing_scales(x, w, 1.0)[:2], x[:2]) and torch.allclose(
+        smoothing_scales(x, w, 0.0)[:2], 1 / w[:2]
+    )
     for alpha in (0.0, 0.3, 1.0):
         s = smoothing_scales(x, w, alpha)
         assert s.isfinite().all() and (s > 0).all()
@@ -95,7 +100,9 @@ def test_smoothing_changes_no_output_and_says_what_it_moved(any_model, tokens):
     for record in result.folds:
         assert record.alpha == 0.5 and record.difference < 1e-5
         if not by_name.keys() & set(record.consumers):  # no later link divided their rows
-            w = torch.stack([weight_of(result.model.get_submodule(name)).abs().amax(0) for name in record.consumers]).amax(0)
+            w = torch.stack(
+                [weight_of(result.model.get_submodule(name)).abs().amax(0) for name in record.consumers]
+            ).amax(0)
             assert record.w_after["max"] == pytest.approx(w.max().item(), rel=1e-4)
         assert record.error_before > 0 and record.error_after > 0
     assert sum(r.channels is not None for r in result.folds) == min(4, len(result.folds))
@@ -150,7 +157,8 @@ def test_outliers_on_the_real_model(real):
 
 
 def test_a_choice_is_tried_on_tokens_that_had_no_part_in_it():
-    """A static step from some tokens cuts off what is larger in others, and the more so the further the channels are levelled."""
+    """A static step from some tokens cuts off what is larger in others, and the more so the further the channels are
+    levelled."""
     for count in (100, 512, 513, 8192):
         x = torch.randn(count, 5)
         statistics = {name: STATISTICS[name](5, x.device) for name in ("rows", "absmax_rest")}
@@ -170,7 +178,9 @@ def test_a_choice_is_tried_on_tokens_that_had_no_part_in_it():
         link, [W], LayerStatistics(4096, {"absmax": X.abs().amax(0), "absmax_rest": rest, "rows": rows})
     )
     s = smoothing_scales(rest, W.abs().amax(0), 1.0)
-    assert choice.error_after == pytest.approx(output_error(W, rows, s, (rest / s).amax() / 127, rows @ W.t()), rel=1e-4)
+    assert choice.error_after == pytest.approx(
+        output_error(W, rows, s, (rest / s).amax() / 127, rows @ W.t()), rel=1e-4
+    )
     assert torch.equal(choice.s, smoothing_scales(X.abs().amax(0), W.abs().amax(0), 1.0))
 
 
@@ -197,7 +207,10 @@ def test_a_search_aims_at_what_follows():
     int8 = METHODS["int8"]
     assert settle([smoothquant()])[0].target == "token"
     assert settle([smoothquant(), int8(activations="tensor")])[0].target == "tensor"
-    assert settle([smoothquant(), METHODS["gptq"](bits=8, group_size=-1), int8(activations="tensor")])[0].target == "tensor"
+    assert (
+        settle([smoothquant(), METHODS["gptq"](bits=8, group_size=-1), int8(activations="tensor")])[0].target
+        == "tensor"
+    )
     assert settle([smoothquant(target="token"), int8(activations="tensor")])[0].target == "token"
 
 
@@ -210,8 +223,16 @@ def test_an_alpha_outside_0_to_1_is_refused(alpha):
 def test_asking_for_what_cannot_be_smoothed_is_refused_before_any_work(tiny, tokens, monkeypatch):
     monkeypatch.setattr(METHODS["smoothquant"], "choose", lambda *_: pytest.fail("work began"))
     for architecture, knobs, message in (
-        ("gpt2", {"layers": "*.c_attn, *.mlp.c_proj"}, r"asks for transformer.h.0.mlp.c_proj, but .* activation function"),
-        ("llama", {"layers": "*.fc1"}, r"`layers` \(='\*.fc1'\) of smoothquant: no linear of the blocks is named \*.fc1"),
+        (
+            "gpt2",
+            {"layers": "*.c_attn, *.mlp.c_proj"},
+            r"asks for transformer.h.0.mlp.c_proj, but .* activation function",
+        ),
+        (
+            "llama",
+            {"layers": "*.fc1"},
+            r"`layers` \(='\*.fc1'\) of smoothquant: no linear of the blocks is named \*.fc1",
+        ),
         ("llama", {"layers": "*down_proj", "links": "norm"}, r"down_proj, but `links` \(='norm'\)"),
         ("mixtral", {"layers": "*experts*"}, r"gate_up_proj.0, but something that is no linear"),
     ):
@@ -251,7 +272,11 @@ def test_an_interrupted_run_goes_on_with_the_same_weights(tiny, tokens, tmp_path
         assert taken == [True] * 4 + [again == 1] * 4
         for mine, other in zip(result.folds, expected.folds, strict=True):
             assert (mine.alpha, mine.x_after, mine.error_after, mine.channels) == (
-                other.alpha, other.x_after, other.error_after, other.channels)  # fmt: skip
+                other.alpha,
+                other.x_after,
+                other.error_after,
+                other.channels,
+            )
 
 
 def test_a_wrong_fold_is_found_and_undone(tiny, tokens, monkeypatch):
@@ -260,11 +285,17 @@ def test_a_wrong_fold_is_found_and_undone(tiny, tokens, monkeypatch):
     right = folding.fold
 
     def forgets_a_consumer(model, link, s):
-        short = Link(link.producer, link.kind, link.consumers[:-1], link.channels) if "layers.1.mlp" in link.consumers[0] else link
+        short = (
+            Link(link.producer, link.kind, link.consumers[:-1], link.channels)
+            if "layers.1.mlp" in link.consumers[0]
+            else link
+        )
         right(model, short, s)
 
     monkeypatch.setattr(folding, "fold", forgets_a_consumer)
-    with pytest.raises(RuntimeError, match=r"with model.layers.1.post_attention_layernorm scaled .* block 1 gives differs by"):
+    with pytest.raises(
+        RuntimeError, match=r"with model.layers.1.post_attention_layernorm scaled .* block 1 gives differs by"
+    ):
         apply([smoothquant()], model, tokens())
     for name, tensor in model.state_dict().items():
         if "layers.1." in name:
@@ -300,11 +331,14 @@ def test_a_model_in_16_bits_passes_the_check(tiny, tokens):
 
 
 def test_smoothing_then_storing_measures_the_whole_recipe(tiny, tokens):
-    """Errors of the last step are against the smoothed weights, and 8-bit GPTQ under int8 is no worse than rounding alone."""
+    """Errors of the last step are against the smoothed weights, and 8-bit GPTQ under int8 is no worse than rounding
+    alone."""
     model, batches = with_outliers(tiny("llama"), 30), tokens(12)
     ids = tokens(1, 60, seed=9)[0]
     y = model(ids).logits
-    result = apply([smoothquant(), METHODS["gptq"](bits=8, group_size=-1), METHODS["int8"]()], copy.deepcopy(model), batches)
+    result = apply(
+        [smoothquant(), METHODS["gptq"](bits=8, group_size=-1), METHODS["int8"]()], copy.deepcopy(model), batches
+    )
     assert error(result.model, y, ids) < 0.05 and len(result.layers) == 14 and len(result.folds) == 8
     assert all(layer.error < 1e-3 for layer in result.layers)
 

@@ -1,4 +1,5 @@
-"""Weights and activations in 8 bits: codes by plain formulas, products in float64, copies, recipes, and the real model."""
+"""Weights and activations in 8 bits: codes by plain formulas, products in float64, copies, recipes, and the real
+model."""
 
 import copy
 import pickle
@@ -6,16 +7,17 @@ import pickle
 import pytest
 import torch
 
-from compress import METHODS, apply, calibration, held_out, load_compressed, save_compressed
+from compress import METHODS, apply, held_out, load_compressed, save_compressed
 from compress.activations.llm_int8 import llm_int8, outliers
 from compress.formats import Columns, Dense, EightBit, IntGroup
+from compress.inputs import calibration
 from compress.linear import CompressedLinear
 from compress.method import settle
 from compress.recipe import parse_recipe
-from compress.statistics import LayerStatistics
+from compress.walk.statistics import LayerStatistics
 from compress.weights.rtn import rtn
-from eval.perplexity import perplexity
-from eval.size import size
+from eval.machine.size import size
+from eval.text.perplexity import perplexity
 from kernels.w8a8_matmul import quantize_weight
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
@@ -126,12 +128,17 @@ def test_errors_count_the_rounding_of_activations(tiny, tokens):
         assert record.error > 1.2 * weights_only and record.rtn_error is None and record.format == "eight_bit"
         errors[activations] = record.error
         if activations == "tensor":
-            assert part.x_scale.shape == () and part.x_scale.item() == pytest.approx(X.abs().max().item() / 127, rel=1e-6)
+            assert part.x_scale.shape == () and part.x_scale.item() == pytest.approx(
+                X.abs().max().item() / 127, rel=1e-6
+            )
     assert errors["tensor"] > errors["token"]
 
 
 def test_experts_that_no_token_reached_take_steps_per_token(tiny, tokens):
-    for name, knobs, note in (("int8", {"activations": "tensor"}, "a step per token: 0"), ("llm_int8", {}, "all columns in int8")):
+    for name, knobs, note in (
+        ("int8", {"activations": "tensor"}, "a step per token: 0"),
+        ("llm_int8", {}, "all columns in int8"),
+    ):
         result = apply([METHODS[name](**knobs)], tiny("qwen3_moe"), tokens(1, 2))
         unseen = [r for r in result.layers if r.tokens == 0]
         assert unseen and all("experts" in r.name and note in r.notes[0] for r in unseen)
@@ -153,7 +160,9 @@ def test_codes_of_an_earlier_method_are_kept(scale_dtype, tiny, tokens):
     assert isinstance(before.parts[0], IntGroup) and isinstance(mine.parts[0], EightBit)
     assert torch.equal(mine.dequantize(), before.dequantize())
     assert all(isinstance(m.parts[0], EightBit) for m in both.model.modules() if isinstance(m, CompressedLinear))
-    assert [r.rtn_error is not None for r in both.layers] == [True] * len(both.layers), "the weight quantiser's peer stays"
+    assert [r.rtn_error is not None for r in both.layers] == [True] * len(both.layers), (
+        "the weight quantiser's peer stays"
+    )
 
 
 def test_kept_codes_reach_minus_128_and_scales_below_0():
@@ -169,10 +178,16 @@ def test_kept_codes_reach_minus_128_and_scales_below_0():
     x = torch.randn(9, 96)
     exact = rounded(x, "int8", x.double().abs().amax(1, keepdim=True) / 127) @ stored.dequantize().double().T
     assert relative(part.matmul(x), exact) < 1e-3
-    for kept in (rtn(W, bits=8, group_size=48), rtn(W, bits=8, group_size=96, symmetric=False), rtn(W, bits=4, group_size=96)):
+    for kept in (
+        rtn(W, bits=8, group_size=48),
+        rtn(W, bits=8, group_size=96, symmetric=False),
+        rtn(W, bits=4, group_size=96),
+    ):
         statistics.stored = [kept]
         (again,) = METHODS["int8"]().solve(kept.dequantize(), statistics)
-        assert torch.equal(again.codes, solved("int8", kept.dequantize())[0].codes), "other grids are rounded to this one"
+        assert torch.equal(again.codes, solved("int8", kept.dequantize())[0].codes), (
+            "other grids are rounded to this one"
+        )
 
 
 @pytest.mark.parametrize(
@@ -181,12 +196,21 @@ def test_kept_codes_reach_minus_128_and_scales_below_0():
         ("gptq(bits=4), int8", r"gptq\(bits=8, group_size=-1, symmetric=True\) would do"),
         ("gptq(bits=8), int8", r"not those of gptq\(bits=8\): gptq\(bits=8, group_size=-1, symmetric=True\) would do"),
         ("rtn(bits=8, group_size=-1, symmetric=False), int8", r"rtn\(bits=8, group_size=-1, symmetric=True\) would do"),
-        ("gptq(bits=8, group_size=-1), int8(weights='block')", r"`weights` \(='block'\) of int8 .* weights='channel' does"),
-        ("gptq(bits=8, group_size=-1), fp8", r"fp8 rounds the weights .* gptq\(bits=8, group_size=-1\) before it must go"),
+        (
+            "gptq(bits=8, group_size=-1), int8(weights='block')",
+            r"`weights` \(='block'\) of int8 .* weights='channel' does",
+        ),
+        (
+            "gptq(bits=8, group_size=-1), fp8",
+            r"fp8 rounds the weights .* gptq\(bits=8, group_size=-1\) before it must go",
+        ),
         ("rtn(bits=8, group_size=-1), llm_int8", r"llm_int8 stores weights in int8 and 16 bits itself: rtn"),
         ("int8, fp8", "keep one"),
         ("int8, gptq(bits=8, group_size=-1)", "must come before int8"),
-        ("int8(activations='tensor', weights='block')", r"`activations` \(='tensor'\) does not go with it; activations='token'"),
+        (
+            "int8(activations='tensor', weights='block')",
+            r"`activations` \(='tensor'\) does not go with it; activations='token'",
+        ),
         ("fp8(activations='channel')", r"`activations` \(='channel'\) of fp8 must be one of token, tensor"),
         ("llm_int8(most=1.5)", r"`most` \(=1.5\) of llm_int8 must lie between 0 and 1"),
     ],
@@ -258,7 +282,9 @@ def test_columns_hold_theirs_and_nothing_else():
     rest = Columns(EightBit(quantize_weight(W[:, ~chosen], INT8)), ~chosen)
     assert rest.activation_bits == 8 and rest.spec()["inner"]["dtype"] == "int8"
     x[..., chosen] = 1e30
-    assert torch.equal(rest.matmul(x), rest.inner.matmul(x[..., ~chosen])), "what the other columns hold makes no step larger"
+    assert torch.equal(rest.matmul(x), rest.inner.matmul(x[..., ~chosen])), (
+        "what the other columns hold makes no step larger"
+    )
 
 
 def test_outliers_are_the_columns_that_reach_the_threshold_up_to_a_share():
@@ -266,7 +292,9 @@ def test_outliers_are_the_columns_that_reach_the_threshold_up_to_a_share():
     assert outliers(absmax, 6.0, 1.0).nonzero().flatten().tolist() == [1, 2, 4, 5, 7]
     assert outliers(absmax, 6.0, 0.25).nonzero().flatten().tolist() == [4, 7]
     assert not outliers(absmax, 6.0, 0.0).any() and not outliers(absmax, 101.0, 1.0).any()
-    assert outliers(absmax, 0.0, 1.0).all() and outliers(absmax, 6.0, 0.01).nonzero().item() == 4, "one column may, at least"
+    assert outliers(absmax, 0.0, 1.0).all() and outliers(absmax, 6.0, 0.01).nonzero().item() == 4, (
+        "one column may, at least"
+    )
 
 
 def test_columns_with_outliers_stay_in_16_bits_and_repair_the_rest():
@@ -329,7 +357,8 @@ def test_what_this_device_lacks_is_said(monkeypatch):
 
 
 def test_real_model(real):
-    """Steps per token cost a few percent without smoothing, most of them at the down projections; one step for all ruins it."""
+    """Steps per token cost a few percent without smoothing, most of them at the down projections; one step for all
+    ruins it."""
     model, tokenizer = real
     batches = calibration(tokenizer, samples=1, seqlen=256)
     ids = held_out(tokenizer)[:, :1024]

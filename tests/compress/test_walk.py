@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from compress import METHODS, apply, capture, lockstep, walk
-from compress.capture import block_calls, micro_batches, run_block
-from compress.experts import SplitExperts, is_fused_experts, split_experts
+from compress import METHODS, apply
 from compress.linear import CompressedLinear, is_linear, replace
-from compress.walk import find_blocks, input_groups
+from compress.walk import capture, lockstep, walk
+from compress.walk.capture import block_calls, micro_batches, run_block
+from compress.walk.experts import SplitExperts, is_fused_experts, split_experts
+from compress.walk.walk import find_blocks, input_groups
 
 DEVICE = torch.device("cpu")
 
@@ -23,7 +24,9 @@ def test_blocks_run_alone_give_what_the_model_gives(any_model, tokens):
     assert len(calls) == 2 and all(len(c.arguments) == len(blocks) for c in calls)
     stacked = micro_batches(batches)
     expected = []
-    handle = blocks[-1].register_forward_hook(lambda m, a, out: expected.append(out[0] if isinstance(out, tuple) else out))
+    handle = blocks[-1].register_forward_hook(
+        lambda m, a, out: expected.append(out[0] if isinstance(out, tuple) else out)
+    )
     for batch in stacked:
         any_model(batch, use_cache=False)
     handle.remove()
@@ -42,7 +45,10 @@ def test_shared_inputs_are_found_by_looking(tiny, tokens):
         found, once = input_groups(blocks[0], linears, block_calls(model, blocks, tokens()), 0, DEVICE)
         return [{name.split(".", 3)[-1].rpartition(".")[2] for name in group} for group in found], once
 
-    assert groups("llama") == ([{"q_proj", "k_proj", "v_proj"}, {"o_proj"}, {"gate_proj", "up_proj"}, {"down_proj"}], True)
+    assert groups("llama") == (
+        [{"q_proj", "k_proj", "v_proj"}, {"o_proj"}, {"gate_proj", "up_proj"}, {"down_proj"}],
+        True,
+    )
     assert groups("phi3") == ([{"qkv_proj"}, {"o_proj"}, {"gate_up_proj"}, {"down_proj"}], True)
     assert groups("opt")[0] == [{"q_proj", "k_proj", "v_proj"}, {"out_proj"}, {"fc1"}, {"fc2"}]
     neox, _ = groups("gpt_neox")
@@ -97,7 +103,9 @@ def test_beside_one_another_all_see_the_original_ones(tiny, tokens):
         for sequential in (True, False)
     )
     first, second = ({r.name: r.error for r in result.layers} for result in (a, b))
-    assert first["model.layers.0.self_attn.q_proj"] == pytest.approx(second["model.layers.0.self_attn.q_proj"], rel=1e-6)
+    assert first["model.layers.0.self_attn.q_proj"] == pytest.approx(
+        second["model.layers.0.self_attn.q_proj"], rel=1e-6
+    )
     assert first["model.layers.0.mlp.down_proj"] != pytest.approx(second["model.layers.0.mlp.down_proj"], rel=1e-5)
 
 
@@ -202,7 +210,12 @@ def test_killed_runs_go_on_where_they_were(tiny, tokens, tmp_path, monkeypatch):
     for name, tensor in expected.model.state_dict().items():
         assert torch.equal(result.model.state_dict()[name], tensor), name
     assert [(r.name, r.error) for r in result.layers] == [(r.name, r.error) for r in expected.layers]
-    apply([METHODS["gptq"](bits=4, group_size=16, min_tokens=8)], tiny("llama", num_hidden_layers=4), batches, work_path=tmp_path)
+    apply(
+        [METHODS["gptq"](bits=4, group_size=16, min_tokens=8)],
+        tiny("llama", num_hidden_layers=4),
+        batches,
+        work_path=tmp_path,
+    )
     assert len(solved) == 2 * 7 + 4 * 7, "another recipe takes nothing from it"
 
 
@@ -237,13 +250,16 @@ def test_bad_recipes_are_refused_before_any_work(tiny, tokens):
         find_blocks(nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize("knobs, message", [
-    ({"bits": 7}, r"`bits` \(=7\) of gptq must be one of 2, 3, 4, 5, 6, 8"),
-    ({"bits": "4"}, r"`bits` \(='4'\) of gptq must be int"),
-    ({"bits": True}, r"`bits` \(=True\) of gptq must be int"),
-    ({"damp": -0.1}, r"`damp` \(=-0.1\) of gptq must lie between 0 and 1"),
-    ({"order": "best"}, r"`order` \(='best'\) of gptq must be one of group, activation, none"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "knobs, message",
+    [
+        ({"bits": 7}, r"`bits` \(=7\) of gptq must be one of 2, 3, 4, 5, 6, 8"),
+        ({"bits": "4"}, r"`bits` \(='4'\) of gptq must be int"),
+        ({"bits": True}, r"`bits` \(=True\) of gptq must be int"),
+        ({"damp": -0.1}, r"`damp` \(=-0.1\) of gptq must lie between 0 and 1"),
+        ({"order": "best"}, r"`order` \(='best'\) of gptq must be one of group, activation, none"),
+    ],
+)
 def test_bad_knobs(knobs, message):
     with pytest.raises(ValueError, match=message):
         METHODS["gptq"](**knobs)

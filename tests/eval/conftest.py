@@ -2,12 +2,13 @@
 
 import pytest
 
-from eval import speed
+from eval.speed import speed
 
 
 @pytest.fixture
 def timed(monkeypatch):
-    """No clock: rounds take the seconds that are given by batch and by the name of the model; who was asked is written down."""
+    """No clock: rounds take the seconds that are given by batch and by the name of the model; who was asked is written
+    down."""
     asked, names = [], {}
 
     def fake(variant, prompt_tokens, new_tokens, batch=1):

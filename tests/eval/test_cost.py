@@ -9,12 +9,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from compress import METHODS, apply
-from compress.experts import split_experts
-from eval.cost import Experts, Work, cost_model, predict, speed_rows, work
-from eval.deploy import deployed
-from eval.size import size
-from eval.speed import Speed
-from kernels.roofline import Ceilings
+from compress.walk.experts import split_experts
+from eval.machine.size import size
+from eval.speed.cost import Experts, Work, cost_model, predict, speed_rows, work
+from eval.speed.deploy import deployed
+from eval.speed.speed import Speed
+from kernels.harness.roofline import Ceilings
 
 CEILINGS = Ceilings(1000.0, {"bfloat16": 4000.0, "float32": 2000.0})
 
@@ -30,7 +30,9 @@ def test_a_tiny_llama_by_hand(tiny):
     assert not found.experts and found.dtype == "float32"
     half = work(deployed(tiny("llama")))
     assert half.weight_bytes(2) == found.weight_bytes(2) / 2 and half.dtype == "bfloat16"
-    assert work(tiny("llama", tie_word_embeddings=True)).bytes_once == found.bytes_once, "a tied head is read as a matrix"
+    assert work(tiny("llama", tie_word_embeddings=True)).bytes_once == found.bytes_once, (
+        "a tied head is read as a matrix"
+    )
 
 
 @torch.no_grad()
@@ -75,9 +77,15 @@ def test_experts_count_by_how_many_are_active(tiny, architecture):
     assert work(split).flops(9, 3) == pytest.approx(found.flops(9, 3))
 
 
-@pytest.mark.parametrize("recipe", [
-    [METHODS["rtn"](bits=4, group_size=32)], [METHODS["nf4"](group_size=32)], [METHODS["magnitude"](ratio=0.5)],
-], ids=["integers", "table", "bitmap"])  # fmt: skip
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        [METHODS["rtn"](bits=4, group_size=32)],
+        [METHODS["nf4"](group_size=32)],
+        [METHODS["magnitude"](ratio=0.5)],
+    ],
+    ids=["integers", "table", "bitmap"],
+)
 def test_compressed_weights_count_as_they_are_stored(tiny, tokens, recipe):
     model = tiny("qwen2")
     small = deployed(apply(recipe, copy.deepcopy(model), tokens(2)).model)
@@ -93,7 +101,9 @@ def test_compressed_experts(tiny, tokens):
     found, table = work(small), small.get_input_embeddings().weight
     routed = sum(e.bytes for e in found.experts)
     assert found.bytes_once + routed == size(small).stored_bytes - table.nbytes
-    assert routed < 0.4 * sum(e.bytes for e in work(deployed(model)).experts) and found.flops(9, 2) == work(model).flops(9, 2)
+    assert routed < 0.4 * sum(e.bytes for e in work(deployed(model)).experts) and found.flops(9, 2) == work(
+        model
+    ).flops(9, 2)
 
 
 def test_predictions_are_the_longer_of_two(tiny):
@@ -105,7 +115,9 @@ def test_predictions_are_the_longer_of_two(tiny):
     assert predict(model, context=10, batch=1, ceilings=Ceilings(1000.0, {})).bound == "memory", "no rate: bytes alone"
     longer, more = (predict(model, context=c, batch=b, ceilings=CEILINGS) for c, b in ((100, 1), (10, 8)))
     assert longer.cache_bytes == 10 * one.cache_bytes and longer.weight_bytes == one.weight_bytes
-    assert more.weight_bytes - one.weight_bytes == 7 * 64 * 4 and more.flops == 8 * one.flops, "weights are read once a batch"
+    assert more.weight_bytes - one.weight_bytes == 7 * 64 * 4 and more.flops == 8 * one.flops, (
+        "weights are read once a batch"
+    )
     for name in ("context", "batch"):
         with pytest.raises(ValueError, match=rf"`{name}` \(=0\)"):
             predict(model, **{"context": 1, "batch": 1, name: 0}, ceilings=CEILINGS)
@@ -113,9 +125,25 @@ def test_predictions_are_the_longer_of_two(tiny):
 
 def test_predictions_meet_measurements(tiny):
     models = {"baseline": tiny("llama"), "small": tiny("llama", num_hidden_layers=1)}
-    measured = Speed(50.0, (1, 1), 1.0, (1, 1), 0.1, "bfloat16", "compiled", {},
-                     {"prompt_tokens": 16, "new_tokens": 8, "rounds": 1, "batch": 1, "groups": 1})  # fmt: skip
-    grid = {"model": "small", "batch": 4, "prompt_tokens": 8, "new_tokens": 3, "decode_tokens_per_s": 80.0, "execution": "eager"}
+    measured = Speed(
+        50.0,
+        (1, 1),
+        1.0,
+        (1, 1),
+        0.1,
+        "bfloat16",
+        "compiled",
+        {},
+        {"prompt_tokens": 16, "new_tokens": 8, "rounds": 1, "batch": 1, "groups": 1},
+    )
+    grid = {
+        "model": "small",
+        "batch": 4,
+        "prompt_tokens": 8,
+        "new_tokens": 3,
+        "decode_tokens_per_s": 80.0,
+        "execution": "eager",
+    }
     standard = speed_rows({"baseline": measured, "float32": measured})
     cost = cost_model(models, [*standard, grid], CEILINGS, contexts=(64,), batches=(1, 2), how="given")
     assert cost.ceilings == {"read_bytes_per_s": 1000.0, "flops_per_s": 4000.0, "how": "given"}
@@ -125,8 +153,10 @@ def test_predictions_meet_measurements(tiny):
     assert all(row[3] is None for row in shown[2:]) and "float32" not in cost.metrics
     half = predict(deployed(models["baseline"]), context=20, batch=1, ceilings=CEILINGS)
     assert cost.rows[0]["predicted_s"] == half.predicted_s and cost.rows[0]["weight_bytes"] == half.weight_bytes
-    assert cost.metrics["baseline"] == {"predicted_decode_tokens_per_s": pytest.approx(1 / half.predicted_s),
-                                        "share_of_predicted_speed": pytest.approx(half.predicted_s * 50)}  # fmt: skip
+    assert cost.metrics["baseline"] == {
+        "predicted_decode_tokens_per_s": pytest.approx(1 / half.predicted_s),
+        "share_of_predicted_speed": pytest.approx(half.predicted_s * 50),
+    }
     assert json.loads(json.dumps(cost.found())) == cost.found() and "<table>" in cost._repr_html_()
     with pytest.raises(ValueError, match=r"`contexts` \(=\[0\]\)"):
         cost_model(models, [], CEILINGS, contexts=(0,))

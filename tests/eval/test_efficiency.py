@@ -8,18 +8,20 @@ import types
 import pytest
 import torch
 
-from eval import efficiency, energy
-from eval.cost import work
-from eval.deploy import deployed
-from eval.efficiency import METRICS, Measure, Watch, check_efficiency, measure_efficiency
-from eval.energy import NotMeasurable, Nvml, Rapl, energy_counter, gpu_use
-from eval.size import size
-from kernels.roofline import Ceilings
+from eval.machine import energy
+from eval.machine.energy import NotMeasurable, Nvml, Rapl, energy_counter, gpu_use
+from eval.machine.size import size
+from eval.speed import efficiency
+from eval.speed.cost import work
+from eval.speed.deploy import deployed
+from eval.speed.efficiency import METRICS, Measure, Watch, check_efficiency, measure_efficiency
+from kernels.harness.roofline import Ceilings
 
 
 @pytest.fixture
 def powercap(tmp_path):
-    """A machine with two processors, the memory of one counted by itself, and counters that hold what others count, too."""
+    """A machine with two processors, the memory of one counted by itself, and counters that hold what others count,
+    too."""
 
     def counter(name, about, microjoules, most=1000):
         folder = tmp_path / name
@@ -45,7 +47,9 @@ def test_rapl_adds_packages_and_memory_and_goes_over_the_top(powercap):
     counter = energy_counter(torch.device("cpu"), powercap)
     assert isinstance(counter, Rapl) and counter.joules() == 0
     spend(powercap, rapl_0=400, rapl_0_0=350, rapl_0_1=30, rapl_1=950, rapl_2=9000)
-    assert counter.joules() == pytest.approx((300 + 20 + 50) / 1e6), "neither the cores of a package nor the whole platform again"
+    assert counter.joules() == pytest.approx((300 + 20 + 50) / 1e6), (
+        "neither the cores of a package nor the whole platform again"
+    )
     spend(powercap, rapl_1=50)
     assert counter.joules() == pytest.approx((300 + 20 + 50 + 100) / 1e6), "from 950 over 1000 to 50"
     spend(powercap, rapl_1=40)
@@ -81,15 +85,19 @@ def test_gpus_by_nvml(monkeypatch):
 
     millijoules = itertools.count(5000, 2500)
     fake = types.SimpleNamespace(
-        NVMLError=NVMLError, nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID=lambda name: name,
+        NVMLError=NVMLError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda name: name,
         nvmlDeviceGetTotalEnergyConsumption=lambda handle: {"GPU-ab": next(millijoules)}[handle],
         nvmlDeviceGetUtilizationRates=lambda handle: types.SimpleNamespace(gpu=73),
-    )  # fmt: skip
+    )
     gpu = torch.device("cuda", 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="ab"))
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     counter = energy_counter(gpu)
-    assert isinstance(counter, Nvml) and [counter.joules(), counter.joules()] == [2.5, 5.0], "millijoules since it was made"
+    assert isinstance(counter, Nvml) and [counter.joules(), counter.joules()] == [2.5, 5.0], (
+        "millijoules since it was made"
+    )
     assert gpu_use(gpu)() == 0.73
     fake.nvmlDeviceGetTotalEnergyConsumption = fake.nvmlDeviceGetUtilizationRates = none_such
     for ask in (energy_counter, gpu_use):
@@ -124,22 +132,34 @@ def test_six_metrics_of_every_model(tiny, timed, monkeypatch):
     monkeypatch.setattr(efficiency, "energy_counter", Meter)
     both = models(tiny, "baseline", "fast")
     both["fast"].lm_head = torch.nn.Linear(64, 200)
-    found = measure_efficiency(both, prompt_tokens=8, new_tokens=4, rounds=3, seconds=1e-9,
-                               ceilings=Ceilings(1.0, {"bfloat16": 1e9}))  # fmt: skip
+    found = measure_efficiency(
+        both, prompt_tokens=8, new_tokens=4, rounds=3, seconds=1e-9, ceilings=Ceilings(1.0, {"bfloat16": 1e9})
+    )
     assert all(tuple(of) == METRICS for of in found.models.values())
     base, fast = found.models["baseline"], found.models["fast"]
-    assert base["latency"].value == pytest.approx(2 * 8 / 1000 + 4 * 2 / 100) and fast["latency"].value == pytest.approx(0.048)
+    assert base["latency"].value == pytest.approx(2 * 8 / 1000 + 4 * 2 / 100) and fast[
+        "latency"
+    ].value == pytest.approx(0.048)
     assert base["throughput"].value == pytest.approx(50) and fast["throughput"].value == pytest.approx(100)
     assert base["energy"].value == pytest.approx(3 * 10 / (3 * 4)), "three answers of four tokens, ten joules each"
     assert base["energy"].unit == "J/token" and "a meter" in base["energy"].note
     stored = {name: size(deployed(model)).stored_bytes for name, model in both.items()}
-    assert base["compression_rate"].value == 1 and fast["compression_rate"].value == stored["baseline"] / stored["fast"] < 1
+    assert (
+        base["compression_rate"].value == 1
+        and fast["compression_rate"].value == stored["baseline"] / stored["fast"] < 1
+    )
     assert size(deployed(both["baseline"])).resident_bytes <= base["memory_use"].value < 1 << 30
     rate = work(deployed(both["baseline"])).flops(10, 1) / 0.02 / 1e9
     assert base["compute_use"].value > 0 and f"decoding does {rate:.2%} of" in base["compute_use"].note
     assert [name for name, *_ in asked[-6:]] == ["baseline", "fast"] * 3, "in turns"
-    assert set(found.metrics["fast"]) == {"memory_use_bytes", "compute_use_share", "latency_s", "throughput_tokens_per_s",
-                                          "energy_j_per_token", "compression_rate"}  # fmt: skip
+    assert set(found.metrics["fast"]) == {
+        "memory_use_bytes",
+        "compute_use_share",
+        "latency_s",
+        "throughput_tokens_per_s",
+        "energy_j_per_token",
+        "compression_rate",
+    }
     assert json.loads(json.dumps(found.found())) == found.found()
 
 
@@ -189,16 +209,20 @@ def test_efficiency_that_cannot_be_measured(tiny):
     model = tiny("llama")
     check_efficiency(model, prompt_tokens=8, new_tokens=8)
     for change, message in (
-        ({"prompt_tokens": 0}, r"`prompt_tokens` \(=0\)"), ({"rounds": 0}, r"`rounds` \(=0\)"),
+        ({"prompt_tokens": 0}, r"`prompt_tokens` \(=0\)"),
+        ({"rounds": 0}, r"`rounds` \(=0\)"),
         ({"seconds": 0}, r"`seconds` \(=0\)"),
         ({"prompt_tokens": 128}, r"`prompt_tokens` \(=128\) \+ `new_tokens` \(=8\) must be at most 128"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match=message):
             check_efficiency(model, **{"prompt_tokens": 8, "new_tokens": 8} | change)
 
 
 def test_measures_without_a_value_show_as_such():
-    assert efficiency._shown(Measure(None, "J")) == "not measurable here" and efficiency._shown(Measure(2.5, "J")) == "2.5 J"
+    assert (
+        efficiency._shown(Measure(None, "J")) == "not measurable here"
+        and efficiency._shown(Measure(2.5, "J")) == "2.5 J"
+    )
 
 
 def test_the_baseline_comes_first(tiny):

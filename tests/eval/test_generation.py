@@ -11,8 +11,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from compress import METHODS
 from compress.kv import attach, attached, detach
-from eval.generation import end_tokens, generate_samples, settings_aside, write
-from eval.generation_sweep import (
+from eval.writing.generation import end_tokens, generate_samples, settings_aside, write
+from eval.writing.generation_sweep import (
     FILE,
     SWEEP_PROMPTS,
     Generation,
@@ -59,7 +59,11 @@ def by_hand(model, prompt_ids, steps, prompt=None, seed=None, temperature=None):
 
 
 def tokens_of(made, model, temperature, prompt=None):
-    return [g.tokens for g in made.written if (g.model, g.temperature) == (model, temperature) and prompt in (None, g.prompt)]
+    return [
+        g.tokens
+        for g in made.written
+        if (g.model, g.temperature) == (model, temperature) and prompt in (None, g.prompt)
+    ]
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "gpt2", "qwen3_moe"])
@@ -70,7 +74,9 @@ def test_texts_are_those_of_a_plain_loop(endless, tokenizer, architecture):
         ids = tokenizer(prompt).input_ids
         assert tokens_of(made, "baseline", 0.0, prompt) == [by_hand(model, ids, 6)]
         for t in (0.7, 1.0):
-            assert tokens_of(made, "baseline", t, prompt) == [by_hand(model, ids, 6, prompt, seed, t) for seed in (0, 1)]
+            assert tokens_of(made, "baseline", t, prompt) == [
+                by_hand(model, ids, 6, prompt, seed, t) for seed in (0, 1)
+            ]
     sampled = tokens_of(made, "baseline", 1.0)
     assert len({tuple(tokens) for tokens in sampled}) == len(sampled) == 6, "each prompt and seed has its own chance"
     assert all(g.text == " ".join(f"w{t}" for t in g.tokens) and not g.ended for g in made.written)
@@ -103,7 +109,9 @@ def test_tokens_are_samples_and_two_models_differ_as_their_distributions_do(temp
     first, second = draws(a, temperature), draws(b, temperature)
     for drawn, wanted in ((first, p), (second, q)):
         counts = torch.bincount(drawn, minlength=50)
-        assert ((counts - n * wanted) ** 2 / (n * wanted)).sum() < 49 + 5 * 98**0.5, "chi squared, 49 degrees of freedom"
+        assert ((counts - n * wanted) ** 2 / (n * wanted)).sum() < 49 + 5 * 98**0.5, (
+            "chi squared, 49 degrees of freedom"
+        )
     tv = 0.5 * (p - q).abs().sum().item()
     differ, error = (first != second).double().mean().item(), 4 * (0.25 / n) ** 0.5
     assert 0.02 < tv - error < differ < 2 * tv / (1 + tv) + error < 1 - (p * q).sum().item() - error, (
@@ -120,7 +128,9 @@ def test_cold_samples_are_greedy_and_the_same_model_never_differs(endless, token
     rows = {(row["model"], row["temperature"]): row for row in made.rows()}
     assert list(rows) == [(m, t) for t in (0.0, 0.01, 1.5) for m in models]
     for t in (0.0, 0.01, 1.5):
-        assert rows["twin", t]["same_share"] == 1 and rows["twin", t]["first_difference"] == 8 == rows["twin", t]["length"]
+        assert (
+            rows["twin", t]["same_share"] == 1 and rows["twin", t]["first_difference"] == 8 == rows["twin", t]["length"]
+        )
         assert rows["other", t]["same_share"] == 0 and rows["other", t]["first_difference"] < 4
         assert rows["baseline", t]["same_share"] is None is rows["baseline", t]["first_difference"]
         assert rows["twin", t]["n"] == (9 if t else 3)
@@ -128,8 +138,10 @@ def test_cold_samples_are_greedy_and_the_same_model_never_differs(endless, token
 
 def test_how_samples_are_batched_changes_nothing(endless, tokenizer):
     models = {"other": endless(seed=3), "baseline": endless()}
-    made = [compare_generations(models, tokenizer, PROMPTS, temperatures=[1.0], new_tokens=6, seeds=3, batch_size=size)
-            for size in (None, 1, 2)]  # fmt: skip
+    made = [
+        compare_generations(models, tokenizer, PROMPTS, temperatures=[1.0], new_tokens=6, seeds=3, batch_size=size)
+        for size in (None, 1, 2)
+    ]
     assert made[0].written == made[1].written == made[2].written and len(made[0].written) == 2 * 3 * 4
     assert [made[1].settings["batch_size"], made[2].settings["batch_size"]] == [1, 2]
     assert made[0].rows()[0]["model"] == "baseline", "first, wherever it was given"
@@ -138,22 +150,32 @@ def test_how_samples_are_batched_changes_nothing(endless, tokenizer):
 def test_settings_of_the_models_own_are_set_aside_and_told(endless, tokenizer):
     plain, willful = endless(), endless()
     usual = by_hand(plain, tokenizer(PROMPTS[0]).input_ids, 6)
-    own = {"repetition_penalty": 5.0, "no_repeat_ngram_size": 1, "suppress_tokens": usual,
-           "min_new_tokens": 5, "do_sample": True, "temperature": 9.0, "num_beams": 1, "max_length": 4}  # fmt: skip
+    own = {
+        "repetition_penalty": 5.0,
+        "no_repeat_ngram_size": 1,
+        "suppress_tokens": usual,
+        "min_new_tokens": 5,
+        "do_sample": True,
+        "temperature": 9.0,
+        "num_beams": 1,
+        "max_length": 4,
+    }
     willful.generation_config = GenerationConfig(**own)
     kept = willful.generation_config
     ids = tokenizer(PROMPTS[0], return_tensors="pt").input_ids
     obeyed = willful.generate(ids, max_new_tokens=6, do_sample=False, num_beams=1)[0, ids.shape[1] :].tolist()
     assert obeyed != usual, "they do change what `generate` writes by itself"
-    made = compare_generations({"baseline": plain, "willful": willful}, tokenizer, PROMPTS, temperatures=[1.0], new_tokens=6)
+    made = compare_generations(
+        {"baseline": plain, "willful": willful}, tokenizer, PROMPTS, temperatures=[1.0], new_tokens=6
+    )
     assert all(row["same_share"] == 1 for row in made.rows() if row["model"] == "willful")
     (sample, *_) = generate_samples({"baseline": plain, "willful": willful}, tokenizer, PROMPTS, new_tokens=6)
     assert sample.first_difference == {"willful": None}
     assert willful.generation_config is kept and settings_aside(plain) == {} == made.settings["aside"]["baseline"]
     told = made.settings["aside"]["willful"]
-    assert {name: told[name] for name in ("repetition_penalty", "suppress_tokens", "min_new_tokens", "temperature")} == {
-        name: own[name] for name in ("repetition_penalty", "suppress_tokens", "min_new_tokens", "temperature")
-    }
+    assert {
+        name: told[name] for name in ("repetition_penalty", "suppress_tokens", "min_new_tokens", "temperature")
+    } == {name: own[name] for name in ("repetition_penalty", "suppress_tokens", "min_new_tokens", "temperature")}
     with pytest.raises(IndexError):
         write(willful, torch.tensor([[1000]]), ends=[], new_tokens=2)
     assert willful.generation_config is kept, "after an error too"
@@ -175,7 +197,9 @@ def test_texts_end_where_the_baselines_end_tokens_say(endless, tokenizer):
         at = next((i for i, token in enumerate(full) if token in ends), None)
         assert (g.tokens, g.ended) == (full[:at], at is not None)
     assert len({len(g.tokens) for g in after}) > 2 and {g.ended for g in after} == {True, False}
-    assert not any(set(g.tokens) & set(ends) for g in made.written) and any(g.ended for g in made.written if g.model == "other")
+    assert not any(set(g.tokens) & set(ends) for g in made.written) and any(
+        g.ended for g in made.written if g.model == "other"
+    )
     assert all(g.first_difference is None for g in made.written if g.model == "twin")
     tokenizer.eos_token = "w11"
     assert end_tokens(other, tokenizer) == [11], "the tokenizer's, where the model has none"
@@ -235,13 +259,18 @@ def test_means_and_their_standard_errors_by_hand(written):
     rows = {(r["model"], r["temperature"]): r for r in written.rows()}
     other, base = rows["<b>", 0.5], rows["baseline", 0.5]
     assert other["n"] == 4 and other["first_difference"] == pytest.approx((0 + 3 + 4 + 7) / 4)
-    assert other["first_difference_stderr"] == pytest.approx(math.sqrt(((3 - 7) ** 2 + (11 - 7) ** 2) * 2) / 4), "by prompts"
+    assert other["first_difference_stderr"] == pytest.approx(math.sqrt(((3 - 7) ** 2 + (11 - 7) ** 2) * 2) / 4), (
+        "by prompts"
+    )
     assert other["same_share"] == 0.25 and other["length"] == (6 + 3 + 4 + 8) / 4 and other["ended_share"] == 0.75
     assert base["repetition"] == pytest.approx((1 / 5 + 0 + 3 / 4) / 3), "three tokens have no run of four"
     assert base["ended_share"] == 0.75 and base["first_difference"] is None is base["first_difference_stderr"]
     greedy = rows["baseline", 0.0]
     assert greedy["n"] == 0 and greedy["length"] is None, "nothing was written greedily here"
-    assert written.metrics["<b>"]["first_difference_tokens_t0.5"] == 3.5 and "length_tokens_t0.5_stderr" in written.metrics["<b>"]
+    assert (
+        written.metrics["<b>"]["first_difference_tokens_t0.5"] == 3.5
+        and "length_tokens_t0.5_stderr" in written.metrics["<b>"]
+    )
     assert set(written.metrics["baseline"]) == {
         f"{m}_t0.5{end}" for m in ("length_tokens", "repetition_share", "ended_share") for end in ("", "_stderr")
     }
@@ -251,10 +280,14 @@ def test_means_and_their_standard_errors_by_hand(written):
 
 def test_what_the_record_and_the_file_keep(written, tmp_path):
     found = written.found()
-    assert json.loads(json.dumps(found, allow_nan=False)) == found and found["file"] is None, "no link to what is not there"
+    assert json.loads(json.dumps(found, allow_nan=False)) == found and found["file"] is None, (
+        "no link to what is not there"
+    )
     assert [(s["prompt"], s["seed"]) for s in found["samples"]] == [("p", 0), ("q", 0), ("p", 1), ("q", 1)]
     assert found["samples"][0]["texts"] == {"baseline": "<script>", "<b>": "a\u2028b\nc"}
-    assert found["samples"][0]["first_difference"] == {"<b>": 0} and found["samples"][2]["first_difference"] == {"<b>": None}
+    assert found["samples"][0]["first_difference"] == {"<b>": 0} and found["samples"][2]["first_difference"] == {
+        "<b>": None
+    }
     path = written.save(tmp_path)
     assert path == tmp_path / FILE and written.found()["file"] == FILE
     lines = path.read_text().splitlines()
@@ -273,15 +306,29 @@ def test_dtypes_are_each_models_own(endless, tokenizer):
     assert made.settings["device"] == {"baseline": "cpu", "half": "cpu"} and made.settings["temperatures"] == []
 
 
-@pytest.mark.parametrize(("asked", "message"), [
-    ({"new_tokens": 0}, r"`new_tokens` \(=0\)"), ({"seeds": True}, r"`seeds` \(=True\)"), ({"batch_size": -1}, "`batch_size`"),
-    ({"temperatures": [0.5, 0]}, r"which 0 is not; greedy, the temperature 0, is always done"),
-    ({"temperatures": [float("nan")]}, "`temperatures`"), ({"temperatures": [math.inf]}, "`temperatures`"),
-    ({"temperatures": ["1"]}, "which '1' is not"), ({"temperatures": [1, 1.0]}, "one twice"), ({"temperatures": [-1]}, "-1 is not"),
-    ({"prompts": []}, "`prompts`"), ({"prompts": "w7"}, "a list of texts"), ({"prompts": ["w7", ""]}, "none of them empty"),
-    ({"prompts": ["w7", "w8", "w7"]}, "'w7' twice"), ({"prompts": [" "]}, "has no tokens"),
-    ({"prompts": ["w7 " * 100], "new_tokens": 30}, r"`new_tokens` \(=30\) after a prompt of 100 tokens .* 128 positions; 28 would"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"new_tokens": 0}, r"`new_tokens` \(=0\)"),
+        ({"seeds": True}, r"`seeds` \(=True\)"),
+        ({"batch_size": -1}, "`batch_size`"),
+        ({"temperatures": [0.5, 0]}, r"which 0 is not; greedy, the temperature 0, is always done"),
+        ({"temperatures": [float("nan")]}, "`temperatures`"),
+        ({"temperatures": [math.inf]}, "`temperatures`"),
+        ({"temperatures": ["1"]}, "which '1' is not"),
+        ({"temperatures": [1, 1.0]}, "one twice"),
+        ({"temperatures": [-1]}, "-1 is not"),
+        ({"prompts": []}, "`prompts`"),
+        ({"prompts": "w7"}, "a list of texts"),
+        ({"prompts": ["w7", ""]}, "none of them empty"),
+        ({"prompts": ["w7", "w8", "w7"]}, "'w7' twice"),
+        ({"prompts": [" "]}, "has no tokens"),
+        (
+            {"prompts": ["w7 " * 100], "new_tokens": 30},
+            r"`new_tokens` \(=30\) after a prompt of 100 tokens .* 128 positions; 28 would",
+        ),
+    ],
+)
 def test_what_cannot_be_written_is_said_before(endless, tokenizer, asked, message, monkeypatch):
     model = endless()
     monkeypatch.setattr(model, "generate", None)

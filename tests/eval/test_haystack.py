@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from compress import load_model
-from eval.haystack import NOISE, SLACK, TASKS, samples
+from eval.contexts.haystack import NOISE, SLACK, TASKS, samples
 
-SENTENCES = [f"Story {i} says that the {w} was {'very ' * (i % 7)}{w[::-1]}." for i, w in enumerate(["old", "big", "red"] * 40)]
+SENTENCES = [
+    f"Story {i} says that the {w} was {'very ' * (i % 7)}{w[::-1]}." for i, w in enumerate(["old", "big", "red"] * 40)
+]
 DOCUMENTS = [" ".join(SENTENCES[i : i + 8]) for i in range(0, 120, 8)]
 WHOLE = {  # what the tokens of a needle say
     **dict.fromkeys(("word", "number"), r" ?The (secret word|pass key) is [\w ]+\."),
@@ -68,7 +70,9 @@ def test_needles_are_the_spans_that_hold_the_answer(tokenizer, draw, task):
             assert all(re.fullmatch(WHOLE[task], text) for text in held), "each is a whole needle and no more"
             assert all(any(w in text for w in words) for text in held), "each holds part of the answer"
             assert all(any(w in text for text in held) for w in words), "together they hold all of it"
-            rest = tokenizer.decode([t for i, t in enumerate(s.context.tolist()) if not any(a <= i < b for a, b in q.needles)])
+            rest = tokenizer.decode(
+                [t for i, t in enumerate(s.context.tolist()) if not any(a <= i < b for a, b in q.needles)]
+            )
             assert not any(re.search(rf"\b{re.escape(w)}\b", rest) for w in words), "and nothing else does"
 
 
@@ -103,7 +107,9 @@ def test_same_seed_same_samples_whatever_the_count(draw, task):
 def test_needles_lie_between_whole_sentences(tokenizer, draw):
     for task in ("word", "number", "multi_key", "multi_value", "variable_tracking"):
         for s in draw(task):
-            left = re.sub(r"(The secret word|The pass key|One of the|VAR).*?\. ?", "", tokenizer.decode(s.context) + " ")
+            left = re.sub(
+                r"(The secret word|The pass key|One of the|VAR).*?\. ?", "", tokenizer.decode(s.context) + " "
+            )
             found = re.findall(r"\S.*?\.(?= )", left)
             assert found and set(found) <= set(SENTENCES)
             places = [SENTENCES.index(text) for text in found]
@@ -116,7 +122,9 @@ def test_word_and_number_ask_the_same_two_things_the_other_way_around(tokenizer,
         for s in draw(task):
             assert [tokenizer.decode(q.ask) for q in s.questions] == [f"\n\nThe {ask} is" for ask in asks]
             answers = {ask: tokenizer.decode(q.answer) for ask, q in zip(asks, s.questions, strict=True)}
-            assert re.fullmatch(r" \d{5}", answers["pass key"]) and re.fullmatch(r" [a-z]+ [a-z]+", answers["secret word"])
+            assert re.fullmatch(r" \d{5}", answers["pass key"]) and re.fullmatch(
+                r" [a-z]+ [a-z]+", answers["secret word"]
+            )
 
 
 def test_lists_count_what_they_ask_for(tokenizer, draw):

@@ -1,4 +1,5 @@
-"""A model that keeps 16 bits and computes in 32 gives what the 16-bit weights give in float32, bit by bit, in 16-bit room."""
+"""A model that keeps 16 bits and computes in 32 gives what the 16-bit weights give in float32, bit by bit, in 16-bit
+room."""
 
 import copy
 
@@ -7,9 +8,9 @@ import torch
 from torch import nn
 
 from compress import METHODS, apply
-from eval.deploy import deployed
-from eval.layercast import layercast
-from eval.size import size
+from eval.machine.size import size
+from eval.speed.deploy import deployed
+from eval.speed.layercast import layercast
 
 
 def padded(model, tokens):
@@ -46,7 +47,9 @@ def test_weights_take_16_bit_room_before_and_after_a_pass(any_model, tokens):
         cast(tokens(1)[0])
     tied = any_model.get_output_embeddings().weight is any_model.get_input_embeddings().weight
     assert (cast.get_output_embeddings().weight is cast.get_input_embeddings().weight) == tied
-    assert all(torch.equal(p, before[name]) for name, p in any_model.named_parameters()), "the model itself is left as it was"
+    assert all(torch.equal(p, before[name]) for name, p in any_model.named_parameters()), (
+        "the model itself is left as it was"
+    )
 
 
 RECIPES = {

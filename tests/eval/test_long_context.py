@@ -8,10 +8,10 @@ import torch
 from compress import METHODS
 from compress.kv import attached
 from compress.kv.static import MadeUpCache, decoder, static
-from eval import cache_speed
-from eval.cache_speed import measure_cache_speed
-from eval.haystack import Question, Sample
-from eval.long_context import VISIBILITIES, bootstrap, score_long_context
+from eval.contexts.haystack import Question, Sample
+from eval.contexts.long_context import VISIBILITIES, bootstrap, score_long_context
+from eval.speed import cache_speed
+from eval.speed.cache_speed import measure_cache_speed
 
 STREAMING, KV_INT = METHODS["streaming"], METHODS["kv_int"]
 
@@ -37,8 +37,11 @@ def test_full_cache_answers_as_the_model_does(sample):
     model, one = sample
     first, second = one.questions
     found = scored(model, [one], variants={"all": lambda cache: cache.compressed(STREAMING(budget=1.0))})
-    before = {"agnostic": (one.context, first), "visible": (one.context, first),
-              "follow-up": (torch.cat([one.context, first.ask, first.answer]), second)}  # fmt: skip
+    before = {
+        "agnostic": (one.context, first),
+        "visible": (one.context, first),
+        "follow-up": (torch.cat([one.context, first.ask, first.answer]), second),
+    }
     for visibility in VISIBILITIES:
         read, question = before[visibility]
         ids = torch.cat([read, question.ask, question.answer])
@@ -57,7 +60,9 @@ def test_what_is_evicted_shows(sample):
     found = scored(model, [one, one], variants={"half": lambda cache: cache.compressed(STREAMING(budget=20, sinks=4))})
     made = found.found()
     assert found.kept["half"][40] == [[20, 20]] * 2
-    assert found.survival["half"]["word", 40] == [[pytest.approx(1 / 8)] * 2] * 2, "of 3 to 8 and 20, 21 only 3 is among 0-3, 24-39"
+    assert found.survival["half"]["word", 40] == [[pytest.approx(1 / 8)] * 2] * 2, (
+        "of 3 to 8 and 20, 21 only 3 is among 0-3, 24-39"
+    )
     assert found.cache_bytes["half"][40] < 0.6 * found.cache_bytes["full"][40] and min(found.errors["half"]) > 1e-6
     row = next(row for row in made["answers"] if row["variant"] == "half" and row["visibility"] == "visible")
     assert len(row["exact"]) == 2 and row["kl"][0] > 1e-6 and len(row["kl_by_token"]) == 4
@@ -65,17 +70,23 @@ def test_what_is_evicted_shows(sample):
     assert made["against"]["half"]["agnostic"] == found.against("half", visibility="agnostic")
     assert "nll_word_40_follow_up_stderr" in found.metrics()["half"]
     only = scored(model, [one], variants={}, visibilities=["follow-up"])
-    assert set(only.answers["full"]) == {("word", 40, "follow-up")} and only.cache_bytes["full"][40] > found.cache_bytes["full"][40]
+    assert (
+        set(only.answers["full"]) == {("word", 40, "follow-up")}
+        and only.cache_bytes["full"][40] > found.cache_bytes["full"][40]
+    )
 
 
 def test_bad_input(sample):
     model, one = sample
     alone = Sample("word", one.context, one.questions[:1], 0.5, 40)
     longer = Sample("word", torch.zeros(130, dtype=torch.long), one.questions, None, 130)
-    for samples, more, message in (([], {}, "`samples`"), ([one], {"visibilities": ["hidden"]}, "`visibilities`.*agnostic"),
-                                   ([one], {"visibilities": []}, "`visibilities`"),
-                                   ([alone], {"visibilities": ["follow-up"]}, "no second question"),
-                                   ([longer], {}, "128 positions")):  # fmt: skip
+    for samples, more, message in (
+        ([], {}, "`samples`"),
+        ([one], {"visibilities": ["hidden"]}, "`visibilities`.*agnostic"),
+        ([one], {"visibilities": []}, "`visibilities`"),
+        ([alone], {"visibilities": ["follow-up"]}, "no second question"),
+        ([longer], {}, "128 positions"),
+    ):
         with pytest.raises(ValueError, match=message):
             scored(model, samples, variants={}, **more)
 
@@ -86,10 +97,17 @@ def test_bootstrap():
     assert mean == 0.5 and low == pytest.approx(0.4, abs=0.02) and high == pytest.approx(0.6, abs=0.02)
 
 
-@pytest.mark.parametrize("methods", [
-    [], [STREAMING(budget=20)], [METHODS["snapkv"](budget=20, observed=4, allocation="ada")], [KV_INT(group_size=32, residual=4)],
-    [STREAMING(budget=50), KV_INT(bits=8, group_size=32, residual=4)],
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "methods",
+    [
+        [],
+        [STREAMING(budget=20)],
+        [METHODS["snapkv"](budget=20, observed=4, allocation="ada")],
+        [KV_INT(group_size=32, residual=4)],
+        [STREAMING(budget=50), KV_INT(bits=8, group_size=32, residual=4)],
+    ],
+    ids=str,
+)
 def test_static_caches_write_the_same(tiny, tokens, methods):
     """The accuracy path and the path that is timed, token for token."""
     model, ids = tiny("llama"), tokens(1, 80)[0]
@@ -103,10 +121,16 @@ def test_static_caches_write_the_same(tiny, tokens, methods):
     decoder(model)
     for place in range(80, 91):
         at = torch.tensor([[place]])
-        found.append(model(found[-1], past_key_values=fixed, compressed=fixed, position_ids=at).logits[:, -1:].argmax(-1))
+        found.append(
+            model(found[-1], past_key_values=fixed, compressed=fixed, position_ids=at).logits[:, -1:].argmax(-1)
+        )
     assert torch.equal(torch.cat(found, 1)[0], written)
     fixed.reset()
-    again = model(token, past_key_values=fixed, compressed=fixed, position_ids=torch.tensor([[80]])).logits[:, -1:].argmax(-1)
+    again = (
+        model(token, past_key_values=fixed, compressed=fixed, position_ids=torch.tensor([[80]]))
+        .logits[:, -1:]
+        .argmax(-1)
+    )
     assert torch.equal(again, found[1]), "reset goes back to where it was made"
 
 
@@ -119,9 +143,20 @@ def test_made_up_caches_are_as_long_as_they_say(tiny):
     ):
         cache = MadeUpCache(model, 100, *methods, room=8).at(60)
         slabs = cache.layer_slabs()
-        assert len(slabs) == 1 and slabs[0].lengths.tolist() == [[kept] * 2] and (slabs[0].starts + kept == slabs[0].used).all()
-        model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache, compressed=cache, position_ids=torch.tensor([[60]]))
-        assert slabs[0].lengths.tolist() == [[kept + 1] * 2] and cache.at(60).layer_slabs()[0].lengths.tolist() == [[kept] * 2]
+        assert (
+            len(slabs) == 1
+            and slabs[0].lengths.tolist() == [[kept] * 2]
+            and (slabs[0].starts + kept == slabs[0].used).all()
+        )
+        model(
+            torch.ones(1, 1, dtype=torch.long),
+            past_key_values=cache,
+            compressed=cache,
+            position_ids=torch.tensor([[60]]),
+        )
+        assert slabs[0].lengths.tolist() == [[kept + 1] * 2] and cache.at(60).layer_slabs()[0].lengths.tolist() == [
+            [kept] * 2
+        ]
     with pytest.raises(ValueError, match="`tokens`"):
         cache.at(101)
 

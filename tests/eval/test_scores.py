@@ -11,16 +11,16 @@ import torch
 from compress import METHODS, apply
 from compress.method import FoldRecord
 from compress.recipe import parse_recipe
-from eval.deploy import deployed
-from eval.divergence import compare_on_text, divergence
 from eval.evaluate import Scores, check_evaluation, evaluate
-from eval.generation import first_difference, generate_samples
-from eval.memory import peak_above_start, peak_memory
-from eval.perplexity import perplexity
-from eval.record import RunInfo, record
-from eval.schema import problems_of, read_record, write_record
-from eval.size import bits_per_weight, size
-from eval.windows import mean_and_stderr, windows
+from eval.machine.memory import peak_above_start, peak_memory
+from eval.machine.size import bits_per_weight, size
+from eval.record.schema import problems_of, read_record, write_record
+from eval.run_record import RunInfo, record
+from eval.speed.deploy import deployed
+from eval.text.divergence import compare_on_text, divergence
+from eval.text.perplexity import perplexity
+from eval.text.windows import mean_and_stderr, windows
+from eval.writing.generation import first_difference, generate_samples
 
 
 def loss_of(model, ids, first):
@@ -133,14 +133,27 @@ def test_others_are_timed_and_weighed_if_asked(tiny, tokens, uncompiled):
     model, text = tiny("llama"), {"t": tokens(1, 64)[0]}
     made = {bits: apply([METHODS["rtn"](bits=bits, group_size=16)], copy.deepcopy(model)).model for bits in (8, 4, 3)}
     others = {"four": made[4], "three": made[3]}
-    scores = evaluate(made[8], None, baseline=model, others=others, timed=["four"], texts=text, window=16, prompts=(),
-                      speed_prompt_tokens=8, speed_new_tokens=2, speed_rounds=1)  # fmt: skip
+    scores = evaluate(
+        made[8],
+        None,
+        baseline=model,
+        others=others,
+        timed=["four"],
+        texts=text,
+        window=16,
+        prompts=(),
+        speed_prompt_tokens=8,
+        speed_new_tokens=2,
+        speed_rounds=1,
+    )
     assert list(scores.metrics) == ["baseline", "compressed", "four", "three"] and not scores.notes
     assert list(scores.speed) == ["baseline", "compressed", "four", "bfloat16", "float32"]
     for name in ("baseline", "compressed", "four"):
         assert scores.metrics[name]["decode_tokens_per_s"] == scores.speed[name].decode_tokens_per_s > 0
         assert scores.metrics[name]["prefill_tokens_per_s"] == scores.speed[name].prefill_tokens_per_s > 0
-    assert not {"stored_bytes", "decode_tokens_per_s"} & set(scores.metrics["three"]) and "kl_t" in scores.metrics["three"]
+    assert (
+        not {"stored_bytes", "decode_tokens_per_s"} & set(scores.metrics["three"]) and "kl_t" in scores.metrics["three"]
+    )
     for name, one in {"four": made[4], "compressed": made[8], "baseline": model}.items():
         assert scores.metrics[name]["stored_bytes"] == size(deployed(one)).stored_bytes, name
     assert scores.metrics["four"]["resident_bytes"] > scores.metrics["four"]["stored_bytes"] / 2
@@ -159,32 +172,57 @@ def test_a_record_tells_of_the_others_too(tiny):
     model = tiny("llama")
     results = {bits: apply([METHODS["rtn"](bits=bits, group_size=16)], copy.deepcopy(model)) for bits in (8, 4, 3)}
     results[8].notes, results[4].notes, results[3].notes = ["slow"], ["slow", "emulated"], ["emulated"]
-    magnitudes = {key: {"max": 2.0, "p99": 1.0, "median": 1.0} for key in ("x_before", "x_after", "w_before", "w_after")}
-    results[8].folds = [FoldRecord(name="model.layers.0.input_layernorm", kind="norm", consumers=("q", "k"), alpha=0.5,
-                                   **magnitudes, error_before=None, error_after=None, difference=0.0, seconds=0.1)]  # fmt: skip
+    magnitudes = {
+        key: {"max": 2.0, "p99": 1.0, "median": 1.0} for key in ("x_before", "x_after", "w_before", "w_after")
+    }
+    results[8].folds = [
+        FoldRecord(
+            name="model.layers.0.input_layernorm",
+            kind="norm",
+            consumers=("q", "k"),
+            alpha=0.5,
+            **magnitudes,
+            error_before=None,
+            error_after=None,
+            difference=0.0,
+            seconds=0.1,
+        )
+    ]
     scores = Scores({"baseline": {}, "compressed": {}, "four": {}, "three": {}}, notes=["no speed"])
     run = RunInfo("k", "n", {}, datetime.now(UTC), "c")
     made = record(results[8], scores, run, {"four": results[4], "three": results[3]})
     assert list(made["recipes"]) == ["compressed", "four", "three"] and made["recipes"]["compressed"] == made["recipe"]
     (step,) = made["recipes"]["four"]
     assert (
-        step["method"] == "rtn" and step["knobs"]["bits"] == 4 and step["text"] == "rtn(bits=4, group_size=16)" and step["source"]
+        step["method"] == "rtn"
+        and step["knobs"]["bits"] == 4
+        and step["text"] == "rtn(bits=4, group_size=16)"
+        and step["source"]
     )
     assert parse_recipe(step["text"]) == results[4].recipe
     assert made["notes"] == ["slow", "four, three: emulated", "no speed"]
     assert made["folds"][0]["consumers"] == ["q", "k"] and made["folds"][0]["x_after"]["max"] == 2.0
     assert not problems_of(made)
     alone = record(results[3], scores, run)
-    assert alone["folds"] == [] and list(alone["recipes"]) == ["compressed"] and alone["notes"] == ["emulated", "no speed"]
+    assert (
+        alone["folds"] == [] and list(alone["recipes"]) == ["compressed"] and alone["notes"] == ["emulated", "no speed"]
+    )
 
 
 def test_records_are_whole_or_refused(tmp_path):
     whole = {
-        "schema_version": 1, "run": dict.fromkeys(("key", "notebook", "started", "duration_s"), "x"), "recipe": [],
-        "model": dict.fromkeys(("name", "weights_sha256", "parameters"), "x"), "calibration": None, "layers": [],
-        "scores": {"baseline": {}, "compressed": {}}, "kernels": {},
-        "provenance": dict.fromkeys(("commit", "dirty", "versions", "hardware", "threads", "dtype", "flags", "command"), "x"),
-    }  # fmt: skip
+        "schema_version": 1,
+        "run": dict.fromkeys(("key", "notebook", "started", "duration_s"), "x"),
+        "recipe": [],
+        "model": dict.fromkeys(("name", "weights_sha256", "parameters"), "x"),
+        "calibration": None,
+        "layers": [],
+        "scores": {"baseline": {}, "compressed": {}},
+        "kernels": {},
+        "provenance": dict.fromkeys(
+            ("commit", "dirty", "versions", "hardware", "threads", "dtype", "flags", "command"), "x"
+        ),
+    }
     path = write_record(whole, tmp_path / "record.json")
     assert read_record(path) == whole and [p.name for p in tmp_path.iterdir()] == ["record.json"]
     for key in whole:

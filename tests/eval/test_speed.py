@@ -8,9 +8,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import StaticCache
 
 from compress import METHODS, apply
-from eval import attention, speed
-from eval.attention import attend_in_rows, fast_attention
-from eval.speed import Variant, _round, measure_speed, standard_variants
+from eval.speed import attention, speed
+from eval.speed.attention import attend_in_rows, fast_attention
+from eval.speed.speed import Variant, _round, measure_speed, standard_variants
 from kernels import native
 
 
@@ -52,18 +52,25 @@ def test_what_is_timed_writes_what_plain_passes_write(tiny, written, monkeypatch
     one = measure_speed({"one": variant}, prompt_tokens=12, new_tokens=10, rounds=1)["one"]
     assert one.execution.startswith("compiled") == compiled
     assert ("attention" in one.kernels) == in_rows, "no mask is made for a prompt, in a compiled pass either"
-    assert written[id(variant)] == greedy(model, (torch.arange(12) * 7919 % 96)[None], 11), "beyond Gemma's window of 8, too"
+    assert written[id(variant)] == greedy(model, (torch.arange(12) * 7919 % 96)[None], 11), (
+        "beyond Gemma's window of 8, too"
+    )
 
 
-@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="no 16-bit products in oneDNN on this processor")
+@pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="no 16-bit products in oneDNN on this processor"
+)
 def test_compiled_passes_are_frozen_and_write_what_the_models_write(tiny, written):
-    """The very passes that are timed, after all of them were compiled, as they are timed; the baseline's weights prepacked."""
+    """The very passes that are timed, after all of them were compiled, as they are timed; the baseline's weights
+    prepacked."""
     model = tiny("llama").bfloat16()
     small = apply([METHODS["rtn"](bits=4, group_size=32)], copy.deepcopy(model)).model
     plain = {"baseline": model, "compressed": small}
     variants = {name: Variant(m, True, lambda m: (fast_attention(copy.deepcopy(m)), m)) for name, m in plain.items()}
     speeds = measure_speed(variants, prompt_tokens=12, new_tokens=5, rounds=1)
-    assert speeds["baseline"].execution == "compiled, 15 dense weights frozen and prepacked", "seven linears a block, and the head"
+    assert speeds["baseline"].execution == "compiled, 15 dense weights frozen and prepacked", (
+        "seven linears a block, and the head"
+    )
     assert speeds["compressed"].execution == "compiled, 1 dense weights frozen and prepacked"
     for name, variant in variants.items():
         assert written[id(variant)] == greedy(plain[name], (torch.arange(12) * 7919 % 96)[None], 6)
@@ -72,9 +79,13 @@ def test_compiled_passes_are_frozen_and_write_what_the_models_write(tiny, writte
 @pytest.mark.parametrize("heads, kv_heads, tokens", [(9, 3, 300), (4, 4, 128), (4, 1, 5)])
 @pytest.mark.parametrize("dtype, most", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
 def test_attention_in_rows(heads, kv_heads, tokens, dtype, most):
-    query, key, value = (torch.randn(2, h, tokens, c).to(dtype) for h, c in ((heads, 16), (kv_heads, 16), (kv_heads, 24)))
+    query, key, value = (
+        torch.randn(2, h, tokens, c).to(dtype) for h, c in ((heads, 16), (kv_heads, 16), (kv_heads, 24))
+    )
     y = attend_in_rows(query, key, value, 0.3)
-    expected = scaled_dot_product_attention(*(t.double() for t in (query, key, value)), is_causal=True, scale=0.3, enable_gqa=True)
+    expected = scaled_dot_product_attention(
+        *(t.double() for t in (query, key, value)), is_causal=True, scale=0.3, enable_gqa=True
+    )
     assert y.dtype == dtype and (y - expected).norm() / expected.norm() < most
     torch.library.opcheck(attend_in_rows, (query, key, value, 0.3))
 
@@ -97,7 +108,8 @@ def test_variants_run_in_turns_and_name_their_kernels(tiny):
 
 
 def test_however_many_variants_all_are_compiled(tiny):
-    """torch.compile gives up on code that it has compiled a few times, for whichever model: no variant may suffer from others."""
+    """torch.compile gives up on code that it has compiled a few times, for whichever model: no variant may suffer from
+    others."""
     model = tiny("llama", num_hidden_layers=1)
     variants = {name: Variant(copy.deepcopy(model), compiled=True) for name in ("one", "two")}
     with torch._dynamo.config.patch(recompile_limit=2):  # a graph for the prompt, one for the steps
@@ -119,7 +131,9 @@ def test_variants_that_memory_does_not_hold_are_timed_in_groups(tiny, monkeypatc
     found = measure_speed(variants, prompt_tokens=8, new_tokens=2, rounds=2)
     assert all(len(names) <= 2 for names in alive)
     assert [len(variant.ttft_s) for variant in variants.values()] == [6, 2, 2, 2]
-    assert found["a"].settings["groups"] == 3 and not any(variant.model or variant.step for variant in variants.values())
+    assert found["a"].settings["groups"] == 3 and not any(
+        variant.model or variant.step for variant in variants.values()
+    )
     expected = greedy(model, (torch.arange(8) * 7919 % 96)[None], 3)
     assert all(written[id(variant)] == expected for variant in variants.values())
 

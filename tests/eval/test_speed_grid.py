@@ -1,4 +1,5 @@
-"""Grids of speed: batches write what plain passes write, every number is arithmetic on times, and queues are followed by hand."""
+"""Grids of speed: batches write what plain passes write, every number is arithmetic on times, and queues are followed
+by hand."""
 
 import copy
 import inspect
@@ -9,9 +10,9 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from eval import attention, speed
-from eval.speed import contestants, measure_speed
-from eval.speed_grid import check_speed_grid, measure_speed_grid, percentile, queue, schedule
+from eval.speed import attention, speed
+from eval.speed.speed import contestants, measure_speed
+from eval.speed.speed_grid import check_speed_grid, measure_speed_grid, percentile, queue, schedule
 
 
 def greedy(model, prompts, count):
@@ -59,8 +60,12 @@ def test_every_cell_holds_every_model_against_the_baseline(tiny, timed):
         assert row["decode_tokens_per_s"] == pytest.approx(batch * 100 / slow), "all rows of the batch together"
         assert row["prefill_tokens_per_s"] == pytest.approx(1000 / slow)
         assert row["time_to_first_token_s"] == pytest.approx(slow * batch * prompt / 1000)
-        assert row["decode_quartiles"] == pytest.approx([row["decode_tokens_per_s"]] * 2) and row["execution"] == "eager"
-        assert (row["decode_ratio"], row["prefill_ratio"]) == ((None, None) if name == "baseline" else pytest.approx((2, 2)))
+        assert (
+            row["decode_quartiles"] == pytest.approx([row["decode_tokens_per_s"]] * 2) and row["execution"] == "eager"
+        )
+        assert (row["decode_ratio"], row["prefill_ratio"]) == (
+            (None, None) if name == "baseline" else pytest.approx((2, 2))
+        )
     rounds = [call for call in asked if call[1:] == (4, 16)][-4:]
     assert [name for name, *_ in rounds] == ["baseline", "fast"] * 2, "in turns"
     assert grid.metrics["fast"]["decode_tokens_per_s_b4_p16"] == pytest.approx(400)
@@ -113,18 +118,21 @@ def test_compiled_cells_say_so(tiny):
     assert all(row["execution"].startswith("compiled") for row in grid.rows)
 
 
-@pytest.mark.parametrize("change, message", [
-    ({"batches": ()}, r"`batches` \(=\[\]\) must be positive integers, at least one"),
-    ({"batches": (1, 1)}, r"`batches` \(=\[1, 1\]\) .* each once"),
-    ({"prompts": (0,)}, r"`prompts` \(=\[0\]\)"),
-    ({"prompts": (8, 120)}, r"`prompts` \(up to 120\) \+ `new_tokens` \(=16\) must be at most 128"),
-    ({"new_tokens": 0}, r"`new_tokens` \(=0\)"),
-    ({"rounds": True}, r"`rounds` \(=True\)"),
-    ({"load": (0.5, 0)}, r"`load` \(=\[0.5, 0\]\) must be shares of the baseline's capacity above 0"),
-    ({"load": (90,)}, r"`load` \(=\[90\]\)"),
-    ({"batches": (2,), "load": (0.5,)}, r"`batches` \(=\[2\]\) must hold 1 where `load`"),
-    ({"load": (0.5,), "load_seconds": 0}, r"`load_seconds` \(=0\)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"batches": ()}, r"`batches` \(=\[\]\) must be positive integers, at least one"),
+        ({"batches": (1, 1)}, r"`batches` \(=\[1, 1\]\) .* each once"),
+        ({"prompts": (0,)}, r"`prompts` \(=\[0\]\)"),
+        ({"prompts": (8, 120)}, r"`prompts` \(up to 120\) \+ `new_tokens` \(=16\) must be at most 128"),
+        ({"new_tokens": 0}, r"`new_tokens` \(=0\)"),
+        ({"rounds": True}, r"`rounds` \(=True\)"),
+        ({"load": (0.5, 0)}, r"`load` \(=\[0.5, 0\]\) must be shares of the baseline's capacity above 0"),
+        ({"load": (90,)}, r"`load` \(=\[90\]\)"),
+        ({"batches": (2,), "load": (0.5,)}, r"`batches` \(=\[2\]\) must hold 1 where `load`"),
+        ({"load": (0.5,), "load_seconds": 0}, r"`load_seconds` \(=0\)"),
+    ],
+)
 def test_grids_that_cannot_be_measured(tiny, change, message):
     good = {"batches": (1, 2), "prompts": (8,), "new_tokens": 16, "load": (), "rounds": 1, "load_seconds": 1.0}
     model = tiny("llama")

@@ -1,4 +1,5 @@
-"""Tasks by lm-eval on models in memory: the same answers as lm-eval's own, of the right model, joined question by question."""
+"""Tasks by lm-eval on models in memory: the same answers as lm-eval's own, of the right model, joined question by
+question."""
 
 import copy
 import dataclasses
@@ -21,13 +22,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from compress import METHODS, apply
 from compress.kv.attach import attached
-from eval import harness, task_files
-from eval.fingerprint import model_sha256, tokenizer_sha256
-from eval.paired import AGGREGATES, compare, mcnemar, stderr
-from eval.tasks import FLIPS, TaskScores, answer_tasks, check_tasks
+from eval.tasks import harness, task_files
+from eval.tasks.fingerprint import model_sha256, tokenizer_sha256
+from eval.tasks.paired import AGGREGATES, compare, mcnemar, stderr
+from eval.tasks.tasks import FLIPS, TaskScores, answer_tasks, check_tasks
 
-CHOICE = {"output_type": "multiple_choice", "doc_to_text": "Q: {{q}}\nA:", "doc_to_choice": "choices", "doc_to_target": "gold",
-          "metric_list": [{"metric": m, "aggregation": "mean", "higher_is_better": True} for m in ("acc", "acc_norm")]}  # fmt: skip
+CHOICE = {
+    "output_type": "multiple_choice",
+    "doc_to_text": "Q: {{q}}\nA:",
+    "doc_to_choice": "choices",
+    "doc_to_target": "gold",
+    "metric_list": [{"metric": m, "aggregation": "mean", "higher_is_better": True} for m in ("acc", "acc_norm")],
+}
 WRITING = {
     "output_type": "generate_until", "doc_to_text": "{{q}}", "doc_to_target": "{{answer}}",
     "generation_kwargs": {"until": ["\n"], "max_gen_toks": 6, "do_sample": False},
@@ -35,8 +41,12 @@ WRITING = {
                     {"name": "loose", "filter": [{"function": "regex", "regex_pattern": "(.)"}, {"function": "take_first"}]}],
     "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
 }  # fmt: skip
-READING = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "q",
-           "metric_list": [{"metric": m} for m in ("word_perplexity", "byte_perplexity", "bits_per_byte")]}  # fmt: skip
+READING = {
+    "output_type": "loglikelihood_rolling",
+    "doc_to_text": "",
+    "doc_to_target": "q",
+    "metric_list": [{"metric": m} for m in ("word_perplexity", "byte_perplexity", "bits_per_byte")],
+}
 LAST_WORD = {"output_type": "loglikelihood", "doc_to_text": "{{q}}", "doc_to_target": "{{answer}}",
              "metric_list": [{"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False},
                              {"metric": "acc", "aggregation": "mean", "higher_is_better": True}]}  # fmt: skip
@@ -47,8 +57,11 @@ def documents(count: int) -> list[dict]:
     """Questions about nothing; the last two are the same."""
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdefgh", k=rng.randint(2, 5))) for _ in range(6 * count)]
-    made = [{"q": " ".join(w[:3]), "choices": w[3:], "gold": i % 3, "answer": w[3]}
-            for i in range(count) for w in [words[6 * i : 6 * i + 6]]]  # fmt: skip
+    made = [
+        {"q": " ".join(w[:3]), "choices": w[3:], "gold": i % 3, "answer": w[3]}
+        for i in range(count)
+        for w in [words[6 * i : 6 * i + 6]]
+    ]
     return [*made[:-1], made[-2]]
 
 
@@ -60,8 +73,14 @@ def folder(tmp_path) -> Path:
     tasks.mkdir(parents=True)
     (tmp_path / "rows" / "test.json").write_text("\n".join(map(json.dumps, documents(24))))
     for name, kind in KINDS.items():
-        config = {"task": name, "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "rows/test.json"}},
-                  "test_split": "test", "metadata": {"version": 3}, **kind}  # fmt: skip
+        config = {
+            "task": name,
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": "rows/test.json"}},
+            "test_split": "test",
+            "metadata": {"version": 3},
+            **kind,
+        }
         (tasks / f"{name}.yaml").write_text(yaml.safe_dump(config))
     (tasks / "both.yaml").write_text(yaml.safe_dump({"group": "both", "task": ["choice", "more"]}))
     more = yaml.safe_load((tasks / "choice.yaml").read_text()) | {"task": "more", "doc_to_text": "{{q}} is"}
@@ -105,12 +124,27 @@ def test_scores_are_lm_evals_own(folder, letters, tiny, num_fewshot):
     from lm_eval.tasks import TaskManager
 
     names = list(KINDS)
-    found = answer_tasks({"baseline": tiny("llama")}, letters, names, task_path=str(folder), num_fewshot=num_fewshot, limit=8,
-                         seed=3, batch_size=4).metrics["baseline"]  # fmt: skip
+    found = answer_tasks(
+        {"baseline": tiny("llama")},
+        letters,
+        names,
+        task_path=str(folder),
+        num_fewshot=num_fewshot,
+        limit=8,
+        seed=3,
+        batch_size=4,
+    ).metrics["baseline"]
     letters.pad_token = "?"
     configs = [task_files._local(name, folder / f"{name}.yaml", functions=True) for name in names]
-    own = simple_evaluate(HFLM(tiny("llama"), tokenizer=letters, batch_size=4), tasks=configs, limit=8, num_fewshot=num_fewshot,
-                          task_manager=TaskManager(include_defaults=False), bootstrap_iters=0, fewshot_random_seed=3)  # fmt: skip
+    own = simple_evaluate(
+        HFLM(tiny("llama"), tokenizer=letters, batch_size=4),
+        tasks=configs,
+        limit=8,
+        num_fewshot=num_fewshot,
+        task_manager=TaskManager(include_defaults=False),
+        bootstrap_iters=0,
+        fewshot_random_seed=3,
+    )
     expected = {}
     for name, metrics in own["results"].items():
         for key, value in metrics.items():
@@ -160,7 +194,9 @@ def test_pairs_are_compared_as_pairs():
     worse, better = ((a == 1) & (b == 0)).sum(), ((a == 0) & (b == 1)).sum()
     assert (found["right_to_wrong"], found["wrong_to_right"], found["same"]) == (worse, better, 400 - worse - better)
     assert found["baseline"] == a.mean() and found["value"] == b.mean() and found["n"] == 400
-    assert found["recovery"] == pytest.approx(b.mean() / a.mean()) and found["difference"] == pytest.approx(b.mean() - a.mean())
+    assert found["recovery"] == pytest.approx(b.mean() / a.mean()) and found["difference"] == pytest.approx(
+        b.mean() - a.mean()
+    )
     assert found["mcnemar_p"] == mcnemar(worse, better)
     wide, d = found["difference_high"] - found["difference_low"], b - a
     assert wide == pytest.approx(2 * 1.96 * d.std() / 20, rel=0.12), (
@@ -176,7 +212,13 @@ def test_pairs_are_compared_as_pairs():
 
 def test_the_same_answers_are_the_same():
     found = compare([0, 1, 1], [0, 1, 1])
-    assert [found[k] for k in ("recovery", "recovery_low", "recovery_high", "difference", "mcnemar_p")] == [1, 1, 1, 0, 1]
+    assert [found[k] for k in ("recovery", "recovery_low", "recovery_high", "difference", "mcnemar_p")] == [
+        1,
+        1,
+        1,
+        0,
+        1,
+    ]
 
 
 def test_where_less_is_better_recovery_is_the_inverse():
@@ -185,7 +227,9 @@ def test_where_less_is_better_recovery_is_the_inverse():
         [(-size * nats, size)] * 5, [(-size * nats * 1.25, size)] * 5, aggregate="bits_per_byte", higher_is_better=False
     )
     assert (
-        found["baseline"] == pytest.approx(1) and found["value"] == pytest.approx(1.25) and found["recovery"] == pytest.approx(0.8)
+        found["baseline"] == pytest.approx(1)
+        and found["value"] == pytest.approx(1.25)
+        and found["recovery"] == pytest.approx(0.8)
     )
     assert found["difference"] == pytest.approx(0.25) and found["right_to_wrong"] is None and found["mcnemar_p"] is None
 
@@ -333,7 +377,10 @@ def test_a_compressed_cache_is_another_model(folder, letters, tiny, tmp_path):
     with attached(model, [policies[0]]):
         evicted = answer_tasks({"baseline": model}, letters, ["writing", "choice"], **ask)
     assert (
-        evicted.cached == {"baseline": []} and "choice" in evicted.notes[0] and "writing" not in evicted.notes[0] and not full.notes
+        evicted.cached == {"baseline": []}
+        and "choice" in evicted.notes[0]
+        and "writing" not in evicted.notes[0]
+        and not full.notes
     )
     texts = [[d.answer for d in of.answers["baseline"]["writing"].documents] for of in (full, evicted)]
     assert texts[0] != texts[1], "lm-eval's generations go through the attached cache"
@@ -346,7 +393,9 @@ def test_a_compressed_cache_is_another_model(folder, letters, tiny, tmp_path):
 def test_questions_go_into_the_chat_template_if_asked(folder, letters, tiny):
     letters.chat_template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
     ask = {"task_path": str(folder), "limit": 2}
-    plain, chat = (answer_tasks({"baseline": tiny("llama")}, letters, ["choice"], chat=chat, **ask) for chat in (False, True))
+    plain, chat = (
+        answer_tasks({"baseline": tiny("llama")}, letters, ["choice"], chat=chat, **ask) for chat in (False, True)
+    )
     assert [of.answers["baseline"]["choice"].documents[0].question[0] for of in (plain, chat)] == ["Q", "["]
 
 
@@ -372,14 +421,18 @@ def test_model_tokenizer_and_process_are_left_alone(folder, letters, tiny):
     modes, generation = [m.training for m in model.modules()], model.generation_config.to_dict()
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
     letters.padding_side = "right"
-    untied = answer_tasks({"baseline": model}, letters, ["choice", "writing"], task_path=str(folder), limit=4, batch_size=2)
+    untied = answer_tasks(
+        {"baseline": model}, letters, ["choice", "writing"], task_path=str(folder), limit=4, batch_size=2
+    )
     assert model.lm_head is head and all(torch.equal(t, tensors[name]) for name, t in model.state_dict().items())
     assert "tie_weights" not in vars(model) and model.generation_config.to_dict() == generation
     assert [m.training for m in model.modules()] == modes
     assert letters.pad_token is None and letters.padding_side == "right" and len(letters) == 96
     assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
     assert (np.random.get_state()[1] == states[2]).all()
-    tied = answer_tasks({"baseline": tiny("llama", tie_word_embeddings=True)}, letters, ["choice"], task_path=str(folder), limit=4)
+    tied = answer_tasks(
+        {"baseline": tiny("llama", tie_word_embeddings=True)}, letters, ["choice"], task_path=str(folder), limit=4
+    )
     one, other = (of.answers["baseline"]["choice"].documents[0].loglikelihoods for of in (untied, tied))
     assert one != other, "answered by its own output layer"
 
@@ -401,8 +454,11 @@ def scores(folder, letters, tiny):
 def test_what_turned_is_found_by_question(scores):
     found = json.loads(json.dumps(scores.found(), allow_nan=False))
     assert {row["task"]: row["metric"] for row in found["rows"]} == {
-        "choice": "acc_norm", "writing": "exact_match", "reading": "bits_per_byte", "last_word": "acc",
-    }  # fmt: skip
+        "choice": "acc_norm",
+        "writing": "exact_match",
+        "reading": "bits_per_byte",
+        "last_word": "acc",
+    }
     assert all(row["n"] == 24 and row["version"] == "3" for row in found["rows"])
     assert [row["higher_is_better"] for row in found["rows"]] == [True, True, False, True]
     beside = found["compared"]["<b>rtn</b>"]["choice"]
@@ -454,7 +510,9 @@ def test_samples_are_saved_a_line_a_question(scores, tmp_path):
     for model, of in files.items():
         for task, path in of.items():
             lines = [json.loads(line) for line in (tmp_path / path).read_text().splitlines()]
-            assert [line["doc_id"] for line in lines] == list(range(24)) and {line["model"] for line in lines} == {model}
+            assert [line["doc_id"] for line in lines] == list(range(24)) and {line["model"] for line in lines} == {
+                model
+            }
             assert set(lines[0]) == {
                 "task",
                 "model",
@@ -496,7 +554,10 @@ def test_a_model_that_breaks_is_recorded_as_strict_json(folder, letters, tiny, t
     for path in (tmp_path / "samples").iterdir():
         for line in path.read_text().splitlines():
             json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-    assert "bits_per_byte_reading" not in found.metrics["broken"] and found.compared["broken"]["reading"]["recovery"] is None
+    assert (
+        "bits_per_byte_reading" not in found.metrics["broken"]
+        and found.compared["broken"]["reading"]["recovery"] is None
+    )
     assert "<table>" in found._repr_html_()
 
 
@@ -626,9 +687,16 @@ def test_fewer_bits_make_a_real_model_worse_at_reading(data, stories):
     tokenizer = AutoTokenizer.from_pretrained(stories)
     model = AutoModelForCausalLM.from_pretrained(stories).eval()
     rough = apply([METHODS["rtn"](bits=4, group_size=96)], copy.deepcopy(model), []).model
-    found = answer_tasks({"baseline": model, "rough": rough}, tokenizer, ["tinystories_local"], limit=6,
-                         task_path=str(data / "lm_eval_tasks"))  # fmt: skip
-    assert 0.3 < found.metrics["baseline"]["bits_per_byte_tinystories_local"] < 0.6  # perplexity 3.5 at 4 bytes a token: 0.45
+    found = answer_tasks(
+        {"baseline": model, "rough": rough},
+        tokenizer,
+        ["tinystories_local"],
+        limit=6,
+        task_path=str(data / "lm_eval_tasks"),
+    )
+    assert (
+        0.3 < found.metrics["baseline"]["bits_per_byte_tinystories_local"] < 0.6
+    )  # perplexity 3.5 at 4 bytes a token: 0.45
     beside = found.compared["rough"]["tinystories_local"]
     assert beside["n"] == 6 and 0.5 < beside["recovery_low"] <= beside["recovery"] <= beside["recovery_high"] < 1
 
@@ -637,8 +705,14 @@ def test_fewer_bits_make_a_real_model_worse_at_reading(data, stories):
 def test_fewer_bits_lose_answers_of_a_real_model(data, real):
     model, tokenizer = real
     rough = apply([METHODS["rtn"](bits=2, group_size=64)], copy.deepcopy(model), []).model
-    found = answer_tasks({"baseline": model, "rough": rough}, tokenizer, ["sciq_local"], task_path=str(data / "lm_eval_tasks"),
-                         limit=16, batch_size=8)  # fmt: skip
+    found = answer_tasks(
+        {"baseline": model, "rough": rough},
+        tokenizer,
+        ["sciq_local"],
+        task_path=str(data / "lm_eval_tasks"),
+        limit=16,
+        batch_size=8,
+    )
     assert found.metrics["baseline"]["acc_sciq_local"] > 0.7
     beside = found.compared["rough"]["sciq_local"]
     assert beside["right_to_wrong"] > beside["wrong_to_right"] and beside["recovery_high"] < 1

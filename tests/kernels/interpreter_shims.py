@@ -1,6 +1,7 @@
 """A script for test_triton.py: is each thing that `kernels.interpreter.prepare` replaces still wrong without it?
 
-Run in the interpreter; prints {what was undone ("nothing", "everything" or a name): {probe: is its result right?}} as JSON.
+Run in the interpreter; prints {what was undone ("nothing", "everything" or a name): {probe: is its result right?}} as
+JSON.
 """
 
 import json

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from compress import grid
+from compress.grid import integer as grid
 from kernels.gptq_block import gptq_block
 from kernels.gptq_block.cases import _factor, checks
 from kernels.registry import recording

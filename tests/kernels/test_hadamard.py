@@ -1,4 +1,5 @@
-"""Hadamard transforms: the matrices are what they are called, every path agrees with them, and the compiler takes them."""
+"""Hadamard transforms: the matrices are what they are called, every path agrees with them, and the compiler takes
+them."""
 
 import pytest
 import torch
@@ -9,7 +10,19 @@ from kernels.hadamard.matrix import base, near
 from kernels.hadamard.plan import LARGEST_TILE, plan
 from kernels.registry import recording
 
-MODELS = {576: 36, 1536: 12, 4096: 1, 11008: 344, 14336: 28, 28672: 28, 5120: 20, 13824: 108, 18944: 148, 25600: 100, 53248: 52}
+MODELS = {
+    576: 36,
+    1536: 12,
+    4096: 1,
+    11008: 344,
+    14336: 28,
+    28672: 28,
+    5120: 20,
+    13824: 108,
+    18944: 148,
+    25600: 100,
+    53248: 52,
+}
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 8, 12, 20, 24, 28, 36, 40, 44, 52, 60, 68, 76, 84, 100, 108, 148, 344, 576])
@@ -22,7 +35,9 @@ def test_matrices_are_hadamard_and_symmetric(n):
 
 def test_powers_of_two_are_sylvesters():
     H = hadamard_matrix(8)
-    assert torch.equal(H[1], torch.tensor([1.0, -1] * 4)) and torch.equal(H[7], torch.tensor([1.0, -1, -1, 1, -1, 1, 1, -1]))
+    assert torch.equal(H[1], torch.tensor([1.0, -1] * 4)) and torch.equal(
+        H[7], torch.tensor([1.0, -1, -1, 1, -1, 1, 1, -1])
+    )
 
 
 def test_sizes_of_models_have_a_transform():

@@ -25,7 +25,7 @@ from kernels.int_matmul import (
     to_rows,
     to_tiles,
     unpack,
-)  # fmt: skip
+)
 from kernels.int_matmul.layout import pack_bits, unpack_bits
 from kernels.registry import recording
 
@@ -90,7 +90,9 @@ def test_tiles_agree_for_few_and_many_tokens(bits, symmetric, dtype, shape):
         assert used["int_matmul"] == {"cpu int4pack" if tokens < tiles.CROSSOVER else "cpu dequantise"}
         assert y.dtype == dtype
         assert rms(y, x.double() @ exact.T) < (1e-2 if dtype == torch.bfloat16 else 2e-3)
-        assert rms(int_matmul(x, w4, impl="reference"), x.double() @ exact.T) < (1e-2 if dtype == torch.bfloat16 else 2e-3)
+        assert rms(int_matmul(x, w4, impl="reference"), x.double() @ exact.T) < (
+            1e-2 if dtype == torch.bfloat16 else 2e-3
+        )
 
 
 needs_native = pytest.mark.skipif(native.why_not() is not None, reason=f"no C++ kernels here: {native.why_not()}")
@@ -145,9 +147,12 @@ def test_the_native_op_refuses_what_it_would_misread():
     w = to_panels(make(33, 64, 32, 4, False)[2])
     x = torch.randn(2, 64)
     for wrong in (
-        w._replace(scale=w.scale.double()), w._replace(zero=w.zero[:1]), w._replace(codes=w.codes[..., :8].contiguous()),
-        w._replace(scale=w.scale.t().contiguous().t()), w._replace(codes=w.codes.transpose(0, 1)),
-    ):  # fmt: skip
+        w._replace(scale=w.scale.double()),
+        w._replace(zero=w.zero[:1]),
+        w._replace(codes=w.codes[..., :8].contiguous()),
+        w._replace(scale=w.scale.t().contiguous().t()),
+        w._replace(codes=w.codes.transpose(0, 1)),
+    ):
         with pytest.raises(RuntimeError, match="cannot be read"):
             panels.matmul(x, wrong)
     with pytest.raises(RuntimeError, match="cannot be read"):
@@ -191,9 +196,12 @@ def test_without_a_compiler_torchs_kernel_takes_over_and_says_so():
     told = {"WORKBENCH_NATIVE": ("0", "WORKBENCH_NATIVE=0"), "CXX": ("/bin/false", "failed")}
     for variable, (value, reason) in told.items():
         done = subprocess.run(
-            [sys.executable, "-c", code], env={**os.environ, "XDG_CACHE_HOME": "/nonexistent", variable: value},
-            capture_output=True, text=True, cwd=Path(__file__).parents[2],
-        )  # fmt: skip
+            [sys.executable, "-c", code],
+            env={**os.environ, "XDG_CACHE_HOME": "/nonexistent", variable: value},
+            capture_output=True,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
         assert done.returncode == 0, done.stderr[-500:]
         assert reason in done.stdout + done.stderr or "Error" in done.stdout
         assert "tiles {'cpu int4pack'}" in done.stdout
@@ -208,7 +216,9 @@ def test_whatever_keeps_the_kernels_from_being_built_is_a_reason_and_no_error(mo
     monkeypatch.setenv("XDG_CACHE_HOME", "")  # the same as none, says its specification
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     assert native._place(["g++"]).is_relative_to(tmp_path / ".cache")
-    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("Could not determine home directory.")))
+    monkeypatch.setattr(
+        Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("Could not determine home directory."))
+    )
     assert "home directory" in load()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a file"))
     (tmp_path / "a file").touch()

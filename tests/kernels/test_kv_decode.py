@@ -1,4 +1,5 @@
-"""Attention of a decode step: what lies outside a range is never seen, the mass adds up, storage loses what it says it loses."""
+"""Attention of a decode step: what lies outside a range is never seen, the mass adds up, storage loses what it says it
+loses."""
 
 import re
 from types import SimpleNamespace
@@ -59,7 +60,9 @@ def test_nothing_outside_a_range_is_seen(impl, packed, dtype):
             a, n = starts[b, h], lengths[b, h]
             alone = KV(*(t[b : b + 1, h : h + 1, a : a + n].clone() for t in cache[:2]))
             heads = slice(3 * h, 3 * h + 3)
-            expected[b, heads] = exact(q[b : b + 1, heads], alone, torch.ones(1, 1, n, dtype=torch.bool), 0.25, None)[0][0]
+            expected[b, heads] = exact(q[b : b + 1, heads], alone, torch.ones(1, 1, n, dtype=torch.bool), 0.25, None)[
+                0
+            ][0]
             for t in cache[:2]:
                 t[b, h, :a], t[b, h, a + n :] = torch.nan, torch.inf
     y = kv_decode(q, cache, lengths, starts=None if packed == "left" else starts, impl=impl)
@@ -105,9 +108,16 @@ def test_quantised_cache_with_a_tail_is_its_dequantised_self(impl, bits, group):
     assert torch.equal(elements(cache, "k", 16).float(), k) and torch.equal(elements(cache, "v", 16).float(), v)
     lengths[1] = torch.tensor([5, 1])
     for starts in (None, 150 - lengths):  # two of the right-packed ranges lie in the tail alone
-        y = kv_decode(q, cache, lengths.clamp_max(20) if starts is None else lengths, starts=starts, softcap=4.0, impl=impl)
+        y = kv_decode(
+            q, cache, lengths.clamp_max(20) if starts is None else lengths, starts=starts, softcap=4.0, impl=impl
+        )
         same = kv_decode(
-            q, KV(k, v), lengths.clamp_max(20) if starts is None else lengths, starts=starts, softcap=4.0, impl="reference"
+            q,
+            KV(k, v),
+            lengths.clamp_max(20) if starts is None else lengths,
+            starts=starts,
+            softcap=4.0,
+            impl="reference",
         )
         assert rms(y, same) < 1e-5
 
@@ -136,7 +146,9 @@ def test_short_caches_stay_as_they_are():
     assert cache.k.shape == (2, 2, 0, 8) and cache.v.shape == (2, 2, 0, 16, 16) and cache.tail_k.shape[2] == 20
     plain = KV(cache.tail_k, cache.tail_v)
     for impl in IMPLS:
-        assert torch.allclose(kv_decode(q, cache, lengths, impl=impl), kv_decode(q, plain, lengths, impl="reference"), atol=1e-5)
+        assert torch.allclose(
+            kv_decode(q, cache, lengths, impl=impl), kv_decode(q, plain, lengths, impl="reference"), atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -211,11 +223,15 @@ def test_integer_products_keep_to_their_error(bits, group):
     """Codes times rows of 16 bits, held against the same in float32: far below what 16-bit queries are rounded by."""
     q, cache, lengths = make(bits=bits, group=group, S=700, D=64, dtype=torch.float16)
     starts = 700 - lengths
-    cache = cache._replace(**{name: t.half() for name in ("tail_k", "tail_v") if (t := getattr(cache, name)) is not None})
+    cache = cache._replace(
+        **{name: t.half() for name in ("tail_k", "tail_v") if (t := getattr(cache, name)) is not None}
+    )
     found = []
     for isa in ISAS:
         found.append(
-            torch.ops.workbench.kv_decode_native(q * 3, *cache[:6], lengths, starts, bits, group, 0.125, 0.0, True, isa)[1]
+            torch.ops.workbench.kv_decode_native(
+                q * 3, *cache[:6], lengths, starts, bits, group, 0.125, 0.0, True, isa
+            )[1]
         )
     for mass in found[:-1]:
         assert rms(mass, found[-1]) < 3e-4
@@ -258,7 +274,9 @@ def test_bad_arguments_say_what_would_do():
         r"`cache.params_k` must be .* not None": lambda: kv_decode(q, small._replace(params_k=None), lengths),
         r"`cache.bits` \(=3\)": lambda: kv_decode(q, small._replace(bits=3), lengths),
         r"`cache.group` \(=48\)": lambda: kv_decode(q, small._replace(group=48), lengths),
-        r"`cache.bits` \(=16\) goes without": lambda: kv_decode(q, small._replace(bits=16, k=cache.k, v=cache.v), lengths),
+        r"`cache.bits` \(=16\) goes without": lambda: kv_decode(
+            q, small._replace(bits=16, k=cache.k, v=cache.v), lengths
+        ),
         r"`bits` \(=16\) must be 8, 4 or 2": lambda: quantize_kv(*cache[:2], 16),
         r"`group` \(=48\) must be one of 32, 64, 128": lambda: quantize_kv(*cache[:2], 4, 48),
         r"multiple of 2 channels": lambda: quantize_kv(cache.k[..., :15], cache.v[..., :15], 4),

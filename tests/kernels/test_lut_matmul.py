@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels import native
-from kernels.cases import OWN, relative_rms
+from kernels.harness.cases import OWN, relative_rms
 from kernels.interpreter import interpreting
 from kernels.lut_matmul import (
     FP4,
@@ -17,7 +17,7 @@ from kernels.lut_matmul import (
     to_panels,
     to_rows,
     unpack_codebook,
-)  # fmt: skip
+)
 from kernels.lut_matmul.cases import checks, contests
 from kernels.registry import recording
 
@@ -139,7 +139,9 @@ def test_panels_lose_nothing_and_agree(entries, shape, group_size):
                 y = lut_matmul(x, laid)
             assert used["lut_matmul"] == {f"cpu {native.isa(dtype)}"} and y.dtype == dtype
             assert relative_rms(y, x.double() @ exact.T) < tolerance
-    torch.library.opcheck(torch.ops.workbench.nibble_matmul, (x, laid.codes, laid.scale, laid.table, None, shape[0], "auto"))
+    torch.library.opcheck(
+        torch.ops.workbench.nibble_matmul, (x, laid.codes, laid.scale, laid.table, None, shape[0], "auto")
+    )
 
 
 def test_panels_are_refused_where_they_do_not_fit():

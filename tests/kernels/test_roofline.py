@@ -2,8 +2,8 @@
 
 import torch
 
-from kernels import roofline
-from kernels.cases import Contest
+from kernels.harness import roofline
+from kernels.harness.cases import Contest
 
 
 def contest(least_bytes, flops, rate="bfloat16"):

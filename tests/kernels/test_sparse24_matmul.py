@@ -1,10 +1,11 @@
-"""2:4 sparse weights: exact storage, held against CUTLASS's own reading of the same pattern; the product on any device."""
+"""2:4 sparse weights: exact storage, held against CUTLASS's own reading of the same pattern; the product on any
+device."""
 
 import pytest
 import torch
 from torch.sparse._semi_structured_conversions import sparse_semi_structured_to_dense_cutlass
 
-from kernels.cases import OWN, relative_rms
+from kernels.harness.cases import OWN, relative_rms
 from kernels.registry import recording
 from kernels.sparse24_matmul import compress24, decompress24, library, sparse24_matmul, to_library, to_rows
 from kernels.sparse24_matmul.cases import checks, contests, prune24

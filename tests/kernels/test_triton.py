@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import aot
-from kernels.aot import committed, compiler, figures, has_triton, mnemonics_of, regressions, shipped
-from kernels.cases import OPS
+from kernels.harness import aot
+from kernels.harness.aot import committed, compiler, figures, has_triton, mnemonics_of, regressions, shipped
+from kernels.harness.cases import OPS
 from kernels.interpreter import PATCHES, installed, interpreting
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,7 +47,9 @@ def test_check(check, impl):
 @needs_triton
 @outside
 def test_every_kernel_is_right_in_the_interpreter():
-    out = run("-m", "pytest", __file__, "-q", "-rN", "--tb=short", "--noconftest", "-p", "no:cacheprovider", "-W", "ignore")
+    out = run(
+        "-m", "pytest", __file__, "-q", "-rN", "--tb=short", "--noconftest", "-p", "no:cacheprovider", "-W", "ignore"
+    )
     passed = int(re.search(r"(\d+) passed", out).group(1))
     assert passed > len(OPS) - len(OF_A_LIBRARY), out
 
@@ -75,7 +77,9 @@ def test_each_shim_of_the_interpreter_is_needed_and_enough():
     assert all(right["nothing"].values()), f"wrong in spite of the shims: {right['nothing']}"
     assert not any(right["everything"].values()), f"right without any shim: {right['everything']}"
     for name in PATCHES:
-        assert not all(right[name].values()), f"triton {compiler()} does {name} right: remove the shim from kernels/interpreter.py"
+        assert not all(right[name].values()), (
+            f"triton {compiler()} does {name} right: remove the shim from kernels/interpreter.py"
+        )
 
 
 @needs_triton
@@ -99,7 +103,7 @@ def test_all_machine_code_is_as_committed(op):
 @needs_triton
 @outside
 def test_committed_figures_are_of_what_ships():
-    assert set(committed()["kernels"]) == set(shipped()), "run python -m kernels.aot --write"
+    assert set(committed()["kernels"]) == set(shipped()), "run python -m kernels.harness.aot --write"
 
 
 @outside
@@ -132,7 +136,7 @@ def compare(compilations: dict[str, aot.Compilation]) -> None:
     before = committed()
     wrong = []
     for name, c in compilations.items():
-        assert name in before["kernels"], f"{name} is not in aot.json: run python -m kernels.aot --write"
+        assert name in before["kernels"], f"{name} is not in aot.json: run python -m kernels.harness.aot --write"
         wrong += regressions(c, figures(c), before["kernels"][name] if before["triton"] == compiler() else None)
     assert not wrong, "\n".join(wrong)
 

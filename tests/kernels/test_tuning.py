@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 
-from kernels import trial, tuning
-from kernels.cases import Contest
+from kernels import tuning
+from kernels.harness import trial
+from kernels.harness.cases import Contest
 
 CPU = torch.device("cpu")
 SLOW, FAST, WRONG, RAISES = {"block": 1}, {"block": 2}, {"block": 3}, {"block": 4}

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernels import cases, jobs, roofline, timing, trial, validate
-from kernels.cases import Check, Contest
-from kernels.table import table
+from kernels.harness import cases, jobs, roofline, timing, trial, validate
+from kernels.harness.cases import Check, Contest
+from kernels.harness.table import table
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,13 +30,29 @@ def contest(op, detail="toy", pause=0.0, **more):
         return lambda i: (time.sleep(pause * factor), X * 2)
 
     calls = {"ours": call(1), "torch": call(3), "other": call(2)}
-    return Contest(op, detail, (4, 4), 1, **{"contestants": calls, "copies": 2, "ours": "ours", "baseline": "torch",
-                                            "least_bytes": 64, "flops": 32, **more})  # fmt: skip
+    return Contest(
+        op,
+        detail,
+        (4, 4),
+        1,
+        **{
+            "contestants": calls,
+            "copies": 2,
+            "ours": "ours",
+            "baseline": "torch",
+            "least_bytes": 64,
+            "flops": 32,
+            **more,
+        },
+    )
 
 
 def op(name, checks, contests):
     """A module like kernels/<op>/cases.py."""
-    made = {"checks": lambda device: [c(name) for c in checks], "contests": lambda device, toy, asked: (c(name) for c in contests)}
+    made = {
+        "checks": lambda device: [c(name) for c in checks],
+        "contests": lambda device, toy, asked: (c(name) for c in contests),
+    }
     return SimpleNamespace(**made)
 
 
@@ -84,7 +100,13 @@ def run(tmp_path, *flags):
 
 
 def test_green_ops_are_timed_and_the_record_has_its_shape(ops, tmp_path, capsys):
-    ops(a=op("a", [check], [lambda n: contest(n, pause=1e-3, goal=1.5), lambda n: contest(n, "slow", 1e-3, goal=9.0, goal_us=1)]))
+    ops(
+        a=op(
+            "a",
+            [check],
+            [lambda n: contest(n, pause=1e-3, goal=1.5), lambda n: contest(n, "slow", 1e-3, goal=9.0, goal_us=1)],
+        )
+    )
     code, record = run(tmp_path)
     assert code == 0
     promised = validate.__doc__.partition("record.json:")[2]
@@ -98,7 +120,11 @@ def test_green_ops_are_timed_and_the_record_has_its_shape(ops, tmp_path, capsys)
     first, second = record["rows"]
     for field in first:
         assert field in promised, f"rows.{field} is not documented"
-    assert first["status"] == "timed" and set(first["seconds"]) == {"ours", "torch", "other"} and first["how"]["ours"] == "clock"
+    assert (
+        first["status"] == "timed"
+        and set(first["seconds"]) == {"ours", "torch", "other"}
+        and first["how"]["ours"] == "clock"
+    )
     low, high = first["quartiles"]["ours"]
     assert 0 < low <= first["seconds"]["ours"] <= high
     assert first["speedup"] == first["seconds"]["torch"] / first["seconds"]["ours"] > 1.5 and first["goal_met"] is True
@@ -118,7 +144,9 @@ def test_red_checks_stop_timing_of_their_op_alone(ops, tmp_path, capsys):
         wrong=op("wrong", [check, lambda n: check(n, "off", lambda impl: X * 2.002)], [contest]),
         raising=op("raising", [lambda n: check(n, "raises", raises("no such\nthing"))], [contest]),
         flaky=op("flaky", [lambda n: check(n, "twice", lambda impl: next(written))], [contest]),
-        unmade=SimpleNamespace(checks=raises("cannot be made"), contests=lambda device, toy, asked: iter([contest("unmade")])),
+        unmade=SimpleNamespace(
+            checks=raises("cannot be made"), contests=lambda device, toy, asked: iter([contest("unmade")])
+        ),
         unchecked=op("unchecked", [], [contest]),
         good=op("good", [check], [contest]),
     )
@@ -144,8 +172,9 @@ def test_what_is_asked_for_reaches_the_op(ops, tmp_path):
     ops(a=SimpleNamespace(checks=lambda device: [check("a")], contests=contests))
     code, record = run(tmp_path, "--shapes", "8x4,9x9", "--tokens", "2", "--dtype", "float16")
     assert [(row["shape"], row["tokens"], row["detail"]) for row in record["rows"]] == [
-        ([8, 4], 2, "torch.float16"), ([9, 9], 2, "torch.float16"),
-    ]  # fmt: skip
+        ([8, 4], 2, "torch.float16"),
+        ([9, 9], 2, "torch.float16"),
+    ]
     assert code == 0 and record["run"]["shapes"] == "8x4,9x9" and record["run"]["dtype"] == "float16"
 
 
@@ -163,7 +192,9 @@ def test_what_the_budget_leaves_out_is_told_and_taken_up_again(monkeypatch, log)
     trial.contests(log, CPU, True, 0, None, None)
     lines = trial.read(log.path)
     rows = [line for line in lines if line["kind"] == "contest"]
-    assert [row["status"] for row in rows] == ["timed", "skipped: budget"] and rows[1]["detail"] == "1" and rows[1]["rest"]
+    assert (
+        [row["status"] for row in rows] == ["timed", "skipped: budget"] and rows[1]["detail"] == "1" and rows[1]["rest"]
+    )
     assert lines[-1]["kind"] == "end" and lines[-1]["next"] == 1
     log.until = time.time() + 60
     trial.contests(log, CPU, True, 1, None, None)
@@ -204,7 +235,11 @@ def test_a_failing_contestant_or_contest_is_a_note_or_an_error(monkeypatch, log)
     rows = [line for line in trial.read(log.path) if line["kind"] == "contest"]
     errors = [f"error: RuntimeError: {why}" for why in ("bad shape", "out of memory")]
     assert [row["status"] for row in rows] == ["timed", "timed", *errors]
-    assert rows[0]["notes"] == {"other": "RuntimeError: no kernel"} and rows[0]["seconds"]["other"] is None and rows[0]["speedup"]
+    assert (
+        rows[0]["notes"] == {"other": "RuntimeError: no kernel"}
+        and rows[0]["seconds"]["other"] is None
+        and rows[0]["speedup"]
+    )
     assert rows[1]["speedup"] is None
 
 
@@ -223,8 +258,9 @@ def test_bad_arguments_say_what_would_do(capsys, tmp_path):
 FAKES = """
 import os, signal, sys, time, types
 import torch
-from kernels import cases, validate
-from kernels.cases import Check, Contest
+from kernels.harness import cases
+from kernels.harness import validate
+from kernels.harness.cases import Check, Contest
 X = torch.ones(4)
 def check(op, run): return Check(op, "c", run, lambda: X.double(), 1e-5, ("cpu",))
 def contest(op, name, call): return Contest(op, name, (4,), 1, {"ours": call, "torch": lambda i: X}, 1, "ours", "torch", 8, 8)
@@ -244,8 +280,20 @@ if __name__ == "__main__":
 def test_real_processes_crash_and_the_others_go_on(tmp_path):
     script = tmp_path / "fakes.py"
     script.write_text(FAKES)
-    command = [sys.executable, str(script), "--device", "cpu", "--toy", "--budget", "120", "--out", str(tmp_path / "out")]
-    done = subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    command = [
+        sys.executable,
+        str(script),
+        "--device",
+        "cpu",
+        "--toy",
+        "--budget",
+        "120",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "out" / "record.json").read_text())
     status = {(row["op"], row["detail"]): row["status"] for row in record["rows"]}
@@ -341,7 +389,12 @@ class Cuda:
             if not captures():
                 raise RuntimeError("operation not permitted when stream is capturing")
 
-        for name, stand_in in (("Event", Event), ("CUDAGraph", Graph), ("graph", graph), ("synchronize", lambda *_: None)):
+        for name, stand_in in (
+            ("Event", Event),
+            ("CUDAGraph", Graph),
+            ("graph", graph),
+            ("synchronize", lambda *_: None),
+        ):
             monkeypatch.setattr(torch.cuda, name, stand_in)
         monkeypatch.setattr(timing, "settle", lambda device: None)
         monkeypatch.setattr(timing, "_forget_capture", lambda: setattr(cuda, "forgotten", cuda.forgotten + 1))
@@ -380,10 +433,11 @@ def test_without_graphs_ours_and_the_baseline_are_timed_alike(monkeypatch):
 
 
 def test_a_machine_with_only_torch_will_do():
-    """Nothing that `kernels.validate` imports needs another package."""
+    """Nothing that `kernels.harness.validate` imports needs another package."""
     code = (
         "import sys\n"
-        "for name in ('transformers', 'matplotlib', 'psutil', 'yaml', 'triton', 'pandas', 'scipy'): sys.modules[name] = None\n"
-        "import kernels.validate, kernels.bench\n"
+        "for name in ('transformers', 'matplotlib', 'psutil', 'yaml', 'triton', 'pandas', 'scipy'): sys.modules[name] "
+        "= None\n"
+        "import kernels.harness.validate, kernels.harness.bench\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

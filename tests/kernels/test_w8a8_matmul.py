@@ -55,9 +55,12 @@ def test_a_token_is_off_by_half_a_step_at_most(kind, dtype):
     x = (torch.randn(50, 333) * torch.logspace(-6, 3, 50)[:, None]).to(dtype)
     codes, scale = quantize_rows(x, kind)
     assert codes.dtype == kind and scale.dtype == torch.float32 and scale.shape == (50, 1)
-    # A float8 code just above a power of two may have been rounded up from where the spacing is half as wide: never more.
+    # A float8 code just above a power of two may have been rounded up from where the spacing is half as wide: never
+    # more.
     assert ((decode(codes, scale) - x.double()).abs() <= half_step(codes, scale) * (1 + 1e-5)).all()
-    assert (codes.float().abs().amax(-1) == (127 if kind == INT8 else 448)).all(), "the largest entry takes the largest code"
+    assert (codes.float().abs().amax(-1) == (127 if kind == INT8 else 448)).all(), (
+        "the largest entry takes the largest code"
+    )
 
 
 @pytest.mark.parametrize("kind", [INT8, FP8])
@@ -80,7 +83,9 @@ def test_groups_of_columns_have_steps_of_their_own(kind):
     for i in range(3):
         part = slice(i * BLOCK, (i + 1) * BLOCK)
         alone, step = quantize_rows(x[..., part], kind)
-        assert torch.equal(codes[..., part].view(torch.uint8), alone.view(torch.uint8)) and torch.equal(scale[..., i : i + 1], step)
+        assert torch.equal(codes[..., part].view(torch.uint8), alone.view(torch.uint8)) and torch.equal(
+            scale[..., i : i + 1], step
+        )
 
 
 @pytest.mark.parametrize("kind", [INT8, FP8])
@@ -215,7 +220,10 @@ def test_panels_give_the_bits_of_the_reference_however_tokens_are_shared_out(thr
                 dtype = (torch.float32, torch.bfloat16, torch.float16)[tokens % 3]
                 y = w8a8_matmul(x.to(dtype), w, x_scale=x_scale, impl="reference")
                 mine = w8a8_matmul(x.to(dtype), packed, x_scale=x_scale)
-                assert torch.equal(mine.isnan(), y.isnan()) and torch.equal(mine.nan_to_num(), y.nan_to_num()), (out, tokens)
+                assert torch.equal(mine.isnan(), y.isnan()) and torch.equal(mine.nan_to_num(), y.nan_to_num()), (
+                    out,
+                    tokens,
+                )
     finally:
         torch.set_num_threads(before)
 
@@ -301,9 +309,13 @@ def test_bad_arguments_say_what_would_do():
         ("finite numbers", lambda: quantize_weight(torch.full((2, 2), torch.nan), INT8)),
         ("`impl` \\(='cpu'\\)", lambda: w8a8_matmul(x, quantize_weight(torch.randn(16, 64), FP8), impl="cpu")),
         ("`w` must be int8 rows", lambda: to_prepacked(quantize_weight(torch.randn(16, 64), FP8))),
-        ("in_features \\(=131073\\)", lambda: w8a8_matmul(
-            torch.zeros(1, 131073), W8("rows", torch.zeros(1, 131073, dtype=INT8), torch.ones(1), (1, 131073)))),
-    ]  # fmt: skip
+        (
+            "in_features \\(=131073\\)",
+            lambda: w8a8_matmul(
+                torch.zeros(1, 131073), W8("rows", torch.zeros(1, 131073, dtype=INT8), torch.ones(1), (1, 131073))
+            ),
+        ),
+    ]
     for message, call in wrong:
         with pytest.raises(ValueError, match=message):
             call()
@@ -323,13 +335,23 @@ def weights():
 
 @pytest.mark.parametrize("static", [False, True])
 def test_registered_op_passes_opcheck(static):
-    """But not with an opaque weight: opcheck wants memory to look at. Compiling, freezing and exporting are tried below."""
+    """But not with an opaque weight: opcheck wants memory to look at. Compiling, freezing and exporting are tried
+    below."""
     for w in weights():
         if w.layout == "rows":
             use = "cpu" if w.codes.dtype == INT8 and VNNI else "reference"
             float8 = w.codes.dtype == FP8
             codes = w.codes.view(INT8) if float8 else w.codes
-            arguments = (torch.randn(3, 48), codes, w.scale, torch.tensor(0.1) if static else None, w.layout, 64, float8, use)
+            arguments = (
+                torch.randn(3, 48),
+                codes,
+                w.scale,
+                torch.tensor(0.1) if static else None,
+                w.layout,
+                64,
+                float8,
+                use,
+            )
             torch.library.opcheck(torch.ops.workbench.w8a8_matmul, arguments)
         elif w.layout == "panels":
             x_scale = torch.tensor(0.1) if static else None

@@ -11,8 +11,8 @@ import nbformat
 import pytest
 import yaml
 
-from notebooks.parameters import FOLDER
-from notebooks.processes import marked, place_of
+from notebooks.batch.processes import marked, place_of
+from notebooks.study.parameters import FOLDER
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,10 +49,14 @@ def trivial(tmp_path) -> Path:
     """The notebook's path; its last cell writes a record, its last but one does what `does` says."""
     v = nbformat.v4
     cells = [
-        v.new_markdown_cell("# Trivial"), v.new_code_cell(_PARAMETERS.strip(), metadata={"tags": ["parameters"]}),
-        v.new_code_cell(_CHECK.strip(), metadata={"tags": ["check"]}), v.new_markdown_cell("## Work"),
-        v.new_code_cell(_WORK.strip()), v.new_code_cell("exec(does)"), v.new_code_cell(_RECORD.strip()),
-    ]  # fmt: skip
+        v.new_markdown_cell("# Trivial"),
+        v.new_code_cell(_PARAMETERS.strip(), metadata={"tags": ["parameters"]}),
+        v.new_code_cell(_CHECK.strip(), metadata={"tags": ["check"]}),
+        v.new_markdown_cell("## Work"),
+        v.new_code_cell(_WORK.strip()),
+        v.new_code_cell("exec(does)"),
+        v.new_code_cell(_RECORD.strip()),
+    ]
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
     nbformat.write(v.new_notebook(cells=cells, metadata=kernel), tmp_path / "trivial.ipynb")
     return tmp_path / "trivial.ipynb"
@@ -83,8 +87,14 @@ def workbench(tmp_path):
 
     def start(*arguments, wait: bool = True, **how):
         command = [sys.executable, "-m", "notebooks", *map(str, arguments), "--runs", str(tmp_path / "runs")]
-        how = {"cwd": ROOT, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE,
-               "env": os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}, **how}  # fmt: skip
+        how = {
+            "cwd": ROOT,
+            "text": True,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            "env": os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"},
+            **how,
+        }
         if wait:
             return subprocess.run(command, timeout=120, **how)
         return subprocess.Popen(command, **how)
@@ -99,7 +109,9 @@ def run_cells():
     def run_cells(name, given, until=""):
         """Execute a notebook's cells in this process with these parameters, up to the one that says `until`."""
         namespace = {}
-        cells = [cell for cell in nbformat.read(FOLDER / f"{name}.ipynb", as_version=4).cells if cell.cell_type == "code"]
+        cells = [
+            cell for cell in nbformat.read(FOLDER / f"{name}.ipynb", as_version=4).cells if cell.cell_type == "code"
+        ]
         for cell in takewhile(lambda cell: not until or until not in cell.source, cells):
             exec(cell.source, namespace)
             if "parameters" in cell.metadata.get("tags", []):

@@ -1,4 +1,5 @@
-"""Runs that finish, fail in every way, are killed, or are asked for twice: what is done stays done, what is not is told."""
+"""Runs that finish, fail in every way, are killed, or are asked for twice: what is done stays done, what is not is
+told."""
 
 import contextlib
 import json
@@ -16,15 +17,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from notebooks import job as jobs
-from notebooks import leases
-from notebooks.batch import finished_runs, kept_sweep, plan, run_sweep, status
-from notebooks.engines import Local
-from notebooks.job import execute, job_of, state
-from notebooks.leases import held, holder, take
-from notebooks.processes import MARK, end, end_orphans, lives, mark, marked, place_of, started
-from notebooks.rundir import RunFolder
-from notebooks.sweep import read_sweep
+from notebooks.batch import job as jobs
+from notebooks.batch import leases
+from notebooks.batch.engines import Local
+from notebooks.batch.job import execute, job_of, state
+from notebooks.batch.leases import held, holder, take
+from notebooks.batch.plan import finished_runs, kept_sweep, plan, run_sweep, status
+from notebooks.batch.processes import MARK, end, end_orphans, lives, mark, marked, place_of, started
+from notebooks.batch.run_folder import RunFolder
+from notebooks.batch.sweep import read_sweep
 
 
 @pytest.fixture
@@ -47,7 +48,12 @@ def test_a_sweep_runs_once_and_never_again(sweep, runs):
     assert [outcome.status for outcome in first] == ["finished"] * 2
     before = attempts(runs)
     folder = RunFolder(Path(first[0].folder))
-    assert {path.name for path in folder.folder.iterdir()} == {"notebook.ipynb", "record.json", "report.html", "manifest.json"}
+    assert {path.name for path in folder.folder.iterdir()} == {
+        "notebook.ipynb",
+        "record.json",
+        "report.html",
+        "manifest.json",
+    }
     assert folder.manifest()["values"]["number"] == 1 and folder.complete()
     assert [p.name for p in runs.iterdir() if p.name.startswith(".")] == [], "nothing is left beside"
     assert [outcome.status for outcome in run_sweep(path, runs=runs)] == ["known"] * 2 and attempts(runs) == before
@@ -60,17 +66,20 @@ def test_a_sweep_runs_once_and_never_again(sweep, runs):
     assert "finished" in status("s", runs=runs) and kept_sweep("s", runs)["runs"][0]["key"] == first[0].key
 
 
-@pytest.mark.parametrize("does, kind, told", [
-    ("raise RuntimeError('no luck')", "cell", "RuntimeError: no luck"),
-    ("raise ValueError('`bits` (=7) must be one of 2, 3')", "specification", "`bits` (=7)"),
-    ("raise MemoryError", "out of memory", "MemoryError"),
-    ("raise OSError(28, 'No space left on device')", "disk", "No space left"),
-    ("raise KeyboardInterrupt", "interrupt", "KeyboardInterrupt"),
-    ("os._exit(3)", "kernel death", "died"),
-    ("import sys; sys.exit(0)", "incomplete", "cell 7 was never executed"),
-    ("Path.write_text = lambda *_: None", "incomplete", "record.json is missing"),
-    ("os.environ['WORKBENCH_KEY'] = 'another'", "incomplete", "its record is of another"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "does, kind, told",
+    [
+        ("raise RuntimeError('no luck')", "cell", "RuntimeError: no luck"),
+        ("raise ValueError('`bits` (=7) must be one of 2, 3')", "specification", "`bits` (=7)"),
+        ("raise MemoryError", "out of memory", "MemoryError"),
+        ("raise OSError(28, 'No space left on device')", "disk", "No space left"),
+        ("raise KeyboardInterrupt", "interrupt", "KeyboardInterrupt"),
+        ("os._exit(3)", "kernel death", "died"),
+        ("import sys; sys.exit(0)", "incomplete", "cell 7 was never executed"),
+        ("Path.write_text = lambda *_: None", "incomplete", "record.json is missing"),
+        ("os.environ['WORKBENCH_KEY'] = 'another'", "incomplete", "its record is of another"),
+    ],
+)
 def test_every_failure_has_its_kind(does, kind, told, one, runs):
     outcome = execute(one({"does": does}))
     assert outcome.status == "failed" and outcome.failure["kind"] == kind and told in outcome.failure["error"], outcome
@@ -94,9 +103,7 @@ def test_a_run_that_failed_can_be_run_again(one, runs, monkeypatch):
 def test_a_run_that_takes_too_long_is_ended_with_all_that_it_started(limits, one, runs, tmp_path):
     """Also a grandchild in a session of its own, which heeds no signal but one."""
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
-    does = (
-        f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {stubborn!r}], start_new_session=True); time.sleep(300)"
-    )
+    does = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {stubborn!r}], start_new_session=True); time.sleep(300)"
     begin = time.monotonic()
     outcome = execute(one({"does": does}, **limits))
     assert outcome.failure["kind"] == "timeout", outcome
@@ -105,7 +112,9 @@ def test_a_run_that_takes_too_long_is_ended_with_all_that_it_started(limits, one
 
 
 def test_what_passes_by_itself_is_tried_once_more(one, monkeypatch):
-    failures = iter([{"kind": "kernel death", "error": "never came up", "transient": True}, {"kind": "cell", "error": "no"}])
+    failures = iter(
+        [{"kind": "kernel death", "error": "never came up", "transient": True}, {"kind": "cell", "error": "no"}]
+    )
 
     def attempt(job, places, *_):
         places.part.mkdir(parents=True, exist_ok=True)
@@ -120,7 +129,9 @@ def test_a_full_disk_damages_no_finished_run(sweep, runs, workbench):
     """A limit on the size of files stands in for a full disk."""
     assert run_sweep(sweep(grid={"number": [1]}), runs=runs)[0].status == "finished"
     before = {p: p.read_bytes() for p in runs.rglob("*") if p.is_file() and "sweeps" not in p.parts}
-    big = sweep("big", include=[{"number": 1}, {"number": 2, "does": "Path(run_path, 'big').write_bytes(bytes(10_000_000))"}])
+    big = sweep(
+        "big", include=[{"number": 1}, {"number": 2, "does": "Path(run_path, 'big').write_bytes(bytes(10_000_000))"}]
+    )
     done = workbench("run", big, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000)))
     assert done.returncode == 1, done
     assert "disk" in done.stderr and {p: p.read_bytes() for p in before} == before
@@ -187,7 +198,9 @@ def test_a_run_is_what_its_manifest_says(one):
     (places.folder / "manifest.json").write_text("{")
     assert places.problems() == ["it has no manifest"]
     assert execute(job).status == "finished" and places.complete()
-    assert places.folder.with_name(f"{places.folder.name}.before").is_dir(), "what cannot be verified is put aside, not deleted"
+    assert places.folder.with_name(f"{places.folder.name}.before").is_dir(), (
+        "what cannot be verified is put aside, not deleted"
+    )
 
 
 def test_another_run_in_the_same_place_is_another_run(sweep, runs, tmp_path):
@@ -222,7 +235,7 @@ def test_a_promotion_that_was_cut_short_is_finished(one):
 
 
 def test_code_that_changed_under_a_planned_run_is_noticed(one):
-    from notebooks.run import CODE, _planned_key
+    from notebooks.study.run import CODE, _planned_key
 
     os.environ[CODE] = "of before"
     try:
@@ -264,13 +277,14 @@ def _role(process: psutil.Process) -> str:
         line = " ".join(process.cmdline())
     except psutil.Error:
         return ""
-    roles = {"notebooks.guard": "guard", "notebooks.worker": "worker", "ipykernel": "kernel"}
+    roles = {"notebooks.batch.guard": "guard", "notebooks.batch.worker": "worker", "ipykernel": "kernel"}
     return next((role for name, role in roles.items() if name in line), "")
 
 
 @pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_kills_lose_nothing_repeat_nothing_and_leave_nothing(kills, sweep, runs, workbench):
-    """SIGKILL at random moments, of the supervisor, the guard, papermill or the kernel; what was finished stays as it is."""
+    """SIGKILL at random moments, of the supervisor, the guard, papermill or the kernel; what was finished stays as it
+    is."""
     dice = random.Random(7)
     count, done, process = 4, {}, None
     victims = dict.fromkeys(("supervisor", "guard", "worker", "kernel"), 0)
@@ -278,8 +292,15 @@ def test_kills_lose_nothing_repeat_nothing_and_leave_nothing(kills, sweep, runs,
         if len(attempts(runs)) >= count - 1:
             count += 4
         if process is None or process.poll() is not None:
-            process = workbench("run", sweep(grid={"number": list(range(count))}), "--parallel", 2, wait=False,
-                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+            process = workbench(
+                "run",
+                sweep(grid={"number": list(range(count))}),
+                "--parallel",
+                2,
+                wait=False,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
         victim, latest = dice.choice(list(victims)), time.monotonic() + 5
         time.sleep(dice.uniform(0, 1.5))
         while not (there := _there(victim, process, runs)) and process.poll() is None and time.monotonic() < latest:
@@ -311,7 +332,9 @@ def test_orphans_of_a_dead_owner_are_found_by_their_mark(runs, tmp_path):
     dead.wait()
     lost = replace(mark(runs, "k"), owner=dead.pid, owner_started="1")
     ours = mark(runs, "k")
-    sleepers = [subprocess.Popen(["sleep", "60"], env=os.environ | {MARK: str(m)}, start_new_session=True) for m in (lost, ours)]
+    sleepers = [
+        subprocess.Popen(["sleep", "60"], env=os.environ | {MARK: str(m)}, start_new_session=True) for m in (lost, ours)
+    ]
     assert len(marked(place_of(runs))) == 2 and end_orphans(runs) == 1
     assert [p.pid for p in marked(place_of(runs))] == [sleepers[1].pid] and lives(os.getpid(), ours.owner_started)
     assert end(str(ours)) == 0 and not any(psutil.pid_exists(sleeper.pid) for sleeper in sleepers)
@@ -319,8 +342,11 @@ def test_orphans_of_a_dead_owner_are_found_by_their_mark(runs, tmp_path):
 
 def test_engines_of_several_runs_at_once(sweep, runs):
     begin = time.monotonic()
-    found = run_sweep(sweep(grid={"number": [1, 2, 3]}, base={"does": "print(os.environ['WORKBENCH_THREADS'])"}), runs=runs,
-                      engine=Local(3))  # fmt: skip
+    found = run_sweep(
+        sweep(grid={"number": [1, 2, 3]}, base={"does": "print(os.environ['WORKBENCH_THREADS'])"}),
+        runs=runs,
+        engine=Local(3),
+    )
     assert {outcome.status for outcome in found} == {"finished"}
     text = (Path(found[0].folder) / "notebook.ipynb").read_text()
     assert f'"{max(1, (os.cpu_count() or 1) // 3)}\\n"' in text and time.monotonic() - begin < 100
@@ -333,7 +359,11 @@ def test_the_command_line(sweep, runs, workbench, trivial):
     shown = workbench("plan", path)
     assert shown.returncode == 0 and "2 to run" in shown.stdout
     done = workbench("run", path)
-    assert done.returncode == 1 and "1 runs done now, 0 before, 1 failed" in done.stdout and "ZeroDivisionError" in done.stderr
+    assert (
+        done.returncode == 1
+        and "1 runs done now, 0 before, 1 failed" in done.stdout
+        and "ZeroDivisionError" in done.stderr
+    )
     page = Path(done.stdout.partition("comparison: ")[2].splitlines()[0])
     assert page == runs / "sweeps" / "s" / "comparison.html" and "ZeroDivisionError" in page.read_text()
     assert "ZeroDivisionError" in workbench("status", "--lines").stdout
@@ -364,7 +394,7 @@ def test_timing_waits_for_the_device_and_the_wait_is_not_counted(tmp_path):
     code = """
 import sys, time, os
 from pathlib import Path
-from eval import device_lock
+from eval.speed import device_lock
 device_lock.share("cpu")
 print("shares", flush=True)
 if sys.argv[2] == "times":

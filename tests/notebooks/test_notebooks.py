@@ -14,13 +14,13 @@ import torch
 from papermill.cli import _resolve_type
 
 from compress import load_compressed
-from eval import kernel_bench
-from eval.kernel_bench import plan_kernels
-from eval.schema import read_record
+from eval.record.schema import read_record
+from eval.speed import kernel_bench
+from eval.speed.kernel_bench import plan_kernels
 from kernels import native
-from notebooks.cli import main
-from notebooks.parameters import FOLDER, check_parameters, injected, parse_value, read_parameters
-from notebooks.run import start
+from notebooks.batch.cli import main
+from notebooks.study.parameters import FOLDER, check_parameters, injected, parse_value, read_parameters
+from notebooks.study.run import start
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted(p.stem for p in FOLDER.glob("*.ipynb"))
@@ -52,7 +52,9 @@ def expect_gptq(made, scores, html):
     assert small["stored_bytes"] < base["stored_bytes"] / 2 and small["resident_bytes"] < base["resident_bytes"] / 2
     assert 0 < small["kl_pydocs"] < rtn["kl_pydocs"]
     if made["speed"]["compressed"]["execution"].startswith("compiled"):
-        assert small["decode_tokens_per_s"] > base["decode_tokens_per_s"], "4 bits read fewer bytes: a wide margin below 1.5x"
+        assert small["decode_tokens_per_s"] > base["decode_tokens_per_s"], (
+            "4 bits read fewer bytes: a wide margin below 1.5x"
+        )
     fast = [f"cpu {native.isa(torch.bfloat16)}"] if native.why_not() is None else ["cpu dequantise", "cpu int4pack"]
     assert made["speed"]["compressed"]["kernels"]["int_matmul"] == fast
     assert sum(r["error"] < r["rtn_error"] for r in made["layers"]) > 200
@@ -61,13 +63,21 @@ def expect_gptq(made, scores, html):
 
 def expect_smoothquant(made, scores, html):
     base, small, unsmoothed = (scores[k] for k in ("baseline", "compressed", "unsmoothed"))
-    assert small["perplexity_pydocs"] < 1.05 * base["perplexity_pydocs"] and 0 < small["kl_pydocs"] < unsmoothed["kl_pydocs"]
-    assert small["stored_bytes"] < 0.65 * base["stored_bytes"] and small["resident_bytes"] < 0.65 * base["resident_bytes"]
+    assert (
+        small["perplexity_pydocs"] < 1.05 * base["perplexity_pydocs"]
+        and 0 < small["kl_pydocs"] < unsmoothed["kl_pydocs"]
+    )
+    assert (
+        small["stored_bytes"] < 0.65 * base["stored_bytes"] and small["resident_bytes"] < 0.65 * base["resident_bytes"]
+    )
     assert unsmoothed["stored_bytes"] == small["stored_bytes"], "a fold takes no room"
     assert unsmoothed["prefill_tokens_per_s"] > 0 and "w8a8_matmul" in made["speed"]["unsmoothed"]["kernels"]
     assert [step["method"] for step in made["recipes"]["unsmoothed"]] == [made["recipe"][1]["method"]]
     assert len(made["folds"]) == 120 and {fold["alpha"] for fold in made["folds"]} == {0.5}
-    assert all(fold["difference"] < 1e-4 for fold in made["folds"]) and sum(f["channels"] is not None for f in made["folds"]) == 4
+    assert (
+        all(fold["difference"] < 1e-4 for fold in made["folds"])
+        and sum(f["channels"] is not None for f in made["folds"]) == 4
+    )
     peaks = [[f[when]["max"] / f[when]["median"] for when in ("x_before", "x_after")] for f in made["folds"]]
     assert sum(after < before for before, after in peaks) > 100, "some inputs had no outliers to begin with"
     assert all(f["w_after"] != f["w_before"] for f in made["folds"])
@@ -93,13 +103,45 @@ EXPECTED = {
 
 
 def test_kv_eviction_runs_on_the_real_model(tmp_path):
-    given = {"policy": "kvzip", "budget": 0.5, "compare": "half in 4 bits: kvzip, kv_int", "curves": "snapkv{0.5}", "samples": 2,
-             "lengths": [256], "tasks": ["word"], "speed_contexts": []}  # fmt: skip
-    arguments = [part for k, v in given.items() for part in (("-y", f"{k}: {v}") if isinstance(v, list) else ("-p", k, str(v)))]
-    subprocess.run([sys.executable, "-m", "papermill", "notebooks/kv_eviction.ipynb", str(tmp_path / "out.ipynb"), *arguments,
-                    "-p", "run_path", str(tmp_path / "run")], cwd=ROOT, check=True, capture_output=True, timeout=600)  # fmt: skip
+    given = {
+        "policy": "kvzip",
+        "budget": 0.5,
+        "compare": "half in 4 bits: kvzip, kv_int",
+        "curves": "snapkv{0.5}",
+        "samples": 2,
+        "lengths": [256],
+        "tasks": ["word"],
+        "speed_contexts": [],
+    }
+    arguments = [
+        part for k, v in given.items() for part in (("-y", f"{k}: {v}") if isinstance(v, list) else ("-p", k, str(v)))
+    ]
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "papermill",
+            "notebooks/kv_eviction.ipynb",
+            str(tmp_path / "out.ipynb"),
+            *arguments,
+            "-p",
+            "run_path",
+            str(tmp_path / "run"),
+        ],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        timeout=600,
+    )
     made = read_record(tmp_path / "run" / "record.json")
-    names = ["baseline", "compressed", "half in 4 bits", "snapkv(budget=0.5)", "random_kv(budget=0.5)", "streaming(budget=0.5)"]
+    names = [
+        "baseline",
+        "compressed",
+        "half in 4 bits",
+        "snapkv(budget=0.5)",
+        "random_kv(budget=0.5)",
+        "streaming(budget=0.5)",
+    ]
     assert list(made["scores"]) == names and made["recipe"][0]["method"] == "kvzip" and made["layers"] == []
     scores, cache = made["scores"], made["cache"]
     assert {row["visibility"] for row in cache["answers"]} == {"agnostic", "visible", "follow-up"}
@@ -133,7 +175,8 @@ def test_kv_eviction_refuses_before_the_model_is_loaded(given, message, run_cell
 ONCE = pytest.param("gptq", True, marks=pytest.mark.slow)
 
 
-# Compiling takes a minute for each model that is timed: tests of eval.speed compile small ones, and this the real one once.
+# Compiling takes a minute for each model that is timed: tests of eval.speed.speed compile small ones, and this the real
+# one once.
 @pytest.mark.parametrize("name, compiled", [*((name, False) for name in EXPECTED), ONCE])
 def test_notebook_runs_on_the_real_model(name, compiled, tmp_path):
     more, stored_as, expect = EXPECTED[name]
@@ -141,10 +184,23 @@ def test_notebook_runs_on_the_real_model(name, compiled, tmp_path):
     given = {**SMALL, **more, "save_path": saved or ""}
     arguments = [part for k, v in given.items() for part in ("-p", k, str(v))]
     subprocess.run(
-        [sys.executable, "-m", "papermill", f"notebooks/{name}.ipynb", str(tmp_path / "out.ipynb"), *arguments,
-         "-p", "run_path", str(tmp_path / "run")],
-        cwd=ROOT, check=True, capture_output=True, timeout=600, env=os.environ | {"TORCHDYNAMO_DISABLE": str(int(not compiled))},
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "papermill",
+            f"notebooks/{name}.ipynb",
+            str(tmp_path / "out.ipynb"),
+            *arguments,
+            "-p",
+            "run_path",
+            str(tmp_path / "run"),
+        ],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        timeout=600,
+        env=os.environ | {"TORCHDYNAMO_DISABLE": str(int(not compiled))},
+    )
     made = read_record(tmp_path / "run" / "record.json")
     assert made["model"]["name"] == "smollm2-135m" and made["recipe"][0]["method"] == more.get("method", name)
     assert made["provenance"]["command"].startswith(f"papermill notebooks/{name}.ipynb out.ipynb -p ")
@@ -161,20 +217,23 @@ def test_notebook_runs_on_the_real_model(name, compiled, tmp_path):
     assert files == pytest.approx(made["scores"]["compressed"]["stored_bytes"], rel=0.01)
 
 
-@pytest.mark.parametrize("given, message", [
-    ({"alpha": 1.5}, "`alpha` (=1.5) of smoothquant must lie between 0 and 1, or be 'search'"),
-    ({"alpha": "best"}, "`alpha` (='best') of smoothquant"),
-    ({"alpha": True}, "`alpha` (=True) must be float | str"),
-    ({"method": "int9"}, "int9 is not a method; did you mean int8?"),
-    ({"links": "norms"}, "`links` (='norms') of smoothquant must be one of all, norm"),
-    ({"activations": "static"}, "`activations` (='static') of int8 must be one of token, tensor"),
-    ({"method": "llm_int8", "activations": "tensor"}, "`activations` is not a knob of llm_int8"),
-    ({"recipe": "int8, smoothquant"}, "must come before"),
-    ({"recipe": "smoothquant(alpha=0.5) int8"}, "must name methods, such as"),
-    ({"compare": "int8; bfloat16: int8"}, "'bfloat16' is what another model of the run is called"),
-    ({"compare": "int8; unsmoothed: int8"}, "'unsmoothed' is what another model of the run is called"),
-    ({"compare": "one: gptq(bits=4), int8"}, "int8 keeps 8-bit weights"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"alpha": 1.5}, "`alpha` (=1.5) of smoothquant must lie between 0 and 1, or be 'search'"),
+        ({"alpha": "best"}, "`alpha` (='best') of smoothquant"),
+        ({"alpha": True}, "`alpha` (=True) must be float | str"),
+        ({"method": "int9"}, "int9 is not a method; did you mean int8?"),
+        ({"links": "norms"}, "`links` (='norms') of smoothquant must be one of all, norm"),
+        ({"activations": "static"}, "`activations` (='static') of int8 must be one of token, tensor"),
+        ({"method": "llm_int8", "activations": "tensor"}, "`activations` is not a knob of llm_int8"),
+        ({"recipe": "int8, smoothquant"}, "must come before"),
+        ({"recipe": "smoothquant(alpha=0.5) int8"}, "must name methods, such as"),
+        ({"compare": "int8; bfloat16: int8"}, "'bfloat16' is what another model of the run is called"),
+        ({"compare": "int8; unsmoothed: int8"}, "'unsmoothed' is what another model of the run is called"),
+        ({"compare": "one: gptq(bits=4), int8"}, "int8 keeps 8-bit weights"),
+    ],
+)
 def test_smoothquant_refuses_before_the_model_is_loaded(given, message, run_cells):
     with pytest.raises(ValueError) as caught:
         run_cells("smoothquant", given, until="load_model(model_name")
@@ -184,46 +243,63 @@ def test_smoothquant_refuses_before_the_model_is_loaded(given, message, run_cell
 def test_smoothquant_takes_whole_recipes(tmp_path, monkeypatch, run_cells):
     """On the tiny model: a recipe of three, another one beside it, and the same without its transform."""
     monkeypatch.setattr(torch, "compile", lambda step, **_: step)
-    given = {"recipe": "smoothquant(alpha='search'), gptq(bits=8, group_size=-1), int8", "compare": "weights only: rtn(bits=4)",
-             "model_name": "tiny", "run_path": str(tmp_path), **SMALL, "seqlen": 64, "window": 64}  # fmt: skip
+    given = {
+        "recipe": "smoothquant(alpha='search'), gptq(bits=8, group_size=-1), int8",
+        "compare": "weights only: rtn(bits=4)",
+        "model_name": "tiny",
+        "run_path": str(tmp_path),
+        **SMALL,
+        "seqlen": 64,
+        "window": 64,
+    }
     cells = run_cells("smoothquant", given)
     made = read_record(tmp_path / "record.json")
     steps = {name: [step["method"] for step in recipe] for name, recipe in made["recipes"].items()}
-    assert steps == {"compressed": ["smoothquant", "gptq", "int8"], "unsmoothed": ["gptq", "int8"], "weights only": ["rtn"]}
+    assert steps == {
+        "compressed": ["smoothquant", "gptq", "int8"],
+        "unsmoothed": ["gptq", "int8"],
+        "weights only": ["rtn"],
+    }
     assert made["folds"] and {layer["format"] for layer in made["layers"]} == {"eight_bit"}
     assert all("decode_tokens_per_s" in made["scores"][name] for name in ("baseline", *steps))
     assert "<svg" in cells["figures"](cells["result"].folds)._repr_html_()
     assert "weights only" in (tmp_path / "report.html").read_text()
 
 
-@pytest.mark.parametrize("given, message", [
-    ({"ratio": 1.0}, "`ratio` (=1.0) of sparsegpt must lie below 1"),
-    ({"ratio": -0.5}, "`ratio` (=-0.5) of sparsegpt must lie between 0 and 1"),
-    ({"pattern": "4:4"}, "`pattern` (='4:4') must be 'unstructured', or N:M with 0 < N < M"),
-    ({"pattern": "2:4", "ratio": 0.7}, "`ratio` (=0.7) of sparsegpt is not that of `pattern`"),
-    ({"allocation": "global"}, "`allocation` (='global') of sparsegpt"),
-    ({"drop": "heads"}, "`target` (='heads') of layer_drop must be one of attention, mlp, joint, block"),
-    ({"drop": "mlp", "drop_count": 0}, "`count` (=0) of layer_drop must lie between 1"),
-    ({"method": "obs"}, "obs is not a method"),
-    ({"method": ""}, "`recipe` (='') must name methods"),
-    ({"curves": "wanda"}, "'wanda' must have its strengths in braces"),
-    ({"curves": "wanda(ratio={})"}, "must have its strengths in braces"),
-    ({"curves": "wanda(ratio={0.5}); wanda(ratio={0.6})"}, "'wanda(ratio={})' twice"),
-    ({"curves": "int8{0.5}"}, "int8 has no one knob that says how much"),
-    ({"curves": "magnitude{0.5, 1.5}"}, "`ratio` (=1.5) of magnitude"),
-    ({"compare": "gptq, wanda"}, "must come before"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"ratio": 1.0}, "`ratio` (=1.0) of sparsegpt must lie below 1"),
+        ({"ratio": -0.5}, "`ratio` (=-0.5) of sparsegpt must lie between 0 and 1"),
+        ({"pattern": "4:4"}, "`pattern` (='4:4') must be 'unstructured', or N:M with 0 < N < M"),
+        ({"pattern": "2:4", "ratio": 0.7}, "`ratio` (=0.7) of sparsegpt is not that of `pattern`"),
+        ({"allocation": "global"}, "`allocation` (='global') of sparsegpt"),
+        ({"drop": "heads"}, "`target` (='heads') of layer_drop must be one of attention, mlp, joint, block"),
+        ({"drop": "mlp", "drop_count": 0}, "`count` (=0) of layer_drop must lie between 1"),
+        ({"method": "obs"}, "obs is not a method"),
+        ({"method": ""}, "`recipe` (='') must name methods"),
+        ({"curves": "wanda"}, "'wanda' must have its strengths in braces"),
+        ({"curves": "wanda(ratio={})"}, "must have its strengths in braces"),
+        ({"curves": "wanda(ratio={0.5}); wanda(ratio={0.6})"}, "'wanda(ratio={})' twice"),
+        ({"curves": "int8{0.5}"}, "int8 has no one knob that says how much"),
+        ({"curves": "magnitude{0.5, 1.5}"}, "`ratio` (=1.5) of magnitude"),
+        ({"compare": "gptq, wanda"}, "must come before"),
+    ],
+)
 def test_pruning_refuses_before_the_model_is_loaded(given, message, run_cells):
     with pytest.raises(ValueError) as caught:
         run_cells("pruning", given, until="load_model(model_name")
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("given, message", [
-    ({"pattern": "3:5"}, "`pattern` (='3:5') of sparsegpt needs rows of a multiple of 5 columns"),
-    ({"drop": "block", "drop_count": 2}, "`count` (=2) of layer_drop must leave some of the 2 block layers"),
-    ({"curves": "layer_drop(count={1, 2})"}, "`count` (=2) of layer_drop must leave some of the 2 "),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"pattern": "3:5"}, "`pattern` (='3:5') of sparsegpt needs rows of a multiple of 5 columns"),
+        ({"drop": "block", "drop_count": 2}, "`count` (=2) of layer_drop must leave some of the 2 block layers"),
+        ({"curves": "layer_drop(count={1, 2})"}, "`count` (=2) of layer_drop must leave some of the 2 "),
+    ],
+)
 def test_pruning_refuses_before_any_work(given, message, monkeypatch, run_cells):
     """What only the model tells; every check comes before the first recipe is applied."""
     monkeypatch.setattr(sys.modules["compress.apply"], "apply", lambda *_, **__: pytest.fail("work began"))
@@ -234,12 +310,21 @@ def test_pruning_refuses_before_any_work(given, message, monkeypatch, run_cells)
 
 
 def test_pruning_takes_whole_recipes(tmp_path, monkeypatch, run_cells):
-    """On the tiny model: layers dropped, then the rest pruned adaptively and quantised; points that were finished are kept."""
+    """On the tiny model: layers dropped, then the rest pruned adaptively and quantised; points that were finished are
+    kept."""
     monkeypatch.setattr(torch, "compile", lambda step, **_: step)
-    given = {"recipe": "layer_drop(target=mlp, count=1), wanda(ratio=0.4, allocation=adaptive, curve_tokens=32), rtn(bits=4)",
-             "compare": "half: layer_drop(target=block, count=1)", "model_name": "tiny", "run_path": str(tmp_path / "run"),
-             "work_path": str(tmp_path / "work"), "curves": "wanda{0.2, 0.4}; random(pattern={'1:2', '2:4'})",
-             **SMALL, "seqlen": 64, "window": 64}  # fmt: skip
+    given = {
+        "recipe": "layer_drop(target=mlp, count=1), wanda(ratio=0.4, allocation=adaptive, curve_tokens=32), "
+        "rtn(bits=4)",
+        "compare": "half: layer_drop(target=block, count=1)",
+        "model_name": "tiny",
+        "run_path": str(tmp_path / "run"),
+        "work_path": str(tmp_path / "work"),
+        "curves": "wanda{0.2, 0.4}; random(pattern={'1:2', '2:4'})",
+        **SMALL,
+        "seqlen": 64,
+        "window": 64,
+    }
     cells = run_cells("pruning", given)
     made = read_record(tmp_path / "run" / "record.json")
     assert [step["method"] for step in made["recipe"]] == ["layer_drop", "wanda", "rtn"]
@@ -252,9 +337,12 @@ def test_pruning_takes_whole_recipes(tmp_path, monkeypatch, run_cells):
     assert "<td" in cells["curve"]._repr_html_()
     points = sorted((tmp_path / "work" / "strengths").glob("*.json"))
     assert len(points) == 4
-    monkeypatch.setattr("notebooks.strengths.apply", lambda *_, **__: pytest.fail("a finished point was made again"))
-    again = cells["score_strengths"](cells["lines"], cells["baseline"], cells["batches"], work_path=given["work_path"],
-                                     **cells["scored"])  # fmt: skip
+    monkeypatch.setattr(
+        "notebooks.study.strengths.apply", lambda *_, **__: pytest.fail("a finished point was made again")
+    )
+    again = cells["score_strengths"](
+        cells["lines"], cells["baseline"], cells["batches"], work_path=given["work_path"], **cells["scored"]
+    )
     assert again == cells["curve"]
 
 
@@ -268,12 +356,27 @@ def test_alpha_from_a_command_line(text, value):
 
 
 def test_the_kernels_notebook_runs_on_this_machine(tmp_path):
-    arguments = {"ops": "int_matmul, gram", "toy": "True", "budget": "120", "device": "cpu", "run_path": str(tmp_path / "run")}
+    arguments = {
+        "ops": "int_matmul, gram",
+        "toy": "True",
+        "budget": "120",
+        "device": "cpu",
+        "run_path": str(tmp_path / "run"),
+    }
     subprocess.run(
-        [sys.executable, "-m", "papermill", "notebooks/kernels.ipynb", str(tmp_path / "out.ipynb"),
-         *(part for name, value in arguments.items() for part in ("-p", name, value))],
-        cwd=ROOT, check=True, capture_output=True, timeout=300,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "papermill",
+            "notebooks/kernels.ipynb",
+            str(tmp_path / "out.ipynb"),
+            *(part for name, value in arguments.items() for part in ("-p", name, value)),
+        ],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        timeout=300,
+    )
     made = read_record(tmp_path / "run" / "record.json")
     bench = made["bench"]
     assert made["model"] is None and set(made["kernels"]) == {"int_matmul", "gram"}
@@ -283,29 +386,38 @@ def test_the_kernels_notebook_runs_on_this_machine(tmp_path):
     assert "checks passed" in (tmp_path / "out.ipynb").read_text()
 
 
-@pytest.mark.parametrize("changes, told", [
-    ({"ops": "gem"}, "`ops` \\(='gem'\\) must be among int_matmul"),
-    ({"shapes": "4096by4096"}, "`shapes` \\(='4096by4096'\\) must look like"),
-    ({"tokens": "0"}, "`tokens` \\(='0'\\)"),
-    ({"dtype": "int8"}, "`dtype` \\(='int8'\\) must be one of bfloat16"),
-    ({"device": "tpu"}, "`device` \\(='tpu'\\)"),
-    ({"budget": 1.0}, "`budget` \\(=1\\) must be at least"),
-    ({"budget": float("nan")}, "`budget` \\(=nan\\)"),
-    ({"tokens": "²"}, "`tokens` \\(='²'\\)"),
-    ({"tokens": -3}, "`tokens` \\(=-3\\)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes, told",
+    [
+        ({"ops": "gem"}, "`ops` \\(='gem'\\) must be among int_matmul"),
+        ({"shapes": "4096by4096"}, "`shapes` \\(='4096by4096'\\) must look like"),
+        ({"tokens": "0"}, "`tokens` \\(='0'\\)"),
+        ({"dtype": "int8"}, "`dtype` \\(='int8'\\) must be one of bfloat16"),
+        ({"device": "tpu"}, "`device` \\(='tpu'\\)"),
+        ({"budget": 1.0}, "`budget` \\(=1\\) must be at least"),
+        ({"budget": float("nan")}, "`budget` \\(=nan\\)"),
+        ({"tokens": "²"}, "`tokens` \\(='²'\\)"),
+        ({"tokens": -3}, "`tokens` \\(=-3\\)"),
+    ],
+)
 def test_a_kernel_benchmark_that_makes_no_sense_is_refused_before_it_starts(changes, told):
     with pytest.raises(ValueError, match=told):
         plan_kernels(**changes)
 
 
 def test_one_number_of_tokens_is_what_papermill_makes_of_it():
-    """`-p tokens 3` is an int to papermill and must be taken, also in the command that a record gives to repeat its run."""
+    """`-p tokens 3` is an int to papermill and must be taken, also in the command that a record gives to repeat its
+    run."""
     declared = read_parameters("kernels")
     given = check_parameters({"tokens": _resolve_type("3"), "shapes": _resolve_type("100x100")}, declared)
     assert plan_kernels(tokens=given["tokens"], shapes=given["shapes"], device="cpu").tokens == (3,)
-    assert check_parameters({"tokens": "1, 16"}, declared)["tokens"] == "1, 16" and parse_value("3", declared["tokens"].type) == 3
-    words = shlex.split(start("kernels", {name: p.default for name, p in declared.items()} | {"tokens": 3}).info.command)
+    assert (
+        check_parameters({"tokens": "1, 16"}, declared)["tokens"] == "1, 16"
+        and parse_value("3", declared["tokens"].type) == 3
+    )
+    words = shlex.split(
+        start("kernels", {name: p.default for name, p in declared.items()} | {"tokens": 3}).info.command
+    )
     assert {words[i + 1]: _resolve_type(words[i + 2]) for i, word in enumerate(words) if word == "-p"} == {"tokens": 3}
 
 
@@ -318,13 +430,16 @@ def test_a_benchmark_that_dies_leaves_no_record_of_an_earlier_one(tmp_path, monk
         kernel_bench.bench_kernels(plan_kernels(device="cpu"), tmp_path)
 
 
-@pytest.mark.parametrize("given, message", [
-    ({"bitz": "3"}, "`bitz` (='3') is not a parameter of this notebook; did you mean `bits`?"),
-    ({"bits": "three"}, "`bits` (='three') must be int, not str"),
-    ({"bits": "3.5"}, "`bits` (='3.5') must be int"),
-    ({"symmetric": "maybe"}, "`symmetric` (='maybe') must be bool"),
-    ({"corpus": "longer than a file's name/" * 20, "bitz": "3"}, "`bitz` (='3') is not a parameter"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"bitz": "3"}, "`bitz` (='3') is not a parameter of this notebook; did you mean `bits`?"),
+        ({"bits": "three"}, "`bits` (='three') must be int, not str"),
+        ({"bits": "3.5"}, "`bits` (='3.5') must be int"),
+        ({"symmetric": "maybe"}, "`symmetric` (='maybe') must be bool"),
+        ({"corpus": "longer than a file's name/" * 20, "bitz": "3"}, "`bitz` (='3') is not a parameter"),
+    ],
+)
 def test_command_line_refuses_before_a_kernel_starts(given, message, capsys, tmp_path):
     arguments = [part for pair in given.items() for part in ("-p", *pair)]
     assert main(["run", "gptq", *arguments, "-p", "run_path", str(tmp_path / "run")]) == 2
@@ -336,26 +451,37 @@ def test_command_line_knows_its_notebooks(capsys):
     assert main(["parameters", "gptq"]) == 0 and "group_size: int = 64  columns" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("given, message", [
-    ({"bitz": 3}, "`bitz` (=3) is not a parameter of this notebook; did you mean `bits`?"),
-    ({"window": 100_000}, "`window` (=100000) must be at most 8192"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"bitz": 3}, "`bitz` (=3) is not a parameter of this notebook; did you mean `bits`?"),
+        ({"window": 100_000}, "`window` (=100000) must be at most 8192"),
+    ],
+)
 def test_plain_papermill_fails_early_with_the_reason(given, message, tmp_path):
     """Through papermill itself, which would only warn; nothing is compressed, nothing half-written is left."""
     import papermill
 
     with pytest.raises(papermill.PapermillExecutionError) as caught:
-        papermill.execute_notebook(str(FOLDER / "gptq.ipynb"), str(tmp_path / "out.ipynb"), cwd=str(ROOT), progress_bar=False,
-                                   parameters={**SMALL, **given, "run_path": str(tmp_path / "run")})  # fmt: skip
+        papermill.execute_notebook(
+            str(FOLDER / "gptq.ipynb"),
+            str(tmp_path / "out.ipynb"),
+            cwd=str(ROOT),
+            progress_bar=False,
+            parameters={**SMALL, **given, "run_path": str(tmp_path / "run")},
+        )
     assert message in caught.value.evalue and not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("given, message", [
-    ({"bits": "4"}, "`bits` (='4') must be int"),
-    ({"bits": 7}, "`bits` (=7) of gptq must be one of 2, 3, 4, 5, 6, 8"),
-    ({"group_size": 48}, "`group_size` (=48) must divide in_features (=64)"),
-    ({"samples": 10**6}, "`samples` (=1000000) x `seqlen` (=128)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"bits": "4"}, "`bits` (='4') must be int"),
+        ({"bits": 7}, "`bits` (=7) of gptq must be one of 2, 3, 4, 5, 6, 8"),
+        ({"group_size": 48}, "`group_size` (=48) must divide in_features (=64)"),
+        ({"samples": 10**6}, "`samples` (=1000000) x `seqlen` (=128)"),
+    ],
+)
 def test_cells_refuse_by_themselves(given, message, tmp_path, run_cells):
     """As in JupyterLab, without papermill."""
     with pytest.raises(ValueError) as caught:
@@ -416,6 +542,6 @@ def test_parameter_cells_must_be_literals(tmp_path):
 
 def test_works_from_the_notebooks_folder(tmp_path):
     """JupyterLab starts kernels there."""
-    code = "from notebooks.run import start; from notebooks.parameters import read_parameters; print(len(read_parameters('gptq')))"
+    code = "from notebooks.study.run import start; from notebooks.study.parameters import read_parameters; print(len(read_parameters('gptq')))"
     done = subprocess.run([sys.executable, "-c", code], cwd=FOLDER, capture_output=True, text=True, env={**os.environ})
     assert done.returncode == 0 and int(done.stdout) == len(json.loads(json.dumps(list(read_parameters("gptq")))))

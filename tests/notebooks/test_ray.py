@@ -17,14 +17,14 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from notebooks import engines
-from notebooks.batch import finished_runs, run_sweep, status
-from notebooks.engines import Ray
-from notebooks.identity import packages_code
-from notebooks.job import Outcome, job_of
-from notebooks.processes import lives, marked, place_of, started
-from notebooks.rundir import RunFolder
-from notebooks.sweep import read_sweep
+from notebooks.batch import engines
+from notebooks.batch.engines import Ray
+from notebooks.batch.identity import packages_code
+from notebooks.batch.job import Outcome, job_of
+from notebooks.batch.plan import finished_runs, run_sweep, status
+from notebooks.batch.processes import lives, marked, place_of, started
+from notebooks.batch.run_folder import RunFolder
+from notebooks.batch.sweep import read_sweep
 
 ROOT = Path(__file__).resolve().parents[2]
 NODE_OPTIONS = {"num_cpus": 2, "num_gpus": 1, "object_store_memory": 80 << 20, "include_dashboard": False}
@@ -70,8 +70,12 @@ def cluster():
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("OMP_NUM_THREADS", raising=False)
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        for name, value in (("RAY_USAGE_STATS_ENABLED", "0"), ("RAY_TMPDIR", str(place)), ("RAY_raylet_start_wait_time_s", "120"),
-                            ("RAY_agent_register_timeout_ms", "120000")):  # fmt: skip
+        for name, value in (
+            ("RAY_USAGE_STATS_ENABLED", "0"),
+            ("RAY_TMPDIR", str(place)),
+            ("RAY_raylet_start_wait_time_s", "120"),
+            ("RAY_agent_register_timeout_ms", "120000"),
+        ):
             patch.setenv(name, value)
         made = Cluster(initialize_head=True, head_node_args=NODE_OPTIONS)
         two = SimpleNamespace(cluster=made, second=None, address=made.address)
@@ -134,10 +138,22 @@ def meanwhile(tmp_path):
 
 
 def test_without_ray_the_command_says_what_to_install(sweep, runs):
-    code = "import sys; sys.modules['ray'] = None; from notebooks.cli import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "run", str(sweep(grid={"number": [1]})), "--engine", "ray", "--runs", str(runs)]
+    code = "import sys; sys.modules['ray'] = None; from notebooks.batch.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "run",
+        str(sweep(grid={"number": [1]})),
+        "--engine",
+        "ray",
+        "--runs",
+        str(runs),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and "pip install -e .[ray]" in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == 2 and "pip install -e .[ray]" in done.stderr and "Traceback" not in done.stderr, (
+        done.stderr
+    )
     assert not runs.exists(), "nothing was begun"
 
 
@@ -181,8 +197,10 @@ def lost(sweep, runs):
 def _begins(places: RunFolder) -> None:
     places.part.mkdir(parents=True)
     (places.part / "job.json").write_text('{"token": "a"}')
-    cells = [{"cell_type": "markdown", "source": ["## Work"], "metadata": {}},
-             {"cell_type": "code", "source": ["x"], "metadata": {"papermill": {"start_time": "2026"}}, "outputs": []}]  # fmt: skip
+    cells = [
+        {"cell_type": "markdown", "source": ["## Work"], "metadata": {}},
+        {"cell_type": "code", "source": ["x"], "metadata": {"papermill": {"start_time": "2026"}}, "outputs": []},
+    ]
     (places.part / "notebook.ipynb").write_text(json.dumps({"cells": cells}))
 
 
@@ -195,18 +213,29 @@ def _caused(errors, cause: Exception):
     return errors.RayTaskError("_on_node", "Traceback", cause)
 
 
-@pytest.mark.parametrize("error_of, kind, said", [
-    (lambda e: e.WorkerCrashedError(), "kernel death", "its node or worker died: WorkerCrashedError"),
-    (lambda e: e.NodeDiedError("node x is gone"), "kernel death", "node x is gone"),
-    (lambda e: e.OutOfMemoryError("at 97 %"), "out of memory", "want of memory: at 97 %"),
-    (lambda e: _caused(e, PermissionError(13, "Permission denied", "/runs")), "disk", "Permission denied"),
-    (lambda e: _caused(e, ModuleNotFoundError("No module named 'notebooks'")), "kernel death", "No module named 'notebooks'"),
-    (lambda e: e.TaskCancelledError(), "interrupt", "interrupted"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "error_of, kind, said",
+    [
+        (lambda e: e.WorkerCrashedError(), "kernel death", "its node or worker died: WorkerCrashedError"),
+        (lambda e: e.NodeDiedError("node x is gone"), "kernel death", "node x is gone"),
+        (lambda e: e.OutOfMemoryError("at 97 %"), "out of memory", "want of memory: at 97 %"),
+        (lambda e: _caused(e, PermissionError(13, "Permission denied", "/runs")), "disk", "Permission denied"),
+        (
+            lambda e: _caused(e, ModuleNotFoundError("No module named 'notebooks'")),
+            "kernel death",
+            "No module named 'notebooks'",
+        ),
+        (lambda e: e.TaskCancelledError(), "interrupt", "interrupted"),
+    ],
+)
 def test_what_ray_has_lost_is_told_by_its_kind_and_its_cell(error_of, kind, said, lost):
     outcome = lost(error_of, _begins)
     assert outcome.status == "failed" and outcome.failure["kind"] == kind and said in outcome.failure["error"], outcome
-    assert outcome.failure["cell"] == 1 and outcome.failure["cell_title"] == "Work" and outcome.failure["key"] == outcome.key
+    assert (
+        outcome.failure["cell"] == 1
+        and outcome.failure["cell_title"] == "Work"
+        and outcome.failure["key"] == outcome.key
+    )
 
 
 def test_what_was_finished_or_never_begun_is_no_failure(lost):
@@ -219,7 +248,11 @@ def test_a_run_that_only_its_node_can_see_is_a_failure(sweep, runs, monkeypatch)
     monkeypatch.setattr(engines, "SEEN_S", 0.3)
     job = job_of(read_sweep(sweep()).runs[0], runs)
     outcome = engines._seen(Outcome(job.key, "finished", job.folder), job)
-    assert outcome.status == "failed" and outcome.failure["kind"] == "disk" and "must be shared" in outcome.failure["error"]
+    assert (
+        outcome.status == "failed"
+        and outcome.failure["kind"] == "disk"
+        and "must be shared" in outcome.failure["error"]
+    )
     later = threading.Timer(0.1, lambda: _finishes(RunFolder(Path(job.folder))))
     later.start()
     monkeypatch.setattr(engines, "SEEN_S", 10.0)
@@ -247,12 +280,16 @@ def test_a_sweep_spreads_over_the_nodes_and_keeps_its_keys(tells, runs, nodes):
 
 @pytest.mark.slow
 def test_a_run_keeps_the_key_of_its_plan_on_a_node_of_another_kind(tells, runs, nodes):
-    """Planned where the device is of another class: the key is not computed anew; other code of the workbench is noticed."""
-    asks = 'from notebooks.run import _planned_key; told["planned"] = _planned_key()'
+    """Planned where the device is of another class: the key is not computed anew; other code of the workbench is
+    noticed."""
+    asks = 'from notebooks.study.run import _planned_key; told["planned"] = _planned_key()'
     job = job_of(read_sweep(tells(more=asks)).runs[0], runs)
     code = packages_code.__wrapped__()  # as it is now: somebody may be at work on it
     other = replace(
-        job, key="trivial-another", folder=f"{job.folder}-a", identity=job.identity | {"device": "another", "code": code}
+        job,
+        key="trivial-another",
+        folder=f"{job.folder}-a",
+        identity=job.identity | {"device": "another", "code": code},
     )
     stale = replace(job, key="trivial-stale", folder=f"{job.folder}-s", identity=job.identity | {"code": "of before"})
     found = {outcome.key: outcome for outcome in Ray(nodes.address).run([other, stale], threading.Event())}
@@ -326,7 +363,9 @@ def test_a_sweep_that_is_stopped_leaves_nothing_alive(tells, runs, nodes, meanwh
 
 @pytest.mark.slow
 @pytest.mark.parametrize("with_signal, ends_with", [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
-def test_the_command_on_a_cluster_that_is_interrupted_or_killed(with_signal, ends_with, tells, runs, nodes, workbench, tmp_path):
+def test_the_command_on_a_cluster_that_is_interrupted_or_killed(
+    with_signal, ends_with, tells, runs, nodes, workbench, tmp_path
+):
     path = tells(grid={"number": [1, 10, 11]})
     process = workbench("run", path, "--engine", "ray", "--address", nodes.address, wait=False)
     _until(lambda: len(attempts(runs)) == 1 and len(_begun(tmp_path)) == 3)

@@ -9,13 +9,13 @@ import sys
 import pytest
 import torch
 
-from eval.schema import read_record
-from notebooks.batch import runs_folder
-from notebooks.identity import file_sha256
-from notebooks.measures import Asked, Unasked
-from notebooks.pages import compared, outcomes, verdict_of, write_all
-from notebooks.parameters import FOLDER
-from notebooks.rundir import NEEDED, RunFolder
+from eval.record.schema import read_record
+from notebooks.batch.identity import file_sha256
+from notebooks.batch.pages import compared, outcomes, verdict_of, write_all
+from notebooks.batch.plan import runs_folder
+from notebooks.batch.run_folder import NEEDED, RunFolder
+from notebooks.study.measures import Asked, Unasked
+from notebooks.study.parameters import FOLDER
 
 ROOT = FOLDER.parent
 PUBLISHED = ROOT / "reports" / "published"
@@ -27,7 +27,11 @@ def task_path(tmp_path):
     """A folder with one task of six questions."""
     folder = tmp_path / "tasks"
     folder.mkdir()
-    rows = [{"question": f"{a} + {b} =", "choices": [str(a + b), str(a + b + 1)], "gold": 0} for a in (1, 2, 3) for b in (4, 5)]
+    rows = [
+        {"question": f"{a} + {b} =", "choices": [str(a + b), str(a + b + 1)], "gold": 0}
+        for a in (1, 2, 3)
+        for b in (4, 5)
+    ]
     (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "sums.yaml").write_text(
         "task: sums\ndataset_path: json\ndataset_kwargs: {data_files: {test: sums.jsonl}}\ntest_split: test\n"
@@ -39,18 +43,36 @@ def task_path(tmp_path):
 
 def test_everything_is_measured_and_reported(tmp_path, task_path, monkeypatch, run_cells):
     monkeypatch.setattr(torch, "compile", lambda step, **_: step)
-    given = TINY | {"recipe": "rtn(bits=4)", "compare": "wider: rtn(bits=8)", "tasks": ["sums"], "task_path": task_path,
-                    "task_limit": 4, "temperatures": [0.7], "write_tokens": 2, "speed_batches": [1, 2], "speed_prompts": [8],
-                    "efficiency": True,
-                    "exact": True, "run_path": str(tmp_path / "run"), "work_path": str(tmp_path / "work")}  # fmt: skip
+    given = TINY | {
+        "recipe": "rtn(bits=4)",
+        "compare": "wider: rtn(bits=8)",
+        "tasks": ["sums"],
+        "task_path": task_path,
+        "task_limit": 4,
+        "temperatures": [0.7],
+        "write_tokens": 2,
+        "speed_batches": [1, 2],
+        "speed_prompts": [8],
+        "efficiency": True,
+        "exact": True,
+        "run_path": str(tmp_path / "run"),
+        "work_path": str(tmp_path / "work"),
+    }
     cells = run_cells("recipe", given)
     made = read_record(tmp_path / "run" / "record.json")
     names = ["baseline", "compressed", "wider"]
-    assert list(made["scores"])[:3] == names and {"tasks", "generation", "speed_grid", "efficiency", "cost"} <= set(made)
+    assert list(made["scores"])[:3] == names and {"tasks", "generation", "speed_grid", "efficiency", "cost"} <= set(
+        made
+    )
     assert all("acc_sums" in made["scores"][name] and "length_tokens_greedy" in made["scores"][name] for name in names)
     assert made["tasks"]["rows"][0]["n"] == 4 and "LayerCast" in made["tasks"]["settings"]["dtype"]
-    assert set(made["tasks"]["compared"]) == {"compressed", "wider"} and len(list((tmp_path / ".answers").rglob("*.json"))) == 3
-    assert {(row["model"], row["batch"]) for row in made["speed_grid"]["rows"]} >= {(name, b) for name in names for b in (1, 2)}
+    assert (
+        set(made["tasks"]["compared"]) == {"compressed", "wider"}
+        and len(list((tmp_path / ".answers").rglob("*.json"))) == 3
+    )
+    assert {(row["model"], row["batch"]) for row in made["speed_grid"]["rows"]} >= {
+        (name, b) for name in names for b in (1, 2)
+    }
     assert made["efficiency"]["compressed"]["compression_rate"]["value"] > 1
     assert any(row["model"] == "compressed" and row["measured_s"] for row in made["cost"]["rows"])
     for file in ("compressed.sums.jsonl", "generations.jsonl"):
@@ -72,27 +94,33 @@ def test_what_is_not_asked_for_is_not_measured(tmp_path, monkeypatch, run_cells)
         assert isinstance(cells[name], Unasked) and "Not asked for" in cells[name]._repr_html_()
 
 
-@pytest.mark.parametrize("given, message", [
-    ({"recipe": "gptk"}, "gptk is not a method"),
-    ({"recipe": "int8, smoothquant"}, "must come before"),
-    ({"compare": "baseline: rtn"}, "'baseline' is what another model of the run is called"),
-    ({"tasks": ["sums_and_more"]}, "'sums_and_more'"),
-    ({"tasks": ["sums"], "few_shot": -2}, "`few_shot` (=-2)"),
-    ({"task_limit": -1}, "`task_limit` (=-1)"),
-    ({"temperatures": [0.5, "hot"]}, "`temperatures`"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"recipe": "gptk"}, "gptk is not a method"),
+        ({"recipe": "int8, smoothquant"}, "must come before"),
+        ({"compare": "baseline: rtn"}, "'baseline' is what another model of the run is called"),
+        ({"tasks": ["sums_and_more"]}, "'sums_and_more'"),
+        ({"tasks": ["sums"], "few_shot": -2}, "`few_shot` (=-2)"),
+        ({"task_limit": -1}, "`task_limit` (=-1)"),
+        ({"temperatures": [0.5, "hot"]}, "`temperatures`"),
+    ],
+)
 def test_recipe_refuses_before_the_model_is_loaded(given, message, task_path, run_cells):
     with pytest.raises(ValueError) as caught:
         run_cells("recipe", {"task_path": task_path} | given, until="load_model(model_name")
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("given, message", [
-    ({"temperatures": [-1.0]}, "`temperatures`"),
-    ({"speed_batches": [0]}, "`speed_batches` (=[0])"),
-    ({"load": [50.0]}, "`load`"),
-    ({"speed_batches": [1], "speed_prompts": [4096]}, "2048"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"temperatures": [-1.0]}, "`temperatures`"),
+        ({"speed_batches": [0]}, "`speed_batches` (=[0])"),
+        ({"load": [50.0]}, "`load`"),
+        ({"speed_batches": [1], "speed_prompts": [4096]}, "2048"),
+    ],
+)
 def test_recipe_refuses_before_any_work(given, message, monkeypatch, run_cells):
     monkeypatch.setattr(sys.modules["compress.apply"], "apply", lambda *_, **__: pytest.fail("work began"))
     with pytest.raises(ValueError) as caught:
@@ -108,12 +136,34 @@ def test_the_asked_check_themselves():
 
 def test_recipe_runs_on_the_real_model(tmp_path, data):
     """Through papermill; two bits leave nothing of the text, nor of the answers."""
-    given = {"recipe": "rtn(bits=2)", "samples": 2, "seqlen": 64, "window": 128, "max_windows": 1, "speed_rounds": 1,
-             "task_limit": 10, "run_path": str(tmp_path / "run")}  # fmt: skip
+    given = {
+        "recipe": "rtn(bits=2)",
+        "samples": 2,
+        "seqlen": 64,
+        "window": 128,
+        "max_windows": 1,
+        "speed_rounds": 1,
+        "task_limit": 10,
+        "run_path": str(tmp_path / "run"),
+    }
     arguments = [part for k, v in given.items() for part in ("-p", k, str(v))]
-    subprocess.run([sys.executable, "-m", "papermill", "notebooks/recipe.ipynb", str(tmp_path / "out.ipynb"), *arguments,
-                    "-y", "tasks: [arc_easy_local]"], cwd=ROOT, check=True, capture_output=True, timeout=600,
-                   env=os.environ | {"TORCHDYNAMO_DISABLE": "1"})  # fmt: skip
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "papermill",
+            "notebooks/recipe.ipynb",
+            str(tmp_path / "out.ipynb"),
+            *arguments,
+            "-y",
+            "tasks: [arc_easy_local]",
+        ],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        timeout=600,
+        env=os.environ | {"TORCHDYNAMO_DISABLE": "1"},
+    )
     made = read_record(tmp_path / "run" / "record.json")
     base, two = (made["scores"][name] for name in ("baseline", "compressed"))
     assert base["perplexity_pydocs"] < two["perplexity_pydocs"] / 10
@@ -126,13 +176,35 @@ RECORDS = sorted(map(str, PUBLISHED.glob("*smollm2*.json")))
 
 
 def test_compare_runs_through_papermill(tmp_path):
-    subprocess.run([sys.executable, "-m", "papermill", "notebooks/compare.ipynb", str(tmp_path / "out.ipynb"), "-y",
-                    f"runs: {json.dumps(RECORDS)}", "-p", "page", str(tmp_path / "page.html"), "-p", "title", "All published"],
-                   cwd=ROOT, check=True, capture_output=True, timeout=300)  # fmt: skip
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "papermill",
+            "notebooks/compare.ipynb",
+            str(tmp_path / "out.ipynb"),
+            "-y",
+            f"runs: {json.dumps(RECORDS)}",
+            "-p",
+            "page",
+            str(tmp_path / "page.html"),
+            "-p",
+            "title",
+            "All published",
+        ],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        timeout=300,
+    )
     page = (tmp_path / "page.html").read_text()
     assert "All published" in page and len(page.encode()) <= 1_000_000 and page.count("<svg") >= 2
     shown = (tmp_path / "out.ipynb").read_text()
-    assert f"{len(RECORDS)} runs: {len(RECORDS)} finished" in shown and "No run failed." in shown and shown.count("<svg") >= 2
+    assert (
+        f"{len(RECORDS)} runs: {len(RECORDS)} finished" in shown
+        and "No run failed." in shown
+        and shown.count("<svg") >= 2
+    )
 
 
 def test_compared_needs_runs(tmp_path):

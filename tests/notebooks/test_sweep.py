@@ -5,12 +5,12 @@ import re
 import nbformat
 import pytest
 
-from eval.schema import read_record
-from notebooks import identity as identities
-from notebooks.batch import plan
-from notebooks.identity import identity, key_of, run_key
-from notebooks.parameters import check_parameters, read_parameters
-from notebooks.sweep import MOST, SWEEPS, is_sweep, read_sweep, single
+from eval.record.schema import read_record
+from notebooks.batch import identity as identities
+from notebooks.batch.identity import identity, key_of, run_key
+from notebooks.batch.plan import plan
+from notebooks.batch.sweep import MOST, SWEEPS, is_sweep, read_sweep, single
+from notebooks.study.parameters import check_parameters, read_parameters
 
 ROOT = SWEEPS.parents[1]
 README = ROOT / "README.md"
@@ -23,14 +23,20 @@ def given(sweep) -> list[dict]:
 def test_a_grid_is_every_combination_and_a_list_one_run_each(sweep):
     made = read_sweep(sweep(grid={"number": [1, 2], "share": [0.1, 0.2]}, list=[{"seconds": 1.0}, {"does": "pass"}]))
     assert len(made.runs) == 8 and len({run.key for run in made.runs}) == 8
-    assert {(run.values["number"], run.values["share"], run.values["seconds"], run.values["does"]) for run in made.runs} == {
-        (n, s, *other) for n in (1, 2) for s in (0.1, 0.2) for other in ((1.0, ""), (0.0, "pass"))
-    }  # fmt: skip
+    assert {
+        (run.values["number"], run.values["share"], run.values["seconds"], run.values["does"]) for run in made.runs
+    } == {(n, s, *other) for n in (1, 2) for s in (0.1, 0.2) for other in ((1.0, ""), (0.0, "pass"))}
 
 
 def test_exclude_takes_combinations_out_and_include_puts_runs_in(sweep):
-    made = read_sweep(sweep(grid={"number": [1, 2], "share": [0.1, 0.2]}, exclude=[{"number": 1, "share": 0.2}, {"share": 0.1}],
-                            include=[{"number": 7}], base={"does": "pass"}))  # fmt: skip
+    made = read_sweep(
+        sweep(
+            grid={"number": [1, 2], "share": [0.1, 0.2]},
+            exclude=[{"number": 1, "share": 0.2}, {"share": 0.1}],
+            include=[{"number": 7}],
+            base={"does": "pass"},
+        )
+    )
     assert [(run.values["number"], run.values["share"]) for run in made.runs] == [(2, 0.2), (7, 0.5)]
     assert {run.values["does"] for run in made.runs} == {"pass"}
 
@@ -54,28 +60,35 @@ def test_several_notebooks_share_a_base_as_far_as_they_have_its_parameters(sweep
         """
     made = read_sweep(sweep(text=text))
     assert made.title == "Two notebooks" and len(made.runs) == 3
-    assert "bits" not in made.runs[0].values and made.runs[2].values["bits"] == 3 and made.runs[2].values["model_name"] == "tiny"
+    assert (
+        "bits" not in made.runs[0].values
+        and made.runs[2].values["bits"] == 3
+        and made.runs[2].values["model_name"] == "tiny"
+    )
 
 
-@pytest.mark.parametrize("keys, told", [
-    ({"grid": {"numbr": [1]}}, "`numbr` (=1) is not a parameter of this notebook; did you mean `number`?"),
-    ({"grid": {"number": ["one"]}}, "`number` (='one') must be int, not str"),
-    ({"grid": {"number": [True]}}, "`number` (=True) must be int, not bool"),
-    ({"grid": {"number": [1, -1]}}, "`number` (=-1) must not be negative"),
-    ({"grid": {"number": 3}}, "`number` (=3) of `grid`"),
-    ({"grid": {"number": []}}, "`number` (=[]) of `grid`"),
-    ({"list": [3]}, "`list` of s.yml"),
-    ({"grid": {"number": [1]}, "exclude": [{"number": 2}]}, "leaves nothing out"),
-    ({"grid": {"number": [1]}, "exclude": [{"number": 1}]}, "stands for no run"),
-    ({"base": {"nothing": 1}, "grid": {"number": [1]}}, "`nothing` (=1) of `base` is a parameter of no notebook"),
-    ({"grd": {"number": [1]}}, "`grd` is not a key of s.yml"),
-    ({"timeout_s": -1}, "`timeout_s` (=-1)"),
-    ({"timeout_s": "1h"}, "`timeout_s` (='1h') of s.yml must be a number"),
-    ({"runs": []}, "`runs` of s.yml must be a list"),
-    ({"runs": [{"grid": {}}]}, "`notebook` is missing in s.yml, runs[0]"),
-    ({"notebook": "gptk"}, "`notebook` (='gptk') is not there"),
-    ({"grid": {"number": list(range(200)), "seconds": list(range(200))}}, f"{MOST:,} are the most"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "keys, told",
+    [
+        ({"grid": {"numbr": [1]}}, "`numbr` (=1) is not a parameter of this notebook; did you mean `number`?"),
+        ({"grid": {"number": ["one"]}}, "`number` (='one') must be int, not str"),
+        ({"grid": {"number": [True]}}, "`number` (=True) must be int, not bool"),
+        ({"grid": {"number": [1, -1]}}, "`number` (=-1) must not be negative"),
+        ({"grid": {"number": 3}}, "`number` (=3) of `grid`"),
+        ({"grid": {"number": []}}, "`number` (=[]) of `grid`"),
+        ({"list": [3]}, "`list` of s.yml"),
+        ({"grid": {"number": [1]}, "exclude": [{"number": 2}]}, "leaves nothing out"),
+        ({"grid": {"number": [1]}, "exclude": [{"number": 1}]}, "stands for no run"),
+        ({"base": {"nothing": 1}, "grid": {"number": [1]}}, "`nothing` (=1) of `base` is a parameter of no notebook"),
+        ({"grd": {"number": [1]}}, "`grd` is not a key of s.yml"),
+        ({"timeout_s": -1}, "`timeout_s` (=-1)"),
+        ({"timeout_s": "1h"}, "`timeout_s` (='1h') of s.yml must be a number"),
+        ({"runs": []}, "`runs` of s.yml must be a list"),
+        ({"runs": [{"grid": {}}]}, "`notebook` is missing in s.yml, runs[0]"),
+        ({"notebook": "gptk"}, "`notebook` (='gptk') is not there"),
+        ({"grid": {"number": list(range(200)), "seconds": list(range(200))}}, f"{MOST:,} are the most"),
+    ],
+)
 def test_a_bad_sweep_is_refused_and_says_why(keys, told, sweep):
     path = sweep(text=str(keys).replace("'", '"')) if "runs" in keys else sweep(**keys)
     with pytest.raises(ValueError) as caught:
@@ -112,7 +125,9 @@ def test_paths_begin_where_the_sweep_lies(sweep, tmp_path, monkeypatch):
         read_sweep(sweep(grid={"number": [1, 2]}, base={"run_path": "mine"}))
 
 
-@pytest.mark.parametrize("text, told", [("a: [", "cannot be read"), ("- a", "must be a mapping"), ("", "must be a mapping")])
+@pytest.mark.parametrize(
+    "text, told", [("a: [", "cannot be read"), ("- a", "must be a mapping"), ("", "must be a mapping")]
+)
 def test_what_is_no_sweep(text, told, sweep):
     path = sweep()
     path.write_text(text)
@@ -122,11 +137,14 @@ def test_what_is_no_sweep(text, told, sweep):
         read_sweep("slowstart")
 
 
-@pytest.mark.parametrize("values, told", [
-    ({"bits": 7}, "`bits` (=7) of gptq must be one of"),
-    ({"damp": -1.0}, "`damp` (=-1.0) of gptq"),
-    ({"scale": "best"}, "`scale` (='best') of gptq"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "values, told",
+    [
+        ({"bits": 7}, "`bits` (=7) of gptq must be one of"),
+        ({"damp": -1.0}, "`damp` (=-1.0) of gptq"),
+        ({"scale": "best"}, "`scale` (='best') of gptq"),
+    ],
+)
 def test_knobs_are_checked_by_the_notebooks_own_cells(values, told):
     """Ranges are the methods' own: nothing says them twice."""
     with pytest.raises(ValueError) as caught:
@@ -143,13 +161,16 @@ def test_every_sweep_of_ours_makes_sense(name):
 def test_the_sweeps_of_the_readme_are_what_was_published():
     """Their runs have the parameters of the records that the README's tables are made from."""
     runs = read_sweep("readme").runs + read_sweep("families").runs
-    tables = re.findall(r"published/([^ ]+?\.json)", "\n".join(re.findall(r"<!-- workbench .*? -->", README.read_text())))
+    tables = re.findall(
+        r"published/([^ ]+?\.json)", "\n".join(re.findall(r"<!-- workbench .*? -->", README.read_text()))
+    )
     published = [read_record(ROOT / "reports" / "published" / name)["run"] for name in dict.fromkeys(tables)]
     for run in published:
         assert any(
-            one.notebook == run["notebook"] and all(one.values.get(name) == value for name, value in run["parameters"].items())
+            one.notebook == run["notebook"]
+            and all(one.values.get(name) == value for name, value in run["parameters"].items())
             for one in runs
-        ), run["key"]  # fmt: skip
+        ), run["key"]
 
 
 def test_notebooks_that_write_no_record_are_no_runs():
@@ -187,7 +208,10 @@ def test_a_key_is_of_code_versions_and_device(trivial, part, monkeypatch):
     before = run_key(trivial, values)
     name = {"code": "packages_code", "versions": "versions", "device": "device_class"}[part]
     monkeypatch.setattr(identities, name, lambda *_: "another")
-    assert run_key(trivial, values) != before and identity(trivial, values)[part] in ("another", identities._sha("another"))
+    assert run_key(trivial, values) != before and identity(trivial, values)[part] in (
+        "another",
+        identities._sha("another"),
+    )
 
 
 def test_a_key_is_of_the_content_of_files(trivial, tmp_path):

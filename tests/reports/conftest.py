@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from reports.render import render
+from reports.page.render import render
 
 
 @pytest.fixture(scope="session")
@@ -16,7 +16,9 @@ def browser():
     if path is None:
         pytest.skip("no Chromium on this machine; `make test` installs it")
     with sync_playwright() as p:
-        started = p.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"])
+        started = p.chromium.launch(
+            executable_path=path, args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+        )
         yield started
         started.close()
 
@@ -50,7 +52,9 @@ def look(browser, tmp_path):
         background = tab.evaluate("getComputedStyle(document.body).backgroundColor")
         luminance = sum(map(int, re.findall(r"\d+", background)[:3])) / 3
         assert (luminance > 200) == (scheme == "light")
-        visible = tab.evaluate("[...document.querySelectorAll('svg')].every(s => s.getBoundingClientRect().height > 60)")
+        visible = tab.evaluate(
+            "[...document.querySelectorAll('svg')].every(s => s.getBoundingClientRect().height > 60)"
+        )
         assert visible, "the figures are drawn"
         context.close()
 

@@ -1,4 +1,5 @@
-"""The comparison page: what is marked better is better beyond noise, nothing is lost, nothing runs, and any browser shows it."""
+"""The comparison page: what is marked better is better beyond noise, nothing is lost, nothing runs, and any browser
+shows it."""
 
 import copy
 import math
@@ -8,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from eval.schema import read_record
-from reports.compare import RunOutcome, compare_page, compare_two, leaderboard, render_comparison
-from reports.environment import differences, machines
-from reports.excerpts import flips, generations
-from reports.heatmap import heat_map
-from reports.noise import Amount, Effect, ahead, better, standings
-from reports.pareto import axes_of, casts, planes
-from reports.text import clean, link
-from reports.variants import What, variants
+from eval.record.schema import read_record
+from reports.compare.compare import RunOutcome, compare_page, compare_two, leaderboard, render_comparison
+from reports.compare.environment import differences, machines
+from reports.compare.excerpts import flips, generations
+from reports.compare.heatmap import heat_map
+from reports.compare.noise import Amount, Effect, ahead, better, standings
+from reports.compare.pareto import axes_of, casts, planes
+from reports.compare.variants import What, variants
+from reports.parts.text import clean, link
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "reports" / "published"
 LIMIT_BYTES = 1_000_000
@@ -26,39 +27,100 @@ SIZE, DECODE = What("stored"), What("decode")
 
 
 def make_record(
-    key: str, models: dict[str, dict], *, weights: str = "ab", cpu: str = "a CPU", decode: float = 50.0, windows: int = 10
+    key: str,
+    models: dict[str, dict],
+    *,
+    weights: str = "ab",
+    cpu: str = "a CPU",
+    decode: float = 50.0,
+    windows: int = 10,
 ) -> dict:
     """A record of a baseline and these models: name -> mb, decode (median), nll and its stderr, recipe."""
-    base = {"perplexity_news": 20.0, "perplexity_news_stderr": 1.0, "stored_bytes": 200e6, "bits_per_weight": 16.0,
-            "decode_tokens_per_s": decode, "prefill_tokens_per_s": 900.0}  # fmt: skip
+    base = {
+        "perplexity_news": 20.0,
+        "perplexity_news_stderr": 1.0,
+        "stored_bytes": 200e6,
+        "bits_per_weight": 16.0,
+        "decode_tokens_per_s": decode,
+        "prefill_tokens_per_s": 900.0,
+    }
     scores, difference, recipes = {"baseline": base}, {}, {}
     speed = {"baseline": {"decode_quartiles": [decode - 1, decode + 1], "prefill_quartiles": [890.0, 910.0]}}
     for name, own in models.items():
-        scores[name] = base | {"perplexity_news": 20 * math.exp(own["nll"]), "kl_news": own["nll"], "kl_news_stderr": own["stderr"],
-                               "stored_bytes": own["mb"] * 1e6, "decode_tokens_per_s": own["decode"]}  # fmt: skip
+        scores[name] = base | {
+            "perplexity_news": 20 * math.exp(own["nll"]),
+            "kl_news": own["nll"],
+            "kl_news_stderr": own["stderr"],
+            "stored_bytes": own["mb"] * 1e6,
+            "decode_tokens_per_s": own["decode"],
+        }
         difference[name] = {"nll_news": own["nll"], "nll_news_stderr": own["stderr"]}
-        recipes[name] = [{"method": own.get("recipe", name), "knobs": {}, "source": "", "text": own.get("recipe", name)}]
+        recipes[name] = [
+            {"method": own.get("recipe", name), "knobs": {}, "source": "", "text": own.get("recipe", name)}
+        ]
         speed[name] = {"decode_quartiles": [own["decode"] - 1, own["decode"] + 1], "prefill_quartiles": [890.0, 910.0]}
     for one in speed.values():
         one["settings"] = {"prompt_tokens": 512, "new_tokens": 32, "batch": 1}
-    layers = [{"name": f"model.layers.{i}.mlp.{kind}", "shape": [8, 8], "format": "int", "bits_per_weight": 4.0,
-               "error": 0.001 * (i + 1), "rtn_error": None, "seconds": 0.1, "notes": []}
-              for i in range(6) for kind in ("up_proj", "down_proj")]  # fmt: skip
+    layers = [
+        {
+            "name": f"model.layers.{i}.mlp.{kind}",
+            "shape": [8, 8],
+            "format": "int",
+            "bits_per_weight": 4.0,
+            "error": 0.001 * (i + 1),
+            "rtn_error": None,
+            "seconds": 0.1,
+            "notes": [],
+        }
+        for i in range(6)
+        for kind in ("up_proj", "down_proj")
+    ]
     return {
         "schema_version": 1,
-        "run": {"key": key, "notebook": "notebook", "started": "2026-01-02T10:00:00+00:00", "duration_s": 60.0, "parameters": {}},
-        "recipe": recipes["compressed"], "recipes": recipes, "layers": layers, "calibration": None, "kernels": {},
+        "run": {
+            "key": key,
+            "notebook": "notebook",
+            "started": "2026-01-02T10:00:00+00:00",
+            "duration_s": 60.0,
+            "parameters": {},
+        },
+        "recipe": recipes["compressed"],
+        "recipes": recipes,
+        "layers": layers,
+        "calibration": None,
+        "kernels": {},
         "model": {"name": f"model-{weights}", "weights_sha256": weights * 32, "parameters": 100_000_000},
-        "scores": scores, "difference": difference, "speed": speed,
+        "scores": scores,
+        "difference": difference,
+        "speed": speed,
         "texts": {"news": {"tokens": 1024 * windows, "window": 1024, "stride": None, "windows": windows}},
-        "samples": [{"prompt": "Why?", "texts": {"baseline": "Because.", "compressed": "Since."},
-                     "first_difference": {"compressed": 0}}],
-        "provenance": {"commit": "f" * 40, "dirty": False, "versions": {"torch": "2.13.0"}, "threads": 2, "device": "cpu",
-                       "hardware": {"cpu": cpu, "cpu_capability": "AVX512", "cores": 2, "memory_bytes": 2**34, "gpus": [],
-                                    "system": "Linux"},
-                       "dtype": "float32", "deploy_dtype": "bfloat16", "flags": {"deterministic": False},
-                       "command": f"workbench run {key}"},
-    }  # fmt: skip
+        "samples": [
+            {
+                "prompt": "Why?",
+                "texts": {"baseline": "Because.", "compressed": "Since."},
+                "first_difference": {"compressed": 0},
+            }
+        ],
+        "provenance": {
+            "commit": "f" * 40,
+            "dirty": False,
+            "versions": {"torch": "2.13.0"},
+            "threads": 2,
+            "device": "cpu",
+            "hardware": {
+                "cpu": cpu,
+                "cpu_capability": "AVX512",
+                "cores": 2,
+                "memory_bytes": 2**34,
+                "gpus": [],
+                "system": "Linux",
+            },
+            "dtype": "float32",
+            "deploy_dtype": "bfloat16",
+            "flags": {"deterministic": False},
+            "command": f"workbench run {key}",
+        },
+    }
 
 
 def make_run(key: str, record: dict | None = None, **more) -> RunOutcome:
@@ -80,27 +142,70 @@ def with_tasks(record: dict, recovery: dict[str, tuple[float, float, float]], n:
             scores |= {f"{metric}_{task}": accuracy * share, f"{metric}_{task}_stderr": 0.02}
             if name != "baseline":
                 compared.setdefault(name, {})[task] = {
-                    "metric": metric, "n": n, "baseline": accuracy, "value": accuracy * share, "recovery": share,
-                    "recovery_low": low, "recovery_high": high, "difference": 0.0, "difference_low": 0.0, "difference_high": 0.0,
-                    "right_to_wrong": 9,                    "wrong_to_right": 4, "same": n - 13, "mcnemar_p": 0.267,
-                }  # fmt: skip
-    flip = {"task": "easy", "doc_id": 7, "doc_hash": "x", "direction": "right to wrong", "question": "What is red?",
-            "gold": "A rose",            "baseline_answer": "A rose", "answer": "The sea"}  # fmt: skip
+                    "metric": metric,
+                    "n": n,
+                    "baseline": accuracy,
+                    "value": accuracy * share,
+                    "recovery": share,
+                    "recovery_low": low,
+                    "recovery_high": high,
+                    "difference": 0.0,
+                    "difference_low": 0.0,
+                    "difference_high": 0.0,
+                    "right_to_wrong": 9,
+                    "wrong_to_right": 4,
+                    "same": n - 13,
+                    "mcnemar_p": 0.267,
+                }
+    flip = {
+        "task": "easy",
+        "doc_id": 7,
+        "doc_hash": "x",
+        "direction": "right to wrong",
+        "question": "What is red?",
+        "gold": "A rose",
+        "baseline_answer": "A rose",
+        "answer": "The sea",
+    }
     made["tasks"] = {
-        "settings": {"limit": n}, "compared": compared, "flips": {"compressed": [flip] * 3}, "cached": {},
-        "rows": [{"task": task, "metric": metric, "n": n, "num_fewshot": 0, "version": 1, "higher_is_better": True}
-                 for task, (metric, _) in tasks.items()],
+        "settings": {"limit": n},
+        "compared": compared,
+        "flips": {"compressed": [flip] * 3},
+        "cached": {},
+        "rows": [
+            {"task": task, "metric": metric, "n": n, "num_fewshot": 0, "version": 1, "higher_is_better": True}
+            for task, (metric, _) in tasks.items()
+        ],
         "files": {"compressed": {"easy": "samples/compressed.easy.jsonl", "hard": "samples/compressed.hard.jsonl"}},
-    }  # fmt: skip
+    }
     made["generation"] = {
-        "settings": {"new_tokens": 64}, "file": "samples/generations.jsonl",
-        "rows": [{"model": "compressed", "temperature": t, "first_difference": 20.0, "first_difference_stderr": 2.0,
-                  "same_share": 0.1, "length": 60.0, "length_stderr": 1.0, "repetition": 0.05, "repetition_stderr": 0.01,
-                  "ended_share": 0.5, "n": 32}
-                 for t in (0, 0.7)],
-        "samples": [{"prompt": "Tell me.", "temperature": 0, "texts": {"baseline": "Once upon", "compressed": "Once when"},
-                     "first_difference": {"compressed": 1}}],
-    }  # fmt: skip
+        "settings": {"new_tokens": 64},
+        "file": "samples/generations.jsonl",
+        "rows": [
+            {
+                "model": "compressed",
+                "temperature": t,
+                "first_difference": 20.0,
+                "first_difference_stderr": 2.0,
+                "same_share": 0.1,
+                "length": 60.0,
+                "length_stderr": 1.0,
+                "repetition": 0.05,
+                "repetition_stderr": 0.01,
+                "ended_share": 0.5,
+                "n": 32,
+            }
+            for t in (0, 0.7)
+        ],
+        "samples": [
+            {
+                "prompt": "Tell me.",
+                "temperature": 0,
+                "texts": {"baseline": "Once upon", "compressed": "Once when"},
+                "first_difference": {"compressed": 1},
+            }
+        ],
+    }
     return made
 
 
@@ -110,14 +215,23 @@ def make_sweep() -> list[RunOutcome]:
     second = make_record("b", {"compressed": one(60, 90, 0.30, recipe="three(bits=3)")}, decode=51.0)
     third = make_record("c", {"compressed": one(99.9, 81, 0.021, recipe="five")}, cpu="another CPU")
     third["provenance"] |= {"dirty": True, "versions": {"torch": "2.12.0"}}
-    failure = {"kind": "out of memory", "cell": 4, "cell_title": "Compress", "error": "MemoryError: no",
-               "lines": ["\x1b[31mline 1\x1b[0m", "line 2"], "peak_memory_bytes": 3e9, "seconds": 12.0, "attempts": 2}  # fmt: skip
+    failure = {
+        "kind": "out of memory",
+        "cell": 4,
+        "cell_title": "Compress",
+        "error": "MemoryError: no",
+        "lines": ["\x1b[31mline 1\x1b[0m", "line 2"],
+        "peak_memory_bytes": 3e9,
+        "seconds": 12.0,
+        "attempts": 2,
+    }
     return [
         make_run("a", with_tasks(first, {"compressed": (0.98, 0.95, 1.01), "plain": (0.9, 0.86, 0.94)})),
         make_run("b", with_tasks(second, {"compressed": (0.8, 0.76, 0.84)})),
         make_run("c", with_tasks(third, {"compressed": (0.97, 0.94, 1.0)})),
-        RunOutcome("d", "notebook", "failed", "d", None, failure, {"bits": 2}, "workbench run d"), make_run("e"),
-    ]  # fmt: skip
+        RunOutcome("d", "notebook", "failed", "d", None, failure, {"bits": 2}, "workbench run d"),
+        make_run("e"),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +260,9 @@ def test_the_paired_difference_is_used_where_there_is_one():
     del made["difference"]
     (v,) = [v for v in variants([make_run("a", made)]) if not v.baseline]
     after = 20 * math.exp(0.05)
-    assert v.effects[What(*TEXT)] == pytest.approx((0.05, math.hypot(1 / 20, 1 / after))), "else both errors, as if independent"
+    assert v.effects[What(*TEXT)] == pytest.approx((0.05, math.hypot(1 / 20, 1 / after))), (
+        "else both errors, as if independent"
+    )
     del made["scores"]["compressed"]["perplexity_news_stderr"]
     (v,) = [v for v in variants([make_run("a", made)]) if not v.baseline]
     assert v.effects[What(*TEXT)].stderr is None
@@ -177,7 +293,9 @@ def test_a_group_stands_for_its_tasks():
     made = with_tasks(make_record("a", {"compressed": one(100, 80, 0.05)}), {"compressed": (0.9, 0.88, 0.93)})
     made["tasks"] |= {"groups": {"hard": ["easy"]}, "settings": {"chat": True}}
     (v,) = [v for v in variants([make_run("a", made)]) if not v.baseline]
-    assert [w for w in v.numbers if w.kind == "task"] == [What("task", "hard acc", "n 400, num_fewshot 0, version 1, chat")]
+    assert [w for w in v.numbers if w.kind == "task"] == [
+        What("task", "hard acc", "n 400, num_fewshot 0, version 1, chat")
+    ]
     made["tasks"]["groups"] = {"unknown": ["easy", "hard"]}
     (v,) = [v for v in variants([make_run("a", made)]) if not v.baseline]
     assert len([w for w in v.numbers if w.kind == "task"]) == 2, "tasks of a group without a score stand for themselves"
@@ -220,7 +338,9 @@ def test_standings_are_those_of_every_pair(sign):
             assert not by or found[i].by in by
             for j in found[i].alike:
                 e, a = points[j]
-                assert not (better(e, effect) or better(effect, e) or ahead(a, amount, drift) or ahead(amount, a, drift))
+                assert not (
+                    better(e, effect) or better(effect, e) or ahead(a, amount, drift) or ahead(amount, a, drift)
+                )
             if found[i].status == "noise":
                 assert found[found[i].by].status == "front" and points[found[i].by][0].cost <= effect.cost
         assert any(s.status == "front" for s in found)
@@ -243,7 +363,9 @@ def test_one_round_has_no_spread():
 def test_leaderboard_has_every_model_and_one_baseline_a_machine():
     board = leaderboard(make_sweep())
     assert [row.number for row in board.rows] == [0, 0, 1, 2, 3, 4], "two machines, four models"
-    assert [row.recipe for row in board.rows[2:]] == ["four(bits=4)", "five", "plain", "three(bits=3)"], "the least loss first"
+    assert [row.recipe for row in board.rows[2:]] == ["four(bits=4)", "five", "plain", "three(bits=3)"], (
+        "the least loss first"
+    )
     assert sorted(row.run for row in board.rows if not row.number) == ["2 runs", "c"]
     shared = next(row for row in board.rows if row.run == "2 runs")
     cells = {c.what.kind: cell for c, cell in zip(board.columns, shared.cells, strict=True)}
@@ -258,14 +380,18 @@ def test_leaderboard_has_every_model_and_one_baseline_a_machine():
 
 def test_the_best_is_marked_and_what_cannot_be_told_from_it():
     board = leaderboard(make_sweep())
-    marks = {c.what.kind if c.what.kind != "task" else c.label: [row.cells[i].mark for row in board.rows]
-             for i, c in enumerate(board.columns)}  # fmt: skip
+    marks = {
+        c.what.kind if c.what.kind != "task" else c.label: [row.cells[i].mark for row in board.rows]
+        for i, c in enumerate(board.columns)
+    }
     assert marks["easy"] == ["", "", "best", "alike", "", ""], "0.98 and 0.97 are within their noise, 0.9 is not"
     assert marks["perplexity"] == ["", "", "best", "alike", "", ""] and marks["stored"] == ["", "", "", "", "", "best"]
     assert marks["decode"] == ["", "", "", "", "", "best"], "the other machine has one model: nothing to be better than"
     assert set(marks["bits"]) == {""}
     same = [make_run(key, make_record(key, {"compressed": one(100, 80, 0.02)})) for key in "ab"]
-    assert not any(cell.mark for row in leaderboard(same).rows for cell in row.cells), "nothing is best where all are the same"
+    assert not any(cell.mark for row in leaderboard(same).rows for cell in row.cells), (
+        "nothing is best where all are the same"
+    )
 
 
 def test_the_fastest_is_that_of_its_machine():
@@ -275,8 +401,11 @@ def test_the_fastest_is_that_of_its_machine():
     board = leaderboard(runs)
     (at,) = (i for i, c in enumerate(board.columns) if c.what == DECODE)
     assert {(row.recipe, row.run): row.cells[at].mark for row in board.rows if row.number} == {
-        ("compressed", "a"): "best", ("slow", "a"): "", ("compressed", "b"): "best", ("slow", "b"): "",
-    }  # fmt: skip
+        ("compressed", "a"): "best",
+        ("slow", "a"): "",
+        ("compressed", "b"): "best",
+        ("slow", "b"): "",
+    }
 
 
 def test_the_same_recipe_of_two_runs_stands_twice():
@@ -312,7 +441,9 @@ def test_equal_sizes_are_told_apart_only_beyond_noise():
     by_size, by_speed = planes(casts(variants([make_run("a", make_record("a", models))])))
     assert standing_of(by_size.rows, "compressed") == ("front", "on the front; indistinguishable at this n from #3")
     assert standing_of(by_size.rows, "near") == (
-        "noise", "within the noise of the front: #2 compressed; indistinguishable at this n from #2")  # fmt: skip
+        "noise",
+        "within the noise of the front: #2 compressed; indistinguishable at this n from #2",
+    )
     assert standing_of(by_size.rows, "far") == ("dominated", "dominated by #2 compressed")
     assert [row["recipe"] for row in by_size.front] == ["compressed", "big", "16-bit baseline"], "from the smallest"
     assert "of 5 models, 3 on the front, from the smallest: #2 compressed, #1 big, the 16-bit baseline." in by_size.said
@@ -338,8 +469,11 @@ def test_speeds_of_different_machines_are_in_different_planes():
 
 def test_nothing_is_compared_that_was_not_asked_the_same():
     models = {"compressed": one(100, 80, 0.02), "other": one(90, 85, 0.1)}
-    runs = [make_run("a", make_record("a", models)), make_run("b", make_record("b", models, windows=3)),
-            make_run("c", make_record("c", models, weights="cd"))]  # fmt: skip
+    runs = [
+        make_run("a", make_record("a", models)),
+        make_run("b", make_record("b", models, windows=3)),
+        make_run("c", make_record("c", models, weights="cd")),
+    ]
     found = planes(casts(variants(runs)))
     sizes = [plane for plane in found if plane.about.endswith("stored bytes")]
     assert [(plane.model, len(plane.rows)) for plane in sizes] == [("model-ab", 3), ("model-ab", 3), ("model-cd", 3)]
@@ -369,12 +503,23 @@ def test_tasks_are_the_accuracy_where_they_were_asked():
 
 def test_caches_have_a_front_of_their_own(published):
     found = [cast for cast in casts(variants(published)) if cast.axis.amount == "cache"]
-    assert [cast.kind for cast in found] == ["cache", "behind 8,000 tokens"] and [len(cast.spots) for cast in found] == [34, 5]
-    assert "agnostic (number, word at 1024 tokens, n 20)" in found[0].axis.name, "how much was asked is a part of what is compared"
+    assert [cast.kind for cast in found] == ["cache", "behind 8,000 tokens"] and [
+        len(cast.spots) for cast in found
+    ] == [34, 5]
+    assert "agnostic (number, word at 1024 tokens, n 20)" in found[0].axis.name, (
+        "how much was asked is a part of what is compared"
+    )
     drawn = planes(found[1:])[0]
-    assert drawn.about == "Answers against decode speed behind 8,000 tokens" and drawn.rows[0]["recipe"] == "full 16-bit cache"
+    assert (
+        drawn.about == "Answers against decode speed behind 8,000 tokens"
+        and drawn.rows[0]["recipe"] == "full 16-bit cache"
+    )
     columns = {(c.label, c.detail) for c in leaderboard(published).columns}
-    assert {("exact", "agnostic, %"), ("KV cache", "1,024 tokens, MB"), ("decode", "behind 8,000 tokens, tokens/s")} <= columns
+    assert {
+        ("exact", "agnostic, %"),
+        ("KV cache", "1,024 tokens, MB"),
+        ("decode", "behind 8,000 tokens, tokens/s"),
+    } <= columns
 
 
 # ---------------------------------------------------------------- the rest of the page
@@ -399,7 +544,10 @@ def test_only_what_differs_is_told():
     runs[1].record["provenance"]["hardware"]["memory_bytes"] += 4096
     told = {row["key"]: row["values"] for row in differences(runs)}
     assert set(told) == {"dirty", "versions.torch", "hardware.cpu"}, "a few bytes of memory are no difference"
-    assert told["versions.torch"] == [{"value": "2.13.0", "runs": "2 runs: a, b"}, {"value": "2.12.0", "runs": "1 run: c"}]
+    assert told["versions.torch"] == [
+        {"value": "2.13.0", "runs": "2 runs: a, b"},
+        {"value": "2.12.0", "runs": "1 run: c"},
+    ]
     del runs[1].record["provenance"]["flags"]["deterministic"]
     assert {"value": "not told", "runs": "1 run: b"} in {row["key"]: row["values"] for row in differences(runs)}[
         "flags.deterministic"
@@ -412,15 +560,23 @@ def test_only_what_differs_is_told():
 def test_changed_answers_and_texts_are_shared_out_and_linked():
     found = variants(make_sweep())
     told = flips(found)
-    assert [row["number"] for row in told["rows"]] == [1, 1, 2, 2, 3, 3, 4, 4] and len(told["examples"]) == 9 and told["more"] == 0
-    assert [one["number"] for one in told["examples"][:3]] == [1, 2, 4], "in turns, so that no recipe crowds out the others"
+    assert (
+        [row["number"] for row in told["rows"]] == [1, 1, 2, 2, 3, 3, 4, 4]
+        and len(told["examples"]) == 9
+        and told["more"] == 0
+    )
+    assert [one["number"] for one in told["examples"][:3]] == [1, 2, 4], (
+        "in turns, so that no recipe crowds out the others"
+    )
     assert told["rows"][0]["href"] == "a/samples/compressed.easy.jsonl" and told["rows"][4]["href"] == "", (
         "no file is known of plain"
     )
     few = flips(found, scale=0.1)
     assert len(few["examples"]) == 2 and few["more"] == 7 and len(few["rows"]) + few["hidden"] == 8
     made = generations(found)
-    assert [one["prompt"] for one in made["prompts"]] == ["Tell me."] and [t["number"] for t in made["prompts"][0]["texts"]] == [
+    assert [one["prompt"] for one in made["prompts"]] == ["Tell me."] and [
+        t["number"] for t in made["prompts"][0]["texts"]
+    ] == [
         1,
         2,
         4,
@@ -434,26 +590,51 @@ def test_changed_answers_and_texts_are_shared_out_and_linked():
 
 def test_links_lead_to_files_only():
     assert link("javascript:alert(1)", "x") == "javascript%3Aalert%281%29/x" and link("", "x") == ""
-    assert link("runs/a b", 'x"><img') == "runs/a%20b/x%22%3E%3Cimg" and link("../a/", "report.html") == "../a/report.html"
+    assert (
+        link("runs/a b", 'x"><img') == "runs/a%20b/x%22%3E%3Cimg" and link("../a/", "report.html") == "../a/report.html"
+    )
     assert clean("\x1b[1;31mred\x1b[0m\x00 \u202eback") == "red back" and clean("a" * 9, 5) == "aaaa…"
 
 
 def test_failures_are_always_told():
     html = compare_page(make_sweep())
-    for text in ("out of memory", "in cell 4, Compress", "MemoryError: no", "line 1\nline 2", "Peak memory 3,000.0 MB",
-                 "After 12 s", "2 attempts", "3 of 5 runs finished (1 failed, 1 waiting)", 'href="d/notebook.ipynb"', 
-                 "workbench run d", "workbench run a"):  # fmt: skip
+    for text in (
+        "out of memory",
+        "in cell 4, Compress",
+        "MemoryError: no",
+        "line 1\nline 2",
+        "Peak memory 3,000.0 MB",
+        "After 12 s",
+        "2 attempts",
+        "3 of 5 runs finished (1 failed, 1 waiting)",
+        'href="d/notebook.ipynb"',
+        "workbench run d",
+        "workbench run a",
+    ):
         assert text in html, text
-    only = compare_page([RunOutcome("d", "n", "failed"), RunOutcome("e", "n", "failed", failure={"kind": "timeout", "cell": 0})])
+    only = compare_page(
+        [RunOutcome("d", "n", "failed"), RunOutcome("e", "n", "failed", failure={"kind": "timeout", "cell": 0})]
+    )
     assert "timeout" in only and "in cell 0" in only and "unknown" in only and "No run has a record yet." in only
     assert "What failed" not in compare_page(make_sweep()[:3]) and "0 of 0 runs" in compare_page([])
 
 
 def test_page_says_what_the_records_say():
     html = compare_page(make_sweep(), title="My <sweep>")
-    for text in ("My &lt;sweep&gt;", "Of 5 models of model-ab, ", 'data-value="0.588"', "indistinguishable at this n",
-                 "mlp.down_proj", "The sea", "Once when", "differs from token 2 on", 'href="a/report.html"', "2.12.0", 
-                 "another CPU", "1.96 of its standard errors"):  # fmt: skip
+    for text in (
+        "My &lt;sweep&gt;",
+        "Of 5 models of model-ab, ",
+        'data-value="0.588"',
+        "indistinguishable at this n",
+        "mlp.down_proj",
+        "The sea",
+        "Once when",
+        "differs from token 2 on",
+        'href="a/report.html"',
+        "2.12.0",
+        "another CPU",
+        "1.96 of its standard errors",
+    ):
         assert text in html, text
     ids = re.findall(r'\bid="([^"]+)"', html)
     assert len(ids) == len(set(ids))
@@ -475,15 +656,31 @@ def test_records_of_all_ages_are_shown(published, page_of_all):
 
 
 def test_two_hundred_runs_are_a_megabyte_at_most():
-    """Whatever they wrote: the page shows less of everything, and says so; all baselines and failures that it names are counted."""
+    """Whatever they wrote: the page shows less of everything, and says so; all baselines and failures that it names are
+    counted."""
     rng, runs = random.Random(0), []
     for i in range(160):
-        models = {name: one(rng.uniform(40, 150), rng.uniform(40, 120), rng.random(), 0.05, recipe=f"{name} {i} " + "long " * 40)
-                  for name in ("compressed", *(f"m{j}" for j in range(7)))}  # fmt: skip
-        record = with_tasks(make_record(f"run-{i}", models, cpu=f"cpu {i % 3}"), {name: (0.9, 0.8, 1.0) for name in models})
-        record["tasks"]["flips"]["compressed"] = [f | {"question": "why " * 5000} for f in record["tasks"]["flips"]["compressed"]]
-        record["generation"]["samples"] = [{"prompt": f"{i} {j} " * 500, "temperature": 0, "first_difference": {}, "texts":
-                                            {"baseline": "b" * 9000, "compressed": "c" * 9000}} for j in range(12)]  # fmt: skip
+        models = {
+            name: one(
+                rng.uniform(40, 150), rng.uniform(40, 120), rng.random(), 0.05, recipe=f"{name} {i} " + "long " * 40
+            )
+            for name in ("compressed", *(f"m{j}" for j in range(7)))
+        }
+        record = with_tasks(
+            make_record(f"run-{i}", models, cpu=f"cpu {i % 3}"), {name: (0.9, 0.8, 1.0) for name in models}
+        )
+        record["tasks"]["flips"]["compressed"] = [
+            f | {"question": "why " * 5000} for f in record["tasks"]["flips"]["compressed"]
+        ]
+        record["generation"]["samples"] = [
+            {
+                "prompt": f"{i} {j} " * 500,
+                "temperature": 0,
+                "first_difference": {},
+                "texts": {"baseline": "b" * 9000, "compressed": "c" * 9000},
+            }
+            for j in range(12)
+        ]
         record["provenance"]["commit"] = f"{i:040d}"
         runs.append(make_run(f"run-{i}", record, command="papermill " * 900))
     failure = {"kind": "cell", "cell": 1, "error": "e" * 9000, "lines": ["l" * 9000] * 500}
@@ -632,7 +829,10 @@ def test_model_text_cannot_run(browser, tmp_path):
         for flip in made["tasks"]["flips"]["compressed"]:
             flip |= dict.fromkeys(("task", "direction", "question", "gold", "baseline_answer", "answer"), EVIL)
         made["tasks"]["files"]["compressed"] = {"easy": f"javascript:{EVIL}"}
-        made["generation"] |= {"file": EVIL, "samples": [{"prompt": EVIL, "texts": {"baseline": EVIL, "compressed": EVIL}}]}
+        made["generation"] |= {
+            "file": EVIL,
+            "samples": [{"prompt": EVIL, "texts": {"baseline": EVIL, "compressed": EVIL}}],
+        }
         made["layers"][0]["name"] = f"model.layers.0.{EVIL}"
         made["run"]["key"] = EVIL
     failure = dict.fromkeys(("kind", "cell_title", "error"), EVIL) | {"lines": [EVIL], "cell": EVIL}
@@ -645,7 +845,9 @@ def test_model_text_cannot_run(browser, tmp_path):
     assert tab.evaluate("window.owned") is None
     assert tab.evaluate("document.querySelectorAll('img, iframe, object').length") == 0
     assert tab.evaluate("document.scripts.length") == 1, "our own sorting"
-    assert tab.evaluate("[...document.querySelectorAll('*')].every(e => [...e.attributes].every(a => !a.name.startsWith('on')))")
+    assert tab.evaluate(
+        "[...document.querySelectorAll('*')].every(e => [...e.attributes].every(a => !a.name.startsWith('on')))"
+    )
     links = tab.eval_on_selector_all("a", "links => links.map(a => a.href)")
     assert links and all(href.startswith("file:") for href in links), "no scheme of theirs"
     assert tab.locator("figure svg").count() >= 3 and tab.get_by_text("onerror").count() > 5, "it is there to read"

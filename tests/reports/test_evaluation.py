@@ -1,4 +1,5 @@
-"""Tasks, generations, speed grids, costs and efficiency on the page of a run: what is said is what the record says, to anybody."""
+"""Tasks, generations, speed grids, costs and efficiency on the page of a run: what is said is what the record says, to
+anybody."""
 
 import copy
 import re
@@ -6,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from eval.schema import read_record
-from reports import evaluation, kv, resources
-from reports.metrics import METRICS, prefix_of, with_prefix
-from reports.render import metric_table, page, render
+from eval.record.schema import read_record
+from reports.page import evaluation, kv, resources
+from reports.page.render import metric_table, page, render
+from reports.parts.metrics import METRICS, prefix_of, with_prefix
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "reports" / "published"
 EVIL = '"><img src=x onerror="document.title=\'owned\'"><script>document.title="owned"</script>$x_$'
@@ -18,87 +19,209 @@ KEYS = ("tasks", "generation", "speed_grid", "cost", "efficiency")
 
 def against(baseline: float, value: float, half: float, n: int, wrong: int, right: int, p: float) -> dict:
     return {
-        "metric": "acc_norm", "n": n, "baseline": baseline, "value": value, "recovery": value / baseline,
-        "recovery_low": (value - half) / baseline, "recovery_high": (value + half) / baseline, "difference": value - baseline,
-        "difference_low": value - baseline - half, "difference_high": value - baseline + half, "right_to_wrong": wrong,
-        "wrong_to_right": right, "same": n - wrong - right, "mcnemar_p": p,
-    }  # fmt: skip
+        "metric": "acc_norm",
+        "n": n,
+        "baseline": baseline,
+        "value": value,
+        "recovery": value / baseline,
+        "recovery_low": (value - half) / baseline,
+        "recovery_high": (value + half) / baseline,
+        "difference": value - baseline,
+        "difference_low": value - baseline - half,
+        "difference_high": value - baseline + half,
+        "right_to_wrong": wrong,
+        "wrong_to_right": right,
+        "same": n - wrong - right,
+        "mcnemar_p": p,
+    }
 
 
 def make_evaluated_record(source: str = "gptq") -> dict:
     """A published record with everything that this page may show."""
     made = read_record(next(PUBLISHED.glob(f"{source}-smollm2*.json"))) | {"layers": []}  # its figure takes longest
-    made["scores"]["baseline"] |= {"acc_norm_reasoning": 0.42, "acc_norm_reasoning_stderr": 0.02, "acc_facts": 0.61,
-                                   "acc_facts_stderr": 0.03, "bits_per_byte_text": 0.9}  # fmt: skip
-    made["scores"]["compressed"] |= {"acc_norm_reasoning": 0.36, "acc_norm_reasoning_stderr": 0.02, "acc_facts": 0.60,
-                                     "acc_facts_stderr": 0.03, "bits_per_byte_text": 0.95}  # fmt: skip
+    made["scores"]["baseline"] |= {
+        "acc_norm_reasoning": 0.42,
+        "acc_norm_reasoning_stderr": 0.02,
+        "acc_facts": 0.61,
+        "acc_facts_stderr": 0.03,
+        "bits_per_byte_text": 0.9,
+    }
+    made["scores"]["compressed"] |= {
+        "acc_norm_reasoning": 0.36,
+        "acc_norm_reasoning_stderr": 0.02,
+        "acc_facts": 0.60,
+        "acc_facts_stderr": 0.03,
+        "bits_per_byte_text": 0.95,
+    }
     others = [name for name in made["scores"] if name not in ("baseline", "compressed")][:1]
     text = against(0.9, 0.95, 0.01, 62, 0, 0, 1.0) | {
-        "recovery": 0.9 / 0.95, "recovery_low": 0.935, "recovery_high": 0.96, "right_to_wrong": None, "wrong_to_right": None,
-        "same": None, "mcnemar_p": None, "metric": "bits_per_byte",
-    }  # fmt: skip
+        "recovery": 0.9 / 0.95,
+        "recovery_low": 0.935,
+        "recovery_high": 0.96,
+        "right_to_wrong": None,
+        "wrong_to_right": None,
+        "same": None,
+        "mcnemar_p": None,
+        "metric": "bits_per_byte",
+    }
     compared = {
-        "reasoning": against(0.42, 0.36, 0.035, 600, 61, 25, 0.0001234), "facts": against(0.61, 0.60, 0.03, 300, 9, 6, 0.607),
+        "reasoning": against(0.42, 0.36, 0.035, 600, 61, 25, 0.0001234),
+        "facts": against(0.61, 0.60, 0.03, 300, 9, 6, 0.607),
         "text": text,
-    }  # fmt: skip
+    }
     flip = {
-        "task": "reasoning", "doc_id": 17, "doc_hash": "ab", "direction": "right to wrong", "question": "Why is the sky blue?",
-        "gold": " Because of scattering", "baseline_answer": " Because of scattering", "answer": " Because of the sea",
-    }  # fmt: skip
+        "task": "reasoning",
+        "doc_id": 17,
+        "doc_hash": "ab",
+        "direction": "right to wrong",
+        "question": "Why is the sky blue?",
+        "gold": " Because of scattering",
+        "baseline_answer": " Because of scattering",
+        "answer": " Because of the sea",
+    }
     made["tasks"] = {
-        "settings": {"limit": 600, "num_fewshot": 0, "batch_size": 8, "seed": 0, "task_path": "", "lm_eval": "0.4.13",
-                     "dtype": "float32", "device": "cpu", "deterministic": False},
-        "rows": [{"task": "reasoning", "metric": "acc_norm", "n": 600, "num_fewshot": 0, "version": 1.0, "higher_is_better": True},
-                 {"task": "facts", "metric": "acc", "n": 300, "num_fewshot": 5, "version": 1.0, "higher_is_better": True},
-                 {"task": "text", "metric": "bits_per_byte", "n": 62, "num_fewshot": 0, "version": 2.0, "higher_is_better": False}],
+        "settings": {
+            "limit": 600,
+            "num_fewshot": 0,
+            "batch_size": 8,
+            "seed": 0,
+            "task_path": "",
+            "lm_eval": "0.4.13",
+            "dtype": "float32",
+            "device": "cpu",
+            "deterministic": False,
+        },
+        "rows": [
+            {
+                "task": "reasoning",
+                "metric": "acc_norm",
+                "n": 600,
+                "num_fewshot": 0,
+                "version": 1.0,
+                "higher_is_better": True,
+            },
+            {"task": "facts", "metric": "acc", "n": 300, "num_fewshot": 5, "version": 1.0, "higher_is_better": True},
+            {
+                "task": "text",
+                "metric": "bits_per_byte",
+                "n": 62,
+                "num_fewshot": 0,
+                "version": 2.0,
+                "higher_is_better": False,
+            },
+        ],
         "compared": {"compressed": compared} | {name: copy.deepcopy(compared) for name in others},
         "flips": {"compressed": [flip, flip | {"direction": "wrong to right", "question": "Long. " * 400}]},
-        "files": {"compressed": {"reasoning": "samples/compressed.reasoning.jsonl"}}, "cached": {"compressed": []},
-    }  # fmt: skip
+        "files": {"compressed": {"reasoning": "samples/compressed.reasoning.jsonl"}},
+        "cached": {"compressed": []},
+    }
     rows = []
     for temperature in (0.0, 0.5, 1.0):
         base = {
-            "temperature": temperature, "length": 44.0, "length_stderr": 1.5, "repetition": 0.12 - 0.1 * temperature,
-            "repetition_stderr": 0.02, "ended_share": 0.4, "ended_share_stderr": 0.1, "n": 48 if temperature else 16,
-        }  # fmt: skip
-        rows.append(base | {"model": "baseline", "first_difference": None, "first_difference_stderr": None, "same_share": None})
+            "temperature": temperature,
+            "length": 44.0,
+            "length_stderr": 1.5,
+            "repetition": 0.12 - 0.1 * temperature,
+            "repetition_stderr": 0.02,
+            "ended_share": 0.4,
+            "ended_share_stderr": 0.1,
+            "n": 48 if temperature else 16,
+        }
+        rows.append(
+            base | {"model": "baseline", "first_difference": None, "first_difference_stderr": None, "same_share": None}
+        )
         for i, name in enumerate(("compressed", *others)):
-            rows.append(base | {"model": name, "first_difference": 12.0 - 5 * temperature - i, "first_difference_stderr": 1.2,
-                                "same_share": 0.1, "same_share_stderr": 0.04, "repetition": 0.2 + 0.05 * i})  # fmt: skip
+            rows.append(
+                base
+                | {
+                    "model": name,
+                    "first_difference": 12.0 - 5 * temperature - i,
+                    "first_difference_stderr": 1.2,
+                    "same_share": 0.1,
+                    "same_share_stderr": 0.04,
+                    "repetition": 0.2 + 0.05 * i,
+                }
+            )
     sample = {
-        "prompt": "Tell me a story.", "temperature": 0.0, "seed": None, "first_difference": {"compressed": 6},
+        "prompt": "Tell me a story.",
+        "temperature": 0.0,
+        "seed": None,
+        "first_difference": {"compressed": 6},
         "texts": {"baseline": "Once upon a time there was a fox.", "compressed": "Once upon a time there lived a hen."},
-    }  # fmt: skip
+    }
     made["generation"] = {
-        "settings": {"new_tokens": 48, "prompts": 16, "temperatures": [0.5, 1.0], "seeds": 3,
-                     "dtype": {"baseline": "float32", "compressed": "float32"}},
-        "rows": rows, "samples": [sample, sample | {"temperature": 0.5, "seed": 1}] * 3, "file": "samples/generations.jsonl",
-    }  # fmt: skip
+        "settings": {
+            "new_tokens": 48,
+            "prompts": 16,
+            "temperatures": [0.5, 1.0],
+            "seeds": 3,
+            "dtype": {"baseline": "float32", "compressed": "float32"},
+        },
+        "rows": rows,
+        "samples": [sample, sample | {"temperature": 0.5, "seed": 1}] * 3,
+        "file": "samples/generations.jsonl",
+    }
     grid, names = [], ("baseline", "compressed", *others)
     for prompt in (64, 512):
         for batch in (1, 4, 8):
             for i, name in enumerate(names):
                 decode, prefill = 60.0 * batch**0.8 * (1 + 0.6 * i), 1500.0 - 300 * i
-                grid.append({
-                    "model": name, "batch": batch, "prompt_tokens": prompt, "prefill_tokens_per_s": prefill,
-                    "prefill_quartiles": [prefill - 40, prefill + 30], "decode_tokens_per_s": decode,
-                    "decode_quartiles": [decode * 0.95, decode * 1.04], "time_to_first_token_s": batch * prompt / prefill,
-                    "execution": "compiled, weights frozen", "prefill_ratio": prefill / 1500, "decode_ratio": 1 + 0.6 * i,
-                })  # fmt: skip
-    load = [{"model": name, "offered": 1.2 * share, "offered_share": share, "requests": 12, "time_to_first_token_p50_s": 0.4,
-             "time_to_first_token_p95_s": 1.9, "tokens_per_s": 31.0} for share in (0.5, 0.9) for name in names[:2]]  # fmt: skip
+                grid.append(
+                    {
+                        "model": name,
+                        "batch": batch,
+                        "prompt_tokens": prompt,
+                        "prefill_tokens_per_s": prefill,
+                        "prefill_quartiles": [prefill - 40, prefill + 30],
+                        "decode_tokens_per_s": decode,
+                        "decode_quartiles": [decode * 0.95, decode * 1.04],
+                        "time_to_first_token_s": batch * prompt / prefill,
+                        "execution": "compiled, weights frozen",
+                        "prefill_ratio": prefill / 1500,
+                        "decode_ratio": 1 + 0.6 * i,
+                    }
+                )
+    load = [
+        {
+            "model": name,
+            "offered": 1.2 * share,
+            "offered_share": share,
+            "requests": 12,
+            "time_to_first_token_p50_s": 0.4,
+            "time_to_first_token_p95_s": 1.9,
+            "tokens_per_s": 31.0,
+        }
+        for share in (0.5, 0.9)
+        for name in names[:2]
+    ]
     made["speed_grid"] = {"settings": {"rounds": 5, "new_tokens": 32}, "rows": grid, "load": load}
     made["cost"] = {
         "ceilings": {"read_bytes_per_s": 2.1e10, "flops_per_s": 4.0e11, "how": "measured here, 2 threads"},
-        "rows": [{"model": name, "batch": batch, "context": context, "weight_bytes": 2.69e8 / (1 + i),
-                  "cache_bytes": 46080 * context * batch, "flops": 2.7e8 * batch, "bound": "memory",
-                  "predicted_s": (2.69e8 / (1 + i) + 46080 * context * batch) / 2.1e10,
-                  "measured_s": 0.0165 / (1 + 0.6 * i) * batch**0.2 if context == 512 else None}
-                 for i, name in enumerate(names) for batch in (1, 8) for context in (128, 512, 2048, 8192)],
-    }  # fmt: skip
-    measured = {"memory_use": (2.9e8, "bytes", ""), "compute_use": (0.93, "share", "process time over wall time and threads"),
-                "latency": (0.016, "s", ""), "throughput": (61.0, "tokens/s", ""), "compression_rate": (2.4, "×", ""),
-                "energy": (None, "J/token", "not measurable here: no permission to read the counters of the CPU")}  # fmt: skip
+        "rows": [
+            {
+                "model": name,
+                "batch": batch,
+                "context": context,
+                "weight_bytes": 2.69e8 / (1 + i),
+                "cache_bytes": 46080 * context * batch,
+                "flops": 2.7e8 * batch,
+                "bound": "memory",
+                "predicted_s": (2.69e8 / (1 + i) + 46080 * context * batch) / 2.1e10,
+                "measured_s": 0.0165 / (1 + 0.6 * i) * batch**0.2 if context == 512 else None,
+            }
+            for i, name in enumerate(names)
+            for batch in (1, 8)
+            for context in (128, 512, 2048, 8192)
+        ],
+    }
+    measured = {
+        "memory_use": (2.9e8, "bytes", ""),
+        "compute_use": (0.93, "share", "process time over wall time and threads"),
+        "latency": (0.016, "s", ""),
+        "throughput": (61.0, "tokens/s", ""),
+        "compression_rate": (2.4, "×", ""),
+        "energy": (None, "J/token", "not measurable here: no permission to read the counters of the CPU"),
+    }
     one = {key: dict(zip(("value", "unit", "note"), of, strict=True)) for key, of in measured.items()}
     made["efficiency"] = {name: copy.deepcopy(one) for name in names}
     return made
@@ -121,7 +244,11 @@ def told(record) -> dict:
 
 def test_scores_are_named_by_their_longest_prefix(record):
     rows = {(row["label"], row["detail"]): row for row in metric_table(record)["rows"]}
-    assert ("Accuracy, by length", "reasoning") in rows and ("Accuracy", "facts") in rows and ("Bits per byte", "text") in rows
+    assert (
+        ("Accuracy, by length", "reasoning") in rows
+        and ("Accuracy", "facts") in rows
+        and ("Bits per byte", "text") in rows
+    )
     assert not any("norm" in detail for _, detail in rows)
     assert [cell["value"] for cell in rows["Accuracy, by length", "reasoning"]["cells"][:2]] == ["42.00", "36.00"]
     assert rows["Bits per byte", "text"]["change"]["kind"] == "bad", "more bits are worse"
@@ -139,7 +266,11 @@ def test_tasks_say_what_was_compared(told):
     by = {group["task"]: {row["model"]: row for row in group["rows"]} for group in tasks["groups"]}
     mine = by["reasoning"]["compressed"]
     assert (mine["value"], mine["stderr"]) == ("36.0", "± 2.0") and mine["recovery"] == ("85.7 %", "77.4 to 94.0")
-    assert mine["difference"] == ("−6.0", "−9.5 to −2.5") and mine["p"] == "< 0.001" and (mine["wrong"], mine["right"]) == (61, 25)
+    assert (
+        mine["difference"] == ("−6.0", "−9.5 to −2.5")
+        and mine["p"] == "< 0.001"
+        and (mine["wrong"], mine["right"]) == (61, 25)
+    )
     assert [by[task]["compressed"]["kind"] for task in by] == ["bad", "", "bad"], "fewer right; within noise; more bits"
     assert by["facts"]["baseline"]["recovery"] == ("", "") and by["text"]["compressed"]["wrong"] is None
     assert tasks["said"] == [
@@ -168,11 +299,14 @@ def test_forest_is_of_points_and_right_is_better(record, monkeypatch):
     assert [round(v, 6) for v in reasoning[1:4]] == [-6.0, -9.5, -2.5] and reasoning.main
     assert facts.low < 0 < facts.high
     bits = next(iter(others.values()))[0]
-    assert bits.value == pytest.approx(100 * (0.9 / 0.95 - 1)) and bits.low == pytest.approx(-6.5), "more bits lie on the left"
+    assert bits.value == pytest.approx(100 * (0.9 / 0.95 - 1)) and bits.low == pytest.approx(-6.5), (
+        "more bits lie on the left"
+    )
 
 
 def test_a_group_counts_once(record):
-    """Its parts are neither in the mean nor in the figure, nor are their flips counted twice, but they can be looked at."""
+    """Its parts are neither in the mean nor in the figure, nor are their flips counted twice, but they can be looked
+    at."""
     made = copy.deepcopy(record)
     tasks = made["tasks"]
     for part in ("reasoning_a", "reasoning_b"):
@@ -207,23 +341,40 @@ def test_grid_and_load(told, record):
         grid["groups"]
     ) == 6
     base, mine, _ = grid["groups"][0]["rows"]
-    assert base["decode"]["ratio"] is None and mine["decode"]["ratio"] == 1.6 and mine["prefill"]["spread"] == "1,160–1,230"
+    assert (
+        base["decode"]["ratio"] is None
+        and mine["decode"]["ratio"] == 1.6
+        and mine["prefill"]["spread"] == "1,160–1,230"
+    )
     assert grid["executed"] == ["baseline, compressed, rtn: compiled, weights frozen"] and len(grid["load"]) == 4
     made = copy.deepcopy(record)
     made["speed_grid"]["rows"] = [row for row in made["speed_grid"]["rows"] if row["batch"] == 1]
     assert "tokens of prompt" in resources.context(made)["grid"]["figure"], "one batch: against the length"
     made["speed_grid"]["rows"] *= 200
     many = resources.context(made)["grid"]
-    assert sum(len(group["rows"]) for group in many["groups"]) == resources.MAX_ROWS and many["left"] == 1200 - resources.MAX_ROWS
+    assert (
+        sum(len(group["rows"]) for group in many["groups"]) == resources.MAX_ROWS
+        and many["left"] == 1200 - resources.MAX_ROWS
+    )
 
 
 def test_cost_says_how_far_it_is_from_the_ceiling(told, record):
     cost = told["cost"]
-    row = next(row for row in record["cost"]["rows"] if row["measured_s"] and row["model"] == "compressed" and row["batch"] == 1)
+    row = next(
+        row
+        for row in record["cost"]["rows"]
+        if row["measured_s"] and row["model"] == "compressed" and row["batch"] == 1
+    )
     shown = next(one for one in cost["rows"] if one["ratio"] and one["model"] == "compressed" and one["batch"] == 1)
-    assert shown["ratio"] == row["measured_s"] / row["predicted_s"] and shown["bound"] == "memory" and shown["weights"] == "134"
     assert (
-        len(cost["said"]) == 2 and f"({shown['ratio']:.2f}×" not in cost["said"][0] and f"{shown['ratio']:.2f}×" in cost["said"][1]
+        shown["ratio"] == row["measured_s"] / row["predicted_s"]
+        and shown["bound"] == "memory"
+        and shown["weights"] == "134"
+    )
+    assert (
+        len(cost["said"]) == 2
+        and f"({shown['ratio']:.2f}×" not in cost["said"][0]
+        and f"{shown['ratio']:.2f}×" in cost["said"][1]
     )
     assert cost["read"] == "21.00 GB/s" and cost["flops"] == "0.4000 TFLOP/s"
 
@@ -251,17 +402,26 @@ def test_records_with_little_render(record):
     made = copy.deepcopy(record)
     made["tasks"]["compared"]["compressed"]["facts"] = dict.fromkeys(against(1, 1, 1, 1, 1, 1, 1))
     made["tasks"]["rows"] = [row | {"n": None, "num_fewshot": None, "version": None} for row in made["tasks"]["rows"]]
-    made["tasks"] |= {"flips": {"compressed": [dict.fromkeys(record["tasks"]["flips"]["compressed"][0])]}, "files": None}
+    made["tasks"] |= {
+        "flips": {"compressed": [dict.fromkeys(record["tasks"]["flips"]["compressed"][0])]},
+        "files": None,
+    }
     made["generation"]["rows"] = [{"model": m, "temperature": 0.0} for m in ("baseline", "compressed")]
     made["generation"] |= {"settings": None, "samples": None, "file": None}
     keep = ("model", "batch", "prompt_tokens")
-    made["speed_grid"] = {"settings": None, "rows": [{key: row[key] for key in keep} for row in record["speed_grid"]["rows"]],
-                          "load": [{"model": "compressed", "offered": None, "time_to_first_token_p50_s": None}]}  # fmt: skip
+    made["speed_grid"] = {
+        "settings": None,
+        "rows": [{key: row[key] for key in keep} for row in record["speed_grid"]["rows"]],
+        "load": [{"model": "compressed", "offered": None, "time_to_first_token_p50_s": None}],
+    }
     made["cost"]["ceilings"] = {"read_bytes_per_s": None, "flops_per_s": None, "how": None}
     made["cost"]["rows"] = [row | {"measured_s": None, "bound": None} for row in made["cost"]["rows"][:1]]
     made["efficiency"] = {"compressed": {"energy": None}}
     whole = page(made)
-    assert "None" not in re.sub(r"<svg.*?</svg>", "", whole, flags=re.S).split('id="tasks"')[1].split("<h2>Every weight</h2>")[0]
+    assert (
+        "None"
+        not in re.sub(r"<svg.*?</svg>", "", whole, flags=re.S).split('id="tasks"')[1].split("<h2>Every weight</h2>")[0]
+    )
     for key in KEYS:
         assert len(page({k: v for k, v in made.items() if k not in KEYS or k == key})) < len(whole)
     only_load = made["speed_grid"] | {"rows": []}
@@ -297,10 +457,22 @@ def test_model_text_cannot_run(browser, tmp_path, record):
             return [hostile(value) for value in of]
         return of if not isinstance(of, str) or of in kept else EVIL
 
-    kept = {"baseline", "compressed", "acc", "acc_norm", "bits_per_byte", "right to wrong", "wrong to right", "reasoning", "facts"}
+    kept = {
+        "baseline",
+        "compressed",
+        "acc",
+        "acc_norm",
+        "bits_per_byte",
+        "right to wrong",
+        "wrong to right",
+        "reasoning",
+        "facts",
+    }
     made = record | {key: hostile(record[key]) for key in KEYS}
     made["scores"] = hostile(record["scores"])
-    made["tasks"]["files"] = {EVIL: {EVIL: "javascript:document.title='owned'", "b": "//evil.example/x", "c": "data:text/html,x"}}
+    made["tasks"]["files"] = {
+        EVIL: {EVIL: "javascript:document.title='owned'", "b": "//evil.example/x", "c": "data:text/html,x"}
+    }
     made["generation"]["file"] = "javascript:document.title='owned'"
     report = render(made, tmp_path / "report.html")
     tab = browser.new_page()

@@ -7,17 +7,18 @@ from pathlib import Path
 import pytest
 import yaml
 
-from eval.schema import read_record
-from reports.files import LIMIT_BYTES, environment
-from reports.index import MAX_ROWS, index_page, render_index
-from reports.outcome import RunOutcome
-from reports.papers import papers_page, render_papers
+from eval.record.schema import read_record
+from reports.compare.index import MAX_ROWS, index_page, render_index
+from reports.compare.outcome import RunOutcome
+from reports.compare.papers import papers_page, render_papers
+from reports.parts.files import LIMIT_BYTES, environment
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = sorted((ROOT / "reports" / "published").glob("*.json"))
 LEDGER = yaml.safe_load((ROOT / "seeds" / "papers.yml").read_text())
 EVIL = '"><img src=x onerror="document.title=\'owned\'"><script>document.title="owned"</script>'
-FAILURE = {"kind": "out of memory", "cell": 4, "cell_title": "Compress", "error": "Traceback\nRuntimeError: no room", "lines": [],
+FAILURE = {"kind": "out of memory", "cell": 4, "cell_title": "Compress", "error": "Traceback\nRuntimeError: no "
+                                                                                  "room", "lines": [],
            "peak_memory_bytes": 9e9, "seconds": 131.0, "attempts": 1}  # fmt: skip
 SORTABLE = """{% include "sortable.html" %}<div class="scroll"><table class="sortable" data-filter="Filter" data-rows="things">
 <thead><tr><th scope="col">name</th><th scope="col" data-first="descending">value</th>
@@ -47,13 +48,16 @@ def cells_of(html: str) -> dict[str, list[str]]:
     """The attribute data-value (or the text) of each cell, by the key of the run."""
     rows = re.findall(r"<tr><th scope=\"row\".*?</tr>", html, flags=re.S)
     found = [
-        [value or text for value, text in re.findall(r'<t[hd][^>]*?(?:data-value="([^"]*)")?>(.*?)</t[hd]>', row)] for row in rows
+        [value or text for value, text in re.findall(r'<t[hd][^>]*?(?:data-value="([^"]*)")?>(.*?)</t[hd]>', row)]
+        for row in rows
     ]
     return {cells[0]: cells for cells in found}
 
 
 def order_in(tab) -> list[str]:
-    return tab.eval_on_selector_all("tbody tr:not([hidden]) th", "cells => cells.map(c => c.dataset.value ?? c.textContent)")
+    return tab.eval_on_selector_all(
+        "tbody tr:not([hidden]) th", "cells => cells.map(c => c.dataset.value ?? c.textContent)"
+    )
 
 
 def test_every_run_is_there_with_its_files(outcomes):
@@ -83,12 +87,16 @@ def test_headline_numbers_are_the_records(outcomes):
         base, small = record["scores"]["baseline"], record["scores"]["compressed"]
         if record.get("cache"):
             answers = [row for row in record["cache"]["answers"] if row["variant"] in ("full", "compressed")]
-            exact = {v: [x for row in answers if row["variant"] == v for x in row["exact"]] for v in ("full", "compressed")}
+            exact = {
+                v: [x for row in answers if row["variant"] == v for x in row["exact"]] for v in ("full", "compressed")
+            }
             assert kept == pytest.approx(sum(exact["compressed"]) / sum(exact["full"]))
             sizes = record["cache"]["cache_bytes"]
             assert smaller == pytest.approx(sum(sizes["full"].values()) / sum(sizes["compressed"].values()))
         else:
-            kept_of_tasks = [one["recovery"] for one in record.get("tasks", {}).get("compared", {}).get("compressed", {}).values()]
+            kept_of_tasks = [
+                one["recovery"] for one in record.get("tasks", {}).get("compared", {}).get("compressed", {}).values()
+            ]
             by_text = base["perplexity_wikitext2"] / small["perplexity_wikitext2"]
             assert kept == pytest.approx(sum(kept_of_tasks) / len(kept_of_tasks) if kept_of_tasks else by_text)
             assert smaller == base["stored_bytes"] / small["stored_bytes"]
@@ -103,16 +111,27 @@ def test_tasks_come_before_perplexity():
     }
     html = index_page([made])
     assert (
-        cells_of(html)[made.key][6] == "0.975" and "97.5 %<br><small>of 1 task</small>" in html and "perplexity, wikitext2" in html
+        cells_of(html)[made.key][6] == "0.975"
+        and "97.5 %<br><small>of 1 task</small>" in html
+        and "perplexity, wikitext2" in html
     )
 
 
 def test_runs_without_scores_are_listed():
-    record = read_record(PUBLISHED[0]) | {"scores": None, "model": None, "recipe": [], "layers": [], "bench": {"checks": []}}
+    record = read_record(PUBLISHED[0]) | {
+        "scores": None,
+        "model": None,
+        "recipe": [],
+        "layers": [],
+        "bench": {"checks": []},
+    }
     made = [
-        outcome_of(record), RunOutcome("a", "b", "failed"), RunOutcome("c", "d", "finished", "e"),
-        RunOutcome("f", "g", "failed", failure={"kind": "timeout"}), RunOutcome("h", "i", "finished", "", {"scores": None}),
-    ]  # fmt: skip
+        outcome_of(record),
+        RunOutcome("a", "b", "failed"),
+        RunOutcome("c", "d", "finished", "e"),
+        RunOutcome("f", "g", "failed", failure={"kind": "timeout"}),
+        RunOutcome("h", "i", "finished", "", {"scores": None}),
+    ]
     assert len(cells_of(index_page(made))) == 5
     assert "No run has been started" in index_page([])
 
@@ -121,7 +140,10 @@ def test_many_runs_fit_on_a_page(outcomes, tmp_path):
     """Those that failed are still there; how many were left out is said."""
     long = copy.deepcopy(outcomes[1].record)
     long["recipe"] = [{"method": "gptq", "knobs": {}, "text": "<&>" * 400}]
-    many = [RunOutcome(f"run-{i}-{'k' * 300}", "gptq", "finished", f"run-{i}-{'k' * 300}", long) for i in range(2 * MAX_ROWS)]
+    many = [
+        RunOutcome(f"run-{i}-{'k' * 300}", "gptq", "finished", f"run-{i}-{'k' * 300}", long)
+        for i in range(2 * MAX_ROWS)
+    ]
     report = render_index([*many, outcomes[-2]], tmp_path / "index.html")
     html = report.path.read_text()
     shown = len(cells_of(html))
@@ -145,7 +167,9 @@ def test_columns_sort_as_numbers_by_keyboard(tab):
     head = tab.locator("thead th").nth(1)
     head.locator("button").focus()
     tab.keyboard.press("Enter")
-    assert order_in(tab) == ["base", "b", "C", "e", "a", "d", "none"] and head.get_attribute("aria-sort") == "descending"
+    assert (
+        order_in(tab) == ["base", "b", "C", "e", "a", "d", "none"] and head.get_attribute("aria-sort") == "descending"
+    )
     tab.keyboard.press("Space")
     assert order_in(tab) == ["base", "d", "a", "C", "e", "b", "none"] and head.get_attribute("aria-sort") == "ascending"
     assert tab.evaluate("document.activeElement.textContent") == "value", "the focus stays"
@@ -154,7 +178,9 @@ def test_columns_sort_as_numbers_by_keyboard(tab):
 def test_columns_sort_as_text(tab):
     tab.locator("thead button").nth(0).click()
     assert order_in(tab) == ["base", "a", "b", "C", "d", "e", "none"]
-    assert tab.eval_on_selector_all("[aria-sort]", "heads => heads.map(h => h.textContent)") == ["name"], "one column at a time"
+    assert tab.eval_on_selector_all("[aria-sort]", "heads => heads.map(h => h.textContent)") == ["name"], (
+        "one column at a time"
+    )
     tab.locator("thead button").nth(0).click()
     assert order_in(tab) == ["base", "none", "e", "d", "C", "b", "a"]
 
@@ -179,7 +205,10 @@ def test_index_sorts_in_the_browser(browser, outcomes, tmp_path):
     numbers = [float(value) for value in values if value]
     assert numbers == sorted(numbers, reverse=True) and len(numbers) == len(PUBLISHED) + 1 and values[-2:] == ["", ""]
     tab.get_by_label("Filter the runs").fill("failed memory")
-    assert order_in(tab) == ["failed-1"] and tab.locator("[role=status]").text_content() == f"1 of {len(outcomes)} runs shown"
+    assert (
+        order_in(tab) == ["failed-1"]
+        and tab.locator("[role=status]").text_content() == f"1 of {len(outcomes)} runs shown"
+    )
     tab.close()
 
 
@@ -207,8 +236,12 @@ def test_papers_in_a_browser(look, scheme, width):
 def test_papers_say_what_the_ledger_says():
     command = LEDGER[0]["measured"][0]["command"]
     html = papers_page(LEDGER, records={command: "reports/one.html", "llm-int8": "two.html"}, root="..")
-    assert html.count("<section") == len(LEDGER) and html.count("not measured here") == sum(not e["measured"] for e in LEDGER)
-    assert html.count('href="reports/one.html"') == sum(m["command"] == command for e in LEDGER for m in e["measured"] or [])
+    assert html.count("<section") == len(LEDGER) and html.count("not measured here") == sum(
+        not e["measured"] for e in LEDGER
+    )
+    assert html.count('href="reports/one.html"') == sum(
+        m["command"] == command for e in LEDGER for m in e["measured"] or []
+    )
     assert 'href="two.html"' in html and 'href="https://arxiv.org/abs/2210.17323"' in html
     for entry in LEDGER:
         assert f'href="../{entry["module"]}"' in html and f'id="{entry["id"]}"' in html
@@ -221,10 +254,20 @@ def test_names_and_links_cannot_run(browser, tmp_path, outcomes):
     record["recipe"] = [{"method": EVIL, "knobs": {}, "text": EVIL}]
     record["model"]["name"] = record["run"]["started"] = EVIL
     failure = dict.fromkeys(("kind", "cell_title", "error"), EVIL) | {"seconds": 3}
-    made = [RunOutcome(EVIL, EVIL, "finished", bad, record), RunOutcome("b", "c", "failed", "//evil.example", failure=failure),
-            RunOutcome("d", "e", EVIL, EVIL, parameters={"model_name": EVIL})]  # fmt: skip
-    entry = {"id": EVIL, "title": EVIL, "paper": bad, "claim": dict.fromkeys(("metric", "value", "setting"), EVIL), "module": bad,
-             "notebook": EVIL, "measured": [dict.fromkeys(("metric", "value", "setting", "command"), EVIL)]}  # fmt: skip
+    made = [
+        RunOutcome(EVIL, EVIL, "finished", bad, record),
+        RunOutcome("b", "c", "failed", "//evil.example", failure=failure),
+        RunOutcome("d", "e", EVIL, EVIL, parameters={"model_name": EVIL}),
+    ]
+    entry = {
+        "id": EVIL,
+        "title": EVIL,
+        "paper": bad,
+        "claim": dict.fromkeys(("metric", "value", "setting"), EVIL),
+        "module": bad,
+        "notebook": EVIL,
+        "measured": [dict.fromkeys(("metric", "value", "setting", "command"), EVIL)],
+    }
     reports = [
         render_index(made, tmp_path / "index.html", comparisons={EVIL: bad, "b": "//evil.example/x"}),
         render_papers([entry], tmp_path / "papers.html", records={EVIL: bad}, root=".."),
@@ -234,6 +277,8 @@ def test_names_and_links_cannot_run(browser, tmp_path, outcomes):
         tab.goto(report.path.as_uri())
         assert tab.evaluate("document.querySelectorAll('script').length") == scripts
         assert tab.evaluate("document.querySelectorAll('img').length") == 0 and "owned" not in tab.title()
-        links = tab.evaluate("[...document.querySelectorAll('a')].map(a => new URL(a.href).protocol + new URL(a.href).host)")
+        links = tab.evaluate(
+            "[...document.querySelectorAll('a')].map(a => new URL(a.href).protocol + new URL(a.href).host)"
+        )
         assert len(links) > 2 and set(links) == {"file:"}
         tab.close()

@@ -8,12 +8,12 @@ import nbformat
 import pytest
 import torch
 
-from eval.schema import read_record
-from notebooks.parameters import FOLDER
-from reports.caches import cache_rows, speed_rows
-from reports.kv import context
-from reports.render import page, render
-from reports.table import cache_markdown, cache_speed_markdown, updated
+from eval.record.schema import read_record
+from notebooks.study.parameters import FOLDER
+from reports.page.caches import cache_rows, speed_rows
+from reports.page.kv import context
+from reports.page.render import page, render
+from reports.parts.table import cache_markdown, cache_speed_markdown, updated
 
 EVIL = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 
@@ -23,11 +23,19 @@ def record(tmp_path_factory):
     """Everything that the notebook can find, without compiling."""
     folder, compiled = tmp_path_factory.mktemp("run"), torch.compile
     given = {
-        "model_name": "tiny", "policy": "expected_attention", "allocation": "ada",
+        "model_name": "tiny",
+        "policy": "expected_attention",
+        "allocation": "ada",
         "compare": "in codes: snapkv, kv_int; kv_int(bits=8)",
-        "curves": "snapkv{0.5, 0.2}", "tasks": ["word", "multi_value"], "lengths": [192, 256], "samples": 6,
-        "speed_contexts": [32, 64], "speed_rounds": 2, "speed_new_tokens": 2, "run_path": str(folder),
-    }  # fmt: skip
+        "curves": "snapkv{0.5, 0.2}",
+        "tasks": ["word", "multi_value"],
+        "lengths": [192, 256],
+        "samples": 6,
+        "speed_contexts": [32, 64],
+        "speed_rounds": 2,
+        "speed_new_tokens": 2,
+        "run_path": str(folder),
+    }
     namespace = {}
     torch.compile = lambda step, **_: step
     try:
@@ -37,7 +45,10 @@ def record(tmp_path_factory):
                 namespace |= given if "parameters" in cell.metadata.get("tags", []) else {}
     finally:
         torch.compile = compiled
-    assert "<svg" in namespace["figures"](namespace["made"])._repr_html_() and "contexts" in namespace["contexts"]._repr_html_()
+    assert (
+        "<svg" in namespace["figures"](namespace["made"])._repr_html_()
+        and "contexts" in namespace["contexts"]._repr_html_()
+    )
     return read_record(folder / "record.json")
 
 
@@ -65,9 +76,14 @@ def test_rows_are_what_was_answered(record):
 
 def test_tables_of_a_readme(record):
     answers, speeds = cache_markdown([record]), cache_speed_markdown([record])
-    assert "| full 16-bit cache | 100.0 |" in answers and "**`expected_attention(budget=0.25, allocation='ada')`**" in answers
+    assert (
+        "| full 16-bit cache | 100.0 |" in answers
+        and "**`expected_attention(budget=0.25, allocation='ada')`**" in answers
+    )
     assert answers.count("\n") == 12 and "64 tokens" in speeds and "full 16-bit cache, torch SDPA" in speeds
-    made = updated("<!-- workbench cache a -->\n<!-- end -->\n<!-- workbench cache-speed a -->\n<!-- end -->", lambda _: record)
+    made = updated(
+        "<!-- workbench cache a -->\n<!-- end -->\n<!-- workbench cache-speed a -->\n<!-- end -->", lambda _: record
+    )
     assert answers in made and speeds in made
     with pytest.raises(ValueError, match="is not of a run on KV caches"):
         cache_markdown([record | {"cache": None}])
@@ -103,8 +119,8 @@ def test_model_text_cannot_run(browser, record, tmp_path):
 def test_a_killed_run_goes_on(tmp_path, monkeypatch):
     """What was found of a context is not asked again; other recipes are."""
     from compress import load_model
-    from eval import long_context
-    from notebooks.kv import cache_recipes, haystacks, score_caches
+    from eval.contexts import long_context
+    from notebooks.study.caches import cache_recipes, haystacks, score_caches
 
     model, tokenizer = load_model("tiny")
     contexts = haystacks(tokenizer, ["word"], haystack="noise", lengths=[160], count=3).samples
@@ -120,11 +136,14 @@ def test_a_killed_run_goes_on(tmp_path, monkeypatch):
         return ask
 
     recipes = cache_recipes("snapkv")
-    monkeypatch.setattr(sys.modules["eval.long_context"], "_ask_all", until(2))
+    monkeypatch.setattr(sys.modules["eval.contexts.long_context"], "_ask_all", until(2))
     with pytest.raises(KeyboardInterrupt):
         score_caches(model, recipes, contexts, ["agnostic"], str(tmp_path))
-    monkeypatch.setattr(sys.modules["eval.long_context"], "_ask_all", until(99))
+    monkeypatch.setattr(sys.modules["eval.contexts.long_context"], "_ask_all", until(99))
     found = score_caches(model, recipes, contexts, ["agnostic"], str(tmp_path))
-    assert len(asked) == 3 and found.found()["answers"] == score_caches(model, recipes, contexts, ["agnostic"]).found()["answers"]
+    assert (
+        len(asked) == 3
+        and found.found()["answers"] == score_caches(model, recipes, contexts, ["agnostic"]).found()["answers"]
+    )
     score_caches(model, cache_recipes("streaming"), contexts, ["agnostic"], str(tmp_path))
     assert len(asked) == 9

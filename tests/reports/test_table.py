@@ -6,17 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from eval.schema import read_record
-from notebooks.cli import main
-from reports.table import markdown, rows, strengths_markdown, tasks_markdown, updated
+from eval.record.schema import read_record
+from notebooks.batch.cli import main
+from reports.parts.table import markdown, rows, strengths_markdown, tasks_markdown, updated
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = sorted((ROOT / "reports" / "published").glob("*.json"))
 
 
 def made_up(name: str = "a-model") -> dict:
-    base = {"perplexity_a": 20.0, "perplexity_a_stderr": 0.5, "stored_bytes": 2e8, "decode_tokens_per_s": 40.0,
-            "prefill_tokens_per_s": 1000.0}  # fmt: skip
+    base = {
+        "perplexity_a": 20.0,
+        "perplexity_a_stderr": 0.5,
+        "stored_bytes": 2e8,
+        "decode_tokens_per_s": 40.0,
+        "prefill_tokens_per_s": 1000.0,
+    }
     small = {
         **base,
         "perplexity_a": 20.1,
@@ -26,10 +31,19 @@ def made_up(name: str = "a-model") -> dict:
         "prefill_tokens_per_s": 1500.0,
     }
     return {
-        "run": {"key": "k"}, "model": {"name": name}, "recipe": [{"method": "m", "knobs": {"bits": 8, "order": "x"}}],
-        "scores": {"baseline": base, "compressed": small, "plain": {"perplexity_a": 19.0}, "other": {"perplexity_a": 60.0}},
-        "recipes": {"plain": [{"method": "n", "knobs": {}, "text": "n(a='|')"}, {"method": "o", "knobs": {}, "text": "o"}]},
-    }  # fmt: skip
+        "run": {"key": "k"},
+        "model": {"name": name},
+        "recipe": [{"method": "m", "knobs": {"bits": 8, "order": "x"}}],
+        "scores": {
+            "baseline": base,
+            "compressed": small,
+            "plain": {"perplexity_a": 19.0},
+            "other": {"perplexity_a": 60.0},
+        },
+        "recipes": {
+            "plain": [{"method": "n", "knobs": {}, "text": "n(a='|')"}, {"method": "o", "knobs": {}, "text": "o"}]
+        },
+    }
 
 
 def test_a_row_for_each_model_against_its_own_baseline():
@@ -45,7 +59,11 @@ def test_a_row_for_each_model_against_its_own_baseline():
     other["scores"]["baseline"]["prefill_tokens_per_s"] = 3000.0
     both = markdown([made_up(), other]).splitlines()
     assert both[0].startswith("| model | recipe |") and len(both) == 2 + 2 * 4
-    assert both[3].startswith("| a-model | **`m(bits=8)`** |") and "1,500 (1.50×)" in both[3] and "1,500 (0.50×)" in both[7]
+    assert (
+        both[3].startswith("| a-model | **`m(bits=8)`** |")
+        and "1,500 (1.50×)" in both[3]
+        and "1,500 (0.50×)" in both[7]
+    )
     assert [row["decode_ratio"] for row in rows(other)] == [1.0, 1.0, None, None]
 
 
@@ -54,8 +72,10 @@ def test_a_table_of_strengths():
     record = made_up() | {"strengths": {"lines": [{"recipe": "wanda(ratio={})", "points": points}]}}
     made = strengths_markdown([record])
     assert made.splitlines() == [
-        "| perplexity, a; baseline 20.00 | 0.3 | 0.5 |", "| --- | ---: | ---: |", "| `wanda(ratio={})` | 21.00 | 1,234 |",
-    ]  # fmt: skip
+        "| perplexity, a; baseline 20.00 | 0.3 | 0.5 |",
+        "| --- | ---: | ---: |",
+        "| `wanda(ratio={})` | 21.00 | 1,234 |",
+    ]
     text = updated("<!-- workbench strengths r.json -->\n<!-- end -->", {"r.json": record}.__getitem__)
     assert text == f"<!-- workbench strengths r.json -->\n\n{made}\n<!-- end -->"
     with pytest.raises(ValueError, match="no scores at several strengths"):
@@ -70,8 +90,10 @@ def test_text_between_the_marks_is_made_anew_and_nothing_else(tmp_path):
     records = {"one.json": made_up(), "two.json": made_up("another")}
     after = updated(before, records.__getitem__)
     table, both = markdown([made_up()]), markdown(list(records.values()))
-    assert after == (f"# Title\n\n<!-- workbench table one.json -->\n\n{table}\n<!-- end -->\n\ntext\n"
-                     f"<!-- workbench table one.json two.json -->\n\n{both}\n<!-- end -->\n")  # fmt: skip
+    assert after == (
+        f"# Title\n\n<!-- workbench table one.json -->\n\n{table}\n<!-- end -->\n\ntext\n"
+        f"<!-- workbench table one.json two.json -->\n\n{both}\n<!-- end -->\n"
+    )
     assert updated(after, records.__getitem__) == after and updated("no tables", records.__getitem__) == "no tables"
     with pytest.raises(ValueError, match="one.json --> has no <!-- end --> after it"):
         updated(f"<!-- workbench table one.json -->\n{before}", records.__getitem__)
@@ -113,11 +135,15 @@ def test_tasks_side_by_side():
     step = {"method": "rtn", "knobs": {}, "text": "rtn(bits=4)"}
     paired = {"metric": "acc", "recovery": 0.5, "right_to_wrong": 3, "wrong_to_right": 1}
     made = {
-        "run": {"key": "k"}, "recipe": [step], "recipes": {"compressed": [step]},
-        "scores": {"baseline": {"acc_sums": 0.5, "acc_sums_stderr": 0.05},
-                   "compressed": {"acc_sums": 0.25, "acc_sums_stderr": 0.04}},
+        "run": {"key": "k"},
+        "recipe": [step],
+        "recipes": {"compressed": [step]},
+        "scores": {
+            "baseline": {"acc_sums": 0.5, "acc_sums_stderr": 0.05},
+            "compressed": {"acc_sums": 0.25, "acc_sums_stderr": 0.04},
+        },
         "tasks": {"rows": [{"task": "sums", "metric": "acc", "n": 20}], "compared": {"compressed": {"sums": paired}}},
-    }  # fmt: skip
+    }
     text = tasks_markdown([made])
     assert "| 16-bit baseline | 50.0 ± 5.0 |  |  |" in text and "| `rtn(bits=4)` | 25.0 ± 4.0 | 50 % | 3, 1 |" in text
     assert updated("<!-- workbench tasks x -->\nold\n<!-- end -->", lambda _: made).count("16-bit baseline") == 1

@@ -1,0 +1,1 @@
+"""How much to take from each layer."""

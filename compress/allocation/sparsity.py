@@ -1,0 +1,210 @@
+"""How much goes from which linear, given how much goes from all of them together."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from compress.formats import Dense
+from compress.linear import CompressedLinear, replace, weight_of
+from compress.walk.capture import Call, Tail, block_calls, device_of, run_block
+from compress.walk.resume import BlockStore
+from compress.walk.statistics import LayerStatistics
+from compress.walk.walk import collect, find_blocks, input_groups, targets
+from kernels.linear import fast_linear
+
+if TYPE_CHECKING:
+    from compress.pruning.base import PruningMethod
+
+LEVELS = (0.2, 0.4, 0.6, 0.8)  # ratios at which distortions are measured; no linear loses more than the last
+STEP = 0.02  # between the ratios among which each linear's is chosen
+MOST_STATES = 1 << 16  # of the dynamic program
+
+
+def global_ratios(model: nn.Module, method: "PruningMethod") -> dict[str, float]:
+    """The ratio of each linear when the smallest scores of all linears together go.
+
+    The threshold is found by halving, so that no more than one linear's scores are held at a time.
+    """
+    sizes = {name: rows * columns for name, (rows, columns) in targets(model, method).items()}
+
+    def scores(name: str) -> Tensor:
+        statistics = LayerStatistics(0, {})
+        statistics.name = name
+        return method.scores(weight_of(model.get_submodule(name)), statistics)
+
+    def below(threshold: float) -> dict[str, int]:
+        return {name: int((scores(name) < threshold).sum()) for name in sizes}
+
+    low, high = 0.0, max(scores(name).max().item() for name in sizes) + 1.0
+    for _ in tqdm(range(32), desc=f"{method.name}: threshold over all linears", unit="pass"):
+        middle = (low + high) / 2
+        counts = below(middle)
+        low, high = (middle, high) if sum(counts.values()) <= method.ratio * sum(sizes.values()) else (low, middle)
+    return {name: count / sizes[name] for name, count in below(low).items()}
+
+
+@torch.no_grad()
+def distortion_curves(
+    model: nn.Module,
+    method: "PruningMethod",
+    batches: Sequence[Tensor],
+    *,
+    device: torch.device,
+    store: BlockStore | None = None,
+) -> dict[str, dict[float, float]]:
+    """What pruning one linear alone does to the model's predictions: {linear: {level of LEVELS: KL in nats per token}}.
+
+    Every linear is pruned as the method would on what flows in the model as it is, and only it; the blocks after it are
+    run again, for `curve_tokens` tokens. arXiv:2308.10438 measures the squared error of the outputs instead, which
+    weighs likely and unlikely tokens alike; what it needs, that distortions of different linears add up, holds for
+    small ones of both.
+
+    Args:
+        store: where the curves of finished blocks are kept.
+    """
+    prefix, blocks = find_blocks(model)
+    names = list(targets(model, method))
+    few = _first(batches, method.curve_tokens)
+    calls, probes = block_calls(model, blocks, batches), block_calls(model, blocks, few)
+    pruners = {level: dataclasses.replace(method, ratio=level, allocation="uniform") for level in LEVELS}
+    curves: dict[str, dict[float, float]] = {}
+    home, tail = device_of(blocks[0]), Tail(model, blocks, few)
+    progress = tqdm(total=len(names) * len(LEVELS), desc=f"{method.name}: distortion curves", unit="pass")
+
+    def predictions(first: int) -> list[Tensor]:
+        """Logarithms of the probabilities that the model gives from block `first` on, per micro-batch of probes."""
+        found = []
+        for i, probe in enumerate(probes):
+            at = dataclasses.replace(probe)
+            for index in range(first, len(blocks)):
+                at.hidden = run_block(blocks[index], at, index, device)
+            found.append(tail.logits(i, at.hidden.to(home)).float().log_softmax(-1))
+        return found
+
+    try:
+        blocks.to(device)  # every block is run again and again
+        with fast_linear():
+            expected = predictions(0)
+            for index, block in enumerate(blocks):
+                own = {name: model.get_submodule(name) for name in names if name.startswith(f"{prefix}.{index}.")}
+                found = store.get(index) if store else None
+                if found is None:
+                    for name, statistics in _statistics(block, own, calls, index, method, device):
+                        progress.set_postfix_str(name.removeprefix(f"{prefix}."))
+                        curves[name] = {}
+                        for level, pruner in pruners.items():
+                            with _pruned(model, name, pruner, statistics):
+                                curves[name][level] = _kl(expected, predictions(index))
+                            progress.update()
+                else:
+                    curves |= {
+                        name: {float(level): kl for level, kl in curve.items()} for name, curve in found[1].items()
+                    }
+                    progress.update(len(own) * len(LEVELS))
+                if store and found is None:
+                    store.put(index, {}, {name: curves[name] for name in own})
+                for call in (*calls, *probes):
+                    call.hidden = run_block(block, call, index, device).to(call.hidden.device)
+    finally:
+        blocks.to(home)
+        progress.close()
+    return curves
+
+
+def allocate(curves: Mapping[str, Mapping[float, float]], weights: Mapping[str, int], ratio: float) -> dict[str, float]:
+    """The ratio of each linear, so that at least `ratio` of all weights go and the sum of distortions is least.
+
+    Dynamic programming over the linears, with the number of weights that went so far as its state (arXiv:2308.10438,
+    section 4). Between measured levels the root of the distortion is taken to be linear; it is 0 where nothing goes.
+
+    Args:
+        curves: {linear: {level: distortion}}.
+        weights: {linear: how many it has}.
+    """
+    names = list(curves)
+    choices = np.arange(0, LEVELS[-1] + STEP / 2, STEP)
+    wanted = math.ceil(ratio * sum(weights.values()) - 1e-6)
+    # What all choices have in common is counted as one; where they have little, as much as keeps the states few.
+    unit = max(STEP * math.gcd(*weights.values()), wanted / MOST_STATES)
+    states = math.ceil(wanted / unit - 1e-6)
+    best = np.full(states + 1, np.inf)  # least distortion when so many units went, the last standing for all beyond
+    best[0] = 0.0
+    chosen = np.zeros((len(names), states + 1), dtype=np.int16)
+    before_last = np.zeros(
+        (len(names), len(choices)), dtype=np.int64
+    )  # the state from which a choice reached the last one
+    for i, name in enumerate(names):
+        levels = sorted(curves[name])
+        roots = np.interp(choices, [0, *levels], [0, *(math.sqrt(max(curves[name][level], 0)) for level in levels)])
+        after = np.full(states + 1, np.inf)
+        for k, (choice, root) in enumerate(zip(choices, roots, strict=True)):
+            gone = min(int(choice * weights[name] / unit + 1e-6), states)
+            total = np.full(states + 1, np.inf)
+            total[gone:] = best[: states + 1 - gone] + root**2
+            before_last[i, k] = states - gone + best[states - gone :].argmin()
+            total[states] = best[before_last[i, k]] + root**2
+            better = total < after
+            after[better], chosen[i, better] = total[better], k
+        best = after
+    ratios, state = {}, states
+    for i in reversed(range(len(names))):
+        k = chosen[i, state]
+        ratios[names[i]] = float(choices[k])
+        state = before_last[i, k] if state == states else state - int(choices[k] * weights[names[i]] / unit + 1e-6)
+    assert state == 0
+    return {name: ratios[name] for name in names}
+
+
+def _first(batches: Sequence[Tensor], tokens: int) -> list[Tensor]:
+    """The first batches with at least so many tokens together, cut to as many."""
+    few: list[Tensor] = []
+    for batch in batches:
+        rest = tokens - sum(b.shape[1] for b in few)
+        if rest > 0:
+            few.append(batch[:, :rest])
+    return few
+
+
+def _statistics(
+    block: nn.Module,
+    linears: dict[str, nn.Module],
+    calls: list[Call],
+    index: int,
+    method: "PruningMethod",
+    device: torch.device,
+) -> Iterator[tuple[str, LayerStatistics]]:
+    """Each linear of a block with what the method wants to know of its inputs."""
+    groups, once = input_groups(block, linears, calls, index, device)
+    collectors = collect(block, linears, groups, calls, index, method.statistics, device, stop_early=once)
+    for group in groups:
+        shared = collectors.pop(group[0]).result()
+        for name in group:
+            statistics = shared.for_another()
+            statistics.name = name
+            yield name, statistics
+
+
+@contextmanager
+def _pruned(model: nn.Module, name: str, pruner: "PruningMethod", statistics: LayerStatistics) -> Iterator[None]:
+    """While the block runs, this linear alone is pruned."""
+    linear = model.get_submodule(name)
+    dense = Dense(sum(part.dequantize() for part in pruner.solve(weight_of(linear), statistics)))
+    bias, dtype = linear.bias, linear.dtype if isinstance(linear, CompressedLinear) else linear.weight.dtype
+    replace(model, name, CompressedLinear([dense], bias, dtype=dtype))
+    try:
+        yield
+    finally:
+        replace(model, name, linear)
+
+
+def _kl(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
+    """KL(expected || found) of logarithms of probabilities [batch, T, vocabulary], mean over all tokens."""
+    total = sum(float((p.exp() * (p - q)).sum(-1).double().sum()) for p, q in zip(expected, found, strict=True))
+    return max(total / sum(p[..., 0].numel() for p in expected), 0.0)

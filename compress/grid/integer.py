@@ -1,0 +1,111 @@
+"""Number grids: which values a weight may take, and how its scale and zero point are chosen.
+
+A weight w of a group is stored as an integer code q in [0, 2^bits): w = scale * (q - zero). Symmetric grids fix
+zero = 2^(bits-1), so that the values run from -2^(bits-1) to 2^(bits-1)-1 steps; the scale may be negative, which turns
+the longer side to where the largest weight is.
+"""
+
+import torch
+from torch import Tensor
+
+SCALE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+SEARCH_STEPS = 16  # clipping ratios tried by `search`, down to half the range
+AT_ONCE = 1 << 18  # weights times candidates looked at together: what the caches hold
+
+
+def quantize(w: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
+    """Codes (in w's dtype) nearest to w; scale and zero broadcast against w."""
+    return (w / scale).round_().add_(zero).clamp_(0, (1 << bits) - 1)
+
+
+def dequantize(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """Weights that the codes stand for."""
+    return (codes - zero) * scale
+
+
+def absmax(w: Tensor, bits: int, symmetric: bool, scale_dtype: str = "bfloat16") -> tuple[Tensor, Tensor]:
+    """Scale and zero point that just cover each group.
+
+    Args:
+        w: [..., group_size].
+
+    Returns:
+        scale, zero: [...] float32, the scale rounded to `scale_dtype`.
+    """
+    return _cover(w.amin(-1), w.amax(-1), bits, symmetric, scale_dtype)
+
+
+def search(
+    w: Tensor,
+    bits: int,
+    symmetric: bool,
+    scale_dtype: str = "bfloat16",
+    *,
+    importance: Tensor | None = None,
+    norm: float = 2.0,
+) -> tuple[Tensor, Tensor]:
+    """Scale and zero point that minimise sum(importance * |w - ŵ|^norm) over clipping ratios and, symmetric, over
+    signs.
+
+    Args:
+        w: [..., group_size].
+        importance: weights of the columns, broadcastable to w; None for equal ones.
+        norm: exponent p; 2 is the squared error, larger ones spare the group's extremes.
+
+    Returns:
+        scale, zero: [...] float32; never worse than `absmax` by this measure.
+    """
+    scales, zeros = candidates(w, bits, symmetric, scale_dtype)  # [candidates, ...] each
+    at_once = max(1, AT_ONCE // w.numel())
+    chunks = zip(scales.split(at_once), zeros.split(at_once), strict=True)
+    best = torch.cat([_loss(w, scale, zero, bits, importance, norm) for scale, zero in chunks]).argmin(0, keepdim=True)
+    return scales.gather(0, best)[0], zeros.gather(0, best)[0]
+
+
+def candidates(w: Tensor, bits: int, symmetric: bool, scale_dtype: str = "bfloat16") -> tuple[Tensor, Tensor]:
+    """What `search` chooses from: the grid of `absmax` first, then clipped ones and, symmetric, those of either sign.
+
+    Args:
+        w: [..., group_size].
+
+    Returns:
+        scales, zeros: [candidates, ...] float32.
+    """
+    low, high = w.amin(-1), w.amax(-1)
+    cover = _cover(low, high, bits, symmetric, scale_dtype)
+    ratios = [1 - 0.5 * step / SEARCH_STEPS for step in range(SEARCH_STEPS)]
+    if symmetric:
+        # The long side of the grid, -2^(bits-1), on the extreme weight, and on its opposite.
+        steps = torch.tensor([sign * ratio for ratio in ratios for sign in (-1, 1)], device=w.device) / (
+            1 << (bits - 1)
+        )
+        extreme = torch.where(high > -low, high, low)
+        scales = _round_scale(steps.view(-1, *[1] * extreme.dim()) * extreme, scale_dtype)
+        return torch.cat([cover[0][None], scales]), cover[1].expand(len(steps) + 1, *extreme.shape)
+    tries = [cover, *(_cover(low * ratio, high * ratio, bits, symmetric, scale_dtype) for ratio in ratios)]
+    scales, zeros = zip(*tries, strict=True)
+    return torch.stack(scales), torch.stack(zeros)
+
+
+def _cover(low: Tensor, high: Tensor, bits: int, symmetric: bool, scale_dtype: str) -> tuple[Tensor, Tensor]:
+    levels = (1 << bits) - 1
+    if symmetric:
+        scale = _round_scale(2 * torch.maximum(high, -low) / levels, scale_dtype)
+        return scale, torch.full_like(scale, 1 << (bits - 1))
+    low, high = low.clamp(max=0), high.clamp(min=0)
+    scale = _round_scale((high - low) / levels, scale_dtype)
+    return scale, (-low / scale).round().clamp(0, levels)
+
+
+def _round_scale(scale: Tensor, dtype: str) -> Tensor:
+    """The scale as it will be stored; 1 for a group of zeros, and for one too small for the format."""
+    rounded = scale.to(SCALE_DTYPES[dtype]).float()
+    return torch.where(rounded == 0, torch.ones_like(rounded), rounded)
+
+
+def _loss(w: Tensor, scale: Tensor, zero: Tensor, bits: int, importance: Tensor | None, norm: float) -> Tensor:
+    """sum(importance * |w - ŵ|^norm) per group; rounds as `quantize` does, with fewer passes over the weights."""
+    scale, zero = scale[..., None], zero[..., None]
+    error = (w / scale).round_().clamp_(-zero, (1 << bits) - 1 - zero).mul_(scale).sub_(w)
+    error = error.square_() if norm == 2 else error.abs_().pow_(norm)
+    return (error if importance is None else error.mul_(importance)).sum(-1)

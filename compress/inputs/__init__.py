@@ -1,0 +1,1 @@
+"""What a compression starts from: models, texts and calibration tokens."""

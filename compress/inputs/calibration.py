@@ -1,0 +1,83 @@
+"""Calibration batches, and the held-out tokens that the same corpus is scored on."""
+
+import hashlib
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from compress.inputs.corpus import load_text
+
+
+class Batches(list[Tensor]):
+    """Calibration batches, LongTensors [1, seqlen], that know where they came from (`identity`)."""
+
+    identity: dict
+
+    def _repr_html_(self) -> str:
+        i = self.identity
+        return (
+            f"<p><b>{i['samples']} × {i['seqlen']} tokens</b> of {i['corpus']} (calibration part, seed {i['seed']}), "
+            f"sha256 <code>{i['sha256'][:12]}</code></p>"
+        )
+
+
+def calibration(
+    tokenizer: PreTrainedTokenizerBase, *, corpus: str = "pydocs", samples: int = 128, seqlen: int = 512, seed: int = 0
+) -> Batches:
+    """Draw windows of the calibration part of a corpus, without overlap, in an order that the seed fixes.
+
+    Raises:
+        ValueError: numbers that are not positive, or a corpus too short for samples x seqlen.
+    """
+    for name, value in (("samples", samples), ("seqlen", seqlen)):
+        if type(value) is not int or value < 1:
+            raise ValueError(f"`{name}` (={value!r}) must be a positive integer")
+    ids, prefix = _tokens(tokenizer, corpus, "calibration")
+    step = seqlen - len(prefix)
+    if step < 1:
+        raise ValueError(f"`seqlen` (={seqlen}) must be at least {len(prefix) + 1} for this tokenizer")
+    there = len(ids) // step
+    if there < samples:
+        raise ValueError(
+            f"`samples` (={samples}) x `seqlen` (={seqlen}) needs {samples * seqlen} tokens; the calibration part of "
+            f"`corpus` (={corpus!r}) has {len(ids)}: at most {there} samples of {seqlen}, or another corpus"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.randperm(there, generator=generator)[:samples]
+    batches = Batches(torch.cat([prefix, ids[i * step : (i + 1) * step]])[None] for i in chosen.tolist())
+    batches.identity = {
+        "corpus": corpus,
+        "samples": samples,
+        "seqlen": seqlen,
+        "seed": seed,
+        "sha256": tokens_sha256(batches),
+    }
+    return batches
+
+
+def held_out(tokenizer: PreTrainedTokenizerBase, *, corpus: str = "pydocs") -> Tensor:
+    """Tokens [1, n] of the evaluation part of a corpus, its documents joined by blank lines, with no special tokens."""
+    return _tokens(tokenizer, corpus, "evaluation")[0][None]
+
+
+def beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The special tokens that this tokenizer puts before every text ([] or [bos]); models that have one rely on it."""
+    with_special, without = tokenizer("a").input_ids, tokenizer("a", add_special_tokens=False).input_ids
+    extra = len(with_special) - len(without)
+    return with_special[:extra] if extra > 0 and with_special[extra:] == without else []
+
+
+def tokens_sha256(batches: list[Tensor]) -> str:
+    """Hash of the tokens of all batches."""
+    digest = hashlib.sha256()
+    for batch in batches:
+        digest.update(str(tuple(batch.shape)).encode())
+        digest.update(batch.to(torch.int64).cpu().contiguous().numpy())
+    return digest.hexdigest()
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase, corpus: str, part: str) -> tuple[Tensor, Tensor]:
+    text = "\n\n".join(load_text(corpus, part))
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[0]
+    return ids, torch.tensor(beginning(tokenizer), dtype=torch.long)

@@ -1,0 +1,162 @@
+"""Text by name: embedded, well-known, a file, or any hub data set; its calibration and evaluation parts never
+overlap."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from compress.inputs.hub import first_line, quick_to_fail
+
+_LOCAL = {
+    "wikitext2": "wikitext2_raw/test.parquet", "c4": "calib_c4/train.parquet", "essays": "paul_graham_essays/train.parquet",
+}  # fmt: skip
+PARTS = ("calibration", "evaluation")
+EVALUATION_SHARE = 4  # every fourth document is held out where a corpus has no split of its own
+
+
+def load_text(corpus: str, part: str) -> list[str]:
+    """Documents of one part of a corpus.
+
+    Args:
+        corpus: "pydocs" (Python's own language reference, always there), "wikitext2" (raw), "c4", "essays", a path
+            (.parquet, .jsonl, .json, .txt), or a hub data set as "owner/name" or "owner/name:configuration".
+        part: "calibration" or "evaluation".
+
+    Raises:
+        ValueError: the corpus is not there, or holds no text; says what would do.
+    """
+    if part not in PARTS:
+        raise ValueError(f"`part` (={part!r}) must be one of {', '.join(PARTS)}")
+    if not isinstance(corpus, str) or not corpus.strip():
+        raise ValueError(f"`corpus` (={corpus!r}) must be a name: {_what_would_do()}")
+    if corpus in CORPORA:
+        documents = CORPORA[corpus](part)
+    elif Path(corpus).suffix in _LOADERS:
+        path = Path(corpus).expanduser()
+        if not path.is_file():
+            raise ValueError(f"`corpus` (={corpus!r}): there is no such file")
+        documents = _split(_read(path), part)
+    elif corpus.count("/") == 1 and not corpus.startswith((".", "/", "~")):
+        documents = _hub(corpus, part)
+    else:
+        raise ValueError(f"`corpus` (={corpus!r}) is not known: {_what_would_do()}")
+    if not any(d.strip() for d in documents):
+        raise ValueError(f"`corpus` (={corpus!r}) has no text in its {part} part")
+    return documents
+
+
+def shared_data() -> Path:
+    """Folder of local data sets: $WORKBENCH_DATA, or `shared/data` beside the checkout; it need not exist."""
+    beside = Path(__file__).resolve().parents[3] / "shared" / "data"
+    return Path(os.environ.get("WORKBENCH_DATA", beside))
+
+
+def local_file(corpus: str) -> Path | None:
+    """The file on this machine that a corpus is read from, if it is one file; None for what comes from the hub."""
+    if corpus == "pydocs":
+        from pydoc_data import topics
+
+        return Path(topics.__file__)
+    path = shared_data() / _LOCAL[corpus] if corpus in _LOCAL else Path(corpus).expanduser()
+    return path if path.is_file() else None
+
+
+def _pydocs(part: str) -> list[str]:
+    from pydoc_data.topics import topics
+
+    documents = [topics[name] for name in sorted(topics)]
+    held_out = _split(documents, "evaluation")
+    if part == "evaluation":
+        return held_out
+    # Topics quote one another: a paragraph that is held out is left out here.
+    known = {p.strip() for d in held_out for p in d.split("\n\n")}
+    return ["\n\n".join(p for p in d.split("\n\n") if p.strip() not in known) for d in _split(documents, part)]
+
+
+def _wikitext2(part: str) -> list[str]:
+    local = shared_data() / _LOCAL["wikitext2"]
+    if part == "evaluation" and local.is_file():
+        return _read(local)
+    return _hub("Salesforce/wikitext:wikitext-2-raw-v1", part)
+
+
+def _c4(part: str) -> list[str]:
+    local = shared_data() / _LOCAL["c4"]
+    if local.is_file():
+        return _split(_read(local), part)
+    shard = "en/c4-train.00000-of-01024.json.gz" if part == "calibration" else "en/c4-validation.00000-of-00008.json.gz"
+    return _load("c4", "allenai/c4", data_files=shard, split="train[:20000]")
+
+
+def _essays(part: str) -> list[str]:
+    """Paul Graham's, the usual haystack of needle tests."""
+    local = shared_data() / _LOCAL["essays"]
+    return _split(_read(local), part) if local.is_file() else _hub("sgoel9/paul_graham_essays", part)
+
+
+CORPORA: dict[str, Callable[[str], list[str]]] = {
+    "pydocs": _pydocs,
+    "wikitext2": _wikitext2,
+    "c4": _c4,
+    "essays": _essays,
+}
+
+_LOADERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".txt": "text"}
+
+
+def _read(path: Path) -> list[str]:
+    if path.suffix == ".txt":
+        return path.read_text(encoding="utf-8", errors="replace").split("\n\n")
+    return _load(str(path), _LOADERS[path.suffix], data_files=str(path), split="train")
+
+
+def _hub(corpus: str, part: str) -> list[str]:
+    name, _, configuration = corpus.partition(":")
+    from datasets import get_dataset_split_names
+
+    try:
+        with quick_to_fail():
+            splits = get_dataset_split_names(name, configuration or None)
+    except Exception as error:  # the hub's client raises a dozen kinds; all mean the same to the user
+        raise ValueError(
+            f"`corpus` (={corpus!r}) is not to be had: {first_line(error)}; without a network there are pydocs, "
+            "files, and a "
+            "folder of data sets named by WORKBENCH_DATA"
+        ) from error
+    held_out = next((split for split in ("test", "validation") if split in splits), None)
+    if "train" in splits and held_out:
+        return _load(corpus, name, configuration or None, split="train" if part == "calibration" else held_out)
+    return _split(_load(corpus, name, configuration or None, split=splits[0]), part)
+
+
+def _load(corpus: str, *where, **how) -> list[str]:
+    from datasets import load_dataset
+    from datasets.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    try:
+        with quick_to_fail():
+            rows = load_dataset(*where, **how)
+    except Exception as error:
+        raise ValueError(f"`corpus` (={corpus!r}) cannot be read: {first_line(error)}") from error
+    texts = [
+        name for name, feature in rows.features.items() if getattr(feature, "dtype", "") in ("string", "large_string")
+    ]
+    column = "text" if "text" in texts else texts[0] if len(texts) == 1 else None
+    if column is None:
+        raise ValueError(f"`corpus` (={corpus!r}) needs a column named text; it has {', '.join(rows.column_names)}")
+    return [text for text in rows[column] if text is not None]
+
+
+def _split(documents: list[str], part: str) -> list[str]:
+    """Every fourth document is for evaluation; a corpus of fewer is cut at three quarters of its length."""
+    if len(documents) < EVALUATION_SHARE:
+        text = "\n\n".join(documents)
+        cut = len(text) * (EVALUATION_SHARE - 1) // EVALUATION_SHARE
+        return [text[:cut] if part == "calibration" else text[cut:]]
+    held_out = part == "evaluation"
+    return [d for i, d in enumerate(documents) if (i % EVALUATION_SHARE == EVALUATION_SHARE - 1) == held_out]
+
+
+def _what_would_do() -> str:
+    return f"what would do: {', '.join(CORPORA)}, a .parquet, .jsonl, .json or .txt file, or a hub data set like owner/name"

@@ -1,0 +1,132 @@
+"""GGUF files as ordinary models: converted once, shuffled off the file's own grid, kept in the user's cache folder."""
+
+import hashlib
+import os
+import shutil
+import tempfile
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+SEED = 0  # of the shuffle; part of the cache key
+
+
+def converted(path: Path) -> Path:
+    """Folder with the model of a GGUF file as safetensors and its tokenizer; made at first use, atomically."""
+    with path.open("rb") as file:
+        content = hashlib.file_digest(file, "sha256").hexdigest()
+    key = hashlib.sha256(f"{content} {SEED}".encode()).hexdigest()[:12]
+    folder = cache_folder() / f"{path.stem}-{key}"
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        try:
+            _convert(path, part)
+            try:
+                os.rename(part, folder)
+            except OSError:
+                if not folder.exists():  # somebody else was faster otherwise
+                    raise
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+    return folder
+
+
+def cache_folder() -> Path:
+    """Where converted models lie: $WORKBENCH_CACHE, or a folder in the user's cache folder."""
+    home = os.environ.get("WORKBENCH_CACHE")
+    if home:
+        return Path(home)
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "model-compression-workbench"
+
+
+def _convert(path: Path, target: Path) -> None:
+    where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    tokenizer = AutoTokenizer.from_pretrained(**where)
+    loaded = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    config = type(loaded.config)(**{k: v for k, v in loaded.config.to_dict().items() if k != "quantization_config"})
+    model = type(loaded)(config).eval()  # one that was loaded from GGUF refuses to be saved
+    model.load_state_dict(loaded.state_dict())
+    model.generation_config = loaded.generation_config
+    del loaded
+    if not shuffle(model, SEED):
+        warnings.warn(
+            f"{path.name}: its weights stay on the file's own grid; quantising them with the same groups is "
+            "easier than it should be",
+            stacklevel=2,
+        )
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+
+
+@torch.no_grad()
+def shuffle(model: nn.Module, seed: int) -> bool:
+    """Permute hidden units, MLP units and the value channels of each head, in place; the function stays the same.
+
+    The weights of a GGUF file lie on a grid in groups of 32 columns. Permuted, a group of columns mixes many of the
+    file's groups, so that quantising the model again is as hard as it is for one that was never quantised.
+
+    Returns:
+        False, with the model unchanged, if it is not built like Llama (so that nothing can be said of its units).
+
+    Raises:
+        RuntimeError: the permuted model gives other outputs.
+    """
+    if not _like_llama(model):
+        return False
+    ids = torch.arange(16)[None] * 7 % model.config.vocab_size
+    before = model(ids).logits
+    generator = torch.Generator().manual_seed(seed)
+    core, config = model.model, model.config
+    hidden = torch.randperm(config.hidden_size, generator=generator)
+    _permute(core.embed_tokens, columns=hidden)
+    core.norm.weight.copy_(core.norm.weight[hidden])
+    if model.lm_head.weight is not core.embed_tokens.weight:
+        _permute(model.lm_head, columns=hidden)
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    size = core.layers[0].self_attn.v_proj.weight.shape[0] // kv_heads
+    for block in core.layers:
+        for child in block.children():
+            if getattr(getattr(child, "weight", None), "shape", None) == (config.hidden_size,):
+                child.weight.copy_(child.weight[hidden])
+        attention, mlp = block.self_attn, block.mlp
+        units = torch.randperm(mlp.down_proj.weight.shape[1], generator=generator)
+        channels = torch.stack([torch.randperm(size, generator=generator) for _ in range(kv_heads)])  # [kv_heads, size]
+        values = (channels + torch.arange(kv_heads)[:, None] * size).reshape(-1)
+        each = channels.repeat_interleave(heads // kv_heads, 0)  # [heads, size]
+        outputs = (each + torch.arange(heads)[:, None] * size).reshape(-1)
+        for linear in (attention.q_proj, attention.k_proj):
+            _permute(linear, columns=hidden)
+        _permute(attention.v_proj, rows=values, columns=hidden)
+        _permute(attention.o_proj, rows=hidden, columns=outputs)
+        for linear in (mlp.gate_proj, mlp.up_proj):
+            _permute(linear, rows=units, columns=hidden)
+        _permute(mlp.down_proj, rows=hidden, columns=units)
+    error = (model(ids).logits - before).abs().max() / before.abs().max()
+    if not error < 1e-3:
+        raise RuntimeError(f"the shuffled model gives other outputs (relative difference {error:.1e})")
+    return True
+
+
+def _like_llama(model: nn.Module) -> bool:
+    try:
+        block = model.model.layers[0]
+        linears = [getattr(block.self_attn, f"{n}_proj") for n in "qkvo"] + [
+            getattr(block.mlp, f"{n}_proj") for n in ("gate", "up", "down")
+        ]
+        return (
+            all(isinstance(linear, nn.Linear) for linear in (*linears, model.lm_head)) and model.model.norm is not None
+        )
+    except AttributeError:
+        return False
+
+
+def _permute(linear: nn.Module, *, rows: Tensor | None = None, columns: Tensor | None = None) -> None:
+    weight = linear.weight if rows is None else linear.weight[rows]
+    linear.weight.copy_(weight if columns is None else weight[:, columns])
+    bias = getattr(linear, "bias", None)
+    if bias is not None and rows is not None:
+        bias.copy_(bias[rows])

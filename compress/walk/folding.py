@@ -1,0 +1,305 @@
+"""The pass of every method that moves scales from norms and linears into the linears that read them, and its check."""
+
+import fnmatch
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from compress.linear import weight_of
+from compress.method import FoldRecord, Method, knob
+from compress.walk.capture import Call, block_calls, device_of, run_block
+from compress.walk.experts import SplitExperts, split_experts
+from compress.walk.links import Link, find_links, fold, made_up_batch
+from compress.walk.resume import BlockStore
+from compress.walk.statistics import Collector, LayerStatistics
+from compress.walk.walk import find_blocks
+from kernels.linear import fast_linear
+
+SHOWN = 4  # links whose magnitudes are recorded channel by channel: those with the largest outliers
+BINS = 512
+CHECKED = 128  # tokens of the first batch on which each fold is checked
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a method moves along one link.
+
+    s: [channels of the producer], positive; ones where nothing is moved.
+    alpha: strength of the migration; None where nothing is moved.
+    error_*: ||WX - Q(W)Q(X)||² / ||WX||² over all consumers, as the method rounds, without and with s; None: not
+        measured.
+    """
+
+    s: Tensor
+    alpha: float | None
+    error_before: float | None = None
+    error_after: float | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoldingMethod(Method):
+    """A method that chooses scales for the links of a model; a fold changes no output, so that every block sees true
+    inputs."""
+
+    layers: str = knob(
+        "",
+        "comma-separated name patterns (* and ?) of linears that must be smoothed, with the others that read "
+        "the same; empty: all that can be",
+    )
+
+    statistics: ClassVar[
+        tuple[str, ...]
+    ] = ()  # of the consumers' input, names in compress.walk.statistics.STATISTICS; "absmax" always
+
+    def choose(self, link: Link, weights: list[Tensor], statistics: LayerStatistics) -> Choice:
+        """Scales for one link.
+
+        Args:
+            weights: W [out, in] in float32 of each consumer, as the folds before this one left it.
+            statistics: of what the consumers read.
+        """
+        raise NotImplementedError
+
+    def leaves(self, link: Link) -> str:
+        """Why the knobs leave this link alone; empty if they do not."""
+        return ""
+
+    def check(self, model: nn.Module) -> None:
+        split_experts(model)  # changes no output, and makes linears of them
+        self.links_of(model)
+
+    def links_of(self, model: nn.Module) -> list[list[Link]]:
+        """Per block the links to be scaled.
+
+        Raises:
+            ValueError: nothing can be scaled, or not what `layers` asks for.
+        """
+        found, reasons = find_links(model)
+        for link in (link for block in found for link in block):
+            reasons |= dict.fromkeys(link.consumers, self.leaves(link))
+        patterns = [pattern.strip() for pattern in self.layers.split(",") if pattern.strip()]
+        for pattern in patterns:
+            asked = fnmatch.filter(reasons, pattern)
+            if not asked:
+                raise ValueError(
+                    f"`layers` (={self.layers!r}) of {self.name}: no linear of the blocks is named {pattern}; "
+                    f"one of them is {next(iter(reasons), 'none')}"
+                )
+            for name in asked:
+                if reasons[name]:
+                    raise ValueError(f"`layers` (={self.layers!r}) of {self.name} asks for {name}, but {reasons[name]}")
+        asked = {
+            name for pattern in patterns or ["*"] for name in fnmatch.filter(reasons, pattern) if not reasons[name]
+        }
+        if not asked:
+            why = next(iter(reasons.items()), ("the model", "it has no linears"))
+            raise ValueError(f"`model` has no linear that {self.name} could smooth; {why[0]}, say: {why[1]}")
+        return [[link for link in block if asked & set(link.consumers)] for block in found]
+
+    @torch.no_grad()
+    def apply(
+        self,
+        model: nn.Module,
+        batches: Sequence[Tensor],
+        *,
+        device: torch.device,
+        store: BlockStore | None = None,
+        originals: Mapping[str, nn.Module] | None = None,
+    ) -> list[FoldRecord]:
+        """Choose and fold block by block; one pass over each gives the statistics and the inputs of the next.
+
+        Raises:
+            RuntimeError: a fold changed what a block, or the model, gives; the block, or the model, has its weights
+                back.
+        """
+        split_experts(model)
+        links = self.links_of(model)
+        _, blocks = find_blocks(model)
+        finished = [store.get(index) if store else None for index in range(len(blocks))]
+        last = max((index for index, done in enumerate(finished) if done is None), default=-1)  # that must run
+        calls = block_calls(model, blocks, batches) if last >= 0 else []
+        # A short call more, on which every fold is checked.
+        calls += block_calls(model, blocks, [batches[0][:, :CHECKED]]) if last >= 0 else []
+        before = _logits(model)
+        records: list[FoldRecord] = []
+        scales: list[tuple[Link, Tensor]] = []
+        progress = tqdm(range(len(blocks)), desc=self.name, unit="block")
+        for index in progress:
+            block, home = blocks[index], device_of(blocks[index])
+            block.to(device)
+            try:
+                with fast_linear():
+                    if finished[index] is None:
+                        chosen = self._smooth(model, block, links[index], calls, index, device, progress)
+                        if store:
+                            store.put(
+                                index,
+                                {str(i): s.cpu() for i, (_, s) in enumerate(chosen)},
+                                [asdict(r) for r, _ in chosen],
+                            )
+                    else:
+                        progress.set_postfix_str("finished before")
+                        if index < last:
+                            _advance(block, calls, index, device)
+                        chosen = _take_over(model, links[index], *finished[index])
+            finally:
+                block.to(home)
+            records += [record for record, _ in chosen]
+            scales += [(link, s) for link, (_, s) in zip(links[index], chosen, strict=True)]
+        difference, most = _difference(_logits(model), before), 25 * _tolerance(blocks[0])
+        if not difference <= most:
+            for link, s in reversed(scales):
+                fold(model, link, 1 / s)
+            raise RuntimeError(
+                f"{self.name}: each block gives what it gave, but the model's logits differ by {difference:.1e} (at "
+                "most "
+                f"{most:.0e}): something outside the blocks reads what was scaled; the folds were undone"
+            )
+        return _show_largest(records)
+
+    def _smooth(
+        self,
+        model: nn.Module,
+        block: nn.Module,
+        links: list[Link],
+        calls: list[Call],
+        index: int,
+        device: torch.device,
+        progress: tqdm,
+    ) -> list[tuple[FoldRecord, Tensor]]:
+        """Collect, choose, fold and check one block; per link its record and the scales."""
+        progress.set_postfix_str("statistics")
+        checked = Call(calls[-1].hidden, calls[-1].arguments)
+        needs = tuple(dict.fromkeys((*self.statistics, "absmax")))
+        collectors = [Collector(needs, len(link.channels), device) for link in links]
+        handles = [
+            model.get_submodule(link.consumers[0]).register_forward_pre_hook(lambda _, args, c=c: c.update(args[0]))
+            for link, c in zip(links, collectors, strict=True)
+        ]
+        try:
+            _advance(block, calls[:-1], index, device)
+        finally:
+            for handle in handles:
+                handle.remove()
+        _advance(block, calls[-1:], index, device)
+        y = calls[-1].hidden.to(device)
+        routed = any(isinstance(module, SplitExperts) for module in block.modules())
+        touched = [model.get_submodule(name) for link in links for name in (link.producer, *link.consumers)]
+        originals = {p: p.clone() for module in touched for p in module.parameters()}
+        chosen = []
+        for link in links:
+            progress.set_postfix_str(link.producer)
+            start = time.perf_counter()
+            statistics = collectors.pop(0).result()
+            consumers = [model.get_submodule(name) for name in link.consumers]
+            weights = [weight_of(consumer) for consumer in consumers]
+            w = _column_absmax(weights)  # now: the fold changes what these weights are
+            choice = self.choose(link, weights, statistics)
+            assert choice.s.isfinite().all() and (choice.s > 0).all(), (
+                f"{link.producer}: scales must be finite and positive"
+            )
+            if choice.alpha is not None:
+                fold(model, link, choice.s)
+            difference = _difference(run_block(block, checked, index, device), y, routed=routed)
+            if not difference <= _tolerance(block):
+                for parameter, original in originals.items():
+                    parameter.copy_(original)
+                raise RuntimeError(
+                    f"{self.name}: with {link.producer} scaled and {', '.join(link.consumers)} undoing it, what block "
+                    f"{index} "
+                    f"gives differs by {difference:.1e} (at most {_tolerance(block):.0e}); the block has its weights "
+                    "back"
+                )
+            x = statistics.values["absmax"]
+            x_after = x / choice.s.to(x.device)[link.channels.to(x.device)]
+            w_after = _column_absmax([weight_of(consumer) for consumer in consumers])
+            magnitudes = {"x_before": x, "x_after": x_after, "w_before": w, "w_after": w_after}
+            record = FoldRecord(
+                name=link.producer,
+                kind=link.kind,
+                consumers=link.consumers,
+                alpha=choice.alpha,
+                **{key: _summary(values) for key, values in magnitudes.items()},
+                error_before=choice.error_before,
+                error_after=choice.error_after,
+                difference=difference,
+                seconds=time.perf_counter() - start,
+                notes=(*statistics.notes, *choice.notes),
+                channels={key: _binned(values) for key, values in magnitudes.items()},
+            )
+            chosen.append((record, choice.s))
+        return chosen
+
+
+def _advance(block: nn.Module, calls: list[Call], index: int, device: torch.device) -> None:
+    """Make the block's outputs the inputs of the next one."""
+    for call in calls:
+        call.hidden = run_block(block, call, index, device).to(call.hidden.device)
+
+
+def _take_over(
+    model: nn.Module, links: list[Link], scales: dict[str, Tensor], records: list[dict[str, Any]]
+) -> list[tuple[FoldRecord, Tensor]]:
+    """Fold what an earlier run chose for a block."""
+    chosen = []
+    for i, (link, r) in enumerate(zip(links, records, strict=True)):
+        if r["alpha"] is not None:
+            fold(model, link, scales[str(i)])
+        notes = (*r["notes"], "chosen by an earlier, interrupted run")
+        chosen.append((FoldRecord(**{**r, "consumers": tuple(r["consumers"]), "notes": notes}), scales[str(i)]))
+    return chosen
+
+
+def _logits(model: nn.Module) -> Tensor:
+    return model(made_up_batch(model).to(device_of(model)), use_cache=False).logits
+
+
+def _difference(now: Tensor, before: Tensor, *, routed: bool = False) -> float:
+    """||y - y'|| / ||y||; routed: over the three quarters of the tokens that differ least.
+
+    Rounding in 16 bits sends a few tokens to another expert; a wrong fold changes them all.
+    """
+    y, left = before.float().flatten(0, -2), (now.float() - before.float()).flatten(0, -2)  # [tokens, ...]
+    if routed:
+        kept = left.norm(dim=-1).argsort()[: -(-3 * len(left) // 4)]
+        y, left = y[kept], left[kept]
+    return (left.norm() / y.norm().clamp_min(1e-30)).item()
+
+
+def _tolerance(block: nn.Module) -> float:
+    """How far the block's output may move: rounding in its dtype."""
+    return 1e-4 if all(p.dtype in (torch.float32, torch.float64) for p in block.parameters()) else 2e-2
+
+
+def _column_absmax(weights: list[Tensor]) -> Tensor:
+    """[in]: the largest magnitude of each column over all consumers."""
+    return torch.stack([W.abs().amax(0) for W in weights]).amax(0)
+
+
+def _summary(values: Tensor) -> dict[str, float]:
+    return {"max": values.max().item(), "p99": values.quantile(0.99).item(), "median": values.median().item()}
+
+
+def _binned(values: Tensor) -> list[float]:
+    """At most 512 numbers: neighbouring channels share one, the largest among them."""
+    size = -(-len(values) // BINS)
+    bins = F.pad(values, (0, -len(values) % size)).view(-1, size).amax(1)
+    return [float(f"{value:.4g}") for value in bins.tolist()]
+
+
+def _show_largest(records: list[FoldRecord]) -> list[FoldRecord]:
+    """The records, with channel by channel magnitudes only where the inputs' outliers are largest: one of each kind
+    first."""
+    outliers = [r.x_before["max"] / max(r.x_before["median"], 1e-30) for r in records]
+    order = sorted(range(len(records)), key=lambda i: -outliers[i])
+    first = {re.sub(r"\d+", "*", records[i].name): i for i in reversed(order)}.values()
+    shown = sorted(order, key=lambda i: i not in first)[:SHOWN]
+    return [r if i in shown else replace(r, channels=None) for i, r in enumerate(records)]

@@ -1,0 +1,336 @@
+"""What flows from norms and linears into linears: where a scale per channel can move without changing what the model
+gives.
+
+If a norm's, or a linear's, output channel c is divided by s[c] and the columns of the linears that read it are
+multiplied by s[c], nothing changes, as long as nothing else reads it and nothing but sums over tokens and products with
+other values lies between. Where that holds is found by trying, block by block, never by names: a copy of the block runs
+in float32 on noise, with the output of one producer after another replaced by noise of our own, so that what arrives at
+the linears shows where it came from.
+"""
+
+import copy
+import inspect
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from compress.linear import CompressedLinear, is_linear
+from compress.walk.capture import Call, block_calls, device_of, mapped, run_block
+from compress.walk.walk import find_blocks
+from kernels.linear import without_tf32
+
+TOKENS = 16
+BASE = 64  # channels tell their numbers digit by digit, as factors 1 + (digit + 1) / BASE
+TOLERANCE = 1e-3  # of the block's output: what is left of the change by a scale once its consumers undo it
+NOISE = 2e-6  # the same against the output itself: what float32 rounding alone may leave
+
+
+@dataclass(frozen=True, eq=False)
+class Link:
+    """Where a scale per channel may move from a producer into its consumers.
+
+    producer: name in the model, of a norm or of a linear.
+    kind: "norm" or "linear".
+    consumers: linears of the same block that read what it gives; nothing else does.
+    channels: [in] long, the producer's output channel that each input channel of the consumers is; 0, 1, 2, ... but
+        where several heads of o read one of v (grouped queries). Each channel of the producer is read.
+    """
+
+    producer: str
+    kind: str
+    consumers: tuple[str, ...]
+    channels: Tensor
+
+    @property
+    def width(self) -> int:
+        """Output channels of the producer."""
+        return int(self.channels.max()) + 1
+
+    def largest(self, values: Tensor) -> Tensor:
+        """values [in] of the consumers' inputs -> [width]: the largest among those that one channel of the producer
+        feeds."""
+        channels = self.channels.to(values.device)
+        return values.new_zeros(self.width).scatter_reduce(0, channels, values, "amax", include_self=False)
+
+
+@torch.no_grad()
+def find_links(model: nn.Module) -> tuple[list[list[Link]], dict[str, str]]:
+    """Per block the links, in the order of the computation; and for each linear of the blocks without a link, why.
+
+    A linear belongs to one link at most, to the first producer that it can be linked with. v -> o is not looked for
+    where q, k and v are one weight, nor up -> down where gate and up are.
+
+    Raises:
+        ValueError: the model is no chain of blocks.
+    """
+    prefix, blocks = find_blocks(model)
+    calls = block_calls(model, blocks, [made_up_batch(model)])
+    names = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    links: list[list[Link]] = []
+    reasons: dict[str, str] = {}
+    for index, block in enumerate(blocks):
+        shared = {
+            name for name, m in block.named_modules() if any(names[id(p)] > 1 for p in m.parameters(recurse=False))
+        }
+        with without_tf32():
+            found, why = _links_of(_Trial(block, calls[0], index), shared)
+        full = f"{prefix}.{index}."
+        links.append(
+            [
+                Link(full + link.producer, link.kind, tuple(full + c for c in link.consumers), link.channels)
+                for link in found
+            ]
+        )
+        reasons |= {full + name: reason for name, reason in why.items()}
+    return links, reasons
+
+
+@torch.no_grad()
+def fold(model: nn.Module, link: Link, s: Tensor) -> None:
+    """Divide the producer's output by s and multiply the consumers' columns by it, in place.
+
+    Args:
+        s: [channels of the producer], positive. Of a norm in 16 bits the consumers take what its gain really lost, so
+            that rounding the gain changes no output.
+    """
+    producer = model.get_submodule(link.producer)
+    s = s.to(producer.weight.device, torch.float32)
+    bias = getattr(producer, "bias", None)
+    if bias is not None:
+        bias.copy_(bias.float() / s)
+    if link.kind == "norm":
+        offset = gain_offset(producer)
+        gain = producer.weight.float() + offset
+        producer.weight.copy_(gain / s - offset)
+        now = producer.weight.float() + offset
+        s = torch.where((gain == 0) | (now == 0), s, gain / now)
+    else:
+        producer.weight.copy_(producer.weight.float() / (s if isinstance(producer, Conv1D) else s[:, None]))
+    columns = s[link.channels.to(s.device)]  # [in]
+    for name in link.consumers:
+        consumer = model.get_submodule(name)
+        factor = columns[:, None] if isinstance(consumer, Conv1D) else columns
+        consumer.weight.copy_(consumer.weight.float() * factor.to(consumer.weight.device))
+
+
+def gain_offset(norm: nn.Module) -> float | None:
+    """0 where the norm multiplies by its weight, 1 where by 1 + weight (Gemma), found by trying; None: by something
+    else."""
+    trial = copy.deepcopy(norm).float().requires_grad_(False)
+    if getattr(trial, "bias", None) is not None:
+        trial.bias.zero_()
+    x = _noise((2, len(trial.weight)), trial.weight.device)
+    given = {}
+    for weight in (0.0, 1.0, 3.0):
+        trial.weight.fill_(weight)
+        given[weight] = trial(x)
+    for offset in (0.0, 1.0):
+        unit = given[1.0] / (1 + offset)
+        if all(torch.allclose(given[w], (w + offset) * unit, rtol=1e-4, atol=1e-6) for w in given):
+            return offset
+    return None
+
+
+def made_up_batch(model: nn.Module) -> Tensor:
+    """Tokens [1, 16] of all sorts, for a pass whose numbers do not matter."""
+    return (torch.arange(TOKENS) * 7919 % model.get_input_embeddings().num_embeddings)[None]
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """One pass: the block's output; by module, in the order of the calls, what linears read and what norms and linears
+    gave."""
+
+    y: Tensor
+    inputs: dict[str, list[Tensor]]
+    outputs: dict[str, list[Tensor]]
+
+
+class _Trial:
+    """A float32 copy of a block, run on noise."""
+
+    def __init__(self, block: nn.Module, call: Call, index: int) -> None:
+        self.block, self.device = copy.deepcopy(block).float(), device_of(block)
+        self.call = Call(
+            _noise(call.hidden.shape, call.hidden.device, seed=1), [mapped(call.arguments[index], _in_float32)]
+        )
+        self.linears = {name: m for name, m in self.block.named_modules() if is_linear(m)}
+        self.norms = {name: m for name, m in self.block.named_modules() if _is_norm(m)}
+
+    def run(self, producer: str = "", give: Tensor | None = None, undo: Mapping[str, Tensor] | None = None) -> _Seen:
+        """One pass; the producer gives `give` instead of its output, and the inputs of linears in `undo` are divided by
+        that."""
+        inputs, outputs, handles = defaultdict(list), defaultdict(list), []
+
+        def reads(name: str, args: tuple) -> tuple | None:
+            inputs[name].append(args[0].clone())
+            return (args[0] / undo[name], *args[1:]) if undo and name in undo else None
+
+        def gives(name: str, output: Tensor) -> Tensor | None:
+            outputs[name].append(output)
+            return give if name == producer else None
+
+        for name, module in (self.linears | self.norms).items():
+            if name in self.linears:
+                handles.append(module.register_forward_pre_hook(lambda _, args, name=name: reads(name, args)))
+            handles.append(module.register_forward_hook(lambda _, __, output, name=name: gives(name, output)))
+        try:
+            y = run_block(self.block, self.call, 0, self.device)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return _Seen(y, inputs, outputs)
+
+
+def _links_of(trial: _Trial, shared: set[str]) -> tuple[list[Link], dict[str, str]]:
+    """Links of one block, and why its other linears have none; names are those in the block. shared: modules with tied
+    weights."""
+    first = trial.run()
+    reasons = {name: _unlinked(first, trial.call.hidden, name) for name in trial.linears}
+    links: list[Link] = []
+    linked: set[str] = set()
+    for name, given in first.outputs.items():
+        if len(given) > 1 or not isinstance(given[0], Tensor):
+            continue
+        give = _noise(given[0].shape, given[0].device)
+        kind = "norm" if name in trial.norms else "linear"
+        seen = trial.run(name, give)
+        readers = _norm_readers(first, seen, name, give) if kind == "norm" else _linear_readers(trial, seen, name, give)
+        if not readers or linked & set(readers):
+            continue
+        link = Link(name, kind, tuple(readers), next(iter(readers.values())))
+        refused = _refused(trial, link, readers, give, seen.y, shared)
+        if refused:
+            reasons |= dict.fromkeys(readers, refused)
+        else:
+            links.append(link)
+            linked |= set(readers)
+    return links, {name: reason for name, reason in reasons.items() if name not in linked}
+
+
+def _unlinked(first: _Seen, hidden: Tensor, name: str) -> str:
+    """Why a linear has no link, if nothing better is found out about it."""
+    if name not in first.inputs:
+        return "no made-up token reached it, so that what it reads could not be seen"
+    if any(_rows_in(x, hidden) for x in first.inputs[name]):
+        return "it reads the block's input itself, which no norm of this block gives"
+    return (
+        "what it reads is not, channel by channel, what a norm or a whole linear gives: an activation function lies "
+        "between, "
+        "or the weight before it is fused (q, k and v in one, or gate and up), where no link is looked for"
+    )
+
+
+def _norm_readers(first: _Seen, seen: _Seen, name: str, give: Tensor) -> dict[str, Tensor]:
+    """Linears that read rows of what the norm gives, and the channels in their order.
+
+    Experts that only the pass without `give` reached are judged by that one.
+    """
+    channels = torch.arange(give.shape[-1], device=give.device)
+    read = [linear for linear, xs in seen.inputs.items() if any(_rows_in(x, give) for x in xs)]
+    others = {linear: xs for linear, xs in first.inputs.items() if linear not in seen.inputs}
+    read += [linear for linear, xs in others.items() if any(_rows_in(x, first.outputs[name][0]) for x in xs)]
+    return dict.fromkeys(read, channels)
+
+
+def _linear_readers(trial: _Trial, seen: _Seen, name: str, give: Tensor) -> dict[str, Tensor]:
+    """Linears each of whose input channels follows one output channel of linear `name` in proportion, and which one it
+    is."""
+    width = give.shape[-1]
+    later = list(seen.outputs)[list(seen.outputs).index(name) + 1 :]
+    readers = [other for other in later if other in seen.inputs and seen.inputs[other][0].shape[-1] % width == 0]
+    number = torch.arange(width, device=give.device)
+    channels = dict.fromkeys(readers, 0)
+    place = 1
+    while readers and (place == 1 or place < width):
+        moved = trial.run(name, give * (1 + (number // place % BASE + 1) / BASE))
+        for reader in readers:
+            digit = _digits(seen.inputs[reader], moved.inputs[reader])
+            channels[reader] = None if digit is None else channels[reader] + place * digit
+        readers = [reader for reader in readers if channels[reader] is not None]
+        place *= BASE
+    return {reader: channels[reader] for reader in readers if torch.equal(channels[reader].unique(), number)}
+
+
+def _digits(before: list[Tensor], after: list[Tensor]) -> Tensor | None:
+    """The digit [in] that each channel's growth tells, or None unless every channel grew by one factor over all
+    tokens."""
+    if not before or [x.shape for x in before] != [x.shape for x in after]:
+        return None  # an expert: reached by no token, or by others
+    x, moved = (torch.cat([each.reshape(-1, each.shape[-1]) for each in xs]) for xs in (before, after))  # [tokens, in]
+    factor = (moved * x).sum(0) / (x * x).sum(0)
+    steady = (moved - factor * x).abs().amax(0) <= TOLERANCE * x.abs().amax(0)
+    told = (factor - 1) * BASE - 1
+    digit = told.round()
+    fits = steady & ((told - digit).abs() < 0.1) & (digit >= 0) & (digit < BASE)
+    return digit.long() if fits.all() else None
+
+
+def _refused(trial: _Trial, link: Link, readers: dict[str, Tensor], give: Tensor, y: Tensor, shared: set[str]) -> str:
+    """Why no scale may move along this link; empty if it may. y: the block's output while the producer gives `give`."""
+    consumers = link.consumers
+    everyone = (link.producer, *consumers)
+    if tied := [name for name in everyone if name in shared]:
+        return f"the weight of {tied[0]} is shared with another module"
+    modules = [trial.block.get_submodule(name) for name in everyone]
+    if stored := [name for name, m in zip(everyone, modules, strict=True) if isinstance(m, CompressedLinear)]:
+        return f"{stored[0]} is stored compressed already, so that nothing can be folded into it"
+    if link.kind == "norm" and (len(modules[0].weight) != link.width or gain_offset(modules[0]) is None):
+        return f"the gain of {link.producer} ({type(modules[0]).__name__}) is neither its weight nor 1 + its weight"
+    r = torch.logspace(-1, 1, link.width, base=2, device=give.device)[
+        torch.randperm(link.width, generator=_generator())
+    ]
+    scaled = trial.run(link.producer, give * r).y
+    seen = trial.run(link.producer, give * r, dict.fromkeys(consumers, r[link.channels]))
+    left = (seen.y - y).norm().item()
+    if not left <= max(TOLERANCE * (scaled - y).norm().item(), NOISE * y.norm().item()):
+        return (
+            f"something that is no linear reads what {link.producer} gives too (a residual, a router): with a scale "
+            "on it that "
+            f"these linears undo, the block's output moved by {left / y.norm().item():.1e}"
+        )
+    inputs = [seen.inputs.get(name, []) for name in consumers]
+    alike = all(
+        len(xs) == 1 and xs[0].shape == inputs[0][0].shape and torch.equal(xs[0], inputs[0][0]) for xs in inputs
+    )
+    if not alike or any(not torch.equal(channels, link.channels) for channels in readers.values()):
+        return f"the linears that read what {link.producer} gives do not all read the same"
+    return ""
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Might this be a norm: a function of x alone, with a weight and perhaps a bias, one number for each channel, and
+    no more?"""
+    own = dict(module.named_parameters())
+    if not own or sum(p.default is p.empty for p in inspect.signature(module.forward).parameters.values()) != 1:
+        return False
+    return "weight" in own and set(own) <= {"weight", "bias"} and all(p.dim() == 1 for p in own.values())
+
+
+def _rows_in(x: Tensor, given: Tensor) -> bool:
+    """Is each row of x one of the rows given?"""
+    if not isinstance(given, Tensor) or x.shape[-1] != given.shape[-1]:
+        return False
+    x, given = x.reshape(-1, x.shape[-1]), given.reshape(-1, given.shape[-1])
+    return bool((x[:, None] == given[None]).all(-1).any(1).all())
+
+
+def _in_float32(t: Tensor) -> Tensor:
+    return t.float() if t.is_floating_point() else t
+
+
+def _noise(shape: tuple[int, ...], device: torch.device, seed: int = 0) -> Tensor:
+    """Magnitudes between 0.5 and 1.5; signs change from row to row, so that a ReLU lets every channel through in some
+    row."""
+    magnitude = torch.rand(shape, generator=_generator(seed)) + 0.5
+    row = torch.arange(magnitude[..., 0].numel()).view(*shape[:-1], 1)
+    odd = (row + (torch.arange(shape[-1]).sin() > 0)) % 2
+    return (magnitude * (1 - 2 * odd)).to(device)
+
+
+def _generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)

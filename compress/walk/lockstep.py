@@ -1,0 +1,113 @@
+"""One pass over a block for all its linears: every micro-batch waits at each linear until that has been solved.
+
+The micro-batches run side by side, each in a greenlet (a function that can be left in the middle and entered again), so
+no layer of the block is computed twice, and each linear is solved on what the solved ones before it give. The price is
+memory for what every micro-batch holds while it waits.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+import torch
+from greenlet import getcurrent, greenlet
+from torch import Tensor, nn
+
+from compress.linear import CompressedLinear, replace, shape_of
+from compress.walk.capture import Call, run_block, same_memory
+from compress.walk.statistics import Collector, LayerStatistics
+
+Solve = Callable[[list[str], LayerStatistics], dict[str, CompressedLinear]]
+
+
+def run_in_step(
+    model: nn.Module,
+    block: nn.Module,
+    index: int,
+    linears: dict[str, nn.Module],
+    groups: list[list[str]],
+    calls: list[Call],
+    needs: Sequence[str],
+    device: torch.device,
+    solve: Solve,
+    *,
+    to_the_end: bool,
+) -> None:
+    """Run the block over all micro-batches, solving each group of linears when all have arrived at it.
+
+    Args:
+        linears: by name in the model; none is called more than once in a pass.
+        groups: names of linears that read the same input, in the order in which they are reached.
+        solve: given a group and its statistics, returns what is to stand for each of its linears.
+        to_the_end: let the passes finish, and make their outputs the inputs of the next block; False: stop after the
+            last group, as nothing follows this block.
+
+    Raises:
+        RuntimeError: a micro-batch reached the linears in another order.
+    """
+    number = {name: i for i, group in enumerate(groups) for name in group}
+    collectors: dict[int, Collector] = {}
+    inputs: list[dict[greenlet, Tensor]] = [{} for _ in groups]  # per pass, what the linears of a group share
+    waiting: dict[int, list[greenlet]] = defaultdict(list)
+    passes: list[greenlet] = []
+    solved = 0
+
+    def arrive(name: str, x: Tensor) -> None:
+        i, me = number[name], getcurrent()
+        if me in inputs[i]:  # its group was solved while this pass waited at the group's first linear
+            assert same_memory(inputs[i][me], x), f"{groups[i]} shared an input in one pass, not in another"
+            return
+        if i < solved:
+            raise RuntimeError(f"{name} is reached in another order in another pass; `sequential=False` needs no order")
+        if len(groups[i]) > 1:
+            inputs[i][me] = x  # until the pass ends: a parallel MLP reads it after the attention
+        if i not in collectors:
+            collectors[i] = Collector(needs, x.shape[-1], device)
+        collectors[i].update(x)
+        me.parent.switch(i)
+
+    def run(call: Call) -> None:
+        call.hidden = run_block(block, call, index, device).to(call.hidden.device)
+
+    def go_on(one: greenlet, *arguments: Call) -> None:
+        at = one.switch(*arguments)
+        if not one.dead:
+            waiting[at].append(one)
+
+    gates = {name: _Gate(linear, name, arrive) for name, linear in linears.items()}
+    with ExitStack() as stack:
+        for name, linear in linears.items():
+            replace(model, name, gates[name])
+            stack.callback(replace, model, name, linear)
+        stack.callback(lambda: [one.throw() for one in passes if not one.dead])
+        for call in calls:
+            passes.append(greenlet(run))
+            go_on(passes[-1], call)
+        for i, group in enumerate(groups):
+            if i not in collectors:  # experts that no token reached
+                collectors[i] = Collector(needs, shape_of(linears[group[0]])[1], device)
+            for name, new in solve(group, collectors.pop(i).result()).items():
+                gates[name].linear = new.to(device)
+                stack.enter_context(new.dense())
+            solved = i + 1
+            if to_the_end or solved < len(groups):
+                for one in waiting.pop(i, []):
+                    go_on(one)
+
+
+class _Gate(nn.Module):
+    """Stands in a linear's place and lets no pass through before the linear has been solved."""
+
+    def __init__(self, linear: nn.Module, name: str, arrive: Callable[[str, Tensor], None]) -> None:
+        super().__init__()
+        self.linear, self.name, self.arrive = linear, name, arrive
+
+    def __getattr__(self, name: str):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("linear"), name)  # blocks may ask a linear for its weight's dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.arrive(self.name, x)
+        return self.linear(x)

@@ -1,0 +1,98 @@
+"""Finished blocks on disk, so that a compression that was killed goes on where it was."""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from compress.linear import CompressedLinear
+from compress.method import LayerRecord
+
+
+class BlockStore:
+    """A folder with one file per finished block of one method of a recipe.
+
+    Each file holds the block's compressed linears and their records (or whatever tensors and JSON a method keeps), and
+    is put in place by one rename, so that it is whole or not there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._of: tuple[Path, list, list] | None = None
+        folder.mkdir(parents=True, exist_ok=True)
+
+    @classmethod
+    def of(
+        cls, work_path: Path, steps: list[tuple[str, dict[str, Any]]], about: list[Any], what: str = ""
+    ) -> "BlockStore":
+        """The store of the last of these steps: (method, knobs) each.
+
+        Args:
+            about: what else its blocks depend on, as JSON.
+            what: is kept of it; "": its blocks.
+        """
+        key = hashlib.sha256(json.dumps([steps, *about], sort_keys=True).encode()).hexdigest()[:16]
+        store = cls(work_path / "-".join(filter(None, (steps[-1][0], what, key))))
+        store._of = work_path, steps, about
+        return store
+
+    def beside(self, what: str, *, without: Sequence[str]) -> "BlockStore":
+        """A store for something else of the same step, which does not depend on these knobs of it."""
+        work_path, steps, about = self._of
+        name, knobs = steps[-1]
+        return BlockStore.of(
+            work_path, [*steps[:-1], (name, {k: v for k, v in knobs.items() if k not in without})], about, what
+        )
+
+    def save(self, index: int, linears: dict[str, CompressedLinear], records: list[LayerRecord]) -> None:
+        tensors = {f"{name}.{k}": t.contiguous() for name, m in linears.items() for k, t in m.state_dict().items()}
+        about = {
+            "linears": {
+                name: {"spec": m.spec(), "dtype": str(m.dtype).removeprefix("torch.")} for name, m in linears.items()
+            },
+            "records": [asdict(record) for record in records],
+        }
+        self.put(index, tensors, about)
+
+    def load(self, index: int) -> tuple[dict[str, CompressedLinear], list[LayerRecord]] | None:
+        found = self.get(index)
+        if found is None:
+            return None
+        tensors, about = found
+        linears = {}
+        for name, it in about["linears"].items():
+            own = {k.removeprefix(f"{name}."): t for k, t in tensors.items() if k.startswith(f"{name}.")}
+            linears[name] = CompressedLinear.from_tensors(it["spec"], own, getattr(torch, it["dtype"]))
+        records = [
+            LayerRecord(**{**r, "shape": tuple(r["shape"]), "notes": tuple(r["notes"])}) for r in about["records"]
+        ]
+        return linears, records
+
+    def put(self, index: int, tensors: dict[str, torch.Tensor], about: Any) -> None:
+        """Keep a block's tensors and JSON."""
+        tensors = tensors | {"_": torch.zeros(1)}  # a block may have nothing to store
+        path = self._path(index)
+        part = path.with_suffix(f".{os.getpid()}.part")
+        save_file(tensors, part, metadata={"about": json.dumps(about)})
+        os.replace(part, path)
+
+    def get(self, index: int) -> tuple[dict[str, torch.Tensor], Any] | None:
+        """What `put` kept, or None."""
+        path = self._path(index)
+        if not path.exists():
+            return None
+        with safe_open(path, "pt") as file:
+            about = json.loads(file.metadata()["about"])
+        tensors = load_file(path)
+        del tensors["_"]
+        return tensors, about
+
+    def _path(self, index: int) -> Path:
+        return self.folder / f"block_{index:04d}.safetensors"

@@ -1,0 +1,1 @@
+"""Questions about long contexts, answered from compressed caches."""

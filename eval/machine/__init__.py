@@ -1,0 +1,1 @@
+"""The machine that measures: hardware, versions, energy, memory and stored size."""

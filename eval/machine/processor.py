@@ -1,0 +1,27 @@
+"""The processor by name and kind; apart from `eval.machine.hardware`, so that it is told without importing torch."""
+
+import os
+import platform
+
+
+def cpu_name() -> str:
+    """As the maker calls it; on virtual machines often only the family's name."""
+    return _told().get("model name") or platform.processor() or platform.machine()
+
+
+def cpu_class() -> str:
+    """Name, generation and number of cores: processors of one class run at one speed."""
+    told = _told()
+    generation = f" {told['cpu family']}/{told['model']}" if {"cpu family", "model"} <= set(told) else ""
+    return f"{cpu_name()}{generation} x {os.cpu_count()}"
+
+
+def _told() -> dict[str, str]:
+    """What Linux says of the first core."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            first = file.read().partition("\n\n")[0]
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}

@@ -1,0 +1,106 @@
+"""The run record: one JSON with everything that a report may show. Reports read nothing else.
+
+Its shape (more keys are welcome, these keep their names):
+
+    schema_version
+    run          key, notebook, started, duration_s
+    recipe       [{method, knobs, source, text}]                of "compressed"; text: as one would write the step
+    recipes      {model: [as in recipe]}                        of "compressed" and of the others that were scored
+    beside it model        name, weights_sha256, parameters
+    calibration  corpus, samples, seqlen, seed, sha256          (null where none was needed)
+    layers       [{name, shape, format, bits_per_weight, error, rtn_error, seconds, notes, sparsity, distortion}]
+    folds        [{name, kind, consumers, alpha, x_before, ...}]  what was moved from norms and linears into the linears
+    that
+                 read them (`compress.method.FoldRecord` has the shape)
+    drops        [{name, kind, block, importance, order, parameters}]   parts of blocks that were dropped, or might have
+    been cache        what was found of compressed KV caches, in the record of such a run
+    (`eval.contexts.long_context.LongContextScores.found`
+                 has the shape), with `speed` (`eval.speed.cache_speed.CacheSpeed`) and `left_alone` {kind of layer: how
+                 many}
+    strengths    {lines: [{recipe, points: [{value, removed_parameters, dropped, seconds, scores}]}]}   recipes that
+    were scored,
+                 and not timed, at each of these values of what {} stands for in them
+    kept         [{name, shape, bytes, reason}]
+    scores       {baseline: {metric: value}, compressed: {...}, rtn: {...}, ...}   the standard error of m is m_stderr
+    speed        {variant: {...}}
+    samples      [{prompt, texts, first_difference}]
+    notes        [what a reader must know: what is emulated, what could not be measured, and why]
+    kernels      {op: implementation that ran}
+    tasks        benchmark tasks, question by question against the baseline      (`eval.tasks.tasks.TaskScores.found`)
+    generation   what the models write, by temperature
+    (`eval.writing.generation_sweep.Generations.found`) speed_grid   speed by batch and prompt, and under load
+    (`eval.speed.speed_grid.SpeedGrid.found`) efficiency   {model: {metric: {value, unit, note}}}
+    (`eval.speed.efficiency.Efficiency.found`) cost         decode time that the machine's ceilings predict, and
+    measured   (`eval.speed.cost.Cost.found`)
+                 these five only where they were asked for
+    bench        what `kernels.harness.validate` found (its docstring has the shape), in the record of a kernel
+    benchmark: there
+                 recipe and layers are empty, model, calibration and scores null
+    provenance   commit, dirty, versions, hardware, threads, device, dtype, flags, command
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+SCHEMA_VERSION = 1
+REQUIRED = {
+    "schema_version": (), "run": ("key", "notebook", "started", "duration_s"), "recipe": (),
+    "model": ("name", "weights_sha256", "parameters"), "calibration": (), "layers": (),
+    "scores": ("baseline", "compressed"), "kernels": (),
+    "provenance": ("commit", "dirty", "versions", "hardware", "threads", "dtype", "flags", "command"),
+}  # fmt: skip
+
+
+def write_record(made: dict[str, Any], path: str | Path) -> Path:
+    """Write record.json, whole or not at all.
+
+    Raises:
+        ValueError: a key of the contract is missing.
+    """
+    problems = problems_of(made)
+    if problems:
+        raise ValueError(f"the record is not complete: {'; '.join(problems)}")
+    return write_whole(json.dumps(made, indent=1, allow_nan=False), Path(path))
+
+
+def write_whole(text: str, path: Path) -> Path:
+    """Write a file, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+    return path
+
+
+def read_record(path: str | Path) -> dict[str, Any]:
+    """Read record.json.
+
+    Raises:
+        ValueError: no JSON, another schema, or a key of the contract is missing.
+    """
+    try:
+        made = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"`path` (={str(path)!r}) holds no record: {error}") from error
+    problems = problems_of(made)
+    if problems:
+        raise ValueError(f"`path` (={str(path)!r}): {'; '.join(problems)}")
+    return made
+
+
+def problems_of(made: dict[str, Any]) -> list[str]:
+    """What keeps this from being a record of this schema; empty if nothing does."""
+    if not isinstance(made, dict):
+        return ["not a record"]
+    problems = [f"`{key}` is missing" for key in REQUIRED if key not in made]
+    if made.get("schema_version", SCHEMA_VERSION) != SCHEMA_VERSION:
+        problems.append(f"schema_version {made['schema_version']} is not {SCHEMA_VERSION}")
+    for key, parts in REQUIRED.items():
+        if isinstance(made.get(key), dict):
+            problems += [f"`{key}.{part}` is missing" for part in parts if part not in made[key]]
+    return problems

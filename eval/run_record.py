@@ -1,0 +1,204 @@
+"""The run record put together from a result and its scores; `eval.record.schema` has its shape."""
+
+import json
+import math
+import os
+import subprocess
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eval.evaluate import Scores
+from eval.machine.hardware import hardware
+from eval.machine.versions import versions
+from eval.record.schema import SCHEMA_VERSION
+from eval.speed.device_lock import timing_threads
+from eval.speed.kernel_bench import KernelBench
+
+PACKAGES = (
+    "torch", "transformers", "datasets", "accelerate", "safetensors", "tokenizers", "lm-eval", "bitsandbytes", "triton", "numpy",
+)  # fmt: skip
+_TOLD = ("bits", "group_size", "alpha", "ratio", "target", "count", "budget")
+_ENVIRONMENT = ("OMP_", "MKL_", "KMP_", "TORCH", "CUDA_VISIBLE", "CUBLAS")  # variables that change numbers or timings
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """Who asked for this run: its key, notebook, parameters, when it began, and the command that repeats it."""
+
+    key: str
+    notebook: str
+    parameters: dict[str, Any]
+    started: datetime
+    command: str
+
+
+def record(
+    result: Any,
+    scores: Scores,
+    run: RunInfo,
+    others: Mapping[str, Any] | None = None,
+    strengths: dict[str, Any] | None = None,
+    cache: dict[str, Any] | None = None,
+    **measured: Any,
+) -> dict[str, Any]:
+    """Put a compression's result and its scores together.
+
+    Args:
+        result: what `compress.apply` returned (read by its attributes: recipe, asked, layers, folds, drops, kept,
+            identity, calibration, seconds, kernels, notes).
+        strengths: recipes scored at several strengths, in the shape that the record keeps.
+        cache: what was found of compressed caches, likewise.
+        others: the same of the models that were scored beside it, by the names that they have in the scores.
+        measured: by the key that it has in the record, what else was measured: `tasks`, `generation`, `speed_grid`,
+            `efficiency`, `cost`; each with `metrics`, which become scores, and `found()`, None where nothing was.
+    """
+    results = {"compressed": result, **(others or {})}
+    used = _merged(*(one.kernels for one in results.values()), scores.kernels)
+    kernels = {op: sorted(set(impls)) for op, impls in used.items()}
+    recipes = {
+        name: [_step(*both) for both in zip(one.recipe, one.asked, strict=True)] for name, one in results.items()
+    }
+    made = {
+        "schema_version": SCHEMA_VERSION,
+        "run": {
+            "key": run.key,
+            "notebook": run.notebook,
+            "started": run.started.isoformat(timespec="seconds"),
+            "duration_s": round((datetime.now(UTC) - run.started).total_seconds(), 1),
+            "parameters": run.parameters,
+            "compression_s": round(result.seconds, 1),
+            "evaluation_s": round(scores.seconds, 1),
+            "compressions_s": {name: round(one.seconds, 1) for name, one in results.items()},
+        },
+        "recipe": recipes["compressed"],
+        "recipes": recipes,
+        "model": result.identity,
+        "calibration": result.calibration,
+        "layers": [asdict(layer) for layer in result.layers],
+        "folds": [asdict(fold) for fold in result.folds],
+        "drops": [asdict(drop) for drop in result.drops],
+        "strengths": strengths or {"lines": []},
+        "cache": cache,
+        "kept": result.kept,
+        "scores": _with(scores.metrics, measured.values()),
+        "difference": scores.difference,
+        "texts": scores.texts,
+        "speed": {name: asdict(speed) for name, speed in scores.speed.items()},
+        "samples": [asdict(sample) for sample in scores.samples],
+        "notes": _notes(results) + scores.notes,
+        "kernels": {op: ", ".join(used) for op, used in kernels.items()},
+        "provenance": provenance(run.command, scores.device, scores.dtype, scores.deploy_dtype),
+        **{key: told for key, one in measured.items() if (told := one.found()) is not None},
+    }
+    return json.loads(json.dumps(made))  # tuples become lists now, not only when it is read again
+
+
+def _with(metrics: dict[str, dict[str, float]], measured: Iterable[Any]) -> dict[str, dict[str, float]]:
+    """Scores, and what else was measured of the same models."""
+    merged = {name: dict(found) for name, found in metrics.items()}
+    for one in measured:
+        for name, found in one.metrics.items():
+            merged.setdefault(name, {}).update(
+                {metric: value for metric, value in found.items() if math.isfinite(value)}
+            )
+    return merged
+
+
+def _step(method: Any, asked: Any) -> dict[str, Any]:
+    return {"method": method.name, "knobs": method.values(), "source": method.source, "text": _written(asked)}
+
+
+def _written(method: Any) -> str:
+    """A method as one would write it in a recipe: the knobs that were changed, and those by which one tells it from
+    others."""
+    values = method.values()
+    tells = [k for k in _TOLD if values.get("bits") != 16 or k not in ("bits", "group_size")]  # floats have no groups
+    told = {k: v for k, v in values.items() if (k in tells and v != "auto") or v != method.knobs()[k].default}
+    return f"{method.name}({', '.join(f'{k}={v!r}' for k, v in told.items())})" if told else method.name
+
+
+def _notes(results: Mapping[str, Any]) -> list[str]:
+    """Every note once: those of "compressed" as they are, the others' with the names of the models that they are
+    about."""
+    about: dict[str, list[str]] = {}
+    for name, one in results.items():
+        for note in dict.fromkeys(one.notes):
+            about.setdefault(note, []).append(name)
+    said = {
+        note: "compressed" in names or any(note.startswith(name) for name in names) for note, names in about.items()
+    }
+    return [note if said[note] else f"{', '.join(names)}: {note}" for note, names in about.items()]
+
+
+def kernel_record(bench: KernelBench, run: RunInfo) -> dict[str, Any]:
+    """The record of a kernel benchmark: the same contract, with no model in it."""
+    plan, used = bench.plan, {}
+    for check in filter(lambda check: check["impl"], bench.found["checks"]):  # none: the op's checks could not be made
+        used.setdefault(check["op"], set()).add(check["impl"])
+    made = {
+        "schema_version": SCHEMA_VERSION,
+        "run": {
+            "key": run.key,
+            "notebook": run.notebook,
+            "started": run.started.isoformat(timespec="seconds"),
+            "duration_s": round((datetime.now(UTC) - run.started).total_seconds(), 1),
+            "parameters": run.parameters,
+        },
+        "recipe": [],
+        "model": None,
+        "calibration": None,
+        "layers": [],
+        "scores": None,
+        "bench": bench.found,
+        "kernels": {op: ", ".join(sorted(impls)) for op, impls in used.items()},
+        "provenance": provenance(run.command, plan.device, plan.dtype, plan.dtype),
+    }
+    return json.loads(json.dumps(made))
+
+
+def provenance(command: str, device: str, dtype: str, deploy_dtype: str) -> dict[str, Any]:
+    """Where and with what this process runs."""
+    commit, dirty = _git()
+    return {
+        "commit": commit,
+        "dirty": dirty,
+        "versions": versions(PACKAGES),
+        "hardware": hardware(),
+        "threads": timing_threads(),
+        "device": device,
+        "dtype": dtype,
+        "deploy_dtype": deploy_dtype,
+        "flags": {
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+            "float32_matmul_precision": torch.get_float32_matmul_precision(),
+            "env": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_ENVIRONMENT) and "/" not in v},
+        },
+        "command": command,
+    }
+
+
+def _merged(*many: dict[str, Any]) -> dict[str, list[str]]:
+    merged: dict[str, list[str]] = {}
+    for one in many:
+        for op, used in one.items():
+            merged.setdefault(op, []).extend(used)
+    return merged
+
+
+def _git() -> tuple[str | None, bool | None]:
+    here = Path(__file__).parent
+
+    def ask(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", *arguments], cwd=here, capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
+
+    try:
+        return ask("rev-parse", "HEAD"), bool(ask("status", "--porcelain"))
+    except (OSError, subprocess.SubprocessError):
+        return None, None

@@ -1,0 +1,207 @@
+"""How fast a model decodes behind contexts of several lengths, by what its cache keeps and how.
+
+Every variant, the full 16-bit cache among them, goes through the same compiled step and the same kernel, in turns; the
+kernel on a full cache is held against torch's attention with the heads that share keys folded into rows, on
+preallocated keys: the faster one is the baseline that attention is measured by.
+"""
+
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any, Protocol
+
+import torch
+import torch._inductor.config as inductor_config
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from tqdm.auto import tqdm
+from transformers import Cache
+
+from eval.speed.device_lock import undisturbed
+from eval.speed.speed import first_line, quartiles, wait
+from kernels.kv_decode import KV, kv_decode
+from kernels.registry import recording
+
+FULL = "full"
+SDPA = "full, torch SDPA"
+
+
+class Slab(Protocol):
+    """What a cache shows of the tensors of some heads of a layer."""
+
+    kv: KV
+    lengths: Tensor
+    starts: Tensor
+
+
+class TimedCache(Protocol):
+    """A cache of fixed tensors that can be as long as after any number of tokens."""
+
+    def at(self, tokens: int) -> Cache: ...
+    def layer_slabs(self) -> list[Slab]: ...
+
+
+@dataclass
+class CacheSpeed:
+    """What was measured, each as (median, first quartile, third quartile) over the rounds.
+
+    Attributes:
+        tokens_per_s: {variant: {context: ...}} of the whole model, batch 1.
+        attention_s: {variant: {context: ...}}: seconds of the attention of all layers for one token; also of "full,
+            torch SDPA".
+        execution: {variant: compiled or eager, and why}.
+        kernels: {op: implementations that ran}.
+        settings: new_tokens, rounds, batch, dtype.
+    """
+
+    tokens_per_s: dict[str, dict[int, tuple[float, float, float]]] = field(default_factory=dict)
+    attention_s: dict[str, dict[int, tuple[float, float, float]]] = field(default_factory=dict)
+    execution: dict[str, str] = field(default_factory=dict)
+    kernels: dict[str, list[str]] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def _repr_html_(self) -> str:
+        contexts = list(next(iter(self.attention_s.values())))
+        head = "".join(f"<th>{c:,} tokens</th>" for c in contexts)
+        rows = ""
+        for name, attention in self.attention_s.items():
+            whole = self.tokens_per_s.get(name, {})
+            cells = (
+                f"{f'{whole[c][0]:.1f} tokens/s, ' if c in whole else ''}attention {attention[c][0] * 1e3:.2f} ms"
+                for c in contexts
+            )
+            rows += f"<tr><th style='text-align:left'>{escape(name)}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+        return f"<table><thead><tr><th></th>{head}</tr></thead><tbody>{rows}</tbody></table>"
+
+    def attention_speedup(self, variant: str, context: int) -> float:
+        """How much less time the attention takes than the faster one of a full 16-bit cache."""
+        full = min(self.attention_s[name][context][0] for name in (FULL, SDPA))
+        return full / self.attention_s[variant][context][0]
+
+
+@torch.no_grad()
+def measure_cache_speed(
+    model: nn.Module,
+    variants: Mapping[str, Callable[[], TimedCache]],
+    contexts: Sequence[int],
+    *,
+    new_tokens: int = 8,
+    rounds: int = 5,
+) -> CacheSpeed:
+    """Time decoding behind every context, and attention alone.
+
+    Args:
+        model: a decoder that takes such caches as `past_key_values` and as `compressed`, in the dtype in which it is
+            deployed.
+        variants: {name: makes its cache}; "full" must be among them.
+        contexts: tokens before those that are timed.
+        new_tokens: decoded behind each, in every round.
+
+    Raises:
+        ValueError: no full cache among the variants, or numbers that are not positive.
+    """
+    for name, value in (("new_tokens", new_tokens), ("rounds", rounds), *(("contexts", c) for c in contexts)):
+        if type(value) is not int or value < 1:
+            raise ValueError(f"`{name}` (={value!r}) must be a positive integer")
+    if FULL not in variants:
+        raise ValueError(f"`variants` (={list(variants)}) must hold {FULL!r}, the cache that all are held against")
+    speed = CacheSpeed(
+        settings={
+            "new_tokens": new_tokens,
+            "rounds": rounds,
+            "batch": 1,
+            "dtype": str(model.dtype).removeprefix("torch."),
+        }
+    )
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    caches, steps = {}, {}
+    progress = tqdm(
+        total=len(variants) + len(contexts) * rounds * (2 * len(variants) + 1), desc="cache speed", unit="run"
+    )
+    with undisturbed(model.device), recording() as kernels, inductor_config.patch(freezing=on_cpu):
+        for name, make in variants.items():
+            progress.set_postfix_str(f"{name}: compiling")
+            caches[name] = make()
+            steps[name], speed.execution[name] = _step(model, caches[name], contexts[0])
+            progress.update()
+        for context in contexts:
+            timed: dict[str, list[float]] = {name: [] for name in variants}
+            alone: dict[str, list[float]] = {name: [] for name in (*variants, SDPA)}
+            for _ in range(rounds):
+                for name in variants:
+                    progress.set_postfix_str(f"{name} behind {context} tokens")
+                    timed[name].append(1 / _decode(steps[name], caches[name], context, new_tokens, model.device))
+                    alone[name].append(_attention(model, caches[name].at(context), _by_kernel))
+                    progress.update(2)
+                alone[SDPA].append(_attention(model, caches[FULL].at(context), _by_sdpa))
+                progress.update()
+            for found, into in ((timed, speed.tokens_per_s), (alone, speed.attention_s)):
+                for name, values in found.items():
+                    into.setdefault(name, {})[context] = (statistics.median(values), *quartiles(values))
+    progress.close()
+    speed.kernels = {op: sorted(used) for op, used in kernels.items()}
+    return speed
+
+
+def _step(model: nn.Module, cache: TimedCache, context: int) -> tuple[Callable[[Tensor, Tensor], Tensor], str]:
+    """One token, compiled if that is possible."""
+
+    def step(token: Tensor, position: Tensor) -> Tensor:
+        logits = model(token, past_key_values=cache, compressed=cache, position_ids=position, use_cache=True).logits
+        return logits[:, -1].argmax(-1, keepdim=True)
+
+    step.__code__ = step.__code__.replace()  # of its own: torch.compile looks graphs up by the code
+    _decode(step, cache, context, 1, model.device)
+    compiled = torch.compile(step, fullgraph=True, dynamic=False)
+    try:
+        _decode(compiled, cache, context, 2, model.device)
+    except Exception as error:  # no compiler, or a model that it cannot take
+        warnings.warn(f"the model does not compile, so it runs eagerly: {first_line(error)}", stacklevel=2)
+        return step, f"eager (does not compile: {first_line(error)[:120]})"
+    return compiled, "compiled"
+
+
+def _decode(
+    step: Callable[[Tensor, Tensor], Tensor], cache: TimedCache, context: int, count: int, device: torch.device
+) -> float:
+    """Seconds a token, the median of `count`."""
+    cache.at(context)
+    token, seconds = torch.ones(1, 1, dtype=torch.long, device=device), []
+    for i in range(count):
+        position = torch.tensor([[context + i]], device=device)
+        wait(device)
+        start = time.perf_counter()
+        token = step(token, position)
+        wait(device)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def _attention(model: nn.Module, cache: TimedCache, attend: Callable[[Tensor, Slab], Tensor]) -> float:
+    """Seconds of the attention of all layers, one after the other, for one token; the best of three."""
+    slabs = cache.layer_slabs()
+    heads = model.config.get_text_config(decoder=True).num_attention_heads
+    kv, device = slabs[0].kv, model.device
+    q = torch.randn(1, heads, 1, (kv.k if kv.tail_k is None else kv.tail_k).shape[-1], dtype=model.dtype, device=device)
+    best = float("inf")
+    for _ in range(3):
+        wait(device)
+        start = time.perf_counter()
+        for slab in slabs:
+            attend(q, slab)
+        wait(device)
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _by_kernel(q: Tensor, slab: Slab) -> Tensor:
+    return kv_decode(q, slab.kv, slab.lengths, starts=slab.starts)
+
+
+def _by_sdpa(q: Tensor, slab: Slab) -> Tensor:
+    start, length = int(slab.starts[0, 0]), int(slab.lengths[0, 0])
+    k, v = (x[:, :, start : start + length] for x in (slab.kv.k, slab.kv.v))
+    return scaled_dot_product_attention(q.reshape(1, k.shape[1], -1, q.shape[-1]), k, v)

@@ -1,0 +1,373 @@
+"""Prefill and decode speed, each variant against the others in the same process, in turns.
+
+Every variant reads and writes through the same code: a static cache, the fastest attention there is, the whole pass
+over the prompt and the whole step compiled. On a CPU the compiler also freezes the weights, which prepacks 16-bit
+linears for
+oneDNN: without that a 16-bit baseline reaches a quarter of the memory bandwidth and makes anything look fast.
+"""
+
+import gc
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from types import ModuleType
+
+import psutil
+import torch
+import torch._inductor.config as inductor_config
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch._inductor.codecache import PyCodeCache
+from tqdm.auto import tqdm
+from transformers import StaticCache
+from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
+
+from eval.machine.memory import return_freed_memory
+from eval.speed.attention import fast_attention
+from eval.speed.deploy import deployed
+from eval.speed.device_lock import undisturbed
+from kernels.linear.prepacked import prepack
+from kernels.registry import recording
+
+_PREPACKED = "mkldnn_linear_weight_pack_matcher_count"  # inductor's own count of the linears that it has prepacked
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Medians over the rounds, with the first and third quartile.
+
+    decode and prefill in tokens per second (of all rows of a batch together), time_to_first_token in seconds; dtype and
+    how the step was executed
+    (compiled or eager, and why); kernels: {op: implementations that ran}.
+    """
+
+    decode_tokens_per_s: float
+    decode_quartiles: tuple[float, float]
+    prefill_tokens_per_s: float
+    prefill_quartiles: tuple[float, float]
+    time_to_first_token_s: float
+    dtype: str
+    execution: str
+    kernels: dict[str, list[str]]
+    settings: dict[str, int]
+
+
+@dataclass
+class Variant:
+    """One contestant: made when it is to be prepared, and let go when it has been timed.
+
+    source: the model that it is made of. make: gives the model as it is compiled, and as it runs where it is not; often
+        the same.
+    """
+
+    source: nn.Module
+    compiled: bool
+    make: Callable[[nn.Module], tuple[nn.Module, nn.Module]] = lambda model: (model, model)
+    model: nn.Module | None = None
+    cache: StaticCache | None = None
+    step: Callable | None = None  # of tokens [batch, n] at positions [1, n]; the tokens that follow [batch, 1]
+    generated: list[ModuleType] = field(default_factory=list)  # by the compiler, for this variant
+    dtype: str = ""
+    execution: str = "eager"
+    ttft_s: list[float] = field(default_factory=list)
+    token_s: list[float] = field(default_factory=list)
+    kernels: dict[str, set[str]] = field(default_factory=dict)
+
+
+PLAIN = ("bfloat16", "float32")  # variants of the baseline as a plain transformers user has it
+ROOM = 1.5  # times the memory that the largest variant so far took must be free for another one
+
+
+def standard_variants(
+    baseline: nn.Module, compressed: nn.Module, others: Mapping[str, nn.Module] | None = None
+) -> dict[str, Variant]:
+    """Compressed models in bfloat16 against the baseline in float32, bfloat16, and bfloat16 at its best.
+
+    "baseline" is the strongest: compiled, and prepacked on a CPU. "float32" and "bfloat16" are what a plain
+    transformers user gets. Each of `others` is prepared as "compressed" is.
+    """
+
+    def plain(dtype: torch.dtype) -> Callable[[nn.Module], tuple[nn.Module, nn.Module]]:
+        return lambda model: (deployed(model, dtype),) * 2
+
+    variants = contestants({"baseline": baseline, "compressed": compressed, **(others or {})})
+    return variants | {name: Variant(baseline, False, plain(getattr(torch, name))) for name in PLAIN}
+
+
+def contestants(models: Mapping[str, nn.Module], compiled: bool = True) -> dict[str, Variant]:
+    """Every model in bfloat16, as it runs fastest; the first, the baseline, is prepacked on a CPU where it is not
+    compiled, too."""
+
+    def best(model: nn.Module) -> tuple[nn.Module, nn.Module]:
+        half = fast_attention(deployed(model))
+        return half, prepack(half, tokens=512) if next(model.parameters()).device.type == "cpu" else half
+
+    def fast(model: nn.Module) -> tuple[nn.Module, nn.Module]:
+        return (fast_attention(deployed(model)),) * 2
+
+    return {name: Variant(model, compiled, fast if i else best) for i, (name, model) in enumerate(models.items())}
+
+
+@torch.no_grad()
+def measure_speed(
+    variants: dict[str, Variant], *, prompt_tokens: int = 512, new_tokens: int = 32, rounds: int = 5, batch: int = 1
+) -> dict[str, Speed]:
+    """Time every variant, round by round in turns, after warming each up.
+
+    Where memory does not hold all of them at once, they are timed in groups, the first (the baseline) in every group.
+
+    Args:
+        prompt_tokens: length of the prompt.
+        new_tokens: decoded after it, greedily, one at a time; each is timed.
+        rounds: of prefill and decode per variant.
+        batch: prompts at a time, all of this length.
+
+    Raises:
+        ValueError: lengths that are not positive, or beyond the model's positions.
+    """
+    counts = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "rounds": rounds, "batch": batch}
+    for name, value in counts.items():
+        if type(value) is not int or value < 1:
+            raise ValueError(f"`{name}` (={value!r}) must be a positive integer")
+    longest = min(positions(v.source) for v in variants.values())
+    if prompt_tokens + new_tokens > longest:
+        raise ValueError(f"`prompt_tokens` (={prompt_tokens}) + `new_tokens` (={new_tokens}) must be at most {longest}")
+    progress = tqdm(total=len(variants) * (rounds + 1), desc="speed", unit="run")
+    groups = 0
+
+    def prepare(name: str, variant: Variant) -> None:
+        progress.set_postfix_str(f"{name}: {'compiling' if variant.compiled else 'warming up'}")
+        make_ready(variant, make(variant), prompt_tokens, new_tokens, batch)
+        progress.update()
+
+    device = next(next(iter(variants.values())).source.parameters()).device
+    with undisturbed(device), frozen(variants):
+        for held in in_groups(variants, prepare):
+            progress.total += rounds * (groups > 0)  # the first once more
+            groups += 1
+            in_turns(held, prompt_tokens, new_tokens, rounds, batch, progress)
+    progress.close()
+    return {name: _speed(variant, counts | {"groups": groups}) for name, variant in variants.items()}
+
+
+def positions(model: nn.Module) -> int:
+    """How many positions a model has, as far as it says."""
+    return getattr(model.config, "max_position_embeddings", None) or 1 << 30
+
+
+def frozen(variants: Mapping[str, Variant]) -> AbstractContextManager:
+    """While the block runs, what is compiled for a CPU has its weights for constants, which are prepacked."""
+    on_cpu = all(next(v.source.parameters()).device.type == "cpu" for v in variants.values())
+    # torch's own setting, not an option of torch.compile: only so is the step traced with its weights as constants.
+    return inductor_config.patch(freezing=on_cpu)
+
+
+def in_groups(variants: Mapping[str, Variant], prepare: Callable[[str, Variant], None]) -> Iterator[dict[str, Variant]]:
+    """As many variants at a time as memory holds, each prepared; the first in every group, the others let go after
+    theirs."""
+    held: dict[str, Variant] = {}
+    most = 0
+    for i, (name, variant) in enumerate(variants.items(), start=1):
+        before = _free_bytes(variant)
+        prepare(name, variant)
+        held[name] = variant
+        most = max(most, before - _free_bytes(variant))
+        if i < len(variants) and (len(held) == 1 or _free_bytes(variant) > ROOM * most):
+            continue
+        yield held
+        first, *others = held
+        for other in others if i < len(variants) else held:
+            let_go(variants[other])
+        held = {first: held[first]}
+
+
+def in_turns(
+    held: Mapping[str, Variant], prompt_tokens: int, new_tokens: int, rounds: int, batch: int, progress: tqdm
+) -> None:
+    """Time variants that are ready, round by round; into their `ttft_s` and `token_s`."""
+    with lean(held, prompt_tokens, new_tokens, batch):
+        for _ in range(rounds):
+            for name, variant in held.items():
+                progress.set_postfix_str(name)
+                ttft, tokens = _round(variant, prompt_tokens, new_tokens, batch)
+                variant.ttft_s.append(ttft)
+                variant.token_s.append(statistics.median(tokens))
+                progress.update()
+
+
+def lean(held: Mapping[str, Variant], prompt_tokens: int, new_tokens: int, batch: int = 1) -> AbstractContextManager:
+    """While the block runs, compiled steps do not look whether the model has changed.
+
+    All graphs are there: the guards that look for changes are not part of any variant's work.
+    """
+    every = all(_runs_without_guards(variant, prompt_tokens, new_tokens, batch) for variant in held.values())
+    return torch.compiler.set_stance("default", skip_guard_eval_unsafe=every)
+
+
+def let_go(variant: Variant) -> None:
+    """Free the model, its cache and its graphs."""
+    variant.model = None
+    clear(variant)
+    gc.collect()
+    return_freed_memory()
+
+
+def clear(variant: Variant) -> None:
+    """Free the cache and the graphs of the step that was timed, so that the same model can be made ready for another
+    one.
+
+    Frozen weights are attributes of the modules that inductor generated, which it keeps for as long as the process
+    runs.
+    """
+    variant.step = variant.cache = None
+    for module in variant.generated:
+        for name in [name for name, value in vars(module).items() if isinstance(value, Tensor)]:
+            delattr(module, name)
+    if variant.generated:
+        variant.generated = []
+        gc.collect()
+
+
+def _free_bytes(variant: Variant) -> int:
+    """What is free where this variant lives."""
+    device = next(variant.source.parameters()).device
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available
+
+
+def _speed(v: Variant, settings: dict[str, int]) -> Speed:
+    decode = [settings["batch"] / s for s in v.token_s]
+    prefill = [settings["batch"] * settings["prompt_tokens"] / s for s in v.ttft_s]
+    return Speed(
+        statistics.median(decode),
+        quartiles(decode),
+        statistics.median(prefill),
+        quartiles(prefill),
+        statistics.median(v.ttft_s),
+        v.dtype,
+        v.execution,
+        {op: sorted(used) for op, used in v.kernels.items()},
+        settings,
+    )
+
+
+def quartiles(values: list[float]) -> tuple[float, float]:
+    """The first and the third; of one value, that."""
+    if len(values) < 2:
+        return values[0], values[0]
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, high
+
+
+def make(variant: Variant) -> nn.Module:
+    """Make the model of a variant; gives it as it runs where it is not compiled."""
+    variant.model, eager = variant.make(variant.source)
+    variant.dtype = str(variant.model.dtype).removeprefix("torch.")
+    return eager
+
+
+def make_ready(variant: Variant, eager: nn.Module, prompt_tokens: int, new_tokens: int, batch: int = 1) -> None:
+    """Run everything once eagerly, which also makes the cache's tensors; then compiled, if that is wanted and
+    possible."""
+    length = -(-(prompt_tokens + new_tokens) // 64) * 64
+    cache = variant.cache = static_cache(variant.model, length)
+    variant.step, variant.execution = _step(eager, cache), "eager"
+    with recording() as variant.kernels:
+        _round(variant, prompt_tokens, 1, batch)
+    if not variant.compiled:
+        return
+    eagerly, variant.step = variant.step, torch.compile(_step(variant.model, cache), fullgraph=True, dynamic=False)
+    before, graphs = counters["inductor"][_PREPACKED], counters["stats"]["unique_graphs"]
+    known = len(PyCodeCache.modules)
+    try:
+        with recording() as kernels:
+            _round(variant, prompt_tokens, new_tokens, batch)
+    except Exception as error:  # no compiler, or a model that it cannot take: say so, and go on without
+        first = first_line(error)
+        warnings.warn(f"the model does not compile, so it runs eagerly: {first}", stacklevel=2)
+        variant.execution, variant.step = f"eager (does not compile: {first[:120]})", eagerly
+        return
+    finally:  # what a compile that failed half-way has frozen is let go, too
+        variant.generated = PyCodeCache.modules[known:]
+    variant.kernels = kernels
+    if counters["stats"]["unique_graphs"] == graphs:  # torch.compile gave back what it got, without a word
+        variant.execution, variant.step = "eager (the compiler is switched off)", eagerly
+        return
+    packed = (counters["inductor"][_PREPACKED] - before) // 2  # once for the prompt, once for the step
+    variant.execution = "compiled" + (f", {packed} dense weights frozen and prepacked" if packed else "")
+
+
+def static_cache(model: nn.Module, length: int) -> StaticCache:
+    """A static cache of so many positions, in which sliding layers keep all of them, as masks hide what lies outside
+    their window.
+
+    transformers' own sliding layer counts positions in Python, so that every decoded token would be compiled anew.
+    """
+    cache = StaticCache(config=model.config, max_cache_len=length)
+    cache.layers = [StaticLayer(length) if type(layer) is StaticSlidingWindowLayer else layer for layer in cache.layers]
+    return cache
+
+
+def _step(model: nn.Module, cache: StaticCache) -> Callable[[Tensor, Tensor], Tensor]:
+    def step(tokens: Tensor, positions: Tensor) -> Tensor:
+        logits = model(tokens, past_key_values=cache, position_ids=positions, use_cache=True, logits_to_keep=1).logits
+        return logits[:, -1].argmax(-1, keepdim=True)
+
+    step.__code__ = (
+        step.__code__.replace()
+    )  # of its own: torch.compile counts, and looks up, a code's graphs over all variants
+    return step
+
+
+def _runs_without_guards(variant: Variant, prompt_tokens: int, new_tokens: int, batch: int) -> bool:
+    """Can the graphs be chosen without looking at the whole model? Not where a cache keeps counts in Python."""
+    if not variant.execution.startswith("compiled"):
+        return True
+    try:
+        with torch.compiler.set_stance("default", skip_guard_eval_unsafe=True):
+            _round(variant, prompt_tokens, new_tokens, batch)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _round(variant: Variant, prompt_tokens: int, new_tokens: int, batch: int = 1) -> tuple[float, list[float]]:
+    """Seconds to the first token of every row, and for each later one."""
+    device = next(variant.source.parameters()).device
+    ids = torch.arange(batch * prompt_tokens) * 7919 % variant.source.get_input_embeddings().num_embeddings
+    prompt = ids.view(batch, prompt_tokens).to(device)
+    positions = torch.arange(prompt_tokens, device=device)[None]
+    variant.cache.reset()
+    wait(device)
+    start = time.perf_counter()
+    token = variant.step(prompt, positions)
+    wait(device)
+    ttft = time.perf_counter() - start
+    seconds = []
+    for i in range(new_tokens):
+        position = torch.tensor([[prompt_tokens + i]], device=device)
+        start = time.perf_counter()
+        token = variant.step(token, position)
+        wait(device)
+        seconds.append(time.perf_counter() - start)
+    return ttft, seconds
+
+
+def serve(variant: Variant, prompt_tokens: int, new_tokens: int) -> tuple[float, list[float]]:
+    """One request to a variant that is ready: seconds to its first token, and for each later one."""
+    return _round(variant, prompt_tokens, new_tokens)
+
+
+def wait(device: torch.device) -> None:
+    """Until a GPU has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def first_line(error: Exception) -> str:
+    """The first line of what an error says, or its kind where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,1 @@
+"""Benchmark tasks of lm-eval, compared with the baseline question by question."""

@@ -1,0 +1,317 @@
+"""One model's answers to one task, by lm-eval, on the model as it is in memory; neither model nor process is changed by
+it.
+
+Imported where it is needed only: lm-eval takes its time.
+"""
+
+import copy
+import json
+import logging
+import os
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+from unittest.mock import patch
+
+import datasets
+import numpy as np
+import torch
+from lm_eval.api.task import Task
+from lm_eval.evaluator import simple_evaluate
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from eval.tasks.paired import fits, stderr
+from eval.tasks.task_files import CONSENT
+
+PRIMARY = (
+    "acc_norm",
+    "acc",
+    "exact_match",
+    "bits_per_byte",
+)  # the first of them that a task has; else its own first metric
+_QUESTION = 2000  # characters, the last ones: the question comes after its examples
+
+
+@dataclass(frozen=True)
+class Document:
+    """One question and its answer.
+
+    Attributes:
+        doc_hash: lm-eval's, of the whole document; `doc_id` tells duplicates apart.
+        question: the prompt, its last 2,000 characters.
+        gold, answer: text of a choice or of what was generated; an answer of None: none was asked for, or it is another
+            text.
+        metrics: a number, or (log-likelihood, length) where the aggregate wants that.
+        loglikelihoods: of the choices, or of the text; nats.
+    """
+
+    doc_id: int
+    doc_hash: str
+    question: str
+    gold: str | None
+    answer: str | None
+    metrics: dict[str, Any]
+    loglikelihoods: list[float] | None
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One model's answers to one task.
+
+    Attributes:
+        metric: the primary one. Where lm-eval's task has several filters it is of the first; `values` and the
+            documents' metrics have those of the others as <metric>_<filter>.
+        values: {metric: value, metric_stderr: ...}; the values are lm-eval's.
+        aggregates: {metric: name in `eval.tasks.paired.AGGREGATES`}, of those that can be resampled.
+        seconds: that answering took.
+    """
+
+    task: str
+    metric: str
+    num_fewshot: int
+    version: str
+    higher_is_better: dict[str, bool]
+    values: dict[str, float]
+    aggregates: dict[str, str]
+    documents: list[Document]
+    generates: bool
+    seconds: float
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Answered":
+        """What `to_json` wrote; ValueError, KeyError or TypeError if it is anything else."""
+        told = json.loads(text)
+        return cls(**{**told, "documents": [Document(**document) for document in told["documents"]]})
+
+
+class _InMemory(HFLM):
+    """lm-eval's model without its progress bars and without its questions to the hub about the model."""
+
+    def get_model_info(self) -> dict:
+        return {}
+
+    def loglikelihood(self, requests: list, disable_tqdm: bool = True) -> list:
+        return super().loglikelihood(requests, disable_tqdm=True)
+
+    def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = True) -> list:
+        return super().loglikelihood_rolling(requests, disable_tqdm=True)
+
+    def _loglikelihood_tokens(self, requests: list, disable_tqdm: bool = True, override_bs: int | None = None) -> list:
+        return super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
+
+    def generate_until(self, requests: list, disable_tqdm: bool = True) -> list:
+        return super().generate_until(requests, disable_tqdm=True)
+
+
+class _Told:
+    """Where lm-eval would keep answers, it tells how far it is."""
+
+    def __init__(self, tell: Callable[[], Any]) -> None:
+        self.tell = tell
+
+    def add_partial(self, *_: Any) -> None:
+        self.tell()
+
+
+def answer(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    task: Task,
+    *,
+    limit: int | None,
+    num_fewshot: int | None,
+    batch_size: int,
+    seed: int,
+    chat: bool,
+    tell: Callable[[], Any],
+) -> Answered:
+    """Ask one model one task's questions, in a block of `undisturbed`.
+
+    Args:
+        task: lm-eval's; may be asked of several models, one after the other, and draws the same examples for each.
+        tell: called at every answer.
+    """
+    started = time.perf_counter()
+    lm = _InMemory(model, tokenizer=_padding(tokenizer), batch_size=batch_size)
+    lm.set_cache_hook(_Told(tell))
+    found = simple_evaluate(
+        lm,
+        tasks=[task],
+        task_manager=TaskManager(include_defaults=False),
+        num_fewshot=num_fewshot,
+        limit=limit,
+        bootstrap_iters=0,
+        random_seed=seed,
+        numpy_random_seed=seed,
+        torch_random_seed=seed,
+        fewshot_random_seed=seed,
+        apply_chat_template=chat,
+        confirm_run_unsafe_code=os.environ.get(CONSENT) == "1",
+    )
+    return _answered(task, found, time.perf_counter() - started)
+
+
+@contextmanager
+def undisturbed(models: Sequence[nn.Module]) -> Iterator[None]:
+    """While the block runs lm-eval may do as it does; afterwards modes, generation settings and random numbers are as
+    before.
+
+    It is kept from tying weights anew: an output layer that was compressed, or folded into, by itself would be
+    overwritten.
+    """
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    generation = [
+        (model, copy.deepcopy(model.generation_config)) for model in models if hasattr(model, "generation_config")
+    ]
+    states, log = (random.getstate(), np.random.get_state()), logging.getLogger("lm_eval")
+    level, bars = log.level, datasets.are_progress_bars_disabled()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # a seed is set on all of them
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices))
+        for model in {id(model): model for model in models}.values():
+            stack.enter_context(patch.object(model, "tie_weights", lambda *_, **__: None))
+        stack.enter_context(patch("lm_eval.evaluator.add_env_info"))  # asks pip and the processor at every call
+        stack.enter_context(patch("lm_eval.api.task.tqdm", lambda rows, **_: rows))
+        log.setLevel(logging.ERROR)
+        datasets.disable_progress_bars()
+        try:
+            yield
+        finally:
+            log.setLevel(level)
+            if not bars:
+                datasets.enable_progress_bars()
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+            for module, training in modes:
+                module.training = training
+            for model, before in generation:
+                model.generation_config = before
+
+
+def _padding(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """A copy that lm-eval may change, with something to pad by that the model has an embedding of: it is masked."""
+    own = copy.deepcopy(tokenizer)
+    if own.pad_token_id is None:
+        own.pad_token = own.eos_token or own.unk_token or own.convert_ids_to_tokens(0)
+    return own
+
+
+def _answered(task: Task, found: dict[str, Any], seconds: float) -> Answered:
+    (name,) = found["samples"]
+    samples, filters = (
+        found["samples"][name],
+        list(dict.fromkeys(sample["filter"] for sample in found["samples"][name])),
+    )
+    names = {
+        (metric, f): metric if f == filters[0] else f"{metric}_{f}"
+        for f in filters
+        for sample in samples[:1]
+        for metric in sample["metrics"]
+    }
+    metric = next((m for m in PRIMARY if (m, filters[0]) in names), samples[0]["metrics"][0])
+    documents: dict[int, Document] = {}
+    for sample in samples:
+        of = {names[m, sample["filter"]]: value for m in sample["metrics"] if (value := _number(sample[m])) is not None}
+        if sample["doc_id"] in documents:
+            documents[sample["doc_id"]].metrics.update(of)
+        else:
+            documents[sample["doc_id"]] = _document(task, sample, metric, of)
+    values, aggregates, better = {}, {}, {}
+    for (m, f), own in names.items():
+        value = found["results"][name].get(f"{m},{f}")
+        if not isinstance(value, int | float):
+            continue
+        values[own], better[own] = float(value), bool(task.higher_is_better().get(m, True))
+        items = [document.metrics.get(own) for document in documents.values()]
+        aggregate = getattr(task.aggregation().get(m), "__name__", "")
+        if fits(aggregate, items):
+            aggregates[own] = aggregate
+            if (error := stderr(items, aggregate)) is not None:
+                values[f"{own}_stderr"] = error
+    return Answered(
+        name,
+        metric,
+        int(found["n-shot"].get(name) or 0),
+        str(found["versions"].get(name)),
+        better,
+        values,
+        aggregates,
+        list(documents.values()),
+        task.OUTPUT_TYPE == "generate_until",
+        round(seconds, 3),
+    )
+
+
+def _document(task: Task, sample: dict[str, Any], metric: str, metrics: dict[str, Any]) -> Document:
+    contexts = [str(arguments[0]) for arguments in sample["arguments"]]
+    question, gold, answered, likelihoods = contexts[0], sample["target"], None, None
+    if task.OUTPUT_TYPE == "generate_until":
+        answered = str(sample["resps"][0][0])
+    elif task.OUTPUT_TYPE == "loglikelihood_rolling":
+        gold, likelihoods = None, [float(sample["filtered_resps"][0])]
+    else:
+        likelihoods = [float(one[0]) for one in sample["filtered_resps"]]
+        if task.OUTPUT_TYPE == "multiple_choice":
+            choices, question, gold = _choices(task, sample, contexts)
+            answered = choices[_chosen(likelihoods[: len(choices)], choices, metric)]
+        elif sample["filtered_resps"][0][1]:
+            answered = str(gold)
+    if isinstance(gold, list):
+        gold = " | ".join(map(str, gold))
+    return Document(
+        int(sample["doc_id"]),
+        str(sample["doc_hash"]),
+        question[-_QUESTION:],
+        None if gold is None else str(gold),
+        answered,
+        metrics,
+        likelihoods,
+    )
+
+
+def _choices(task: Task, sample: dict[str, Any], contexts: Sequence[str]) -> tuple[list[str], str, Any]:
+    """The choices, the question that they answer and the right ones; where the choices are beginnings, the question is
+    the end."""
+    doc = sample["doc"]
+    choices = (
+        [str(c) for c in task.doc_to_choice(doc)]
+        if hasattr(task, "doc_to_choice")
+        else [a[1] for a in sample["arguments"]]
+    )
+    beginnings = bool(getattr(task, "multiple_input", 0))
+    gold = task.doc_to_text(doc) if beginnings else sample["target"]
+    told = [
+        choices[g] if isinstance(g, int) and -len(choices) <= g < len(choices) else g
+        for g in (gold if isinstance(gold, list) else [gold])
+    ]
+    return choices, str(sample["arguments"][0][1]).strip() if beginnings else contexts[0], told
+
+
+def _chosen(likelihoods: Sequence[float], choices: Sequence[str], metric: str) -> int:
+    """Index of the answer as the primary metric takes it: by likelihood, per character (acc_norm) or per byte
+    (acc_bytes)."""
+    lengths = {"acc_norm": [len(c) for c in choices], "acc_bytes": [len(c.encode()) for c in choices]}.get(
+        metric, [1] * len(choices)
+    )
+    return int(np.argmax([one / max(length, 1) for one, length in zip(likelihoods, lengths, strict=True)]))
+
+
+def _number(value: Any) -> Any:
+    """A number, or a pair of them, as JSON has them; None of anything else."""
+    if isinstance(value, tuple | list):
+        pair = [_number(one) for one in value]
+        return pair if len(pair) == 2 and all(isinstance(one, int | float) for one in pair) else None
+    if isinstance(value, bool | int | np.integer | np.bool_):
+        return int(value)
+    if isinstance(value, float | np.floating):
+        return float(value)
+    return None

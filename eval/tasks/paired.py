@@ -1,0 +1,131 @@
+"""Two models on the same questions: intervals from resampled pairs, answers that turned, and whether that could be
+chance."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+_RESAMPLES = 2000
+_AT_ONCE = 1 << 20  # drawn indices that are held at a time
+
+# By the name of lm-eval's function, of values [..., n] or, where an item is (log-likelihood, length), [..., n, 2].
+AGGREGATES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "mean": lambda x: x.mean(-1),
+    "perplexity": lambda x: np.exp(-x.mean(-1)),
+    "weighted_perplexity": lambda x: np.exp(-x[..., 0].sum(-1) / x[..., 1].sum(-1)),
+    "bits_per_byte": lambda x: -x[..., 0].sum(-1) / x[..., 1].sum(-1) / math.log(2),
+}
+_OF_PAIRS = ("weighted_perplexity", "bits_per_byte")
+
+
+def fits(aggregate: str, values: Sequence[Any]) -> bool:
+    """Can these values be aggregated, and resampled, by the function of this name?"""
+    if aggregate not in AGGREGATES or not values:
+        return False
+    if aggregate in _OF_PAIRS:
+        return all(isinstance(value, list | tuple) and len(value) == 2 for value in values)
+    return all(isinstance(value, int | float) for value in values)
+
+
+def stderr(values: Sequence[Any], aggregate: str = "mean") -> float | None:
+    """Standard error: of a mean in closed form (as lm-eval's), of any other aggregate from 2,000 resamples; None of one
+    value."""
+    x = np.asarray(values, dtype=float)
+    if len(x) < 2:
+        return None
+    if aggregate == "mean":
+        return float(x.std(ddof=1) / math.sqrt(len(x)))
+    return float(np.std(_resampled(AGGREGATES[aggregate], [x], 0)[0], ddof=1))
+
+
+def compare(
+    baseline: Sequence[Any],
+    other: Sequence[Any],
+    *,
+    aggregate: str = "mean",
+    higher_is_better: bool = True,
+    seed: int = 0,
+) -> dict[str, float | int | None]:
+    """One metric of two models, from its values on the same questions in the same order.
+
+    Args:
+        baseline, other: a number a question, or (log-likelihood, length) where the aggregate is of such pairs.
+        aggregate: one of AGGREGATES.
+
+    Returns:
+        n, baseline, value; recovery (value / baseline, or its inverse where less is better: 1 is as good) and
+        difference (value - baseline), both with the 2.5th and 97.5th percentile of 2,000 resamples of the questions as
+        _low and _high; right_to_wrong, wrong_to_right, same and mcnemar_p where all values are 0 or 1, else None. What
+        has no finite value is None.
+    """
+    pair = [np.asarray(values, dtype=float) for values in (baseline, other)]
+    assert pair[0].shape == pair[1].shape and len(pair[0]), "values of the same questions"
+    of = AGGREGATES[aggregate]
+    before, after = (float(of(x)) for x in pair)
+    drawn = _resampled(of, pair, seed)
+
+    def recovery(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.divide(b, a) if higher_is_better else np.divide(a, b)
+
+    found = {"n": len(pair[0]), "baseline": finite(before), "value": finite(after)}
+    for name, value, resampled in (
+        ("recovery", float(recovery(np.float64(before), np.float64(after))), recovery(*drawn)),
+        ("difference", after - before, drawn[1] - drawn[0]),
+    ):
+        low, high = _percentiles(resampled)
+        found |= {name: finite(value), f"{name}_low": low, f"{name}_high": high}
+    return found | _turned(*pair)
+
+
+def finite(value: Any) -> Any:
+    """The value, with None for what strict JSON has no way to write."""
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def mcnemar(right_to_wrong: int, wrong_to_right: int) -> float:
+    """Exact two-sided p of McNemar's test: how likely turns as uneven as these are if either direction is as likely.
+
+    Source: McNemar, Psychometrika 12 (1947); exact: twice the smaller tail of a binomial of the turns with p = 1/2, at
+        most 1.
+    """
+    turns, fewer = right_to_wrong + wrong_to_right, min(right_to_wrong, wrong_to_right)
+    return min(1.0, 2 * sum(math.comb(turns, i) for i in range(fewer + 1)) / 2**turns)
+
+
+def _turned(a: np.ndarray, b: np.ndarray) -> dict[str, float | int | None]:
+    if a.ndim > 1 or not np.isin([a, b], (0, 1)).all():
+        return dict.fromkeys(("right_to_wrong", "wrong_to_right", "same", "mcnemar_p"))
+    worse, better = int(((a == 1) & (b == 0)).sum()), int(((a == 0) & (b == 1)).sum())
+    return {
+        "right_to_wrong": worse,
+        "wrong_to_right": better,
+        "same": len(a) - worse - better,
+        "mcnemar_p": mcnemar(worse, better),
+    }
+
+
+def _resampled(of: Callable[[np.ndarray], np.ndarray], many: Sequence[np.ndarray], seed: int) -> list[np.ndarray]:
+    """The aggregate of each, [2,000], on the same resamples of the items."""
+    n, generator = len(many[0]), np.random.default_rng(seed)
+    rows, found = max(1, _AT_ONCE // n), []
+    for start in range(0, _RESAMPLES, rows):
+        drawn = generator.integers(0, n, (min(rows, _RESAMPLES - start), n))  # [rows, n]
+        with np.errstate(all="ignore"):
+            found.append([of(x[drawn]) for x in many])
+    return [np.concatenate(parts) for parts in zip(*found, strict=True)]
+
+
+def _percentiles(values: np.ndarray) -> tuple[float | None, float | None]:
+    known = values[~np.isnan(values)]
+    if not len(known):
+        return None, None
+    # Of ordered values, not between them: halfway to infinity is nowhere.
+    low, high = np.percentile(known, (2.5, 97.5), method="inverted_cdf")
+    return finite(low), finite(high)

@@ -1,0 +1,332 @@
+"""Where tasks come from: task files that point at data on this machine, and lm-eval's own catalogue, whose data are on
+the hub.
+
+A task file's paths are looked for beside it, then in the folders above, so that it works from any folder. lm-eval's
+catalogue
+takes 10 s to read: it is read once in a process, and never where all tasks are files.
+"""
+
+import difflib
+import functools
+import glob
+import hashlib
+import json
+import os
+import re
+import socket
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+from urllib.parse import urlparse
+from urllib.request import getproxies
+
+if TYPE_CHECKING:
+    from lm_eval.api.task import Task
+    from lm_eval.tasks import TaskManager
+
+CONSENT = "HF_ALLOW_CODE_EVAL"  # lm-eval's, and that of the metrics that it takes from the hub
+_TIMEOUT_S = 2.0
+_YES = ("1", "TRUE", "YES", "ON")
+
+
+@dataclass(frozen=True)
+class FoundTask:
+    """A task: its name, a hash of all that decides its questions and their scoring, and what builds it for lm-eval."""
+
+    name: str
+    identity: str
+    build: "Callable[[], Task]"
+
+
+def folder_of(task_path: str = "") -> Path | None:
+    """Folder of task files: the one that is named, or `lm_eval_tasks` in $WORKBENCH_DATA or `shared/data` beside the
+    checkout.
+
+    Raises:
+        ValueError: the folder that is named is not there.
+    """
+    if task_path:
+        folder = Path(task_path).expanduser()
+        if not folder.is_dir():
+            raise ValueError(f"`task_path` (={str(task_path)!r}) must be a folder of task files (.yaml); there is none")
+        return folder.resolve()
+    beside = Path(__file__).resolve().parents[3] / "shared" / "data"
+    folder = Path(os.environ.get("WORKBENCH_DATA", beside)) / "lm_eval_tasks"
+    return folder.resolve() if folder.is_dir() else None
+
+
+def check_names(names: Sequence[str], task_path: str = "") -> None:
+    """Raise ValueError if a task is not known, its data cannot be had, or its scoring would run code that a model
+    wrote."""
+    folder = folder_of(task_path)
+    files = _files(folder)
+    for name in names:
+        for leaf in _leaves(name, files):
+            if leaf in files:
+                _check(leaf, _local(leaf, files[leaf], functions=False), files)
+            else:
+                _check_catalogued(leaf, files, folder)
+
+
+def find_tasks(names: Sequence[str], task_path: str = "") -> tuple[list[FoundTask], dict[str, list[str]]]:
+    """The tasks of these names, and {group: its tasks}; data of files are read when a task is built, the hub's now."""
+    files, found, groups = _files(folder_of(task_path)), {}, {}
+    for name in names:
+        for leaf in _leaves(name, files):
+            if leaf in files:
+                build = functools.partial(_build, leaf, files[leaf])
+                found.setdefault(leaf, FoundTask(leaf, _identity(leaf, files[leaf]), build))
+                groups.setdefault(name, []).append(leaf)
+            else:
+                for own, task in _catalogued(leaf).items():
+                    data = getattr(task.eval_docs, "_fingerprint", None)
+                    identity = _sha(json.dumps([task.dump_config(), data], sort_keys=True, default=str))
+                    found.setdefault(own, FoundTask(own, identity, functools.partial(_itself, task)))
+                    groups.setdefault(name, []).append(own)
+    return list(found.values()), {name: parts for name, parts in groups.items() if parts != [name]}
+
+
+@functools.cache
+def catalogue() -> "TaskManager":
+    """All tasks that lm-eval knows."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager()
+
+
+def hub_reachable() -> bool:
+    """False where the user said offline, or where the hub's host cannot be connected to."""
+    if any(os.environ.get(name, "").upper() in _YES for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")):
+        return False
+    return bool(getproxies()) or _connects()  # a proxy answers for the host
+
+
+@functools.cache
+def _connects() -> bool:
+    endpoint = urlparse(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    try:
+        socket.create_connection((endpoint.hostname, endpoint.port or 443), timeout=_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _files(folder: Path | None) -> dict[str, Path]:
+    """{task or group: its file}; of two of one name the first counts, as for lm-eval."""
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    found: dict[str, Path] = {}
+    for path in sorted(folder.rglob("*.yaml")) if folder else []:
+        try:
+            config = load_yaml(path, resolve_func=False)
+        except Exception:  # what is no YAML is no task; if it was asked for, its name is missing
+            continue
+        name = config.get("group", config.get("task"))
+        if isinstance(name, str):
+            found.setdefault(name, path)
+    return found
+
+
+def _leaves(name: str, files: dict[str, Path], within: tuple[str, ...] = ()) -> list[str]:
+    """The task, or the tasks of a group among the files; lm-eval takes its own groups apart."""
+    if name not in files:
+        return [name]
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    config = load_yaml(files[name], resolve_func=False)
+    if "group" not in config:
+        return [name]
+    members = config.get("task", [])
+    if name in within or not isinstance(members, list) or not all(isinstance(member, str) for member in members):
+        raise ValueError(f"`tasks`: the group {name!r} ({files[name]}) must list names of tasks, and not itself")
+    return [leaf for member in members for leaf in _leaves(member, files, (*within, name))]
+
+
+def _local(name: str, path: Path, *, functions: bool) -> dict[str, Any]:
+    """A task file as lm-eval is given it: its data by their absolute paths."""
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    config = load_yaml(path, resolve_func=functions)
+    data = dict(config.get("dataset_kwargs") or {})
+    for key in ("data_dir",) if data.get("data_dir") else ("data_files",):
+        if data.get(key):
+            data[key] = _absolute(data[key], name, path)
+    if str(config.get("dataset_path", "")).startswith((".", "/", "~")):
+        config["dataset_path"] = _absolute(config["dataset_path"], name, path)
+    return {**config, "dataset_kwargs": data} if data else config
+
+
+def _absolute(value: Any, name: str, path: Path) -> Any:
+    if isinstance(value, dict):
+        return {key: _absolute(inner, name, path) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_absolute(inner, name, path) for inner in value]
+    if "://" in value:
+        return value
+    for folder in path.parents:
+        here = str(folder / Path(value).expanduser())
+        if glob.glob(here, recursive=True):
+            return here
+    raise ValueError(
+        f"`tasks`: {name!r} reads {value}, which is neither beside its file ({path}) nor in a folder above; "
+        "what would do: the data there, or an absolute path in the file"
+    )
+
+
+def _build(name: str, path: Path) -> "Task":
+    from lm_eval.tasks import TaskManager
+
+    config = _local(name, path, functions=True)
+    return TaskManager(include_defaults=False).load([config])["tasks"][name]
+
+
+def _catalogued(name: str) -> "dict[str, Task]":
+    offline = not hub_reachable()  # the clients would try for half a minute
+    with ExitStack() as stack:
+        for client in ("huggingface_hub.constants", "datasets.config") if offline else ():
+            stack.enter_context(patch(f"{client}.HF_HUB_OFFLINE", True))
+        try:
+            return catalogue().load([name])["tasks"]
+        except Exception as error:  # a dozen kinds; all mean the same to the user
+            told = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ValueError(f"`tasks`: {name!r} cannot be loaded: {told}") from error
+
+
+def _itself(task: "Task") -> "Task":
+    return task
+
+
+def _check(name: str, config: dict[str, Any], files: Iterable[str]) -> None:
+    """One task by its configuration: may it be scored here, and can its data be had?"""
+    metrics = [str(metric.get("metric")) for metric in config.get("metric_list") or []]
+    if (config.get("unsafe_code") or "code_eval" in metrics) and os.environ.get(CONSENT) != "1":
+        raise ValueError(
+            f"`tasks`: scoring {name!r} runs code that a model wrote; in a place where that may be done, {CONSENT}=1 "
+            "in the environment says so"
+        )
+    where = _on_hub(config)
+    if where and not (_in_cache(where, config.get("dataset_name")) or hub_reachable()):
+        raise ValueError(
+            f"`tasks`: {name!r} needs {where} from the hub, which cannot be reached, and it was not kept here before; "
+            f"what would do: a network, or a task file with data here{_near(name, files)}"
+        )
+
+
+def _check_catalogued(name: str, files: dict[str, Path], folder: Path | None) -> None:
+    """A task, group or tag of lm-eval's: reading its file takes no time; the catalogue is read where that does not
+    do."""
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    path = _written().get(name)
+    config = load_yaml(path, resolve_func=False) if path else {}
+    if config.get("task") == name:
+        _check(name, config, files)
+        return
+    if hub_reachable() or _kept():
+        index = catalogue().task_index
+        for leaf in _members(name, index):
+            _check(leaf, index[leaf].cfg or {}, files)
+        if name in index:
+            return
+    elif path:
+        raise ValueError(
+            f"`tasks`: {name!r} needs data from the hub, which cannot be reached; what would do: a network, or task "
+            f"files with data here{_near(name, files)}"
+        )
+    where = f"the task files in {folder}" if folder else "task files (`task_path` names no folder)"
+    raise ValueError(
+        f"`tasks`: {name!r} is neither among {where} nor lm-eval's own{_near(name, [*files, *_written()])}"
+    )
+
+
+def _members(name: str, index: dict[str, Any]) -> list[str]:
+    entry = index.get(name)
+    if entry is None:
+        return []
+    named = entry.tags if entry.yaml_path is None else (entry.cfg or {}).get("task")
+    if not isinstance(named, list | set):
+        return [name]
+    inner = [member if isinstance(member, str) else member.get("task") for member in named]
+    return [leaf for member in inner if isinstance(member, str) and member != name for leaf in _members(member, index)]
+
+
+@functools.cache
+def _written() -> dict[str, Path]:
+    """{name: file} of what lm-eval's files plainly call a task, group or tag: nearly all that it knows, in half a
+    second."""
+    import lm_eval
+
+    found: dict[str, Path] = {}
+    for path in sorted((Path(lm_eval.__file__).parent / "tasks").rglob("*.yaml")):
+        for kind, name in re.findall(
+            r"^(task|group|tag):[ \t]*[\"']?([\w.+-]+)", path.read_text(encoding="utf-8"), re.M
+        ):
+            if kind == "task":
+                found[name] = path
+            else:
+                found.setdefault(name, path)
+    return found
+
+
+def _on_hub(config: dict[str, Any]) -> str | None:
+    """What of its data is not on this machine; None: nothing, or a function of its own makes them."""
+    from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES as READERS
+
+    data = config.get("dataset_kwargs") or {}
+    remote = re.search(r'"(\w+://[^"]*)"', json.dumps([data.get("data_files"), data.get("data_dir")]))
+    if remote:
+        return remote.group(1)
+    where = config.get("dataset_path")
+    return None if config.get("custom_dataset") or where is None or where in READERS or Path(where).exists() else where
+
+
+def _in_cache(where: str, configuration: str | None) -> bool:
+    import datasets
+    from datasets.naming import camelcase_to_snakecase
+
+    *owner, name = where.split("/")
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / "___".join([*owner, camelcase_to_snakecase(name)])
+    return (folder / configuration if configuration else folder).is_dir()
+
+
+def _kept() -> bool:
+    """Is any data set of the hub's in the cache?"""
+    import datasets
+
+    return any(Path(datasets.config.HF_DATASETS_CACHE).glob("*___*"))
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(dict.fromkeys(known)), 5, 0.6)
+    return f"; near it: {', '.join(close)}" if close else ""
+
+
+def _identity(name: str, path: Path) -> str:
+    """Hash of a task file with what it includes, of the Python files beside it, and of its data."""
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    written = json.dumps(load_yaml(path, resolve_func=False), sort_keys=True, default=str)
+    config = _local(name, path, functions=False)
+    data = config.get("dataset_kwargs") or {}
+    where = _texts([data.get("data_files"), data.get("data_dir"), config.get("dataset_path")])
+    files = [Path(one) for text in where if Path(text).is_absolute() for one in sorted(glob.glob(text, recursive=True))]
+    files = [file for one in files for file in (sorted(one.rglob("*")) if one.is_dir() else [one]) if file.is_file()]
+    code = sorted(path.parent.glob("*.py"))
+    return _sha(written.replace(str(path.parent), ""), *(f"{file.name} {_content(file)}" for file in [*code, *files]))
+
+
+def _texts(value: Any) -> list[str]:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
+    return [value] if isinstance(value, str) else [text for one in inner for text in _texts(one)]
+
+
+def _content(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _sha(*parts: str) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()

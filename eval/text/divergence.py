@@ -1,0 +1,81 @@
+"""How far a model's predictions are from the baseline's on the same text: KL divergence and top-1 agreement."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from eval.text.perplexity import Perplexity, token_losses
+from eval.text.windows import chunks, mean_and_stderr, predictions, windows
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """KL(baseline || model) in nats per token, and the share of positions with the same most likely token."""
+
+    kl: float
+    kl_stderr: float | None
+    top1_agreement: float
+    top1_agreement_stderr: float | None
+    tokens: int
+
+
+def divergence(
+    model: nn.Module,
+    baseline: nn.Module,
+    ids: Tensor,
+    *,
+    window: int = 2048,
+    stride: int | None = None,
+    limit: int | None = None,
+    beginning: Sequence[int] = (),
+) -> Divergence:
+    """Divergence of a model from the baseline on ids [1, n]; see `eval.text.windows.windows` for the arguments."""
+    return compare_on_text(
+        baseline, {"model": model}, ids, window=window, stride=stride, limit=limit, beginning=beginning
+    )[1]["model"]
+
+
+def compare_on_text(
+    baseline: nn.Module,
+    models: dict[str, nn.Module],
+    ids: Tensor,
+    *,
+    window: int = 2048,
+    stride: int | None = None,
+    limit: int | None = None,
+    beginning: Sequence[int] = (),
+) -> tuple[dict[str, Perplexity], dict[str, Divergence]]:
+    """Perplexity of the baseline (under "baseline") and of each model, and each model's divergence, in one pass."""
+    cut = windows(ids, window=window, stride=stride, limit=limit, beginning=beginning)
+    counts = [w.scored for w in cut]
+    losses: dict[str, list[float]] = {"baseline": [], **{name: [] for name in models}}
+    kls: dict[str, list[float]] = {name: [] for name in models}
+    same: dict[str, list[float]] = {name: [] for name in models}
+    for w in tqdm(cut, desc="perplexity and divergence", unit="window"):
+        reference, tokens = predictions(baseline, w)
+        losses["baseline"].append(float(token_losses(reference, tokens).sum()))
+        for name, model in models.items():
+            logits = predictions(model, w)[0].to(reference.device)
+            losses[name].append(float(token_losses(logits, tokens).sum()))
+            kl, agree = _distance(reference, logits)
+            kls[name].append(kl)
+            same[name].append(agree)
+    perplexities = {name: Perplexity.of(sums, counts, window, stride) for name, sums in losses.items()}
+    divergences = {
+        name: Divergence(*mean_and_stderr(kls[name], counts), *mean_and_stderr(same[name], counts), sum(counts))
+        for name in models
+    }
+    return perplexities, divergences
+
+
+def _distance(reference: Tensor, logits: Tensor) -> tuple[float, float]:
+    """Summed KL(reference || logits) and number of equal most likely tokens, over positions [n, vocabulary]."""
+    kl, same = 0.0, 0.0
+    for at in chunks(len(reference)):
+        p, q = (torch.log_softmax(x[at].float(), -1) for x in (reference, logits))
+        kl += float((p.exp() * (p - q)).sum(-1).double().sum())
+        same += float((p.argmax(-1) == q.argmax(-1)).sum())
+    return kl, same

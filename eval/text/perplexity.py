@@ -1,0 +1,62 @@
+"""Perplexity on long text, by disjoint or overlapping windows."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from eval.text.windows import chunks, mean_and_stderr, predictions, windows
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """exp of the mean negative log-likelihood per token.
+
+    stderr: by the delta method, windows as clusters; None for a single window. sums, counts: per window, the summed
+    negative log-likelihood (nats) and the tokens counted.
+    """
+
+    value: float
+    stderr: float | None
+    tokens: int
+    window: int
+    stride: int | None
+    sums: tuple[float, ...]
+    counts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, sums: Sequence[float], counts: Sequence[int], window: int, stride: int | None) -> "Perplexity":
+        nll, stderr = mean_and_stderr(sums, counts)
+        value = math.exp(nll)
+        spread = None if stderr is None else value * stderr
+        return cls(value, spread, sum(counts), window, stride, tuple(sums), tuple(counts))
+
+
+def perplexity(
+    model: nn.Module,
+    ids: Tensor,
+    *,
+    window: int = 2048,
+    stride: int | None = None,
+    limit: int | None = None,
+    beginning: Sequence[int] = (),
+) -> Perplexity:
+    """Perplexity of a model on ids [1, n]; see `eval.text.windows.windows` for the arguments.
+
+    On raw wikitext-2 (documents joined by blank lines), window 2048 and stride None are the protocol of the GPTQ paper.
+    """
+    cut = windows(ids, window=window, stride=stride, limit=limit, beginning=beginning)
+    sums = [float(token_losses(*predictions(model, w)).sum()) for w in tqdm(cut, desc="perplexity", unit="window")]
+    return Perplexity.of(sums, [w.scored for w in cut], window, stride)
+
+
+def token_losses(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Negative log-likelihood [n] in nats, in float64, of tokens [n] under logits [n, vocabulary]."""
+    parts = [
+        torch.nn.functional.cross_entropy(logits[at].float(), tokens[at], reduction="none").double()
+        for at in chunks(len(tokens))
+    ]
+    return torch.cat(parts)

@@ -1,0 +1,78 @@
+"""Long text cut into windows, as every measure on text needs it, and the model's logits on them."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kernels.linear import fast_linear
+
+CHUNK = 256  # positions whose distributions over the vocabulary are held at once
+
+
+class Window(NamedTuple):
+    """tokens [1, w] to feed; the last `scored` of them are predicted and counted."""
+
+    tokens: Tensor
+    scored: int
+
+
+def windows(
+    ids: Tensor, *, window: int, stride: int | None = None, limit: int | None = None, beginning: Sequence[int] = ()
+) -> list[Window]:
+    """Cut ids [1, n] into windows.
+
+    Args:
+        window: tokens fed at once, the beginning included.
+        stride: tokens by which the window moves. None or `window`: disjoint windows, each scored but for its first
+            token (GPTQ's protocol). Smaller: overlapping ones, each scored on its last `stride` tokens only.
+        limit: at most so many windows.
+        beginning: special tokens put before each window, for models that rely on them.
+
+    Raises:
+        ValueError: a window or stride that makes no sense, or too little text for a single window.
+    """
+    room = window - len(beginning)
+    stride = room if stride is None or stride >= room else stride
+    if window < 2 or room < 1 or stride < 1 or (limit is not None and limit < 1):
+        raise ValueError(
+            f"`window` (={window}), `stride` (={stride}), `limit` (={limit}): need window >= 2, the others >= 1"
+        )
+    n = ids.shape[1]
+    if n < room:
+        raise ValueError(f"`window` (={window}) needs as many tokens; the text has {n}")
+    head = torch.tensor([list(beginning)], dtype=torch.long)
+    first = room - (0 if len(beginning) else 1)  # nothing predicts the very first token
+    cut = []
+    for start in range(0, n - room + 1, stride):
+        if limit is not None and len(cut) == limit:
+            break
+        scored = first if stride == room or start == 0 else stride
+        cut.append(Window(torch.cat([head, ids[:, start : start + room]], 1), scored))
+    return cut
+
+
+@torch.no_grad()
+def predictions(model: nn.Module, window: Window) -> tuple[Tensor, Tensor]:
+    """Logits [scored, vocabulary] that predict a window's scored tokens, and these tokens [scored]."""
+    device = next(model.parameters()).device
+    with fast_linear():
+        logits = model(window.tokens.to(device), use_cache=False, logits_to_keep=window.scored + 1).logits
+    return logits[0, -window.scored - 1 : -1], window.tokens[0, -window.scored :].to(device)
+
+
+def chunks(n: int) -> Iterator[slice]:
+    """Slices of at most CHUNK positions."""
+    for start in range(0, n, CHUNK):
+        yield slice(start, min(start + CHUNK, n))
+
+
+def mean_and_stderr(sums: Sequence[float], counts: Sequence[int]) -> tuple[float, float | None]:
+    """Mean per token, and its standard error with windows as clusters (None for a single window)."""
+    total, n = sum(counts), len(counts)
+    mean = sum(sums) / total
+    if n < 2:
+        return mean, None
+    variance = sum((s - mean * c) ** 2 for s, c in zip(sums, counts, strict=True)) * n / (n - 1)
+    return mean, variance**0.5 / total

@@ -1,0 +1,1 @@
+"""What models write: greedily and by temperature."""

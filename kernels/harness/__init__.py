@@ -1,0 +1,1 @@
+"""Checks, timings and compilations of every kernel."""

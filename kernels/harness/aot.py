@@ -1,0 +1,206 @@
+"""Compile every shipped Triton kernel for sm_90 without a GPU, and read what the compiler made of it.
+
+`python -m kernels.harness.aot` prints a table, `--write` commits its figures to `kernels/harness/aot.json`, which the
+tests hold every later compile against. It needs triton (3.6 or later), whose wheel brings ptxas, cuobjdump and
+nvdisasm.
+"""
+
+import argparse
+import importlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kernels.harness.cases import OPS
+from kernels.interpreter import interpreting
+
+COMMITTED = Path(__file__).with_name("aot.json")
+SHARED_LIMIT = 232_448  # bytes that one block can have on sm_90; Triton compiles beyond them without a word
+MATRIX = ("HGMMA", "IGMMA", "QGMMA", "HMMA", "IMMA")  # wgmma in 16 bits, int8 and fp8; mma.sync in 16 bits and int8
+MARGIN = 1.03  # instructions may grow by this before it counts as a regression; nothing else may
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """One configuration of one kernel that a user's call can reach.
+
+    kernel:         the `@triton.jit` function.
+    arguments:      run-time argument -> Triton type: {"x": "*bf16", "M": "i32", "stride": "i64"}.
+    constants:      constexpr argument -> value.
+    multiple_of_16: run-time integers known to be multiples of 16 (pointers always are).
+    expects:        mnemonics that the machine code must hold, such as "HGMMA".
+    """
+
+    name: str
+    kernel: Any
+    arguments: dict[str, str]
+    constants: dict[str, Any]
+    num_warps: int = 4
+    num_stages: int = 3
+    multiple_of_16: tuple[str, ...] = ()
+    expects: tuple[str, ...] = ()
+
+
+def has_triton(op: str) -> bool:
+    """Has this op kernels of its own? (The others call a library; a test names them.)"""
+    return (Path(__file__).parents[1] / op / "triton.py").exists()
+
+
+def shipped(ops: tuple[str, ...] = OPS) -> dict[str, Compilation]:
+    """Every configuration that ships, by name, which starts with its op's."""
+    found: dict[str, Compilation] = {}
+    for op in filter(has_triton, ops):
+        for c in importlib.import_module(f"kernels.{op}.triton").shipped():
+            assert c.name not in found and c.name.startswith(op), f"{c.name!r} is no new name of a compilation of {op}"
+            found[c.name] = c
+    return found
+
+
+def cubin(c: Compilation) -> tuple[bytes, int]:
+    """Machine code for sm_90 and the bytes of shared memory that a launch asks for."""
+    if interpreting():
+        raise ValueError("`TRITON_INTERPRET` (=1) keeps Triton from compiling; unset it before Python starts")
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = c.kernel.arg_names
+    assert set(names) == set(c.arguments) | set(c.constants), (
+        f"{c.name}: {set(names) ^ (set(c.arguments) | set(c.constants))}"
+    )
+    aligned = [n for n, kind in c.arguments.items() if kind.startswith("*") or n in c.multiple_of_16]
+    source = ASTSource(
+        fn=c.kernel,
+        signature={n: c.arguments.get(n, "constexpr") for n in names},
+        constexprs=c.constants,
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
+    )
+    options = {"num_warps": c.num_warps, "num_stages": c.num_stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return compiled.asm["cubin"], compiled.metadata.shared
+
+
+def figures(c: Compilation) -> dict[str, int]:
+    """What the compiler made of one kernel.
+
+    Returns:
+        registers:    per thread.
+        stack:        bytes of local memory per thread.
+        spills:       instructions that load from or store to local memory.
+        shared:       bytes of shared memory per block, static and dynamic.
+        instructions: machine instructions without padding.
+        and how many of them are matrix instructions, by mnemonic, where there are any.
+    """
+    code, dynamic = cubin(c)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(code)
+        usage = _tool("cuobjdump", "--dump-resource-usage", str(path))
+        listing = _tool("nvdisasm", "-c", str(path))
+    found = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|SHARED):(\d+)", usage)}
+    mnemonics = mnemonics_of(listing)
+    tf32 = sorted({m for m in mnemonics if "TF32" in m})
+    assert not tf32, f"{c.name} computes in TF32: {tf32}"
+    count = Counter(m.partition(".")[0] for m in mnemonics)
+    return {
+        "registers": found["REG"],
+        "stack": found["STACK"],
+        "spills": count["LDL"] + count["STL"],
+        "shared": found["SHARED"] + dynamic,
+        "instructions": len(mnemonics) - count["NOP"],
+        **{m: count[m] for m in MATRIX if count[m]},
+    }
+
+
+def mnemonics_of(listing: str) -> list[str]:
+    """Mnemonics, with their suffixes, of what nvdisasm lists: `/*0a10*/  @!P0 LDG.E.128 R4, ...`."""
+    return re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.a-z]*)", listing, re.M)
+
+
+def regressions(c: Compilation, now: dict[str, int], before: dict[str, int] | None) -> list[str]:
+    """What is wrong with a kernel's figures by themselves, and against those that were committed (None: another
+    compiler's)."""
+    wrong = [f"no {m}" for m in c.expects if not any(found.startswith(m) for found in now)]
+    if now["shared"] > SHARED_LIMIT:
+        wrong.append(f"shared memory {now['shared']} > {SHARED_LIMIT}")
+    if before is not None:
+        for key in ("registers", "stack", "spills", "shared"):
+            if now[key] > before[key]:
+                wrong.append(f"{key} {now[key]} > {before[key]}")
+        if now["instructions"] > before["instructions"] * MARGIN:
+            wrong.append(f"instructions {now['instructions']} > {before['instructions']} + {MARGIN - 1:.0%}")
+        wrong += [f"{m} {now.get(m, 0)} < {before[m]}" for m in MATRIX if m in before and not now.get(m)]
+    return [f"{c.name}: {w}" for w in wrong]
+
+
+def committed() -> dict:
+    """`{"triton": version, "kernels": {name: figures}}`, as last written."""
+    return json.loads(COMMITTED.read_text()) if COMMITTED.exists() else {"triton": None, "kernels": {}}
+
+
+def compiler() -> str:
+    """Version of Triton, and so of the ptxas that it brings."""
+    import triton
+
+    return triton.__version__
+
+
+def table(compilations: dict[str, Compilation]) -> Iterator[tuple[str, dict[str, int], str]]:
+    """Name, figures and one printable line of each kernel, as it is compiled."""
+    width = max(map(len, compilations), default=0)
+    for name, c in compilations.items():
+        now = figures(c)
+        line = (
+            f"{name:<{width}}  {now['registers']:>3} registers  {now['stack']:>4} B stack  {now['spills']:>3} spills  "
+            f"{now['shared']:>6} B shared  {now['instructions']:>5} instructions  "
+        )
+        yield name, now, line + " ".join(f"{m} {now[m]}" for m in MATRIX if m in now)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Compile every shipped Triton kernel for sm_90 and show what came out."
+    )
+    parser.add_argument("--write", action="store_true", help="commit the figures to kernels/harness/aot.json")
+    parser.add_argument("--ops", nargs="*", default=OPS, choices=OPS, help="these ops only")
+    options = parser.parse_args()
+    compilations, before = shipped(tuple(options.ops)), committed()
+    same = before["triton"] == compiler()
+    found, wrong = {}, []
+    for name, now, line in table(compilations):
+        print(line, flush=True)
+        found[name] = now
+        if options.write or not same:
+            wrong += regressions(compilations[name], now, None)
+        elif name in before["kernels"]:
+            wrong += regressions(compilations[name], now, before["kernels"][name])
+        else:
+            wrong.append(f"{name}: not in {COMMITTED.name}; --write puts it there")
+    print(
+        f"{len(found)} kernels, triton {compiler()}"
+        + ("" if same else f" (committed figures are of {before['triton']})")
+    )
+    if options.write and not wrong:
+        kept = {n: f for n, f in before["kernels"].items() if same and not n.startswith(tuple(options.ops))}
+        rows = ",\n".join(f"    {json.dumps(n)}: {json.dumps(f)}" for n, f in sorted({**kept, **found}.items()))
+        COMMITTED.write_text(f'{{\n  "triton": "{compiler()}",\n  "kernels": {{\n{rows}\n  }}\n}}\n')
+    sys.exit("\n".join(wrong) or None)
+
+
+def _tool(name: str, *arguments: str) -> str:
+    """Output of one of the disassemblers in triton's wheel."""
+    import triton
+
+    path = getattr(triton.knobs.nvidia, name).path
+    return subprocess.run([path, *arguments], check=True, capture_output=True, text=True).stdout
+
+
+if __name__ == "__main__":
+    main()

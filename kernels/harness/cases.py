@@ -1,0 +1,121 @@
+"""What an op declares about itself: checks that it must pass, and contests in which it may be timed once it has.
+
+`kernels/<op>/cases.py` has `checks(device)` and `contests(device, toy, asked)`. The tests, `kernels.harness.validate`
+and `kernels.harness.bench` all run these, so that nothing is timed that was not held against float64 on the same
+machine.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+OPS = ("int_matmul", "lut_matmul", "w8a8_matmul", "kv_decode", "hadamard", "gptq_block", "gram", "sparse24_matmul")
+
+# Relative root mean square errors allowed against float64 on the same quantised operands.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a user wants timed; ops without weights keep their own.
+
+    shapes: (out, in) of the weights; empty: the op's own, with their goals.
+    tokens: rows of x; empty: the op's own.
+    dtype:  of the activations.
+    """
+
+    shapes: tuple[tuple[int, int], ...] = ()
+    tokens: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.bfloat16
+
+
+OWN = Asked()
+
+
+@dataclass(frozen=True)
+class Check:
+    """One call of one op.
+
+    run:      given an implementation's name ("reference", "cpu", "triton", ...), calls the op on inputs made once,
+              when the check was made, and returns its output or outputs.
+    expected: the same outputs, in float64, from the same quantised operands, by other means than the op.
+    impls:    the implementations that take these inputs, besides "reference".
+    """
+
+    op: str
+    name: str
+    run: Callable[[str], Tensor | tuple[Tensor, ...]]
+    expected: Callable[[], Tensor | tuple[Tensor, ...]]
+    tolerance: float
+    impls: tuple[str, ...] = ("triton",)
+
+    def error(self, impl: str) -> float:
+        """Largest relative RMS error of the outputs; NaN where an element was never written or two runs differ in a
+        bit."""
+        with poisoned():
+            first, second = _tuple(self.run(impl)), _tuple(self.run(impl))
+        if not all(torch.equal(a, b) for a, b in zip(first, second, strict=True)):
+            return float("nan")
+        errors = [relative_rms(y, e) for y, e in zip(first, _tuple(self.expected()), strict=True)]
+        return next(filter(math.isnan, errors), max(errors))  # `max` alone can lose a NaN
+
+
+@dataclass(frozen=True)
+class Contest:
+    """One shape at which implementations of the same product are timed in turns.
+
+    contestants: name -> call with the index of the operands to use, 0 <= index < copies.
+    copies:      how many sets of operands are rotated, so that no cache holds them.
+    ours:        the contestant that is this op; `baseline` the one that `goal` (a ratio of times) speaks of, or
+                 whichever of it and `rivals` is the fastest.
+    graph:       may calls be replayed from a CUDA graph? False where launches are part of what is compared.
+    least_bytes: each operand read once, each output written once.
+    flops:       floating-point (or integer) operations of the product itself; `rate` names the unit that does them.
+    tune_key, candidates: what `tuning.configuration` is asked for, and at most 8 configurations to try.
+    """
+
+    op: str
+    detail: str  # "W4 g128", "fp8", "int4 KV"
+    shape: tuple[int, ...]
+    tokens: int
+    contestants: dict[str, Callable[[int], object]]
+    copies: int
+    ours: str
+    baseline: str
+    least_bytes: int
+    flops: int
+    rate: str = "bfloat16"
+    goal: float | None = None
+    goal_us: float | None = None
+    tune_key: str | None = None
+    candidates: list[dict] = field(default_factory=list)
+    rivals: tuple[str, ...] = ()
+    graph: bool = True
+
+
+def relative_rms(y: Tensor, expected: Tensor) -> float:
+    """‖y - expected‖ / ‖expected‖ in float64; 0 where both are empty."""
+    if y.shape != expected.shape:
+        raise AssertionError(f"shape {tuple(y.shape)} instead of {tuple(expected.shape)}")
+    exact = expected.double()
+    return ((y.to(exact.device).double() - exact).norm() / exact.norm().clamp_min(1e-30)).item()
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """While the block runs, memory that torch allocates without filling it holds NaN (integers: their largest
+    value)."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def _tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (outputs,) if isinstance(outputs, Tensor) else outputs

@@ -1,0 +1,197 @@
+"""The device, and its ceilings, measured: how fast it copies, and how fast it multiplies matrices of each type.
+
+A call can take no less than its least bytes over the one, and its operations over the other: `least_seconds`.
+"""
+
+import os
+import platform
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernels.harness.cases import Contest
+from kernels.harness.timing import first_line, settle, time_in_turns
+from kernels.linear.onednn import lay_out, product
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What one device reaches.
+
+    bandwidth: bytes read plus bytes written, per second.
+    rates:     operations per second (two for each multiply-add) of dense products with random operands, by type:
+               "bfloat16", "float16", "float32" (never TF32), "int8", "float8".
+    notes:     what could not be measured, and why.
+    """
+
+    bandwidth: float
+    rates: dict[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def measure(device: torch.device, *, toy: bool = False) -> Ceilings:
+    """Ceilings of this device, in about two seconds; `toy` is quick and too small to mean anything."""
+    bandwidth = _cuda_bandwidth(device) if device.type == "cuda" else _cpu_bandwidth(16 << 20 if toy else 512 << 20)
+    products = _cuda_products(device) if device.type == "cuda" else _cpu_products(256 if toy else 2048)
+    rates, notes = {}, []
+    for name, (make, operations) in products.items():
+        try:
+            took = time_in_turns({name: make()}, 1, device, seconds=0.3)[name]
+        except Exception as error:
+            settle(device)
+            took, note = None, first_line(error)
+        else:
+            note = took.note
+        if took is None or took.seconds is None:
+            notes.append(f"no rate for {name}: {note}")
+        else:
+            rates[name] = operations / took.seconds
+    return Ceilings(bandwidth, rates, tuple(notes))
+
+
+def least_seconds(contest: Contest, ceilings: Ceilings) -> tuple[float, str]:
+    """Seconds below which no implementation of the contest can go, and what rules: "bytes", or the rate's name.
+
+    Where the contest's rate was not measured, only the bytes count.
+    """
+    moving = contest.least_bytes / ceilings.bandwidth
+    rate = ceilings.rates.get(contest.rate)
+    computing = contest.flops / rate if rate else 0.0
+    return (moving, "bytes") if moving >= computing else (computing, contest.rate)
+
+
+def _cuda_bandwidth(device: torch.device) -> float:
+    size = min(2 << 30, torch.cuda.mem_get_info(device)[0] // 4)
+    source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    took = time_in_turns({"copy": lambda i: target.copy_(source)}, 1, device, seconds=0.3)["copy"]
+    assert took.seconds is not None, took.note
+    return 2 * size / took.seconds
+
+
+def _cpu_bandwidth(size: int) -> float:
+    """The larger of what a copy and a sum reach: a processor may read its target before it writes it, which no one
+    counts."""
+    source = torch.rand(size // 4)
+    target = torch.empty_like(source)
+    took = time_in_turns({"copy": lambda i: target.copy_(source), "sum": lambda i: source.sum()}, 1, "cpu", seconds=1)
+    assert took["copy"].seconds and took["sum"].seconds
+    return max(2 * size / took["copy"].seconds, size / took["sum"].seconds)
+
+
+def _cuda_products(device: torch.device) -> dict[str, tuple[Callable[[], Callable[[int], object]], int]]:
+    """Type -> what makes the call, and its operations. Both operands lie with their inner dimension contiguous."""
+
+    def dense(dtype: torch.dtype, n: int) -> Callable[[int], object]:
+        a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+        assert dtype != torch.float32 or not torch.backends.cuda.matmul.allow_tf32
+        return lambda i: a @ b.t()
+
+    def int8() -> Callable[[int], object]:
+        a, b = (torch.randint(-127, 128, (8192, 8192), dtype=torch.int8, device=device) for _ in range(2))
+        return lambda i: torch._int_mm(a, b.t())
+
+    def float8() -> Callable[[int], object]:
+        a, b = (torch.randn(8192, 8192, device=device).to(torch.float8_e4m3fn) for _ in range(2))
+        one = torch.ones((), device=device)
+        return lambda i: torch._scaled_mm(
+            a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+
+    return {
+        "bfloat16": (lambda: dense(torch.bfloat16, 8192), 2 * 8192**3),
+        "float16": (lambda: dense(torch.float16, 8192), 2 * 8192**3),
+        "float32": (lambda: dense(torch.float32, 4096), 2 * 4096**3),
+        "int8": (int8, 2 * 8192**3),
+        "float8": (float8, 2 * 8192**3),
+    }
+
+
+def _cpu_products(n: int) -> dict[str, tuple[Callable[[], Callable[[int], object]], int]]:
+    """Through oneDNN with the weight laid out beforehand: torch's own products are slower on many processors."""
+    tokens = max(n // 2, 64)
+
+    def dense(dtype: torch.dtype) -> Callable[[int], object]:
+        x, W = torch.randn(tokens, n).to(dtype), torch.randn(n, n).to(dtype)
+        if not torch.backends.mkldnn.is_available():
+            return lambda i: x @ W.t()
+        packed = lay_out(W, tokens)
+        return lambda i: product(x, packed)
+
+    def int8() -> Callable[[int], object]:
+        x = torch.randint(0, 256, (tokens, n), dtype=torch.uint8)
+        W = torch.randint(-127, 128, (n, n), dtype=torch.int8)  # [in, out]
+        packed = torch.ops.onednn.qlinear_prepack(W, [tokens, n])
+        scale, zero = torch.ones(n), torch.zeros(n, dtype=torch.int64)
+        rest = (scale, zero, None, 1.0, 0, torch.float32, "none", [], "")
+        return lambda i: torch.ops.onednn.qlinear_pointwise(x, 1.0, 0, packed, *rest)
+
+    operations = 2 * tokens * n * n
+    return {
+        "bfloat16": (lambda: dense(torch.bfloat16), operations),
+        "float32": (lambda: dense(torch.float32), operations),
+        "int8": (int8, operations),
+    }
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What is measured, and with what; its fields are listed in kernels/harness/validate.py."""
+    commit = _said("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD")
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "cuda": torch.version.cuda,
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpu": _cpu_name(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": _gpu(device) if device.type == "cuda" else None,
+        "commit": commit,
+        "dirty": bool(_said("git", "-C", str(Path(__file__).parent), "status", "--porcelain")) if commit else None,
+    }
+
+
+def _gpu(device: torch.device) -> dict[str, Any]:
+    found = torch.cuda.get_device_properties(device)
+    return {
+        "name": found.name,
+        "capability": f"{found.major}.{found.minor}",
+        "sms": found.multi_processor_count,
+        "l2_bytes": getattr(found, "L2_cache_size", 0),
+        "memory_bytes": found.total_memory,
+        "shared_memory_bytes": getattr(found, "shared_memory_per_block_optin", 0),
+        "driver": (
+            _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "unknown"
+        ).splitlines()[0],
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _said(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,0 +1,121 @@
+"""What was measured, as text: one line a contest, and what it comes to. Reads rows as kernels/harness/validate.py
+describes them."""
+
+from typing import Any
+
+HEAD = ("op", "detail", "shape", "M", "ours us", "baseline us", "speed-up", "goal", "roofline", "strongest other")
+LEFT = {0, 1, 2, 9}  # columns of words; the others are figures
+
+
+def table(record: dict[str, Any]) -> str:
+    """Red checks, then a fixed-width table of the rows, then the goals that were missed."""
+    text = []
+    if not record["run"]["meaningful"]:
+        text.append("(toy sizes, or Triton's interpreter: times mean nothing)")
+    red = [c for c in record["checks"] if not c["green"]]
+    text += [f"RED  {c['op']}: {c['name']} ({c['impl']}): {c['message']}" for c in red]
+    text.append(f"{len(record['checks']) - len(red)} of {len(record['checks'])} checks are green")
+    for rest in record["unfinished"]:
+        text.append(f"the budget left undone: {rest['phase']} of {rest['op']} from number {rest['next']} on")
+    if record["rows"]:
+        text += ["", rows_table(record["rows"])]
+    if missed := record["summary"]["goals_missed"]:
+        text += ["", "goals missed:", *(f"  {name}" for name in missed)]
+    return "\n".join(text)
+
+
+def rows_table(rows: list[dict[str, Any]]) -> str:
+    """The rows alone; marks are explained below them."""
+    cells = [HEAD, *map(_cells, rows)]
+    widths = [max(len(line[i]) for line in cells if len(line) > i) for i in range(len(HEAD))]
+    widths = [min(width, 30) for width in widths[:-1]] + [0]
+    text = "\n".join(_line(line, widths) for line in cells)
+    marks = {"*": "timed by events around a loop: Python and launches count", "~": "quartiles more than 10% apart"}
+    used = [
+        f"{mark} {meaning}"
+        for mark, meaning in marks.items()
+        if any(mark in c for line in cells[1:] for c in line[4:7])
+    ]
+    return "\n".join([text, *used])
+
+
+def name(row: dict[str, Any]) -> str:
+    """A contest in words: "int_matmul W4 g128 14336x4096 M=1"."""
+    return " ".join(filter(None, (row["op"], row["detail"], _shape(row), _tokens(row) and f"M={_tokens(row)}")))
+
+
+def summary(record: dict[str, Any]) -> dict[str, Any]:
+    """The record in one line of JSON."""
+    rows, checks = record["rows"], record["checks"]
+    goals = [row for row in rows if row["goal_met"] is not None]
+    return {
+        "checks": len(checks),
+        "red": sum(not c["green"] for c in checks),
+        "red_ops": sorted({c["op"] for c in checks if not c["green"]}),
+        "unfinished": sorted({rest["op"] for rest in record["unfinished"]}),
+        "contests": sum(row["index"] >= 0 for row in rows),
+        "timed": sum(row["status"] == "timed" for row in rows),
+        "not_timed": sorted({f"{row['op']}: {row['status']}" for row in rows if row["status"] != "timed"}),
+        "goals_met": sum(row["goal_met"] for row in goals),
+        "goals_missed": [name(row) for row in goals if not row["goal_met"]],
+        "duration_s": record["run"]["duration_s"],
+    }
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    head = (row["op"], row["detail"], _shape(row), _tokens(row))
+    if row["status"] != "timed":
+        return (*head, row["status"] + (", and what follows" if row.get("rest") else ""))
+    seconds, ours = row["seconds"], row["seconds"][row["ours"]]
+    baseline = seconds.get(row["baseline"])
+    other = row["strongest"]
+    return (
+        *head,
+        _us(ours) + ("" if row["how"][row["ours"]] != "loop" else "*"),
+        _us(baseline) if baseline else "-",
+        f"{'~' if _noisy(row) else ''}{row['speedup']:.2f}x" if row["speedup"] else "-",
+        _goal(row),
+        f"{row['roofline']:.0%} {_short(row['bound'])}" if row["roofline"] else "-",
+        f"{other} {_us(seconds[other])} ({seconds[other] / ours:.2f}x)" if other else "-",
+    )
+
+
+def _noisy(row: dict[str, Any]) -> bool:
+    spreads = [
+        (row["quartiles"][n], row["seconds"][n]) for n in (row["ours"], row["baseline"]) if row["seconds"].get(n)
+    ]
+    return any(high - low > 0.1 * median for (low, high), median in spreads)
+
+
+def _goal(row: dict[str, Any]) -> str:
+    wanted = [f"{row['goal']:g}x"] if row["goal"] is not None else []
+    wanted += [f"{row['goal_us']:g}us"] if row["goal_us"] is not None else []
+    verdict = {True: " met", False: " MISSED", None: ""}[row["goal_met"]]
+    return " ".join(wanted) + verdict if wanted else "-"
+
+
+def _line(cells: tuple[str, ...], widths: list[int]) -> str:
+    if len(cells) < len(widths):  # a row that was not timed: words up to the end of the line
+        *cells, rest = cells
+        return "  ".join([*(_padded(c, i, widths) for i, c in enumerate(cells)), rest]).rstrip()
+    return "  ".join(_padded(c, i, widths) for i, c in enumerate(cells)).rstrip()
+
+
+def _padded(cell: str, i: int, widths: list[int]) -> str:
+    return cell.ljust(widths[i]) if i in LEFT else cell.rjust(widths[i])
+
+
+def _shape(row: dict[str, Any]) -> str:
+    return "x".join(map(str, row["shape"]))
+
+
+def _tokens(row: dict[str, Any]) -> str:
+    return str(row["tokens"] or "")  # not every op has tokens
+
+
+def _us(seconds: float) -> str:
+    return f"{seconds * 1e6:,.1f}"
+
+
+def _short(bound: str) -> str:
+    return {"bytes": "mem", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8": "fp8"}.get(bound, bound)

@@ -1,0 +1,191 @@
+"""Times of one call, contestants in turns: replays of CUDA graphs between events, or the clock on a CPU.
+
+Every sample is one walk (or several) over all copies of the operands, so that no cache holds them. On CUDA the walk is
+captured as a graph, which takes Python and launches out of the figure; where that fails it is a loop between events,
+and `how` says so. A time includes the gap between two nodes of the graph.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+SAMPLE = 2e-3  # seconds that a sample should last, so that beginning and ending it do not count
+LONG = 20e-3  # a sample this long needs no replay before it to hide its own launch
+CALLS = 4096  # in one graph, at most
+ROUNDS = (3, 15)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One contestant's times.
+
+    seconds:  median of one call; None where it could not be timed, and `note` says why.
+    low, high: quartiles.
+    rounds, calls: samples taken, and calls in each.
+    how:      "graph" (CUDA graph replay), "loop" (CUDA events around calls from Python) or "clock" (CPU).
+    eager:    on CUDA, seconds of one call from Python, launches and all: a single sample, to see what they cost.
+    """
+
+    seconds: float | None
+    low: float | None
+    high: float | None
+    rounds: int
+    calls: int
+    how: str
+    note: str = ""
+    eager: float | None = None
+
+
+@dataclass(frozen=True)
+class _Timer:
+    sample: Callable[[], float]  # seconds that `calls` calls took
+    calls: int
+    guess: float  # seconds that a sample may take, all told
+    how: str
+    note: str = ""
+    eager: float | None = None
+
+
+def time_in_turns(
+    contestants: dict[str, Callable[[int], object]],
+    copies: int,
+    device: torch.device | str = "cpu",
+    *,
+    seconds: float = 1.0,
+    rounds: int | None = None,
+    alike: tuple[str, ...] = (),
+    graph: bool = True,
+) -> dict[str, Timing]:
+    """Time every contestant, one sample of each in every round.
+
+    Args:
+        contestants: name -> call with the index of the operands to use, below `copies`.
+        copies: sets of operands to rotate through.
+        seconds: what the rounds may take together; at least 3 are taken (1 where one takes longer than that thrice).
+        rounds: exactly so many instead.
+        graph: on CUDA, replay graphs where they can be captured; False: launch every call.
+        alike: contestants whose ratio matters: unless a graph holds each of them, none of all is timed by graph.
+
+    Raises:
+        RuntimeError: the device no longer answers. What one contestant raises is noted in its Timing instead.
+    """
+    device = torch.device(device)
+    prepare = _clock if device.type == "cpu" else _graph if graph else _loop
+    timers, failed = _prepared(contestants, copies, device, prepare)
+    if prepare is _graph and any(timers[name].how != "graph" for name in alike if name in timers):
+        timers, failed = _prepared(contestants, copies, device, _loop)
+    if rounds is None:
+        once = sum(timer.guess for timer in timers.values()) or 1.0
+        rounds = min(max(int(seconds / once), ROUNDS[0] if once <= 3 * seconds else 1), ROUNDS[1])
+    samples: dict[str, list[float]] = {name: [] for name in timers}
+    for _ in range(rounds):
+        for name, timer in timers.items():
+            samples[name].append(timer.sample() / timer.calls)
+    took = {name: _timing(samples[name], timer) for name, timer in timers.items()}
+    return {name: took.get(name) or failed[name] for name in contestants}
+
+
+def settle(device: torch.device) -> None:
+    """Wait until the device is idle; raises if an earlier call broke it (on CUDA no process recovers from that)."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        assert torch.ones(1, device=device).add_(1).item() == 2
+
+
+def first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"[:300]
+
+
+def _prepared(
+    contestants: dict[str, Callable[[int], object]], copies: int, device: torch.device, prepare: Callable[..., _Timer]
+) -> tuple[dict[str, _Timer], dict[str, Timing]]:
+    timers, failed = {}, {}
+    for name, call in contestants.items():
+        try:
+            timers[name] = prepare(call, copies)
+        except Exception as error:  # a baseline that cannot take this shape must not take the others down
+            settle(device)
+            failed[name] = Timing(None, None, None, 0, 0, "", first_line(error))
+    return timers, failed
+
+
+def _timing(samples: list[float], timer: _Timer) -> Timing:
+    low, _, high = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else samples * 3
+    return Timing(statistics.median(samples), low, high, len(samples), timer.calls, timer.how, timer.note, timer.eager)
+
+
+def _walks(once: float, copies: int) -> int:
+    """How often a sample walks over all copies, when one walk takes `once` seconds."""
+    return max(1, min(int(SAMPLE / max(once, 1e-9)) + 1, CALLS // copies))
+
+
+def _walk(call: Callable[[int], object], copies: int, walks: int) -> None:
+    for _ in range(walks):
+        for i in range(copies):
+            call(i)
+
+
+def _clock(call: Callable[[int], object], copies: int) -> _Timer:
+    def took(walks: int) -> float:
+        start = time.perf_counter()
+        _walk(call, copies, walks)
+        return time.perf_counter() - start
+
+    call(0)  # may compile something
+    once = took(1)
+    walks = _walks(once, copies)
+    return _Timer(lambda: took(walks), walks * copies, walks * once, "clock")
+
+
+def _between_events(work: Callable[[], object]) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3  # milliseconds
+
+
+def _loop(call: Callable[[int], object], copies: int, note: str = "") -> _Timer:
+    _between_events(lambda: _walk(call, copies, 1))  # warms up
+    once = _between_events(lambda: _walk(call, copies, 1))
+    walks = _walks(once, copies)
+
+    def sample() -> float:
+        return _between_events(lambda: _walk(call, copies, walks))
+
+    return _Timer(sample, walks * copies, walks * once, "loop", note, once / copies)
+
+
+def _graph(call: Callable[[int], object], copies: int) -> _Timer:
+    loop = _loop(call, copies)  # raises what the call raises, and guesses how long it takes
+    walks = loop.calls // copies
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            _walk(call, copies, walks)
+        graph.replay()
+        torch.cuda.synchronize()
+    except Exception as error:
+        torch.cuda.synchronize()
+        _forget_capture()
+        return _loop(call, copies, f"no graph: {first_line(error)}")
+    guess = _between_events(graph.replay)
+    if guess >= LONG:
+        return _Timer(lambda: _between_events(graph.replay), loop.calls, guess, "graph", eager=loop.eager)
+
+    def sample() -> float:
+        graph.replay()  # keeps the GPU busy while the next one is launched, which then starts without a gap
+        return _between_events(graph.replay)
+
+    return _Timer(sample, loop.calls, 2 * guess, "graph", eager=loop.eager)
+
+
+def _forget_capture() -> None:
+    """A capture that failed leaves torch's generator believing that it goes on, and then no random number can be
+    drawn."""
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    generator.graphsafe_set_state(generator.clone_state())

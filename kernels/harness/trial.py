@@ -1,0 +1,412 @@
+"""One op on trial, in a process of its own: its checks, then its contests, each written down as soon as it is known.
+
+`kernels.harness.validate` starts these processes and reads the lines; nothing here looks at another op.
+"""
+
+import json
+import math
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels import tuning
+from kernels.harness.cases import OWN, TOLERANCE, Asked, Check, Contest, poisoned, relative_rms
+from kernels.harness.roofline import Ceilings, least_seconds
+from kernels.harness.timing import first_line, settle, time_in_turns
+from kernels.interpreter import interpreting
+
+Line = dict[str, Any]
+BROKEN = 3  # exit status: the device no longer answers in this process
+DECLARED = (
+    "shape",
+    "tokens",
+    "ours",
+    "baseline",
+    "copies",
+    "least_bytes",
+    "flops",
+    "rate",
+    "goal",
+    "goal_us",
+    "tune_key",
+)
+FOUND = ("speedup", "strongest", "goal_met", "least_seconds", "bound", "roofline", "configuration")
+WORTH = 0.99  # a configuration must take less than this share of the heuristic's time to be written down
+
+
+class Broken(RuntimeError):
+    """The device no longer answers; another process must go on from here."""
+
+
+class Log:
+    """Appends lines of JSON to a file that other processes append to as well, and knows when the time is up."""
+
+    def __init__(self, path: Path, phase: str, op: str, shard: str, until: float) -> None:
+        """until: of time.time()."""
+        self.path, self.common, self.until = path, {"phase": phase, "op": op, "shard": shard}, until
+
+    def write(self, kind: str, **fields: Any) -> Line:
+        line = {"kind": kind, **fields, **self.common}
+        data = (json.dumps(line, default=str) + "\n").encode()
+        file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            os.write(file, data)  # one call, so that lines of two processes never mix
+        finally:
+            os.close(file)
+        return line
+
+    def left(self) -> float:
+        return self.until - time.time()
+
+
+def checks(log: Log, device: torch.device, part: tuple[int, int], start: int) -> None:
+    """Run every check of the op under every implementation that runs here; `part` (i, n) takes the i-th of n shares."""
+    warnings.filterwarnings(
+        "ignore", message=".*[Dd]eterministic.*"
+    )  # `poisoned` asks for warnings that say nothing here
+    try:
+        items = [
+            (c, i) for c in import_module(f"kernels.{log.common['op']}.cases").checks(device) for i in _impls(c, device)
+        ]
+    except Exception as error:
+        log.write(
+            "check",
+            index=-1,
+            name="(making the checks)",
+            impl="",
+            error=None,
+            tolerance=None,
+            green=False,
+            message=first_line(error),
+        )
+        log.write("end", next=None)
+        _must_answer(device)
+        return
+    began, done = time.monotonic(), 0
+    for index, (check, impl) in enumerate(items):
+        if index < start or index % part[1] != part[0]:
+            continue
+        if log.left() <= (time.monotonic() - began) / max(done, 1):  # what one takes on average
+            log.write("end", next=index)
+            return
+        log.write("begin", index=index, name=check.name, impl=impl)
+        line = log.write("check", index=index, **run_check(check, impl))
+        done += 1
+        if not line["green"]:
+            print(f"RED  {check.op}: {check.name} ({impl}): {line['message']}", flush=True)
+            _must_answer(device)
+    log.write("end", next=None)
+
+
+def run_check(check: Check, impl: str) -> Line:
+    """{name, impl, error, tolerance, green, message}; what the check raises makes it red."""
+    error, message = None, ""
+    try:
+        error = check.error(impl)
+    except Exception as raised:
+        message = first_line(raised)
+    green = error is not None and error <= check.tolerance
+    if error is not None and not green:
+        message = f"relative RMS error {error:.2e} is over {check.tolerance:.0e}"
+        if math.isnan(error):
+            message = "NaN: an element was never written, or two runs of the same call differ"
+        error = error if math.isfinite(error) else None
+    return {
+        "name": check.name,
+        "impl": impl,
+        "error": error,
+        "tolerance": check.tolerance,
+        "green": green,
+        "message": message,
+    }
+
+
+def contests(
+    log: Log,
+    device: torch.device,
+    toy: bool,
+    start: int,
+    ceilings: Ceilings | None,
+    tune: Path | None,
+    asked: Asked = OWN,
+) -> None:
+    """Time the op's contests from `start` on, while there is time.
+
+    Args:
+        tune: folder that gets the configurations too; None: nothing is tuned.
+        asked: what the user wants timed.
+    """
+    began, done = time.monotonic(), 0
+    tuned: dict[tuple[str, str], dict | None] = {
+        (line["op"], line["key"]): line["configuration"] for line in read(log.path) if line["kind"] == "tuned"
+    }
+    for index, contest in _numbered(log, device, toy, asked):
+        if index < start:
+            began = time.monotonic()
+            continue
+        if log.left() <= (time.monotonic() - began) / max(done, 1):  # what one takes on average, to make and to time
+            log.write("contest", index=index, **_row(contest, "skipped: budget"), rest=True)
+            log.write("end", next=index)
+            return
+        log.write("begin", index=index, **_row(contest, ""))
+        try:
+            key = (contest.op, contest.tune_key or "")
+            if tune and contest.tune_key and contest.candidates and key not in tuned:
+                tuned[key] = tune_contest(contest, log, device, tune)
+            chosen = tuning.trying(*key, tuned[key]) if key in tuned else nullcontext()
+            with chosen:
+                row = measure(contest, device, ceilings)
+            row["configuration"] = tuned.get(key)
+        except Exception as error:
+            row = _row(contest, f"error: {first_line(error)}")
+        log.write("contest", index=index, **row)
+        print(sentence(row), flush=True)
+        done += 1
+        if row["status"] != "timed" or any(row["notes"].values()):
+            _must_answer(device)
+        del contest
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    log.write("end", next=None)
+
+
+def warm(log: Log, device: torch.device, toy: bool, part: tuple[int, int], tune: bool, asked: Asked = OWN) -> None:
+    """Call everything that will be timed once, so that it is compiled and cached by many processes at a time."""
+    for index, contest in _numbered(log, device, toy, asked):
+        if log.left() <= 0:
+            break
+        if index % part[1] == part[0]:
+            _call_once(contest, device, contest.candidates if tune and contest.tune_key else [])
+        del contest
+        if device.type == "cuda":  # other processes warm up beside this one
+            torch.cuda.empty_cache()
+    log.write("end", next=None)
+
+
+def measure(contest: Contest, device: torch.device, ceilings: Ceilings | None, *, rounds: int | None = None) -> Line:
+    """Time one contest; its row is described in kernels/harness/validate.py."""
+    named = (contest.baseline, *contest.rivals)
+    took = time_in_turns(
+        contest.contestants,
+        contest.copies,
+        device,
+        seconds=1.0,
+        alike=(contest.ours, *named),
+        graph=contest.graph,
+        rounds=1 if interpreting() else rounds,
+    )
+    seconds = {name: t.seconds for name, t in took.items()}
+    fastest = min(
+        (name for name in named if seconds.get(name)), key=lambda name: seconds[name], default=contest.baseline
+    )
+    ours, baseline = seconds[contest.ours], seconds.get(fastest)
+    others = {name: s for name, s in seconds.items() if s is not None and name != contest.ours}
+    least, bound = least_seconds(contest, ceilings) if ceilings else (None, None)
+    return {
+        **_row(contest, "timed" if ours else f"error: {took[contest.ours].note}"),
+        "baseline": fastest,
+        "seconds": seconds,
+        "quartiles": {name: [t.low, t.high] for name, t in took.items()},
+        "how": {name: t.how for name, t in took.items()},
+        "eager": {name: t.eager for name, t in took.items() if t.eager is not None},
+        "notes": {name: t.note for name, t in took.items() if t.note},
+        "rounds": max(t.rounds for t in took.values()),
+        "speedup": baseline / ours if ours and baseline else None,
+        "strongest": min(others, key=lambda name: others[name]) if others else None,
+        "goal_met": goal_met(contest, ours, baseline),
+        "least_seconds": least,
+        "bound": bound,
+        "roofline": least / ours if least and ours else None,
+    }
+
+
+def goal_met(contest: Contest, ours: float | None, baseline: float | None) -> bool | None:
+    """Were the contest's goals reached? None where it has none, or where that cannot be known here."""
+    known = ours is not None and (contest.goal is None or baseline is not None) and not interpreting()
+    if not known or (contest.goal is None and contest.goal_us is None):
+        return None
+    return (contest.goal is None or baseline / ours >= contest.goal) and (
+        contest.goal_us is None or ours * 1e6 <= contest.goal_us
+    )
+
+
+def tune_contest(contest: Contest, log: Log, device: torch.device, folder: Path) -> dict | None:
+    """Find the fastest of the contest's candidates that compute what the heuristic computes, and write it down.
+
+    Returns:
+        its configuration, or None where the heuristic is as fast
+    """
+    key, ours = contest.tune_key or "", contest.contestants[contest.ours]
+
+    def under(configuration: dict | None) -> Callable[[int], object]:
+        def call(i: int) -> object:
+            with tuning.trying(contest.op, key, configuration):
+                return ours(i)
+
+        return call
+
+    kept, again = _tensors(under(None)(0)), _tensors(under(None)(0))
+    sums = [
+        a for a, b in zip(kept, again, strict=True) if a.numel() and a.data_ptr() == b.data_ptr()
+    ]  # added to in place
+
+    def result(configuration: dict | None) -> list[Tensor]:
+        for tensor in sums:
+            tensor.zero_()
+        with poisoned():
+            return [t.clone() for t in _tensors(under(configuration)(0))]
+
+    expected = result(None)
+    sound, rejected = {}, {}
+    for number, candidate in enumerate(contest.candidates):
+        try:
+            first, second = result(candidate), result(candidate)
+            difference = apart(first, expected) or (apart(first, second, exact=True) and "two runs differ")
+        except Exception as error:
+            settle(device)
+            rejected[number] = first_line(error)
+            continue
+        if difference is None:
+            sound[number] = candidate
+        else:
+            rejected[number] = difference
+    took = time_in_turns(
+        {"heuristic": under(None), **{str(n): under(c) for n, c in sound.items()}},
+        contest.copies,
+        device,
+        rounds=1 if interpreting() else None,
+    )
+    seconds = {name: t.seconds for name, t in took.items() if t.seconds}
+    best = min(seconds, key=lambda name: seconds[name])
+    won = best != "heuristic" and seconds[best] < WORTH * seconds.get("heuristic", float("inf"))
+    configuration = contest.candidates[int(best)] if won else None
+    if device.type == "cuda":
+        tuning.save(contest.op, key, configuration)
+    tuning.save(contest.op, key, configuration, folder)
+    log.write(
+        "tuned",
+        key=key,
+        configuration=configuration,
+        seconds=seconds,
+        candidates=contest.candidates,
+        rejected={str(n): why for n, why in rejected.items()},
+    )
+    return configuration
+
+
+def apart(outputs: object, expected: object, *, exact: bool = False) -> str | None:
+    """Why two results of the same call differ more than their type's rounding allows (`exact`: at all); None where they
+    do not."""
+    pairs = list(zip(_tensors(outputs), _tensors(expected), strict=True))
+    if not pairs:
+        return "it returns no tensor to compare"
+    for y, e in pairs:
+        if exact or not e.is_floating_point():
+            if not torch.equal(y, e):
+                return "differs"
+        elif not (error := relative_rms(y, e)) <= TOLERANCE.get(e.dtype, 1e-2):
+            return f"differs from the heuristic's result by {error:.1e}"
+    return None
+
+
+def sentence(row: Line) -> str:
+    """A row in one line, for whoever is watching."""
+    head = f"{row['op']:<15} {row['detail']:<14} {'x'.join(map(str, row['shape'])):<14} M={row['tokens'] or '-':<6}"
+    if row["status"] != "timed":
+        return f"{head} {row['status']}"
+    faster = f"{row['speedup']:.2f}x over {row['baseline']}" if row["speedup"] else "no baseline"
+    return f"{head} {row['seconds'][row['ours']] * 1e6:,.1f} us, {faster}"
+
+
+def read(path: Path) -> list[Line]:
+    """The lines of the file so far; a last one that is not whole is left out."""
+    lines = []
+    for text in path.read_text().splitlines() if path.exists() else ():
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            continue
+    return lines
+
+
+def ceilings_in(lines: list[Line]) -> Ceilings | None:
+    """The ceilings among the lines of a run."""
+    found = [line for line in lines if line["kind"] == "ceilings"]
+    return Ceilings(found[-1]["bandwidth"], found[-1]["rates"], tuple(found[-1]["notes"])) if found else None
+
+
+def ceilings_line(ceilings: Ceilings) -> Line:
+    return asdict(ceilings)
+
+
+def _numbered(log: Log, device: torch.device, toy: bool, asked: Asked) -> Iterator[tuple[int, Contest]]:
+    """The op's contests, counted; each is written down before it is made, so that one which kills the process is
+    known."""
+    made = iter(import_module(f"kernels.{log.common['op']}.cases").contests(device, toy, asked))
+    index = -1
+    while True:
+        index += 1
+        log.write("begin", index=index)
+        try:
+            contest = next(made, None)
+        except Exception as error:  # a generator that raised has no more to give
+            if log.common["phase"] == "contests":
+                log.write(
+                    "contest", index=index, **bare_row(log.common["op"], f"error: {first_line(error)}", "(making it)")
+                )
+            _must_answer(device)
+            return
+        if contest is None:
+            return
+        yield index, contest
+        del contest  # or it would live on while the next one is made
+
+
+def bare_row(op: str, status: str, detail: str = "") -> Line:
+    """A row for what could not be timed."""
+    empty = {"shape": [], "rounds": 0, "seconds": {}, "quartiles": {}, "how": {}, "eager": {}, "notes": {}}
+    return {"op": op, "detail": detail, "status": status, **dict.fromkeys(DECLARED), **dict.fromkeys(FOUND), **empty}
+
+
+def _row(contest: Contest, status: str) -> Line:
+    return {**bare_row(contest.op, status, contest.detail), **{name: getattr(contest, name) for name in DECLARED}}
+
+
+def _call_once(contest: Contest, device: torch.device, candidates: list[dict]) -> None:
+    for call in contest.contestants.values():
+        _attempt(call, device)
+    for candidate in candidates:
+        with tuning.trying(contest.op, contest.tune_key or "", candidate):
+            _attempt(contest.contestants[contest.ours], device)
+
+
+def _impls(check: Check, device: torch.device) -> tuple[str, ...]:
+    """The implementations of a check that can run here; a Triton kernel needs a GPU or the interpreter."""
+    anywhere = device.type == "cuda" or interpreting()
+    return (*(i for i in check.impls if i != "reference" and (anywhere or i != "triton")), "reference")
+
+
+def _attempt(call: Callable[[int], object], device: torch.device) -> None:
+    with suppress(Exception):
+        call(0)
+    _must_answer(device)
+
+
+def _must_answer(device: torch.device) -> None:
+    try:
+        settle(device)
+    except Exception as error:
+        raise Broken(first_line(error)) from error
+
+
+def _tensors(outputs: object) -> list[Tensor]:
+    return [t for t in (outputs if isinstance(outputs, tuple | list) else (outputs,)) if isinstance(t, Tensor)]

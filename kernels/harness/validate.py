@@ -1,0 +1,324 @@
+"""Every kernel checked, then timed against its roofline, in one command: `python -m kernels.harness.validate --budget
+540 --out DIR`.
+
+Needs torch, and triton for Triton's kernels, and nothing else. In order: the machine; its two ceilings; every op's
+checks (with outputs poisoned, twice, bit-equal); with --tune, the fastest launch configurations; contests. No op with a
+red check is timed.
+Ops run in processes of their own, so that one that crashes takes no other down: what it was at is noted, and a new
+process goes on behind it. The time left is shared among what is left; what did not fit is a row that says so. Exits
+with 1 if a check is red; a goal that was missed is marked, and is no failure.
+
+DIR gets rows.jsonl (a line for each result, as soon as it is there), log.txt (what the processes said on stderr),
+table.txt, <gpu>.json (with --tune; it is written to kernels/tuned as well) and record.json:
+
+    schema_version
+    run          started, duration_s, budget_s, command, device, ops, shapes, tokens, dtype, toy, tune, checks_only,
+                 meaningful (false in Triton's interpreter and for toy sizes: there times mean nothing)
+    environment  python, torch, triton (null: none), cuda, system, cpu, cpu_capability, cores, threads, commit, dirty,
+                 gpu: null or {name, capability, sms, l2_bytes, memory_bytes, shared_memory_bytes, driver}
+    ceilings     null or {bandwidth [bytes/s], rates: {type: operations/s}, notes}
+    checks       [{op, index, name, impl, error, tolerance, green, message}]
+    unfinished   [{op, phase, next}]   what the budget left undone
+    rows         [{op, index, detail, shape, tokens, status, ...}]
+                 status         "timed", "skipped: budget", "not timed: ...", "error: ...", "crashed: ..."
+                 rest           true where contests behind this one were left out too
+                 ours, baseline names of contestants; `seconds` may lack the baseline (not installed)
+                 seconds        {contestant: median of one call, null where it failed}
+                 quartiles, how ("graph", "loop", "clock"), notes   {contestant: ...}
+                 eager          on a GPU: {contestant: one call from Python, launches and all; a single sample}
+                 speedup        seconds[baseline] / seconds[ours]
+                 strongest      the fastest contestant but ours
+                 goal, goal_us, goal_met    what was aimed at: a speed-up, microseconds; null where there is no goal
+                 least_bytes, flops, rate, least_seconds, bound ("bytes" or the rate),
+                 roofline = least_seconds / seconds[ours]
+                 tune_key, configuration    null: the heuristic's, or what kernels/tuned has
+                 copies, rounds
+    tuning       [{op, key, configuration (null: the heuristic is as fast), seconds, candidates, rejected}]
+    summary      {checks, red (how many), red_ops, unfinished, contests, timed, goals_met, goals_missed,
+                 not_timed, duration_s}
+"""
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernels.harness import cases, roofline, trial
+from kernels.harness.jobs import Job, Workers
+from kernels.harness.table import summary, table
+from kernels.harness.trial import Line
+from kernels.interpreter import interpreting
+
+SCHEMA_VERSION = 1
+PREPARING = 0.5  # of the budget may go into checks and compilation; with --tune, more is compiled
+PREPARING_TUNED = 0.65
+CLOSING = 3.0  # seconds kept for the table
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _options(arguments)
+    return _work(options) if options.phase else Validation(options).run()
+
+
+class Validation:
+    """One run of all that `options` asks for."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.started, self.began = options, datetime.now(UTC), time.monotonic()
+        self.deadline = self.began + options.budget - CLOSING
+        self.left: list[Job] = []
+        options.out.mkdir(parents=True, exist_ok=True)
+        self.lines = options.out / "rows.jsonl"
+        for old in (self.lines, options.out / "log.txt"):
+            old.unlink(missing_ok=True)
+        parallel = options.device == "cuda" or interpreting()
+        self.workers = Workers(
+            _command(options), self.lines, max(1, (os.cpu_count() or 1) - 2) if parallel else 1, self.save
+        )
+
+    def run(self) -> int:
+        ops, options = list(self.options.ops), self.options
+        print(f"{len(ops)} ops on {options.device}, {options.budget:.0f} s, into {options.out}", flush=True)
+        self.workers.run([Job("ceilings", "")], self.began + 0.25 * options.budget, alone=True)
+        ready = self.began + options.budget * (PREPARING_TUNED if options.tune else PREPARING)
+        self._do(self._shards("checks", ops), self.deadline if options.checks_only else ready)
+        if not options.checks_only:
+            if options.device == "cuda":
+                self._do(self._shards("warm", self._sound(ops)), ready)
+            self._do([Job("contests", op) for op in self._sound(ops)], self.deadline)
+            # What the shares were too small for is taken up with what the others did not need.
+            if late := self._taken("checks"):
+                now, waited = time.monotonic(), {job.op for job in late}
+                self._do(late, now + 0.7 * (self.deadline - now))
+                self._do([Job("contests", op) for op in self._sound(ops) if op in waited], self.deadline)
+            self._do(self._taken("contests"), self.deadline)
+        record = self.save()
+        text = table(record)
+        (options.out / "table.txt").write_text(text + "\n")
+        print(f"\n{text}\n{json.dumps(record['summary'])}", flush=True)
+        return 1 if record["summary"]["red_ops"] else 0
+
+    def save(self) -> dict[str, Any]:
+        """Write record.json from the lines so far."""
+        record = self.record()
+        temporary = self.options.out / "record.json.tmp"
+        temporary.write_text(json.dumps(record, indent=1))
+        os.replace(temporary, self.options.out / "record.json")
+        return record
+
+    def record(self) -> dict[str, Any]:
+        lines, options = trial.read(self.lines), self.options
+        machine = {line["kind"]: _fields(line, "op") for line in lines if line["kind"] in ("environment", "ceilings")}
+        made = {
+            "schema_version": SCHEMA_VERSION,
+            "run": {
+                "started": self.started.isoformat(timespec="seconds"),
+                "duration_s": round(time.monotonic() - self.began, 1),
+                "budget_s": options.budget,
+                "command": " ".join(["python -m kernels.harness.validate", *sys.argv[1:]]),
+                "device": options.device,
+                "ops": list(options.ops),
+                "shapes": options.shapes,
+                "tokens": options.tokens,
+                "dtype": options.dtype,
+                "toy": options.toy,
+                "tune": options.tune,
+                "checks_only": options.checks_only,
+                "meaningful": not (interpreting() or options.toy),
+            },
+            "environment": machine.get("environment") or roofline.environment(torch.device("cpu")),
+            "ceilings": machine.get("ceilings"),
+            "checks": _latest(lines, "check", "impl"),
+            "unfinished": [{"op": job.op, "phase": job.phase, "next": job.start} for job in self.left],
+            "rows": _latest(lines, "contest") + self._untimed(lines),
+            "tuning": [_fields(line) for line in lines if line["kind"] == "tuned"],
+        }
+        return {**made, "summary": summary(made)}
+
+    def _do(self, jobs: list[Job], until: float) -> None:
+        """Run the jobs; what they leave is in `self.left`. Nothing else runs while contests are timed."""
+        self.left += self.workers.run(jobs, until, alone=any(job.phase == "contests" for job in jobs))
+        if any(job.phase == "warm" for job in jobs):
+            self._taken("warm")  # not worth another try
+
+    def _taken(self, phase: str) -> list[Job]:
+        taken = [job for job in self.left if job.phase == phase]
+        self.left = [job for job in self.left if job.phase != phase]
+        return taken
+
+    def _sound(self, ops: list[str]) -> list[str]:
+        """Ops that have checks, all of which ran and are green."""
+        unsound = self._unsound(trial.read(self.lines))
+        return [op for op in ops if op not in unsound]
+
+    def _unsound(self, lines: list[Line]) -> dict[str, str]:
+        """Op -> why it must not be timed."""
+        checked = [line for line in lines if line["kind"] == "check"]
+        none = set(self.options.ops) - {line["op"] for line in checked}
+        late = {job.op for job in self.left if job.phase == "checks"}
+        red = {line["op"] for line in checked if not line["green"]}
+        why = (
+            (none, "not timed: no checks"),
+            (late, "not timed: no time for all its checks"),
+            (red, "not timed: red check"),
+        )
+        return {op: reason for ops, reason in why for op in ops}
+
+    def _untimed(self, lines: list[Line]) -> list[Line]:
+        """A row for each op that was not let into its contests."""
+        unsound = {} if self.options.checks_only else self._unsound(lines)
+        return [{**trial.bare_row(op, unsound[op]), "index": -1} for op in self.options.ops if op in unsound]
+
+    def _shards(self, phase: str, ops: list[str]) -> list[Job]:
+        count = 1 if self.workers.count == 1 else min(8, max(3, self.workers.count // max(1, len(ops))))
+        return [Job(phase, op, f"{i}/{count}") for op in ops for i in range(count)]
+
+
+def _fields(line: Line, *without: str) -> Line:
+    return {name: value for name, value in line.items() if name not in ("kind", "phase", "shard", *without)}
+
+
+def _latest(lines: list[Line], kind: str, *by: str) -> list[Line]:
+    """The last line of this kind for each op and index: what was skipped may have been done later."""
+    found = {
+        (line["op"], line["index"], *(line[name] for name in by)): _fields(line)
+        for line in lines
+        if line["kind"] == kind
+    }
+    order = {op: i for i, op in enumerate(dict.fromkeys(line["op"] for line in lines))}
+    return [found[key] for key in sorted(found, key=lambda key: (order[key[0]], *key[1:]))]
+
+
+def _work(options: argparse.Namespace) -> int:
+    """What a process that `Workers` started does."""
+    device, lines = torch.device(options.device), options.out / "rows.jsonl"
+    log = trial.Log(lines, options.phase, options.only_op, options.shard, options.until or time.time() + options.budget)
+    part = tuple(map(int, options.shard.split("/")))
+    torch.manual_seed(time.time_ns() % 2**31)  # fresh inputs, where an op does not seed its own
+    try:
+        with torch.no_grad():
+            if options.phase == "ceilings":
+                print(_told(log.write("environment", **roofline.environment(device))), flush=True)
+                line = log.write("ceilings", **trial.ceilings_line(roofline.measure(device, toy=options.toy)))
+                rates = ", ".join(f"{name} {rate / 1e12:.4g} T/s" for name, rate in line["rates"].items())
+                print(
+                    f"ceilings: copy {line['bandwidth'] / 1e9:.4g} GB/s; {rates}",
+                    *line["notes"],
+                    sep="\n  ",
+                    flush=True,
+                )
+                log.write("end", next=None)
+            elif options.phase == "checks":
+                trial.checks(log, device, part, options.start)
+            elif options.phase == "warm":
+                trial.warm(log, device, options.toy, part, options.tune, _asked(options))
+            else:
+                tune, ceilings = options.out if options.tune else None, trial.ceilings_in(trial.read(lines))
+                trial.contests(log, device, options.toy, options.start, ceilings, tune, _asked(options))
+    except trial.Broken as error:
+        print(error, file=sys.stderr)
+        os._exit(trial.BROKEN)  # a broken device may hang whoever tidies up
+    return 0
+
+
+def _told(environment: Line) -> str:
+    gpu = environment["gpu"]
+    where = f"{environment['cpu']} ({environment['cpu_capability']}), {environment['threads']} of {environment['cores']} cores"
+    if gpu:
+        where = (
+            f"{gpu['name']}, {gpu['sms']} SMs, L2 {gpu['l2_bytes'] >> 20} MB, {gpu['memory_bytes'] >> 30} GB, "
+            f"driver {gpu['driver']}; {where}"
+        )
+    commit = (
+        f"commit {environment['commit'][:12]}{' and changes' if environment['dirty'] else ''}"
+        if environment["commit"]
+        else ""
+    )
+    versions = f"python {environment['python']}, torch {environment['torch']}, triton {environment['triton']}"
+    warning = "\nTriton's interpreter: times mean nothing" if interpreting() else ""
+    return f"{where}\n{versions} {commit}{warning}"
+
+
+def _asked(options: argparse.Namespace) -> cases.Asked:
+    """What the options want timed; ValueError where they cannot be read."""
+    shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",") if shape]
+    tokens = [int(number) for number in options.tokens.split(",") if number]
+    if any(len(shape) != 2 or min(shape) < 1 for shape in shapes) or any(number < 1 for number in tokens):
+        raise ValueError
+    return cases.Asked(tuple(shapes), tuple(tokens), getattr(torch, options.dtype))
+
+
+def _command(options: argparse.Namespace) -> list[str]:
+    flags = [flag for flag, on in (("--toy", options.toy), ("--tune", options.tune)) if on]
+    flags += [
+        "--device",
+        options.device,
+        "--out",
+        str(options.out),
+        "--shapes",
+        options.shapes,
+        "--tokens",
+        options.tokens,
+    ]
+    flags += ["--dtype", options.dtype]
+    return [sys.executable, "-m", "kernels.harness.validate", *flags]
+
+
+def _options(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m kernels.harness.validate", description=(__doc__ or "").partition("\n\n")[0]
+    )
+    parser.add_argument("--budget", type=float, default=540, help="seconds for everything")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="folder for what is found")
+    parser.add_argument("--ops", default=",".join(cases.OPS), help="some of them, with commas between")
+    parser.add_argument(
+        "--shapes", default="", help="of weights, out x in, instead of each op's own: 4096x4096,14336x4096"
+    )
+    parser.add_argument("--tokens", default="", help="at once, instead of each op's own: 1,16,256")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of the activations"
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tune", action="store_true", help="find this GPU's fastest launch configurations first")
+    parser.add_argument("--toy", action="store_true", help="tiny shapes, to see that it runs")
+    parser.add_argument("--checks-only", action="store_true", help="time nothing")
+    hidden = {
+        "only-op": "",
+        "phase": "",
+        "shard": "0/1",
+        "start": 0,
+        "until": 0.0,
+    }  # for the processes that are started here
+    for name, default in hidden.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.only_op and not options.phase:
+        options.ops = options.only_op
+    options.ops = tuple(dict.fromkeys(op for op in options.ops.split(",") if op))
+    if options.phase == "" and (
+        unknown := [op for op in options.ops if op not in cases.OPS] or (not options.ops and ["nothing"])
+    ):
+        parser.error(f"`--ops` (={', '.join(unknown)}) must be among {', '.join(cases.OPS)}")
+    try:
+        _asked(options)
+    except ValueError:
+        parser.error(
+            f"`--shapes` (={options.shapes}) and `--tokens` (={options.tokens}) must look like 4096x4096,64x64 and 1,16"
+        )
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("`--device` (=cuda) needs a GPU that torch can see; cpu would do")
+    if options.budget < 5:
+        parser.error(f"`--budget` (={options.budget:g}) must be at least 5 seconds")
+    return options
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes it started are ended too
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What executes notebooks: sweeps, runs, leases, processes and the command line."""

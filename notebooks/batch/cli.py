@@ -1,0 +1,272 @@
+"""`workbench`: notebooks in batch, one or a whole sweep, and what they found side by side.
+
+$ workbench run gptq -p bits 3 -p group_size 32
+$ workbench plan quickstart
+$ workbench run quickstart              # again, or `resume`, after whatever happened
+$ workbench status quickstart
+$ workbench compare quickstart          # a page; of two runs a verdict, and an exit status
+$ workbench report                      # all pages anew: runs/index.html, comparisons, papers
+$ workbench table runs/*/record.json
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from notebooks.study.parameters import from_here, parse_value, read_parameters, type_name
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status: 0 done, 1 a run failed or a verdict is negative, 2 the command makes no sense, 130 interrupted."""
+    options = _parser().parse_args(arguments)
+    try:
+        return options.does(options)
+    except ValueError as error:
+        print(f"workbench: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # `workbench status | head`
+        sys.stderr.close()
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    from notebooks.batch.engines import ENGINES
+
+    parser = argparse.ArgumentParser(
+        prog="workbench", description="Run the workbench's notebooks in batch, and compare."
+    )
+    parser.add_argument(
+        "--runs", type=Path, default=None, help="folder of runs; $WORKBENCH_RUNS, or runs/ of the checkout"
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def command(name: str, does, help: str, *positional: tuple) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=help)
+        for argument, how in positional:
+            made.add_argument(argument, **how)
+        made.add_argument("--runs", type=Path, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        made.set_defaults(does=does)
+        return made
+
+    what = ("what", {"help": "a notebook (gptq, or a path), or a sweep (quickstart, or a .yml file)"})
+    sweep = ("sweep", {"help": "name of one in notebooks/sweeps, or a .yml file"})
+    planned = command(
+        "plan", _plan, "every run of a sweep, checked: what will be done, and how long it may take", sweep
+    )
+    planned.add_argument("--force", action="store_true", help="as if nothing were done")
+    run = command("run", _run, "execute a notebook, or what is left of a sweep", what)
+    resume = command(
+        "resume",
+        _resume,
+        "go on with a sweep where it was; the last one that was started unless named",
+        ("sweep", {"nargs": "?", "help": sweep[1]["help"]}),
+    )
+    run.add_argument(
+        "-p", "--parameter", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="of a notebook"
+    )
+    run.add_argument("--force", action="store_true", help="also what is done already")
+    run.add_argument("--timeout", type=float, default=None, help="seconds that a run may take, by the clock")
+    run.add_argument("--cell-timeout", type=int, default=None, help="seconds that a cell may take")
+    for one in (run, resume):
+        at_once = "runs at once here (of Ray: `ray start --num-cpus`); nothing runs beside what is timed"
+        one.add_argument("--parallel", type=int, default=1, help=at_once)
+        one.add_argument("--engine", choices=ENGINES, default="local", help="where: here, or on a Ray cluster")
+        one.add_argument("--address", default="", help="host:port of the Ray cluster's head; this machine's by default")
+    status = command(
+        "status", _status, "what is done, runs, failed or waits", ("sweep", {"nargs": "?", "help": sweep[1]["help"]})
+    )
+    status.add_argument("--lines", action="store_true", help="the last lines of failed runs, too")
+    several = ("named", {"nargs": "+", "metavar": "RUN", "help": "sweeps, keys or folders of runs, or records"})
+    compare = command("compare", _compare, "runs side by side; of two, a verdict", several)
+    compare.add_argument("--output", type=Path, default=None, help="the page to write")
+    compare.add_argument(
+        "--recovery-threshold",
+        type=float,
+        default=None,
+        help="of two runs: the share of the first one's accuracy that the second must keep (0.99)",
+    )
+    command(
+        "report",
+        _report,
+        "write pages anew from records: of a run, or all of them",
+        ("run", {"nargs": "*", "help": "keys or folders of runs; none: everything"}),
+    )
+    command("parameters", _list, "list a notebook's parameters", ("notebook", {}))
+    table = command(
+        "table",
+        _table,
+        "print the models of records side by side, as Markdown",
+        ("records", {"nargs": "*", "metavar": "RECORD.json"}),
+    )
+    table.add_argument(
+        "--update", metavar="FILE", help="make the tables of a Markdown file anew from the records that it names"
+    )
+    return parser
+
+
+def _runs(options: argparse.Namespace) -> Path:
+    from notebooks.batch.plan import runs_folder
+
+    return runs_folder(options.runs or "")
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from notebooks.batch.plan import plan
+
+    print(plan(options.sweep, runs=_runs(options), force=options.force))
+    return 0
+
+
+def _run(options: argparse.Namespace) -> int:
+    from notebooks.batch.sweep import is_sweep, read_sweep, single
+
+    if is_sweep(options.what):
+        if options.parameter:
+            raise ValueError(f"`-p` gives parameters to a notebook; those of a sweep are written in {options.what}")
+        return _execute(read_sweep(options.what), options)
+    declared = read_parameters(options.what)
+    given = {
+        name: parse_value(text, declared[name].type) if name in declared else text for name, text in options.parameter
+    }
+    given = {name: from_here(name, value) for name, value in given.items()}
+    return _execute(single(options.what, given), options)
+
+
+def _resume(options: argparse.Namespace) -> int:
+    from notebooks.batch.plan import kept_sweep, last_sweep, sweep_folder, sweep_name
+    from notebooks.batch.sweep import read_sweep
+
+    runs = _runs(options)
+    name = sweep_name(options.sweep or last_sweep(runs))
+    kept = kept_sweep(name, runs)
+    written = Path(kept["file"])
+    options.force, options.timeout, options.cell_timeout = False, kept["timeout_s"], kept["cell_timeout_s"]
+    where = written if written.is_file() else sweep_folder(name, runs) / "sweep.yml"
+    return _execute(read_sweep(where, name=name, place=written.parent), options)
+
+
+def _execute(sweep, options: argparse.Namespace) -> int:
+    from dataclasses import replace
+
+    from notebooks.batch import pages, run_sweep
+    from notebooks.batch.engines import Local, Ray
+
+    runs = _runs(options)
+    for name, value in (("timeout", options.timeout), ("cell_timeout", options.cell_timeout)):
+        if value is not None and value <= 0:
+            raise ValueError(f"`--{name.replace('_', '-')}` (={value}) must be positive seconds")
+    limits = {
+        "timeout_s": options.timeout or sweep.timeout_s,
+        "cell_timeout_s": options.cell_timeout or sweep.cell_timeout_s,
+    }
+    if options.address and options.engine != "ray":
+        raise ValueError(f"`--address` (={options.address}) is of a Ray cluster; `--engine ray` goes with it")
+    if options.parallel != 1 and options.engine == "ray":
+        raise ValueError(
+            f"`--parallel` (={options.parallel}) is for this machine; of Ray, `ray start --num-cpus` says how many"
+        )
+    engine = Ray(options.address) if options.engine == "ray" else Local(options.parallel)
+    alone = not sweep.source
+    found = run_sweep(replace(sweep, **limits), runs=runs, engine=engine, force=bool(options.force))
+    failed = [one for one in found if one.status == "failed"]
+    left = [one for one in found if one.status in ("waiting", "busy", "running")]
+    for one in failed:
+        print(f"workbench: {one.key} failed: {one.failure['kind']}: {one.failure['error']}", file=sys.stderr)
+        for line in one.failure.get("lines", [])[-3:]:
+            print(f"    {line}", file=sys.stderr)
+        print(f"  see {one.folder}.failed", file=sys.stderr)
+    for one in left:
+        print(
+            f"workbench: {one.key}: {'somebody else works on it' if one.status == 'busy' else one.status}",
+            file=sys.stderr,
+        )
+    if alone and found[0].status in ("known", "finished"):
+        what = (
+            "was done already (--force runs it again)"
+            if found[0].status == "known"
+            else f"done in {found[0].seconds:.0f} s"
+        )
+        print(f"{what}\nreport: {Path(found[0].folder) / 'report.html'}")
+    if not alone:
+        counts = {word: sum(one.status == word for one in found) for word in ("finished", "known", "failed")}
+        print(
+            f"{counts['finished']} runs done now, {counts['known']} before, {counts['failed']} failed, {len(left)} left"
+        )
+        print(f"comparison: {pages.write_comparison_of_sweep(sweep.name, runs).path}")
+    print(f"all runs: {pages.write_index(runs).path}")
+    interrupted = any(one.failure.get("kind") == "interrupt" for one in failed) or any(
+        one.status == "waiting" for one in left
+    )
+    return 130 if interrupted else int(bool(failed or left))
+
+
+def _status(options: argparse.Namespace) -> int:
+    from notebooks.batch.plan import status
+
+    print(status(options.sweep, runs=_runs(options), lines=options.lines))
+    return 0
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from notebooks.batch import pages
+
+    names = [Path(name).stem if Path(name).suffix in (".yml", ".json") else name for name in options.named]
+    title = " and ".join(names) if len(names) < 3 else f"{len(names)} runs"
+    made = pages.compared(options.named, _runs(options), page=str(options.output or ""), title=title)
+    count = len(made.outcomes)
+    threshold = 0.99 if options.recovery_threshold is None else options.recovery_threshold
+    if not 0 < threshold <= 2:
+        raise ValueError(f"`--recovery-threshold` (={threshold}) must be a share, such as 0.99")
+    if options.recovery_threshold is not None and count != 2:
+        raise ValueError(f"`--recovery-threshold` (={threshold}) is for two runs; these are {count}")
+    status = 0
+    if count == 2 and (len(options.named) == 2 or options.recovery_threshold is not None):
+        verdict = pages.verdict_of(made.outcomes, threshold)
+        print(verdict.text)
+        status = verdict.exit_code
+    else:
+        print(made.leaderboard.markdown(), end="")
+    print(f"page: {made.write().path}")
+    return status
+
+
+def _report(options: argparse.Namespace) -> int:
+    from notebooks.batch import pages
+
+    for path in pages.write_all(_runs(options), options.run):
+        print(path)
+    return 0
+
+
+def _list(options: argparse.Namespace) -> int:
+    for p in read_parameters(options.notebook).values():
+        print(f"{p.name}: {type_name(p.type)} = {p.default!r}  {p.help}")
+    return 0
+
+
+def _table(options: argparse.Namespace) -> int:
+    from eval.record.schema import read_record
+    from reports.parts.table import markdown, strengths_markdown, updated
+
+    if bool(options.records) == bool(options.update):
+        raise ValueError("`table` takes records, or --update with a file that names them")
+    if options.records:
+        read = [read_record(path) for path in options.records]
+        print(markdown(read), end="")
+        for record in read:
+            if record.get("strengths", {}).get("lines"):
+                print("\n" + strengths_markdown([record]), end="")
+        return 0
+    path = Path(options.update)
+    if not path.is_file():
+        raise ValueError(f"`--update` (={options.update!r}) is no file")
+    before = path.read_text(encoding="utf-8")
+    after = updated(before, lambda name: read_record(path.parent / name))
+    if after != before:
+        path.write_text(after, encoding="utf-8")
+    print(f"{path}: {'tables made anew' if after != before else 'up to date'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

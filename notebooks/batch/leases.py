@@ -1,0 +1,120 @@
+"""Who works on a run: one file per run, made with O_EXCL, its time renewed as long as the holder lives.
+
+Good on one machine, where a holder that is no more is seen at once, and on a shared filesystem, where a lease of
+another machine counts as given up when its time has not been renewed for `STALE_S`.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+from notebooks.batch.processes import Mark, lives, started
+
+RENEW_S = 5.0
+STALE_S = 60.0
+
+
+class Lease:
+    """A lease that is held until `release`."""
+
+    def __init__(self, path: Path, token: str):
+        self.path, self.token = path, token
+        self.lost = threading.Event()  # somebody else took it over while this machine stood still
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._renew, daemon=True)
+        self._thread.start()
+
+    def _renew(self) -> None:
+        while not self._over.wait(RENEW_S):
+            with contextlib.suppress(OSError):
+                if holder(self.path).get("token") == self.token:
+                    os.utime(self.path)
+                elif self.path.exists():
+                    self.lost.set()
+
+    def release(self) -> None:
+        self._over.set()
+        self._thread.join()
+        with contextlib.suppress(OSError):
+            if holder(self.path).get("token") == self.token:
+                self.path.unlink()
+
+
+def take(path: Path, mark: Mark) -> Lease | None:
+    """The lease on a run, or None while somebody else holds it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    told = {"host": _host(), "pid": mark.owner, "started": mark.owner_started, "token": mark.attempt}
+    for _ in range(3):
+        try:
+            with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644), "w") as file:
+                file.write(json.dumps(told))
+        except FileExistsError:
+            if not _given_up(path, mark.attempt):
+                return None
+            continue
+        if holder(path).get("token") == mark.attempt:  # not put aside meanwhile by one who judged an older one
+            return Lease(path, mark.attempt)
+    return None
+
+
+def holder(path: Path) -> dict[str, Any]:
+    """What a lease says; {} if there is none, or one half-written by a holder that was killed."""
+    try:
+        told = json.loads(path.read_text())
+        return told if isinstance(told, dict) else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def held(path: Path) -> bool:
+    """Does somebody work on this run?"""
+    return path.exists() and not _stale(path, holder(path))
+
+
+def _given_up(path: Path, token: str) -> bool:
+    """Put a lease aside whose holder is no more; False if it is held. Of several who try, one succeeds."""
+    judged = holder(path)
+    if not path.exists():
+        return True
+    if not _stale(path, judged):
+        return False
+    aside = path.with_name(f"{path.name}.{token}")
+    try:
+        os.rename(path, aside)
+    except FileNotFoundError:
+        return True
+    if holder(aside) != judged:  # another one had taken it over between our look and our hand: it gets it back
+        with contextlib.suppress(OSError):
+            os.link(aside, path)
+        aside.unlink(missing_ok=True)
+        return False
+    aside.unlink(missing_ok=True)
+    return True
+
+
+def _stale(path: Path, told: dict[str, Any]) -> bool:
+    if told.get("host") == _host():
+        return not lives(told["pid"], told["started"])
+    return _age(path) > (STALE_S if told else 2.0)  # one without a word in it is being written now, or never will be
+
+
+def _age(path: Path) -> float:
+    """Seconds since a file was renewed, by the clock of its filesystem."""
+    now = path.with_name(f".now.{os.getpid()}.{threading.get_ident()}")
+    try:
+        now.touch()
+        return now.stat().st_mtime - path.stat().st_mtime
+    except OSError:
+        return 0.0
+    finally:
+        now.unlink(missing_ok=True)
+
+
+def _host() -> str:
+    """This machine, until it is started anew: processes of before are no more."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot.read_text().strip() if boot.is_file() else ''} {started(1)}"

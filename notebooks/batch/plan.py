@@ -1,0 +1,375 @@
+"""Sweeps: planned, run, gone on with, looked at. What is done is what stands in the folder of runs; nothing else is
+asked.
+
+>>> from notebooks.batch.plan import plan, run_sweep
+>>> plan("quickstart")          # a table: every run, its key, what will be done, how long it took before
+>>> run_sweep("quickstart")     # with progress, also in a notebook; a second call goes on where the first was stopped
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import statistics
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from eval.record.schema import write_whole
+from notebooks.batch.engines import Engine, Local
+from notebooks.batch.identity import ROOT
+from notebooks.batch.job import Outcome, job_of, state
+from notebooks.batch.leases import held
+from notebooks.batch.processes import end_orphans
+from notebooks.batch.progress import Progress
+from notebooks.batch.run_folder import MANIFEST, RunFolder, read_json
+from notebooks.batch.sweep import Planned, Sweep, read_sweep
+
+RUNS = ROOT / "runs"
+_WIDE = 80  # characters of the parameters in a table
+_WHY = {"notebook": "the notebook", "code": "the packages' code", "versions": "a library's version", "model": "the model",
+        "data": "the data", "device": "the device"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """A run of a plan.
+
+    state: finished, running, failed, waiting. does: skip or run, and why. seconds: that it is likely to take, if that
+        is known.
+    """
+
+    planned: Planned
+    state: str
+    does: str
+    why: str
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a sweep is about to do; a table as text, and in Jupyter."""
+
+    sweep: Sweep
+    rows: tuple[PlanRow, ...]
+
+    @property
+    def seconds(self) -> float | None:
+        """What is left, one run after the other; None if nothing is known of any of them."""
+        left = [row.seconds for row in self.rows if row.does == "run"]
+        known = [seconds for seconds in left if seconds is not None]
+        return (
+            None
+            if left and not known
+            else sum(known) + (len(left) - len(known)) * (statistics.fmean(known) if known else 0)
+        )
+
+    def cells(self) -> list[list[str]]:
+        """The table: a head, and a row per run."""
+        head = ["#", "notebook", "parameters", "state", "plan", "time", "key"]
+        return [head] + [
+            [
+                str(i),
+                Path(row.planned.notebook).stem,
+                told(row.planned),
+                row.state,
+                row.does + (f": {row.why}" if row.why else ""),
+                "" if row.does == "skip" else duration(row.seconds),
+                row.planned.key,
+            ]
+            for i, row in enumerate(self.rows, start=1)
+        ]
+
+    def __str__(self) -> str:
+        counts = Counter(row.does for row in self.rows)
+        total = f"{len(self.rows)} runs: {counts['skip']} done, {counts['run']} to run, {duration(self.seconds)} one after another"
+        return f"{self.sweep.title}\n\n{aligned(self.cells())}\n\n{total}"
+
+    def _repr_html_(self) -> str:
+        head, *rows = self.cells()
+        shown = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+        names = "".join(f"<th>{escape(cell)}</th>" for cell in head)
+        said = f"<p><b>{escape(self.sweep.title)}</b> {escape(self.sweep.description)}</p>"
+        return f"{said}<table><thead><tr>{names}</tr></thead><tbody>{shown}</tbody></table>"
+
+
+def plan(sweep: str | Path | Sweep, *, runs: Path = RUNS, force: bool = False) -> Plan:
+    """Every run of a sweep, what will be done about it and how long it is likely to take. Nothing is started.
+
+    Raises:
+        ValueError: the sweep makes no sense (`notebooks.batch.sweep.read_sweep`).
+    """
+    sweep = sweep if isinstance(sweep, Sweep) else read_sweep(sweep)
+    before = finished_runs(runs)
+    rows = []
+    for planned in sweep.runs:
+        now = state(folder_of(planned, runs), planned.key, planned.values)
+        done = now == "finished" and not force
+        why = "" if done else "forced" if now == "finished" else _changed(planned, before)
+        rows.append(PlanRow(planned, now, "skip" if done else "run", why, None if done else _likely(planned, before)))
+    return Plan(sweep, tuple(rows))
+
+
+def run_sweep(
+    sweep: str | Path | Sweep,
+    *,
+    runs: Path = RUNS,
+    engine: Engine | None = None,
+    force: bool = False,
+    stop: threading.Event | None = None,
+) -> list[Outcome]:
+    """Run what is not done yet; whatever happens to this process, a second call goes on where it was.
+
+    Args:
+        engine: `Local()` unless given.
+        force: run the finished ones again, too; each stands until its successor does.
+        stop: ends what runs when it is set.
+
+    Raises:
+        ValueError: the sweep makes no sense; nothing has been started then.
+    """
+    sweep = sweep if isinstance(sweep, Sweep) else read_sweep(sweep)
+    engine, stop = engine or Local(), stop or threading.Event()
+    end_orphans(runs)
+    if sweep.source:
+        keep_sweep(sweep, runs)
+    rows = plan(sweep, runs=runs, force=force).rows
+    known = [Outcome(row.planned.key, "known", str(folder_of(row.planned, runs))) for row in rows if row.does == "skip"]
+    for places in (RunFolder(Path(one.folder)) for one in known):
+        if not held(places.lease):
+            places.tidy()
+    left = [row for row in rows if row.does == "run"]
+    jobs = [
+        job_of(row.planned, runs, timeout_s=sweep.timeout_s, cell_timeout_s=sweep.cell_timeout_s, force=force)
+        for row in left
+    ]
+    likely = {row.planned.key: row.seconds for row in left}
+    found = list(known)
+    with _ended_by_signals(stop), Progress(jobs, likely, getattr(engine, "parallel", 1), len(known)) as progress:
+        for outcome in engine.run(jobs, stop):
+            _remember(outcome)
+            found.append(outcome)
+            progress.done(outcome)
+    return found
+
+
+@contextlib.contextmanager
+def _ended_by_signals(stop: threading.Event) -> Iterator[None]:
+    """Ctrl-C, or SIGTERM, ends what runs, as interrupted, and lets the rest wait; a second one is as always."""
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _remember(outcome: Outcome) -> None:
+    """A failure of which the folders know nothing, such as a node that died: so that `status` and pages tell of it."""
+    places = RunFolder(Path(outcome.folder))
+    if (
+        outcome.status == "failed"
+        and places.failure().get("error") != outcome.failure.get("error")
+        and not places.complete()
+    ):
+        with contextlib.suppress(OSError):  # a full disk takes no notes
+            shutil.rmtree(places.failed, ignore_errors=True)
+            write_whole(json.dumps(outcome.failure), places.failed / "failure.json")
+
+
+def runs_folder(given: str | Path = "") -> Path:
+    """The folder of runs: as given, else $WORKBENCH_RUNS, else runs/ of the checkout."""
+    return Path(given or os.environ.get("WORKBENCH_RUNS") or RUNS).expanduser().absolute()
+
+
+def sweep_name(what: str | Path) -> str:
+    """The name of a sweep that is given by it, or by its file."""
+    path = Path(what)
+    return path.stem if path.suffix in (".yml", ".yaml") else path.name
+
+
+def sweep_folder(name: str, runs: Path = RUNS) -> Path:
+    """Where a sweep that was started is kept: its YAML, its plan, its comparison."""
+    return runs / "sweeps" / name
+
+
+def keep_sweep(sweep: Sweep, runs: Path) -> None:
+    """Write down what was asked, so that its runs are found again when code or YAML have changed since."""
+    folder = sweep_folder(sweep.name, runs)
+    asked = [
+        {
+            "key": one.key,
+            "notebook": one.notebook,
+            "values": one.values,
+            "varied": one.varied,
+            "folder": str(folder_of(one, runs)),
+        }
+        for one in sweep.runs
+    ]
+    made = {
+        "title": sweep.title,
+        "description": sweep.description,
+        "file": sweep.file,
+        "runs": asked,
+        "timeout_s": sweep.timeout_s,
+        "cell_timeout_s": sweep.cell_timeout_s,
+    }
+    write_whole(json.dumps(made, indent=1), folder / "plan.json")
+    write_whole(sweep.source, folder / "sweep.yml")
+
+
+def kept_sweep(name: str, runs: Path = RUNS) -> dict[str, Any]:
+    """The plan of a sweep as it was last started.
+
+    Raises:
+        ValueError: it was never started in this folder of runs.
+    """
+    made = read_json(sweep_folder(name, runs) / "plan.json")
+    if not made:
+        known = sorted(path.parent.name for path in runs.glob("sweeps/*/plan.json"))
+        raise ValueError(f"`sweep` (={name!r}) was not started here; there are {', '.join(known) or 'none'}")
+    return made
+
+
+def last_sweep(runs: Path = RUNS) -> str:
+    """The sweep that was started last.
+
+    Raises:
+        ValueError: none was.
+    """
+    kept = sorted(runs.glob("sweeps/*/plan.json"), key=lambda path: path.stat().st_mtime)
+    if not kept:
+        raise ValueError(f"`sweep` is needed: none was started in {runs} yet")
+    return kept[-1].parent.name
+
+
+def status(sweep: str | None = None, *, runs: Path = RUNS, lines: bool = False) -> str:
+    """What became of a sweep as it was last started, or of the last one, as a table.
+
+    Args:
+        lines: with the last lines of what failed.
+
+    Raises:
+        ValueError: no such sweep was started here.
+    """
+    kept = kept_sweep(sweep_name(sweep) if sweep else last_sweep(runs), runs)
+    rows = [["#", "notebook", "parameters", "state", "time", "what", "key"]]
+    said = []
+    for i, one in enumerate(kept["runs"], start=1):
+        places = RunFolder(Path(one["folder"]))
+        now = state(places.folder, one["key"], one["values"])
+        failure = places.failure() if now == "failed" else {}
+        where = f" in “{failure['cell_title']}”" if failure.get("cell_title") else ""
+        what = f"{failure['kind']}{where}: {failure['error'].splitlines()[0][:70]}" if failure else ""
+        took = places.manifest().get("seconds") if now == "finished" else failure.get("seconds")
+        rows.append(
+            [
+                str(i),
+                Path(one["notebook"]).stem,
+                told(one),
+                now,
+                "" if took is None else duration(took),
+                what,
+                one["key"],
+            ]
+        )
+        if failure and lines:
+            peak = failure.get("peak_memory_bytes")
+            said += [
+                "",
+                f"{one['key']}: {failure['error']}",
+                f"  at most {peak / 1e6:,.0f} MB" if peak else "  memory not known",
+            ]
+            said += [f"  | {line}" for line in failure.get("lines", [])]
+    counts = Counter(row[3] for row in rows[1:])
+    total = ", ".join(f"{count} {word}" for word, count in counts.items())
+    return "\n".join([kept["title"], "", aligned(rows), "", total, *said])
+
+
+def folder_of(planned: Planned, runs: Path = RUNS) -> Path:
+    return Path(planned.values.get("run_path") or runs / planned.key).expanduser().absolute()
+
+
+def finished_runs(runs: Path = RUNS) -> list[dict[str, Any]]:
+    """The manifests of all finished runs in a folder."""
+    found = [read_json(folder / MANIFEST) for folder in run_folders(runs)]
+    return [made for made in found if {"key", "notebook", "values", "identity", "seconds", "finished"} <= made.keys()]
+
+
+def run_folders(runs: Path = RUNS) -> list[Path]:
+    """What stands in a folder of runs, without what is being made, failed, or was put aside."""
+    aside = re.compile(r"\..*|.*\.(failed|before(-\d+)?)|sweeps")
+    return [path for path in sorted(runs.glob("*")) if path.is_dir() and not aside.fullmatch(path.name)]
+
+
+def _changed(planned: Planned, before: list[dict[str, Any]]) -> str:
+    """Why a run of these parameters is run again although one was finished; "" if none was."""
+    same = [
+        made
+        for made in before
+        if Path(made["notebook"]).stem == Path(planned.notebook).stem
+        and made["identity"].get("parameters") == planned.identity["parameters"]
+    ]
+    if not same:
+        return ""
+    last = max(same, key=lambda made: made["finished"])
+    parts = [name for part, name in _WHY.items() if made_differs(last, planned, part)]
+    return f"{' and '.join(parts)} changed since {last['finished'][:16].replace('T', ' ')}" if parts else ""
+
+
+def made_differs(made: dict[str, Any], planned: Planned, part: str) -> bool:
+    return made["identity"].get(part) != planned.identity[part]
+
+
+def _likely(planned: Planned, before: list[dict[str, Any]]) -> float | None:
+    """What runs like this one took: of its parameters, else of its notebook and model."""
+    alike = [
+        made
+        for made in before
+        if Path(made["notebook"]).stem == Path(planned.notebook).stem
+        and made["values"].get("model_name") == planned.values.get("model_name")
+    ]
+    same = [made for made in alike if made["identity"].get("parameters") == planned.identity["parameters"]]
+    took = [made["seconds"] for made in same or alike]
+    return statistics.median(took) if took else None
+
+
+def told(planned: Planned | dict[str, Any]) -> str:
+    """The parameters by which a run differs from the others of its sweep."""
+    values, varied = (
+        (planned.values, planned.varied) if isinstance(planned, Planned) else (planned["values"], planned["varied"])
+    )
+    text = ", ".join(f"{name}={values[name]!r}" for name in varied)
+    return text if len(text) <= _WIDE else f"{text[:_WIDE]}…"
+
+
+def duration(seconds: float | None) -> str:
+    """A time as one says it; ? if it is not known."""
+    if seconds is None:
+        return "?"
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Cells as text in columns."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])

@@ -1,0 +1,104 @@
+"""Processes of a run, found by a mark in their environment: a kernel outlives a papermill that was killed.
+
+The mark names the folder of runs, the key, and the process that answers for the run, with the time at which that was
+    started: a
+number of a process alone may have been given to another one.
+"""
+
+import hashlib
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+MARK = "WORKBENCH_RUN"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What every process of one attempt at a run has in its environment."""
+
+    place: str  # of the folder of runs
+    key: str
+    owner: int
+    owner_started: str
+    attempt: str
+
+    def __str__(self) -> str:
+        return "/".join((self.place, self.key, str(self.owner), self.owner_started, self.attempt))
+
+
+def mark(runs: Path, key: str) -> Mark:
+    """A new mark; this process answers for the run."""
+    return Mark(place_of(runs), key, os.getpid(), started(os.getpid()), os.urandom(8).hex())
+
+
+def place_of(runs: Path) -> str:
+    return hashlib.sha256(str(runs.resolve()).encode()).hexdigest()[:12]
+
+
+def started(pid: int) -> str:
+    """When a process was started, as text that does not change while it lives; "" if there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        state, ticks = (stat.rpartition(")")[2].split()[i] for i in (0, 19))
+        return "" if state == "Z" else ticks
+    except OSError:
+        pass
+    try:
+        return f"{psutil.Process(pid).create_time():.0f}"
+    except psutil.Error:
+        return ""
+
+
+def lives(pid: int, when: str) -> bool:
+    """Is this the same process still?"""
+    return bool(when) and started(pid) == when
+
+
+def marked(of: str) -> list[psutil.Process]:
+    """All processes but this one whose mark begins so."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and process.environ().get(MARK, "").startswith(of) and started(process.pid):
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+def end(of: str, *, grace_s: float = 2.0, within_s: float = 12.0) -> int:
+    """End all processes whose mark begins so: asked first, killed after `grace_s`. Gives how many are left after
+    `within_s`."""
+    begin = time.monotonic()
+    left = marked(of)
+    while left and time.monotonic() - begin < within_s:
+        now = time.monotonic() - begin
+        for process in left:
+            with_signal = signal.SIGTERM if now < grace_s else signal.SIGKILL
+            try:
+                process.send_signal(with_signal)
+            except (psutil.Error, OSError):
+                continue
+        psutil.wait_procs(left, timeout=min(grace_s, 0.3))
+        left = marked(of)
+    return len(left)
+
+
+def end_orphans(runs: Path, key: str = "") -> int:
+    """End what is left of runs in this folder whose owner is no more; gives how many processes that were."""
+    gone = 0
+    for process in marked(f"{place_of(runs)}/{key}"):
+        try:
+            found = process.environ().get(MARK, "")
+            _, _, owner, when, _ = found.split("/")
+        except (psutil.Error, OSError, ValueError):
+            continue
+        if not lives(int(owner), when):
+            gone += 1
+            end(found)
+    return gone

@@ -1,0 +1,330 @@
+"""A sweep: one YAML -> the runs that it stands for, each checked before any kernel starts.
+
+    title: Bits and groups             # of the comparison page; the file's name by default
+    description: What is asked of it.
+    timeout_s: 3600                    # wall clock of a run; cell_timeout_s: of a cell
+    base: {model_name: smollm2-135m}   # for every run of every notebook that has such parameters
+    runs:
+      - notebook: gptq                 # a name or a path
+        base: {samples: 32}
+        grid: {bits: [3, 4], group_size: [32, 64]}   # every combination
+        list: [{order: group}, {order: none}]        # each with every one of the grid
+        exclude: [{bits: 3, group_size: 64}]         # combinations that hold all of these values
+        include: [{bits: 8, group_size: -1}]         # more runs, not of the grid
+
+A sweep of one notebook may have `notebook`, `grid`, `list`, `include`, `exclude` at the top and no `runs`.
+"""
+
+import contextlib
+import io
+import re
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from notebooks.batch.identity import identity, key_of
+from notebooks.study.parameters import (
+    FOLDER,
+    Parameter,
+    check_parameters,
+    from_here,
+    notebook_path,
+    read_cells,
+    read_parameters,
+)
+
+SWEEPS = FOLDER / "sweeps"
+_GROUP = ("notebook", "base", "grid", "list", "include", "exclude")
+_TOP = ("title", "description", "timeout_s", "cell_timeout_s", "base", "runs")
+MOST = 10_000  # runs: more are a mistake in the grid
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One run of a sweep: its notebook, all parameters by value, its key, and the parts of its identity."""
+
+    notebook: str
+    values: dict[str, Any]
+    key: str
+    identity: dict[str, str] = field(repr=False)
+    varied: tuple[str, ...] = ()  # the parameters by which it differs from its sweep's other runs
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep as it was written, and its runs in order; no two have the same key."""
+
+    name: str
+    title: str
+    runs: tuple[Planned, ...]
+    description: str = ""
+    timeout_s: float | None = None
+    cell_timeout_s: int | None = None
+    source: str = ""  # as it was written, and where
+    file: str = ""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without its traps: a key written twice is refused, and 1e-3 is a number."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if not isinstance(key, str):
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} must be text", node.start_mark)
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"`{key}` is there twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+"), list("-+.0123456789")
+)
+
+
+def read_sweep(where: str | Path, *, name: str = "", place: Path | None = None) -> Sweep:
+    """The sweep of a YAML file, or of the name of one in notebooks/sweeps.
+
+    Args:
+        name: of the sweep, if it is not that of the file.
+        place: the folder that its relative paths begin in, if it is not that of the file.
+
+    Raises:
+        ValueError: no such file, a key that sweeps do not have, a parameter that the notebook does not have, or a value
+            of the wrong type or out of range; every such problem of the file at once.
+    """
+    path = sweep_path(where)
+    try:
+        text = path.read_text(encoding="utf-8")
+        made = yaml.load(text, _Loader)
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(f"`sweep` (={str(where)!r}) cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(made, dict):
+        raise ValueError(
+            f"`sweep` (={str(where)!r}) must be a mapping with `runs`, or with `notebook`, not {type(made).__name__}"
+        )
+    groups = made.get("runs") if "runs" in made else [{k: v for k, v in made.items() if k in _GROUP and k != "base"}]
+    known = _TOP if "runs" in made else (*_TOP[:-1], *_GROUP)
+    _known(made, known, path.name)
+    _shape(
+        made,
+        {"title": str, "description": str, "timeout_s": (int, float), "cell_timeout_s": int, "base": dict},
+        path.name,
+    )
+    for limit in ("timeout_s", "cell_timeout_s"):
+        if made.get(limit) is not None and made[limit] <= 0:
+            raise ValueError(
+                f"`{limit}` (={made[limit]!r}) of {path.name} must be positive seconds; leave it out for no limit"
+            )
+    if not isinstance(groups, list) or not groups or not all(isinstance(group, dict) for group in groups):
+        raise ValueError(f"`runs` of {path.name} must be a list of mappings, each with a `notebook`")
+    runs, problems = _resolved(groups, made.get("base") or {}, path, place or path.absolute().parent)
+    if problems:
+        raise ValueError(
+            f"{path.name} has {len(problems)} problem{'s' * (len(problems) > 1)}:\n  " + "\n  ".join(problems)
+        )
+    return Sweep(
+        name or path.stem,
+        made.get("title") or name or path.stem,
+        tuple(runs),
+        (made.get("description") or "").strip(),
+        made.get("timeout_s"),
+        made.get("cell_timeout_s"),
+        text,
+        str(path.absolute()),
+    )
+
+
+def sweep_path(where: str | Path) -> Path:
+    """The file of a sweep given by path, or by its name in notebooks/sweeps."""
+    path = Path(where)
+    if path.suffix not in (".yml", ".yaml"):
+        path = SWEEPS / f"{where}.yml"
+    if not path.is_file():
+        known = ", ".join(sorted(p.stem for p in SWEEPS.glob("*.yml")))
+        raise ValueError(f"`sweep` (={str(where)!r}) is not there; give a .yml file, or one known by name: {known}")
+    return path
+
+
+def is_sweep(what: str) -> bool:
+    """Is this a sweep, by its file or its name, rather than a notebook?"""
+    if Path(what).suffix in (".yml", ".yaml"):
+        return True
+    return (
+        Path(what).suffix != ".ipynb"
+        and not (FOLDER / f"{what}.ipynb").is_file()
+        and (SWEEPS / f"{what}.yml").is_file()
+    )
+
+
+def single(notebook: str | Path, given: dict[str, Any]) -> Sweep:
+    """One run by itself, its values checked.
+
+    Raises:
+        ValueError: as `read_sweep` does; or `run_path` holds other things than a run.
+    """
+    book = Path(notebook).absolute() if Path(notebook).suffix == ".ipynb" else notebook
+    declared = _writes_record(book)
+    values = check_parameters(given, declared)
+    folder = Path(values.get("run_path") or "nowhere, as asked").expanduser()
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / "record.json").is_file():
+        raise ValueError(
+            f"`run_path` (={str(folder)!r}) holds other things than a run, which would take its place; give a new one"
+        )
+    if problem := _dry(book, values):
+        raise ValueError(problem)
+    parts = identity(book, values)
+    planned = Planned(str(book), values, key_of(book, values, parts), parts, tuple(given))
+    return Sweep(planned.key, planned.key, (planned,))
+
+
+def _writes_record(notebook: str | Path) -> dict[str, Parameter]:
+    """The parameters of a notebook that makes a run, which one without `run_path` does not."""
+    declared = read_parameters(notebook)
+    if "run_path" not in declared:
+        raise ValueError(
+            f"`notebook` (={str(notebook)!r}) writes no record, so that it makes no run: use it in Jupyter or with "
+            "papermill; of compare, `workbench compare` does the same"
+        )
+    return declared
+
+
+def _resolved(
+    groups: list[dict[str, Any]], base: dict[str, Any], path: Path, place: Path
+) -> tuple[list[Planned], list[str]]:
+    runs: dict[str, Planned] = {}
+    problems: dict[str, None] = {}
+    used: set[str] = set()
+    for position, group in enumerate(groups):
+        where = f"{path.name}, runs[{position}]"
+        try:
+            _known(group, _GROUP, where)
+            _shape(
+                group,
+                {"base": dict, "grid": dict, "list": list, "include": list, "exclude": list, "notebook": str},
+                where,
+            )
+            book = _book(group, where, place)
+            declared = _writes_record(book)
+        except ValueError as error:
+            problems[str(error)] = None
+            continue
+        own = {name: value for name, value in base.items() if name in declared}
+        used |= set(own)
+        expanded, wrong = _expanded(group, own, where)
+        problems |= dict.fromkeys(wrong)
+        for given in expanded:
+            try:
+                values = check_parameters(
+                    {name: from_here(name, value, place) for name, value in given.items()}, declared
+                )
+            except ValueError as error:
+                problems[f"{where}: {error}"] = None
+                continue
+            if problem := _dry(book, values):
+                problems[f"{where}: {problem}"] = None
+                continue
+            parts = identity(book, values)
+            key = key_of(book, values, parts)
+            runs.setdefault(key, Planned(str(book), values, key, parts, _varied(group)))
+    for name in ("run_path", "save_path"):
+        places = [run.values[name] for run in runs.values() if run.values.get(name)]
+        for one in sorted({one for one in places if places.count(one) > 1}):
+            problems[
+                f"`{name}` (={one!r}) of {path.name} is that of {places.count(one)} runs; give each its own, or none"
+            ] = None
+    for name in sorted(set(base) - used):
+        problems[f"`{name}` (={base[name]!r}) of `base` is a parameter of no notebook in {path.name}"] = None
+    if not runs and not problems:
+        problems[f"{path.name} stands for no run: everything is excluded"] = None
+    return list(runs.values()), list(problems)
+
+
+def _book(group: dict[str, Any], where: str, place: Path) -> str | Path:
+    if "notebook" not in group:
+        raise ValueError(f"`notebook` is missing in {where}")
+    beside = place / group["notebook"]
+    if beside.suffix == ".ipynb" and beside.is_file():
+        return beside.absolute()
+    notebook_path(group["notebook"])
+    return group["notebook"] if not group["notebook"].endswith(".ipynb") else Path(group["notebook"]).absolute()
+
+
+def _expanded(group: dict[str, Any], base: dict[str, Any], where: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """The parameters of every run of a group, and what is wrong with it."""
+    problems: list[str] = []
+    grid, base = group.get("grid") or {}, {**base, **(group.get("base") or {})}
+    for name, values in grid.items():
+        if not isinstance(values, list) or not values:
+            problems.append(f"`{name}` (={values!r}) of `grid` in {where} must be a list of values")
+    for kind in ("list", "include", "exclude"):
+        for one in group.get(kind) or []:
+            if not isinstance(one, dict) or not one:
+                problems.append(f"`{kind}` of {where} must be a list of mappings of parameters, not of {one!r}")
+    if problems:
+        return [], problems
+    count = len(group.get("list") or [{}])
+    for values in grid.values():
+        count *= len(values)
+    if count > MOST:
+        return [], [f"`grid` of {where} stands for {count:,} runs; {MOST:,} are the most"]
+    made = [
+        {**base, **dict(zip(grid, chosen, strict=True)), **one}
+        for one in group.get("list") or [{}]
+        for chosen in product(*grid.values())
+    ]
+    excluded = group.get("exclude") or []
+    for one in excluded:
+        if not any(_holds(given, one) for given in made):
+            problems.append(f"`exclude` (={one!r}) of {where} leaves nothing out: no combination has these values")
+    only_included = not grid and not group.get("list") and group.get("include")
+    kept = [] if only_included else [given for given in made if not any(_holds(given, one) for one in excluded)]
+    return kept + [{**base, **one} for one in group.get("include") or []], problems
+
+
+def _holds(given: dict[str, Any], some: dict[str, Any]) -> bool:
+    return all(name in given and given[name] == value for name, value in some.items())
+
+
+def _varied(group: dict[str, Any]) -> tuple[str, ...]:
+    listed = [name for kind in ("list", "include") for one in group.get(kind) or [] for name in one]
+    return tuple(dict.fromkeys([*(group.get("grid") or {}), *listed])) or tuple(group.get("base") or {})
+
+
+def _dry(notebook: str | Path, values: dict[str, Any]) -> str | None:
+    """What the notebook's own checks say of these values: its cells up to the last one tagged `check`, executed
+    here."""
+    cells = [cell for cell in read_cells(notebook_path(notebook)) if cell.kind == "code"]
+    last = max((i for i, cell in enumerate(cells) if "check" in cell.tags), default=-1)
+    namespace: dict[str, Any] = {"__name__": "notebook"}
+    for cell in cells[: last + 1]:
+        if "parameters" in cell.tags:
+            namespace |= values | (
+                {"save_path": ""} if "save_path" in values else {}
+            )  # the run itself looks whether that is free
+            continue
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                exec(compile(cell.source, f"{notebook_path(notebook).name}", "exec"), namespace)
+        except ValueError as error:
+            return str(error)
+        except Exception as error:  # a mistake in the notebook itself: said here rather than after hours
+            return f"{notebook_path(notebook).name}: {type(error).__name__}: {error}"
+    return None
+
+
+def _known(made: dict[str, Any], known: tuple[str, ...], where: str) -> None:
+    for key in made:
+        if key not in known:
+            raise ValueError(f"`{key}` is not a key of {where}; it may have {', '.join(known)}")
+
+
+def _shape(made: dict[str, Any], kinds: dict[str, Any], where: str) -> None:
+    for key, kind in kinds.items():
+        value = made.get(key)
+        if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+            wanted = {dict: "a mapping", list: "a list", str: "text"}.get(kind, "a number")
+            raise ValueError(f"`{key}` (={value!r}) of {where} must be {wanted}, not {type(value).__name__}")

@@ -1,0 +1,1 @@
+"""What notebooks call: parameters, measurements, curves, caches and the end of a run."""

@@ -1,0 +1,305 @@
+"""What the notebook on KV caches compares: recipes of the cache as variants of a scored, and of a timed, model."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import Cache, PreTrainedTokenizerBase
+
+from compress import METHODS, Result
+from compress.apply import code_sha256
+from compress.inputs.calibration import tokens_sha256
+from compress.inputs.corpus import load_text
+from compress.inputs.model import weights_sha256
+from compress.kv import CompressedCache, attached, left_alone
+from compress.kv.policy import Policy, Storage
+from compress.kv.static import MadeUpCache, decoder
+from compress.method import Method, settle
+from compress.recipe import parse_recipe, parse_recipes
+from eval.contexts.haystack import NOISE, Sample, samples
+from eval.contexts.long_context import LongContextScores, score_long_context
+from eval.evaluate import Scores
+from eval.record.schema import write_whole
+from eval.speed.cache_speed import FULL, CacheSpeed, measure_cache_speed
+from eval.speed.deploy import deployed
+from notebooks.study.strengths import recipes_at
+
+MAIN = "compressed"
+
+
+@dataclass(frozen=True)
+class CacheRecipes:
+    """The recipes of a run: the one that it is about, others that are timed with it, and policies at several budgets.
+
+    recipes: {name: methods}, "compressed" first; timed: names of those that are timed; curves: {policy with {} for its
+        budget:
+    [(budget, name)]}.
+    """
+
+    recipes: dict[str, list[Method]]
+    timed: list[str]
+    curves: dict[str, list[tuple[str, str]]]
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<li><b>{escape(name)}</b>: {escape(', '.join(map(str, of)))}</li>" for name, of in self.recipes.items()
+        )
+        return f"<p>{len(self.recipes)} recipes</p><ul>{rows}</ul>"
+
+
+@dataclass(frozen=True)
+class Haystacks:
+    """The contexts of a run; shows the end of one, and what is asked of it."""
+
+    samples: list[Sample]
+    shown: str
+
+    def _repr_html_(self) -> str:
+        return f"<p>{len(self.samples)} contexts. The first:</p><blockquote>{escape(self.shown)}</blockquote>"
+
+
+def haystacks(
+    tokenizer: PreTrainedTokenizerBase,
+    tasks: Sequence[str],
+    *,
+    haystack: str,
+    lengths: Sequence[int],
+    count: int,
+    depths: Sequence[float] = (),
+    seed: int = 0,
+    beginning: Sequence[int] = (),
+) -> Haystacks:
+    """`eval.contexts.haystack.samples` of every task and length.
+
+    Args:
+        haystack: "noise", or a corpus by `compress.inputs.corpus.load_text`'s names.
+    """
+    documents = NOISE if haystack == "noise" else load_text(haystack, "evaluation")
+    made = [
+        sample
+        for task in tasks
+        for length in lengths
+        for sample in samples(
+            tokenizer,
+            task,
+            documents=documents,
+            length=length,
+            count=count,
+            depths=list(depths) or None,
+            seed=seed,
+            beginning=beginning,
+        )
+    ]
+    if not made:
+        raise ValueError(f"`tasks` (={list(tasks)}) and `lengths` (={list(lengths)}) must hold one at least")
+    question = made[0].questions[0]
+    begin, end = question.needles[0] if question.needles else (0, 40)
+    near = tokenizer.decode(made[0].context[max(0, begin - 40) : end + 40])
+    return Haystacks(made, f"… {near} …{tokenizer.decode(question.ask)} →{tokenizer.decode(question.answer)}")
+
+
+def cache_recipes(recipe: str, compare: str = "", curves: str = "") -> CacheRecipes:
+    """The recipes as text, read and checked.
+
+    Args:
+        recipe: what the run is about, such as "snapkv(budget=0.25), kv_int(bits=4)".
+        compare: others beside it, apart by semicolons, timed too.
+        curves: policies at several budgets: "snapkv{0.5, 0.25}; expected_attention{0.5, 0.25}"; those that any other
+            must beat (`Policy.reference`), at the budgets of the first, are added where they are not among them.
+
+    Raises:
+        ValueError: a method that is not of the cache, or what `parse_recipe` and `recipes_at` refuse.
+    """
+    main, others = parse_recipe(recipe), parse_recipes(compare)
+    if taken := {"baseline", FULL, MAIN} & set(others):
+        raise ValueError(
+            f"`compare` (={compare!r}): {taken.pop()!r} is what another cache of the run is called; name it differently"
+        )
+    lines = recipes_at(curves)
+    if lines:
+        budgets = ", ".join(value for value, _ in next(iter(lines.values())))
+        there = {method.name for line in lines.values() for _, methods in line for method in methods}
+        for name in (name for name, method in METHODS.items() if getattr(method, "reference", False)):
+            lines |= {} if name in there else recipes_at(f"{name}{{{budgets}}}")
+    recipes = {MAIN: main, **others}
+    points: dict[str, list[tuple[str, str]]] = {}
+    for text, line in lines.items():
+        for value, methods in line:  # one that is there already is not scored twice
+            name = next((name for name, of in recipes.items() if of == methods), text.replace("{}", value))
+            recipes[name] = methods
+            points.setdefault(text, []).append((value, name))
+    for name, methods in recipes.items():
+        settle(methods)
+        if foreign := [m for m in methods if not isinstance(m, Policy | Storage)]:
+            raise ValueError(
+                f"`recipe` (={name!r}): {foreign[0]} is no method of the cache; apply it to the model before"
+            )
+    return CacheRecipes(recipes, [MAIN, *others], points)
+
+
+def parts(methods: Sequence[Method]) -> tuple[Policy | None, Storage | None]:
+    """The policy and the storage of a recipe."""
+    policy = next((m for m in methods if isinstance(m, Policy)), None)
+    return policy, next((m for m in methods if isinstance(m, Storage)), None)
+
+
+class Finished(MutableMapping[int, dict[str, Any]]):
+    """JSON by number in a folder, each file written whole or not at all."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"{number}.json"
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        if not self._path(number).is_file():
+            raise KeyError(number)
+        return json.loads(self._path(number).read_text())
+
+    def __setitem__(self, number: int, found: dict[str, Any]) -> None:
+        write_whole(json.dumps(found), self._path(number))
+
+    def __delitem__(self, number: int) -> None:
+        self._path(number).unlink()
+
+    def __iter__(self) -> Iterator[int]:
+        return (int(path.stem) for path in self.folder.glob("*.json"))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def score_caches(
+    model: nn.Module,
+    recipes: CacheRecipes,
+    samples: Sequence[Sample],
+    visibilities: Sequence[str],
+    work_path: str | None = None,
+) -> LongContextScores:
+    """`eval.contexts.long_context.score_long_context` of every recipe.
+
+    Args:
+        work_path: folder that keeps what was found of each context, so that a killed run goes on.
+    """
+
+    def way(methods: Sequence[Method]) -> Callable[[CompressedCache], Cache]:
+        return lambda cache: cache.compressed(*parts(methods))
+
+    finished = None
+    if work_path:
+        asked = [
+            tokens_sha256([s.context[None], *(t[None] for q in s.questions for t in (q.ask, q.answer))])
+            for s in samples
+        ]
+        about = [
+            weights_sha256(model),
+            str(model.dtype),
+            asked,
+            {n: list(map(repr, m)) for n, m in recipes.recipes.items()},
+            list(visibilities),
+            code_sha256(),
+        ]
+        digest = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
+        finished = Finished(Path(work_path) / "long_context" / digest)
+    with attached(model) as attachment:
+        return score_long_context(
+            model,
+            samples,
+            observer=lambda: attachment.cache(observes=True, traces=True),
+            finished=finished,
+            variants={name: way(methods) for name, methods in recipes.recipes.items()},
+            visibilities=visibilities,
+        )
+
+
+def time_caches(
+    model: nn.Module, recipes: CacheRecipes, contexts: Sequence[int], *, new_tokens: int, rounds: int
+) -> CacheSpeed | None:
+    """`eval.speed.cache_speed.measure_cache_speed` of the timed recipes, on a 16-bit copy; None where no contexts are
+    given."""
+    if not contexts:
+        return None
+    copy, capacity = decoder(deployed(model)), max(contexts)
+
+    def make(methods: Sequence[Method]) -> Callable[[], MadeUpCache]:
+        return lambda: MadeUpCache(copy, capacity, *parts(methods), room=max(64, 2 * new_tokens))
+
+    variants = {FULL: make([]), **{name: make(recipes.recipes[name]) for name in recipes.timed}}
+    return measure_cache_speed(copy, variants, contexts, new_tokens=new_tokens, rounds=rounds)
+
+
+def check_caches(model: nn.Module, recipes: CacheRecipes, contexts: Sequence[int], lengths: Sequence[int]) -> None:
+    """Raise ValueError, before any work, if the model cannot be scored or timed like this."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
+    for name, values in (("speed_contexts", contexts), ("lengths", lengths)):
+        if wrong := [n for n in values if not 1 <= n < positions]:
+            raise ValueError(
+                f"`{name}` (={list(values)}): {wrong[0]} must lie between 1 and {positions - 1}, the model's positions"
+            )
+    for methods in recipes.recipes.values():
+        for method in methods:
+            method.check(model)
+
+
+def cache_scores(model: nn.Module, found: LongContextScores, speed: CacheSpeed | None) -> Scores:
+    """Both as the record wants them: metrics by model, the full cache as "baseline"."""
+    metrics = {"baseline" if name == FULL else name: values for name, values in found.metrics().items()}
+    kernels: dict[str, list[str]] = {}
+    if speed is not None:
+        kernels = speed.kernels
+        for name, by_context in speed.tokens_per_s.items():
+            own = metrics["baseline" if name == FULL else name]
+            own |= {f"decode_tokens_per_s_{context}": value[0] for context, value in by_context.items()}
+    return Scores(
+        metrics,
+        kernels=kernels,
+        device=model.device.type,
+        dtype=str(model.dtype).removeprefix("torch."),
+        deploy_dtype="bfloat16",
+    )
+
+
+def cache_found(
+    model: nn.Module, recipes: CacheRecipes, found: LongContextScores, speed: CacheSpeed | None
+) -> dict[str, Any]:
+    """The record's `cache`."""
+    timed = (
+        None
+        if speed is None
+        else dataclasses.asdict(speed)
+        | {
+            "attention_speedup": {
+                name: {c: speed.attention_speedup(name, c) for c in of} for name, of in speed.attention_s.items()
+            }
+        }
+    )
+    return {
+        **found.found(),
+        "curves": recipes.curves,
+        "timed": recipes.timed,
+        "references": _references(recipes),
+        "speed": timed,
+        "left_alone": left_alone(model),
+    }
+
+
+def _references(recipes: CacheRecipes) -> list[str]:
+    """Curves of policies that any other must beat."""
+    policies = {text: parts(recipes.recipes[points[0][1]])[0] for text, points in recipes.curves.items()}
+    return [text for text, policy in policies.items() if policy is not None and policy.reference]
+
+
+def results_of(result: Result, recipes: CacheRecipes) -> dict[str, Result]:
+    """A result for every recipe but the main one, for the record."""
+    return {
+        name: dataclasses.replace(result, recipe=methods, asked=methods, notes=[], layers=[])
+        for name, methods in recipes.recipes.items()
+        if name != MAIN
+    }

@@ -1,0 +1,191 @@
+"""What a notebook may measure beside text and speed, as its parameters ask for: tasks, writings, grids of speed,
+efficiency, cost.
+
+What was not asked for is an `Unasked`, which says so in a notebook and leaves no trace in a record.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from html import escape
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from eval.evaluate import Scores
+from eval.speed.cost import cost_model, speed_rows
+from eval.speed.device_lock import undisturbed
+from eval.speed.efficiency import check_efficiency, measure_efficiency
+from eval.speed.layercast import layercast
+from eval.speed.speed_grid import SpeedGrid, check_speed_grid, measure_speed_grid
+from eval.tasks.tasks import answer_tasks, check_tasks
+from eval.writing.generation_sweep import check_generations, compare_generations
+from kernels.harness import roofline
+from notebooks.study.run import Run
+
+_EXACTLY = "bfloat16 weights, float32 arithmetic (LayerCast)"
+GRID_TOKENS = 16  # decoded in each cell of the grid of speeds
+
+
+class Measured(Protocol):
+    """What was measured: numbers for the scores, and the rest for the record."""
+
+    @property
+    def metrics(self) -> dict[str, dict[str, float]]: ...
+
+    def found(self) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Unasked:
+    """Something that was not measured, and the parameter that asks for it."""
+
+    parameter: str
+
+    @property
+    def metrics(self) -> dict[str, dict[str, float]]:
+        return {}
+
+    def found(self) -> None:
+        return None
+
+    def _repr_html_(self) -> str:
+        return f"<p>Not asked for: <code>{escape(self.parameter)}</code> does.</p>"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the parameters of a notebook ask for; see there what they mean."""
+
+    run: Run
+    tasks: Sequence[str] = ()
+    task_path: str = ""
+    task_limit: int = 0
+    few_shot: int = -1
+    task_batch: int = 1
+    temperatures: Sequence[float] = ()
+    write_tokens: int = 48
+    speed_batches: Sequence[int] = ()
+    speed_prompts: Sequence[int] = (512,)
+    speed_rounds: int = 5
+    load: Sequence[float] = ()
+    efficiency: bool = False
+    exact: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without a model.
+
+        Raises:
+            ValueError: tasks that cannot be answered, or numbers that make no sense.
+        """
+        if self.task_limit < 0:
+            raise ValueError(f"`task_limit` (={self.task_limit}) must be a number of questions; 0 asks all of them")
+        if self.few_shot < -1:
+            raise ValueError(f"`few_shot` (={self.few_shot}) must be a number of examples; -1 leaves it to the task")
+        if self.tasks:
+            check_tasks(self.tasks, **self._how)
+
+    @property
+    def _how(self) -> dict[str, Any]:
+        """The settings of tasks as `eval.tasks.tasks` calls them."""
+        return {
+            "task_path": self.task_path,
+            "limit": self.task_limit or None,
+            "batch_size": self.task_batch,
+            "num_fewshot": None if self.few_shot < 0 else self.few_shot,
+        }
+
+    @property
+    def _writing(self) -> dict[str, Any]:
+        return {"temperatures": self.temperatures, "new_tokens": self.write_tokens}
+
+    def check(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Check the rest against the model; quick.
+
+        Raises:
+            ValueError: a number that this model does not take.
+        """
+        if self.temperatures:
+            check_generations(model, tokenizer, **self._writing)
+        if self.speed_batches or self.load:
+            batches = self.speed_batches or (1,)
+            try:
+                check_speed_grid(model, batches, self.speed_prompts, GRID_TOKENS, self.load, rounds=self.speed_rounds)
+            except ValueError as error:  # by the names that the notebook has
+                raise ValueError(re.sub(r"`(batches|prompts|rounds)`", r"`speed_\1`", str(error))) from error
+        if self.efficiency:
+            check_efficiency(model)
+
+    def answers(self, models: Mapping[str, nn.Module], tokenizer: PreTrainedTokenizerBase) -> Measured:
+        """Tasks, answered by every model; all samples go into the run's folder.
+
+        Answers are kept beside the runs by the hash of the weights that gave them: a sweep asks its baseline once.
+        """
+        if not self.tasks:
+            return Unasked("tasks")
+        kept = self.run.folder.parent / ".answers"
+        found = answer_tasks(self._exactly(models), tokenizer, self.tasks, seed=self.seed, cache_path=kept, **self._how)
+        if self.exact:
+            found.settings["dtype"] = _EXACTLY
+        found.save(self.run.folder)
+        return found
+
+    def writings(self, models: Mapping[str, nn.Module], tokenizer: PreTrainedTokenizerBase) -> Measured:
+        """What every model writes, greedily and at each temperature; all of it goes into the run's folder."""
+        if not self.temperatures:
+            return Unasked("temperatures")
+        found = compare_generations(self._exactly(models), tokenizer, **self._writing)
+        if self.exact:
+            found.settings["dtype"] = dict.fromkeys(models, _EXACTLY)
+        found.save(self.run.folder)
+        return found
+
+    def speeds(self, models: Mapping[str, nn.Module]) -> Measured:
+        """Speed by batch and prompt, and under load."""
+        if not self.speed_batches and not self.load:
+            return Unasked("speed_batches or load")
+        return measure_speed_grid(
+            models,
+            batches=self.speed_batches or (1,),
+            prompts=self.speed_prompts,
+            new_tokens=GRID_TOKENS,
+            rounds=self.speed_rounds,
+            load=self.load,
+            seed=self.seed,
+        )
+
+    def uses(self, models: Mapping[str, nn.Module]) -> Measured:
+        """EfficientLLM's six metrics."""
+        if not self.efficiency:
+            return Unasked("efficiency")
+        return measure_efficiency(models, ceilings=_ceilings(device_of(models)))
+
+    def costs(self, models: Mapping[str, nn.Module], scores: Scores, speeds: Measured) -> Measured:
+        """What the machine's ceilings predict of every decoded token, beside what was measured."""
+        if not self.efficiency and not isinstance(speeds, SpeedGrid):
+            return Unasked("efficiency")
+        rows = [*speed_rows(scores.speed), *(speeds.rows if isinstance(speeds, SpeedGrid) else [])]
+        return cost_model(
+            models,
+            rows,
+            _ceilings(device_of(models)),
+            how="measured in this run by kernels.harness.roofline, on main memory and dense products",
+        )
+
+    def _exactly(self, models: Mapping[str, nn.Module]) -> Mapping[str, nn.Module]:
+        return {name: layercast(model) for name, model in models.items()} if self.exact else models
+
+
+def device_of(models: Mapping[str, nn.Module]) -> torch.device:
+    return next(next(iter(models.values())).parameters()).device
+
+
+@cache
+def _ceilings(device: torch.device) -> roofline.Ceilings:
+    """The device's ceilings, measured once."""
+    with undisturbed(device):
+        return roofline.measure(device)

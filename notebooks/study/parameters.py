@@ -1,0 +1,185 @@
+"""A notebook's parameters: read from its cell tagged `parameters`, checked before any work.
+
+papermill only warns of a parameter that the notebook does not have, and checks no types.
+"""
+
+import ast
+import difflib
+import json
+import os
+import types
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parents[1]
+_INJECTED = "# Parameters"  # how the cell begins that papermill puts in
+_TYPES = {"str": str, "int": int, "float": float, "bool": bool, "list": list}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One line of the parameters cell: `name: type = default  # help`."""
+
+    name: str
+    type: Any
+    default: Any
+    help: str
+
+
+def read_parameters(notebook: str | Path) -> dict[str, Parameter]:
+    """The parameters that a notebook declares, in order.
+
+    Args:
+        notebook: a path, or the name of one in this folder.
+
+    Raises:
+        ValueError: there is no such notebook, or its parameters cell is not made of literals with types.
+    """
+    path = notebook_path(notebook)
+    tagged = [cell for cell in read_cells(path) if "parameters" in cell.tags]
+    if len(tagged) != 1:
+        raise ValueError(f"{path.name} must have one cell tagged `parameters`, not {len(tagged)}")
+    lines = tagged[0].source.splitlines()
+    found = {}
+    for node in ast.parse(tagged[0].source).body:
+        if not isinstance(node, ast.AnnAssign) or node.value is None:
+            raise ValueError(
+                f"{path.name}: line {node.lineno} of its parameters must read `name: type = literal  # help`"
+            )
+        name = node.target.id
+        help = lines[node.end_lineno - 1].partition("#")[2].strip()
+        found[name] = Parameter(name, _type(node.annotation), ast.literal_eval(node.value), help)
+    return found
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of a notebook: code or markdown, its text, its tags."""
+
+    kind: str
+    source: str
+    tags: tuple[str, ...]
+
+
+def read_cells(path: Path) -> list[Cell]:
+    """All cells of a notebook, in order. (Not by nbformat, whose import takes seconds.)
+
+    Raises:
+        ValueError: the file is no notebook of format 4.
+    """
+    try:
+        made = json.loads(path.read_text(encoding="utf-8"))
+        return [
+            Cell(cell["cell_type"], "".join(cell["source"]), tuple(cell["metadata"].get("tags", [])))
+            for cell in made["cells"]
+        ]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"`notebook` (={str(path)!r}) cannot be read as a notebook of format 4: {error!r}") from error
+
+
+def _type(node: ast.expr) -> Any:
+    """The type that an annotation such as `int`, `str | None` or `list[int]` names."""
+    match node:
+        case ast.Name(id=name) if name in _TYPES:
+            return _TYPES[name]
+        case ast.Constant(value=None):
+            return None
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            return _type(left) | _type(right)
+        case ast.Subscript(value=ast.Name(id="list"), slice=item):
+            return list[_type(item)]
+    raise ValueError(
+        f"`{ast.unparse(node)}` is no type for a parameter: {', '.join(_TYPES)}, None, | and list[...] are"
+    )
+
+
+def notebook_path(notebook: str | Path) -> Path:
+    """Path of a notebook given by path, or by name ("gptq")."""
+    path = Path(notebook)
+    if path.suffix != ".ipynb":
+        path = FOLDER / f"{notebook}.ipynb"
+    if not path.is_file():
+        known = ", ".join(sorted(p.stem for p in FOLDER.glob("*.ipynb")))
+        raise ValueError(f"`notebook` (={str(notebook)!r}) is not there; known by name: {known}")
+    return path
+
+
+def check_parameters(values: dict[str, Any], declared: dict[str, Parameter]) -> dict[str, Any]:
+    """The values of all declared parameters, defaults filled in.
+
+    Raises:
+        ValueError: a parameter that is not declared, or a value of another type; names both and what would do.
+    """
+    for name, value in values.items():
+        if name not in declared:
+            near = difflib.get_close_matches(name, declared, n=1)
+            hint = f"did you mean `{near[0]}`? " if near else ""
+            raise ValueError(
+                f"`{name}` (={value!r}) is not a parameter of this notebook; {hint}It has {', '.join(declared)}"
+            )
+        wanted = declared[name].type
+        if not _fits(value, wanted):
+            wants = f"must be {type_name(wanted)}, not {type(value).__name__}"
+            raise ValueError(f"`{name}` (={value!r}) {wants}; its default is {declared[name].default!r}")
+    return {name: _typed(values.get(name, parameter.default), parameter.type) for name, parameter in declared.items()}
+
+
+def from_here(name: str, value: Any, place: Path | None = None) -> Any:
+    """A path that was given relative to `place` (to where the command was typed, if there is none), made absolute.
+
+    The notebook runs in the checkout. What is no path is left as it is: `*_path` are, and what is a file or folder
+    there.
+    """
+    if not isinstance(value, str) or not value:
+        return value
+    path = (place or Path()) / Path(value).expanduser()
+    # os.path.exists: Path.exists raises for a text, such as a list of recipes, that is too long for a file's name
+    is_path = name.endswith("_path") or ((path.suffix or "/" in value) and os.path.exists(path))
+    return os.path.abspath(path) if is_path else value
+
+
+def type_name(wanted: Any) -> str:
+    """A parameter's type as its notebook writes it."""
+    return str(wanted) if typing.get_args(wanted) else getattr(wanted, "__name__", str(wanted))
+
+
+def parse_value(text: str, wanted: Any) -> Any:
+    """A value given as text on a command line, as the declared type reads it; the text itself where it does not fit."""
+    if wanted is str:
+        return text
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = {"True": True, "False": False, "None": None}.get(text, text)
+    return _typed(value, wanted) if _fits(value, wanted) else text
+
+
+def _typed(value: Any, wanted: Any) -> Any:
+    """A whole number where a float is wanted, as a float: 1 and 1.0 are the same parameter."""
+    if typing.get_origin(wanted) is list:
+        return [_typed(item, typing.get_args(wanted)[0]) for item in value]
+    among = typing.get_args(wanted) or (wanted,)
+    return float(value) if type(value) is int and float in among and int not in among else value
+
+
+def injected(cells: list[str]) -> dict[str, Any]:
+    """What papermill injected, from the sources of the cells that were executed; {} if it was not papermill."""
+    for source in cells:
+        if source.lstrip().startswith(_INJECTED):
+            nodes = ast.parse(source).body
+            return {node.targets[0].id: ast.literal_eval(node.value) for node in nodes if isinstance(node, ast.Assign)}
+    return {}
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    if isinstance(wanted, types.UnionType):
+        return any(_fits(value, one) for one in typing.get_args(wanted))
+    if wanted in (None, type(None)):
+        return value is None
+    if wanted is float:
+        return type(value) in (int, float)
+    if typing.get_origin(wanted) is list:
+        return type(value) is list and all(_fits(v, typing.get_args(wanted)[0]) for v in value)
+    return type(value) is wanted

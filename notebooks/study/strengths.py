@@ -1,0 +1,164 @@
+"""Recipes at several strengths, each scored on text and let go before the next: how accuracy falls with what is taken
+away."""
+
+import copy
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from compress import METHODS, Result, apply
+from compress.apply import code_sha256
+from compress.inputs.calibration import tokens_sha256
+from compress.inputs.model import weights_sha256
+from compress.method import Method, settle
+from compress.recipe import parse_recipe
+from eval.evaluate import score_text
+from eval.machine.size import size
+from eval.record.schema import write_whole
+from eval.speed.deploy import cast
+
+
+@dataclass(frozen=True)
+class Strengths:
+    """What was found, as the record keeps it (`eval.run_record`); a table of perplexities in Jupyter."""
+
+    found: dict[str, Any]
+
+    def _repr_html_(self) -> str:
+        if not self.found["lines"]:
+            return "<p>No `curves` were asked for.</p>"
+        rows = "".join(
+            f"<tr><td style='text-align:left'>{escape(line['recipe'])}</td>"
+            + "".join(f"<td>{escape(p['value'])}: <b>{_perplexity(p['scores']):.4g}</b></td>" for p in line["points"])
+            + "</tr>"
+            for line in self.found["lines"]
+        )
+        return f"<p>Perplexity at each strength</p><table><tbody>{rows}</tbody></table>"
+
+
+def _perplexity(scores: dict[str, float]) -> float:
+    return next(value for metric, value in scores.items() if metric.startswith("perplexity_"))
+
+
+def recipes_at(curves: str) -> dict[str, list[tuple[str, list[Method]]]]:
+    """The recipes of each curve: {text with {} in the place of its strengths: [(strength, methods), ...]}.
+
+    Args:
+        curves: recipes apart by semicolons, each with its strengths in braces: "wanda(ratio={0.3, 0.5});
+            layer_drop(count={1, 2})". A method of which nothing but the strength is said may be written shortly:
+            "wanda{0.3, 0.5}".
+
+    Raises:
+        ValueError: a curve without strengths in braces, the same curve twice, or a recipe that makes no sense at one of
+            them.
+    """
+    made: dict[str, list[tuple[str, list[Method]]]] = {}
+    for text in filter(None, map(str.strip, curves.split(";"))):
+        shortly = re.fullmatch(r"(\w+)\s*(\{[^{}]*\})", text)
+        if shortly and shortly[1] in METHODS:
+            knob = METHODS[shortly[1]].strength
+            if not knob:
+                raise ValueError(
+                    f"`curves` (={curves!r}): {shortly[1]} has no one knob that says how much; write which you mean"
+                )
+            text = f"{shortly[1]}({knob}={shortly[2]})"
+        braces = re.findall(r"\{([^{}]*)\}", text)
+        values = list(dict.fromkeys(filter(None, map(str.strip, braces[0].split(","))))) if len(braces) == 1 else []
+        if not values:
+            raise ValueError(
+                f"`curves` (={curves!r}): {text!r} must have its strengths in braces, once, as in "
+                "wanda(ratio={0.3, 0.5})"
+            )
+        line = re.sub(r"\{[^{}]*\}", "{}", text)
+        if line in made:
+            raise ValueError(
+                f"`curves` (={curves!r}) holds {line!r} twice; all its strengths go into one pair of braces"
+            )
+        made[line] = [(value, parse_recipe(line.replace("{}", value))) for value in values]
+        for _, recipe in made[line]:
+            settle(recipe)
+    return made
+
+
+def check_strengths(recipes: dict[str, list[tuple[str, list[Method]]]], model: nn.Module) -> None:
+    """Raise ValueError, before any work, if a recipe does not fit the model."""
+    for line in recipes.values():
+        for _, recipe in line:
+            for method in settle(recipe):
+                method.check(model)
+
+
+def score_strengths(
+    recipes: dict[str, list[tuple[str, list[Method]]]],
+    baseline: nn.Module,
+    batches: Sequence[Tensor],
+    *,
+    texts: dict[str, Tensor],
+    window: int,
+    max_windows: int | None = None,
+    beginning: Sequence[int] = (),
+    device: str | None = None,
+    work_path: str | Path | None = None,
+) -> Strengths:
+    """Apply every recipe to a copy of the baseline and score it on the texts; nothing is timed.
+
+    Args:
+        recipes: as `recipes_at` gives them.
+        texts, window, max_windows, beginning: as of `eval.evaluate.evaluate`.
+        work_path: folder that keeps finished points, and what several strengths share.
+
+    Raises:
+        ValueError: a recipe that does not fit the model, before any work.
+    """
+    check_strengths(recipes, baseline)
+    identity = [tokens_sha256(list(batches)), tokens_sha256(list(texts.values())), list(beginning), window, max_windows]
+    about = [weights_sha256(baseline), *identity, sorted(texts), code_sha256()] if work_path else []
+    progress = tqdm(total=sum(map(len, recipes.values())), desc="strengths", unit="recipe")
+    lines = []
+    for text, line in recipes.items():
+        points = []
+        for value, recipe in line:
+            progress.set_postfix_str(f"{text}, {value}")
+            path = _place(work_path, [*about, text, value]) if work_path else None
+            if path and path.is_file():
+                point = json.loads(path.read_text())
+            else:
+                result = apply(recipe, copy.deepcopy(baseline), batches, device=device, work_path=work_path)
+                scores = score_text(
+                    result.model, baseline, texts, window=window, max_windows=max_windows, beginning=beginning
+                )
+                point = {"value": value, **_taken(result), "seconds": round(result.seconds, 1), "scores": scores}
+                point["scores"]["stored_bytes"] = size(cast(result.model, torch.bfloat16)).stored_bytes
+                del result
+                if path:
+                    write_whole(json.dumps(point), path)
+            points.append(point)
+            progress.update()
+        lines.append({"recipe": text, "points": points})
+    progress.close()
+    return Strengths({"lines": lines})
+
+
+def _taken(result: Result) -> dict[str, Any]:
+    """How many weights are 0 or gone, and what was dropped."""
+    zeros = sum(layer.sparsity * layer.shape[0] * layer.shape[1] for layer in result.layers)
+    return {
+        "removed_parameters": round(zeros) + sum(drop.parameters for drop in result.drops),
+        "dropped": [drop.name for drop in sorted(result.drops, key=lambda drop: drop.order or 0) if drop.order],
+    }
+
+
+def _place(work_path: str | Path, about: list[Any]) -> Path:
+    key = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    folder = Path(work_path) / "strengths"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{key}.json"

@@ -1,0 +1,126 @@
+"""Where in the model recipes lose: the error of every block, a row per recipe, over all runs."""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.patches import PathPatch
+from matplotlib.path import Path
+
+from reports.compare.variants import Variant
+from reports.parts.plots import ACCENT, INK, STYLE, place_of, svg
+from reports.parts.text import clean, plural
+
+MAX_ROWS, MAX_BLOCKS, LEVELS = 40, 64, 8
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """The figure, its words, and the same as a table: kinds of linears as columns, mean errors as cells."""
+
+    figure: str
+    said: str
+    kinds: list[str]
+    rows: list[dict[str, Any]]
+    hidden: int
+
+
+def heat_map(found: Sequence[Variant], scale: float = 1.0) -> HeatMap | None:
+    """Geometric means of the relative output errors of the linears of each block; None where nobody has any."""
+    maps = [(v, errors) for v in found if v.name == "compressed" and (errors := _errors(v))]
+    if not maps:
+        return None
+    shown = maps[: max(4, round(MAX_ROWS * scale))]
+    kinds = list(dict.fromkeys(kind for _, errors in shown for _, kind in errors))[:12]
+    rows, grid = [], []
+    for v, errors in shown:
+        blocks: dict[int, list[float]] = defaultdict(list)
+        for (block, _), values in errors.items():
+            blocks[block] += values
+        means = {block: _mean(values) for block, values in blocks.items()}
+        worst = max(means, key=means.get)
+        cells = [_mean([e for (_, k), values in errors.items() if k == kind for e in values]) for kind in kinds]
+        rows.append(
+            {
+                "number": v.number,
+                "recipe": v.recipe,
+                "run": clean(v.run.key, 100),
+                "cells": cells,
+                "all": _mean(list(means.values())),
+                "worst": worst,
+                "error": means[worst],
+            }
+        )
+        grid.append((f"{v.number} {clean(v.recipe, 30)}", means))
+    least, most = min(rows, key=lambda r: r["all"]), max(rows, key=lambda r: r["all"])
+    said = f"Relative error of the linears' outputs by block, {plural(len(shown), 'recipe')}. "
+    said += f"Least on the whole: #{least['number']} {least['recipe']} "
+    said += f"({least['all']:.2e}); most: #{most['number']} {most['recipe']} ({most['all']:.2e}). "
+    said += f"The largest error of a block is {max(r['error'] for r in rows):.2e}."
+    return HeatMap(_draw(grid, said), said, [clean(kind, 40) for kind in kinds], rows, len(maps) - len(shown))
+
+
+def _errors(v: Variant) -> dict[tuple[int, str], list[float]]:
+    found = defaultdict(list)
+    for i, layer in enumerate((v.run.record or {}).get("layers") or []):
+        error = layer.get("error")
+        if isinstance(error, int | float) and math.isfinite(error):
+            found[place_of(str(layer.get("name", "")), i)].append(max(error, 1e-12))
+    return found
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else None
+
+
+def _draw(grid: list[tuple[str, dict[int, float]]], said: str) -> str:
+    """Cells as strong as the logarithm of their error, in a few steps; all cells of a step are one path."""
+    span = max(block for _, means in grid for block in means) + 1
+    step = -(-span // MAX_BLOCKS)
+    cells = {}
+    for y, (_, means) in enumerate(grid):
+        for block, value in means.items():
+            cells.setdefault((y, block // step), []).append(value)
+    logs = {at: math.log10(_mean(values)) for at, values in cells.items()}
+    low, high = min(logs.values()), max(logs.values())
+    with matplotlib.rc_context(STYLE | {"text.parse_math": False}):
+        figure = Figure(figsize=(9.6, 1.25 + 0.26 * len(grid)), layout="constrained")
+        ax, bar = figure.subplots(1, 2, width_ratios=(40, 1))
+        for level in range(LEVELS):
+            places = [at for at, value in logs.items() if _level(value, low, high) == level]
+            _fill(ax, [(x - 0.47, y - 0.45, 0.94, 0.9) for y, x in places], level)
+            _fill(bar, [(0, level + 0.04, 1, 0.92)], level)
+        ax.set_xlim(-0.5, -(-span // step) - 0.5)
+        ax.set_ylim(len(grid) - 0.5, -0.5)
+        ax.set_yticks(range(len(grid)), [label for label, _ in grid])
+        at = range(0, -(-span // step), max(1, span // step // 15))
+        ax.set_xticks(at, [str(x * step) for x in at])
+        ax.set_xlabel("block")
+        bar.set_xlim(0, 1)
+        bar.set_ylim(0, LEVELS)
+        ends = [low + (high - low) * part for part in (0, 0.5, 1)]
+        bar.set_yticks([0, LEVELS / 2, LEVELS], [f"{10**e:.0e}" for e in ends])
+        bar.set_xticks([])
+        bar.yaxis.tick_right()
+        for one in (ax, bar):
+            one.tick_params(length=0)
+            for spine in one.spines.values():
+                spine.set_visible(False)
+        bar.set_title("error", fontsize=9, color=INK)
+        return svg(figure, "heat", said)
+
+
+def _level(value: float, low: float, high: float) -> int:
+    return min(LEVELS - 1, int(LEVELS * (value - low) / (high - low))) if high > low else LEVELS // 2
+
+
+def _fill(ax: Any, boxes: list[tuple[float, float, float, float]], level: int) -> None:
+    if boxes:
+        paths = [Path([(x, y), (x + w, y), (x + w, y + h), (x, y + h), (x, y)], closed=True) for x, y, w, h in boxes]
+        ax.add_patch(
+            PathPatch(Path.make_compound_path(*paths), fc=ACCENT, alpha=0.06 + 0.94 * level / (LEVELS - 1), lw=0)
+        )

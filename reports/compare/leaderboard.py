@@ -1,0 +1,239 @@
+"""The leaderboard: every model of every run in a row, the baselines on top, the best of each column and what is as good
+marked."""
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import groupby
+from typing import NamedTuple
+
+from reports.compare.noise import Amount, ahead, better
+from reports.compare.outcome import RunOutcome
+from reports.compare.variants import Number, Variant, What, drift, variants
+from reports.parts import table
+from reports.parts.metrics import described
+from reports.parts.metrics import number as significant
+from reports.parts.text import clean, link, plural
+
+MAX_ROWS = 400
+_KINDS = ("task", "perplexity", "kl", "exact", "stored", "bits", "decode", "prefill", "cache")
+_HEADS = {
+    # kind: label, unit, factor to what is shown, digits, which way is better
+    "task": ("", "", 1, 1, 1),  # as its metric says
+    "perplexity": ("perplexity", "", 1, 2, -1),
+    "kl": ("KL", "nats", 1, 4, -1),
+    "exact": ("exact", "%", 100, 0, 1),
+    "stored": ("stored", "MB", 1e-6, 1, -1),
+    "bits": ("bits", "per weight", 1, 2, 0),
+    "decode": ("decode", "tokens/s", 1, 1, 1),
+    "prefill": ("prefill", "tokens/s", 1, 0, 1),
+    "cache": ("KV cache", "MB", 1e-6, 2, -1),
+}  # fmt: skip
+
+
+class Column(NamedTuple):
+    """A column: of what, its head, the small print below it, and which way is better (1, -1, or 0: neither)."""
+
+    what: What
+    label: str
+    detail: str
+    better: int
+
+
+class Cell(NamedTuple):
+    """text: with its unit of the column; error: ± or the spread; change: against the baseline; mark: best, alike or
+    nothing."""
+
+    value: float | None = None
+    text: str = "–"
+    error: str = ""
+    change: str = ""
+    mark: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model. number: 0 for a baseline; run: key of its run (how many, for a baseline of several); href: of the run's
+    report."""
+
+    number: int
+    recipe: str
+    name: str
+    model: str
+    run: str
+    href: str
+    cells: tuple[Cell, ...]
+
+
+@dataclass(frozen=True)
+class Leaderboard:
+    """Rows as data; shows itself in Jupyter and, as `markdown()`, in a terminal."""
+
+    columns: tuple[Column, ...]
+    rows: tuple[Row, ...]
+    hidden: int = 0
+
+    @property
+    def several_models(self) -> bool:
+        return len({row.model for row in self.rows}) > 1
+
+    def markdown(self) -> str:
+        """The table as Markdown: ★ is the best of its column, ≈ what cannot be told from it."""
+        lines = [self._head(), ["---:", "---", "---", *["---:"] * len(self.columns)]]
+        for row in self.rows:
+            lines.append([str(row.number or ""), self._recipe(row), row.run, *(_flat(cell) for cell in row.cells)])
+        said = (
+            "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines) + "\n"
+        )
+        return said + (f"\n{plural(self.hidden, 'more row')} not shown.\n" if self.hidden else "")
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{escape(text)}</th>" for text in self._head())
+        body = "".join(
+            f"<tr><td>{row.number or ''}</td><td style='text-align:left'>{escape(self._recipe(row))}</td>"
+            f"<td style='text-align:left'>{escape(row.run)}</td>{''.join(f'<td>{escape(_flat(c))}</td>' for c in row.cells)}</tr>"
+            for row in self.rows
+        )
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+    def _head(self) -> list[str]:
+        return ["#", "recipe", "run", *(f"{c.label}, {c.detail}" if c.detail else c.label for c in self.columns)]
+
+    def _recipe(self, row: Row) -> str:
+        return f"{row.recipe}, {row.model}" if self.several_models else row.recipe
+
+
+def leaderboard(outcomes: Sequence[RunOutcome], most: int = MAX_ROWS) -> Leaderboard:
+    """The models of all runs that have scores; where there are more than `most`, the main one of every run comes
+    first."""
+    return of_variants(variants(outcomes), most)
+
+
+def of_variants(found: Sequence[Variant], most: int = MAX_ROWS) -> Leaderboard:
+    """The same, from variants."""
+    columns = _columns(found)
+    marks = _marks(found, columns)
+    bases = [
+        list(same)
+        for _, same in groupby(
+            sorted((v for v in found if v.baseline), key=lambda v: str(v.identity)), key=lambda v: v.identity
+        )
+    ]
+    rest = [v for v in found if not v.baseline]
+    kept = sorted(sorted(rest, key=lambda v: v.name != "compressed")[:most], key=lambda v: v.number)
+    twins = Counter(same[0].weights for same in bases)
+    rows = [_baseline(same, columns, twins[same[0].weights] > 1) for same in bases[:most]]
+    for v in kept:
+        cells = tuple(_cell(v.numbers.get(c.what), c, marks.get((v.number, c.what), "")) for c in columns)
+        named = (
+            "" if v.name in ("compressed", v.recipe) or "(" in v.name else clean(v.name, 80)
+        )  # else it is the recipe once more
+        rows.append(
+            Row(v.number, v.recipe, named, v.model, clean(v.run.key, 100), link(v.run.href, "report.html"), cells)
+        )
+    return Leaderboard(tuple(columns), tuple(rows), len(rest) - len(kept) + max(len(bases) - most, 0))
+
+
+def _columns(found: Sequence[Variant]) -> list[Column]:
+    """Columns of what anybody has; on how much something was asked is told where that differs."""
+    whats = sorted(dict.fromkeys(w for v in found for w in v.numbers), key=lambda w: _KINDS.index(w.kind))
+    columns = []
+    for what in whats:
+        label, unit, _, _, way = _HEADS[what.kind]
+        twins = [w for w in whats if w[:2] == what[:2]]
+        if what.kind == "task":
+            name, _, metric = what.of.rpartition(" ")
+            label, way = clean(name, 60), next(1 if v.higher[what] else -1 for v in found if what in v.higher)
+            called, unit, _ = described(clean(metric, 40))
+            detail = [called.lower(), unit]
+        else:
+            detail = [clean(what.of, 40), unit]
+        detail += [clean(what.protocol, 80)] if len(twins) > 1 else []
+        columns.append(Column(what, label, ", ".join(filter(None, detail)), way))
+    return columns
+
+
+def _baseline(same: list[Variant], columns: Sequence[Column], several: bool) -> Row:
+    """A baseline that was measured in these runs: medians, and the range where they differ."""
+    first, cells = same[0], []
+    for column in columns:
+        numbers = [v.numbers[column.what] for v in same if column.what in v.numbers]
+        if not numbers:
+            cells.append(Cell())
+            continue
+        values = [n.value for n in numbers]
+        number = numbers[0]._replace(value=statistics.median(values), ratio=None)
+        if max(values) > min(values) * 1.001:
+            number = Number(number.value, low=min(values), high=max(values))
+        cells.append(_cell(number, column, ""))
+    run, recipe = (
+        (first.run.key, first.run.href) if len(same) == 1 else (plural(len(same), "run"), ""),
+        "16-bit baseline",
+    )
+    name = f"{(first.run.record or {}).get('provenance', {}).get('dtype', '')}, {first.machine}" if several else ""
+    return Row(0, recipe, name, first.model, clean(run[0], 100), link(run[1], "report.html"), tuple(cells))
+
+
+def _cell(number: Number | None, column: Column, mark: str) -> Cell:
+    if number is None:
+        return Cell()
+    _, _, factor, digits, _ = _HEADS[column.what.kind]
+    kind = column.what.kind
+    if kind == "task":
+        _, unit, factor = described(column.what.of.rpartition(" ")[2])
+        digits = 1 if unit == "%" else 3
+    value = number.value * factor
+    small = kind in ("kl", "cache") and 0 < abs(value) < 0.01
+    text = significant(value) if small else table.number(value, digits if abs(value) < 1000 else 0)
+    error = change = ""
+    if number.stderr is not None:
+        shown = number.stderr * factor
+        error = f"± {shown:,.0f}" if shown >= 100 else f"± {shown:.2g}"
+    elif number.low is not None and number.high is not None:
+        error = f"{table.number(number.low * factor, digits)}–{table.number(number.high * factor, digits)}"
+    if number.ratio is not None and kind == "task":
+        change = f"{number.ratio * 100:.1f} %"
+        if number.ratio_low is not None and number.ratio_high is not None:
+            change += f" [{number.ratio_low * 100:.1f}, {number.ratio_high * 100:.1f}]"
+    elif number.ratio and kind == "perplexity":
+        change = table.percent(1 / number.ratio - 1) if number.ratio > 1e-4 else "> 10,000 ×"
+    elif number.ratio is not None and kind in ("stored", "cache"):
+        change = f"{number.ratio * 100:.0f} %"
+    elif number.ratio is not None:
+        change = f"{number.ratio:.2f}×"
+    return Cell(number.value, text, error, change, mark)
+
+
+def _marks(found: Sequence[Variant], columns: Sequence[Column]) -> dict[tuple[int, What], str]:
+    """The best of each column, among models of the same weights (and, for speeds, of the same machine), and what is as
+    good."""
+    marks = {}
+    for what, way in ((c.what, c.better) for c in columns if c.better):
+        timed = what.kind in ("decode", "prefill")
+        groups: dict[tuple, list[Variant]] = {}
+        for v in found:
+            if not v.baseline and what in v.numbers:
+                groups.setdefault(v.timing if timed else (v.weights,), []).append(v)
+        for group in (g for g in groups.values() if len({v.numbers[what].value for v in g}) > 1):
+            best = max(group, key=lambda v: way * v.numbers[what].value)
+            drifted = drift(found, best, what) if timed else 1.0
+            for v in group:
+                if v is best or _same(v, best, what, way, drifted):
+                    marks[v.number, what] = "best" if v.numbers[what].value == best.numbers[what].value else "alike"
+    return marks
+
+
+def _same(v: Variant, best: Variant, what: What, way: int, drifted: float) -> bool:
+    if what in v.effects and what in best.effects:
+        return not better(best.effects[what], v.effects[what])
+    (mine, theirs) = (
+        Amount(o.numbers[what].value, way, o.numbers[what].low, o.numbers[what].high, v.run.key) for o in (v, best)
+    )
+    return not ahead(theirs, mine, drifted)
+
+
+def _flat(cell: Cell) -> str:
+    mark = {"best": "★ ", "alike": "≈ "}.get(cell.mark, "")
+    return " ".join(filter(None, (f"{mark}{cell.text}", cell.error, f"({cell.change})" if cell.change else "")))

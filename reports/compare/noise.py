@@ -1,0 +1,123 @@
+"""When is one model better than another, and when does nobody know? The rule of the comparison page.
+
+Two things are weighed: how much worse than its own baseline a model is (its cost), and what it takes (bytes) or gives
+(tokens per second). A model is *dominated* where another is at least as good in both and better beyond noise in one.
+Where another looks better, but only within the noise, they are *indistinguishable* at this number of samples, and both
+stay.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Z = 1.96
+SAME_SIZE = 0.005  # sizes that differ by less are called the same
+SAME_SPEED = 0.03  # speeds likewise, where their spread is unknown
+RULE = (
+    "A recipe is dominated only where another is at least as good in both and better beyond noise in one. Accuracies "
+    "differ beyond "
+    "noise where the difference of the two exceeds 1.96 of its standard errors; each is first paired with the "
+    "baseline of its own "
+    "run (same questions, same text) where the record has that, and the two errors are combined, which is rather too "
+    "careful: what "
+    "two recipes get wrong together is counted twice. Where another looks better, but not beyond noise, the two are "
+    "indistinguishable at this n, and both stay. Sizes differ where it is by more than 0.5 %. Speeds differ where the "
+    "quartiles of "
+    "their rounds lie apart, and, between runs, where the difference also exceeds that between the baselines of these "
+    "runs. A "
+    "number without a standard error is taken as it is."
+)
+
+
+class Effect(NamedTuple):
+    """How much worse than its own baseline (lower is better, the baseline has 0), and its standard error; None:
+    unknown."""
+
+    cost: float
+    stderr: float | None = None
+
+
+class Amount(NamedTuple):
+    """Bytes or speed. sign: 1 where more is better, else -1; low and high: its spread; run: in which it was
+    measured."""
+
+    value: float
+    sign: int
+    low: float | None = None
+    high: float | None = None
+    run: str = ""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """front, noise or dominated; by: the place of the one that dominates it, or looks better within the noise; alike:
+    places of those that cannot be told from it in either."""
+
+    status: str
+    by: int | None = None
+    alike: tuple[int, ...] = ()
+
+
+def better(a: Effect, b: Effect) -> bool:
+    """Is a better than b, beyond noise?"""
+    gap = b.cost - a.cost
+    return gap > max(Z * math.hypot(a.stderr or 0.0, b.stderr or 0.0), 1e-9)
+
+
+def ahead(a: Amount, b: Amount, drift: float = 1.0) -> bool:
+    """Does a take less, or give more, than b, beyond noise?
+
+    Args:
+        drift: how much the same baseline differs between runs, largest over smallest.
+    """
+    if a.sign < 0:
+        return a.value < b.value * (1 - SAME_SIZE)
+    told = a.low is not None and b.high is not None
+    apart = a.low > b.high if told else a.value > b.value * (1 + SAME_SPEED)
+    return apart and (a.run == b.run or a.value > b.value * drift)
+
+
+def standings(points: Sequence[tuple[Effect, Amount]], drift: float = 1.0) -> list[Standing]:
+    """Where each stands among all: `better` and `ahead` for every pair, a row at a time."""
+    if not points:
+        return []
+    cost, error = (np.array([p[0][i] or 0.0 for p in points]) for i in (0, 1))
+    value = np.array([p[1].value for p in points], dtype=float)
+    low, high = (np.array([np.nan if (end := p[1][i]) is None else end for p in points], dtype=float) for i in (2, 3))
+    run = np.array([p[1].run for p in points])
+    sign = points[0][1].sign
+    found: list[tuple[Standing, np.ndarray]] = []
+    for i in range(len(points)):
+        noise = np.maximum(Z * np.hypot(error, error[i]), 1e-9)
+        if sign < 0:
+            beyond, behind = value < value[i] * (1 - SAME_SIZE), value[i] < value * (1 - SAME_SIZE)
+        else:
+            beyond = _faster(value, low, value[i], high[i], run != run[i], drift)
+            behind = _faster(value[i], low[i], value, high, run != run[i], drift)
+        wins = (cost[i] - cost > noise) | beyond
+        loses = (cost - cost[i] > noise) | behind
+        as_good = (cost <= cost[i]) & (value <= value[i] * (1 + SAME_SIZE) if sign < 0 else value >= value[i])
+        others = np.arange(len(points)) != i
+        over = np.flatnonzero(as_good & wins & others)
+        alike = ~wins & ~loses & others
+        looks = np.flatnonzero(alike & as_good & ((cost < cost[i]) | (sign * (value - value[i]) > 0)))
+        if len(over):
+            found.append((Standing("dominated", int(over[np.argmin(cost[over])])), looks))
+        else:
+            found.append(
+                (Standing("noise" if len(looks) else "front", None, tuple(map(int, np.flatnonzero(alike)))), looks)
+            )
+    return [
+        replace(s, by=int(min(looks, key=lambda j: found[j][0].status != "front"))) if s.status == "noise" else s
+        for s, looks in found
+    ]
+
+
+def _faster(value: Any, low: Any, other: Any, high: Any, elsewhere: np.ndarray, drift: float) -> np.ndarray:
+    """Speeds above others beyond noise: by the quartiles where both are known; see `ahead`."""
+    known = ~(np.isnan(low) | np.isnan(high))
+    apart = np.where(known, low > high, value > other * (1 + SAME_SPEED))
+    return apart & (~elsewhere | (value > other * drift))

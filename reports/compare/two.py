@@ -1,0 +1,212 @@
+"""Two runs: does the second keep the accuracy of the first? A verdict with an exit code, for continuous integration."""
+
+import math
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from reports.compare.noise import Z
+from reports.compare.outcome import RunOutcome
+from reports.compare.variants import INTERVAL, Variant, What, of_run
+from reports.parts import table
+from reports.parts.text import clean
+
+_TRIED = ("task", "perplexity", "exact")
+_CALLED = {"perplexity": "perplexity on", "exact": "exact answers,"}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """text: plain sentences; exit_code: 0 if the second run holds, 1 if not; rows: a dict per metric, with `metric`,
+    `a`, `b`, `recovery`, `low` and `high` (95 %; None where a standard error is unknown), then the ratios of size and
+    speed, b to a."""
+
+    text: str
+    exit_code: int
+    rows: list[dict[str, Any]]
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{name}</th>" for name in ("metric", "a", "b", "b / a", "95 %"))
+        body = "".join(
+            f"<tr><td style='text-align:left'>{escape(row['metric'])}</td><td>{row['a']:.6g}</td><td>{row['b']:.6g}</td>"
+            f"<td>{row['recovery']:.4f}</td><td>{_range(row)}</td></tr>"
+            for row in self.rows
+        )
+        return f"<p>{escape(self.text)}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def compare_two(a: dict[str, Any], b: dict[str, Any], *, recovery_threshold: float = 0.99) -> Verdict:
+    """Weigh the compressed model of run `b` against that of run `a` (or against a's baseline, where nothing was
+    compressed).
+
+    The recovery of a task is its accuracy in b over that in a; where no task was asked in both in the same way, the
+    perplexity of a over that of b; else the exact answers of caches. What counts is the mean over these. Intervals (95
+    %) come from the paired differences of both to their baselines where the records have them, and from the standard
+    errors else.
+
+    Args:
+        recovery_threshold: the least mean recovery, as a share, with which b holds.
+
+    Raises:
+        ValueError: runs of different models, without a metric of accuracy that both have, or a threshold that is not
+            above 0.
+    """
+    if not (isinstance(recovery_threshold, int | float) and 0 < recovery_threshold < math.inf):
+        raise ValueError(f"`recovery_threshold` (={recovery_threshold!r}) must be a share above 0, such as 0.99")
+    for name, one in (("a", a), ("b", b)):
+        if not one.get("scores") or not one.get("model"):
+            raise ValueError(
+                f"`{name}` (={_key(one)!r}) is the record of a run without scores of a model; compare two that have "
+                "them"
+            )
+    first, second = _main(a), _main(b)
+    if first.weights != second.weights:
+        raise ValueError(
+            f"`a` and `b` are runs of different models: {first.model!r} in {_key(a)} and {second.model!r} in {_key(b)} "
+            f"(weights {first.weights[:12]} and {second.weights[:12]}); compare two runs of the same model"
+        )
+    rows = _recoveries(first, second)
+    if not rows:
+        raise ValueError(
+            f"`a` (={_key(a)!r}) and `b` (={_key(b)!r}) share no metric of accuracy; a has {_names(first)}, "
+            f"b has {_names(second)}; score both on the same tasks or the same text, as much of it"
+        )
+    recovery = sum(row["recovery"] for row in rows) / len(rows)
+    holds = recovery >= recovery_threshold
+    known = all(row["low"] is not None for row in rows)
+    half = math.hypot(*((row["high"] - row["low"]) / 2 for row in rows)) / len(rows) if known else None
+    said = [
+        f"{clean(_key(b), 100)}, {second.label}, against {clean(_key(a), 100)}, {first.label}:",
+        _said(rows, recovery, half),
+    ]
+    said.append(_decided(holds, recovery_threshold, recovery, half))
+    ratios, told = _ratios(first, second)
+    return Verdict(" ".join(said + told), 0 if holds else 1, rows + ratios)
+
+
+def _main(record: dict[str, Any]) -> Variant:
+    run = record.get("run") or {}
+    found = {
+        v.name: v
+        for v in of_run(RunOutcome(str(run.get("key", "")), str(run.get("notebook", "")), "finished", record=record))
+    }
+    if "compressed" in found and found["compressed"].numbers:
+        return found["compressed"]
+    return found.get("baseline") or next(iter(found.values()))
+
+
+def _recoveries(a: Variant, b: Variant) -> list[dict[str, Any]]:
+    for kind in _TRIED:
+        shared = [w for w in a.numbers if w.kind == kind and w in b.numbers and a.higher.get(w, True)]
+        rows = [_row(a, b, w) for w in shared if a.numbers[w].value > 0 and b.numbers[w].value >= 0]
+        if rows:
+            return rows
+    return []
+
+
+def _row(a: Variant, b: Variant, what: What) -> dict[str, Any]:
+    before, after = a.numbers[what].value, b.numbers[what].value
+    recovery = before / after if what.kind == "perplexity" else after / before
+    errors = [_relative(v, what) for v in (a, b)]
+    half = None if None in errors else Z * recovery * math.hypot(*errors)
+    if half is not None and what.kind != "perplexity" and not after:
+        half = Z * (b.numbers[what].stderr or 0.0) / before
+    name = (
+        f"{what.of.rpartition(' ')[0]} ({what.of.rpartition(' ')[2]})"
+        if what.kind == "task"
+        else f"{_CALLED[what.kind]} {what.of}"
+    )
+    return {
+        "metric": clean(name, 80),
+        "a": before,
+        "b": after,
+        "recovery": recovery,
+        "low": None if half is None else recovery - half,
+        "high": None if half is None else recovery + half,
+    }
+
+
+def _relative(v: Variant, what: What) -> float | None:
+    """The relative standard error of a number: of its share of the baseline's, which is paired, where that is known."""
+    number, effect = v.numbers[what], v.effects.get(what)
+    if what.kind == "perplexity" and effect is not None and effect.stderr is not None:
+        return effect.stderr
+    if number.ratio and number.ratio_low is not None and number.ratio_high is not None:
+        return (number.ratio_high - number.ratio_low) / INTERVAL / number.ratio
+    if v.baseline:
+        return 0.0  # the other's difference is paired with it
+    if what.kind == "exact" and effect is not None and effect.stderr is not None and number.value:
+        return effect.stderr / number.value
+    return number.stderr / number.value if number.stderr is not None and number.value else None if number.value else 0.0
+
+
+def _said(rows: list[dict[str, Any]], recovery: float, half: float | None) -> str:
+    least = min(rows, key=lambda row: row["recovery"])
+    said = f"recovery {recovery * 100:.1f} %"
+    said += "" if half is None else f" [{(recovery - half) * 100:.1f}, {(recovery + half) * 100:.1f}]"
+    if len(rows) == 1:
+        return f"{said} of {rows[0]['metric']} ({table.number(rows[0]['a'], 4)} → {table.number(rows[0]['b'], 4)})."
+    return f"{said}, the mean of {len(rows)}; the least is that of {least['metric']}, {least['recovery'] * 100:.1f} %."
+
+
+def _decided(holds: bool, threshold: float, recovery: float, half: float | None) -> str:
+    said = f"That is {'not ' if holds else ''}below {threshold * 100:g} %: it {'holds' if holds else 'does not hold'}."
+    if half is None:
+        return said + " How far noise reaches is unknown."
+    if holds:
+        return said + (
+            " The interval reaches below the threshold."
+            if recovery - half < threshold
+            else " So is the whole interval."
+        )
+    return said + (
+        " The interval reaches the threshold: noise alone could do this."
+        if recovery + half >= threshold
+        else " The whole interval is below."
+    )
+
+
+def _ratios(a: Variant, b: Variant) -> tuple[list[dict[str, Any]], list[str]]:
+    rows, said = [], []
+    kinds = {
+        "stored": "stored bytes",
+        "cache": "bytes of the cache",
+        "decode": "decode tokens/s",
+        "prefill": "prefill tokens/s",
+    }
+    for what in (w for w in a.numbers if w.kind in kinds and w in b.numbers and a.numbers[w].value):
+        timed = what.kind in ("decode", "prefill")
+        if timed and a.timing != b.timing:
+            continue
+        ratio = b.numbers[what].value / a.numbers[what].value
+        name = f"{kinds[what.kind]}{f', {what.of}' if what.of else ''}"
+        rows.append(
+            {
+                "metric": name,
+                "a": a.numbers[what].value,
+                "b": b.numbers[what].value,
+                "recovery": ratio,
+                "low": None,
+                "high": None,
+            }
+        )
+        said.append(f"{name[0].upper()}{name[1:]}: {ratio:.2f}×.")
+    if (
+        a.machine != b.machine
+        and any(w.kind == "decode" for w in a.numbers)
+        and any(w.kind == "decode" for w in b.numbers)
+    ):
+        said.append("Speeds were measured on different machines and are not compared.")
+    return rows, said
+
+
+def _names(v: Variant) -> str:
+    return clean(", ".join(" ".join(filter(None, w)) for w in v.numbers if w.kind in _TRIED) or "none", 300)
+
+
+def _key(record: dict[str, Any]) -> str:
+    return str((record.get("run") or {}).get("key", ""))
+
+
+def _range(row: dict[str, Any]) -> str:
+    return "" if row["low"] is None else f"{row['low']:.4f} to {row['high']:.4f}"

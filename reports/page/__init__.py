@@ -1,0 +1,1 @@
+"""One run record as one self-contained HTML page."""

@@ -1,0 +1,1 @@
+"""What pages share: figures, tables, names of metrics, writing of files."""
