@@ -1,15 +1,17 @@
-"""Every kernel checked, then timed against its roofline, in one command: `python -m kernels.harness.validate --budget
-540 --out DIR`.
+"""Check every kernel, then time it against its roofline.
 
-Needs torch, and triton for Triton's kernels, and nothing else. In order: the machine; its two ceilings; every op's
-checks (with outputs poisoned, twice, bit-equal); with --tune, the fastest launch configurations; contests. No op with a
-red check is timed.
-Ops run in processes of their own, so that one that crashes takes no other down: what it was at is noted, and a new
-process goes on behind it. The time left is shared among what is left; what did not fit is a row that says so. Exits
-with 1 if a check is red; a goal that was missed is marked, and is no failure.
+`python -m kernels.harness.validate --budget 540 --out DIR` needs torch and nothing else, and triton for the Triton
+kernels. It runs these phases in order: it describes the machine, measures its two ceilings (bandwidth and arithmetic),
+runs the checks of every op (outputs are poisoned first, and every kernel runs twice and must give equal bits), searches
+launch configurations (only with --tune), and times the contests. An op with a red check is not timed.
 
-DIR gets rows.jsonl (a line for each result, as soon as it is there), log.txt (what the processes said on stderr),
-table.txt, <gpu>.json (with --tune; it is written to kernels/tuned as well) and record.json:
+Each op runs in a process of its own. When a process crashes, the crash is recorded and a new process continues with
+the next case, so that one op cannot stop another. The remaining time is shared among the remaining ops, and a case
+that did not fit into the budget is a row that says so. The exit status is 1 if a check is red. A goal that was missed
+is marked in the table and does not change the status.
+
+DIR receives rows.jsonl (one line per result, written when it is known), log.txt (the standard error of the processes),
+table.txt, <gpu>.json (with --tune; it is also written to kernels/tuned) and record.json:
 
     schema_version
     run          started, duration_s, budget_s, command, device, ops, shapes, tokens, dtype, toy, tune, checks_only,
