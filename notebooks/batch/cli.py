@@ -148,8 +148,9 @@ def _resume(options: argparse.Namespace) -> int:
 def _execute(sweep, options: argparse.Namespace) -> int:
     from dataclasses import replace
 
-    from notebooks.batch import pages, run_sweep
+    from notebooks.batch import pages
     from notebooks.batch.engines import Local, Ray
+    from notebooks.batch.plan import run_sweep
 
     runs = _runs(options)
     for name, value in (("timeout", options.timeout), ("cell_timeout", options.cell_timeout)):

@@ -23,22 +23,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "numpy", "lm-eval", "bitsandbytes", "triton")
 MODEL, TEXTS = "model_name", ("corpus", "eval_corpus", "haystack")  # parameters that name what lies elsewhere
 _CODE = (".py", ".cpp", ".inc", ".json")
-_BATCH = {
-    "__main__",
-    "batch",
-    "cli",
-    "engines",
-    "guard",
-    "identity",
-    "job",
-    "leases",
-    "pages",
-    "processes",
-    "progress",
-    "rundir",
-    "sweep",
-    "worker",
-}  # modules of this package that execute runs and have no part in what they find
 _WHOLE = 1 << 30  # larger files count by their size, time and first MiB
 
 
@@ -98,11 +82,10 @@ def packages_code() -> str:
     one."""
     files = [
         file
-        for package in ("compress", "eval", "kernels")
+        for package in ("compress", "eval", "kernels", "notebooks/study")
         for file in (ROOT / package).rglob("*")
         if file.suffix in _CODE
     ]
-    files += [file for file in (ROOT / "notebooks").glob("*.py") if file.stem not in _BATCH]
     digest = hashlib.sha256()
     for file in sorted(files):
         digest.update(f"{file.relative_to(ROOT)}\0".encode() + file.read_bytes())
