@@ -1,7 +1,5 @@
 """The run record put together from a result and its scores; `eval.record.schema` has its shape."""
 
-import json
-import math
 import os
 import subprocess
 from collections.abc import Iterable, Mapping
@@ -15,12 +13,14 @@ import torch
 from eval.evaluate import Scores
 from eval.machine.hardware import hardware
 from eval.machine.versions import versions
+from eval.record.reading import plain
 from eval.record.schema import SCHEMA_VERSION
 from eval.speed.device_lock import timing_threads
 from eval.speed.kernel_bench import KernelBench
 
 PACKAGES = (
-    "torch", "transformers", "datasets", "accelerate", "safetensors", "tokenizers", "lm-eval", "bitsandbytes", "triton", "numpy",
+    "torch", "transformers", "datasets", "accelerate", "safetensors", "tokenizers", "lm-eval", "bitsandbytes", "triton",
+    "numpy",
 )  # fmt: skip
 _TOLD = ("bits", "group_size", "alpha", "ratio", "target", "count", "budget")
 _ENVIRONMENT = ("OMP_", "MKL_", "KMP_", "TORCH", "CUDA_VISIBLE", "CUBLAS")  # variables that change numbers or timings
@@ -95,7 +95,7 @@ def record(
         "provenance": provenance(run.command, scores.device, scores.dtype, scores.deploy_dtype),
         **{key: told for key, one in measured.items() if (told := one.found()) is not None},
     }
-    return json.loads(json.dumps(made))  # tuples become lists now, not only when it is read again
+    return plain(made)
 
 
 def _with(metrics: dict[str, dict[str, float]], measured: Iterable[Any]) -> dict[str, dict[str, float]]:
@@ -103,9 +103,7 @@ def _with(metrics: dict[str, dict[str, float]], measured: Iterable[Any]) -> dict
     merged = {name: dict(found) for name, found in metrics.items()}
     for one in measured:
         for name, found in one.metrics.items():
-            merged.setdefault(name, {}).update(
-                {metric: value for metric, value in found.items() if math.isfinite(value)}
-            )
+            merged.setdefault(name, {}).update(found)
     return merged
 
 
@@ -158,7 +156,7 @@ def kernel_record(bench: KernelBench, run: RunInfo) -> dict[str, Any]:
         "kernels": {op: ", ".join(sorted(impls)) for op, impls in used.items()},
         "provenance": provenance(run.command, plan.device, plan.dtype, plan.dtype),
     }
-    return json.loads(json.dumps(made))
+    return plain(made)
 
 
 def provenance(command: str, device: str, dtype: str, deploy_dtype: str) -> dict[str, Any]:

@@ -4,45 +4,37 @@ Its shape (more keys are welcome, these keep their names):
 
     schema_version
     run          key, notebook, started, duration_s
-    recipe       [{method, knobs, source, text}]                of "compressed"; text: as one would write the step
-    recipes      {model: [as in recipe]}                        of "compressed" and of the others that were scored
-    beside it model        name, weights_sha256, parameters
+    recipe       [{method, knobs, source, text}]      of "compressed"; text: the step as one would write it
+    recipes      {model: [as in recipe]}              of "compressed" and of the other models that were scored beside it
+    model        name, weights_sha256, parameters
     calibration  corpus, samples, seqlen, seed, sha256          (null where none was needed)
     layers       [{name, shape, format, bits_per_weight, error, rtn_error, seconds, notes, sparsity, distortion}]
-    folds        [{name, kind, consumers, alpha, x_before, ...}]  what was moved from norms and linears into the linears
-    that
-                 read them (`compress.method.FoldRecord` has the shape)
-    drops        [{name, kind, block, importance, order, parameters}]   parts of blocks that were dropped, or might have
-    been cache        what was found of compressed KV caches, in the record of such a run
-    (`eval.contexts.long_context.LongContextScores.found`
-                 has the shape), with `speed` (`eval.speed.cache_speed.CacheSpeed`) and `left_alone` {kind of layer: how
-                 many}
+    folds        [{name, kind, consumers, alpha, x_before, ...}]        scales moved from norms and linears into the
+                 linears that read them (`compress.records.FoldRecord` has the shape)
+    drops        [{name, kind, block, importance, order, parameters}]   parts of blocks that were, or might be, dropped
+    cache        measurements of compressed KV caches, in the record of such a run (`eval.record.measured.Cache`)
     strengths    {lines: [{recipe, points: [{value, removed_parameters, dropped, seconds, scores}]}]}   recipes that
-    were scored,
-                 and not timed, at each of these values of what {} stands for in them
+                 were scored, and not timed, with each of these values in place of {}
     kept         [{name, shape, bytes, reason}]
     scores       {baseline: {metric: value}, compressed: {...}, rtn: {...}, ...}   the standard error of m is m_stderr
     speed        {variant: {...}}
     samples      [{prompt, texts, first_difference}]
     notes        [what a reader must know: what is emulated, what could not be measured, and why]
     kernels      {op: implementation that ran}
-    tasks        benchmark tasks, question by question against the baseline      (`eval.tasks.tasks.TaskScores.found`)
-    generation   what the models write, by temperature
-    (`eval.writing.generation_sweep.Generations.found`) speed_grid   speed by batch and prompt, and under load
-    (`eval.speed.speed_grid.SpeedGrid.found`) efficiency   {model: {metric: {value, unit, note}}}
-    (`eval.speed.efficiency.Efficiency.found`) cost         decode time that the machine's ceilings predict, and
-    measured   (`eval.speed.cost.Cost.found`)
-                 these five only where they were asked for
-    bench        what `kernels.harness.validate` found (its docstring has the shape), in the record of a kernel
-    benchmark: there
-                 recipe and layers are empty, model, calibration and scores null
+    tasks, generation, speed_grid, efficiency, cost    only where they were asked for (`eval.record.measured`)
+    bench        in the record of a kernel benchmark: what `kernels.harness.validate` measured (its docstring has the
+                 shape); recipe and layers are then empty, and model, calibration and scores are null
     provenance   commit, dirty, versions, hardware, threads, device, dtype, flags, command
+
+`eval.record.rows` has the types. A number that is not finite is written as "NaN", "Infinity" or "-Infinity".
 """
 
 import json
 import os
 from pathlib import Path
 from typing import Any
+
+from eval.record.reading import plain
 
 SCHEMA_VERSION = 1
 REQUIRED = {
@@ -62,7 +54,7 @@ def write_record(made: dict[str, Any], path: str | Path) -> Path:
     problems = problems_of(made)
     if problems:
         raise ValueError(f"the record is not complete: {'; '.join(problems)}")
-    return write_whole(json.dumps(made, indent=1, allow_nan=False), Path(path))
+    return write_whole(json.dumps(plain(made), indent=1, allow_nan=False), Path(path))
 
 
 def write_whole(text: str, path: Path) -> Path:

@@ -1,6 +1,7 @@
 """Scores against hand computations, and the record that keeps them."""
 
 import copy
+import dataclasses
 import json
 import math
 from datetime import UTC, datetime
@@ -14,6 +15,7 @@ from compress.recipe import parse_recipe
 from eval.evaluate import Scores, check_evaluation, evaluate
 from eval.machine.memory import peak_above_start, peak_memory
 from eval.machine.size import bits_per_weight, size
+from eval.record.rows import typed
 from eval.record.schema import problems_of, read_record, write_record
 from eval.run_record import RunInfo, record
 from eval.speed.deploy import deployed
@@ -209,6 +211,19 @@ def test_a_record_tells_of_the_others_too(tiny):
     )
 
 
+def test_rows_of_any_record():
+    """What is missing or of another type is None or empty; typed rows are read as they are."""
+    bare = typed(None)
+    assert bare.scores == {} and bare.cache is bare.calibration is bare.run.duration_s is None and bare.models == []
+    assert dataclasses.asdict(typed({"layers": 3, "model": "x", "tasks": [], "speed": {"a": None}})) == (
+        dataclasses.asdict(bare) | {"speed": {"a": dataclasses.asdict(typed({"speed": {"a": {}}}).speed["a"])}}
+    )
+    steps = [{"method": "gptq", "knobs": {"bits": 4, "skip": ""}}, {"text": "int8"}]
+    made = typed({"recipes": {"other": steps}, "scores": {"other": {"a": 10**400, "b": None, "c": "0.5"}}})
+    assert made.recipe_of("other") == "gptq(bits=4), int8" and made.recipe_of("baseline") is None
+    assert made.scores == {"other": {"a": math.inf}} and typed(made) is made
+
+
 def test_records_are_whole_or_refused(tmp_path):
     whole = {
         "schema_version": 1,
@@ -229,9 +244,10 @@ def test_records_are_whole_or_refused(tmp_path):
         with pytest.raises(ValueError, match=f"`{key}` is missing"):
             write_record({k: v for k, v in whole.items() if k != key}, path)
     assert problems_of({**whole, "scores": {"baseline": {}}}) == ["`scores.compressed` is missing"]
-    with pytest.raises(ValueError):
-        write_record({**whole, "scores": {"baseline": {"m": float("nan")}, "compressed": {}}}, path)
     assert read_record(path) == whole, "a failed write leaves the old record"
+    write_record(whole | {"scores": {"baseline": {"m": math.nan}, "compressed": {"m": -math.inf}}}, path)
+    rows = typed(json.loads(path.read_text(), parse_constant=pytest.fail))
+    assert math.isnan(rows.score("baseline", "m")) and rows.score("compressed", "m") == -math.inf
     path.write_text(json.dumps({**whole, "schema_version": 99}))
     with pytest.raises(ValueError, match="schema_version 99"):
         read_record(path)

@@ -1,0 +1,268 @@
+"""The run record as typed rows, read once from a dict of any age: what a record lacks is None, "" or empty.
+
+The keys have the names and units that `eval.record.schema` lists. A value of another type than its row has counts as
+missing. Numbers that are not finite are kept. JSON has none, so they are written as the texts "NaN", "Infinity" and
+"-Infinity" (`eval.record.reading.plain`).
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from eval.record.measured import (
+    Bench,
+    Cache,
+    Cost,
+    Generation,
+    Interval,
+    Measure,
+    Sample,
+    Settings,
+    SpeedGrid,
+    Tasks,
+)
+from eval.record.reading import row
+
+Scores = dict[str, float]  # metric: value; the standard error of m is m_stderr
+
+
+@dataclass(frozen=True)
+class Header:
+    key: str
+    notebook: str
+    started: str
+    duration_s: float | None
+    compression_s: float | None
+    parameters: dict[str, object]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A method of a recipe with its knobs. text: the step as one would write it; "" in early records."""
+
+    method: str
+    knobs: dict[str, object]
+    source: str
+    text: str
+
+    def __str__(self) -> str:
+        named = ", ".join(f"{k}={v!r}" for k, v in self.knobs.items() if k in ("bits", "group_size", "alpha"))
+        return self.text or (f"{self.method}({named})" if named else self.method)
+
+
+@dataclass(frozen=True)
+class ModelRef:
+    name: str
+    weights_sha256: str
+    parameters: int | None
+
+
+@dataclass(frozen=True)
+class Calibration:
+    corpus: str
+    samples: int | None
+    seqlen: int | None
+    seed: int | None
+    sha256: str
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    name: str
+    shape: tuple[int, ...]
+    format: str
+    bits_per_weight: float | None
+    error: float | None
+    rtn_error: float | None
+    seconds: float | None
+    notes: tuple[str, ...]
+    sparsity: float | None
+    distortion: dict[str, float]
+
+    @property
+    def weights(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Magnitudes:
+    max: float | None
+    median: float | None
+
+    @property
+    def outlier(self) -> float:
+        """The largest channel against the typical one."""
+        return (self.max or 0.0) / max(self.median or 0.0, 1e-30)
+
+
+@dataclass(frozen=True)
+class Channels:
+    x_before: Interval
+    x_after: Interval
+    w_before: Interval
+    w_after: Interval
+
+
+@dataclass(frozen=True)
+class Fold:
+    name: str
+    kind: str
+    consumers: tuple[str, ...]
+    alpha: float | None
+    x_before: Magnitudes
+    x_after: Magnitudes
+    w_before: Magnitudes
+    w_after: Magnitudes
+    error_before: float | None
+    error_after: float | None
+    difference: float | None
+    notes: tuple[str, ...]
+    channels: Channels | None
+
+
+@dataclass(frozen=True)
+class Drop:
+    name: str
+    kind: str
+    block: int | None
+    importance: float | None
+    order: int | None
+    parameters: int | None
+
+
+@dataclass(frozen=True)
+class StrengthPoint:
+    value: str
+    scores: Scores
+
+
+@dataclass(frozen=True)
+class StrengthLine:
+    recipe: str
+    points: tuple[StrengthPoint, ...]
+
+
+@dataclass(frozen=True)
+class Strengths:
+    lines: tuple[StrengthLine, ...]
+
+
+@dataclass(frozen=True)
+class Kept:
+    name: str
+    shape: tuple[int, ...]
+    bytes: float | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Text:
+    """How much of a text was scored. tokens: of all windows; stride: None where windows do not overlap."""
+
+    tokens: int | None
+    window: int | None
+    stride: int | None
+    windows: int | None
+
+
+@dataclass(frozen=True)
+class SpeedRow:
+    decode_tokens_per_s: float | None
+    decode_quartiles: Interval
+    prefill_tokens_per_s: float | None
+    prefill_quartiles: Interval
+    time_to_first_token_s: float | None
+    dtype: str
+    execution: str
+    kernels: dict[str, tuple[str, ...]]
+    settings: Settings
+
+
+@dataclass(frozen=True)
+class Hardware:
+    cpu: str
+    cpu_capability: str
+    cores: int | None
+    memory_bytes: float | None
+    gpus: tuple[str, ...]
+    system: str
+
+
+@dataclass(frozen=True)
+class Provenance:
+    commit: str
+    dirty: bool
+    versions: dict[str, str]
+    hardware: Hardware
+    threads: int | None
+    device: str
+    dtype: str
+    deploy_dtype: str
+    flags: dict[str, object]
+    command: str
+
+    @property
+    def processor(self) -> str:
+        return self.hardware.gpus[0] if self.device == "cuda" and self.hardware.gpus else self.hardware.cpu
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """All of a record. `recipes` holds those of "compressed" and of every other model that has one."""
+
+    schema_version: int | None
+    run: Header
+    recipe: tuple[Step, ...]
+    recipes: dict[str, tuple[Step, ...]]
+    model: ModelRef
+    calibration: Calibration | None
+    layers: tuple[LayerRow, ...]
+    folds: tuple[Fold, ...]
+    drops: tuple[Drop, ...]
+    strengths: Strengths
+    cache: Cache | None
+    kept: tuple[Kept, ...]
+    scores: dict[str, Scores]
+    difference: dict[str, Scores]
+    texts: dict[str, Text]
+    speed: dict[str, SpeedRow]
+    samples: tuple[Sample, ...]
+    notes: tuple[str, ...]
+    kernels: dict[str, str]
+    provenance: Provenance
+    tasks: Tasks
+    generation: Generation
+    speed_grid: SpeedGrid
+    efficiency: dict[str, dict[str, Measure]]
+    cost: Cost
+    bench: Bench | None
+
+    @property
+    def models(self) -> list[str]:
+        """The models that have scores: the baseline, "compressed", and the others in the record's order."""
+        return [name for name in dict.fromkeys(("baseline", "compressed", *self.scores)) if name in self.scores]
+
+    @property
+    def corpora(self) -> list[str]:
+        """Every text on which a perplexity was measured."""
+        names = (m for own in self.scores.values() for m in own if m.startswith("perplexity_"))
+        return list(dict.fromkeys(m.removeprefix("perplexity_") for m in names if not m.endswith("_stderr")))
+
+    def score(self, model: str, metric: str) -> float | None:
+        return self.scores.get(model, {}).get(metric)
+
+    def ratio(self, metric: str, model: str = "compressed") -> float | None:
+        """A score over the baseline's; None where one of the two is unknown or 0."""
+        before, after = self.score("baseline", metric), self.score(model, metric)
+        return after / before if before and after else None
+
+    def recipe_of(self, model: str) -> str | None:
+        """A model's recipe as one would write it; None where it has none."""
+        steps = self.recipes.get(model, self.recipe if model == "compressed" else None)
+        return None if steps is None else ", ".join(map(str, steps))
+
+
+def typed(record: RunRecord | Mapping[str, Any] | None) -> RunRecord:
+    """A record as typed rows. Rows stay as they are."""
+    return record if isinstance(record, RunRecord) else row(RunRecord, record)
