@@ -15,10 +15,12 @@ from tqdm.auto import tqdm
 from compress.inputs.calibration import tokens_sha256
 from compress.inputs.model import check_device, weights_sha256
 from compress.linear import CompressedLinear, is_linear
-from compress.method import DropRecord, FoldRecord, LayerRecord, LayerwiseMethod, Method, settle
+from compress.method import Method, settle
+from compress.records import DropRecord, FoldRecord, LayerRecord
 from compress.result import Result
+from compress.walk.blocks import kept_weights
+from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.resume import BlockStore
-from compress.walk.walk import kept_weights
 from kernels.registry import recording
 
 
@@ -96,7 +98,7 @@ def apply(
         layers=list(layers.values()),
         folds=folds,
         drops=drops,
-        kept=kept_weights(model, recipe),
+        kept=kept_weights(model, [m.skip for m in recipe if isinstance(m, LayerwiseMethod)]),
         identity=identity,
         calibration=tokens,
         seconds=time.perf_counter() - start,

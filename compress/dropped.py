@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from compress.linear import is_linear, replace
-from compress.walk.walk import find_blocks
+from compress.walk.blocks import find_blocks
 
 
 class Dropped(nn.Module):

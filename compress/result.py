@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from compress.method import DropRecord, FoldRecord, LayerRecord, Method
+from compress.method import Method
+from compress.records import DropRecord, FoldRecord, LayerRecord
 
 
 @dataclass

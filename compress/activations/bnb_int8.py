@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from compress.formats import BnbInt8, Format
 from compress.formats.bnb import library
-from compress.method import LayerwiseMethod, Method, knob, refuse_stored
+from compress.method import Method, knob, refuse_stored
+from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.statistics import LayerStatistics
 
 

@@ -8,13 +8,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from compress.activations.w8a8 import W8A8
+from compress.activations.w8a8 import W8A8, slow_int8
 from compress.formats import Format, IntGroup
 from compress.method import Method
 from compress.walk.statistics import LayerStatistics
 from kernels.int_matmul import to_rows, unpack
 from kernels.w8a8_matmul import W8
-from kernels.w8a8_matmul.layout import integer_dots
 
 ROWS = {"bits": 8, "group_size": -1, "symmetric": True}  # knobs of a method whose codes can be kept
 
@@ -66,11 +65,3 @@ def codes_per_row(parts: Sequence[Format]) -> W8 | None:
         return None
     codes = unpack(packed)[0].to(torch.int16) - 128
     return W8("rows", codes.to(torch.int8).contiguous(), packed.scale.float().reshape(-1), packed.shape)
-
-
-def slow_int8(name: str, device: torch.device, *, block: bool = False) -> list[str]:
-    """A remark where int8 products are right but not fast."""
-    if device.type != "cpu" or (integer_dots(torch.empty(0)) and not block):
-        return []
-    why = "with a scale per block" if block else "without AVX512-VNNI"
-    return [f"{name} is slow here: {why} a CPU multiplies the int8 codes as floats, exactly but not fast"]

@@ -9,10 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from compress.activations.int8 import slow_int8
-from compress.activations.w8a8 import check_columns
+from compress.activations.w8a8 import check_columns, slow_int8
 from compress.formats import Columns, Dense, EightBit, Format
-from compress.method import LayerwiseMethod, Method, knob, refuse_stored
+from compress.method import Method, knob, refuse_stored
+from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.statistics import LayerStatistics
 from kernels.w8a8_matmul import quantize_weight
 

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from compress.formats import EightBit, Format
-from compress.method import LayerwiseMethod, Method, knob, refuse_stored
+from compress.method import Method, knob, refuse_stored
+from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.statistics import LayerStatistics
 from kernels.w8a8_matmul import BLOCK, W8, quantize_weight
-from kernels.w8a8_matmul.layout import LARGEST, MOST_COLUMNS, SMALLEST
+from kernels.w8a8_matmul.layout import LARGEST, MOST_COLUMNS, SMALLEST, integer_dots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,3 +80,11 @@ def check_columns(method: str, dtype: torch.dtype, name: str, shape: tuple[int, 
             f"in_features (={shape[1]}) of {name} must be at most {MOST_COLUMNS[dtype]} for {method}; `skip` leaves "
             "it out"
         )
+
+
+def slow_int8(name: str, device: torch.device, *, block: bool = False) -> list[str]:
+    """A remark where int8 products are right but not fast."""
+    if device.type != "cpu" or (integer_dots(torch.empty(0)) and not block):
+        return []
+    why = "with a scale per block" if block else "without AVX512-VNNI"
+    return [f"{name} is slow here: {why} a CPU multiplies the int8 codes as floats, exactly but not fast"]

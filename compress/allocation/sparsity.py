@@ -2,9 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,70 +12,82 @@ from tqdm.auto import tqdm
 
 from compress.formats import Dense
 from compress.linear import CompressedLinear, replace, weight_of
+from compress.walk.blocks import find_blocks, targets
 from compress.walk.capture import Call, Tail, block_calls, device_of, run_block
+from compress.walk.groups import collect, input_groups
+from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.resume import BlockStore
 from compress.walk.statistics import LayerStatistics
-from compress.walk.walk import collect, find_blocks, input_groups, targets
 from kernels.linear import fast_linear
-
-if TYPE_CHECKING:
-    from compress.pruning.base import PruningMethod
 
 LEVELS = (0.2, 0.4, 0.6, 0.8)  # ratios at which distortions are measured; no linear loses more than the last
 STEP = 0.02  # between the ratios among which each linear's is chosen
 MOST_STATES = 1 << 16  # of the dynamic program
 
 
-def global_ratios(model: nn.Module, method: "PruningMethod") -> dict[str, float]:
+def global_ratios(
+    model: nn.Module,
+    shapes: Mapping[str, tuple[int, int]],
+    score: Callable[[Tensor, LayerStatistics], Tensor],
+    ratio: float,
+) -> dict[str, float]:
     """The ratio of each linear when the smallest scores of all linears together go.
 
-    The threshold is found by halving, so that no more than one linear's scores are held at a time.
+    The threshold is found by bisection, so that no more than one linear's scores are held at a time.
+
+    Args:
+        shapes: (out, in) of each linear by name.
+        score: of a weight [out, in] and its (empty) statistics; must be comparable between linears.
+        ratio: of all weights together.
     """
-    sizes = {name: rows * columns for name, (rows, columns) in targets(model, method).items()}
+    sizes = {name: rows * columns for name, (rows, columns) in shapes.items()}
 
     def scores(name: str) -> Tensor:
         statistics = LayerStatistics(0, {})
         statistics.name = name
-        return method.scores(weight_of(model.get_submodule(name)), statistics)
+        return score(weight_of(model.get_submodule(name)), statistics)
 
     def below(threshold: float) -> dict[str, int]:
         return {name: int((scores(name) < threshold).sum()) for name in sizes}
 
     low, high = 0.0, max(scores(name).max().item() for name in sizes) + 1.0
-    for _ in tqdm(range(32), desc=f"{method.name}: threshold over all linears", unit="pass"):
+    for _ in tqdm(range(32), desc="threshold over all linears", unit="pass"):
         middle = (low + high) / 2
         counts = below(middle)
-        low, high = (middle, high) if sum(counts.values()) <= method.ratio * sum(sizes.values()) else (low, middle)
+        low, high = (middle, high) if sum(counts.values()) <= ratio * sum(sizes.values()) else (low, middle)
     return {name: count / sizes[name] for name, count in below(low).items()}
 
 
 @torch.no_grad()
 def distortion_curves(
     model: nn.Module,
-    method: "PruningMethod",
+    methods: Mapping[float, LayerwiseMethod],
     batches: Sequence[Tensor],
     *,
+    tokens: int,
     device: torch.device,
     store: BlockStore | None = None,
 ) -> dict[str, dict[float, float]]:
-    """What pruning one linear alone does to the model's predictions: {linear: {level of LEVELS: KL in nats per token}}.
+    """What pruning one linear alone does to the model's predictions: {linear: {level: KL in nats per token}}.
 
     Every linear is pruned as the method would on what flows in the model as it is, and only it; the blocks after it are
-    run again, for `curve_tokens` tokens. arXiv:2308.10438 measures the squared error of the outputs instead, which
+    run again, for so many `tokens`. arXiv:2308.10438 measures the squared error of the outputs instead, which
     weighs likely and unlikely tokens alike; what it needs, that distortions of different linears add up, holds for
     small ones of both.
 
     Args:
+        methods: {level: the method that prunes as much}; they differ in that alone.
+        tokens: of the batches, on which predictions are compared.
         store: where the curves of finished blocks are kept.
     """
     prefix, blocks = find_blocks(model)
-    names = list(targets(model, method))
-    few = _first(batches, method.curve_tokens)
+    method = next(iter(methods.values()))
+    names = list(targets(model, method.skip))
+    few = _first(batches, tokens)
     calls, probes = block_calls(model, blocks, batches), block_calls(model, blocks, few)
-    pruners = {level: dataclasses.replace(method, ratio=level, allocation="uniform") for level in LEVELS}
     curves: dict[str, dict[float, float]] = {}
     home, tail = device_of(blocks[0]), Tail(model, blocks, few)
-    progress = tqdm(total=len(names) * len(LEVELS), desc=f"{method.name}: distortion curves", unit="pass")
+    progress = tqdm(total=len(names) * len(methods), desc=f"{method.name}: distortion curves", unit="pass")
 
     def predictions(first: int) -> list[Tensor]:
         """Logarithms of the probabilities that the model gives from block `first` on, per micro-batch of probes."""
@@ -96,10 +107,10 @@ def distortion_curves(
                 own = {name: model.get_submodule(name) for name in names if name.startswith(f"{prefix}.{index}.")}
                 found = store.get(index) if store else None
                 if found is None:
-                    for name, statistics in _statistics(block, own, calls, index, method, device):
+                    for name, statistics in _statistics(block, own, calls, index, method.statistics, device):
                         progress.set_postfix_str(name.removeprefix(f"{prefix}."))
                         curves[name] = {}
-                        for level, pruner in pruners.items():
+                        for level, pruner in methods.items():
                             with _pruned(model, name, pruner, statistics):
                                 curves[name][level] = _kl(expected, predictions(index))
                             progress.update()
@@ -107,7 +118,7 @@ def distortion_curves(
                     curves |= {
                         name: {float(level): kl for level, kl in curve.items()} for name, curve in found[1].items()
                     }
-                    progress.update(len(own) * len(LEVELS))
+                    progress.update(len(own) * len(methods))
                 if store and found is None:
                     store.put(index, {}, {name: curves[name] for name in own})
                 for call in (*calls, *probes):
@@ -177,12 +188,12 @@ def _statistics(
     linears: dict[str, nn.Module],
     calls: list[Call],
     index: int,
-    method: "PruningMethod",
+    needs: Sequence[str],
     device: torch.device,
 ) -> Iterator[tuple[str, LayerStatistics]]:
     """Each linear of a block with what the method wants to know of its inputs."""
     groups, once = input_groups(block, linears, calls, index, device)
-    collectors = collect(block, linears, groups, calls, index, method.statistics, device, stop_early=once)
+    collectors = collect(block, linears, groups, calls, index, needs, device, stop_early=once)
     for group in groups:
         shared = collectors.pop(group[0]).result()
         for name in group:
@@ -192,7 +203,7 @@ def _statistics(
 
 
 @contextmanager
-def _pruned(model: nn.Module, name: str, pruner: "PruningMethod", statistics: LayerStatistics) -> Iterator[None]:
+def _pruned(model: nn.Module, name: str, pruner: LayerwiseMethod, statistics: LayerStatistics) -> Iterator[None]:
     """While the block runs, this linear alone is pruned."""
     linear = model.get_submodule(name)
     dense = Dense(sum(part.dequantize() for part in pruner.solve(weight_of(linear), statistics)))

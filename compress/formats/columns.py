@@ -7,6 +7,10 @@ import torch
 from torch import Tensor
 
 from compress.formats.base import Format
+from compress.formats.dense import Dense
+from compress.formats.eight_bit import EightBit
+
+INNER = {inner.name: inner for inner in (Dense, EightBit)}  # formats in which the chosen columns may be stored
 
 
 class Columns(Format):
@@ -47,10 +51,8 @@ class Columns(Format):
 
     @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "Columns":
-        from compress.formats import FORMATS  # which holds this class
-
         own = {name.removeprefix("inner."): t for name, t in tensors.items() if name.startswith("inner.")}
-        return cls(FORMATS[spec["inner"]["format"]].from_tensors(spec["inner"], own), tensors["chosen"])
+        return cls(INNER[spec["inner"]["format"]].from_tensors(spec["inner"], own), tensors["chosen"])
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
         super()._load_from_state_dict(state_dict, prefix, *args)

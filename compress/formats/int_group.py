@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from compress.formats.base import Format
-from compress.grid.integer import SCALE_DTYPES
 from kernels.int_matmul import Packed, dequantize, int_matmul, pack, panels_fit, tiles_fit, to_panels, to_rows, to_tiles
 
 
@@ -38,7 +37,7 @@ class IntGroup(Format):
         scale_dtype: str = "bfloat16",
     ) -> "IntGroup":
         """From integers [out, in], scales [out, groups] and zero points [out, groups] (None: symmetric)."""
-        return cls(pack(codes, scale.to(SCALE_DTYPES[scale_dtype]), zero, bits=bits, group_size=group_size))
+        return cls(pack(codes, scale.to(getattr(torch, scale_dtype)), zero, bits=bits, group_size=group_size))
 
     @property
     def packed(self) -> Packed:

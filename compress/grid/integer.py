@@ -87,6 +87,19 @@ def candidates(w: Tensor, bits: int, symmetric: bool, scale_dtype: str = "bfloat
     return torch.stack(scales), torch.stack(zeros)
 
 
+def check_group_size(group_size: int, name: str, shape: tuple[int, int]) -> None:
+    """Raise ValueError unless `group_size` divides the rows of this weight; say which sizes near it would."""
+    columns = shape[1]
+    if group_size == -1 or (group_size > 0 and columns % group_size == 0):
+        return
+    divisors = [d for d in range(8, columns + 1) if columns % d == 0]
+    near = sorted(sorted(divisors, key=lambda d: abs(d - group_size))[:3])
+    raise ValueError(
+        f"`group_size` (={group_size}) must divide in_features (={columns}) of {name}; "
+        f"divisors near it: {', '.join(map(str, near)) or columns}; -1 takes whole rows"
+    )
+
+
 def _cover(low: Tensor, high: Tensor, bits: int, symmetric: bool, scale_dtype: str) -> tuple[Tensor, Tensor]:
     levels = (1 << bits) - 1
     if symmetric:

@@ -4,20 +4,21 @@ import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from compress.allocation.sparsity import LEVELS, allocate, distortion_curves, global_ratios
-from compress.formats import Bitmap, Dense, Format, IntGroup, Sparse24Weight
-from compress.method import LayerRecord, LayerwiseMethod, knob
+from compress.formats import Dense, Format
+from compress.formats.masked import masked
+from compress.method import knob
 from compress.pruning.patterns import UNSTRUCTURED, kept, parse_pattern
+from compress.records import LayerRecord
+from compress.walk.blocks import targets
+from compress.walk.layerwise import LayerwiseMethod
+from compress.walk.resume import BlockStore
 from compress.walk.statistics import LayerStatistics
-from compress.walk.walk import targets
-
-if TYPE_CHECKING:
-    from compress.walk.resume import BlockStore
 
 HALF = 0.5  # of the weights: the usual ratio
 
@@ -102,17 +103,22 @@ class PruningMethod(LayerwiseMethod):
         batches: Sequence[Tensor],
         *,
         device: torch.device,
-        store: "BlockStore | None" = None,
+        store: BlockStore | None = None,
         originals: Mapping[str, nn.Module] | None = None,
     ) -> list[LayerRecord]:
         curves: dict[str, dict[float, float]] = {}
         pruner = copy.copy(self)
         if self.allocation == "global":
-            object.__setattr__(pruner, "ratios", global_ratios(model, self))
+            object.__setattr__(
+                pruner, "ratios", global_ratios(model, targets(model, self.skip), self.scores, self.ratio)
+            )
         elif self.allocation == "adaptive":
             kept_curves = store and store.beside("curves", without=("ratio",))
-            curves = distortion_curves(model, self, batches, device=device, store=kept_curves)
-            weights = {name: rows * columns for name, (rows, columns) in targets(model, self).items()}
+            methods = {level: dataclasses.replace(self, ratio=level, allocation="uniform") for level in LEVELS}
+            curves = distortion_curves(
+                model, methods, batches, tokens=self.curve_tokens, device=device, store=kept_curves
+            )
+            weights = {name: rows * columns for name, (rows, columns) in targets(model, self.skip).items()}
             object.__setattr__(pruner, "ratios", allocate(curves, weights, self.ratio))
         records = LayerwiseMethod.apply(pruner, model, batches, device=device, store=store, originals=originals)
         shown = {name: {f"{level:g}": value for level, value in curve.items()} for name, curve in curves.items()}
@@ -122,31 +128,4 @@ class PruningMethod(LayerwiseMethod):
         keep = kept(
             self.scores(W, statistics), self.ratio_of(statistics), parse_pattern(self.pattern), by_row=self.by_row
         )
-        return [store(Dense(W * keep), keep, self.pattern)]
-
-
-def store(plain: Dense | IntGroup, keep: Tensor, pattern: str = UNSTRUCTURED) -> Format:
-    """A weight that is 0 where `keep` [out, in] is false, in the least bytes: as it is, if little of it is 0."""
-    if pattern == "2:4":
-        return Sparse24Weight.from_plain(plain, keep)
-    bits = plain.bits if isinstance(plain, IntGroup) else 16
-    gone = 1 - keep.count_nonzero().item() / keep.numel()
-    return Bitmap.from_plain(plain, keep) if bits * gone > 1 else plain
-
-
-def kept_before(parts: Sequence[Format]) -> Tensor | None:
-    """Mask [out, in] of what an earlier method of the recipe kept of a weight; None if none pruned it."""
-    if len(parts) != 1:
-        return None
-    if isinstance(parts[0], Bitmap | Sparse24Weight):
-        return parts[0].keep()
-    zero = parts[0].weight == 0 if isinstance(parts[0], Dense) else None  # too little of it was 0 for a mask to pay
-    return None if zero is None else ~zero
-
-
-def stored_like(before: Sequence[Format], plain: IntGroup) -> Format:
-    """A quantised weight in the pattern in which an earlier method of the recipe stored it, if one did."""
-    keep = kept_before(before)
-    if keep is None:
-        return plain
-    return store(plain, keep, "2:4" if isinstance(before[0], Sparse24Weight) else UNSTRUCTURED)
+        return [masked(Dense(W * keep), keep, two_of_four=self.pattern == "2:4")]

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +12,12 @@ from tqdm.auto import tqdm
 
 from compress.dropped import drop_block, drop_part, parts_of
 from compress.linear import replace
-from compress.method import DropRecord, Method, knob
+from compress.method import Method, knob
+from compress.records import DropRecord
+from compress.walk.blocks import find_blocks
 from compress.walk.capture import Call, block_calls, device_of, run_block
-from compress.walk.walk import find_blocks
+from compress.walk.resume import BlockStore
 from kernels.linear import fast_linear
-
-if TYPE_CHECKING:
-    from compress.walk.resume import BlockStore
 
 KINDS = {"attention": ("attention",), "mlp": ("mlp",), "joint": ("attention", "mlp"), "block": ("block",)}
 METRICS = ("cosine", "block_influence")
@@ -96,7 +95,7 @@ class LayerDrop(Method):
         batches: Sequence[Tensor],
         *,
         device: torch.device,
-        store: "BlockStore | None" = None,
+        store: BlockStore | None = None,
         originals: Mapping[str, nn.Module] | None = None,
     ) -> list[DropRecord]:
         prefix, blocks = find_blocks(model)

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from compress.formats import Dense, Format, IntGroup
+from compress.formats.masked import masked
 from compress.grid import integer as grid
+from compress.grid.integer import check_group_size
 from compress.method import knob
-from compress.pruning.base import PruningMethod, store
+from compress.pruning.base import PruningMethod
 from compress.pruning.patterns import kept, parse_pattern
 from compress.walk.hessian import Factor, factorise
 from compress.walk.statistics import LayerStatistics
-from compress.weights.rtn import check_group_size
 from kernels.int_matmul import BITS
 
 BLOCK = 128  # columns whose mask is chosen at once, and whose updates are applied at once to the rest
@@ -68,7 +69,7 @@ class SparseGPT(PruningMethod):
             symmetric=self.symmetric,
             scale_dtype=self.scale_dtype,
         )
-        return [store(plain, keep, self.pattern)]
+        return [masked(plain, keep, two_of_four=self.pattern == "2:4")]
 
 
 def sparsegpt(

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from compress.linear import weight_of
-from compress.method import FoldRecord, Method, knob
+from compress.method import Method, knob
+from compress.records import FoldRecord
+from compress.walk.blocks import find_blocks
 from compress.walk.capture import Call, block_calls, device_of, run_block
 from compress.walk.experts import SplitExperts, split_experts
 from compress.walk.links import Link, find_links, fold, made_up_batch
 from compress.walk.resume import BlockStore
 from compress.walk.statistics import Collector, LayerStatistics
-from compress.walk.walk import find_blocks
 from kernels.linear import fast_linear
 
 SHOWN = 4  # links whose magnitudes are recorded channel by channel: those with the largest outliers

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from compress.linear import CompressedLinear, is_linear
+from compress.walk.blocks import find_blocks
 from compress.walk.capture import Call, block_calls, device_of, mapped, run_block
-from compress.walk.walk import find_blocks
 from kernels.linear import without_tf32
 
 TOKENS = 16

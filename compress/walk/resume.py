@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from compress.linear import CompressedLinear
-from compress.method import LayerRecord
+from compress.records import LayerRecord
 
 
 class BlockStore:

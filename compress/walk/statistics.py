@@ -140,7 +140,9 @@ class LayerStatistics:
         shared: a place for what is costly to derive from `values` (a Cholesky factor, say), keyed by whoever derives
             it.
         name: of the linear in the model.
-        stored: the parts that stand for this linear already, where an earlier method of the recipe stored it.
+        stored: the parts that an earlier method of the recipe stored for this linear; empty if none did.
+        keep: [out, in] bool, False for weights that an earlier method set to 0, which the walk keeps at 0; None if none
+            did.
         notes: what the method has to say about this layer; goes into the record.
     """
 
@@ -150,6 +152,7 @@ class LayerStatistics:
         self.shared = {} if shared is None else shared
         self.name = ""
         self.stored: list[Format] = []
+        self.keep: Tensor | None = None
         self.notes: list[str] = []
 
     def for_another(self) -> "LayerStatistics":

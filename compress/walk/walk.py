@@ -6,91 +6,44 @@ inputs of the next, so that each sees what the compressed blocks before it give.
 """
 
 import dataclasses
-import fnmatch
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from compress.formats import Format
-from compress.linear import CompressedLinear, is_linear, replace, shape_of, weight_of
-from compress.method import LayerRecord, LayerwiseMethod, Method
-from compress.walk.capture import Call, Stop, block_calls, device_of, run_block, same_memory
+from compress.formats.masked import kept_of, masked_like
+from compress.linear import CompressedLinear, replace, weight_of
+from compress.records import LayerRecord
+from compress.walk.blocks import find_blocks, targets
+from compress.walk.capture import Call, block_calls, device_of, run_block
+from compress.walk.groups import collect, input_groups
 from compress.walk.lockstep import run_in_step
 from compress.walk.resume import BlockStore
-from compress.walk.statistics import Collector, LayerStatistics
+from compress.walk.statistics import LayerStatistics
 from kernels.linear import fast_linear
 
 
-def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Name and list of the model's blocks: the outermost ModuleList that holds the most parameters."""
-    lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 0]
-    if not lists:
-        raise ValueError(
-            f"`model` ({type(model).__name__}) has no list of blocks: only decoders of blocks can be walked"
-        )
-    return max(
-        lists, key=lambda pair: sum(p.numel() for p in pair[1].parameters()) + sum(b.numel() for b in pair[1].buffers())
-    )
+class Solver(Protocol):
+    """What the walk needs of a method; `compress.walk.layerwise.LayerwiseMethod` says what each is for."""
 
+    name: str
+    skip: str
+    sequential: bool
+    statistics: tuple[str, ...]
 
-def targets(model: nn.Module, method: LayerwiseMethod) -> dict[str, tuple[int, int]]:
-    """Name and shape (out, in) of every linear that the method takes."""
-    prefix, _ = find_blocks(model)
-    linears = ((name, module) for name, module in model.named_modules() if is_linear(module))
-    return {
-        name: shape_of(module) for name, module in linears if not _reason_to_keep(model, prefix, name, module, method)
-    }
-
-
-def kept_weights(model: nn.Module, recipe: Sequence[Method]) -> list[dict[str, Any]]:
-    """Every parameter that no method took: {name, shape, bytes, reason}."""
-    prefix, _ = find_blocks(model)
-    layerwise = [method for method in recipe if isinstance(method, LayerwiseMethod)]
-    kept = []
-    for name, parameter in model.named_parameters():
-        owner_name = name.rpartition(".")[0]
-        owner = model.get_submodule(owner_name)
-        reasons = (_reason_to_keep(model, prefix, owner_name, owner, method) for method in layerwise)
-        reason = next(filter(None, reasons), "no method of the recipe takes it")
-        kept.append({"name": name, "shape": list(parameter.shape), "bytes": parameter.nbytes, "reason": reason})
-    return kept
-
-
-def is_named(name: str, patterns: str) -> bool:
-    """Does one of the comma-separated patterns (* and ?) match this name?"""
-    return any(fnmatch.fnmatch(name, pattern.strip()) for pattern in patterns.split(",") if pattern.strip())
-
-
-def _reason_to_keep(model: nn.Module, prefix: str, name: str, module: nn.Module, method: LayerwiseMethod) -> str:
-    if not is_linear(module):
-        return f"not a linear ({type(module).__name__})"
-    if not name.startswith(prefix + "."):
-        return "outside the blocks"
-    if is_named(name, method.skip):
-        return f"named by skip ({method.skip})"
-    return "routes tokens to experts" if _routes(model, name, shape_of(module)[0]) else ""
-
-
-def _routes(model: nn.Module, name: str, out: int) -> bool:
-    """Is this linear a router, or the gate of a shared expert? Those sit beside experts and give one number for
-    each."""
-    config = model.config.get_text_config()
-    keys = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    if out not in {1, *(getattr(config, key, None) for key in keys)}:
-        return False
-    parent = name.rpartition(".")[0]
-    return any(hasattr(model.get_submodule(p), "experts") for p in (parent, parent.rpartition(".")[0]))
+    def solve(self, W: Tensor, statistics: LayerStatistics) -> list[Format]: ...
+    def peer(self, W: Tensor, statistics: LayerStatistics) -> list[Format] | None: ...
 
 
 @torch.no_grad()
 def walk(
     model: nn.Module,
-    method: LayerwiseMethod,
+    method: Solver,
     batches: Sequence[Tensor],
     *,
     device: torch.device,
@@ -103,7 +56,7 @@ def walk(
     where given.
     """
     prefix, blocks = find_blocks(model)
-    chosen = targets(model, method)
+    chosen = targets(model, method.skip)
     calls = block_calls(model, blocks, batches)
     records: list[LayerRecord] = []
     progress = tqdm(range(len(blocks)), desc=method.name, unit="block")
@@ -150,7 +103,7 @@ def _solve_block(
     linears: dict[str, nn.Module],
     originals: Mapping[str, nn.Module],
     calls: list[Call],
-    method: LayerwiseMethod,
+    method: Solver,
     device: torch.device,
     progress: tqdm,
 ) -> tuple[dict[str, CompressedLinear], list[LayerRecord], bool]:
@@ -192,16 +145,20 @@ def _solve_block(
 
 
 def _solve(
-    name: str, linear: nn.Module, original: Tensor | None, statistics: LayerStatistics, method: LayerwiseMethod
+    name: str, linear: nn.Module, original: Tensor | None, statistics: LayerStatistics, method: Solver
 ) -> tuple[CompressedLinear, LayerRecord]:
     start = time.perf_counter()
     W = weight_of(linear)
     statistics.name = name
     if isinstance(linear, CompressedLinear):
         statistics.stored = list(linear.parts)
+        statistics.keep = kept_of(statistics.stored)
     parts = method.solve(W, statistics)
     seconds = time.perf_counter() - start
     peer = method.peer(W, statistics)
+    if statistics.keep is not None:  # zeros stay zeros, whatever the method made of them
+        parts = masked_like(statistics.stored, parts, statistics.keep)
+        peer = peer and masked_like(statistics.stored, peer, statistics.keep)
     new = CompressedLinear(parts, linear.bias, dtype=_dtype_of(linear), transform=getattr(linear, "transform", None))
     if not statistics.tokens:
         statistics.note("no calibration tokens: the error is that of the weights")
@@ -238,98 +195,6 @@ def _error(W: Tensor, parts: Sequence[Format], statistics: LayerStatistics) -> f
         rows = statistics.values["rows"]
         return (rows @ W.t() - sum(part.matmul(rows) for part in parts)).square().sum().item()
     return _energy(W - sum(part.dequantize() for part in parts), statistics)
-
-
-def input_groups(
-    block: nn.Module, linears: dict[str, nn.Module], calls: list[Call], index: int, device: torch.device
-) -> tuple[list[list[str]], bool]:
-    """Linears by the input that they read, in the order of the computation, found by running one micro-batch.
-
-    Two linears share an input if they are given the same memory in the same pass. Also says whether no linear was
-    called more than once. Experts that no token reached form groups of their own, in the places where they would have
-    been reached.
-    """
-    if not calls:
-        return [[name] for name in linears], True
-    inputs: list[tuple[str, Tensor]] = []  # held, so that no memory is used twice while we compare
-    with _hooked(linears, lambda name, x: inputs.append((name, x))):
-        run_block(block, calls[0], index, device)
-    called = [name for name, _ in inputs]
-    repeated = {name for name in called if called.count(name) > 1}  # each by itself: its inputs are several
-    found: list[tuple[Tensor, list[str]]] = []
-    for name, x in inputs:
-        if any(name in members for _, members in found):
-            continue
-        for leader, members in found:
-            if name not in repeated and members[0] not in repeated and same_memory(leader, x):
-                members.append(name)
-                break
-        else:
-            found.append((x, [name]))
-    groups = [members for _, members in found]
-    for name in linears:
-        if name not in called:
-            groups.insert(_place(name, list(linears), groups), [name])
-    return groups, not repeated
-
-
-def _place(name: str, order: list[str], groups: list[list[str]]) -> int:
-    """Where a linear that was not reached goes among the groups: beside its like (expert 3's beside expert 2's)."""
-    placed = {member: i for i, group in enumerate(groups) for member in group}
-    at, parent = order.index(name), name.rpartition(".")[0]
-    like = [other for other in order if other in placed and other.rpartition(".")[0] == parent]
-    for other in reversed([o for o in like if order.index(o) < at]):
-        return placed[other] + 1
-    if like:
-        return placed[like[0]]
-    return max((placed[o] + 1 for o in order[:at] if o in placed), default=0)
-
-
-def collect(
-    block: nn.Module,
-    linears: dict[str, nn.Module],
-    groups: list[list[str]],
-    calls: list[Call],
-    index: int,
-    needs: Sequence[str],
-    device: torch.device,
-    *,
-    stop_early: bool,
-) -> dict[str, Collector]:
-    """Run every micro-batch and feed the statistics of each group once, from its first linear, whose name is the
-    key."""
-    leader_of = {name: group[0] for group in groups for name in group}
-    collectors = {group[0]: Collector(needs, shape_of(linears[group[0]])[1], device) for group in groups}
-    seen: dict[str, Tensor] = {}
-
-    def on_input(name: str, x: Tensor) -> None:
-        leader = leader_of[name]
-        if name != leader:
-            assert same_memory(seen[leader], x), f"{name} and {leader} shared an input in one pass, not in another"
-            return
-        seen[name] = x
-        collectors[name].update(x)
-        if stop_early and len(seen) == len(collectors):
-            raise Stop
-
-    with _hooked({name: linears[name] for name in leader_of}, on_input):
-        for call in calls:
-            seen.clear()
-            with suppress(Stop):
-                run_block(block, call, index, device)
-    return collectors
-
-
-@contextmanager
-def _hooked(linears: dict[str, nn.Module], on_input: Callable[[str, Tensor], None]) -> Iterator[None]:
-    handles = [
-        m.register_forward_pre_hook(lambda _, args, name=name: on_input(name, args[0])) for name, m in linears.items()
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager

@@ -9,14 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from compress.formats import Format, IntGroup
-from compress.grid.integer import AT_ONCE, SCALE_DTYPES, absmax, candidates, dequantize, quantize
-from compress.method import FoldRecord, LayerRecord, LayerwiseMethod, Method, knob
+from compress.grid.integer import AT_ONCE, SCALE_DTYPES, absmax, candidates, check_group_size, dequantize, quantize
+from compress.grid.nearest import rtn
+from compress.method import Method, knob
+from compress.records import FoldRecord, LayerRecord
+from compress.walk.blocks import is_named
 from compress.walk.folding import Choice, FoldingMethod
+from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.links import Link
 from compress.walk.resume import BlockStore
 from compress.walk.statistics import LayerStatistics
-from compress.walk.walk import is_named
-from compress.weights.rtn import check_group_size, rtn
 from kernels.int_matmul import BITS
 from kernels.linear import linear
 

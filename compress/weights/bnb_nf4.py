@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from compress.formats import BnbNF4, Format
 from compress.formats.bnb import BLOCKSIZES, cpu_kernel, library
-from compress.method import LayerwiseMethod, knob
+from compress.method import knob
+from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.statistics import LayerStatistics
 
 

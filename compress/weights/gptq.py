@@ -8,11 +8,12 @@ from torch import Tensor
 
 from compress.formats import Format, IntGroup
 from compress.grid import integer as grid
-from compress.method import LayerwiseMethod, knob
-from compress.pruning.base import kept_before, stored_like
+from compress.grid.integer import check_group_size
+from compress.grid.nearest import rtn
+from compress.method import knob
 from compress.walk.hessian import Factor, factorise
+from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.statistics import LayerStatistics
-from compress.weights.rtn import check_group_size, rtn
 from kernels.gptq_block import gptq_block
 from kernels.int_matmul import BITS
 
@@ -76,7 +77,7 @@ class GPTQ(LayerwiseMethod):
                 norm=self.norm,
                 scale_dtype=self.scale_dtype,
             )
-            return [stored_like(statistics.stored, plain)]
+            return [plain]
         H = statistics.values["gram"]
         group_size = W.shape[1] if self.group_size == -1 else self.group_size
         key = ("gptq", self.order, group_size, self.damp)
@@ -95,9 +96,9 @@ class GPTQ(LayerwiseMethod):
             norm=self.norm,
             refit=self.refit and self.order != "activation",
             scale_dtype=self.scale_dtype,
-            keep=kept_before(statistics.stored),
+            keep=statistics.keep,
         )
-        return [stored_like(statistics.stored, plain)]
+        return [plain]
 
 
 def column_order(diagonal: Tensor, order: str, group_size: int) -> Tensor:

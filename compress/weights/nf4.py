@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from compress.formats import CodebookGroup, Format
-from compress.method import LayerwiseMethod, knob
+from compress.grid.integer import check_group_size
+from compress.method import knob
+from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.statistics import LayerStatistics
-from compress.weights.rtn import check_group_size
 from kernels import lut_matmul
 
 TABLES = {"nf4": lut_matmul.NF4, "fp4": lut_matmul.FP4}

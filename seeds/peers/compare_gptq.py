@@ -29,7 +29,7 @@ WINDOW, MAX_WINDOWS = 2048, 40
 def prepare(folder: Path) -> None:
     """The embedded model in float32, and the calibration tokens."""
     from compress import load_model
-    from compress.inputs import calibration
+    from compress.inputs.calibration import calibration
 
     model, tokenizer = load_model("smollm2-135m")
     batches = calibration(tokenizer, corpus="c4", samples=SAMPLES, seqlen=SEQLEN)

@@ -176,9 +176,9 @@ def bitsandbytes(folder: Path, options: argparse.Namespace) -> None:
     are equal."""
     from bitsandbytes.functional import int8_vectorwise_quant, quantize_4bit
 
-    from compress import METHODS, load_model
+    from compress import load_model
     from compress.linear import weight_of
-    from compress.walk.walk import targets
+    from compress.walk.blocks import targets
     from compress.weights.nf4 import nf4
     from kernels.lut_matmul.layout import unpack_codebook
     from kernels.w8a8_matmul import quantize_weight
@@ -191,7 +191,7 @@ def bitsandbytes(folder: Path, options: argparse.Namespace) -> None:
         same, of = equal.setdefault(what, [0, 0])
         equal[what] = [same + int((ours.flatten() == theirs.flatten()).sum()), of + ours.numel()]
 
-    for name in targets(model, METHODS["nf4"]()):
+    for name in targets(model):
         W = weight_of(model.get_submodule(name))
         packed, state = quantize_4bit(W, blocksize=GROUP_SIZE, quant_type="nf4", compress_statistics=False)
         ours = nf4(W, group_size=GROUP_SIZE, double_quant=False)

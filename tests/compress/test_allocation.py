@@ -9,6 +9,7 @@ import torch
 from compress import METHODS, apply
 from compress.allocation.sparsity import LEVELS, STEP, allocate, distortion_curves, global_ratios
 from compress.linear import CompressedLinear
+from compress.walk.blocks import targets
 from compress.walk.resume import BlockStore
 
 
@@ -66,7 +67,7 @@ def test_global_compares_all_linears(tiny, name):
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.mul_(0.3)
     method = METHODS[name](ratio=0.4, allocation="global")
-    ratios = global_ratios(model, method)
+    ratios = global_ratios(model, targets(model), method.scores, 0.4)
     small = apply([method], copy.deepcopy(model)).model
     gone, of = zeros(small)
     assert gone / of == pytest.approx(0.4, abs=1e-3)
@@ -98,8 +99,8 @@ def test_adaptive(tiny, tokens, name):
 
 def test_a_curve_is_what_pruning_that_linear_alone_does(tiny, tokens):
     model, batches = tiny("qwen2"), tokens(3, 20)
-    method = METHODS["magnitude"](allocation="adaptive", curve_tokens=50)
-    curves = distortion_curves(model, method, batches, device=torch.device("cpu"))
+    methods = {level: METHODS["magnitude"](ratio=level) for level in LEVELS}
+    curves = distortion_curves(model, methods, batches, tokens=50, device=torch.device("cpu"))
     assert len(curves) == 14 and all(set(curve) == set(LEVELS) for curve in curves.values())
     name = "model.layers.1.self_attn.v_proj"
     alone = copy.deepcopy(model)

@@ -9,13 +9,13 @@ import torch
 
 from compress import METHODS, apply, held_out
 from compress.grid.integer import candidates, dequantize, quantize
-from compress.inputs import calibration
+from compress.grid.nearest import rtn
+from compress.inputs.calibration import calibration
 from compress.linear import CompressedLinear
 from compress.method import settle
 from compress.walk.links import Link
 from compress.walk.statistics import Collector
 from compress.weights.awq import awq_clip, awq_scales
-from compress.weights.rtn import rtn
 from eval.text.perplexity import perplexity
 
 AWQ, GPTQ, RTN = METHODS["awq"], METHODS["gptq"], METHODS["rtn"]

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from compress import METHODS, apply
+from compress.grid.nearest import rtn
 from compress.walk.hessian import factorise
 from compress.weights.gptq import column_order, gptq
-from compress.weights.rtn import rtn
 
 
 def problem(out=24, columns=96, tokens=400, seed=0):

@@ -8,8 +8,8 @@ from torch import nn
 
 from compress.formats import FORMATS, Dense, IntGroup
 from compress.grid import integer as grid
+from compress.grid.nearest import rtn
 from compress.linear import CompressedLinear
-from compress.weights.rtn import rtn
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])

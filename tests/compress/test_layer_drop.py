@@ -8,12 +8,12 @@ from transformers import AutoModelForCausalLM, StaticCache
 
 from compress import METHODS, apply, held_out, load_compressed, save_compressed
 from compress.dropped import Dropped, dropped_parts, parts_of
-from compress.inputs import calibration
+from compress.inputs.calibration import calibration
 from compress.linear import CompressedLinear
 from compress.pruning.layer_drop import importance
 from compress.recipe import parse_recipe
+from compress.walk.blocks import find_blocks
 from compress.walk.capture import block_calls
-from compress.walk.walk import find_blocks
 from eval.speed.speed import measure_speed, standard_variants
 from eval.text.divergence import divergence
 

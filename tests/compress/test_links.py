@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from compress import METHODS, apply
+from compress.walk.blocks import find_blocks
 from compress.walk.experts import split_experts
 from compress.walk.links import find_links, fold, gain_offset
-from compress.walk.walk import find_blocks
 
 LLAMA = {
     "input_layernorm": "q_proj k_proj v_proj",

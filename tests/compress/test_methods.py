@@ -8,7 +8,8 @@ import torch
 
 from compress import METHODS, apply
 from compress.linear import CompressedLinear, shape_of
-from compress.method import STAGES, LayerwiseMethod
+from compress.method import STAGES
+from compress.walk.layerwise import LayerwiseMethod
 
 # The knobs with which each method is tried on the tiny models; a new method adds its row here.
 ROWS = {

@@ -7,15 +7,15 @@ import torch
 
 from compress import METHODS, apply, held_out, load_compressed, save_compressed
 from compress.formats import Bitmap, Dense, IntGroup, Sparse24Weight
-from compress.inputs import calibration
+from compress.formats.masked import masked
+from compress.grid.nearest import rtn
+from compress.inputs.calibration import calibration
 from compress.linear import CompressedLinear
-from compress.pruning.base import store
 from compress.pruning.patterns import kept, parse_pattern
 from compress.pruning.sparsegpt import sparsegpt
 from compress.recipe import parse_recipe
 from compress.walk.hessian import factorise
 from compress.walk.statistics import Gram
-from compress.weights.rtn import rtn
 
 
 def correlated(tokens: int = 400, columns: int = 64) -> torch.Tensor:
@@ -173,7 +173,7 @@ def test_formats_give_back_what_they_took(shape, kind, pattern):
     plain = Dense((W * keep).to(torch.bfloat16 if kind == "bfloat16" else torch.float32))
     if "ints" in kind:
         plain = rtn(W * keep, bits=4, group_size=4, symmetric=kind == "ints", scale_dtype="float32")
-    stored = store(plain, keep, pattern)
+    stored = masked(plain, keep, two_of_four=pattern == "2:4")
     assert type(stored) is (Sparse24Weight if pattern == "2:4" else Bitmap)
     assert torch.equal(stored.dequantize(), plain.dequantize()) and torch.equal(stored.keep(), keep)
     state = {name: tensor.clone() for name, tensor in stored.state_dict().items()}
@@ -198,10 +198,10 @@ def test_bytes_are_those_of_what_is_kept():
     W, keep = torch.randn(64, 128).bfloat16(), torch.zeros(64, 128, dtype=torch.bool)
     keep[:, ::2] = True
     dense = W.nbytes
-    assert store(Dense(W * keep), keep, "2:4").nbytes == 0.5625 * dense
-    assert store(Dense(W * keep), keep).nbytes == (0.5 + 1 / 16) * dense
+    assert masked(Dense(W * keep), keep, two_of_four=True).nbytes == 0.5625 * dense
+    assert masked(Dense(W * keep), keep).nbytes == (0.5 + 1 / 16) * dense
     keep[:, :125] = True
-    assert isinstance(store(Dense(W * keep), keep), Dense), "a mask would cost more than it saves"
+    assert isinstance(masked(Dense(W * keep), keep), Dense), "a mask would cost more than it saves"
 
 
 @pytest.mark.parametrize("recipe", ["wanda", "wanda(pattern='2:4')", "sparsegpt(bits=4, group_size=16, min_tokens=8)"])

@@ -10,8 +10,9 @@ from compress import METHODS, apply
 from compress.apply import apply_each
 from compress.formats import Dense
 from compress.linear import weight_of
-from compress.method import LayerwiseMethod, Method, knob, settle
+from compress.method import Method, knob, settle
 from compress.recipe import parse_recipe, parse_recipes
+from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.statistics import Absmax, Rows
 
 

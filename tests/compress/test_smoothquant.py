@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from compress import METHODS, apply
 from compress.activations.smoothquant import output_error, smoothing_scales
-from compress.inputs import calibration
+from compress.inputs.calibration import calibration
 from compress.linear import weight_of
 from compress.method import settle
 from compress.walk import folding

@@ -10,12 +10,12 @@ import torch
 from compress import METHODS, apply, held_out, load_compressed, save_compressed
 from compress.activations.llm_int8 import llm_int8, outliers
 from compress.formats import Columns, Dense, EightBit, IntGroup
-from compress.inputs import calibration
+from compress.grid.nearest import rtn
+from compress.inputs.calibration import calibration
 from compress.linear import CompressedLinear
 from compress.method import settle
 from compress.recipe import parse_recipe
 from compress.walk.statistics import LayerStatistics
-from compress.weights.rtn import rtn
 from eval.machine.size import size
 from eval.text.perplexity import perplexity
 from kernels.w8a8_matmul import quantize_weight
@@ -350,7 +350,7 @@ def test_what_this_device_lacks_is_said(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
         assert len(METHODS["fp8"]().remarks(gpu)) == remarks
     for vnni in (True, False):
-        monkeypatch.setattr("compress.activations.int8.integer_dots", lambda codes, vnni=vnni: vnni)
+        monkeypatch.setattr("compress.activations.w8a8.integer_dots", lambda codes, vnni=vnni: vnni)
         for name in ("int8", "llm_int8"):
             assert bool(METHODS[name]().remarks(cpu)) != vnni and not METHODS[name]().remarks(gpu)
         assert METHODS["int8"](weights="block").remarks(cpu)

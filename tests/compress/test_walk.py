@@ -9,9 +9,10 @@ from torch import nn
 from compress import METHODS, apply
 from compress.linear import CompressedLinear, is_linear, replace
 from compress.walk import capture, lockstep, walk
+from compress.walk.blocks import find_blocks
 from compress.walk.capture import block_calls, micro_batches, run_block
 from compress.walk.experts import SplitExperts, is_fused_experts, split_experts
-from compress.walk.walk import find_blocks, input_groups
+from compress.walk.groups import input_groups
 
 DEVICE = torch.device("cpu")
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from compress import METHODS, apply
-from compress.method import FoldRecord
 from compress.recipe import parse_recipe
+from compress.records import FoldRecord
 from eval.evaluate import Scores, check_evaluation, evaluate
 from eval.machine.memory import peak_above_start, peak_memory
 from eval.machine.size import bits_per_weight, size

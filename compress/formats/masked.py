@@ -1,0 +1,52 @@
+"""Weights with zeros in the least bytes, and how zeros stay zeros when a stored weight is stored anew."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from compress.formats.base import Format
+from compress.formats.bitmap import Bitmap
+from compress.formats.dense import Dense
+from compress.formats.int_group import IntGroup
+from compress.formats.sparse24 import Sparse24Weight
+
+
+def masked(plain: Dense | IntGroup, keep: Tensor, *, two_of_four: bool = False) -> Format:
+    """A weight that is 0 where `keep` [out, in] is false, in the least bytes: as it is, if little of it is 0.
+
+    Args:
+        two_of_four: of every 4 neighbours in a row, 2 are kept, and it is to be stored so.
+    """
+    if two_of_four:
+        return Sparse24Weight.from_plain(plain, keep)
+    bits = plain.bits if isinstance(plain, IntGroup) else 16
+    gone = 1 - keep.count_nonzero().item() / keep.numel()
+    return Bitmap.from_plain(plain, keep) if bits * gone > 1 else plain
+
+
+def kept_of(parts: Sequence[Format]) -> Tensor | None:
+    """Mask [out, in] of the weights that pruning left in a stored weight; None if it was not pruned."""
+    if len(parts) != 1:
+        return None
+    if isinstance(parts[0], Bitmap | Sparse24Weight):
+        return parts[0].keep()
+    zero = parts[0].weight == 0 if isinstance(parts[0], Dense) else None  # too little of it was 0 for a mask to pay
+    return None if zero is None else ~zero
+
+
+def masked_like(before: Sequence[Format], parts: list[Format], keep: Tensor) -> list[Format]:
+    """What a method stored for a pruned weight, with the zeros of `keep` [out, in], and packed as they were before.
+
+    Raises:
+        ValueError: the parts are not 0 there, and their format cannot be told to be.
+    """
+    if len(parts) == 1 and isinstance(parts[0], Dense | IntGroup):
+        plain = Dense(parts[0].weight * keep) if isinstance(parts[0], Dense) else parts[0]
+        return [masked(plain, keep, two_of_four=isinstance(before[0], Sparse24Weight))]
+    W = sum(part.dequantize() for part in parts)
+    if (W[~keep] != 0).any():
+        stored = " + ".join(part.name for part in parts)
+        raise ValueError(
+            f"weights that an earlier method set to 0 are not 0 as stored ({stored}): `statistics.keep` says which"
+        )
+    return parts

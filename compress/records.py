@@ -1,0 +1,76 @@
+"""What a method reports about the parts of a model that it took: rows of the run record."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LayerRecord:
+    """What became of one weight; a row of the run record's `layers`.
+
+    error: ||(W - Ŵ)X||² / ||WX||² over the calibration tokens (or ||W - Ŵ||² / ||W||² where there were none, as
+    `notes` says). `rtn_error`: the same for round-to-nearest on the same grid, None where the method has no such peer.
+    bits_per_weight: stored, floats that are cast with the model counted as 16 bits. sparsity: the share of Ŵ that is 0.
+    distortion: {ratio of this weight's entries set to 0, others as they were: KL of the model's predictions, nats per
+        token}, as
+    the method measured it to choose the ratio; None where it did not.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    format: str
+    bits_per_weight: float
+    error: float
+    rtn_error: float | None
+    seconds: float
+    tokens: int
+    notes: tuple[str, ...] = ()
+    sparsity: float = 0.0
+    distortion: dict[str, float] | None = None
+
+
+@dataclass(frozen=True)
+class DropRecord:
+    """A part of a block that was dropped, or might have been; a row of the record's `drops`.
+
+    kind: "attention", "mlp" or "block". block: its number in the model as it was. importance: 1 - cosine of the
+        residual stream
+    before and after, mean over the calibration tokens, when it was measured last. order: 1 for what was dropped first;
+    None: it stays. parameters: how many went with it.
+    """
+
+    name: str
+    kind: str
+    block: int
+    importance: float
+    order: int | None = None
+    parameters: int = 0
+
+
+@dataclass(frozen=True)
+class FoldRecord:
+    """What was moved from a producer (a norm, or a linear) into the linears that read it; a row of the record's
+    `folds`.
+
+    alpha: strength of the migration, None where all scales stayed 1. x_*, w_*: the largest magnitudes, channel by
+        channel, of
+    the consumers' input over the calibration tokens and of their weights' columns, as {"max", "p99", "median"} over the
+    channels. error_*: ||WX - Q(W)Q(X)||² / ||WX||² over all consumers, rounded to nearest as the method aims at,
+    without and with the scales; None where it was not measured. difference: ||y - y'|| / ||y|| of the block's output y
+    without quantisation. channels: the magnitudes themselves, {"x_before": [...], "x_after", "w_before", "w_after"},
+    for a few.
+    """
+
+    name: str
+    kind: str  # "norm" or "linear"
+    consumers: tuple[str, ...]
+    alpha: float | None
+    x_before: dict[str, float]
+    x_after: dict[str, float]
+    w_before: dict[str, float]
+    w_after: dict[str, float]
+    error_before: float | None
+    error_after: float | None
+    difference: float
+    seconds: float
+    notes: tuple[str, ...] = ()
+    channels: dict[str, list[float]] | None = None

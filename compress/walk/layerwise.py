@@ -1,0 +1,67 @@
+"""What a method is that stores each weight matrix inside the blocks by itself: the walk does the rest."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from compress.formats import Format
+from compress.method import Method, knob
+from compress.records import LayerRecord
+from compress.walk.blocks import targets
+from compress.walk.experts import split_experts
+from compress.walk.resume import BlockStore
+from compress.walk.statistics import LayerStatistics
+from compress.walk.walk import walk
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerwiseMethod(Method):
+    """A method that turns each weight matrix inside the blocks, by itself, into stored parts."""
+
+    skip: str = knob("", "comma-separated name patterns (* and ?) of linears to leave as they are")
+    sequential: bool = knob(
+        True,
+        "inside a block, each linear is solved on what the solved ones before it give, in one pass "
+        "over the block; False: all on what the original ones give, in two passes that hold "
+        "less memory",
+    )
+
+    statistics: ClassVar[tuple[str, ...]] = ()  # names in compress.walk.statistics.STATISTICS
+
+    def apply(
+        self,
+        model: nn.Module,
+        batches: Sequence[Tensor],
+        *,
+        device: torch.device,
+        store: BlockStore | None = None,
+        originals: Mapping[str, nn.Module] | None = None,
+    ) -> list[LayerRecord]:
+        return walk(model, self, batches, device=device, store=store, originals=originals)
+
+    def solve(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
+        """Parts that stand for W.
+
+        Args:
+            W: [out, in] float32, on the compute device.
+            statistics: what was collected from this linear's inputs; `statistics.note(...)` adds to the record.
+        """
+        raise NotImplementedError
+
+    def peer(self, W: Tensor, statistics: LayerStatistics) -> list[Format] | None:
+        """Round-to-nearest on this method's own grid, to compare with; None if there is no such thing."""
+        return None
+
+    def check(self, model: nn.Module) -> None:
+        split_experts(model)  # changes no output, and gives the experts shapes to check
+        shapes = targets(model, self.skip)
+        if not shapes:
+            raise ValueError(f"`skip` (={self.skip!r}) of {self.name} leaves no linear of this model to compress")
+        for name, shape in shapes.items():
+            self.check_layer(name, shape)
+
+    def check_layer(self, name: str, shape: tuple[int, int]) -> None:
+        """Raise ValueError, before any work, if a weight [out, in] cannot be stored as the knobs ask."""
