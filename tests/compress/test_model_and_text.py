@@ -8,8 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from compress import held_out, load_model
-from compress.inputs.calibration import calibration
-from compress.inputs.calibration import beginning
+from compress.inputs.calibration import beginning, calibration
 from compress.inputs.corpus import load_text
 from compress.inputs.gguf import shuffle
 from compress.inputs.model import EMBEDDED, weights_sha256
