@@ -13,6 +13,9 @@ import yaml
 
 from compress import METHODS
 from compress.formats import FORMATS
+from compress.guide import PAGES, updated
+from compress.method import settle
+from compress.recipe import parse_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 MAY_IMPORT = {
@@ -120,6 +123,33 @@ def test_ledger_points_at_what_is_there():
 def test_ci_runs_the_readmes_test_command():
     assert re.search(r"^make test$", (ROOT / ".ci" / "run").read_text(), re.M)
     assert "make test" in (ROOT / "README.md").read_text() and "make demo" in (ROOT / "README.md").read_text()
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_tables_of_methods_are_those_of_METHODS(page):
+    text = (ROOT / page).read_text()
+    assert updated(text) == text, "`python -m compress.guide` writes them again"
+
+
+def test_the_readmes_example_runs_when_pasted(tmp_path, monkeypatch, capsys):
+    """With a tiny model in place of the embedded one."""
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    monkeypatch.chdir(tmp_path)
+    exec(example.replace('"smollm2-135m"', '"tiny"').replace("samples=32", "samples=2"), {})
+    assert capsys.readouterr().out.startswith("The capital of France is")
+    assert (tmp_path / "smollm2-135m-int4" / "model.safetensors").is_file()
+
+
+def test_recipes_in_the_guides_compose():
+    """Every recipe in backticks that calls a method of METHODS by name is one that the workbench takes."""
+    for page in PAGES:
+        for text in re.findall(r"`([a-z0-9_]+[(,][^`]*)`", (ROOT / page).read_text()):
+            if re.match(r"\w+", text)[0] in METHODS and "{" not in text:
+                settle(parse_recipe(text))
 
 
 def test_readmes_tree_names_every_folder():

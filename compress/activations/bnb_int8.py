@@ -16,9 +16,9 @@ from compress.walk.statistics import LayerStatistics
 
 @dataclass(frozen=True, kw_only=True)
 class BitsandbytesInt8(LayerwiseMethod):
-    """Weights in int8 per row, inputs in int8 per token but for columns with outliers, all by bitsandbytes.
+    """LLM.int8() as bitsandbytes quantises, stores and multiplies it.
 
-    Needs no calibration; given tokens, errors are those of the outputs.
+    It needs no calibration. If there are calibration tokens, the recorded errors are those of the outputs.
     """
 
     name: ClassVar[str] = "bnb_int8"

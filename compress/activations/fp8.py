@@ -11,7 +11,7 @@ from compress.activations.w8a8 import W8A8
 
 @dataclass(frozen=True, kw_only=True)
 class FP8(W8A8):
-    """Weights and activations in float8 e4m3, scaled so that the largest takes the largest code, 448."""
+    """Rounds weights and activations to float8 e4m3, scaled so that the largest magnitude takes the code 448."""
 
     name: ClassVar[str] = "fp8"
     source: ClassVar[str] = "arXiv:2209.05433"

@@ -20,11 +20,10 @@ ROWS = {"bits": 8, "group_size": -1, "symmetric": True}  # knobs of a method who
 
 @dataclass(frozen=True, kw_only=True)
 class Int8(W8A8):
-    """Weights and activations in int8.
+    """Rounds weights and activations to int8.
 
-    Keeps the codes of an earlier method of the recipe that stored 8 bits with one symmetric scale per row: -128 too,
-        and
-    scales below 0, which rounding to nearest does not make.
+    If an earlier method of the recipe stored 8 bits with one symmetric scale per row, its codes are kept as they are,
+    including the code -128 and negative scales, which rounding to nearest does not produce.
     """
 
     name: ClassVar[str] = "int8"

@@ -19,7 +19,7 @@ from kernels.w8a8_matmul import quantize_weight
 
 @dataclass(frozen=True, kw_only=True)
 class LLMInt8(LayerwiseMethod):
-    """Mixed-precision decomposition: W = int8 columns, with a step per token, + 16-bit columns where inputs are large.
+    """Rounds weights and activations to int8, and keeps the columns that read large inputs in 16 bits.
 
     Source: arXiv:2208.07339, equation 8. Deviations: the columns are those that reach the threshold on the calibration
     tokens, fixed once, where the paper looks for them in every batch (so that no batch has to be searched, and the

@@ -21,7 +21,7 @@ LARGEST = 1e5  # of a scale, and the inverse of the smallest
 
 @dataclass(frozen=True, kw_only=True)
 class SmoothQuant(FoldingMethod):
-    """Scales from the largest magnitudes of inputs and weights, folded into the norms and linears before them."""
+    """Moves the outliers of activations into the weights, by scales folded into the norms and linears before them."""
 
     name: ClassVar[str] = "smoothquant"
     stage: ClassVar[str] = "transform"

@@ -12,9 +12,9 @@ from compress.method import knob
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedAttention(Policy):
-    """Queries before rotation are taken for normally distributed; so the attention that the next ones will give is
-    known.
+    """Keeps the positions that future queries are expected to attend to, as past queries predict them.
 
+    Queries before rotation are modelled as normally distributed, so that the expectation has a closed form:
     E exp(q·k / √d) = exp(μ·k / √d + kᵀ Σ k / 2d), with μ and Σ turned by the mean rotation of the positions to come;
     normalised over positions, the sinks left out, and times the norm of the value, which is what a position adds to the
     output.

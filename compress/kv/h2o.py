@@ -12,9 +12,9 @@ from compress.method import knob
 
 @dataclass(frozen=True, kw_only=True)
 class H2O(Policy):
-    """Keep the positions with the largest sum of attention from all tokens so far, and the last ones.
+    """Keeps the positions with the largest sum of attention from all tokens so far, and the last tokens.
 
-    The sums go on while text is generated, if `decoding`: decode kernels count them.
+    With `decoding`, the decode kernels continue the sums while text is generated.
     """
 
     recent: float = knob(0.5, "share of the budget for the last tokens", range=(0.0, 1.0))

@@ -10,7 +10,7 @@ from compress.kv.policy import Policy, Seen
 
 @dataclass(frozen=True, kw_only=True)
 class KeyDiff(Policy):
-    """Keep the keys whose direction is farthest from the mean direction of all keys of the head."""
+    """Keeps the keys whose direction differs most from the mean direction of the head's keys."""
 
     name = "keydiff"
     source = "Park et al. 2025, arXiv:2504.15364, algorithm 1"

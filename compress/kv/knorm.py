@@ -9,7 +9,7 @@ from compress.kv.policy import Policy, Seen
 
 @dataclass(frozen=True, kw_only=True)
 class KNorm(Policy):
-    """Keep the keys with the smallest L2 norm."""
+    """Keeps the positions whose keys have the smallest L2 norm."""
 
     name = "knorm"
     source = "Devoto et al. 2024, arXiv:2406.11430, section 3"

@@ -11,8 +11,7 @@ from kernels.kv_decode import GROUPS
 
 @dataclass(frozen=True, kw_only=True)
 class KVInt(Storage):
-    """Store what stays in 8, 4 or 2 bits: keys with a scale per channel and group of positions, values with one per
-    position.
+    """Stores keys and values in 8, 4 or 2 bits: keys with scales per channel, values with one scale per position.
 
     Prompts are read with exact keys and values; those are codes from then on, and codes are made anew of codes where a
     policy evicts while text is generated, which adds to the error of keys. Decode kernels read the codes (8 and 4

@@ -16,11 +16,11 @@ from compress.method import knob
 
 @dataclass(frozen=True, kw_only=True)
 class KVzip(Policy):
-    """The prompt is read once more behind itself, piece by piece; a position counts as much as the most attention it
-    then gets.
+    """Keeps the positions that the model attends to when it reads the prompt a second time.
 
-    The paper asks the model in words to repeat the prompt; here the prompt follows by itself, which any model
-    continues, whatever its language or template. It costs about as much as reading the prompt twice more.
+    The prompt is appended to itself piece by piece, and the score of a position is the largest attention that it gets
+    from the second reading. The paper asks the model in words to repeat the prompt; here the prompt simply follows,
+    which works with any language and template. The cost is about that of reading the prompt twice more.
     """
 
     allocation: str = knob("global", "how the budget is shared out", choices=("uniform", "pyramid", "ada", "global"))

@@ -11,7 +11,7 @@ from compress.method import knob
 
 @dataclass(frozen=True, kw_only=True)
 class RandomEviction(Policy):
-    """Keep positions drawn at random, for every head by itself."""
+    """Keeps cached positions that are drawn at random, for each head separately."""
 
     seed: int = knob(0, "of the draw")
 

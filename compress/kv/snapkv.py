@@ -12,7 +12,7 @@ from compress.method import knob
 
 @dataclass(frozen=True, kw_only=True)
 class SnapKV(Policy):
-    """Keep the positions with the most attention from an observation window, smoothed over neighbours, and the window.
+    """Keeps the positions that the last tokens of the prompt attend to most, and those last tokens.
 
     The paper pools by the maximum over 7 or 5 positions in its experiments; the average over 5 is what later work
     settled on.

@@ -12,7 +12,7 @@ from compress.method import knob
 
 @dataclass(frozen=True, kw_only=True)
 class Streaming(Policy):
-    """Keep a few sinks at the beginning, and a window of the last tokens.
+    """Keeps a few tokens at the beginning (sinks) and a window of the last tokens.
 
     The paper renumbers what is kept; here keys stay where they were, so that the cache serves any other policy's way of
     reading it.

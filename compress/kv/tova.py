@@ -10,8 +10,7 @@ from compress.kv.policy import Policy, Seen
 
 @dataclass(frozen=True, kw_only=True)
 class TOVA(Policy):
-    """Keep the positions with the most attention from the last token, on average over the heads of the layer, and that
-    token."""
+    """Keeps the positions with the most attention from the last token, averaged over the heads of the layer."""
 
     name = "tova"
     source = "Oren et al. 2024, arXiv:2401.06104, section 3.2"

@@ -25,7 +25,7 @@ METRICS = ("cosine", "block_influence")
 
 @dataclass(frozen=True, kw_only=True)
 class LayerDrop(Method):
-    """Drops what turns the residual stream least; the rest of the model stays as it is, and runs as much faster."""
+    """Removes the attention layers, MLPs or whole blocks that change the residual stream least."""
 
     name: ClassVar[str] = "layer_drop"
     stage: ClassVar[str] = "drop"

@@ -11,7 +11,7 @@ from compress.walk.statistics import LayerStatistics
 
 @dataclass(frozen=True, kw_only=True)
 class Magnitude(PruningMethod):
-    """|W|, compared over each linear's matrix. Needs no calibration."""
+    """Sets the weights of smallest magnitude to zero, compared over each linear's matrix."""
 
     name: ClassVar[str] = "magnitude"
     source: ClassVar[str] = "the baseline of arXiv:2306.11695 (Han et al., 2015, arXiv:1506.02626)"

@@ -24,7 +24,7 @@ LAZY = 32  # columns after which the rest of the block is updated, as in kernels
 
 @dataclass(frozen=True, kw_only=True)
 class SparseGPT(PruningMethod):
-    """Second-order pruning; with `bits` below 16 what is kept is quantised in the same pass."""
+    """Prunes by the Hessian and corrects the weights that stay; `bits` below 16 quantises them in the same pass."""
 
     name: ClassVar[str] = "sparsegpt"
     source: ClassVar[str] = "arXiv:2301.00774, algorithm 1"

@@ -11,7 +11,7 @@ from compress.walk.statistics import LayerStatistics
 
 @dataclass(frozen=True, kw_only=True)
 class Wanda(PruningMethod):
-    """|W_ij| * ||X_j||, compared within each output row."""
+    """Sets the weights of smallest `abs(W_ij) * norm(X_j)` in each output row to zero."""
 
     name: ClassVar[str] = "wanda"
     source: ClassVar[str] = "arXiv:2306.11695, equation 1"

@@ -28,9 +28,9 @@ SMALLEST = 1e-4  # mean magnitude of an input, as a fraction of the link's large
 
 @dataclass(frozen=True, kw_only=True)
 class AWQ(FoldingMethod, LayerwiseMethod):
-    """Scales by the inputs' magnitudes, folded into what comes before, and a clipping per group; weights only.
+    """Scales up the weights of large inputs before rounding, so that they lose less, and clips each group's range.
 
-    With a weight quantiser after it in the recipe it only folds the scales, chosen for that one's grid.
+    When a weight quantiser follows in the recipe, AWQ only folds the scales, and chooses them for its grid.
     """
 
     name: ClassVar[str] = "awq"

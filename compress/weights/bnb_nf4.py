@@ -15,11 +15,10 @@ from compress.walk.statistics import LayerStatistics
 
 @dataclass(frozen=True, kw_only=True)
 class BitsandbytesNF4(LayerwiseMethod):
-    """Each weight to the nearest of NF4's values, quantised, stored and multiplied by bitsandbytes. Needs no
-    calibration.
+    """NF4 as bitsandbytes quantises, stores and multiplies it.
 
-    Blocks run over the flattened weight, as there: they need not divide the columns. Differs from Linear4bit where the
-    activations are float32 on a CPU with AVX512-BF16: those it would round to bfloat16.
+    As in bitsandbytes, blocks run over the flattened weight, so that they need not divide the columns. One difference:
+    on a CPU with AVX512-BF16, Linear4bit rounds float32 activations to bfloat16, and this method does not.
     """
 
     name: ClassVar[str] = "bnb_nf4"

@@ -22,7 +22,7 @@ BLOCK = 128  # columns whose updates are applied at once to the rest (lazy batch
 
 @dataclass(frozen=True, kw_only=True)
 class GPTQ(LayerwiseMethod):
-    """Second-order weight quantisation, one layer at a time."""
+    """Quantises a weight column by column and corrects the later columns for each rounding error, by the Hessian."""
 
     name: ClassVar[str] = "gptq"
     stage: ClassVar[str] = "quantize_weights"

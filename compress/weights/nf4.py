@@ -18,7 +18,7 @@ TABLES = {"nf4": lut_matmul.NF4, "fp4": lut_matmul.FP4}
 
 @dataclass(frozen=True, kw_only=True)
 class NF4(LayerwiseMethod):
-    """Each weight to the nearest of 16 values times its group's largest magnitude. Needs no calibration."""
+    """Rounds each weight to one of 16 values, spaced for a normal distribution, times its group's maximum."""
 
     name: ClassVar[str] = "nf4"
     stage: ClassVar[str] = "quantize_weights"

@@ -17,7 +17,7 @@ from kernels.int_matmul import BITS
 
 @dataclass(frozen=True, kw_only=True)
 class RTN(LayerwiseMethod):
-    """Each weight to the nearest point of its group's grid. Needs no calibration."""
+    """Rounds each weight to the nearest point of its group's grid: the baseline of every weight quantiser."""
 
     name: ClassVar[str] = "rtn"
     stage: ClassVar[str] = "quantize_weights"

@@ -13,7 +13,7 @@ from notebooks.batch.sweep import MOST, SWEEPS, is_sweep, read_sweep, single
 from notebooks.study.parameters import check_parameters, read_parameters
 
 ROOT = SWEEPS.parents[1]
-README = ROOT / "README.md"
+README = ROOT / "reports" / "published" / "README.md"
 
 
 def given(sweep) -> list[dict]:
@@ -162,7 +162,7 @@ def test_the_sweeps_of_the_readme_are_what_was_published():
     """Their runs have the parameters of the records that the README's tables are made from."""
     runs = read_sweep("readme").runs + read_sweep("families").runs
     tables = re.findall(
-        r"published/([^ ]+?\.json)", "\n".join(re.findall(r"<!-- workbench .*? -->", README.read_text()))
+        r" ([^ ]+?\.json)", "\n".join(re.findall(r"<!-- workbench .*? -->", README.read_text()))
     )
     published = [read_record(ROOT / "reports" / "published" / name)["run"] for name in dict.fromkeys(tables)]
     for run in published:
