@@ -68,6 +68,12 @@ def _seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _trusted(monkeypatch, tmp_path_factory):
+    """Notebooks and task files that tests write may be executed; `monkeypatch.delenv` takes that away."""
+    monkeypatch.setenv("WORKBENCH_TRUST", str(tmp_path_factory.getbasetemp()))
+
+
 @pytest.fixture(params=list(ARCHITECTURES))
 def any_model(request) -> nn.Module:
     return tiny_model(request.param)

@@ -9,6 +9,7 @@ from accelerate import init_empty_weights
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, GenerationConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from compress.dropped import Dropped
 from compress.linear import CompressedLinear, replace
@@ -36,7 +37,12 @@ def load_compressed(path: str | Path, *, device: str = "cpu") -> nn.Module:
         raise ValueError(
             f"`path` (={str(path)!r}) has layout version {layout['version']}; this workbench reads up to {VERSION}"
         )
-    config = AutoConfig.from_pretrained(path)
+    if layout["class"] not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        raise ValueError(
+            f"`path` (={str(path)!r}) names the class {layout['class']!r} in {LAYOUT}, which is not a causal language "
+            "model of transformers"
+        )
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     with init_empty_weights(include_buffers=False):
         model = getattr(transformers, layout["class"])(config)
         if layout["split_experts"]:

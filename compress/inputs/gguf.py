@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kernels.user_cache import cache_folder
+
 SEED = 0  # of the shuffle; part of the cache key
 
 
@@ -21,7 +23,6 @@ def converted(path: Path) -> Path:
     key = hashlib.sha256(f"{content} {SEED}".encode()).hexdigest()[:12]
     folder = cache_folder() / f"{path.stem}-{key}"
     if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
         part = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
         try:
             _convert(path, part)
@@ -35,16 +36,8 @@ def converted(path: Path) -> Path:
     return folder
 
 
-def cache_folder() -> Path:
-    """Where converted models lie: $WORKBENCH_CACHE, or a folder in the user's cache folder."""
-    home = os.environ.get("WORKBENCH_CACHE")
-    if home:
-        return Path(home)
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "model-compression-workbench"
-
-
 def _convert(path: Path, target: Path) -> None:
-    where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name, "trust_remote_code": False}
     tokenizer = AutoTokenizer.from_pretrained(**where)
     loaded = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
     config = type(loaded.config)(**{k: v for k, v in loaded.config.to_dict().items() if k != "quantization_config"})

@@ -52,8 +52,8 @@ def load_model(
         _check_decoder(model_name, folder)
         try:
             with quick_to_fail():
-                tokenizer = AutoTokenizer.from_pretrained(folder)
-                model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype])
+                tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+                model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], trust_remote_code=False)
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"`model_name` (={model_name!r}) cannot be loaded: {first_line(error)}") from error
     model.eval().requires_grad_(False)
@@ -101,7 +101,7 @@ def _locate(model_name: str) -> str:
 def _check_decoder(model_name: str, folder: str) -> None:
     try:
         with quick_to_fail():
-            config = AutoConfig.from_pretrained(folder)
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"`model_name` (={model_name!r}) is not there or cannot be read: {first_line(error)}; {_what_would_do()}"
@@ -156,7 +156,7 @@ PACKAGES = {
 
 def _tiny() -> tuple[nn.Module, PreTrainedTokenizerBase]:
     """Two random Llama blocks behind the embedded model's tokenizer; says nothing of any method's accuracy."""
-    tokenizer = AutoTokenizer.from_pretrained(_locate(DEFAULT))
+    tokenizer = AutoTokenizer.from_pretrained(_locate(DEFAULT), trust_remote_code=False)
     torch_state = torch.random.get_rng_state()
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -22,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 from urllib.parse import urlparse
 from urllib.request import getproxies
+
+from eval.tasks.trust import TRUST, is_trusted
 
 if TYPE_CHECKING:
     from lm_eval.api.task import Task
@@ -46,16 +49,22 @@ def folder_of(task_path: str = "") -> Path | None:
     checkout.
 
     Raises:
-        ValueError: the folder that is named is not there.
+        ValueError: the folder that is named is not there, or the user has not said that its files may be executed.
     """
-    if task_path:
-        folder = Path(task_path).expanduser()
-        if not folder.is_dir():
-            raise ValueError(f"`task_path` (={str(task_path)!r}) must be a folder of task files (.yaml); there is none")
-        return folder.resolve()
     beside = Path(__file__).resolve().parents[3] / "shared" / "data"
-    folder = Path(os.environ.get("WORKBENCH_DATA", beside)) / "lm_eval_tasks"
-    return folder.resolve() if folder.is_dir() else None
+    own = Path(os.environ.get("WORKBENCH_DATA", beside)) / "lm_eval_tasks"
+    if not task_path:
+        return own.resolve() if own.is_dir() else None
+    folder = Path(task_path).expanduser()
+    if not folder.is_dir():
+        raise ValueError(f"`task_path` (={str(task_path)!r}) must be a folder of task files (.yaml); there is none")
+    if not is_trusted(folder, (own,)):
+        raise ValueError(
+            f"`task_path` (={str(task_path)!r}): task files of lm-eval are code (`!function`, templates, metrics) that "
+            f"runs with your rights; read them, then say `--trust {shlex.quote(str(task_path))}` or name the folder "
+            f"in {TRUST}"
+        )
+    return folder.resolve()
 
 
 def check_names(names: Sequence[str], task_path: str = "") -> None:

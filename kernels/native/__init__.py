@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from kernels.harness.timing import first_line
+from kernels.user_cache import cache_folder
 
 HERE = Path(__file__).parent
 SOURCES = ("nibble.cpp", "int8.cpp", "kv_decode.cpp")
@@ -95,8 +96,7 @@ def _place(compiler: list[str]) -> Path:
         f"{torch.__version__} {torch.compiled_with_cxx11_abi()} {sys.platform} {platform.machine()} {FLAGS} {compiler}"
     )
     name = hashlib.sha256(sources + what.encode()).hexdigest()[:16]
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return home / "model-compression-workbench" / "native" / f"{name}.so"
+    return cache_folder("native") / f"{name}.so"
 
 
 def _build(compiler: list[str], library: Path) -> None:
@@ -105,7 +105,6 @@ def _build(compiler: list[str], library: Path) -> None:
     from torch.utils.cpp_extension import include_paths, library_paths
 
     print("Building the C++ kernels, once (about a minute) ...", file=sys.stderr, flush=True)
-    library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         include = [f"-I{path}" for path in include_paths("cpu")]
         link = [f"-L{path}" for path in library_paths("cpu")] + ["-lc10", "-ltorch_cpu", "-ltorch"]

@@ -36,6 +36,14 @@ def test_file_holds_what_was_counted(tiny, tmp_path):
     assert again.lm_head.weight is again.model.embed_tokens.weight
 
 
+def test_a_saved_class_is_a_causal_language_model(tiny, tmp_path):
+    path = save_compressed(apply([METHODS["rtn"](group_size=16)], tiny("llama")), tmp_path / "out")
+    layout = json.loads((path / "workbench.json").read_text())
+    (path / "workbench.json").write_text(json.dumps(layout | {"class": "Trainer"}))
+    with pytest.raises(ValueError, match="'Trainer' in workbench.json, which is not a causal language model"):
+        load_compressed(path)
+
+
 def test_generates_after_loading(tiny, tokens, tmp_path):
     result = apply([METHODS["gptq"](group_size=16, min_tokens=8)], tiny("llama"), tokens())
     again = load_compressed(save_compressed(result, tmp_path / "out"))

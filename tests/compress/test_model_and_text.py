@@ -1,17 +1,41 @@
 """Models and text by name; the embedded model is off its file's grid and still itself."""
 
 import json
+import stat
 import time
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from compress import held_out, load_model
-from compress.inputs.calibration import beginning, calibration
+from compress import calibration, held_out, load_model
+from compress.inputs.calibration import beginning
 from compress.inputs.corpus import load_text
 from compress.inputs.gguf import shuffle
 from compress.inputs.model import EMBEDDED, weights_sha256
+from kernels import user_cache
+
+
+def test_code_of_a_model_is_never_executed(tmp_path, monkeypatch):
+    """transformers asks on the console whether to execute it; nobody is asked here."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    (tmp_path / "config.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\nclass Own: pass")
+    config = {"model_type": "own", "auto_map": {"AutoConfig": "config.Own"}, "architectures": ["Own"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_model(str(tmp_path))
+    assert not (tmp_path / "executed").exists()
+
+
+def test_the_cache_folder_is_the_users_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORKBENCH_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o777)
+    folder = user_cache.cache_folder("native")
+    assert [stat.S_IMODE(one.stat().st_mode) for one in (folder, folder.parent)] == [0o700, 0o700]
+    monkeypatch.setattr(user_cache.os, "getuid", lambda: 12345)
+    with pytest.raises(ValueError, match="belongs to user id .*, not to you"):
+        user_cache.cache_folder("native")
 
 
 def test_embedded_model_speaks_english(real):

@@ -716,3 +716,9 @@ def test_fewer_bits_lose_answers_of_a_real_model(data, real):
     assert found.metrics["baseline"]["acc_sciq_local"] > 0.7
     beside = found.compared["rough"]["sciq_local"]
     assert beside["right_to_wrong"] > beside["wrong_to_right"] and beside["recovery_high"] < 1
+
+
+def test_task_files_of_others_are_code_that_must_be_trusted(folder, monkeypatch):
+    monkeypatch.delenv("WORKBENCH_TRUST")
+    with pytest.raises(ValueError, match="`task_path` .* are code .* say `--trust"):
+        task_files.find_tasks(["choice"], str(folder))

@@ -223,6 +223,7 @@ def test_whatever_keeps_the_kernels_from_being_built_is_a_reason_and_no_error(mo
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a file"))
     (tmp_path / "a file").touch()
     assert "a file" in load()  # looked for without a home, and cannot be written
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("CXX")
     monkeypatch.setattr(native.shutil, "which", lambda name: None)
     assert "no C++ compiler" in load() and "no C++ compiler" in capsys.readouterr().err

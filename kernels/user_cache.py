@@ -1,0 +1,50 @@
+"""The folder in which the workbench keeps what it builds for one user: converted models, compiled kernels, locks.
+
+Its content is loaded as code, or decides what is loaded. It therefore belongs to the user who runs the workbench, and
+nobody else may write in it.
+"""
+
+import os
+import stat
+from pathlib import Path
+
+
+def cache_home() -> Path:
+    """$WORKBENCH_CACHE, or `model-compression-workbench` in the user's cache folder; nothing is created."""
+    if home := os.environ.get("WORKBENCH_CACHE"):
+        return Path(home).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "model-compression-workbench"
+
+
+def cache_folder(name: str = "") -> Path:
+    """A folder below `cache_home()`, made for this user alone if it is not there yet.
+
+    A folder of this user in which others may write is closed to them.
+
+    Raises:
+        ValueError: the folder belongs to another user, or cannot be made or closed.
+    """
+    home = cache_home()
+    for folder in dict.fromkeys((home, home / name)):
+        try:
+            home.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, exist_ok=True)
+            found = folder.stat()
+            if found.st_uid != os.getuid():
+                raise ValueError(
+                    f"the cache folder {folder} belongs to user id {found.st_uid}, not to you ({os.getuid()}); name "
+                    "another one in WORKBENCH_CACHE"
+                )
+            if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                folder.chmod(0o700)
+        except OSError as error:
+            raise ValueError(
+                f"the cache folder {folder} cannot be used: {error.strerror}; name another one in WORKBENCH_CACHE"
+            ) from error
+    return home / name
+
+
+def compile_in_cache() -> None:
+    """Let torch.compile keep its code in the user's cache folder rather than in the machine's shared /tmp."""
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder("inductor"))
