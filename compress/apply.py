@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 
 from compress.inputs.calibration import tokens_sha256
 from compress.inputs.model import check_device, weights_sha256
-from compress.linear import CompressedLinear, is_linear
+from compress.linear import is_linear
 from compress.method import Method, settle
 from compress.records import DropRecord, FoldRecord, LayerRecord
 from compress.result import Result
@@ -171,8 +171,3 @@ def code_sha256() -> str:
         for file in sorted((Path(__file__).parents[1] / package).rglob("*.py")):
             digest.update(file.read_bytes())
     return digest.hexdigest()
-
-
-def compressed_linears(model: nn.Module) -> dict[str, CompressedLinear]:
-    """The model's compressed linears by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, CompressedLinear)}

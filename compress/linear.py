@@ -113,6 +113,11 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | Conv1D | CompressedLinear)
 
 
+def compressed_linears(model: nn.Module) -> dict[str, CompressedLinear]:
+    """The model's compressed linears by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, CompressedLinear)}
+
+
 def weight_of(module: nn.Module) -> Tensor:
     """W [out, in] in float32 of any linear: nn.Linear, Conv1D (which keeps it transposed) or one compressed before."""
     if isinstance(module, CompressedLinear):

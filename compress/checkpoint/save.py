@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from compress.apply import compressed_linears
 from compress.checkpoint.load import COMPUTED, LAYOUT, VERSION, WEIGHTS, load_compressed
 from compress.dropped import dropped_parts
+from compress.linear import compressed_linears
 from compress.result import Result
 from compress.walk.experts import SplitExperts
 

@@ -18,6 +18,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from compress.checkpoint.load import LAYOUT, load_compressed
 from compress.inputs.gguf import converted
 from compress.inputs.hub import first_line, quick_to_fail
 
@@ -32,12 +33,13 @@ def load_model(
 
     Args:
         model_name: "smollm2-135m" (embedded, no network), "gemma3-270m" (if its package is installed), "tiny" (random
-            weights, for tests), a GGUF file, a local folder, or a hub id.
+            weights, for tests), a GGUF file, a local folder (one that `save_compressed` wrote, too), or a hub id.
         dtype: of the weights: float32, bfloat16 or float16.
         device: where to put the model.
 
     Raises:
-        ValueError: the model is not there, cannot be read, or is not a decoder; or a dtype that does not exist.
+        ValueError: the model is not there, cannot be read, or is not a decoder; its file and its config do not have the
+            same weights; or a dtype that does not exist.
     """
     if dtype not in DTYPES:
         raise ValueError(f"`dtype` (={dtype!r}) must be one of {', '.join(DTYPES)}")
@@ -53,7 +55,7 @@ def load_model(
         try:
             with quick_to_fail():
                 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-                model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], trust_remote_code=False)
+                model = _from_folder(folder, DTYPES[dtype])
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"`model_name` (={model_name!r}) cannot be loaded: {first_line(error)}") from error
     model.eval().requires_grad_(False)
@@ -79,6 +81,25 @@ def weights_sha256(model: nn.Module) -> str:
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         digest.update(flat.view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+def _from_folder(folder: str, dtype: torch.dtype) -> nn.Module:
+    """The model of a folder or of a hub id, every weight of which came from its file.
+
+    Raises:
+        ValueError: the file lacks a weight of the model, or holds one that the model has no place for.
+    """
+    if (Path(folder) / LAYOUT).is_file():
+        return load_compressed(folder).to(dtype)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, trust_remote_code=False, output_loading_info=True
+    )
+    for problem, names in (("lacks", info["missing_keys"]), ("does not use", info["unexpected_keys"])):
+        if names:
+            shown = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
+            owner = "its file" if problem == "lacks" else f"the model of its config ({type(model).__name__})"
+            raise ValueError(f"{owner} {problem} {len(names)} of the weights: {shown}")
+    return model
 
 
 def _locate(model_name: str) -> str:

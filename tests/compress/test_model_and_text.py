@@ -6,9 +6,10 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from compress import calibration, held_out, load_model
+from compress import METHODS, apply, calibration, held_out, load_model, save_compressed
 from compress.inputs.calibration import beginning
 from compress.inputs.corpus import load_text
 from compress.inputs.gguf import shuffle
@@ -226,3 +227,30 @@ def test_parts_of_hub_data_sets_never_overlap(splits, monkeypatch):
     monkeypatch.setattr(corpus, "_load", lambda *_, split: [f"{split} {i}" for i in range(20)])
     one, two = (set(load_text("owner/name", part)) for part in corpus.PARTS)
     assert one and two and not one & two
+
+
+def test_compressed_folders_load_as_what_they_are(tiny, real, tmp_path):
+    """A folder that the workbench saved gives the compressed model, not random weights in its config's shapes."""
+    result = apply([METHODS["rtn"](group_size=16)], tiny("llama"))
+    save_compressed(result, tmp_path / "m", real[1])
+    model, _ = load_model(str(tmp_path / "m"))
+    ids = torch.arange(20)[None]
+    assert torch.equal(model(ids).logits, result.model(ids).logits)
+    assert model.name_or_path == str(tmp_path / "m")
+    assert load_model(str(tmp_path / "m"), dtype="bfloat16")[0].model.layers[0].mlp.up_proj.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_that_are_missing_or_unexpected(tiny, real, tmp_path, tied):
+    folder = tmp_path / "m"
+    tiny("llama", tie_word_embeddings=tied).save_pretrained(folder)
+    real[1].save_pretrained(folder)
+    load_model(str(folder))  # a tied head is not missing
+    tensors = load_file(folder / "model.safetensors")
+    norm = tensors.pop("model.norm.weight")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="lacks 1 of the weights: model.norm.weight"):
+        load_model(str(folder))
+    save_file(tensors | {"model.norm.weight": norm, "more": norm.clone()}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"\(LlamaForCausalLM\) does not use 1 of the weights: more"):
+        load_model(str(folder))
