@@ -30,7 +30,7 @@ class Scores:
         metrics: {"baseline": {metric: value}, "compressed": {...}, and one entry per further model}; units are in the
             names, the standard error of m is m_stderr.
         difference: {name: {metric: compressed - baseline}} where windows were paired, with standard errors.
-        texts: {corpus: {tokens, window, stride}}.
+        texts: {corpus: {tokens, window, stride, bos}}.
         notes: what could not be measured, and why.
         device, dtype, deploy_dtype: of the models that were scored on text, and of those that were timed and weighed.
     """
@@ -78,6 +78,7 @@ def evaluate(
     stride: int | None = None,
     max_windows: int | None = None,
     beginning: Sequence[int] = (),
+    bos: str = "once",
     prompts: Sequence[str] = PROMPTS,
     sample_tokens: int = 48,
     speed_prompt_tokens: int | None = None,
@@ -91,7 +92,7 @@ def evaluate(
         model, baseline: transformers decoders in the dtype in which the texts are to be scored.
         texts: {corpus: held-out ids [1, n]} for perplexity, divergence and agreement.
         others: further models to score on the same texts (round-to-nearest on the same grid, say).
-        window, stride, max_windows, beginning: how texts are cut (`eval.text.windows.windows`).
+        window, stride, max_windows, beginning, bos: how texts are cut (`eval.text.windows.windows`).
         prompts, sample_tokens: greedy generations shown side by side.
         speed_*: see `eval.speed.speed.measure_speed`; a prompt of 512 tokens, or half of what the model takes, unless
             given.
@@ -107,6 +108,7 @@ def evaluate(
         window=window,
         stride=stride,
         max_windows=max_windows,
+        bos=bos,
         speed_rounds=speed_rounds,
         others=others,
         timed=timed,
@@ -124,7 +126,16 @@ def evaluate(
     with recording() as kernels:
         for corpus, ids in texts.items():
             _score_text(
-                scores, corpus, ids, baseline, {"compressed": model, **others}, window, stride, max_windows, beginning
+                scores,
+                corpus,
+                ids,
+                baseline,
+                {"compressed": model, **others},
+                window,
+                stride,
+                max_windows,
+                beginning,
+                bos,
             )
         half = {"baseline": deployed(baseline), "compressed": deployed(model)}
         scores.samples = generate_samples(half, tokenizer, prompts, new_tokens=sample_tokens)
@@ -166,12 +177,13 @@ def score_text(
     stride: int | None = None,
     max_windows: int | None = None,
     beginning: Sequence[int] = (),
+    bos: str = "once",
 ) -> dict[str, float]:
     """Perplexity, divergence from the baseline and agreement with it, by the names that `evaluate` gives them; nothing
     is timed."""
     scores = Scores({})
     for corpus, ids in texts.items():
-        _score_text(scores, corpus, ids, baseline, {"compressed": model}, window, stride, max_windows, beginning)
+        _score_text(scores, corpus, ids, baseline, {"compressed": model}, window, stride, max_windows, beginning, bos)
     return {metric: value for metric, value in scores.metrics["compressed"].items() if math.isfinite(value)}
 
 
@@ -194,15 +206,17 @@ def _score_text(
     stride: int | None,
     max_windows: int | None,
     beginning: Sequence[int],
+    bos: str,
 ) -> None:
     perplexities, divergences = compare_on_text(
-        baseline, models, ids, window=window, stride=stride, limit=max_windows, beginning=beginning
+        baseline, models, ids, window=window, stride=stride, limit=max_windows, beginning=beginning, bos=bos
     )
     reference = perplexities["baseline"]
     scores.texts[corpus] = {
         "tokens": reference.tokens,
         "window": window,
         "stride": stride,
+        "bos": bos,
         "windows": len(reference.counts),
     }
     for name, p in perplexities.items():
@@ -229,6 +243,7 @@ def check_evaluation(
     window: int,
     stride: int | None = None,
     max_windows: int | None = None,
+    bos: str = "once",
     speed_rounds: int = 1,
     others: Iterable[str] = (),
     timed: Sequence[str] = (),
@@ -251,4 +266,4 @@ def check_evaluation(
     if window > positions(model):
         raise ValueError(f"`window` (={window}) must be at most {positions(model)}, the positions that this model has")
     for ids in texts.values():
-        windows(ids, window=window, stride=stride, limit=max_windows)
+        windows(ids, window=window, stride=stride, limit=max_windows, bos=bos)

@@ -31,10 +31,11 @@ def divergence(
     stride: int | None = None,
     limit: int | None = None,
     beginning: Sequence[int] = (),
+    bos: str = "once",
 ) -> Divergence:
     """Divergence of a model from the baseline on ids [1, n]; see `eval.text.windows.windows` for the arguments."""
     return compare_on_text(
-        baseline, {"model": model}, ids, window=window, stride=stride, limit=limit, beginning=beginning
+        baseline, {"model": model}, ids, window=window, stride=stride, limit=limit, beginning=beginning, bos=bos
     )[1]["model"]
 
 
@@ -47,9 +48,10 @@ def compare_on_text(
     stride: int | None = None,
     limit: int | None = None,
     beginning: Sequence[int] = (),
+    bos: str = "once",
 ) -> tuple[dict[str, Perplexity], dict[str, Divergence]]:
     """Perplexity of the baseline (under "baseline") and of each model, and each model's divergence, in one pass."""
-    cut = windows(ids, window=window, stride=stride, limit=limit, beginning=beginning)
+    cut = windows(ids, window=window, stride=stride, limit=limit, beginning=beginning, bos=bos)
     counts = [w.scored for w in cut]
     losses: dict[str, list[float]] = {"baseline": [], **{name: [] for name in models}}
     kls: dict[str, list[float]] = {name: [] for name in models}

@@ -43,12 +43,14 @@ def perplexity(
     stride: int | None = None,
     limit: int | None = None,
     beginning: Sequence[int] = (),
+    bos: str = "once",
 ) -> Perplexity:
     """Perplexity of a model on ids [1, n]; see `eval.text.windows.windows` for the arguments.
 
-    On raw wikitext-2 (documents joined by blank lines), window 2048 and stride None are the protocol of the GPTQ paper.
+    On raw wikitext-2 (documents joined by blank lines), window 2048, stride None and bos "once" are the protocol of the
+    GPTQ paper.
     """
-    cut = windows(ids, window=window, stride=stride, limit=limit, beginning=beginning)
+    cut = windows(ids, window=window, stride=stride, limit=limit, beginning=beginning, bos=bos)
     sums = [float(token_losses(*predictions(model, w)).sum()) for w in tqdm(cut, desc="perplexity", unit="window")]
     return Perplexity.of(sums, [w.scored for w in cut], window, stride)
 

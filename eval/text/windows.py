@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from kernels.linear import fast_linear
 
+BOS = ("once", "each")  # where the special tokens of the beginning go: before the text, or before every window
 CHUNK = 256  # positions whose distributions over the vocabulary are held at once
 
 
@@ -19,20 +20,33 @@ class Window(NamedTuple):
 
 
 def windows(
-    ids: Tensor, *, window: int, stride: int | None = None, limit: int | None = None, beginning: Sequence[int] = ()
+    ids: Tensor,
+    *,
+    window: int,
+    stride: int | None = None,
+    limit: int | None = None,
+    beginning: Sequence[int] = (),
+    bos: str = "once",
 ) -> list[Window]:
     """Cut ids [1, n] into windows.
 
     Args:
         window: tokens fed at once, the beginning included.
         stride: tokens by which the window moves. None or `window`: disjoint windows, each scored but for its first
-            token (GPTQ's protocol). Smaller: overlapping ones, each scored on its last `stride` tokens only.
+            token. Smaller: overlapping ones, each scored on its last `stride` tokens only.
         limit: at most so many windows.
-        beginning: special tokens put before each window, for models that rely on them.
+        beginning: special tokens that the tokenizer puts before a text.
+        bos: where `beginning` goes. "once": before the whole text, which is then cut, as the literature does (the code
+            of GPTQ, arXiv:2210.17323). "each": before every window, all of whose other tokens are scored then, for models
+            that predict badly without it.
 
     Raises:
-        ValueError: a window or stride that makes no sense, or too little text for a single window.
+        ValueError: a window or stride that makes no sense, another `bos`, or too little text for a single window.
     """
+    if bos not in BOS:
+        raise ValueError(f"`bos` (={bos!r}) must be one of {', '.join(BOS)}")
+    if bos == "once":
+        ids, beginning = torch.cat([ids.new_tensor([list(beginning)]), ids], 1), ()
     room = window - len(beginning)
     stride = room if stride is None or stride >= room else stride
     if window < 2 or room < 1 or stride < 1 or (limit is not None and limit < 1):

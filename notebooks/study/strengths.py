@@ -106,6 +106,7 @@ def score_strengths(
     window: int,
     max_windows: int | None = None,
     beginning: Sequence[int] = (),
+    bos: str = "once",
     device: str | None = None,
     work_path: str | Path | None = None,
 ) -> Strengths:
@@ -113,14 +114,21 @@ def score_strengths(
 
     Args:
         recipes: as `recipes_at` gives them.
-        texts, window, max_windows, beginning: as of `eval.evaluate.evaluate`.
+        texts, window, max_windows, beginning, bos: as of `eval.evaluate.evaluate`.
         work_path: folder that keeps finished points, and what several strengths share.
 
     Raises:
         ValueError: a recipe that does not fit the model, before any work.
     """
     check_strengths(recipes, baseline)
-    identity = [tokens_sha256(list(batches)), tokens_sha256(list(texts.values())), list(beginning), window, max_windows]
+    identity = [
+        tokens_sha256(list(batches)),
+        tokens_sha256(list(texts.values())),
+        list(beginning),
+        bos,
+        window,
+        max_windows,
+    ]
     about = [weights_sha256(baseline), *identity, sorted(texts), code_sha256()] if work_path else []
     progress = tqdm(total=sum(map(len, recipes.values())), desc="strengths", unit="recipe")
     lines = []
@@ -134,7 +142,13 @@ def score_strengths(
             else:
                 result = apply(recipe, copy.deepcopy(baseline), batches, device=device, work_path=work_path)
                 scores = score_text(
-                    result.model, baseline, texts, window=window, max_windows=max_windows, beginning=beginning
+                    result.model,
+                    baseline,
+                    texts,
+                    window=window,
+                    max_windows=max_windows,
+                    beginning=beginning,
+                    bos=bos,
                 )
                 point = {"value": value, **_taken(result), "seconds": round(result.seconds, 1), "scores": scores}
                 point["scores"]["stored_bytes"] = size(cast(result.model, torch.bfloat16)).stored_bytes

@@ -310,9 +310,9 @@ def _text_protocol(record: dict[str, Any], corpus: str) -> str:
     text = (record.get("texts") or {}).get(corpus)
     if not text:
         return ""
-    return f"{text['windows']} × {text['window']:,} tokens" + (
-        f", stride {text['stride']}" if text.get("stride") else ""
-    )
+    stride = f", stride {text['stride']}" if text.get("stride") else ""
+    bos = ", BOS before each" if text.get("bos") == "each" else ""
+    return f"{text['windows']} × {text['window']:,} tokens{stride}{bos}"
 
 
 def _finite(value: Any) -> float | None:

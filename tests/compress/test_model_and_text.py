@@ -251,6 +251,7 @@ def test_weights_that_are_missing_or_unexpected(tiny, real, tmp_path, tied):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match="lacks 1 of the weights: model.norm.weight"):
         load_model(str(folder))
-    save_file(tensors | {"model.norm.weight": norm, "more": norm.clone()}, folder / "model.safetensors", {"format": "pt"})
+    tensors |= {"model.norm.weight": norm, "more": norm.clone()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"\(LlamaForCausalLM\) does not use 1 of the weights: more"):
         load_model(str(folder))

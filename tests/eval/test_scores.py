@@ -51,10 +51,14 @@ def test_overlapping_windows_score_each_token_once_with_more_context(tiny, token
     assert found.value == pytest.approx(math.exp(sum(parts) / 39), rel=1e-5)
 
 
-def test_beginning_of_sequence_goes_before_every_window(tiny, tokens):
-    model, ids = tiny("llama"), tokens(1, 30)[0]
-    found = perplexity(model, ids, window=11, beginning=[2])
-    head = torch.tensor([[2]])
+def test_beginning_of_sequence_goes_before_the_text_or_before_every_window(tiny, tokens):
+    """Once: the text is tokenised with its BOS and cut, as in the code of the GPTQ paper."""
+    model, ids, head = tiny("llama"), tokens(1, 30)[0], torch.tensor([[2]])
+    found = perplexity(model, ids, window=10, beginning=[2])
+    whole = torch.cat([head, ids], 1)
+    parts = [loss_of(model, whole[:, s : s + 10], 1) for s in (0, 10, 20)]
+    assert found.tokens == 27 and found.value == pytest.approx(math.exp(sum(parts) / 27), rel=1e-5)
+    found = perplexity(model, ids, window=11, beginning=[2], bos="each")
     parts = [loss_of(model, torch.cat([head, ids[:, s : s + 10]], 1), 1) for s in (0, 10, 20)]
     assert found.tokens == 30 and found.value == pytest.approx(math.exp(sum(parts) / 30), rel=1e-5)
 
@@ -65,6 +69,8 @@ def test_limits_and_bad_windows(tokens):
     for bad in ({"window": 1}, {"window": 16, "stride": 0}, {"window": 16, "limit": 0}):
         with pytest.raises(ValueError, match="`window`"):
             windows(ids, **bad)
+    with pytest.raises(ValueError, match=r"`bos` \(='never'\) must be one of once, each"):
+        windows(ids, window=16, bos="never")
     with pytest.raises(ValueError, match=r"`window` \(=64\) needs as many tokens; the text has 50"):
         windows(ids, window=64)
 
