@@ -61,6 +61,12 @@ def expect_gptq(made, scores, html):
     assert "Compared in this run" not in html and "Scales moved" not in html
 
 
+def expect_start(made, scores, html):
+    base, small = (scores[k] for k in ("baseline", "compressed"))
+    assert base["perplexity_pydocs"] < small["perplexity_pydocs"] and small["kl_pydocs"] > 0
+    assert small["stored_bytes"] < base["stored_bytes"] / 2
+
+
 def expect_smoothquant(made, scores, html):
     base, small, unsmoothed = (scores[k] for k in ("baseline", "compressed", "unsmoothed"))
     assert (
@@ -94,8 +100,10 @@ def expect_pruning(made, scores, html):
     assert "What was taken away" in html and "50.0 % of the weights of 210 linears are 0" in html
 
 
+METHOD_OF = {"start_here": "gptq"}  # where the notebook is not called after its method
 # Per notebook: parameters beside SMALL, the format of its linears, and what else must hold.
 EXPECTED = {
+    "start_here": ({}, "int_group", expect_start),
     "gptq": ({}, "int_group", expect_gptq),
     "smoothquant": ({"compare": "", "samples": 2, "max_windows": 1}, "eight_bit", expect_smoothquant),
     "pruning": ({"method": "wanda", "compare": "", "curves": "", "samples": 2}, "bitmap", expect_pruning),
@@ -180,7 +188,7 @@ ONCE = pytest.param("gptq", True, marks=pytest.mark.slow)
 @pytest.mark.parametrize("name, compiled", [*((name, False) for name in EXPECTED), ONCE])
 def test_notebook_runs_on_the_real_model(name, compiled, tmp_path):
     more, stored_as, expect = EXPECTED[name]
-    saved = tmp_path / "saved" if name == "gptq" else None  # loading it again takes its time, and is the same for all
+    saved = tmp_path / "saved" if stored_as == "int_group" else None  # loading it again takes its time, and is the same for all
     given = {**SMALL, **more, "save_path": saved or ""}
     arguments = [part for k, v in given.items() for part in ("-p", k, str(v))]
     subprocess.run(
@@ -202,7 +210,7 @@ def test_notebook_runs_on_the_real_model(name, compiled, tmp_path):
         env=os.environ | {"TORCHDYNAMO_DISABLE": str(int(not compiled))},
     )
     made = read_record(tmp_path / "run" / "record.json")
-    assert made["model"]["name"] == "smollm2-135m" and made["recipe"][0]["method"] == more.get("method", name)
+    assert made["model"]["name"] == "smollm2-135m" and made["recipe"][0]["method"] == more.get("method", METHOD_OF.get(name, name))
     assert made["provenance"]["command"].startswith(f"papermill notebooks/{name}.ipynb out.ipynb -p ")
     assert len(made["layers"]) == 210 and {layer["format"] for layer in made["layers"]} == {stored_as}
     assert "decode_tokens_per_s" in made["scores"]["compressed"], made["notes"]
