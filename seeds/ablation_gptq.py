@@ -37,7 +37,6 @@ SWITCHED_OFF = {  # row of the table: the knobs that switch one part off
     "scales that cover (no search)": {"scale": "absmax"},
     "scales fixed beforehand (no refit)": {"refit": False},
     "linears of a block solved side by side (not sequential)": {"sequential": False},
-    "columns in their own order": {"order": "none"},
 }
 
 
@@ -70,7 +69,7 @@ def window_scores(
     step = window - len(prefix)
     for start in range(0, min(windows, ids.shape[1] // step) * step, step):
         part = ids[:, start : start + step]
-        losses, divergences = compare_on_text(baseline, models, part, window=window, beginning=prefix)
+        losses, divergences = compare_on_text(baseline, models, part, window=window, beginning=prefix, bos="each")
         nll = {name: math.log(loss.value) for name, loss in losses.items()}
         yield {name: (nll[name], divergences[name].kl if name in divergences else 0.0) for name in nll}
 
@@ -126,7 +125,7 @@ def main() -> None:
     parser.add_argument("--seqlen", type=int, default=512, help="tokens in each")
     parser.add_argument("--texts", nargs="+", default=["wikitext2", "essays"], help="to score on")
     parser.add_argument("--window", type=int, default=2048)
-    parser.add_argument("--windows", type=int, default=8, help="of each text")
+    parser.add_argument("--windows", type=int, nargs="+", default=[8, 4], help="of each text")
     parser.add_argument("--only", nargs="*", help="the rows to make, beside the default; all if not given")
     parser.add_argument("--out", type=Path, help="file for the JSON record")
     arguments = parser.parse_args()
@@ -144,10 +143,10 @@ def main() -> None:
         seconds[name] = round(time.perf_counter() - start, 1)
         print(f"{name}: {seconds[name]} s", file=sys.stderr, flush=True)
     scores = {}
-    for text in arguments.texts:
+    for text, windows in zip(arguments.texts, arguments.windows, strict=True):
         ids, name = held_out(tokenizer, corpus=text), Path(text).parent.name or text  # of a file, its folder
         prefix = beginning(tokenizer)
-        scores[name] = list(window_scores(baseline, models, ids, arguments.window, arguments.windows, prefix))
+        scores[name] = list(window_scores(baseline, models, ids, arguments.window, windows, prefix))
     texts = {text: summary(each) for text, each in scores.items()}
     command = shlex.join(["python", *sys.argv])
     record = {

@@ -53,7 +53,7 @@ class GPTQ(LayerwiseMethod):
     )
     damp: float = knob(0.01, "added to diag(H), as a fraction of its mean", range=(0, 1))
     sink_weight: float = knob(
-        16.0,
+        64.0,
         "weight in H of each calibration window's first token, to which the later ones attend; 1: as any other token",
         range=(0, 1e6),
     )
