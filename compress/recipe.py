@@ -18,9 +18,10 @@ def parse_recipe(text: str) -> list[Method]:
     """
     try:
         node = ast.parse(f"[{text}]", mode="eval").body
-    except SyntaxError:
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last three: null bytes, and deep nesting
         node = None
     if not text.strip() or not isinstance(node, ast.List):
+        text = text if len(text) <= 200 else f"{text[:120]}…"
         raise ValueError(f"`recipe` (={text!r}) must name methods, such as: smoothquant(alpha=0.5), int8")
     return [_method(element, text) for element in node.elts]
 

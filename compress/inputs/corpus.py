@@ -3,6 +3,7 @@ overlap."""
 
 import os
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 from compress.inputs.hub import first_line, quick_to_fail
@@ -10,6 +11,11 @@ from compress.inputs.hub import first_line, quick_to_fail
 _LOCAL = {
     "wikitext2": "wikitext2_raw/test.parquet", "c4": "calib_c4/train.parquet", "essays": "paul_graham_essays/train.parquet",
 }  # fmt: skip
+_ON_HUB = {
+    "wikitext2": "Salesforce/wikitext:wikitext-2-raw-v1",
+    "c4": "allenai/c4:en",
+    "essays": "sgoel9/paul_graham_essays",
+}
 PARTS = ("calibration", "evaluation")
 EVALUATION_SHARE = 4  # every fourth document is held out where a corpus has no split of its own
 
@@ -36,13 +42,29 @@ def load_text(corpus: str, part: str) -> list[str]:
         if not path.is_file():
             raise ValueError(f"`corpus` (={corpus!r}): there is no such file")
         documents = _split(_read(path), part)
-    elif corpus.count("/") == 1 and not corpus.startswith((".", "/", "~")):
+    elif _is_hub_id(corpus):
         documents = _hub(corpus, part)
     else:
         raise ValueError(f"`corpus` (={corpus!r}) is not known: {_what_would_do()}")
     if not any(d.strip() for d in documents):
         raise ValueError(f"`corpus` (={corpus!r}) has no text in its {part} part")
     return documents
+
+
+def check_corpus(corpus: str, part: str) -> None:
+    """Raise ValueError if a part of a corpus is not there; texts are not read.
+
+    Args: as of `load_text`.
+    """
+    file = _LOCAL.get(corpus)
+    if corpus == "pydocs" or (
+        file and (corpus, part) != ("wikitext2", "calibration") and (shared_data() / file).is_file()
+    ):
+        return
+    if name := _ON_HUB.get(corpus, corpus if _is_hub_id(corpus) else ""):
+        _splits(corpus, *name.partition(":")[::2])
+    elif not (Path(corpus).suffix in _LOADERS and Path(corpus).expanduser().is_file()):
+        load_text(corpus, part)  # says what is wrong with it
 
 
 def shared_data() -> Path:
@@ -61,6 +83,10 @@ def local_file(corpus: str) -> Path | None:
     return path if path.is_file() else None
 
 
+def _is_hub_id(corpus: str) -> bool:
+    return corpus.count("/") == 1 and not corpus.startswith((".", "/", "~")) and Path(corpus).suffix not in _LOADERS
+
+
 def _pydocs(part: str) -> list[str]:
     from pydoc_data.topics import topics
 
@@ -77,7 +103,7 @@ def _wikitext2(part: str) -> list[str]:
     local = shared_data() / _LOCAL["wikitext2"]
     if part == "evaluation" and local.is_file():
         return _read(local)
-    return _hub("Salesforce/wikitext:wikitext-2-raw-v1", part)
+    return _hub(_ON_HUB["wikitext2"], part)
 
 
 def _c4(part: str) -> list[str]:
@@ -91,7 +117,7 @@ def _c4(part: str) -> list[str]:
 def _essays(part: str) -> list[str]:
     """Paul Graham's, the usual haystack of needle tests."""
     local = shared_data() / _LOCAL["essays"]
-    return _split(_read(local), part) if local.is_file() else _hub("sgoel9/paul_graham_essays", part)
+    return _split(_read(local), part) if local.is_file() else _hub(_ON_HUB["essays"], part)
 
 
 CORPORA: dict[str, Callable[[str], list[str]]] = {
@@ -112,21 +138,25 @@ def _read(path: Path) -> list[str]:
 
 def _hub(corpus: str, part: str) -> list[str]:
     name, _, configuration = corpus.partition(":")
-    from datasets import get_dataset_split_names
-
-    try:
-        with quick_to_fail():
-            splits = get_dataset_split_names(name, configuration or None)
-    except Exception as error:  # the hub's client raises a dozen kinds; all mean the same to the user
-        raise ValueError(
-            f"`corpus` (={corpus!r}) is not to be had: {first_line(error)}; without a network there are pydocs, "
-            "files, and a "
-            "folder of data sets named by WORKBENCH_DATA"
-        ) from error
+    splits = _splits(corpus, name, configuration)
     held_out = next((split for split in ("test", "validation") if split in splits), None)
     if "train" in splits and held_out:
         return _load(corpus, name, configuration or None, split="train" if part == "calibration" else held_out)
     return _split(_load(corpus, name, configuration or None, split=splits[0]), part)
+
+
+@cache
+def _splits(corpus: str, name: str, configuration: str) -> list[str]:
+    from datasets import get_dataset_split_names
+
+    try:
+        with quick_to_fail():
+            return get_dataset_split_names(name, configuration or None)
+    except Exception as error:  # the hub's client raises a dozen kinds; all mean the same to the user
+        raise ValueError(
+            f"`corpus` (={corpus!r}) is not to be had: {first_line(error)}; without a network there are pydocs, "
+            "files, and a folder of data sets named by WORKBENCH_DATA"
+        ) from error
 
 
 def _load(corpus: str, *where, **how) -> list[str]:
