@@ -19,6 +19,8 @@ from compress.method import Method, settle
 from compress.records import DropRecord, FoldRecord, LayerRecord
 from compress.result import Result
 from compress.walk.blocks import kept_weights
+from compress.walk.experts import split_experts
+from compress.walk.folding import FoldingMethod
 from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.resume import BlockStore
 from kernels.registry import recording
@@ -61,6 +63,8 @@ def apply(
     }
     for method in recipe:
         method.check(model)
+    if any(isinstance(method, LayerwiseMethod | FoldingMethod) for method in recipe):
+        split_experts(model)  # changes no output, and makes linears of them
     tokens = {
         "corpus": None,
         "samples": len(batches),

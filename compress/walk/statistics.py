@@ -159,6 +159,7 @@ class LayerStatistics:
         shared: a place for what is costly to derive from `values` (a Cholesky factor, say), keyed by whoever derives
             it.
         name: of the linear in the model.
+        dtype: of the model's activations, in which stored floats are kept.
         stored: the parts that an earlier method of the recipe stored for this linear; empty if none did.
         keep: [out, in] bool, False for weights that an earlier method set to 0, which the walk keeps at 0; None if none
             did.
@@ -170,6 +171,7 @@ class LayerStatistics:
         self.values = values
         self.shared = {} if shared is None else shared
         self.name = ""
+        self.dtype = torch.float32
         self.stored: list[Format] = []
         self.keep: Tensor | None = None
         self.notes: list[str] = []
