@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 
 from compress.inputs.calibration import tokens_sha256
 from compress.inputs.model import check_device, weights_sha256
+from compress.kv.attach import attach
 from compress.linear import is_linear
 from compress.method import Method, settle
 from compress.records import DropRecord, FoldRecord, LayerRecord
@@ -95,6 +96,8 @@ def apply(
                     layers[made.name] = _after(layers.get(made.name), made)
             if originals is None and layers and any(isinstance(m, LayerwiseMethod) for m in recipe[i + 1 :]):
                 originals = untouched
+    if on_cache := [method for method in recipe if method.stage == "cache"]:
+        attach(model, on_cache)
     return Result(
         model=model,
         recipe=recipe,

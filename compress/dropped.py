@@ -29,9 +29,8 @@ class Dropped(nn.Module):
         hidden = args[0] if args else kwargs["hidden_states"]
         if self.layer_idx is not None:
             cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
-            kept = cache.layers[self.layer_idx] if cache is not None and self.layer_idx < len(cache.layers) else None
-            if hasattr(kept, "pass_over"):
-                kept.pass_over(hidden.shape[1])
+            if hasattr(cache, "pass_over"):
+                cache.pass_over(self.layer_idx, hidden.shape[1])
             elif cache is not None:
                 least = hidden[:, None, :, :1]  # [batch, 1, T, 1]; caches take what has no width for empty
                 cache.update(least, least, self.layer_idx)

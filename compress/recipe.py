@@ -4,6 +4,7 @@ import ast
 import difflib
 from typing import Any
 
+from compress import METHODS
 from compress.method import Method, settle
 
 TAKEN = {"baseline", "compressed", "unsmoothed", "bfloat16", "float32"}  # what models of a run are called already
@@ -87,8 +88,6 @@ def recipes_of_run(recipe: str, compare: str = "") -> dict[str, list[Method]]:
 
 
 def _method(node: ast.expr, text: str) -> Method:
-    from compress import METHODS
-
     called = node if isinstance(node, ast.Call) else None
     name = called.func if called else node
     if not isinstance(name, ast.Name) or name.id not in METHODS:
