@@ -1,15 +1,21 @@
-"""Is the model hub there? Asked once, quickly: its own client retries for half a minute before it says no."""
+"""The model hub: whether it can be reached, and which revision of a repository this process uses.
 
+Reachability is asked once and quickly, because the hub's own client retries for half a minute before it gives up.
+"""
+
+import json
 import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from unittest.mock import patch
 from urllib.parse import urlparse
 from urllib.request import getproxies
 
 TIMEOUT_S = 3.0
+REVISIONS = "WORKBENCH_REVISIONS"  # {"models/owner/name": revision, ...} as JSON: what a run was planned with
 
 
 @cache
@@ -25,6 +31,36 @@ def hub_reachable() -> bool:
     except OSError:
         return False
     return True
+
+
+@cache
+def revision(kind: str, name: str) -> str | None:
+    """The revision of a repository that this process loads: fixed at the first call, and part of the key of a run.
+
+    It is that of the plan, in a batch run; else the one in this machine's cache; else the hub's newest.
+
+    Args:
+        kind: "models" or "datasets".
+        name: "owner/name".
+
+    Returns:
+        None where the revision cannot be found out (no network and nothing cached, or no such repository).
+    """
+    planned = json.loads(os.environ.get(REVISIONS) or "{}").get(f"{kind}/{name}")
+    if planned is not None:
+        return planned or None
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    cached = Path(os.environ.get("HF_HUB_CACHE") or home / "hub") / f"{kind}--{name.replace('/', '--')}" / "refs/main"
+    if cached.is_file():
+        return cached.read_text().strip() or None
+    if not hub_reachable():
+        return None
+    from huggingface_hub import HfApi
+
+    try:
+        return HfApi().repo_info(name, repo_type=kind.removesuffix("s"), timeout=TIMEOUT_S).sha
+    except Exception:  # no such repository, or no access to it: loading it will say so
+        return None
 
 
 @contextmanager

@@ -14,17 +14,17 @@ from transformers import (
     AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
-    PretrainedConfig,
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from compress.checkpoint.load import LAYOUT, load_compressed
 from compress.inputs.gguf import converted
-from compress.inputs.hub import first_line, quick_to_fail
+from compress.inputs.hub import first_line, quick_to_fail, revision
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEFAULT = "smollm2-135m"
+_HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 
 
 def load_model(
@@ -51,11 +51,11 @@ def load_model(
         model, tokenizer = _tiny()
         model = model.to(DTYPES[dtype])
     else:
-        folder = located(model_name)
-        decoder_config(model_name, folder)
+        folder = _locate(model_name)
+        _check_decoder(model_name, folder)
         try:
             with quick_to_fail():
-                tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+                tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **_pinned(folder))
                 model = _from_folder(folder, DTYPES[dtype])
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"`model_name` (={model_name!r}) cannot be loaded: {first_line(error)}") from error
@@ -93,7 +93,7 @@ def _from_folder(folder: str, dtype: torch.dtype) -> nn.Module:
     if (Path(folder) / LAYOUT).is_file():
         return load_compressed(folder).to(dtype)
     model, info = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, trust_remote_code=False, output_loading_info=True
+        folder, dtype=dtype, trust_remote_code=False, output_loading_info=True, **_pinned(folder)
     )
     for problem, names in (("lacks", info["missing_keys"]), ("does not use", info["unexpected_keys"])):
         if names:
@@ -103,54 +103,38 @@ def _from_folder(folder: str, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def located(model_name: str) -> str:
-    """The folder that a model is loaded from, a GGUF file converted; or its hub id.
-
-    Raises:
-        ValueError: there is no such model.
-    """
-    if path := gguf_file(model_name):
-        return str(converted(path))
+def _locate(model_name: str) -> str:
+    if model_name in EMBEDDED:
+        return str(converted(EMBEDDED[model_name]()))
     path = Path(model_name).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ValueError(f"`model_name` (={model_name!r}): there is no such file")
+        return str(converted(path))
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ValueError(f"`model_name` (={model_name!r}) is a folder without config.json, so not a saved model")
         return str(path)
-    if path.is_file():
-        raise ValueError(
-            f"`model_name` (={model_name!r}) is a single file; give the folder that holds it with config.json and the "
-            "tokenizer, or a .gguf file"
-        )
-    if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", model_name):
+    if not _HUB_ID.fullmatch(model_name):
         raise ValueError(f"`model_name` (={model_name!r}): no such file or folder, nor a hub id; {_what_would_do()}")
     return model_name
 
 
-def gguf_file(model_name: str) -> Path | None:
-    """The GGUF file of an embedded model, or that is named itself; None for other models.
-
-    Raises:
-        ValueError: the file is not there.
-    """
-    if model_name in EMBEDDED:
-        return EMBEDDED[model_name]()
-    path = Path(model_name).expanduser()
-    if path.suffix != ".gguf":
-        return None
-    if not path.is_file():
-        raise ValueError(f"`model_name` (={model_name!r}): there is no such file")
-    return path
+def is_on_hub(model_name: str) -> bool:
+    """Whether a name stands for a model of the hub, rather than an embedded or a local one."""
+    local = model_name in PACKAGES or Path(model_name).expanduser().exists()
+    return not local and _HUB_ID.fullmatch(model_name) is not None
 
 
-def decoder_config(model_name: str, folder: str, **more: str) -> PretrainedConfig:
-    """The configuration in a folder or hub repository.
+def _pinned(folder: str) -> dict[str, str | None]:
+    """The revision to load, if this is a repository of the hub: the one that is part of the run's key."""
+    return {} if Path(folder).is_dir() else {"revision": revision("models", folder) or "main"}
 
-    Raises:
-        ValueError: it cannot be read, or is not that of a causal language model.
-    """
+
+def _check_decoder(model_name: str, folder: str) -> None:
     try:
         with quick_to_fail():
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **more)
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **_pinned(folder))
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"`model_name` (={model_name!r}) is not there or cannot be read: {first_line(error)}; {_what_would_do()}"
@@ -167,7 +151,6 @@ def decoder_config(model_name: str, folder: str, **more: str) -> PretrainedConfi
             f"`model_name` (={model_name!r}) is not a decoder: its architecture is "
             f"{', '.join(architectures) or config.model_type}; the workbench takes models for causal language modelling"
         )
-    return config
 
 
 def _from_package(package: str, install: str, find: Callable[[Path], Path]) -> Callable[[], Path]:
@@ -204,9 +187,13 @@ PACKAGES = {
 }  # as pip calls them
 
 
-def tiny_config(**tokens: int) -> LlamaConfig:
-    """The configuration of the random model, with what its tokenizer says of tokens."""
-    return LlamaConfig(
+def _tiny() -> tuple[nn.Module, PreTrainedTokenizerBase]:
+    """Two random Llama blocks behind the embedded model's tokenizer; says nothing of any method's accuracy."""
+    tokenizer = AutoTokenizer.from_pretrained(_locate(DEFAULT), trust_remote_code=False)
+    torch_state = torch.random.get_rng_state()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
@@ -214,17 +201,6 @@ def tiny_config(**tokens: int) -> LlamaConfig:
         num_key_value_heads=2,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
-        **tokens,
-    )
-
-
-def _tiny() -> tuple[nn.Module, PreTrainedTokenizerBase]:
-    """Two random Llama blocks behind the embedded model's tokenizer; says nothing of any method's accuracy."""
-    tokenizer = AutoTokenizer.from_pretrained(located(DEFAULT), trust_remote_code=False)
-    torch_state = torch.random.get_rng_state()
-    torch.manual_seed(0)
-    config = tiny_config(
-        vocab_size=len(tokenizer),
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

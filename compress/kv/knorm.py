@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from compress.kv.policy import Policy
-from compress.kv.seen import Seen
+from compress.kv.policy import Policy, Seen
 
 
 @dataclass(frozen=True, kw_only=True)

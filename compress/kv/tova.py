@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.kv.policy import Policy
-from compress.kv.seen import Seen
+from compress.kv.policy import Policy, Seen
 
 
 @dataclass(frozen=True, kw_only=True)

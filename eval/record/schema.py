@@ -30,10 +30,10 @@ Its shape (more keys are welcome, these keep their names):
 """
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
+from eval.record.files import write_whole
 from eval.record.reading import plain
 
 SCHEMA_VERSION = 1
@@ -55,18 +55,6 @@ def write_record(made: dict[str, Any], path: str | Path) -> Path:
     if problems:
         raise ValueError(f"the record is not complete: {'; '.join(problems)}")
     return write_whole(json.dumps(plain(made), indent=1, allow_nan=False), Path(path))
-
-
-def write_whole(text: str, path: Path) -> Path:
-    """Write a file, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-    return path
 
 
 def read_record(path: str | Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from eval.record.schema import write_whole
+from eval.record.files import write_whole
 from eval.tasks.fingerprint import attached, model_sha256, tokenizer_sha256
 from eval.tasks.paired import compare, finite, fits, stderr
 from eval.tasks.task_files import check_names, find_tasks

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
-from eval.record.schema import write_whole
+from eval.record.files import write_whole
 from eval.text.windows import mean_and_stderr
 from eval.writing.generation import Written, encode_prompt, end_tokens, first_difference, settings_aside, write
 

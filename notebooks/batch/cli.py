@@ -54,6 +54,9 @@ def _parser() -> argparse.ArgumentParser:
         "plan", _plan, "every run of a sweep, checked: what will be done, and how long it may take", sweep
     )
     planned.add_argument("--force", action="store_true", help="as if nothing were done")
+    planned.add_argument(
+        "--stale", action="store_true", help="as if what other code of the workbench did were not done"
+    )
     run = command("run", _run, "execute a notebook, or what is left of a sweep", what)
     resume = command(
         "resume",
@@ -68,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--timeout", type=float, default=None, help="seconds that a run may take, by the clock")
     run.add_argument("--cell-timeout", type=int, default=None, help="seconds that a cell may take")
     for one in (run, resume):
+        one.add_argument("--stale", action="store_true", help="also what was done with other code of the workbench")
         at_once = "runs at once here (of Ray: `ray start --num-cpus`); nothing runs beside what is timed"
         one.add_argument("--parallel", type=int, default=1, help=at_once)
         one.add_argument("--engine", choices=ENGINES, default="local", help="where: here, or on a Ray cluster")
@@ -113,7 +117,7 @@ def _runs(options: argparse.Namespace) -> Path:
 def _plan(options: argparse.Namespace) -> int:
     from notebooks.batch.plan import plan
 
-    print(plan(options.sweep, runs=_runs(options), force=options.force))
+    print(plan(options.sweep, runs=_runs(options), force=options.force, stale=options.stale))
     return 0
 
 
@@ -168,7 +172,8 @@ def _execute(sweep, options: argparse.Namespace) -> int:
         )
     engine = Ray(options.address) if options.engine == "ray" else Local(options.parallel)
     alone = not sweep.source
-    found = run_sweep(replace(sweep, **limits), runs=runs, engine=engine, force=bool(options.force))
+    again = {"force": bool(options.force), "stale": options.stale}
+    found = run_sweep(replace(sweep, **limits), runs=runs, engine=engine, **again)
     failed = [one for one in found if one.status == "failed"]
     left = [one for one in found if one.status in ("waiting", "busy", "running")]
     for one in failed:
@@ -182,11 +187,7 @@ def _execute(sweep, options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     if alone and found[0].status in ("known", "finished"):
-        what = (
-            "was done already (--force runs it again)"
-            if found[0].status == "known"
-            else f"done in {found[0].seconds:.0f} s"
-        )
+        what = _known(found[0].folder) if found[0].status == "known" else f"done in {found[0].seconds:.0f} s"
         print(f"{what}\nreport: {Path(found[0].folder) / 'report.html'}")
     if not alone:
         counts = {word: sum(one.status == word for one in found) for word in ("finished", "known", "failed")}
@@ -199,6 +200,15 @@ def _execute(sweep, options: argparse.Namespace) -> int:
         one.status == "waiting" for one in left
     )
     return 130 if interrupted else int(bool(failed or left))
+
+
+def _known(folder: str) -> str:
+    from notebooks.batch.job import is_stale
+    from notebooks.batch.run_folder import RunFolder
+
+    if is_stale(RunFolder(Path(folder)).manifest()):
+        return "was done already, with other code of the workbench (--stale runs it again)"
+    return "was done already (--force runs it again)"
 
 
 def _status(options: argparse.Namespace) -> int:

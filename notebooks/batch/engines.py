@@ -35,8 +35,9 @@ from typing import Any, Protocol
 
 import psutil
 
+from eval.record.manifest import read_json
 from notebooks.batch.job import Job, Outcome, execute
-from notebooks.batch.run_folder import JOB, RunFolder, read_json
+from notebooks.batch.run_folder import JOB, RunFolder
 from notebooks.batch.worker import first_line, where
 
 ENGINES = ("local", "ray")

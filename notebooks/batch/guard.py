@@ -15,8 +15,9 @@ from pathlib import Path
 
 import psutil
 
+from eval.record.manifest import read_json
 from notebooks.batch.processes import MARK, end
-from notebooks.batch.run_folder import LOG, read_json
+from notebooks.batch.run_folder import LOG
 
 EVERY_S = 0.25
 

@@ -13,23 +13,45 @@ from pathlib import Path
 from typing import Any
 
 from eval.machine.processor import cpu_class
-from notebooks.batch.identity import ROOT, code_sha256, device_class, packages_code
-from notebooks.batch.leases import held, take
+from eval.record.files import write_whole
+from eval.record.manifest import read_json
+from notebooks.batch import snapshot
+from notebooks.batch.leases import Lease, held, take
 from notebooks.batch.processes import MARK, Mark, end, end_orphans, mark
-from notebooks.batch.run_folder import FAILURE, JOB, LOG, RunFolder, read_json
+from notebooks.batch.run_folder import FAILURE, JOB, LOG, RunFolder
+from notebooks.batch.saved_model import saved_model
+from notebooks.batch.snapshot import Code
 from notebooks.batch.sweep import Planned
 from notebooks.batch.worker import last_lines, where
-from notebooks.study.parameters import notebook_path, read_parameters
+from notebooks.study.identity import (
+    CODE,
+    COMMIT,
+    CONTENT,
+    KEY,
+    REVISIONS,
+    ROOT,
+    THREADS,
+    WAITING,
+    content_identity,
+    device_class,
+    packages_code,
+)
+from notebooks.study.parameters import read_parameters
+from notebooks.study.places import check_run_path
 
-TRIES = 2  # of a run whose first attempt failed for a passing cause: a kernel that never came up, a port that was taken
-CODE, KEY, THREADS, WAITING = "WORKBENCH_CODE", "WORKBENCH_KEY", "WORKBENCH_THREADS", "WORKBENCH_WAITING"
+TRIES = 2  # attempts at a run whose first one failed for a passing cause: a kernel that never came up, a taken port
 
 
 @dataclass(frozen=True)
 class Job:
     """A run as an engine hands it on: plain values, so that it can travel.
 
-    threads: that the run may use beside others while nothing is timed; None for all. gpus: that it needs.
+    Args:
+        varied: the parameters by which it differs from the other runs of its sweep.
+        force: run it although it is finished. stale: run it if it was finished with other code of the workbench.
+        threads: that the run may use beside others while nothing is timed; None for all.
+        gpus: how many it needs.
+        code: what it executes; that of the checkout where it is executed if None.
     """
 
     key: str
@@ -41,15 +63,19 @@ class Job:
     timeout_s: float | None = None
     cell_timeout_s: int | None = None
     force: bool = False
+    stale: bool = False
     threads: int | None = None
     gpus: int = 0
     environment: dict[str, str] = field(default_factory=dict)
+    code: Code | None = None
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a job. status: finished, known (it was finished before), failed, busy (somebody else works on
-    it)."""
+    """What became of a job.
+
+    status: finished, known (it was finished before), failed, busy (another process works on it), waiting.
+    """
 
     key: str
     status: str
@@ -63,61 +89,67 @@ def job_of(planned: Planned, runs: Path, **more: Any) -> Job:
     folder = planned.values.get("run_path") or runs / planned.key
     device = str(planned.values.get("device", "cpu"))
     gpus = int(device.startswith("cuda") or (device == "auto" and device_class(device) != cpu_class()))
-    return Job(
-        planned.key,
-        planned.notebook,
-        planned.values,
-        str(Path(folder).expanduser().absolute()),
-        planned.identity,
-        planned.varied,
-        gpus=gpus,
-        **more,
-    )
+    place = str(Path(folder).expanduser().absolute())
+    own = (planned.key, planned.notebook, planned.values, place, planned.identity, planned.varied)
+    return Job(*own, gpus=gpus, **more)
 
 
 def execute(job: Job, stop: Callable[[], bool] = lambda: False) -> Outcome:
-    """Run a job, unless it is done or somebody does it.
+    """Run a job, unless it is finished or another process works on it.
 
     Args:
         stop: asked now and then; when it says True the run is ended, as interrupted.
     """
-    places = RunFolder(Path(job.folder), job.key)
-    if not job.force and done(places, job.values):
+    if _nothing_to_do(job):
         return Outcome(job.key, "known", job.folder)
-    token = mark(places.folder.parent, job.key)
-    lease = take(places.lease, token)
+    token = mark(Path(job.folder).parent, job.key)
+    folder = RunFolder(Path(job.folder), job.key, token.attempt)
+    lease = take(folder.lease, token)
     if lease is None:
         return Outcome(job.key, "busy", job.folder)
     try:
-        places.recover()
-        if not job.force and done(places, job.values):
+        folder.recover()
+        if model := saved_model(job.values.get("save_path"), job.key):
+            model.recover(folder.manifest().get("attempt", ""))
+        if _nothing_to_do(job):
             return Outcome(job.key, "known", job.folder)
-        end_orphans(places.folder.parent, f"{job.key}/")
-        attempts, again = 0, True
-        while again and attempts < TRIES:
-            failure, seconds = _attempt(job, places, token, lambda: stop() or lease.lost.is_set())
-            if not failure:
-                return Outcome(job.key, "finished", job.folder, seconds=seconds)
-            attempts, again = attempts + 1, failure.pop("transient", False)
-        failure |= {
-            "attempts": attempts,
-            "key": job.key,
-            "notebook": job.notebook,
-            "values": job.values,
-            "seconds": seconds,
-        }
-        places.put_failed(failure)
-        return Outcome(job.key, "failed", job.folder, failure, seconds)
+        end_orphans(folder.folder.parent, f"{job.key}/")
+        return _tried(job, folder, token, lease, stop)
     finally:
         lease.release()
 
 
-def _attempt(job: Job, places: RunFolder, token: Mark, stop: Callable[[], bool]) -> tuple[dict[str, Any], float]:
-    """One attempt: {} if the run stands, else what went wrong; and its seconds."""
+def _nothing_to_do(job: Job) -> bool:
+    folder = RunFolder(Path(job.folder), job.key)
+    if job.force or not done(folder, job.values):
+        return False
+    return not job.stale or folder.manifest().get("code") == (job.code or snapshot.current()).sha256
+
+
+def _tried(job: Job, folder: RunFolder, token: Mark, lease: Lease, stop: Callable[[], bool]) -> Outcome:
+    """Up to `TRIES` attempts at a run, by the holder of its lease."""
+    attempts, again = 0, True
+    while again and attempts < TRIES:
+        failure, seconds = _attempt(job, folder, token, lambda: stop() or lease.lost.is_set())
+        if not failure:
+            return Outcome(job.key, "finished", job.folder, seconds=seconds)
+        attempts, again = attempts + 1, failure.pop("transient", False)
+    if not lease.owned():  # another attempt works on the run, whose folders are not this one's to touch
+        shutil.rmtree(folder.part, ignore_errors=True)
+        return Outcome(job.key, "busy", job.folder, seconds=seconds)
+    own = {"attempts": attempts, "key": job.key, "notebook": job.notebook, "values": job.values, "seconds": seconds}
+    if model := saved_model(job.values.get("save_path"), job.key):
+        model.discard()
+    folder.put_failed(failure | own)
+    return Outcome(job.key, "failed", job.folder, failure | own, seconds)
+
+
+def _attempt(job: Job, folder: RunFolder, token: Mark, stop: Callable[[], bool]) -> tuple[dict[str, Any], float]:
+    """One attempt: {} if the run is finished, else how it failed; and its seconds."""
     begin = time.monotonic()
-    ours, theirs = os.pipe()  # the guard watches its end: closed by us, or with us
+    ours, theirs = os.pipe()  # the guard ends everything when its end of this pipe is closed, by us or by our death
     try:
-        guard = _start(job, places, token, ours)
+        guard = _start(job, folder, token, ours)
     except (OSError, ValueError) as error:
         os.close(theirs)
         kind = "disk" if isinstance(error, OSError) else "specification"
@@ -128,7 +160,7 @@ def _attempt(job: Job, places: RunFolder, token: Mark, stop: Callable[[], bool])
     try:
         while True:
             try:
-                said, _ = guard.communicate(timeout=0.2)
+                output, _ = guard.communicate(timeout=0.2)
                 break
             except subprocess.TimeoutExpired:
                 if stop() and not interrupted:
@@ -139,114 +171,124 @@ def _attempt(job: Job, places: RunFolder, token: Mark, stop: Callable[[], bool])
             os.close(theirs)
     left = end(str(token)) if guard.returncode else 0
     seconds = round(time.monotonic() - begin, 1)
-    if places.complete() and places.manifest().get("attempt") == token.attempt:
+    if folder.complete() and folder.manifest().get("attempt") == token.attempt:
         return {}, seconds
-    told = _json(said)
-    failure = read_json(places.part / FAILURE) or _json(_log(places)[-1:] and _log(places)[-1])
-    more = {"peak_memory_bytes": told.get("peak_memory_bytes"), "left": told.get("left", left)}
-    return _judged(failure, told, interrupted, guard.returncode, places) | more, seconds
+    report = _json(output)
+    failure = read_json(folder.part / FAILURE) or _json(_log(folder)[-1:] and _log(folder)[-1])
+    more = {"peak_memory_bytes": report.get("peak_memory_bytes"), "left": report.get("left", left)}
+    return _judged(failure, report, interrupted, guard.returncode, folder) | more, seconds
 
 
 def _judged(
-    failure: dict[str, Any], told: dict[str, Any], interrupted: bool, status: int, places: RunFolder
+    failure: dict[str, Any], report: dict[str, Any], interrupted: bool, status: int, folder: RunFolder
 ) -> dict[str, Any]:
-    """The failure by its kind: what the guard saw goes before what the worker says."""
-    if interrupted or told.get("why") == "interrupt":
+    """The failure by its kind. What the guard saw is preferred to what the worker reports."""
+    if interrupted or report.get("why") == "interrupt":
         return failure | {"kind": "interrupt", "error": "the run was interrupted"}
-    if told.get("why") in ("timeout", "cell timeout"):
-        what = "a cell took more than it may" if told["why"] == "cell timeout" else "it took more than a run may"
-        return failure | _at(places) | {"kind": "timeout", "error": f"{what}: ended after {told['seconds']:.0f} s"}
-    if told.get("oom_kills") and failure.get("kind", "kernel death") == "kernel death":
-        return (
-            _at(places)
-            | failure
-            | {"kind": "out of memory", "error": "the system killed it for want of memory", "transient": False}
-        )
+    if report.get("why") in ("timeout", "cell timeout"):
+        what = "a cell took longer than it may" if report["why"] == "cell timeout" else "it took longer than a run may"
+        return failure | _at(folder) | {"kind": "timeout", "error": f"{what}: ended after {report['seconds']:.0f} s"}
+    if report.get("oom_kills") and failure.get("kind", "kernel death") == "kernel death":
+        error = "the operating system killed it because no memory was left"
+        return _at(folder) | failure | {"kind": "out of memory", "error": error, "transient": False}
     if failure:
         return failure
-    what = "its guard" if status else "papermill"
-    how = (
-        f"by signal {-(status or told.get('status') or 0)}"
-        if (status or told.get("status") or 0) < 0
-        else "without a word"
-    )
-    kind = (
-        "disk" if any("No space left" in line or "File too large" in line for line in _log(places)) else "kernel death"
-    )
-    return _at(places) | {"kind": kind, "error": f"{what} ended {how}", "lines": _log(places)}
+    what, number = "its guard" if status else "papermill", status or report.get("status") or 0
+    how = f"by signal {-number}" if number < 0 else "without a message"
+    no_space = any("No space left" in line or "File too large" in line for line in _log(folder))
+    kind = "disk" if no_space else "kernel death"
+    return _at(folder) | {"kind": kind, "error": f"{what} ended {how}", "lines": _log(folder)}
 
 
-def _start(job: Job, places: RunFolder, token: Mark, stdin: int) -> subprocess.Popen:
-    shutil.rmtree(places.part, ignore_errors=True)
-    places.part.mkdir(parents=True)
-    if job.identity and code_sha256(notebook_path(job.notebook)) != job.identity["notebook"]:
-        raise ValueError(
-            f"`notebook` (={job.notebook!r}) has changed since this run was planned; `workbench resume` plans anew"
-        )
-    saved = job.values.get("save_path")
-    if saved and read_json(Path(saved).expanduser() / "record.json").get("run", {}).get("key") == job.key:
-        shutil.rmtree(Path(saved).expanduser())  # of an attempt at this run that was killed after it
-    declared = read_parameters(job.notebook)
+def _start(job: Job, folder: RunFolder, token: Mark, stdin: int) -> subprocess.Popen:
+    """Start the guard of an attempt.
+
+    Raises:
+        ValueError: what the run reads has changed since it was planned, or it may not write where it should.
+    """
+    code, model = job.code or snapshot.current(), saved_model(job.values.get("save_path"), job.key, token.attempt)
+    shutil.rmtree(folder.part, ignore_errors=True)
+    folder.part.mkdir(parents=True)
+    check_run_path(job.values.get("run_path", ""))
+    if model:
+        model.check_free()
+    path = code.notebook(job.notebook)
+    _check_unchanged(job, path)
+    declared = read_parameters(path)
     given = {name: value for name, value in job.values.items() if value != declared[name].default}
-    own = {"run_path": str(places.part), "work_path": job.values.get("work_path") or str(places.work)}
+    own = {"run_path": str(folder.part), "work_path": job.values.get("work_path") or str(folder.work)}
+    own |= {"save_path": str(model.part)} if model else {}
     given |= {name: place for name, place in own.items() if name in declared}
-    waiting = places.part / ".waiting"
-    told = asdict(job) | {
-        "given": given,
-        "path": str(notebook_path(job.notebook)),
-        "token": token.attempt,
-        "waiting": str(waiting),
-    }
-    file = places.part / JOB
-    file.write_text(json.dumps(told), encoding="utf-8")
-    environment = (
-        os.environ
-        | job.environment
-        | {MARK: str(token), KEY: job.key, CODE: job.identity.get("code", packages_code()), WAITING: str(waiting)}
-    )
-    if job.threads:
-        environment[THREADS] = str(job.threads)
+    waiting = folder.part / ".waiting"
+    more = {"given": given, "path": str(path), "token": token.attempt, "waiting": str(waiting)}
+    file = write_whole(json.dumps(asdict(job) | more | {"code": code.sha256}), folder.part / JOB)
     return subprocess.Popen(
         [sys.executable, "-m", "notebooks.batch.guard", str(file)],
         stdin=stdin,
         stdout=subprocess.PIPE,
-        env=environment,
-        cwd=ROOT,
+        env=_environment(job, code) | {MARK: str(token), WAITING: str(waiting)},
+        cwd=code.root,
         text=True,
         start_new_session=True,
     )
 
 
-def _at(places: RunFolder) -> dict[str, Any]:
-    return where(places.part / "notebook.ipynb")
+def _check_unchanged(job: Job, path: Path) -> None:
+    """Raise ValueError if the notebook, or a file that the run reads, is not the one that the run was planned with."""
+    if not job.identity:
+        return
+    now = content_identity(path, job.values)
+    changed = [part for part in CONTENT if now[part] != job.identity[part]]
+    if changed:
+        what = {"notebook": f"`notebook` (={job.notebook!r})", "model": "the model", "data": "the text or task data"}
+        said = " and ".join(what[part] for part in changed)
+        raise ValueError(f"{said} has changed since this run was planned; `workbench resume` plans the sweep anew")
 
 
-def _log(places: RunFolder) -> list[str]:
+def _environment(job: Job, code: Code) -> dict[str, str]:
+    """The environment of the processes of an attempt."""
+    paths = [code.root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    data = os.environ.get("WORKBENCH_DATA") or str(ROOT.parent / "shared" / "data")  # not beside a snapshot
+    own = {"PYTHONPATH": os.pathsep.join(paths), "WORKBENCH_DATA": data}
+    told = {KEY: job.key, CODE: code.sha256, COMMIT: code.commit, REVISIONS: job.identity.get("revisions", "{}")}
+    return os.environ | own | job.environment | told | ({THREADS: str(job.threads)} if job.threads else {})
+
+
+def _at(folder: RunFolder) -> dict[str, Any]:
+    return where(folder.part / "notebook.ipynb")
+
+
+def _log(folder: RunFolder) -> list[str]:
     try:
-        return last_lines([(places.part / LOG).read_text(encoding="utf-8", errors="replace")])
+        return last_lines([(folder.part / LOG).read_text(encoding="utf-8", errors="replace")])
     except OSError:
         return []
 
 
 def _json(text: str) -> dict[str, Any]:
     try:
-        made = json.loads(text or "{}")
-        return made if isinstance(made, dict) else {}
+        content = json.loads(text or "{}")
+        return content if isinstance(content, dict) else {}
     except ValueError:
         return {}
 
 
-def done(places: RunFolder, values: dict[str, Any]) -> bool:
-    """Does the run stand, with the model that it was to save?"""
-    saved = values.get("save_path")
-    return places.complete() and (not saved or Path(saved).expanduser().is_dir())
+def done(folder: RunFolder, values: dict[str, Any]) -> bool:
+    """Whether the run is finished, and the model that it was to save is there."""
+    model = saved_model(values.get("save_path"), folder.key or folder.manifest().get("key", ""))
+    return folder.complete() and (model is None or model.complete())
 
 
 def state(folder: str | Path, key: str = "", values: dict[str, Any] | None = None) -> str:
-    """finished, running, failed or waiting, as the folders say; of the run of this key, if one is given."""
-    places = RunFolder(Path(folder), key)
-    if done(places, values or {}):
+    """finished, running, failed or waiting, by what the folders hold; of the run of this key, if one is given."""
+    place = RunFolder(Path(folder), key)
+    if done(place, values or {}):
         return "finished"
-    if held(places.lease):
+    if held(place.lease):
         return "running"
-    return "failed" if places.failure() else "waiting"
+    return "failed" if place.failure() else "waiting"
+
+
+def is_stale(manifest: dict[str, Any]) -> bool:
+    """Whether a finished run was executed with other code of the workbench than the present one."""
+    return bool(manifest.get("code")) and manifest["code"] != packages_code()

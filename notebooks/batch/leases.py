@@ -19,28 +19,43 @@ STALE_S = 60.0
 
 
 class Lease:
-    """A lease that is held until `release`."""
+    """A lease that this process holds until `release`, or until `lost` is set."""
 
     def __init__(self, path: Path, token: str):
         self.path, self.token = path, token
-        self.lost = threading.Event()  # somebody else took it over while this machine stood still
+        self.lost = threading.Event()  # set when another attempt took the lease over while this machine stood still
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._renew, daemon=True)
         self._thread.start()
 
     def _renew(self) -> None:
         while not self._over.wait(RENEW_S):
-            with contextlib.suppress(OSError):
-                if holder(self.path).get("token") == self.token:
-                    os.utime(self.path)
-                elif self.path.exists():
-                    self.lost.set()
+            try:
+                self.owned()
+                os.utime(self.path)
+            except FileNotFoundError:
+                self.lost.set()
+            except OSError:  # a network filesystem that does not answer now may answer at the next renewal
+                continue
+
+    def owned(self) -> bool:
+        """Whether the run is still this attempt's. Once it is not, it never is again.
+
+        Raises:
+            OSError: the lease cannot be read at the moment.
+        """
+        try:
+            if json.loads(self.path.read_text()).get("token") != self.token:
+                self.lost.set()
+        except (FileNotFoundError, ValueError):
+            self.lost.set()
+        return not self.lost.is_set()
 
     def release(self) -> None:
         self._over.set()
         self._thread.join()
         with contextlib.suppress(OSError):
-            if holder(self.path).get("token") == self.token:
+            if self.owned():
                 self.path.unlink()
 
 
@@ -104,7 +119,7 @@ def _stale(path: Path, told: dict[str, Any]) -> bool:
 
 def _age(path: Path) -> float:
     """Seconds since a file was renewed, by the clock of its filesystem."""
-    now = path.with_name(f".now.{os.getpid()}.{threading.get_ident()}")
+    now = path.with_name(f".now.{os.urandom(6).hex()}")
     try:
         now.touch()
         return now.stat().st_mtime - path.stat().st_mtime

@@ -14,10 +14,10 @@ from typing import Any
 import yaml
 
 from eval.record.schema import read_record
-from notebooks.batch.identity import ROOT
-from notebooks.batch.job import state
+from notebooks.batch.job import is_stale, state
 from notebooks.batch.plan import kept_sweep, run_folders, sweep_folder, sweep_name
 from notebooks.batch.run_folder import FAILURE, RunFolder
+from notebooks.study.identity import ROOT
 from notebooks.study.parameters import read_parameters
 from reports.compare.compare import Leaderboard, Verdict, compare_two, leaderboard, render_comparison
 from reports.compare.index import render_index
@@ -27,6 +27,10 @@ from reports.compare.pareto import casts, planes
 from reports.compare.variants import variants
 from reports.page.render import Report, render
 from reports.parts.figures import Figures
+
+_STALE = (
+    "This run is stale: the workbench's code has changed since it was finished. `workbench run --stale` runs it again."
+)
 
 
 @dataclass(frozen=True)
@@ -168,7 +172,7 @@ def write_all(runs: Path, named: Sequence[str]) -> list[Path]:
     )
     for folder in folders:
         try:
-            written.append(render(read_record(folder / "record.json"), folder / "report.html").path)
+            written.append(_page(folder))
         except ValueError as error:  # one that failed, or of another version: the others' pages are made all the same
             print(f"workbench: no page for {folder.name}: {error}", file=sys.stderr)
     if not named:
@@ -177,6 +181,14 @@ def write_all(runs: Path, named: Sequence[str]) -> list[Path]:
         ]
         written.append(write_papers(runs).path)
     return [*written, write_index(runs).path]
+
+
+def _page(folder: Path) -> Path:
+    """The page of a run, drawn again; a stale one says so."""
+    record = read_record(folder / "record.json")
+    if is_stale({"code": record["provenance"].get("code_sha256")} | RunFolder(folder).manifest()):
+        record = record | {"notes": [_STALE, *record.get("notes", [])]}
+    return render(record, folder / "report.html").path
 
 
 def _folders(name: str, runs: Path) -> list[tuple[Path, dict[str, Any]]]:
@@ -221,7 +233,8 @@ def _outcome(folder: Path, page: Path, asked: dict[str, Any]) -> RunOutcome:
     stands = folder if record else places.failed if failure else None
     command = record["provenance"]["command"] if record else _command(told)
     key, href = record["run"]["key"] if record else folder.name, os.path.relpath(stands, page.parent) if stands else ""
-    return RunOutcome(key, notebook, now, href, record, failure, told.get("values"), command)
+    stale = record is not None and is_stale({"code": record["provenance"].get("code_sha256")} | places.manifest())
+    return RunOutcome(key, notebook, now, href, record, failure, told.get("values"), command, stale)
 
 
 def _command(told: dict[str, Any]) -> str:

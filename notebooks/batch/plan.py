@@ -22,28 +22,32 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from eval.record.schema import write_whole
+from eval.record.files import write_whole
+from eval.record.manifest import MANIFEST, read_json
+from notebooks.batch import snapshot
 from notebooks.batch.engines import Engine, Local
-from notebooks.batch.identity import ROOT
-from notebooks.batch.job import Outcome, job_of, state
+from notebooks.batch.job import Outcome, is_stale, job_of, state
 from notebooks.batch.leases import held
 from notebooks.batch.processes import end_orphans
 from notebooks.batch.progress import Progress
-from notebooks.batch.run_folder import MANIFEST, RunFolder, read_json
+from notebooks.batch.run_folder import RunFolder
 from notebooks.batch.sweep import Planned, Sweep, read_sweep
+from notebooks.study.identity import ROOT
 
 RUNS = ROOT / "runs"
+_OTHER_CODE = "the workbench's code has changed since; `--stale` runs it again"
 _WIDE = 80  # characters of the parameters in a table
-_WHY = {"notebook": "the notebook", "code": "the packages' code", "versions": "a library's version", "model": "the model",
-        "data": "the data", "device": "the device"}  # fmt: skip
+_WHY = {"notebook": "the notebook", "versions": "a library's version", "model": "the model", "data": "the data",
+        "revisions": "a revision on the hub", "device": "the device", "threads": "the number of threads",
+        "native": "the C++ compiler"}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class PlanRow:
     """A run of a plan.
 
-    state: finished, running, failed, waiting. does: skip or run, and why. seconds: that it is likely to take, if that
-        is known.
+    state: finished, stale (finished with other code of the workbench), running, failed, waiting. does: skip or run,
+        and why. seconds: that it is likely to take, if that is known.
     """
 
     planned: Planned
@@ -89,7 +93,10 @@ class Plan:
 
     def __str__(self) -> str:
         counts = Counter(row.does for row in self.rows)
-        total = f"{len(self.rows)} runs: {counts['skip']} done, {counts['run']} to run, {duration(self.seconds)} one after another"
+        stale = sum(row.state == "stale" and row.does == "skip" for row in self.rows)
+        kept = f" ({stale} stale: `--stale` runs them again)" if stale else ""
+        left = f"{counts['run']} to run, {duration(self.seconds)} one after another"
+        total = f"{len(self.rows)} runs: {counts['skip']} done{kept}, {left}"
         return f"{self.sweep.title}\n\n{aligned(self.cells())}\n\n{total}"
 
     def _repr_html_(self) -> str:
@@ -100,8 +107,12 @@ class Plan:
         return f"{said}<table><thead><tr>{names}</tr></thead><tbody>{shown}</tbody></table>"
 
 
-def plan(sweep: str | Path | Sweep, *, runs: Path = RUNS, force: bool = False) -> Plan:
+def plan(sweep: str | Path | Sweep, *, runs: Path = RUNS, force: bool = False, stale: bool = False) -> Plan:
     """Every run of a sweep, what will be done about it and how long it is likely to take. Nothing is started.
+
+    Args:
+        force: as if no run were finished.
+        stale: as if those were not finished that were executed with other code of the workbench.
 
     Raises:
         ValueError: the sweep makes no sense (`notebooks.batch.sweep.read_sweep`).
@@ -110,11 +121,19 @@ def plan(sweep: str | Path | Sweep, *, runs: Path = RUNS, force: bool = False) -
     before = finished_runs(runs)
     rows = []
     for planned in sweep.runs:
-        now = state(folder_of(planned, runs), planned.key, planned.values)
-        done = now == "finished" and not force
-        why = "" if done else "forced" if now == "finished" else _changed(planned, before)
+        now = _state(folder_of(planned, runs), planned.key, planned.values)
+        again = force or (stale and now == "stale")
+        done = now in ("finished", "stale") and not again
+        why = _OTHER_CODE if now == "stale" else "forced" if again and now == "finished" else ""
+        why = why or ("" if done else _changed(planned, before))
         rows.append(PlanRow(planned, now, "skip" if done else "run", why, None if done else _likely(planned, before)))
     return Plan(sweep, tuple(rows))
+
+
+def _state(folder: str | Path, key: str, values: dict[str, Any]) -> str:
+    """As `notebooks.batch.job.state`, and stale for a finished run of other code of the workbench."""
+    now = state(folder, key, values)
+    return "stale" if now == "finished" and is_stale(RunFolder(Path(folder)).manifest()) else now
 
 
 def run_sweep(
@@ -123,13 +142,15 @@ def run_sweep(
     runs: Path = RUNS,
     engine: Engine | None = None,
     force: bool = False,
+    stale: bool = False,
     stop: threading.Event | None = None,
 ) -> list[Outcome]:
     """Run what is not done yet; whatever happens to this process, a second call goes on where it was.
 
     Args:
         engine: `Local()` unless given.
-        force: run the finished ones again, too; each stands until its successor does.
+        force: run the finished ones again, too; each stays until its successor is finished.
+        stale: run those again, too, that were finished with other code of the workbench.
         stop: ends what runs when it is set.
 
     Raises:
@@ -140,16 +161,15 @@ def run_sweep(
     end_orphans(runs)
     if sweep.source:
         keep_sweep(sweep, runs)
-    rows = plan(sweep, runs=runs, force=force).rows
+    rows = plan(sweep, runs=runs, force=force, stale=stale).rows
     known = [Outcome(row.planned.key, "known", str(folder_of(row.planned, runs))) for row in rows if row.does == "skip"]
     for places in (RunFolder(Path(one.folder)) for one in known):
         if not held(places.lease):
             places.tidy()
     left = [row for row in rows if row.does == "run"]
-    jobs = [
-        job_of(row.planned, runs, timeout_s=sweep.timeout_s, cell_timeout_s=sweep.cell_timeout_s, force=force)
-        for row in left
-    ]
+    limits = {"timeout_s": sweep.timeout_s, "cell_timeout_s": sweep.cell_timeout_s}
+    code = _snapshot(sweep, runs) if sweep.source and left else snapshot.current()
+    jobs = [job_of(row.planned, runs, force=force, stale=row.state == "stale", code=code, **limits) for row in left]
     likely = {row.planned.key: row.seconds for row in left}
     found = list(known)
     with _ended_by_signals(stop), Progress(jobs, likely, getattr(engine, "parallel", 1), len(known)) as progress:
@@ -158,6 +178,13 @@ def run_sweep(
             found.append(outcome)
             progress.done(outcome)
     return found
+
+
+def _snapshot(sweep: Sweep, runs: Path) -> snapshot.Code:
+    """The code that the runs of this sweep execute, whatever is edited while they do."""
+    in_use = any(held(RunFolder(folder_of(one, runs)).lease) for one in sweep.runs)
+    notebooks = [one.notebook for one in sweep.runs]
+    return snapshot.take(sweep_folder(sweep.name, runs) / "code", notebooks, keep_others=in_use)
 
 
 @contextlib.contextmanager
@@ -273,11 +300,11 @@ def status(sweep: str | None = None, *, runs: Path = RUNS, lines: bool = False) 
     said = []
     for i, one in enumerate(kept["runs"], start=1):
         places = RunFolder(Path(one["folder"]))
-        now = state(places.folder, one["key"], one["values"])
+        now = _state(places.folder, one["key"], one["values"])
         failure = places.failure() if now == "failed" else {}
         where = f" in “{failure['cell_title']}”" if failure.get("cell_title") else ""
         what = f"{failure['kind']}{where}: {failure['error'].splitlines()[0][:70]}" if failure else ""
-        took = places.manifest().get("seconds") if now == "finished" else failure.get("seconds")
+        took = places.manifest().get("seconds") if now in ("finished", "stale") else failure.get("seconds")
         rows.append(
             [
                 str(i),
@@ -299,6 +326,8 @@ def status(sweep: str | None = None, *, runs: Path = RUNS, lines: bool = False) 
             said += [f"  | {line}" for line in failure.get("lines", [])]
     counts = Counter(row[3] for row in rows[1:])
     total = ", ".join(f"{count} {word}" for word, count in counts.items())
+    if counts["stale"]:
+        total += f"\nstale: {_OTHER_CODE}"
     return "\n".join([kept["title"], "", aligned(rows), "", total, *said])
 
 

@@ -10,9 +10,10 @@ from types import TracebackType
 
 from tqdm.auto import tqdm
 
+from eval.record.manifest import read_json
 from notebooks.batch.job import Job, Outcome
 from notebooks.batch.leases import holder
-from notebooks.batch.run_folder import RunFolder, read_json
+from notebooks.batch.run_folder import RunFolder
 from notebooks.batch.worker import title_of
 
 EVERY_S = 1.0

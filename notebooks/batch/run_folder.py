@@ -1,38 +1,52 @@
-"""A run's folder, which is the truth about it: it stands, whole and verified, or the run is not done.
+"""The folders of a run. A run is finished when its folder holds a valid manifest.
 
-runs/<key>/            notebook.ipynb, record.json, report.html, manifest.json; put here by one rename
-runs/.<key>.running/   what is being made
-runs/.<key>.work/      what is kept of a killed attempt, so that the next goes on from there
-runs/.<key>.lease      who works on it
-runs/<key>.failed/     the last attempt that failed: failure.json, and the notebook as far as it came
+runs/<key>/                     notebook.ipynb, record.json, report.html, manifest.json; appears by one rename
+runs/.<key>.<attempt>.running/  what an attempt is writing; <attempt> is the random token of its lease
+runs/.<key>.work/               finished blocks of attempts that were killed; the next attempt goes on from them
+runs/.<key>.lease               which attempt works on the run
+runs/<key>.failed/              the last attempt that failed: failure.json, and the notebook as far as it was executed
+
+Only the attempt that holds the lease may put its folder in the place of the run, or of the failed one.
 """
 
+import glob
 import json
 import os
 import shutil
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from eval.record.schema import problems_of, write_whole
-from notebooks.batch.identity import file_sha256
+from eval.record.files import sync, write_whole
+from eval.record.manifest import MANIFEST, problems, read_json, seal
+from eval.record.schema import problems_of
+from notebooks.batch.leases import holder
 
-MANIFEST, FAILURE, JOB, LOG = "manifest.json", "failure.json", "job.json", "worker.log"
-NEEDED = ("notebook.ipynb", "record.json", "report.html")
-DERIVED = ("report.html",)  # from the record, and made anew when the page changes
+FAILURE, JOB, LOG = "failure.json", "job.json", "worker.log"
+NEEDED = ("notebook.ipynb", "record.json")
+DERIVED = ("report.html",)  # drawn from the record, and drawn again when the page changes
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The places of one run; where its key is given, another run that stands there is none."""
+    """The folders of one run.
+
+    Args:
+        folder: where the finished run is, or will be.
+        key: of the run; a finished run of another key in this folder does not count. "" for any.
+        attempt: the token of the attempt that writes; "" for a reader.
+    """
 
     folder: Path
     key: str = ""
+    attempt: str = ""
 
     @property
     def part(self) -> Path:
-        return self._beside(".{}.running")
+        """The folder that this attempt writes to; for a reader, that of the attempt which began last."""
+        if self.attempt:
+            return self._beside(f".{{}}.{self.attempt}.running")
+        return max(self._running(), key=_changed_ns, default=self._beside(".{}.running"))
 
     @property
     def work(self) -> Path:
@@ -53,100 +67,92 @@ class RunFolder:
     def _beside(self, pattern: str) -> Path:
         return self.folder.with_name(pattern.format(self.folder.name))
 
+    def _running(self) -> list[Path]:
+        return list(self.folder.parent.glob(f".{glob.escape(self.folder.name)}.*.running"))
+
     def complete(self) -> bool:
-        """Is the run done, as its manifest and its notebook say?"""
+        """Whether the run is finished, by its manifest and the content of its files."""
         return not self.problems()
 
     def problems(self) -> list[str]:
-        """What keeps this folder from being a finished run; [] if nothing does."""
-        made = read_json(self.folder / MANIFEST)
-        if not made:
-            return ["it has no manifest"]
-        wrong = []
-        if self.key and made.get("key") != self.key:
-            wrong.append(f"it is the run {made.get('key')}")
-        for name, told in made.get("files", {}).items():
-            file = self.folder / name
-            if not file.is_file():
-                wrong.append(f"{name} is gone")
-            elif name in DERIVED:
-                continue
-            elif file.stat().st_size != told["bytes"]:
-                wrong.append(f"{name} is not as it was")
-            elif file_sha256(file) != told["sha256"]:
-                wrong.append(f"{name} has another content")
-        return wrong + [f"{name} is missing" for name in NEEDED if name not in made.get("files", {})]
+        """Why this folder is not a finished run; [] if it is one."""
+        wrong = problems(self.folder, self.key, DERIVED)
+        listed = self.manifest().get("files", NEEDED)
+        return wrong + [f"{name} is missing" for name in NEEDED if name not in listed]
 
     def manifest(self) -> dict[str, Any]:
-        """What the manifest says; {} without one."""
+        """The manifest of the finished run; {} without one."""
         return read_json(self.folder / MANIFEST)
 
     def failure(self) -> dict[str, Any]:
-        """What was found of the last attempt that failed; {} if none did since the run was finished."""
+        """How the last attempt failed; {} if none has failed since the run was finished."""
         return read_json(self.failed / FAILURE)
 
-    def seal(self, job: dict[str, Any], more: dict[str, Any]) -> None:
-        """Write the manifest over all files of the part folder.
+    def owned(self) -> bool:
+        """Whether this attempt still holds the lease on the run."""
+        return bool(self.attempt) and holder(self.lease).get("token") == self.attempt
+
+    def seal(self, about: dict[str, Any]) -> None:
+        """Write the manifest of this attempt's folder.
 
         Raises:
-            ValueError: the part is no finished run; says what is wrong with it.
+            ValueError: the attempt did not finish the run; says what is missing.
         """
-        if wrong := unfinished(self.part, job["key"]):
+        if wrong := unfinished(self.part, about["key"]):
             raise ValueError(f"the run ended unfinished: {'; '.join(wrong)}")
-        for gone in (JOB, LOG):  # of interest only where it failed
-            (self.part / gone).unlink(missing_ok=True)
-        files = sorted(path for path in self.part.rglob("*") if path.is_file() and path.name != MANIFEST)
-        listed = {
-            str(path.relative_to(self.part)): {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
-            for path in files
-        }
-        told = {name: job[name] for name in ("key", "notebook", "values", "identity", "varied")}
-        made = {**told, **more, "finished": datetime.now(UTC).isoformat(timespec="seconds"), "files": listed}
-        for path in files:
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-        write_whole(json.dumps(made, indent=1), self.part / MANIFEST)
+        for name in (JOB, LOG):  # needed only to explain a failure
+            (self.part / name).unlink(missing_ok=True)
+        seal(self.part, about)
 
     def promote(self) -> None:
-        """Put the part in the folder's place by one rename; what stood there is kept aside until then."""
+        """Put this attempt's folder in the place of the run; a finished run there is kept until then.
+
+        Raises:
+            ValueError: another attempt has taken the run over.
+        """
+        if not self.owned():
+            raise ValueError("another attempt has taken this run over, because this one had stood still for too long")
         if self.folder.exists():
             if self.complete():
                 shutil.rmtree(self.old, ignore_errors=True)
                 os.rename(self.folder, self.old)
-            else:  # made by hand in Jupyter, say: not ours to delete
+            else:  # written by hand in Jupyter, for example: it is kept
                 os.rename(self.folder, _free(self._beside("{}.before")))
         os.rename(self.part, self.folder)
-        for gone in (self.old, self.failed, self.work):
-            shutil.rmtree(gone, ignore_errors=True)
+        sync(self.folder.parent)
+        self._discard(self.old, self.failed, self.work)
 
     def tidy(self) -> None:
-        """Take away what a promotion left that was killed right after it; only of a run that stands and nobody
-        holds."""
+        """Remove what a promotion left that was killed at its end. Only for a finished run that nobody works on."""
+        self._discard(self.old, self.failed, self.work, *self._running())
         self.lease.unlink(missing_ok=True)
-        for gone in (self.old, self.failed, self.work):
-            shutil.rmtree(gone, ignore_errors=True)
 
     def recover(self) -> None:
-        """Finish what a killed promotion left: the old run stands again if the new one does not."""
-        if self.old.is_dir():
-            if not self.folder.exists():
-                os.rename(self.old, self.folder)
-            else:
-                shutil.rmtree(self.old, ignore_errors=True)
+        """Undo or finish a promotion that was killed, and remove the folders of attempts that were.
+
+        Only for the holder of the lease.
+        """
+        if self.old.is_dir() and not self.folder.exists():
+            os.rename(self.old, self.folder)
+        self._discard(self.old, *self._running())
+
+    def _discard(self, *folders: Path) -> None:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def put_failed(self, failure: dict[str, Any]) -> None:
-        """Keep a failed attempt for who wants to look; an earlier one goes. Works, as far as it can, on a full disk."""
+        """Keep this attempt's folder as the failed one, instead of an earlier one. Works on a full disk if it can."""
         try:
             write_whole(json.dumps(failure, indent=1), self.part / FAILURE)
         except OSError:
-            shutil.rmtree(self.part, ignore_errors=True)  # room for the few lines that matter most
+            shutil.rmtree(self.part, ignore_errors=True)  # makes room for the few lines that matter most
             write_whole(json.dumps(failure, indent=1), self.part / FAILURE)
-        shutil.rmtree(self.failed, ignore_errors=True)
+        self._discard(self.failed)
         os.rename(self.part, self.failed)
 
 
 def unfinished(part: Path, key: str) -> list[str]:
-    """What is missing for a finished run; papermill's own marks and exit status are not asked, as they lie."""
+    """What is missing for a finished run. papermill's own marks and exit status do not count: they are wrong at times."""
     wrong = [f"{name} is missing" for name in NEEDED if not (part / name).is_file()]
     for i, cell in enumerate(read_json(part / "notebook.ipynb").get("cells", [])):
         if cell["cell_type"] != "code" or not "".join(cell["source"]).strip():
@@ -160,19 +166,18 @@ def unfinished(part: Path, key: str) -> list[str]:
     record = read_json(part / "record.json")
     wrong += [f"record.json: {problem}" for problem in problems_of(record)]
     if not wrong and record["run"]["key"] != key:
-        wrong.append(f"its record is of {record['run']['key']}")
+        wrong.append(f"its record belongs to the run {record['run']['key']}")
     return wrong
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; {} where there is none, or half of one."""
+def _changed_ns(path: Path) -> int:
     try:
-        made = json.loads(path.read_text(encoding="utf-8"))
-        return made if isinstance(made, dict) else {}
-    except (OSError, ValueError):
-        return {}
+        return path.stat().st_mtime_ns
+    except OSError:  # removed a moment ago
+        return 0
 
 
 def _free(path: Path) -> Path:
-    tried = [path, *(path.with_name(f"{path.name}-{i}") for i in range(2, 1000))]
-    return next(one for one in tried if not one.exists())
+    """This path, or the first one with a number behind it that does not exist."""
+    candidates = [path, *(path.with_name(f"{path.name}-{i}") for i in range(2, 1000))]
+    return next(candidate for candidate in candidates if not candidate.exists())

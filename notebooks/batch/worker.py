@@ -1,8 +1,7 @@
-"""The process in which papermill executes one run: values go in as Python, and the folder is promoted as the last act.
+"""The process in which papermill executes one run; its last act puts the run's folder in its place.
 
-Whether a run is done is judged by what lies in its folder (`notebooks.batch.run_folder`): papermill marks cells as
-    completed that never ran,
-and ends with status 0 after `sys.exit(0)`.
+Whether a run is finished is decided by the content of its folder (`notebooks.batch.run_folder`), because papermill marks
+cells as completed that never ran, and exits with status 0 after `sys.exit(0)`.
 """
 
 import errno
@@ -15,9 +14,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from notebooks.batch.identity import ROOT
-from notebooks.batch.leases import holder
-from notebooks.batch.run_folder import FAILURE, RunFolder, read_json
+from eval.record.manifest import read_json
+from notebooks.batch.run_folder import FAILURE, RunFolder
+from notebooks.batch.saved_model import saved_model
+from notebooks.study.identity import ROOT
 
 LINES = 20  # of the end of what a failed cell said
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
@@ -26,39 +26,53 @@ _MEMORY_WORDS = ("out of memory", "can't allocate memory", "Cannot allocate memo
 
 
 def main() -> int:
-    """`python -m notebooks.batch.worker JOB.json`; 0 if the run stands in its place."""
+    """`python -m notebooks.batch.worker JOB.json`; 0 if the run is finished and in its place."""
     job = read_json(Path(sys.argv[1]))
-    places = RunFolder(Path(job["folder"]), job["key"])
+    folder = RunFolder(Path(job["folder"]), job["key"], job["token"])
     _die_with(os.getppid())
     begin = time.monotonic()
-    failure = _execute(job, places)
+    failure = _execute(job, folder)
     if failure is None:
         try:
-            _relink(places)
-            places.seal(job, {"seconds": round(time.monotonic() - begin, 1), "attempt": job["token"]})
-            if holder(places.lease).get("token") != job["token"]:
-                raise ValueError("somebody else took the run over meanwhile")
-            places.promote()
+            _promote(job, folder, round(time.monotonic() - begin, 1))
             return 0
         except ValueError as error:
             failure = {"kind": "incomplete", "error": str(error)}
         except OSError as error:
             failure = {"kind": _kind_of(error), "error": f"{type(error).__name__}: {error}"}
     try:
-        (places.part / FAILURE).write_text(json.dumps(failure), encoding="utf-8")
+        (folder.part / FAILURE).write_text(json.dumps(failure), encoding="utf-8")
     except OSError:
-        print(json.dumps(failure))  # to the log; the guard's owner finds it there, if the disk took that much
+        print(json.dumps(failure))  # into the log, where the supervisor finds it if the disk took that much
     return 1
 
 
-def _execute(job: dict[str, Any], places: RunFolder) -> dict[str, Any] | None:
+def _promote(job: dict[str, Any], folder: RunFolder, seconds: float) -> None:
+    """Verify what the notebook wrote, and put the run and its saved model in their places.
+
+    A process that is killed between the two leaves a model that is whole and says which attempt it belongs to: whoever
+    next holds the lease finishes this.
+    """
+    model = saved_model(job["values"].get("save_path"), job["key"], job["token"])
+    _relink(folder, {folder.part: folder.folder} | ({model.part: model.place} if model else {}))
+    about = {name: job[name] for name in ("key", "notebook", "values", "identity", "varied", "code")}
+    folder.seal(about | {"seconds": seconds, "attempt": job["token"]})
+    if model:
+        model.check_free()
+        model.seal()
+    folder.promote()
+    if model:
+        model.promote()
+
+
+def _execute(job: dict[str, Any], folder: RunFolder) -> dict[str, Any] | None:
     """Run the notebook; what went wrong, None if nothing seems to have."""
     sys.modules.setdefault("rfc3987_syntax", None)  # two seconds of grammar that no notebook's schema asks for
     import papermill
     from nbclient.exceptions import DeadKernelError
     from papermill.exceptions import PapermillExecutionError
 
-    out = places.part / "notebook.ipynb"
+    out = folder.part / "notebook.ipynb"
     try:
         papermill.execute_notebook(
             job["path"], str(out), parameters=job["given"], cwd=str(ROOT), progress_bar=False, log_output=False
@@ -130,13 +144,14 @@ def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _relink(places: RunFolder) -> None:
-    """The notebook's links point at where it was written: make them point at where it will stand."""
-    book = places.part / "notebook.ipynb"
-    text = book.read_text(encoding="utf-8")
-    moved = text.replace(json.dumps(str(places.part))[1:-1], json.dumps(str(places.folder))[1:-1])
-    if moved != text:
-        book.write_text(moved, encoding="utf-8")
+def _relink(folder: RunFolder, places: dict[Path, Path]) -> None:
+    """Let the notebook's links point at where things will be, rather than at where they were written."""
+    book = folder.part / "notebook.ipynb"
+    before = text = book.read_text(encoding="utf-8")
+    for written, final in places.items():
+        text = text.replace(json.dumps(str(written))[1:-1], json.dumps(str(final))[1:-1])
+    if text != before:
+        book.write_text(text, encoding="utf-8")
 
 
 def _die_with(parent: int) -> None:

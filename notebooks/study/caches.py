@@ -25,7 +25,7 @@ from compress.recipe import parse_recipe, parse_recipes
 from eval.contexts.haystack import NOISE, Sample, samples
 from eval.contexts.long_context import LongContextScores, score_long_context
 from eval.evaluate import Scores
-from eval.record.schema import write_whole
+from eval.record.files import write_whole
 from eval.speed.cache_speed import FULL, CacheSpeed, measure_cache_speed
 from eval.speed.deploy import deployed
 from notebooks.study.strengths import recipes_at

@@ -1,9 +1,10 @@
-"""What a notebook does first and last: check its parameters and name its run; write record and report."""
+"""What a notebook does first and last: check its parameters and name its run; write record, page and model."""
 
 import json
 import os
 import shlex
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
@@ -14,37 +15,62 @@ from IPython import get_ipython
 from transformers import PreTrainedTokenizerBase
 
 from compress import Result, save_compressed
+from eval.record.files import write_whole
+from eval.record.manifest import seal
 from eval.record.schema import write_record
 from eval.run_record import RunInfo
 from eval.speed.deploy import cast
 from eval.speed.device_lock import share
-from notebooks.batch.identity import ROOT, packages_code, run_key
-from notebooks.batch.job import CODE, KEY, THREADS
+from notebooks.study.identity import CODE, COMMIT, KEY, ROOT, THREADS, packages_code, run_key
 from notebooks.study.parameters import check_parameters, injected, read_parameters
+from notebooks.study.places import check_run_path, check_writable
 from reports.page.render import Report, render
 
 
 @dataclass(frozen=True)
 class Run:
-    """One execution of a notebook: its key, its parameters, the folder for record and report, and that for the
-    model."""
+    """One execution of a notebook: its key, its parameters, the folder for record and report, that for the model."""
 
     info: RunInfo
     folder: Path
     saved: Path | None = None
+    _record: dict[str, Any] = field(default_factory=dict, repr=False)  # once `finish` has been called
+
+    def finish(self, record: dict[str, Any]) -> Report:
+        """Write record.json, then report.html, into the run's folder.
+
+        The record is on the disk before anything else is tried. A page that cannot be drawn is replaced by one that
+        says why, with a warning; `workbench report` draws it again from the record.
+        """
+        code = os.environ.get(CODE) or packages_code()
+        commit, _, dirty = os.environ.get(COMMIT, "").partition(" ")
+        planned = {"commit": commit, "dirty": dirty == "dirty"} if commit else {}
+        self._record.update(record, provenance={**record["provenance"], **planned, "code_sha256": code})
+        write_record(self._record, self.folder / "record.json")
+        try:
+            report = render(self._record, self.folder / "report.html")
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            warnings.warn(f"the page of this run could not be drawn, but its record was written: {why}", stacklevel=2)
+            report = Report(write_whole(_page_without_content(self.info.key, why), self.folder / "report.html"))
+        self._seal()
+        return report
 
     def save(self, result: Result, tokenizer: PreTrainedTokenizerBase) -> str:
         """Save the compressed model in 16 bits where `save_path` says; do nothing where it is empty."""
         if self.saved is None:
             return "not saved: `save_path` is empty"
         cast(result.model, torch.bfloat16)
-        return f"saved, reloaded and compared: {save_compressed(result, self.saved, tokenizer)}"
+        path = save_compressed(result, self.saved, tokenizer)
+        self._seal()
+        return f"saved, reloaded and compared: {path}"
 
-    def finish(self, record: dict[str, Any]) -> Report:
-        """Write record.json and report.html into the run's folder, and the record beside a saved model."""
-        for folder in filter(None, (self.folder, self.saved)):
-            write_record(record, folder / "record.json")
-        return render(record, self.folder / "report.html")
+    def _seal(self) -> None:
+        """Put the record beside a saved model and write the manifest of both, once both are there."""
+        if self._record and self.saved is not None and self.saved.is_dir():
+            write_record(self._record, self.saved / "record.json")
+            if not os.environ.get(KEY):  # in a batch run the worker does it
+                seal(self.saved, {"key": self.info.key})
 
     def _repr_html_(self) -> str:
         rows = "".join(
@@ -52,7 +78,8 @@ class Run:
             f"style='text-align:left'><code>{escape(repr(v))}</code></td></tr>"
             for k, v in self.info.parameters.items()
         )
-        return f"<p>Run <b>{escape(self.info.key)}</b>, written to <code>{escape(str(self.folder))}</code></p><table>{rows}</table>"
+        place = escape(str(self.folder))
+        return f"<p>Run <b>{escape(self.info.key)}</b>, written to <code>{place}</code></p><table>{rows}</table>"
 
 
 def start(notebook: str, namespace: dict[str, Any]) -> Run:
@@ -63,56 +90,56 @@ def start(notebook: str, namespace: dict[str, Any]) -> Run:
         namespace: `globals()` of the notebook.
 
     Raises:
-        ValueError: a parameter that the notebook does not have, or a value of the wrong type.
+        ValueError: a parameter that the notebook does not have, a value of the wrong type, or a folder that the run
+            must not or cannot write.
     """
     declared = read_parameters(notebook)
     shell = get_ipython()
     given = injected(shell.user_ns.get("In", [])) if shell and namespace is shell.user_ns else {}
     check_parameters(given, declared)
     values = check_parameters({name: namespace[name] for name in declared if name in namespace}, declared)
-    saved = Path(values.get("save_path") or "nowhere, as asked").expanduser()
-    for name in (name for name in values if name.endswith("_path") and values[name]):
-        _check_writable(name, Path(values[name]).expanduser())
-    if saved.exists() and (not saved.is_dir() or any(saved.iterdir())):
-        raise ValueError(f"`save_path` (={str(saved)!r}) exists already; give a new folder, or remove it first")
-    key = _planned_key() or run_key(notebook, values)
-    changed = {k: v for k, v in values.items() if v != declared[k].default and not k.endswith("_path")}
-    command = " ".join(
-        [
-            "papermill",
-            f"notebooks/{notebook}.ipynb",
-            "out.ipynb",
-            *(part for name, value in changed.items() for part in _given(name, value)),
-        ]
-    )
+    key = os.environ.get(KEY, "") or run_key(notebook, values)
+    info = RunInfo(key, notebook, _recorded(values), datetime.now(UTC), _command(notebook, values))
     folder = Path(values.get("run_path") or ROOT / "runs" / key).expanduser().absolute()
-    recorded = {k: v for k, v in values.items() if not k.endswith("_path")}
-    if os.environ.get(KEY):  # beside other runs
+    saved = Path(values["save_path"]).expanduser() if values.get("save_path") else None
+    _check_places(values, saved)
+    if os.environ.get(KEY):  # other runs may compute at the same time
         share(values.get("device", "cpu"), int(os.environ.get(THREADS, 0)) or None)
-    return Run(
-        RunInfo(key, notebook, recorded, datetime.now(UTC), command), folder, saved if values.get("save_path") else None
-    )
+    return Run(info, folder, saved)
 
 
-def _check_writable(name: str, path: Path) -> None:
-    there = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
-    if not os.access(there, os.W_OK) or not (there.is_dir() or there == path.absolute()):
-        raise ValueError(f"`{name}` (={str(path)!r}) cannot be written: {there} is not a folder to write in")
+def _check_places(values: dict[str, Any], saved: Path | None) -> None:
+    for name in (name for name in values if name.endswith("_path") and values[name]):
+        check_writable(name, Path(values[name]).expanduser())
+    if not os.environ.get(KEY):  # in a batch run this is an attempt's own folder
+        check_run_path(values.get("run_path", ""))
+    if saved is not None and saved.exists() and (not saved.is_dir() or any(saved.iterdir())):
+        raise ValueError(f"`save_path` (={str(saved)!r}) exists already; give a new folder, or remove it first")
 
 
-def _planned_key() -> str:
-    """The key under which a batch run was planned; "" in a run by hand.
-
-    Raises:
-        RuntimeError: the code has changed since, so that this would be another run than its key says.
-    """
-    if os.environ.get(CODE, packages_code()) != packages_code():
-        raise RuntimeError("the packages' code has changed since this run was planned; `workbench resume` plans anew")
-    return os.environ.get(KEY, "")
+def _recorded(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if not name.endswith("_path")}
 
 
-def _given(name: str, value: Any) -> tuple[str, ...]:
+def _command(notebook: str, values: dict[str, Any]) -> str:
+    """The papermill command that repeats this run."""
+    declared = read_parameters(notebook)
+    changed = {name: value for name, value in _recorded(values).items() if value != declared[name].default}
+    given = [part for name, value in changed.items() for part in _argument(name, value)]
+    return " ".join(["papermill", f"notebooks/{notebook}.ipynb", "out.ipynb", *given])
+
+
+def _argument(name: str, value: Any) -> tuple[str, ...]:
     """A parameter as papermill reads it on its command line: lists as YAML."""
     if isinstance(value, list):
         return "-y", shlex.quote(f"{name}: {json.dumps(value)}")
     return "-p", name, shlex.quote(value if isinstance(value, str) else repr(value))
+
+
+def _page_without_content(key: str, why: str) -> str:
+    return (
+        f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{escape(key)}</title><h1>{escape(key)}</h1>"
+        f"<p>This page could not be drawn: {escape(why)}</p>"
+        "<p>The run is finished, and <a href='record.json'>its record</a> holds every number. "
+        "<code>workbench report</code> draws the page again.</p></html>"
+    )

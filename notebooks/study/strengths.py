@@ -23,7 +23,7 @@ from compress.method import Method, settle
 from compress.recipe import parse_recipe
 from eval.evaluate import score_text
 from eval.machine.size import size
-from eval.record.schema import write_whole
+from eval.record.files import write_whole
 from eval.speed.deploy import cast
 
 

@@ -168,7 +168,7 @@ def _run(run: RunOutcome, limit: int) -> dict[str, Any]:
     return {
         "key": clean(run.key, 120),
         "notebook": clean(run.notebook, 60),
-        "status": clean(run.status, 30),
+        "status": clean(run.shown_status, 30),
         "href": link(run.href, "report.html") if run.record else "",
         "seconds": (record.get("run") or {}).get("duration_s"),
         "command": clean(command, limit),

@@ -31,7 +31,7 @@ def index_page(outcomes: Sequence[RunOutcome], *, comparisons: Mapping[str, str]
     """The page as HTML."""
     counts = {status: sum(one.status == status for one in outcomes) for status in STATUSES}
     rows = sorted((_row(one) for one in outcomes), key=lambda row: row["started"], reverse=True)
-    rows.sort(key=lambda row: _ORDER.get(row["status"], 1))
+    rows.sort(key=lambda row: _ORDER.get(row["status"].partition(" ")[0], 1))
     template = environment().get_template("index.html")
     shown = rows[:MAX_ROWS]
     while True:
@@ -61,7 +61,7 @@ def _row(one: RunOutcome) -> dict[str, Any]:
     return {
         "key": clean(one.key, 120),
         "notebook": clean(one.notebook, 60),
-        "status": clean(one.status, 40),
+        "status": clean(one.shown_status, 40),
         "recipe": clean(recipe, 200),
         "model": clean(model.get("name") or _asked(one, "model_name"), 80),
         "started": str(run.get("started") or "")[:19],

@@ -1,12 +1,12 @@
 """Pages as files: the templates' environment, and a page written whole or not at all."""
 
-import os
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from eval.record.files import write_whole
 from reports.parts import table
 from reports.parts.metrics import number
 
@@ -39,15 +39,7 @@ def environment() -> Environment:
 
 def write_page(html: str, path: str | Path) -> Report:
     """Write a page, whole or not at all."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}.part")
-    try:
-        part.write_text(html, encoding="utf-8")
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-    return Report(path)
+    return Report(write_whole(html, Path(path)))
 
 
 def faster(ratio: float) -> str:

@@ -22,6 +22,7 @@ share: float = 0.5  # a number that may be whole
 seconds: float = 0.0  # that it works
 does: str = ""  # Python, executed in its last cell but one
 device: str = "cpu"  # where
+save_path: str = ""  # folder for the model
 run_path: str = ""  # folder for record and report
 """
 _CHECK = """
@@ -41,6 +42,9 @@ record = {"schema_version": 1, "run": run, "recipe": [], "model": None, "calibra
           "kernels": {}, "provenance": named}
 Path(run_path, "record.json").write_text(json.dumps(record))
 Path(run_path, "report.html").write_text(f"<title>{number}</title>")
+if save_path:
+    Path(save_path).mkdir()
+    Path(save_path, "model").write_text(str(number))
 """
 
 

@@ -12,20 +12,24 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import psutil
 import pytest
 
+from eval.record.schema import read_record
 from notebooks.batch import job as jobs
 from notebooks.batch import leases
 from notebooks.batch.engines import Local
 from notebooks.batch.job import execute, job_of, state
 from notebooks.batch.leases import held, holder, take
+from notebooks.batch.pages import outcomes, write_index
 from notebooks.batch.plan import finished_runs, kept_sweep, plan, run_sweep, status
 from notebooks.batch.processes import MARK, end, end_orphans, lives, mark, marked, place_of, started
 from notebooks.batch.run_folder import RunFolder
 from notebooks.batch.sweep import read_sweep
+from notebooks.study.identity import packages_code
 
 
 @pytest.fixture
@@ -77,7 +81,7 @@ def test_a_sweep_runs_once_and_never_again(sweep, runs):
         ("os._exit(3)", "kernel death", "died"),
         ("import sys; sys.exit(0)", "incomplete", "cell 7 was never executed"),
         ("Path.write_text = lambda *_: None", "incomplete", "record.json is missing"),
-        ("os.environ['WORKBENCH_KEY'] = 'another'", "incomplete", "its record is of another"),
+        ("os.environ['WORKBENCH_KEY'] = 'another'", "incomplete", "its record belongs to the run another"),
     ],
 )
 def test_every_failure_has_its_kind(does, kind, told, one, runs):
@@ -234,15 +238,103 @@ def test_a_promotion_that_was_cut_short_is_finished(one):
     assert execute(job).status == "known" and places.complete() and not places.old.exists()
 
 
-def test_code_that_changed_under_a_planned_run_is_noticed(one):
-    from notebooks.study.run import CODE, _planned_key
+def test_a_run_of_other_code_is_stale_and_stays_until_it_is_asked_for_again(sweep, runs):
+    path = sweep(grid={"number": [1]})
+    (first,) = run_sweep(path, runs=runs)
+    before, manifest = attempts(runs), Path(first.folder) / "manifest.json"
+    manifest.write_text(manifest.read_text().replace(packages_code(), "of before"))
+    (row,) = plan(path, runs=runs).rows
+    assert (row.state, row.does) == ("stale", "skip") and "1 stale" in str(plan(path, runs=runs))
+    assert run_sweep(path, runs=runs)[0].status == "known" and attempts(runs) == before
+    assert "1 stale" in status("s", runs=runs) and outcomes(["s"], runs)[0].shown_status == "finished (stale)"
+    assert "finished (stale)" in write_index(runs).path.read_text()
+    assert run_sweep(path, runs=runs, stale=True)[0].status == "finished" and attempts(runs) != before
+    assert plan(path, runs=runs, stale=True).rows[0].state == "finished"
 
-    os.environ[CODE] = "of before"
-    try:
-        with pytest.raises(RuntimeError, match="code has changed since this run was planned"):
-            _planned_key()
-    finally:
-        del os.environ[CODE]
+
+def test_a_sweep_under_way_runs_the_code_that_it_was_planned_with(sweep, runs, trivial):
+    """The first run edits the notebook; the second one does not notice, and its packages are those of the snapshot."""
+    edit = f"p = Path({str(trivial)!r}); p.write_text(p.read_text().replace('working on', 'edited'))"
+    does = f"import kernels.source; print(kernels.source.__file__); {edit}"
+    done = run_sweep(sweep(grid={"number": [1, 2]}, base={"does": does}), runs=runs)
+    assert [outcome.status for outcome in done] == ["finished"] * 2, done
+    for outcome in done:
+        text = (Path(outcome.folder) / "notebook.ipynb").read_text()
+        assert f"{runs}/sweeps/s/code/" in text and "edited" not in text.replace("'edited'", "")
+
+
+def test_a_saved_model_stays_until_its_successor_is_finished(one, tmp_path):
+    place, flag = tmp_path / "model", tmp_path / "flag"
+    job = one({"save_path": str(place), "does": f"assert not Path({str(flag)!r}).exists()"})
+    assert execute(job).status == "finished" and execute(job).status == "known"
+    first = (place / "manifest.json").read_text()
+    assert json.loads(first)["key"] == job.key
+    flag.touch()
+    assert execute(replace(job, force=True)).status == "failed"
+    assert (place / "manifest.json").read_text() == first and state(job.folder, job.key, job.values) == "finished"
+    flag.unlink()
+    assert execute(replace(job, force=True)).status == "finished"
+    assert (place / "manifest.json").read_text() != first and not list(tmp_path.glob(".model*"))
+    (place / "model").unlink()
+    assert state(job.folder, job.key, job.values) == "waiting", "a folder of that name is not the model"
+    (place / "manifest.json").write_text('{"key": "another"}')
+    failure = execute(job).failure
+    assert "`save_path`" in failure["error"] and "was not saved by this run" in failure["error"]
+
+
+def test_a_promotion_that_was_cut_short_before_its_model_is_finished(one, tmp_path):
+    place = tmp_path / "model"
+    job = one({"save_path": str(place)})
+    execute(job)
+    attempt = RunFolder(Path(job.folder)).manifest()["attempt"]
+    os.rename(place, place.with_name(f".model.{attempt}.saving"))
+    assert state(job.folder, job.key, job.values) == "waiting"
+    assert execute(job).status == "known" and (place / "model").is_file() and not list(tmp_path.glob(".model*"))
+
+
+def test_an_attempt_that_lost_its_lease_touches_nothing_of_its_successor(one, monkeypatch):
+    job = one()
+    successor = RunFolder(Path(job.folder), job.key, "successor")
+
+    def attempt(job, folder, *_):
+        folder.part.mkdir(parents=True)
+        successor.part.mkdir()
+        folder.lease.write_text(json.dumps({**holder(folder.lease), "token": "successor"}))
+        with pytest.raises(ValueError, match="another attempt has taken this run over"):
+            folder.promote()
+        return {"kind": "interrupt", "error": "it woke up"}, 1.0
+
+    monkeypatch.setattr(jobs, "_attempt", attempt)
+    assert execute(job).status == "busy" and successor.part.is_dir() and not successor.failed.exists()
+    assert holder(successor.lease)["token"] == "successor"
+    successor.lease.unlink()
+
+
+def test_data_that_changed_since_a_run_was_planned_is_noticed_at_its_start(one, tmp_path):
+    words = tmp_path / "words.txt"
+    words.write_text("words")
+    job = one({"does": str(words)})
+    words.write_text("other words")
+    failure = execute(job).failure
+    assert failure["kind"] == "specification" and "data has changed since this run was planned" in failure["error"]
+
+
+def test_a_page_that_cannot_be_drawn_leaves_the_record(tmp_path, monkeypatch):
+    from notebooks.study import run as study
+
+    def draw(*_):
+        raise ZeroDivisionError("no <page>")
+
+    monkeypatch.setattr(study, "render", draw)
+    record = dict.fromkeys(["model", "calibration", "scores"]) | dict.fromkeys(["recipe", "layers"], [])
+    record |= {"schema_version": 1, "run": dict.fromkeys(["key", "notebook", "started", "duration_s"]), "kernels": {}}
+    named = ["commit", "dirty", "versions", "hardware", "threads", "dtype", "flags", "command"]
+    record["provenance"] = dict.fromkeys(named) | {"threads": float("nan")}
+    run = study.Run(study.RunInfo("k", "gptq", {}, datetime.now(UTC), ""), tmp_path)
+    with pytest.warns(UserWarning, match="could not be drawn, but its record was written: ZeroDivisionError"):
+        report = run.finish(record)
+    assert "no &lt;page&gt;" in report.path.read_text()
+    assert read_record(tmp_path / "record.json")["provenance"]["code_sha256"] == packages_code()
 
 
 def test_interrupts_end_what_runs_and_keep_what_is_done(sweep, runs, workbench):

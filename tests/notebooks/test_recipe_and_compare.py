@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
+from eval.record.manifest import file_sha256
 from eval.record.schema import read_record
-from notebooks.batch.identity import file_sha256
 from notebooks.batch.pages import compared, outcomes, verdict_of, write_all
 from notebooks.batch.plan import runs_folder
 from notebooks.batch.run_folder import NEEDED, RunFolder

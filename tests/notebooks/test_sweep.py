@@ -1,16 +1,19 @@
 """What a sweep stands for, what a run's key depends on, and what is refused before anything starts."""
 
+import json
 import re
 
 import nbformat
 import pytest
 
-from compress.inputs.model import EMBEDDED
+from compress.inputs import hub
+from compress.inputs import model as models
 from eval.record.schema import read_record
-from notebooks.batch import identity as identities
-from notebooks.batch.identity import identity, key_of, run_key
+from kernels import source
 from notebooks.batch.plan import plan
 from notebooks.batch.sweep import MOST, SWEEPS, is_sweep, read_sweep, single
+from notebooks.study import identity as identities
+from notebooks.study.identity import identity, key_of, run_key
 from notebooks.study.parameters import check_parameters, read_parameters
 
 ROOT = SWEEPS.parents[1]
@@ -88,7 +91,6 @@ def test_several_notebooks_share_a_base_as_far_as_they_have_its_parameters(sweep
         ({"runs": [{"grid": {}}]}, "`notebook` is missing in s.yml, runs[0]"),
         ({"notebook": "gptk"}, "`notebook` (='gptk') is not there"),
         ({"grid": {"number": list(range(200)), "seconds": list(range(200))}}, f"{MOST:,} are the most"),
-        ({"include": [{"number": i} for i in range(MOST + 1)]}, f"to {MOST + 1:,} runs; {MOST:,} are the most"),
     ],
 )
 def test_a_bad_sweep_is_refused_and_says_why(keys, told, sweep):
@@ -154,22 +156,18 @@ def test_knobs_are_checked_by_the_notebooks_own_cells(values, told):
     assert told in str(caught.value)
 
 
-@pytest.fixture
-def gemma(monkeypatch):
-    """The embedded Gemma, whose package is optional, stood in for by the embedded model that is always there."""
-    monkeypatch.setitem(EMBEDDED, "gemma3-270m", EMBEDDED["smollm2-135m"])
-
-
 @pytest.mark.parametrize("name", sorted(path.stem for path in SWEEPS.glob("*.yml")))
-def test_every_sweep_of_ours_makes_sense(name, gemma):
+def test_every_sweep_of_ours_makes_sense(name):
     made = read_sweep(name)
     assert made.runs and made.description and made.timeout_s
 
 
-def test_the_sweeps_of_the_readme_are_what_was_published(gemma):
+def test_the_sweeps_of_the_readme_are_what_was_published():
     """Their runs have the parameters of the records that the README's tables are made from."""
     runs = read_sweep("readme").runs + read_sweep("families").runs
-    tables = re.findall(r" ([^ ]+?\.json)", "\n".join(re.findall(r"<!-- workbench .*? -->", README.read_text())))
+    tables = re.findall(
+        r" ([^ ]+?\.json)", "\n".join(re.findall(r"<!-- workbench .*? -->", README.read_text()))
+    )
     published = [read_record(ROOT / "reports" / "published" / name)["run"] for name in dict.fromkeys(tables)]
     for run in published:
         assert any(
@@ -208,16 +206,71 @@ def test_a_key_is_of_what_is_computed_and_not_of_how_it_is_written(trivial):
     assert key != run_key(trivial, values_of(trivial, number=1))
 
 
-@pytest.mark.parametrize("part", ["code", "versions", "device"])
-def test_a_key_is_of_code_versions_and_device(trivial, part, monkeypatch):
-    values = values_of(trivial)
-    before = run_key(trivial, values)
-    name = {"code": "packages_code", "versions": "versions", "device": "device_class"}[part]
-    monkeypatch.setattr(identities, name, lambda *_: "another")
-    assert run_key(trivial, values) != before and identity(trivial, values)[part] in (
-        "another",
-        identities._sha("another"),
-    )
+@pytest.mark.parametrize(
+    "part, function",
+    [
+        ("versions", "versions"),
+        ("device", "device_class"),
+        ("threads", "thread_count"),
+        ("native", "native_compiler"),
+        ("revisions", "hub_revisions"),
+    ],
+)
+def test_a_key_depends_on_versions_device_threads_compiler_and_revisions(trivial, part, function, monkeypatch):
+    before = identity(trivial, values_of(trivial))
+    monkeypatch.setattr(identities, function, lambda *_: "another")
+    after = identity(trivial, values_of(trivial))
+    assert [name for name in before if before[name] != after[name]] == [part]
+    assert key_of(trivial, {}, before) != key_of(trivial, {}, after)
+
+
+def test_comments_docstrings_and_layout_do_not_change_the_hash_of_code(tmp_path):
+    """And the workbench's own code is no part of a run's key."""
+    python, cpp = tmp_path / "a.py", tmp_path / "b.cpp"
+    python.write_text('"""Says something."""\ndef f(x):\n    """What it does."""\n    return x + 1  # one\n')
+    cpp.write_text("int f() { return 1; } // one")
+    before = source.code_sha256(tmp_path)
+    python.write_text("# other words\ndef f( x ):\n\n    return (x + 1)\n")
+    cpp.write_text("int f() {\n  /* 1 */ return 1;\n}\n")
+    assert source.code_sha256(tmp_path) == before
+    python.write_text("def f(x):\n    return x + 2\n")
+    assert source.code_sha256(tmp_path) != before
+    assert "code" not in identity("gptq", values_of("gptq"))
+
+
+def test_a_run_takes_the_place_of_no_foreign_folder(sweep, tmp_path):
+    """Neither alone nor in a sweep: a mount point, a folder with other things in it, the project, a file."""
+    (tmp_path / "thesis.tex").write_text("years")
+    for path, why in (
+        ("/proc", "is a mount point"),
+        (str(tmp_path), "holds other things than a run"),
+        (str(tmp_path / "thesis.tex"), "is a file"),
+        (str(ROOT), "holds the workbench itself"),
+    ):
+        with pytest.raises(ValueError, match=f"`run_path` .*{why}"):
+            read_sweep(sweep(base={"run_path": path}))
+        with pytest.raises(ValueError, match=f"`run_path` .*{why}"):
+            single("gptq", {"run_path": path})
+
+
+def test_the_revision_in_the_key_is_the_one_that_is_loaded(tmp_path, monkeypatch):
+    """That of the cache when the run is planned; in a batch run the planned one, whatever the cache holds by then."""
+    head = tmp_path / "models--owner--name" / "refs" / "main"
+    head.parent.mkdir(parents=True)
+    head.write_text("aaaa")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    asked = []
+    monkeypatch.setattr(models.AutoConfig, "from_pretrained", lambda *_, **how: asked.append(how) or 1 / 0)
+    for planned, loaded in ((None, "aaaa"), ("bbbb", "bbbb")):
+        hub.revision.cache_clear()
+        if planned:
+            monkeypatch.setenv(hub.REVISIONS, json.dumps({"models/owner/name": planned}))
+        revisions = identities.hub_revisions({"model_name": "owner/name", "corpus": "pydocs"})
+        assert revisions == {"models/owner/name": loaded}
+        with pytest.raises(ZeroDivisionError):
+            models.load_model("owner/name")
+        assert asked.pop()["revision"] == loaded
+    hub.revision.cache_clear()
 
 
 def test_a_key_is_of_the_content_of_files(trivial, tmp_path):
