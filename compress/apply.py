@@ -14,11 +14,14 @@ from tqdm.auto import tqdm
 
 from compress.inputs.calibration import tokens_sha256
 from compress.inputs.model import check_device, weights_sha256
+from compress.kv.attach import attach
 from compress.linear import is_linear
 from compress.method import Method, settle
 from compress.records import DropRecord, FoldRecord, LayerRecord
 from compress.result import Result
 from compress.walk.blocks import kept_weights
+from compress.walk.experts import split_experts
+from compress.walk.folding import FoldingMethod
 from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.resume import BlockStore
 from kernels.registry import recording
@@ -61,6 +64,8 @@ def apply(
     }
     for method in recipe:
         method.check(model)
+    if any(isinstance(method, LayerwiseMethod | FoldingMethod) for method in recipe):
+        split_experts(model)  # changes no output, and makes linears of them
     tokens = {
         "corpus": None,
         "samples": len(batches),
@@ -91,6 +96,8 @@ def apply(
                     layers[made.name] = _after(layers.get(made.name), made)
             if originals is None and layers and any(isinstance(m, LayerwiseMethod) for m in recipe[i + 1 :]):
                 originals = untouched
+    if on_cache := [method for method in recipe if method.stage == "cache"]:
+        attach(model, on_cache)
     return Result(
         model=model,
         recipe=recipe,

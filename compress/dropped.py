@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache
+from transformers import Cache, PreTrainedConfig
 
 from compress.linear import is_linear, replace
 from compress.walk.blocks import find_blocks
@@ -29,9 +29,8 @@ class Dropped(nn.Module):
         hidden = args[0] if args else kwargs["hidden_states"]
         if self.layer_idx is not None:
             cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
-            kept = cache.layers[self.layer_idx] if cache is not None and self.layer_idx < len(cache.layers) else None
-            if hasattr(kept, "pass_over"):
-                kept.pass_over(hidden.shape[1])
+            if hasattr(cache, "pass_over"):
+                cache.pass_over(self.layer_idx, hidden.shape[1])
             elif cache is not None:
                 least = hidden[:, None, :, :1]  # [batch, 1, T, 1]; caches take what has no width for empty
                 cache.update(least, least, self.layer_idx)
@@ -87,10 +86,33 @@ def drop_block(model: nn.Module, index: int) -> None:
             if isinstance(getattr(module, "layer_idx", None), int):
                 module.layer_idx -= 1
     config = model.config.get_text_config()
-    for key, value in list(vars(config).items()):
-        if isinstance(value, list) and len(value) == count:  # one entry per block, such as `layer_types`
-            setattr(config, key, [*value[:index], *value[index + 1 :]])
+    for key in _lists_by_block(config):
+        value = getattr(config, key)
+        setattr(config, key, [*value[:index], *value[index + 1 :]])
     config.num_hidden_layers = count - 1
+
+
+def _lists_by_block(config: PreTrainedConfig) -> list[str]:
+    """Names of a config's lists with one entry per block, such as `layer_types`.
+
+    They are those that the config's class makes as long as a model is deep, for models deeper than this one, too; another
+    list may be as long by accident.
+    """
+    depth, key = config.num_hidden_layers, config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    try:
+        deeper = {more: type(config)(**{key: more}) for more in (depth + 1, depth + 2)}
+    except (TypeError, ValueError):  # a class that cannot be made of a depth alone makes no such lists by itself
+        return []
+
+    def length(one: PreTrainedConfig, name: str) -> int:
+        value = getattr(one, name, None)
+        return len(value) if isinstance(value, list) else -1
+
+    return [
+        name
+        for name in vars(config)
+        if length(config, name) == depth and all(length(one, name) == more for more, one in deeper.items())
+    ]
 
 
 def dropped_parts(model: nn.Module) -> dict[str, Dropped]:

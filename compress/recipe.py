@@ -4,6 +4,7 @@ import ast
 import difflib
 from typing import Any
 
+from compress import METHODS
 from compress.method import Method, settle
 
 TAKEN = {"baseline", "compressed", "unsmoothed", "bfloat16", "float32"}  # what models of a run are called already
@@ -18,9 +19,10 @@ def parse_recipe(text: str) -> list[Method]:
     """
     try:
         node = ast.parse(f"[{text}]", mode="eval").body
-    except SyntaxError:
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last three: null bytes, and deep nesting
         node = None
     if not text.strip() or not isinstance(node, ast.List):
+        text = text if len(text) <= 200 else f"{text[:120]}…"
         raise ValueError(f"`recipe` (={text!r}) must name methods, such as: smoothquant(alpha=0.5), int8")
     return [_method(element, text) for element in node.elts]
 
@@ -86,8 +88,6 @@ def recipes_of_run(recipe: str, compare: str = "") -> dict[str, list[Method]]:
 
 
 def _method(node: ast.expr, text: str) -> Method:
-    from compress import METHODS
-
     called = node if isinstance(node, ast.Call) else None
     name = called.func if called else node
     if not isinstance(name, ast.Name) or name.id not in METHODS:

@@ -8,7 +8,8 @@ class LayerRecord:
     """What became of one weight; a row of the run record's `layers`.
 
     error: ||(W - Ŵ)X||² / ||WX||² over the calibration tokens (or ||W - Ŵ||² / ||W||² where there were none, as
-    `notes` says). `rtn_error`: the same for round-to-nearest on the same grid, None where the method has no such peer.
+    `notes` says). `rtn_error`: the same for round-to-nearest on the same grid, with scales chosen as the method
+    chooses them; None where the method has no such peer.
     bits_per_weight: stored, floats that are cast with the model counted as 16 bits. sparsity: the share of Ŵ that is 0.
     distortion: {ratio of this weight's entries set to 0, others as they were: KL of the model's predictions, nats per
         token}, as

@@ -55,6 +55,36 @@ def test_what_notebooks_call_does_not_know_what_executes_them():
         assert "notebooks.batch" not in path.read_text(), f"{path.name} imports notebooks.batch, which imports it"
 
 
+def module_imports() -> dict[str, set[str]]:
+    """Modules of the house that each of its modules imports, at its top or inside a function."""
+    paths = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for package in MAY_IMPORT
+        for path in (ROOT / package).rglob("*.py")
+    }
+    imports: dict[str, set[str]] = {name: set() for name in paths}
+    for name, path in paths.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imports[name] |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                members = {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+                imports[name] |= {member if member in paths else node.module for member in members.values()}
+    return {name: found & paths.keys() for name, found in imports.items()}
+
+
+def test_imports_form_no_circle():
+    """Modules can be put in an order in which each imports only earlier ones; nothing is imported for types alone."""
+    waiting = module_imports()
+    while ready := {name for name, needed in waiting.items() if not needed & waiting.keys()}:
+        waiting = {name: needed for name, needed in waiting.items() if name not in ready}
+    assert not waiting, f"these import one another in circles, or what does: {', '.join(sorted(waiting))}"
+    for package in MAY_IMPORT:
+        for path in (ROOT / package).rglob("*.py"):
+            if path.name not in ("tasks.py", "task_files.py"):  # of eval/tasks: lm-eval takes seconds to import
+                assert "TYPE_CHECKING" not in path.read_text(), f"{path.relative_to(ROOT)} hides an import from Python"
+
+
 def test_kernels_package_is_a_docstring_and_transformers_does_not_mind():
     body = ast.parse((ROOT / "kernels" / "__init__.py").read_text()).body
     assert len(body) == 1 and isinstance(body[0].value, ast.Constant)

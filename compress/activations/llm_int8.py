@@ -24,8 +24,8 @@ class LLMInt8(LayerwiseMethod):
     Source: arXiv:2208.07339, equation 8. Deviations: the columns are those that reach the threshold on the calibration
     tokens, fixed once, where the paper looks for them in every batch (so that no batch has to be searched, and the
     weight is stored once); a maximum over many tokens finds more of them than a batch, in some models half of the down
-    projections' columns, hence `most`. Weights of these columns are stored in bfloat16 or float16, whichever changes
-    them less.
+    projections' columns, hence `most`. Weights of these columns are stored in the model's dtype, those of a float32 model
+    in bfloat16.
     """
 
     name: ClassVar[str] = "llm_int8"
@@ -56,7 +56,9 @@ class LLMInt8(LayerwiseMethod):
         found, reached = int(outlier.sum()), int((statistics.values["absmax"] >= self.threshold).sum())
         all_of_them = "" if found == reached else f", the largest of {reached} that reach the threshold"
         statistics.note(f"{found} of {len(outlier)} columns in 16 bits{all_of_them}")
-        return llm_int8(W, outlier)
+        # A float32 model is deployed in bfloat16: what is measured now is what a cast then finds.
+        dtype = torch.bfloat16 if statistics.dtype == torch.float32 else statistics.dtype
+        return llm_int8(W, outlier, dtype)
 
     def remarks(self, device: torch.device) -> list[str]:
         return slow_int8(self.name, device)
@@ -71,12 +73,11 @@ def outliers(absmax: Tensor, threshold: float, most: float) -> Tensor:
     return mask
 
 
-def llm_int8(W: Tensor, outlier: Tensor) -> list[Format]:
-    """W [out, in] as int8 columns and, where `outlier` [in], 16-bit ones."""
+def llm_int8(W: Tensor, outlier: Tensor, dtype: torch.dtype = torch.bfloat16) -> list[Format]:
+    """W [out, in] as int8 columns and, where `outlier` [in], columns of this 16-bit dtype."""
     if not outlier.any():
         return [EightBit(quantize_weight(W, torch.int8))]
     kept = W[:, outlier]
-    dtype = min((torch.bfloat16, torch.float16), key=lambda dtype: (kept - kept.to(dtype).float()).abs().max().item())
     if outlier.all():
         return [Dense(W.to(dtype))]
     rest = Columns(EightBit(quantize_weight(W[:, ~outlier], torch.int8)), ~outlier)

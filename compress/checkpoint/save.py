@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+import transformers
 from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -29,10 +30,11 @@ def save_compressed(result: Result, path: str | Path, tokenizer: PreTrainedToken
         path: a folder that does not exist, or is empty.
 
     Raises:
-        ValueError: there is something at `path` already.
+        ValueError: there is something at `path` already, or the model is of a class that transformers does not have.
         RuntimeError: what was written does not give the same model; nothing is left at `path`.
     """
     path = Path(path)
+    check_saveable(result.model)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"`path` (={str(path)!r}) exists already; give a new one, or remove it first")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,6 +47,15 @@ def save_compressed(result: Result, path: str | Path, tokenizer: PreTrainedToken
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return path
+
+
+def check_saveable(model: nn.Module) -> None:
+    """Raise ValueError if a saved model of this class could not be loaded again; worth asking before long work."""
+    if getattr(transformers, type(model).__name__, None) is not type(model):
+        raise ValueError(
+            f"`model` is a {type(model).__module__}.{type(model).__name__}, which is not a class of transformers: it can "
+            "be compressed and scored, but a saved one could not be loaded without its code"
+        )
 
 
 def _write(result: Result, folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:

@@ -35,6 +35,26 @@ def absmax(w: Tensor, bits: int, symmetric: bool, scale_dtype: str = "bfloat16")
     return _cover(w.amin(-1), w.amax(-1), bits, symmetric, scale_dtype)
 
 
+SCALES = ("absmax", "clip", "search")  # ways to choose scales, see `choose`
+
+
+def choose(
+    w: Tensor,
+    bits: int,
+    symmetric: bool,
+    scale_dtype: str = "bfloat16",
+    *,
+    how: str = "search",
+    importance: Tensor | None = None,
+    norm: float = 2.0,
+) -> tuple[Tensor, Tensor]:
+    """Scale and zero point of each group: "absmax" covers it, "clip" searches clipping ratios (`search` with scales
+    above 0 only), "search" signs too."""
+    if how == "absmax":
+        return absmax(w, bits, symmetric, scale_dtype)
+    return search(w, bits, symmetric, scale_dtype, importance=importance, norm=norm, signs=how == "search")
+
+
 def search(
     w: Tensor,
     bits: int,
@@ -43,6 +63,7 @@ def search(
     *,
     importance: Tensor | None = None,
     norm: float = 2.0,
+    signs: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Scale and zero point that minimise sum(importance * |w - ŵ|^norm) over clipping ratios and, symmetric, over
     signs.
@@ -51,6 +72,7 @@ def search(
         w: [..., group_size].
         importance: weights of the columns, broadcastable to w; None for equal ones.
         norm: exponent p; 2 is the squared error, larger ones spare the group's extremes.
+        signs: False leaves out negative scales, which put the longer side of a symmetric grid above 0.
 
     Returns:
         scale, zero: [...] float32; never worse than `absmax` by this measure.
@@ -58,7 +80,10 @@ def search(
     scales, zeros = candidates(w, bits, symmetric, scale_dtype)  # [candidates, ...] each
     at_once = max(1, AT_ONCE // w.numel())
     chunks = zip(scales.split(at_once), zeros.split(at_once), strict=True)
-    best = torch.cat([_loss(w, scale, zero, bits, importance, norm) for scale, zero in chunks]).argmin(0, keepdim=True)
+    loss = torch.cat([_loss(w, scale, zero, bits, importance, norm) for scale, zero in chunks])
+    if not signs:
+        loss[scales < 0] = torch.inf
+    best = loss.argmin(0, keepdim=True)
     return scales.gather(0, best)[0], zeros.gather(0, best)[0]
 
 

@@ -4,6 +4,7 @@ overlap."""
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from compress.inputs.hub import first_line, quick_to_fail, revision
@@ -11,9 +12,11 @@ from compress.inputs.hub import first_line, quick_to_fail, revision
 _LOCAL = {
     "wikitext2": "wikitext2_raw/test.parquet", "c4": "calib_c4/train.parquet", "essays": "paul_graham_essays/train.parquet",
 }  # fmt: skip
-_REPOSITORY = {
-    "wikitext2": "Salesforce/wikitext:wikitext-2-raw-v1", "c4": "allenai/c4", "essays": "sgoel9/paul_graham_essays",
-}  # fmt: skip
+_ON_HUB = {
+    "wikitext2": "Salesforce/wikitext:wikitext-2-raw-v1",
+    "c4": "allenai/c4:en",
+    "essays": "sgoel9/paul_graham_essays",
+}
 PARTS = ("calibration", "evaluation")
 EVALUATION_SHARE = 4  # every fourth document is held out where a corpus has no split of its own
 
@@ -40,7 +43,7 @@ def load_text(corpus: str, part: str) -> list[str]:
         if not path.is_file():
             raise ValueError(f"`corpus` (={corpus!r}): there is no such file")
         documents = _split(_read(path), part)
-    elif _is_repository(corpus):
+    elif _is_hub_id(corpus):
         documents = _hub(corpus, part)
     else:
         raise ValueError(f"`corpus` (={corpus!r}) is not known: {_what_would_do()}")
@@ -49,10 +52,31 @@ def load_text(corpus: str, part: str) -> list[str]:
     return documents
 
 
+def check_corpus(corpus: str, part: str) -> None:
+    """Raise ValueError if a part of a corpus is not there; texts are not read.
+
+    Args: as of `load_text`.
+    """
+    file = _LOCAL.get(corpus)
+    if corpus == "pydocs" or (
+        file and (corpus, part) != ("wikitext2", "calibration") and (shared_data() / file).is_file()
+    ):
+        return
+    if name := _ON_HUB.get(corpus, corpus if _is_hub_id(corpus) else ""):
+        _splits(corpus, *name.partition(":")[::2])
+    elif not (Path(corpus).suffix in _LOADERS and Path(corpus).expanduser().is_file()):
+        load_text(corpus, part)  # says what is wrong with it
+
+
 def shared_data() -> Path:
     """Folder of local data sets: $WORKBENCH_DATA, or `shared/data` beside the checkout; it need not exist."""
     beside = Path(__file__).resolve().parents[3] / "shared" / "data"
     return Path(os.environ.get("WORKBENCH_DATA", beside))
+
+
+def local_file(corpus: str) -> Path | None:
+    """The file on this machine that a corpus is read from, if it is one file; None for what comes from the hub."""
+    return next(iter(sources(corpus).files), None)
 
 
 @dataclass(frozen=True)
@@ -73,15 +97,15 @@ def sources(corpus: str) -> Sources:
         local = shared_data() / _LOCAL[corpus]
         files = (local,) if local.is_file() else ()
         whole = files and corpus != "wikitext2"  # whose local file is the evaluation part only
-        return Sources(files, () if whole else (_REPOSITORY[corpus].partition(":")[0],))
+        return Sources(files, () if whole else (_ON_HUB[corpus].partition(":")[0],))
     path = Path(corpus).expanduser()
     if path.suffix in _LOADERS:
         return Sources((path,) if path.is_file() else ())
-    return Sources((), (corpus.partition(":")[0],) if _is_repository(corpus) else ())
+    return Sources((), (corpus.partition(":")[0],) if _is_hub_id(corpus) else ())
 
 
-def _is_repository(corpus: str) -> bool:
-    return corpus.count("/") == 1 and not corpus.startswith((".", "/", "~"))
+def _is_hub_id(corpus: str) -> bool:
+    return corpus.count("/") == 1 and not corpus.startswith((".", "/", "~")) and Path(corpus).suffix not in _LOADERS
 
 
 def _pydocs(part: str) -> list[str]:
@@ -100,7 +124,7 @@ def _wikitext2(part: str) -> list[str]:
     local = shared_data() / _LOCAL["wikitext2"]
     if part == "evaluation" and local.is_file():
         return _read(local)
-    return _hub(_REPOSITORY["wikitext2"], part)
+    return _hub(_ON_HUB["wikitext2"], part)
 
 
 def _c4(part: str) -> list[str]:
@@ -108,14 +132,14 @@ def _c4(part: str) -> list[str]:
     if local.is_file():
         return _split(_read(local), part)
     shard = "en/c4-train.00000-of-01024.json.gz" if part == "calibration" else "en/c4-validation.00000-of-00008.json.gz"
-    name = _REPOSITORY["c4"]
+    name = _ON_HUB["c4"].partition(":")[0]
     return _load("c4", name, data_files=shard, split="train[:20000]", revision=revision("datasets", name))
 
 
 def _essays(part: str) -> list[str]:
     """Paul Graham's, the usual haystack of needle tests."""
     local = shared_data() / _LOCAL["essays"]
-    return _split(_read(local), part) if local.is_file() else _hub(_REPOSITORY["essays"], part)
+    return _split(_read(local), part) if local.is_file() else _hub(_ON_HUB["essays"], part)
 
 
 CORPORA: dict[str, Callable[[str], list[str]]] = {
@@ -136,23 +160,26 @@ def _read(path: Path) -> list[str]:
 
 def _hub(corpus: str, part: str) -> list[str]:
     name, _, configuration = corpus.partition(":")
-    pinned = {"revision": revision("datasets", name)}
-    from datasets import get_dataset_split_names
-
-    try:
-        with quick_to_fail():
-            splits = get_dataset_split_names(name, configuration or None, **pinned)
-    except Exception as error:  # the hub's client raises a dozen kinds; all mean the same to the user
-        raise ValueError(
-            f"`corpus` (={corpus!r}) is not to be had: {first_line(error)}; without a network there are pydocs, "
-            "files, and a "
-            "folder of data sets named by WORKBENCH_DATA"
-        ) from error
+    splits, pinned = _splits(corpus, name, configuration), {"revision": revision("datasets", name)}
     held_out = next((split for split in ("test", "validation") if split in splits), None)
     if "train" in splits and held_out:
         split = "train" if part == "calibration" else held_out
         return _load(corpus, name, configuration or None, split=split, **pinned)
     return _split(_load(corpus, name, configuration or None, split=splits[0], **pinned), part)
+
+
+@cache
+def _splits(corpus: str, name: str, configuration: str) -> list[str]:
+    from datasets import get_dataset_split_names
+
+    try:
+        with quick_to_fail():
+            return get_dataset_split_names(name, configuration or None, revision=revision("datasets", name))
+    except Exception as error:  # the hub's client raises a dozen kinds; all mean the same to the user
+        raise ValueError(
+            f"`corpus` (={corpus!r}) is not to be had: {first_line(error)}; without a network there are pydocs, "
+            "files, and a folder of data sets named by WORKBENCH_DATA"
+        ) from error
 
 
 def _load(corpus: str, *where, **how) -> list[str]:

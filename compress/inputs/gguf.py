@@ -18,10 +18,7 @@ SEED = 0  # of the shuffle; part of the cache key
 
 def converted(path: Path) -> Path:
     """Folder with the model of a GGUF file as safetensors and its tokenizer; made at first use, atomically."""
-    with path.open("rb") as file:
-        content = hashlib.file_digest(file, "sha256").hexdigest()
-    key = hashlib.sha256(f"{content} {SEED}".encode()).hexdigest()[:12]
-    folder = cache_folder() / f"{path.stem}-{key}"
+    folder = converted_folder(path)
     if not folder.exists():
         part = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
         try:
@@ -34,6 +31,14 @@ def converted(path: Path) -> Path:
         finally:
             shutil.rmtree(part, ignore_errors=True)
     return folder
+
+
+def converted_folder(path: Path) -> Path:
+    """Where the conversion of a GGUF file is kept; it need not be there yet."""
+    with path.open("rb") as file:
+        content = hashlib.file_digest(file, "sha256").hexdigest()
+    key = hashlib.sha256(f"{content} {SEED}".encode()).hexdigest()[:12]
+    return cache_folder() / f"{path.stem}-{key}"
 
 
 def _convert(path: Path, target: Path) -> None:

@@ -14,6 +14,7 @@ from transformers import (
     AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
+    PretrainedConfig,
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -51,8 +52,8 @@ def load_model(
         model, tokenizer = _tiny()
         model = model.to(DTYPES[dtype])
     else:
-        folder = _locate(model_name)
-        _check_decoder(model_name, folder)
+        folder = located(model_name)
+        decoder_config(model_name, folder)
         try:
             with quick_to_fail():
                 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **_pinned(folder))
@@ -103,18 +104,24 @@ def _from_folder(folder: str, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def _locate(model_name: str) -> str:
-    if model_name in EMBEDDED:
-        return str(converted(EMBEDDED[model_name]()))
-    path = Path(model_name).expanduser()
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise ValueError(f"`model_name` (={model_name!r}): there is no such file")
+def located(model_name: str) -> str:
+    """The folder that a model is loaded from, a GGUF file converted; or its hub id.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    if path := gguf_file(model_name):
         return str(converted(path))
+    path = Path(model_name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ValueError(f"`model_name` (={model_name!r}) is a folder without config.json, so not a saved model")
         return str(path)
+    if path.is_file():
+        raise ValueError(
+            f"`model_name` (={model_name!r}) is a single file; give the folder that holds it with config.json and the "
+            "tokenizer, or a .gguf file"
+        )
     if not _HUB_ID.fullmatch(model_name):
         raise ValueError(f"`model_name` (={model_name!r}): no such file or folder, nor a hub id; {_what_would_do()}")
     return model_name
@@ -131,10 +138,31 @@ def _pinned(folder: str) -> dict[str, str | None]:
     return {} if Path(folder).is_dir() else {"revision": revision("models", folder) or "main"}
 
 
-def _check_decoder(model_name: str, folder: str) -> None:
+def gguf_file(model_name: str) -> Path | None:
+    """The GGUF file of an embedded model, or that is named itself; None for other models.
+
+    Raises:
+        ValueError: the file is not there.
+    """
+    if model_name in EMBEDDED:
+        return EMBEDDED[model_name]()
+    path = Path(model_name).expanduser()
+    if path.suffix != ".gguf":
+        return None
+    if not path.is_file():
+        raise ValueError(f"`model_name` (={model_name!r}): there is no such file")
+    return path
+
+
+def decoder_config(model_name: str, folder: str, **more: str) -> PretrainedConfig:
+    """The configuration in a folder or hub repository.
+
+    Raises:
+        ValueError: it cannot be read, or is not that of a causal language model.
+    """
     try:
         with quick_to_fail():
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **_pinned(folder))
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **_pinned(folder), **more)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"`model_name` (={model_name!r}) is not there or cannot be read: {first_line(error)}; {_what_would_do()}"
@@ -151,6 +179,7 @@ def _check_decoder(model_name: str, folder: str) -> None:
             f"`model_name` (={model_name!r}) is not a decoder: its architecture is "
             f"{', '.join(architectures) or config.model_type}; the workbench takes models for causal language modelling"
         )
+    return config
 
 
 def _from_package(package: str, install: str, find: Callable[[Path], Path]) -> Callable[[], Path]:
@@ -187,13 +216,9 @@ PACKAGES = {
 }  # as pip calls them
 
 
-def _tiny() -> tuple[nn.Module, PreTrainedTokenizerBase]:
-    """Two random Llama blocks behind the embedded model's tokenizer; says nothing of any method's accuracy."""
-    tokenizer = AutoTokenizer.from_pretrained(_locate(DEFAULT), trust_remote_code=False)
-    torch_state = torch.random.get_rng_state()
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
+def tiny_config(**tokens: int) -> LlamaConfig:
+    """The configuration of the random model, with what its tokenizer says of tokens."""
+    return LlamaConfig(
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
@@ -201,6 +226,17 @@ def _tiny() -> tuple[nn.Module, PreTrainedTokenizerBase]:
         num_key_value_heads=2,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
+        **tokens,
+    )
+
+
+def _tiny() -> tuple[nn.Module, PreTrainedTokenizerBase]:
+    """Two random Llama blocks behind the embedded model's tokenizer; says nothing of any method's accuracy."""
+    tokenizer = AutoTokenizer.from_pretrained(located(DEFAULT), trust_remote_code=False)
+    torch_state = torch.random.get_rng_state()
+    torch.manual_seed(0)
+    config = tiny_config(
+        vocab_size=len(tokenizer),
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

@@ -4,7 +4,8 @@
 ...     model.generate(**inputs)
 """
 
-from compress.kv.attach import Attachment, attach, attached, attachment_of, detach, left_alone
+from compress.kv.attach import Attachment, attach, attached, attachment_of, detach
 from compress.kv.cache import CompressedCache
+from compress.kv.support import left_alone
 
 __all__ = ["Attachment", "CompressedCache", "attach", "attached", "attachment_of", "detach", "left_alone"]

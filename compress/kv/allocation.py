@@ -72,3 +72,19 @@ def _shared_out(scores: list[Tensor], valid: list[Tensor], floor: list[Tensor], 
     )
     chosen = ((rank < count[:, None]) & open.flatten(1)).view_as(open).sum(1)  # [B, all heads]
     return list((least + chosen).split([one.shape[1] for one in scores], 1))
+
+
+def kept(scores: Tensor, valid: Tensor, counts: Tensor) -> Tensor:
+    """The `counts` [B, H] highest scores [B, H, T] of valid positions; the latest of equal, and of too many infinite,
+    ones."""
+    place = torch.arange(scores.shape[-1], device=scores.device, dtype=torch.float32)
+    certain = torch.isposinf(scores) & valid
+    crowded = certain.sum(-1, keepdim=True) > counts[..., None]
+    scores = torch.where(crowded, torch.where(certain, place, -1.0), scores).masked_fill(~valid, -torch.inf)
+    order = scores.flip(-1).argsort(dim=-1, descending=True, stable=True)
+    rank = (
+        torch.empty_like(order)
+        .scatter_(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))
+        .flip(-1)
+    )
+    return (rank < counts[..., None]) & valid

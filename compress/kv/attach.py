@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Cache, DynamicCache
-from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING as LAYER_TYPES
-from transformers.cache_utils import get_layer_types_and_kwargs
 
 from compress.kv.attention import NAME, expect, register
 from compress.kv.cache import CompressedCache
-from compress.kv.policy import CacheMethod, Policy
+from compress.kv.policy import CacheMethod
+from compress.kv.support import check_model
 
 
 class Attachment:
@@ -100,12 +99,11 @@ def attach(model: nn.Module, methods: Sequence[CacheMethod] = ()) -> Attachment:
     attachment = attachment_of(model)
     slots = {slot: getattr(attachment, slot, None) for slot in ("policy", "storage")}
     for method in methods:
-        slot = "policy" if isinstance(method, Policy) else "storage"
-        if (other := slots[slot]) is not None:
+        if (other := slots[method.slot]) is not None:
             raise ValueError(
-                f"`methods`: {method} cannot be attached beside {other}: one {slot} at a time; `undo` first"
+                f"`methods`: {method} cannot be attached beside {other}: one {method.slot} at a time; `undo` first"
             )
-        slots[slot] = method
+        slots[method.slot] = method
     attachment = attachment or Attachment(model)
     vars(attachment).update(slots)
     return attachment
@@ -137,26 +135,3 @@ def attached(model: nn.Module, methods: Sequence[CacheMethod] = ()) -> Iterator[
             attachment.undo()
         else:
             vars(attachment).update(slots)
-
-
-def check_model(model: nn.Module) -> None:
-    """Raise ValueError if a compressed cache cannot serve this model."""
-    name = type(model).__name__
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise ValueError(f"`model` ({name}) is an encoder and a decoder; a decoder alone would do")
-    if not getattr(model, "_supports_attention_backend", True):
-        raise ValueError(
-            f"`model` ({name}) does not call transformers' attention interface, by which a compressed cache works"
-        )
-    kinds, _ = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
-    if "full_attention" not in kinds:
-        found = ", ".join(sorted(set(kinds)))
-        raise ValueError(f"`model` ({name}) has no layer that keeps all positions (it has {found}): nothing to evict")
-    if unknown := sorted(set(kinds) - set(LAYER_TYPES)):
-        raise ValueError(f"`model` ({name}) has layers of a kind that is not known here: {', '.join(unknown)}")
-
-
-def left_alone(model: nn.Module) -> dict[str, int]:
-    """Kinds of layers whose cache is left as it is, and how many there are of each."""
-    kinds, _ = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
-    return {kind: kinds.count(kind) for kind in sorted(set(kinds) - {"full_attention"})}

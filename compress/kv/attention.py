@@ -1,7 +1,7 @@
 """Attention of many queries under a mask, and the function by which transformers calls a compressed cache's own."""
 
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -9,17 +9,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-if TYPE_CHECKING:
-    from compress.kv.cache import KVLayer
-
 NAME = "workbench_kv"
 ROWS = 256  # queries at a time where scores are made in full
-_expecting = threading.local()  # the layer that was given keys, and whose attention comes next
+_expecting = threading.local()  # `attend`: what computes the attention of the layer that was given keys last
 
 
-def expect(layer: "KVLayer | None") -> None:
-    """The next attention is this layer's; None: what was expected of an earlier pass is not."""
-    _expecting.layer = layer
+def expect(attend: Callable[..., Tensor] | None) -> None:
+    """Let this compute the next attention, with the arguments of `attention`; None: whatever an earlier pass left."""
+    _expecting.attend = attend
 
 
 def register() -> None:
@@ -50,16 +47,11 @@ def attention(
     if unknown := [name for name in ("position_bias", "cu_seq_lens_q") if kwargs.get(name) is not None]:
         raise ValueError(f"this model's attention takes {', '.join(unknown)}, which a compressed cache does not know")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    layer = None
+    by_cache = None
     if not torch.compiler.is_compiling():  # compiled passes have caches of fixed tensors
-        layer, _expecting.layer = getattr(_expecting, "layer", None), None
-    if layer is not None and layer.incoming is not None:
-        if key is not layer.incoming[0]:
-            layer.incoming = None
-            raise ValueError(
-                f"{type(module).__name__} changes keys that the cache gave it: a compressed cache cannot serve it"
-            )
-        return layer.attend(module, query, attention_mask, scaling=scaling, softcap=softcap, sinks=s_aux), None
+        by_cache, _expecting.attend = getattr(_expecting, "attend", None), None
+    if by_cache is not None:
+        return by_cache(module, query, key, attention_mask, scaling=scaling, softcap=softcap, sinks=s_aux), None
     return attend(query, key, value, attention_mask, scaling=scaling, softcap=softcap, sinks=s_aux), None
 
 

@@ -1,17 +1,17 @@
 """A transformers cache whose rows shrink: per layer, head and sequence, through transformers' own cache and attention
 interfaces.
 
-Every layer that sees all positions is a `KVLayer`. transformers hands it new keys and values and goes on to attention,
-which is `attention.attention` here: the layer attends with what it kept and what is new, keeps the new, and evicts.
-Positions go on counting all tokens that were seen. Layers with a sliding window are transformers' own and are left
-alone.
+Every layer that sees all positions is a `KVLayer`. transformers hands new keys and values to the cache and goes on to
+attention, which is `attention.attention` here and comes back to the cache: the layer attends with what it kept and what
+is new, and keeps the new; the cache asks its policy, and lets the layer evict. Positions go on counting all tokens that
+were seen. Layers with a sliding window are transformers' own and are left alone.
 """
 
 import copy
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,9 +22,15 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from compress.dropped import dropped_parts
 from compress.kv.allocation import ada, over_layers, pyramid, uniform
-from compress.kv.layer import EXACT, KVLayer
+from compress.kv.attention import expect
+from compress.kv.layer import EXACT, KVLayer, packed
 from compress.kv.policy import Policy, Storage
+from compress.kv.rotation import turn_of
 from compress.kv.storage import Growing, joined, slabs_of
+
+INTERVAL = 8  # while text is generated, evict after so many tokens, or an eighth of the budget
+# What a copy of an observing cache's layer has of its own.
+OWN = ("slabs", "queries", "asked", "positions", "precision", "evicts", "remembers", "traces")
 
 
 class CompressedCache(Cache):
@@ -59,10 +65,34 @@ class CompressedCache(Cache):
         kinds, settings = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
         layers: list = []
         for kind, more in zip(kinds, settings, strict=True):
-            layers.append(KVLayer(self, len(layers)) if kind == "full_attention" else LAYER_TYPES[kind](**more))
+            layers.append(self._layer(len(layers)) if kind == "full_attention" else LAYER_TYPES[kind](**more))
         super().__init__(layers=layers)
         gone = {part.layer_idx for part in dropped_parts(model).values()}
         self._keeping = [layer.number for layer in self.own if layer.number not in gone]
+
+    def _layer(self, number: int) -> KVLayer:
+        policy = self.policy
+        return KVLayer(
+            number,
+            precision=EXACT if self.storage is None else self.storage.precision,
+            evicts=policy is not None,
+            remembers=policy is not None and policy.remembers,
+            traces=self.traces or (policy is not None and policy.decoding and policy.window > 1),
+        )
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Take new keys and values [B, H_kv, n, D] of a layer; the attention that follows keeps them."""
+        given = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if isinstance(self.layers[layer_idx], KVLayer):
+            expect(partial(self._attend, self.layers[layer_idx]))
+        return given
+
+    def pass_over(self, layer_idx: int, tokens: int) -> None:
+        """Count tokens of a layer that keeps none, because its attention was dropped."""
+        if self.listener is None:
+            self.layers[layer_idx].seen += tokens
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last tokens, given as a negative number."""
@@ -98,8 +128,6 @@ class CompressedCache(Cache):
         memo[id(self.model)] = self.model
         made = memo[id(self)] = object.__new__(type(self))
         vars(made).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
-        for layer in made.own:
-            layer._cache = weakref.ref(made)
         return made
 
     @property
@@ -162,12 +190,11 @@ class CompressedCache(Cache):
             if not isinstance(layer, KVLayer):
                 vars(layer).update({k: v.clone() if isinstance(v, Tensor) else v for k, v in vars(other).items()})
                 continue
-            own = ("_cache", "slabs", "queries", "asked", "positions")
-            vars(layer).update({k: v for k, v in vars(other).items() if k not in own})
+            vars(layer).update({k: v for k, v in vars(other).items() if k not in OWN})
             layer.positions = copy.deepcopy(other.positions)
             if other.slabs:
                 k, v, _ = joined(other.slabs)
-                layer.slabs = slabs_of(k, v, other.valid, layer._precision() if policy is None else EXACT)
+                layer.slabs = slabs_of(k, v, other.valid, layer.precision if policy is None else EXACT)
                 if policy is not None and policy.remembers:
                     layer.memory = Growing(torch.zeros(k.shape[:3], device=k.device))
         made.ids, made.masks, made.mask = list(self.ids), list(self.masks), self.mask
@@ -177,7 +204,7 @@ class CompressedCache(Cache):
             self._recall(made)
         for layer, other in zip(made.own, self.own, strict=True):
             if layer.slabs:
-                layer.score(other.queries, other.asked)
+                made._score(layer, other.queries, other.asked)
         made.finish()
         return made
 
@@ -196,13 +223,94 @@ class CompressedCache(Cache):
             layer.memory = None if memory is None else Growing(memory.clone())
         made.ids, made.masks, made.mask = [], [], None
 
+    # A pass.
+
+    def _attend(
+        self,
+        layer: KVLayer,
+        module: nn.Module,
+        q: Tensor,
+        key: Tensor,
+        mask: Tensor | None,
+        *,
+        scaling: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Attention of a layer's new tokens with what is kept and with each other; then keep them, and evict.
+
+        Args:
+            q: [B, H_q, n, D]. key: the keys that `update` gave back.
+            mask: bool [B, 1, n, n] among the new tokens, or None where each sees those up to itself.
+
+        Returns:
+            [B, n, H_q, D]
+        """
+        k, v = layer.take_incoming(module, key)
+        B, _, n, _ = k.shape
+        if mask is not None and (mask.dtype != torch.bool or mask.shape[-1] != n):
+            raise ValueError(
+                f"`attention_mask`: {mask.dtype} {tuple(mask.shape)} is none that a compressed cache knows: give "
+                "one of tokens and padding, [batch, tokens]"
+            )
+        real = torch.ones(B, n, dtype=torch.bool, device=k.device) if mask is None else mask[:, 0].diagonal(0, 1, 2)
+        about = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
+        layer.about = {**about, "turn": turn_of(self.model, module)}
+        if self.listener is not None:  # a pass that only looks: nothing is kept
+            self.listener(layer, q, k, real)
+            return layer.attend_beside(q, k, v, mask, about)
+        count = self.policy is not None and self.policy.remembers and self.policy.decoding
+        y, mass = layer.attend(q, k, v, mask, real, about, by_kernel=self.by_kernel, count=count)
+        self._after_attention(layer, q, real, mass)
+        return y
+
+    def _after_attention(self, layer: KVLayer, q: Tensor, real: Tensor, mass: Tensor | None) -> None:
+        """Keep the queries that a policy scores with; let it remember, and evict, if it is time to.
+
+        Args:
+            q: [B, H_q, n, D]. real: [B, n]. mass: [B, H_kv, length], attention that was counted on the way, or None.
+        """
+        policy, n = self.policy, q.shape[2]
+        if policy is None and not self.observes:
+            return
+        window = policy.window if policy is not None and policy.decoding else 0
+        before = (layer.queries, layer.asked) if layer.queries is not None else (q[:, :, :0], real[:, :0])
+        queries, asked = packed(torch.cat([before[0], q], 2), torch.cat([before[1], real], 1))
+        if self.observes:
+            layer.queries, layer.asked = queries, asked
+            return
+        cut = max(0, queries.shape[2] - window)
+        layer.queries, layer.asked = (queries[:, :, cut:].clone(), asked[:, cut:].clone()) if window else (None, None)
+        decoding = n == 1 and layer.seen > 1
+        if self.paused or policy.runs_model or (decoding and not policy.decoding):
+            return
+        if policy.remembers:
+            layer.memory.view.copy_(policy.remember(layer.seen_by(*packed(q, real), mass)))
+        due = torch.ones_like(layer.tokens, dtype=torch.bool)
+        if decoding:
+            due = layer.since >= (policy.target(layer.tokens) // INTERVAL).clamp(min=INTERVAL)
+            if not bool(due.any()):
+                return
+        layer.since = layer.since.masked_fill(due, 0)
+        self._evict(layer, policy.scores(layer.seen_by(queries, asked)), due)
+
     # Evicting.
 
-    def scored(self, layer: KVLayer, scores: Tensor, due: Tensor | None = None) -> None:
-        """A layer was scored: evict from the rows that are `due` [B], now or when all layers are known."""
+    def _score(self, layer: KVLayer, queries: Tensor | None = None, asked: Tensor | None = None) -> None:
+        """Score and evict after a prompt, by these queries, or only by what is remembered of it."""
+        layer.since = torch.zeros_like(layer.tokens)
+        if queries is None:
+            kv_heads = sum(slab.starts.shape[1] for slab in layer.slabs)
+            keys = layer.slabs[0].k.buffer
+            queries = keys.new_empty(len(layer.tokens), kv_heads, 0, keys.shape[-1])
+            asked = torch.empty(len(layer.tokens), 0, dtype=torch.bool, device=layer.device)
+        due = torch.ones_like(layer.tokens, dtype=torch.bool)
+        self._evict(layer, self.policy.scores(layer.seen_by(queries, asked)), due)
+
+    def _evict(self, layer: KVLayer, scores: Tensor, due: Tensor) -> None:
+        """Evict from the rows of a layer that are `due` [B], now, or in `finish`, when the scores of all are known."""
         policy = self.policy
         target, tokens = policy.target(layer.tokens), layer.lengths.long()
-        due = torch.ones_like(target, dtype=torch.bool) if due is None else due
         if policy.allocation == "global":
             self._scores[layer.number] = scores, due
             return
@@ -223,7 +331,7 @@ class CompressedCache(Cache):
             policy.read_again(self.model, self)
             self.ids, self.masks = [], []
             for layer in self.filled:
-                layer.score()
+                self._score(layer)
         if self._scores:
             layers = [self.layers[number] for number in self._scores]
             scores, due = zip(*self._scores.values(), strict=True)

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from compress.kv.policy import Policy, Seen
+from compress.kv.policy import Policy
+from compress.kv.seen import Seen
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from compress.kv.cache import CompressedCache
 from compress.kv.layer import KVLayer
-from compress.kv.policy import Policy, Seen
+from compress.kv.policy import Policy
 from compress.kv.rotation import rotary_of
+from compress.kv.seen import Seen
 from compress.kv.storage import joined
 from compress.method import knob
 

@@ -1,55 +1,59 @@
 """One layer of a compressed cache: it takes new keys and values, attends, keeps, and evicts."""
 
-import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
-from compress.kv.attention import attend, expect
-from compress.kv.policy import Seen, kept
-from compress.kv.rotation import turn_of
+from compress.kv.allocation import kept
+from compress.kv.attention import attend
+from compress.kv.seen import Seen
 from compress.kv.storage import Growing, Precision, Slab, joined, right_packed, slabs_of, taken
 from kernels.kv_decode import MAX_TOKENS as KERNEL_TOKENS
 from kernels.kv_decode import kv_decode
 
-if TYPE_CHECKING:
-    from compress.kv.cache import CompressedCache
-
 EXACT = Precision()
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-INTERVAL = 8  # while text is generated, evict after so many tokens, or an eighth of the budget
 
 
 class KVLayer(DynamicLayer):
     """Keys and values of one layer: what was kept of them, as `storage.Slab`s.
 
-    `seen` counts all tokens, as transformers does, padding too; `tokens` [B] those of each row that are none.
+    `seen` counts all tokens, as transformers does, padding too; `tokens` [B] those of each row without padding. The
+    cache decides what is evicted and when; a layer knows neither it nor its policy.
+
+    Args:
+        number: of the layer in the model.
+        precision: in which positions are stored that stay for good.
+        evicts: an eviction comes after the prompt; until then positions are kept as they came.
+        remembers: keep a number for every position, `memory`, for a policy to fill.
+        traces: keep the place of every position, `positions`.
     """
 
-    def __init__(self, cache: "CompressedCache", number: int) -> None:
+    def __init__(
+        self,
+        number: int,
+        *,
+        precision: Precision = EXACT,
+        evicts: bool = False,
+        remembers: bool = False,
+        traces: bool = False,
+    ) -> None:
         super().__init__()
-        self._cache, self.number = (
-            weakref.ref(cache),
-            number,
-        )  # weak: what is dropped is given back at once, without the collector
+        self.number, self.precision = number, precision
+        self.evicts, self.remembers, self.traces = evicts, remembers, traces
         self.reset()
 
-    @property
-    def cache(self) -> "CompressedCache":
-        """The cache that this is a layer of."""
-        return self._cache()
-
     def reset(self) -> None:
-        """Forget everything but the policy."""
+        """Forget all tokens."""
         self.slabs: list[Slab] = []
         self.seen, self.fresh = 0, 0  # fresh: how many of the last tokens no eviction has looked at
         self.tokens: Tensor | None = None
         self.since: Tensor | None = None  # [B] tokens of each row since its last eviction
-        self.memory: Growing | None = None  # [B, H, length], what the policy remembers of each position
-        self.positions: Growing | None = None  # [B, H, length], where each position was, while `cache.traces`
+        self.memory: Growing | None = None  # [B, H, length], what a policy remembers of each position
+        self.positions: Growing | None = None  # [B, H, length], where each position was
         self.queries: Tensor | None = None  # [B, H_q, n, D] the last ones
         self.asked: Tensor | None = None
         self.about: dict[str, Any] = {}  # scaling, softcap, turn of the last attention
@@ -77,12 +81,7 @@ class KVLayer(DynamicLayer):
             )
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
         self.incoming = (key_states, value_states)
-        expect(self)
         return key_states, value_states
-
-    def pass_over(self, tokens: int) -> None:
-        """Count tokens of a layer that keeps none (its attention was dropped)."""
-        self.seen += tokens if self.cache.listener is None else 0
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last tokens, given as a negative number.
@@ -94,7 +93,7 @@ class KVLayer(DynamicLayer):
         if count == 0 or not self.slabs:
             self.seen -= count
             return
-        if self.cache.policy is not None and count > self.fresh:
+        if self.evicts and count > self.fresh:
             raise ValueError(
                 f"the last {count} tokens cannot be taken back: an eviction came after all but {self.fresh} of them. "
                 "Assisted "
@@ -159,7 +158,7 @@ class KVLayer(DynamicLayer):
 
     def kept_positions(self) -> list[list[Tensor]]:
         """By row and head, where the tokens that are kept were, counted over the row's real tokens; needs
-        `cache.traces`."""
+        `traces`."""
         return [
             [row[valid] for row, valid in zip(rows, valids, strict=True)]
             for rows, valids in zip(self.positions.view, self.valid, strict=True)
@@ -167,62 +166,66 @@ class KVLayer(DynamicLayer):
 
     # A pass.
 
-    def attend(
-        self,
-        module: nn.Module,
-        q: Tensor,
-        mask: Tensor | None,
-        *,
-        scaling: float,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """Attention of the new tokens with what is kept and with each other; then keep them, and evict.
+    def take_incoming(self, module: nn.Module, key: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values of the pass under way, once.
 
-        Args:
-            q: [B, H_q, n, D]. mask: bool [B, 1, n, n] among the new tokens, or None where each sees those up to itself.
-
-        Returns:
-            [B, n, H_q, D]
+        Raises:
+            ValueError: the attention module was handed other keys than those that `update` gave back.
         """
         k, v = self.incoming
         self.incoming = None
-        B, H, n, _ = k.shape
-        if mask is not None and (mask.dtype != torch.bool or mask.shape[-1] != n):
+        if key is not k:
             raise ValueError(
-                f"`attention_mask`: {mask.dtype} {tuple(mask.shape)} is none that a compressed cache knows: give "
-                "one of tokens and padding, [batch, tokens]"
+                f"{type(module).__name__} changes keys that the cache gave it: a compressed cache cannot serve it"
             )
-        real = (
-            torch.ones(B, n, dtype=torch.bool, device=k.device) if mask is None else mask[:, 0].diagonal(dim1=1, dim2=2)
-        )
-        whole = mask is None or bool(real.all())
-        about = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
-        self.about = {**about, "turn": turn_of(self.cache.model, module)}
-        if self.cache.listener is not None:  # a pass that only looks: nothing is kept
-            old_k, old_v, starts = joined(self.slabs)
-            self.cache.listener(self, q, k, real)
-            visible = _visible(starts, old_k.shape[2], mask, n)
-            return attend(q, torch.cat([old_k, k], 2), torch.cat([old_v, v], 2), visible, **about)
-        first = not self.slabs
-        policy, mass = self.cache.policy, None
-        if not first and whole and n <= KERNEL_TOKENS:  # decoding: what is new may be codes before it is read
+        return k, v
+
+    def attend_beside(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, about: dict[str, Any]) -> Tensor:
+        """Attention of the new tokens with what is kept and with each other, [B, n, H_q, D]; nothing changes.
+
+        Args:
+            q: [B, H_q, n, D]. k, v: [B, H_kv, n, D].
+            mask: bool [B, 1, n, n] among the new tokens, or None where each sees those up to itself.
+            about: scaling, softcap and sinks of the attention.
+        """
+        if not self.slabs:
+            return attend(q, k, v, mask, **about)
+        old_k, old_v, starts = joined(self.slabs)
+        visible = _visible(starts, old_k.shape[2], mask, q.shape[2])
+        return attend(q, torch.cat([old_k, k], 2), torch.cat([old_v, v], 2), visible, **about)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        real: Tensor,
+        about: dict[str, Any],
+        *,
+        by_kernel: bool,
+        count: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention as of `attend_beside`, and then keep the new tokens.
+
+        Args:
+            real: bool [B, n], False for padding.
+            by_kernel: decode with the kernel, where it can.
+            count: sum up the attention that each position gets, where the kernel does it on the way.
+
+        Returns:
+            y [B, n, H_q, D], and the attention that each position got, [B, H_kv, length], or None.
+        """
+        n, whole = k.shape[2], mask is None or bool(real.all())
+        if not self.slabs or not whole or n > KERNEL_TOKENS:
+            y = self.attend_beside(q, k, v, mask, about)
             self._keep(k, v, real, whole)
-            if sinks is None and self.cache.by_kernel and q.dtype in KERNEL_DTYPES:
-                y, mass = self._decode(q, scaling, softcap, bool(policy and policy.remembers and policy.decoding))
-            else:
-                k, v, starts = joined(self.slabs)
-                y = attend(q, k, v, _visible(starts, k.shape[2] - n, mask, n), **about)
-        elif first:
-            y = attend(q, k, v, mask, **about)
-            self._keep(k, v, real, whole)
-        else:
-            old_k, old_v, starts = joined(self.slabs)
-            visible = _visible(starts, old_k.shape[2], mask, n)
-            y = attend(q, torch.cat([old_k, k], 2), torch.cat([old_v, v], 2), visible, **about)
-            self._keep(k, v, real, whole)
-        self._look(q, real, mass)
-        return y
+            return y, None
+        self._keep(k, v, real, whole)  # decoding: new tokens may be codes before they are read
+        if about["sinks"] is None and by_kernel and q.dtype in KERNEL_DTYPES:
+            return self._decode(q, about["scaling"], about["softcap"], count)
+        k, v, starts = joined(self.slabs)
+        return attend(q, k, v, _visible(starts, k.shape[2] - n, mask, n), **about), None
 
     def _decode(self, q: Tensor, scaling: float, softcap: float | None, count: bool) -> tuple[Tensor, Tensor | None]:
         """The kernel, once a slab: y [B, n, H_q, D], and the attention that each position got, [B, H_kv, length]."""
@@ -256,10 +259,8 @@ class KVLayer(DynamicLayer):
         )
         place = (self.tokens[:, None] - real.flip(1).cumsum(1).flip(1)).to(torch.int32)[:, None].expand(B, H, n)
         if not self.slabs:
-            precision = (
-                self._precision() if self.cache.policy is None else EXACT
-            )  # codes are made of what an eviction leaves
-            self.slabs = slabs_of(k, v, new, precision)
+            # Codes are made of what the eviction leaves.
+            self.slabs = slabs_of(k, v, new, EXACT if self.evicts else self.precision)
             self._start_traces(place, new)
         else:
             for slab, (a, b) in self._heads():
@@ -274,10 +275,9 @@ class KVLayer(DynamicLayer):
 
     def _start_traces(self, place: Tensor, new: Tensor) -> None:
         index, _ = right_packed(new)
-        policy = self.cache.policy
-        if policy is not None and policy.remembers:
+        if self.remembers:
             self.memory = Growing(torch.zeros(index.shape, device=index.device))
-        if self.cache.traces or (policy is not None and policy.decoding and policy.window > 1):
+        if self.traces:
             self.positions = Growing(taken(place, index))
 
     def _heads(self) -> Iterator[tuple[Slab, tuple[int, int]]]:
@@ -285,38 +285,6 @@ class KVLayer(DynamicLayer):
         for slab in self.slabs:
             yield slab, (at, at + slab.starts.shape[1])
             at += slab.starts.shape[1]
-
-    def _precision(self) -> Precision:
-        return EXACT if self.cache.storage is None else self.cache.storage.precision
-
-    def _look(self, q: Tensor, real: Tensor, mass: Tensor | None) -> None:
-        """What a policy needs to see of this pass; evict, if it is time to."""
-        policy, n = self.cache.policy, q.shape[2]
-        if policy is None and not self.cache.observes:
-            return
-        window = policy.window if policy is not None and policy.decoding else 0
-        before = (self.queries, self.asked) if self.queries is not None else (q[:, :, :0], real[:, :0])
-        queries, asked = _packed(torch.cat([before[0], q], 2), torch.cat([before[1], real], 1))
-        if self.cache.observes:
-            self.queries, self.asked = queries, asked
-            return
-        cut = max(0, queries.shape[2] - window)
-        self.queries, self.asked = (queries[:, :, cut:].clone(), asked[:, cut:].clone()) if window else (None, None)
-        if self.cache.paused or policy.runs_model:
-            return
-        decoding = n == 1 and self.seen > 1
-        if decoding and not policy.decoding:
-            return
-        if policy.remembers:
-            seen = self.seen_by(*_packed(q, real), mass)
-            self.memory.view.copy_(policy.remember(seen))
-        due = torch.ones_like(self.tokens, dtype=torch.bool)
-        if decoding:
-            due = self.since >= (policy.target(self.tokens) // INTERVAL).clamp(min=INTERVAL)
-            if not bool(due.any()):
-                return
-        self.since = self.since.masked_fill(due, 0)
-        self.cache.scored(self, policy.scores(self.seen_by(queries, asked)), due)
 
     def seen_by(self, queries: Tensor, asked: Tensor, mass: Tensor | None = None) -> Seen:
         """What a policy scores with: the cache as it is, and the queries of the last tokens; no keys where `mass` says
@@ -339,19 +307,10 @@ class KVLayer(DynamicLayer):
             **self.about,
         )
 
-    def score(self, queries: Tensor | None = None, asked: Tensor | None = None) -> None:
-        """Score and evict after a prompt, with what is remembered of it, or by these queries."""
-        self.since = torch.zeros_like(self.tokens)
-        if queries is None:
-            kv_heads = sum(slab.starts.shape[1] for slab in self.slabs)
-            queries = self.slabs[0].k.buffer.new_empty(len(self.tokens), kv_heads, 0, self.slabs[0].k.buffer.shape[-1])
-            asked = torch.empty(len(self.tokens), 0, dtype=torch.bool, device=self.device)
-        self.cache.scored(self, self.cache.policy.scores(self.seen_by(queries, asked)))
-
     def keep_only(self, keep: Tensor) -> None:
         """Keep these positions, bool [B, H_kv, length], and give the rest back."""
         k, v, _ = joined(self.slabs)
-        self.slabs = slabs_of(k, v, keep, self._precision())
+        self.slabs = slabs_of(k, v, keep, self.precision)
         index, _ = right_packed(keep)
         for name in ("memory", "positions"):
             one = getattr(self, name)
@@ -361,14 +320,12 @@ class KVLayer(DynamicLayer):
     def evict(self, scores: Tensor, counts: Tensor) -> None:
         """Keep the `counts` [B, H_kv] highest scores [B, H_kv, length] of every row."""
         valid = self.valid
-        if bool((counts < valid.sum(-1)).any()) or (
-            self.cache.storage and self.slabs[0].precision != self._precision()
-        ):
+        if bool((counts < valid.sum(-1)).any()) or self.slabs[0].precision != self.precision:
             self.keep_only(kept(scores, valid, counts))
         self.fresh = 0
 
 
-def _packed(queries: Tensor, asked: Tensor) -> tuple[Tensor, Tensor]:
+def packed(queries: Tensor, asked: Tensor) -> tuple[Tensor, Tensor]:
     """Queries [B, H, n, D] of real tokens last, as the cache has their keys; what is padding in all rows goes."""
     if bool(asked.all()):
         return queries, asked

@@ -7,141 +7,36 @@ what is read, which is a mode of `KVLayer.attend`.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache
 
+from compress.kv.seen import Seen
 from compress.kv.storage import Precision
+from compress.kv.support import check_model
 from compress.method import Method, knob
 
-if TYPE_CHECKING:
-    from compress.kv.cache import CompressedCache
-
 ALLOCATIONS = ("uniform", "pyramid", "ada", "global")
-ROWS = 256  # queries whose attention is made at a time
-
-
-@dataclass
-class Seen:
-    """What a layer knows when positions are scored. T positions lie in the cache, the last of them are the queries'
-    own.
-
-    Attributes:
-        keys, values: [B, H_kv, T, D], as attention reads them (keys are rotated); empty where there is `mass`.
-        valid: [B, H_kv, T]: False for what is no token of that row.
-        queries: [B, H_q, n, D] of the last n tokens, n <= T, rotated.
-        asked: [B, n]: False for queries that are padding.
-        tokens: [B]: real tokens seen so far, kept or not.
-        memory: [B, H_kv, T] float32: what `Policy.remember` said of each position, 0 for new ones; None where it says
-            nothing.
-        mass: [B, H_kv, T] float32: attention summed over the queries and query heads where a kernel has counted it
-            already.
-        scaling, softcap, sinks: of the attention; sinks [H_q] are scores of something without a value.
-        positions: [B, n]: positions of the queries, counted over real tokens.
-        layer: this layer's number.
-        places: [B, H_kv, T]: positions of what is kept, where queries are of earlier passes too; None: the last n are
-            their own.
-        turn: (x [B, H, n, D], positions [B, n], back: bool) -> x rotated to these positions, or back from them.
-    """
-
-    keys: Tensor
-    values: Tensor
-    valid: Tensor
-    queries: Tensor
-    asked: Tensor
-    scaling: float
-    positions: Tensor
-    tokens: Tensor
-    layer: int
-    turn: Callable[[Tensor, Tensor, bool], Tensor]
-    softcap: float | None = None
-    sinks: Tensor | None = None
-    memory: Tensor | None = None
-    mass: Tensor | None = None
-    places: Tensor | None = None
-
-    def attention(self, last: int) -> Tensor:
-        """Attention of the last `last` queries, [B, H_kv, heads that share one, last, T], float32; 0 for those that are
-        padding."""
-        B, H, T, _ = self.keys.shape
-        n = min(last, self.queries.shape[2])
-        if n == 0:
-            return self.keys.new_zeros(B, H, self.queries.shape[1] // H, 0, T, dtype=torch.float32)
-        q = self.queries[:, :, -n:].unflatten(1, (H, -1)).float()  # [B, H, G, n, D]
-        scores = torch.einsum("bhgnd,bhtd->bhgnt", q, self.keys.float()) * self.scaling
-        if self.softcap:
-            scores = self.softcap * torch.tanh(scores / self.softcap)
-        if self.places is None:
-            at = torch.arange(T, device=scores.device)
-            visible = at <= at[T - n :, None]  # [n, T]
-        else:
-            visible = self.places[:, :, None, None] <= self.positions[:, None, None, -n:, None]
-        visible = visible & self.valid[:, :, None, None]
-        scores = scores.masked_fill(~visible, -torch.inf)
-        if self.sinks is not None:
-            sinks = self.sinks.float().view(1, H, -1, 1, 1).expand(*scores.shape[:-1], 1)
-            weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
-        else:
-            weights = scores.softmax(-1)
-        return weights.masked_fill(~(visible & self.asked[:, None, None, -n:, None]), 0.0)
-
-    def summed_attention(self) -> Tensor:
-        """Attention that each position got, summed over the queries and the heads that share its kv head, [B, H_kv,
-        T]."""
-        if self.mass is not None:
-            return self.mass
-        return self._over_queries(lambda before, weights: before + weights.sum((2, 3)))
-
-    def largest_attention(self) -> Tensor:
-        """The most attention that each position got from any query and head that shares its kv head, [B, H_kv, T]."""
-        return self._over_queries(lambda before, weights: torch.maximum(before, weights.amax((2, 3))))
-
-    def _over_queries(self, add: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        count, T = self.queries.shape[2], self.keys.shape[2]
-        total = torch.zeros(self.keys.shape[:3], device=self.keys.device)
-        for end in range(count, 0, -ROWS):  # queries of one piece see nothing behind it
-            begin, seen = max(0, end - ROWS), T - (count - end) if self.places is None else T
-            piece = replace(
-                self,
-                keys=self.keys[:, :, :seen],
-                valid=self.valid[:, :, :seen],
-                queries=self.queries[:, :, begin:end],
-                asked=self.asked[:, begin:end],
-                positions=self.positions[:, begin:end],
-            )
-            total[:, :, :seen] = add(total[:, :, :seen], piece.attention(ROWS))
-        return total
-
-    def order(self) -> Tensor:
-        """[B, H_kv, T]: the number of each position among the tokens of its row, from 0; negative for what is no
-        token."""
-        return self.valid.long().cumsum(-1) - 1
-
-    def last(self, count: int | Tensor) -> Tensor:
-        """[B, H_kv, T]: is it among the last `count` tokens of its row ([B], or for all)?"""
-        order = self.order()
-        count = count[:, None, None] if isinstance(count, Tensor) else count
-        return (order > order[..., -1:] - count) & self.valid
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheMethod(Method):
-    """A method that changes how a model's KV cache is kept, during generation; the weights stay as they are."""
+    """A method that changes how a model's KV cache is kept while text is generated; the weights stay as they are.
 
-    stage = "cache"
+    `compress.apply` attaches a recipe's cache methods to the model, all together (`compress.kv.attach`).
+    """
+
+    stage: ClassVar[str] = "cache"
+    slot: ClassVar[str]  # of the two that a cache has: which positions stay (policy), how they are stored (storage)
 
     def apply(self, model: nn.Module, batches=(), *, device=None, store=None, originals=None) -> list:
-        from compress.kv.attach import attach
-
-        attach(model, [self])
         return []
 
     def check(self, model: nn.Module) -> None:
-        from compress.kv.attach import check_model
-
         check_model(model)
 
     def remarks(self, device: torch.device) -> list[str]:
@@ -154,7 +49,9 @@ class CacheMethod(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class Storage(CacheMethod):
-    """How what stays is stored."""
+    """How the positions that stay are stored."""
+
+    slot: ClassVar[str] = "storage"
 
     def within(self, before: Sequence[Method], after: Sequence[Method]) -> Method:
         if others := [other for other in (*before, *after) if isinstance(other, Storage)]:
@@ -181,6 +78,7 @@ class Policy(CacheMethod):
     )
     decoding: bool = knob(False, "evict while text is generated too, every eighth of the budget (8 tokens at least)")
 
+    slot: ClassVar[str] = "policy"
     strength: ClassVar[str] = "budget"
     reference: ClassVar[bool] = False  # is it what any other policy must beat?
     window: ClassVar[int] = 0  # how many queries `scores` reads while text is generated; 0: none
@@ -219,8 +117,12 @@ class Policy(CacheMethod):
         of the budget has a say in it."""
         raise NotImplementedError
 
-    def read_again(self, model: nn.Module, cache: "CompressedCache") -> None:
-        """For policies with `runs_model`, after a prompt: fill the `memory` of every layer with passes over it."""
+    def read_again(self, model: nn.Module, cache: Cache) -> None:
+        """For policies with `runs_model`, after a prompt: fill the `memory` of every layer with passes over it.
+
+        Args:
+            cache: the `compress.kv.cache.CompressedCache` that holds the prompt.
+        """
         raise NotImplementedError
 
     def target(self, tokens: Tensor) -> Tensor:
@@ -234,19 +136,3 @@ class Policy(CacheMethod):
             if isinstance(other, Policy):
                 raise ValueError(f"`recipe`: {self} and {other} both decide which positions stay; keep one")
         return self
-
-
-def kept(scores: Tensor, valid: Tensor, counts: Tensor) -> Tensor:
-    """The `counts` [B, H] highest scores [B, H, T] of valid positions; the latest of equal, and of too many infinite,
-    ones."""
-    place = torch.arange(scores.shape[-1], device=scores.device, dtype=torch.float32)
-    certain = torch.isposinf(scores) & valid
-    crowded = certain.sum(-1, keepdim=True) > counts[..., None]
-    scores = torch.where(crowded, torch.where(certain, place, -1.0), scores).masked_fill(~valid, -torch.inf)
-    order = scores.flip(-1).argsort(dim=-1, descending=True, stable=True)
-    rank = (
-        torch.empty_like(order)
-        .scatter_(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))
-        .flip(-1)
-    )
-    return (rank < counts[..., None]) & valid

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
-from compress.kv.policy import Policy, Seen
+from compress.kv.policy import Policy
+from compress.kv.seen import Seen
 from compress.method import knob
 
 

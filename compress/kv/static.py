@@ -7,12 +7,12 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.cache_utils import StaticLayer
 from transformers.masking_utils import sdpa_mask
 
-from compress.kv.attach import check_model
 from compress.kv.attention import attend
 from compress.kv.cache import CompressedCache
 from compress.kv.layer import EXACT, KVLayer
 from compress.kv.policy import Policy, Storage
 from compress.kv.storage import Slab
+from compress.kv.support import check_model
 from kernels.kv_decode import KV, kv_decode
 
 NAME = "workbench_kv_static"

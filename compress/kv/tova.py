@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.kv.policy import Policy, Seen
+from compress.kv.policy import Policy
+from compress.kv.seen import Seen
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -108,21 +108,28 @@ def sparsegpt(
     scales = torch.ones(columns // group_size, out, device=W.device) if bits < 16 else None
     zeros = torch.zeros_like(scales) if bits < 16 else None
 
-    def choose(first: int, last: int) -> None:
-        """The mask of some columns [first, last), by w² / U_ii²."""
+    def mask(first: int, last: int) -> Tensor:
+        """What is kept of the columns [first, last), by w² / U_ii²: [last - first, out]."""
         scores = (Wt[first:last] / diagonal[first:last, None]).square().t().contiguous()
-        keep[first:last] = kept(scores, ratio, pattern, by_row=False).t()
+        return kept(scores, ratio, pattern, by_row=False).t()
+
+    def expected(first: int, last: int) -> Tensor:
+        """What will be kept of a group, as far as can be told when it is reached: [last - first, out]."""
+        if pattern is None:
+            return keep[first:last]
+        start = first // M * M
+        return mask(start, -(-last // M) * M)[first - start : last - start]
 
     for start in range(0, columns, block):
         end = min(start + block, columns)
         errors = torch.empty(end - start, out, device=W.device)
         if pattern is None:
-            choose(start, end)
+            keep[start:end] = mask(start, end)
         for a in range(start, end, lazy):
             b = min(a + lazy, end)
             for i in range(a, b):
                 if pattern and i % M == 0:
-                    choose(i, i + M)
+                    keep[i : i + M] = mask(i, i + M)
                 w = Wt[i].clone()
                 if bits == 16:
                     q = w * keep[i]
@@ -130,7 +137,7 @@ def sparsegpt(
                     group = i // group_size
                     if i % group_size == 0:
                         members = slice(i, i + group_size)
-                        weights = (Wt[members] * keep[members]).t()
+                        weights = (Wt[members] * expected(i, i + group_size)).t()
                         scales[group], zeros[group] = grid.search(weights, bits, symmetric, scale_dtype)
                     q = grid.quantize(w, scales[group], zeros[group], bits)
                     codes[i] = q = torch.where(keep[i], q, zeros[group])

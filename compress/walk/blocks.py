@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from compress.linear import is_linear, shape_of
+from compress.walk.experts import cannot_be_split, expert_count, is_fused_experts, split_shapes
 
 
 def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
@@ -22,12 +23,30 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 def targets(model: nn.Module, skip: str = "") -> dict[str, tuple[int, int]]:
-    """Name and shape (out, in) of every linear inside the blocks, but for those that `skip` names and routers."""
-    prefix, _ = find_blocks(model)
-    linears = ((name, module) for name, module in model.named_modules() if is_linear(module))
-    return {
-        name: shape_of(module) for name, module in linears if not _reason_to_keep(model, prefix, name, module, skip)
-    }
+    """Name and shape (out, in) of every linear inside the blocks, but for those that `skip` names and routers.
+
+    Experts that are fused in one parameter count as the linears that they are split into; nothing is split here.
+    """
+    prefix, blocks = find_blocks(model)
+    shapes: dict[str, tuple[int, int]] = {}
+    for name, module in model.named_modules():
+        if is_linear(module):
+            shapes[name] = shape_of(module)
+        elif is_fused_experts(module):
+            shapes |= {f"{name}.{expert}": shape for expert, shape in split_shapes(module).items()}
+    routers = _routers(prefix, blocks)
+    return {name: shape for name, shape in shapes.items() if not _reason_to_keep(name, prefix, skip, routers)}
+
+
+def check_experts(model: nn.Module, skip: str, method: str) -> None:
+    """Raise ValueError if some experts' weights cannot be compressed, unless `skip` names them."""
+    prefix, blocks = find_blocks(model)
+    for name, module in blocks.named_modules(prefix=prefix):
+        if cannot_be_split(module) and not is_named(name, skip):
+            raise ValueError(
+                f"`skip` (={skip!r}) of {method}: {name} ({type(module).__name__}) holds the weights of its experts in a "
+                f"layout that cannot be split into linears; skip='*.{name.rpartition('.')[2]}' would leave them as they are"
+            )
 
 
 def kept_weights(model: nn.Module, skips: Sequence[str]) -> list[dict[str, Any]]:
@@ -36,13 +55,17 @@ def kept_weights(model: nn.Module, skips: Sequence[str]) -> list[dict[str, Any]]
     Args:
         skips: the knob `skip` of each method of the recipe that stores weights.
     """
-    prefix, _ = find_blocks(model)
+    prefix, blocks = find_blocks(model)
+    routers = _routers(prefix, blocks)
     kept = []
     for name, parameter in model.named_parameters():
         owner_name = name.rpartition(".")[0]
         owner = model.get_submodule(owner_name)
-        reasons = (_reason_to_keep(model, prefix, owner_name, owner, skip) for skip in skips)
-        reason = next(filter(None, reasons), "no method of the recipe takes it")
+        if is_linear(owner):
+            reasons = (_reason_to_keep(owner_name, prefix, skip, routers) for skip in skips)
+            reason = next(filter(None, reasons), "no method of the recipe takes it")
+        else:
+            reason = f"not a linear ({type(owner).__name__})" if skips else "no method of the recipe takes it"
         kept.append({"name": name, "shape": list(parameter.shape), "bytes": parameter.nbytes, "reason": reason})
     return kept
 
@@ -52,22 +75,27 @@ def is_named(name: str, patterns: str) -> bool:
     return any(fnmatch.fnmatch(name, pattern.strip()) for pattern in patterns.split(",") if pattern.strip())
 
 
-def _reason_to_keep(model: nn.Module, prefix: str, name: str, module: nn.Module, skip: str) -> str:
-    if not is_linear(module):
-        return f"not a linear ({type(module).__name__})"
+def _reason_to_keep(name: str, prefix: str, skip: str, routers: set[str]) -> str:
+    """Why no method takes this linear; empty if one does."""
     if not name.startswith(prefix + "."):
         return "outside the blocks"
     if is_named(name, skip):
         return f"named by skip ({skip})"
-    return "routes tokens to experts" if _routes(model, name, shape_of(module)[0]) else ""
+    return "routes tokens to experts" if name in routers else ""
 
 
-def _routes(model: nn.Module, name: str, out: int) -> bool:
-    """Is this linear a router, or the gate of a shared expert? Those sit beside experts and give one number for
-    each."""
-    config = model.config.get_text_config()
-    keys = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    if out not in {1, *(getattr(config, key, None) for key in keys)}:
-        return False
-    parent = name.rpartition(".")[0]
-    return any(hasattr(model.get_submodule(p), "experts") for p in (parent, parent.rpartition(".")[0]))
+def _routers(prefix: str, blocks: nn.ModuleList) -> set[str]:
+    """Names of the linears that route tokens to experts, or gate a shared expert.
+
+    They lie beside the experts, in the same part of the block, and give one number for each of them, or a single one.
+    """
+    routers: set[str] = set()
+    for index, block in enumerate(blocks):
+        experts = {name: count for name, module in block.named_modules() if name and (count := expert_count(module))}
+        for name, count in experts.items():
+            part = name.rpartition(".")[0]
+            for inner, module in block.get_submodule(part).named_modules(prefix=part) if part else ():
+                inside = any(inner.startswith(f"{other}.") for other in experts)
+                if is_linear(module) and not inside and shape_of(module)[0] in (1, count):
+                    routers.add(f"{prefix}.{index}.{inner}")
+    return routers

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 
 class SplitExperts(nn.Module):
@@ -14,7 +15,7 @@ class SplitExperts(nn.Module):
     def __init__(self, experts: nn.Module) -> None:
         super().__init__()
         self.num_experts = experts.num_experts
-        self.up_name = "gate_up_proj" if experts.has_gate else "up_proj"
+        self.up_name = _up_name(experts)
         for name in (self.up_name, "down_proj"):
             self.add_module(name, _linears(experts, name))
         self.act_fn = getattr(experts, "act_fn", None)  # some gates bring their own
@@ -57,6 +58,41 @@ def is_fused_experts(module: nn.Module) -> bool:
     """Does this module follow transformers' experts interface, with its weights in 3-D parameters?"""
     down = getattr(module, "down_proj", None)
     return isinstance(down, nn.Parameter) and down.dim() == 3 and hasattr(module, "has_gate")
+
+
+def split_shapes(experts: nn.Module) -> dict[str, tuple[int, int]]:
+    """Name and shape (out, in) of each linear that `SplitExperts` would make of fused experts."""
+    shapes = {}
+    for name in (_up_name(experts), "down_proj"):
+        count, *shape = getattr(experts, name).shape
+        out_in = (shape[1], shape[0]) if experts.is_transposed else (shape[0], shape[1])
+        shapes |= {f"{name}.{expert}": out_in for expert in range(count)}
+    return shapes
+
+
+def expert_count(module: nn.Module) -> int:
+    """How many experts this module itself holds, split, fused or as a list of modules; 0: it holds none."""
+    if isinstance(module, SplitExperts):
+        return module.num_experts
+    if isinstance(module, nn.ModuleList):
+        return len(module) if len(module) > 1 else 0
+    return max((p.shape[0] for p in _stacked(module)), default=0)
+
+
+def cannot_be_split(module: nn.Module) -> bool:
+    """Does this module hold matrices of several experts in one parameter, in a layout that `SplitExperts` does not know?"""
+    return bool(_stacked(module)) and not is_fused_experts(module)
+
+
+def _stacked(module: nn.Module) -> list[nn.Parameter]:
+    """The module's own parameters that are several matrices: [experts, rows, columns]."""
+    if isinstance(module, _ConvNd):
+        return []
+    return [p for p in module.parameters(recurse=False) if p.dim() == 3 and min(p.shape) > 1]
+
+
+def _up_name(experts: nn.Module) -> str:
+    return "gate_up_proj" if experts.has_gate else "up_proj"
 
 
 def _linears(experts: nn.Module, name: str) -> nn.ModuleList:

@@ -74,7 +74,6 @@ class FoldingMethod(Method):
         return ""
 
     def check(self, model: nn.Module) -> None:
-        split_experts(model)  # changes no output, and makes linears of them
         self.links_of(model)
 
     def links_of(self, model: nn.Module) -> list[list[Link]]:

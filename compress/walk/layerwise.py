@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from compress.formats import Format
 from compress.method import Method, knob
 from compress.records import LayerRecord
-from compress.walk.blocks import targets
-from compress.walk.experts import split_experts
+from compress.walk.blocks import check_experts, targets
 from compress.walk.resume import BlockStore
 from compress.walk.statistics import LayerStatistics
 from compress.walk.walk import walk
@@ -56,7 +55,7 @@ class LayerwiseMethod(Method):
         return None
 
     def check(self, model: nn.Module) -> None:
-        split_experts(model)  # changes no output, and gives the experts shapes to check
+        check_experts(model, self.skip, self.name)
         shapes = targets(model, self.skip)
         if not shapes:
             raise ValueError(f"`skip` (={self.skip!r}) of {self.name} leaves no linear of this model to compress")

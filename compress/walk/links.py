@@ -21,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from compress.linear import CompressedLinear, is_linear
 from compress.walk.blocks import find_blocks
 from compress.walk.capture import Call, block_calls, device_of, mapped, run_block
+from compress.walk.experts import split_experts
 from kernels.linear import without_tf32
 
 TOKENS = 16
@@ -99,9 +100,6 @@ def fold(model: nn.Module, link: Link, s: Tensor) -> None:
     """
     producer = model.get_submodule(link.producer)
     s = s.to(producer.weight.device, torch.float32)
-    bias = getattr(producer, "bias", None)
-    if bias is not None:
-        bias.copy_(bias.float() / s)
     if link.kind == "norm":
         offset = gain_offset(producer)
         gain = producer.weight.float() + offset
@@ -110,6 +108,9 @@ def fold(model: nn.Module, link: Link, s: Tensor) -> None:
         s = torch.where((gain == 0) | (now == 0), s, gain / now)
     else:
         producer.weight.copy_(producer.weight.float() / (s if isinstance(producer, Conv1D) else s[:, None]))
+    bias = getattr(producer, "bias", None)
+    if bias is not None:
+        bias.copy_(bias.float() / s)
     columns = s[link.channels.to(s.device)]  # [in]
     for name in link.consumers:
         consumer = model.get_submodule(name)
@@ -155,6 +156,7 @@ class _Trial:
 
     def __init__(self, block: nn.Module, call: Call, index: int) -> None:
         self.block, self.device = copy.deepcopy(block).float(), device_of(block)
+        split_experts(self.block)
         self.call = Call(
             _noise(call.hidden.shape, call.hidden.device, seed=1), [mapped(call.arguments[index], _in_float32)]
         )

@@ -64,6 +64,25 @@ class Absmean:
         return self.sum / max(self.tokens, 1)
 
 
+class Starts:
+    """The inputs of the first token of every calibration window, [windows, in] float32.
+
+    Models attend to it from everywhere (an attention sink, arXiv:2309.17453), so its errors reach every later token.
+    Linears that do not see whole windows, as routed experts do, have none.
+    """
+
+    def __init__(self, columns: int, device: torch.device) -> None:
+        self.rows = [torch.zeros(0, columns, dtype=torch.float32, device=device)]
+
+    def update(self, x: Tensor) -> None:
+        """x: [windows, tokens, in]; anything else has no known first token."""
+        if x.dim() == 3:
+            self.rows.append(x[:, 0].float())
+
+    def result(self) -> Tensor:
+        return torch.cat(self.rows)
+
+
 class Rows:
     """A sample of at most `most` inputs [n, in] in float32, spread over all that came by.
 
@@ -127,7 +146,7 @@ def _levels(start: int, count: int) -> Tensor:
 
 
 STATISTICS: dict[str, type[Statistic]] = {
-    "gram": Gram, "absmax": Absmax, "absmean": Absmean, "rows": Rows, "absmax_rest": AbsmaxRest,
+    "gram": Gram, "starts": Starts, "absmax": Absmax, "absmean": Absmean, "rows": Rows, "absmax_rest": AbsmaxRest,
 }  # fmt: skip
 
 
@@ -140,6 +159,7 @@ class LayerStatistics:
         shared: a place for what is costly to derive from `values` (a Cholesky factor, say), keyed by whoever derives
             it.
         name: of the linear in the model.
+        dtype: of the model's activations, in which stored floats are kept.
         stored: the parts that an earlier method of the recipe stored for this linear; empty if none did.
         keep: [out, in] bool, False for weights that an earlier method set to 0, which the walk keeps at 0; None if none
             did.
@@ -151,6 +171,7 @@ class LayerStatistics:
         self.values = values
         self.shared = {} if shared is None else shared
         self.name = ""
+        self.dtype = torch.float32
         self.stored: list[Format] = []
         self.keep: Tensor | None = None
         self.notes: list[str] = []
@@ -175,7 +196,7 @@ class Collector:
         rows = x.reshape(-1, x.shape[-1])
         self.tokens += rows.shape[0]
         for statistic in self.statistics.values():
-            statistic.update(rows)
+            statistic.update(x if isinstance(statistic, Starts) else rows)
 
     def result(self) -> LayerStatistics:
         return LayerStatistics(self.tokens, {need: statistic.result() for need, statistic in self.statistics.items()})

@@ -149,7 +149,7 @@ def _solve(
 ) -> tuple[CompressedLinear, LayerRecord]:
     start = time.perf_counter()
     W = weight_of(linear)
-    statistics.name = name
+    statistics.name, statistics.dtype = name, _dtype_of(linear)
     if isinstance(linear, CompressedLinear):
         statistics.stored = list(linear.parts)
         statistics.keep = kept_of(statistics.stored)
@@ -159,7 +159,8 @@ def _solve(
     if statistics.keep is not None:  # zeros stay zeros, whatever the method made of them
         parts = masked_like(statistics.stored, parts, statistics.keep)
         peer = peer and masked_like(statistics.stored, peer, statistics.keep)
-    new = CompressedLinear(parts, linear.bias, dtype=_dtype_of(linear), transform=getattr(linear, "transform", None))
+    parts = [part.to(statistics.dtype) for part in parts]  # as the model is cast: codes and scales stay as they are
+    new = CompressedLinear(parts, linear.bias, dtype=statistics.dtype, transform=getattr(linear, "transform", None))
     if not statistics.tokens:
         statistics.note("no calibration tokens: the error is that of the weights")
     target = W if original is None else original

@@ -29,15 +29,15 @@ class GPTQ(LayerwiseMethod):
     strength: ClassVar[str] = "bits"
     source: ClassVar[str] = "arXiv:2210.17323"
     needs_calibration: ClassVar[bool] = True
-    statistics: ClassVar[tuple[str, ...]] = ("gram",)
+    statistics: ClassVar[tuple[str, ...]] = ("gram", "starts")
 
     bits: int = knob(4, "bits per weight", choices=BITS)
     group_size: int = knob(64, "columns that share a scale; -1 for a whole row", range=(-1, 1 << 20))
     symmetric: bool = knob(True, "no zero point: the grid lies around 0")
     scale: str = knob(
         "search",
-        "cover each group (absmax) or search the clipping of least error (search)",
-        choices=("absmax", "search"),
+        "cover each group (absmax), or search the least error over clipping (clip), or over clipping and sign (search)",
+        choices=grid.SCALES,
     )
     norm: float = knob(2.0, "exponent of the error that search minimises", range=(0.5, 8))
     refit: bool = knob(
@@ -52,6 +52,11 @@ class GPTQ(LayerwiseMethod):
         choices=("group", "activation", "none"),
     )
     damp: float = knob(0.01, "added to diag(H), as a fraction of its mean", range=(0, 1))
+    sink_weight: float = knob(
+        64.0,
+        "weight in H of each calibration window's first token, to which the later ones attend; 1: as any other token",
+        range=(0, 1e6),
+    )
     min_tokens: int = knob(
         128, "below this many calibration tokens a linear (an expert) is rounded to nearest", range=(1, 1 << 30)
     )
@@ -61,32 +66,23 @@ class GPTQ(LayerwiseMethod):
         check_group_size(self.group_size, name, shape)
 
     def peer(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
-        return [
-            rtn(W, bits=self.bits, group_size=self.group_size, symmetric=self.symmetric, scale_dtype=self.scale_dtype)
-        ]
+        """Rounding to nearest with scales chosen in the same way: what it lacks is the correction of later columns."""
+        importance = self.hessian(statistics).diagonal() if statistics.tokens >= self.min_tokens else None
+        return [self._rounded(W, importance)]
 
     def solve(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
         if statistics.tokens < self.min_tokens:
             statistics.note(f"rounded to nearest: {statistics.tokens} tokens, min_tokens is {self.min_tokens}")
-            plain = rtn(
-                W,
-                bits=self.bits,
-                group_size=self.group_size,
-                symmetric=self.symmetric,
-                scale=self.scale,
-                norm=self.norm,
-                scale_dtype=self.scale_dtype,
-            )
-            return [plain]
-        H = statistics.values["gram"]
+            return [self._rounded(W, None)]
         group_size = W.shape[1] if self.group_size == -1 else self.group_size
-        key = ("gptq", self.order, group_size, self.damp)
+        key = ("gptq", self.order, group_size, self.damp, self.sink_weight)
         if key not in statistics.shared:
+            H = self.hessian(statistics)
             statistics.shared[key] = factorise(H, self.damp, column_order(H.diagonal(), self.order, group_size))
         factor: Factor = statistics.shared[key]
         for text in factor.notes:
             statistics.note(text)
-        plain = gptq(
+        stored = gptq(
             W,
             factor,
             bits=self.bits,
@@ -98,7 +94,25 @@ class GPTQ(LayerwiseMethod):
             scale_dtype=self.scale_dtype,
             keep=statistics.keep,
         )
-        return [plain]
+        return [stored]
+
+    def hessian(self, statistics: LayerStatistics) -> Tensor:
+        """H [in, in] with the windows' first tokens counted `sink_weight` times."""
+        H, first = statistics.values["gram"], statistics.values["starts"]
+        more = (self.sink_weight - 1) * 2 / max(statistics.tokens, 1)
+        return torch.addmm(H, first.t(), first, alpha=more) if more and len(first) else H
+
+    def _rounded(self, W: Tensor, importance: Tensor | None) -> Format:
+        return rtn(
+            W,
+            bits=self.bits,
+            group_size=self.group_size,
+            symmetric=self.symmetric,
+            scale=self.scale,
+            norm=self.norm,
+            scale_dtype=self.scale_dtype,
+            importance=importance,
+        )
 
 
 def column_order(diagonal: Tensor, order: str, group_size: int) -> Tensor:
@@ -154,11 +168,9 @@ def gptq(
 
     def choose(rows: Tensor, group: int) -> None:
         weights = Wt[rows].t() if mask is None else (Wt[rows] * mask[rows]).t()  # [out, group_size]
-        if scale == "absmax":
-            s, z = grid.absmax(weights, bits, symmetric, scale_dtype)
-        else:
-            s, z = grid.search(weights, bits, symmetric, scale_dtype, importance=importance[rows], norm=norm)
-        scales[group], zeros[group] = s, z
+        scales[group], zeros[group] = grid.choose(
+            weights, bits, symmetric, scale_dtype, how=scale, importance=importance[rows], norm=norm
+        )
 
     if not refit:
         place = order.argsort()

@@ -29,8 +29,8 @@ class RTN(LayerwiseMethod):
     symmetric: bool = knob(True, "no zero point: the grid lies around 0")
     scale: str = knob(
         "absmax",
-        "cover each group (absmax) or search the clipping of least error (search)",
-        choices=("absmax", "search"),
+        "cover each group (absmax), or search the least error over clipping (clip), or over clipping and sign (search)",
+        choices=grid.SCALES,
     )
     norm: float = knob(2.0, "exponent of the error that search minimises", range=(0.5, 8))
     scale_dtype: str = knob("bfloat16", "how scales are stored", choices=tuple(grid.SCALE_DTYPES))

@@ -15,8 +15,7 @@
 A sweep of one notebook may have `notebook`, `grid`, `list`, `include`, `exclude` at the top and no `runs`.
 """
 
-import contextlib
-import io
+import math
 import re
 from dataclasses import dataclass, field
 from itertools import product
@@ -25,6 +24,7 @@ from typing import Any
 
 import yaml
 
+from notebooks.batch.preflight import check_run
 from notebooks.study.identity import identity, key_of
 from notebooks.study.parameters import (
     FOLDER,
@@ -32,15 +32,16 @@ from notebooks.study.parameters import (
     check_parameters,
     from_here,
     notebook_path,
-    read_cells,
     read_parameters,
+    short_repr,
 )
 from notebooks.study.places import check_run_path
 
 SWEEPS = FOLDER / "sweeps"
 _GROUP = ("notebook", "base", "grid", "list", "include", "exclude")
 _TOP = ("title", "description", "timeout_s", "cell_timeout_s", "base", "runs")
-MOST = 10_000  # runs: more are a mistake in the grid
+MOST = 10_000  # runs of a sweep: more are a mistake in the grid
+MOST_BYTES = 1 << 20  # of a sweep's file
 
 
 @dataclass(frozen=True)
@@ -72,12 +73,13 @@ class _Loader(yaml.SafeLoader):
     """YAML without its traps: a key written twice is refused, and 1e-3 is a number."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
+        seen: set[str] = set()
+        for key in (self.construct_object(key, deep=True) for key, _ in node.value):
             if not isinstance(key, str):
                 raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} must be text", node.start_mark)
-            if keys.count(key) > 1:
+            if key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"`{key}` is there twice", node.start_mark)
+            seen.add(key)
         return super().construct_mapping(node, deep)
 
 
@@ -98,10 +100,17 @@ def read_sweep(where: str | Path, *, name: str = "", place: Path | None = None) 
             of the wrong type or out of range; every such problem of the file at once.
     """
     path = sweep_path(where)
+    if (size := path.stat().st_size) > MOST_BYTES:
+        raise ValueError(
+            f"`sweep` (={str(where)!r}) is a file of {size / 1e6:.1f} MB; {MOST_BYTES / 1e6:.1f} MB are the most: a "
+            f"`grid` says many runs in few words, and a sweep has {MOST:,} runs at most"
+        )
     try:
         text = path.read_text(encoding="utf-8")
         made = yaml.load(text, _Loader)
-    except (OSError, yaml.YAMLError) as error:
+    except RecursionError as error:
+        raise ValueError(f"`sweep` (={str(where)!r}) cannot be read: it is nested too deeply") from error
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ValueError(f"`sweep` (={str(where)!r}) cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(made, dict):
         raise ValueError(
@@ -171,8 +180,7 @@ def single(notebook: str | Path, given: dict[str, Any]) -> Sweep:
     declared = _writes_record(book)
     values = check_parameters(given, declared)
     check_run_path(values["run_path"])
-    if problem := _dry(book, values):
-        raise ValueError(problem)
+    check_run(book, values, named=True)
     parts = identity(book, values)
     planned = Planned(str(book), values, key_of(book, values, parts), parts, tuple(given))
     return Sweep(planned.key, planned.key, (planned,))
@@ -195,6 +203,7 @@ def _resolved(
     runs: dict[str, Planned] = {}
     problems: dict[str, None] = {}
     used: set[str] = set()
+    count = 0
     for position, group in enumerate(groups):
         where = f"{path.name}, runs[{position}]"
         try:
@@ -206,6 +215,9 @@ def _resolved(
             )
             book = _book(group, where, place)
             declared = _writes_record(book)
+            count += _count(group)
+            if count > MOST:
+                raise ValueError(f"{where} brings the sweep to {count:,} runs; {MOST:,} are the most")
         except ValueError as error:
             problems[str(error)] = None
             continue
@@ -219,13 +231,11 @@ def _resolved(
                     {name: from_here(name, value, place) for name, value in given.items()}, declared
                 )
                 check_run_path(values["run_path"])
+                check_run(book, values)
+                parts = identity(book, values)
             except ValueError as error:
                 problems[f"{where}: {error}"] = None
                 continue
-            if problem := _dry(book, values):
-                problems[f"{where}: {problem}"] = None
-                continue
-            parts = identity(book, values)
             key = key_of(book, values, parts)
             runs.setdefault(key, Planned(str(book), values, key, parts, _varied(group)))
     for name in ("run_path", "save_path"):
@@ -261,14 +271,11 @@ def _expanded(group: dict[str, Any], base: dict[str, Any], where: str) -> tuple[
     for kind in ("list", "include", "exclude"):
         for one in group.get(kind) or []:
             if not isinstance(one, dict) or not one:
-                problems.append(f"`{kind}` of {where} must be a list of mappings of parameters, not of {one!r}")
+                problems.append(
+                    f"`{kind}` of {where} must be a list of mappings of parameters, not of {short_repr(one)}"
+                )
     if problems:
         return [], problems
-    count = len(group.get("list") or [{}])
-    for values in grid.values():
-        count *= len(values)
-    if count > MOST:
-        return [], [f"`grid` of {where} stands for {count:,} runs; {MOST:,} are the most"]
     made = [
         {**base, **dict(zip(grid, chosen, strict=True)), **one}
         for one in group.get("list") or [{}]
@@ -283,6 +290,14 @@ def _expanded(group: dict[str, Any], base: dict[str, Any], where: str) -> tuple[
     return kept + [{**base, **one} for one in group.get("include") or []], problems
 
 
+def _count(group: dict[str, Any]) -> int:
+    """Runs that a group stands for, before any is left out."""
+    sizes = [len(values) for values in (group.get("grid") or {}).values() if isinstance(values, list)]
+    included = len(group.get("include") or [])
+    alone = included and not sizes and not group.get("list")
+    return included + (0 if alone else math.prod([*sizes, len(group.get("list") or [{}])]))
+
+
 def _holds(given: dict[str, Any], some: dict[str, Any]) -> bool:
     return all(name in given and given[name] == value for name, value in some.items())
 
@@ -290,28 +305,6 @@ def _holds(given: dict[str, Any], some: dict[str, Any]) -> bool:
 def _varied(group: dict[str, Any]) -> tuple[str, ...]:
     listed = [name for kind in ("list", "include") for one in group.get(kind) or [] for name in one]
     return tuple(dict.fromkeys([*(group.get("grid") or {}), *listed])) or tuple(group.get("base") or {})
-
-
-def _dry(notebook: str | Path, values: dict[str, Any]) -> str | None:
-    """What the notebook's own checks say of these values: its cells up to the last one tagged `check`, executed
-    here."""
-    cells = [cell for cell in read_cells(notebook_path(notebook)) if cell.kind == "code"]
-    last = max((i for i, cell in enumerate(cells) if "check" in cell.tags), default=-1)
-    namespace: dict[str, Any] = {"__name__": "notebook"}
-    for cell in cells[: last + 1]:
-        if "parameters" in cell.tags:
-            namespace |= values | (
-                {"save_path": ""} if "save_path" in values else {}
-            )  # the run itself looks whether that is free
-            continue
-        try:
-            with contextlib.redirect_stdout(io.StringIO()):
-                exec(compile(cell.source, f"{notebook_path(notebook).name}", "exec"), namespace)
-        except ValueError as error:
-            return str(error)
-        except Exception as error:  # a mistake in the notebook itself: said here rather than after hours
-            return f"{notebook_path(notebook).name}: {type(error).__name__}: {error}"
-    return None
 
 
 def _known(made: dict[str, Any], known: tuple[str, ...], where: str) -> None:

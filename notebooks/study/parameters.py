@@ -6,6 +6,7 @@ papermill only warns of a parameter that the notebook does not have, and checks 
 import ast
 import difflib
 import json
+import math
 import os
 import types
 import typing
@@ -43,14 +44,23 @@ def read_parameters(notebook: str | Path) -> dict[str, Parameter]:
         raise ValueError(f"{path.name} must have one cell tagged `parameters`, not {len(tagged)}")
     lines = tagged[0].source.splitlines()
     found = {}
-    for node in ast.parse(tagged[0].source).body:
-        if not isinstance(node, ast.AnnAssign) or node.value is None:
+    try:
+        nodes = ast.parse(tagged[0].source).body
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(
+            f"{path.name}: its parameters cell is not plain Python (`name: type = literal  # help`, no magics): {error}"
+        ) from error
+    for node in nodes:
+        try:
+            if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name) or node.value is None:
+                raise ValueError("no parameter")
+            default = ast.literal_eval(node.value)
+        except (ValueError, TypeError, RecursionError, MemoryError) as error:
             raise ValueError(
                 f"{path.name}: line {node.lineno} of its parameters must read `name: type = literal  # help`"
-            )
-        name = node.target.id
+            ) from error
         help = lines[node.end_lineno - 1].partition("#")[2].strip()
-        found[name] = Parameter(name, _type(node.annotation), ast.literal_eval(node.value), help)
+        found[node.target.id] = Parameter(node.target.id, _type(node.annotation), default, help)
     return found
 
 
@@ -75,7 +85,7 @@ def read_cells(path: Path) -> list[Cell]:
             Cell(cell["cell_type"], "".join(cell["source"]), tuple(cell["metadata"].get("tags", [])))
             for cell in made["cells"]
         ]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"`notebook` (={str(path)!r}) cannot be read as a notebook of format 4: {error!r}") from error
 
 
@@ -117,13 +127,33 @@ def check_parameters(values: dict[str, Any], declared: dict[str, Parameter]) -> 
             near = difflib.get_close_matches(name, declared, n=1)
             hint = f"did you mean `{near[0]}`? " if near else ""
             raise ValueError(
-                f"`{name}` (={value!r}) is not a parameter of this notebook; {hint}It has {', '.join(declared)}"
+                f"`{name}` (={short_repr(value)}) is not a parameter of this notebook; {hint}It has {', '.join(declared)}"
             )
         wanted = declared[name].type
         if not _fits(value, wanted):
             wants = f"must be {type_name(wanted)}, not {type(value).__name__}"
-            raise ValueError(f"`{name}` (={value!r}) {wants}; its default is {declared[name].default!r}")
+            raise ValueError(f"`{name}` (={short_repr(value)}) {wants}; its default is {declared[name].default!r}")
+        if not all(map(math.isfinite, _numbers(value))):
+            raise ValueError(
+                f"`{name}` (={short_repr(value)}) must be finite; its default is {declared[name].default!r}"
+            )
     return {name: _typed(values.get(name, parameter.default), parameter.type) for name, parameter in declared.items()}
+
+
+def short_repr(value: Any) -> str:
+    """A value for an error message: as Python writes it, cut where it is long."""
+    try:
+        text = repr(value)
+    except RecursionError:
+        return f"a {type(value).__name__} that is nested too deeply"
+    return text if len(text) <= 200 else f"{text[:120]}… ({len(text):,} characters)"
+
+
+def _numbers(value: Any) -> list[float]:
+    """The number that a value is, or those in the list that it is."""
+    if isinstance(value, list):
+        return [number for item in value for number in _numbers(item)]
+    return [value] if isinstance(value, float) else []
 
 
 def from_here(name: str, value: Any, place: Path | None = None) -> Any:
@@ -151,7 +181,7 @@ def parse_value(text: str, wanted: Any) -> Any:
         return text
     try:
         value = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         value = {"True": True, "False": False, "None": None}.get(text, text)
     return _typed(value, wanted) if _fits(value, wanted) else text
 

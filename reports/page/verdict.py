@@ -9,6 +9,7 @@ def verdict(record: dict[str, Any]) -> list[str]:
     """Sentences on size, accuracy and speed. Each says what was measured, and against what."""
     base, small = record["scores"]["baseline"], record["scores"]["compressed"]
     rtn, unsmoothed = record["scores"].get("rtn", {}), record["scores"].get("unsmoothed", {})
+    rtn_search = record["scores"].get("rtn_search", {})
     said = []
     if "stored_bytes" in base and "stored_bytes" in small:
         ratio = base["stored_bytes"] / small["stored_bytes"]
@@ -23,6 +24,8 @@ def verdict(record: dict[str, Any]) -> list[str]:
         text = f"Its perplexity on {corpus} goes from {before:.2f} to {after:.2f} ({percent(after / before - 1)}"
         if metric in rtn:
             text += f"; rounding to nearest, absmax scales, gives {rtn[metric]:.2f}"
+        if metric in rtn_search:
+            text += f", with searched scales {rtn_search[metric]:.2f}"
         if metric in unsmoothed:
             text += (
                 f"; without smoothing it would be {unsmoothed[metric]:.2f}, {percent(unsmoothed[metric] / before - 1)}"

@@ -48,7 +48,7 @@ def layer_errors(layers: list[dict[str, Any]], method: str) -> str:
     panels = {
         kind: [
             Line(method, ACCENT, [(b, error) for b, error, _ in points]),
-            Line("round to nearest, absmax", SECOND, [(b, rtn) for b, _, rtn in points if rtn is not None], "--"),
+            Line("round to nearest", SECOND, [(b, rtn) for b, _, rtn in points if rtn is not None], "--"),
         ]
         for kind, points in kinds.items()
     }

@@ -84,3 +84,11 @@ def test_folders_that_are_not_compressed_models(tmp_path):
     (tmp_path / "workbench.json").write_text('{"version": 99}')
     with pytest.raises(ValueError, match="layout version 99"):
         load_compressed(tmp_path)
+
+
+def test_a_class_that_transformers_lacks_is_refused_before_anything_is_written(tiny, tmp_path):
+    result = apply([METHODS["rtn"](group_size=16)], tiny("llama"))
+    result.model.__class__ = type("RemoteForCausalLM", (type(result.model),), {})
+    with pytest.raises(ValueError, match="RemoteForCausalLM, which is not a class of transformers"):
+        save_compressed(result, tmp_path / "out")
+    assert not list(tmp_path.iterdir())

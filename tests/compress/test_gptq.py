@@ -6,6 +6,7 @@ import torch
 from compress import METHODS, apply
 from compress.grid.nearest import rtn
 from compress.walk.hessian import factorise
+from compress.walk.statistics import Collector
 from compress.weights.gptq import column_order, gptq
 
 
@@ -79,6 +80,18 @@ def test_factor_is_that_of_the_inverse():
     damped = (H + torch.eye(len(H)) * 0.01 * H.diagonal().mean())[order][:, order].double()
     assert torch.equal(factor.U, factor.U.triu())
     assert torch.allclose(factor.U.double().T @ factor.U.double() @ damped, torch.eye(len(H)).double(), atol=1e-3)
+
+
+def test_first_tokens_count_sink_weight_times():
+    x = torch.randn(3, 40, 16)
+    collector = Collector(METHODS["gptq"].statistics, 16, x.device)
+    for part in x.split(2):
+        collector.update(part)
+    statistics = collector.result()
+    rows = torch.cat([x.flatten(0, 1), x[:, 0], x[:, 0]])
+    H = METHODS["gptq"](sink_weight=3).hessian(statistics)
+    assert torch.allclose(H, 2 / 120 * rows.T @ rows, atol=1e-4)
+    assert torch.equal(METHODS["gptq"](sink_weight=1).hessian(statistics), statistics.values["gram"])
 
 
 def test_orders_are_permutations_and_group_order_keeps_groups_whole():

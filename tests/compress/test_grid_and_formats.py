@@ -28,7 +28,9 @@ def test_scales_cover_and_search_never_loses(bits, symmetric, scale_dtype):
     covering = grid.absmax(w, bits, symmetric, scale_dtype)
     for norm in (2.0, 2.4):
         found = grid.search(w, bits, symmetric, scale_dtype, importance=importance, norm=norm)
-        assert (loss(*found, norm) <= loss(*covering, norm) * (1 + 1e-6)).all()
+        clipped = grid.choose(w, bits, symmetric, scale_dtype, how="clip", importance=importance, norm=norm)
+        assert (loss(*found, norm) <= loss(*clipped, norm) * (1 + 1e-6)).all() and (clipped[0] > 0).all()
+        assert (loss(*clipped, norm) <= loss(*covering, norm) * (1 + 1e-6)).all()
         for scale, zero in (covering, found):
             assert torch.equal(scale, scale.to(grid.SCALE_DTYPES[scale_dtype]).float()), "scales are what is stored"
             assert (zero == zero.round()).all() and (zero >= 0).all() and (zero < 1 << bits).all()

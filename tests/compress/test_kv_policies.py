@@ -14,8 +14,8 @@ from transformers import DynamicCache
 
 from compress import METHODS
 from compress.kv import CompressedCache, attach, attached
-from compress.kv.allocation import ADA_FLOOR, ada, over_layers, pyramid, uniform
-from compress.kv.policy import ALLOCATIONS, Policy, kept
+from compress.kv.allocation import ADA_FLOOR, ada, kept, over_layers, pyramid, uniform
+from compress.kv.policy import ALLOCATIONS, Policy
 from compress.kv.rotation import turn_of
 from compress.kv.storage import joined
 from compress.method import settle
@@ -79,7 +79,7 @@ def observed(tiny, tokens, monkeypatch):
 def test_scores_of_attention(observed, tokens, monkeypatch, architecture, traces):
     """SnapKV, TOVA, H2O; with the model's soft caps, and with its sinks, which take a share; a few queries at a
     time."""
-    monkeypatch.setattr("compress.kv.policy.ROWS", 16), monkeypatch.setattr("compress.kv.attention.ROWS", 16)
+    monkeypatch.setattr("compress.kv.seen.ROWS", 16), monkeypatch.setattr("compress.kv.attention.ROWS", 16)
     model, cache, _ = observed(architecture, traces=traces)
     snapkv, tova, h2o = METHODS["snapkv"](observed=8), METHODS["tova"](), METHODS["h2o"](budget=0.5)
     for layer in cache.own:

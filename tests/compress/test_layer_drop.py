@@ -227,3 +227,11 @@ def test_attention_is_cheaper_than_mlps_on_a_real_model(real):
     assert attention < mlp
     last = sorted(apply([DROP(count=1)], copy.deepcopy(model), batches).drops, key=lambda drop: -drop.importance)[:3]
     assert cost(layers=", ".join(str(drop.block) for drop in last)) > 2 * attention
+
+
+def test_only_lists_with_an_entry_per_block_lose_one(tiny, tokens):
+    model = tiny("gemma3_text", eos_token_id=[1, 2])
+    model.config.as_long_by_accident = [7, 8]
+    apply([DROP(target="block", count=1)], model, tokens())
+    assert len(model.config.layer_types) == 1
+    assert model.config.eos_token_id == [1, 2] and model.config.as_long_by_accident == [7, 8]

@@ -186,3 +186,12 @@ def test_rounding_a_gain_to_16_bits_changes_no_output(tiny):
     after = (1 + norm.weight.float()) * up.weight.float()
     assert norm.weight.dtype == torch.bfloat16 and norm.weight.max() < -0.85
     assert ((after - before).abs() <= 2**-8 * before.abs()).all(), "only the columns' own rounding is left"
+
+
+def test_a_norms_bias_in_16_bits_is_divided_by_what_its_gain_really_lost(tiny):
+    model = jolt(tiny("opt")).to(torch.bfloat16)
+    link = find_links(model)[0][0][0]
+    norm = model.get_submodule(link.producer)
+    gain, bias = norm.weight.float(), norm.bias.float()
+    fold(model, link, torch.rand(link.width) * 8 + 0.1)
+    assert torch.equal(norm.bias, (bias / (gain / norm.weight.float())).to(torch.bfloat16))

@@ -15,7 +15,7 @@ from compress.pruning.patterns import kept, parse_pattern
 from compress.pruning.sparsegpt import sparsegpt
 from compress.recipe import parse_recipe
 from compress.walk.hessian import factorise
-from compress.walk.statistics import Gram
+from compress.walk.statistics import Gram, LayerStatistics
 
 
 def correlated(tokens: int = 400, columns: int = 64) -> torch.Tensor:
@@ -238,3 +238,33 @@ def test_orders_of_the_papers_on_the_real_model(real):
     assert sorted(order, key=off.get) == order, off
     order = ["sparsegpt", "sparsegpt(pattern='4:8')", "sparsegpt(pattern='2:4')"]
     assert sorted(order, key=off.get) == order, off
+
+
+@pytest.mark.parametrize("pattern, group_size", [("2:4", 16), ("2:4", -1), ("1:3", 16)])
+def test_sparsegpt_chooses_scales_for_what_a_group_keeps(pattern, group_size, monkeypatch):
+    from compress.grid import integer
+
+    seen, search = [], integer.search
+
+    def noted(weights, *settings):
+        seen.append(weights)
+        return search(weights, *settings)
+
+    monkeypatch.setattr(integer, "search", noted)
+    W = torch.randn(8, 48)
+    statistics = LayerStatistics(200, {"gram": torch.eye(48)})
+    METHODS["sparsegpt"](pattern=pattern, bits=4, group_size=group_size).solve(W, statistics)
+    n, m = parse_pattern(pattern)
+    assert sum((weights != 0).sum().item() for weights in seen) == W.numel() * n // m
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "unstructured"])
+def test_a_16_bit_model_stores_what_is_kept_in_16_bits(tiny, tokens, pattern):
+    """In bytes as in the record; for 2:4 the dtype that the sparse product of GPUs takes."""
+    model = tiny("llama").to(torch.bfloat16)
+    result = apply([METHODS["wanda"](ratio=0.5, pattern=pattern)], model, tokens())
+    for record in result.layers:
+        (part,) = model.get_submodule(record.name).parts
+        values = part.values.weight if pattern == "2:4" else part.values
+        assert values.dtype == torch.bfloat16
+        assert record.bits_per_weight == 8 * part.nbytes / (record.shape[0] * record.shape[1]) < 10

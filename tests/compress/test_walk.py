@@ -5,11 +5,13 @@ import copy
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from compress import METHODS, apply
 from compress.linear import CompressedLinear, is_linear, replace
+from compress.recipe import parse_recipe
 from compress.walk import capture, lockstep, walk
-from compress.walk.blocks import find_blocks
+from compress.walk.blocks import find_blocks, targets
 from compress.walk.capture import block_calls, micro_batches, run_block
 from compress.walk.experts import SplitExperts, is_fused_experts, split_experts
 from compress.walk.groups import input_groups
@@ -266,3 +268,30 @@ def test_bad_knobs(knobs, message):
         METHODS["gptq"](**knobs)
     with pytest.raises(TypeError, match="bitz"):
         METHODS["gptq"](bitz=4)
+
+
+@pytest.mark.parametrize("architecture", ["mixtral", "gpt_oss"])
+def test_checks_change_nothing(tiny, architecture):
+    """Fused experts are checked by the shapes that they would have, and stay fused."""
+    model = tiny(architecture)
+    names = dict(model.named_parameters()).keys()
+    for recipe in ("awq(group_size=16)", "wanda", "smoothquant", "layer_drop(count=1)", "int8"):
+        parse_recipe(recipe)[0].check(model)
+    assert dict(model.named_parameters()).keys() == names
+    shapes = targets(model)
+    split_experts(model)
+    assert targets(model) == shapes and any("experts.down_proj.3" in name for name in shapes)
+
+
+def test_experts_that_cannot_be_split_are_refused_by_name(tokens):
+    common = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 1, "num_local_experts": 4}
+    config = AutoConfig.for_model(
+        "jetmoe", **common, intermediate_size=32, num_key_value_heads=2, kv_channels=16, num_experts_per_tok=2
+    )
+    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    with pytest.raises(ValueError, match=r"`skip` \(=''\) of rtn: .*input_linear \(JetMoeParallelExperts\) holds .* skip="):
+        apply([METHODS["rtn"](group_size=16)], model)
+    result = apply([METHODS["rtn"](group_size=16, skip="*put_linear")], model)
+    routers = [k for k in result.kept if k["name"].endswith("router.layer.weight")]
+    assert len(routers) == 2 and all(k["reason"] == "routes tokens to experts" for k in routers)
+    assert [r.name.rpartition(".")[2] for r in result.layers] == ["kv_proj"]

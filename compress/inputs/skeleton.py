@@ -1,0 +1,80 @@
+"""What is known of a model before it is loaded: its configuration, the shapes of its weights, and whole files.
+
+Reads headers and configurations only, so that a plan of many runs takes seconds.
+"""
+
+from functools import cache
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from compress.checkpoint.load import LAYOUT
+from compress.inputs.gguf import converted_folder
+from compress.inputs.hub import first_line
+from compress.inputs.model import decoder_config, gguf_file, located, tiny_config
+
+
+@cache
+def skeleton(model_name: str) -> nn.Module | None:
+    """The model on the meta device, shapes without weights; None for a folder that this workbench saved.
+
+    Raises:
+        ValueError: the model is not there, is not a decoder, or a file of it is damaged.
+    """
+    if model_name == "tiny":
+        config = tiny_config()
+    elif path := gguf_file(model_name):
+        folder = converted_folder(path)
+        config = decoder_config(model_name, str(folder)) if folder.is_dir() else _gguf_config(model_name, path)
+    else:
+        folder = Path(located(model_name))
+        _check_files(model_name, folder)
+        if (folder / LAYOUT).is_file():
+            return None
+        config = decoder_config(model_name, located(model_name))
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+
+
+@cache
+def cheap_tokenizer(model_name: str) -> PreTrainedTokenizerBase | None:
+    """The model's tokenizer, unless it would have to be converted or downloaded first."""
+    path = gguf_file("smollm2-135m" if model_name == "tiny" else model_name)
+    folder = converted_folder(path) if path else Path(model_name).expanduser()
+    if not folder.is_dir():
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    except (OSError, ValueError, KeyError):  # loading the model will say why
+        return None
+
+
+def _gguf_config(model_name: str, path: Path):
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise ValueError(f"`model_name` (={model_name!r}) is not a GGUF file: its first bytes are not GGUF")
+    try:
+        return decoder_config(model_name, str(path.parent), gguf_file=path.name)
+    except Exception as error:  # the reader raises whatever a damaged header leads it to
+        said = first_line(error)
+        raise ValueError(
+            said
+            if said.startswith("`model_name`")
+            else f"`model_name` (={model_name!r}) is a damaged GGUF file: {said}"
+        ) from error
+
+
+def _check_files(model_name: str, folder: Path) -> None:
+    """Raise ValueError if a safetensors file of a local folder does not hold what its header says."""
+    for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else ():
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise ValueError(
+                f"`model_name` (={model_name!r}): {file.name} is damaged or not complete: {first_line(error)}; "
+                "download or copy it again"
+            ) from error

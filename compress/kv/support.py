@@ -1,0 +1,28 @@
+"""Which models a compressed cache can serve, and which of their layers it leaves alone."""
+
+from torch import nn
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING as LAYER_TYPES
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+
+def check_model(model: nn.Module) -> None:
+    """Raise ValueError if a compressed cache cannot serve this model."""
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(f"`model` ({name}) is an encoder and a decoder; a decoder alone would do")
+    if not getattr(model, "_supports_attention_backend", True):
+        raise ValueError(
+            f"`model` ({name}) does not call transformers' attention interface, by which a compressed cache works"
+        )
+    kinds, _ = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
+    if "full_attention" not in kinds:
+        found = ", ".join(sorted(set(kinds)))
+        raise ValueError(f"`model` ({name}) has no layer that keeps all positions (it has {found}): nothing to evict")
+    if unknown := sorted(set(kinds) - set(LAYER_TYPES)):
+        raise ValueError(f"`model` ({name}) has layers of a kind that is not known here: {', '.join(unknown)}")
+
+
+def left_alone(model: nn.Module) -> dict[str, int]:
+    """Kinds of layers whose cache is left as it is, and how many there are of each."""
+    kinds, _ = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
+    return {kind: kinds.count(kind) for kind in sorted(set(kinds) - {"full_attention"})}

@@ -1,0 +1,165 @@
+"""What a run needs, checked while it is planned: nothing is loaded, downloaded or written.
+
+A notebook says by itself which values it takes: its cells up to the last one tagged `check` are executed here, with
+the run's parameters. That is done only for notebooks that the user trusts (`eval.tasks.trust`). Then the recipes that
+these cells made are checked against the shapes of the model, and the texts against the numbers of tokens asked for.
+"""
+
+import contextlib
+import io
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from eval.tasks.trust import is_trusted
+from notebooks.study.parameters import FOLDER, notebook_path, read_cells, short_repr
+
+NEEDED_BYTES = 64 << 20  # free space for records, pages and executed notebooks
+_PLENTY = 40  # bytes of a corpus per token that is asked of one part of it: more than enough in any language
+
+
+def check_run(notebook: str | Path, values: dict[str, Any], *, named: bool = False) -> None:
+    """Raise ValueError if a run of this notebook with these values would fail for a reason that can be known now.
+
+    Args:
+        named: the user named this notebook on the command line, so that its cells may be executed.
+    """
+    path = notebook_path(notebook)
+    if not named and not is_trusted(path, (FOLDER,)):
+        return
+    namespace = _executed(path, values)
+    if values.get("device", "auto") != "auto":
+        from compress.inputs.model import check_device
+
+        check_device(values["device"])
+    if values.get("model_name"):
+        _check_model(values, list(_recipes(namespace.values())))
+    for name, part in (("corpus", "calibration"), ("eval_corpus", "evaluation"), ("haystack", "evaluation")):
+        if values.get(name):
+            _check_text(name, part, values)
+
+
+def check_folder(runs: Path) -> None:
+    """Raise ValueError if nothing can be written into a folder of runs, which need not be there yet."""
+    there = next(path for path in (runs, *runs.parents) if path.exists())
+    try:
+        if not there.is_dir():
+            raise NotADirectoryError(20, "Not a directory")
+        free = shutil.disk_usage(there).free
+        with tempfile.TemporaryFile(dir=there) as file:
+            file.write(bytes(1 << 20))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise ValueError(
+            f"`--runs` (={str(runs)!r}): nothing can be written in {there}: {error.strerror}; name another folder"
+        ) from error
+    if free < NEEDED_BYTES:
+        raise ValueError(
+            f"`--runs` (={str(runs)!r}) has {free / 1e6:.0f} MB free; runs need {NEEDED_BYTES / 1e6:.0f} MB at least: "
+            "make room, or name another folder"
+        )
+
+
+def _executed(path: Path, values: dict[str, Any]) -> dict[str, Any]:
+    """What stands in the namespace of a notebook after its last cell tagged `check`.
+
+    Raises:
+        ValueError: one of these cells refuses the values, or holds a mistake.
+    """
+    cells = [cell for cell in read_cells(path) if cell.kind == "code"]
+    last = max((i for i, cell in enumerate(cells) if "check" in cell.tags), default=-1)
+    # Whether `save_path` is free is looked at by the run itself: an earlier attempt may stand there now.
+    given = values | ({"save_path": ""} if "save_path" in values else {})
+    namespace: dict[str, Any] = {"__name__": "notebook"}
+    for cell in cells[: last + 1]:
+        if "parameters" in cell.tags:
+            namespace |= given
+            continue
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                exec(compile(cell.source, path.name, "exec"), namespace)
+        except ValueError:
+            raise
+        except Exception as error:  # a mistake in the notebook itself: better said now than after hours
+            raise ValueError(f"{path.name}: {type(error).__name__}: {error}") from error
+    return namespace
+
+
+def _recipes(values: Iterable[Any]) -> Iterator[list[Any]]:
+    """Every list of methods among these values, in dicts and in objects with a dict `recipes` too."""
+    from compress.method import Method
+
+    for value in values:
+        if isinstance(value, list) and value and all(isinstance(one, Method) for one in value):
+            yield value
+        elif isinstance(value, dict):
+            yield from _recipes(one for name, one in value.items() if name != "__builtins__")
+        elif isinstance(getattr(value, "recipes", None), dict):
+            yield from _recipes(value.recipes.values())
+
+
+def _check_model(values: dict[str, Any], recipes: list[list[Any]]) -> None:
+    """Raise ValueError if the model is not there, or a recipe does not fit the shapes of its weights."""
+    import copy
+
+    from compress.inputs.skeleton import skeleton
+    from compress.method import settle
+    from eval.evaluate import check_evaluation
+
+    model = skeleton(values["model_name"])
+    if model is None:
+        return
+    for recipe in recipes:
+        shapes = copy.deepcopy(model)  # a check may take apart what is stored together
+        for method in settle(recipe):
+            # A check that reads weights, or runs a block, cannot be made here; the run makes it before any work.
+            with contextlib.suppress(RuntimeError, NotImplementedError):
+                method.check(shapes)
+    if "window" in values:
+        check_evaluation(model, {}, window=values["window"], speed_rounds=values.get("speed_rounds", 1))
+
+
+def _check_text(name: str, part: str, values: dict[str, Any]) -> None:
+    """Raise ValueError if a corpus is not there, or a part of it is too short where that can be told quickly."""
+    from compress.inputs.corpus import check_corpus, local_file
+    from eval.contexts.haystack import NOISE
+
+    corpus = values[name]
+    if name == "haystack" and corpus == NOISE:
+        return
+    try:
+        check_corpus(corpus, part)
+        file = local_file(corpus)
+        stat = file.stat() if file else None
+        asked = (values.get("samples"), values.get("seqlen")) if part == "calibration" else (1, values.get("window"))
+        if name != "haystack" and stat and all(asked) and stat.st_size < _PLENTY * asked[0] * asked[1]:
+            _check_length(corpus, part, *asked, values.get("model_name", ""), stat.st_mtime_ns)
+    except ValueError as error:
+        raise ValueError(str(error).replace("`corpus`", f"`{name}`")) from error
+
+
+@cache
+def _check_length(corpus: str, part: str, samples: int, seqlen: int, model_name: str, changed_ns: int) -> None:
+    """Raise ValueError if a part of a corpus has too few tokens; if no tokenizer is at hand, too few characters."""
+    from compress.inputs.calibration import calibration, held_out
+    from compress.inputs.corpus import load_text
+    from compress.inputs.skeleton import cheap_tokenizer
+    from eval.text.windows import windows
+
+    tokenizer = cheap_tokenizer(model_name) if model_name else None
+    if tokenizer is None:
+        characters = len("\n\n".join(load_text(corpus, part)).encode())
+        if characters < samples * seqlen:
+            raise ValueError(
+                f"`corpus` (={short_repr(corpus)}) has {characters} bytes in its {part} part, too few for {samples} x "
+                f"{seqlen} tokens; take another corpus, or fewer of them"
+            )
+    elif part == "calibration":
+        calibration(tokenizer, corpus=corpus, samples=samples, seqlen=seqlen)
+    else:
+        windows(held_out(tokenizer, corpus=corpus), window=seqlen, limit=1)
