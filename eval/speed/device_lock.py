@@ -1,26 +1,46 @@
-"""Nothing else computes on a device while something is timed on it: a lock per device, over all runs of this machine.
+"""Nothing else computes on a device while something is timed on it: a lock per device, over all runs of this user.
 
-Batch runs hold a device together while they compress and score (`share`); one that times something waits until it has
-the device to itself (`undisturbed`). Runs that are about to begin let one that waits go first. flock: a process that is
-killed holds nothing.
+Batch runs hold a device together while they compress and score (`share`); a run that times something waits until it
+has the device to itself (`undisturbed`). Runs that are about to begin let a waiting one go first. The locks are those
+of `flock`: a process that is killed holds nothing.
+
+Every process that holds a device says in a small file beside the lock who it is and since when, and holds a lock on
+that file as long as it lives. Whoever waits says so, and for whom: in the notebook's cell, and in the file that
+`$WORKBENCH_WAITING` names, which is there as long as the process waits.
 """
 
 import contextlib
 import fcntl
+import json
 import os
-import tempfile
+import socket
+import sys
 import threading
+import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import IO
 
 import torch
 
+from kernels.user_cache import cache_folder
+
 WAITING = "WORKBENCH_WAITING"  # names the file that is there while this process waits, so that its time is not counted
-_held: dict[str, IO] = {}  # devices that this process shares
+LOCKS = "WORKBENCH_LOCKS"  # names another folder for the locks, such as one that several users share
+POLL_S = 0.2
+SAY_AGAIN_S = 60.0  # after this long, the wait is said again
+_shared: dict[str, IO] = {}  # devices that this process shares
+_cards: dict[str, IO] = {}  # what it says of itself there
 _depth: dict[str, int] = {}
 _full: list[int] = []  # threads that this process had before it was told to use fewer
 _guard = threading.RLock()
+_owner = [os.environ.get("WORKBENCH_KEY") or Path(sys.argv[0]).name or "python"]
+
+
+def call_this(run: str) -> None:
+    """Say which run this process is, for those who wait for it."""
+    _owner[0] = run
 
 
 def share(device: str | torch.device, threads: int | None = None) -> None:
@@ -34,9 +54,10 @@ def share(device: str | torch.device, threads: int | None = None) -> None:
         if threads:
             _full.append(torch.get_num_threads())
             torch.set_num_threads(threads)
-        if name not in _held:
+        if name not in _shared:
             with _gate(name):  # whoever waits for the device alone has it
-                _held[name] = _take(_file(name), fcntl.LOCK_SH)
+                _shared[name] = _take(_file(name), fcntl.LOCK_SH, name)
+            _sign(name, "computes")
 
 
 @contextlib.contextmanager
@@ -47,21 +68,25 @@ def undisturbed(device: str | torch.device) -> Iterator[None]:
         if _depth.get(name):
             yield
             return
-        threads, shared = torch.get_num_threads(), _held.get(name)
+        threads, shared = torch.get_num_threads(), _shared.get(name)
         lock = shared or _file(name)
         try:
             if shared:  # before the gate: two that wait there for one another's share would wait for ever
                 fcntl.flock(shared, fcntl.LOCK_UN)
+                _strike(name)
             with _gate(name):
-                _take(lock, fcntl.LOCK_EX)
+                _take(lock, fcntl.LOCK_EX, name)
+            _sign(name, "measures speed")
             _depth[name] = 1
             torch.set_num_threads(timing_threads())
             yield
         finally:
             torch.set_num_threads(threads)
             _depth[name] = 0
+            _strike(name)
             if shared:
-                _take(shared, fcntl.LOCK_SH)
+                _take(shared, fcntl.LOCK_SH, name)
+                _sign(name, "computes")
             else:
                 lock.close()
 
@@ -79,39 +104,86 @@ def device_name(device: str | torch.device) -> str:
     return f"cuda-{torch.cuda.get_device_properties(device).uuid}"
 
 
+def holders(name: str) -> list[str]:
+    """Who holds a device now, in words: the run, its process, what it does there, and since when."""
+    said = []
+    for path in sorted(_folder().glob(f"workbench-{name}.held-*")):
+        with contextlib.suppress(OSError, ValueError), open(path, "r+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink(missing_ok=True)  # its process is gone
+            except BlockingIOError:
+                card = json.loads(file.read())
+                said.append(f"{card['run']} (pid {card['pid']}) {card['does']} there since {card['since']}")
+    return said
+
+
 @contextlib.contextmanager
 def _gate(name: str) -> Iterator[None]:
     """Held by one that waits for the device alone, and passed by all that begin: new ones do not keep it waiting for
     ever."""
-    with _take(_file(f"{name}.gate"), fcntl.LOCK_EX):
+    with _take(_file(f"{name}.gate"), fcntl.LOCK_EX, name):
         yield
 
 
-def _take(file: IO, how: int) -> IO:
-    try:
+def _take(file: IO, how: int, name: str) -> IO:
+    """Lock a file; while that has to wait, say for whom."""
+    with contextlib.suppress(BlockingIOError):
         fcntl.flock(file, how | fcntl.LOCK_NB)
         return file
-    except BlockingIOError:
-        pass
-    waiting = Path(os.environ[WAITING]) if os.environ.get(WAITING) else None
-    if waiting:
-        with contextlib.suppress(OSError):
-            waiting.touch()
+    note = Path(os.environ[WAITING]) if os.environ.get(WAITING) else None
+    begin, said = time.monotonic(), -SAY_AGAIN_S
+    since = datetime.now().strftime("%H:%M:%S")
     try:
-        fcntl.flock(file, how)
+        while True:
+            passed = time.monotonic() - begin
+            if passed - said >= SAY_AGAIN_S:
+                text = f"waits since {since} for the device {name}: {'; '.join(holders(name)) or 'another run has it'}"
+                print(f"This run {text}", flush=True)
+                if note:
+                    with contextlib.suppress(OSError):
+                        note.write_text(text, encoding="utf-8")
+                said = passed
+            time.sleep(POLL_S)
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, how | fcntl.LOCK_NB)
+                print(f"The device {name} is free after {time.monotonic() - begin:.0f} s.", flush=True)
+                return file
     finally:
-        if waiting:
-            waiting.unlink(missing_ok=True)
-    return file
+        if note:
+            note.unlink(missing_ok=True)
+
+
+def _sign(name: str, does: str) -> None:
+    """Say who holds the device: a file that is locked as long as this process lives, or until `_strike`."""
+    path = _folder() / f"workbench-{name}.held-{socket.gethostname()}-{os.getpid()}"
+    since = datetime.now().strftime("%H:%M:%S")
+    with contextlib.suppress(OSError):  # what is said is a courtesy, the lock is what counts
+        card = open(path, "w", encoding="utf-8")  # noqa: SIM115
+        fcntl.flock(card, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        card.write(json.dumps({"run": _owner[0], "pid": os.getpid(), "does": does, "since": since}))
+        card.flush()
+        _cards[name] = card
+
+
+def _strike(name: str) -> None:
+    if card := _cards.pop(name, None):
+        Path(card.name).unlink(missing_ok=True)
+        card.close()
+
+
+def _folder() -> Path:
+    """Of the locks: in the user's own cache folder, unless $WORKBENCH_LOCKS names another."""
+    return Path(os.environ[LOCKS]) if os.environ.get(LOCKS) else cache_folder("locks")
 
 
 def _file(name: str) -> IO:
-    """The lock's file, for all users of the machine; $WORKBENCH_LOCKS names another folder for it."""
-    path = Path(os.environ.get("WORKBENCH_LOCKS") or tempfile.gettempdir()) / f"workbench-{name}.lock"
+    path = _folder() / f"workbench-{name}.lock"
     try:  # not O_CREAT at once: systems may forbid it to others in a folder for all
         return open(path, "r+")
     except FileNotFoundError:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        with contextlib.suppress(PermissionError):
-            os.chmod(path, 0o666)
+        if os.environ.get(LOCKS):  # several users may share it
+            with contextlib.suppress(PermissionError):
+                os.chmod(path, 0o666)
         return os.fdopen(descriptor, "r+")

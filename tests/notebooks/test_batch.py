@@ -487,17 +487,18 @@ def test_timing_waits_for_the_device_and_the_wait_is_not_counted(tmp_path):
 import sys, time, os
 from pathlib import Path
 from eval.speed import device_lock
+device_lock.call_this(f"the run that {sys.argv[2]}")
 device_lock.share("cpu")
 print("shares", flush=True)
 if sys.argv[2] == "times":
     with device_lock.undisturbed("cpu"), device_lock.undisturbed("cpu"):
         Path(sys.argv[1], "timing").touch()
         assert not Path(sys.argv[1], "sharing").exists(), "somebody computes"
-        time.sleep(1)
         Path(sys.argv[1], "timing").unlink()
 else:
     Path(sys.argv[1], "sharing").touch()
-    time.sleep(2)
+    while not Path(sys.argv[1], "go").exists():
+        time.sleep(0.05)
     assert not Path(sys.argv[1], "timing").exists()
     Path(sys.argv[1], "sharing").unlink()
     with device_lock.undisturbed("cpu"):
@@ -515,5 +516,9 @@ else:
     shares = start("shares")
     _until(lambda: (tmp_path / "sharing").exists())
     times = start("times", "waiting")
-    _until((tmp_path / "waiting").exists)
+    _until(lambda: (tmp_path / "waiting").exists() and "pid" in (tmp_path / "waiting").read_text())
+    said = f"for the device cpu: the run that shares (pid {shares.pid}) computes there since "
+    assert said in (tmp_path / "waiting").read_text(), "to `workbench status` and to the log"
+    (tmp_path / "go").touch()
     assert times.wait(60) == 0 and shares.wait(60) == 0 and not (tmp_path / "waiting").exists()
+    assert said in times.stdout.readline(), "in the notebook's cell"
