@@ -166,8 +166,11 @@ def test_ci_runs_the_readmes_test_command():
     assert "make test" in (ROOT / "README.md").read_text() and "make demo" in (ROOT / "README.md").read_text()
 
 
-def test_the_readme_is_short():
+def test_the_readme_is_short_and_its_links_lead_somewhere():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+    for page in (*ROOT.glob("README.md"), *ROOT.glob("*/README.md"), *ROOT.glob("*/*/README.md")):
+        for link in re.findall(r"\](?:\((?!https?:)([\w./-]+)\))", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.relative_to(ROOT)} links to {link}"
 
 
 @pytest.mark.parametrize("page", PAGES)
