@@ -14,7 +14,7 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +26,17 @@ from compress.inputs.calibration import beginning, calibration
 from compress.method import Method
 from compress.weights.gptq import GPTQ
 from eval.run_record import provenance
-from eval.text.divergence import compare_on_text
-from eval.text.windows import mean_and_stderr
+from eval.text.perplexity import token_losses
+from eval.text.windows import Window, chunks, mean_and_stderr, predictions, windows
 
 DEFAULT = "default"
 SWITCHED_OFF = {  # row of the table: the knobs that switch one part off
     "first tokens weighted as any other": {"sink_weight": 1},
-    "first tokens left out of H": {"sink_weight": 0},
     "scales of one sign": {"scale": "clip"},
     "scales that cover (no search)": {"scale": "absmax"},
     "scales fixed beforehand (no refit)": {"refit": False},
     "linears of a block solved side by side (not sequential)": {"sequential": False},
+    "first tokens left out of H": {"sink_weight": 0},
 }
 
 
@@ -55,38 +55,46 @@ def candidates(bits: int, group_size: int) -> dict[str, Method]:
     same = {"bits": bits, "group_size": group_size}
     return {
         DEFAULT: METHODS["gptq"](**same),
-        **{name: METHODS["gptq"](**same, **knobs) for name, knobs in SWITCHED_OFF.items()},
-        "damped by a share of the median of diag(H)": MedianDamped(**same),
         "no feedback: rounding, scales searched": METHODS["rtn"](**same, scale="search"),
         "no feedback: rounding, scales that cover": METHODS["rtn"](**same),
+        "damped by a share of the median of diag(H)": MedianDamped(**same),
+        **{name: METHODS["gptq"](**same, **knobs) for name, knobs in SWITCHED_OFF.items()},
     }
 
 
-def window_scores(
-    baseline: nn.Module, models: dict[str, nn.Module], ids: Tensor, window: int, windows: int, prefix: list[int]
-) -> Iterator[dict[str, tuple[float, float]]]:
-    """Per window of `ids` [1, n]: {model: (negative log-likelihood, KL), both in nats per token}."""
-    step = window - len(prefix)
-    for start in range(0, min(windows, ids.shape[1] // step) * step, step):
-        part = ids[:, start : start + step]
-        losses, divergences = compare_on_text(baseline, models, part, window=window, beginning=prefix, bos="each")
-        nll = {name: math.log(loss.value) for name, loss in losses.items()}
-        yield {name: (nll[name], divergences[name].kl if name in divergences else 0.0) for name in nll}
+class Scorer:
+    """Scores models on the windows of one text, against the predictions of a baseline that are held in memory."""
+
+    def __init__(self, baseline: nn.Module, cut: Sequence[Window]) -> None:
+        self.cut = cut
+        self.expected = [predictions(baseline, window)[0].float().log_softmax(-1) for window in cut]
+
+    def score(self, model: nn.Module) -> list[tuple[float, float]]:
+        """Per window: negative log-likelihood and KL divergence from the baseline, both in nats per token."""
+        scores = []
+        for window, expected in zip(self.cut, self.expected, strict=True):
+            logits, tokens = predictions(model, window)
+            nll, kl = float(token_losses(logits, tokens).mean()), 0.0
+            for at in chunks(len(tokens)):
+                difference = expected[at] - logits[at].float().log_softmax(-1)
+                kl += float((expected[at].exp() * difference).double().sum())
+            scores.append((nll, kl / len(tokens)))
+        return scores
 
 
-def summary(scores: Sequence[dict[str, tuple[float, float]]]) -> dict[str, dict[str, float | None]]:
+def summary(scores: dict[str, list[tuple[float, float]]]) -> dict[str, dict[str, float | None]]:
     """Perplexity and KL of every model with standard errors, windows as clusters, and its differences from the
     default."""
-    ones = [1] * len(scores)
     rows = {}
-    for name in scores[0]:
-        nll, nll_stderr = mean_and_stderr([s[name][0] for s in scores], ones)
-        kl, kl_stderr = mean_and_stderr([s[name][1] for s in scores], ones)
+    for name, each in scores.items():
+        ones = [1] * len(each)
+        nll, nll_stderr = mean_and_stderr([w[0] for w in each], ones)
+        kl, kl_stderr = mean_and_stderr([w[1] for w in each], ones)
         row = {"perplexity": math.exp(nll), "perplexity_stderr": nll_stderr and math.exp(nll) * nll_stderr}
         row |= {"kl": kl, "kl_stderr": kl_stderr}
         for i, metric in enumerate(("nll", "kl")):
-            paired = mean_and_stderr([s[name][i] - s[DEFAULT][i] for s in scores], ones)
-            row |= {f"{metric}_from_default": paired[0], f"{metric}_from_default_stderr": paired[1]}
+            paired = [w[i] - d[i] for w, d in zip(each, scores[DEFAULT], strict=True)]
+            row[f"{metric}_from_default"], row[f"{metric}_from_default_stderr"] = mean_and_stderr(paired, ones)
         rows[name] = row
     return rows
 
@@ -133,37 +141,35 @@ def main() -> None:
     batches = calibration(
         tokenizer, corpus=arguments.corpus, samples=arguments.samples, seqlen=arguments.seqlen, seed=0
     )
-    models: dict[str, nn.Module] = {}
-    seconds: dict[str, float] = {}
-    for name, method in candidates(arguments.bits, arguments.group_size).items():
-        if arguments.only is not None and name not in (DEFAULT, *arguments.only):
-            continue
-        start = time.perf_counter()
-        models[name] = apply([method], copy.deepcopy(baseline), batches).model
-        seconds[name] = round(time.perf_counter() - start, 1)
-        print(f"{name}: {seconds[name]} s", file=sys.stderr, flush=True)
-    scores = {}
-    for text, windows in zip(arguments.texts, arguments.windows, strict=True):
-        ids, name = held_out(tokenizer, corpus=text), Path(text).parent.name or text  # of a file, its folder
-        prefix = beginning(tokenizer)
-        scores[name] = list(window_scores(baseline, models, ids, arguments.window, windows, prefix))
-    texts = {text: summary(each) for text, each in scores.items()}
-    command = shlex.join(["python", *sys.argv])
+    prefix = beginning(tokenizer)  # before every window, as in calibration
+    scorers, scores = {}, {}
+    for text, limit in zip(arguments.texts, arguments.windows, strict=True):
+        name, ids = Path(text).parent.name or text, held_out(tokenizer, corpus=text)  # of a file, its folder
+        cut = windows(ids, window=arguments.window, limit=limit, beginning=prefix, bos="each")
+        scorers[name] = Scorer(baseline, cut)
+        scores[name] = {"baseline": scorers[name].score(baseline)}
+    methods = candidates(arguments.bits, arguments.group_size)
+    if arguments.only is not None:
+        methods = {name: method for name, method in methods.items() if name in (DEFAULT, *arguments.only)}
     record = {
         "settings": {key: value for key, value in vars(arguments).items() if key not in ("out", "only")},
         "calibration": batches.identity,
-        "methods": {
-            n: {"name": m.name, **m.values()} for n, m in candidates(arguments.bits, arguments.group_size).items()
-        },
-        "texts": texts,
+        "methods": {name: {"name": method.name, **method.values()} for name, method in methods.items()},
+        "seconds": {},
         "windows": scores,
-        "seconds": seconds,
-        "provenance": provenance(command, "cpu", "float32", "float32"),
+        "provenance": provenance(shlex.join(["python", *sys.argv]), "cpu", "float32", "float32"),
     }
-    if arguments.out:
-        arguments.out.write_text(json.dumps(record, indent=1) + "\n")
-    print(table(texts))
-    print(json.dumps(texts))
+    for name, method in methods.items():
+        start = time.perf_counter()
+        model = apply([method], copy.deepcopy(baseline), batches).model
+        record["seconds"][name] = round(time.perf_counter() - start, 1)
+        for text, scorer in scorers.items():
+            scores[text][name] = scorer.score(model)
+        record["texts"] = {text: summary(each) for text, each in scores.items()}
+        if arguments.out:  # after every row, so that a run that is stopped leaves what it has
+            arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+    print(table(record["texts"]))
+    print(json.dumps(record["texts"]))
 
 
 if __name__ == "__main__":
