@@ -24,6 +24,7 @@ from compress.walk.experts import split_experts
 from compress.walk.folding import FoldingMethod
 from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.resume import BlockStore
+from kernels import source
 from kernels.registry import recording
 
 
@@ -172,9 +173,7 @@ def _check_batches(batches: Sequence[Tensor], model: nn.Module, needed: list[str
 
 
 def code_sha256() -> str:
-    """Hash of this package, the kernels and torch's and transformers' versions: what a finished block depends on."""
-    digest = hashlib.sha256(f"{torch.__version__} {transformers.__version__}".encode())
-    for package in ("compress", "kernels"):
-        for file in sorted((Path(__file__).parents[1] / package).rglob("*.py")):
-            digest.update(file.read_bytes())
-    return digest.hexdigest()
+    """Hash of what a finished block depends on: this package, the kernels, and the versions of torch and transformers."""
+    root = Path(__file__).parents[1]
+    code = source.code_sha256(root / "compress", root / "kernels")
+    return hashlib.sha256(f"{torch.__version__} {transformers.__version__} {code}".encode()).hexdigest()

@@ -2,7 +2,6 @@
 elsewhere."""
 
 import json
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +9,8 @@ from functools import cache
 from pathlib import Path
 
 import torch
+
+from kernels.files import write_whole
 
 TUNED = Path(__file__).parent / "tuned"
 _trying: dict[tuple[str, str], dict | None] = {}
@@ -69,10 +70,7 @@ def save(op: str, key: str, configuration: dict | None, folder: Path | None = No
         keys.pop(key, None)
     else:
         keys[key] = configuration
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(_lines(tuned))
-    os.replace(temporary, path)
+    write_whole(_lines(tuned), path)
     _measured.cache_clear()
     return path
 

@@ -5,12 +5,16 @@ import os
 import shutil
 import tempfile
 import warnings
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kernels.files import sync
+from kernels.source import code_sha256
 from kernels.user_cache import cache_folder
 
 SEED = 0  # of the shuffle; part of the cache key
@@ -23,10 +27,12 @@ def converted(path: Path) -> Path:
         part = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
         try:
             _convert(path, part)
+            for file in part.iterdir():
+                sync(file)
             try:
                 os.rename(part, folder)
             except OSError:
-                if not folder.exists():  # somebody else was faster otherwise
+                if not folder.exists():  # otherwise another process was faster
                     raise
         finally:
             shutil.rmtree(part, ignore_errors=True)
@@ -34,10 +40,11 @@ def converted(path: Path) -> Path:
 
 
 def converted_folder(path: Path) -> Path:
-    """Where the conversion of a GGUF file is kept; it need not be there yet."""
+    """Where the conversion of a GGUF file is kept, by its content and the converter's code; it need not be there yet."""
     with path.open("rb") as file:
         content = hashlib.file_digest(file, "sha256").hexdigest()
-    key = hashlib.sha256(f"{content} {SEED}".encode()).hexdigest()[:12]
+    made_by = f"{code_sha256(Path(__file__))} {transformers.__version__} {version('gguf')}"
+    key = hashlib.sha256(f"{content} {SEED} {made_by}".encode()).hexdigest()[:12]
     return cache_folder() / f"{path.stem}-{key}"
 
 

@@ -2,18 +2,18 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from compress.linear import CompressedLinear
 from compress.records import LayerRecord
+from kernels.files import whole_file
 
 
 class BlockStore:
@@ -78,20 +78,21 @@ class BlockStore:
     def put(self, index: int, tensors: dict[str, torch.Tensor], about: Any) -> None:
         """Keep a block's tensors and JSON."""
         tensors = tensors | {"_": torch.zeros(1)}  # a block may have nothing to store
-        path = self._path(index)
-        part = path.with_suffix(f".{os.getpid()}.part")
-        save_file(tensors, part, metadata={"about": json.dumps(about)})
-        os.replace(part, path)
+        with whole_file(self._path(index)) as temporary:
+            save_file(tensors, temporary, metadata={"about": json.dumps(about)})
 
     def get(self, index: int) -> tuple[dict[str, torch.Tensor], Any] | None:
-        """What `put` kept, or None."""
+        """What `put` kept; None if there is nothing, or a file that cannot be read (after a power loss, say)."""
         path = self._path(index)
         if not path.exists():
             return None
-        with safe_open(path, "pt") as file:
-            about = json.loads(file.metadata()["about"])
-        tensors = load_file(path)
-        del tensors["_"]
+        try:
+            with safe_open(path, "pt") as file:
+                about = json.loads(file.metadata()["about"])
+            tensors = load_file(path)
+            del tensors["_"]
+        except (OSError, ValueError, TypeError, KeyError, SafetensorError):
+            return None
         return tensors, about
 
     def _path(self, index: int) -> Path:

@@ -52,6 +52,7 @@ from typing import Any
 
 import torch
 
+from kernels.files import write_whole
 from kernels.harness import cases, roofline, trial
 from kernels.harness.jobs import Job, Workers
 from kernels.harness.table import summary, table
@@ -110,9 +111,7 @@ class Validation:
     def save(self) -> dict[str, Any]:
         """Write record.json from the lines so far."""
         record = self.record()
-        temporary = self.options.out / "record.json.tmp"
-        temporary.write_text(json.dumps(record, indent=1))
-        os.replace(temporary, self.options.out / "record.json")
+        write_whole(json.dumps(record, indent=1), self.options.out / "record.json")
         return record
 
     def record(self) -> dict[str, Any]:

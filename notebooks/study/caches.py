@@ -26,6 +26,7 @@ from eval.contexts.haystack import NOISE, Sample, samples
 from eval.contexts.long_context import LongContextScores, score_long_context
 from eval.evaluate import Scores
 from eval.record.files import write_whole
+from eval.record.manifest import read_json
 from eval.speed.cache_speed import FULL, CacheSpeed, measure_cache_speed
 from eval.speed.deploy import deployed
 from notebooks.study.strengths import recipes_at
@@ -159,9 +160,9 @@ class Finished(MutableMapping[int, dict[str, Any]]):
         return self.folder / f"{number}.json"
 
     def __getitem__(self, number: int) -> dict[str, Any]:
-        if not self._path(number).is_file():
+        if not (content := read_json(self._path(number))):  # absent, or unreadable after a power loss
             raise KeyError(number)
-        return json.loads(self._path(number).read_text())
+        return content
 
     def __setitem__(self, number: int, found: dict[str, Any]) -> None:
         write_whole(json.dumps(found), self._path(number))

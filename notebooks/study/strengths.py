@@ -24,6 +24,7 @@ from compress.recipe import parse_recipe
 from eval.evaluate import score_text
 from eval.machine.size import size
 from eval.record.files import write_whole
+from eval.record.manifest import read_json
 from eval.speed.deploy import cast
 
 
@@ -137,9 +138,8 @@ def score_strengths(
         for value, recipe in line:
             progress.set_postfix_str(f"{text}, {value}")
             path = _place(work_path, [*about, text, value]) if work_path else None
-            if path and path.is_file():
-                point = json.loads(path.read_text())
-            else:
+            point = read_json(path) if path else {}
+            if not point:
                 result = apply(recipe, copy.deepcopy(baseline), batches, device=device, work_path=work_path)
                 scores = score_text(
                     result.model,

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from compress import METHODS, apply, calibration, held_out, load_model, save_compressed
+from compress.inputs import gguf
 from compress.inputs.calibration import beginning
 from compress.inputs.corpus import load_text
 from compress.inputs.gguf import shuffle
@@ -255,3 +256,14 @@ def test_weights_that_are_missing_or_unexpected(tiny, real, tmp_path, tied):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"\(LlamaForCausalLM\) does not use 1 of the weights: more"):
         load_model(str(folder))
+
+
+def test_a_conversion_is_kept_by_the_code_that_made_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORKBENCH_CACHE", str(tmp_path / "cache"))
+    file, made = tmp_path / "m.gguf", []
+    file.write_bytes(b"GGUF")
+    monkeypatch.setattr(gguf, "_convert", lambda path, target: made.append((target / "weights").write_text("w")))
+    assert gguf.converted(file) == gguf.converted(file) and len(made) == 1
+    monkeypatch.setattr(gguf, "code_sha256", lambda path: "other code")
+    gguf.converted(file)
+    assert len(made) == 2 and len(list((tmp_path / "cache").iterdir())) == 2

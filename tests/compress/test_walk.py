@@ -15,6 +15,7 @@ from compress.walk.blocks import find_blocks, targets
 from compress.walk.capture import block_calls, micro_batches, run_block
 from compress.walk.experts import SplitExperts, is_fused_experts, split_experts
 from compress.walk.groups import input_groups
+from compress.walk.resume import BlockStore
 
 DEVICE = torch.device("cpu")
 
@@ -295,3 +296,14 @@ def test_experts_that_cannot_be_split_are_refused_by_name(tokens):
     routers = [k for k in result.kept if k["name"].endswith("router.layer.weight")]
     assert len(routers) == 2 and all(k["reason"] == "routes tokens to experts" for k in routers)
     assert [r.name.rpartition(".")[2] for r in result.layers] == ["kv_proj"]
+
+
+def test_an_unreadable_finished_block_counts_as_absent(tmp_path):
+    """As a power loss leaves it: cut short, or of the right length and empty."""
+    store = BlockStore(tmp_path)
+    store.put(0, {"w": torch.ones(4)}, {"about": 1})
+    assert store.get(0)[1] == {"about": 1} and [path.name for path in tmp_path.iterdir()] == ["block_0000.safetensors"]
+    file = next(tmp_path.iterdir())
+    for damaged in (file.read_bytes()[:40], bytes(file.stat().st_size), b""):
+        file.write_bytes(damaged)
+        assert store.get(0) is None
