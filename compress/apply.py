@@ -173,7 +173,7 @@ def _check_batches(batches: Sequence[Tensor], model: nn.Module, needed: list[str
 
 
 def code_sha256() -> str:
-    """Hash of what a finished block depends on: this package, the kernels, and the versions of torch and transformers."""
+    """Hash of what a finished block depends on: this package, the kernels, torch's and transformers' versions."""
     root = Path(__file__).parents[1]
     code = source.code_sha256(root / "compress", root / "kernels")
     return hashlib.sha256(f"{torch.__version__} {transformers.__version__} {code}".encode()).hexdigest()

@@ -40,7 +40,7 @@ def converted(path: Path) -> Path:
 
 
 def converted_folder(path: Path) -> Path:
-    """Where the conversion of a GGUF file is kept, by its content and the converter's code; it need not be there yet."""
+    """Where the conversion of a GGUF file is kept, by the file's content and the converter's code, once it is made."""
     with path.open("rb") as file:
         content = hashlib.file_digest(file, "sha256").hexdigest()
     made_by = f"{code_sha256(Path(__file__))} {transformers.__version__} {version('gguf')}"

@@ -152,7 +152,7 @@ class RunFolder:
 
 
 def unfinished(part: Path, key: str) -> list[str]:
-    """What is missing for a finished run. papermill's own marks and exit status do not count: they are wrong at times."""
+    """What is missing for a finished run. papermill's own marks and exit status do not count: they can be wrong."""
     wrong = [f"{name} is missing" for name in NEEDED if not (part / name).is_file()]
     for i, cell in enumerate(read_json(part / "notebook.ipynb").get("cells", [])):
         if cell["cell_type"] != "code" or not "".join(cell["source"]).strip():

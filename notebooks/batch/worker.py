@@ -1,7 +1,7 @@
 """The process in which papermill executes one run; its last act puts the run's folder in its place.
 
-Whether a run is finished is decided by the content of its folder (`notebooks.batch.run_folder`), because papermill marks
-cells as completed that never ran, and exits with status 0 after `sys.exit(0)`.
+Whether a run is finished is decided by the content of its folder (`notebooks.batch.run_folder`), because papermill
+marks cells as completed that never ran, and exits with status 0 after `sys.exit(0)`.
 """
 
 import errno
