@@ -1,7 +1,7 @@
-"""Which implementation of each kernel op ran: never a silent fallback.
+"""Records which implementation of each kernel op ran, so that no fallback is silent.
 
 Every op's public function calls `ran(op, implementation)`. Code that wants to know wraps its work in `recording()`.
-The note is taken when Python runs, so a compiled graph notes it once, while it is traced.
+The call is recorded when Python runs, so a compiled graph records it once, while it is traced.
 """
 
 from collections.abc import Iterator
@@ -28,3 +28,8 @@ def recording() -> Iterator[dict[str, set[str]]]:
         yield seen
     finally:
         _listeners[:] = [listener for listener in _listeners if listener is not seen]
+
+
+def first_line(error: BaseException) -> str:
+    """Kind and first line of an error, at most 300 characters: why an implementation is not available."""
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"[:300]

@@ -1,12 +1,17 @@
-"""Launch configurations: measured per GPU where `python -m kernels.harness.validate --tune` has run, a heuristic
-elsewhere."""
+"""Launch configurations of Triton kernels, and the compilations that they lead to.
+
+A configuration is measured per GPU where `python -m kernels.harness.validate --tune` has run, and comes from a
+heuristic elsewhere.
+"""
 
 import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,6 +19,27 @@ from kernels.files import write_whole
 
 TUNED = Path(__file__).parent / "tuned"
 _trying: dict[tuple[str, str], dict | None] = {}
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """One configuration of one kernel that a user's call can reach.
+
+    kernel:         the `@triton.jit` function.
+    arguments:      run-time argument -> Triton type: {"x": "*bf16", "M": "i32", "stride": "i64"}.
+    constants:      constexpr argument -> value.
+    multiple_of_16: run-time integers known to be multiples of 16 (pointers always are).
+    expects:        mnemonics that the machine code must hold, such as "HGMMA".
+    """
+
+    name: str
+    kernel: Any
+    arguments: dict[str, str]
+    constants: dict[str, Any]
+    num_warps: int = 4
+    num_stages: int = 3
+    multiple_of_16: tuple[str, ...] = ()
+    expects: tuple[str, ...] = ()
 
 
 def configuration(op: str, key: str, heuristic: dict) -> dict:

@@ -85,6 +85,13 @@ def test_imports_form_no_circle():
                 assert "TYPE_CHECKING" not in path.read_text(), f"{path.relative_to(ROOT)} hides an import from Python"
 
 
+def test_kernels_do_not_import_their_harness():
+    """What a user's call runs needs no checks and timings; an op's `cases.py` is read by the harness alone."""
+    for path in (ROOT / "kernels").rglob("*.py"):
+        if path.parent.name != "harness" and path.name != "cases.py":
+            assert "kernels.harness" not in re.findall(r"^\s*(?:from|import) (kernels\.\w+)", path.read_text(), re.M), path
+
+
 def test_kernels_package_is_a_docstring_and_transformers_does_not_mind():
     body = ast.parse((ROOT / "kernels" / "__init__.py").read_text()).body
     assert len(body) == 1 and isinstance(body[0].value, ast.Constant)

@@ -5,8 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.harness.aot import Compilation
-from kernels.tuning import configuration
+from kernels.tuning import Compilation, configuration
 
 MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves no bits below 1, so it rounds to nearest, ties to even
 CANDIDATES = [

@@ -10,8 +10,7 @@ import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from kernels.harness.aot import Compilation  # noqa: E402
-from kernels.tuning import configuration  # noqa: E402
+from kernels.tuning import Compilation, configuration  # noqa: E402
 
 LEAST = 256  # tokens that a split must have to be worth a launch of the second kernel
 

@@ -15,8 +15,7 @@ from torch import Tensor  # noqa: E402
 
 from kernels.hadamard.matrix import base, paley, sylvester  # noqa: E402
 from kernels.hadamard.plan import LARGEST_TILE, Plan, plan  # noqa: E402
-from kernels.harness.aot import Compilation  # noqa: E402
-from kernels.tuning import configuration  # noqa: E402
+from kernels.tuning import Compilation, configuration  # noqa: E402
 
 
 @triton.jit

@@ -14,38 +14,16 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kernels.harness.cases import OPS
 from kernels.interpreter import interpreting
+from kernels.tuning import Compilation
 
 COMMITTED = Path(__file__).with_name("aot.json")
 SHARED_LIMIT = 232_448  # bytes that one block can have on sm_90; Triton compiles beyond them without a word
 MATRIX = ("HGMMA", "IGMMA", "QGMMA", "HMMA", "IMMA")  # wgmma in 16 bits, int8 and fp8; mma.sync in 16 bits and int8
 MARGIN = 1.03  # instructions may grow by this before it counts as a regression; nothing else may
-
-
-@dataclass(frozen=True)
-class Compilation:
-    """One configuration of one kernel that a user's call can reach.
-
-    kernel:         the `@triton.jit` function.
-    arguments:      run-time argument -> Triton type: {"x": "*bf16", "M": "i32", "stride": "i64"}.
-    constants:      constexpr argument -> value.
-    multiple_of_16: run-time integers known to be multiples of 16 (pointers always are).
-    expects:        mnemonics that the machine code must hold, such as "HGMMA".
-    """
-
-    name: str
-    kernel: Any
-    arguments: dict[str, str]
-    constants: dict[str, Any]
-    num_warps: int = 4
-    num_stages: int = 3
-    multiple_of_16: tuple[str, ...] = ()
-    expects: tuple[str, ...] = ()
 
 
 def has_triton(op: str) -> bool:

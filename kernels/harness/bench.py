@@ -17,9 +17,9 @@ from kernels.harness import cases
 from kernels.harness.cases import OWN, Contest
 from kernels.harness.roofline import measure as ceilings_of
 from kernels.harness.table import rows_table
-from kernels.harness.timing import first_line
 from kernels.harness.trial import bare_row, measure, sentence
 from kernels.linear import linear
+from kernels.registry import first_line
 
 CPU = torch.device("cpu")
 

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from kernels.harness.cases import Contest
-from kernels.harness.timing import first_line, settle, time_in_turns
+from kernels.harness.timing import settle, time_in_turns
 from kernels.linear.onednn import lay_out, product
+from kernels.registry import first_line
 
 
 @dataclass(frozen=True)

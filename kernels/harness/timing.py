@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.registry import first_line
+
 SAMPLE = 2e-3  # seconds that a sample should last, so that beginning and ending it do not count
 LONG = 20e-3  # a sample this long needs no replay before it to hide its own launch
 CALLS = 4096  # in one graph, at most
@@ -93,10 +95,6 @@ def settle(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         assert torch.ones(1, device=device).add_(1).item() == 2
-
-
-def first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"[:300]
 
 
 def _prepared(

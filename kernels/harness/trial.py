@@ -21,8 +21,9 @@ from torch import Tensor
 from kernels import tuning
 from kernels.harness.cases import OWN, TOLERANCE, Asked, Check, Contest, poisoned, relative_rms
 from kernels.harness.roofline import Ceilings, least_seconds
-from kernels.harness.timing import first_line, settle, time_in_turns
+from kernels.harness.timing import settle, time_in_turns
 from kernels.interpreter import interpreting
+from kernels.registry import first_line
 
 Line = dict[str, Any]
 BROKEN = 3  # exit status: the device no longer answers in this process

@@ -18,11 +18,10 @@ import torch  # noqa: E402
 import triton  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from kernels.harness.aot import Compilation  # noqa: E402
 from kernels.int_matmul.layout import Packed  # noqa: E402
 from kernels.int_matmul.products import dequantise, few, many, reduce  # noqa: E402
 from kernels.linear import without_tf32  # noqa: E402
-from kernels.tuning import configuration  # noqa: E402
+from kernels.tuning import Compilation, configuration  # noqa: E402
 
 CROSSOVER = 512  # tokens from which the heuristic dequantises and calls cuBLAS
 SLAB = 32 << 20  # bytes dequantised at a time: cuBLAS finds them in the L2 cache (60 MB on an H200)

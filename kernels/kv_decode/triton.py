@@ -12,10 +12,9 @@ import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from kernels.harness.aot import Compilation  # noqa: E402
 from kernels.kv_decode.layout import KV  # noqa: E402
 from kernels.kv_decode.spans import dense_kernel, quantised_kernel, visible_range  # noqa: E402
-from kernels.tuning import configuration  # noqa: E402
+from kernels.tuning import Compilation, configuration  # noqa: E402
 
 LOG2E = 1.4426950408889634
 LEAST = 128  # positions that a span must have to be worth a program

@@ -9,7 +9,6 @@ import torch  # noqa: E402
 import triton  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from kernels.harness.aot import Compilation  # noqa: E402
 from kernels.int_matmul.layout import Packed  # noqa: E402
 from kernels.int_matmul.triton import (  # noqa: E402
     aligned,
@@ -25,7 +24,7 @@ from kernels.int_matmul.triton import candidates as int_candidates  # noqa: E402
 from kernels.int_matmul.triton import heuristic as int_heuristic  # noqa: E402
 from kernels.lut_matmul.layout import Codebook  # noqa: E402
 from kernels.lut_matmul.products import dequantise, few, many  # noqa: E402
-from kernels.tuning import configuration  # noqa: E402
+from kernels.tuning import Compilation, configuration  # noqa: E402
 
 MAGIC = 0x32103210  # the selector of PRMT that changes nothing, in both halves of a word
 FUSED = (torch.bfloat16, torch.float16)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from kernels.harness.timing import first_line
+from kernels.registry import first_line
 from kernels.user_cache import cache_folder
 
 HERE = Path(__file__).parent

@@ -7,9 +7,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.harness.aot import Compilation
 from kernels.interpreter import interpreting, prepare
-from kernels.tuning import configuration
+from kernels.tuning import Compilation, configuration
 from kernels.w8a8_matmul.layout import BLOCK, LARGEST, W8
 
 prepare()
