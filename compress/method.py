@@ -15,9 +15,24 @@ from compress.walk.resume import BlockStore
 STAGES = ("drop", "transform", "sparsify*", "quantize_weights*", "quantize_activations*", "cache")
 
 
-def knob(default: Any, help: str, *, choices: Sequence[Any] = (), range: tuple[float, float] | None = None) -> Any:
-    """A field of a method: its default, what it does, and which values it takes (inclusive range)."""
-    return dataclasses.field(default=default, metadata={"help": help, "choices": tuple(choices), "range": range})
+def knob(
+    default: Any,
+    help: str,
+    *,
+    choices: Sequence[Any] = (),
+    range: tuple[float, float] | None = None,
+    describes: bool = False,
+) -> Any:
+    """A field of a method.
+
+    Args:
+        help: what it does, for whoever sets it.
+        choices, range: which values it takes; the range is inclusive.
+        describes: one use of the method is told from another by this knob, so that its value is always written, in
+            records, tables and pages; other knobs are written where they differ from their defaults.
+    """
+    metadata = {"help": help, "choices": tuple(choices), "range": range, "describes": describes}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +43,6 @@ class Method:
     stage: ClassVar[str]
     source: ClassVar[str]  # paper or equation
     needs_calibration: ClassVar[bool] = False
-    strength: ClassVar[str] = ""  # the knob that says how much, if there is one
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -71,7 +85,7 @@ class Method:
 
     @classmethod
     def knobs(cls) -> dict[str, dataclasses.Field]:
-        """The knobs by name; `.default` and `.metadata` ("help", "choices", "range") describe each."""
+        """The knobs by name; `.default` and `.metadata` (the arguments of `knob`) describe each."""
         return {field.name: field for field in dataclasses.fields(cls)}
 
     def values(self) -> dict[str, Any]:
@@ -79,8 +93,14 @@ class Method:
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        changed = {k: v for k, v in self.values().items() if v != self.knobs()[k].default}
-        return f"{self.name}({', '.join(f'{k}={v!r}' for k, v in changed.items())})"
+        """The method as a recipe names it: the knobs that describe it, and those that differ from their defaults."""
+        knobs = self.knobs()
+        written = {
+            name: value
+            for name, value in self.values().items()
+            if knobs[name].metadata["describes"] or value != knobs[name].default
+        }
+        return f"{self.name}({', '.join(f'{k}={v!r}' for k, v in written.items())})" if written else self.name
 
 
 def refuse_stored(method: Method, before: Sequence[Method], does: str) -> None:

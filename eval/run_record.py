@@ -22,7 +22,6 @@ PACKAGES = (
     "torch", "transformers", "datasets", "accelerate", "safetensors", "tokenizers", "lm-eval", "bitsandbytes", "triton",
     "numpy",
 )  # fmt: skip
-_TOLD = ("bits", "group_size", "alpha", "ratio", "target", "count", "budget")
 _ENVIRONMENT = ("OMP_", "MKL_", "KMP_", "TORCH", "CUDA_VISIBLE", "CUBLAS")  # variables that change numbers or timings
 
 
@@ -108,16 +107,7 @@ def _with(metrics: dict[str, dict[str, float]], measured: Iterable[Any]) -> dict
 
 
 def _step(method: Any, asked: Any) -> dict[str, Any]:
-    return {"method": method.name, "knobs": method.values(), "source": method.source, "text": _written(asked)}
-
-
-def _written(method: Any) -> str:
-    """A method as one would write it in a recipe: the knobs that were changed, and those by which one tells it from
-    others."""
-    values = method.values()
-    tells = [k for k in _TOLD if values.get("bits") != 16 or k not in ("bits", "group_size")]  # floats have no groups
-    told = {k: v for k, v in values.items() if (k in tells and v != "auto") or v != method.knobs()[k].default}
-    return f"{method.name}({', '.join(f'{k}={v!r}' for k, v in told.items())})" if told else method.name
+    return {"method": method.name, "knobs": method.values(), "source": method.source, "text": str(asked)}
 
 
 def _notes(results: Mapping[str, Any]) -> list[str]:

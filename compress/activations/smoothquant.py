@@ -33,6 +33,7 @@ class SmoothQuant(FoldingMethod):
         0.5,
         "how much of the inputs' ranges moves into the weights, 0 to 1; search: per link, the one of "
         "least output error in 8 bits",
+        describes=True,
     )
     links: str = knob(
         "all",

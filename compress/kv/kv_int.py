@@ -19,8 +19,8 @@ class KVInt(Storage):
     multiplies into the probabilities.
     """
 
-    bits: int = knob(4, "of a code", choices=(8, 4, 2))
-    group_size: int = knob(64, "positions that share the scales of their keys", choices=GROUPS)
+    bits: int = knob(4, "of a code", choices=(8, 4, 2), describes=True)
+    group_size: int = knob(64, "positions that share the scales of their keys", choices=GROUPS, describes=True)
     residual: int = knob(32, "last tokens at least that stay in 16 bits", range=(0, 65536))
 
     name = "kv_int"

@@ -68,7 +68,7 @@ class Policy(CacheMethod):
     """Which positions stay. Subclasses implement `scores`, and what it needs of `remember` and `read_again`."""
 
     budget: float | int = knob(
-        0.5, "what stays: a share of the tokens (a float up to 1), or a number of tokens per head"
+        0.5, "what stays: a share of the tokens (a float up to 1), or a number of tokens per head", describes=True
     )
     allocation: str = knob(
         "uniform",
@@ -79,7 +79,6 @@ class Policy(CacheMethod):
     decoding: bool = knob(False, "evict while text is generated too, every eighth of the budget (8 tokens at least)")
 
     slot: ClassVar[str] = "policy"
-    strength: ClassVar[str] = "budget"
     reference: ClassVar[bool] = False  # is it what any other policy must beat?
     window: ClassVar[int] = 0  # how many queries `scores` reads while text is generated; 0: none
     remembers: ClassVar[bool] = False  # is there something to remember of each position from pass to pass?

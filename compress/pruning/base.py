@@ -29,12 +29,13 @@ class PruningMethod(LayerwiseMethod):
     place."""
 
     stage: ClassVar[str] = "sparsify"
-    strength: ClassVar[str] = "ratio"
     by_row: ClassVar[bool] = False  # are scores compared within each row, or over the whole matrix?
     comparable: ClassVar[bool] = False  # do the scores of different linears measure the same, without calibration?
     ratios: ClassVar[Mapping[str, float]] = {}  # by linear, where `allocation` gave each its own
 
-    ratio: float = knob(HALF, "of each linear's weights that go, below 1; a pattern N:M says it itself", range=(0, 1))
+    ratio: float = knob(
+        HALF, "of each linear's weights that go, below 1; a pattern N:M says it itself", range=(0, 1), describes=True
+    )
     pattern: str = knob(
         UNSTRUCTURED, "which may be kept: any (unstructured), or N of every M neighbours in a row (2:4, 4:8, ...)"
     )

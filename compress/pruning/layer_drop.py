@@ -31,14 +31,14 @@ class LayerDrop(Method):
     stage: ClassVar[str] = "drop"
     source: ClassVar[str] = "arXiv:2406.15786, equations 1 to 6; block influence: arXiv:2403.03853, equation 1"
     needs_calibration: ClassVar[bool] = True
-    strength: ClassVar[str] = "count"
 
     target: str = knob(
         "attention",
         "what is dropped: attention, mlp, either of them by what matters less (joint), or whole blocks",
         choices=tuple(KINDS),
+        describes=True,
     )
-    count: int = knob(4, "how many of them", range=(1, 1 << 16))
+    count: int = knob(4, "how many of them", range=(1, 1 << 16), describes=True)
     metric: str = knob(
         "cosine",
         "1 - cosine of the residual stream before and after what would be dropped; or, to compare with, "

@@ -34,13 +34,12 @@ class AWQ(FoldingMethod, LayerwiseMethod):
     """
 
     name: ClassVar[str] = "awq"
-    strength: ClassVar[str] = "bits"
     source: ClassVar[str] = "arXiv:2306.00978"
     needs_calibration: ClassVar[bool] = True
     statistics: ClassVar[tuple[str, ...]] = ("gram", "absmean")
 
-    bits: int = knob(4, "bits per weight", choices=BITS)
-    group_size: int = knob(64, "columns that share a scale; -1 for a whole row", range=(-1, 1 << 20))
+    bits: int = knob(4, "bits per weight", choices=BITS, describes=True)
+    group_size: int = knob(64, "columns that share a scale; -1 for a whole row", range=(-1, 1 << 20), describes=True)
     symmetric: bool = knob(False, "no zero point: the grid lies around 0")
     scale_dtype: str = knob("bfloat16", "how scales are stored", choices=tuple(SCALE_DTYPES))
     grid: int = knob(20, "strengths of the scaling that are tried, from 0 up to 1", range=(1, 1000))

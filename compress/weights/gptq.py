@@ -26,13 +26,12 @@ class GPTQ(LayerwiseMethod):
 
     name: ClassVar[str] = "gptq"
     stage: ClassVar[str] = "quantize_weights"
-    strength: ClassVar[str] = "bits"
     source: ClassVar[str] = "arXiv:2210.17323"
     needs_calibration: ClassVar[bool] = True
     statistics: ClassVar[tuple[str, ...]] = ("gram", "starts")
 
-    bits: int = knob(4, "bits per weight", choices=BITS)
-    group_size: int = knob(64, "columns that share a scale; -1 for a whole row", range=(-1, 1 << 20))
+    bits: int = knob(4, "bits per weight", choices=BITS, describes=True)
+    group_size: int = knob(64, "columns that share a scale; -1 for a whole row", range=(-1, 1 << 20), describes=True)
     symmetric: bool = knob(True, "no zero point: the grid lies around 0")
     scale: str = knob(
         "search",
