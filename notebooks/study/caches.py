@@ -111,8 +111,8 @@ def cache_recipes(recipe: str, compare: str = "", curves: str = "") -> CacheReci
     Args:
         recipe: what the run is about, such as "snapkv(budget=0.25), kv_int(bits=4)".
         compare: others beside it, apart by semicolons, timed too.
-        curves: policies at several budgets: "snapkv{0.5, 0.25}; expected_attention{0.5, 0.25}"; those that any other
-            must beat (`Policy.reference`), at the budgets of the first, are added where they are not among them.
+        curves: policies at several budgets: "snapkv(budget={0.5, 0.25}); kvzip(budget={0.5, 0.25})"; those that any
+            other must beat (`Policy.reference`), at the budgets of the first, are added where they are not among them.
 
     Raises:
         ValueError: a method that is not of the cache, or what `parse_recipe` and `recipes_at` refuse.
@@ -123,11 +123,12 @@ def cache_recipes(recipe: str, compare: str = "", curves: str = "") -> CacheReci
             f"`compare` (={compare!r}): {taken.pop()!r} is what another cache of the run is called; name it differently"
         )
     lines = recipes_at(curves)
-    if lines:
-        budgets = ", ".join(value for value, _ in next(iter(lines.values())))
+    policies = [[policy for _, methods in line if (policy := parts(methods)[0])] for line in lines.values()]
+    if first := next(filter(None, policies), None):
+        budgets = ", ".join(dict.fromkeys(repr(policy.budget) for policy in first))
         there = {method.name for line in lines.values() for _, methods in line for method in methods}
         for name in (name for name, method in METHODS.items() if getattr(method, "reference", False)):
-            lines |= {} if name in there else recipes_at(f"{name}{{{budgets}}}")
+            lines |= {} if name in there else recipes_at(f"{name}(budget={{{budgets}}})")
     recipes = {MAIN: main, **others}
     points: dict[str, list[tuple[str, str]]] = {}
     for text, line in lines.items():

@@ -4,7 +4,6 @@ away."""
 import copy
 import hashlib
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -15,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from compress import METHODS, Result, apply
+from compress import Result, apply
 from compress.apply import code_sha256
 from compress.inputs.calibration import tokens_sha256
 from compress.inputs.model import weights_sha256
 from compress.method import Method, settle
-from compress.recipe import parse_recipe
+from compress.recipe import parse_variants, split_recipes
 from eval.evaluate import score_text
 from eval.machine.size import size
 from eval.record.files import write_whole
@@ -54,40 +53,29 @@ def recipes_at(curves: str) -> dict[str, list[tuple[str, list[Method]]]]:
     """The recipes of each curve: {text with {} in the place of its strengths: [(strength, methods), ...]}.
 
     Args:
-        curves: recipes apart by semicolons, each with its strengths in braces: "wanda(ratio={0.3, 0.5});
-            layer_drop(count={1, 2})". A method of which nothing but the strength is said may be written shortly:
-            "wanda{0.3, 0.5}".
+        curves: recipes apart by semicolons, each with the strengths of one knob in braces: "wanda(ratio={0.3, 0.5});
+            layer_drop(count={1, 2})".
 
     Raises:
         ValueError: a curve without strengths in braces, the same curve twice, or a recipe that makes no sense at one of
             them.
     """
-    made: dict[str, list[tuple[str, list[Method]]]] = {}
-    for text in filter(None, map(str.strip, curves.split(";"))):
-        shortly = re.fullmatch(r"(\w+)\s*(\{[^{}]*\})", text)
-        if shortly and shortly[1] in METHODS:
-            knob = METHODS[shortly[1]].strength
-            if not knob:
-                raise ValueError(
-                    f"`curves` (={curves!r}): {shortly[1]} has no one knob that says how much; write which you mean"
-                )
-            text = f"{shortly[1]}({knob}={shortly[2]})"
-        braces = re.findall(r"\{([^{}]*)\}", text)
-        values = list(dict.fromkeys(filter(None, map(str.strip, braces[0].split(","))))) if len(braces) == 1 else []
-        if not values:
+    lines: dict[str, list[tuple[str, list[Method]]]] = {}
+    for text in split_recipes(curves):
+        line, variants = parse_variants(text, "curves")
+        if len(variants[0].values) != 1:
             raise ValueError(
                 f"`curves` (={curves!r}): {text!r} must have its strengths in braces, once, as in "
                 "wanda(ratio={0.3, 0.5})"
             )
-        line = re.sub(r"\{[^{}]*\}", "{}", text)
-        if line in made:
+        if line in lines:
             raise ValueError(
                 f"`curves` (={curves!r}) holds {line!r} twice; all its strengths go into one pair of braces"
             )
-        made[line] = [(value, parse_recipe(line.replace("{}", value))) for value in values]
-        for _, recipe in made[line]:
+        lines[line] = [(variant.values[0], variant.methods) for variant in variants]
+        for _, recipe in lines[line]:
             settle(recipe)
-    return made
+    return lines
 
 
 def check_strengths(recipes: dict[str, list[tuple[str, list[Method]]]], model: nn.Module) -> None:

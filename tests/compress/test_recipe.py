@@ -11,7 +11,7 @@ from compress.apply import apply_each
 from compress.formats import Dense
 from compress.linear import weight_of
 from compress.method import Method, knob, settle
-from compress.recipe import parse_recipe, parse_recipes
+from compress.recipe import parse_recipe, parse_recipes, parse_variants
 from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.statistics import Absmax, Rows
 
@@ -23,6 +23,26 @@ def test_a_recipe_as_text():
     several = parse_recipes("rtn(bits=3); small: rtn(bits=2), gptq ;")
     assert list(several) == ["rtn(bits=3)", "small"] and several["small"] == [METHODS["rtn"](bits=2), METHODS["gptq"]()]
     assert parse_recipes(" ") == {}
+
+
+def test_values_in_braces_stand_for_a_recipe_each():
+    recipes = parse_recipes("rtn(bits={3, 4}), int8; coarse: gptq(bits={2, 3}, scale={search, absmax})")
+    assert list(recipes) == [
+        "rtn(bits=3), int8", "rtn(bits=4), int8",
+        "coarse, 2, search", "coarse, 2, absmax", "coarse, 3, search", "coarse, 3, absmax",
+    ]  # fmt: skip
+    assert recipes["rtn(bits=3), int8"] == [METHODS["rtn"](bits=3), METHODS["int8"]()]
+    assert recipes["coarse, 3, absmax"] == [METHODS["gptq"](bits=3, scale="absmax")]
+    line, variants = parse_variants("wanda(ratio={0.3, 0.5, 0.3}), gptq(bits=4)")
+    assert line == "wanda(ratio={}), gptq(bits=4)" and [v.values for v in variants] == [("0.3",), ("0.5",)]
+    for text, message in (
+        ("wanda(ratio={0.3, 0.5})", "several values in braces"),
+        ("wanda(ratio={})", "`ratio` of wanda .*braces hold values"),
+        ("wanda{0.5}", "must name methods with their knobs"),
+        ("gptq(damp={" + ", ".join(f"{i / 1e4}" for i in range(2000)) + "})", "stands for 2000 recipes; at most 1000"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parse_recipe(text)
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,11 @@ def test_every_sweep_of_ours_makes_sense(name, gemma):
     assert made.runs and made.description and made.timeout_s
 
 
+def shortened(value):
+    """wanda{0.3} for wanda(ratio={0.3}): as `curves` was written when the records were published."""
+    return re.sub(r"\(\w+=(\{[^}]*\})\)", r"\1", value) if isinstance(value, str) else value
+
+
 def test_the_sweeps_of_the_readme_are_what_was_published(gemma):
     """Their runs have the parameters of the records that the README's tables are made from."""
     runs = read_sweep("readme").runs + read_sweep("families").runs
@@ -178,7 +183,7 @@ def test_the_sweeps_of_the_readme_are_what_was_published(gemma):
     for run in published:
         assert any(
             one.notebook == run["notebook"]
-            and all(one.values.get(name) == value for name, value in run["parameters"].items())
+            and all(shortened(one.values.get(name)) == shortened(value) for name, value in run["parameters"].items())
             for one in runs
         ), run["key"]
 

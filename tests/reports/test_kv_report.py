@@ -27,7 +27,7 @@ def record(tmp_path_factory):
         "policy": "expected_attention",
         "allocation": "ada",
         "compare": "in codes: snapkv, kv_int; kv_int(bits=8)",
-        "curves": "snapkv{0.5, 0.2}",
+        "curves": "snapkv(budget={0.5, 0.2})",
         "tasks": ["word", "multi_value"],
         "lengths": [192, 256],
         "samples": 6,
