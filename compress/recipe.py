@@ -1,8 +1,8 @@
 """Recipes as text, one language for every parameter that takes recipes.
 
 `smoothquant(alpha=0.5), gptq(bits=8, group_size=-1), int8` is a list of methods in order, with knobs by name. Where
-several recipes are compared, semicolons separate them, a name may stand before each (`static: int8(activations=tensor)`),
-and a knob may have several values in braces: `wanda(ratio={0.3, 0.5})`.
+several recipes are compared, semicolons separate them, a name may stand before each (`static:
+int8(activations=tensor)`), and a knob may have several values in braces: `wanda(ratio={0.3, 0.5})`.
 """
 
 import ast

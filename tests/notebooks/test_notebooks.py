@@ -236,7 +236,7 @@ def test_notebook_runs_on_the_real_model(name, compiled, tmp_path):
         ({"activations": "static"}, "`activations` (='static') of int8 must be one of token, tensor"),
         ({"method": "llm_int8", "activations": "tensor"}, "`activations` is not a knob of llm_int8"),
         ({"recipe": "int8, smoothquant"}, "must come before"),
-        ({"recipe": "smoothquant(alpha=0.5) int8"}, "must name methods, such as"),
+        ({"recipe": "smoothquant(alpha=0.5) int8"}, "must name methods with their knobs, such as"),
         ({"compare": "int8; bfloat16: int8"}, "'bfloat16' is what another model of the run is called"),
         ({"compare": "int8; unsmoothed: int8"}, "'unsmoothed' is what another model of the run is called"),
         ({"compare": "one: gptq(bits=4), int8"}, "int8 keeps 8-bit weights"),
