@@ -71,7 +71,9 @@ def _number(kind: type, value: Any) -> float | int | None:
         value = float(value)
     if not isinstance(value, int | float):
         return None
+    if kind is int:  # NaN, infinity and numbers beyond any count are none
+        return int(value) if abs(value) < 2**63 else None
     try:
-        return float(value) if kind is float else int(value)
-    except (OverflowError, ValueError):  # an integer beyond float; NaN and infinity as a count
-        return (math.inf if value > 0 else -math.inf) if kind is float else None
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf

@@ -10,18 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from eval.record.measured import (
-    Bench,
-    Cache,
-    Cost,
-    Generation,
-    Interval,
-    Measure,
-    Sample,
-    Settings,
-    SpeedGrid,
-    Tasks,
-)
+from eval.record.measured import Bench, Cache, Cost, Generation, Interval, Measure, Sample, Settings, SpeedGrid, Tasks
 from eval.record.reading import row
 
 Scores = dict[str, float]  # metric: value; the standard error of m is m_stderr
@@ -158,11 +147,13 @@ class Kept:
 
 @dataclass(frozen=True)
 class Text:
-    """How much of a text was scored. tokens: of all windows; stride: None where windows do not overlap."""
+    """How much of a text was scored. tokens: of all windows; stride: None where windows do not overlap; bos: "each"
+    where every window begins with it."""
 
     tokens: int | None
     window: int | None
     stride: int | None
+    bos: str
     windows: int | None
 
 

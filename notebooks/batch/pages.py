@@ -23,7 +23,7 @@ from reports.compare.compare import Leaderboard, Verdict, compare_two, leaderboa
 from reports.compare.index import render_index
 from reports.compare.outcome import RunOutcome
 from reports.compare.papers import render_papers
-from reports.compare.pareto import casts, planes
+from reports.compare.pareto import plane_models, planes
 from reports.compare.variants import variants
 from reports.page.render import Report, render
 from reports.parts.figures import Figures
@@ -48,7 +48,7 @@ class Compared:
     @property
     def figures(self) -> Figures:
         """Accuracy against bytes, and against speed."""
-        drawn = planes(casts(variants(self.outcomes)))
+        drawn = planes(plane_models(variants(self.outcomes)))
         return Figures("Error bars as on the page.", {escape(one.title): one.figure for one in drawn})
 
     @property

@@ -1,29 +1,29 @@
 """Many runs -> one page: which recipe is best at which size and speed, and how sure that is."""
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from eval.record.reading import row
 from reports.compare import excerpts
 from reports.compare.environment import differences, machines
 from reports.compare.heatmap import heat_map
 from reports.compare.leaderboard import MAX_ROWS, Leaderboard, leaderboard, of_variants
 from reports.compare.noise import RULE
-from reports.compare.outcome import RunOutcome
-from reports.compare.pareto import Cast, Plane, casts, planes
+from reports.compare.outcome import Failure, RunOutcome
+from reports.compare.pareto import Plane, PlaneModels, plane_models, planes
 from reports.compare.two import Verdict, compare_two
-from reports.compare.variants import Variant, What, variants
-from reports.parts import table
+from reports.compare.variants import Quantity, Variant, variants
 from reports.parts.files import LIMIT_BYTES, Report, environment, write_page
-from reports.parts.text import clean, link, listed, plural
+from reports.parts.metrics import fmt, growth, percent
+from reports.parts.text import clean, link, listed, plural, public
 
 __all__ = ["Leaderboard", "RunOutcome", "Verdict", "compare_page", "compare_two", "leaderboard", "render_comparison"]
 MAX_FAILURES, MAX_RUNS, MAX_LINES = 30, 200, 12
-_LOSSES = (  # kind, what it is called, and how a cost is shown
+_LOSSES = (  # kind, its name on the page, and how a cost is shown
     ("task", "of the baseline’s accuracy", lambda cost: f"{100 * (1 - cost):.1f} %"),
-    ("perplexity", "perplexity", lambda cost: table.percent(math.exp(min(cost, 14.0)) - 1)),
+    ("perplexity", "perplexity", lambda cost: percent(growth(cost))),
     ("exact", "points of exact answers", lambda cost: f"{-100 * cost:+.0f}"),
 )
 _SCALES = (1.0, 0.5, 0.25, 0.12, 0.06, 0.02)
@@ -47,10 +47,10 @@ def compare_page(
     """
     template = environment().get_template("compare.html")
     found = variants(outcomes)
-    cast = casts(found)
+    models = plane_models(found)
     for scale in _SCALES:
         html = template.render(
-            context(outcomes, found, cast, title=clean(title, 200), path_of=path_of_samples, scale=scale)
+            context(outcomes, found, models, title=clean(title, 200), path_of=path_of_samples, scale=scale)
         )
         if len(html.encode()) <= LIMIT_BYTES:
             break
@@ -60,14 +60,14 @@ def compare_page(
 def context(
     outcomes: Sequence[RunOutcome],
     found: Sequence[Variant],
-    cast: Sequence[Cast],
+    models: Sequence[PlaneModels],
     *,
     title: str,
     path_of: excerpts.PathOfSamples,
     scale: float = 1.0,
 ) -> dict[str, Any]:
-    """Everything that templates/compare.html asks for."""
-    drawn = planes(cast, scale)
+    """Everything that templates/compare.html needs."""
+    drawn = planes(models, scale)
     failed = [run for run in outcomes if run.status == "failed" or run.failure]
     runs = max(5, round(MAX_RUNS * scale))
     return {
@@ -93,11 +93,10 @@ def context(
 
 
 def _sub(outcomes: Sequence[RunOutcome]) -> str:
-    records = [run.record for run in outcomes if run.record]
-    models = list(dict.fromkeys(clean(r["model"]["name"], 60) for r in records if r.get("model")))
-    days = sorted({r["run"]["started"][:10] for r in records if r.get("run", {}).get("started")})
+    models = list(dict.fromkeys(clean(run.measured.model.name, 60) for run in outcomes if run.measured.model.name))
+    days = sorted({run.measured.run.started[:10] for run in outcomes if run.measured.run.started})
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}" if days else ""
-    return " · ".join(filter(None, (plural(len(outcomes), "run"), listed(models), when)))
+    return " · ".join(filter(None, (plural(len(outcomes), "run"), listed(models), clean(when, 40))))
 
 
 def _verdict(outcomes: Sequence[RunOutcome], found: Sequence[Variant], drawn: Sequence[Plane]) -> str:
@@ -105,6 +104,10 @@ def _verdict(outcomes: Sequence[RunOutcome], found: Sequence[Variant], drawn: Se
     said = f"{status['finished']} of {plural(len(outcomes), 'run')} finished"
     others = [f"{count} {name}" for name, count in status.items() if name != "finished"]
     said += f" ({', '.join(others)})." if others else "."
+    stale = sum(run.stale for run in outcomes)
+    if stale:
+        were = "run was" if stale == 1 else "runs were"
+        said += f" {stale} finished {were} made with code of the workbench that has changed since."
     return " ".join([said, *(one.brief for one in drawn[:1])])
 
 
@@ -117,59 +120,65 @@ def _cards(outcomes: Sequence[RunOutcome], found: Sequence[Variant]) -> list[tup
         return cards
     weights = Counter(v.weights for v in own).most_common(1)[0][0]
     own = [v for v in own if v.weights == weights]
-    sized = [v for v in own if What("stored") in v.numbers and v.numbers[What("stored")].ratio]
-    timed = [v for v in own if What("decode") in v.numbers and v.numbers[What("decode")].ratio]
-    for kind, what, shown in _LOSSES:
+    for kind, words, shown in _LOSSES:
         costs = [
             (sum(c) / len(c), v.number, v)
             for v in own
-            if (c := [e.cost for w, e in v.effects.items() if w.kind == kind])
+            if (c := [effect.cost for quantity, effect in v.effects.items() if quantity.kind == kind])
         ]
         if costs:
             cost, _, best = min(costs)
-            cards.append((shown(cost), f"{what}, the least loss: {clean(best.label, 70)}"))
+            cards.append((shown(cost), f"{words}, the least loss: {clean(best.label, 70)}"))
             break
-    if sized:
-        small = min(sized, key=lambda v: v.numbers[What("stored")].value)
-        cards.append(
-            (f"{1 / small.numbers[What('stored')].ratio:.2f}×", f"smaller, the most: {clean(small.label, 70)}")
-        )
-    if timed:
-        fast = max(timed, key=lambda v: v.numbers[What("decode")].ratio)
-        cards.append(
-            (
-                f"{fast.numbers[What('decode')].ratio:.2f}×",
-                f"decode speed against its own baseline, the most: {clean(fast.label, 70)}",
-            )
-        )
+    for kind, words in (("stored", "smaller, the most"), ("decode", "decode speed against its own baseline, the most")):
+        ratios = [(number.ratio, v) for v in own if (number := v.numbers.get(Quantity(kind))) and number.ratio]
+        if ratios:
+            ratio, best = (min if kind == "stored" else max)(ratios, key=lambda pair: pair[0])
+            cards.append((fmt(1 / ratio if kind == "stored" else ratio, unit="×"), f"{words}: {clean(best.label, 70)}"))
     return cards
 
 
-def _failure(run: RunOutcome) -> dict[str, Any]:
-    told = run.failure or {}
-    cell = "" if told.get("cell") is None else f"cell {told['cell']}"
-    where = ", ".join(filter(None, (cell, clean(told.get("cell_title") or "", 120))))
-    return {
-        "key": clean(run.key, 120),
-        "href": link(run.href, "notebook.ipynb"),
-        "kind": clean(told.get("kind") or "unknown", 60),
-        "where": where,
-        "error": clean(told.get("error") or "", 400),
-        "lines": "\n".join(clean(line, 240) for line in (told.get("lines") or [])[-MAX_LINES:]),
-        "peak": told.get("peak_memory_bytes"),
-        "seconds": told.get("seconds"),
-        "attempts": told.get("attempts"),
-    }
+class ShownFailure(NamedTuple):
+    """A failed run as text: where it failed, why, and the last lines that it printed."""
+
+    key: str
+    href: str
+    kind: str
+    where: str
+    error: str
+    lines: str
+    of: Failure
 
 
-def _run(run: RunOutcome, limit: int) -> dict[str, Any]:
-    record = run.record or {}
-    command = run.command or (record.get("provenance") or {}).get("command") or ""
-    return {
-        "key": clean(run.key, 120),
-        "notebook": clean(run.notebook, 60),
-        "status": clean(run.shown_status, 30),
-        "href": link(run.href, "report.html") if run.record else "",
-        "seconds": (record.get("run") or {}).get("duration_s"),
-        "command": clean(command, limit),
-    }
+class ShownRun(NamedTuple):
+    key: str
+    notebook: str
+    status: str
+    href: str
+    seconds: float | None
+    command: str
+
+
+def _failure(run: RunOutcome) -> ShownFailure:
+    of = run.failed or row(Failure, {})
+    cell = "" if of.cell is None else f"cell {of.cell}"
+    return ShownFailure(
+        clean(run.key, 120),
+        link(run.href, "notebook.ipynb"),
+        clean(of.kind or "unknown", 60),
+        ", ".join(filter(None, (cell, clean(of.cell_title, 120)))),
+        public(of.error, 400),
+        "\n".join(public(line, 240) for line in of.lines[-MAX_LINES:]),
+        of,
+    )
+
+
+def _run(run: RunOutcome, limit: int) -> ShownRun:
+    return ShownRun(
+        clean(run.key, 120),
+        clean(run.notebook, 60),
+        clean(run.shown_status, 30),
+        link(run.href, "report.html") if run.record else "",
+        run.measured.run.duration_s,
+        clean(run.command or run.measured.provenance.command, limit),
+    )

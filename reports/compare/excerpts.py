@@ -1,15 +1,15 @@
-"""Answers that changed and texts that went apart: counts for all, a few of each to read, and links to the rest."""
+"""Answers that changed and texts that differ: counts for all, a few of each to read, and links to the rest."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from eval.record.measured import Flip, GenerationRow, Paired
 from reports.compare.outcome import RunOutcome
 from reports.compare.variants import Variant
 from reports.parts.text import clean, link
 
 MAX_EXAMPLES, MAX_PROMPTS, MAX_TEXTS, MAX_ROWS = 24, 6, 8, 60
-_FLIP = ("task", "direction", "question", "gold", "baseline_answer", "answer")
-_GENERATED = ("temperature", "first_difference", "first_difference_stderr", "same_share", "repetition", "n")
 PathOfSamples = Callable[[RunOutcome, str], str]
 
 
@@ -18,83 +18,111 @@ def samples_link(run: RunOutcome, file: str) -> str:
     return link(run.href, file)
 
 
-def flips(found: Sequence[Variant], path_of: PathOfSamples = samples_link, scale: float = 1.0) -> dict[str, Any]:
-    """rows: how many answers changed, by recipe and task; examples, in turns from the recipes; and how many more there
-    are."""
+class ChangedAnswers(NamedTuple):
+    """How many answers of a recipe to one task changed, with a link to all of them."""
+
+    number: int
+    recipe: str
+    task: str
+    href: str
+    of: Paired
+
+
+class Example(NamedTuple):
+    number: int
+    recipe: str
+    flip: Flip
+
+
+class Flips(NamedTuple):
+    """hidden: rows that are not shown; more: examples that are not shown."""
+
+    rows: list[ChangedAnswers]
+    hidden: int
+    examples: list[Example]
+    more: int
+
+
+def flips(found: Sequence[Variant], path_of: PathOfSamples = samples_link, scale: float = 1.0) -> Flips:
+    """How many answers changed, by recipe and task; and examples, from one recipe after the other in turns."""
     rows, queues = [], []
     for v in (v for v in found if not v.baseline):
-        told = (v.run.record or {}).get("tasks") or {}
-        for task, own in ((told.get("compared") or {}).get(v.name) or {}).items():
-            if own.get("right_to_wrong") is not None:
-                file = ((told.get("files") or {}).get(v.name) or {}).get(task, "")
+        tasks = v.run.measured.tasks
+        for task, own in tasks.compared.get(v.name, {}).items():
+            if own.right_to_wrong is not None:
+                file = tasks.files.get(v.name, {}).get(task, "")
                 href = path_of(v.run, file) if file else ""
-                row = {"number": v.number, "recipe": v.recipe, "task": clean(task, 60), "href": href}
-                rows.append(
-                    row | {k: own.get(k) for k in ("n", "right_to_wrong", "wrong_to_right", "same", "mcnemar_p")}
-                )
-        queues.append([(v, one) for one in (told.get("flips") or {}).get(v.name) or []])
-    most = max(2, round(MAX_EXAMPLES * scale))
+                rows.append(ChangedAnswers(v.number, v.recipe, clean(task, 60), href, own))
+        queues.append([(v, flip) for flip in tasks.flips.get(v.name, ())])
     every = [pair for i in range(max(map(len, queues), default=0)) for queue in queues for pair in queue[i : i + 1]]
     examples = [
-        {"number": v.number, "recipe": v.recipe} | {k: clean("" if one.get(k) is None else one[k], 300) for k in _FLIP}
-        for v, one in every[:most]
+        Example(v.number, v.recipe, Flip(*(clean(text, 300) for text in vars(flip).values())))
+        for v, flip in every[: max(2, round(MAX_EXAMPLES * scale))]
     ]
-    kept = max(4, round(MAX_ROWS * scale))
-    return {
-        "rows": rows[:kept],
-        "hidden": len(rows) - len(rows[:kept]),
-        "examples": examples,
-        "more": len(every) - len(examples),
-    }
+    kept = rows[: max(4, round(MAX_ROWS * scale))]
+    return Flips(kept, len(rows) - len(kept), examples, len(every) - len(examples))
 
 
-def generations(found: Sequence[Variant], path_of: PathOfSamples = samples_link, scale: float = 1.0) -> dict[str, Any]:
-    """rows: where generations go apart, by recipe and temperature; prompts: the baseline's text and those of the
-    recipes; files."""
-    rows, files = [], []
-    prompts: dict[tuple, dict[str, Any]] = {}
+class Divergence(NamedTuple):
+    number: int
+    recipe: str
+    of: GenerationRow
+
+
+class OtherText(NamedTuple):
+    """A recipe's text. known: whether the record says where it differs (`at`; None: nowhere)."""
+
+    number: int
+    recipe: str
+    known: bool
+    at: int | None
+    text: str
+
+
+@dataclass
+class Prompt:
+    """A prompt with the baseline's text and those of the recipes. more: texts that are not shown."""
+
+    prompt: str
+    temperature: float
+    baseline: str
+    texts: list[OtherText] = field(default_factory=list)
+    more: int = 0
+
+
+class Generations(NamedTuple):
+    """hidden: rows that are not shown; more: prompts that are not shown; files: {link: run}."""
+
+    rows: list[Divergence]
+    hidden: int
+    prompts: list[Prompt]
+    more: int
+    files: dict[str, str]
+
+
+def generations(found: Sequence[Variant], path_of: PathOfSamples = samples_link, scale: float = 1.0) -> Generations:
+    """Where generations begin to differ, by recipe and temperature; texts to read, and files of all of them."""
+    rows: list[Divergence] = []
+    files: dict[str, str] = {}
+    prompts: dict[tuple[str, float, str], Prompt] = {}
     cut = max(120, round(600 * min(1.0, scale)))
     for v in found:
-        told = (v.run.record or {}).get("generation") or {}
-        rows += [
-            {"number": v.number, "recipe": v.recipe} | {k: row.get(k) for k in _GENERATED}
-            for row in told.get("rows") or []
-            if row.get("model") == v.name and not v.baseline
-        ]
-        if told.get("file") and (href := path_of(v.run, told["file"])) and href not in [f["href"] for f in files]:
-            files.append({"href": href, "run": clean(v.run.key, 100)})
-        for sample in _samples(v):
-            key = (sample["prompt"], sample.get("temperature") or 0, sample["texts"].get("baseline", ""))
-            one = prompts.setdefault(
-                key, {"prompt": clean(key[0], 300), "temperature": key[1], "baseline": clean(key[2], cut), "texts": []}
-            )
-            differs = sample.get("first_difference") or {}
-            one["texts"].append(
-                {
-                    "number": v.number,
-                    "recipe": v.recipe,
-                    "at": differs.get(v.name),
-                    "known": v.name in differs,
-                    "text": clean(sample["texts"][v.name], cut),
-                }
-            )
-    shown = sorted(prompts.values(), key=lambda one: -len(one["texts"]))[: max(1, round(MAX_PROMPTS * scale))]
+        record = v.run.measured
+        made = record.generation
+        if made.file and (href := path_of(v.run, made.file)):
+            files.setdefault(href, clean(v.run.key, 100))
+        if v.baseline:
+            continue
+        rows += [Divergence(v.number, v.recipe, row) for row in made.rows if row.model == v.name]
+        for sample in (s for s in made.samples or record.samples if v.name in s.texts):
+            key = (sample.prompt, sample.temperature or 0.0, sample.texts.get("baseline", ""))
+            one = prompts.setdefault(key, Prompt(clean(key[0], 300), key[1], clean(key[2], cut)))
+            at, known = sample.first_difference.get(v.name), v.name in sample.first_difference
+            one.texts.append(OtherText(v.number, v.recipe, known, at, clean(sample.texts[v.name], cut)))
+    shown = sorted(prompts.values(), key=lambda one: -len(one.texts))[: max(1, round(MAX_PROMPTS * scale))]
     texts = max(2, round(MAX_TEXTS * scale))
     for one in shown:
-        one["more"] = max(0, len(one["texts"]) - texts)
-        one["texts"] = one["texts"][:texts]
-    kept = max(4, round(MAX_ROWS * scale))
-    return {
-        "rows": rows[:kept],
-        "hidden": len(rows) - len(rows[:kept]),
-        "prompts": shown,
-        "more": len(prompts) - len(shown),
-        "files": files[: max(4, round(20 * scale))],
-    }
-
-
-def _samples(v: Variant) -> Iterator[dict[str, Any]]:
-    record = v.run.record or {}
-    for sample in (record.get("generation") or {}).get("samples") or record.get("samples") or []:
-        if not v.baseline and v.name in (sample.get("texts") or {}):
-            yield sample
+        one.more = max(0, len(one.texts) - texts)
+        one.texts = one.texts[:texts]
+    kept, most = rows[: max(4, round(MAX_ROWS * scale))], max(4, round(20 * scale))
+    return Generations(kept, len(rows) - len(kept), shown, len(prompts) - len(shown), dict(list(files.items())[:most]))

@@ -5,16 +5,16 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import groupby
 from typing import NamedTuple
 
+from eval.record.html import html_table
 from reports.compare.noise import Amount, ahead, better
 from reports.compare.outcome import RunOutcome
-from reports.compare.variants import Number, Variant, What, drift, variants
-from reports.parts import table
-from reports.parts.metrics import described
+from reports.compare.variants import Number, Quantity, Variant, drift, variants
+from reports.parts.metrics import described, fmt, percent
 from reports.parts.metrics import number as significant
+from reports.parts.table import markdown_table
 from reports.parts.text import clean, link, plural
 
 MAX_ROWS = 400
@@ -36,7 +36,7 @@ _HEADS = {
 class Column(NamedTuple):
     """A column: of what, its head, the small print below it, and which way is better (1, -1, or 0: neither)."""
 
-    what: What
+    what: Quantity
     label: str
     detail: str
     better: int
@@ -55,8 +55,8 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """A model. number: 0 for a baseline; run: key of its run (how many, for a baseline of several); href: of the run's
-    report."""
+    """A model. number: 0 for a baseline; run: key of its run (how many, for a baseline of several), marked where it is
+    stale; href: of the run's report."""
 
     number: int
     recipe: str
@@ -81,22 +81,17 @@ class Leaderboard:
 
     def markdown(self) -> str:
         """The table as Markdown: ★ is the best of its column, ≈ what cannot be told from it."""
-        lines = [self._head(), ["---:", "---", "---", *["---:"] * len(self.columns)]]
-        for row in self.rows:
-            lines.append([str(row.number or ""), self._recipe(row), row.run, *(_flat(cell) for cell in row.cells)])
-        said = (
-            "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines) + "\n"
-        )
+        said = markdown_table(self._head(), self._lines(), 3)
         return said + (f"\n{plural(self.hidden, 'more row')} not shown.\n" if self.hidden else "")
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{escape(text)}</th>" for text in self._head())
-        body = "".join(
-            f"<tr><td>{row.number or ''}</td><td style='text-align:left'>{escape(self._recipe(row))}</td>"
-            f"<td style='text-align:left'>{escape(row.run)}</td>{''.join(f'<td>{escape(_flat(c))}</td>' for c in row.cells)}</tr>"
+        return html_table(self._head(), self._lines(), 3)
+
+    def _lines(self) -> list[list[str]]:
+        return [
+            [str(row.number or ""), self._recipe(row), row.run, *(_flat(cell) for cell in row.cells)]
             for row in self.rows
-        )
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        ]
 
     def _head(self) -> list[str]:
         return ["#", "recipe", "run", *(f"{c.label}, {c.detail}" if c.detail else c.label for c in self.columns)]
@@ -130,19 +125,21 @@ def of_variants(found: Sequence[Variant], most: int = MAX_ROWS) -> Leaderboard:
         named = (
             "" if v.name in ("compressed", v.recipe) or "(" in v.name else clean(v.name, 80)
         )  # else it is the recipe once more
-        rows.append(
-            Row(v.number, v.recipe, named, v.model, clean(v.run.key, 100), link(v.run.href, "report.html"), cells)
-        )
+        rows.append(Row(v.number, v.recipe, named, v.model, _run(v), link(v.run.href, "report.html"), cells))
     return Leaderboard(tuple(columns), tuple(rows), len(rest) - len(kept) + max(len(bases) - most, 0))
+
+
+def _run(v: Variant) -> str:
+    return clean(v.run.key, 100) + (" (stale)" if v.run.stale else "")
 
 
 def _columns(found: Sequence[Variant]) -> list[Column]:
     """Columns of what anybody has; on how much something was asked is told where that differs."""
-    whats = sorted(dict.fromkeys(w for v in found for w in v.numbers), key=lambda w: _KINDS.index(w.kind))
+    quantities = sorted(dict.fromkeys(w for v in found for w in v.numbers), key=lambda w: _KINDS.index(w.kind))
     columns = []
-    for what in whats:
+    for what in quantities:
         label, unit, _, _, way = _HEADS[what.kind]
-        twins = [w for w in whats if w[:2] == what[:2]]
+        twins = [w for w in quantities if w[:2] == what[:2]]
         if what.kind == "task":
             name, _, metric = what.of.rpartition(" ")
             label, way = clean(name, 60), next(1 if v.higher[what] else -1 for v in found if what in v.higher)
@@ -168,12 +165,9 @@ def _baseline(same: list[Variant], columns: Sequence[Column], several: bool) -> 
         if max(values) > min(values) * 1.001:
             number = Number(number.value, low=min(values), high=max(values))
         cells.append(_cell(number, column, ""))
-    run, recipe = (
-        (first.run.key, first.run.href) if len(same) == 1 else (plural(len(same), "run"), ""),
-        "16-bit baseline",
-    )
-    name = f"{(first.run.record or {}).get('provenance', {}).get('dtype', '')}, {first.machine}" if several else ""
-    return Row(0, recipe, name, first.model, clean(run[0], 100), link(run[1], "report.html"), tuple(cells))
+    run, href = (_run(first), first.run.href) if len(same) == 1 else (plural(len(same), "run"), "")
+    name = f"{first.run.measured.provenance.dtype}, {first.machine}" if several else ""
+    return Row(0, first.label, name, first.model, clean(run, 100), link(href, "report.html"), tuple(cells))
 
 
 def _cell(number: Number | None, column: Column, mark: str) -> Cell:
@@ -186,19 +180,19 @@ def _cell(number: Number | None, column: Column, mark: str) -> Cell:
         digits = 1 if unit == "%" else 3
     value = number.value * factor
     small = kind in ("kl", "cache") and 0 < abs(value) < 0.01
-    text = significant(value) if small else table.number(value, digits if abs(value) < 1000 else 0)
+    text = significant(value) if small else fmt(value, f",.{digits if abs(value) < 1000 else 0}f")
     error = change = ""
     if number.stderr is not None:
         shown = number.stderr * factor
         error = f"± {shown:,.0f}" if shown >= 100 else f"± {shown:.2g}"
     elif number.low is not None and number.high is not None:
-        error = f"{table.number(number.low * factor, digits)}–{table.number(number.high * factor, digits)}"
+        error = "–".join(fmt(end, f",.{digits}f", factor) for end in (number.low, number.high))
     if number.ratio is not None and kind == "task":
         change = f"{number.ratio * 100:.1f} %"
         if number.ratio_low is not None and number.ratio_high is not None:
             change += f" [{number.ratio_low * 100:.1f}, {number.ratio_high * 100:.1f}]"
     elif number.ratio and kind == "perplexity":
-        change = table.percent(1 / number.ratio - 1) if number.ratio > 1e-4 else "> 10,000 ×"
+        change = percent(1 / number.ratio - 1) if number.ratio > 1e-4 else "> 10,000 ×"
     elif number.ratio is not None and kind in ("stored", "cache"):
         change = f"{number.ratio * 100:.0f} %"
     elif number.ratio is not None:
@@ -206,7 +200,7 @@ def _cell(number: Number | None, column: Column, mark: str) -> Cell:
     return Cell(number.value, text, error, change, mark)
 
 
-def _marks(found: Sequence[Variant], columns: Sequence[Column]) -> dict[tuple[int, What], str]:
+def _marks(found: Sequence[Variant], columns: Sequence[Column]) -> dict[tuple[int, Quantity], str]:
     """The best of each column, among models of the same weights (and, for speeds, of the same machine), and what is as
     good."""
     marks = {}
@@ -225,7 +219,7 @@ def _marks(found: Sequence[Variant], columns: Sequence[Column]) -> dict[tuple[in
     return marks
 
 
-def _same(v: Variant, best: Variant, what: What, way: int, drifted: float) -> bool:
+def _same(v: Variant, best: Variant, what: Quantity, way: int, drifted: float) -> bool:
     if what in v.effects and what in best.effects:
         return not better(best.effects[what], v.effects[what])
     (mine, theirs) = (

@@ -1,4 +1,4 @@
-"""When is one model better than another, and when does nobody know? The rule of the comparison page.
+"""The rule of the comparison page: when one model is better than another, and when the numbers do not tell.
 
 Two things are weighed: how much worse than its own baseline a model is (its cost), and what it takes (bytes) or gives
 (tokens per second). A model is *dominated* where another is at least as good in both and better beyond noise in one.
@@ -18,23 +18,18 @@ SAME_SIZE = 0.005  # sizes that differ by less are called the same
 SAME_SPEED = 0.03  # speeds likewise, where their spread is unknown
 RULE = (
     "A recipe is dominated only where another is at least as good in both and better beyond noise in one. Accuracies "
-    "differ beyond "
-    "noise where the difference of the two exceeds 1.96 of its standard errors; each is first paired with the "
-    "baseline of its own "
-    "run (same questions, same text) where the record has that, and the two errors are combined, which is rather too "
-    "careful: what "
-    "two recipes get wrong together is counted twice. Where another looks better, but not beyond noise, the two are "
-    "indistinguishable at this n, and both stay. Sizes differ where it is by more than 0.5 %. Speeds differ where the "
-    "quartiles of "
-    "their rounds lie apart, and, between runs, where the difference also exceeds that between the baselines of these "
-    "runs. A "
-    "number without a standard error is taken as it is."
+    "differ beyond noise where their difference exceeds 1.96 of its standard errors. Each accuracy is first paired "
+    "with the baseline of its own run (same questions, same text) where the record has that, and the two errors are "
+    "combined; this is careful, because mistakes that two recipes have in common count twice. Where another recipe "
+    "looks better, but not beyond noise, the two are indistinguishable at this n, and both stay. Sizes differ where "
+    "they do so by more than 0.5 %. Speeds differ where the quartiles of their rounds do not overlap, and, between "
+    "runs, where the difference also exceeds that between the baselines of these runs. A number without a standard "
+    "error counts as exact."
 )
 
 
 class Effect(NamedTuple):
-    """How much worse than its own baseline (lower is better, the baseline has 0), and its standard error; None:
-    unknown."""
+    """How much worse than its own baseline a model is (the baseline has 0), and the standard error, None if unknown."""
 
     cost: float
     stderr: float | None = None
@@ -75,8 +70,8 @@ def ahead(a: Amount, b: Amount, drift: float = 1.0) -> bool:
     """
     if a.sign < 0:
         return a.value < b.value * (1 - SAME_SIZE)
-    told = a.low is not None and b.high is not None
-    apart = a.low > b.high if told else a.value > b.value * (1 + SAME_SPEED)
+    known = a.low is not None and b.high is not None
+    apart = a.low > b.high if known else a.value > b.value * (1 + SAME_SPEED)
     return apart and (a.run == b.run or a.value > b.value * drift)
 
 

@@ -2,27 +2,57 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from eval.record.reading import row
 from reports.parts.files import Report, environment, write_page
 from reports.parts.text import link
 
 _ARXIV = re.compile(r"(?:arXiv:)?(\d{4}\.\d{4,5}(?:v\d+)?)")
 
 
+@dataclass(frozen=True)
+class Claim:
+    metric: str
+    value: str
+    setting: str
+
+
+@dataclass(frozen=True)
+class Measurement(Claim):
+    command: str
+
+
+@dataclass(frozen=True)
+class Paper:
+    """An entry of the ledger (seeds/README.md has its shape)."""
+
+    id: str
+    title: str
+    paper: str
+    claim: Claim
+    module: str
+    notebook: str
+    measured: tuple[Measurement, ...]
+
+    @property
+    def url(self) -> str:
+        number = _ARXIV.fullmatch(self.paper)
+        return f"https://arxiv.org/abs/{number[1]}" if number else ""
+
+    @property
+    def files(self) -> list[str]:
+        return [path for path in (self.module, self.notebook) if path]
+
+
 def render_papers(
-    entries: Sequence[Mapping[str, Any]],
-    path: str | Path,
-    *,
-    records: Mapping[str, str] = {},
-    root: str = "",
+    entries: Sequence[Mapping[str, object]], path: str | Path, *, records: Mapping[str, str] = {}, root: str = ""
 ) -> Report:
     """Write the page of the ledger, whole or not at all.
 
     Args:
-        entries: what seeds/papers.yml holds, read: id, title, paper, claim, module, notebook, measured (README.md
-            there).
+        entries: seeds/papers.yml, as it is read.
         records: where the page of a measurement's run is, relative to this page, by the command as the ledger writes
             it, or by the id of the paper for all of its measurements.
         root: of the code, relative to this page; modules and notebooks are links if it is given.
@@ -30,35 +60,22 @@ def render_papers(
     return write_page(papers_page(entries, records=records, root=root), path)
 
 
-def papers_page(entries: Sequence[Mapping[str, Any]], *, records: Mapping[str, str] = {}, root: str = "") -> str:
+def papers_page(entries: Sequence[Mapping[str, object]], *, records: Mapping[str, str] = {}, root: str = "") -> str:
     """The page as HTML."""
-    papers = [_paper(entry, records, root) for entry in entries]
+    papers = [row(Paper, entry) for entry in entries]
+
+    def run_of(paper: Paper, one: Measurement) -> str:
+        return link((records.get(one.command) or records.get(paper.id) or "").lstrip("/"))
+
     return (
         environment()
         .get_template("papers.html")
         .render(
             papers=papers,
-            measured=sum(bool(paper["measured"]) for paper in papers),
-            measurements=sum(len(paper["measured"]) for paper in papers),
-            linked=sum(bool(one["href"]) for paper in papers for one in paper["measured"]),
+            run_of=run_of,
+            file_of=lambda path: link(root, path) if root else "",
+            measured=sum(bool(paper.measured) for paper in papers),
+            measurements=sum(len(paper.measured) for paper in papers),
+            linked=sum(bool(run_of(paper, one)) for paper in papers for one in paper.measured),
         )
     )
-
-
-def _paper(entry: Mapping[str, Any], records: Mapping[str, str], root: str) -> dict[str, Any]:
-    found = _ARXIV.fullmatch(str(entry.get("paper") or ""))
-    measured = []
-    for one in entry.get("measured") or []:
-        href = records.get(one.get("command") or "") or records.get(entry["id"]) or ""
-        measured.append({**one, "href": link(href.lstrip("/"))})
-    paths = [entry[key] for key in ("module", "notebook") if entry.get(key)]
-    files = [{"path": path, "href": link(root, path) if root else ""} for path in paths]
-    return {
-        "id": entry["id"],
-        "title": entry["title"],
-        "paper": entry.get("paper") or "",
-        "claim": entry["claim"],
-        "files": files,
-        "url": f"https://arxiv.org/abs/{found[1]}" if found else "",
-        "measured": measured,
-    }

@@ -4,16 +4,16 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from reports.compare.noise import Amount, Effect, Standing, standings
-from reports.compare.variants import Variant, What, drift
-from reports.parts import table
-from reports.parts.plots import ACCENT, INK, MUTED, PANEL, SECOND, STYLE, Point, label_points, svg
+from reports.compare.variants import Quantity, Variant, drift
+from reports.parts.labels import Point, label_points
+from reports.parts.metrics import fmt, growth, percent
+from reports.parts.plots import ACCENT, INK, MUTED, PANEL, SECOND, drawn, svg
 from reports.parts.text import clean, listed, plural
 
 MAX_PLANES, MAX_POINTS, MAX_ROWS, MAX_LABELS, MAX_NUMBERED = 8, 150, 80, 10, 24
@@ -25,7 +25,7 @@ class Axis(NamedTuple):
 
     name: str
     label: str
-    whats: tuple[What, ...]
+    quantities: tuple[Quantity, ...]
     shown: Callable[[float], float]
     written: Callable[[float], str]
     amount: str = "stored"  # the bytes that belong to it
@@ -41,6 +41,19 @@ class Spot:
     standing: Standing = field(default_factory=lambda: Standing("front"))
 
 
+class PlaneRow(NamedTuple):
+    """A model of a plane as text."""
+
+    number: int
+    recipe: str
+    accuracy: str
+    interval: str
+    amount: str
+    spread: str
+    status: str
+    standing: str
+
+
 @dataclass(frozen=True)
 class Plane:
     """One figure with its words and its table."""
@@ -53,8 +66,8 @@ class Plane:
     caption: str
     figure: str
     head: tuple[str, str]
-    rows: list[dict[str, Any]]
-    front: list[dict[str, Any]]  # those of the rows that are on it, in order
+    rows: list[PlaneRow]
+    front: list[PlaneRow]  # those of the rows that are on it, in order
     hidden: int
 
     @property
@@ -62,7 +75,7 @@ class Plane:
         return f"{self.about}, {self.model}"
 
 
-class Cast(NamedTuple):
+class PlaneModels(NamedTuple):
     """The models of a plane before it is drawn; kind: stored, cache, or that of the speed."""
 
     axis: Axis
@@ -71,23 +84,23 @@ class Cast(NamedTuple):
     elsewhere: int  # models that were timed on other machines or with other settings
 
 
-def casts(found: Sequence[Variant]) -> list[Cast]:
+def plane_models(found: Sequence[Variant]) -> list[PlaneModels]:
     """Accuracy against bytes, then against decode speed, for every model; speeds only where machine and settings are
     the same."""
     made = []
     for weights, _ in Counter(v.weights for v in found).most_common():
         own = [v for v in found if v.weights == weights]
-        made += [Cast(axis, *cast) for axis in axes_of(own) for cast in _cast(own, axis)]
+        made += [PlaneModels(axis, *models) for axis in axes_of(own) for models in _models(own, axis)]
     return made
 
 
-def planes(found: Sequence[Cast], scale: float = 1.0) -> list[Plane]:
+def planes(found: Sequence[PlaneModels], scale: float = 1.0) -> list[Plane]:
     """The first of them with their figures, words and tables.
 
     Args:
         scale: of the numbers of points and rows, for a page that would be too large.
     """
-    return [_plane(*cast, scale, i) for i, cast in enumerate(found[: max(1, round(MAX_PLANES * min(1.0, scale)))])]
+    return [_plane(*models, scale, i) for i, models in enumerate(found[: max(1, round(MAX_PLANES * min(1.0, scale)))])]
 
 
 def axes_of(own: Sequence[Variant]) -> list[Axis]:
@@ -95,7 +108,7 @@ def axes_of(own: Sequence[Variant]) -> list[Axis]:
     weighed were asked any, else by perplexity, else by divergence; and by exact answers, where caches were
     compressed."""
     own = [v for v in own if not v.baseline]
-    weighed = [v for v in own if What("stored") in v.numbers]
+    weighed = [v for v in own if Quantity("stored") in v.numbers]
     asked = [v for v in weighed if any(w.kind == "task" for w in v.effects)]
     axes: list[Axis] = []
     if len(asked) >= 2 and 2 * len(asked) >= len(weighed):
@@ -132,7 +145,7 @@ def axes_of(own: Sequence[Variant]) -> list[Axis]:
     return axes
 
 
-def _texts(weighed: Sequence[Variant], kind: str) -> list[What]:
+def _texts(weighed: Sequence[Variant], kind: str) -> list[Quantity]:
     """Texts on which at least two were scored; not those that would show the same models again."""
     counted = Counter(w for v in weighed for w in v.effects if w.kind == kind)
     shown: set[int] = set()
@@ -145,7 +158,7 @@ def _texts(weighed: Sequence[Variant], kind: str) -> list[What]:
     return texts
 
 
-def _by_text(what: What) -> Axis:
+def _by_text(what: Quantity) -> Axis:
     name = f"{clean(what.of, 40)}{f' ({what.protocol})' if what.protocol else ''}"
     if what.kind == "kl":
         return Axis(
@@ -159,20 +172,16 @@ def _by_text(what: What) -> Axis:
         f"perplexity on {name}",
         "change of the perplexity, %",
         (what,),
-        _change,
-        lambda cost: table.percent(_change(cost) / 100) if cost else "0 %",
+        lambda cost: 100 * growth(cost),
+        lambda cost: percent(growth(cost)) if cost else "0 %",
     )
 
 
-def _change(cost: float) -> float:
-    return 100 * (math.exp(min(cost, 14.0)) - 1)
-
-
-def _cast(own: Sequence[Variant], axis: Axis) -> Iterator[tuple[str, list[Spot], int]]:
+def _models(own: Sequence[Variant], axis: Axis) -> Iterator[tuple[str, list[Spot], int]]:
     """The planes of an axis: against bytes, and against speed once per machine and settings; of at least two models."""
     found = [(v, effect) for v in own if (effect := _effect(v, axis)) is not None]
 
-    def spots(pairs: list[tuple[Variant, Effect]], what: What, sign: int) -> list[Spot]:
+    def spots(pairs: list[tuple[Variant, Effect]], what: Quantity, sign: int) -> list[Spot]:
         made, seen = [], set()
         drifted = (
             max((drift(own, v, what) for v in {v.timing: v for v, _ in pairs}.values()), default=1.0)
@@ -203,11 +212,11 @@ def _cast(own: Sequence[Variant], axis: Axis) -> Iterator[tuple[str, list[Spot],
 
 def _effect(v: Variant, axis: Axis) -> Effect | None:
     """The mean over what the axis is made of; None where something is missing."""
-    if v.baseline and all(w in v.numbers for w in axis.whats):
+    if v.baseline and all(w in v.numbers for w in axis.quantities):
         return Effect(0.0, 0.0)
-    if any(w not in v.effects for w in axis.whats):
-        return Effect(0.0, 0.0) if v.baseline and axis.whats[0].kind == "kl" else None
-    own = [v.effects[w] for w in axis.whats]
+    if any(w not in v.effects for w in axis.quantities):
+        return Effect(0.0, 0.0) if v.baseline and axis.quantities[0].kind == "kl" else None
+    own = [v.effects[w] for w in axis.quantities]
     stderr = None if any(e.stderr is None for e in own) else math.hypot(*(e.stderr for e in own)) / len(own)
     return Effect(sum(e.cost for e in own) / len(own), stderr)
 
@@ -242,7 +251,8 @@ def _plane(axis: Axis, kind: str, spots: list[Spot], elsewhere: int, scale: floa
     caption += "." if by_size else f", and the quartiles of the rounds. Measured on {clean(machine, 160)}."
     if elsewhere:
         are = "was" if elsewhere == 1 else "were"
-        caption += f" {plural(elsewhere, 'model')} {are} timed on another machine, or with other settings, and {are} left out here."
+        caption += f" {plural(elsewhere, 'model')} {are} timed on another machine, or with other settings, and {are} "
+        caption += "left out here."
     if len(drawn) < len(spots):
         caption += f" {len(spots) - len(drawn)} dominated ones are not drawn."
     figure = _draw(drawn, axis, by_size, x_label, f"pareto-{index}", said)
@@ -252,17 +262,10 @@ def _plane(axis: Axis, kind: str, spots: list[Spot], elsewhere: int, scale: floa
     return Plane(about, model, said, brief, order, caption, figure, units, list(rows.values()), best, hidden)
 
 
-def _row(s: Spot, spots: list[Spot], axis: Axis, by_size: bool) -> dict[str, Any]:
-    return {
-        "number": s.variant.number,
-        "recipe": _name(s.variant, axis).split(" ", 1)[1],
-        "accuracy": axis.written(s.effect.cost),
-        "interval": _interval(s.effect, axis),
-        "amount": table.number(s.amount.value * (1e-6 if by_size else 1), 1),
-        "spread": _spread(s.amount),
-        "status": s.standing.status,
-        "standing": _told(s, spots, axis),
-    }
+def _row(s: Spot, spots: list[Spot], axis: Axis, by_size: bool) -> PlaneRow:
+    name, amount = _name(s.variant, axis).split(" ", 1)[1], fmt(s.amount.value, ",.1f", 1e-6 if by_size else 1)
+    shown = (axis.written(s.effect.cost), _interval(s.effect, axis), amount, _spread(s.amount))
+    return PlaneRow(s.variant.number, name, *shown, s.standing.status, _standing(s, spots, axis))
 
 
 def _interval(effect: Effect, axis: Axis) -> str:
@@ -276,7 +279,7 @@ def _spread(amount: Amount) -> str:
     return "" if amount.low is None or amount.high is None else f"{amount.low:,.1f}–{amount.high:,.1f}"
 
 
-def _told(spot: Spot, spots: list[Spot], axis: Axis) -> str:
+def _standing(spot: Spot, spots: list[Spot], axis: Axis) -> str:
     standing, said = spot.standing, _STANDS[spot.standing.status]
     if standing.by is not None:
         said += (
@@ -288,40 +291,35 @@ def _told(spot: Spot, spots: list[Spot], axis: Axis) -> str:
     return said
 
 
+@drawn
 def _draw(spots: list[Spot], axis: Axis, by_size: bool, x_label: str, key: str, said: str) -> str:
     factor = 1e-6 if by_size else 1.0
     points = [(s, s.amount.value * factor, axis.shown(s.effect.cost)) for s in spots]
-    with matplotlib.rc_context(STYLE | {"text.parse_math": False}):
-        figure = Figure(figsize=(9.6, 4.6))
-        ax = figure.add_axes((0.105, 0.12, 0.88, 0.85))
-        low, high = min(x for _, x, _ in points), max(x for _, x, _ in points)
-        room = (high - low or high or 1) * 0.12
-        ax.set_xlim(low - room, high + room)
-        y = [value for *_, value in points]
-        bent = axis.whats[0].kind == "perplexity" and max(y) > 20
-        if bent:
-            ax.set_yscale("symlog", linthresh=1, linscale=0.6)
-        ax.yaxis.set_major_formatter(lambda v, _: f"{v:,g}".replace("-", "−"))
-        ax.axhline(axis.shown(0.0), color=MUTED, lw=0.8, ls=":")
-        front = sorted(((x, value) for s, x, value in points if s.standing.status == "front"))
-        ax.plot(
-            *zip(*front, strict=True),
-            color=ACCENT,
-            lw=1.2,
-            alpha=0.6,
-            drawstyle="steps-post" if by_size else "steps-pre",
-            zorder=1.2,
-        )
-        _bars(ax, points, axis, factor)
-        _marks(ax, points)
-        ax.margins(y=0.14)
-        ax.grid(True, lw=0.6)
-        ax.minorticks_off()
-        ax.set_xlabel(x_label)
-        ax.set_ylabel(axis.label)
-        ax.autoscale_view()
-        label_points(ax, _labels(points, axis))
-        return svg(figure, key, said)
+    figure = Figure(figsize=(9.6, 4.6))
+    ax = figure.add_axes((0.105, 0.12, 0.88, 0.85))
+    low, high = min(x for _, x, _ in points), max(x for _, x, _ in points)
+    room = (high - low or high or 1) * 0.12
+    ax.set_xlim(low - room, high + room)
+    y = [value for *_, value in points]
+    bent = axis.quantities[0].kind == "perplexity" and max(y) > 20
+    if bent:
+        ax.set_yscale("symlog", linthresh=1, linscale=0.6)
+    ax.yaxis.set_major_formatter(lambda v, _: f"{v:,g}".replace("-", "−"))
+    ax.axhline(axis.shown(0.0), color=MUTED, lw=0.8, ls=":")
+    front = sorted(((x, value) for s, x, value in points if s.standing.status == "front"))
+    if front:
+        look = {"color": ACCENT, "lw": 1.2, "alpha": 0.6, "drawstyle": "steps-post" if by_size else "steps-pre"}
+        ax.plot(*zip(*front, strict=True), zorder=1.2, **look)
+    _bars(ax, points, axis, factor)
+    _marks(ax, points)
+    ax.margins(y=0.14)
+    ax.grid(True, lw=0.6)
+    ax.minorticks_off()
+    ax.set_xlabel(x_label)
+    ax.set_ylabel(axis.label)
+    ax.autoscale_view()
+    label_points(ax, _labels(points, axis))
+    return svg(figure, key, said)
 
 
 def _bars(ax: Axes, points: list[tuple[Spot, float, float]], axis: Axis, factor: float) -> None:

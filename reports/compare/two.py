@@ -3,46 +3,55 @@
 import math
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import NamedTuple
 
+from eval.record.html import html_table
+from eval.record.rows import RunRecord, typed
 from reports.compare.noise import Z
 from reports.compare.outcome import RunOutcome
-from reports.compare.variants import INTERVAL, Variant, What, of_run
-from reports.parts import table
+from reports.compare.variants import INTERVAL, Quantity, Variant, of_run
+from reports.parts.metrics import fmt
+from reports.parts.table import Record
 from reports.parts.text import clean
 
 _TRIED = ("task", "perplexity", "exact")
 _CALLED = {"perplexity": "perplexity on", "exact": "exact answers,"}
 
 
+class VerdictRow(NamedTuple):
+    """A metric of both runs. recovery: b over a (a over b for a perplexity), with the ends of its 95 % interval, None
+    where a standard error is unknown."""
+
+    metric: str
+    a: float
+    b: float
+    recovery: float
+    low: float | None = None
+    high: float | None = None
+
+
 @dataclass(frozen=True)
 class Verdict:
-    """text: plain sentences; exit_code: 0 if the second run holds, 1 if not; rows: a dict per metric, with `metric`,
-    `a`, `b`, `recovery`, `low` and `high` (95 %; None where a standard error is unknown), then the ratios of size and
-    speed, b to a."""
+    """text: plain sentences; exit_code: 0 if the second run holds, 1 if not; rows: a row per metric of accuracy, then
+    the ratios of size and speed."""
 
     text: str
     exit_code: int
-    rows: list[dict[str, Any]]
+    rows: list[VerdictRow]
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{name}</th>" for name in ("metric", "a", "b", "b / a", "95 %"))
-        body = "".join(
-            f"<tr><td style='text-align:left'>{escape(row['metric'])}</td><td>{row['a']:.6g}</td><td>{row['b']:.6g}</td>"
-            f"<td>{row['recovery']:.4f}</td><td>{_range(row)}</td></tr>"
-            for row in self.rows
-        )
-        return f"<p>{escape(self.text)}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        lines = [(row.metric, f"{row.a:.6g}", f"{row.b:.6g}", f"{row.recovery:.4f}", _range(row)) for row in self.rows]
+        return f"<p>{escape(self.text)}</p>{html_table(('metric', 'a', 'b', 'b / a', '95 %'), lines)}"
 
 
-def compare_two(a: dict[str, Any], b: dict[str, Any], *, recovery_threshold: float = 0.99) -> Verdict:
+def compare_two(a: Record, b: Record, *, recovery_threshold: float = 0.99) -> Verdict:
     """Weigh the compressed model of run `b` against that of run `a` (or against a's baseline, where nothing was
     compressed).
 
     The recovery of a task is its accuracy in b over that in a; where no task was asked in both in the same way, the
-    perplexity of a over that of b; else the exact answers of caches. What counts is the mean over these. Intervals (95
-    %) come from the paired differences of both to their baselines where the records have them, and from the standard
-    errors else.
+    perplexity of a over that of b; else the exact answers of caches. What counts is the mean over these. Intervals
+    (95 %) come from the paired differences of both to their baselines where the records have them, else from the
+    standard errors.
 
     Args:
         recovery_threshold: the least mean recovery, as a share, with which b holds.
@@ -53,30 +62,31 @@ def compare_two(a: dict[str, Any], b: dict[str, Any], *, recovery_threshold: flo
     """
     if not (isinstance(recovery_threshold, int | float) and 0 < recovery_threshold < math.inf):
         raise ValueError(f"`recovery_threshold` (={recovery_threshold!r}) must be a share above 0, such as 0.99")
+    a, b = typed(a), typed(b)
     for name, one in (("a", a), ("b", b)):
-        if not one.get("scores") or not one.get("model"):
+        if not one.scores or not one.model.name:
             raise ValueError(
-                f"`{name}` (={_key(one)!r}) is the record of a run without scores of a model; compare two that have "
+                f"`{name}` (={one.run.key!r}) is the record of a run without scores of a model; compare two that have "
                 "them"
             )
     first, second = _main(a), _main(b)
     if first.weights != second.weights:
         raise ValueError(
-            f"`a` and `b` are runs of different models: {first.model!r} in {_key(a)} and {second.model!r} in {_key(b)} "
-            f"(weights {first.weights[:12]} and {second.weights[:12]}); compare two runs of the same model"
+            f"`a` and `b` are runs of different models: {first.model!r} in {a.run.key} and {second.model!r} in "
+            f"{b.run.key} (weights {first.weights[:12]} and {second.weights[:12]}); compare runs of the same model"
         )
     rows = _recoveries(first, second)
     if not rows:
         raise ValueError(
-            f"`a` (={_key(a)!r}) and `b` (={_key(b)!r}) share no metric of accuracy; a has {_names(first)}, "
+            f"`a` (={a.run.key!r}) and `b` (={b.run.key!r}) share no metric of accuracy; a has {_names(first)}, "
             f"b has {_names(second)}; score both on the same tasks or the same text, as much of it"
         )
-    recovery = sum(row["recovery"] for row in rows) / len(rows)
+    recovery = sum(row.recovery for row in rows) / len(rows)
     holds = recovery >= recovery_threshold
-    known = all(row["low"] is not None for row in rows)
-    half = math.hypot(*((row["high"] - row["low"]) / 2 for row in rows)) / len(rows) if known else None
+    known = all(row.low is not None for row in rows)
+    half = math.hypot(*((row.high - row.low) / 2 for row in rows)) / len(rows) if known else None
     said = [
-        f"{clean(_key(b), 100)}, {second.label}, against {clean(_key(a), 100)}, {first.label}:",
+        f"{clean(b.run.key, 100)}, {second.label}, against {clean(a.run.key, 100)}, {first.label}:",
         _said(rows, recovery, half),
     ]
     said.append(_decided(holds, recovery_threshold, recovery, half))
@@ -84,27 +94,27 @@ def compare_two(a: dict[str, Any], b: dict[str, Any], *, recovery_threshold: flo
     return Verdict(" ".join(said + told), 0 if holds else 1, rows + ratios)
 
 
-def _main(record: dict[str, Any]) -> Variant:
-    run = record.get("run") or {}
-    found = {
-        v.name: v
-        for v in of_run(RunOutcome(str(run.get("key", "")), str(run.get("notebook", "")), "finished", record=record))
-    }
+def _main(record: RunRecord) -> Variant:
+    found = {v.name: v for v in of_run(RunOutcome(record.run.key, record.run.notebook, "finished", record=record))}
     if "compressed" in found and found["compressed"].numbers:
         return found["compressed"]
     return found.get("baseline") or next(iter(found.values()))
 
 
-def _recoveries(a: Variant, b: Variant) -> list[dict[str, Any]]:
+def _recoveries(a: Variant, b: Variant) -> list[VerdictRow]:
     for kind in _TRIED:
         shared = [w for w in a.numbers if w.kind == kind and w in b.numbers and a.higher.get(w, True)]
-        rows = [_row(a, b, w) for w in shared if a.numbers[w].value > 0 and b.numbers[w].value >= 0]
+        rows = [
+            _row(a, b, w)
+            for w in shared
+            if a.numbers[w].value > 0 <= b.numbers[w].value and (b.numbers[w].value or kind != "perplexity")
+        ]
         if rows:
             return rows
     return []
 
 
-def _row(a: Variant, b: Variant, what: What) -> dict[str, Any]:
+def _row(a: Variant, b: Variant, what: Quantity) -> VerdictRow:
     before, after = a.numbers[what].value, b.numbers[what].value
     recovery = before / after if what.kind == "perplexity" else after / before
     errors = [_relative(v, what) for v in (a, b)]
@@ -116,17 +126,11 @@ def _row(a: Variant, b: Variant, what: What) -> dict[str, Any]:
         if what.kind == "task"
         else f"{_CALLED[what.kind]} {what.of}"
     )
-    return {
-        "metric": clean(name, 80),
-        "a": before,
-        "b": after,
-        "recovery": recovery,
-        "low": None if half is None else recovery - half,
-        "high": None if half is None else recovery + half,
-    }
+    ends = (None, None) if half is None else (recovery - half, recovery + half)
+    return VerdictRow(clean(name, 80), before, after, recovery, *ends)
 
 
-def _relative(v: Variant, what: What) -> float | None:
+def _relative(v: Variant, what: Quantity) -> float | None:
     """The relative standard error of a number: of its share of the baseline's, which is paired, where that is known."""
     number, effect = v.numbers[what], v.effects.get(what)
     if what.kind == "perplexity" and effect is not None and effect.stderr is not None:
@@ -140,13 +144,13 @@ def _relative(v: Variant, what: What) -> float | None:
     return number.stderr / number.value if number.stderr is not None and number.value else None if number.value else 0.0
 
 
-def _said(rows: list[dict[str, Any]], recovery: float, half: float | None) -> str:
-    least = min(rows, key=lambda row: row["recovery"])
+def _said(rows: list[VerdictRow], recovery: float, half: float | None) -> str:
+    least = min(rows, key=lambda row: row.recovery)
     said = f"recovery {recovery * 100:.1f} %"
     said += "" if half is None else f" [{(recovery - half) * 100:.1f}, {(recovery + half) * 100:.1f}]"
     if len(rows) == 1:
-        return f"{said} of {rows[0]['metric']} ({table.number(rows[0]['a'], 4)} → {table.number(rows[0]['b'], 4)})."
-    return f"{said}, the mean of {len(rows)}; the least is that of {least['metric']}, {least['recovery'] * 100:.1f} %."
+        return f"{said} of {rows[0].metric} ({fmt(rows[0].a, ',.4f')} → {fmt(rows[0].b, ',.4f')})."
+    return f"{said}, the mean of {len(rows)}; the least is that of {least.metric}, {least.recovery * 100:.1f} %."
 
 
 def _decided(holds: bool, threshold: float, recovery: float, half: float | None) -> str:
@@ -166,7 +170,7 @@ def _decided(holds: bool, threshold: float, recovery: float, half: float | None)
     )
 
 
-def _ratios(a: Variant, b: Variant) -> tuple[list[dict[str, Any]], list[str]]:
+def _ratios(a: Variant, b: Variant) -> tuple[list[VerdictRow], list[str]]:
     rows, said = [], []
     kinds = {
         "stored": "stored bytes",
@@ -174,22 +178,13 @@ def _ratios(a: Variant, b: Variant) -> tuple[list[dict[str, Any]], list[str]]:
         "decode": "decode tokens/s",
         "prefill": "prefill tokens/s",
     }
-    for what in (w for w in a.numbers if w.kind in kinds and w in b.numbers and a.numbers[w].value):
-        timed = what.kind in ("decode", "prefill")
+    for w in (w for w in a.numbers if w.kind in kinds and w in b.numbers and a.numbers[w].value):
+        timed = w.kind in ("decode", "prefill")
         if timed and a.timing != b.timing:
             continue
-        ratio = b.numbers[what].value / a.numbers[what].value
-        name = f"{kinds[what.kind]}{f', {what.of}' if what.of else ''}"
-        rows.append(
-            {
-                "metric": name,
-                "a": a.numbers[what].value,
-                "b": b.numbers[what].value,
-                "recovery": ratio,
-                "low": None,
-                "high": None,
-            }
-        )
+        ratio = b.numbers[w].value / a.numbers[w].value
+        name = f"{kinds[w.kind]}{f', {w.of}' if w.of else ''}"
+        rows.append(VerdictRow(name, a.numbers[w].value, b.numbers[w].value, ratio))
         said.append(f"{name[0].upper()}{name[1:]}: {ratio:.2f}×.")
     if (
         a.machine != b.machine
@@ -204,9 +199,5 @@ def _names(v: Variant) -> str:
     return clean(", ".join(" ".join(filter(None, w)) for w in v.numbers if w.kind in _TRIED) or "none", 300)
 
 
-def _key(record: dict[str, Any]) -> str:
-    return str((record.get("run") or {}).get("key", ""))
-
-
-def _range(row: dict[str, Any]) -> str:
-    return "" if row["low"] is None else f"{row['low']:.4f} to {row['high']:.4f}"
+def _range(row: VerdictRow) -> str:
+    return "" if row.low is None else f"{row.low:.4f} to {row.high:.4f}"

@@ -3,23 +3,23 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from eval.record.rows import RunRecord
 from reports.compare.noise import Effect
 from reports.compare.outcome import RunOutcome
 from reports.page.caches import FULL, cache_rows
-from reports.parts.table import recipe_text
+from reports.parts.plots import finite
 from reports.parts.text import clean
 
 INTERVAL = 2 * 1.96  # a 95 % interval is so many standard errors wide
-TASK_METRICS = ("acc_norm", "acc", "exact_match")  # what stands for a task in records that do not say
+TASK_METRICS = ("acc_norm", "acc", "exact_match")  # the metric of a task in records that do not say, best first
 NONE = "no compression"
-_ASKED = ("n", "num_fewshot", "version")
 
 
-class What(NamedTuple):
-    """What a number is of: kind (task, perplexity, kl, exact, stored, bits, decode, prefill, cache), of what (task,
-    corpus, visibility, context), and on how much. Numbers are compared only where all three are the same."""
+class Quantity(NamedTuple):
+    """The meaning of a number: kind (task, perplexity, kl, exact, stored, bits, decode, prefill, cache), of (task,
+    corpus, visibility, context), and protocol (on how much). Numbers are compared only where all three are the same."""
 
     kind: str
     of: str = ""
@@ -27,8 +27,8 @@ class What(NamedTuple):
 
 
 class Number(NamedTuple):
-    """A number with its standard error, or its spread (low, high); and the share of the baseline's that is left, with
-    95 %."""
+    """A number with its standard error, or its spread (low, high); and its ratio to the baseline's, with the ends of a
+    95 % interval."""
 
     value: float
     stderr: float | None = None
@@ -41,8 +41,7 @@ class Number(NamedTuple):
 
 @dataclass(frozen=True)
 class Variant:
-    """A model of a run. number: its row, 0 for a baseline; effects: how much worse than the baseline, by what was
-    asked."""
+    """A model of a run. number: its row, 0 for a baseline; effects: how much worse than the baseline it is."""
 
     run: RunOutcome
     name: str
@@ -51,10 +50,10 @@ class Variant:
     weights: str
     machine: str
     settings: str  # of the timing
-    numbers: dict[What, Number]
-    effects: dict[What, Effect]
+    numbers: dict[Quantity, Number]
+    effects: dict[Quantity, Effect]
     number: int = 0
-    higher: dict[What, bool] = field(default_factory=dict)  # is more better? where a task says so
+    higher: dict[Quantity, bool] = field(default_factory=dict)  # is more better? where a task says so
 
     @property
     def baseline(self) -> bool:
@@ -63,12 +62,12 @@ class Variant:
     @property
     def identity(self) -> tuple:
         """Baselines of the same identity are one."""
-        at = (self.run.record or {}).get("provenance", {})
-        return (self.weights, self.machine, at.get("device"), at.get("dtype"), at.get("deploy_dtype"))
+        at = self.run.measured.provenance
+        return (self.weights, self.machine, at.device, at.dtype, at.deploy_dtype)
 
     @property
     def timing(self) -> tuple:
-        """Speeds are compared only among those of the same."""
+        """Speeds are compared only among variants with the same."""
         return (self.weights, self.machine, self.settings)
 
     @property
@@ -78,19 +77,13 @@ class Variant:
 
 def variants(outcomes: Sequence[RunOutcome]) -> list[Variant]:
     """Every model that has scores; the baselines first, then from the best to the worst, numbered."""
-    found = [
-        v
-        for run in outcomes
-        if run.record and run.record.get("scores") and run.record.get("model")
-        for v in of_run(run)
-    ]
+    found = [v for run in outcomes if run.measured.scores and run.measured.model.name for v in of_run(run)]
     families = ("task", "perplexity", "kl", "exact")
-    primary = next(
-        (kind for kind in families if any(w.kind == kind for v in found for w in v.effects if not v.baseline)), ""
-    )
+    kinds = {q.kind for v in found for q in v.effects if not v.baseline}
+    primary = next((kind for kind in families if kind in kinds), "")
 
     def order(v: Variant) -> tuple:
-        costs = [e.cost for w, e in v.effects.items() if w.kind == primary]
+        costs = [e.cost for q, e in v.effects.items() if q.kind == primary]
         return (not v.baseline, v.model, not costs, sum(costs) / len(costs) if costs else 0.0, v.run.key)
 
     found.sort(key=order)
@@ -100,21 +93,18 @@ def variants(outcomes: Sequence[RunOutcome]) -> list[Variant]:
 
 def of_run(run: RunOutcome) -> list[Variant]:
     """The models of one run."""
-    record = run.record
-    recipes = {"compressed": record.get("recipe") or [], **(record.get("recipes") or {})}
+    record = run.measured
     made = []
-    for name in dict.fromkeys(("baseline", *record["scores"])):
-        if name not in record["scores"]:
-            continue
+    for name in (name for name in dict.fromkeys(("baseline", *record.scores)) if name in record.scores):
         numbers, effects, higher = measured(record, name)
-        text = recipe_text(recipes[name]) if name in recipes else name
+        recipe = record.recipe_of(name)
         made.append(
             Variant(
                 run,
                 name,
-                clean(text or NONE, 160),
-                clean(record["model"].get("name", ""), 80),
-                str(record["model"].get("weights_sha256") or record["model"].get("name", "")),
+                clean(name if recipe is None else recipe or NONE, 160),
+                clean(record.model.name, 80),
+                record.model.weights_sha256 or record.model.name,
                 machine(record),
                 _settings(record, name),
                 numbers,
@@ -125,195 +115,190 @@ def of_run(run: RunOutcome) -> list[Variant]:
     return made
 
 
-def drift(found: Sequence[Variant], like: Variant, what: What) -> float:
+def drift(found: Sequence[Variant], like: Variant, what: Quantity) -> float:
     """How much the speed of this variant's baseline differs between the runs on its machine: largest over smallest."""
     speeds = [v.numbers[what].value for v in found if v.baseline and v.timing == like.timing and what in v.numbers]
     return max(speeds) / min(speeds) if speeds else 1.0
 
 
-def machine(record: dict[str, Any]) -> str:
+def machine(record: RunRecord) -> str:
     """The machine on which a run's speeds were measured, as one would tell it from others."""
-    at = record.get("provenance", {})
-    has = at.get("hardware") or {}
-    cpu = f"{has.get('cpu', 'unknown processor')} ({has.get('cpu_capability', '')})"
-    threads = f"{at.get('threads', '?')} threads of {has.get('cores', '?')} cores"
-    gpus = ", ".join(has.get("gpus") or []) if at.get("device") == "cuda" else ""
-    return clean(", ".join(filter(None, (gpus, cpu, threads, has.get("system", "")))), 200)
+    at, has = record.provenance, record.provenance.hardware
+    cpu = f"{has.cpu or 'unknown processor'} ({has.cpu_capability})"
+    threads = f"{'?' if at.threads is None else at.threads} threads of {'?' if has.cores is None else has.cores} cores"
+    gpus = ", ".join(has.gpus) if at.device == "cuda" else ""
+    return clean(", ".join(filter(None, (gpus, cpu, threads, has.system))), 200)
 
 
-def measured(record: dict[str, Any], name: str) -> tuple[dict[What, Number], dict[What, Effect], dict[What, bool]]:
+Numbers = dict[Quantity, Number]
+Effects = dict[Quantity, Effect]
+
+
+def measured(record: RunRecord, name: str) -> tuple[Numbers, Effects, dict[Quantity, bool]]:
     """Numbers of a model of a record, how much worse than the baseline they are, and for tasks whether more is
-    better."""
-    own, base = record["scores"][name], record["scores"].get("baseline", {})
+    better. Numbers that are not finite cannot be compared, and are left out."""
     numbers, effects, higher = {}, {}, {}
     for task, metric, protocol, more in tasks_of(record):
         number = _task(record, name, task, f"{metric}_{task}", more)
         if number:
-            what = What("task", f"{task} {metric}", protocol)
+            what = Quantity("task", f"{task} {metric}", protocol)
             numbers[what], higher[what] = number, more
             if name == "baseline":
                 effects[what] = Effect(0.0, 0.0)
             elif number.ratio is not None:
                 width = None if number.ratio_low is None else (number.ratio_high - number.ratio_low) / INTERVAL
                 effects[what] = Effect(1 - number.ratio, width)
-    for metric in [m for m in own if m.startswith(("perplexity_", "kl_")) and not m.endswith("_stderr")]:
+    _add_texts(record, name, numbers, effects)
+    for kind, metric in (("stored", "stored_bytes"), ("bits", "bits_per_weight")):
+        if value := _score(record, name, metric):
+            numbers[Quantity(kind)] = Number(value, ratio=_ratio(record, name, metric) if kind == "stored" else None)
+    for kind in ("decode", "prefill"):
+        if value := _score(record, name, f"{kind}_tokens_per_s"):
+            timed = record.speed.get(name)
+            ends = getattr(timed, f"{kind}_quartiles") if timed and _spreads(timed.settings.rounds) else ()
+            low, high = ends if len(ends) == 2 else (None, None)
+            numbers[Quantity(kind)] = Number(value, None, low, high, _ratio(record, name, f"{kind}_tokens_per_s"))
+    if record.cache:
+        _add_cache(record, name, numbers, effects)
+    if size := _score(record, name, "cache_bytes"):
+        numbers[Quantity("cache")] = Number(size)
+    return numbers, effects, higher
+
+
+def _score(record: RunRecord, name: str, metric: str) -> float | None:
+    return _known(record.score(name, metric))
+
+
+def _known(value: float | None) -> float | None:
+    return value if finite(value) else None
+
+
+def _ratio(record: RunRecord, name: str, metric: str) -> float | None:
+    return _known(record.ratio(metric, name))
+
+
+def _spreads(rounds: int | None) -> bool:
+    """Whether quartiles are a spread: those of one round are not."""
+    return rounds is None or rounds > 1
+
+
+def _add_texts(record: RunRecord, name: str, numbers: Numbers, effects: Effects) -> None:
+    """Perplexities and divergences; divergences of answers about caches have columns of their own."""
+    own = record.scores[name]
+    for metric in (m for m in own if m.startswith(("perplexity_", "kl_")) and not m.endswith("_stderr")):
         kind, corpus = metric.split("_", 1)
-        value, stderr = _finite(own[metric]), _finite(own.get(f"{metric}_stderr"))
-        if value is None or (
-            kind == "kl" and f"perplexity_{corpus}" not in own
-        ):  # divergences of answers have columns of their own
+        value, stderr = _known(own[metric]), _known(own.get(f"{metric}_stderr"))
+        if value is None or (kind == "kl" and f"perplexity_{corpus}" not in own):
             continue
-        what = What(kind, corpus, _text_protocol(record, corpus))
+        what = Quantity(kind, corpus, _text_protocol(record, corpus))
         numbers[what] = Number(value, stderr)
         if kind == "kl":
             effects[what] = Effect(value, stderr)
         elif (effect := _nll(record, name, corpus)) is not None:
             effects[what] = effect
-            numbers[what] = Number(value, stderr, ratio=math.exp(-effect.cost))
-    for kind, metric in (("stored", "stored_bytes"), ("bits", "bits_per_weight")):
-        if _finite(own.get(metric)):
-            ratio = own[metric] / base[metric] if _finite(base.get(metric)) and kind == "stored" else None
-            numbers[What(kind)] = Number(own[metric], ratio=ratio)
-    for kind in ("decode", "prefill"):
-        if _finite(own.get(f"{kind}_tokens_per_s")):
-            timed = (record.get("speed") or {}).get(name) or {}
-            low, high = timed.get(f"{kind}_quartiles") or (None, None) if _rounds(timed) > 1 else (None, None)
-            value, before = own[f"{kind}_tokens_per_s"], _finite(base.get(f"{kind}_tokens_per_s"))
-            numbers[What(kind)] = Number(value, low=low, high=high, ratio=value / before if before else None)
-    if record.get("cache"):
-        _add_cache(record["cache"], name, numbers, effects)
-    if _finite(own.get("cache_bytes")):
-        numbers[What("cache")] = Number(own["cache_bytes"])
-    return numbers, effects, higher
+            numbers[what] = Number(value, stderr, ratio=math.exp(-min(max(effect.cost, -700.0), 700.0)))
 
 
-def tasks_of(record: dict[str, Any]) -> list[tuple[str, str, str, bool]]:
-    """Task, metric that stands for it, on how much it was asked, and whether more is better. Of a group, the group
-    alone: its score is over all the questions of its tasks."""
-    told = record.get("tasks") or {}
-    if told.get("rows"):
-        scored, groups, settings = (
-            {r["task"] for r in told["rows"]},
-            told.get("groups") or {},
-            told.get("settings") or {},
-        )
-        inside = {task for group, tasks in groups.items() if group in scored for task in tasks if task != group}
-        how = ", chat" if settings.get("chat") else ""
+def tasks_of(record: RunRecord) -> list[tuple[str, str, str, bool]]:
+    """Task, its metric, on how much it was asked, and whether more is better. Of a group of tasks the group alone: its
+    score is over all the questions of its tasks."""
+    if record.tasks.rows:
+        how = ", chat" if record.tasks.settings.chat else ""
+        asked = ("n", "num_fewshot", "version")
         return [
             (
-                r["task"],
-                r["metric"],
-                ", ".join(f"{k} {r[k]}" for k in _ASKED if r.get(k) is not None) + how,
-                r.get("higher_is_better") is not False,
+                row.task,
+                row.metric,
+                ", ".join(f"{k} {getattr(row, k)}" for k in asked if getattr(row, k) not in (None, "")) + how,
+                row.higher_is_better is not False,
             )
-            for r in told["rows"]
-            if r["task"] not in inside
+            for row in record.tasks.rows
+            if row.task not in record.tasks.parts
         ]
     found: dict[str, str] = {}
-    for metric in (m for own in record["scores"].values() for m in own if not m.endswith("_stderr")):
-        kind = next((k for k in TASK_METRICS if metric.startswith(f"{k}_")), None)
-        if kind and TASK_METRICS.index(kind) <= TASK_METRICS.index(
-            found.get(metric[len(kind) + 1 :], TASK_METRICS[-1])
-        ):
-            found[metric[len(kind) + 1 :]] = kind
+    names = {metric for own in record.scores.values() for metric in own if not metric.endswith("_stderr")}
+    for kind in TASK_METRICS:
+        for metric in sorted(name for name in names if name.startswith(f"{kind}_")):
+            if not (kind == "acc" and metric.startswith("acc_norm_")):
+                found.setdefault(metric[len(kind) + 1 :], kind)
     return [(task, metric, "", True) for task, metric in found.items()]
 
 
-def _task(record: dict[str, Any], name: str, task: str, metric: str, more: bool) -> Number | None:
-    own, base = record["scores"][name], record["scores"].get("baseline", {})
-    value, stderr = _finite(own.get(metric)), _finite(own.get(f"{metric}_stderr"))
+def _task(record: RunRecord, name: str, task: str, metric: str, more: bool) -> Number | None:
+    value, stderr = _score(record, name, metric), _score(record, name, f"{metric}_stderr")
     if value is None:
         return None
-    paired = (((record.get("tasks") or {}).get("compared") or {}).get(name) or {}).get(task) or {}
-    if paired.get("recovery") is not None:
-        return Number(
-            value,
-            stderr,
-            ratio=paired["recovery"],
-            ratio_low=_finite(paired.get("recovery_low")),
-            ratio_high=_finite(paired.get("recovery_high")),
-        )
-    before = _finite(base.get(metric))
+    paired = record.tasks.compared.get(name, {}).get(task)
+    if paired and finite(paired.recovery):
+        low, high = paired.recovery_low, paired.recovery_high
+        ends = (low, high) if finite(low, high) else (None, None)
+        return Number(value, stderr, None, None, paired.recovery, *ends)
+    before, other = _score(record, "baseline", metric), _score(record, "baseline", f"{metric}_stderr")
     if not before or name == "baseline" or not more:
         return Number(value, stderr)
-    ratio, other = value / before, _finite(base.get(f"{metric}_stderr"))
+    ratio = value / before
     if stderr is None or other is None:
         return Number(value, stderr, ratio=ratio)
-    error = (
-        math.hypot(stderr / before, ratio * other / before) * INTERVAL / 2
-    )  # as if they had answered other questions
+    error = math.hypot(stderr / before, ratio * other / before) * INTERVAL / 2  # as if the questions were different
     return Number(value, stderr, ratio=ratio, ratio_low=ratio - error, ratio_high=ratio + error)
 
 
-def _nll(record: dict[str, Any], name: str, corpus: str) -> Effect | None:
+def _nll(record: RunRecord, name: str, corpus: str) -> Effect | None:
     """The loss above the baseline's in nats per token: paired where the record says so, else from the two
     perplexities."""
     if name == "baseline":
         return Effect(0.0, 0.0)
-    paired = (record.get("difference") or {}).get(name) or {}
-    if _finite(paired.get(f"nll_{corpus}")) is not None:
-        return Effect(paired[f"nll_{corpus}"], _finite(paired.get(f"nll_{corpus}_stderr")))
-    (own, base), metric = (record["scores"].get(n, {}) for n in (name, "baseline")), f"perplexity_{corpus}"
-    if not _finite(own.get(metric)) or not _finite(base.get(metric)):
+    paired, metric = record.difference.get(name, {}), f"perplexity_{corpus}"
+    if finite(paired.get(f"nll_{corpus}")):
+        return Effect(paired[f"nll_{corpus}"], _known(paired.get(f"nll_{corpus}_stderr")))
+    own, base = (_score(record, n, metric) for n in (name, "baseline"))
+    if not own or not base or own < 0 or base < 0:
         return None
-    errors = [_finite(one.get(f"{metric}_stderr")) for one in (own, base)]
-    stderr = None if None in errors else math.hypot(errors[0] / own[metric], errors[1] / base[metric])
-    return Effect(math.log(own[metric] / base[metric]), stderr)
+    errors = [_score(record, n, f"{metric}_stderr") for n in (name, "baseline")]
+    stderr = None if None in errors else math.hypot(errors[0] / own, errors[1] / base)
+    return Effect(math.log(own / base), stderr)
 
 
-def _add_cache(cache: dict[str, Any], name: str, numbers: dict[What, Number], effects: dict[What, Effect]) -> None:
-    """Exact answers by visibility, bytes of the cache at the longest context that was asked about, speed behind the
-    longest."""
-    variant = FULL if name == "baseline" else name
-    rows = {row["name"]: row for row in cache_rows(cache)}
-    if variant not in rows:
+def _add_cache(record: RunRecord, name: str, numbers: Numbers, effects: Effects) -> None:
+    """Exact answers by visibility, bytes of the cache at the longest context with questions, speed behind the longest
+    context."""
+    cache, variant = record.cache, FULL if name == "baseline" else name
+    row = {row.name: row for row in cache_rows(cache)}.get(variant)
+    if row is None:
         return
-    lengths = sorted({one["length"] for one in cache["answers"]})
-    asked = sorted({one["task"] for one in cache["answers"]})
-    for visibility, cell in rows[variant]["by"].items():
-        count = sum(
-            len(o["exact"]) for o in cache["answers"] if o["variant"] == variant and o["visibility"] == visibility
-        )
-        what = What("exact", visibility, f"{', '.join(asked)} at {', '.join(map(str, lengths))} tokens, n {count}")
-        numbers[what] = Number(cell["exact"], cell["stderr"])
+    lengths, asked = (sorted({getattr(one, key) for one in cache.answers}) for key in ("length", "task"))
+    for visibility, cell in row.by.items():
+        if not finite(cell.exact, cell.stderr):
+            continue
+        own = [one for one in cache.answers if one.variant == variant and one.visibility == visibility]
+        count = sum(len(one.exact) for one in own)
+        protocol = f"{', '.join(asked)} at {', '.join(map(str, lengths))} tokens, n {count}"
+        what = Quantity("exact", visibility, protocol)
+        numbers[what] = Number(cell.exact, cell.stderr)
         if variant == FULL:
             effects[what] = Effect(0.0, 0.0)
-        elif cell["against"]:
-            mean, low, high = cell["against"]
+        elif len(cell.against) == 3 and finite(*cell.against):
+            mean, low, high = cell.against
             effects[what] = Effect(-mean, (high - low) / INTERVAL)
-    numbers[What("cache", f"{max(lengths):,} tokens")] = Number(rows[variant]["bytes"], ratio=rows[variant]["share"])
-    timed = (cache.get("speed") or {}).get("tokens_per_s", {})
-    if timed.get(variant):
-        context = max(timed[variant], key=int)
-        value, low, high = timed[variant][context]
-        low, high = (low, high) if _rounds(cache["speed"]) > 1 else (None, None)
-        full = timed.get(FULL, {}).get(context)
-        ratio = value / full[0] if full else None
-        numbers[What("decode", f"behind {int(context):,} tokens")] = Number(value, low=low, high=high, ratio=ratio)
+    if finite(row.bytes):
+        numbers[Quantity("cache", f"{max(lengths):,} tokens")] = Number(row.bytes, ratio=_known(row.share))
+    longest = cache.speed.decode_ratio(variant, FULL) if cache.speed else None
+    if longest and finite(*(timed := cache.speed.tokens_per_s[variant][longest[0]])) and len(timed) == 3:
+        low, high = timed[1:] if _spreads(cache.speed.settings.rounds) else (None, None)
+        what = Quantity("decode", f"behind {longest[0]:,} tokens")
+        numbers[what] = Number(timed[0], None, low, high, _known(longest[1]))
 
 
-def _settings(record: dict[str, Any], name: str) -> str:
-    told = (
-        ((record.get("speed") or {}).get(name) or {}).get("settings")
-        or (record.get("cache") or {}).get("speed", {})
-        or {}
-    )
-    return ", ".join(f"{k} {told[k]}" for k in ("prompt_tokens", "new_tokens", "batch") if told.get(k) is not None)
+def _settings(record: RunRecord, name: str) -> str:
+    timed = record.speed.get(name)
+    settings = timed.settings if timed else record.cache.speed.settings if record.cache and record.cache.speed else None
+    known = {key: getattr(settings, key, None) for key in ("prompt_tokens", "new_tokens", "batch")}
+    return ", ".join(f"{key} {value}" for key, value in known.items() if value is not None)
 
 
-def _rounds(timed: dict[str, Any]) -> int:
-    """In how many rounds something was timed: the quartiles of one round are no spread."""
-    return (timed.get("settings") or {}).get("rounds", 2) if timed else 0
-
-
-def _text_protocol(record: dict[str, Any], corpus: str) -> str:
-    text = (record.get("texts") or {}).get(corpus)
-    if not text:
+def _text_protocol(record: RunRecord, corpus: str) -> str:
+    text = record.texts.get(corpus)
+    if not text or text.windows is None or text.window is None:
         return ""
-    stride = f", stride {text['stride']}" if text.get("stride") else ""
-    bos = ", BOS before each" if text.get("bos") == "each" else ""
-    return f"{text['windows']} × {text['window']:,} tokens{stride}{bos}"
-
-
-def _finite(value: Any) -> float | None:
-    return value if isinstance(value, int | float) and math.isfinite(value) else None
+    stride, bos = f", stride {text.stride}" * bool(text.stride), ", BOS before each" * (text.bos == "each")
+    return f"{text.windows} × {text.window:,} tokens{stride}{bos}"

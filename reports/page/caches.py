@@ -1,62 +1,98 @@
 """The caches of a run as rows: bytes, answers by visibility, speed by context."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+
+from eval.record.measured import Cache, CacheSpeed, Interval
 
 FULL, MAIN = "full", "compressed"
 
 
-def cache_rows(cache: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row per variant of a record's `cache`.
+class CacheCell(NamedTuple):
+    """Answers at one visibility. against: the difference of exact answers from the full cache, and its interval."""
 
-    name, main, bytes (at the largest length), share of the full cache's, seconds to compress, and by visibility exact,
-    stderr, nll, kl, kl_stderr, against (difference from the full cache, and its interval), worse, better.
-    """
-    found = []
-    for name in dict.fromkeys(row["variant"] for row in cache["answers"]):
-        sizes, full = cache["cache_bytes"][name], cache["cache_bytes"][FULL]
-        row: dict[str, Any] = {
-            "name": name,
-            "main": name == MAIN,
-            "bytes": sizes[max(sizes, key=int)],
-            "share": sum(sizes.values()) / sum(full.values()),
-            "seconds": cache["seconds"].get(name),
-            "by": {},
-        }
-        for visibility in dict.fromkeys(one["visibility"] for one in cache["answers"]):
-            own = [one for one in cache["answers"] if one["variant"] == name and one["visibility"] == visibility]
-            exact, nll, kl = (_mean([v for one in own for v in one[key]]) for key in ("exact", "nll", "kl"))
-            against = cache["against"].get(name, {}).get(visibility)
-            row["by"][visibility] = {
-                "exact": exact[0],
-                "stderr": exact[1],
-                "nll": nll[0],
-                "kl": kl[0],
-                "kl_stderr": kl[1],
-                "against": against,
-                "worse": bool(against and against[2] < 0),
-                "better": bool(against and against[1] > 0),
-            }
-        found.append(row)
-    return found
+    exact: float | None
+    stderr: float | None
+    nll: float | None
+    kl: float | None
+    kl_stderr: float | None
+    against: Interval
+
+    @property
+    def verdict(self) -> str:
+        """bad or good where the interval leaves 0 out."""
+        return "" if len(self.against) < 3 else "bad" if self.against[2] < 0 else "good" if self.against[1] > 0 else ""
 
 
-def speed_rows(speed: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row per variant: name, main, execution, and by context a cell of tokens (per second), ms (of attention), ratio
-    (of it)."""
+@dataclass(frozen=True)
+class CacheRow:
+    """A variant: bytes at the largest length, their share of the full cache's over all lengths, seconds to compress."""
+
+    name: str
+    bytes: float | None
+    share: float | None
+    seconds: float | None
+    by: dict[str, CacheCell]
+
+    @property
+    def main(self) -> bool:
+        return self.name == MAIN
+
+
+class SpeedCell(NamedTuple):
+    """Tokens per second of the model, milliseconds of attention, and how much less time attention takes."""
+
+    tokens: float | None
+    ms: float | None
+    ratio: float | None
+
+
+@dataclass(frozen=True)
+class CacheSpeedRow:
+    name: str
+    cells: list[SpeedCell]
+    execution: str
+
+    @property
+    def main(self) -> bool:
+        return self.name == MAIN
+
+
+def cache_rows(cache: Cache) -> list[CacheRow]:
+    """A row per variant of a record's `cache`."""
+    full = cache.cache_bytes.get(FULL, {})
     rows = []
-    for name, attention in speed["attention_s"].items():
-        whole, ratios = speed["tokens_per_s"].get(name, {}), speed["attention_speedup"][name]
-        cells = [
-            {"tokens": whole[c][0] if c in whole else None, "ms": attention[c][0] * 1e3, "ratio": ratios[c]}
-            for c in sorted(attention, key=int)
-        ]
-        rows.append({"name": name, "main": name == MAIN, "cells": cells, "execution": speed["execution"].get(name, "")})
+    for name in dict.fromkeys(one.variant for one in cache.answers):
+        sizes = cache.cache_bytes.get(name, {})
+        cells = {}
+        for visibility in dict.fromkeys(one.visibility for one in cache.answers):
+            own = [one for one in cache.answers if one.variant == name and one.visibility == visibility]
+            exact, nll, kl = (_mean([v for one in own for v in getattr(one, key)]) for key in ("exact", "nll", "kl"))
+            cells[visibility] = CacheCell(*exact, nll[0], *kl, cache.against.get(name, {}).get(visibility, ()))
+        share = sum(sizes.values()) / sum(full.values()) if sizes and sum(full.values()) else None
+        largest = sizes[max(sizes)] if sizes else None
+        rows.append(CacheRow(name, largest, share, cache.seconds.get(name), cells))
     return rows
 
 
-def _mean(values: list[float]) -> tuple[float, float]:
+def speed_rows(speed: CacheSpeed) -> list[CacheSpeedRow]:
+    """A row per variant that was timed, with a cell per context."""
+    rows = []
+    for name, attention in speed.attention_s.items():
+        whole, ratios = speed.tokens_per_s.get(name, {}), speed.attention_speedup.get(name, {})
+        cells = [
+            SpeedCell(whole[c][0] if whole.get(c) else None, seconds[0] * 1e3 if seconds else None, ratios.get(c))
+            for c, seconds in sorted(attention.items())
+        ]
+        rows.append(CacheSpeedRow(name, cells, speed.execution.get(name, "")))
+    return rows
+
+
+def _mean(values: list[float]) -> tuple[float | None, float | None]:
     """Mean and its standard error."""
     x = np.asarray(values, dtype=float)
+    if not len(x):
+        return None, None
     return float(x.mean()), float(x.std(ddof=1) / len(x) ** 0.5) if len(x) > 1 else 0.0

@@ -1,10 +1,10 @@
-"""What was taken away: zeros by layer, what they cost, which layers matter, and accuracy against all of it."""
+"""Parts and weights that were removed: zeros by layer, their cost, the importance of layers, accuracy by strength."""
 
-import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from eval.record.rows import Drop, LayerRow, RunRecord, Strengths, typed
 from reports.page.strengths import strength_tables
 from reports.parts import plots
 from reports.parts.figures import Figures
@@ -16,139 +16,123 @@ _KINDS = {"attention": "attention", "mlp": "MLPs", "block": "blocks"}
 
 def figures(layers: Iterable[Any], drops: Iterable[Any]) -> Figures:
     """The figures of `Result.layers` and `Result.drops` (or of a record's), for a notebook."""
-    plain = (
-        [dataclasses.asdict(one) if dataclasses.is_dataclass(one) else one for one in many] for many in (layers, drops)
-    )
-    told = context(*plain, {})
-    if not told:
+    shown = context(typed({"layers": list(layers), "drops": list(drops)}))
+    if not shown:
         return Figures("Nothing was set to 0 or dropped.", {})
-    titles = {
-        "importance": "What each layer does to the residual stream",
-        "sparsity": "Zeros by layer",
-        "distortion": "Distortion curves",
-    }
-    return Figures(" ".join(told["said"]), {title: told[key] for key, title in titles.items() if told[key]})
+    titles = {"importance": "How much each layer changes the residual stream", "sparsity": "Zeros by layer"}
+    titles["distortion"] = "Distortion curves"
+    return Figures(" ".join(shown["said"]), {title: shown[key] for key, title in titles.items()})
 
 
-def context(
-    layers: list[dict[str, Any]],
-    drops: list[dict[str, Any]],
-    strengths: dict[str, Any],
-    ratios: dict[str, float] | None = None,
-) -> dict[str, Any]:
+def context(run: RunRecord) -> dict[str, Any]:
     """What templates/pruning.html shows of a record; {} where nothing was pruned, dropped or scored at several
-    strengths.
-
-    Args:
-        ratios: speeds over those of the baseline, {"decode": ..., "prefill": ...}.
-    """
-    sparse = [layer for layer in layers if layer.get("sparsity", 0) >= SPARSE] if _pruned(layers) else []
-    lines = strengths.get("lines", [])
-    if not (sparse or drops or lines):
+    strengths."""
+    layers, drops = run.layers, run.drops
+    sparse = [layer for layer in layers if (layer.sparsity or 0) >= SPARSE] if _pruned(layers) else []
+    if not (sparse or drops or run.strengths.lines):
         return {}
-    curved = [layer for layer in layers if layer.get("distortion")]
+    curved = [layer for layer in layers if layer.distortion]
     return {
-        "said": [*_said_drops(drops), *_said_zeros(layers, sparse), *_said_speed(drops, sparse, ratios or {})],
+        "said": [*_said_drops(drops), *_said_zeros(layers, sparse), *_said_speed(run, sparse)],
         "importance": _importance(drops) if drops else "",
         "sparsity": _sparsity(layers) if sparse and not _even(layers) else "",
         "distortion": _distortion(curved) if curved else "",
-        "drops": drops,
-        "strengths": strength_tables(strengths),
-        "figures": _against_strength(strengths),
+        "drops": sorted(drops, key=lambda drop: drop.importance or 0.0),
+        "strengths": strength_tables(run.strengths),
+        "figures": _against_strength(run.strengths),
     }
 
 
-def _pruned(layers: list[dict[str, Any]]) -> bool:
-    """Were weights set to 0 on purpose? A 3-bit grid rounds some to 0 too: then formats of sparse weights are not among
-    them."""
-    return any(layer.get("distortion") or layer["format"] in ("bitmap", "sparse24", "dense") for layer in layers)
+def _pruned(layers: Sequence[LayerRow]) -> bool:
+    """Whether weights were set to 0 on purpose. A 3-bit grid rounds some to 0 too, but is no format of sparse
+    weights."""
+    return any(layer.distortion or layer.format in ("bitmap", "sparse24", "dense") for layer in layers)
 
 
-def _even(layers: list[dict[str, Any]]) -> bool:
-    """Has every linear lost the same share? Then there is nothing to draw."""
-    shares = [layer["sparsity"] for layer in layers]
+def _even(layers: Sequence[LayerRow]) -> bool:
+    """Whether every linear has lost the same share, so that there is nothing to draw."""
+    shares = [layer.sparsity or 0.0 for layer in layers]
     return max(shares) - min(shares) <= 0.01
 
 
-def _said_drops(drops: list[dict[str, Any]]) -> list[str]:
+def _said_drops(drops: Sequence[Drop]) -> list[str]:
     said = []
     for kind, name in _KINDS.items():
-        own = [drop for drop in drops if drop["kind"] == kind]
-        gone = [drop for drop in own if drop["order"]]
+        own = [drop for drop in drops if drop.kind == kind]
+        gone = sorted((drop for drop in own if drop.order), key=lambda drop: drop.block or 0)
         if gone:
-            blocks = ", ".join(str(drop["block"]) for drop in sorted(gone, key=lambda drop: drop["block"]))
+            blocks, size = ", ".join(str(drop.block) for drop in gone), sum(drop.parameters or 0 for drop in gone)
             said.append(
                 f"Dropped: the {name} {'of block ' if kind != 'block' else ''}{blocks} ({len(gone)} of {len(own)}; "
-                f"{sum(drop['parameters'] for drop in gone) / 1e6:.1f} M parameters)."
+                f"{size / 1e6:.1f} M parameters)."
             )
     return said
 
 
-def _said_zeros(layers: list[dict[str, Any]], sparse: list[dict[str, Any]]) -> list[str]:
-    if not sparse:
+def _said_zeros(layers: Sequence[LayerRow], sparse: Sequence[LayerRow]) -> list[str]:
+    weights = sum(layer.weights for layer in layers)
+    if not sparse or not weights:
         return []
-    weights = sum(layer["shape"][0] * layer["shape"][1] for layer in layers)
-    zeros = sum(layer["sparsity"] * layer["shape"][0] * layer["shape"][1] for layer in layers)
-    low, high = min(layer["sparsity"] for layer in layers), max(layer["sparsity"] for layer in layers)
-    each = "as many of each" if _even(layers) else f"between {low * 100:.0f} and {high * 100:.0f} % of each"
-    bits = sum(layer["bits_per_weight"] * layer["shape"][0] * layer["shape"][1] for layer in layers) / weights
+    zeros = sum((layer.sparsity or 0) * layer.weights for layer in layers) / weights
+    shares = [(layer.sparsity or 0) * 100 for layer in layers]
+    each = "as many of each" if _even(layers) else f"between {min(shares):.0f} and {max(shares):.0f} % of each"
+    bits = sum((layer.bits_per_weight or 0) * layer.weights for layer in layers) / weights
     return [
-        f"{zeros / weights * 100:.1f} % of the weights of {len(layers)} linears are 0, {each}. They are stored at "
-        f"{bits:.2f} "
-        "bits per weight, zeros and what says where they are counted."
+        f"{zeros * 100:.1f} % of the weights of {len(layers)} linears are 0, {each}. They are stored at {bits:.2f} "
+        "bits per weight, which counts the zeros and the positions of the others."
     ]
 
 
-def _said_speed(drops: list[dict[str, Any]], sparse: list[dict[str, Any]], ratios: dict[str, float]) -> list[str]:
-    """Plainly, whether zeros pay: floating point operations that need not be done say nothing about it."""
-    alone = sparse and not any(drop["order"] for drop in drops) and all("+" not in layer["format"] for layer in sparse)
-    floats = [layer for layer in sparse if layer["bits_per_weight"] > 8]
-    if not ratios or not alone or len(floats) < len(sparse):  # what quantises too is faster for that
+def _said_speed(run: RunRecord, sparse: Sequence[LayerRow]) -> list[str]:
+    """Whether zeros save time: the number of operations that need not be done does not tell."""
+    speeds = {"decodes": run.ratio("decode_tokens_per_s"), "reads prompts": run.ratio("prefill_tokens_per_s")}
+    ratios = {does: ratio for does, ratio in speeds.items() if ratio is not None}
+    alone = not any(drop.order for drop in run.drops) and all("+" not in layer.format for layer in sparse)
+    floats = all((layer.bits_per_weight or 0) > 8 for layer in sparse)  # quantised weights are faster for that
+    if not (ratios and sparse and alone and floats):
         return []
-    measured = " and ".join(
-        f"{does} {ratios[what]:.2f}×"
-        for what, does in (("decode", "decodes"), ("prefill", "reads prompts"))
-        if what in ratios
-    )
+    measured = " and ".join(f"{does} {ratio:.2f}×" for does, ratio in ratios.items())
     if max(ratios.values()) < 1.1:
         return [
-            f"The zeros take less room and save no time here: it {measured} as fast as the dense baseline, for the "
-            "weights are "
-            "laid out with their zeros to be multiplied."
+            f"The zeros take less room and save no time here: it {measured} as fast as the dense baseline, because the "
+            "weights are multiplied together with their zeros."
         ]
     return [f"With these zeros it {measured} as fast as the dense baseline."]
 
 
-def _importance(drops: list[dict[str, Any]]) -> str:
+def _importance(drops: Sequence[Drop]) -> str:
     panels = {}
     for kind, name in _KINDS.items():
-        own = sorted((drop for drop in drops if drop["kind"] == kind), key=lambda drop: drop["block"])
-        if own:
-            panels[name] = [
-                Line("dropped", SECOND, [(d["block"], d["importance"]) for d in own if d["order"]], "none", 6),
-                Line("all", ACCENT, [(d["block"], d["importance"]) for d in own]),
-            ]
-    summary = "One minus the cosine of the residual stream before and after each layer, by block, dropped ones marked, log scale."
+        own = [(d.block, d.importance, d.order) for d in drops if d.kind == kind and d.block is not None]
+        panels[name] = [
+            Line("dropped", SECOND, [(block, value) for block, value, order in own if order], "none", 6),
+            Line("all", ACCENT, [(block, value) for block, value, _ in own]),
+        ]
+    summary = "One minus the cosine of the residual stream before and after each layer, by block, log scale."
     return plots.by_depth(panels, key="importance", label="1 − cosine", summary=summary)
 
 
-def _sparsity(layers: list[dict[str, Any]]) -> str:
-    panels: dict[str, list[tuple[int, float]]] = defaultdict(list)
-    for i, layer in enumerate(layers):
-        block, kind = plots.place_of(layer["name"], i)
-        panels[kind].append((block, 100 * layer["sparsity"]))
-    lines = {kind: [Line("zeros", ACCENT, points)] for kind, points in panels.items()}
-    return plots.by_depth(
-        lines, key="sparsity", label="zeros, %", summary="Share of zeros of each linear by block.", log=False
-    )
+def _sparsity(layers: Sequence[LayerRow]) -> str:
+    lines = {
+        kind: [Line("zeros", ACCENT, [(block, 100 * (layer.sparsity or 0)) for block, layer in of])]
+        for kind, of in plots.by_kind(layers).items()
+    }
+    summary = "Share of zeros of each linear by block."
+    return plots.by_depth(lines, key="sparsity", label="zeros, %", summary=summary, log=False)
 
 
-def _distortion(layers: list[dict[str, Any]]) -> str:
-    panels: dict[str, list[plots.Curve]] = defaultdict(list)
-    for i, layer in enumerate(layers):
-        block, kind = plots.place_of(layer["name"], i)
-        points = [(100 * float(level), kl) for level, kl in layer["distortion"].items() if kl > 0]
-        panels[kind].append(plots.Curve(block, points, 100 * layer["sparsity"]))
+def _distortion(layers: Sequence[LayerRow]) -> str:
+    panels = {
+        kind: [
+            plots.Curve(
+                block,
+                [(100 * level, kl) for text, kl in layer.distortion.items() if (level := _as_number(text)) is not None],
+                100 * (layer.sparsity or 0),
+            )
+            for block, layer in of
+        ]
+        for kind, of in plots.by_kind(layers).items()
+    }
     return plots.curves(
         panels,
         key="distortion",
@@ -158,23 +142,17 @@ def _distortion(layers: list[dict[str, Any]]) -> str:
     )
 
 
-def _against_strength(strengths: dict[str, Any]) -> str:
-    panels: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(dict)
+def _against_strength(strengths: Strengths) -> str:
+    panels: Mapping[str, dict[str, list[tuple[float, float]]]] = defaultdict(dict)
     for table in strength_tables(strengths):
-        for row in table["rows"]:
-            points = [(_as_number(v), cell) for v, cell in zip(table["values"], row["cells"], strict=True) if cell]
+        for recipe, cells in table.rows:
+            points = [(_as_number(v), cell) for v, cell in zip(table.values, cells, strict=True) if cell]
             if len(points) > 1 and all(x is not None for x, _ in points):
-                whole = all(x == int(x) for x, _ in points)  # counts and shares do not share an axis
-                panels[f"{table['corpus']}, {'counts' if whole else 'shares'}"][row["recipe"]] = points
-    if not panels:
-        return ""
-    return plots.against(
-        panels,
-        key="strengths",
-        x_label="what {} stands for",
-        y_label="perplexity",
-        summary="Perplexity of each recipe against its strength, log scale.",
-    )
+                whole = all(x == round(x) for x, _ in points)  # counts and shares do not share an axis
+                panels[f"{table.corpus}, {'counts' if whole else 'shares'}"][recipe] = points
+    summary = "Perplexity of each recipe against its strength, log scale."
+    labels = {"x_label": "the value in place of {}", "y_label": "perplexity"}
+    return plots.against(panels, key="strengths", summary=summary, **labels) if panels else ""
 
 
 def _as_number(text: str) -> float | None:

@@ -1,169 +1,171 @@
 """render: one run record -> one self-contained HTML page."""
 
+import statistics
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from eval.record.rows import LayerRow, RunRecord, typed
 from reports.page import evaluation, folds, kernels, kv, pruning, resources
 from reports.page.verdict import verdict
 from reports.parts import plots, table
 from reports.parts.files import Report, environment, write_page
-from reports.parts.metrics import METRICS, SCALE, number, with_prefix
+from reports.parts.labels import Point, scatter
+from reports.parts.metrics import METRICS, SCALE, with_error, with_prefix
+from reports.parts.text import clean
 
 MAX_OTHERS = 2  # models beside baseline and compressed that the table of scores has columns for
 
 
-def render(record: dict[str, Any], path: str | Path) -> Report:
+def render(record: table.Record, path: str | Path) -> Report:
     """Write the page of a run record (`eval.run_record`), whole or not at all."""
     return write_page(page(record), path)
 
 
-def page(record: dict[str, Any]) -> str:
+def page(record: table.Record) -> str:
     """The page as HTML."""
-    templates = environment()
-    if record.get("bench"):
-        return templates.get_template("kernels.html").render(r=record, **kernels.context(record))
-    measured = {"evaluated": evaluation.context(record), "resources": resources.context(record)}
-    if record.get("cache"):
-        return templates.get_template("cache.html").render(r=record, **measured, **kv.context(record))
-    recipe = " → ".join(step["method"] for step in record["recipe"])
+    run, templates = typed(record), environment()
+    if run.bench:
+        return templates.get_template("kernels.html").render(r=run, **kernels.context(run))
+    measured = {"evaluated": evaluation.context(run), "resources": resources.context(run)}
+    if run.cache:
+        return templates.get_template("cache.html").render(r=run, **measured, **kv.context(run))
+    recipe = " → ".join(clean(step.method, 60) for step in run.recipe)
     return templates.get_template("report.html").render(
-        r=record,
+        r=run,
         **measured,
-        title=f"{recipe} on {record['model']['name']}",
-        recipe=table.recipe_text(record["recipe"]),
-        verdict=verdict(record),
-        table=metric_table(record),
-        compared=compared(record),
-        folds=folds.context(record.get("folds", [])),
-        pruned=pruning.context(record["layers"], record.get("drops", []), record.get("strengths", {}), _ratios(record)),
-        errors=plots.layer_errors(record["layers"], recipe) if record["layers"] else "",
-        speed=plots.speed_bars(record["speed"]) if record.get("speed") else "",
-        size=plots.size_bars(_sizes(record)) if "stored_bytes" in record["scores"]["compressed"] else "",
-        kinds=_by_kind(record["layers"]),
+        title=f"{recipe} on {clean(run.model.name, 100)}",
+        verdict=verdict(run),
+        table=metric_table(run),
+        compared=compared(run),
+        folds=folds.context(run.folds),
+        pruned=pruning.context(run),
+        errors=plots.layer_errors(run.layers, recipe),
+        speed=plots.speed_bars(run.speed),
+        size=_size_figure(run),
+        kinds=_kinds(run.layers),
     )
 
 
-def metric_table(record: dict[str, Any]) -> dict[str, Any]:
-    """Rows of scores: label, unit, a cell per model, and what changed from baseline to compressed."""
-    scores = record["scores"]
-    others = [name for name in scores if name not in ("baseline", "compressed")]
-    models = ["baseline", "compressed", *others[:MAX_OTHERS]]
+class Change(NamedTuple):
+    """What changed from baseline to compressed, and whether that is good or bad."""
+
+    text: str = ""
+    kind: str = ""
+
+
+class MetricRow(NamedTuple):
+    """A metric. detail: of which corpus or task; cells: a number and its standard error for every model."""
+
+    label: str
+    detail: str
+    unit: str
+    cells: list[tuple[str, str]]
+    change: Change
+
+
+class MetricTable(NamedTuple):
+    models: list[str]
+    rows: list[MetricRow]
+
+
+def metric_table(run: RunRecord) -> MetricTable:
+    """The scores: a row per metric, a column per model."""
+    models = run.models[: 2 + MAX_OTHERS]
     rows = []
     for prefix, label, unit, better in METRICS:
-        for metric in with_prefix((m for one in scores.values() for m in one), prefix):
-            detail = metric[len(prefix) :] if prefix.endswith("_") else ""
+        for metric in with_prefix((m for model in models for m in run.scores[model]), prefix):
             scale = SCALE.get(unit, 1)
-            if not any(metric in scores[model] for model in models):
-                continue
-            cells = [_cell(scores[model], metric, scale) for model in models]
-            rows.append(
-                {
-                    "label": label,
-                    "detail": detail,
-                    "unit": unit,
-                    "cells": cells,
-                    "change": _change(scores["baseline"].get(metric), scores["compressed"].get(metric), better),
-                }
-            )
-    return {"models": models, "rows": rows}
+            scores = [(run.score(model, metric), run.score(model, f"{metric}_stderr")) for model in models]
+            cells = [_cell(*both, scale) for both in scores]
+            detail = metric[len(prefix) :] if prefix.endswith("_") else ""
+            rows.append(MetricRow(label, detail, unit, cells, _change(run.ratio(metric), better)))
+    return MetricTable(models, rows)
 
 
-def compared(record: dict[str, Any]) -> dict[str, Any]:
-    """All models of the run as rows, and the figure of them; {} where the table of scores says it all."""
-    rows = table.rows(record)
+def _cell(value: float | None, stderr: float | None, scale: float) -> tuple[str, str]:
+    return with_error(value if value is None else value * scale, stderr if stderr is None else stderr * scale)
+
+
+def _change(ratio: float | None, better: int) -> Change:
+    if ratio is None or not plots.finite(ratio):
+        return Change()
+    text = f"{ratio:.2f}×" if ratio >= 2 or ratio <= 0.5 else f"{(ratio - 1) * 100:+.1f} %".replace("-", "−")
+    return Change(text, "" if abs(ratio - 1) < 0.005 else "good" if (ratio > 1) == (better > 0) else "bad")
+
+
+def compared(run: RunRecord) -> dict[str, Any]:
+    """All models of the run as rows, and the figures of them; {} where the table of scores shows all of it."""
+    rows = table.rows(run)
     others = rows[2:]
-    if len(others) <= MAX_OTHERS and not any(row["decode"] for row in others):
+    if len(others) <= MAX_OTHERS and not any(row.decode for row in others):
         return {}
-    corpora = table.corpora([record])
     return {
         "rows": rows,
-        "corpora": corpora,
-        "by_size": _cost(rows, corpora[:1], "stored_bytes", 1e-6, "stored megabytes"),
-        "by_speed": _cost(rows, corpora[:1], "decode", 1, "decoded tokens per second"),
+        "corpora": run.corpora,
+        "by_size": _against(rows, run.corpora, "stored_bytes", 1e-6, "stored megabytes"),
+        "by_speed": _against(rows, run.corpora, "decode", 1, "decoded tokens per second"),
     }
 
 
-def _cost(rows: list[dict[str, Any]], corpora: list[str], against: str, scale: float, label: str) -> str:
-    """The change of the perplexity of every model against another of its numbers."""
+def _against(rows: Iterable[table.ModelRow], corpora: list[str], number: str, scale: float, label: str) -> str:
+    """The change of the perplexity of every model on the first text against another of its numbers."""
     points = [
-        plots.Point(
-            row["recipe"]
-            if row["name"] == "compressed"
-            else "16-bit baseline"
-            if row["name"] == "baseline"
-            else row["name"],
-            row[against] * scale,
-            100 * (row["texts"][corpus]["change"] or 0.0),
-            row["name"] == "compressed",
+        Point(
+            row.label if row.name in ("baseline", "compressed") else row.name,
+            getattr(row, number) * scale,
+            100 * (row.texts[corpus].change or 0.0),
+            row.main,
         )
-        for corpus in corpora
+        for corpus in corpora[:1]
         for row in rows
-        if row[against] and row["texts"][corpus]["perplexity"]
+        if getattr(row, number) and row.texts[corpus].perplexity
     ]
-    if len(points) < 3:
-        return ""
-    return plots.scatter(
+    return scatter(
         points,
-        key=f"cost-{against}",
+        key=f"cost-{number}",
         x_label=label,
-        y_label=f"change of the perplexity on {corpora[0]}",
+        y_label=f"change of the perplexity on {clean(corpora[0], 40)}" if corpora else "",
         summary=f"Change of the perplexity against {label}, one point per model.",
     )
 
 
-def _cell(scores: dict[str, float], metric: str, scale: float) -> dict[str, str]:
-    if metric not in scores:
-        return {"value": "–", "stderr": ""}
-    stderr = scores.get(f"{metric}_stderr")
-    return {"value": number(scores[metric] * scale), "stderr": "" if stderr is None else f"± {stderr * scale:.2g}"}
+def _size_figure(run: RunRecord) -> str:
+    """Stored bytes of both models, split into the linears that were compressed and the rest."""
+    before, after = (run.score(model, "stored_bytes") for model in ("baseline", "compressed"))
+    if not plots.finite(before, after):
+        return ""
+    stored = sum(layer.weights * (layer.bits_per_weight or 0) / 8 for layer in run.layers)
+    linears = before * sum(layer.weights for layer in run.layers) / (run.model.parameters or 1)
+    return plots.size_bars({"baseline": (linears, before - linears), "compressed": (stored, after - stored)})
 
 
-def _change(before: float | None, after: float | None, better: int) -> dict[str, str]:
-    if not before or after is None:
-        return {"text": "", "kind": ""}
-    ratio = after / before
-    text = f"{ratio:.2f}×" if ratio >= 2 or ratio <= 0.5 else f"{(ratio - 1) * 100:+.1f} %".replace("-", "−")
-    kind = "" if abs(ratio - 1) < 0.005 else "good" if (ratio > 1) == (better > 0) else "bad"
-    return {"text": text, "kind": kind}
+class KindRow(NamedTuple):
+    """Mean errors of the linears of one kind."""
+
+    kind: str
+    count: int
+    bits: float | None
+    error: float | None
+    rtn: float | None
+
+    @property
+    def ratio(self) -> float | None:
+        return self.error / self.rtn if self.rtn and self.error is not None else None
 
 
-def _ratios(record: dict[str, Any]) -> dict[str, float]:
-    """Speeds of "compressed" over those of the baseline, where both were measured."""
-    base, small = record["scores"]["baseline"], record["scores"]["compressed"]
-    names = {what: f"{what}_tokens_per_s" for what in ("decode", "prefill")}
-    return {what: small[name] / base[name] for what, name in names.items() if base.get(name) and name in small}
+def _kinds(layers: Sequence[LayerRow]) -> list[KindRow]:
+    """The figure of layers as a table."""
 
+    def mean(values: Iterable[float | None]) -> float | None:
+        there = [value for value in values if value is not None]
+        return statistics.fmean(there) if there else None
 
-def _sizes(record: dict[str, Any]) -> dict[str, dict[str, float]]:
-    weights = sum(layer["shape"][0] * layer["shape"][1] for layer in record["layers"])
-    stored = sum(layer["shape"][0] * layer["shape"][1] * layer["bits_per_weight"] / 8 for layer in record["layers"])
-    scores = record["scores"]
-    before, after = scores["baseline"]["stored_bytes"], scores["compressed"]["stored_bytes"]
-    linears = before * weights / record["model"]["parameters"]
-    return {
-        "baseline": {"linears": linears, "rest": before - linears},
-        "compressed": {"linears": stored, "rest": after - stored},
-    }
-
-
-def _by_kind(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The layer figure as a table: mean errors by kind of linear."""
-    kinds: dict[str, list[dict[str, Any]]] = {}
-    for i, layer in enumerate(layers):
-        kinds.setdefault(plots.place_of(layer["name"], i)[1], []).append(layer)
-    rows = []
-    for kind, members in kinds.items():
-        peers = [m["rtn_error"] for m in members if m.get("rtn_error") is not None]
-        error = sum(m["error"] for m in members) / len(members)
-        rtn = sum(peers) / len(peers) if peers else None
-        rows.append(
-            {
-                "kind": kind,
-                "count": len(members),
-                "error": error,
-                "rtn": rtn,
-                "ratio": error / rtn if rtn else None,
-                "bits": sum(m["bits_per_weight"] for m in members) / len(members),
-            }
+    return [
+        KindRow(
+            kind,
+            len(of),
+            *(mean(getattr(one, key) for _, one in of) for key in ("bits_per_weight", "error", "rtn_error")),
         )
-    return rows
+        for kind, of in plots.by_kind(layers).items()
+    ]

@@ -1,22 +1,26 @@
 """Recipes that were scored at several strengths, as tables."""
 
-from typing import Any
+from typing import NamedTuple
+
+from eval.record.rows import Strengths
 
 
-def strength_tables(strengths: dict[str, Any]) -> list[dict[str, Any]]:
-    """A table per corpus and set of strengths: {corpus, values, rows: [{recipe, cells: [perplexity or None per
-    value]}]}."""
-    tables: dict[tuple, dict[str, Any]] = {}
-    for line in strengths.get("lines", []):
-        values = [point["value"] for point in line["points"]]
-        corpora = dict.fromkeys(
-            metric.removeprefix("perplexity_")
-            for point in line["points"]
-            for metric in point["scores"]
-            if metric.startswith("perplexity_") and not metric.endswith("_stderr")
-        )
-        for corpus in corpora:
-            table = tables.setdefault((corpus, *values), {"corpus": corpus, "values": values, "rows": []})
-            cells = [point["scores"].get(f"perplexity_{corpus}") for point in line["points"]]
-            table["rows"].append({"recipe": line["recipe"], "cells": cells})
+class StrengthTable(NamedTuple):
+    """Perplexities on one corpus: a row (recipe, a cell per value) for each recipe that was scored at these values."""
+
+    corpus: str
+    values: list[str]
+    rows: list[tuple[str, list[float | None]]]
+
+
+def strength_tables(strengths: Strengths) -> list[StrengthTable]:
+    """A table per corpus and set of strengths."""
+    tables: dict[tuple[str, ...], StrengthTable] = {}
+    for line in strengths.lines:
+        values = [point.value for point in line.points]
+        metrics = dict.fromkeys(m for point in line.points for m in point.scores if m.startswith("perplexity_"))
+        for metric in (m for m in metrics if not m.endswith("_stderr")):
+            corpus = metric.removeprefix("perplexity_")
+            table = tables.setdefault((corpus, *values), StrengthTable(corpus, values, []))
+            table.rows.append((line.recipe, [point.scores.get(metric) for point in line.points]))
     return list(tables.values())

@@ -1,16 +1,18 @@
-"""Pages as files: the templates' environment, and a page written whole or not at all."""
+"""Pages as files: the environment of the templates, and writing a page whole or not at all."""
 
 from dataclasses import dataclass
+from functools import cache
 from html import escape
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from eval.record.files import write_whole
-from reports.parts import table
-from reports.parts.metrics import number
+from reports.parts.metrics import faster, fmt, number, percent, with_error
+from reports.parts.text import clean
 
 LIMIT_BYTES = 1_000_000  # of every page
+MAX_NAME = 100  # characters of a file's name
 
 
 @dataclass(frozen=True)
@@ -24,8 +26,9 @@ class Report:
         return f"<p>Report: <a href='file://{path}' target='_blank'><code>{path}</code></a></p>"
 
 
+@cache
 def environment() -> Environment:
-    """Jinja with the templates; everything is escaped unless it says `| safe`."""
+    """The templates; everything is escaped unless a template says `| safe`."""
     made = Environment(
         loader=PackageLoader("reports"),
         autoescape=True,
@@ -33,15 +36,16 @@ def environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {"mb": lambda b: f"{b / 1e6:,.1f}", "num": number, "percent": table.percent, "faster": faster}
+    made.filters |= {"fmt": fmt, "num": number, "percent": percent, "faster": faster}
+    made.filters["mb"] = lambda size: fmt(size, ",.1f", 1e-6)
+    made.globals["with_error"] = with_error
     return made
 
 
 def write_page(html: str, path: str | Path) -> Report:
-    """Write a page, whole or not at all."""
-    return Report(write_whole(html, Path(path)))
-
-
-def faster(ratio: float) -> str:
-    """Is a speed-up good or bad, or neither?"""
-    return "" if 0.97 <= ratio <= 1.03 else "good" if ratio > 1 else "bad"
+    """Write a page, whole or not at all. A name that no file can have is shortened, or replaced by report.html."""
+    path = Path(path)
+    name = clean(path.name.encode(errors="replace").decode(), MAX_NAME)
+    if path.is_dir() or name.strip(". ") == "":
+        path, name = path / "report.html", "report.html"
+    return Report(write_whole(html.encode(errors="replace").decode(), path.with_name(name)))

@@ -1,4 +1,4 @@
-"""What the metrics of a record are called, in which unit they are shown, and which way is better."""
+"""Names, units and directions of the metrics of a record, and how numbers are written."""
 
 import math
 from collections.abc import Iterable
@@ -28,6 +28,7 @@ METRICS = (
     ("peak_memory_bytes", "Peak memory", "MB", -1),
     ("cache_bytes", "KV cache", "MB", -1),
 )
+NOT_FINITE = "not finite"
 SCALE = {"%": 100, "ms": 1000, "MB": 1e-6}
 
 
@@ -51,12 +52,17 @@ def described(metric: str) -> tuple[str, str, float]:
     return *found, SCALE.get(found[1], 1)
 
 
-def number(value: float | None) -> str:
-    """A number with three or four significant digits."""
+def fmt(value: float | None, spec: str = ".2f", scale: float = 1, unit: str = "") -> str:
+    """A number by a format specification, with its unit; a dash for none, and words for one that is not finite."""
     if value is None:
         return "–"
-    if value == 0 or not math.isfinite(value):
-        return str(value)
+    return f"{value * scale:{spec}}{unit}" if math.isfinite(value) else NOT_FINITE
+
+
+def number(value: float | None) -> str:
+    """A number with three or four significant digits."""
+    if value is None or not math.isfinite(value) or value == 0:
+        return fmt(value, "g")
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     if abs(value) < 0.001:
@@ -64,14 +70,32 @@ def number(value: float | None) -> str:
     return f"{value:.{max(0, 3 - math.floor(math.log10(abs(value))) - (abs(value) >= 100))}f}"
 
 
+def percent(share: float | None) -> str:
+    """A change as +12.3 %, with more digits where it is small."""
+    digits = 2 if share is not None and abs(share) < 0.01 else 1
+    return fmt(share, f"+.{digits}f", 100, " %").replace("-", "−")
+
+
+def change(after: float | None, before: float | None) -> float | None:
+    """The relative change from one number to another; None where it has no meaning."""
+    return after / before - 1 if after is not None and before else None
+
+
+def growth(cost: float) -> float:
+    """exp(cost) − 1: the change of a perplexity from that of the loss, bounded where it would overflow."""
+    return math.expm1(min(cost, 14.0))
+
+
 def with_error(value: float | None, stderr: float | None, scale: float = 1) -> tuple[str, str]:
     """A number and its standard error as a table shows them, with one decimal for per cent: ("43.2", "± 1.5"); "" for
     no error."""
-    if value is None:
-        return "–", ""
-    percent = scale == 100
-    shown = f"{value * scale:.1f}" if percent else number(value * scale)
-    if stderr is None:
+    shown = fmt(value, ".1f", scale) if scale == 100 else number(None if value is None else value * scale)
+    if stderr is None or value is None or not math.isfinite(stderr):
         return shown, ""
     error = stderr * scale
-    return shown, f"± {error:.1f}" if percent else f"± {error:.2g}" if error < 10 else f"± {error:.0f}"
+    return shown, f"± {error:.1f}" if scale == 100 else f"± {error:.2g}" if error < 10 else f"± {error:.0f}"
+
+
+def faster(ratio: float) -> str:
+    """The class of a speed-up: good, bad, or none within 3 % of 1."""
+    return "" if 0.97 <= ratio <= 1.03 else "good" if ratio > 1 else "bad"

@@ -1,4 +1,4 @@
-"""Text of others on our pages: without control characters, not endless, and links that lead to files only."""
+"""Text from records on a page: without control characters, of limited length, and links that lead to files only."""
 
 import re
 from urllib.parse import quote
@@ -6,11 +6,24 @@ from urllib.parse import quote
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
+# A query string that signs a URL, and absolute paths of this machine: no page needs them.
+_SIGNED = re.compile(r"""(\w+://[^\s?"'<>]+)\?[^\s"'<>]*(?:sign|token|credential|expires|key|auth)[^\s"'<>]*""", re.I)
+_PATH = re.compile(
+    r"""(?<![\w:/.~-])(?:file://)?(?:/|~/|[A-Za-z]:\\)(?:[^\s/\\"'<>:,;()]+[/\\])+([^\s/\\"'<>:,;()]*)"""
+)
+
+
 def clean(text: object, limit: int = 400) -> str:
-    """Text without terminal colours and control characters (and without marks that turn its direction), at most so
-    long."""
+    """Text without terminal colours, control characters and marks that turn its direction, of at most `limit`
+    characters."""
     shown = _CONTROL.sub("", str(text)[: 8 * limit + 100])
     return shown if len(shown) <= limit else f"{shown[: limit - 1]}…"
+
+
+def public(text: object, limit: int = 400) -> str:
+    """The text of an exception for a page: URLs lose what signs them, and absolute paths all but their last part."""
+    shown = str(text)[: 8 * limit + 100]
+    return clean(_PATH.sub(r"…/\1", _SIGNED.sub(r"\1?…", shown)), limit)
 
 
 def link(folder: str, file: str = "") -> str:
@@ -20,7 +33,7 @@ def link(folder: str, file: str = "") -> str:
 
 
 def listed(words: list[str], most: int = 6) -> str:
-    """Words with commas; how many more there are, beyond so many."""
+    """Words with commas; beyond `most` of them, how many more there are."""
     more = len(words) - most
     return ", ".join(words[:most]) + (f" and {more} more" if more > 0 else "")
 

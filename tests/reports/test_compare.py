@@ -15,15 +15,15 @@ from reports.compare.environment import differences, machines
 from reports.compare.excerpts import flips, generations
 from reports.compare.heatmap import heat_map
 from reports.compare.noise import Amount, Effect, ahead, better, standings
-from reports.compare.pareto import axes_of, casts, planes
-from reports.compare.variants import What, variants
+from reports.compare.pareto import axes_of, plane_models, planes
+from reports.compare.variants import Quantity, variants
 from reports.parts.text import clean, link
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "reports" / "published"
 LIMIT_BYTES = 1_000_000
 EVIL = '$\\frac$"><img src=x onerror="window.owned=1"><script>window.owned=1</script></svg>'
 TEXT = "perplexity", "news", "10 × 1,024 tokens"
-SIZE, DECODE = What("stored"), What("decode")
+SIZE, DECODE = Quantity("stored"), Quantity("decode")
 
 
 def make_record(
@@ -246,8 +246,8 @@ def page_of_all(published) -> str:
 
 
 def standing_of(found: list, name: str) -> tuple:
-    (row,) = [row for row in found if row["recipe"] == name]
-    return row["status"], row["standing"]
+    (row,) = [row for row in found if row.recipe == name]
+    return row.status, row.standing
 
 
 # ---------------------------------------------------------------- numbers and their noise
@@ -256,31 +256,31 @@ def standing_of(found: list, name: str) -> tuple:
 def test_the_paired_difference_is_used_where_there_is_one():
     made = make_record("a", {"compressed": one(100, 80, 0.05, 0.002)})
     (v,) = [v for v in variants([make_run("a", made)]) if not v.baseline]
-    assert v.effects[What(*TEXT)] == pytest.approx((0.05, 0.002)) and v.numbers[SIZE].ratio == 0.5
+    assert v.effects[Quantity(*TEXT)] == pytest.approx((0.05, 0.002)) and v.numbers[SIZE].ratio == 0.5
     del made["difference"]
     (v,) = [v for v in variants([make_run("a", made)]) if not v.baseline]
     after = 20 * math.exp(0.05)
-    assert v.effects[What(*TEXT)] == pytest.approx((0.05, math.hypot(1 / 20, 1 / after))), (
+    assert v.effects[Quantity(*TEXT)] == pytest.approx((0.05, math.hypot(1 / 20, 1 / after))), (
         "else both errors, as if independent"
     )
     del made["scores"]["compressed"]["perplexity_news_stderr"]
     (v,) = [v for v in variants([make_run("a", made)]) if not v.baseline]
-    assert v.effects[What(*TEXT)].stderr is None
+    assert v.effects[Quantity(*TEXT)].stderr is None
 
 
 def test_recovery_is_the_records_or_from_both_accuracies():
     made = with_tasks(make_record("a", {"compressed": one(100, 80, 0.05)}), {"compressed": (0.9, 0.88, 0.93)})
     (v,) = [v for v in variants([make_run("a", made)]) if not v.baseline]
     easy, hard = (
-        What("task", "easy acc_norm", "n 400, num_fewshot 0, version 1"),
-        What("task", "hard acc", "n 400, num_fewshot 0, version 1"),
+        Quantity("task", "easy acc_norm", "n 400, num_fewshot 0, version 1"),
+        Quantity("task", "hard acc", "n 400, num_fewshot 0, version 1"),
     )
     assert v.numbers[easy][:2] == pytest.approx((0.54, 0.02)) and v.numbers[easy][4:] == (0.9, 0.88, 0.93)
     assert v.effects[hard] == pytest.approx((0.1, 0.05 / 3.92))
     made["tasks"] = None
     (v,) = [v for v in variants([make_run("a", made)]) if not v.baseline]
     expected = 1.96 * math.hypot(0.02 / 0.6, 0.9 * 0.02 / 0.6)
-    assert v.numbers[What("task", "easy acc_norm")].ratio_low == pytest.approx(0.9 - expected)
+    assert v.numbers[Quantity("task", "easy acc_norm")].ratio_low == pytest.approx(0.9 - expected)
     assert {w.of for w in v.numbers if w.kind == "task"} == {"easy acc_norm", "hard acc"}
     made["scores"]["baseline"] |= {"acc_easy": 0.5}
     assert not any(w.of == "easy acc" for v in variants([make_run("a", made)]) for w in v.numbers), (
@@ -294,7 +294,7 @@ def test_a_group_stands_for_its_tasks():
     made["tasks"] |= {"groups": {"hard": ["easy"]}, "settings": {"chat": True}}
     (v,) = [v for v in variants([make_run("a", made)]) if not v.baseline]
     assert [w for w in v.numbers if w.kind == "task"] == [
-        What("task", "hard acc", "n 400, num_fewshot 0, version 1, chat")
+        Quantity("task", "hard acc", "n 400, num_fewshot 0, version 1, chat")
     ]
     made["tasks"]["groups"] = {"unknown": ["easy", "hard"]}
     (v,) = [v for v in variants([make_run("a", made)]) if not v.baseline]
@@ -373,7 +373,7 @@ def test_leaderboard_has_every_model_and_one_baseline_a_machine():
     assert not any(c.what.kind in ("exact", "cache") for c in board.columns), "nobody has those"
     row = {c.what: cell for c, cell in zip(board.columns, board.rows[2].cells, strict=True)}
     assert row[SIZE].text == "100.0" and row[SIZE].change == "50 %" and row[DECODE].change == "1.60×"
-    assert row[What(*TEXT)].change == "+2.0 %" and row[What(*TEXT)].error == "± 1"
+    assert row[Quantity(*TEXT)].change == "+2.0 %" and row[Quantity(*TEXT)].error == "± 1"
     easy = next(cell for what, cell in row.items() if what.of == "easy acc_norm")
     assert (easy.text, easy.error, easy.change) == ("58.8", "± 2", "98.0 % [95.0, 101.0]")
 
@@ -438,14 +438,14 @@ def test_equal_sizes_are_told_apart_only_beyond_noise():
         "far": one(100, 80, 0.3, 0.02),
         "big": one(150, 80, 0.05),
     }
-    by_size, by_speed = planes(casts(variants([make_run("a", make_record("a", models))])))
+    by_size, by_speed = planes(plane_models(variants([make_run("a", make_record("a", models))])))
     assert standing_of(by_size.rows, "compressed") == ("front", "on the front; indistinguishable at this n from #3")
     assert standing_of(by_size.rows, "near") == (
         "noise",
         "within the noise of the front: #2 compressed; indistinguishable at this n from #2",
     )
     assert standing_of(by_size.rows, "far") == ("dominated", "dominated by #2 compressed")
-    assert [row["recipe"] for row in by_size.front] == ["compressed", "big", "16-bit baseline"], "from the smallest"
+    assert [row.recipe for row in by_size.front] == ["compressed", "big", "16-bit baseline"], "from the smallest"
     assert "of 5 models, 3 on the front, from the smallest: #2 compressed, #1 big, the 16-bit baseline." in by_size.said
     assert "1 other cannot be told from it at this n. 1 is dominated." in by_size.said
     assert by_size.said.replace("'", "&#x27;") in by_size.figure, "the figure says what it shows"
@@ -457,7 +457,7 @@ def test_equal_sizes_are_told_apart_only_beyond_noise():
 def test_speeds_of_different_machines_are_in_different_planes():
     models = {"compressed": one(100, 80, 0.02), "other": one(90, 85, 0.1)}
     runs = [make_run(key, make_record(key, models, cpu=cpu)) for key, cpu in (("a", "slow"), ("b", "fast"))]
-    found = planes(casts(variants(runs)))
+    found = planes(plane_models(variants(runs)))
     assert [plane.about for plane in found] == ["Accuracy against stored bytes"] + 2 * ["Accuracy against decode speed"]
     assert len(found[0].rows) == 5 and [len(plane.rows) for plane in found[1:]] == [3, 3], "bytes are bytes everywhere"
     assert "slow" in found[1].caption and "fast" in found[2].caption
@@ -474,20 +474,20 @@ def test_nothing_is_compared_that_was_not_asked_the_same():
         make_run("b", make_record("b", models, windows=3)),
         make_run("c", make_record("c", models, weights="cd")),
     ]
-    found = planes(casts(variants(runs)))
+    found = planes(plane_models(variants(runs)))
     sizes = [plane for plane in found if plane.about.endswith("stored bytes")]
     assert [(plane.model, len(plane.rows)) for plane in sizes] == [("model-ab", 3), ("model-ab", 3), ("model-cd", 3)]
     columns = [c.detail for c in leaderboard(runs).columns if c.label == "perplexity"]
     assert columns == ["news, 10 × 1,024 tokens", "news, 3 × 1,024 tokens"]
-    assert all(w.kind == "perplexity" for v in variants(runs) for axis in axes_of([v, v]) for w in axis.whats)
+    assert all(w.kind == "perplexity" for v in variants(runs) for axis in axes_of([v, v]) for w in axis.quantities)
 
 
 def test_tasks_are_the_accuracy_where_they_were_asked():
     (axis,) = axes_of(variants(make_sweep()))
-    assert axis.name == "accuracy on easy, hard" and len(axis.whats) == 2
-    plane = planes(casts(variants(make_sweep())))[0]
-    row = next(row for row in plane.rows if row["recipe"] == "plain")
-    assert row["accuracy"] == "90.0 %" and row["interval"] == "88.6 to 91.4", "the mean of two, each 0.08 / 3.92"
+    assert axis.name == "accuracy on easy, hard" and len(axis.quantities) == 2
+    plane = planes(plane_models(variants(make_sweep())))[0]
+    row = next(row for row in plane.rows if row.recipe == "plain")
+    assert row.accuracy == "90.0 %" and row.interval == "88.6 to 91.4", "the mean of two, each 0.08 / 3.92"
     assert standing_of(plane.rows, "five")[0] == "noise" and standing_of(plane.rows, "plain")[0] == "dominated"
     runs = make_sweep()
     for run in runs[1:3]:
@@ -496,13 +496,13 @@ def test_tasks_are_the_accuracy_where_they_were_asked():
             name: {m: v for m, v in own.items() if "acc" not in m} for name, own in run.record["scores"].items()
         }
     (axis,) = axes_of(variants(runs))
-    assert axis.whats[0].kind == "task", "two of four"
+    assert axis.quantities[0].kind == "task", "two of four"
     (axis,) = axes_of(variants([*runs, make_run("f", make_record("f", {"compressed": one(80, 80, 0.2)}))]))
-    assert axis.whats[0].kind == "perplexity", "two of five are too few"
+    assert axis.quantities[0].kind == "perplexity", "two of five are too few"
 
 
 def test_caches_have_a_front_of_their_own(published):
-    found = [cast for cast in casts(variants(published)) if cast.axis.amount == "cache"]
+    found = [cast for cast in plane_models(variants(published)) if cast.axis.amount == "cache"]
     assert [cast.kind for cast in found] == ["cache", "behind 8,000 tokens"] and [
         len(cast.spots) for cast in found
     ] == [34, 5]
@@ -512,7 +512,7 @@ def test_caches_have_a_front_of_their_own(published):
     drawn = planes(found[1:])[0]
     assert (
         drawn.about == "Answers against decode speed behind 8,000 tokens"
-        and drawn.rows[0]["recipe"] == "full 16-bit cache"
+        and drawn.rows[0].recipe == "full 16-bit cache"
     )
     columns = {(c.label, c.detail) for c in leaderboard(published).columns}
     assert {
@@ -528,64 +528,51 @@ def test_caches_have_a_front_of_their_own(published):
 def test_heat_map_has_a_row_per_run_and_the_means_of_its_layers():
     found = variants(make_sweep())
     heat = heat_map(found)
-    assert [row["run"] for row in heat.rows] == ["a", "c", "b"] and heat.kinds == ["mlp.up_proj", "mlp.down_proj"]
+    assert [row.run for row in heat.rows] == ["a", "c", "b"] and heat.kinds == ["mlp.up_proj", "mlp.down_proj"]
     expected = math.exp(sum(math.log(0.001 * i) for i in range(1, 7)) / 6)
-    assert heat.rows[0]["all"] == pytest.approx(expected) == pytest.approx(heat.rows[0]["cells"][1])
-    assert heat.rows[0]["worst"] == 5 and heat.rows[0]["error"] == pytest.approx(0.006) and "is 6.00e-03" in heat.said
+    assert heat.rows[0].all == pytest.approx(expected) == pytest.approx(heat.rows[0].cells[1])
+    assert heat.rows[0].worst == 5 and heat.rows[0].error == pytest.approx(0.006) and "is 6.00e-03" in heat.said
     assert heat.figure.count("<path") < 60, "cells of a strength are one path"
     assert heat_map(found, 0.01).hidden == 0 and heat_map(variants([make_run("x")])) is None
     bare = make_record("a", {"compressed": one(1, 1, 0.1)})
     bare["layers"] = [{"name": "lm_head", "error": None}, {"name": "lm_head", "error": 0.0}]
-    assert heat_map(variants([make_run("a", bare)])).rows[0]["worst"] == 1
+    assert heat_map(variants([make_run("a", bare)])).rows[0].worst == 1
 
 
 def test_only_what_differs_is_told():
     runs = make_sweep()
     runs[1].record["provenance"]["hardware"]["memory_bytes"] += 4096
-    told = {row["key"]: row["values"] for row in differences(runs)}
+    told = dict(differences(runs))
     assert set(told) == {"dirty", "versions.torch", "hardware.cpu"}, "a few bytes of memory are no difference"
-    assert told["versions.torch"] == [
-        {"value": "2.13.0", "runs": "2 runs: a, b"},
-        {"value": "2.12.0", "runs": "1 run: c"},
-    ]
+    assert told["versions.torch"] == [("2.13.0", "2 runs: a, b"), ("2.12.0", "1 run: c")]
     del runs[1].record["provenance"]["flags"]["deterministic"]
-    assert {"value": "not told", "runs": "1 run: b"} in {row["key"]: row["values"] for row in differences(runs)}[
-        "flags.deterministic"
-    ]
+    assert ("not recorded", "1 run: b") in dict(differences(runs))["flags.deterministic"]
     many = [make_run(str(i), make_record(str(i), {"compressed": one(1, 1, 1)}, cpu=f"cpu {i}")) for i in range(9)]
-    assert differences(many)[0]["values"][-1] == {"value": "3 more values", "runs": ""}
+    assert differences(many)[0].found[-1] == ("3 more values", "")
     assert list(machines(runs).values()) == [["a", "b"], ["c"]] and differences(runs[:1]) == []
 
 
 def test_changed_answers_and_texts_are_shared_out_and_linked():
     found = variants(make_sweep())
     told = flips(found)
-    assert (
-        [row["number"] for row in told["rows"]] == [1, 1, 2, 2, 3, 3, 4, 4]
-        and len(told["examples"]) == 9
-        and told["more"] == 0
-    )
-    assert [one["number"] for one in told["examples"][:3]] == [1, 2, 4], (
-        "in turns, so that no recipe crowds out the others"
-    )
-    assert told["rows"][0]["href"] == "a/samples/compressed.easy.jsonl" and told["rows"][4]["href"] == "", (
+    assert [row.number for row in told.rows] == [1, 1, 2, 2, 3, 3, 4, 4] and len(told.examples) == 9 and told.more == 0
+    assert [one.number for one in told.examples[:3]] == [1, 2, 4], "in turns, so that no recipe crowds out the others"
+    assert told.rows[0].href == "a/samples/compressed.easy.jsonl" and told.rows[4].href == "", (
         "no file is known of plain"
     )
     few = flips(found, scale=0.1)
-    assert len(few["examples"]) == 2 and few["more"] == 7 and len(few["rows"]) + few["hidden"] == 8
+    assert len(few.examples) == 2 and few.more == 7 and len(few.rows) + few.hidden == 8
     made = generations(found)
-    assert [one["prompt"] for one in made["prompts"]] == ["Tell me."] and [
-        t["number"] for t in made["prompts"][0]["texts"]
-    ] == [
+    assert [one.prompt for one in made.prompts] == ["Tell me."] and [t.number for t in made.prompts[0].texts] == [
         1,
         2,
         4,
     ]
-    assert made["files"][0] == {"href": "a/samples/generations.jsonl", "run": "a"} and len(made["rows"]) == 6
+    assert made.files["a/samples/generations.jsonl"] == "a" and len(made.rows) == 6
     mine = flips(found, path_of=lambda run, file: f"../{run.key}/{file}")
-    assert mine["rows"][0]["href"] == "../a/samples/compressed.easy.jsonl"
+    assert mine.rows[0].href == "../a/samples/compressed.easy.jsonl"
     old = [make_run("a", make_record("a", {"compressed": one(1, 1, 1)}))]
-    assert generations(variants(old))["prompts"][0]["prompt"] == "Why?" and flips(variants(old))["rows"] == []
+    assert generations(variants(old)).prompts[0].prompt == "Why?" and flips(variants(old)).rows == []
 
 
 def test_links_lead_to_files_only():
@@ -709,11 +696,11 @@ def test_verdict_on_tasks():
     assert found.exit_code == 1 and "The whole interval is below." in found.text
     easy = found.rows[0]
     error = 1.96 * 0.95 * math.hypot(0.04 / 3.92, 0.04 / 3.92 / 0.95)
-    assert easy["metric"] == "easy (acc_norm)" and (easy["recovery"], easy["low"], easy["high"]) == pytest.approx(
+    assert easy.metric == "easy (acc_norm)" and (easy.recovery, easy.low, easy.high) == pytest.approx(
         (0.95, 0.95 - error, 0.95 + error)
     )
     assert f"recovery 95.0 % [{(0.95 - error / 2**0.5) * 100:.1f}," in found.text and "the mean of 2" in found.text
-    ratios = {row["metric"]: row["recovery"] for row in found.rows[2:]}
+    ratios = {row.metric: row.recovery for row in found.rows[2:]}
     assert ratios["stored bytes"] == 0.5 and ratios["decode tokens/s"] == 1.5
     wide = two({"compressed": (0.98, 0.93, 1.03)})
     assert compare_two(*wide).exit_code == 1 and "noise alone could do this" in compare_two(*wide).text
@@ -726,8 +713,8 @@ def test_verdict_on_tasks():
 def test_verdict_falls_back_on_perplexity():
     found = compare_two(*two({}))
     share = math.exp(-0.05)
-    assert found.rows[0]["recovery"] == pytest.approx(share) and found.rows[0]["metric"] == "perplexity on news"
-    assert found.rows[0]["high"] == pytest.approx(share * (1 + 1.96 * 0.005)) and found.exit_code == 1
+    assert found.rows[0].recovery == pytest.approx(share) and found.rows[0].metric == "perplexity on news"
+    assert found.rows[0].high == pytest.approx(share * (1 + 1.96 * 0.005)) and found.exit_code == 1
     assert compare_two(*two({}), recovery_threshold=0.95).exit_code == 0
     a, b = two({}, nll=-0.05)
     assert compare_two(a, b).exit_code == 0 and compare_two(b, a).exit_code == 1, "the order matters"
@@ -735,7 +722,7 @@ def test_verdict_falls_back_on_perplexity():
         del one["difference"], one["scores"]["compressed"]["perplexity_news_stderr"]
     assert "How far noise reaches is unknown." in compare_two(a, b).text
     del a["scores"]["compressed"]
-    assert compare_two(a, b).rows[0]["a"] == 20.0, "a run of the baseline alone"
+    assert compare_two(a, b).rows[0].a == 20.0, "a run of the baseline alone"
 
 
 def test_verdict_refuses_what_cannot_be_compared():
@@ -749,7 +736,7 @@ def test_verdict_refuses_what_cannot_be_compared():
     with pytest.raises(ValueError, match="`b` .=.b.. is the record of a run without scores"):
         compare_two(a, {**b, "scores": None})
     few = with_tasks(two({})[1], {"compressed": (0.9, 0.8, 1.0)}, n=10)
-    assert compare_two(two({"compressed": (1, 1, 1)})[0], few).rows[0]["metric"] == "perplexity on news", (
+    assert compare_two(two({"compressed": (1, 1, 1)})[0], few).rows[0].metric == "perplexity on news", (
         "other questions are other tasks"
     )
     text = compare_two(a, two({}, cpu="another")[1]).text

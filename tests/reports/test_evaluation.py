@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from eval.record.rows import typed
 from eval.record.schema import read_record
 from reports.page import evaluation, kv, resources
 from reports.page.render import metric_table, page, render
@@ -239,19 +240,19 @@ def html(record) -> str:
 
 @pytest.fixture(scope="module")
 def told(record) -> dict:
-    return evaluation.context(record) | resources.context(record)
+    return evaluation.context(typed(record)) | resources.context(typed(record))
 
 
 def test_scores_are_named_by_their_longest_prefix(record):
-    rows = {(row["label"], row["detail"]): row for row in metric_table(record)["rows"]}
+    rows = {(row.label, row.detail): row for row in metric_table(typed(record)).rows}
     assert (
         ("Accuracy, by length", "reasoning") in rows
         and ("Accuracy", "facts") in rows
         and ("Bits per byte", "text") in rows
     )
     assert not any("norm" in detail for _, detail in rows)
-    assert [cell["value"] for cell in rows["Accuracy, by length", "reasoning"]["cells"][:2]] == ["42.00", "36.00"]
-    assert rows["Bits per byte", "text"]["change"]["kind"] == "bad", "more bits are worse"
+    assert [value for value, _ in rows["Accuracy, by length", "reasoning"].cells[:2]] == ["42.00", "36.00"]
+    assert rows["Bits per byte", "text"].change.kind == "bad", "more bits are worse"
 
 
 def test_every_prefix_is_its_own_longest():
@@ -263,16 +264,16 @@ def test_every_prefix_is_its_own_longest():
 
 def test_tasks_say_what_was_compared(told):
     tasks = told["tasks"]
-    by = {group["task"]: {row["model"]: row for row in group["rows"]} for group in tasks["groups"]}
+    by = {group.of.task: {row.model: row for row in group.rows} for group in tasks["groups"]}
     mine = by["reasoning"]["compressed"]
-    assert (mine["value"], mine["stderr"]) == ("36.0", "± 2.0") and mine["recovery"] == ("85.7 %", "77.4 to 94.0")
+    assert (mine.value, mine.stderr) == ("36.0", "± 2.0") and mine.recovery == ("85.7 %", "77.4 to 94.0")
     assert (
-        mine["difference"] == ("−6.0", "−9.5 to −2.5")
-        and mine["p"] == "< 0.001"
-        and (mine["wrong"], mine["right"]) == (61, 25)
+        mine.difference == ("−6.0", "−9.5 to −2.5")
+        and mine.p == "< 0.001"
+        and (mine.paired.right_to_wrong, mine.paired.wrong_to_right) == (61, 25)
     )
-    assert [by[task]["compressed"]["kind"] for task in by] == ["bad", "", "bad"], "fewer right; within noise; more bits"
-    assert by["facts"]["baseline"]["recovery"] == ("", "") and by["text"]["compressed"]["wrong"] is None
+    assert [by[task]["compressed"].kind for task in by] == ["bad", "", "bad"], "fewer right; within noise; more bits"
+    assert by["facts"]["baseline"].recovery == ("", "") and by["text"]["compressed"].paired.right_to_wrong is None
     assert tasks["said"] == [
         "Beyond noise, the compressed model is worse than the baseline on reasoning, text.",
         "On 1 of 3 tasks the difference to the baseline is within the noise at this number of questions.",
@@ -287,13 +288,13 @@ def test_less_can_be_better(record):
     made = copy.deepcopy(record)
     text = made["tasks"]["compared"]["compressed"]["text"]
     text |= {"difference": -0.05, "difference_low": -0.06, "difference_high": -0.04}
-    assert evaluation.context(made)["tasks"]["groups"][2]["rows"][1]["kind"] == "good"
+    assert evaluation.context(typed(made))["tasks"]["groups"][2].rows[1].kind == "good"
 
 
 def test_forest_is_of_points_and_right_is_better(record, monkeypatch):
     drawn = {}
     monkeypatch.setattr(evaluation, "forest", lambda panels, **_: drawn.update(panels) or "")
-    evaluation.context(record)
+    evaluation.context(typed(record))
     points, others = drawn.values()
     reasoning, facts = (group[0] for group in points.values())
     assert [round(v, 6) for v in reasoning[1:4]] == [-6.0, -9.5, -2.5] and reasoning.main
@@ -313,68 +314,60 @@ def test_a_group_counts_once(record):
         tasks["rows"].append(tasks["rows"][0] | {"task": part})
         tasks["compared"]["compressed"][part] = against(0.4, 0.1, 0.01, 300, 50, 10, 0.0)
     tasks["groups"] = {"reasoning": ["reasoning_a", "reasoning_b"], "unscored": ["facts"]}
-    found = evaluation.context(made)["tasks"]
-    assert [group["task"] for group in found["groups"]] == ["reasoning", "facts", "text"]
-    assert [group["task"] for group in found["parts"]] == ["reasoning_a", "reasoning_b"]
-    assert evaluation.mean_recovery(made) == evaluation.mean_recovery(record)
-    assert found["flips"][0]["counts"] == {"right to wrong": 70, "wrong to right": 31}
+    found = evaluation.context(typed(made))["tasks"]
+    assert [group.of.task for group in found["groups"]] == ["reasoning", "facts", "text"]
+    assert [group.of.task for group in found["parts"]] == ["reasoning_a", "reasoning_b"]
+    assert evaluation.mean_recovery(typed(made)) == evaluation.mean_recovery(typed(record))
+    assert found["flips"][0][1:3] == (70, 31)
     assert "reasoning_a" not in found["forest"]
     assert len(page(made | dict.fromkeys(KEYS[1:])).split("2 parts of groups")) == 2
 
 
-def test_generations_are_side_by_side(told, record):
+def test_generations_are_side_by_side(told, record, html):
     generation = told["generation"]
-    assert [group["name"] for group in generation["groups"]] == ["Greedy", "Temperature 0.5", "Temperature 1"]
-    base, mine = generation["groups"][1]["rows"][:2]
-    assert base["first_difference"] == base["same"] == ("", "") and mine["first_difference"] == ("9.500", "± 1.2")
-    assert mine["repetition"] == ("20.0", "± 2.0") and mine["ended"] == ("40.0", "± 10.0")
-    shown = generation["samples"][0]["texts"]
-    assert shown[0]["shared"] == "" and shown[1]["shared"] == "Once upon a time there "
-    assert [one["shared"] + one["rest"] for one in shown] == list(record["generation"]["samples"][0]["texts"].values())
-    assert shown[1]["how"] == "differs from token 7 on" and generation["samples"][1]["how"] == "Temperature 0.5, seed 1"
+    assert [name for name, _ in generation["groups"]] == ["Greedy", "Temperature 0.5", "Temperature 1"]
+    rows = html.split("Temperature 0.5</b>")[1].split("</tbody>")[0].split("</tr>")[1:3]
+    base, mine = (re.sub(r"<[^>]+>|\s+", " ", row).split() for row in rows)
+    assert " ".join(base) == "baseline 44.00 ± 1.5 40.0 ± 10.0 7.0 ± 2.0 48"
+    assert " ".join(mine[1:]) == "9.500 ± 1.2 10.0 ± 4.0 44.00 ± 1.5 40.0 ± 10.0 20.0 ± 2.0 48"
+    shown = generation["samples"][0].texts
+    assert shown[0].shared == "" and shown[1].shared == "Once upon a time there "
+    assert [one.shared + one.rest for one in shown] == list(record["generation"]["samples"][0]["texts"].values())
+    assert shown[1].how == "differs from token 7 on" and generation["samples"][1].how == "Temperature 0.5, seed 1"
     assert len(generation["samples"]) + len(generation["more"]) == 6 and generation["figure"].count("<svg") == 1
 
 
-def test_grid_and_load(told, record):
+def test_grid_and_load(told, record, html):
     grid = told["grid"]
-    assert [group["name"] for group in grid["groups"]][:2] == ["64 tokens, batch 1", "64 tokens, batch 4"] and len(
+    assert [name for name, _ in grid["groups"]][:2] == ["64 tokens, batch 1", "64 tokens, batch 4"] and len(
         grid["groups"]
     ) == 6
-    base, mine, _ = grid["groups"][0]["rows"]
-    assert (
-        base["decode"]["ratio"] is None
-        and mine["decode"]["ratio"] == 1.6
-        and mine["prefill"]["spread"] == "1,160–1,230"
-    )
+    rows = html.split("64 tokens, batch 1</b>")[1].split("</tbody>")[0].split("</tr>")[1:3]
+    assert "×" not in rows[0] and ">1.60×<" in rows[1] and "1,160–1,230" in rows[1]
     assert grid["executed"] == ["baseline, compressed, rtn: compiled, weights frozen"] and len(grid["load"]) == 4
     made = copy.deepcopy(record)
     made["speed_grid"]["rows"] = [row for row in made["speed_grid"]["rows"] if row["batch"] == 1]
-    assert "tokens of prompt" in resources.context(made)["grid"]["figure"], "one batch: against the length"
+    assert "tokens of prompt" in resources.context(typed(made))["grid"]["figure"], "one batch: against the length"
     made["speed_grid"]["rows"] *= 200
-    many = resources.context(made)["grid"]
+    many = resources.context(typed(made))["grid"]
     assert (
-        sum(len(group["rows"]) for group in many["groups"]) == resources.MAX_ROWS
-        and many["left"] == 1200 - resources.MAX_ROWS
+        sum(len(rows) for _, rows in many["groups"]) == resources.MAX_ROWS and many["left"] == 1200 - resources.MAX_ROWS
     )
 
 
-def test_cost_says_how_far_it_is_from_the_ceiling(told, record):
+def test_cost_says_how_far_it_is_from_the_ceiling(told, record, html):
     cost = told["cost"]
     row = next(
         row
         for row in record["cost"]["rows"]
         if row["measured_s"] and row["model"] == "compressed" and row["batch"] == 1
     )
-    shown = next(one for one in cost["rows"] if one["ratio"] and one["model"] == "compressed" and one["batch"] == 1)
-    assert (
-        shown["ratio"] == row["measured_s"] / row["predicted_s"]
-        and shown["bound"] == "memory"
-        and shown["weights"] == "134"
-    )
+    shown = next(one for one in cost["rows"] if one.ratio and one.model == "compressed" and one.batch == 1)
+    assert shown.ratio == row["measured_s"] / row["predicted_s"] and "<td>134</td>" in html.split('id="cost"')[1]
     assert (
         len(cost["said"]) == 2
-        and f"({shown['ratio']:.2f}×" not in cost["said"][0]
-        and f"{shown['ratio']:.2f}×" in cost["said"][1]
+        and f"({shown.ratio:.2f}×" not in cost["said"][0]
+        and f"{shown.ratio:.2f}×" in cost["said"][1]
     )
     assert cost["read"] == "21.00 GB/s" and cost["flops"] == "0.4000 TFLOP/s"
 
@@ -382,11 +375,11 @@ def test_cost_says_how_far_it_is_from_the_ceiling(told, record):
 def test_what_cannot_be_measured_is_said(told, record, html):
     assert html.count("<small>not measurable here</small>") == 3
     assert "Energy: not measurable here: no permission to read the counters of the CPU" in told["efficiency"]["notes"]
-    rows = {row["model"]: row["cells"] for row in told["efficiency"]["rows"]}
-    assert [cell["value"] for cell in rows["compressed"]] == ["290", "93.00", "16.00", "61.00", None, "2.400"]
+    rows = dict(told["efficiency"]["rows"])
+    assert [value for value, _ in rows["compressed"]] == ["290", "93.00", "16.00", "61.00", None, "2.400"]
     made = copy.deepcopy(record)
     made["efficiency"]["rtn"]["energy"]["note"] = "another reason"
-    assert "Energy (rtn): another reason" in resources.context(made)["efficiency"]["notes"]
+    assert "Energy (rtn): another reason" in resources.context(typed(made))["efficiency"]["notes"]
 
 
 @pytest.mark.parametrize("path", sorted(PUBLISHED.glob("*.json")), ids=lambda path: path.stem)
@@ -394,7 +387,7 @@ def test_nothing_is_shown_of_what_is_not_there(path):
     made = read_record(path)
     without = {key: value for key, value in made.items() if key not in KEYS}
     for record in (without, made | dict.fromkeys(KEYS), made | {key: {} for key in KEYS}):
-        assert evaluation.context(record) == resources.context(record) == {}
+        assert evaluation.context(typed(record)) == resources.context(typed(record)) == {}
 
 
 def test_records_with_little_render(record):

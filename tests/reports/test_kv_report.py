@@ -8,6 +8,7 @@ import nbformat
 import pytest
 import torch
 
+from eval.record.rows import typed
 from eval.record.schema import read_record
 from notebooks.study.parameters import FOLDER
 from reports.page.caches import cache_rows, speed_rows
@@ -53,24 +54,24 @@ def record(tmp_path_factory):
 
 
 def test_what_is_said(record):
-    told = context(record)
+    told = context(typed(record))
     html = page(record)
     assert told["title"].startswith("expected_attention(budget=0.25, allocation='ada')")
     assert [value for value, _ in told["cards"]][0].endswith("×") and len(told["verdict"]) == 5
     assert all(told[key] for key in ("pareto", "by_token", "survival", "budgets", "errors", "depth", "speed"))
     assert "in codes" in html and "random_kv(budget=0.2)" in html and len(html.encode()) < 1_000_000
-    names = [row["name"] for row in cache_rows(record["cache"])]
+    names = [row.name for row in cache_rows(typed(record).cache)]
     assert names[:4] == ["full", "compressed", "in codes", "kv_int(bits=8)"] and len(names) == len(set(names)) == 10
-    assert [row["name"] for row in speed_rows(record["cache"]["speed"])][-1] == "full, torch SDPA"
+    assert [row.name for row in speed_rows(typed(record).cache.speed)][-1] == "full, torch SDPA"
     assert record["cache"]["left_alone"] == {} and record["scores"]["compressed"]["decode_tokens_per_s_64"] > 0
 
 
 def test_rows_are_what_was_answered(record):
     cache = record["cache"]
-    for row in cache_rows(cache):
-        own = [one for one in cache["answers"] if one["variant"] == row["name"] and one["visibility"] == "agnostic"]
+    for row in cache_rows(typed(record).cache):
+        own = [one for one in cache["answers"] if one["variant"] == row.name and one["visibility"] == "agnostic"]
         exact = [value for one in own for value in one["exact"]]
-        assert len(own) == 4 and len(exact) == 24 and row["by"]["agnostic"]["exact"] == pytest.approx(sum(exact) / 24)
+        assert len(own) == 4 and len(exact) == 24 and row.by["agnostic"].exact == pytest.approx(sum(exact) / 24)
     assert {one["visibility"] for one in cache["answers"] if one["task"] == "multi_value"} == {"agnostic", "visible"}
 
 

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from eval.record.rows import typed
 from eval.record.schema import read_record
 from reports.page import pruning
 from reports.page.folds import context, figures
-from reports.page.render import compared, metric_table, number, page, render
+from reports.page.render import compared, metric_table, page, render
 from reports.page.verdict import verdict
-from reports.parts import plots
+from reports.parts import labels, plots
+from reports.parts.metrics import number
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "reports" / "published"
 LIMIT_BYTES = 1_000_000
@@ -321,6 +323,10 @@ def make_kernel_record() -> dict:
     }
 
 
+def folds(of: list[dict]) -> tuple:
+    return typed({"folds": of}).folds
+
+
 def test_the_page_of_a_kernel_benchmark_says_what_was_found():
     html = page(make_kernel_record())
     for text in (
@@ -400,37 +406,34 @@ def test_page_says_what_the_record_says():
 
 def test_verdict_is_honest_both_ways():
     made = make_record()
-    said = " ".join(verdict(made))
+    said = " ".join(verdict(typed(made)))
     assert "113 MB instead of 269 MB in 16 bits (2.38× smaller)" in said
     assert "from 20.00 to 21.50 (+7.5 %; rounding to nearest, absmax scales, gives 24.00)" in said
     assert "decodes 1.80× as fast" in said and "reads a prompt more slowly" in said and "(0.73×)" in said
     assert "within the noise" not in said
     assert "smoothing" not in said
-    said = " ".join(verdict(make_smoothed_record()))
+    said = " ".join(verdict(typed(make_smoothed_record())))
     assert "gives 24.00; without smoothing it would be 25.00, +25.0 %)" in said and said.endswith(
         "nf4: a note about nf4."
     )
     made["difference"]["compressed"] = {"nll_pydocs": 0.001, "nll_pydocs_stderr": 0.004}
-    assert "At 16,000 tokens that difference is within the noise." in " ".join(verdict(made))
+    assert "At 16,000 tokens that difference is within the noise." in " ".join(verdict(typed(made)))
 
 
 def test_table_has_units_errors_and_changes():
-    rows = {row["label"]: row for row in metric_table(make_record())["rows"]}
-    assert metric_table(make_record())["models"] == ["baseline", "compressed", "rtn"]
-    assert [c["value"] for c in rows["Perplexity"]["cells"]] == ["20.00", "21.50", "24.00"]
-    assert (
-        rows["Perplexity"]["change"] == {"text": "+7.5 %", "kind": "bad"}
-        and rows["Perplexity"]["cells"][0]["stderr"] == "± 0.5"
-    )
-    assert rows["Decode"]["change"]["kind"] == "good" and rows["Stored"]["cells"][1]["value"] == "113"
-    assert rows["KL to the baseline"]["cells"][0]["value"] == "–"
+    rows = {row.label: row for row in metric_table(typed(make_record())).rows}
+    assert metric_table(typed(make_record())).models == ["baseline", "compressed", "rtn"]
+    assert [value for value, _ in rows["Perplexity"].cells] == ["20.00", "21.50", "24.00"]
+    assert rows["Perplexity"].change == ("+7.5 %", "bad") and rows["Perplexity"].cells[0][1] == "± 0.5"
+    assert rows["Decode"].change.kind == "good" and rows["Stored"].cells[1][0] == "113"
+    assert rows["KL to the baseline"].cells[0][0] == "–"
 
 
 def test_models_of_a_run_stand_side_by_side():
     html = page(make_smoothed_record())
-    found = compared(make_smoothed_record())
-    assert [row["name"] for row in found["rows"]] == ["baseline", "compressed", "rtn", "unsmoothed", "nf4"]
-    assert metric_table(make_smoothed_record())["models"] == ["baseline", "compressed", "rtn", "unsmoothed"]
+    found = compared(typed(make_smoothed_record()))
+    assert [row.name for row in found["rows"]] == ["baseline", "compressed", "rtn", "unsmoothed", "nf4"]
+    assert metric_table(typed(make_smoothed_record())).models == ["baseline", "compressed", "rtn", "unsmoothed"]
     nf4 = re.search(r"<tr><th[^>]*>nf4</th>.*?</tr>", html)[0]
     assert re.findall(r">([^<>]+)</(?:td|span)>", nf4) == [
         "± 0.5",
@@ -447,17 +450,19 @@ def test_models_of_a_run_stand_side_by_side():
         assert label in figure.replace("&#x27;", "'").replace("&#39;", "'"), label
     assert "Change of the perplexity against decoded tokens per second" in html
     assert ">rtn<" not in figure, "what was not weighed has no place in it"
-    assert not compared(make_record()) and "Compared in this run" not in page(make_record())
+    assert not compared(typed(make_record())) and "Compared in this run" not in page(make_record())
     many = make_record()
     many["scores"] |= {name: {"perplexity_pydocs": 30.0} for name in ("one", "two")}
-    assert compared(many)["rows"][-1]["name"] == "two" and compared(many)["by_size"] == "", "two points are no picture"
+    assert compared(typed(many))["rows"][-1].name == "two" and compared(typed(many))["by_size"] == "", (
+        "two points are no picture"
+    )
 
 
 def test_labels_of_many_models_lie_apart():
     """Models of the same size and nearly the same perplexity: each label in a place of its own, inside the figure."""
-    points = [plots.Point(f"recipe number {i} of many, int8", 165.0, 0.05 * i, i == 3) for i in range(8)]
-    points += [plots.Point("16-bit baseline", 269.0, 0.0), plots.Point("broken", 165.0, 900.0)]
-    svg = plots.scatter(points, key="k", x_label="x", y_label="y", summary="s")
+    points = [labels.Point(f"recipe number {i} of many, int8", 165.0, 0.05 * i, i == 3) for i in range(8)]
+    points += [labels.Point("16-bit baseline", 269.0, 0.0), labels.Point("broken", 165.0, 900.0)]
+    svg = labels.scatter(points, key="k", x_label="x", y_label="y", summary="s")
     found = re.findall(r'text-anchor: (\w+)[^"]*" x="([\d.-]+)" y="([\d.-]+)"[^>]*>([^<]+)', svg)
     texts = [text for text in found if text[3] in {point.label for point in points}]
     assert len(texts) == len(points)
@@ -472,7 +477,7 @@ def test_labels_of_many_models_lie_apart():
 
 def test_page_shows_what_was_moved():
     html = page(make_smoothed_record())
-    told = context(make_smoothed_record()["folds"])
+    told = context(folds(make_smoothed_record()["folds"]))
     assert told["said"].startswith("17 of 20 links were scaled (alpha 0.3 to 0.8, median 0.7)")
     assert "goes from 30.8× to 6.4×" in told["said"] and "moved by more than 3.0e-07 of itself" in told["said"]
     for text in ("input_layernorm\n→ q, k, v", "mlp.up_proj\n→ down"):
@@ -480,35 +485,37 @@ def test_page_shows_what_was_moved():
     assert all(told[key] for key in ("channels", "magnitudes", "alphas", "errors")) and html.count("<svg") == 9
     assert html.count("no alpha lessens the error in 8 bits") == 3 and "20 links" in html
     one = [{**fold, "alpha": 0.5} for fold in make_smoothed_record()["folds"]]
-    assert context(one)["alphas"] == "" and "(alpha 0.5)" in context(one)["said"], "one value needs no figure"
+    assert context(folds(one))["alphas"] == "" and "(alpha 0.5)" in context(folds(one))["said"], (
+        "one value needs no figure"
+    )
     bare = [{**fold, "channels": None, "error_before": None, "error_after": None, "alpha": None} for fold in one]
     assert (
-        context(bare)["channels"] == context(bare)["errors"] == ""
-        and "None of 20 links was moved." in context(bare)["said"]
+        context(folds(bare))["channels"] == context(folds(bare))["errors"] == ""
+        and "None of 20 links was moved." in context(folds(bare))["said"]
     )
     page(make_smoothed_record() | {"folds": bare})
 
 
 def test_page_shows_what_was_taken_away():
     made = make_pruned_record()
-    html, told = page(made), pruning.context(made["layers"], made["drops"], made["strengths"])
+    html, told = page(made), pruning.context(typed(made))
     assert told["said"][0] == "Dropped: the attention of block 6, 7 (2 of 10; 1.8 M parameters)."
     assert told["said"][1].startswith("49.2 % of the weights of 70 linears are 0, between 30 and 70 % of each.")
     assert all(told[key] for key in ("importance", "sparsity", "distortion", "figures")) and html.count("<svg") == 7
     assert "number 2" in html and "884,736" in html and "magnitude(ratio={})" in html and ">2,000<" in html
     even = [{**layer, "sparsity": 0.5, "distortion": None} for layer in made["layers"]]
-    assert pruning.context(even, [], {})["sparsity"] == "", "one share needs no figure"
-    assert (
-        "as many of each" in pruning.context(even, [], {})["said"][0]
-        and pruning.context(even, [], {})["distortion"] == ""
-    )
-    assert not pruning.context(make_record()["layers"], [], {}) and "What was taken away" not in page(make_record())
-    slow, fast = (pruning.context(even, [], {}, {"decode": r, "prefill": 1.0})["said"][-1] for r in (1.02, 1.6))
+
+    def said(layers, **ratios):
+        scores = {"baseline": dict.fromkeys(ratios, 1.0), "compressed": ratios}
+        return pruning.context(typed({"layers": layers, "scores": scores}))
+
+    assert said(even)["sparsity"] == said(even)["distortion"] == "", "one share needs no figure"
+    assert "as many of each" in said(even)["said"][0]
+    assert not said(make_record()["layers"]) and "Removed parts and weights" not in page(make_record())
+    slow, fast = (said(even, decode_tokens_per_s=r, prefill_tokens_per_s=1.0)["said"][-1] for r in (1.02, 1.6))
     assert "save no time here: it decodes 1.02× and reads prompts 1.00×" in slow and "decodes 1.60×" in fast
-    assert (
-        len(pruning.context([{**layer, "bits_per_weight": 4.0} for layer in even], [], {}, {"decode": 2.0})["said"])
-        == 1
-    )
+    quantised = [{**layer, "bits_per_weight": 4.0} for layer in even]
+    assert len(said(quantised, decode_tokens_per_s=2.0)["said"]) == 1
     shown = pruning.figures(made["layers"], made["drops"])._repr_html_()
     assert shown.count("<svg") == 3 and "Nothing was set to 0" in pruning.figures([], [])._repr_html_()
 
@@ -517,7 +524,7 @@ def test_channels_keep_their_peaks():
     """However many channels there are, the largest is drawn, where it is."""
     values = [1.0] * 5000
     values[1234] = 77.0
-    at, largest = plots._envelope(values)
+    at, largest = plots.envelope(values)
     assert len(at) <= 320 and max(largest) == 77.0 and abs(at[largest.index(77.0)] - 1234) < 20
 
 

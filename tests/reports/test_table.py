@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from eval.record.rows import typed
 from eval.record.schema import read_record
 from notebooks.batch.cli import main
 from reports.parts.table import markdown, rows, strengths_markdown, tasks_markdown, updated
@@ -64,7 +65,7 @@ def test_a_row_for_each_model_against_its_own_baseline():
         and "1,500 (1.50×)" in both[3]
         and "1,500 (0.50×)" in both[7]
     )
-    assert [row["decode_ratio"] for row in rows(other)] == [1.0, 1.0, None, None]
+    assert [row.decode_ratio for row in rows(typed(other))] == [1.0, 1.0, None, None]
 
 
 def test_a_table_of_strengths():
