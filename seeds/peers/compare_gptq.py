@@ -8,7 +8,7 @@ $ /tmp/peers/llmc/bin/python seeds/peers/compare_gptq.py llmcompressor /tmp/peer
 $ GPTQMODEL_CPU_WORKERS=2 /tmp/peers/gptqmodel/bin/python seeds/peers/compare_gptq.py gptqmodel /tmp/peers/work
 $ .venv/bin/python seeds/peers/compare_gptq.py score /tmp/peers/work
 
-Every step leaves what it made in the folder; `score` prints a table and a JSON line.
+Every step writes its results into the folder. `score` prints a table and a JSON line.
 """
 
 import argparse

@@ -5,9 +5,9 @@ $ .venv/bin/python seeds/peers/compare_pruning.py ours /tmp/peers/prune
 $ /tmp/peers/llmc/bin/python seeds/peers/compare_pruning.py llmcompressor /tmp/peers/prune
 $ .venv/bin/python seeds/peers/compare_pruning.py table /tmp/peers/prune
 
-`--cases`, `--samples` and `--windows` make it shorter. Both tools prune all linears of a block on what the block gave
-before any of them was pruned, and hand on what it gives afterwards; so the inputs of the first block are the same in
-both, and its masks can be compared one to one. Further on each tool sees what its own pruned blocks give.
+`--cases`, `--samples` and `--windows` make it shorter. Both tools prune all linears of a block on the inputs that they
+have in the unpruned block, and pass on the outputs of the pruned one. So the inputs of the first block are the same in
+both tools, and its masks can be compared one to one; later blocks of each tool read the outputs of its own pruned ones.
 """
 
 import argparse
@@ -24,10 +24,21 @@ WINDOW = 2048
 # name: (our recipe, the peer's modifier, its knobs)
 CASES: dict[str, tuple[str, str, dict]] = {
     "wanda 50 %": ("wanda(ratio=0.5, sequential=False)", "WandaPruningModifier", {"sparsity": 0.5}),
-    "wanda 2:4": ("wanda(pattern='2:4', sequential=False)", "WandaPruningModifier", {"sparsity": 0.5, "mask_structure": "2:4"}),
-    "sparsegpt 50 %": ("sparsegpt(ratio=0.5, sequential=False)", "SparseGPTModifier", {"sparsity": 0.5, "dampening_frac": 0.01}),
-    "sparsegpt 2:4": ("sparsegpt(pattern='2:4', sequential=False)", "SparseGPTModifier",
-                      {"sparsity": 0.5, "mask_structure": "2:4", "dampening_frac": 0.01}),
+    "wanda 2:4": (
+        "wanda(pattern='2:4', sequential=False)",
+        "WandaPruningModifier",
+        {"sparsity": 0.5, "mask_structure": "2:4"},
+    ),
+    "sparsegpt 50 %": (
+        "sparsegpt(ratio=0.5, sequential=False)",
+        "SparseGPTModifier",
+        {"sparsity": 0.5, "dampening_frac": 0.01},
+    ),
+    "sparsegpt 2:4": (
+        "sparsegpt(pattern='2:4', sequential=False)",
+        "SparseGPTModifier",
+        {"sparsity": 0.5, "mask_structure": "2:4", "dampening_frac": 0.01},
+    ),
 }  # fmt: skip
 
 
