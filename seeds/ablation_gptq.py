@@ -3,7 +3,11 @@
 $ python seeds/ablation_gptq.py --out reports/published/gptq-ablation-smollm2-135m.json
 
 prints a markdown table and writes a JSON record: per model perplexity and KL divergence from the float32 baseline with
-standard errors, and the difference of each from the default, paired over windows.
+standard errors, and the difference of each from the default, paired over windows. `--only` makes some of the rows, and
+
+$ python seeds/ablation_gptq.py --join one.json another.json
+
+prints one table of the rows of several records of the same settings.
 """
 
 import argparse
@@ -122,6 +126,22 @@ def _percent(row: dict[str, float]) -> str:
     return f"{100 * math.expm1(row['nll_from_default']):+.1f} ± {100 * row['nll_from_default_stderr']:.1f} %"
 
 
+def joined(files: Sequence[Path]) -> dict[str, dict[str, dict[str, float | None]]]:
+    """Summaries per text of the rows of several records.
+
+    Raises:
+        ValueError: records of different settings, or whose default rows differ.
+    """
+    records = [json.loads(file.read_text()) for file in files]
+    scores = records[0]["windows"]
+    for file, record in zip(files, records, strict=True):
+        for text, rows in record["windows"].items():
+            if record["settings"] != records[0]["settings"] or rows[DEFAULT] != scores[text][DEFAULT]:
+                raise ValueError(f"`--join`: {file} has other settings or another default than {files[0]}")
+            scores[text] |= rows
+    return {text: summary(rows) for text, rows in scores.items()}
+
+
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -136,7 +156,11 @@ def main() -> None:
     parser.add_argument("--windows", type=int, nargs="+", default=[8, 4], help="of each text")
     parser.add_argument("--only", nargs="*", help="the rows to make, beside the default; all if not given")
     parser.add_argument("--out", type=Path, help="file for the JSON record")
+    parser.add_argument("--join", nargs="+", type=Path, help="records to print in one table; nothing is measured")
     arguments = parser.parse_args()
+    if arguments.join:
+        print(table(joined(arguments.join)))
+        return
     baseline, tokenizer = load_model(arguments.model)
     batches = calibration(
         tokenizer, corpus=arguments.corpus, samples=arguments.samples, seqlen=arguments.seqlen, seed=0
