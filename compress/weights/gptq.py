@@ -96,7 +96,11 @@ class GPTQ(LayerwiseMethod):
         return [stored]
 
     def hessian(self, statistics: LayerStatistics) -> Tensor:
-        """H [in, in] with the windows' first tokens counted `sink_weight` times."""
+        """H [in, in] with the windows' first tokens counted `sink_weight` times.
+
+        Deviation from the paper, which counts all tokens alike: every later token attends to the first one (an
+        attention sink, arXiv:2309.17453), so its error reaches all of them; see seeds/log.md for what that gives.
+        """
         H, first = statistics.values["gram"], statistics.values["starts"]
         more = (self.sink_weight - 1) * 2 / max(statistics.tokens, 1)
         return torch.addmm(H, first.t(), first, alpha=more) if more and len(first) else H
