@@ -105,6 +105,9 @@ def _parser() -> argparse.ArgumentParser:
     table.add_argument(
         "--update", metavar="FILE", help="make the tables of a Markdown file anew from the records that it names"
     )
+    table.add_argument(
+        "--write", metavar="FOLDER", help="write the README.md of a folder of records, such as reports/published"
+    )
     return parser
 
 
@@ -256,11 +259,16 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _table(options: argparse.Namespace) -> int:
+    from eval.record.files import write_whole
     from eval.record.schema import read_record
+    from reports.parts.published import README, published_readme
     from reports.parts.table import markdown, strengths_markdown, updated
 
-    if bool(options.records) == bool(options.update):
-        raise ValueError("`table` takes records, or --update with a file that names them")
+    if sum(map(bool, (options.records, options.update, options.write))) != 1:
+        raise ValueError("`table` takes records, or --update with a file that names them, or --write with a folder")
+    if options.write:
+        print(write_whole(published_readme(Path(options.write)), Path(options.write) / README))
+        return 0
     if options.records:
         read = [read_record(path) for path in options.records]
         print(markdown(read), end="")

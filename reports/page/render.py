@@ -1,6 +1,5 @@
 """render: one run record -> one self-contained HTML page."""
 
-import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -159,7 +158,7 @@ def _kinds(layers: Sequence[LayerRow]) -> list[KindRow]:
 
     def mean(values: Iterable[float | None]) -> float | None:
         there = [value for value in values if value is not None]
-        return statistics.fmean(there) if there else None
+        return sum(there) / len(there) if there else None
 
     return [
         KindRow(

@@ -9,6 +9,7 @@ import pytest
 from eval.record.rows import typed
 from eval.record.schema import read_record
 from notebooks.batch.cli import main
+from reports.parts.published import README, published_readme
 from reports.parts.table import markdown, rows, strengths_markdown, tasks_markdown, updated
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,11 +126,23 @@ def test_command_line_says_what_is_wrong(tmp_path, capsys):
     assert main(["table", str(tmp_path / "kernels.json")]) == 2 and "no scores of models" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("page", ["README.md", "reports/published/README.md"])
-def test_the_readmes_are_up_to_date(page):
-    """`workbench table --update` of the page would change nothing."""
-    text = (ROOT / page).read_text(encoding="utf-8")
-    assert updated(text, lambda name: read_record((ROOT / page).parent / name)) == text
+def test_the_readmes_are_up_to_date():
+    """`workbench table --update README.md` and `workbench table --write reports/published` would change nothing."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert updated(text, lambda name: read_record(ROOT / name)) == text
+    folder = ROOT / "reports" / "published"
+    assert published_readme(folder) == (folder / README).read_text(encoding="utf-8")
+
+
+def test_the_page_of_a_folder_has_its_records_and_notes(tmp_path, capsys):
+    assert main(["table", "--write", str(tmp_path)]) == 2 and "holds no records" in capsys.readouterr().err
+    shutil.copy(PUBLISHED[0], tmp_path / "one.json")
+    (tmp_path / "one.md").write_text("A note on the record.\n")
+    (tmp_path / "other.md").write_text("## A note by itself\n")
+    assert main(["table", "--write", str(tmp_path)]) == 0
+    text, record = (tmp_path / README).read_text(), read_record(PUBLISHED[0])
+    assert record["provenance"]["command"] in text and markdown([record]) in text
+    assert text.index("A note on the record.") < text.index("## A note by itself") and text.count("## ") == 2
 
 
 def test_tasks_side_by_side():
