@@ -3,7 +3,8 @@
 $ python seeds/ablation_gptq.py --out reports/published/gptq-ablation-smollm2-135m.json
 
 prints a markdown table and writes a JSON record: per model perplexity and KL divergence from the float32 baseline with
-standard errors, and the difference of each from the default, paired over windows. `--only` makes some of the rows, and
+standard errors, and the difference of each from the default, paired over windows. `--only` makes some of the rows (rows
+of one setting are equal whoever makes them), and
 
 $ python seeds/ablation_gptq.py --join one.json another.json
 
@@ -130,14 +131,14 @@ def joined(files: Sequence[Path]) -> dict[str, dict[str, dict[str, float | None]
     """Summaries per text of the rows of several records.
 
     Raises:
-        ValueError: records of different settings, or whose default rows differ.
+        ValueError: records of different settings.
     """
     records = [json.loads(file.read_text()) for file in files]
     scores = records[0]["windows"]
     for file, record in zip(files, records, strict=True):
+        if record["settings"] != records[0]["settings"]:
+            raise ValueError(f"`--join`: {file} has other settings than {files[0]}")
         for text, rows in record["windows"].items():
-            if record["settings"] != records[0]["settings"] or rows[DEFAULT] != scores[text][DEFAULT]:
-                raise ValueError(f"`--join`: {file} has other settings or another default than {files[0]}")
             scores[text] |= rows
     return {text: summary(rows) for text, rows in scores.items()}
 
@@ -154,7 +155,7 @@ def main() -> None:
     parser.add_argument("--texts", nargs="+", default=["wikitext2", "essays"], help="to score on")
     parser.add_argument("--window", type=int, default=2048)
     parser.add_argument("--windows", type=int, nargs="+", default=[8, 4], help="of each text")
-    parser.add_argument("--only", nargs="*", help="the rows to make, beside the default; all if not given")
+    parser.add_argument("--only", nargs="*", help="the rows to make, in this order; all if not given")
     parser.add_argument("--out", type=Path, help="file for the JSON record")
     parser.add_argument("--join", nargs="+", type=Path, help="records to print in one table; nothing is measured")
     arguments = parser.parse_args()
@@ -174,7 +175,7 @@ def main() -> None:
         scores[name] = {"baseline": scorers[name].score(baseline)}
     methods = candidates(arguments.bits, arguments.group_size)
     if arguments.only is not None:
-        methods = {name: method for name, method in methods.items() if name in (DEFAULT, *arguments.only)}
+        methods = {name: methods[name] for name in arguments.only}
     record = {
         "settings": {key: value for key, value in vars(arguments).items() if key not in ("out", "only")},
         "calibration": batches.identity,
@@ -189,11 +190,12 @@ def main() -> None:
         record["seconds"][name] = round(time.perf_counter() - start, 1)
         for text, scorer in scorers.items():
             scores[text][name] = scorer.score(model)
-        record["texts"] = {text: summary(each) for text, each in scores.items()}
         if arguments.out:  # after every row, so that a run that is stopped leaves what it has
             arguments.out.write_text(json.dumps(record, indent=1) + "\n")
-    print(table(record["texts"]))
-    print(json.dumps(record["texts"]))
+    if all(DEFAULT in each for each in scores.values()):
+        texts = {text: summary(each) for text, each in scores.items()}
+        print(table(texts))
+        print(json.dumps(texts))
 
 
 if __name__ == "__main__":
