@@ -22,6 +22,7 @@ class Header:
     notebook: str
     started: str
     duration_s: float | None
+    stale: bool | None  # only in the page of a finished run that was executed with other code of the workbench
     compression_s: float | None
     parameters: dict[str, object]
 

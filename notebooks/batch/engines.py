@@ -15,7 +15,7 @@ so that a third engine, such as submitit for SLURM, is little more than this:
             for one in sent: one.cancel()  # scancel: the guard sees its owner go and ends the run
         time.sleep(1)
 
-Engines keep no truth: who works on a run is said by its lease, what is done by its folder.
+Engines keep no state: the lease says which attempt works on a run, and the folder whether it is finished.
 """
 
 import logging
@@ -47,13 +47,13 @@ SEEN_S = 10.0  # until what another machine has finished is to be seen here: a n
 
 
 class Engine(Protocol):
-    """Gives an outcome per job, in the order in which they end; ends what runs, as interrupted, once `stop` is set."""
+    """Yields an outcome per job, in the order in which they end; interrupts what runs once `stop` is set."""
 
     def run(self, jobs: Sequence[Job], stop: threading.Event) -> Iterator[Outcome]: ...
 
 
 class Local:
-    """On this machine, so many at once; where they want GPUs, each has its own."""
+    """On this machine, `parallel` runs at once; runs that need a GPU have one each."""
 
     def __init__(self, parallel: int = 1):
         if type(parallel) is not int or parallel < 1:
@@ -96,15 +96,14 @@ class Ray:
 
     A run takes one CPU of Ray's, and one GPU if its `device` is one: `ray start --num-cpus=2` allows two runs at once
     on a node, which then share its cores while nothing is timed. Ray says which GPU; a run that wants none sees none.
-    Runs are spread over the nodes, whose own environment counts there (`HF_HOME`, `WORKBENCH_DATA`), and keep the key
-    under which they were planned, whatever a node's device is; a node with other code refuses its runs.
-    `WORKBENCH_NODE` names the node to a run.
+    Runs are spread over the nodes, and use each node's own environment (`HF_HOME`, `WORKBENCH_DATA`). They keep the key
+    under which they were planned, whatever a node's device is, and execute the sweep's snapshot of the code. A run whose
+    texts or model differ on its node is refused there. `WORKBENCH_NODE` names the node to a run.
 
-    Nothing is repeated: when a node or a worker dies, its runs end with it and are failures of the kind `kernel death`,
-        for
-    `workbench resume`; a lease of another machine counts as given up once it has not been renewed for a minute. `stop`
-    asks the runs to end, as Ctrl-C does, and kills their workers after `GRACE_S`; a driver that is killed takes its
-    runs with it. Without the cluster's head Ray ends the driver after a minute, and `resume` on a new cluster goes on.
+    Nothing is repeated by itself: when a node or a worker dies, its runs end with it and are failures of the kind
+    `kernel death`, which `workbench resume` runs again. `stop` asks the runs to end, as Ctrl-C does, and kills their
+    workers after `GRACE_S` seconds. A driver that is killed takes its runs with it. Without the cluster's head Ray ends
+    the driver after a minute; `resume` on a new cluster goes on from there.
 
     Args:
         address: of the cluster's head, as host:port; that of the cluster to which this machine belongs by default.

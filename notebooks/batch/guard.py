@@ -1,8 +1,7 @@
-"""One process per attempt at a run: it starts the worker, watches clock and memory, and sees to it that nothing stays
-alive.
+"""The guard of one attempt at a run: it starts the worker, watches time and memory, and ends everything at the end.
 
-Started by whoever answers for the run, at the other end of its standard input: when that is closed, because the owner
-said stop or was killed, everything that bears the mark is ended. What happened is one line of JSON on standard output.
+Its standard input is a pipe from the process that answers for the run. When that pipe is closed, because its owner
+stopped the run or was killed, the guard ends every process with the run's mark. It reports in one line of JSON.
 """
 
 import json
@@ -42,7 +41,7 @@ def main() -> int:
         if ready and not os.read(sys.stdin.fileno(), 64):
             why = "interrupt"
         now = time.monotonic()
-        passed, begin = 0.0 if waiting.exists() else now - begin, now  # waiting for the device is not the run's doing
+        passed, begin = 0.0 if waiting.exists() else now - begin, now  # waiting for the device does not count
         spent += passed
         peak = max(peak, _memory(worker.pid))
         if job["timeout_s"] and spent > job["timeout_s"]:
@@ -51,7 +50,7 @@ def main() -> int:
             why = "cell timeout"
     left = end(os.environ[MARK])
     status = worker.poll()
-    told = {
+    report = {
         "status": status,
         "why": why,
         "seconds": round(spent, 1),
@@ -60,14 +59,14 @@ def main() -> int:
         "oom_kills": _oom_kills() - before,
     }
     try:
-        print(json.dumps(told), flush=True)
+        print(json.dumps(report), flush=True)
     except BrokenPipeError:  # the owner is gone
         os._exit(1)
     return 0
 
 
 class _Cell:
-    """The cell that is being executed, as papermill writes it into the notebook, and how long it takes."""
+    """The cell that is being executed, as papermill notes it in the notebook, and how long it has taken."""
 
     def __init__(self, book: Path):
         self.book, self.index, self.spent = book, None, 0.0

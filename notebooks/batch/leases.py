@@ -1,7 +1,7 @@
-"""Who works on a run: one file per run, made with O_EXCL, its time renewed as long as the holder lives.
+"""Leases: a file per run says which attempt works on it. It is created with O_EXCL, and its time is renewed.
 
-Good on one machine, where a holder that is no more is seen at once, and on a shared filesystem, where a lease of
-another machine counts as given up when its time has not been renewed for `STALE_S`.
+A lease of this machine is given up when its holder's process has ended. A lease of another machine, on a shared
+filesystem, is given up when it has not been renewed for `STALE_S` seconds.
 """
 
 import contextlib
@@ -60,7 +60,7 @@ class Lease:
 
 
 def take(path: Path, mark: Mark) -> Lease | None:
-    """The lease on a run, or None while somebody else holds it."""
+    """The lease on a run, or None while another process holds it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     told = {"host": _host(), "pid": mark.owner, "started": mark.owner_started, "token": mark.attempt}
     for _ in range(3):
@@ -71,13 +71,13 @@ def take(path: Path, mark: Mark) -> Lease | None:
             if not _given_up(path, mark.attempt):
                 return None
             continue
-        if holder(path).get("token") == mark.attempt:  # not put aside meanwhile by one who judged an older one
+        if holder(path).get("token") == mark.attempt:  # another process may have removed it for an older one
             return Lease(path, mark.attempt)
     return None
 
 
 def holder(path: Path) -> dict[str, Any]:
-    """What a lease says; {} if there is none, or one half-written by a holder that was killed."""
+    """The content of a lease; {} if there is none, or its holder was killed while writing it."""
     try:
         told = json.loads(path.read_text())
         return told if isinstance(told, dict) else {}
@@ -86,12 +86,12 @@ def holder(path: Path) -> dict[str, Any]:
 
 
 def held(path: Path) -> bool:
-    """Does somebody work on this run?"""
+    """Whether an attempt works on this run."""
     return path.exists() and not _stale(path, holder(path))
 
 
 def _given_up(path: Path, token: str) -> bool:
-    """Put a lease aside whose holder is no more; False if it is held. Of several who try, one succeeds."""
+    """Remove a lease that was given up; False if it is held. Of several processes that try, one succeeds."""
     judged = holder(path)
     if not path.exists():
         return True
@@ -102,7 +102,7 @@ def _given_up(path: Path, token: str) -> bool:
         os.rename(path, aside)
     except FileNotFoundError:
         return True
-    if holder(aside) != judged:  # another one had taken it over between our look and our hand: it gets it back
+    if holder(aside) != judged:  # another process took it over between the two reads: give it back
         with contextlib.suppress(OSError):
             os.link(aside, path)
         aside.unlink(missing_ok=True)
@@ -114,7 +114,7 @@ def _given_up(path: Path, token: str) -> bool:
 def _stale(path: Path, told: dict[str, Any]) -> bool:
     if told.get("host") == _host():
         return not lives(told["pid"], told["started"])
-    return _age(path) > (STALE_S if told else 2.0)  # one without a word in it is being written now, or never will be
+    return _age(path) > (STALE_S if told else 2.0)  # an empty one is being written, or its writer was killed
 
 
 def _age(path: Path) -> float:
@@ -130,6 +130,6 @@ def _age(path: Path) -> float:
 
 
 def _host() -> str:
-    """This machine, until it is started anew: processes of before are no more."""
+    """This machine since it was last started: no process of an earlier start is alive."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {boot.read_text().strip() if boot.is_file() else ''} {started(1)}"

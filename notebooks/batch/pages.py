@@ -28,10 +28,6 @@ from reports.compare.variants import variants
 from reports.page.render import Report, render
 from reports.parts.figures import Figures
 
-_STALE = (
-    "This run is stale: the workbench's code has changed since it was finished. `workbench run --stale` runs it again."
-)
-
 
 @dataclass(frozen=True)
 class Compared:
@@ -187,7 +183,7 @@ def _page(folder: Path) -> Path:
     """The page of a run, drawn again; a stale one says so."""
     record = read_record(folder / "record.json")
     if is_stale({"code": record["provenance"].get("code_sha256")} | RunFolder(folder).manifest()):
-        record = record | {"notes": [_STALE, *record.get("notes", [])]}
+        record = record | {"run": record["run"] | {"stale": True}}
     return render(record, folder / "report.html").path
 
 

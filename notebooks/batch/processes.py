@@ -1,8 +1,7 @@
-"""Processes of a run, found by a mark in their environment: a kernel outlives a papermill that was killed.
+"""Processes of a run, found by a mark in their environment: a kernel can outlive a papermill that was killed.
 
-The mark names the folder of runs, the key, and the process that answers for the run, with the time at which that was
-    started: a
-number of a process alone may have been given to another one.
+The mark names the folder of runs, the key, and the process that answers for the run together with the time at which it
+was started, because the number of a process that has ended may be given to another one.
 """
 
 import hashlib
@@ -19,7 +18,7 @@ MARK = "WORKBENCH_RUN"
 
 @dataclass(frozen=True)
 class Mark:
-    """What every process of one attempt at a run has in its environment."""
+    """The mark that every process of one attempt at a run has in its environment."""
 
     place: str  # of the folder of runs
     key: str
@@ -55,25 +54,28 @@ def started(pid: int) -> str:
 
 
 def lives(pid: int, when: str) -> bool:
-    """Is this the same process still?"""
+    """Whether the process with this number is still the one that was started then."""
     return bool(when) and started(pid) == when
 
 
 def marked(of: str) -> list[psutil.Process]:
-    """All processes but this one whose mark begins so."""
-    found = []
+    """All processes but this one whose mark begins with this text."""
+    processes = []
     for process in psutil.process_iter():
         try:
             if process.pid != os.getpid() and process.environ().get(MARK, "").startswith(of) and started(process.pid):
-                found.append(process)
+                processes.append(process)
         except (psutil.Error, OSError):
             continue
-    return found
+    return processes
 
 
 def end(of: str, *, grace_s: float = 2.0, within_s: float = 12.0) -> int:
-    """End all processes whose mark begins so: asked first, killed after `grace_s`. Gives how many are left after
-    `within_s`."""
+    """End all processes whose mark begins with this text: by SIGTERM, and by SIGKILL after `grace_s` seconds.
+
+    Returns:
+        how many are still alive after `within_s` seconds
+    """
     begin = time.monotonic()
     left = marked(of)
     while left and time.monotonic() - begin < within_s:
@@ -90,7 +92,7 @@ def end(of: str, *, grace_s: float = 2.0, within_s: float = 12.0) -> int:
 
 
 def end_orphans(runs: Path, key: str = "") -> int:
-    """End what is left of runs in this folder whose owner is no more; gives how many processes that were."""
+    """End the processes of runs in this folder whose owner has ended; returns how many there were."""
     gone = 0
     for process in marked(f"{place_of(runs)}/{key}"):
         try:

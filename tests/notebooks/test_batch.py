@@ -20,16 +20,17 @@ import pytest
 
 from eval.record.schema import read_record
 from notebooks.batch import job as jobs
-from notebooks.batch import leases
+from notebooks.batch import leases, pages
 from notebooks.batch.engines import Local
 from notebooks.batch.job import execute, job_of, state
 from notebooks.batch.leases import held, holder, take
-from notebooks.batch.pages import outcomes, write_index
+from notebooks.batch.pages import outcomes, write_all, write_index
 from notebooks.batch.plan import finished_runs, kept_sweep, plan, run_sweep, status
 from notebooks.batch.processes import MARK, end, end_orphans, lives, mark, marked, place_of, started
 from notebooks.batch.run_folder import RunFolder
 from notebooks.batch.sweep import read_sweep
 from notebooks.study.identity import packages_code
+from reports.parts.files import Report
 
 
 @pytest.fixture
@@ -238,7 +239,7 @@ def test_a_promotion_that_was_cut_short_is_finished(one):
     assert execute(job).status == "known" and places.complete() and not places.old.exists()
 
 
-def test_a_run_of_other_code_is_stale_and_stays_until_it_is_asked_for_again(sweep, runs):
+def test_a_run_of_other_code_is_stale_and_stays_until_it_is_asked_for_again(sweep, runs, monkeypatch):
     path = sweep(grid={"number": [1]})
     (first,) = run_sweep(path, runs=runs)
     before, manifest = attempts(runs), Path(first.folder) / "manifest.json"
@@ -248,6 +249,10 @@ def test_a_run_of_other_code_is_stale_and_stays_until_it_is_asked_for_again(swee
     assert run_sweep(path, runs=runs)[0].status == "known" and attempts(runs) == before
     assert "1 stale" in status("s", runs=runs) and outcomes(["s"], runs)[0].shown_status == "finished (stale)"
     assert "finished (stale)" in write_index(runs).path.read_text()
+    drawn = []
+    monkeypatch.setattr(pages, "render", lambda record, path: drawn.append(record["run"]) or Report(path))
+    write_all(runs, [first.key])
+    assert drawn[0]["stale"]
     assert run_sweep(path, runs=runs, stale=True)[0].status == "finished" and attempts(runs) != before
     assert plan(path, runs=runs, stale=True).rows[0].state == "finished"
 

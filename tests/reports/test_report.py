@@ -609,3 +609,9 @@ def test_published_records_are_whole_and_of_committed_code(path):
     made = read_record(path)
     assert made["provenance"]["dirty"] is False and made["provenance"]["commit"]
     assert path.with_suffix(".html").read_text() == page(made), "render the page again after a change of the template"
+
+
+def test_the_page_of_a_stale_run_says_so():
+    made = read_record(sorted(PUBLISHED.glob("gptq-*.json"))[0])
+    assert "This run is stale" in page({**made, "run": made["run"] | {"stale": True}})
+    assert "This run is stale" not in page(made)
