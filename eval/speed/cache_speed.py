@@ -14,13 +14,14 @@ from html import escape
 from typing import Any, Protocol
 
 import torch
-import torch._inductor.config as inductor_config
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from tqdm.auto import tqdm
 from transformers import Cache
 
 from eval.speed.device_lock import undisturbed
+from eval.speed.packing import Packing
+from eval.speed.regional import NotRegional, Step, compile_regional
 from eval.speed.speed import first_line, quartiles, wait
 from kernels.kv_decode import KV, kv_decode
 from kernels.registry import recording
@@ -116,16 +117,15 @@ def measure_cache_speed(
             "dtype": str(model.dtype).removeprefix("torch."),
         }
     )
-    on_cpu = next(model.parameters()).device.type == "cpu"
-    caches, steps = {}, {}
+    caches, steps, packing = {}, {}, Packing()
     progress = tqdm(
         total=len(variants) + len(contexts) * rounds * (2 * len(variants) + 1), desc="cache speed", unit="run"
     )
-    with undisturbed(model.device), recording() as kernels, inductor_config.patch(freezing=on_cpu):
+    with undisturbed(model.device), recording() as kernels:
         for name, make in variants.items():
             progress.set_postfix_str(f"{name}: compiling")
             caches[name] = make()
-            steps[name], speed.execution[name] = _step(model, caches[name], contexts[0])
+            steps[name], speed.execution[name] = _step(model, caches[name], contexts[0], packing)
             progress.update()
         for context in contexts:
             timed: dict[str, list[float]] = {name: [] for name in variants}
@@ -146,27 +146,26 @@ def measure_cache_speed(
     return speed
 
 
-def _step(model: nn.Module, cache: TimedCache, context: int) -> tuple[Callable[[Tensor, Tensor], Tensor], str]:
-    """One token, compiled if that is possible."""
+def _step(model: nn.Module, cache: TimedCache, context: int, packing: Packing) -> tuple[Step, str]:
+    """One token, compiled if that is possible; and how it is executed."""
 
     def step(token: Tensor, position: Tensor) -> Tensor:
         logits = model(token, past_key_values=cache, compressed=cache, position_ids=position, use_cache=True).logits
         return logits[:, -1].argmax(-1, keepdim=True)
 
-    step.__code__ = step.__code__.replace()  # of its own: torch.compile looks graphs up by the code
     _decode(step, cache, context, 1, model.device)
-    compiled = torch.compile(step, fullgraph=True, dynamic=False)
+    token = torch.ones(1, 1, dtype=torch.long, device=model.device)
+    position = torch.full_like(token, context)
     try:
-        _decode(compiled, cache, context, 2, model.device)
+        return compile_regional(model, cache, step, token, position, packing, lambda: cache.at(context)), "compiled"
+    except NotRegional as error:
+        return step, f"eager ({error})"
     except Exception as error:  # no compiler, or a model that it cannot take
         warnings.warn(f"the model does not compile, so it runs eagerly: {first_line(error)}", stacklevel=2)
         return step, f"eager (does not compile: {first_line(error)[:120]})"
-    return compiled, "compiled"
 
 
-def _decode(
-    step: Callable[[Tensor, Tensor], Tensor], cache: TimedCache, context: int, count: int, device: torch.device
-) -> float:
+def _decode(step: Step, cache: TimedCache, context: int, count: int, device: torch.device) -> float:
     """Seconds a token, the median of `count`."""
     cache.at(context)
     token, seconds = torch.ones(1, 1, dtype=torch.long, device=device), []

@@ -1,9 +1,9 @@
 """Prefill and decode speed, each variant against the others in the same process, in turns.
 
-Every variant reads and writes through the same code: a static cache, the fastest attention there is, the whole pass
-over the prompt and the whole step compiled. On a CPU the compiler also freezes the weights, which prepacks 16-bit
-linears for
-oneDNN: without that a 16-bit baseline reaches a quarter of the memory bandwidth and makes anything look fast.
+Every variant reads and writes through the same code: a static cache, the fastest attention there is, and a pass over the
+prompt and a step of decoding that are compiled block by block (`eval.speed.regional`). On a CPU the weights of 16-bit
+linears are laid out for oneDNN beforehand: without that a 16-bit baseline reaches a quarter of the memory bandwidth, and
+anything looks fast beside it.
 """
 
 import gc
@@ -11,16 +11,11 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from types import ModuleType
 
 import psutil
 import torch
-import torch._inductor.config as inductor_config
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
-from torch._inductor.codecache import PyCodeCache
 from tqdm.auto import tqdm
 from transformers import StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
@@ -29,10 +24,10 @@ from eval.machine.memory import return_freed_memory
 from eval.speed.attention import fast_attention
 from eval.speed.deploy import deployed
 from eval.speed.device_lock import undisturbed
+from eval.speed.packing import Packing
+from eval.speed.regional import NotRegional, RegionalStep, Step, compile_regional
 from kernels.linear.prepacked import prepack
 from kernels.registry import recording
-
-_PREPACKED = "mkldnn_linear_weight_pack_matcher_count"  # inductor's own count of the linears that it has prepacked
 
 
 @dataclass(frozen=True)
@@ -68,8 +63,8 @@ class Variant:
     make: Callable[[nn.Module], tuple[nn.Module, nn.Module]] = lambda model: (model, model)
     model: nn.Module | None = None
     cache: StaticCache | None = None
-    step: Callable | None = None  # of tokens [batch, n] at positions [1, n]; the tokens that follow [batch, 1]
-    generated: list[ModuleType] = field(default_factory=list)  # by the compiler, for this variant
+    step: Step | None = None
+    packing: Packing = field(default_factory=Packing)  # the weights that the compiled step gets
     dtype: str = ""
     execution: str = "eager"
     ttft_s: list[float] = field(default_factory=list)
@@ -144,7 +139,7 @@ def measure_speed(
         progress.update()
 
     device = next(next(iter(variants.values())).source.parameters()).device
-    with undisturbed(device), frozen(variants):
+    with undisturbed(device):
         for held in in_groups(variants, prepare):
             progress.total += rounds * (groups > 0)  # the first once more
             groups += 1
@@ -156,13 +151,6 @@ def measure_speed(
 def positions(model: nn.Module) -> int:
     """How many positions a model has, as far as it says."""
     return getattr(model.config, "max_position_embeddings", None) or 1 << 30
-
-
-def frozen(variants: Mapping[str, Variant]) -> AbstractContextManager:
-    """While the block runs, what is compiled for a CPU has its weights for constants, which are prepacked."""
-    on_cpu = all(next(v.source.parameters()).device.type == "cpu" for v in variants.values())
-    # torch's own setting, not an option of torch.compile: only so is the step traced with its weights as constants.
-    return inductor_config.patch(freezing=on_cpu)
 
 
 def in_groups(variants: Mapping[str, Variant], prepare: Callable[[str, Variant], None]) -> Iterator[dict[str, Variant]]:
@@ -188,23 +176,13 @@ def in_turns(
     held: Mapping[str, Variant], prompt_tokens: int, new_tokens: int, rounds: int, batch: int, progress: tqdm
 ) -> None:
     """Time variants that are ready, round by round; into their `ttft_s` and `token_s`."""
-    with lean(held, prompt_tokens, new_tokens, batch):
-        for _ in range(rounds):
-            for name, variant in held.items():
-                progress.set_postfix_str(name)
-                ttft, tokens = _round(variant, prompt_tokens, new_tokens, batch)
-                variant.ttft_s.append(ttft)
-                variant.token_s.append(statistics.median(tokens))
-                progress.update()
-
-
-def lean(held: Mapping[str, Variant], prompt_tokens: int, new_tokens: int, batch: int = 1) -> AbstractContextManager:
-    """While the block runs, compiled steps do not look whether the model has changed.
-
-    All graphs are there: the guards that look for changes are not part of any variant's work.
-    """
-    every = all(_runs_without_guards(variant, prompt_tokens, new_tokens, batch) for variant in held.values())
-    return torch.compiler.set_stance("default", skip_guard_eval_unsafe=every)
+    for _ in range(rounds):
+        for name, variant in held.items():
+            progress.set_postfix_str(name)
+            ttft, tokens = _round(variant, prompt_tokens, new_tokens, batch)
+            variant.ttft_s.append(ttft)
+            variant.token_s.append(statistics.median(tokens))
+            progress.update()
 
 
 def let_go(variant: Variant) -> None:
@@ -216,19 +194,9 @@ def let_go(variant: Variant) -> None:
 
 
 def clear(variant: Variant) -> None:
-    """Free the cache and the graphs of the step that was timed, so that the same model can be made ready for another
-    one.
-
-    Frozen weights are attributes of the modules that inductor generated, which it keeps for as long as the process
-    runs.
-    """
+    """Free the cache and the step that was timed, with its packed weights: the model can be made ready for another."""
     variant.step = variant.cache = None
-    for module in variant.generated:
-        for name in [name for name, value in vars(module).items() if isinstance(value, Tensor)]:
-            delattr(module, name)
-    if variant.generated:
-        variant.generated = []
-        gc.collect()
+    variant.packing.tensors.clear()  # the compiler keeps what it compiled, and that knows the packing
 
 
 def _free_bytes(variant: Variant) -> int:
@@ -280,25 +248,55 @@ def make_ready(variant: Variant, eager: nn.Module, prompt_tokens: int, new_token
         _round(variant, prompt_tokens, 1, batch)
     if not variant.compiled:
         return
-    eagerly, variant.step = variant.step, torch.compile(_step(variant.model, cache), fullgraph=True, dynamic=False)
-    before, graphs = counters["inductor"][_PREPACKED], counters["stats"]["unique_graphs"]
-    known = len(PyCodeCache.modules)
     try:
-        with recording() as kernels:
-            _round(variant, prompt_tokens, new_tokens, batch)
+        step = compile_decoder(variant, prompt_tokens, batch)
+    except NotRegional as error:
+        variant.execution = f"eager ({error})"
+        return
     except Exception as error:  # no compiler, or a model that it cannot take: say so, and go on without
         first = first_line(error)
         warnings.warn(f"the model does not compile, so it runs eagerly: {first}", stacklevel=2)
-        variant.execution, variant.step = f"eager (does not compile: {first[:120]})", eagerly
+        variant.execution = f"eager (does not compile: {first[:120]})"
         return
-    finally:  # what a compile that failed half-way has frozen is let go, too
-        variant.generated = PyCodeCache.modules[known:]
-    variant.kernels = kernels
-    if counters["stats"]["unique_graphs"] == graphs:  # torch.compile gave back what it got, without a word
-        variant.execution, variant.step = "eager (the compiler is switched off)", eagerly
-        return
-    packed = (counters["inductor"][_PREPACKED] - before) // 2  # once for the prompt, once for the step
-    variant.execution = "compiled" + (f", {packed} dense weights frozen and prepacked" if packed else "")
+    variant.step, variant.kernels = step, step.kernels
+    packed = variant.packing.weights
+    variant.execution = "compiled" + (f", {packed} dense weights prepacked" if packed else "")
+
+
+@dataclass
+class CompiledDecoder:
+    """A decoder's pass over a prompt and its step of decoding, both compiled for their shapes."""
+
+    prompt: RegionalStep
+    step: RegionalStep
+
+    def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        return (self.step if tokens.shape[1] == 1 else self.prompt)(tokens, positions)
+
+    @property
+    def kernels(self) -> dict[str, set[str]]:
+        """{op: implementations that were traced}."""
+        ops = self.prompt.kernels.keys() | self.step.kernels.keys()
+        return {op: self.prompt.kernels.get(op, set()) | self.step.kernels.get(op, set()) for op in ops}
+
+
+def compile_decoder(variant: Variant, prompt_tokens: int, batch: int = 1) -> CompiledDecoder:
+    """Compile a variant's model for prompts of this length and for single tokens.
+
+    Raises:
+        NotRegional, and whatever the compiler raises: it cannot be compiled.
+    """
+    cache, eager = variant.cache, _step(variant.model, variant.cache)
+    tokens, positions = _prompt(variant, prompt_tokens, batch)
+    prompt = compile_regional(variant.model, cache, eager, tokens, positions, variant.packing, cache.reset)
+
+    def after_prompt() -> None:
+        cache.reset()
+        prompt(tokens, positions)
+
+    one, position = torch.zeros_like(tokens[:, :1]), torch.full_like(positions[:, :1], prompt_tokens)
+    step = compile_regional(variant.model, cache, eager, one, position, variant.packing, after_prompt)
+    return CompiledDecoder(prompt, step)
 
 
 def static_cache(model: nn.Module, length: int) -> StaticCache:
@@ -312,35 +310,25 @@ def static_cache(model: nn.Module, length: int) -> StaticCache:
     return cache
 
 
-def _step(model: nn.Module, cache: StaticCache) -> Callable[[Tensor, Tensor], Tensor]:
+def _step(model: nn.Module, cache: StaticCache) -> Step:
     def step(tokens: Tensor, positions: Tensor) -> Tensor:
         logits = model(tokens, past_key_values=cache, position_ids=positions, use_cache=True, logits_to_keep=1).logits
         return logits[:, -1].argmax(-1, keepdim=True)
 
-    step.__code__ = (
-        step.__code__.replace()
-    )  # of its own: torch.compile counts, and looks up, a code's graphs over all variants
     return step
 
 
-def _runs_without_guards(variant: Variant, prompt_tokens: int, new_tokens: int, batch: int) -> bool:
-    """Can the graphs be chosen without looking at the whole model? Not where a cache keeps counts in Python."""
-    if not variant.execution.startswith("compiled"):
-        return True
-    try:
-        with torch.compiler.set_stance("default", skip_guard_eval_unsafe=True):
-            _round(variant, prompt_tokens, new_tokens, batch)
-    except RuntimeError:
-        return False
-    return True
+def _prompt(variant: Variant, prompt_tokens: int, batch: int) -> tuple[Tensor, Tensor]:
+    """A prompt [batch, tokens] for every row, all of them different, and its positions [1, tokens]."""
+    device = next(variant.source.parameters()).device
+    ids = torch.arange(batch * prompt_tokens) * 7919 % variant.source.get_input_embeddings().num_embeddings
+    return ids.view(batch, prompt_tokens).to(device), torch.arange(prompt_tokens, device=device)[None]
 
 
 def _round(variant: Variant, prompt_tokens: int, new_tokens: int, batch: int = 1) -> tuple[float, list[float]]:
     """Seconds to the first token of every row, and for each later one."""
     device = next(variant.source.parameters()).device
-    ids = torch.arange(batch * prompt_tokens) * 7919 % variant.source.get_input_embeddings().num_embeddings
-    prompt = ids.view(batch, prompt_tokens).to(device)
-    positions = torch.arange(prompt_tokens, device=device)[None]
+    prompt, positions = _prompt(variant, prompt_tokens, batch)
     variant.cache.reset()
     wait(device)
     start = time.perf_counter()

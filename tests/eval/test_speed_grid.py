@@ -1,18 +1,15 @@
-"""Grids of speed: batches write what plain passes write, every number is arithmetic on times, and queues are followed
-by hand."""
+"""Grids of speed: batches write what plain passes write, and every number is arithmetic on times."""
 
 import copy
-import inspect
 import itertools
 import json
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
 from eval.speed import attention, speed
 from eval.speed.speed import contestants, measure_speed
-from eval.speed.speed_grid import check_speed_grid, measure_speed_grid, percentile, queue, schedule
+from eval.speed.speed_grid import check_speed_grid, measure_speed_grid
 
 
 def greedy(model, prompts, count):
@@ -79,30 +76,22 @@ def test_models_that_memory_does_not_hold_meet_the_baseline_in_groups(tiny, time
     monkeypatch.setattr(speed, "_free_bytes", lambda variant: next(free))
     monkeypatch.setattr(speed, "ROOM", 1e9)  # two are as many as there is room for
     three = models(tiny, "baseline", "fast", "slow")
-    grid = measure_speed_grid(three, batches=(1,), prompts=(8,), new_tokens=2, rounds=2, load=(0.5,), load_seconds=0.01)
+    grid = measure_speed_grid(three, batches=(1,), prompts=(8,), new_tokens=2, rounds=2)
     assert [row["model"] for row in grid.rows] == ["baseline", "fast", "slow"] and grid.settings["groups"] == 2
     assert [row["decode_ratio"] for row in grid.rows] == [None, pytest.approx(2), pytest.approx(0.25)]
-    assert [row["model"] for row in grid.load] == ["baseline", "fast", "slow"]
-    assert len({(row["offered"], row["requests"]) for row in grid.load}) == 1, "the same schedule for all"
-    assert grid.load[0]["offered"] == pytest.approx(0.5 / (0.016 + 2 * 0.02)), "half of what the baseline serves"
-    assert "time_to_first_token_p95_s_load50" in grid.metrics["slow"]
 
 
-def compiler(step, **_):
-    """Stands for torch.compile, and takes no time: a step runs as it is, but that of a model that refuses."""
-
-    def run(*inputs):
-        if getattr(inspect.getclosurevars(step).nonlocals["model"], "refuses", False):
-            raise RuntimeError("no graph")
-        counters["stats"]["unique_graphs"] += 1
-        return step(*inputs)
-
-    return run
+def compiler(variant, *_):
+    """Stands for the compiler, and takes no time: a step runs as it is, but that of a model that refuses."""
+    if getattr(variant.source, "refuses", False):
+        raise RuntimeError("no graph")
+    variant.step.kernels = {}
+    return variant.step
 
 
 @pytest.mark.filterwarnings("ignore:the model does not compile")
 def test_all_models_of_a_cell_are_executed_in_the_same_way(tiny, monkeypatch):
-    monkeypatch.setattr(torch, "compile", compiler)
+    monkeypatch.setattr(speed, "compile_decoder", compiler)
     good, bad = tiny("llama", num_hidden_layers=1), tiny("llama", num_hidden_layers=1)
     how = {"batches": (1, 2), "prompts": (8,), "new_tokens": 2, "rounds": 1, "compiled": True}
     assert {row["execution"] for row in measure_speed_grid({"baseline": good, "b": bad}, **how).rows} == {"compiled"}
@@ -127,14 +116,10 @@ def test_compiled_cells_say_so(tiny):
         ({"prompts": (8, 120)}, r"`prompts` \(up to 120\) \+ `new_tokens` \(=16\) must be at most 128"),
         ({"new_tokens": 0}, r"`new_tokens` \(=0\)"),
         ({"rounds": True}, r"`rounds` \(=True\)"),
-        ({"load": (0.5, 0)}, r"`load` \(=\[0.5, 0\]\) must be shares of the baseline's capacity above 0"),
-        ({"load": (90,)}, r"`load` \(=\[90\]\)"),
-        ({"batches": (2,), "load": (0.5,)}, r"`batches` \(=\[2\]\) must hold 1 where `load`"),
-        ({"load": (0.5,), "load_seconds": 0}, r"`load_seconds` \(=0\)"),
     ],
 )
 def test_grids_that_cannot_be_measured(tiny, change, message):
-    good = {"batches": (1, 2), "prompts": (8,), "new_tokens": 16, "load": (), "rounds": 1, "load_seconds": 1.0}
+    good = {"batches": (1, 2), "prompts": (8,), "new_tokens": 16, "rounds": 1}
     model = tiny("llama")
     check_speed_grid(model, **good)
     with pytest.raises(ValueError, match=message):
@@ -146,55 +131,3 @@ def test_grids_that_cannot_be_measured(tiny, change, message):
 def test_the_baseline_comes_first(tiny):
     with pytest.raises(ValueError, match=r"`models` \(=\['a'\]\) must begin with 'baseline'"):
         measure_speed_grid({"a": tiny("llama")})
-
-
-# Load
-
-
-class Clock:
-    """Passes only when something takes time."""
-
-    def __init__(self):
-        self.now = 7.0
-
-    def __call__(self):
-        return self.now
-
-    def sleep(self, seconds):
-        self.now += seconds
-
-
-def served(arrivals, seconds, answer=(1.0, [0.5, 0.5])):
-    clock = Clock()
-
-    def one():
-        clock.now += answer[0] + sum(answer[1])
-        return answer
-
-    return queue(arrivals, one, seconds, clock=clock, sleep=clock.sleep)
-
-
-def test_requests_wait_for_those_before_them():
-    waited, paces, unserved, took = served([0.0, 1.0, 2.0, 20.0], 30)
-    assert waited == pytest.approx([1, 2, 3, 1]), "begun at 0, 2, 4, and at 20 without waiting"
-    assert paces == pytest.approx([1.5] * 4) and unserved == 0 and took == pytest.approx(22)
-
-
-def test_requests_that_time_does_not_suffice_for_count_with_what_they_have_waited():
-    waited, paces, unserved, took = served([0.0, 1.0, 2.0, 2.5], 3)
-    assert waited == pytest.approx([1, 2, 2, 1.5]), "two were begun, at 0 and 2; at 4 it was over"
-    assert len(paces) == 2 and unserved == 2 and took == pytest.approx(4)
-
-
-def test_schedules_are_random_seeded_and_bounded():
-    many = schedule(50.0, 100.0, seed=3)
-    assert many == schedule(50.0, 100.0, seed=3) != schedule(50.0, 100.0, seed=4)
-    assert many[0] == 0 and many == sorted(many) and many[-1] < 100
-    gaps = torch.tensor(many).diff()
-    assert 0.9 < gaps.mean() * 50 < 1.1 and 0.9 < gaps.std() * 50 < 1.1, "exponential: as wide as long"
-    assert schedule(0.001, 1.0, seed=0) == [0.0]
-
-
-def test_percentiles_of_few_are_values_that_were_seen():
-    assert percentile([1, 2, 3, 4], 50) == 2 and percentile([1, 2, 3, 4], 95) == 4 and percentile([5], 50) == 5
-    assert percentile(list(range(1, 101)), 95) == 95
