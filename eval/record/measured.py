@@ -136,23 +136,9 @@ class GridRow:
 
 
 @dataclass(frozen=True)
-class LoadRow:
-    model: str
-    offered: float | None
-    offered_share: float | None
-    requests: int | None
-    unserved: int | None
-    time_to_first_token_p50_s: float | None
-    time_to_first_token_p95_s: float | None
-    tokens_per_s: float | None
-    throughput_tokens_per_s: float | None
-
-
-@dataclass(frozen=True)
 class SpeedGrid:
     settings: Settings
     rows: tuple[GridRow, ...]
-    load: tuple[LoadRow, ...]
 
 
 @dataclass(frozen=True)

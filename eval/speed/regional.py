@@ -1,7 +1,7 @@
 """Compile one block of a decoder, and call it for every layer.
 
 A decoder repeats the same block. torch.compile of a whole pass traces and compiles every repetition; here the block is
-compiled once, with its weights and its cache as inputs. What surrounds the blocks (embedding, mask, rotary tables, final
+compiled once, with its weights and its cache as inputs. What surrounds the blocks (embedding, mask, rotary tables, last
 norm, head) is compiled as a second, small graph, in which all blocks together are one opaque operation.
 
 The steps:
@@ -14,7 +14,7 @@ The steps:
 
 What the model and every block pass to the code that inductor generated is recorded.
 From then on `RegionalStep` calls the generated code directly with the recorded inputs: no guards are evaluated, and no
-Python of the model runs. On a CPU the 16-bit weights of linears are laid out for oneDNN once, and passed in that layout.
+Python of the model runs. On a CPU the 16-bit weights of linears are laid out for oneDNN once and passed in that layout.
 """
 
 from collections.abc import Callable, Iterator, Sequence

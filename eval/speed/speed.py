@@ -1,9 +1,9 @@
 """Prefill and decode speed, each variant against the others in the same process, in turns.
 
-Every variant reads and writes through the same code: a static cache, the fastest attention there is, and a pass over the
-prompt and a step of decoding that are compiled block by block (`eval.speed.regional`). On a CPU the weights of 16-bit
-linears are laid out for oneDNN beforehand: without that a 16-bit baseline reaches a quarter of the memory bandwidth, and
-anything looks fast beside it.
+Every variant reads and writes through the same code: a static cache, the fastest attention there is, and a pass over
+the prompt and a step of decoding that are compiled block by block (`eval.speed.regional`). On a CPU the weights of
+16-bit linears are laid out for oneDNN beforehand: without that a 16-bit baseline reaches a quarter of the memory
+bandwidth, and anything looks fast beside it.
 """
 
 import gc

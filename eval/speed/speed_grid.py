@@ -1,9 +1,9 @@
 """Speed over batch sizes and prompt lengths: every model against the baseline, cell by cell, in turns.
 
-Every cell is executed in the same way for all models, and says how. On a CPU nothing is compiled unless that is asked for:
-a graph serves one batch size and one length, and takes longer to compile than all that is timed with it. What the
-framework adds to every operation then counts for all models, so that ratios lie nearer to 1 than those of compiled steps
-(`eval.speed.speed`).
+Every cell is executed in the same way for all models, and says how. On a CPU nothing is compiled unless that is asked
+for: a graph serves one batch size and one length, and takes longer to compile than all that is timed with it. What the
+framework adds to every operation then counts for all models, so that ratios lie nearer to 1 than those of compiled
+steps (`eval.speed.speed`).
 """
 
 import statistics

@@ -71,7 +71,6 @@ class Asked:
     speed_batches: Sequence[int] = ()
     speed_prompts: Sequence[int] = (512,)
     speed_rounds: int = 5
-    load: Sequence[float] = ()
     efficiency: bool = False
     exact: bool = False
     seed: int = 0
@@ -111,10 +110,9 @@ class Asked:
         """
         if self.temperatures:
             check_generations(model, tokenizer, **self._writing)
-        if self.speed_batches or self.load:
-            batches = self.speed_batches or (1,)
+        if self.speed_batches:
             try:
-                check_speed_grid(model, batches, self.speed_prompts, GRID_TOKENS, self.load, rounds=self.speed_rounds)
+                check_speed_grid(model, self.speed_batches, self.speed_prompts, GRID_TOKENS, rounds=self.speed_rounds)
             except ValueError as error:  # by the names that the notebook has
                 raise ValueError(re.sub(r"`(batches|prompts|rounds)`", r"`speed_\1`", str(error))) from error
         if self.efficiency:
@@ -145,17 +143,15 @@ class Asked:
         return found
 
     def speeds(self, models: Mapping[str, nn.Module]) -> Measured:
-        """Speed by batch and prompt, and under load."""
-        if not self.speed_batches and not self.load:
-            return Unasked("speed_batches or load")
+        """Speed by batch and prompt."""
+        if not self.speed_batches:
+            return Unasked("speed_batches")
         return measure_speed_grid(
             models,
-            batches=self.speed_batches or (1,),
+            batches=self.speed_batches,
             prompts=self.speed_prompts,
             new_tokens=GRID_TOKENS,
             rounds=self.speed_rounds,
-            load=self.load,
-            seed=self.seed,
         )
 
     def uses(self, models: Mapping[str, nn.Module]) -> Measured:

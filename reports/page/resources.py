@@ -57,7 +57,7 @@ def _grid(grid: SpeedGrid) -> dict[str, Any]:
     cells: _Cells = {}
     for row in grid.rows:
         cells.setdefault((row.prompt_tokens or 0, row.batch or 0), []).append(row)
-    if not cells and not grid.load:
+    if not cells:
         return {}
     groups, count = [], 0
     for (prompt, batch), rows in sorted(cells.items()):
@@ -73,7 +73,6 @@ def _grid(grid: SpeedGrid) -> dict[str, Any]:
         "groups": groups,
         "left": len(grid.rows) - count,
         "figure": _grid_figure(cells),
-        "load": grid.load,
         "executed": [f"{listed(list(models))}: {how}" for how, models in executed.items()],
         "settings": grid.settings,
     }

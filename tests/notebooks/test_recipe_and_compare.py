@@ -117,7 +117,6 @@ def test_recipe_refuses_before_the_model_is_loaded(given, message, task_path, ru
     [
         ({"temperatures": [-1.0]}, "`temperatures`"),
         ({"speed_batches": [0]}, "`speed_batches` (=[0])"),
-        ({"load": [50.0]}, "`load`"),
         ({"speed_batches": [1], "speed_prompts": [4096]}, "2048"),
     ],
 )

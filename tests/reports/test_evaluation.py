@@ -182,20 +182,7 @@ def make_evaluated_record(source: str = "gptq") -> dict:
                         "decode_ratio": 1 + 0.6 * i,
                     }
                 )
-    load = [
-        {
-            "model": name,
-            "offered": 1.2 * share,
-            "offered_share": share,
-            "requests": 12,
-            "time_to_first_token_p50_s": 0.4,
-            "time_to_first_token_p95_s": 1.9,
-            "tokens_per_s": 31.0,
-        }
-        for share in (0.5, 0.9)
-        for name in names[:2]
-    ]
-    made["speed_grid"] = {"settings": {"rounds": 5, "new_tokens": 32}, "rows": grid, "load": load}
+    made["speed_grid"] = {"settings": {"rounds": 5, "new_tokens": 32}, "rows": grid}
     made["cost"] = {
         "ceilings": {"read_bytes_per_s": 2.1e10, "flops_per_s": 4.0e11, "how": "measured here, 2 threads"},
         "rows": [
@@ -337,14 +324,14 @@ def test_generations_are_side_by_side(told, record, html):
     assert len(generation["samples"]) + len(generation["more"]) == 6 and generation["figure"].count("<svg") == 1
 
 
-def test_grid_and_load(told, record, html):
+def test_grid(told, record, html):
     grid = told["grid"]
     assert [name for name, _ in grid["groups"]][:2] == ["64 tokens, batch 1", "64 tokens, batch 4"] and len(
         grid["groups"]
     ) == 6
     rows = html.split("64 tokens, batch 1</b>")[1].split("</tbody>")[0].split("</tr>")[1:3]
     assert "×" not in rows[0] and ">1.60×<" in rows[1] and "1,160–1,230" in rows[1]
-    assert grid["executed"] == ["baseline, compressed, rtn: compiled, weights frozen"] and len(grid["load"]) == 4
+    assert grid["executed"] == ["baseline, compressed, rtn: compiled, weights frozen"]
     made = copy.deepcopy(record)
     made["speed_grid"]["rows"] = [row for row in made["speed_grid"]["rows"] if row["batch"] == 1]
     assert "tokens of prompt" in resources.context(typed(made))["grid"]["figure"], "one batch: against the length"
@@ -405,7 +392,6 @@ def test_records_with_little_render(record):
     made["speed_grid"] = {
         "settings": None,
         "rows": [{key: row[key] for key in keep} for row in record["speed_grid"]["rows"]],
-        "load": [{"model": "compressed", "offered": None, "time_to_first_token_p50_s": None}],
     }
     made["cost"]["ceilings"] = {"read_bytes_per_s": None, "flops_per_s": None, "how": None}
     made["cost"]["rows"] = [row | {"measured_s": None, "bound": None} for row in made["cost"]["rows"][:1]]
@@ -417,19 +403,17 @@ def test_records_with_little_render(record):
     )
     for key in KEYS:
         assert len(page({k: v for k, v in made.items() if k not in KEYS or k == key})) < len(whole)
-    only_load = made["speed_grid"] | {"rows": []}
-    assert "Under load" in page(made | {"speed_grid": only_load})
 
 
 def test_ids_are_the_pages_own(html):
     ids = re.findall(r'\bid="([^"]+)"', html)
-    assert len(ids) == len(set(ids)) and {"tasks", "generation", "grid", "load", "cost", "efficiency"} <= set(ids)
+    assert len(ids) == len(set(ids)) and {"tasks", "generation", "grid", "cost", "efficiency"} <= set(ids)
 
 
 def test_the_page_of_caches_shows_it_too(html, monkeypatch):
     for figure in ("_pareto", "_by_token", "_survival", "_budgets", "_errors", "_depth", "_speed"):
         monkeypatch.setattr(kv, figure, lambda *_: "")
-    sections = ["tasks", "generation", "grid", "load", "cost", "efficiency"]
+    sections = ["tasks", "generation", "grid", "cost", "efficiency"]
     for shown in (html, page(make_evaluated_record("kv-eviction"))):
         assert [name for name in re.findall(r'<h2 id="(\w+)"', shown) if name in sections] == sections
         assert "<script" not in shown
