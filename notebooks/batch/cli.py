@@ -50,9 +50,7 @@ def _parser() -> argparse.ArgumentParser:
 
     what = ("what", {"help": "a notebook (gptq, or a path), or a sweep (quickstart, or a .yml file)"})
     sweep = ("sweep", {"help": "name of one in notebooks/sweeps, or a .yml file"})
-    planned = command(
-        "plan", _plan, "every run of a sweep, checked: what will be done, and how long it may take", sweep
-    )
+    planned = command("plan", _plan, "every run of a sweep, checked: what will be done, and how long it may take", what)
     planned.add_argument("--force", action="store_true", help="as if nothing were done")
     planned.add_argument(
         "--stale", action="store_true", help="as if what other code of the workbench did were not done"
@@ -64,9 +62,19 @@ def _parser() -> argparse.ArgumentParser:
         "go on with a sweep where it was; the last one that was started unless named",
         ("sweep", {"nargs": "?", "help": sweep[1]["help"]}),
     )
-    run.add_argument(
-        "-p", "--parameter", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="of a notebook"
-    )
+    for one in (planned, run):
+        one.add_argument(
+            "-p", "--parameter", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="of a notebook"
+        )
+    for one in (planned, run, resume):
+        one.add_argument(
+            "--trust",
+            metavar="FOLDER",
+            action="append",
+            default=[],
+            help="whose notebooks and task files may be executed while a sweep is planned, too: they are code "
+            "($WORKBENCH_TRUST names such folders for good)",
+        )
     run.add_argument("--force", action="store_true", help="also what is done already")
     run.add_argument("--timeout", type=float, default=None, help="seconds that a run may take, by the clock")
     run.add_argument("--cell-timeout", type=int, default=None, help="seconds that a cell may take")
@@ -112,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _runs(options: argparse.Namespace) -> Path:
-    from notebooks.batch.plan import runs_folder
+    from notebooks.batch.status import runs_folder
 
     return runs_folder(options.runs or "")
 
@@ -120,29 +128,38 @@ def _runs(options: argparse.Namespace) -> Path:
 def _plan(options: argparse.Namespace) -> int:
     from notebooks.batch.plan import plan
 
-    print(plan(options.sweep, runs=_runs(options), force=options.force, stale=options.stale))
+    print(plan(_planned(options), runs=_runs(options), force=options.force, stale=options.stale))
     return 0
 
 
 def _run(options: argparse.Namespace) -> int:
+    return _execute(_planned(options), options)
+
+
+def _planned(options: argparse.Namespace):
+    """The sweep that a command line asks for, or its single run."""
+    from eval.tasks.trust import trust
     from notebooks.batch.sweep import is_sweep, read_sweep, single
 
+    trust(options.trust)
     if is_sweep(options.what):
         if options.parameter:
             raise ValueError(f"`-p` gives parameters to a notebook; those of a sweep are written in {options.what}")
-        return _execute(read_sweep(options.what), options)
+        return read_sweep(options.what)
     declared = read_parameters(options.what)
     given = {
         name: parse_value(text, declared[name].type) if name in declared else text for name, text in options.parameter
     }
     given = {name: from_here(name, value) for name, value in given.items()}
-    return _execute(single(options.what, given), options)
+    return single(options.what, given)
 
 
 def _resume(options: argparse.Namespace) -> int:
-    from notebooks.batch.plan import kept_sweep, last_sweep, sweep_folder, sweep_name
+    from eval.tasks.trust import trust
+    from notebooks.batch.status import kept_sweep, last_sweep, sweep_folder, sweep_name
     from notebooks.batch.sweep import read_sweep
 
+    trust(options.trust)
     runs = _runs(options)
     name = sweep_name(options.sweep or last_sweep(runs))
     kept = kept_sweep(name, runs)
@@ -215,7 +232,7 @@ def _known(folder: str) -> str:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from notebooks.batch.plan import status
+    from notebooks.batch.status import status
 
     print(status(options.sweep, runs=_runs(options), lines=options.lines))
     return 0

@@ -15,8 +15,8 @@ import yaml
 
 from eval.record.schema import read_record
 from notebooks.batch.job import is_stale, state
-from notebooks.batch.plan import kept_sweep, run_folders, sweep_folder, sweep_name
 from notebooks.batch.run_folder import FAILURE, RunFolder
+from notebooks.batch.status import kept_sweep, run_folders, sweep_folder, sweep_name
 from notebooks.study.identity import ROOT
 from notebooks.study.parameters import read_parameters
 from reports.compare.compare import Leaderboard, Verdict, compare_two, leaderboard, render_comparison

@@ -1,5 +1,4 @@
-"""Sweeps: planned, run, gone on with, looked at. What is done is what stands in the folder of runs; nothing else is
-asked.
+"""Sweeps: planned and run. A run is finished when its folder holds a valid manifest; nothing else is looked at.
 
 >>> from notebooks.batch.plan import plan, run_sweep
 >>> plan("quickstart")          # a table: every run, its key, what will be done, how long it took before
@@ -8,14 +7,12 @@ asked.
 
 import contextlib
 import json
-import os
-import re
 import shutil
 import signal
 import statistics
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -23,20 +20,29 @@ from types import FrameType
 from typing import Any
 
 from eval.record.files import write_whole
-from eval.record.manifest import MANIFEST, read_json
 from notebooks.batch import snapshot
 from notebooks.batch.engines import Engine, Local
-from notebooks.batch.job import Outcome, is_stale, job_of, state
+from notebooks.batch.job import Outcome, job_of
 from notebooks.batch.leases import held
+from notebooks.batch.preflight import check_folder
 from notebooks.batch.processes import end_orphans
 from notebooks.batch.progress import Progress
 from notebooks.batch.run_folder import RunFolder
+from notebooks.batch.status import (
+    OTHER_CODE,
+    RUNS,
+    aligned,
+    check_name,
+    duration,
+    finished_runs,
+    folder_of,
+    keep_sweep,
+    state_of,
+    sweep_folder,
+    varied_parameters,
+)
 from notebooks.batch.sweep import Planned, Sweep, read_sweep
-from notebooks.study.identity import ROOT
 
-RUNS = ROOT / "runs"
-_OTHER_CODE = "the workbench's code has changed since; `--stale` runs it again"
-_WIDE = 80  # characters of the parameters in a table
 _WHY = {"notebook": "the notebook", "versions": "a library's version", "model": "the model", "data": "the data",
         "revisions": "a revision on the hub", "device": "the device", "threads": "the number of threads",
         "native": "the C++ compiler"}  # fmt: skip
@@ -82,7 +88,7 @@ class Plan:
             [
                 str(i),
                 Path(row.planned.notebook).stem,
-                told(row.planned),
+                varied_parameters(row.planned),
                 row.state,
                 row.does + (f": {row.why}" if row.why else ""),
                 "" if row.does == "skip" else duration(row.seconds),
@@ -115,25 +121,22 @@ def plan(sweep: str | Path | Sweep, *, runs: Path = RUNS, force: bool = False, s
         stale: as if those were not finished that were executed with other code of the workbench.
 
     Raises:
-        ValueError: the sweep makes no sense (`notebooks.batch.sweep.read_sweep`).
+        ValueError: the sweep makes no sense (`notebooks.batch.sweep.read_sweep`), another sweep of its name was
+            started here, or nothing can be written into the folder of runs.
     """
     sweep = sweep if isinstance(sweep, Sweep) else read_sweep(sweep)
+    check_folder(runs)
+    check_name(sweep, runs)
     before = finished_runs(runs)
     rows = []
     for planned in sweep.runs:
-        now = _state(folder_of(planned, runs), planned.key, planned.values)
+        now = state_of(folder_of(planned, runs), planned.key, planned.values)
         again = force or (stale and now == "stale")
         done = now in ("finished", "stale") and not again
-        why = _OTHER_CODE if now == "stale" else "forced" if again and now == "finished" else ""
+        why = OTHER_CODE if now == "stale" else "forced" if again and now == "finished" else ""
         why = why or ("" if done else _changed(planned, before))
         rows.append(PlanRow(planned, now, "skip" if done else "run", why, None if done else _likely(planned, before)))
     return Plan(sweep, tuple(rows))
-
-
-def _state(folder: str | Path, key: str, values: dict[str, Any]) -> str:
-    """As `notebooks.batch.job.state`, and stale for a finished run of other code of the workbench."""
-    now = state(folder, key, values)
-    return "stale" if now == "finished" and is_stale(RunFolder(Path(folder)).manifest()) else now
 
 
 def run_sweep(
@@ -158,10 +161,10 @@ def run_sweep(
     """
     sweep = sweep if isinstance(sweep, Sweep) else read_sweep(sweep)
     engine, stop = engine or Local(), stop or threading.Event()
+    rows = plan(sweep, runs=runs, force=force, stale=stale).rows
     end_orphans(runs)
     if sweep.source:
         keep_sweep(sweep, runs)
-    rows = plan(sweep, runs=runs, force=force, stale=stale).rows
     known = [Outcome(row.planned.key, "known", str(folder_of(row.planned, runs))) for row in rows if row.does == "skip"]
     for places in (RunFolder(Path(one.folder)) for one in known):
         if not held(places.lease):
@@ -220,133 +223,6 @@ def _remember(outcome: Outcome) -> None:
             write_whole(json.dumps(outcome.failure), places.failed / "failure.json")
 
 
-def runs_folder(given: str | Path = "") -> Path:
-    """The folder of runs: as given, else $WORKBENCH_RUNS, else runs/ of the checkout."""
-    return Path(given or os.environ.get("WORKBENCH_RUNS") or RUNS).expanduser().absolute()
-
-
-def sweep_name(what: str | Path) -> str:
-    """The name of a sweep that is given by it, or by its file."""
-    path = Path(what)
-    return path.stem if path.suffix in (".yml", ".yaml") else path.name
-
-
-def sweep_folder(name: str, runs: Path = RUNS) -> Path:
-    """Where a sweep that was started is kept: its YAML, its plan, its comparison."""
-    return runs / "sweeps" / name
-
-
-def keep_sweep(sweep: Sweep, runs: Path) -> None:
-    """Write down what was asked, so that its runs are found again when code or YAML have changed since."""
-    folder = sweep_folder(sweep.name, runs)
-    asked = [
-        {
-            "key": one.key,
-            "notebook": one.notebook,
-            "values": one.values,
-            "varied": one.varied,
-            "folder": str(folder_of(one, runs)),
-        }
-        for one in sweep.runs
-    ]
-    made = {
-        "title": sweep.title,
-        "description": sweep.description,
-        "file": sweep.file,
-        "runs": asked,
-        "timeout_s": sweep.timeout_s,
-        "cell_timeout_s": sweep.cell_timeout_s,
-    }
-    write_whole(json.dumps(made, indent=1), folder / "plan.json")
-    write_whole(sweep.source, folder / "sweep.yml")
-
-
-def kept_sweep(name: str, runs: Path = RUNS) -> dict[str, Any]:
-    """The plan of a sweep as it was last started.
-
-    Raises:
-        ValueError: it was never started in this folder of runs.
-    """
-    made = read_json(sweep_folder(name, runs) / "plan.json")
-    if not made:
-        known = sorted(path.parent.name for path in runs.glob("sweeps/*/plan.json"))
-        raise ValueError(f"`sweep` (={name!r}) was not started here; there are {', '.join(known) or 'none'}")
-    return made
-
-
-def last_sweep(runs: Path = RUNS) -> str:
-    """The sweep that was started last.
-
-    Raises:
-        ValueError: none was.
-    """
-    kept = sorted(runs.glob("sweeps/*/plan.json"), key=lambda path: path.stat().st_mtime)
-    if not kept:
-        raise ValueError(f"`sweep` is needed: none was started in {runs} yet")
-    return kept[-1].parent.name
-
-
-def status(sweep: str | None = None, *, runs: Path = RUNS, lines: bool = False) -> str:
-    """What became of a sweep as it was last started, or of the last one, as a table.
-
-    Args:
-        lines: with the last lines of what failed.
-
-    Raises:
-        ValueError: no such sweep was started here.
-    """
-    kept = kept_sweep(sweep_name(sweep) if sweep else last_sweep(runs), runs)
-    rows = [["#", "notebook", "parameters", "state", "time", "what", "key"]]
-    said = []
-    for i, one in enumerate(kept["runs"], start=1):
-        places = RunFolder(Path(one["folder"]))
-        now = _state(places.folder, one["key"], one["values"])
-        failure = places.failure() if now == "failed" else {}
-        where = f" in “{failure['cell_title']}”" if failure.get("cell_title") else ""
-        what = f"{failure['kind']}{where}: {failure['error'].splitlines()[0][:70]}" if failure else ""
-        took = places.manifest().get("seconds") if now in ("finished", "stale") else failure.get("seconds")
-        rows.append(
-            [
-                str(i),
-                Path(one["notebook"]).stem,
-                told(one),
-                now,
-                "" if took is None else duration(took),
-                what,
-                one["key"],
-            ]
-        )
-        if failure and lines:
-            peak = failure.get("peak_memory_bytes")
-            said += [
-                "",
-                f"{one['key']}: {failure['error']}",
-                f"  at most {peak / 1e6:,.0f} MB" if peak else "  memory not known",
-            ]
-            said += [f"  | {line}" for line in failure.get("lines", [])]
-    counts = Counter(row[3] for row in rows[1:])
-    total = ", ".join(f"{count} {word}" for word, count in counts.items())
-    if counts["stale"]:
-        total += f"\nstale: {_OTHER_CODE}"
-    return "\n".join([kept["title"], "", aligned(rows), "", total, *said])
-
-
-def folder_of(planned: Planned, runs: Path = RUNS) -> Path:
-    return Path(planned.values.get("run_path") or runs / planned.key).expanduser().absolute()
-
-
-def finished_runs(runs: Path = RUNS) -> list[dict[str, Any]]:
-    """The manifests of all finished runs in a folder."""
-    found = [read_json(folder / MANIFEST) for folder in run_folders(runs)]
-    return [made for made in found if {"key", "notebook", "values", "identity", "seconds", "finished"} <= made.keys()]
-
-
-def run_folders(runs: Path = RUNS) -> list[Path]:
-    """What stands in a folder of runs, without what is being made, failed, or was put aside."""
-    aside = re.compile(r"\..*|.*\.(failed|before(-\d+)?)|sweeps")
-    return [path for path in sorted(runs.glob("*")) if path.is_dir() and not aside.fullmatch(path.name)]
-
-
 def _changed(planned: Planned, before: list[dict[str, Any]]) -> str:
     """Why a run of these parameters is run again although one was finished; "" if none was."""
     same = [
@@ -367,7 +243,8 @@ def made_differs(made: dict[str, Any], planned: Planned, part: str) -> bool:
 
 
 def _likely(planned: Planned, before: list[dict[str, Any]]) -> float | None:
-    """What runs like this one took: of its parameters, else of its notebook and model."""
+    """Seconds that runs like this one took: of its parameters, else of its notebook and model, else as its sweep
+    says."""
     alike = [
         made
         for made in before
@@ -376,29 +253,4 @@ def _likely(planned: Planned, before: list[dict[str, Any]]) -> float | None:
     ]
     same = [made for made in alike if made["identity"].get("parameters") == planned.identity["parameters"]]
     took = [made["seconds"] for made in same or alike]
-    return statistics.median(took) if took else None
-
-
-def told(planned: Planned | dict[str, Any]) -> str:
-    """The parameters by which a run differs from the others of its sweep."""
-    values, varied = (
-        (planned.values, planned.varied) if isinstance(planned, Planned) else (planned["values"], planned["varied"])
-    )
-    text = ", ".join(f"{name}={values[name]!r}" for name in varied)
-    return text if len(text) <= _WIDE else f"{text[:_WIDE]}…"
-
-
-def duration(seconds: float | None) -> str:
-    """A time as one says it; ? if it is not known."""
-    if seconds is None:
-        return "?"
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Cells as text in columns."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+    return statistics.median(took) if took else planned.expected_s

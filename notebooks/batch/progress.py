@@ -1,6 +1,9 @@
-"""Progress of a sweep: a bar for the whole, and one for each run that is being executed, by its cells; in a log, a line
-per run."""
+"""Progress of a sweep: bars in a terminal or a notebook; lines in a log, which say at any moment what each run does.
 
+All of it is read from the folders of the runs, so that it does not matter which process or machine executes them.
+"""
+
+import re
 import sys
 import threading
 import time
@@ -14,13 +17,15 @@ from eval.record.manifest import read_json
 from notebooks.batch.job import Job, Outcome
 from notebooks.batch.leases import holder
 from notebooks.batch.run_folder import RunFolder
-from notebooks.batch.worker import title_of
+from notebooks.batch.status import doing, duration
+from notebooks.study.parameters import notebook_path, read_cells
 
 EVERY_S = 1.0
+AGAIN_S = 60.0  # after this long without anything new, a log says again what runs
 
 
 class Progress:
-    """Bars of tqdm, in a terminal or a notebook, fed by what lies in the folders of the runs.
+    """Shows what the runs of a sweep do.
 
     Args:
         likely: seconds that each run is likely to take, by key; None where nothing is known.
@@ -33,14 +38,20 @@ class Progress:
         self._begun: dict[str, float] = {}
         self._count = known
         self._bars: dict[str, tqdm] = {}
-        # In a log a bar would be a line a second: there a line per run is enough.
-        self._how = {} if sys.stderr.isatty() or "ipykernel" in sys.modules else {"disable": True}
+        self._said: dict[str, tuple[str, float]] = {}  # what the log said of a run last, and when
+        notebook = "ipykernel" in sys.modules
+        self._in_log = not notebook and not sys.stdout.isatty()
+        self._bar = {} if notebook or sys.stderr.isatty() else {"disable": True}
         self._runs = len(jobs) + known
-        self._total = tqdm(total=self._runs, initial=known, desc="sweep", unit="run", **self._how)
+        self._total = tqdm(total=self._runs, initial=known, desc="sweep", unit="run", **self._bar)
         self._over, self._lock = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> "Progress":
+        if self._left:
+            time_left = self._estimate() or _written_time(next(iter(self._left.values())).notebook)
+            count = f"{len(self._left)} run{'s' * (len(self._left) > 1)} to do"
+            self._say(f"{count}: {time_left}" if time_left else f"{count}; how long it takes is not known yet")
         self._thread.start()
         return self
 
@@ -61,9 +72,14 @@ class Progress:
             took = f" in {outcome.seconds:.0f} s" if outcome.seconds else ""
             said = f": {outcome.failure['kind']}: {outcome.failure['error']}"[:200] if outcome.failure else ""
             left = f"; {estimate}" if (estimate := self._estimate()) else ""
-            tqdm.write(
-                f"{self._count}/{self._runs}  {outcome.status}{took}  {outcome.key}{said}{left}", file=sys.stderr
-            )
+            self._say(f"{self._count}/{self._runs}  {outcome.status}{took}  {outcome.key}{said}{left}")
+
+    def _say(self, line: str) -> None:
+        """A line in the log, or above the bars."""
+        if self._in_log:
+            print(f"{time.strftime('%H:%M:%S')}  {line}", flush=True)
+        else:
+            tqdm.write(line, file=sys.stderr)
 
     def _watch(self) -> None:
         while not self._over.wait(EVERY_S):
@@ -75,19 +91,25 @@ class Progress:
     def _look(self, key: str, places: RunFolder) -> None:
         if not holder(places.lease):
             return
-        self._begun.setdefault(key, time.monotonic())
+        now = time.monotonic()
+        begun = self._begun.setdefault(key, now)
+        text = doing(places)
+        before, when = self._said.get(key, ("", now))
+        if self._in_log and (text != before or now - when > AGAIN_S):
+            self._said[key] = (text, now)
+            left = f"; {estimate}" if (estimate := self._estimate()) else ""
+            self._say(f"{key}: {text}, after {duration(now - begun)}{left}")
         cells = read_json(places.part / "notebook.ipynb").get("cells", [])
         if not cells:
             return
-        ended = [i for i, cell in enumerate(cells) if (cell["metadata"].get("papermill") or {}).get("end_time")]
         if key not in self._bars:
-            self._bars[key] = tqdm(total=len(cells), desc=key, unit="cell", leave=False, **self._how)
+            self._bars[key] = tqdm(total=len(cells), desc=key, unit="cell", leave=False, **self._bar)
         bar = self._bars[key]
-        bar.n = len(ended)
-        bar.set_postfix_str(title_of(cells, min(len(ended), len(cells) - 1)))
+        bar.n = sum(bool((cell["metadata"].get("papermill") or {}).get("end_time")) for cell in cells)
+        bar.set_postfix_str(text)
 
     def _estimate(self) -> str:
-        """What is left of it, by what runs like these took before."""
+        """The time that is left, from the times that runs like these took before."""
         known = [seconds for seconds in self._likely.values() if seconds is not None]
         if not self._left or not known:
             return ""
@@ -97,4 +119,14 @@ class Progress:
             seconds = self._likely.get(key)
             spent = now - self._begun[key] if key in self._begun else 0.0
             left += max(0.0, (usual if seconds is None else seconds) - spent)
-        return f"about {left / self._parallel / 60:.0f} min left"
+        return f"about {duration(left / self._parallel)} left" if left else "longer than expected"
+
+
+def _written_time(notebook: str) -> str:
+    """What a notebook's text says of the time that it takes; "" if it says nothing."""
+    try:
+        texts = [cell.source for cell in read_cells(notebook_path(notebook)) if cell.kind == "markdown"]
+    except ValueError:
+        return ""
+    sentences = re.split(r"(?<=[.!?])\s+", " ".join(texts[:2]))
+    return next((one for one in sentences if re.search(r"\b(minutes?|hours?)\b", one)), "")

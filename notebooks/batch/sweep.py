@@ -11,6 +11,7 @@
         list: [{order: group}, {order: none}]        # each with every one of the grid
         exclude: [{bits: 3, group_size: 64}]         # combinations that hold all of these values
         include: [{bits: 8, group_size: -1}]         # more runs, not of the grid
+        expected_s: 300                # of each; only for the estimate, until a run like it was measured
 
 A sweep of one notebook may have `notebook`, `grid`, `list`, `include`, `exclude` at the top and no `runs`.
 """
@@ -38,7 +39,7 @@ from notebooks.study.parameters import (
 from notebooks.study.places import check_run_path
 
 SWEEPS = FOLDER / "sweeps"
-_GROUP = ("notebook", "base", "grid", "list", "include", "exclude")
+_GROUP = ("notebook", "base", "grid", "list", "include", "exclude", "expected_s")
 _TOP = ("title", "description", "timeout_s", "cell_timeout_s", "base", "runs")
 MOST = 10_000  # runs of a sweep: more are a mistake in the grid
 MOST_BYTES = 1 << 20  # of a sweep's file
@@ -53,6 +54,7 @@ class Planned:
     key: str
     identity: dict[str, str] = field(repr=False)
     varied: tuple[str, ...] = ()  # the parameters by which it differs from its sweep's other runs
+    expected_s: float | None = None  # seconds that it may take, as its sweep says
 
 
 @dataclass(frozen=True)
@@ -210,7 +212,15 @@ def _resolved(
             _known(group, _GROUP, where)
             _shape(
                 group,
-                {"base": dict, "grid": dict, "list": list, "include": list, "exclude": list, "notebook": str},
+                {
+                    "base": dict,
+                    "grid": dict,
+                    "list": list,
+                    "include": list,
+                    "exclude": list,
+                    "notebook": str,
+                    "expected_s": (int, float),
+                },
                 where,
             )
             book = _book(group, where, place)
@@ -237,7 +247,7 @@ def _resolved(
                 problems[f"{where}: {error}"] = None
                 continue
             key = key_of(book, values, parts)
-            runs.setdefault(key, Planned(str(book), values, key, parts, _varied(group)))
+            runs.setdefault(key, Planned(str(book), values, key, parts, _varied(group), group.get("expected_s")))
     for name in ("run_path", "save_path"):
         places = [run.values[name] for run in runs.values() if run.values.get(name)]
         for one in sorted({one for one in places if places.count(one) > 1}):

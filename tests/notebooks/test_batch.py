@@ -25,9 +25,10 @@ from notebooks.batch.engines import Local
 from notebooks.batch.job import execute, job_of, state
 from notebooks.batch.leases import held, holder, take
 from notebooks.batch.pages import outcomes, write_all, write_index
-from notebooks.batch.plan import finished_runs, kept_sweep, plan, run_sweep, status
+from notebooks.batch.plan import plan, run_sweep
 from notebooks.batch.processes import MARK, end, end_orphans, lives, mark, marked, place_of, started
 from notebooks.batch.run_folder import RunFolder
+from notebooks.batch.status import finished_runs, kept_sweep, status
 from notebooks.batch.sweep import read_sweep
 from notebooks.study.identity import packages_code
 from reports.parts.files import Report
@@ -468,6 +469,8 @@ def test_the_command_line(sweep, runs, workbench, trivial):
     assert again.returncode == 1 and "0 runs done now, 1 before, 1 failed" in again.stdout
     alone = workbench("run", trivial, "-p", "number", "5")
     assert alone.returncode == 0 and "report: " in alone.stdout
+    said = re.findall(r"\d\d:\d\d:\d\d  (.*)", alone.stdout)
+    assert said[0].startswith("1 run to do: about ") and said[-1].startswith("1/1  finished in "), "in a log, too"
     assert "was done already" in workbench("run", trivial, "-p", "number", "5").stdout
     bad = workbench("run", trivial, "-p", "number", "-5")
     assert bad.returncode == 2 and "`number` (=-5) must not be negative" in bad.stderr and not marked(place_of(runs))

@@ -188,7 +188,9 @@ ONCE = pytest.param("gptq", True, marks=pytest.mark.slow)
 @pytest.mark.parametrize("name, compiled", [*((name, False) for name in EXPECTED), ONCE])
 def test_notebook_runs_on_the_real_model(name, compiled, tmp_path):
     more, stored_as, expect = EXPECTED[name]
-    saved = tmp_path / "saved" if stored_as == "int_group" else None  # loading it again takes its time, and is the same for all
+    saved = (
+        tmp_path / "saved" if stored_as == "int_group" else None
+    )  # loading it again takes its time, and is the same for all
     given = {**SMALL, **more, "save_path": saved or ""}
     arguments = [part for k, v in given.items() for part in ("-p", k, str(v))]
     subprocess.run(
@@ -210,7 +212,9 @@ def test_notebook_runs_on_the_real_model(name, compiled, tmp_path):
         env=os.environ | {"TORCHDYNAMO_DISABLE": str(int(not compiled))},
     )
     made = read_record(tmp_path / "run" / "record.json")
-    assert made["model"]["name"] == "smollm2-135m" and made["recipe"][0]["method"] == more.get("method", METHOD_OF.get(name, name))
+    assert made["model"]["name"] == "smollm2-135m" and made["recipe"][0]["method"] == more.get(
+        "method", METHOD_OF.get(name, name)
+    )
     assert made["provenance"]["command"].startswith(f"papermill notebooks/{name}.ipynb out.ipynb -p ")
     assert len(made["layers"]) == 210 and {layer["format"] for layer in made["layers"]} == {stored_as}
     assert "decode_tokens_per_s" in made["scores"]["compressed"], made["notes"]

@@ -20,9 +20,10 @@ import pytest
 from notebooks.batch import engines
 from notebooks.batch.engines import Ray
 from notebooks.batch.job import Outcome, job_of
-from notebooks.batch.plan import finished_runs, run_sweep, status
+from notebooks.batch.plan import run_sweep
 from notebooks.batch.processes import lives, marked, place_of, started
 from notebooks.batch.run_folder import RunFolder
+from notebooks.batch.status import finished_runs, status
 from notebooks.batch.sweep import read_sweep
 from notebooks.study.identity import packages_code
 

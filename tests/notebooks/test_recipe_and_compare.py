@@ -12,8 +12,8 @@ import torch
 from eval.record.manifest import file_sha256
 from eval.record.schema import read_record
 from notebooks.batch.pages import compared, outcomes, verdict_of, write_all
-from notebooks.batch.plan import runs_folder
 from notebooks.batch.run_folder import NEEDED, RunFolder
+from notebooks.batch.status import runs_folder
 from notebooks.study.measures import Asked, Unasked
 from notebooks.study.parameters import FOLDER
 
