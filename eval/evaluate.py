@@ -17,6 +17,7 @@ from eval.machine.size import bits_per_weight, size
 from eval.speed.deploy import deployed
 from eval.speed.speed import PLAIN, Speed, first_line, measure_speed, positions, standard_variants
 from eval.text.divergence import compare_on_text
+from eval.text.names import text_name
 from eval.text.windows import mean_and_stderr, windows
 from eval.writing.generation import PROMPTS, Sample, generate_samples
 from kernels.registry import recording
@@ -90,7 +91,8 @@ def evaluate(
 
     Args:
         model, baseline: transformers decoders in the dtype in which the texts are to be scored.
-        texts: {corpus: held-out ids [1, n]} for perplexity, divergence and agreement.
+        texts: {corpus: held-out ids [1, n]} for perplexity, divergence and agreement; a file has a short name in the
+            metrics (`eval.text.names.text_name`).
         others: further models to score on the same texts (round-to-nearest on the same grid, say).
         window, stride, max_windows, beginning, bos: how texts are cut (`eval.text.windows.windows`).
         prompts, sample_tokens: greedy generations shown side by side.
@@ -208,6 +210,7 @@ def _score_text(
     beginning: Sequence[int],
     bos: str,
 ) -> None:
+    corpus = text_name(corpus)
     perplexities, divergences = compare_on_text(
         baseline, models, ids, window=window, stride=stride, limit=max_windows, beginning=beginning, bos=bos
     )

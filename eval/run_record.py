@@ -17,6 +17,7 @@ from eval.record.reading import plain
 from eval.record.schema import SCHEMA_VERSION
 from eval.speed.device_lock import timing_threads
 from eval.speed.kernel_bench import KernelBench
+from eval.text.names import TEXTS, short_path, with_short_names
 
 PACKAGES = (
     "torch", "transformers", "datasets", "accelerate", "safetensors", "tokenizers", "lm-eval", "bitsandbytes", "triton",
@@ -69,7 +70,7 @@ def record(
             "notebook": run.notebook,
             "started": run.started.isoformat(timespec="seconds"),
             "duration_s": round((datetime.now(UTC) - run.started).total_seconds(), 1),
-            "parameters": run.parameters,
+            "parameters": with_short_names(run.parameters),
             "compression_s": round(result.seconds, 1),
             "evaluation_s": round(scores.seconds, 1),
             "compressions_s": {name: round(one.seconds, 1) for name, one in results.items()},
@@ -77,7 +78,7 @@ def record(
         "recipe": recipes["compressed"],
         "recipes": recipes,
         "model": result.identity,
-        "calibration": result.calibration,
+        "calibration": result.calibration and with_short_names(result.calibration),
         "layers": [asdict(layer) for layer in result.layers],
         "folds": [asdict(fold) for fold in result.folds],
         "drops": [asdict(drop) for drop in result.drops],
@@ -91,10 +92,18 @@ def record(
         "samples": [asdict(sample) for sample in scores.samples],
         "notes": _notes(results) + scores.notes,
         "kernels": {op: ", ".join(used) for op, used in kernels.items()},
-        "provenance": provenance(run.command, scores.device, scores.dtype, scores.deploy_dtype),
+        "provenance": provenance(_shortened(run), scores.device, scores.dtype, scores.deploy_dtype),
         **{key: told for key, one in measured.items() if (told := one.found()) is not None},
     }
     return plain(made)
+
+
+def _shortened(run: RunInfo) -> str:
+    """The command of a run, with the paths of its files shortened."""
+    command = run.command
+    for path in (run.parameters[name] for name in TEXTS if run.parameters.get(name)):
+        command = command.replace(path, short_path(path))
+    return command
 
 
 def _with(metrics: dict[str, dict[str, float]], measured: Iterable[Any]) -> dict[str, dict[str, float]]:

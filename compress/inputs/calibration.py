@@ -1,6 +1,7 @@
 """Calibration batches, and the held-out tokens that the same corpus is scored on."""
 
 import hashlib
+from html import escape
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ class Batches(list[Tensor]):
     def _repr_html_(self) -> str:
         i = self.identity
         return (
-            f"<p><b>{i['samples']} × {i['seqlen']} tokens</b> of {i['corpus']} (calibration part, seed {i['seed']}), "
+            f"<p><b>{i['samples']} × {i['seqlen']} tokens</b> of {escape(str(i['corpus']))} (calibration part, seed {i['seed']}), "
             f"sha256 <code>{i['sha256'][:12]}</code></p>"
         )
 

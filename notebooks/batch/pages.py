@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from eval.record.schema import read_record
+from eval.text.names import with_short_names
 from notebooks.batch.job import is_stale, state
 from notebooks.batch.run_folder import FAILURE, RunFolder
 from notebooks.batch.status import kept_sweep, run_folders, sweep_folder, sweep_name
@@ -27,6 +28,7 @@ from reports.compare.pareto import plane_models, planes
 from reports.compare.variants import variants
 from reports.page.render import Report, render
 from reports.parts.figures import Figures
+from reports.parts.text import public
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,8 @@ class Failures:
         if not self.outcomes:
             return "<p>No run failed.</p>"
         return "".join(
-            f"<h4>{escape(one.key)}</h4><p>{escape(one.failure['kind'])}: {escape(one.failure['error'])}</p>"
-            f"<pre>{escape(chr(10).join(one.failure.get('lines', [])))}</pre>"
+            f"<h4>{escape(one.key)}</h4><p>{escape(one.failure['kind'])}: {escape(public(one.failure['error']))}</p>"
+            f"<pre>{escape(chr(10).join(public(line) for line in one.failure.get('lines', [])))}</pre>"
             for one in self.outcomes
         )
 
@@ -230,7 +232,9 @@ def _outcome(folder: Path, page: Path, asked: dict[str, Any]) -> RunOutcome:
     command = record["provenance"]["command"] if record else _command(told)
     key, href = record["run"]["key"] if record else folder.name, os.path.relpath(stands, page.parent) if stands else ""
     stale = record is not None and is_stale({"code": record["provenance"].get("code_sha256")} | places.manifest())
-    return RunOutcome(key, notebook, now, href, record, failure, told.get("values"), command, stale)
+    return RunOutcome(
+        key, notebook, now, href, record, failure, with_short_names(told.get("values") or {}), command, stale
+    )
 
 
 def _command(told: dict[str, Any]) -> str:

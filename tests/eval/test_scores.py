@@ -12,6 +12,7 @@ import torch
 from compress import METHODS, apply
 from compress.recipe import parse_recipe
 from compress.records import FoldRecord
+from eval import run_record
 from eval.evaluate import Scores, check_evaluation, evaluate
 from eval.machine.memory import peak_above_start, peak_memory
 from eval.machine.size import bits_per_weight, size
@@ -20,6 +21,7 @@ from eval.record.schema import problems_of, read_record, write_record
 from eval.run_record import RunInfo, record
 from eval.speed.deploy import deployed
 from eval.text.divergence import compare_on_text, divergence
+from eval.text.names import short_path, text_name, with_short_names
 from eval.text.perplexity import perplexity
 from eval.text.windows import mean_and_stderr, windows
 from eval.writing.generation import first_difference, generate_samples
@@ -260,3 +262,18 @@ def test_records_are_whole_or_refused(tmp_path):
     path.write_text('{"schema')
     with pytest.raises(ValueError, match="holds no record"):
         read_record(path)
+
+
+def test_a_text_that_is_a_file_has_a_short_name(tmp_path):
+    """Metrics, parameters and pages hold no path; two files of one name are told apart, a copy is the same text."""
+    files = [tmp_path / folder / "text.txt" for folder in ("a", "b", "c")]
+    for file, words in zip(files, ("one", "two", "one"), strict=True):
+        file.parent.mkdir()
+        file.write_text(words)
+    one, other, copy = (text_name(str(file)) for file in files)
+    assert one == copy != other and one.startswith("text-") and len(one) == len("text-") + 6
+    assert text_name("wikitext2") == "wikitext2" and text_name("owner/name") == "owner/name"
+    assert short_path(str(files[0])) == "…/a/text.txt"
+    info = RunInfo("k", "n", {"eval_corpus": str(files[0])}, datetime.now(UTC), f"papermill -p eval_corpus {files[0]}")
+    assert with_short_names(info.parameters) == {"eval_corpus": one}
+    assert run_record._shortened(info) == "papermill -p eval_corpus …/a/text.txt"
