@@ -47,5 +47,6 @@ METHODS: dict[str, type[Method]] = {
 }  # fmt: skip
 
 __all__ = [
-    "METHODS", "Method", "Result", "apply", "calibration", "held_out", "load_compressed", "load_model", "save_compressed",
+    "METHODS", "Method", "Result", "apply", "calibration", "held_out", "load_compressed", "load_model",
+    "save_compressed",
 ]  # fmt: skip

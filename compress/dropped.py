@@ -95,8 +95,8 @@ def drop_block(model: nn.Module, index: int) -> None:
 def _lists_by_block(config: PreTrainedConfig) -> list[str]:
     """Names of a config's lists with one entry per block, such as `layer_types`.
 
-    They are those that the config's class makes as long as a model is deep, for models deeper than this one, too; another
-    list may be as long by accident.
+    They are the lists that the config's class makes as long as the model is deep, also for deeper models. Any other
+    list has this length by accident.
     """
     depth, key = config.num_hidden_layers, config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     try:

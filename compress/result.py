@@ -89,7 +89,8 @@ def _folds(folds: list[FoldRecord]) -> str:
     rows = "".join(
         f"<tr><td style='text-align:left'>{escape(f.name)}</td><td "
         f"style='text-align:left'>{escape(', '.join(f.consumers))}</td>"
-        f"<td>{'–' if f.alpha is None else f'{f.alpha:.2f}'}</td><td>{_peak(f.x_before)}</td><td>{_peak(f.x_after)}</td>"
+        f"<td>{'–' if f.alpha is None else f'{f.alpha:.2f}'}</td>"
+        f"<td>{_peak(f.x_before)}</td><td>{_peak(f.x_after)}</td>"
         f"<td style='text-align:left'>{escape('; '.join(f.notes))}</td></tr>"
         for f in folds
     )

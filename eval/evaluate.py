@@ -53,7 +53,8 @@ class Scores:
         names = list(dict.fromkeys(m for scores in self.metrics.values() for m in scores if not m.endswith("_stderr")))
         head = "".join(f"<th>{escape(name)}</th>" for name in ("", *models))
         rows = "".join(
-            f"<tr><th style='text-align:left'>{escape(name)}</th>{''.join(_cell(self.metrics[m], name) for m in models)}</tr>"
+            f"<tr><th style='text-align:left'>{escape(name)}</th>"
+            f"{''.join(_cell(self.metrics[m], name) for m in models)}</tr>"
             for name in names
         )
         return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"

@@ -24,8 +24,8 @@ class LLMInt8(LayerwiseMethod):
     Source: arXiv:2208.07339, equation 8. Deviations: the columns are those that reach the threshold on the calibration
     tokens, fixed once, where the paper looks for them in every batch (so that no batch has to be searched, and the
     weight is stored once); a maximum over many tokens finds more of them than a batch, in some models half of the down
-    projections' columns, hence `most`. Weights of these columns are stored in the model's dtype, those of a float32 model
-    in bfloat16.
+    projections' columns, hence `most`. Weights of these columns are stored in the model's dtype, and in bfloat16 for a
+    float32 model.
     """
 
     name: ClassVar[str] = "llm_int8"

@@ -53,8 +53,8 @@ def check_saveable(model: nn.Module) -> None:
     """Raise ValueError if a saved model of this class could not be loaded again; worth asking before long work."""
     if getattr(transformers, type(model).__name__, None) is not type(model):
         raise ValueError(
-            f"`model` is a {type(model).__module__}.{type(model).__name__}, which is not a class of transformers: it can "
-            "be compressed and scored, but a saved one could not be loaded without its code"
+            f"`model` is a {type(model).__module__}.{type(model).__name__}, which is not a class of transformers: it "
+            "can be compressed and scored, but a saved one could not be loaded without its code"
         )
 
 

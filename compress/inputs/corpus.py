@@ -10,7 +10,8 @@ from pathlib import Path
 from compress.inputs.hub import first_line, quick_to_fail, revision
 
 _LOCAL = {
-    "wikitext2": "wikitext2_raw/test.parquet", "c4": "calib_c4/train.parquet", "essays": "paul_graham_essays/train.parquet",
+    "wikitext2": "wikitext2_raw/test.parquet", "c4": "calib_c4/train.parquet",
+    "essays": "paul_graham_essays/train.parquet",
 }  # fmt: skip
 _ON_HUB = {
     "wikitext2": "Salesforce/wikitext:wikitext-2-raw-v1",
@@ -212,4 +213,5 @@ def _split(documents: list[str], part: str) -> list[str]:
 
 
 def _what_would_do() -> str:
-    return f"what would do: {', '.join(CORPORA)}, a .parquet, .jsonl, .json or .txt file, or a hub data set like owner/name"
+    files = ".parquet, .jsonl, .json or .txt file"
+    return f"what would do: {', '.join(CORPORA)}, a {files}, or a hub data set like owner/name"

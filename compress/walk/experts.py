@@ -80,7 +80,7 @@ def expert_count(module: nn.Module) -> int:
 
 
 def cannot_be_split(module: nn.Module) -> bool:
-    """Does this module hold matrices of several experts in one parameter, in a layout that `SplitExperts` does not know?"""
+    """Whether one parameter holds the matrices of several experts in a layout that `SplitExperts` does not know."""
     return bool(_stacked(module)) and not is_fused_experts(module)
 
 

@@ -26,14 +26,16 @@ LONGEST = 400  # characters of a sentence; what is longer is a table or a list r
 GOLDEN = 0.618034  # multiples of it, modulo 1, are evenly spread however many one takes
 
 _NOUNS = """
-    anchor apple arrow barrel basket beacon bell blanket boat bottle branch bread bridge brush bucket butter button cabin cable
-    camera candle canoe castle cave chain chair cherry chimney clock cloud coffee compass copper corn cotton crown crystal
-    curtain desert diamond dragon drum eagle fabric feather fence flame flower forest fountain fox garden gate glass glove gold
-    grape guitar hammer harbor hat helmet honey horse island jacket jewel kitchen ladder lake lamp lantern leaf lemon library
-    lion maple marble meadow mirror moon mountain mushroom needle nest ocean olive onion orange oven owl palace paper parrot
-    pearl pencil pepper piano pillow pilot pine planet pocket pond potato pumpkin rabbit rain ribbon ring river rocket rope salt
-    sand shadow sheep shell ship shoe silver snow spoon spring stone storm sugar sword table temple tent thunder tiger tower
-    train tree tunnel turtle umbrella valley velvet village violin wagon wall whale wheel window winter wolf
+    anchor apple arrow barrel basket beacon bell blanket boat bottle branch bread bridge brush bucket butter
+    button cabin cable camera candle canoe castle cave chain chair cherry chimney clock cloud coffee compass
+    copper corn cotton crown crystal curtain desert diamond dragon drum eagle fabric feather fence flame
+    flower forest fountain fox garden gate glass glove gold grape guitar hammer harbor hat helmet honey horse
+    island jacket jewel kitchen ladder lake lamp lantern leaf lemon library lion maple marble meadow mirror
+    moon mountain mushroom needle nest ocean olive onion orange oven owl palace paper parrot pearl pencil
+    pepper piano pillow pilot pine planet pocket pond potato pumpkin rabbit rain ribbon ring river rocket rope
+    salt sand shadow sheep shell ship shoe silver snow spoon spring stone storm sugar sword table temple tent
+    thunder tiger tower train tree tunnel turtle umbrella valley velvet village violin wagon wall whale wheel
+    window winter wolf
 """
 _CITIES = (
     "Athens Berlin Boston Cairo Chicago Denver Dublin Lisbon London Madrid Milan Moscow Oslo Paris Rome Sydney Tokyo"

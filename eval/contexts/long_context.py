@@ -82,7 +82,8 @@ class LongContextScores:
                 *(f"{np.mean([a.exact for a in of]) * 100:.0f} %" for of in by),
                 *(f"{np.mean([np.mean(a.kl) for a in of]):.3g}" for of in by),
             ]
-            rows += f"<tr><th style='text-align:left'>{escape(name)}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+            shown = "".join(f"<td>{cell}</td>" for cell in cells)
+            rows += f"<tr><th style='text-align:left'>{escape(name)}</th>{shown}</tr>"
         return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
 
     def metrics(self) -> dict[str, dict[str, float]]:

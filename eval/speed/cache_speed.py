@@ -74,7 +74,8 @@ class CacheSpeed:
                 f"{f'{whole[c][0]:.1f} tokens/s, ' if c in whole else ''}attention {attention[c][0] * 1e3:.2f} ms"
                 for c in contexts
             )
-            rows += f"<tr><th style='text-align:left'>{escape(name)}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+            shown = "".join(f"<td>{cell}</td>" for cell in cells)
+            rows += f"<tr><th style='text-align:left'>{escape(name)}</th>{shown}</tr>"
         return f"<table><thead><tr><th></th>{head}</tr></thead><tbody>{rows}</tbody></table>"
 
     def attention_speedup(self, variant: str, context: int) -> float:

@@ -153,7 +153,8 @@ class Cost:
                 row["bound"],
                 measured,
             )
-            body += f"<tr><th style='text-align:left'>{escape(row['model'])}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+            shown = "".join(f"<td>{cell}</td>" for cell in cells)
+            body += f"<tr><th style='text-align:left'>{escape(row['model'])}</th>{shown}</tr>"
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
@@ -214,7 +215,10 @@ def cost_model(
             raise ValueError(f"`{name}` (={list(values)}) must be positive integers")
     if ceilings is None:
         ceilings = roofline.measure(next(next(iter(models.values())).parameters()).device)
-        how = "measured here by kernels.harness.roofline: the faster of a copy and a sum of far more than caches hold; dense products"
+        how = (
+            "measured here by kernels.harness.roofline: the faster of a copy and a sum of far more than caches hold; "
+            "dense products"
+        )
     done: dict[str, Work] = {}
     for name, model in tqdm(models.items(), desc="cost model", unit="model"):
         done[name] = work(deployed(model))

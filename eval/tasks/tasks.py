@@ -68,7 +68,8 @@ class TaskScores:
         rows = ""
         for name, of in self._first.items():
             cells = [of.metric, str(len(of.documents)), *(self._cell(model, name) for model in models)]
-            rows += f"<tr><th style='text-align:left'>{escape(name)}</th>{''.join(f'<td>{escape(c)}</td>' for c in cells)}</tr>"
+            shown = "".join(f"<td>{escape(c)}</td>" for c in cells)
+            rows += f"<tr><th style='text-align:left'>{escape(name)}</th>{shown}</tr>"
         return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
 
     @property

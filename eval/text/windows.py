@@ -37,7 +37,7 @@ def windows(
         limit: at most so many windows.
         beginning: special tokens that the tokenizer puts before a text.
         bos: where `beginning` goes. "once": before the whole text, which is then cut, as the literature does (the code
-            of GPTQ, arXiv:2210.17323). "each": before every window, all of whose other tokens are scored then, for models
+            of GPTQ, arXiv:2210.17323). "each": before every window, whose other tokens are then all scored, for models
             that predict badly without it.
 
     Raises:

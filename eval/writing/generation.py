@@ -14,8 +14,8 @@ PROMPTS = (
     "Write a short story about a robot that learns to paint.",
 )
 _NO_SETTINGS = {  # of a generation configuration: which tokens there are, and what is handed back; not how to write
-    "eos_token_id", "pad_token_id", "bos_token_id", "use_cache", "output_attentions", "output_hidden_states", "output_scores",
-    "output_logits", "return_dict_in_generate", "transformers_version", "_from_model_config",
+    "eos_token_id", "pad_token_id", "bos_token_id", "use_cache", "output_attentions", "output_hidden_states",
+    "output_scores", "output_logits", "return_dict_in_generate", "transformers_version", "_from_model_config",
 }  # fmt: skip
 
 

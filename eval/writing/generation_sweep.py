@@ -122,7 +122,8 @@ class Generations:
                 _cell(row, "repetition", 100, " %"),
                 _cell(row, "ended_share", 100, " %"),
             ]
-            body += f"<tr><th style='text-align:left'>{escape(row['model'])}</th>{''.join(f'<td>{c}</td>' for c in cells)}</tr>"
+            shown = "".join(f"<td>{cell}</td>" for cell in cells)
+            body += f"<tr><th style='text-align:left'>{escape(row['model'])}</th>{shown}</tr>"
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
     def rows(self) -> list[dict[str, Any]]:

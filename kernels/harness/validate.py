@@ -206,7 +206,7 @@ def _work(options: argparse.Namespace) -> int:
     try:
         with torch.no_grad():
             if options.phase == "ceilings":
-                print(_told(log.write("environment", **roofline.environment(device))), flush=True)
+                print(_machine(log.write("environment", **roofline.environment(device))), flush=True)
                 line = log.write("ceilings", **trial.ceilings_line(roofline.measure(device, toy=options.toy)))
                 rates = ", ".join(f"{name} {rate / 1e12:.4g} T/s" for name, rate in line["rates"].items())
                 print(
@@ -229,9 +229,12 @@ def _work(options: argparse.Namespace) -> int:
     return 0
 
 
-def _told(environment: Line) -> str:
+def _machine(environment: Line) -> str:
     gpu = environment["gpu"]
-    where = f"{environment['cpu']} ({environment['cpu_capability']}), {environment['threads']} of {environment['cores']} cores"
+    where = (
+        f"{environment['cpu']} ({environment['cpu_capability']}), "
+        f"{environment['threads']} of {environment['cores']} cores"
+    )
     if gpu:
         where = (
             f"{gpu['name']}, {gpu['sms']} SMs, L2 {gpu['l2_bytes'] >> 20} MB, {gpu['memory_bytes'] >> 30} GB, "

@@ -13,8 +13,8 @@ from kernels.interpreter import triton_takes
 from kernels.registry import ran
 
 __all__ = [
-    "BITS", "Packed", "dequantize", "int_matmul", "pack", "pack_bits", "panels_fit", "tiles_fit", "to_panels", "to_rows",
-    "to_tiles", "unpack", "unpack_bits",
+    "BITS", "Packed", "dequantize", "int_matmul", "pack", "pack_bits", "panels_fit", "tiles_fit", "to_panels",
+    "to_rows", "to_tiles", "unpack", "unpack_bits",
 ]  # fmt: skip
 
 IMPLS = ("auto", "reference", "cpu", "triton")

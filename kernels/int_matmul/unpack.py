@@ -98,7 +98,8 @@ def floats(words, zero, magic, BITS: tl.constexpr, DTYPE: tl.constexpr, S0: tl.c
     MIDDLE: tl.constexpr = 1 << (BITS - 1)
     MASK: tl.constexpr = 0x00070070 if BITS == 3 else ((1 << BITS) - 1) * 0x00010001
     shifted = words >> shifts(PER // 2 // S0, S0, BITS)
-    if BITS == 8 and DTYPE == tl.bfloat16:  # noqa: SIM300 - 128 + the low seven bits, then minus 128 or 256 by the eighth
+    # 128 + the low seven bits, then minus 128 or 256 by the eighth
+    if BITS == 8 and DTYPE == tl.bfloat16:  # noqa: SIM300
         low = (shifted & 0x007F007F) | magic
         high = (shifted & 0x00800080) ^ (magic ^ -0x7F7F7F80)
         w0 = half(low, False, DTYPE) + half(high, False, DTYPE) - zero

@@ -1,4 +1,4 @@
-"""`python -m kernels.native`: build the C++ kernels now, and say what they will use."""
+"""`python -m kernels.native` builds the C++ kernels and prints which instructions they use."""
 
 import torch
 
@@ -6,6 +6,4 @@ from kernels import native
 
 if __name__ == "__main__":
     reason = native.why_not()
-    print(
-        f"C++ kernels: {native.isa(torch.bfloat16) + ' (bfloat16), ' + native.isa(torch.float32) if reason is None else reason}"
-    )
+    print("C++ kernels:", reason or f"{native.isa(torch.bfloat16)} (bfloat16), {native.isa(torch.float32)} (float32)")

@@ -248,8 +248,9 @@ CANDIDATES = {
         {**FUSED, "columns": 32, "depth": 512, "num_warps": 2, "num_stages": 3}, {**FEW, "num_stages": 3},
     ],
     "narrow": [
-        {**FEW, "split": 1, "depth": 128, "num_stages": 6}, {**SOME, "split": 2}, {**SOME, "split": 4}, {**SOME, "split": 8},
-        {**SOME, "columns": 128, "split": 1}, {**SOME, "columns": 128, "split": 4}, {**SOME, "columns": 128, "split": 8},
+        {**FEW, "split": 1, "depth": 128, "num_stages": 6}, {**SOME, "split": 2}, {**SOME, "split": 4},
+        {**SOME, "split": 8}, {**SOME, "columns": 128, "split": 1}, {**SOME, "columns": 128, "split": 4},
+        {**SOME, "columns": 128, "split": 8},
     ],
     "tile": [
         WIDE, {**WIDE, "num_stages": 3}, SQUARE, {**SQUARE, "num_stages": 4}, {**SQUARE, "num_warps": 4}, LOW,

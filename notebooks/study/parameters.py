@@ -127,7 +127,8 @@ def check_parameters(values: dict[str, Any], declared: dict[str, Parameter]) -> 
             near = difflib.get_close_matches(name, declared, n=1)
             hint = f"did you mean `{near[0]}`? " if near else ""
             raise ValueError(
-                f"`{name}` (={short_repr(value)}) is not a parameter of this notebook; {hint}It has {', '.join(declared)}"
+                f"`{name}` (={short_repr(value)}) is not a parameter of this notebook; {hint}"
+                f"It has {', '.join(declared)}"
             )
         wanted = declared[name].type
         if not _fits(value, wanted):

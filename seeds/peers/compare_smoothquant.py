@@ -8,9 +8,9 @@ $ /tmp/peers/llmc/bin/python seeds/peers/compare_smoothquant.py llmcompressor /t
 $ .venv/bin/python seeds/peers/compare_smoothquant.py bitsandbytes /tmp/peers/smooth
 $ .venv/bin/python seeds/peers/compare_smoothquant.py table /tmp/peers/smooth
 
-`--cases`, `--samples` and `--windows` make it shorter. Where activations are rounded, the weights alone do not determine
-the outputs. So each tool's model is scored in the process that made it, by its own forward pass, with `score` below,
-which uses neither tool. `table` puts the results side by side.
+`--cases`, `--samples` and `--windows` make it shorter. Where activations are rounded, the weights alone do not
+determine the outputs. So each tool's model is scored in the process that made it, by its own forward pass, with
+`score` below, which uses neither tool. `table` puts the results side by side.
 """
 
 import argparse
