@@ -5,8 +5,8 @@
 `eval.speed.regional` compiles one block of a model and calls it for every layer. Until November 2026 the whole pass was
 compiled, its weights frozen into the graph, which took a minute for each model; that way lives on in this script alone.
 Both prepare the embedded model in 16 bits, in 4 bits, in 8 bits with 8-bit activations, and pruned; then every model is
-timed in turns, one way after the other. The table shows medians over the rounds, and the ratio of the new way to the old
-(below 1: slower).
+timed in turns, one way after the other. The table shows medians over the rounds, and the ratio of the new way to the
+old (below 1: slower).
 """
 
 import argparse
