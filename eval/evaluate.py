@@ -15,11 +15,12 @@ from transformers import PreTrainedTokenizerBase
 from eval.machine.memory import peak_memory
 from eval.machine.size import bits_per_weight, size
 from eval.speed.deploy import deployed
-from eval.speed.speed import PLAIN, Speed, first_line, measure_speed, positions, standard_variants
+from eval.speed.speed import PLAIN, Speed, measure_speed, positions, standard_variants
 from eval.text.divergence import compare_on_text
 from eval.text.names import text_name
 from eval.text.windows import mean_and_stderr, windows
 from eval.writing.generation import PROMPTS, Sample, generate_samples
+from kernels.errors import first_line
 from kernels.registry import recording
 
 

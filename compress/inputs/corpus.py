@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from compress.inputs.hub import first_line, quick_to_fail, revision
+from compress.inputs.hub import quick_to_fail, revision
+from kernels.errors import first_line
 
 _LOCAL = {
     "wikitext2": "wikitext2_raw/test.parquet", "c4": "calib_c4/train.parquet",

@@ -71,8 +71,3 @@ def quick_to_fail() -> Iterator[None]:
         return
     with patch("huggingface_hub.constants.HF_HUB_OFFLINE", True), patch("datasets.config.HF_HUB_OFFLINE", True):
         yield
-
-
-def first_line(error: Exception) -> str:
-    """The first line of what an error says, or its kind where it says nothing."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

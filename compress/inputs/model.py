@@ -21,7 +21,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from compress.checkpoint.load import LAYOUT, load_compressed
 from compress.inputs.gguf import converted
-from compress.inputs.hub import first_line, quick_to_fail, revision
+from compress.inputs.hub import quick_to_fail, revision
+from kernels.errors import first_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEFAULT = "smollm2-135m"

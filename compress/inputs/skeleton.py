@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from compress.checkpoint.load import LAYOUT
 from compress.inputs.gguf import converted_folder
-from compress.inputs.hub import first_line
 from compress.inputs.model import decoder_config, gguf_file, located, tiny_config
+from kernels.errors import first_line
 
 
 @cache

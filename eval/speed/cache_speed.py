@@ -22,7 +22,8 @@ from transformers import Cache
 from eval.speed.device_lock import undisturbed
 from eval.speed.packing import Packing
 from eval.speed.regional import NotRegional, Step, compile_regional
-from eval.speed.speed import first_line, quartiles, wait
+from eval.speed.speed import quartiles, wait
+from kernels.errors import first_line
 from kernels.kv_decode import KV, kv_decode
 from kernels.registry import recording
 

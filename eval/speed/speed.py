@@ -26,6 +26,7 @@ from eval.speed.deploy import deployed
 from eval.speed.device_lock import undisturbed
 from eval.speed.packing import Packing
 from eval.speed.regional import NotRegional, RegionalStep, Step, compile_regional
+from kernels.errors import first_line
 from kernels.linear.prepacked import prepack
 from kernels.registry import recording
 
@@ -354,8 +355,3 @@ def wait(device: torch.device) -> None:
     """Until a GPU has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def first_line(error: Exception) -> str:
-    """The first line of what an error says, or its kind where it says nothing."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -36,9 +36,10 @@ from typing import Any, Protocol
 import psutil
 
 from eval.record.manifest import read_json
+from kernels.errors import first_line
 from notebooks.batch.job import Job, Outcome, execute
 from notebooks.batch.run_folder import JOB, RunFolder
-from notebooks.batch.worker import first_line, where
+from notebooks.batch.worker import where
 
 ENGINES = ("local", "ray")
 NODE = "WORKBENCH_NODE"  # names the node of the cluster to a run that is executed there

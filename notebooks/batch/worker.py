@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.record.manifest import read_json
+from kernels.errors import first_line
 from notebooks.batch.run_folder import FAILURE, RunFolder
 from notebooks.batch.saved_model import saved_model
 from notebooks.study.identity import ROOT
@@ -138,10 +139,6 @@ def last_lines(texts: list[str]) -> list[str]:
     plain = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", "\n".join(texts))
     lines = [line.rpartition("\r")[2].rstrip() for line in plain.splitlines()]
     return [line[:400] for line in lines if line][-LINES:]
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _relink(folder: RunFolder, places: dict[Path, Path]) -> None:
