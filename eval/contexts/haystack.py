@@ -1,5 +1,4 @@
-"""Long contexts and questions whose answers are known, made offline: needles in text, variables, word counts, key-value
-pairs.
+"""Long contexts with questions whose answers are known: needles, variables, word counts and key-value pairs.
 
 After RULER (Hsieh et al., 2024, arXiv:2404.06654), for small causal models that continue a text: `ask` begins a
 sentence and `answer` ends it. Two questions about one context, where its task allows, so that the second can come as a

@@ -1,13 +1,12 @@
-"""Questions about long contexts, answered from compressed caches: exact matches, likelihood and divergence of the
-answers.
+"""Questions about long contexts, answered from compressed caches: exact matches, likelihood and divergence.
 
 A context is read once; its cache is then compressed by every variant, and each answers from its own. Three
 visibilities:
 
     agnostic    the question comes after compression: the cache did not know what would be asked
     visible     the question, but for its last token, was read before compression
-    follow-up   another question and its answer were read before compression, then comes this one (SCBench,
-    arXiv:2412.10319)
+    follow-up   another question and its answer were read before compression, then this one comes
+                (SCBench, arXiv:2412.10319)
 
 Answers are teacher-forced: every token of the true answer is the most likely one exactly if greedy decoding writes the
 answer.

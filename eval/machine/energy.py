@@ -1,5 +1,4 @@
-"""Counters of energy and of work that a machine may have: RAPL on processors, NVML on GPUs; or the reason why there is
-none."""
+"""Counters of energy and of work: RAPL on processors, NVML on GPUs, or the reason why there is none."""
 
 from collections.abc import Callable
 from pathlib import Path

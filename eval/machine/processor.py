@@ -1,4 +1,4 @@
-"""The processor by name and kind; apart from `eval.machine.hardware`, so that it is told without importing torch."""
+"""The processor's name and kind, in a module of its own so that reading it does not import torch."""
 
 import os
 import platform

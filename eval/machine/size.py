@@ -1,4 +1,4 @@
-"""What a model takes, counted from its tensors: stored and in memory."""
+"""The size of a model, stored and in memory, counted from its tensors."""
 
 from dataclasses import dataclass
 

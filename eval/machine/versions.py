@@ -1,4 +1,4 @@
-"""Versions of what is installed; apart from the rest, so that they are told without importing torch."""
+"""Versions of installed packages, in a module of its own so that reading them does not import torch."""
 
 import importlib.metadata
 import platform

@@ -1,5 +1,4 @@
-"""What a decoded token must cost: bytes that are read and operations that are done, against what the device was
-measured to reach.
+"""The least time of a decoded token: bytes and operations, against the device's measured ceilings.
 
 A step of decoding reads every weight once, whatever the batch, and every row's cache; it multiplies each row by every
 weight, and its query by the cache. It can take no less than the longer of bytes / bandwidth and operations / peak: the

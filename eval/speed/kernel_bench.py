@@ -1,5 +1,4 @@
-"""Benchmark the kernels of this machine for a notebook: `kernels.harness.validate` in a process of its own, with
-progress."""
+"""Runs `kernels.harness.validate` for a notebook, in a process of its own and with progress."""
 
 import json
 import math

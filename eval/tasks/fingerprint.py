@@ -1,5 +1,4 @@
-"""What a model's answers depend on, as hashes: weights, structure, settings, what is attached to it, and the code of
-all that."""
+"""Hashes of everything that a model's answers depend on: weights, structure, settings, attachments and code."""
 
 import dataclasses
 import functools

@@ -1,5 +1,4 @@
-"""One model's answers to one task, by lm-eval, on the model as it is in memory; neither model nor process is changed by
-it.
+"""One model's answers to one task of lm-eval. It changes neither the model in memory nor the process.
 
 Imported where it is needed only: lm-eval takes its time.
 """

@@ -1,5 +1,4 @@
-"""Two models on the same questions: intervals from resampled pairs, answers that turned, and whether that could be
-chance."""
+"""Compares two models on the same questions: bootstrap intervals, changed answers and McNemar's test."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,9 +1,7 @@
-"""Where tasks come from: task files that point at data on this machine, and lm-eval's own catalogue, whose data are on
-the hub.
+"""Finds tasks: task files that point at data on this machine, and lm-eval's catalogue, whose data are on the hub.
 
-A task file's paths are looked for beside it, then in the folders above, so that it works from any folder. lm-eval's
-catalogue
-takes 10 s to read: it is read once in a process, and never where all tasks are files.
+Paths in a task file are searched beside it and then in the folders above, so that it works from any folder. Reading
+lm-eval's catalogue takes 10 s, so it is read once per process, and never if all tasks are files.
 """
 
 import difflib

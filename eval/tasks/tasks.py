@@ -1,5 +1,4 @@
-"""Benchmark tasks by lm-eval on compressed models as they are in memory: scores, and question by question what
-compression turned.
+"""Tasks of lm-eval on compressed models in memory: scores, and which answers compression changed.
 
 lm-eval's own `use_cache` gives one model another's answers; here answers are kept by hashes of the model, the task and
 all settings. Scores of a model behind a compressed KV cache differ from its baseline's on tasks that generate text

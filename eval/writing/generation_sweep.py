@@ -1,5 +1,4 @@
-"""Greedy and sampled generations of several models side by side, over temperatures: where they part, how long, how
-repetitive.
+"""Greedy and sampled texts of several models over temperatures: where they differ, lengths and repetition.
 
 Sampled texts of two models can be held against each other token by token only if chance is the same for both. Here it
 is: to the logits of a step, divided by the temperature, one adds a number from the Gumbel distribution for each token

@@ -1,5 +1,4 @@
-"""x H for some rows per program: two or three small products on tensor cores, nothing written in between. See
-README.md."""
+"""Hadamard products for some rows per program, as two or three small products on tensor cores. See README.md."""
 
 from kernels.interpreter import prepare
 

@@ -1,5 +1,4 @@
-"""Processes that work for `kernels.harness.validate`: started, given their share of the time, ended, and gone on behind
-when they crash."""
+"""Worker processes of `kernels.harness.validate`: starts them, limits their time, and continues after crashes."""
 
 import os
 import signal

@@ -1,5 +1,4 @@
-"""What was measured, as text: one line a contest, and what it comes to. Reads rows as kernels/harness/validate.py
-describes them."""
+"""The results of `kernels.harness.validate` as a text table: one line per contest, and a summary."""
 
 from typing import Any
 

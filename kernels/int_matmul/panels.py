@@ -1,5 +1,4 @@
-"""The `panels` layout: four bits a weight, 16 rows of W to a panel, as the C++ kernel of `kernels.native` reads
-them."""
+"""The `panels` layout of the C++ kernel: four bits per weight, 16 rows of W per panel."""
 
 import torch
 from torch import Tensor

@@ -1,5 +1,4 @@
-"""The `tiles` layout and torch's int4 CPU kernel, which reads it: the next best where the C++ kernels cannot be
-built."""
+"""The `tiles` layout of torch's int4 CPU kernel, for machines where the C++ kernels cannot be built."""
 
 from functools import cache
 

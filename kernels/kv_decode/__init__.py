@@ -1,5 +1,4 @@
-"""`kv_decode`: attention of one step of decoding over a cache of 16, 8, 4 or 2 bits. See README.md for layouts, cost
-and limits."""
+"""`kv_decode`: attention of one decoding step over a cache of 16, 8, 4 or 2 bits. See README.md."""
 
 import torch
 from torch import Tensor

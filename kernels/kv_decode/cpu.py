@@ -1,5 +1,6 @@
-"""CPU path in plain torch, for machines where the C++ kernels cannot be built: the query heads of one kv head are rows
-of one product, and only positions in use are read.
+"""The CPU path in plain torch, for machines where the C++ kernels cannot be built.
+
+The query heads of one kv head are the rows of one product, and only positions in use are read.
 
 bfloat16 and float32 whose ranges are all the same go through torch's own flash attention. Everything else is converted
 to float32 one head after another, slab by slab, so that a slab is still in cache when it is multiplied.

@@ -1,5 +1,4 @@
-"""How keys and values lie in memory: as they are, or in 8, 4 or 2 bits with a 16-bit tail. README.md has the
-picture."""
+"""The layout of keys and values: as they are, or in 8, 4 or 2 bits with a 16-bit tail. See README.md."""
 
 from typing import NamedTuple
 

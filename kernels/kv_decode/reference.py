@@ -1,5 +1,4 @@
-"""Dequantise, mask, softmax, multiply, in float32 and plain torch on any device: what other implementations are held
-against."""
+"""The reference that other implementations are compared with: float32 in plain torch, on any device."""
 
 import torch
 from torch import Tensor

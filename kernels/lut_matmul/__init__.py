@@ -1,5 +1,4 @@
-"""`lut_matmul`: y = x Wᵀ with W stored as indices into a table of 8 or 16 values. See README.md for layout, cost and
-limits."""
+"""`lut_matmul`: y = x Wᵀ with W stored as indices into a table of 8 or 16 values. See README.md."""
 
 import torch
 from torch import Tensor

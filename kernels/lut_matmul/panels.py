@@ -1,5 +1,4 @@
-"""The `panels` layout of a codebook, for the C++ kernel of `kernels.native`: that of `kernels.int_matmul.panels`, with
-a table."""
+"""The `panels` layout of a codebook: that of `kernels.int_matmul.panels`, with a table."""
 
 import torch
 from torch import Tensor

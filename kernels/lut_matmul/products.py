@@ -1,5 +1,4 @@
-"""The Triton kernels of `lut_matmul`: as those of `int_matmul`, with a table in place of arithmetic. triton.py launches
-them.
+"""The Triton kernels of `lut_matmul`: those of `int_matmul` with a table in place of arithmetic.
 
 Eight entries of 16 bits are four registers, two of low bytes and two of high bytes; one PRMT looks four codes up in two
 of them at once, because its selector is four nibbles, which is how the codes lie in memory.

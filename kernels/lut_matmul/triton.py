@@ -1,5 +1,4 @@
-"""`lut_matmul` with Triton: which kernel takes a product, and how it is launched. As for `int_matmul`, whose plans it
-uses."""
+"""Launches the Triton kernels of `lut_matmul`, by the plans of `int_matmul`."""
 
 from kernels.interpreter import interpreting, prepare
 

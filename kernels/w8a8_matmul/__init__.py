@@ -1,5 +1,4 @@
-"""`w8a8_matmul`: y = x Wᵀ with weights and activations in 8 bits, int8 or fp8. See README.md for layouts, cost and
-limits."""
+"""`w8a8_matmul`: y = x Wᵀ with weights and activations in int8 or fp8. See README.md."""
 
 import torch
 from torch import Tensor

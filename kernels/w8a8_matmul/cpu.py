@@ -1,5 +1,4 @@
-"""int8 on a CPU with VNNI: torch's oneDNN products of codes, between two cheap passes over the activations and the
-result."""
+"""int8 on a CPU with VNNI: oneDNN products of codes, between a quantising and a scaling pass."""
 
 import torch
 from torch import Tensor

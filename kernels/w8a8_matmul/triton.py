@@ -1,5 +1,4 @@
-"""Triton kernels: quantise rows; multiply for few tokens (`narrow`, the weight is the dot's first operand) and many
-(`tile`)."""
+"""The Triton kernels of `w8a8_matmul`: `narrow` for few tokens, `tile` for many, and the quantisation of rows."""
 
 import torch
 import triton
