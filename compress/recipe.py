@@ -43,11 +43,12 @@ def parse_variants(text: str, parameter: str = "recipe") -> tuple[str, list[Vari
     """
     try:
         tree = ast.parse(f"[{text}]", mode="eval").body
-    except (SyntaxError, RecursionError, MemoryError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # a null byte, brackets in brackets in brackets
         tree = None
     if not text.strip() or not isinstance(tree, ast.List):
+        shown = text if len(text) <= 200 else f"{text[:120]}…"
         raise ValueError(
-            f"`{parameter}` (={text!r}) must name methods with their knobs, such as: smoothquant(alpha=0.5), int8"
+            f"`{parameter}` (={shown!r}) must name methods with their knobs, such as: smoothquant(alpha=0.5), int8"
         )
     knobs = [keyword for call in tree.elts if isinstance(call, ast.Call) for keyword in call.keywords]
     several = [(knob, knob.value.elts) for knob in knobs if isinstance(knob.value, ast.Set)]

@@ -1,0 +1,156 @@
+"""Twenty bad inputs: each ends at `plan`, with one sentence and exit status 2, before a model is loaded.
+
+`python tests/notebooks/test_bad_input.py` writes what they print into notebooks/bad_inputs.md.
+"""
+
+import contextlib
+import io
+import json
+import os
+import re
+import resource
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from notebooks.batch.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "notebooks" / "bad_inputs.md"
+_DEEP = "[" * 3000 + "]" * 3000
+_GPTQ = {"notebook": "gptq", "base": {"model_name": "tiny"}}
+
+
+def _file(name: str, text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(text)
+
+
+def _damaged(folder: Path) -> None:
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    (folder / "model" / "model.safetensors").write_bytes(b"\x40\x00\x00\x00\x00\x00\x00\x00{" + bytes(20))
+
+
+def _magic(folder: Path) -> None:
+    source = ["%time\n", "number: int = 0  # a number\n", 'run_path: str = ""  # folder']
+    cell = {"cell_type": "code", "source": source, "metadata": {"tags": ["parameters"]}, "outputs": []}
+    book = {"cells": [cell], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
+    (folder / "magic.ipynb").write_text(json.dumps(book))
+
+
+def _two(folder: Path) -> None:
+    (folder / "s.yml").write_text(yaml.safe_dump(_GPTQ))
+    (folder / "other").mkdir()
+    (folder / "other" / "s.yml").write_text(yaml.safe_dump(_GPTQ))
+    kept = folder / "runs" / "sweeps" / "s"
+    kept.mkdir(parents=True)
+    (kept / "plan.json").write_text(json.dumps({"file": str(folder / "s.yml"), "runs": [], "title": "s"}))
+
+
+def _tasks(folder: Path) -> None:
+    (folder / "tasks").mkdir()
+
+
+@contextlib.contextmanager
+def _full_disk() -> Iterator[None]:
+    """No file may grow: what a full disk, or a quota, does to the folder of runs."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+# (what is wrong, the command after `workbench`, what must be in its folder before, a part of what it says)
+CASES: list[tuple[str, str, Callable[[Path], object] | None, str]] = [
+    ("A group size that does not divide", "plan gptq -p model_name tiny -p group_size 48", None, "`group_size` (=48)"),
+    ("A value outside its range", "plan gptq -p model_name tiny -p bits 7", None, "must be one of"),
+    ("A parameter that does not exist", "plan gptq -p bitz 4", None, "did you mean `bits`?"),
+    ("A missing corpus", "plan gptq -p model_name tiny -p corpus nowhere.txt", None, "there is no such file"),
+    ("An unknown corpus", "plan gptq -p model_name tiny -p eval_corpus wikitext3", None, "`eval_corpus`"),
+    ("A corpus too short", "plan gptq -p model_name tiny -p corpus short.txt", _file("short.txt", "few words " * 9), "`samples`"),
+    ("A damaged safetensors file", "plan gptq -p model_name model", _damaged, "is damaged"),
+    ("A damaged GGUF file", "plan gptq -p model_name m.gguf", _file("m.gguf", "GGUF" + "x" * 99), "GGUF"),
+    ("A path to a single file", "plan gptq -p model_name m.safetensors", _file("m.safetensors", "x"), "is a single file"),
+    ("A model that is not there", "plan gptq -p model_name /no/such/model", None, "no such file or folder"),
+    ("A folder of runs that cannot be written", "--runs /proc/runs plan gptq -p model_name tiny", None, "nothing can be written"),
+    ("A full disk", "plan gptq -p model_name tiny", None, "nothing can be written"),
+    ("A number that is not finite", "plan recipe -p model_name tiny -p temperatures '[Infinity]'", None, "must be finite"),
+    ("A magic in the parameters cell", "plan magic.ipynb", _magic, "no magics"),
+    ("3,000 nested brackets", "plan deep.yml", _file("deep.yml", f"notebook: gptq\nbase: {_DEEP}"), "nested too deeply"),
+    ("3,000 nested brackets in a recipe", f"plan recipe -p model_name tiny -p recipe '{_DEEP}'", None, "must name methods"),
+    ("A device that is not there", "plan gptq -p model_name tiny -p device cuda:9", None, "`device` (='cuda:9')"),
+    ("Two sweeps of one name", "plan other/s.yml", _two, "under the same name"),
+    ("An `include` of a million runs", "plan big.yml", None, "MB are the most"),
+    ("Task files of others", "plan recipe -p model_name tiny -p tasks '[\"own\"]' -p task_path tasks", _tasks, "are code"),
+]  # fmt: skip
+
+
+def answer(case: tuple[str, str, Callable[[Path], object] | None, str], folder: Path) -> tuple[int, str]:
+    """The exit status of a case's command, and what it prints, without the paths of this machine."""
+    what, command, prepare, _ = case
+    if what.startswith("An `include`"):
+        (folder / "big.yml").write_text("notebook: gptq\ninclude:\n" + "- {bits: 4}\n" * 1_000_000)
+    if prepare:
+        prepare(folder)
+    before, said = os.getcwd(), io.StringIO()
+    limit = _full_disk() if what == "A full disk" else contextlib.nullcontext()
+    place = [] if "--runs" in command else ["--runs", str(folder / "runs")]
+    os.chdir(folder)
+    try:
+        with limit, contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+            status = main([*place, *shlex.split(command)])
+    finally:
+        os.chdir(before)
+    text = said.getvalue().replace(str(folder.resolve()), "…").replace(str(folder), "…")
+    return status, re.sub(r"\d+(\.\d+)? MB free", "0 MB free", text).strip()
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case[0] for case in CASES])
+def test_a_bad_input_ends_at_plan_with_a_sentence(case, tmp_path, monkeypatch):
+    monkeypatch.delenv("WORKBENCH_TRUST", raising=False)
+    status, said = answer(case, tmp_path)
+    assert status == 2 and said.startswith("workbench: ") and case[3] in said and "Traceback" not in said, said
+    assert f"### {case[0]}\n" in PAGE.read_text() and len(said) < 1000
+
+
+def test_cells_of_others_are_not_executed_by_a_plan(tmp_path, monkeypatch, trivial, sweep):
+    """A notebook that a sweep names has its parameters checked by type; one that the user names is executed."""
+    monkeypatch.delenv("WORKBENCH_TRUST")
+    text = trivial.read_text().replace("if number < 0", f"open({str(tmp_path / 'executed')!r}, 'w')\\nif number < 0")
+    trivial.write_text(text)
+    path = sweep(grid={"number": [1]})
+    assert main(["--runs", str(tmp_path / "runs"), "plan", str(path)]) == 0 and not (tmp_path / "executed").exists()
+    assert main(["--runs", str(tmp_path / "runs"), "plan", str(sweep(grid={"number": ["one"]}))]) == 2
+    path = sweep(grid={"number": [1]})
+    assert main(["--runs", str(tmp_path / "runs"), "plan", str(path), "--trust", str(tmp_path)]) == 0
+    assert (tmp_path / "executed").exists(), "the user trusts its folder"
+
+
+def write_page() -> None:
+    """Write notebooks/bad_inputs.md from what the commands print."""
+    import tempfile
+
+    parts = [
+        "# Twenty bad inputs",
+        "",
+        "What `workbench` prints for each; the exit status is always 2, and no model has been loaded. The commands run",
+        "in a folder with the files that they name; `…` stands for it. Written by",
+        "`python tests/notebooks/test_bad_input.py`; the test in the same file runs every command.",
+    ]
+    for case in CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            status, said = answer(case, Path(folder))
+        assert status == 2, (case, said)
+        command = case[1].replace(_DEEP, "[[[…]]]")
+        parts += ["", f"### {case[0]}", "", "```", f"$ workbench {command}", said, "```"]
+    PAGE.write_text("\n".join(parts) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_page()
