@@ -118,7 +118,7 @@ def of_run(run: RunOutcome) -> list[Variant]:
 def drift(found: Sequence[Variant], like: Variant, what: Quantity) -> float:
     """How much the speed of this variant's baseline differs between the runs on its machine: largest over smallest."""
     speeds = [v.numbers[what].value for v in found if v.baseline and v.timing == like.timing and what in v.numbers]
-    return max(speeds) / min(speeds) if speeds else 1.0
+    return max(speeds) / min(speeds) if speeds and min(speeds) > 0 else 1.0
 
 
 def machine(record: RunRecord) -> str:

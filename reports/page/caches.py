@@ -95,4 +95,5 @@ def _mean(values: list[float]) -> tuple[float | None, float | None]:
     x = np.asarray(values, dtype=float)
     if not len(x):
         return None, None
-    return float(x.mean()), float(x.std(ddof=1) / len(x) ** 0.5) if len(x) > 1 else 0.0
+    with np.errstate(all="ignore"):
+        return float(x.mean()), float(x.std(ddof=1) / len(x) ** 0.5) if len(x) > 1 else 0.0

@@ -71,7 +71,7 @@ def _said(folds: Sequence[Fold], moved: list[float]) -> str:
         f"input channel against the typical one goes from {before}× to {after}×"
     )
     measured = [
-        (f.error_before, f.error_after) for f in folds if f.error_before and finite(f.error_before, f.error_after)
+        (f.error_before, f.error_after) for f in folds if finite(f.error_before, f.error_after) and f.error_before > 0
     ]
     if measured:
         ratio = statistics.geometric_mean([max(after, 1e-30) / before for before, after in measured])

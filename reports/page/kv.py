@@ -248,7 +248,8 @@ def _survival(cache: Cache, labels: _Labels) -> str:
     for name in _shown(cache):
         shares = [_array(one.share) for one in cache.survival.get(name, ())]
         if shares and all(one is not None and one.shape == shares[0].shape for one in shares):
-            mean = np.mean(shares, 0)
+            with np.errstate(all="ignore"):
+                mean = np.mean(shares, 0)
             if not mean.min() >= 1:  # where all stay, there is nothing to draw
                 maps[labels[name]] = mean
     bar = "per cent of the needle's tokens that stay, question unknown"

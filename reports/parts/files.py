@@ -1,5 +1,6 @@
 """Pages as files: the environment of the templates, and writing a page whole or not at all."""
 
+import os
 from dataclasses import dataclass
 from functools import cache
 from html import escape
@@ -46,6 +47,6 @@ def write_page(html: str, path: str | Path) -> Report:
     """Write a page, whole or not at all. A name that no file can have is shortened, or replaced by report.html."""
     path = Path(path)
     name = clean(path.name.encode(errors="replace").decode(), MAX_NAME)
-    if path.is_dir() or name.strip(". ") == "":
+    if os.path.isdir(path) or name.strip(". ") == "":
         path, name = path / "report.html", "report.html"
     return Report(write_whole(html.encode(errors="replace").decode(), path.with_name(name)))

@@ -15,7 +15,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator
+from matplotlib.ticker import LogFormatterMathtext, LogLocator, NullFormatter
 
 from eval.record.rows import Channels, LayerRow, SpeedRow
 from reports.parts.text import clean
@@ -308,8 +308,21 @@ def by_kind(layers: Iterable[LayerRow]) -> dict[str, list[tuple[int, LayerRow]]]
     return kinds
 
 
+def power(value: float, _: object = None) -> str:
+    """A tick of a logarithmic axis: 0.01, 100, 10⁻⁵."""
+    if value == 0 or 1e-3 <= abs(value) < 1e5:
+        return f"{value:,g}"
+    mantissa, exponent = f"{value:.0e}".split("e")
+    raised = str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    return f"10{raised}" if mantissa == "1" else f"{mantissa} · 10{raised}"
+
+
 def svg(figure: Figure, key: str, summary: str) -> str:
     """The figure as an SVG element, with its own ids and the page's colours."""
+    for axis in (axis for ax in figure.axes for axis in (ax.xaxis, ax.yaxis)):
+        if isinstance(axis.get_major_formatter(), LogFormatterMathtext):  # which writes mathematics
+            axis.set_major_formatter(power)
+            axis.set_minor_formatter(NullFormatter())
     out = StringIO()
     figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = out.getvalue()

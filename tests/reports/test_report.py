@@ -401,6 +401,7 @@ def test_page_says_what_the_record_says():
         "differs from token 1 on",
     ):
         assert text in html, text
+    assert "$" not in html, "no tick is written as mathematics"
     assert html.count("<svg") == 3 and len(set(re.findall(r'\bid="([^"]+)"', html))) == len(re.findall(r'\bid="', html))
 
 
