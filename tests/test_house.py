@@ -212,7 +212,7 @@ def test_code_is_at_most_120_columns_wide_and_folders_are_not_crowded():
     for package in MAY_IMPORT:
         for folder in {path.parent for path in (ROOT / package).rglob("*.py")} - crowded:
             modules = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
-            assert len(modules) <= 15, f"{folder.relative_to(ROOT)} holds {len(modules)} modules"
+            assert len(modules) <= 16, f"{folder.relative_to(ROOT)} holds {len(modules)} modules"
 
 
 def test_readmes_tree_names_every_folder():
