@@ -1,6 +1,5 @@
 """apply: a recipe, a model, calibration batches -> a compressed model and what became of every weight."""
 
-import copy
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from tqdm.auto import tqdm
 from compress.inputs.calibration import tokens_sha256
 from compress.inputs.model import check_device, weights_sha256
 from compress.kv.attach import attach
-from compress.linear import is_linear
+from compress.linear import is_linear, sharing_copy
 from compress.method import Method, settle
 from compress.records import DropRecord, FoldRecord, LayerRecord
 from compress.result import Result
@@ -125,6 +124,8 @@ def apply_each(
 ) -> dict[str, Result]:
     """Apply several recipes, each to a copy of the model, for a comparison on the same calibration; see `apply`.
 
+    The copies share the memory of what a recipe leaves as it is, with each other and with the model, which stays.
+
     Raises:
         ValueError: as `apply` does, for any of the recipes, before any is applied.
     """
@@ -135,7 +136,7 @@ def apply_each(
     results = {}
     for name, recipe in progress:
         progress.set_postfix_str(name)
-        results[name] = apply(recipe, copy.deepcopy(model), batches, device=device, work_path=work_path)
+        results[name] = apply(recipe, sharing_copy(model), batches, device=device, work_path=work_path)
     return results
 
 

@@ -1,5 +1,6 @@
 """CompressedLinear: stands where an nn.Linear (or GPT-2's Conv1D) stood, with its weight stored as a sum of parts."""
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -132,6 +133,16 @@ def shape_of(module: nn.Module) -> tuple[int, int]:
         return module.out_features, module.in_features
     rows, columns = module.weight.shape
     return (columns, rows) if isinstance(module, Conv1D) else (rows, columns)
+
+
+def sharing_copy(model: nn.Module) -> nn.Module:
+    """A copy of a model that shares its weights' memory until one of the two replaces, casts or moves them.
+
+    Compressing such a copy takes memory for what changes, and leaves the model as it is.
+    """
+    memo: dict[int, Tensor] = {id(p): nn.Parameter(p.data, p.requires_grad) for p in model.parameters()}
+    memo |= {id(buffer): buffer for buffer in model.buffers()}
+    return copy.deepcopy(model, memo)
 
 
 def replace(model: nn.Module, name: str, new: nn.Module) -> None:

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from compress.formats import Dense
 from compress.linear import CompressedLinear, replace, weight_of
 from compress.walk.blocks import find_blocks, targets
-from compress.walk.capture import Call, Tail, block_calls, device_of, run_block
+from compress.walk.capture import Call, Tail, advance, block_calls, device_of, on_device
 from compress.walk.groups import collect, input_groups
 from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.resume import BlockStore
@@ -91,29 +91,27 @@ def distortion_curves(
 
     def predictions(first: int) -> list[Tensor]:
         """Logarithms of the probabilities that the model gives from block `first` on, per micro-batch of probes."""
-        found = []
-        for i, probe in enumerate(probes):
-            at = dataclasses.replace(probe)
-            for index in range(first, len(blocks)):
-                at.hidden = run_block(blocks[index], at, index, device)
-            found.append(tail.logits(i, at.hidden.to(home)).float().log_softmax(-1))
-        return found
+        passing = [dataclasses.replace(probe) for probe in probes]
+        for index in range(first, len(blocks)):
+            with on_device(blocks[index], device):
+                advance(blocks[index], passing, index, device)
+        return [tail.logits(i, call.hidden.to(home)).float().log_softmax(-1) for i, call in enumerate(passing)]
 
     try:
-        blocks.to(device)  # every block is run again and again
         with fast_linear():
             expected = predictions(0)
             for index, block in enumerate(blocks):
                 own = {name: model.get_submodule(name) for name in names if name.startswith(f"{prefix}.{index}.")}
                 found = store.get(index) if store else None
                 if found is None:
-                    for name, statistics in _statistics(block, own, calls, index, method.statistics, device):
-                        progress.set_postfix_str(name.removeprefix(f"{prefix}."))
-                        curves[name] = {}
-                        for level, pruner in methods.items():
-                            with _pruned(model, name, pruner, statistics):
-                                curves[name][level] = _kl(expected, predictions(index))
-                            progress.update()
+                    with on_device(block, device):
+                        for name, statistics in _statistics(block, own, calls, index, method.statistics, device):
+                            progress.set_postfix_str(name.removeprefix(f"{prefix}."))
+                            curves[name] = {}
+                            for level, pruner in methods.items():
+                                with _pruned(model, name, pruner, statistics):
+                                    curves[name][level] = _kl(expected, predictions(index))
+                                progress.update()
                 else:
                     curves |= {
                         name: {float(level): kl for level, kl in curve.items()} for name, curve in found[1].items()
@@ -121,10 +119,9 @@ def distortion_curves(
                     progress.update(len(own) * len(methods))
                 if store and found is None:
                     store.put(index, {}, {name: curves[name] for name in own})
-                for call in (*calls, *probes):
-                    call.hidden = run_block(block, call, index, device).to(call.hidden.device)
+                with on_device(block, device):
+                    advance(block, [*calls, *probes], index, device)
     finally:
-        blocks.to(home)
         progress.close()
     return curves
 

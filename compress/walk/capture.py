@@ -1,7 +1,7 @@
 """What flows into a model's blocks: caught once as the model makes it, so that blocks can be run by themselves."""
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -128,6 +128,23 @@ def run_block(block: nn.Module, call: Call, index: int, device: torch.device) ->
     """Output [batch, T, hidden] of a block for one micro-batch."""
     args, kwargs = mapped(call.arguments[index], lambda t: t.to(device))
     return _first(block(call.hidden.to(device), *args, **kwargs))
+
+
+def advance(block: nn.Module, calls: Sequence[Call], index: int, device: torch.device) -> None:
+    """Make the block's outputs the inputs of the next one."""
+    for call in calls:
+        call.hidden = run_block(block, call, index, device).to(call.hidden.device)
+
+
+@contextmanager
+def on_device(block: nn.Module, device: torch.device) -> Iterator[None]:
+    """While the context lasts, the block lies on this device; then it goes back to where it was."""
+    home = device_of(block)
+    block.to(device)
+    try:
+        yield
+    finally:
+        block.to(home)
 
 
 def mapped(value, change: Callable[[Tensor], Tensor]):

@@ -16,7 +16,7 @@ from compress.linear import weight_of
 from compress.method import Method, knob
 from compress.records import FoldRecord
 from compress.walk.blocks import find_blocks
-from compress.walk.capture import Call, block_calls, device_of, run_block
+from compress.walk.capture import Call, advance, block_calls, device_of, run_block
 from compress.walk.experts import SplitExperts, split_experts
 from compress.walk.links import Link, find_links, fold, made_up_batch
 from compress.walk.resume import BlockStore
@@ -148,7 +148,7 @@ class FoldingMethod(Method):
                     else:
                         progress.set_postfix_str("finished before")
                         if index < last:
-                            _advance(block, calls, index, device)
+                            advance(block, calls, index, device)
                         chosen = _take_over(model, links[index], *finished[index])
             finally:
                 block.to(home)
@@ -185,15 +185,15 @@ class FoldingMethod(Method):
             for link, c in zip(links, collectors, strict=True)
         ]
         try:
-            _advance(block, calls[:-1], index, device)
+            advance(block, calls[:-1], index, device)
         finally:
             for handle in handles:
                 handle.remove()
-        _advance(block, calls[-1:], index, device)
+        advance(block, calls[-1:], index, device)
         y = calls[-1].hidden.to(device)
         routed = any(isinstance(module, SplitExperts) for module in block.modules())
         touched = [model.get_submodule(name) for link in links for name in (link.producer, *link.consumers)]
-        originals = {p: p.clone() for module in touched for p in module.parameters()}
+        originals = [(module, name, p) for module in touched for name, p in module.named_parameters()]
         chosen = []
         for link in links:
             progress.set_postfix_str(link.producer)
@@ -210,8 +210,8 @@ class FoldingMethod(Method):
                 fold(model, link, choice.s)
             difference = _difference(run_block(block, checked, index, device), y, routed=routed)
             if not difference <= _tolerance(block):
-                for parameter, original in originals.items():
-                    parameter.copy_(original)
+                for module, name, original in originals:
+                    setattr(module, name, original)
                 raise RuntimeError(
                     f"{self.name}: with {link.producer} scaled and {', '.join(link.consumers)} undoing it, what block "
                     f"{index} "
@@ -237,12 +237,6 @@ class FoldingMethod(Method):
             )
             chosen.append((record, choice.s))
         return chosen
-
-
-def _advance(block: nn.Module, calls: list[Call], index: int, device: torch.device) -> None:
-    """Make the block's outputs the inputs of the next one."""
-    for call in calls:
-        call.hidden = run_block(block, call, index, device).to(call.hidden.device)
 
 
 def _take_over(

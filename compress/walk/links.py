@@ -92,7 +92,9 @@ def find_links(model: nn.Module) -> tuple[list[list[Link]], dict[str, str]]:
 
 @torch.no_grad()
 def fold(model: nn.Module, link: Link, s: Tensor) -> None:
-    """Divide the producer's output by s and multiply the consumers' columns by it, in place.
+    """Divide the producer's output by s and multiply the consumers' columns by it.
+
+    The modules get new parameters: the memory of the old ones, which a copy of the model may share, stays as it is.
 
     Args:
         s: [channels of the producer], positive. Of a norm in 16 bits the consumers take what its gain really lost, so
@@ -103,19 +105,24 @@ def fold(model: nn.Module, link: Link, s: Tensor) -> None:
     if link.kind == "norm":
         offset = gain_offset(producer)
         gain = producer.weight.float() + offset
-        producer.weight.copy_(gain / s - offset)
+        _renew(producer, "weight", gain / s - offset)
         now = producer.weight.float() + offset
         s = torch.where((gain == 0) | (now == 0), s, gain / now)
     else:
-        producer.weight.copy_(producer.weight.float() / (s if isinstance(producer, Conv1D) else s[:, None]))
+        _renew(producer, "weight", producer.weight.float() / (s if isinstance(producer, Conv1D) else s[:, None]))
     bias = getattr(producer, "bias", None)
     if bias is not None:
-        bias.copy_(bias.float() / s)
+        _renew(producer, "bias", bias.float() / s)
     columns = s[link.channels.to(s.device)]  # [in]
     for name in link.consumers:
         consumer = model.get_submodule(name)
         factor = columns[:, None] if isinstance(consumer, Conv1D) else columns
-        consumer.weight.copy_(consumer.weight.float() * factor.to(consumer.weight.device))
+        _renew(consumer, "weight", consumer.weight.float() * factor.to(consumer.weight.device))
+
+
+def _renew(module: nn.Module, name: str, value: Tensor) -> None:
+    """Give a module another parameter, in the dtype of the one that it has."""
+    setattr(module, name, nn.Parameter(value.to(getattr(module, name).dtype), requires_grad=False))
 
 
 def gain_offset(norm: nn.Module) -> float | None:

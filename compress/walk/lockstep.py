@@ -14,9 +14,10 @@ from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 
 from compress.linear import CompressedLinear, replace, shape_of
-from compress.walk.capture import Call, run_block, same_memory
+from compress.walk.capture import Call, Stop, run_block, same_memory
 from compress.walk.statistics import Collector, LayerStatistics
 
+HELD_BYTES = 1 << 29  # of the last group's input, over all micro-batches, that may be held while it is solved
 Solve = Callable[[list[str], LayerStatistics], dict[str, CompressedLinear]]
 
 
@@ -35,6 +36,9 @@ def run_in_step(
 ) -> None:
     """Run the block over all micro-batches, solving each group of linears when all have arrived at it.
 
+    At the last group, whose input is the widest in most models, they wait only if that takes little memory; otherwise
+    they stop there, and the block runs a second time, with all its linears solved.
+
     Args:
         linears: by name in the model; none is called more than once in a pass.
         groups: names of linears that read the same input, in the order in which they are reached.
@@ -47,27 +51,40 @@ def run_in_step(
     """
     number = {name: i for i, group in enumerate(groups) for name in group}
     collectors: dict[int, Collector] = {}
-    inputs: list[dict[greenlet, Tensor]] = [{} for _ in groups]  # per pass, what the linears of a group share
+    # Per pass, what the linears of a group share, and which of them have not been reached.
+    inputs: list[dict[greenlet, tuple[Tensor, set[str]]]] = [{} for _ in groups]
     waiting: dict[int, list[greenlet]] = defaultdict(list)
     passes: list[greenlet] = []
-    solved = 0
+    stopped: list[Call] = []
+    solved, finished = 0, False
 
     def arrive(name: str, x: Tensor) -> None:
         i, me = number[name], getcurrent()
+        if finished:
+            return
         if me in inputs[i]:  # its group was solved while this pass waited at the group's first linear
-            assert same_memory(inputs[i][me], x), f"{groups[i]} shared an input in one pass, not in another"
+            shared, missing = inputs[i][me]
+            assert same_memory(shared, x), f"{groups[i]} shared an input in one pass, not in another"
+            missing.discard(name)
+            if not missing:
+                del inputs[i][me]
             return
         if i < solved:
             raise RuntimeError(f"{name} is reached in another order in another pass; `sequential=False` needs no order")
         if len(groups[i]) > 1:
-            inputs[i][me] = x  # until the pass ends: a parallel MLP reads it after the attention
+            inputs[i][me] = x, set(groups[i]) - {name}
         if i not in collectors:
             collectors[i] = Collector(needs, x.shape[-1], device)
         collectors[i].update(x)
+        if i == len(groups) - 1 and (not to_the_end or x.nbytes * len(calls) > HELD_BYTES):
+            raise Stop
         me.parent.switch(i)
 
     def run(call: Call) -> None:
-        call.hidden = run_block(block, call, index, device).to(call.hidden.device)
+        try:
+            call.hidden = run_block(block, call, index, device).to(call.hidden.device)
+        except Stop:
+            stopped.append(call)
 
     def go_on(one: greenlet, *arguments: Call) -> None:
         at = one.switch(*arguments)
@@ -90,9 +107,11 @@ def run_in_step(
                 gates[name].linear = new.to(device)
                 stack.enter_context(new.dense())
             solved = i + 1
-            if to_the_end or solved < len(groups):
-                for one in waiting.pop(i, []):
-                    go_on(one)
+            for one in waiting.pop(i, []):
+                go_on(one)
+        finished = True
+        for call in stopped if to_the_end else ():
+            run(call)
 
 
 class _Gate(nn.Module):

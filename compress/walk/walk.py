@@ -20,7 +20,7 @@ from compress.formats.masked import kept_of, masked_like
 from compress.linear import CompressedLinear, replace, weight_of
 from compress.records import LayerRecord
 from compress.walk.blocks import find_blocks, targets
-from compress.walk.capture import Call, block_calls, device_of, run_block
+from compress.walk.capture import Call, advance, block_calls, device_of
 from compress.walk.groups import collect, input_groups
 from compress.walk.lockstep import run_in_step
 from compress.walk.resume import BlockStore
@@ -90,8 +90,7 @@ def walk(
         if not passed_on and index + 1 < len(blocks):
             progress.set_postfix_str("propagate")
             with _dense_weights(block), fast_linear():
-                for call in calls:
-                    call.hidden = run_block(block, call, index, device).to(call.hidden.device)
+                advance(block, calls, index, device)
         block.to(home)
     return records
 

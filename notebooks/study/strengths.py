@@ -1,7 +1,6 @@
 """Recipes at several strengths, each scored on text and let go before the next: how accuracy falls with what is taken
 away."""
 
-import copy
 import hashlib
 import json
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from compress import Result, apply
 from compress.apply import code_sha256
 from compress.inputs.calibration import tokens_sha256
 from compress.inputs.model import weights_sha256
+from compress.linear import sharing_copy
 from compress.method import Method, settle
 from compress.recipe import parse_variants, split_recipes
 from eval.evaluate import score_text
@@ -128,7 +128,7 @@ def score_strengths(
             path = _place(work_path, [*about, text, value]) if work_path else None
             point = read_json(path) if path else {}
             if not point:
-                result = apply(recipe, copy.deepcopy(baseline), batches, device=device, work_path=work_path)
+                result = apply(recipe, sharing_copy(baseline), batches, device=device, work_path=work_path)
                 scores = score_text(
                     result.model,
                     baseline,
