@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
 from compress.linear import CompressedLinear, is_linear
@@ -88,6 +89,48 @@ def find_links(model: nn.Module) -> tuple[list[list[Link]], dict[str, str]]:
         )
         reasons |= {full + name: reason for name, reason in why.items()}
     return links, reasons
+
+
+@torch.no_grad()
+def compared_by_attention(model: nn.Module) -> set[str]:
+    """Names of the linears whose outputs attention compares (q and k): what reaches its softmax changes with them."""
+    prefix, blocks = find_blocks(model)
+    calls = block_calls(model, blocks, [made_up_batch(model)])
+    names: set[str] = set()
+    for index, block in enumerate(blocks):
+        with without_tf32():
+            trial = _Trial(block, calls[0], index)
+            first = _Compared()
+            with first:
+                outputs = trial.run().outputs
+            for name in trial.linears.keys() & outputs.keys() if first.tensors else ():
+                given = outputs[name][0]
+                with _Compared() as changed:
+                    trial.run(name, _noise(given.shape, given.device))
+                same = len(changed.tensors) == len(first.tensors) and all(
+                    a.shape == b.shape and torch.equal(a, b)
+                    for a, b in zip(first.tensors, changed.tensors, strict=True)
+                )
+                if not same:
+                    names.add(f"{prefix}.{index}.{name}")
+    return names
+
+
+class _Compared(TorchFunctionMode):
+    """Keeps what attention compares while it is active: queries and keys, or scores [batch, heads, T, T] of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[Tensor] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            self.tensors += [*args, *kwargs.values()][:2]
+        elif func in (torch.softmax, torch.nn.functional.softmax, Tensor.softmax):
+            scores = args[0] if args else kwargs["input"]
+            self.tensors += [scores] if scores.dim() == 4 else []
+        return func(*args, **kwargs)
 
 
 @torch.no_grad()

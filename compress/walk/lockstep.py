@@ -5,6 +5,7 @@ no layer of the block is computed twice, and each linear is solved on what the s
 memory for what every micro-batch holds while it waits.
 """
 
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -83,7 +84,8 @@ def run_in_step(
     def run(call: Call) -> None:
         try:
             call.hidden = run_block(block, call, index, device).to(call.hidden.device)
-        except Stop:
+        except Stop as stop:
+            traceback.clear_frames(stop.__traceback__)  # else what the pass held stays until garbage is collected
             stopped.append(call)
 
     def go_on(one: greenlet, *arguments: Call) -> None:

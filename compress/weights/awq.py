@@ -1,7 +1,8 @@
 """AWQ (Lin et al., 2023, arXiv:2306.00978): columns that large inputs meet are scaled up, so that rounding spares them;
 clip."""
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -16,7 +17,7 @@ from compress.records import FoldRecord, LayerRecord
 from compress.walk.blocks import is_named
 from compress.walk.folding import Choice, FoldingMethod
 from compress.walk.layerwise import LayerwiseMethod
-from compress.walk.links import Link
+from compress.walk.links import Link, compared_by_attention
 from compress.walk.resume import BlockStore
 from compress.walk.statistics import LayerStatistics
 from kernels.int_matmul import BITS
@@ -37,6 +38,8 @@ class AWQ(FoldingMethod, LayerwiseMethod):
     source: ClassVar[str] = "arXiv:2306.00978"
     needs_calibration: ClassVar[bool] = True
     statistics: ClassVar[tuple[str, ...]] = ("gram", "absmean")
+
+    unclipped: ClassVar[Collection[str]] = ()  # linears that are not clipped, by name
 
     bits: int = knob(4, "bits per weight", choices=BITS, describes=True)
     group_size: int = knob(64, "columns that share a scale; -1 for a whole row", range=(-1, 1 << 20), describes=True)
@@ -102,7 +105,12 @@ class AWQ(FoldingMethod, LayerwiseMethod):
         folds = FoldingMethod.apply(self, model, batches, device=device, store=chosen)
         if self.only_scale:
             return folds
-        return [*folds, *LayerwiseMethod.apply(self, model, batches, device=device, store=store, originals=originals)]
+        clipper = copy.copy(self)
+        object.__setattr__(clipper, "unclipped", compared_by_attention(model) if self.clip else set())
+        return [
+            *folds,
+            *LayerwiseMethod.apply(clipper, model, batches, device=device, store=store, originals=originals),
+        ]
 
     def choose(self, link: Link, weights: list[Tensor], statistics: LayerStatistics) -> Choice:
         if not statistics.tokens:
@@ -126,6 +134,9 @@ class AWQ(FoldingMethod, LayerwiseMethod):
 
     def solve(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
         if not self.clip:
+            return self.peer(W, statistics)
+        if statistics.name in self.unclipped:
+            statistics.note("not clipped: attention compares what it gives")
             return self.peer(W, statistics)
         if not statistics.tokens:
             statistics.note("not clipped: no calibration token came by")
@@ -175,8 +186,7 @@ def awq_clip(
         group_size: divides `in`.
 
     Source: arXiv:2306.00978, section 3.2 and its public code, which weighs each group's output by itself. Deviation:
-        group by
-    group, what the groups before it did to the output counts, too.
+    group by group, what the groups before it did to the output counts, too.
     """
     out, columns = W.shape
     D = torch.empty_like(W)  # W - Ŵ

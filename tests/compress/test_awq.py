@@ -220,3 +220,10 @@ def test_on_a_real_model_it_beats_rounding(real):
     assert 0 < loss["awq"] < 0.7 * loss["rtn"]
     assert len(result.layers) == 70 and sum(r.error < r.rtn_error for r in result.layers) > 65
     assert len(result.folds) == 40 and sum(fold.alpha is not None for fold in result.folds) > 35
+
+
+def test_queries_and_keys_are_not_clipped(tiny, tokens):
+    """As in the authors' code, which leaves out q and k by name."""
+    result = apply([METHODS["awq"](group_size=16)], tiny("qwen3"), tokens())
+    noted = {r.name.rpartition(".")[2] for r in result.layers if any("not clipped" in note for note in r.notes)}
+    assert noted == {"q_proj", "k_proj"}

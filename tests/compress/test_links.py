@@ -9,7 +9,7 @@ from torch import nn
 from compress import METHODS, apply
 from compress.walk.blocks import find_blocks
 from compress.walk.experts import split_experts
-from compress.walk.links import find_links, fold, gain_offset
+from compress.walk.links import compared_by_attention, find_links, fold, gain_offset
 
 LLAMA = {
     "input_layernorm": "q_proj k_proj v_proj",
@@ -195,3 +195,12 @@ def test_a_norms_bias_in_16_bits_is_divided_by_what_its_gain_really_lost(tiny):
     gain, bias = norm.weight.float(), norm.bias.float()
     fold(model, link, torch.rand(link.width) * 8 + 0.1)
     assert torch.equal(norm.bias, (bias / (gain / norm.weight.float())).to(torch.bfloat16))
+
+
+def test_attention_compares_queries_and_keys(any_model):
+    """Found by what reaches its softmax; a router's softmax is none of it."""
+    split_experts(any_model)
+    linears = {"gpt2": "c_attn", "phi3": "qkv_proj", "gpt_neox": "query_key_value"}
+    expected = set(linears.get(any_model.config.model_type, "q_proj k_proj").split())
+    names = compared_by_attention(any_model)
+    assert {name.rpartition(".")[2] for name in names} == expected and len(names) == 2 * len(expected)

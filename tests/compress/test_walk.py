@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from compress import METHODS, apply
-from compress.linear import CompressedLinear, is_linear, replace
+from compress.linear import CompressedLinear, is_linear, replace, sharing_copy
 from compress.recipe import parse_recipe
 from compress.walk import capture, lockstep, walk
 from compress.walk.blocks import find_blocks, targets
@@ -290,7 +290,7 @@ def test_experts_that_cannot_be_split_are_refused_by_name(tokens):
         "jetmoe", **common, intermediate_size=32, num_key_value_heads=2, kv_channels=16, num_experts_per_tok=2
     )
     model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
-    with pytest.raises(ValueError, match=r"`skip` \(=''\) of rtn: .*input_linear \(JetMoeParallelExperts\) holds .* skip="):
+    with pytest.raises(ValueError, match=r"`skip` \(=''\) of rtn: .*input_linear \(JetMoeParallelExperts\) holds"):
         apply([METHODS["rtn"](group_size=16)], model)
     result = apply([METHODS["rtn"](group_size=16, skip="*put_linear")], model)
     routers = [k for k in result.kept if k["name"].endswith("router.layer.weight")]
@@ -307,3 +307,27 @@ def test_an_unreadable_finished_block_counts_as_absent(tmp_path):
     for damaged in (file.read_bytes()[:40], bytes(file.stat().st_size), b""):
         file.write_bytes(damaged)
         assert store.get(0) is None
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mixtral"])
+def test_stopping_at_a_wide_last_group_gives_the_same(tiny, tokens, monkeypatch, architecture):
+    recipe, batches = [METHODS["gptq"](bits=3, group_size=16, min_tokens=8)], tokens()
+    monkeypatch.setattr(capture, "MICRO_BATCH_TOKENS", 48)
+    waited = apply(recipe, tiny(architecture), batches)
+    monkeypatch.setattr(lockstep, "HELD_BYTES", 0)
+    stopped = apply(recipe, tiny(architecture), batches)
+    assert [r.error for r in waited.layers] == [r.error for r in stopped.layers]
+    for a, b in zip(waited.model.state_dict().values(), stopped.model.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("recipe", ["gptq(group_size=16, min_tokens=8)", "smoothquant, int8", "layer_drop(count=1)"])
+def test_copies_share_what_a_recipe_leaves_and_leave_the_model(tiny, tokens, recipe):
+    model = tiny("opt")
+    weights = copy.deepcopy(model.state_dict())
+    result = apply(parse_recipe(recipe), sharing_copy(model), tokens())
+    assert all(torch.equal(t, weights[name]) for name, t in model.state_dict().items())
+    own, others = (m.get_input_embeddings().weight for m in (model, result.model))
+    assert own.data_ptr() == others.data_ptr()
+    result.model.to(torch.bfloat16)
+    assert model.dtype == torch.float32 and torch.equal(own, weights["model.decoder.embed_tokens.weight"])
