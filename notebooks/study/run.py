@@ -20,7 +20,8 @@ from eval.record.manifest import seal
 from eval.record.schema import write_record
 from eval.run_record import RunInfo
 from eval.speed.deploy import cast
-from eval.speed.device_lock import share
+from eval.speed.device_lock import call_this, share
+from kernels.user_cache import compile_in_cache
 from notebooks.study.identity import CODE, COMMIT, KEY, ROOT, THREADS, packages_code, run_key
 from notebooks.study.parameters import check_parameters, injected, read_parameters
 from notebooks.study.places import check_run_path, check_writable
@@ -103,6 +104,8 @@ def start(notebook: str, namespace: dict[str, Any]) -> Run:
     folder = Path(values.get("run_path") or ROOT / "runs" / key).expanduser().absolute()
     saved = Path(values["save_path"]).expanduser() if values.get("save_path") else None
     _check_places(values, saved)
+    compile_in_cache()
+    call_this(key)
     if os.environ.get(KEY):  # other runs may compute at the same time
         share(values.get("device", "cpu"), int(os.environ.get(THREADS, 0)) or None)
     return Run(info, folder, saved)
