@@ -19,7 +19,7 @@ from notebooks.batch import snapshot
 from notebooks.batch.leases import Lease, held, take
 from notebooks.batch.processes import MARK, Mark, end, end_orphans, mark
 from notebooks.batch.run_folder import FAILURE, JOB, LOG, RunFolder
-from notebooks.batch.saved_model import saved_model
+from notebooks.batch.saved_model import check_save_path, saved_model
 from notebooks.batch.snapshot import Code
 from notebooks.batch.sweep import Planned
 from notebooks.batch.worker import last_lines, where
@@ -210,8 +210,7 @@ def _start(job: Job, folder: RunFolder, token: Mark, stdin: int) -> subprocess.P
     shutil.rmtree(folder.part, ignore_errors=True)
     folder.part.mkdir(parents=True)
     check_run_path(job.values.get("run_path", ""))
-    if model:
-        model.check_free()
+    check_save_path(job.values.get("save_path"), job.key)
     path = code.notebook(job.notebook)
     _check_unchanged(job, path)
     declared = read_parameters(path)

@@ -92,6 +92,12 @@ class SavedModel:
             shutil.rmtree(left, ignore_errors=True)
 
 
+def check_save_path(save_path: str | None, key: str) -> None:
+    """Raise ValueError if `save_path` holds something other than a model of the run of this key."""
+    if model := saved_model(save_path, key):
+        model.check_free()
+
+
 def saved_model(save_path: str | None, key: str, attempt: str = "") -> SavedModel | None:
     """The saved model of a run with this `save_path`; None where it saves none."""
     return SavedModel(Path(save_path).expanduser().absolute(), key, attempt) if save_path else None

@@ -26,6 +26,7 @@ from typing import Any
 import yaml
 
 from notebooks.batch.preflight import check_run
+from notebooks.batch.saved_model import check_save_path
 from notebooks.study.identity import identity, key_of
 from notebooks.study.parameters import (
     FOLDER,
@@ -184,8 +185,9 @@ def single(notebook: str | Path, given: dict[str, Any]) -> Sweep:
     check_run_path(values["run_path"])
     check_run(book, values, named=True)
     parts = identity(book, values)
-    planned = Planned(str(book), values, key_of(book, values, parts), parts, tuple(given))
-    return Sweep(planned.key, planned.key, (planned,))
+    key = key_of(book, values, parts)
+    check_save_path(values.get("save_path"), key)
+    return Sweep(key, key, (Planned(str(book), values, key, parts, tuple(given)),))
 
 
 def _writes_record(notebook: str | Path) -> dict[str, Parameter]:
@@ -243,10 +245,11 @@ def _resolved(
                 check_run_path(values["run_path"])
                 check_run(book, values)
                 parts = identity(book, values)
+                key = key_of(book, values, parts)
+                check_save_path(values.get("save_path"), key)
             except ValueError as error:
                 problems[f"{where}: {error}"] = None
                 continue
-            key = key_of(book, values, parts)
             runs.setdefault(key, Planned(str(book), values, key, parts, _varied(group), group.get("expected_s")))
     for name in ("run_path", "save_path"):
         places = [run.values[name] for run in runs.values() if run.values.get(name)]

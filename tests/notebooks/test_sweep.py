@@ -262,6 +262,12 @@ def test_a_run_takes_the_place_of_no_foreign_folder(sweep, tmp_path):
             read_sweep(sweep(base={"run_path": path}))
         with pytest.raises(ValueError, match=f"`run_path` .*{why}"):
             single("gptq", {"run_path": path})
+    for refused in (
+        lambda: single("gptq", {"save_path": str(tmp_path), "model_name": "tiny"}),
+        lambda: read_sweep(sweep(base={"save_path": str(tmp_path)})),
+    ):
+        with pytest.raises(ValueError, match="`save_path` .*was not saved by this run"):
+            refused()
 
 
 def test_the_revision_in_the_key_is_the_one_that_is_loaded(tmp_path, monkeypatch):
