@@ -75,11 +75,9 @@ class Plan:
         """What is left, one run after the other; None if nothing is known of any of them."""
         left = [row.seconds for row in self.rows if row.does == "run"]
         known = [seconds for seconds in left if seconds is not None]
-        return (
-            None
-            if left and not known
-            else sum(known) + (len(left) - len(known)) * (statistics.fmean(known) if known else 0)
-        )
+        if left and not known:
+            return None
+        return sum(known) + (len(left) - len(known)) * (statistics.fmean(known) if known else 0)
 
     def cells(self) -> list[list[str]]:
         """The table: a head, and a row per run."""
@@ -234,12 +232,8 @@ def _changed(planned: Planned, before: list[dict[str, Any]]) -> str:
     if not same:
         return ""
     last = max(same, key=lambda made: made["finished"])
-    parts = [name for part, name in _WHY.items() if made_differs(last, planned, part)]
+    parts = [name for part, name in _WHY.items() if last["identity"].get(part) != planned.identity[part]]
     return f"{' and '.join(parts)} changed since {last['finished'][:16].replace('T', ' ')}" if parts else ""
-
-
-def made_differs(made: dict[str, Any], planned: Planned, part: str) -> bool:
-    return made["identity"].get(part) != planned.identity[part]
 
 
 def _likely(planned: Planned, before: list[dict[str, Any]]) -> float | None:
