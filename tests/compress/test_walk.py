@@ -1,6 +1,8 @@
 """The walk: it reproduces the model's own passes, finds shared inputs by looking, and survives being killed."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -331,3 +333,27 @@ def test_copies_share_what_a_recipe_leaves_and_leave_the_model(tiny, tokens, rec
     assert own.data_ptr() == others.data_ptr()
     result.model.to(torch.bfloat16)
     assert model.dtype == torch.float32 and torch.equal(own, weights["model.decoder.embed_tokens.weight"])
+
+
+PEAK = """
+import resource, sys
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from compress import METHODS, apply
+from compress.walk import lockstep
+
+lockstep.HELD_BYTES = int(sys.argv[1])
+config = LlamaConfig(vocab_size=64, hidden_size=256, intermediate_size=2048, num_hidden_layers=2, num_attention_heads=4)
+model = LlamaForCausalLM(config).eval().requires_grad_(False)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+apply([METHODS["rtn"]()], model, [torch.randint(64, (1, 256)) for _ in range(128)])
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.slow
+def test_passes_that_stop_hold_no_wide_input():
+    """The input of the last linears is 268 MB here: it is part of the peak only where the passes may wait with it."""
+    run = [sys.executable, "-c", PEAK]
+    stopped, waited = (int(subprocess.check_output([*run, str(held)], text=True)) / 1e3 for held in (0, 1 << 30))
+    assert stopped < waited - 80  # the peak is then where they wait with the attention's output
