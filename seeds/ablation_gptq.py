@@ -1,6 +1,6 @@
 """What each part of GPTQ gives: the default, and each part switched off by itself, on the same tokens.
 
-$ python seeds/ablation_gptq.py --out reports/published/gptq-ablation-smollm2-135m.json
+$ python seeds/ablation_gptq.py --out reports/published/ablation/gptq-smollm2-135m.json
 
 prints a markdown table and writes a JSON record: per model perplexity and KL divergence from the float32 baseline with
 standard errors, and the difference of each from the default, paired over windows. `--only` makes some of the rows (rows
