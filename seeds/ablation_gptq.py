@@ -136,11 +136,12 @@ def joined(files: Sequence[Path]) -> dict[str, dict[str, dict[str, float | None]
     records = [json.loads(file.read_text()) for file in files]
     scores = records[0]["windows"]
     for file, record in zip(files, records, strict=True):
-        if record["settings"] != records[0]["settings"]:
+        if (record["settings"] | {"join": None}) != (records[0]["settings"] | {"join": None}):
             raise ValueError(f"`--join`: {file} has other settings than {files[0]}")
         for text, rows in record["windows"].items():
             scores[text] |= rows
-    return {text: summary(rows) for text, rows in scores.items()}
+    order = ["baseline", *candidates(bits=4, group_size=64)]
+    return {text: summary({name: rows[name] for name in order if name in rows}) for text, rows in scores.items()}
 
 
 @torch.no_grad()
@@ -177,7 +178,7 @@ def main() -> None:
     if arguments.only is not None:
         methods = {name: methods[name] for name in arguments.only}
     record = {
-        "settings": {key: value for key, value in vars(arguments).items() if key not in ("out", "only")},
+        "settings": {key: value for key, value in vars(arguments).items() if key not in ("out", "only", "join")},
         "calibration": batches.identity,
         "methods": {name: {"name": method.name, **method.values()} for name, method in methods.items()},
         "seconds": {},
