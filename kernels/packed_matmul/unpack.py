@@ -1,4 +1,6 @@
-"""Device functions that turn packed codes into operands of a tensor core, in registers. README.md derives the orders.
+"""Device functions that turn packed codes into operands of a tensor core, in registers.
+
+`kernels/int_matmul/README.md` derives the orders.
 
 Names of sizes: a word of 32 bits holds `PER` codes; the four lanes that share a row of the tensor core's A operand hold
 `V` words each, next to each other, so that 4 * V * PER columns make a chunk and a block has `C` chunks. The pairs of
@@ -15,14 +17,19 @@ import triton.language as tl  # noqa: E402
 
 
 @triton.jit
-def columns(x, V: tl.constexpr, PER: tl.constexpr, S0: tl.constexpr):
-    """x [BATCH, BLOCK_M, BLOCK_K] in memory's order -> [BATCH, BLOCK_K, BLOCK_M] in the order of `lanes`."""
+def columns(x, V: tl.constexpr, PER: tl.constexpr, TABLE: tl.constexpr):
+    """x [BATCH, BLOCK_M, BLOCK_K] in memory's order -> [BATCH, BLOCK_K, BLOCK_M] in the order of `floats`, or, with
+    TABLE, of `look_up`; both for mma.sync (S0 = 2)."""
     BATCH: tl.constexpr = x.shape[0]
     BLOCK_M: tl.constexpr = x.shape[1]
     BLOCK_K: tl.constexpr = x.shape[2]
     CHUNKS: tl.constexpr = BLOCK_K // (4 * V * PER)
-    x = x.reshape(BATCH, BLOCK_M, CHUNKS, 4, V, 2, PER // 2 // S0, S0)
-    return x.trans(0, 2, 4, 6, 3, 7, 5, 1).reshape(BATCH, BLOCK_K, BLOCK_M)
+    if TABLE:
+        x = x.reshape(BATCH, BLOCK_M, CHUNKS, 4, V, 2, 4)  # lanes, words, halves of a word, codes
+        return x.trans(0, 2, 4, 5, 3, 6, 1).reshape(BATCH, BLOCK_K, BLOCK_M)
+    else:
+        x = x.reshape(BATCH, BLOCK_M, CHUNKS, 4, V, 2, PER // 4, 2)
+        return x.trans(0, 2, 4, 6, 3, 7, 5, 1).reshape(BATCH, BLOCK_K, BLOCK_M)
 
 
 @triton.jit
@@ -128,27 +135,15 @@ def load_zero(zero, row, group, valid, row_bytes, BITS: tl.constexpr, DTYPE: tl.
 
 
 @triton.jit
-def load_group(
-    s_row,
-    zero,
-    row,
-    k,
-    K,
-    row_bytes,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
-    """Scales and zero points (less the middle code; 0.0 where SYMMETRIC) of the groups that hold columns k."""
-    if GROUP > 0:  # noqa: SIM108
-        group = k // GROUP
-    else:
-        group = k * 0
-    s = tl.load(s_row + group, mask=k < K, other=0.0)
-    if SYMMETRIC:  # noqa: SIM108
-        z = tl.full([], 0.0, DTYPE)
-    else:
+def load_group(s_row, zero, row, k, K, row_bytes, BITS: tl.constexpr, GROUP: tl.constexpr, DTYPE: tl.constexpr):
+    """Scales and zero points (less the middle code) of the groups that hold columns k; without scales 1.0, without zero
+    points 0.0."""
+    group = k // GROUP if GROUP > 0 else k * 0
+    s = tl.full([], 1.0, tl.float32)
+    if s_row is not None:
+        s = tl.load(s_row + group, mask=k < K, other=0.0)
+    z = tl.full([], 0.0, DTYPE)
+    if zero is not None:
         z = load_zero(zero, row, group, k < K, row_bytes, BITS, DTYPE)
     return s, z
 
@@ -164,9 +159,6 @@ def repeat(values, TIMES: tl.constexpr):
 
 
 @triton.jit
-def spread(z, BATCH: tl.constexpr, BLOCK_N: tl.constexpr, SYMMETRIC: tl.constexpr):
+def spread(z, BATCH: tl.constexpr, BLOCK_N: tl.constexpr):
     """Zero points of a block's rows, [BATCH, BLOCK_N], made to broadcast with what `lanes` gives."""
-    if SYMMETRIC:
-        return z
-    else:
-        return tl.broadcast_to(z, [BATCH, BLOCK_N])[:, :, None, None, None, None, None]
+    return tl.broadcast_to(z, [BATCH, BLOCK_N])[:, :, None, None, None, None, None]

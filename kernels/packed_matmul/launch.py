@@ -1,0 +1,322 @@
+"""Which kernel of products.py takes a product with packed weights, and how it is launched.
+
+- `small_batch`: each warp unpacks all rows of a block, and its share of the columns, into operands of mma.sync;
+- `large_batch`: wgmma, with W from registers; columns are split between programs where there are too few programs;
+- `dequantise`: for many tokens, float32 activations, and weights that the other kernels cannot read. W is dequantised
+  slab by slab and multiplied by cuBLAS.
+
+The kernels read the canonical layout (`rows`) as it is. `kernels/int_matmul/README.md` says how, and what it costs.
+"""
+
+from kernels.interpreter import interpreting, prepare
+
+prepare()
+
+from typing import NamedTuple  # noqa: E402
+
+import torch  # noqa: E402
+import triton  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from kernels.linear import without_tf32  # noqa: E402
+from kernels.packed_matmul.products import dequantise, large_batch, reduce, small_batch  # noqa: E402
+from kernels.tuning import Compilation, configuration  # noqa: E402
+
+CROSSOVER = 512  # tokens from which the heuristic dequantises and calls cuBLAS
+SLAB = 32 << 20  # bytes dequantised at a time: cuBLAS finds them in the L2 cache (60 MB on an H200)
+MAGIC = {torch.bfloat16: 0x43004300, torch.float16: 0x64006400}  # 128 and 1024, in both halves of a word: see `floats`
+TABLE_MAGIC = 0x32103210  # the selector of PRMT that changes nothing, in both halves of a word: see `look_up`
+MULTIPROCESSORS = 132  # of an H200; the heuristic wants each to have work
+TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.uint8: "*u8"}
+
+
+class Weight(NamedTuple):
+    """A weight in `rows` as the kernels read it: the fields of `Packed` and of `Codebook`, of which some are None."""
+
+    codes: Tensor
+    table: Tensor | None
+    scale: Tensor | None
+    zero: Tensor | None
+    bits: int
+    group_size: int
+    shape: tuple[int, int]  # (out, in)
+
+
+class Blocks(NamedTuple):
+    """How `small_batch` and `large_batch` cut a row."""
+
+    columns: int  # BLOCK_K
+    words: int  # V
+    word_scales: bool
+    group: int  # columns that share a scale; 0: all columns of the row
+
+
+def blocks(w: Weight) -> Blocks | None:
+    """How a row is cut, or None where only `dequantise` reads this weight.
+
+    It alone reads 5 and 6 bits, rows that are not a whole number of words, and groups that do not end with a word.
+    """
+    if w.bits not in (2, 3, 4, 8) or w.codes.shape[1] % 4:
+        return None
+    group = 0 if w.group_size == w.shape[1] else w.group_size
+    run, least = (32, 128) if w.bits == 3 else (32 // w.bits, 128 // w.bits)  # codes of one load, columns of one chunk
+    columns = min(128, group & -group) if group else 128
+    if columns >= max(least, 32):
+        return Blocks(columns, 4 if w.bits == 3 else min(4, columns // least), False, group)
+    if group % run == 0:  # in smaller blocks most of the work would be overhead
+        return Blocks(128, 4 if w.bits == 3 else min(4, 128 // least), True, group)
+    return None
+
+
+def shape_key(w: Weight, tokens: int) -> str:
+    """The part of a configuration's key that both ops share; tokens are rounded up to a power of two."""
+    return f"m{triton.next_power_of_2(tokens)} n{w.shape[0]} k{w.shape[1]}"
+
+
+def short(dtype: torch.dtype) -> str:
+    """ "bf16", "fp16" or "fp32"."""
+    return TYPES[dtype].removeprefix("*")
+
+
+def heuristic(w: Weight, tokens: int) -> dict:
+    """The configuration where nothing was measured; its "kind" names the kernel."""
+    out, cut = w.shape[0], blocks(w)
+    if cut is None or tokens >= CROSSOVER or (cut.word_scales and tokens > 16):
+        return {"kind": "dequantise"}
+    if tokens <= 16:
+        block_n = 32 if out >= 32 * 2 * MULTIPROCESSORS else 16
+        warps = 4 if block_n == 32 and cut.columns == 128 else 8
+        block_n = min(128, block_n * (128 // cut.columns))  # short groups: more rows, or a round is mostly overhead
+        block_n = max(block_n, min(64, 2 * block_n)) if tokens > 4 else block_n  # x is read again by every block
+        block_m = triton.next_power_of_2(tokens)
+        return _small(block_n, block_m, warps, 4 if block_m <= 8 else 3)
+    block_m = 32 if tokens <= 32 else 64 if tokens <= 64 else 128
+    programs = -(-out // 128) * -(-tokens // block_m)
+    rounds = -(-w.shape[1] // cut.columns)
+    splits = 1
+    while splits < 8 and programs * splits < 2 * MULTIPROCESSORS and rounds // (2 * splits) >= 4:
+        splits *= 2
+    return _large(128, block_m, 4 if block_m == 32 else 8, 3, splits)
+
+
+def candidates(w: Weight, tokens: int) -> list[dict]:
+    """At most eight configurations worth timing, the heuristic's first."""
+    first, cut = heuristic(w, tokens), blocks(w)
+    if cut is None:
+        return [first]
+    block_m = min(128, triton.next_power_of_2(tokens))
+    small = [
+        _small(n, block_m, *rest)
+        for n, *rest in ((32, 4, 4), (16, 8, 4), (32, 8, 3), (64, 4, 3), (16, 4, 5), (32, 4, 3))
+    ]
+    block_m = max(16, block_m)
+    large = [
+        _large(128, block_m, 8, 3, 1),
+        _large(128, block_m, 8, 3, 4),
+        _large(64, block_m, 4, 4, 1),
+        _large(64, block_m, 4, 4, 4),
+        _large(128, min(64, block_m), 8, 4, 2),
+    ]
+    others = small + large[:1] if tokens <= 16 else large
+    if tokens > 128:
+        others = [*large[:1], *large[2:3], *large[4:], {"kind": "dequantise"}]
+    if cut.word_scales:
+        others = [c for c in others if c["kind"] != "large_batch"]
+    return ([first] + [c for c in others if c != first])[:8]
+
+
+def _small(block_n: int, block_m: int, warps: int, stages: int) -> dict:
+    return {"kind": "small_batch", "block_n": block_n, "block_m": block_m, "warps": warps, "stages": stages}
+
+
+def _large(block_n: int, block_m: int, warps: int, stages: int, splits: int) -> dict:
+    return {**_small(block_n, block_m, warps, stages), "kind": "large_batch", "splits": splits}
+
+
+def matmul(x: Tensor, w: Weight, op: str, key: str) -> Tensor:
+    """y [tokens, out] = x Wᵀ in x's dtype, from x [tokens, in] in float32, bfloat16 or float16.
+
+    op, key: what the configuration is looked up by; see `kernels.tuning`.
+    """
+    assert x.dim() == 2
+    if x.shape[0] == 0:
+        return x.new_empty(0, w.shape[0])
+    plan = configuration(op, key, heuristic(w, x.shape[0])) if x.dtype in MAGIC else {"kind": "dequantise"}
+    x = x if x.stride(1) == 1 else x.contiguous()
+    table, scale, zero = (None if t is None else t.contiguous() for t in (w.table, w.scale, w.zero))
+    w = w._replace(codes=aligned(w.codes), table=table, scale=scale, zero=zero)
+    if plan["kind"] == "dequantise":
+        return slab_by_slab(x, w)
+    return (_small_batch if plan["kind"] == "small_batch" else _large_batch)(x, w, plan)
+
+
+def _small_batch(x: Tensor, w: Weight, plan: dict) -> Tensor:
+    cut, columns = blocks(w), x.shape[1]
+    warps = plan["warps"]
+    while warps > 1 and (warps // 2) * cut.columns >= columns:  # no more warps than blocks of columns
+        warps //= 2
+    step = warps * cut.columns
+    y = x.new_empty(x.shape[0], w.shape[0])
+    plan = {**plan, "warps": warps}
+    _launch(small_batch, x, x.stride(0), w, y, plan, triton.cdiv(columns, step), 1, columns % step == 0)
+    return y
+
+
+def _large_batch(x: Tensor, w: Weight, plan: dict) -> Tensor:
+    cut, columns = blocks(w), x.shape[1]
+    x = reordered(x, cut, w)
+    iterations = triton.cdiv(triton.cdiv(columns, cut.columns), plan["splits"])
+    splits = triton.cdiv(columns, iterations * cut.columns)  # the plan's, or fewer
+    y = x.new_empty(x.shape[0], w.shape[0])
+    parts = y if splits == 1 else x.new_empty(splits, *y.shape, dtype=torch.float32)
+    _launch(large_batch, x, x.shape[1], w, parts, plan, iterations, splits)
+    if splits > 1:
+        reduce[(triton.cdiv(y.numel(), 1024),)](parts, y, y.numel(), SPLITS=splits, BLOCK=1024)
+    return y
+
+
+def _launch(
+    kernel, x: Tensor, x_stride: int, w: Weight, y: Tensor, plan: dict, iterations: int, splits: int, even: bool = False
+) -> None:
+    words = w.codes.view(torch.int32)  # [out, words of a row]
+    unit = next(unit for unit in (4, 2, 1) if words.shape[1] % unit == 0)  # words that a load may take at once
+    grid = (triton.cdiv(x.shape[0], plan["block_m"]), triton.cdiv(w.shape[0], plan["block_n"]), splits)
+    kernel[grid](
+        x,
+        words,
+        w.table,
+        w.scale,
+        w.zero,
+        y,
+        x.shape[0],
+        *w.shape,
+        x_stride,
+        words.shape[1] // unit,
+        w.shape[1] // w.group_size,
+        0 if w.zero is None else w.zero.shape[1],
+        iterations,
+        MAGIC[x.dtype] if w.table is None else TABLE_MAGIC,
+        **_constants(w, plan, unit, even),
+        num_warps=plan["warps"],
+        num_stages=plan["stages"],
+    )
+
+
+def _constants(w: Weight, plan: dict, unit: int, even: bool) -> dict:
+    """The constexpr arguments of `small_batch` or `large_batch`, whichever the plan names."""
+    cut = blocks(w)
+    constants = {
+        "BITS": w.bits,
+        "GROUP": cut.group,
+        "PER_ROW": w.table is not None and w.table.dim() == 2,
+        "UNIT": unit,
+        "BLOCK_N": plan["block_n"],
+        "BLOCK_M": plan["block_m"],
+        "BLOCK_K": cut.columns,
+        "V": cut.words,
+        "PRMT": not interpreting(),
+    }
+    if plan["kind"] == "small_batch":
+        constants |= {"EVEN": even, "WARPS": plan["warps"], "WORD_SCALES": cut.word_scales}
+    return constants
+
+
+def slab_by_slab(x: Tensor, w: Weight) -> Tensor:
+    """y [tokens, out] = x Wᵀ by cuBLAS, without TF32, from rows of W that are dequantised a slab at a time."""
+    out, columns = w.shape
+    y = x.new_empty(x.shape[0], out)
+    slabs = triton.cdiv(out * columns * x.itemsize, SLAB)
+    rows = triton.cdiv(triton.cdiv(out, slabs), 64) * 64
+    slab = x.new_empty(min(rows, out), columns)
+    for first in range(0, out, rows):
+        part = slab[: min(rows, out - first)]
+        dequantise_rows(w, first, part)
+        with without_tf32():
+            torch.mm(x, part.t(), out=y[:, first : first + part.shape[0]])
+    return y
+
+
+def dequantise_rows(w: Weight, first: int, out: Tensor) -> None:
+    """Write rows first, first + 1, ... of W into out [rows, in], which is contiguous; in float32, rounded once."""
+    words = _in_words(w)
+    codes = w.codes.view(torch.int32) if words else w.codes
+    grid = (triton.cdiv(w.shape[1], 256), triton.cdiv(out.shape[0], 16))
+    dequantise[grid](
+        codes,
+        w.table,
+        w.scale,
+        w.zero,
+        out,
+        first,
+        first + out.shape[0],
+        w.shape[1],
+        codes.shape[1],
+        w.shape[1] // w.group_size,
+        0 if w.zero is None else w.zero.shape[1],
+        w.group_size,
+        0 if w.table is None or w.table.dim() == 1 else w.table.shape[1],
+        BITS=w.bits,
+        WORDS=words,
+        ROWS=16,
+        COLUMNS=256,
+        num_warps=4,
+    )
+
+
+def _in_words(w: Weight) -> bool:
+    """Can `dequantise` read the codes word by word?"""
+    whole = 32 % w.bits == 0 and w.codes.shape[1] % 4 == 0 and w.group_size % (32 // w.bits) == 0
+    return whole and w.table is None
+
+
+def reordered(x: Tensor, cut: Blocks, w: Weight) -> Tensor:
+    """x with zero columns up to whole blocks, its columns in the order in which `large_batch` multiplies them."""
+    if x.shape[1] % cut.columns:  # `pad` copies even where it adds nothing
+        x = torch.nn.functional.pad(x, (0, -x.shape[1] % cut.columns))
+    if w.table is not None:
+        return x.view(x.shape[0], -1, 4, cut.words, 4, 2).permute(0, 1, 3, 4, 2, 5).reshape(x.shape)
+    pairs = 4 if w.bits == 3 else 16 // w.bits
+    return x.view(x.shape[0], -1, 4, cut.words, 2, pairs).permute(0, 1, 3, 5, 2, 4).reshape(x.shape)
+
+
+def aligned(codes: Tensor) -> Tensor:
+    """The same bytes, row after row, from an address that 16 divides."""
+    codes = codes.contiguous()
+    return codes if codes.data_ptr() % 16 == 0 else codes.clone()
+
+
+def compilation(name: str, w: Weight, dtype: torch.dtype, tokens: int) -> Compilation:
+    """What the heuristic launches for activations of `dtype` with a weight on the meta device."""
+    plan = heuristic(w, tokens)
+    y = torch.float32 if plan.get("splits", 1) > 1 else dtype
+    arguments, absent = _types(w, x=dtype, y=y)
+    integers = ("M", "N", "K", "x_stride", "row_units", "groups", "zero_bytes", "iterations", "magic")
+    arguments |= {"codes": "*i32", **dict.fromkeys(integers, "i32")}
+    constants = _constants(w, plan, 4, True) | absent
+    multiples = ("N", "K", "x_stride", "row_units", "magic")
+    multiples += ("groups",) if w.shape[1] // w.group_size % 16 == 0 else ()
+    kernel, expects = (small_batch, "HMMA") if plan["kind"] == "small_batch" else (large_batch, "HGMMA")
+    return Compilation(name, kernel, arguments, constants, plan["warps"], plan["stages"], multiples, (expects,))
+
+
+def dequantise_compilation(name: str, w: Weight, dtype: torch.dtype) -> Compilation:
+    """The same for `dequantise`."""
+    words = _in_words(w)
+    arguments, absent = _types(w, out=dtype)
+    integers = ("first", "end", "K", "row_size", "groups", "zero_bytes", "group_size", "table_stride")
+    arguments |= dict.fromkeys(integers, "i32") | ({"codes": "*i32"} if words else {})
+    constants = {"BITS": w.bits, "WORDS": words, "ROWS": 16, "COLUMNS": 256, **absent}
+    return Compilation(name, dequantise, arguments, constants, 4, 3, ("first", "end", "K", "row_size", "group_size"))
+
+
+def _types(w: Weight, **dtypes: torch.dtype) -> tuple[dict[str, str], dict[str, None]]:
+    """Triton's types of the pointers that a kernel is given, and the names of those that are None."""
+    tensors = {"codes": w.codes, "table": w.table, "scale": w.scale, "zero": w.zero}
+    dtypes |= {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
+    return {name: TYPES[dtype] for name, dtype in dtypes.items()}, dict.fromkeys(tensors.keys() - dtypes.keys())
+
+
+def reduce_compilation(name: str) -> Compilation:
+    """The sum of eight splits."""
+    arguments = {"parts": "*fp32", "y": "*bf16", "size": "i32"}
+    return Compilation(name, reduce, arguments, {"SPLITS": 8, "BLOCK": 1024}, multiple_of_16=("size",))
