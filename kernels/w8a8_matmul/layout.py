@@ -21,9 +21,8 @@ class W8(NamedTuple):
     layout "rows":      codes int8 or float8_e4m3fn [out, in], contiguous; scale float32 [out], or
                         [ceil(out/128), ceil(in/128)] for one scale per block.
     layout "panels":    codes + 128, viewed as int8, in panels of 32 rows, see panels.py; scale float32 [out].
-    layout "prepacked": codes int8 in the blocks that oneDNN reads, opaque: such a tensor cannot be saved, copied or
-    moved;
-                        scale float32 [out].
+    layout "prepacked": codes int8 in the blocks that oneDNN reads; scale float32 [out]. The codes are opaque: such a
+                        tensor cannot be saved, copied or moved.
     """
 
     layout: str
@@ -38,8 +37,8 @@ def quantize_rows(
     """Quantise activations symmetrically, token by token.
 
     The step is max|x| / 127 for int8 and max|x| / 448 for float8_e4m3fn, a float32; codes are x * (127 or 448) /
-    max|x|, rounded to nearest even in float32. A row of zeros has zeros as codes. Where a row holds a NaN or an
-    infinity its scale is NaN, so that its products are too, and its codes mean nothing.
+    max|x|, rounded to nearest even in float32. The codes of a row of zeros are zeros. Where a row holds a NaN or
+    an infinity, its scale is NaN, so that its products are NaN too; its codes mean nothing.
 
     Args:
         x: [..., in], float32, bfloat16 or float16.
@@ -51,7 +50,7 @@ def quantize_rows(
         codes [..., in] and scale float32 [..., 1], or [..., ceil(in / block)].
 
     Raises:
-        ValueError: a `dtype` that is neither.
+        ValueError: another `dtype`.
     """
     if dtype not in LARGEST:
         raise ValueError(f"`dtype` (={dtype}) must be torch.int8 or torch.float8_e4m3fn")
