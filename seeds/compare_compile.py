@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=32, help="tokens decoded after it")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--recipes", default="baseline,int4,int8,pruned", help="which models, apart by commas")
-    parser.add_argument("--layers", type=int, default=0, help="the first so many blocks alone, for a quick look; 0: all")
+    parser.add_argument("--layers", type=int, default=0, help="number of blocks, for a quick look; 0: all")
     parser.add_argument("--out", help="a file for the JSON line")
     arguments = parser.parse_args()
     model, tokenizer = load_model(arguments.model)

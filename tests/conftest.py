@@ -63,6 +63,14 @@ def tiny_model(architecture: str, seed: int = 0, **more) -> nn.Module:
     return model
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests come first in either half of the list, so that two processes share them and end together."""
+    long = [item for item in items if item.get_closest_marker("long")]
+    short = [item for item in items if not item.get_closest_marker("long")]
+    middle = len(short) // 2
+    items[:] = [*long[::2], *short[:middle], *long[1::2], *short[middle:]]
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)

@@ -152,12 +152,18 @@ def test_a_weight_quantiser_that_follows_settles_the_grid(tiny, tokens):
 
 def test_what_does_not_compose_says_so():
     for recipe, message in (
-        ([AWQ(bits=3), GPTQ(bits=2)], r"`bits` \(=3\) of awq must be what gptq\(bits=2, group_size=64\) rounds to after it: 2"),
+        (
+            [AWQ(bits=3), GPTQ(bits=2)],
+            r"`bits` \(=3\) of awq must be what gptq\(bits=2, group_size=64\) rounds to after it: 2",
+        ),
         (
             [AWQ(group_size=32), RTN(group_size=16)],
             r"`group_size` \(=32\) of awq must be what rtn\(bits=4, group_size=16\) rounds to",
         ),
-        ([AWQ(only_scale=False), GPTQ()], r"`only_scale` \(=False\) of awq: gptq\(.*\) after it rounds the same weights"),
+        (
+            [AWQ(only_scale=False), GPTQ()],
+            r"`only_scale` \(=False\) of awq: gptq\(.*\) after it rounds the same weights",
+        ),
         ([GPTQ(), AWQ()], r"`recipe`: awq\(.*\) must come before gptq\(.*\)"),
         ([RTN(), AWQ(only_scale=True)], r"`recipe`: awq\(.*\) must come before rtn\(.*\)"),
     ):

@@ -224,8 +224,8 @@ def test_parts_of_hub_data_sets_never_overlap(splits, monkeypatch):
 
     from compress.inputs import corpus
 
-    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda *_: splits)
-    monkeypatch.setattr(corpus, "_load", lambda *_, split: [f"{split} {i}" for i in range(20)])
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda *_, **__: splits)
+    monkeypatch.setattr(corpus, "_load", lambda *_, split, **__: [f"{split} {i}" for i in range(20)])
     one, two = (set(load_text("owner/name", part)) for part in corpus.PARTS)
     assert one and two and not one & two
 

@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from compress import apply, load_compressed, save_compressed
 from compress.activations.bnb_int8 import BitsandbytesInt8
-from compress.apply import compressed_linears
+from compress.linear import compressed_linears
 from compress.formats import BnbInt8, BnbNF4, CodebookGroup
 from compress.formats.codebook import dequantize_scales, dynamic_map, quantize_scales
 from compress.linear import CompressedLinear

@@ -194,7 +194,10 @@ def test_kept_codes_reach_minus_128_and_scales_below_0():
     "recipe, message",
     [
         ("gptq(bits=4), int8", r"gptq\(bits=8, group_size=-1, symmetric=True\) would do"),
-        ("gptq(bits=8), int8", r"not those of gptq\(bits=8\): gptq\(bits=8, group_size=-1, symmetric=True\) would do"),
+        (
+            "gptq(bits=8), int8",
+            r"not those of gptq\(bits=8, group_size=64\): gptq\(bits=8, group_size=-1, symmetric=True\) would do",
+        ),
         ("rtn(bits=8, group_size=-1, symmetric=False), int8", r"rtn\(bits=8, group_size=-1, symmetric=True\) would do"),
         (
             "gptq(bits=8, group_size=-1), int8(weights='block')",

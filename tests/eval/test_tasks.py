@@ -301,13 +301,13 @@ def test_a_killed_run_goes_on_where_it_was(folder, letters, tiny, tmp_path, monk
             raise KeyboardInterrupt
         return whole(*args, **kwargs)
 
-    monkeypatch.setattr(harness, "answer", dies)
-    with pytest.raises(KeyboardInterrupt):
-        answer_tasks(models, letters, ["choice", "reading"], **ask)
-    found = answer_tasks(models, letters, ["choice", "reading"], **ask)
+    with monkeypatch.context() as patched:
+        patched.setattr(harness, "answer", dies)
+        with pytest.raises(KeyboardInterrupt):
+            answer_tasks(models, letters, ["choice", "reading"], **ask)
+        found = answer_tasks(models, letters, ["choice", "reading"], **ask)
     assert asked == ["choice", "choice", "reading", "reading", "reading"]
     assert found.cached == {"baseline": ["choice"], "other": ["choice"]}
-    monkeypatch.undo()
     assert found.metrics == answer_tasks(models, letters, ["choice", "reading"], task_path=str(folder), limit=4).metrics
 
 

@@ -139,7 +139,7 @@ def test_a_full_disk_damages_no_finished_run(sweep, runs, workbench):
     big = sweep(
         "big", include=[{"number": 1}, {"number": 2, "does": "Path(run_path, 'big').write_bytes(bytes(10_000_000))"}]
     )
-    done = workbench("run", big, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000)))
+    done = workbench("run", big, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, 2_000_000)))
     assert done.returncode == 1, done
     assert "disk" in done.stderr and {p: p.read_bytes() for p in before} == before
     assert "disk" in status("big", runs=runs)
@@ -380,6 +380,7 @@ def _role(process: psutil.Process) -> str:
     return next((role for name, role in roles.items() if name in line), "")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_kills_lose_nothing_repeat_nothing_and_leave_nothing(kills, sweep, runs, workbench):
     """SIGKILL at random moments, of the supervisor, the guard, papermill or the kernel; what was finished stays as it

@@ -50,7 +50,8 @@ def test_notebook_is_a_story(name):
 def expect_gptq(made, scores, html):
     base, small, rtn = (scores[k] for k in ("baseline", "compressed", "rtn"))
     assert base["perplexity_pydocs"] < small["perplexity_pydocs"] < rtn["perplexity_pydocs"]
-    assert small["stored_bytes"] < base["stored_bytes"] / 2 and small["resident_bytes"] < base["resident_bytes"] / 2
+    assert small["stored_bytes"] < 0.85 * base["stored_bytes"]
+    assert small["resident_bytes"] < 0.85 * base["resident_bytes"]
     assert 0 < small["kl_pydocs"] < rtn["kl_pydocs"]
     if made["speed"]["compressed"]["execution"].startswith("compiled"):
         assert small["decode_tokens_per_s"] > base["decode_tokens_per_s"], (
@@ -58,7 +59,7 @@ def expect_gptq(made, scores, html):
         )
     fast = [f"cpu {native.isa(torch.bfloat16)}"] if native.why_not() is None else ["cpu dequantise", "cpu int4pack"]
     assert made["speed"]["compressed"]["kernels"]["int_matmul"] == fast
-    assert sum(r["error"] < r["rtn_error"] for r in made["layers"]) > 200
+    assert sum(r["error"] < r["rtn_error"] for r in made["layers"]) > 65
     assert "Compared in this run" not in html and "Scales moved" not in html
 
 
@@ -96,21 +97,23 @@ def expect_pruning(made, scores, html):
     base, small = (scores[k] for k in ("baseline", "compressed"))
     assert all(layer["sparsity"] == pytest.approx(0.5, abs=0.01) for layer in made["layers"])
     assert {round(layer["bits_per_weight"], 1) for layer in made["layers"]} == {9.0}
-    assert small["stored_bytes"] < 0.7 * base["stored_bytes"]
+    assert small["stored_bytes"] < 0.92 * base["stored_bytes"]
     assert base["perplexity_pydocs"] < small["perplexity_pydocs"] < 30 * base["perplexity_pydocs"]
-    assert "What was taken away" in html and "50.0 % of the weights of 210 linears are 0" in html
+    assert "Removed parts and weights" in html and "50.0 % of the weights of 70 linears are 0" in html
 
 
+LATER = "*.[12]?.*"  # the last 20 of 30 blocks, which stay as they are where that proves the same
 METHOD_OF = {"start_here": "gptq"}  # where the notebook is not called after its method
 # Per notebook: parameters beside SMALL, the format of its linears, and what else must hold.
 EXPECTED = {
-    "start_here": ({}, "int_group", expect_start),
-    "gptq": ({}, "int_group", expect_gptq),
+    "start_here": ({"samples": 2, "max_windows": 1}, "int_group", expect_start),
+    "gptq": ({"skip": LATER}, "int_group", expect_gptq),
     "smoothquant": ({"compare": "", "samples": 2, "max_windows": 1}, "eight_bit", expect_smoothquant),
-    "pruning": ({"method": "wanda", "compare": "", "curves": "", "samples": 2}, "bitmap", expect_pruning),
+    "pruning": ({"method": "wanda", "compare": "", "curves": "", "samples": 2, "skip": LATER}, "bitmap", expect_pruning),
 }  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_method_is_added_in_a_notebook(tmp_path):
     """The class that the notebook defines is compared with methods of the house; the first four blocks are enough."""
     given = {**SMALL, "samples": 2, "max_windows": 1, "skip": "*.[1-9]?.*,*.[4-9].*", "run_path": str(tmp_path / "run")}
@@ -126,6 +129,7 @@ def test_a_method_is_added_in_a_notebook(tmp_path):
     assert "weighted_rtn" in (tmp_path / "run" / "report.html").read_text()
 
 
+@pytest.mark.long
 def test_kv_eviction_runs_on_the_real_model(tmp_path):
     given = {
         "policy": "kvzip",
@@ -201,6 +205,7 @@ ONCE = pytest.param("gptq", True, marks=pytest.mark.slow)
 
 # Compiling takes a minute for each model that is timed: tests of eval.speed.speed compile small ones, and this the real
 # one once.
+@pytest.mark.long
 @pytest.mark.parametrize("name, compiled", [*((name, False) for name in EXPECTED), ONCE])
 def test_notebook_runs_on_the_real_model(name, compiled, tmp_path):
     more, stored_as, expect = EXPECTED[name]
@@ -232,7 +237,9 @@ def test_notebook_runs_on_the_real_model(name, compiled, tmp_path):
         "method", METHOD_OF.get(name, name)
     )
     assert made["provenance"]["command"].startswith(f"papermill notebooks/{name}.ipynb out.ipynb -p ")
-    assert len(made["layers"]) == 210 and {layer["format"] for layer in made["layers"]} == {stored_as}
+    assert len(made["layers"]) == (70 if "skip" in more else 210) and {layer["format"] for layer in made["layers"]} == {
+        stored_as
+    }
     assert "decode_tokens_per_s" in made["scores"]["compressed"], made["notes"]
     assert all(made["speed"][one]["execution"].startswith("compiled") == compiled for one in ("baseline", "compressed"))
     html = (tmp_path / "run" / "report.html").read_text()
@@ -383,6 +390,7 @@ def test_alpha_from_a_command_line(text, value):
     assert check_parameters({"alpha": _resolve_type(text)}, declared)["alpha"] == value
 
 
+@pytest.mark.long
 def test_the_kernels_notebook_runs_on_this_machine(tmp_path):
     arguments = {
         "ops": "int_matmul, gram",
@@ -476,7 +484,7 @@ def test_command_line_refuses_before_a_kernel_starts(given, message, capsys, tmp
 
 def test_command_line_knows_its_notebooks(capsys):
     assert main(["run", "gptk"]) == 2 and "known by name: " in capsys.readouterr().err
-    assert main(["parameters", "gptq"]) == 0 and "group_size: int = 64  columns" in capsys.readouterr().out
+    assert main(["parameters", "gptq"]) == 0 and "group_size: int = 64  number of columns" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -523,8 +531,8 @@ def test_finished_run_survives_a_failing_one(tmp_path, capsys):
     (run / "record.json").write_text("finished")
     arguments = ["run", "gptq", "-p", "run_path", str(run), "--runs", str(tmp_path)]
     assert main([*arguments, "-p", "bits", "7"]) == 2 and "`bits` (=7)" in capsys.readouterr().err
-    assert main([*arguments, "-p", "model_name", "nobody-has-this"]) == 1
-    assert "specification: ValueError: `model_name` (='nobody-has-this')" in capsys.readouterr().err
+    assert main([*arguments, "-p", "model_name", "tiny", "--timeout", "0.1"]) == 1
+    assert "timeout" in capsys.readouterr().err
     assert (run / "record.json").read_text() == "finished" and (tmp_path / "run.failed" / "notebook.ipynb").exists()
 
 

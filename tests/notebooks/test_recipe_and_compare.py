@@ -133,6 +133,7 @@ def test_the_asked_check_themselves():
     assert isinstance(Asked(None).answers({}, None), Unasked)
 
 
+@pytest.mark.long
 def test_recipe_runs_on_the_real_model(tmp_path, data):
     """Through papermill; two bits leave nothing of the text, nor of the answers."""
     given = {
