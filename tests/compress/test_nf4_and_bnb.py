@@ -10,10 +10,9 @@ from safetensors import safe_open
 
 from compress import apply, load_compressed, save_compressed
 from compress.activations.bnb_int8 import BitsandbytesInt8
-from compress.linear import compressed_linears
 from compress.formats import BnbInt8, BnbNF4, CodebookGroup
 from compress.formats.codebook import dequantize_scales, dynamic_map, quantize_scales
-from compress.linear import CompressedLinear
+from compress.linear import CompressedLinear, compressed_linears
 from compress.method import settle
 from compress.weights.bnb_nf4 import BitsandbytesNF4
 from compress.weights.nf4 import NF4, TABLES, nf4
