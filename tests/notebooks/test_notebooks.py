@@ -97,9 +97,9 @@ def expect_pruning(made, scores, html):
     base, small = (scores[k] for k in ("baseline", "compressed"))
     assert all(layer["sparsity"] == pytest.approx(0.5, abs=0.01) for layer in made["layers"])
     assert {round(layer["bits_per_weight"], 1) for layer in made["layers"]} == {9.0}
-    assert small["stored_bytes"] < 0.92 * base["stored_bytes"]
+    assert small["stored_bytes"] < 0.7 * base["stored_bytes"]
     assert base["perplexity_pydocs"] < small["perplexity_pydocs"] < 30 * base["perplexity_pydocs"]
-    assert "Removed parts and weights" in html and "50.0 % of the weights of 70 linears are 0" in html
+    assert "Removed parts and weights" in html and "50.0 % of the weights of 210 linears are 0" in html
 
 
 LATER = "*.[12]?.*"  # the last 20 of 30 blocks, which stay as they are where that proves the same
@@ -109,7 +109,7 @@ EXPECTED = {
     "start_here": ({"samples": 2, "max_windows": 1}, "int_group", expect_start),
     "gptq": ({"skip": LATER}, "int_group", expect_gptq),
     "smoothquant": ({"compare": "", "samples": 2, "max_windows": 1}, "eight_bit", expect_smoothquant),
-    "pruning": ({"method": "wanda", "compare": "", "curves": "", "samples": 2, "skip": LATER}, "bitmap", expect_pruning),
+    "pruning": ({"method": "wanda", "compare": "", "curves": "", "samples": 2}, "bitmap", expect_pruning),
 }  # fmt: skip
 
 
@@ -533,7 +533,7 @@ def test_finished_run_survives_a_failing_one(tmp_path, capsys):
     assert main([*arguments, "-p", "bits", "7"]) == 2 and "`bits` (=7)" in capsys.readouterr().err
     assert main([*arguments, "-p", "model_name", "tiny", "--timeout", "0.1"]) == 1
     assert "timeout" in capsys.readouterr().err
-    assert (run / "record.json").read_text() == "finished" and (tmp_path / "run.failed" / "notebook.ipynb").exists()
+    assert (run / "record.json").read_text() == "finished" and (tmp_path / "run.failed").is_dir()
 
 
 def test_a_folder_with_other_things_is_never_replaced(tmp_path, capsys):
