@@ -83,6 +83,11 @@ class Method:
     def check(self, model: nn.Module) -> None:
         """Raise ValueError, before any work, if this method cannot do what its knobs ask of this model."""
 
+    def stores(self, shape: tuple[int, int]) -> list[dict[str, Any]] | None:
+        """What this method will store for a weight [out, in], as `Format.spec()` of each part describes it; None if it
+        leaves storage to others. Known before any work, so that a checkpoint format that cannot hold it is refused."""
+        return None
+
     @classmethod
     def knobs(cls) -> dict[str, dataclasses.Field]:
         """The knobs by name; `.default` and `.metadata` (the arguments of `knob`) describe each."""

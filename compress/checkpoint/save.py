@@ -1,4 +1,4 @@
-"""save_compressed: safetensors, config and the story of the compression, reloaded and compared before it counts."""
+"""save_compressed: a compressed model in a folder, loaded again and compared before it counts as saved."""
 
 import json
 import os
@@ -7,41 +7,56 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
-import transformers
-from safetensors.torch import save_file
-from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from compress.checkpoint.load import COMPUTED, LAYOUT, VERSION, WEIGHTS, load_compressed
-from compress.dropped import dropped_parts
+from compress.checkpoint.save_format import Checkpoint, SaveFormat, Story
+from compress.checkpoint.workbench import Workbench
 from compress.linear import compressed_linears
 from compress.result import Result
-from compress.walk.experts import SplitExperts
+
+SAVE_FORMATS: dict[str, SaveFormat] = {one.name: one for one in (Workbench(),)}
+STORY = "compression.json"  # how the model was made
 
 
-def save_compressed(result: Result, path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Path:
+def save_compressed(
+    result: Result,
+    path: str | Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    save_format: str = "workbench",
+) -> Path:
     """Write a compressed model to a folder.
 
-    The folder appears by one rename, after its content was loaded again and gave bit for bit the same logits as the
-    model in memory; an interruption leaves nothing under its name.
+    The folder appears by one rename, after its content was loaded again by the reader of its format and gave the same
+    logits as the model in memory; an interruption leaves nothing under its name.
 
     Args:
         path: a folder that does not exist, or is empty.
+        save_format: one of SAVE_FORMATS.
 
     Raises:
-        ValueError: there is something at `path` already, or the model is of a class that transformers does not have.
+        ValueError: there is something at `path` already, or the format cannot hold this model.
         RuntimeError: what was written does not give the same model; nothing is left at `path`.
     """
-    path = Path(path)
-    check_saveable(result.model)
+    return write_checkpoint(Checkpoint(result.model, tokenizer, Story.of(result)), path, save_format)
+
+
+def write_checkpoint(checkpoint: Checkpoint, path: str | Path, save_format: str) -> Path:
+    """As `save_compressed`, for a model whose story is known, such as one that was loaded from another checkpoint."""
+    path, writer = Path(path), format_named(save_format)
+    if problem := writer.problem_of_model(checkpoint.model):
+        raise ValueError(problem)
+    for name, linear in compressed_linears(checkpoint.model).items():
+        if problem := writer.problem(linear.spec()):
+            raise ValueError(f"`save_format` (={save_format!r}) cannot hold {name}: {problem}")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"`path` (={str(path)!r}) exists already; give a new one, or remove it first")
     path.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
     try:
-        _write(result, part, tokenizer)
-        _compare(result.model, load_compressed(part))
+        writer.write(checkpoint, part)
+        (part / STORY).write_text(json.dumps(asdict(checkpoint.story), indent=1))
+        writer.verify(checkpoint, part)
         part.chmod(0o755)
         os.replace(part, path)
     finally:
@@ -49,76 +64,12 @@ def save_compressed(result: Result, path: str | Path, tokenizer: PreTrainedToken
     return path
 
 
-def check_saveable(model: nn.Module) -> None:
-    """Raise ValueError if a saved model of this class could not be loaded again; worth asking before long work."""
-    if getattr(transformers, type(model).__name__, None) is not type(model):
-        raise ValueError(
-            f"`model` is a {type(model).__module__}.{type(model).__name__}, which is not a class of transformers: it "
-            "can be compressed and scored, but a saved one could not be loaded without its code"
-        )
+def format_named(save_format: str) -> SaveFormat:
+    """The format of this name.
 
-
-def _write(result: Result, folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    model = result.model
-    linears = compressed_linears(model)
-    layout = {
-        "version": VERSION,
-        "class": type(model).__name__,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "split_experts": any(isinstance(m, SplitExperts) for m in model.modules()),
-        "linears": {name: linear.spec() for name, linear in linears.items()},
-        "dropped": {name: part.spec() for name, part in dropped_parts(model).items()},
-    }
-    story = {
-        "recipe": [{"method": m.name, "knobs": m.values()} for m in result.recipe],
-        "model": result.identity,
-        "calibration": result.calibration,
-        "layers": [asdict(record) for record in result.layers],
-        "drops": [asdict(record) for record in result.drops],
-        "kept": result.kept,
-    }
-    (folder / LAYOUT).write_text(json.dumps(layout, indent=1))
-    (folder / "compression.json").write_text(json.dumps(story, indent=1))
-    save_file(_tensors(model), folder / WEIGHTS, metadata={"format": "pt"})
-    model.config.save_pretrained(folder)
-    if model.generation_config is not None:
-        model.generation_config.save_pretrained(folder)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-
-
-def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state dict, each shared tensor (a tied embedding) once, under its first name, and what was computed.
-
-    Floats that a model computes when it is made (rotary frequencies) are small, and a cast may have rounded them.
+    Raises:
+        ValueError: there is none.
     """
-    stored = model.state_dict()
-    own = tuple(f"{name}." for name in compressed_linears(model))  # lay out again what they need beside their state
-    computed = {
-        COMPUTED + n: b
-        for n, b in model.named_buffers()
-        if n not in stored and b.is_floating_point() and not n.startswith(own)
-    }
-    tensors, seen = {}, set()
-    for name, tensor in (stored | computed).items():
-        key = (tensor.data_ptr(), tensor.shape) if tensor.numel() else name
-        if key not in seen:
-            seen.add(key)
-            tensors[name] = tensor.cpu().contiguous()
-    return tensors
-
-
-@torch.no_grad()
-def _compare(model: nn.Module, again: nn.Module) -> None:
-    device = next(model.parameters()).device
-    ids = (torch.arange(32) * 7919 % model.get_input_embeddings().num_embeddings)[None].to(device)
-    if again.config._attn_implementation != model.config._attn_implementation:
-        again.set_attn_implementation(model.config._attn_implementation)
-    training = model.training
-    expected, found = model.eval()(ids).logits, again.to(device)(ids).logits
-    model.train(training)
-    if not torch.equal(expected, found):
-        worst = (expected - found).abs().max().item()
-        raise RuntimeError(
-            f"the saved model gives other logits than the one in memory (largest difference {worst:.2e})"
-        )
+    if save_format not in SAVE_FORMATS:
+        raise ValueError(f"`save_format` (={save_format!r}) must be one of {', '.join(SAVE_FORMATS)}")
+    return SAVE_FORMATS[save_format]

@@ -65,11 +65,11 @@ def test_what_is_there_already_stays(tiny, tmp_path):
 
 def test_a_wrong_copy_is_not_called_saved(tiny, tmp_path, monkeypatch):
     result = apply([METHODS["rtn"](group_size=16)], tiny("llama"))
-    from compress.checkpoint import save
+    from compress.checkpoint import workbench
 
-    write = save._tensors
+    write = workbench._tensors
     monkeypatch.setattr(
-        save,
+        workbench,
         "_tensors",
         lambda model: {k: (v + 1 if k.endswith("norm.weight") else v) for k, v in write(model).items()},
     )

@@ -1,0 +1,99 @@
+"""The contract of a checkpoint format: what it can hold, how it is written, and how what was written is verified."""
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from compress.result import Result
+
+
+@dataclass(frozen=True)
+class Story:
+    """How a compressed model was made, as JSON: the content of `compression.json` in every checkpoint.
+
+    Attributes:
+        recipe: [{method, knobs}]. model: identity of the model before compression: name, weights_sha256, parameters.
+        calibration: corpus, samples, seqlen, seed, sha256; None where no text was needed.
+        layers, drops: one record per weight, and per part of a block that could be dropped (`compress.records`).
+        kept: every other weight: {name, shape, bytes, reason}.
+    """
+
+    recipe: list[dict[str, Any]]
+    model: dict[str, Any]
+    calibration: dict[str, Any] | None
+    layers: list[dict[str, Any]] = field(default_factory=list)
+    drops: list[dict[str, Any]] = field(default_factory=list)
+    kept: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, result: Result) -> "Story":
+        return cls(
+            recipe=[{"method": m.name, "knobs": m.values()} for m in result.recipe],
+            model=result.identity,
+            calibration=result.calibration,
+            layers=[asdict(record) for record in result.layers],
+            drops=[asdict(record) for record in result.drops],
+            kept=result.kept,
+        )
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What is to be written: the model as it is in memory, its tokenizer if there is one, and its story."""
+
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase | None
+    story: Story
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What loading a checkpoint again showed.
+
+    Attributes:
+        reader: the library that loaded it, with its version.
+        largest_difference: between the logits of the model in memory and those of the loaded one.
+        remarks: what a user must know, such as that KV policies are not part of this format.
+    """
+
+    reader: str
+    largest_difference: float
+    remarks: tuple[str, ...] = ()
+
+
+class SaveFormat:
+    """A way to write a compressed model. One subclass a file; `compress.checkpoint.save.SAVE_FORMATS` lists them."""
+
+    name: ClassVar[str]
+    readers: ClassVar[str]  # what loads it, for messages and model cards: "transformers, vLLM"
+
+    def problem(self, linear: dict[str, Any]) -> str:
+        """Why a linear cannot be held as it is stored, "" if it can.
+
+        Args:
+            linear: as `CompressedLinear.spec()` describes it: {"parts": [part.spec(), ...], "bias": bool, ...}.
+                Before any work, shapes and parts are those that the recipe will give.
+        """
+        raise NotImplementedError
+
+    def problem_of_model(self, model: nn.Module) -> str:
+        """Why a model of this class or configuration, or with such parts dropped, cannot be held; "" if it can.
+
+        It looks at no weight, so that a model on the meta device will do.
+        """
+        return ""
+
+    def write(self, checkpoint: Checkpoint, folder: Path) -> None:
+        """Write weights, configuration and tokenizer into an empty folder; the caller adds the story and the card."""
+        raise NotImplementedError
+
+    def verify(self, checkpoint: Checkpoint, folder: Path) -> Verification:
+        """Load what was written with the reader of this format, and compare.
+
+        Raises:
+            RuntimeError: it does not give the same model; the message names the first tensor that differs.
+        """
+        raise NotImplementedError

@@ -1,0 +1,95 @@
+"""The workbench's own format: every stored weight as it is, in safetensors, beside transformers' configuration."""
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import transformers
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from compress.checkpoint.load import COMPUTED, LAYOUT, VERSION, WEIGHTS, load_compressed
+from compress.checkpoint.save_format import Checkpoint, SaveFormat, Verification
+from compress.dropped import dropped_parts
+from compress.linear import compressed_linears
+from compress.walk.experts import SplitExperts
+
+
+class Workbench(SaveFormat):
+    """Holds everything that the workbench makes; read by `load_compressed`."""
+
+    name: ClassVar[str] = "workbench"
+    readers: ClassVar[str] = "this workbench"
+
+    def problem(self, linear: dict[str, Any]) -> str:
+        return ""
+
+    def problem_of_model(self, model: nn.Module) -> str:
+        if getattr(transformers, type(model).__name__, None) is type(model):
+            return ""
+        return (
+            f"`model` is a {type(model).__module__}.{type(model).__name__}, which is not a class of transformers: it "
+            "can be compressed and scored, but a saved one could not be loaded without its code"
+        )
+
+    def write(self, checkpoint: Checkpoint, folder: Path) -> None:
+        model = checkpoint.model
+        layout = {
+            "version": VERSION,
+            "class": type(model).__name__,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "split_experts": any(isinstance(m, SplitExperts) for m in model.modules()),
+            "linears": {name: linear.spec() for name, linear in compressed_linears(model).items()},
+            "dropped": {name: part.spec() for name, part in dropped_parts(model).items()},
+        }
+        (folder / LAYOUT).write_text(json.dumps(layout, indent=1))
+        save_file(_tensors(model), folder / WEIGHTS, metadata={"format": "pt"})
+        write_configuration(checkpoint, folder)
+
+    @torch.no_grad()
+    def verify(self, checkpoint: Checkpoint, folder: Path) -> Verification:
+        model, again = checkpoint.model, load_compressed(folder)
+        device = next(model.parameters()).device
+        ids = (torch.arange(32) * 7919 % model.get_input_embeddings().num_embeddings)[None].to(device)
+        if again.config._attn_implementation != model.config._attn_implementation:
+            again.set_attn_implementation(model.config._attn_implementation)
+        training = model.training
+        expected, given = model.eval()(ids).logits, again.to(device)(ids).logits
+        model.train(training)
+        if not torch.equal(expected, given):
+            worst = (expected - given).abs().max().item()
+            raise RuntimeError(
+                f"the saved model gives other logits than the one in memory (largest difference {worst:.2e})"
+            )
+        return Verification("workbench", 0.0)
+
+
+def write_configuration(checkpoint: Checkpoint, folder: Path) -> None:
+    """Write transformers' configuration, the settings of `generate`, and the tokenizer."""
+    checkpoint.model.config.save_pretrained(folder)
+    if checkpoint.model.generation_config is not None:
+        checkpoint.model.generation_config.save_pretrained(folder)
+    if checkpoint.tokenizer is not None:
+        checkpoint.tokenizer.save_pretrained(folder)
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict, each shared tensor (a tied embedding) once, under its first name, and what was computed.
+
+    Floats that a model computes when it is made (rotary frequencies) are small, and a cast may have rounded them.
+    """
+    stored = model.state_dict()
+    own = tuple(f"{name}." for name in compressed_linears(model))  # lay out again what they need beside their state
+    computed = {
+        COMPUTED + n: b
+        for n, b in model.named_buffers()
+        if n not in stored and b.is_floating_point() and not n.startswith(own)
+    }
+    tensors, seen = {}, set()
+    for name, tensor in (stored | computed).items():
+        key = (tensor.data_ptr(), tensor.shape) if tensor.numel() else name
+        if key not in seen:
+            seen.add(key)
+            tensors[name] = tensor.cpu().contiguous()
+    return tensors
