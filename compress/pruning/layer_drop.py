@@ -15,7 +15,7 @@ from compress.linear import replace
 from compress.method import Method, knob
 from compress.records import DropRecord
 from compress.walk.blocks import find_blocks
-from compress.walk.capture import Call, block_calls, device_of, run_block
+from compress.walk.capture import Call, block_calls, on_device, run_block
 from compress.walk.resume import BlockStore
 from kernels.linear import fast_linear
 
@@ -125,7 +125,8 @@ class LayerDrop(Method):
                     for name in parts_of(blocks[index])[least.kind]
                     for p in blocks[index].get_submodule(name).parameters()
                 )
-                drop_part(blocks[index], least.kind, outputs_of(blocks[index], calls[0], index, device))
+                with on_device(blocks[index], device):
+                    drop_part(blocks[index], least.kind, outputs_of(blocks[index], calls[0], index, device))
             records.append(dataclasses.replace(least, order=step + 1, parameters=size))
         return sorted([*records, *measured], key=lambda r: (r.block, r.kind))
 
@@ -158,42 +159,53 @@ def importance(
     by_block = metric == "block_influence"
     progress = tqdm(blocks, desc="importance", unit="block")
     for index, block in enumerate(progress):
-        home, total = device_of(block), dict.fromkeys(("attention", "mlp", "block"), 0.0)
-        block.to(device)
-        there = [kind for kind in ("attention", "mlp") if parts_of(block)[kind]]
-        outputs = outputs_of(block, calls[0], index, device)
-        if there and set(kinds) & set(there):
-            _check_residual(block, calls[0], index, device, outputs, there, f"{prefix}.{index}")
-        tokens = 0
-        with fast_linear():
-            for call in calls:
-                before, middle = call.hidden, None
-                if len(there) == 2 and not by_block and set(kinds) - {"block"}:
-                    with _without(block, ["mlp"], outputs):
-                        middle = run_block(block, call, index, device).to(before.device)
-                after = run_block(block, call, index, device).to(before.device)
-                tokens += before[..., 0].numel()
-                total["block"] += _turned(before, after)
-                if middle is not None:
-                    total["attention"] += _turned(before, middle)
-                    total["mlp"] += _turned(middle, after)
-                call.hidden = after
+        with on_device(block, device):
+            there = [kind for kind in ("attention", "mlp") if parts_of(block)[kind]]
+            outputs = outputs_of(block, calls[0], index, device)
+            if there and set(kinds) & set(there):
+                _check_residual(block, calls[0], index, device, outputs, there, f"{prefix}.{index}")
+            apart = len(there) == 2 and not by_block and set(kinds) != {"block"}
+            total, tokens = _turned_by(block, calls, index, device, outputs, apart=apart)
+            named = parts_of(block)
         if by_block or len(there) < 2:  # of one part the block is the part
             total |= dict.fromkeys(there, total["block"])
         number = index if numbers is None else numbers[index]
         for kind in kinds:
             if kind == "block" or kind in there:
-                name = f"{prefix}.{number}" + ("" if kind == "block" else "." + ", ".join(parts_of(block)[kind]))
+                name = f"{prefix}.{number}" + ("" if kind == "block" else "." + ", ".join(named[kind]))
                 records.append(DropRecord(name=name, kind=kind, block=number, importance=total[kind] / tokens))
-        block.to(home)
     return records
 
 
+def _turned_by(
+    block: nn.Module, calls: list[Call], index: int, device: torch.device, outputs: dict[str, int], *, apart: bool
+) -> tuple[dict[str, float], int]:
+    """By kind of part, Σ 1 - cos over all tokens, whose number comes with it; the calls pass through the block.
+
+    Args:
+        apart: measure attention and MLP by themselves, too.
+    """
+    total, tokens = dict.fromkeys(("attention", "mlp", "block"), 0.0), 0
+    with fast_linear():
+        for call in calls:
+            before, middle = call.hidden, None
+            if apart:
+                with _without(block, ["mlp"], outputs):
+                    middle = run_block(block, call, index, device).to(before.device)
+            after = run_block(block, call, index, device).to(before.device)
+            tokens += before[..., 0].numel()
+            total["block"] += _turned(before, after)
+            if middle is not None:
+                total["attention"] += _turned(before, middle)
+                total["mlp"] += _turned(middle, after)
+            call.hidden = after
+    return total, tokens
+
+
 def outputs_of(block: nn.Module, call: Call, index: int, device: torch.device) -> dict[str, int]:
-    """By child of the block, how many values it returns as a tuple; 0: one value alone."""
+    """By child of the block, how many values it returns as a tuple; 0: one value alone. The block lies on the
+    device."""
     found: dict[str, int] = {}
-    home = device_of(block)
-    block.to(device)
     handles = [
         child.register_forward_hook(
             lambda _, args, out, name=name: found.update({name: len(out) if type(out) is tuple else 0})
@@ -205,7 +217,6 @@ def outputs_of(block: nn.Module, call: Call, index: int, device: torch.device) -
     finally:
         for handle in handles:
             handle.remove()
-        block.to(home)
     return found
 
 

@@ -138,13 +138,19 @@ def advance(block: nn.Module, calls: Sequence[Call], index: int, device: torch.d
 
 @contextmanager
 def on_device(block: nn.Module, device: torch.device) -> Iterator[None]:
-    """While the context lasts, the block lies on this device; then it goes back to where it was."""
+    """While the context lasts, the block lies on this device; then it goes back to where it was.
+
+    What was replaced inside the block goes back with it, as somebody may hold it to compare with.
+    """
     home = device_of(block)
+    leaves = [module for module in block.modules() if not any(module.children())]
     block.to(device)
     try:
         yield
     finally:
         block.to(home)
+        for module in set(leaves) - set(block.modules()):
+            module.to(home)
 
 
 def mapped(value, change: Callable[[Tensor], Tensor]):

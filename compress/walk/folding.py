@@ -16,7 +16,7 @@ from compress.linear import weight_of
 from compress.method import Method, knob
 from compress.records import FoldRecord
 from compress.walk.blocks import find_blocks
-from compress.walk.capture import Call, advance, block_calls, device_of, run_block
+from compress.walk.capture import Call, advance, block_calls, device_of, on_device, run_block
 from compress.walk.experts import SplitExperts, split_experts
 from compress.walk.links import Link, find_links, fold, made_up_batch
 from compress.walk.resume import BlockStore
@@ -133,25 +133,19 @@ class FoldingMethod(Method):
         scales: list[tuple[Link, Tensor]] = []
         progress = tqdm(range(len(blocks)), desc=self.name, unit="block")
         for index in progress:
-            block, home = blocks[index], device_of(blocks[index])
-            block.to(device)
-            try:
-                with fast_linear():
-                    if finished[index] is None:
-                        chosen = self._smooth(model, block, links[index], calls, index, device, progress)
-                        if store:
-                            store.put(
-                                index,
-                                {str(i): s.cpu() for i, (_, s) in enumerate(chosen)},
-                                [asdict(r) for r, _ in chosen],
-                            )
-                    else:
-                        progress.set_postfix_str("finished before")
-                        if index < last:
-                            advance(block, calls, index, device)
-                        chosen = _take_over(model, links[index], *finished[index])
-            finally:
-                block.to(home)
+            block = blocks[index]
+            with on_device(block, device), fast_linear():
+                if finished[index] is None:
+                    chosen = self._smooth(model, block, links[index], calls, index, device, progress)
+                    if store:
+                        store.put(
+                            index, {str(i): s.cpu() for i, (_, s) in enumerate(chosen)}, [asdict(r) for r, _ in chosen]
+                        )
+                else:
+                    progress.set_postfix_str("finished before")
+                    if index < last:
+                        advance(block, calls, index, device)
+                    chosen = _take_over(model, links[index], *finished[index])
             records += [record for record, _ in chosen]
             scales += [(link, s) for link, (_, s) in zip(links[index], chosen, strict=True)]
         difference, most = _difference(_logits(model), before), 25 * _tolerance(blocks[0])

@@ -20,7 +20,7 @@ from compress.formats.masked import kept_of, masked_like
 from compress.linear import CompressedLinear, replace, weight_of
 from compress.records import LayerRecord
 from compress.walk.blocks import find_blocks, targets
-from compress.walk.capture import Call, advance, block_calls, device_of
+from compress.walk.capture import Call, advance, block_calls, on_device
 from compress.walk.groups import collect, input_groups
 from compress.walk.lockstep import run_in_step
 from compress.walk.resume import BlockStore
@@ -56,91 +56,93 @@ def walk(
     where given.
     """
     prefix, blocks = find_blocks(model)
-    chosen = targets(model, method.skip)
+    chosen = list(targets(model, method.skip))
     calls = block_calls(model, blocks, batches)
-    records: list[LayerRecord] = []
     progress = tqdm(range(len(blocks)), desc=method.name, unit="block")
+    walking = Walking(model, prefix, blocks, method, calls, device, originals or {}, progress)
+    records: list[LayerRecord] = []
     for index in progress:
-        block, home = blocks[index], device_of(blocks[index])
-        done, passed_on = store.load(index) if store else None, False
-        block.to(device)
-        if done is None:
-            own = {name: model.get_submodule(name) for name in chosen if name.startswith(f"{prefix}.{index}.")}
-            try:
-                linears, solved, passed_on = _solve_block(
-                    model, prefix, index, own, originals or {}, calls, method, device, progress
-                )
-            except BaseException:
-                block.to(home)
-                raise
-            done = linears, solved
-            if store:
-                store.save(index, *done)
-        else:
-            progress.set_postfix_str("finished before")
-            done = (
-                done[0],
-                [dataclasses.replace(r, notes=(*r.notes, "solved by an earlier, interrupted run")) for r in done[1]],
-            )
-        for name, linear in done[0].items():
-            replace(model, name, linear.to(device))
-            if originals and name in originals:
-                originals[name].to(home)
-        records += done[1]
-        if not passed_on and index + 1 < len(blocks):
-            progress.set_postfix_str("propagate")
-            with _dense_weights(block), fast_linear():
-                advance(block, calls, index, device)
-        block.to(home)
+        with on_device(blocks[index], device):
+            done, passed_on = store.load(index) if store else None, False
+            if done is None:
+                own = [name for name in chosen if name.startswith(f"{prefix}.{index}.")]
+                *done, passed_on = walking.solve(index, own)
+                if store:
+                    store.save(index, *done)
+            else:
+                progress.set_postfix_str("finished before")
+                note = "solved by an earlier, interrupted run"
+                done = done[0], [dataclasses.replace(r, notes=(*r.notes, note)) for r in done[1]]
+            for name, linear in done[0].items():
+                replace(model, name, linear.to(device))
+            records += done[1]
+            if not passed_on and index + 1 < len(blocks):
+                walking.pass_on(index)
     return records
 
 
-def _solve_block(
-    model: nn.Module,
-    prefix: str,
-    index: int,
-    linears: dict[str, nn.Module],
-    originals: Mapping[str, nn.Module],
-    calls: list[Call],
-    method: Solver,
-    device: torch.device,
-    progress: tqdm,
-) -> tuple[dict[str, CompressedLinear], list[LayerRecord], bool]:
-    """What stands for each linear of a block, their records, and whether the block's outputs were passed on with it."""
-    blocks = model.get_submodule(prefix)
-    # Every error is measured over the calibration tokens: over all by their Gram matrix, or over a sample of them.
-    measure = () if "rows" in method.statistics else ("gram",)
-    needs = tuple(dict.fromkeys((*method.statistics, *measure))) if calls else ()
-    new: dict[str, CompressedLinear] = {}
-    records: dict[str, LayerRecord] = {}
-    notes: list[str] = []
+@dataclasses.dataclass(frozen=True)
+class Walking:
+    """One method on its way through the blocks of a model; the block at hand lies on `device`.
 
-    def solve(group: list[str], statistics: LayerStatistics) -> dict[str, CompressedLinear]:
-        for name in group:
-            progress.set_postfix_str(name.removeprefix(f"{prefix}.{index}."))
-            own = statistics.for_another()
-            own.notes += notes
-            original = weight_of(originals[name]).to(device) if name in originals else None
-            new[name], records[name] = _solve(name, linears[name], original, own, method)
-        progress.set_postfix_str("statistics")
-        return {name: new[name] for name in group}
+    calls: the micro-batches, each with the inputs [batch, T, hidden] of the block to come; none without calibration.
+    """
 
-    progress.set_postfix_str("statistics")
-    with fast_linear():
-        groups, once = input_groups(blocks[index], linears, calls, index, device)
-        in_step = method.sequential and once and bool(calls)
-        if in_step:
-            following = index + 1 < len(blocks)
-            run_in_step(model, blocks[index], index, linears, groups, calls, needs, device, solve, to_the_end=following)
-        else:
-            if method.sequential and calls:
-                notes.append(
-                    "solved beside the others of its block, not in sequence: some run more than once in a pass"
+    model: nn.Module
+    prefix: str
+    blocks: nn.ModuleList
+    method: Solver
+    calls: list[Call]
+    device: torch.device
+    originals: Mapping[str, nn.Module]
+    progress: tqdm
+
+    def solve(self, index: int, names: Sequence[str]) -> tuple[dict[str, CompressedLinear], list[LayerRecord], bool]:
+        """What stands for each of these linears of a block, their records, and whether the block's outputs were
+        passed on with it."""
+        block, method, calls = self.blocks[index], self.method, self.calls
+        linears = {name: self.model.get_submodule(name) for name in names}
+        # Every error is measured over the calibration tokens: over all by their Gram matrix, or over a sample of them.
+        measure = () if "rows" in method.statistics else ("gram",)
+        needs = tuple(dict.fromkeys((*method.statistics, *measure))) if calls else ()
+        new: dict[str, CompressedLinear] = {}
+        records: dict[str, LayerRecord] = {}
+        notes: list[str] = []
+
+        def solve(group: list[str], statistics: LayerStatistics) -> dict[str, CompressedLinear]:
+            for name in group:
+                self.progress.set_postfix_str(name.removeprefix(f"{self.prefix}.{index}."))
+                own = statistics.for_another()
+                own.notes += notes
+                original = weight_of(self.originals[name]).to(self.device) if name in self.originals else None
+                new[name], records[name] = _solve(name, linears[name], original, own, method)
+            self.progress.set_postfix_str("statistics")
+            return {name: new[name] for name in group}
+
+        self.progress.set_postfix_str("statistics")
+        with fast_linear():
+            groups, once = input_groups(block, linears, calls, index, self.device)
+            in_step = method.sequential and once and bool(calls)
+            if in_step:
+                following = index + 1 < len(self.blocks)
+                run_in_step(
+                    self.model, block, index, linears, groups, calls, needs, self.device, solve, to_the_end=following
                 )
-            collectors = collect(blocks[index], linears, groups, calls, index, needs, device, stop_early=once)
-            for group in groups:
-                solve(group, collectors.pop(group[0]).result())
-    return new, [records[name] for name in linears], in_step
+            else:
+                if method.sequential and calls:
+                    notes.append(
+                        "solved beside the others of its block, not in sequence: some run more than once in a pass"
+                    )
+                collectors = collect(block, linears, groups, calls, index, needs, self.device, stop_early=once)
+                for group in groups:
+                    solve(group, collectors.pop(group[0]).result())
+        return new, [records[name] for name in names], in_step
+
+    def pass_on(self, index: int) -> None:
+        """Make a block's outputs, with what stands in it now, the inputs of the next one."""
+        self.progress.set_postfix_str("propagate")
+        with _dense_weights(self.blocks[index]), fast_linear():
+            advance(self.blocks[index], self.calls, index, self.device)
 
 
 def _solve(
