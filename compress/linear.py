@@ -82,7 +82,12 @@ class CompressedLinear(nn.Module):
 
     def spec(self) -> dict[str, Any]:
         """JSON that, with `state_dict`, makes this linear again."""
-        return {"parts": [part.spec() for part in self.parts], "bias": self.bias is not None}
+        return self.spec_of([part.spec() for part in self.parts], bias=self.bias is not None)
+
+    @classmethod
+    def spec_of(cls, parts: list[dict[str, Any]], *, bias: bool) -> dict[str, Any]:
+        """The `spec()` of a linear of these parts."""
+        return {"parts": parts, "bias": bias, "transform": None}
 
     @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor], dtype: torch.dtype) -> "CompressedLinear":

@@ -85,8 +85,20 @@ class Method:
 
     def stores(self, shape: tuple[int, int]) -> list[dict[str, Any]] | None:
         """What this method will store for a weight [out, in], as `Format.spec()` of each part describes it; None if it
-        leaves storage to others. Known before any work, so that a checkpoint format that cannot hold it is refused."""
+        leaves storage to others. Known before any work, so that a checkpoint format that cannot hold it is refused.
+        Where it depends on the data, the most that it may store."""
         return None
+
+    @property
+    def zeros(self) -> float:
+        """The share of each weight matrix that this method sets to 0, and later methods of a recipe keep at 0."""
+        return 0.0
+
+    def outline(self, model: nn.Module) -> None:
+        """Take out of a model, which may be on the meta device, modules of the kind that `apply` would take out.
+
+        It reads no weight, so that it may choose others of them than `apply` will.
+        """
 
     @classmethod
     def knobs(cls) -> dict[str, dataclasses.Field]:

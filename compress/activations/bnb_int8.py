@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,9 @@ class BitsandbytesInt8(LayerwiseMethod):
     def check(self, model: nn.Module) -> None:
         library()
         super().check(model)
+
+    def stores(self, shape: tuple[int, int]) -> list[dict[str, Any]]:
+        return [BnbInt8.spec_of(shape, self.threshold)]
 
     def solve(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
         return [BnbInt8.from_weight(W, threshold=self.threshold)]

@@ -4,7 +4,7 @@ int8."""
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -47,6 +47,16 @@ class LLMInt8(LayerwiseMethod):
     def within(self, before: Sequence[Method], after: Sequence[Method]) -> Method:
         refuse_stored(self, before, "stores weights in int8 and 16 bits itself")
         return self
+
+    def stores(self, shape: tuple[int, int]) -> list[dict[str, Any]]:
+        out, columns = shape
+        most = math.ceil(self.most * columns)  # in 16 bits
+        codes = EightBit.spec_of((out, columns - most), torch.int8, in_blocks=False, static=False)
+        if not most:
+            return [codes]
+        if most == columns:
+            return [Dense.spec_of(shape)]
+        return [Columns.spec_of(shape, codes), Columns.spec_of(shape, Dense.spec_of((out, most)))]
 
     def solve(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
         if not statistics.tokens:

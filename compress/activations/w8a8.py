@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -54,6 +54,10 @@ class W8A8(LayerwiseMethod):
     def within(self, before: Sequence[Method], after: Sequence[Method]) -> Method:
         refuse_stored(self, before, "rounds the weights to a grid of its own")
         return self
+
+    def stores(self, shape: tuple[int, int]) -> list[dict[str, Any]]:
+        in_blocks, static = self.weights == "block", self.activations == "tensor"
+        return [EightBit.spec_of(shape, self.dtype, in_blocks=in_blocks, static=static)]
 
     def solve(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
         return [EightBit(self.weight(W, statistics), self.step(statistics))]

@@ -4,18 +4,21 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from torch import nn
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from compress.checkpoint.save_format import Checkpoint, SaveFormat, Story
+from compress.checkpoint.load import load_compressed
+from compress.checkpoint.save_format import STORY, Checkpoint, SaveFormat, Story
 from compress.checkpoint.workbench import Workbench
 from compress.linear import compressed_linears
 from compress.result import Result
 
 SAVE_FORMATS: dict[str, SaveFormat] = {one.name: one for one in (Workbench(),)}
-STORY = "compression.json"  # how the model was made
 
 
 def save_compressed(
@@ -44,11 +47,8 @@ def save_compressed(
 def write_checkpoint(checkpoint: Checkpoint, path: str | Path, save_format: str) -> Path:
     """As `save_compressed`, for a model whose story is known, such as one that was loaded from another checkpoint."""
     path, writer = Path(path), format_named(save_format)
-    if problem := writer.problem_of_model(checkpoint.model):
-        raise ValueError(problem)
-    for name, linear in compressed_linears(checkpoint.model).items():
-        if problem := writer.problem(linear.spec()):
-            raise ValueError(f"`save_format` (={save_format!r}) cannot hold {name}: {problem}")
+    linears = {name: linear.spec() for name, linear in compressed_linears(checkpoint.model).items()}
+    check_holds(save_format, checkpoint.model, linears)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"`path` (={str(path)!r}) exists already; give a new one, or remove it first")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,6 +62,56 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, save_format: str)
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return path
+
+
+def export_checkpoint(source_folder: str | Path, target_folder: str | Path, save_format: str) -> Path:
+    """Turn a checkpoint of this workbench into another format.
+
+    Args:
+        source_folder: as `save_compressed` wrote it with save_format="workbench".
+        target_folder: one that does not exist, or is empty.
+
+    Raises:
+        ValueError: as `load_compressed`, `Story.read` and `save_compressed` do.
+        RuntimeError: what was written does not give the same model.
+    """
+    source = Path(source_folder)
+    format_named(save_format)
+    model, story = load_compressed(source), Story.read(source)
+    tokenizer = None
+    if (source / "tokenizer_config.json").is_file():
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    return write_checkpoint(Checkpoint(model, tokenizer, story), target_folder, save_format)
+
+
+def check_holds(
+    save_format: str, model: nn.Module, linears: Mapping[str, dict[str, Any]], made_by: Mapping[str, str] | None = None
+) -> None:
+    """Raise ValueError if a format cannot hold this model; the message says which formats can.
+
+    Args:
+        model: may be on the meta device.
+        linears: what is stored for each of its linears, as `CompressedLinear.spec()` describes it.
+        made_by: the methods that store it, where they are known.
+    """
+    writer, made_by = format_named(save_format), made_by or {}
+    if problem := _problem(writer, model, {}):
+        raise ValueError(problem + _instead(model, linears))
+    for name, spec in linears.items():
+        if problem := writer.problem(spec):
+            by = f", as {made_by[name]} stores it" if name in made_by else ""
+            shown = f"`save_format` (={save_format!r}) cannot hold {name}{by}: {problem}"
+            raise ValueError(shown + _instead(model, linears))
+
+
+def _problem(writer: SaveFormat, model: nn.Module, linears: Mapping[str, dict[str, Any]]) -> str:
+    return writer.problem_of_model(model) or next(filter(None, map(writer.problem, linears.values())), "")
+
+
+def _instead(model: nn.Module, linears: Mapping[str, dict[str, Any]]) -> str:
+    """The formats that can hold a model, as the end of a message; "" if there are none."""
+    others = [repr(one.name) for one in SAVE_FORMATS.values() if not _problem(one, model, linears)]
+    return f"; {' or '.join(others)} would do" if others else ""
 
 
 def format_named(save_format: str) -> SaveFormat:

@@ -1,6 +1,7 @@
 """The contract of a checkpoint format: what it can hold, how it is written, and how what was written is verified."""
 
-from dataclasses import asdict, dataclass, field
+import json
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -8,6 +9,9 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from compress.result import Result
+from kernels.errors import first_line
+
+STORY = "compression.json"  # how the model was made
 
 
 @dataclass(frozen=True)
@@ -15,7 +19,8 @@ class Story:
     """How a compressed model was made, as JSON: the content of `compression.json` in every checkpoint.
 
     Attributes:
-        recipe: [{method, knobs}]. model: identity of the model before compression: name, weights_sha256, parameters.
+        recipe: [{method, knobs}], each as it acts between the others; methods of the cache are among them.
+        model: identity of the model before compression: name, weights_sha256, parameters.
         calibration: corpus, samples, seqlen, seed, sha256; None where no text was needed.
         layers, drops: one record per weight, and per part of a block that could be dropped (`compress.records`).
         kept: every other weight: {name, shape, bytes, reason}.
@@ -27,6 +32,21 @@ class Story:
     layers: list[dict[str, Any]] = field(default_factory=list)
     drops: list[dict[str, Any]] = field(default_factory=list)
     kept: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, folder: Path) -> "Story":
+        """The story of a checkpoint.
+
+        Raises:
+            ValueError: the folder holds none that can be read.
+        """
+        path = folder / STORY
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            known = {field.name for field in fields(cls)}
+            return cls(**{name: value for name, value in content.items() if name in known})
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"{str(path)!r} does not say how the model was made: {first_line(error)}") from error
 
     @classmethod
     def of(cls, result: Result) -> "Story":
@@ -65,17 +85,29 @@ class Verification:
 
 
 class SaveFormat:
-    """A way to write a compressed model. One subclass a file; `compress.checkpoint.save.SAVE_FORMATS` lists them."""
+    """A way to write a compressed model. One subclass a file; `compress.checkpoint.save.SAVE_FORMATS` lists them.
+
+    Attributes:
+        name: as `save_format` takes it.
+        readers: what loads it, for messages and model cards: "transformers, vLLM".
+        snippet: how to load it, for the model card: Markdown, a fenced block of about three lines for each reader, in
+            which PATH stands for the folder.
+        holds_caches: whether the KV policies of a recipe travel with the checkpoint. Where they do not, the caller of
+            `write` says so in the card and in a warning; a format need not.
+    """
 
     name: ClassVar[str]
-    readers: ClassVar[str]  # what loads it, for messages and model cards: "transformers, vLLM"
+    readers: ClassVar[str]
+    snippet: ClassVar[str] = ""
+    holds_caches: ClassVar[bool] = False
 
     def problem(self, linear: dict[str, Any]) -> str:
         """Why a linear cannot be held as it is stored, "" if it can.
 
         Args:
-            linear: as `CompressedLinear.spec()` describes it: {"parts": [part.spec(), ...], "bias": bool, ...}.
-                Before any work, shapes and parts are those that the recipe will give.
+            linear: as `CompressedLinear.spec()` describes it: {"parts": [part.spec(), ...], "bias": bool, "transform":
+                None or what is done to its input first}. Before any work, shapes and parts are those that the recipe
+                will give.
         """
         raise NotImplementedError
 

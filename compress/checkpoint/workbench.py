@@ -21,6 +21,13 @@ class Workbench(SaveFormat):
 
     name: ClassVar[str] = "workbench"
     readers: ClassVar[str] = "this workbench"
+    holds_caches: ClassVar[bool] = True
+    snippet: ClassVar[str] = """
+```python
+from compress import load_model
+
+model, tokenizer = load_model("PATH", dtype="bfloat16")
+```"""
 
     def problem(self, linear: dict[str, Any]) -> str:
         return ""

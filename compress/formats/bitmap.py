@@ -72,13 +72,14 @@ class Bitmap(Sparse):
         return IntGroup(pack(codes, self.scale, zero, bits=self.bits, group_size=self.group_size))
 
     def spec(self) -> dict[str, Any]:
-        return {
-            "format": self.name,
-            "shape": list(self.shape),
-            "bits": self.bits,
-            "group_size": self.group_size,
-            "symmetric": self.zero is None,
-        }
+        grid = {"bits": self.bits, "group_size": self.group_size, "symmetric": self.zero is None}
+        return {"format": self.name, "shape": list(self.shape), **grid}
+
+    @classmethod
+    def spec_of(cls, plain: dict[str, Any]) -> dict[str, Any]:
+        """The `spec()` of what `from_plain` makes of a weight that `plain` describes: floats or integers."""
+        grid = {"bits": None, "group_size": None, "symmetric": True}
+        return {**grid, **plain, "format": cls.name}
 
     @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "Bitmap":

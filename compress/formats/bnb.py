@@ -128,7 +128,12 @@ class BnbNF4(_Bitsandbytes):
         self.layout = layout
 
     def spec(self) -> dict[str, Any]:
-        return {"format": self.name, "shape": list(self.shape), "blocksize": self.blocksize}
+        return self.spec_of(self.shape, self.blocksize)
+
+    @classmethod
+    def spec_of(cls, shape: tuple[int, int], blocksize: int) -> dict[str, Any]:
+        """The `spec()` of a weight of this shape."""
+        return {"format": cls.name, "shape": list(shape), "blocksize": blocksize}
 
     @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "BnbNF4":
@@ -210,7 +215,12 @@ class BnbInt8(_Bitsandbytes):
         return y.view(*x.shape[:-1], self.shape[0])
 
     def spec(self) -> dict[str, Any]:
-        return {"format": self.name, "shape": list(self.shape), "threshold": self.threshold}
+        return self.spec_of(self.shape, self.threshold)
+
+    @classmethod
+    def spec_of(cls, shape: tuple[int, int], threshold: float) -> dict[str, Any]:
+        """The `spec()` of a weight of this shape."""
+        return {"format": cls.name, "shape": list(shape), "threshold": threshold}
 
     @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "BnbInt8":

@@ -77,13 +77,15 @@ class CodebookGroup(Format):
         self._laid_out_for = dtype, device
 
     def spec(self) -> dict[str, Any]:
-        return {
-            "format": self.name,
-            "shape": list(self.shape),
-            "bits": self.bits,
-            "group_size": self.group_size,
-            "double_quant": self.scales is not None,
-        }
+        nested = self.scales is not None
+        return self.spec_of(self.shape, bits=self.bits, group_size=self.group_size, double_quant=nested)
+
+    @classmethod
+    def spec_of(cls, shape: tuple[int, int], *, bits: int, group_size: int, double_quant: bool) -> dict[str, Any]:
+        """The `spec()` of a weight of this shape; a `group_size` of -1 takes whole rows."""
+        group_size = shape[1] if group_size == -1 else group_size
+        settings = {"bits": bits, "group_size": group_size, "double_quant": double_quant}
+        return {"format": cls.name, "shape": list(shape), **settings}
 
     @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "CodebookGroup":

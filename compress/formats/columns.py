@@ -47,7 +47,12 @@ class Columns(Format):
         self.inner.for_compute(dtype, device)
 
     def spec(self) -> dict[str, Any]:
-        return {"format": self.name, "shape": list(self.shape), "inner": self.inner.spec()}
+        return self.spec_of(self.shape, self.inner.spec())
+
+    @classmethod
+    def spec_of(cls, shape: tuple[int, int], inner: dict[str, Any]) -> dict[str, Any]:
+        """The `spec()` of a weight of this shape whose chosen columns are stored as `inner` describes."""
+        return {"format": cls.name, "shape": list(shape), "inner": inner}
 
     @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "Columns":

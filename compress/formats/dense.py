@@ -26,7 +26,12 @@ class Dense(Format):
         return linear(x, self.weight.to(x.dtype))
 
     def spec(self) -> dict[str, Any]:
-        return {"format": self.name, "shape": list(self.shape)}
+        return self.spec_of(self.shape)
+
+    @classmethod
+    def spec_of(cls, shape: tuple[int, int]) -> dict[str, Any]:
+        """The `spec()` of a weight of this shape."""
+        return {"format": cls.name, "shape": list(shape)}
 
     @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "Dense":

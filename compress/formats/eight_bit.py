@@ -46,13 +46,19 @@ class EightBit(Format):
             self._set(to_prepacked(self.w8), self.x_scale)
 
     def spec(self) -> dict[str, Any]:
-        return {
-            "format": self.name,
-            "shape": list(self.shape),
-            "dtype": str(self.codes.dtype).removeprefix("torch."),
-            "block": BLOCK if self.scale.dim() == 2 else None,
-            "static": self.x_scale is not None,
-        }
+        in_blocks, static = self.scale.dim() == 2, self.x_scale is not None
+        return self.spec_of(self.shape, self.codes.dtype, in_blocks=in_blocks, static=static)
+
+    @classmethod
+    def spec_of(cls, shape: tuple[int, int], dtype: torch.dtype, *, in_blocks: bool, static: bool) -> dict[str, Any]:
+        """The `spec()` of a weight of this shape.
+
+        Args:
+            in_blocks: with a scale per 128 x 128 block, not per output channel.
+            static: with one step for all activations.
+        """
+        settings = {"dtype": str(dtype).removeprefix("torch."), "block": BLOCK if in_blocks else None, "static": static}
+        return {"format": cls.name, "shape": list(shape), **settings}
 
     @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "EightBit":

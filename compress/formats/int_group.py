@@ -58,14 +58,14 @@ class IntGroup(Format):
             self._lay_out("rows", dtype)
 
     def spec(self) -> dict[str, Any]:
-        symmetric = self.zero is None
-        return {
-            "format": self.name,
-            "shape": list(self.shape),
-            "bits": self.bits,
-            "group_size": self.group_size,
-            "symmetric": symmetric,
-        }
+        return self.spec_of(self.shape, bits=self.bits, group_size=self.group_size, symmetric=self.zero is None)
+
+    @classmethod
+    def spec_of(cls, shape: tuple[int, int], *, bits: int, group_size: int, symmetric: bool) -> dict[str, Any]:
+        """The `spec()` of a weight of this shape on such a grid; a `group_size` of -1 takes whole rows."""
+        group_size = shape[1] if group_size == -1 else group_size
+        grid = {"bits": bits, "group_size": group_size, "symmetric": symmetric}
+        return {"format": cls.name, "shape": list(shape), **grid}
 
     @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "IntGroup":

@@ -1,6 +1,7 @@
 """Weights with zeros in the least bytes, and how zeros stay zeros when a stored weight is stored anew."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -22,6 +23,20 @@ def masked(plain: Dense | IntGroup, keep: Tensor, *, two_of_four: bool = False) 
     bits = plain.bits if isinstance(plain, IntGroup) else 16
     gone = 1 - keep.count_nonzero().item() / keep.numel()
     return Bitmap.from_plain(plain, keep) if bits * gone > 1 else plain
+
+
+def masked_spec(plain: dict[str, Any], gone: float, *, two_of_four: bool = False) -> dict[str, Any]:
+    """The `spec()` of what `masked` makes of a weight that `plain` describes, of which a share `gone` is 0."""
+    if two_of_four:
+        return Sparse24Weight.spec_of(plain)
+    return Bitmap.spec_of(plain) if plain.get("bits", 16) * gone > 1 else plain
+
+
+def masked_like_spec(before: list[dict[str, Any]], parts: list[dict[str, Any]], gone: float) -> list[dict[str, Any]]:
+    """The `spec()` of the parts that `masked_like` gives, of which a share `gone` is 0."""
+    if len(parts) != 1 or parts[0]["format"] not in (Dense.name, IntGroup.name):
+        return parts
+    return [masked_spec(parts[0], gone, two_of_four=before[0]["format"] == Sparse24Weight.name)]
 
 
 def kept_of(parts: Sequence[Format]) -> Tensor | None:

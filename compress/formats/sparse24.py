@@ -84,6 +84,15 @@ class Sparse24Weight(Sparse):
         return {"format": self.name, "shape": list(self.shape), "values": self.values.spec()}
 
     @classmethod
+    def spec_of(cls, plain: dict[str, Any]) -> dict[str, Any]:
+        """The `spec()` of what `from_plain` makes of a weight that `plain` describes: floats or integers."""
+        out, columns = plain["shape"]
+        values = {**plain, "shape": [out, columns // 2]}
+        if "group_size" in plain:
+            values["group_size"] = plain["group_size"] // 2
+        return {"format": cls.name, "shape": [out, columns], "values": values}
+
+    @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "Sparse24Weight":
         own = {name.removeprefix("values."): t for name, t in tensors.items() if name.startswith("values.")}
         kind = IntGroup if spec["values"]["format"] == IntGroup.name else Dense

@@ -4,14 +4,14 @@ import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from compress.allocation.sparsity import LEVELS, allocate, distortion_curves, global_ratios
 from compress.formats import Dense, Format
-from compress.formats.masked import masked
+from compress.formats.masked import masked, masked_spec
 from compress.method import knob
 from compress.pruning.patterns import UNSTRUCTURED, kept, parse_pattern
 from compress.records import LayerRecord
@@ -124,6 +124,17 @@ class PruningMethod(LayerwiseMethod):
         records = LayerwiseMethod.apply(pruner, model, batches, device=device, store=store, originals=originals)
         shown = {name: {f"{level:g}": value for level, value in curve.items()} for name, curve in curves.items()}
         return [dataclasses.replace(record, distortion=shown.get(record.name)) for record in records]
+
+    @property
+    def zeros(self) -> float:
+        return self.ratio
+
+    def stores(self, shape: tuple[int, int]) -> list[dict[str, Any]]:
+        return [masked_spec(self.plain(shape), self.zeros, two_of_four=self.pattern == "2:4")]
+
+    def plain(self, shape: tuple[int, int]) -> dict[str, Any]:
+        """How a weight [out, in] would be stored with its zeros, as `Format.spec()` describes it."""
+        return Dense.spec_of(shape)
 
     def solve(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
         keep = kept(

@@ -89,6 +89,15 @@ class LayerDrop(Method):
         """The numbers that `layers` gives."""
         return [int(part) for part in self.layers.split(",")] if self.layers else []
 
+    def outline(self, model: nn.Module) -> None:
+        _, blocks = find_blocks(model)
+        kind = KINDS[self.target][0]
+        index = next(index for index, block in enumerate(blocks) if _has(block, kind))
+        if kind == "block":
+            drop_block(model, index)
+        else:
+            drop_part(blocks[index], kind, {})
+
     def apply(
         self,
         model: nn.Module,

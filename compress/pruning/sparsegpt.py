@@ -2,7 +2,7 @@
 for it."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -46,6 +46,11 @@ class SparseGPT(PruningMethod):
         super().check_layer(name, shape)
         if self.bits < 16:
             check_group_size(self.group_size, name, shape)
+
+    def plain(self, shape: tuple[int, int]) -> dict[str, Any]:
+        if self.bits == 16:
+            return super().plain(shape)
+        return IntGroup.spec_of(shape, bits=self.bits, group_size=self.group_size, symmetric=self.symmetric)
 
     def solve(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
         H = statistics.values["gram"] if statistics.tokens >= self.min_tokens else None

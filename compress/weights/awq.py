@@ -4,7 +4,7 @@ clip."""
 import copy
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -84,6 +84,11 @@ class AWQ(FoldingMethod, LayerwiseMethod):
 
     def check_layer(self, name: str, shape: tuple[int, int]) -> None:
         check_group_size(self.group_size, name, shape)
+
+    def stores(self, shape: tuple[int, int]) -> list[dict[str, Any]] | None:
+        if self.only_scale:
+            return None
+        return [IntGroup.spec_of(shape, bits=self.bits, group_size=self.group_size, symmetric=self.symmetric)]
 
     def leaves(self, link: Link) -> str:
         return (

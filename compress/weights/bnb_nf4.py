@@ -1,7 +1,7 @@
 """NF4 by bitsandbytes itself, as loading a model with its Linear4bit gives it: a peer to compare with."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,9 @@ class BitsandbytesNF4(LayerwiseMethod):
                 f"{self.name} cannot store an odd number of weights, {shape[0]} x {shape[1]} of {name}; name it in "
                 "`skip`"
             )
+
+    def stores(self, shape: tuple[int, int]) -> list[dict[str, Any]]:
+        return [BnbNF4.spec_of(shape, self.blocksize)]
 
     def solve(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
         return [BnbNF4.from_weight(W, blocksize=self.blocksize, double_quant=self.double_quant)]

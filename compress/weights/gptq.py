@@ -1,7 +1,7 @@
 """GPTQ (Frantar et al., 2022, arXiv:2210.17323): round column by column, and let the columns to come make up for it."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -63,6 +63,9 @@ class GPTQ(LayerwiseMethod):
 
     def check_layer(self, name: str, shape: tuple[int, int]) -> None:
         check_group_size(self.group_size, name, shape)
+
+    def stores(self, shape: tuple[int, int]) -> list[dict[str, Any]]:
+        return [IntGroup.spec_of(shape, bits=self.bits, group_size=self.group_size, symmetric=self.symmetric)]
 
     def peer(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
         """Rounding to nearest with scales chosen in the same way: what it lacks is the correction of later columns."""

@@ -1,7 +1,7 @@
 """NF4 with double quantisation (QLoRA: Dettmers et al., 2023, arXiv:2305.14314): quantiles of a normal distribution."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,10 @@ class NF4(LayerwiseMethod):
 
     def check_layer(self, name: str, shape: tuple[int, int]) -> None:
         check_group_size(self.group_size, name, shape)
+
+    def stores(self, shape: tuple[int, int]) -> list[dict[str, Any]]:
+        nested = self.double_quant
+        return [CodebookGroup.spec_of(shape, bits=4, group_size=self.group_size, double_quant=nested)]
 
     def solve(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
         return [nf4(W, group_size=self.group_size, double_quant=self.double_quant, table=self.table)]

@@ -1,11 +1,11 @@
 """Round to nearest: the baseline of every weight quantiser, on the same grid and in the same format."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-from compress.formats import Format
+from compress.formats import Format, IntGroup
 from compress.grid import integer as grid
 from compress.grid.integer import check_group_size
 from compress.grid.nearest import rtn
@@ -36,6 +36,9 @@ class RTN(LayerwiseMethod):
 
     def check_layer(self, name: str, shape: tuple[int, int]) -> None:
         check_group_size(self.group_size, name, shape)
+
+    def stores(self, shape: tuple[int, int]) -> list[dict[str, Any]]:
+        return [IntGroup.spec_of(shape, bits=self.bits, group_size=self.group_size, symmetric=self.symmetric)]
 
     def solve(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
         stored = rtn(

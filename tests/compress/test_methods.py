@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from compress import METHODS, apply
-from compress.linear import CompressedLinear, shape_of
+from compress.linear import CompressedLinear, compressed_linears, shape_of
 from compress.method import STAGES
 from compress.walk.layerwise import LayerwiseMethod
 
@@ -29,6 +29,7 @@ ROWS = {
     "llm_int8": {"threshold": 2.0},
     "bnb_int8": {},
 }
+EXACT = {"llm_int8": {"threshold": 0.0, "most": 0.25}}  # as many columns in 16 bits as there may be
 WEIGHTS = [name for name, method in METHODS.items() if method.stage != "cache"]
 STORING = [name for name, method in METHODS.items() if issubclass(method, LayerwiseMethod)]
 
@@ -74,6 +75,15 @@ def test_two_runs_give_the_same(name, tiny, tokens):
     one, two = (apply([METHODS[name](**ROWS[name])], tiny("llama"), tokens()) for _ in range(2))
     for a, b in zip(one.model.state_dict().values(), two.model.state_dict().values(), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_what_is_stored_is_known_before(name, tiny, tokens):
+    method = METHODS[name](**ROWS[name] | EXACT.get(name, {}))
+    model = apply([method], tiny("llama"), tokens()).model
+    for linear in compressed_linears(model).values():
+        assert linear.spec()["parts"] == method.stores((linear.out_features, linear.in_features))
+    assert (method.stores((64, 64)) is None) == (name not in STORING)
 
 
 @pytest.mark.parametrize("name", STORING)

@@ -1,0 +1,64 @@
+"""Whether a checkpoint format can hold what a recipe will make of a model: known before any work."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from compress.checkpoint.save import check_holds, format_named
+from compress.formats import Bitmap, Sparse24Weight
+from compress.formats.masked import masked_like_spec
+from compress.linear import CompressedLinear, compressed_linears, is_linear, sharing_copy
+from compress.method import Method, settle
+from compress.walk.blocks import targets
+from compress.walk.layerwise import LayerwiseMethod
+
+
+def check_save_format(save_format: str, recipe: Sequence[Method], model: nn.Module) -> None:
+    """Raise ValueError, before any work, if a checkpoint format cannot hold what a recipe will make of a model.
+
+    The message names the format, the method with its knobs, a linear, the reason, and the formats that could hold it.
+    Where what is stored depends on the data, the check takes the general case, and saving checks again.
+
+    Args:
+        save_format: one of `compress.checkpoint.save.SAVE_FORMATS`.
+        model: as it is before the recipe is applied; it may be on the meta device, and is not changed.
+    """
+    format_named(save_format)
+    settled, outline = settle(list(recipe)), sharing_copy(model)
+    for method in settled:
+        method.outline(outline)
+    linears, made_by = linears_to_be(settled, outline)
+    check_holds(save_format, outline, linears, made_by)
+
+
+def linears_to_be(recipe: Sequence[Method], model: nn.Module) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """What a settled recipe will store for each linear of a model.
+
+    Returns:
+        By name, what `CompressedLinear.spec()` will give, and the methods that store it.
+    """
+    specs = {name: linear.spec() for name, linear in compressed_linears(model).items()}
+    # A model that was pruned before keeps its zeros; how many they are is not in its specification.
+    pruned = (Bitmap.name, Sparse24Weight.name)
+    zeros = {name: 1.0 for name, spec in specs.items() if spec["parts"][0]["format"] in pruned}
+    made_by: dict[str, str] = {}
+    for method in recipe:
+        for name, shape in targets(model, method.skip).items() if isinstance(method, LayerwiseMethod) else ():
+            if (parts := method.stores(shape)) is None:
+                continue
+            if zeros.get(name):
+                parts = masked_like_spec(specs[name]["parts"], parts, zeros[name])
+            specs[name] = CompressedLinear.spec_of(parts, bias=has_bias(model, name))
+            zeros[name] = zeros.get(name, 0.0) or method.zeros
+            made_by[name] = f"{made_by[name]}, {method}" if name in made_by else str(method)
+    return specs, made_by
+
+
+def has_bias(model: nn.Module, name: str) -> bool:
+    """Whether a linear has a bias; an expert's may still lie in the parameters that hold all experts."""
+    modules = dict(model.named_modules())
+    if is_linear(modules.get(name)):
+        return modules[name].bias is not None
+    owner = name.rpartition(".")[0].rpartition(".")[0]  # mlp.experts.down_proj.3 belongs to mlp.experts
+    return bool(getattr(modules[owner], "has_bias", False))
