@@ -164,9 +164,7 @@ def evaluate(
                 "decode_tokens_per_s": scores.speed[name].decode_tokens_per_s,
                 "time_to_first_token_s": scores.speed[name].time_to_first_token_s,
             }
-    for name, found in metrics.items():
-        for metric in [m for m, value in found.items() if not math.isfinite(value)]:
-            scores.notes.append(f"{metric} of {name} is {found.pop(metric)}: left out.")
+    scores.notes += _drop_non_finite(metrics)
     scores.kernels = {op: sorted(used) for op, used in kernels.items()}
     scores.seconds = time.perf_counter() - start
     return scores
@@ -188,7 +186,18 @@ def score_text(
     scores = Scores({})
     for corpus, ids in texts.items():
         _score_text(scores, corpus, ids, baseline, {"compressed": model}, window, stride, max_windows, beginning, bos)
-    return {metric: value for metric, value in scores.metrics["compressed"].items() if math.isfinite(value)}
+    _drop_non_finite({"compressed": scores.metrics["compressed"]})
+    return scores.metrics["compressed"]
+
+
+def _drop_non_finite(metrics: dict[str, dict[str, float]]) -> list[str]:
+    """Remove the values that are no numbers, with a warning for each; these warnings."""
+    notes = []
+    for name, found in metrics.items():
+        for metric in [m for m, value in found.items() if not math.isfinite(value)]:
+            notes.append(f"{metric} of {name} is {found.pop(metric)}, and is left out.")
+            warnings.warn(notes[-1], stacklevel=3)
+    return notes
 
 
 def _weighed(model: nn.Module, parameters: int) -> dict[str, float]:

@@ -28,8 +28,3 @@ def recording() -> Iterator[dict[str, set[str]]]:
         yield seen
     finally:
         _listeners[:] = [listener for listener in _listeners if listener is not seen]
-
-
-def first_line(error: BaseException) -> str:
-    """Kind and first line of an error, at most 300 characters: why an implementation is not available."""
-    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"[:300]

@@ -1,36 +1,16 @@
-"""The model hub: whether it can be reached, and which revision of a repository this process uses.
-
-Reachability is asked once and quickly, because the hub's own client retries for half a minute before it gives up.
-"""
+"""The model hub: which revision of a repository this process uses, and how long its clients may try."""
 
 import json
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from unittest.mock import patch
-from urllib.parse import urlparse
-from urllib.request import getproxies
 
-TIMEOUT_S = 3.0
+from kernels.hub import TIMEOUT_S, hub_reachable
+
 REVISIONS = "WORKBENCH_REVISIONS"  # {"models/owner/name": revision, ...} as JSON: what a run was planned with
-
-
-@cache
-def hub_reachable() -> bool:
-    """False where the user said offline, or where the hub's host cannot be connected to."""
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
-        return False
-    if getproxies():
-        return True  # a proxy answers for the host; let the client try
-    endpoint = urlparse(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
-    try:
-        socket.create_connection((endpoint.hostname, endpoint.port or 443), timeout=TIMEOUT_S).close()
-    except OSError:
-        return False
-    return True
 
 
 @cache

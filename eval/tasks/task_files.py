@@ -12,25 +12,22 @@ import json
 import os
 import re
 import shlex
-import socket
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
-from urllib.parse import urlparse
-from urllib.request import getproxies
 
 from eval.tasks.trust import TRUST, is_trusted
+from kernels.errors import first_line
+from kernels.hub import hub_reachable
 
 if TYPE_CHECKING:
     from lm_eval.api.task import Task
     from lm_eval.tasks import TaskManager
 
 CONSENT = "HF_ALLOW_CODE_EVAL"  # lm-eval's, and that of the metrics that it takes from the hub
-_TIMEOUT_S = 2.0
-_YES = ("1", "TRUE", "YES", "ON")
 
 
 @dataclass(frozen=True)
@@ -104,21 +101,8 @@ def catalogue() -> "TaskManager":
     return TaskManager()
 
 
-def hub_reachable() -> bool:
-    """False where the user said offline, or where the hub's host cannot be connected to."""
-    if any(os.environ.get(name, "").upper() in _YES for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")):
-        return False
-    return bool(getproxies()) or _connects()  # a proxy answers for the host
-
-
-@functools.cache
-def _connects() -> bool:
-    endpoint = urlparse(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
-    try:
-        socket.create_connection((endpoint.hostname, endpoint.port or 443), timeout=_TIMEOUT_S).close()
-    except OSError:
-        return False
-    return True
+def _hub_reachable() -> bool:
+    return hub_reachable("HF_DATASETS_OFFLINE")
 
 
 def _files(folder: Path | None) -> dict[str, Path]:
@@ -191,15 +175,14 @@ def _build(name: str, path: Path) -> "Task":
 
 
 def _catalogued(name: str) -> "dict[str, Task]":
-    offline = not hub_reachable()  # the clients would try for half a minute
+    offline = not _hub_reachable()  # the clients would try for half a minute
     with ExitStack() as stack:
         for client in ("huggingface_hub.constants", "datasets.config") if offline else ():
             stack.enter_context(patch(f"{client}.HF_HUB_OFFLINE", True))
         try:
             return catalogue().load([name])["tasks"]
         except Exception as error:  # a dozen kinds; all mean the same to the user
-            told = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ValueError(f"`tasks`: {name!r} cannot be loaded: {told}") from error
+            raise ValueError(f"`tasks`: {name!r} cannot be loaded: {first_line(error)}") from error
 
 
 def _itself(task: "Task") -> "Task":
@@ -215,7 +198,7 @@ def _check(name: str, config: dict[str, Any], files: Iterable[str]) -> None:
             "in the environment says so"
         )
     where = _on_hub(config)
-    if where and not (_in_cache(where, config.get("dataset_name")) or hub_reachable()):
+    if where and not (_in_cache(where, config.get("dataset_name")) or _hub_reachable()):
         raise ValueError(
             f"`tasks`: {name!r} needs {where} from the hub, which cannot be reached, and it was not kept here before; "
             f"what would do: a network, or a task file with data here{_near(name, files)}"
@@ -232,7 +215,7 @@ def _check_catalogued(name: str, files: dict[str, Path], folder: Path | None) ->
     if config.get("task") == name:
         _check(name, config, files)
         return
-    if hub_reachable() or _kept():
+    if _hub_reachable() or _kept():
         index = catalogue().task_index
         for leaf in _members(name, index):
             _check(leaf, index[leaf].cfg or {}, files)

@@ -13,13 +13,13 @@ from importlib import import_module
 import torch
 import torch.nn.functional as F
 
+from kernels.errors import kind_and_first_line
 from kernels.harness import cases
 from kernels.harness.cases import OWN, Contest
 from kernels.harness.roofline import measure as ceilings_of
 from kernels.harness.table import rows_table
 from kernels.harness.trial import bare_row, measure, sentence
 from kernels.linear import linear
-from kernels.registry import first_line
 
 CPU = torch.device("cpu")
 
@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
                 rows.append(measure(contest, CPU, ceilings, rounds=options.rounds))
                 print(sentence(rows[-1]), flush=True)
         except Exception as error:  # the other ops are still of interest; the exit status tells
-            rows.append(bare_row(op, f"error: {first_line(error)}"))
+            rows.append(bare_row(op, f"error: {kind_and_first_line(error)}"))
             print(sentence(rows[-1]), flush=True)
     print(f"\n{rows_table(rows)}")
     print(

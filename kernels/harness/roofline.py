@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from kernels.errors import kind_and_first_line
 from kernels.harness.cases import Contest
 from kernels.harness.timing import settle, time_in_turns
 from kernels.linear.onednn import lay_out, product
-from kernels.registry import first_line
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def measure(device: torch.device, *, toy: bool = False) -> Ceilings:
             took = time_in_turns({name: make()}, 1, device, seconds=0.3)[name]
         except Exception as error:
             settle(device)
-            took, note = None, first_line(error)
+            took, note = None, kind_and_first_line(error)
         else:
             note = took.note
         if took is None or took.seconds is None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.registry import first_line
+from kernels.errors import kind_and_first_line
 
 SAMPLE = 2e-3  # seconds that a sample should last, so that beginning and ending it do not count
 LONG = 20e-3  # a sample this long needs no replay before it to hide its own launch
@@ -106,7 +106,7 @@ def _prepared(
             timers[name] = prepare(call, copies)
         except Exception as error:  # a baseline that cannot take this shape must not take the others down
             settle(device)
-            failed[name] = Timing(None, None, None, 0, 0, "", first_line(error))
+            failed[name] = Timing(None, None, None, 0, 0, "", kind_and_first_line(error))
     return timers, failed
 
 
@@ -170,7 +170,7 @@ def _graph(call: Callable[[int], object], copies: int) -> _Timer:
     except Exception as error:
         torch.cuda.synchronize()
         _forget_capture()
-        return _loop(call, copies, f"no graph: {first_line(error)}")
+        return _loop(call, copies, f"no graph: {kind_and_first_line(error)}")
     guess = _between_events(graph.replay)
     if guess >= LONG:
         return _Timer(lambda: _between_events(graph.replay), loop.calls, guess, "graph", eager=loop.eager)

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from kernels import tuning
+from kernels.errors import kind_and_first_line
 from kernels.harness.cases import OWN, TOLERANCE, Asked, Check, Contest, poisoned, relative_rms
 from kernels.harness.roofline import Ceilings, least_seconds
 from kernels.harness.timing import settle, time_in_turns
 from kernels.interpreter import interpreting
-from kernels.registry import first_line
 
 Line = dict[str, Any]
 BROKEN = 3  # exit status: the device no longer answers in this process
@@ -87,7 +87,7 @@ def checks(log: Log, device: torch.device, part: tuple[int, int], start: int) ->
             error=None,
             tolerance=None,
             green=False,
-            message=first_line(error),
+            message=kind_and_first_line(error),
         )
         log.write("end", next=None)
         _must_answer(device)
@@ -114,7 +114,7 @@ def run_check(check: Check, impl: str) -> Line:
     try:
         error = check.error(impl)
     except Exception as raised:
-        message = first_line(raised)
+        message = kind_and_first_line(raised)
     green = error is not None and error <= check.tolerance
     if error is not None and not green:
         message = f"relative RMS error {error:.2e} is over {check.tolerance:.0e}"
@@ -168,7 +168,7 @@ def contests(
                 row = measure(contest, device, ceilings)
             row["configuration"] = tuned.get(key)
         except Exception as error:
-            row = _row(contest, f"error: {first_line(error)}")
+            row = _row(contest, f"error: {kind_and_first_line(error)}")
         log.write("contest", index=index, **row)
         print(sentence(row), flush=True)
         done += 1
@@ -274,7 +274,7 @@ def tune_contest(contest: Contest, log: Log, device: torch.device, folder: Path)
             difference = apart(first, expected) or (apart(first, second, exact=True) and "two runs differ")
         except Exception as error:
             settle(device)
-            rejected[number] = first_line(error)
+            rejected[number] = kind_and_first_line(error)
             continue
         if difference is None:
             sound[number] = candidate
@@ -362,7 +362,9 @@ def _numbered(log: Log, device: torch.device, toy: bool, asked: Asked) -> Iterat
         except Exception as error:  # a generator that raised has no more to give
             if log.common["phase"] == "contests":
                 log.write(
-                    "contest", index=index, **bare_row(log.common["op"], f"error: {first_line(error)}", "(making it)")
+                    "contest",
+                    index=index,
+                    **bare_row(log.common["op"], f"error: {kind_and_first_line(error)}", "(making it)"),
                 )
             _must_answer(device)
             return
@@ -406,7 +408,7 @@ def _must_answer(device: torch.device) -> None:
     try:
         settle(device)
     except Exception as error:
-        raise Broken(first_line(error)) from error
+        raise Broken(kind_and_first_line(error)) from error
 
 
 def _tensors(outputs: object) -> list[Tensor]:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from kernels.registry import first_line
+from kernels.errors import kind_and_first_line
 from kernels.user_cache import cache_folder
 
 HERE = Path(__file__).parent
@@ -57,7 +57,7 @@ def _load_once() -> str | None:
     except (
         Exception
     ) as error:  # no home, a cache that cannot be written, no setuptools, a compiler of another kind, ...
-        return _told(first_line(error))
+        return _told(kind_and_first_line(error))
     _register_fakes()
     return None
 

@@ -13,7 +13,7 @@ from compress import METHODS, apply
 from compress.recipe import parse_recipe
 from compress.records import FoldRecord
 from eval import run_record
-from eval.evaluate import Scores, check_evaluation, evaluate
+from eval.evaluate import Scores, check_evaluation, evaluate, score_text
 from eval.machine.memory import peak_above_start, peak_memory
 from eval.machine.size import bits_per_weight, size
 from eval.record.rows import typed
@@ -176,6 +176,14 @@ def test_names_of_others_are_checked_before_the_work(tiny, tokens):
         evaluate(model, None, baseline=model, others={"a": model}, timed=["b"], texts=text, window=16)
     with pytest.raises(ValueError, match="must not be called float32"):
         evaluate(model, None, baseline=model, others={"float32": model}, texts=text, window=16)
+
+
+def test_a_metric_that_is_no_number_is_left_out_aloud(tiny, tokens):
+    model, broken = tiny("llama"), tiny("llama")
+    broken.lm_head.weight = torch.nn.Parameter(torch.full_like(broken.lm_head.weight, math.nan))
+    with pytest.warns(UserWarning, match="perplexity_t of compressed is nan, and is left out"):
+        scores = score_text(broken, model, {"t": tokens(1, 40)[0]}, window=16)
+    assert "perplexity_t" not in scores and all(map(math.isfinite, scores.values()))
 
 
 def test_a_record_tells_of_the_others_too(tiny):

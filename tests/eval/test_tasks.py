@@ -26,6 +26,7 @@ from eval.tasks import harness, task_files
 from eval.tasks.fingerprint import model_sha256, tokenizer_sha256
 from eval.tasks.paired import AGGREGATES, compare, mcnemar, stderr
 from eval.tasks.tasks import FLIPS, TaskScores, answer_tasks, check_tasks
+from kernels import hub
 
 CHOICE = {
     "output_type": "multiple_choice",
@@ -646,13 +647,9 @@ def test_no_connection_is_as_good_as_offline(folder, monkeypatch, tmp_path):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(task_files, "getproxies", dict)
+    monkeypatch.setattr(hub, "getproxies", dict)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    task_files._connects.cache_clear()
-    try:
-        refused(["piqa"], "which cannot be reached", task_path=str(folder))
-    finally:
-        task_files._connects.cache_clear()
+    refused(["piqa"], "which cannot be reached", task_path=str(folder))
 
 
 def test_code_that_a_model_wrote_is_not_run_unasked(folder, monkeypatch):

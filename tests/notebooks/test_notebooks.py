@@ -27,6 +27,19 @@ NOTEBOOKS = sorted(p.stem for p in FOLDER.glob("*.ipynb"))
 SMALL = {"samples": 4, "seqlen": 128, "max_windows": 2, "window": 256, "speed_rounds": 1}
 
 
+def papermill(name, folder, given, compiled=False):
+    """Run a notebook by papermill's own command: its output is `out.ipynb` of the folder, its run the folder `run`."""
+    arguments = [
+        part
+        for key, value in {**given, "run_path": folder / "run"}.items()
+        for part in (("-y", f"{key}: {value}") if isinstance(value, list) else ("-p", key, str(value)))
+    ]
+    command = [sys.executable, "-m", "papermill", f"notebooks/{name}.ipynb", str(folder / "out.ipynb"), *arguments]
+    environment = os.environ | {"TORCHDYNAMO_DISABLE": str(int(not compiled))}
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=600, env=environment)
+    return read_record(folder / "run" / "record.json")
+
+
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_notebook_is_a_story(name):
     """Title first, one cell of parameters, no definitions, loops or branches, and no outputs committed."""
@@ -116,12 +129,8 @@ EXPECTED = {
 @pytest.mark.long
 def test_a_method_is_added_in_a_notebook(tmp_path):
     """The class that the notebook defines is compared with methods of the house; the first four blocks are enough."""
-    given = {**SMALL, "samples": 2, "max_windows": 1, "skip": "*.[1-9]?.*,*.[4-9].*", "run_path": str(tmp_path / "run")}
-    command = [sys.executable, "-m", "papermill", "notebooks/add_a_method.ipynb", str(tmp_path / "out.ipynb")]
-    arguments = [part for k, v in given.items() for part in ("-p", k, str(v))]
-    environment = os.environ | {"TORCHDYNAMO_DISABLE": "1"}
-    subprocess.run([*command, *arguments], cwd=ROOT, check=True, capture_output=True, timeout=600, env=environment)
-    made = read_record(tmp_path / "run" / "record.json")
+    given = {**SMALL, "samples": 2, "max_windows": 1, "skip": "*.[1-9]?.*,*.[4-9].*"}
+    made = papermill("add_a_method", tmp_path, given)
     assert made["recipe"][0]["text"].startswith("weighted_rtn(") and len(made["layers"]) == 28
     assert sum(layer["error"] < layer["rtn_error"] for layer in made["layers"]) > 20
     small, rounded, best = (made["scores"][name]["kl_pydocs"] for name in ("compressed", "rtn", "gptq"))
@@ -141,27 +150,7 @@ def test_kv_eviction_runs_on_the_real_model(tmp_path):
         "tasks": ["word"],
         "speed_contexts": [],
     }
-    arguments = [
-        part for k, v in given.items() for part in (("-y", f"{k}: {v}") if isinstance(v, list) else ("-p", k, str(v)))
-    ]
-    subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "papermill",
-            "notebooks/kv_eviction.ipynb",
-            str(tmp_path / "out.ipynb"),
-            *arguments,
-            "-p",
-            "run_path",
-            str(tmp_path / "run"),
-        ],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        timeout=600,
-    )
-    made = read_record(tmp_path / "run" / "record.json")
+    made = papermill("kv_eviction", tmp_path, given, compiled=True)
     names = [
         "baseline",
         "compressed",
@@ -200,11 +189,9 @@ def test_kv_eviction_refuses_before_the_model_is_loaded(given, message, run_cell
         run_cells("kv_eviction", given, until="load_model(model_name")
 
 
-ONCE = pytest.param("gptq", True, marks=pytest.mark.slow)
+ONCE = pytest.param("gptq", True, marks=pytest.mark.slow)  # compiling takes a minute for each model that is timed
 
 
-# Compiling takes a minute for each model that is timed: tests of eval.speed.speed compile small ones, and this the real
-# one once.
 @pytest.mark.long
 @pytest.mark.parametrize("name, compiled", [*((name, False) for name in EXPECTED), ONCE])
 def test_notebook_runs_on_the_real_model(name, compiled, tmp_path):
@@ -212,27 +199,7 @@ def test_notebook_runs_on_the_real_model(name, compiled, tmp_path):
     saved = (
         tmp_path / "saved" if stored_as == "int_group" else None
     )  # loading it again takes its time, and is the same for all
-    given = {**SMALL, **more, "save_path": saved or ""}
-    arguments = [part for k, v in given.items() for part in ("-p", k, str(v))]
-    subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "papermill",
-            f"notebooks/{name}.ipynb",
-            str(tmp_path / "out.ipynb"),
-            *arguments,
-            "-p",
-            "run_path",
-            str(tmp_path / "run"),
-        ],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        timeout=600,
-        env=os.environ | {"TORCHDYNAMO_DISABLE": str(int(not compiled))},
-    )
-    made = read_record(tmp_path / "run" / "record.json")
+    made = papermill(name, tmp_path, {**SMALL, **more, "save_path": saved or ""}, compiled)
     assert made["model"]["name"] == "smollm2-135m" and made["recipe"][0]["method"] == more.get(
         "method", METHOD_OF.get(name, name)
     )
@@ -392,28 +359,8 @@ def test_alpha_from_a_command_line(text, value):
 
 @pytest.mark.long
 def test_the_kernels_notebook_runs_on_this_machine(tmp_path):
-    arguments = {
-        "ops": "int_matmul, gram",
-        "toy": "True",
-        "budget": "120",
-        "device": "cpu",
-        "run_path": str(tmp_path / "run"),
-    }
-    subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "papermill",
-            "notebooks/kernels.ipynb",
-            str(tmp_path / "out.ipynb"),
-            *(part for name, value in arguments.items() for part in ("-p", name, value)),
-        ],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        timeout=300,
-    )
-    made = read_record(tmp_path / "run" / "record.json")
+    given = {"ops": "int_matmul, gram", "toy": True, "budget": 120, "device": "cpu"}
+    made = papermill("kernels", tmp_path, given, compiled=True)
     bench = made["bench"]
     assert made["model"] is None and set(made["kernels"]) == {"int_matmul", "gram"}
     assert bench["summary"]["red"] == 0 and bench["summary"]["timed"] >= 1 and not bench["run"]["meaningful"]
