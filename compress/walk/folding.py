@@ -17,6 +17,7 @@ from compress.method import Method, knob
 from compress.records import FoldRecord
 from compress.walk.blocks import find_blocks
 from compress.walk.capture import Call, advance, block_calls, device_of, on_device, run_block
+from compress.walk.chain import Chain
 from compress.walk.experts import SplitExperts, split_experts
 from compress.walk.links import Link, find_links, fold, made_up_batch
 from compress.walk.resume import BlockStore
@@ -123,29 +124,27 @@ class FoldingMethod(Method):
         split_experts(model)
         links = self.links_of(model)
         _, blocks = find_blocks(model)
-        finished = [store.get(index) if store else None for index in range(len(blocks))]
-        last = max((index for index, done in enumerate(finished) if done is None), default=-1)  # that must run
-        calls = block_calls(model, blocks, batches) if last >= 0 else []
         # A short call more, on which every fold is checked.
-        calls += block_calls(model, blocks, [batches[0][:, :CHECKED]]) if last >= 0 else []
+        calls = [*block_calls(model, blocks, batches), *block_calls(model, blocks, [batches[0][:, :CHECKED]])]
+        chain = Chain(store, calls) if store else None
+        finished = chain.resume(len(blocks)) if chain else 0
         before = _logits(model)
         records: list[FoldRecord] = []
         scales: list[tuple[Link, Tensor]] = []
         progress = tqdm(range(len(blocks)), desc=self.name, unit="block")
         for index in progress:
             block = blocks[index]
-            with on_device(block, device), fast_linear():
-                if finished[index] is None:
-                    chosen = self._smooth(model, block, links[index], calls, index, device, progress)
-                    if store:
-                        store.put(
-                            index, {str(i): s.cpu() for i, (_, s) in enumerate(chosen)}, [asdict(r) for r, _ in chosen]
-                        )
-                else:
+            with on_device(block, device):
+                if index < finished:
                     progress.set_postfix_str("finished before")
-                    if index < last:
-                        advance(block, calls, index, device)
-                    chosen = _take_over(model, links[index], *finished[index])
+                    chosen = _take_over(model, links[index], *store.get(index))
+                else:
+                    with fast_linear():
+                        chosen = self._smooth(model, block, links[index], calls, index, device, progress)
+                    if chain:
+                        with chain.keeping(index, last=index + 1 == len(blocks)):
+                            kept = {str(i): s.cpu() for i, (_, s) in enumerate(chosen)}
+                            store.put(index, kept, [asdict(record) for record, _ in chosen])
             records += [record for record, _ in chosen]
             scales += [(link, s) for link, (_, s) in zip(links[index], chosen, strict=True)]
         difference, most = _difference(_logits(model), before), 25 * _tolerance(blocks[0])

@@ -61,6 +61,10 @@ class BlockStore:
         }
         self.put(index, tensors, about)
 
+    def finished(self, blocks: int) -> int:
+        """How many blocks from the first one on are there and can be read; there are `blocks` in all."""
+        return next((index for index in range(blocks) if self._about(index) is None), blocks)
+
     def load(self, index: int) -> tuple[dict[str, CompressedLinear], list[LayerRecord]] | None:
         found = self.get(index)
         if found is None:
@@ -83,17 +87,20 @@ class BlockStore:
 
     def get(self, index: int) -> tuple[dict[str, torch.Tensor], Any] | None:
         """What `put` kept; None if there is nothing, or a file that cannot be read (after a power loss, say)."""
-        path = self._path(index)
-        if not path.exists():
+        about = self._about(index)
+        if about is None:
             return None
+        tensors = load_file(self._path(index))
+        del tensors["_"]
+        return tensors, about[0]
+
+    def _about(self, index: int) -> tuple[Any] | None:
+        """The JSON that `put` kept; None if there is no file, or one that cannot be read."""
         try:
-            with safe_open(path, "pt") as file:
-                about = json.loads(file.metadata()["about"])
-            tensors = load_file(path)
-            del tensors["_"]
+            with safe_open(self._path(index), "pt") as file:
+                return (json.loads(file.metadata()["about"]),)
         except (OSError, ValueError, TypeError, KeyError, SafetensorError):
             return None
-        return tensors, about
 
     def _path(self, index: int) -> Path:
         return self.folder / f"block_{index:04d}.safetensors"

@@ -21,6 +21,7 @@ from compress.linear import CompressedLinear, replace, weight_of
 from compress.records import LayerRecord
 from compress.walk.blocks import find_blocks, targets
 from compress.walk.capture import Call, advance, block_calls, on_device
+from compress.walk.chain import Chain
 from compress.walk.groups import collect, input_groups
 from compress.walk.lockstep import run_in_step
 from compress.walk.resume import BlockStore
@@ -58,26 +59,30 @@ def walk(
     prefix, blocks = find_blocks(model)
     chosen = list(targets(model, method.skip))
     calls = block_calls(model, blocks, batches)
+    chain = Chain(store, calls) if store else None
+    finished = chain.resume(len(blocks)) if chain else 0
     progress = tqdm(range(len(blocks)), desc=method.name, unit="block")
     walking = Walking(model, prefix, blocks, method, calls, device, originals or {}, progress)
     records: list[LayerRecord] = []
     for index in progress:
         with on_device(blocks[index], device):
-            done, passed_on = store.load(index) if store else None, False
-            if done is None:
-                own = [name for name in chosen if name.startswith(f"{prefix}.{index}.")]
-                *done, passed_on = walking.solve(index, own)
-                if store:
-                    store.save(index, *done)
-            else:
+            if index < finished:
                 progress.set_postfix_str("finished before")
+                linears, made = store.load(index)
                 note = "solved by an earlier, interrupted run"
-                done = done[0], [dataclasses.replace(r, notes=(*r.notes, note)) for r in done[1]]
-            for name, linear in done[0].items():
+                made = [dataclasses.replace(r, notes=(*r.notes, note)) for r in made]
+            else:
+                own = [name for name in chosen if name.startswith(f"{prefix}.{index}.")]
+                linears, made, passed_on = walking.solve(index, own)
+            for name, linear in linears.items():
                 replace(model, name, linear.to(device))
-            records += done[1]
-            if not passed_on and index + 1 < len(blocks):
+            records += made
+            last = index + 1 == len(blocks)
+            if index >= finished and not passed_on and not last:
                 walking.pass_on(index)
+            if index >= finished and chain:
+                with chain.keeping(index, last=last):
+                    store.save(index, linears, made)
     return records
 
 

@@ -1,0 +1,100 @@
+"""The activations between two blocks on disk, as they are, so that a walk that was killed goes on bit for bit.
+
+A pass over finished blocks would not always give them again: while a block is solved, its linears may be multiplied in
+another way than afterwards, and the last bit of a float depends on that.
+"""
+
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from compress.walk.capture import Call
+from compress.walk.resume import BlockStore
+from kernels.files import whole_file
+
+
+class Chain:
+    """What the newest finished block gave, beside the finished blocks of a walk: one file for each micro-batch.
+
+    The outputs of a block are written before the block itself, and those of the block before it are removed
+    afterwards. So the outputs of the newest finished block are there whenever a walk is killed, and the outputs of at
+    most two blocks take room on the disk.
+    """
+
+    def __init__(self, store: BlockStore, calls: Sequence[Call]) -> None:
+        """
+        Args:
+            store: where the walk keeps its finished blocks.
+            calls: the micro-batches; every block's outputs are as large as its inputs.
+        """
+        self.store, self.calls = store, calls
+
+    def resume(self, blocks: int) -> int:
+        """Give every micro-batch the outputs of the newest finished block, of `blocks` in all.
+
+        Returns:
+            How many blocks from the first one on need not run again. Later ones have to be solved, whether they are
+            stored or not.
+
+        Raises:
+            ValueError: some blocks are not finished, and the disk has no room for the outputs of two.
+        """
+        finished = self.store.finished(blocks)
+        if finished == blocks:
+            self._forget_before(blocks)
+            return blocks
+        self._check_room()
+        return next((count for count in range(finished, 0, -1) if self._read(count - 1)), 0)
+
+    @contextmanager
+    def keeping(self, index: int, *, last: bool) -> Iterator[None]:
+        """Keep what every micro-batch holds now, the outputs of block `index`; the `with` block stores the block.
+
+        Args:
+            last: nothing follows this block, so that its outputs are not needed.
+        """
+        for i, call in enumerate(() if last else self.calls):
+            with whole_file(self._file(index, i)) as temporary:
+                save_file({"hidden": call.hidden.detach().cpu().contiguous()}, temporary)
+        yield
+        self._forget_before(index + 1 if last else index)
+
+    def _check_room(self) -> None:
+        needed = 2 * sum(call.hidden.nbytes for call in self.calls)
+        free = shutil.disk_usage(self.store.folder).free
+        if needed > free:
+            raise ValueError(
+                f"`work_path` (={str(self.store.folder.parent)!r}): the activations between blocks take "
+                f"{needed / 1e9:.1f} GB there, and {free / 1e9:.1f} GB are free; fewer or shorter calibration windows "
+                "(`samples`, `seqlen`), another disk, or no `work_path` would do"
+            )
+
+    def _read(self, index: int) -> bool:
+        files = [self._file(index, i) for i in range(len(self.calls))]
+        if not all(_holds(path, call) for path, call in zip(files, self.calls, strict=True)):
+            return False
+        for path, call in zip(files, self.calls, strict=True):
+            with safe_open(path, "pt") as file:  # cloned into memory of its own, aligned as any other tensor
+                call.hidden = file.get_tensor("hidden").clone().to(call.hidden.device)
+        return True
+
+    def _forget_before(self, index: int) -> None:
+        for folder in self.store.folder.glob("after_*"):
+            if int(folder.name.removeprefix("after_")) < index:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _file(self, index: int, i: int) -> Path:
+        return self.store.folder / f"after_{index:04d}" / f"{i:05d}.safetensors"
+
+
+def _holds(path: Path, call: Call) -> bool:
+    """Can this file be read (a power loss may have cut it short), and does it fit the micro-batch?"""
+    try:
+        with safe_open(path, "pt") as file:
+            return tuple(file.get_slice("hidden").get_shape()) == tuple(call.hidden.shape)
+    except (OSError, SafetensorError):
+        return False
