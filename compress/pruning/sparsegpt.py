@@ -102,9 +102,11 @@ def sparsegpt(
     Source: arXiv:2301.00774, algorithm 1; scales by the search of compress.grid.integer when a group is reached.
     """
     out, columns = W.shape
-    U, diagonal = factor.U, factor.U.diagonal()
-    Wt = W.float().t().contiguous()  # [in, out]: a column of W is a row here, contiguous
-    Wt[factor.dead] = 0
+    diagonal = factor.diagonal  # U_ii
+    original = W.float().t().contiguous()  # [in, out]: a column of W is a row here, contiguous
+    original[factor.dead] = 0
+    Wt = original.clone()
+    done = torch.empty_like(Wt)  # W - Ŵ of the columns that are done
     keep = torch.ones_like(Wt, dtype=torch.bool)
     M = pattern[1] if pattern else 1
     lazy = max(LAZY // M, 1) * M
@@ -128,6 +130,8 @@ def sparsegpt(
     for start in range(0, columns, block):
         end = min(start + block, columns)
         errors = torch.empty(end - start, out, device=W.device)
+        U = factor.inverse(start, end)
+        Wt[start:end] = factor.updated(original, done, start, end, U)
         if pattern is None:
             keep[start:end] = mask(start, end)
         for a in range(start, end, lazy):
@@ -141,17 +145,19 @@ def sparsegpt(
                 else:
                     group = i // group_size
                     if i % group_size == 0:
-                        members = slice(i, i + group_size)
-                        weights = (Wt[members] * expected(i, i + group_size)).t()
+                        if i + group_size > end:  # the columns beyond this block, as they make up for what is done
+                            Wt[i : i + group_size] = factor.updated(original, done, i, i + group_size)
+                        weights = (Wt[i : i + group_size] * expected(i, i + group_size)).t()
                         scales[group], zeros[group] = grid.search(weights, bits, symmetric, scale_dtype)
                     q = grid.quantize(w, scales[group], zeros[group], bits)
                     codes[i] = q = torch.where(keep[i], q, zeros[group])
                     q = grid.dequantize(q, scales[group], zeros[group])
                 errors[i - start] = error = (w - q) / diagonal[i]
                 Wt[i] = q
-                Wt[i + 1 : b].addr_(U[i, i + 1 : b], error, alpha=-1)
-            Wt[b:end].addmm_(U[a:b, b:end].t(), errors[a - start : b - start], alpha=-1)
-        Wt[end:].addmm_(U[start:end, end:].t(), errors, alpha=-1)
+                done[i] = original[i] - q
+                Wt[i + 1 : b].addr_(U[i - start, i + 1 - start : b - start], error, alpha=-1)
+            later = U[a - start : b - start, b - start :]
+            Wt[b:end].addmm_(later.t(), errors[a - start : b - start], alpha=-1)
     keep = keep.t().contiguous()
     if bits == 16:
         return Dense(Wt.t().contiguous()), keep

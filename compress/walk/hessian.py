@@ -1,4 +1,4 @@
-"""The factor of the inverse Hessian that the second-order methods share (GPTQ; SparseGPT)."""
+"""The factor of the Hessian that the second-order methods share (GPTQ; SparseGPT)."""
 
 from dataclasses import dataclass
 
@@ -6,55 +6,105 @@ import torch
 from torch import Tensor
 
 DAMP_STEPS = 6  # times that the damping is raised tenfold before giving up
+ROWS = 1024  # of H that are put in order at once
 
 
 @dataclass(frozen=True)
 class Factor:
-    """H⁻¹ = Uᵀ U with U upper triangular, for H with its columns in `order`.
+    """H = R Rᵀ with R upper triangular, for H with its columns in `order`; R is never inverted as a whole.
 
-    U: [in, in] float32; order: [in] permutation; dead: [in] bool, columns (in that order) whose input was always 0;
-    damp: fraction of mean(diag H) that was added; notes: what had to be done to get there.
+    GPTQ is written with U, where H⁻¹ = Uᵀ U, so that U = R⁻¹, and pushes each error of quantisation on to all later
+    columns. The same updates can be pulled when columns are reached (`updated`), as in LDLQ (Chee et al., 2023,
+    arXiv:2307.13304, theorem 6, which proves both alike); that takes R, and of U only its blocks on the diagonal, which
+    are the inverses of R's. Inverting R took longer than all other work together on wide matrices.
+
+    L: [in, in] float32, lower triangular: R with its rows and columns in reverse, as the Cholesky routine leaves it.
+    order: [in] permutation; dead: [in] bool, columns (in that order) whose input was always 0; damp: fraction of
+    mean(diag H) that was added; notes: what had to be done to get there.
     """
 
-    U: Tensor
+    L: Tensor
     order: Tensor
     dead: Tensor
     damp: float
     notes: tuple[str, ...]
 
+    @property
+    def R(self) -> Tensor:
+        """The whole of R [in, in], made anew."""
+        return self.L.flip(0, 1)
+
+    @property
+    def diagonal(self) -> Tensor:
+        """U_ii = 1 / R_ii, [in]."""
+        return self.L.diagonal().flip(0).reciprocal()
+
+    def inverse(self, start: int, end: int) -> Tensor:
+        """The block [start:end, start:end] of U, [end - start, end - start]."""
+        n = len(self.L)
+        block = self.L[n - end : n - start, n - end : n - start].flip(0, 1)
+        eye = torch.eye(end - start, device=block.device)
+        return torch.linalg.solve_triangular(block, eye, upper=True)
+
+    def updated(self, W: Tensor, errors: Tensor, start: int, end: int, U: Tensor | None = None) -> Tensor:
+        """The columns [start, end) of the weight as they make up best for the errors of the columns before `start`.
+
+        They minimise (W - Ŵ) H (W - Ŵ)ᵀ with the columns before `start` fixed and all others free: what pushing every
+        error on to the later columns leaves in their place.
+
+        Args:
+            W: [in, out], the original weight with a column in each row, in `order`.
+            errors: [in, out], W - Ŵ in its first `start` rows; the others are not read.
+            U: `inverse(start, end)`, if it is at hand.
+
+        Returns:
+            [end - start, out], not a view.
+        """
+        if not start:
+            return W[:end].clone()
+        n = len(self.L)
+        panel = self.L[n - start :, n - end : n - start].flip(0, 1)  # R[:start, start:end]
+        U = self.inverse(start, end) if U is None else U
+        return torch.addmm(W[start:end], U.t(), panel.t() @ errors[:start])
+
 
 def factorise(H: Tensor, damp: float, order: Tensor) -> Factor:
     """Factorise H [in, in], damped by `damp` * mean(diag H).
 
-    With P the reversal of rows, P H P = L Lᵀ gives H = R Rᵀ with R = P L P upper triangular, so U = R⁻¹: one Cholesky
-    and one triangular inverse, where inverting H first would take two Choleskys and lose digits.
+    With P the reversal of rows, P H P = L Lᵀ gives H = R Rᵀ with R = P L P upper triangular: one Cholesky. Beside H it
+    takes the memory of one matrix of its size.
 
     Raises:
         ValueError: H holds NaN or infinity, or cannot be factorised at any damping tried.
     """
-    if not torch.isfinite(H).all():
+    diagonal = H.diagonal()[order]
+    if not torch.isfinite(H.sum()) and not torch.isfinite(H).all():
         raise ValueError("the Hessian holds NaN or infinity: the calibration set gives activations that are not finite")
     notes = []
-    H = H[order][:, order].clone()
-    diagonal = H.diagonal()
     dead = diagonal == 0
-    mean = diagonal.mean().item() or 1.0
-    diagonal[dead] = mean
+    mean = diagonal.mean().item() or 1.0  # of the live and the dead, as the paper's
     if dead.any():
         notes.append(f"{int(dead.sum())} input columns are always 0: their weights were set to 0")
-    tried = damp
+    tried, reverse = damp, order.flip(0)
     for _ in range(DAMP_STEPS):
-        flipped = H.flip(0, 1)
-        flipped.diagonal().add_(tried * mean)
-        L, info = torch.linalg.cholesky_ex(flipped)
-        if info.item() == 0:
-            eye = torch.eye(len(H), device=H.device)
-            U = torch.linalg.solve_triangular(L.flip(0, 1), eye, upper=True)
-            if torch.isfinite(U).all():
-                if tried != damp:
-                    notes.append(f"damping raised from {damp:g} to {tried:g}: the Hessian was not positive definite")
-                return Factor(U, order, dead, tried, tuple(notes))
+        L = _ordered(H, reverse)
+        L.diagonal()[dead.flip(0)] = mean
+        L.diagonal().add_(tried * mean)
+        info = torch.empty(0, dtype=torch.int32, device=H.device)
+        torch.linalg.cholesky_ex(L, out=(L, info))
+        if info.item() == 0 and torch.isfinite(L.diagonal()).all():
+            if tried != damp:
+                notes.append(f"damping raised from {damp:g} to {tried:g}: the Hessian was not positive definite")
+            return Factor(L, order, dead, tried, tuple(notes))
         tried = max(10 * tried, 1e-3)
     raise ValueError(
         f"`damp` (={damp}): the Hessian cannot be factorised even with {tried:g}; use more calibration tokens"
     )
+
+
+def _ordered(H: Tensor, order: Tensor) -> Tensor:
+    """H with its rows and columns in this order, in new memory."""
+    ordered = torch.empty_like(H)
+    for start in range(0, len(H), ROWS):
+        ordered[start : start + ROWS] = H[order[start : start + ROWS]][:, order]
+    return ordered

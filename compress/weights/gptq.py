@@ -157,52 +157,61 @@ def gptq(
         refit: scales from the updated weights as each group is reached; needs an order that keeps groups whole.
 
     Source: arXiv:2210.17323, algorithm 1. Deviation: groups keep their place whatever the order, so that no index has
-    to be stored; scales are searched for by the error that GPTQ will pay, |w - ŵ|^norm / U_ii², and may be negative.
+    to be stored; scales are searched for by the error that GPTQ will pay, |w - ŵ|^norm / U_ii², and may be negative;
+    a block's updates are pulled when it is reached (`Factor.updated`), not pushed by the blocks before.
     """
     out, columns = W.shape
-    order, U = factor.order, factor.U
+    order = factor.order
     Wt = W.float().t()[order].contiguous()  # [in, out]: a column of W is a row here, contiguous
     Wt[factor.dead] = 0
     codes = torch.empty_like(Wt, dtype=torch.uint8)
     mask = None if keep is None else keep.t()[order]
     group_of = order // group_size  # [in]
-    importance = U.diagonal().square().reciprocal()  # [in], in processing order
+    errors = torch.empty_like(Wt)  # W - Ŵ of the columns that are done
+    importance = factor.diagonal.square().reciprocal()  # [in], in processing order
     groups = columns // group_size
     reached = group_of[::group_size].tolist()  # with whole groups, in their order
     scales = torch.empty(groups, out, device=W.device)
     zeros = torch.empty(groups, out, device=W.device)
 
-    def choose(rows: Tensor, group: int) -> None:
-        weights = Wt[rows].t() if mask is None else (Wt[rows] * mask[rows]).t()  # [out, group_size]
+    def choose(weights: Tensor, rows: Tensor | slice, group: int) -> None:
+        """Scales of a group from its columns, [group_size, out], which stand at these places of the order."""
+        weights = weights if mask is None else weights * mask[rows]
         scales[group], zeros[group] = grid.choose(
-            weights, bits, symmetric, scale_dtype, how=scale, importance=importance[rows], norm=norm
+            weights.t(), bits, symmetric, scale_dtype, how=scale, importance=importance[rows], norm=norm
         )
 
     if not refit:
         place = order.argsort()
         for group in range(groups):
-            choose(place[group * group_size : (group + 1) * group_size], group)
+            members = place[group * group_size : (group + 1) * group_size]
+            choose(Wt[members], members, group)
     block = max(BLOCK // group_size, 1) * group_size
     if group_size == columns or group_size % BLOCK == 0:  # no group begins inside a block, with updates still to come
         block = BLOCK
     for start in range(0, columns, block):
         end = min(start + block, columns)
-        errors = torch.empty(end - start, out, device=W.device)
+        U = factor.inverse(start, end)
+        weights = factor.updated(Wt, errors, start, end, U)  # [columns of the block that are still to come, out]
         step = min(group_size, block) if refit else block
         for a in range(start, end, step):
             b = min(a + step, end)
             if refit and a % group_size == 0:
-                choose(torch.arange(a, a + group_size, device=W.device), reached[a // group_size])
-            codes[a:b], errors[a - start : b - start], Wt[b:end] = gptq_block(
-                Wt[a:end],
-                U[a:b, a:end],
+                whole = slice(a, a + group_size)
+                inside = whole.stop <= end
+                members = weights[:group_size] if inside else factor.updated(Wt, errors, a, whole.stop)
+                choose(members, whole, reached[a // group_size])
+            codes[a:b], _, weights = gptq_block(
+                weights,
+                U[a - start : b - start, a - start :].contiguous(),
                 scales,
                 zeros,
                 group_of[a:b],
                 bits=bits,
                 keep=None if mask is None else mask[a:b],
             )
-        Wt[end:].addmm_(U[start:end, end:].t(), errors, alpha=-1)
+            own = group_of[a:b]
+            errors[a:b] = Wt[a:b] - grid.dequantize(codes[a:b].float(), scales[own], zeros[own])
     natural = torch.empty_like(codes)
     natural[order] = codes
     return IntGroup.from_codes(

@@ -73,13 +73,23 @@ def test_beats_rounding_on_the_same_grid(bits, group_size, symmetric, order):
         assert loss(W, Q.dequantize(), H) < loss(W, rtn(W, **grid, scale=scale).dequantize(), H)
 
 
-def test_factor_is_that_of_the_inverse():
-    _, H = problem()
+def test_factor_pulls_what_gptq_pushes():
+    """Against the paper's form in float64: the inverse's factor, and every error pushed on to all later columns."""
+    W, H = problem()
     order = column_order(H.diagonal(), "activation", 16)
     factor = factorise(H, 0.01, order)
     damped = (H + torch.eye(len(H)) * 0.01 * H.diagonal().mean())[order][:, order].double()
-    assert torch.equal(factor.U, factor.U.triu())
-    assert torch.allclose(factor.U.double().T @ factor.U.double() @ damped, torch.eye(len(H)).double(), atol=1e-3)
+    assert torch.equal(factor.R, factor.R.triu())
+    assert torch.allclose(factor.R.double() @ factor.R.double().T, damped, rtol=1e-5, atol=1e-5)
+    U = torch.linalg.cholesky(torch.linalg.inv(damped)).T  # H⁻¹ = Uᵀ U
+    assert torch.allclose(factor.diagonal.double(), U.diagonal(), rtol=1e-3)
+    assert torch.allclose(factor.inverse(20, 50).double(), U[20:50, 20:50], rtol=1e-3, atol=1e-4)
+    Wt, errors = W.t()[order], torch.randn(W.shape[1], W.shape[0]) / 10
+    pushed = Wt.double()
+    for i in range(33):
+        q = Wt[i] - errors[i]
+        pushed[i:] -= torch.outer(U[i, i:], (pushed[i] - q) / U[i, i])
+    assert torch.allclose(factor.updated(Wt, errors, 33, 70).double(), pushed[33:70], atol=1e-3)
 
 
 def test_first_tokens_count_sink_weight_times():
