@@ -80,9 +80,23 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--cell-timeout", type=int, default=None, help="seconds that a cell may take")
     for one in (run, resume):
         one.add_argument("--stale", action="store_true", help="also what was done with other code of the workbench")
-        at_once = "runs at once here (of Ray: `ray start --num-cpus`); nothing runs beside what is timed"
-        one.add_argument("--parallel", type=int, default=1, help=at_once)
-        one.add_argument("--engine", choices=ENGINES, default="local", help="where: here, or on a Ray cluster")
+        at_once = (
+            "runs at once here (1), or jobs at once of SLURM (as many as it allows); of Ray, `ray start --num-cpus` "
+            "says it; nothing runs beside what is timed"
+        )
+        one.add_argument("--parallel", type=int, default=None, help=at_once)
+        one.add_argument(
+            "--engine", choices=ENGINES, default="local", help="where: here, on a Ray cluster, or as jobs of SLURM"
+        )
+        one.add_argument("--gpus", type=int, default=None, help="that each run has, instead of what the sweep says")
+        one.add_argument(
+            "--slurm",
+            metavar="NAME=VALUE",
+            action="append",
+            default=[],
+            help="what each run asks SLURM for, instead of what the sweep says: partition, account, qos, constraint, "
+            "time_min, cpus, memory_gb, exclusive",
+        )
         one.add_argument("--address", default="", help="host:port of the Ray cluster's head; this machine's by default")
     status = command(
         "status", _status, "what is done, runs, failed or waits", ("sweep", {"nargs": "?", "help": sweep[1]["help"]})
@@ -173,8 +187,8 @@ def _execute(sweep, options: argparse.Namespace) -> int:
     from dataclasses import replace
 
     from notebooks.batch import pages
-    from notebooks.batch.engines import Local, Ray
     from notebooks.batch.plan import run_sweep
+    from notebooks.batch.sweep import with_gpus
 
     runs = _runs(options)
     for name, value in (("timeout", options.timeout), ("cell_timeout", options.cell_timeout)):
@@ -184,13 +198,8 @@ def _execute(sweep, options: argparse.Namespace) -> int:
         "timeout_s": options.timeout or sweep.timeout_s,
         "cell_timeout_s": options.cell_timeout or sweep.cell_timeout_s,
     }
-    if options.address and options.engine != "ray":
-        raise ValueError(f"`--address` (={options.address}) is of a Ray cluster; `--engine ray` goes with it")
-    if options.parallel != 1 and options.engine == "ray":
-        raise ValueError(
-            f"`--parallel` (={options.parallel}) is for this machine; of Ray, `ray start --num-cpus` says how many"
-        )
-    engine = Ray(options.address) if options.engine == "ray" else Local(options.parallel)
+    sweep = with_gpus(sweep, options.gpus)
+    engine = _engine(options, sweep, runs)
     alone = not sweep.source
     again = {"force": bool(options.force), "stale": options.stale}
     found = run_sweep(replace(sweep, **limits), runs=runs, engine=engine, **again)
@@ -220,6 +229,30 @@ def _execute(sweep, options: argparse.Namespace) -> int:
         one.status == "waiting" for one in left
     )
     return 130 if interrupted else int(bool(failed or left))
+
+
+def _engine(options: argparse.Namespace, sweep, runs: Path):
+    """The engine that the options name.
+
+    Raises:
+        ValueError: an option is given that goes with another engine, or the engine cannot be used here.
+    """
+    from notebooks.batch.engines.local import Local
+    from notebooks.batch.engines.ray import Ray
+    from notebooks.batch.engines.slurm import Slurm
+
+    for name, given, engine in (("address", options.address, "ray"), ("slurm", options.slurm, "slurm")):
+        if given and options.engine != engine:
+            raise ValueError(f"`--{name}` (={given}) is of another engine; `--engine {engine}` goes with it")
+    if options.engine == "slurm":
+        return Slurm(runs, sweep.slurm.changed_by(options.slurm), parallel=options.parallel)
+    if options.engine == "local":
+        return Local(1 if options.parallel is None else options.parallel)
+    if options.parallel is not None:
+        raise ValueError(
+            f"`--parallel` (={options.parallel}) is for this machine; of Ray, `ray start --num-cpus` says how many"
+        )
+    return Ray(options.address)
 
 
 def _known(folder: str) -> str:

@@ -88,7 +88,7 @@ def job_of(planned: Planned, runs: Path, **more: Any) -> Job:
     """The job of a planned run in a folder of runs."""
     folder = planned.values.get("run_path") or runs / planned.key
     device = str(planned.values.get("device", "cpu"))
-    gpus = int(device.startswith("cuda") or (device == "auto" and device_class(device) != cpu_class()))
+    gpus = planned.gpus or int(device.startswith("cuda") or (device == "auto" and device_class(device) != cpu_class()))
     place = str(Path(folder).expanduser().absolute())
     own = (planned.key, planned.notebook, planned.values, place, planned.identity, planned.varied)
     return Job(*own, gpus=gpus, **more)

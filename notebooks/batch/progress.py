@@ -34,7 +34,7 @@ class Progress:
 
     def __init__(self, jobs: Sequence[Job], likely: Mapping[str, float | None], parallel: int, known: int):
         self._left = {job.key: job for job in jobs}
-        self._likely, self._parallel = likely, parallel
+        self._likely, self._parallel = likely, max(1, min(parallel, len(jobs)))
         self._begun: dict[str, float] = {}
         self._count = known
         self._bars: dict[str, tqdm] = {}

@@ -2,6 +2,8 @@
 
     title: Bits and groups             # of the comparison page; the file's name by default
     description: What is asked of it.
+    gpus: 2                            # that each run has, where its device is a GPU; one by default
+    slurm: {partition: gpu, time_min: 600, cpus: 16, memory_gb: 128}   # of `--engine slurm` alone: SlurmOptions
     timeout_s: 3600                    # wall clock of a run; cell_timeout_s: of a cell
     base: {model_name: smollm2-135m}   # for every run of every notebook that has such parameters
     runs:
@@ -11,6 +13,7 @@
         list: [{order: group}, {order: none}]        # each with every one of the grid
         exclude: [{bits: 3, group_size: 64}]         # combinations that hold all of these values
         include: [{bits: 8, group_size: -1}]         # more runs, not of the grid
+        gpus: 1                        # of each of these
         expected_s: 300                # of each; only for the estimate, until a run like it was measured
 
 A sweep of one notebook may have `notebook`, `grid`, `list`, `include`, `exclude` at the top and no `runs`.
@@ -18,7 +21,7 @@ A sweep of one notebook may have `notebook`, `grid`, `list`, `include`, `exclude
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ from typing import Any
 import yaml
 
 from notebooks.batch.preflight import check_run
+from notebooks.batch.resources import SlurmOptions, check_gpus
 from notebooks.batch.saved_model import check_save_path
 from notebooks.study.identity import identity, key_of
 from notebooks.study.parameters import (
@@ -40,8 +44,8 @@ from notebooks.study.parameters import (
 from notebooks.study.places import check_run_path
 
 SWEEPS = FOLDER / "sweeps"
-_GROUP = ("notebook", "base", "grid", "list", "include", "exclude", "expected_s")
-_TOP = ("title", "description", "timeout_s", "cell_timeout_s", "base", "runs")
+_GROUP = ("notebook", "base", "grid", "list", "include", "exclude", "gpus", "expected_s")
+_TOP = ("title", "description", "timeout_s", "cell_timeout_s", "gpus", "slurm", "base", "runs")
 MOST = 10_000  # runs of a sweep: more are a mistake in the grid
 MOST_BYTES = 1 << 20  # of a sweep's file
 
@@ -56,6 +60,7 @@ class Planned:
     identity: dict[str, str] = field(repr=False)
     varied: tuple[str, ...] = ()  # the parameters by which it differs from its sweep's other runs
     expected_s: float | None = None  # seconds that it may take, as its sweep says
+    gpus: int | None = None  # that it has if its device is a GPU; None: one
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,7 @@ class Sweep:
     cell_timeout_s: int | None = None
     source: str = ""  # as it was written, and where
     file: str = ""
+    slurm: SlurmOptions = SlurmOptions()  # what each run asks SLURM for
 
 
 class _Loader(yaml.SafeLoader):
@@ -124,7 +130,15 @@ def read_sweep(where: str | Path, *, name: str = "", place: Path | None = None) 
     _known(made, known, path.name)
     _shape(
         made,
-        {"title": str, "description": str, "timeout_s": (int, float), "cell_timeout_s": int, "base": dict},
+        {
+            "title": str,
+            "description": str,
+            "timeout_s": (int, float),
+            "cell_timeout_s": int,
+            "gpus": int,
+            "slurm": dict,
+            "base": dict,
+        },
         path.name,
     )
     for limit in ("timeout_s", "cell_timeout_s"):
@@ -134,7 +148,7 @@ def read_sweep(where: str | Path, *, name: str = "", place: Path | None = None) 
             )
     if not isinstance(groups, list) or not groups or not all(isinstance(group, dict) for group in groups):
         raise ValueError(f"`runs` of {path.name} must be a list of mappings, each with a `notebook`")
-    runs, problems = _resolved(groups, made.get("base") or {}, path, place or path.absolute().parent)
+    runs, problems = _resolved(groups, made.get("base") or {}, path, place or path.absolute().parent, made.get("gpus"))
     if problems:
         raise ValueError(
             f"{path.name} has {len(problems)} problem{'s' * (len(problems) > 1)}:\n  " + "\n  ".join(problems)
@@ -148,6 +162,7 @@ def read_sweep(where: str | Path, *, name: str = "", place: Path | None = None) 
         made.get("cell_timeout_s"),
         text,
         str(path.absolute()),
+        SlurmOptions.of(made.get("slurm") or {}),
     )
 
 
@@ -190,6 +205,19 @@ def single(notebook: str | Path, given: dict[str, Any]) -> Sweep:
     return Sweep(key, key, (Planned(str(book), values, key, parts, tuple(given)),))
 
 
+def with_gpus(sweep: Sweep, gpus: int | None) -> Sweep:
+    """The sweep with as many GPUs for each of its runs; as it is for None.
+
+    Raises:
+        ValueError: a run cannot use as many.
+    """
+    if gpus is None:
+        return sweep
+    for run in sweep.runs:
+        check_gpus(gpus, run.values, sweep.name)
+    return replace(sweep, runs=tuple(replace(run, gpus=gpus) for run in sweep.runs))
+
+
 def _writes_record(notebook: str | Path) -> dict[str, Parameter]:
     """The parameters of a notebook that makes a run, which one without `run_path` does not."""
     declared = read_parameters(notebook)
@@ -202,7 +230,7 @@ def _writes_record(notebook: str | Path) -> dict[str, Parameter]:
 
 
 def _resolved(
-    groups: list[dict[str, Any]], base: dict[str, Any], path: Path, place: Path
+    groups: list[dict[str, Any]], base: dict[str, Any], path: Path, place: Path, gpus: int | None = None
 ) -> tuple[list[Planned], list[str]]:
     runs: dict[str, Planned] = {}
     problems: dict[str, None] = {}
@@ -221,6 +249,7 @@ def _resolved(
                     "include": list,
                     "exclude": list,
                     "notebook": str,
+                    "gpus": int,
                     "expected_s": (int, float),
                 },
                 where,
@@ -247,10 +276,13 @@ def _resolved(
                 parts = identity(book, values)
                 key = key_of(book, values, parts)
                 check_save_path(values.get("save_path"), key)
+                asked = group.get("gpus", gpus)
+                check_gpus(asked, values, path.name)
             except ValueError as error:
                 problems[f"{where}: {error}"] = None
                 continue
-            runs.setdefault(key, Planned(str(book), values, key, parts, _varied(group), group.get("expected_s")))
+            seconds = group.get("expected_s")
+            runs.setdefault(key, Planned(str(book), values, key, parts, _varied(group), seconds, asked))
     for name in ("run_path", "save_path"):
         places = [run.values[name] for run in runs.values() if run.values.get(name)]
         for one in sorted({one for one in places if places.count(one) > 1}):

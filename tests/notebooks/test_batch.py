@@ -22,7 +22,7 @@ import pytest
 from eval.record.schema import read_record
 from notebooks.batch import job as jobs
 from notebooks.batch import leases, pages
-from notebooks.batch.engines import Local
+from notebooks.batch.engines.local import Local
 from notebooks.batch.job import execute, job_of, state
 from notebooks.batch.leases import held, holder, take
 from notebooks.batch.pages import outcomes, write_all, write_index

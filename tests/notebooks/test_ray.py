@@ -17,8 +17,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from notebooks.batch import engines
-from notebooks.batch.engines import Ray
+from notebooks.batch.engines import lost as lost_runs
+from notebooks.batch.engines.ray import Ray
 from notebooks.batch.job import Outcome, job_of
 from notebooks.batch.plan import run_sweep
 from notebooks.batch.processes import lives, marked, place_of, started
@@ -188,7 +188,7 @@ def lost(sweep, runs):
 
         engine = object.__new__(Ray)
         engine._ray = SimpleNamespace(get=get, exceptions=errors)
-        before = engines._attempts(job)
+        before = lost_runs.attempts(job)
         left(places)
         return engine._outcome("ref", job, before)
 
@@ -247,9 +247,9 @@ def test_what_was_finished_or_never_begun_is_no_failure(lost):
 
 
 def test_a_run_that_only_its_node_can_see_is_a_failure(sweep, runs, monkeypatch):
-    monkeypatch.setattr(engines, "SEEN_S", 0.3)
+    monkeypatch.setattr(lost_runs, "SEEN_S", 0.3)
     job = job_of(read_sweep(sweep()).runs[0], runs)
-    outcome = engines._seen(Outcome(job.key, "finished", job.folder), job)
+    outcome = lost_runs.seen(Outcome(job.key, "finished", job.folder), job)
     assert (
         outcome.status == "failed"
         and outcome.failure["kind"] == "disk"
@@ -257,8 +257,8 @@ def test_a_run_that_only_its_node_can_see_is_a_failure(sweep, runs, monkeypatch)
     )
     later = threading.Timer(0.1, lambda: _finishes(RunFolder(Path(job.folder))))
     later.start()
-    monkeypatch.setattr(engines, "SEEN_S", 10.0)
-    assert engines._seen(Outcome(job.key, "finished", job.folder), job).status == "finished"
+    monkeypatch.setattr(lost_runs, "SEEN_S", 10.0)
+    assert lost_runs.seen(Outcome(job.key, "finished", job.folder), job).status == "finished"
 
 
 # On two nodes
@@ -293,7 +293,7 @@ def test_a_run_keeps_the_key_of_its_plan_on_a_node_of_another_kind(tells, runs, 
 
 @pytest.mark.slow
 def test_runs_on_gpus_never_share_one(tells, runs, nodes):
-    path = tells(more="time.sleep(1)", grid={"number": [1, 2, 3, 4]}, base={"device": "cuda"})
+    path = tells(more="time.sleep(1)", grid={"number": [1, 2, 3, 4]}, base={"device": "auto"}, gpus=1)
     said = [told(outcome) for outcome in run_sweep(path, runs=runs, engine=Ray(nodes.address))]
     assert {one["CUDA_VISIBLE_DEVICES"] for one in said} == {"0"}, "each simulated node numbers its own"
     assert len({one["WORKBENCH_NODE"] for one in said}) == 2

@@ -1,101 +1,31 @@
-"""Where runs are executed: threads here, or a Ray cluster. An engine takes jobs and gives outcomes as they come.
-
-That is the whole interface:
-
-    def run(self, jobs: Sequence[Job], stop: threading.Event) -> Iterator[Outcome]
-
-so that a third engine, such as submitit for SLURM, is little more than this:
-
-    executor = submitit.AutoExecutor(folder)  # update_parameters(gpus_per_node=...) per kind of job; no requeueing
-    sent = {executor.submit(execute, job): job for job in jobs}
-    while sent:
-        for one in [one for one in sent if one.done()]:
-            yield _told(sent.pop(one), one)  # one.result(); a job that SLURM lost as a failure, by its exception
-        if stop.is_set():
-            for one in sent: one.cancel()  # scancel: the guard sees its owner go and ends the run
-        time.sleep(1)
-
-Engines keep no state: the lease says which attempt works on a run, and the folder whether it is finished.
-"""
+"""Runs on a Ray cluster."""
 
 import logging
 import os
-import shutil
 import signal
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
-from pathlib import Path
-from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
-from eval.record.manifest import read_json
 from kernels.errors import first_line
+from notebooks.batch.engines.lost import attempts, outcome_of_lost, seen
 from notebooks.batch.job import Job, Outcome, execute
-from notebooks.batch.run_folder import JOB, RunFolder
-from notebooks.batch.worker import where
 
-ENGINES = ("local", "ray")
 NODE = "WORKBENCH_NODE"  # names the node of the cluster to a run that is executed there
 GRACE_S = 20.0  # for runs that were asked to stop, before their workers are killed
-SEEN_S = 10.0  # until what another machine has finished is to be seen here: a network filesystem may lag behind
-
-
-class Engine(Protocol):
-    """Yields an outcome per job, in the order in which they end; interrupts what runs once `stop` is set."""
-
-    def run(self, jobs: Sequence[Job], stop: threading.Event) -> Iterator[Outcome]: ...
-
-
-class Local:
-    """On this machine, `parallel` runs at once; runs that need a GPU have one each."""
-
-    def __init__(self, parallel: int = 1):
-        if type(parallel) is not int or parallel < 1:
-            raise ValueError(f"`parallel` (={parallel!r}) must be a positive number of runs at once")
-        self.parallel = parallel
-
-    def run(self, jobs: Sequence[Job], stop: threading.Event) -> Iterator[Outcome]:
-        gpus: SimpleQueue[str] = SimpleQueue()
-        for gpu in _gpus() if self.parallel > 1 else ():
-            gpus.put(gpu)
-        several = not gpus.empty()
-        threads = max(1, (os.cpu_count() or 1) // self.parallel) if self.parallel > 1 else None
-
-        def one(job: Job) -> Outcome:
-            if stop.is_set():
-                return Outcome(job.key, "waiting", job.folder)
-            own = several and job.gpus and ":" not in str(job.values.get("device"))  # cuda:1 says itself which
-            gpu = gpus.get() if own else None
-            try:
-                more = {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
-                return execute(replace(job, threads=threads, environment=job.environment | more), stop.is_set)
-            except Exception as error:  # the other runs go on
-                kind = "disk" if isinstance(error, OSError) else "incomplete"
-                return Outcome(
-                    job.key, "failed", job.folder, {"kind": kind, "error": f"{type(error).__name__}: {error}"}
-                )
-            finally:
-                if gpu:
-                    gpus.put(gpu)
-
-        with ThreadPoolExecutor(self.parallel, "run") as pool:
-            futures = [pool.submit(one, job) for job in jobs]
-            for future in as_completed(futures):
-                yield future.result()
 
 
 class Ray:
     """On an existing Ray cluster whose nodes have this workbench (`pip install -e .[ray]`) and share the folder of
     runs.
 
-    A run takes one CPU of Ray's, and one GPU if its `device` is one: `ray start --num-cpus=2` allows two runs at once
+    A run takes one CPU of Ray's, and one GPU if its `device` is one, or as many as its sweep asks for (`gpus: 2`), all
+    of one node: `ray start --num-cpus=2` allows two runs at once
     on a node, which then share its cores while nothing is timed. Ray says which GPU; a run that wants none sees none.
     Runs are spread over the nodes, and use each node's own environment (`HF_HOME`, `WORKBENCH_DATA`). They keep the key
     under which they were planned, whatever a node's device is, and execute the sweep's snapshot of the code. A run
@@ -143,7 +73,7 @@ class Ray:
         # a worker of Ray's that ends kills its children: the guard, which is to end what the run has started
         spared = {"env_vars": {"RAY_kill_child_processes_on_worker_exit": "false"}}
         task = ray.remote(max_retries=0, scheduling_strategy="SPREAD", runtime_env=spared)(_on_node)
-        before = {job.key: _attempts(job) for job in jobs}
+        before = {job.key: attempts(job) for job in jobs}
         waiting = {task.options(name=job.key, num_cpus=1, num_gpus=job.gpus).remote(job): job for job in jobs}
         asked = 0.0
         try:
@@ -174,7 +104,7 @@ class Ray:
         """What became of a task; where Ray only knows that it is lost, the folder is asked."""
         errors = self._ray.exceptions
         try:
-            return _seen(self._ray.get(ref), job)
+            return seen(self._ray.get(ref), job)
         except errors.TaskCancelledError:
             kind, said = "interrupt", "the run was interrupted"
         except errors.OutOfMemoryError as error:
@@ -184,13 +114,7 @@ class Ray:
             said = f"its node could not run it: {type(error.cause).__name__}: {error.cause}"
         except errors.RayError as error:
             kind, said = "kernel death", f"its node or worker died: {type(error).__name__}: {first_line(error)}"
-        done, begun = _attempts(job)
-        if done and done != before[0]:
-            return Outcome(job.key, "finished", job.folder)
-        if kind == "interrupt" and begun == before[1]:
-            return Outcome(job.key, "waiting", job.folder)
-        at = where(RunFolder(Path(job.folder)).part / "notebook.ipynb") if begun != before[1] else {}
-        return Outcome(job.key, "failed", job.folder, at | _failure(job, kind, said))
+        return outcome_of_lost(job, before, kind, said)
 
 
 def _reach(address: str) -> None:
@@ -200,10 +124,6 @@ def _reach(address: str) -> None:
         raise ValueError("give it as host:port, from a machine that is a node of the cluster")
     if host:
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
-
-
-def _failure(job: Job, kind: str, said: str) -> dict[str, Any]:
-    return {"kind": kind, "error": said, "attempts": 1, "key": job.key, "notebook": job.notebook, "values": job.values}
 
 
 def _on_node(job: Job) -> Outcome:
@@ -225,32 +145,3 @@ def _on_node(job: Job) -> Outcome:
         if limit is not None:
             os.environ["OMP_NUM_THREADS"] = limit
         signal.signal(signal.SIGINT, before)
-
-
-def _attempts(job: Job) -> tuple[str, str]:
-    """The attempts at a run that stands finished, and that was begun last; "" for none."""
-    places = RunFolder(Path(job.folder))
-    return places.manifest().get("attempt", ""), read_json(places.part / JOB).get("token", "")
-
-
-def _seen(outcome: Outcome, job: Job) -> Outcome:
-    """The outcome, if what it tells of is to be seen from here, too."""
-    folder, begin = Path(job.folder), time.monotonic()
-    while outcome.status in ("finished", "known") and not RunFolder(folder).manifest():
-        if time.monotonic() - begin > SEEN_S:
-            said = f"it was finished on its node, but is not to be seen here: {folder.parent} must be shared"
-            return Outcome(job.key, "failed", job.folder, _failure(job, "disk", said), outcome.seconds)
-        time.sleep(0.2)
-        if folder.parent.is_dir():
-            os.listdir(folder.parent)  # a network filesystem looks again
-    return outcome
-
-
-def _gpus() -> list[str]:
-    """Numbers of the GPUs of this machine, or of those that this process may see; asked without importing torch."""
-    if "CUDA_VISIBLE_DEVICES" in os.environ:
-        return [gpu for gpu in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if gpu]
-    if not shutil.which("nvidia-smi"):
-        return []
-    asked = subprocess.run(["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"], capture_output=True, text=True)
-    return asked.stdout.split() if asked.returncode == 0 else []

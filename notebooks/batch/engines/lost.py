@@ -1,0 +1,58 @@
+"""What became of a run whose machine only says that its process is gone: the folders of the run are asked."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from eval.record.manifest import read_json
+from notebooks.batch.job import Job, Outcome
+from notebooks.batch.run_folder import JOB, RunFolder
+from notebooks.batch.worker import where
+
+SEEN_S = 10.0  # until what another machine has finished is to be seen here: a network filesystem may lag behind
+
+
+def attempts(job: Job) -> tuple[str, str]:
+    """The attempts at a run that stands finished, and that was begun last; "" for none."""
+    places = RunFolder(Path(job.folder))
+    return places.manifest().get("attempt", ""), read_json(_last(places) / JOB).get("token", "")
+
+
+def _last(places: RunFolder) -> Path:
+    """The folder of the attempt that was begun last, if it is not finished: under way, or ended in good order."""
+    return places.part if (places.part / JOB).is_file() else places.failed
+
+
+def failure(job: Job, kind: str, said: str) -> dict[str, Any]:
+    return {"kind": kind, "error": said, "attempts": 1, "key": job.key, "notebook": job.notebook, "values": job.values}
+
+
+def outcome_of_lost(job: Job, before: tuple[str, str], kind: str, said: str) -> Outcome:
+    """The outcome of a run that its engine has lost.
+
+    Args:
+        before: `attempts` of the job when it was handed on.
+        kind: of the failure, if it is one: a run may have been finished before it was lost, or may never have begun.
+        said: why it is a failure.
+    """
+    done, begun = attempts(job)
+    if done and done != before[0]:
+        return Outcome(job.key, "finished", job.folder)
+    if kind == "interrupt" and begun == before[1]:
+        return Outcome(job.key, "waiting", job.folder)
+    at = where(_last(RunFolder(Path(job.folder))) / "notebook.ipynb") if begun != before[1] else {}
+    return Outcome(job.key, "failed", job.folder, at | failure(job, kind, said))
+
+
+def seen(outcome: Outcome, job: Job) -> Outcome:
+    """The outcome, if the folder that it tells of can be read from here, too."""
+    folder, begin = Path(job.folder), time.monotonic()
+    while outcome.status in ("finished", "known") and not RunFolder(folder).manifest():
+        if time.monotonic() - begin > SEEN_S:
+            said = f"it was finished on its node, but is not to be seen here: {folder.parent} must be shared"
+            return Outcome(job.key, "failed", job.folder, failure(job, "disk", said), outcome.seconds)
+        time.sleep(0.2)
+        if folder.parent.is_dir():
+            os.listdir(folder.parent)  # a network filesystem looks again
+    return outcome

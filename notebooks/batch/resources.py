@@ -1,0 +1,95 @@
+"""What a run asks a machine for: how many GPUs, and what SLURM wants to know. Checked before anything is started."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, get_type_hints
+
+from notebooks.study.parameters import parse_value
+
+MOST_GPUS = 64  # of one run: more are a mistake
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmOptions:
+    """What every run of a sweep asks SLURM for; its GPUs are asked for by `gpus`.
+
+    Args:
+        partition, account, qos, constraint: as of `sbatch`; the cluster's defaults if empty.
+        time_min: minutes after which SLURM ends a run.
+        cpus: cores of a run.
+        memory_gb: of a run; the cluster's default if None.
+        exclusive: a run has its node for itself, which it needs if its timings are to count.
+
+    Raises:
+        ValueError: a value of the wrong type, or out of range.
+    """
+
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+    constraint: str = ""
+    time_min: int = 240
+    cpus: int = 8
+    memory_gb: float | None = None
+    exclusive: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("partition", "account", "qos", "constraint"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or value != value.strip() or "\n" in value:
+                raise ValueError(f"`{name}` (={value!r}) of `slurm` must be a name that the cluster knows, as text")
+        for name in ("time_min", "cpus"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"`{name}` (={value!r}) of `slurm` must be a positive whole number, such as 60")
+        memory = self.memory_gb
+        if memory is not None and (type(memory) not in (int, float) or not memory > 0):
+            raise ValueError(f"`memory_gb` (={memory!r}) of `slurm` must be a positive number of gigabytes, such as 64")
+        if type(self.exclusive) is not bool:
+            raise ValueError(f"`exclusive` (={self.exclusive!r}) of `slurm` must be true or false")
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> "SlurmOptions":
+        """The options of a mapping.
+
+        Raises:
+            ValueError: it has a key that is none of these options, or a value that will not do.
+        """
+        known = [field.name for field in fields(cls)]
+        for name in given:
+            if name not in known:
+                raise ValueError(f"`slurm` has no option `{name}`; it has {', '.join(known)}")
+        return cls(**given)
+
+    def changed_by(self, texts: Sequence[str]) -> "SlurmOptions":
+        """These options with others in place of some: NAME=VALUE each, as on a command line.
+
+        Raises:
+            ValueError: as `of` does; or a text is not of this form.
+        """
+        given = {}
+        for name, equals, text in (text.partition("=") for text in texts):
+            if not equals:
+                raise ValueError(f"`--slurm` (={name!r}) must be NAME=VALUE, such as partition=gpu")
+            kind = get_type_hints(SlurmOptions).get(name, str)
+            given[name] = text.lower() == "true" if text.lower() in ("true", "false") else parse_value(text, kind)
+        return SlurmOptions.of(asdict(self) | given)
+
+
+def check_gpus(gpus: int | None, values: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError if a run of these parameters cannot use so many GPUs.
+
+    Args:
+        where: the number was written.
+    """
+    if gpus is None:
+        return
+    if type(gpus) is not int or not 1 <= gpus <= MOST_GPUS:
+        raise ValueError(f"`gpus` (={gpus!r}) of {where} must be a whole number from 1 to {MOST_GPUS}")
+    device = str(values.get("device", "cpu"))
+    if not (device == "auto" or device.startswith("cuda")):
+        raise ValueError(
+            f"`gpus` (={gpus}) of {where} is for runs on a GPU; `device` (={device!r}) of this one must be cuda or auto"
+        )
+    if gpus > 1 and ":" in device:
+        raise ValueError(f"`gpus` (={gpus}) of {where}: `device` (={device!r}) names one GPU; cuda names any")
