@@ -12,13 +12,14 @@ from typing import Any
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from compress.checkpoint.gguf import GGUF
 from compress.checkpoint.load import load_compressed
 from compress.checkpoint.save_format import STORY, Checkpoint, SaveFormat, Story
 from compress.checkpoint.workbench import Workbench
 from compress.linear import compressed_linears
 from compress.result import Result
 
-SAVE_FORMATS: dict[str, SaveFormat] = {one.name: one for one in (Workbench(),)}
+SAVE_FORMATS: dict[str, SaveFormat] = {one.name: one for one in (Workbench(), GGUF())}
 
 
 def save_compressed(

@@ -42,7 +42,7 @@ class CodebookGroup(Format):
         for field in ScaleCodes._fields:
             self.register_buffer(f"scale_{field}", None if scales is None else getattr(scales, field))
         self._set(packed)
-        self._set(self._exact())
+        self._set(self.rows())
 
     @classmethod
     def from_codes(
@@ -62,7 +62,7 @@ class CodebookGroup(Format):
         return None if self.scale_codes is None else ScaleCodes(self.scale_codes, self.scale_absmax, self.scale_offset)
 
     def dequantize(self) -> Tensor:
-        return dequantize(self._exact())
+        return dequantize(self.rows())
 
     def matmul(self, x: Tensor) -> Tensor:
         return lut_matmul(x, self.packed)
@@ -70,7 +70,7 @@ class CodebookGroup(Format):
     def for_compute(self, dtype: torch.dtype, device: torch.device) -> None:
         if self._laid_out_for == (dtype, device):
             return
-        rows = self._exact()
+        rows = self.rows()
         if self.scales is not None and dtype.itemsize == 2:
             rows = rows._replace(scale=rows.scale.to(dtype))
         self._set(to_panels(rows) if panels_fit(rows, dtype, device) else rows)
@@ -98,7 +98,7 @@ class CodebookGroup(Format):
         )
         return cls(packed, scales)
 
-    def _exact(self) -> Codebook:
+    def rows(self) -> Codebook:
         """Rows, with the scales that are stored in float32."""
         rows = to_rows(self.packed) if self.layout == "panels" else self.packed
         return (
@@ -119,7 +119,7 @@ class CodebookGroup(Format):
         return self
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
-        rows = self._exact()
+        rows = self.rows()
         stored = {"codes": rows.codes, "table": rows.table}
         if self.scales is None:
             stored["scale"] = rows.scale
@@ -129,9 +129,9 @@ class CodebookGroup(Format):
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
         laid_out_for, self._laid_out_for = self._laid_out_for, None
-        self._set(self._exact())
+        self._set(self.rows())
         super()._load_from_state_dict(state_dict, prefix, *args)
-        self._set(self._exact())
+        self._set(self.rows())
         if laid_out_for is not None:
             self.for_compute(*laid_out_for)
 

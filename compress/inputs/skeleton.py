@@ -12,8 +12,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from compress.checkpoint.load import LAYOUT
+from compress.inputs.embedded import gguf_file
 from compress.inputs.gguf import converted_folder
-from compress.inputs.model import decoder_config, gguf_file, located, tiny_config
+from compress.inputs.model import decoder_config, located, tiny_config
 from kernels.errors import first_line
 
 

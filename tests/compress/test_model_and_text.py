@@ -13,8 +13,9 @@ from compress import METHODS, apply, calibration, held_out, load_model, save_com
 from compress.inputs import gguf
 from compress.inputs.calibration import beginning
 from compress.inputs.corpus import load_text
+from compress.inputs.embedded import EMBEDDED
 from compress.inputs.gguf import shuffle
-from compress.inputs.model import EMBEDDED, weights_sha256
+from compress.inputs.model import weights_sha256
 from kernels import user_cache
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from compress.inputs import hub
 from compress.inputs import model as models
-from compress.inputs.model import EMBEDDED
+from compress.inputs.embedded import EMBEDDED
 from eval.record.schema import read_record
 from kernels import source
 from notebooks.batch.plan import plan

@@ -1,0 +1,329 @@
+"""GGUF: one file for llama.cpp with our codes in its blocks, tensor by tensor in the smallest type that holds them."""
+
+import logging
+import re
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, ClassVar
+
+import gguf
+import torch
+from gguf import GGMLQuantizationType as GGML
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+
+from compress.checkpoint import gguf_models as models
+from compress.checkpoint.gguf_tokenizer import Vocabulary, fields_of, from_file, from_transformers, none_at_all
+from compress.checkpoint.gguf_types import ROUNDING, Encoded, encode, encode_floats, grid_of, keeps_zeros, rounding
+from compress.checkpoint.save_format import Checkpoint, SaveFormat, Verification
+from compress.inputs.embedded import gguf_file
+from compress.linear import compressed_linears, replace
+
+FLOATS = (GGML.F32, GGML.F16, GGML.BF16)
+# Relative to the logits' spread: 16-bit embeddings and scales move float32 logits by less than a tenth of it.
+TOLERANCE = {torch.float32: 0.01, torch.float16: 0.03, torch.bfloat16: 0.1}
+TEXTS = ("The capital of France is Paris.", "def f(x):\n    return x  # 3 + 4", "Grüße, 世界! It's 12:30.")
+SNIPPET = """With llama.cpp (`llama-cli`, `llama-server`, or `pip install llama-cpp-python`):
+
+```sh
+llama-cli -m PATH/*.gguf -p "The capital of France is" -n 32
+```
+
+With transformers, which dequantises the weights:
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+where = {"pretrained_model_name_or_path": "PATH", "gguf_file": "NAME.gguf"}  # the file in this folder
+model, tokenizer = AutoModelForCausalLM.from_pretrained(**where), AutoTokenizer.from_pretrained(**where)
+```
+"""
+GENERAL = tuple(
+    f"general.{key}" for key in ("name", "basename", "organization", "size_label", "license", "languages", "tags")
+)
+
+
+@dataclass
+class _Tally:
+    """What went into the file, and what that costs."""
+
+    count: Counter = field(default_factory=Counter)
+    nbytes: Counter = field(default_factory=Counter)
+    linears: int = 0  # bytes of compressed linears in the file
+    rounding: float = 0.0
+    as_floats: list[str] = field(default_factory=list)  # compressed linears that no type of codes holds
+
+    def add(self, entry: models.Entry, kind: GGML, nbytes: int, change: float) -> None:
+        self.count[kind.name] += 1
+        self.nbytes[kind.name] += nbytes
+        self.rounding = max(self.rounding, change)
+        if entry.linear is not None:
+            self.linears += nbytes
+            if kind in FLOATS and any(part.name != "dense" for part in entry.linear.parts):
+                self.as_floats.append(entry.source.removesuffix(".weight"))
+
+
+class GGUF(SaveFormat):
+    """Holds decoders of the architectures in `gguf_models`; weights whose codes fit no type are written as floats."""
+
+    name: ClassVar[str] = "gguf"
+    readers: ClassVar[str] = "llama.cpp, transformers"
+
+    snippet: ClassVar[str] = SNIPPET
+
+    def problem(self, linear: dict[str, Any]) -> str:
+        # Codes that fit no type are written in 16 bits; `verify` says what that costs.
+        return "llama.cpp cannot transform the input of a linear" if linear.get("transform") else ""
+
+    def problem_of_model(self, model: nn.Module) -> str:
+        return models.problem_of(model)
+
+    def write(self, checkpoint: Checkpoint, folder: Path) -> None:
+        model, config = checkpoint.model, checkpoint.model.config
+        arch = gguf.MODEL_ARCH_NAMES[models.ARCHITECTURES[config.model_type].arch]
+        vocabulary = _vocabulary(checkpoint)
+        writer = gguf.GGUFWriter(folder / file_name(checkpoint), arch, use_temp_file=True)
+        try:
+            writer.add_type("model")
+            if (source := _source(checkpoint)) is not None:
+                Vocabulary(fields_of(source, GENERAL)).write(writer)
+            else:
+                writer.add_name(file_name(checkpoint).removesuffix(".gguf"))
+            models.write_metadata(writer, config)
+            vocabulary.write(writer)
+            nbytes: Counter = Counter()
+            for entry in tqdm(list(models.entries(model)), desc="GGUF blocks", unit="tensor"):
+                stored = _encoded(entry)
+                nbytes[stored.kind.name] += stored.data.nbytes
+                writer.add_tensor(entry.name, stored.data, raw_dtype=stored.kind)
+            writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+            writer.add_file_type(_file_type(nbytes))
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
+        finally:
+            writer.close()
+
+    @torch.no_grad()
+    def verify(self, checkpoint: Checkpoint, folder: Path) -> Verification:
+        tally = _compare_tensors(checkpoint, folder / file_name(checkpoint))
+        difference, remarks = _compare_logits(checkpoint, folder)
+        remarks = [*_remarks(checkpoint, tally), *remarks, *_compare_tokens(checkpoint, folder)]
+        readers = f"transformers {version('transformers')}, gguf {version('gguf')}"
+        return Verification(readers, difference, tuple(remarks))
+
+
+def file_name(checkpoint: Checkpoint) -> str:
+    """Name of the file in the folder, after the model."""
+    name = Path(str(checkpoint.story.model.get("name") or "model")).name.removesuffix(".gguf")
+    return re.sub(r"[^\w.-]+", "-", name) + ".gguf"
+
+
+def _encoded(entry: models.Entry) -> Encoded:
+    """An entry as it is stored: norms and biases in 32 bits, the rest as `encode` finds."""
+    W = entry.values()
+    if W.dim() == 1:
+        return encode_floats(W, (GGML.F32,))
+    if entry.linear is None:
+        return encode(W, None)
+    grid = grid_of(list(entry.linear.parts))
+    grid = grid if grid is None or entry.order is None else grid.rows(entry.order)
+    return encode(W, grid, keep_zeros=keeps_zeros(list(entry.linear.parts)))
+
+
+def _file_type(nbytes: Counter) -> gguf.LlamaFileType:
+    """llama.cpp's name for a file of mostly this type."""
+    most = max((kind for kind in nbytes if kind != "F32"), key=lambda kind: nbytes[kind], default="F32")
+    blocks = [kind for kind in nbytes if kind not in ("F32", "F16", "BF16")]
+    most = max(blocks, key=lambda kind: nbytes[kind], default=most)
+    return gguf.LlamaFileType.ALL_F32 if most == "F32" else gguf.LlamaFileType[f"MOSTLY_{most}"]
+
+
+def _source(checkpoint: Checkpoint) -> Path | None:
+    """The GGUF file that the model came from, if it did and is still there."""
+    try:
+        return gguf_file(str(checkpoint.story.model.get("name") or ""))
+    except ValueError:
+        return None
+
+
+def _vocabulary(checkpoint: Checkpoint) -> Vocabulary:
+    source, tokenizer, rows = _source(checkpoint), checkpoint.tokenizer, checkpoint.model.config.vocab_size
+    if source is not None:
+        vocabulary = from_file(source)
+        if len(vocabulary.fields["tokenizer.ggml.tokens"][0]) == rows:
+            return vocabulary
+    return none_at_all("none was given") if tokenizer is None else from_transformers(tokenizer, rows)
+
+
+def _compare_tensors(checkpoint: Checkpoint, path: Path) -> _Tally:
+    """Decode every tensor with the package `gguf` and compare it with the weight in memory.
+
+    Raises:
+        RuntimeError: one differs, is missing, or is there without a weight in memory.
+    """
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    tally = _Tally()
+    for entry in tqdm(list(models.entries(checkpoint.model)), desc="GGUF check", unit="tensor"):
+        tensor = stored.pop(entry.name, None)
+        if tensor is None:
+            raise RuntimeError(f"the GGUF file lacks {entry.name} ({entry.source} in the model)")
+        W, decoded = entry.values(), gguf.dequantize(tensor.data, tensor.tensor_type)
+        if decoded.shape != tuple(W.shape):
+            raise RuntimeError(f"{entry.name} has the shape {decoded.shape} in the GGUF file, not {tuple(W.shape)}")
+        change = rounding(W, decoded, 32 if tensor.tensor_type not in FLOATS else W.shape[-1])
+        if change > ROUNDING:
+            raise RuntimeError(
+                f"{entry.name} ({entry.source} in the model) is another weight in the GGUF file: the largest change is "
+                f"{change:.1e} of the largest weight of its block"
+            )
+        tally.add(entry, tensor.tensor_type, int(tensor.n_bytes), change)
+    if stored:
+        raise RuntimeError(f"the GGUF file holds {', '.join(sorted(stored))}, which the model does not have")
+    return tally
+
+
+def _compare_logits(checkpoint: Checkpoint, folder: Path) -> tuple[float, list[str]]:
+    """Load the file with transformers' GGUF reader and compare logits.
+
+    Returns:
+        the largest difference, and what that reader does not read.
+
+    Raises:
+        RuntimeError: the logits differ by more than rounding to 16 bits explains.
+    """
+    model, name = checkpoint.model, file_name(checkpoint)
+    with _quiet():
+        missed = _not_read(model.config, AutoConfig.from_pretrained(folder, gguf_file=name))
+        given = {"config": model.config} if missed else {}
+        again = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=model.dtype, **given).eval()
+    device = next(model.parameters()).device
+    again.set_attn_implementation(model.config._attn_implementation)
+    ids = (torch.arange(32) * 7919 % model.get_input_embeddings().num_embeddings)[None].to(device)
+    training = model.training
+    with _weights_alone(model):
+        expected = model.eval()(ids).logits.float()
+    model.train(training)
+    found = again.to(device)(ids).logits.float()
+    difference = (expected - found).abs().max().item()
+    spread = expected.std().item() or 1.0
+    if not difference <= TOLERANCE[model.dtype] * 10 * spread:
+        raise RuntimeError(
+            f"the GGUF file, read by transformers, gives other logits than the model in memory: the largest "
+            f"difference is {difference:.2e}, where logits spread by {spread:.2e}, although every tensor agrees"
+        )
+    if not missed:
+        return difference, []
+    return difference, [
+        f"transformers' GGUF reader does not read {', '.join(missed)} of this architecture: there, give "
+        "`from_pretrained` the model's configuration, too; llama.cpp reads it"
+    ]
+
+
+def _not_read(ours: PreTrainedConfig, theirs: PreTrainedConfig) -> list[str]:
+    """Settings that change what the model computes, and that the reader gives another value."""
+    names = (
+        "head_dim", "rope_parameters", "layer_types", "sliding_window", "attn_logit_softcapping", "attention_bias",
+        "final_logit_softcapping", "query_pre_attn_scalar", "rms_norm_eps", "mlp_bias", "tie_word_embeddings",
+    )  # fmt: skip
+    return [n for n in names if hasattr(ours, n) and not _alike(getattr(ours, n), getattr(theirs, n, None))]
+
+
+def _alike(a: Any, b: Any) -> bool:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return all(_alike(a.get(key), b.get(key)) for key in {*a, *b})
+    if isinstance(a, float) and isinstance(b, int | float):
+        return abs(a - b) <= 1e-6 * abs(a)
+    return a == b
+
+
+@contextmanager
+def _weights_alone(model: nn.Module):
+    """Products with the stored weights and activations as they come, also where a format rounds activations."""
+    rounded = {
+        name: linear
+        for name, linear in compressed_linears(model).items()
+        if any(part.activation_bits is not None for part in linear.parts)
+    }
+    try:
+        for name, linear in rounded.items():
+            replace(model, name, _dense(linear))
+        yield
+    finally:
+        for name, linear in rounded.items():
+            replace(model, name, linear)
+
+
+def _dense(linear: Any) -> nn.Linear:
+    W: Tensor = linear.weight
+    dense = nn.Linear(W.shape[1], W.shape[0], bias=linear.bias is not None, device="meta", dtype=W.dtype)
+    dense.weight = nn.Parameter(W, requires_grad=False)
+    if linear.bias is not None:
+        dense.bias = nn.Parameter(linear.bias.to(W.dtype), requires_grad=False)
+    return dense
+
+
+def _compare_tokens(checkpoint: Checkpoint, folder: Path) -> list[str]:
+    """Compare the tokenizer that transformers' GGUF reader makes of the file with the given one.
+
+    Raises:
+        RuntimeError: a token has another number.
+    """
+    tokenizer, vocabulary = checkpoint.tokenizer, _vocabulary(checkpoint)
+    if tokenizer is None or "tokenizer.ggml.tokens" not in vocabulary.fields:
+        return list(vocabulary.remarks)
+    with _quiet():
+        again = AutoTokenizer.from_pretrained(folder, gguf_file=file_name(checkpoint))
+    theirs = again.get_vocab()
+    moved = [text for text, number in tokenizer.get_vocab().items() if theirs.get(text, number) != number]
+    if moved:
+        raise RuntimeError(f"in the GGUF file {len(moved)} tokens have other numbers: {', '.join(moved[:3])}")
+    other = [text for text in TEXTS if tokenizer(text).input_ids != again(text).input_ids]
+    if not other:
+        return list(vocabulary.remarks)
+    pre = vocabulary.fields.get("tokenizer.ggml.pre", ("default",))[0]
+    return [
+        *vocabulary.remarks,
+        f"transformers' GGUF reader splits {other[0]!r} otherwise than the model's tokenizer; llama.cpp goes by the "
+        f"pre-tokeniser that the file names ({pre})",
+    ]
+
+
+@contextmanager
+def _quiet():
+    """Without the reader's advice on packed weights."""
+    log = logging.getLogger("transformers")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+def _remarks(checkpoint: Checkpoint, tally: _Tally) -> list[str]:
+    model = checkpoint.model
+    linears = compressed_linears(model)
+    stored = ", ".join(
+        f"{tally.count[kind]} as {kind} ({size / 1e6:.1f} MB)" for kind, size in tally.nbytes.most_common()
+    )
+    said = [f"tensors: {stored}"]
+    if linears:
+        own = sum(linear.nbytes for linear in linears.values())
+        said.append(f"compressed linears take {tally.linears / 1e6:.1f} MB here, {own / 1e6:.1f} MB as the workbench's")
+    if tally.as_floats:
+        said.append(
+            f"{len(tally.as_floats)} compressed linears have codes that no type of GGUF holds, and are written as "
+            f"floats: {', '.join(tally.as_floats[:3])}"
+        )
+    if tally.rounding:
+        said.append(
+            f"GGUF has scales, offsets and floats of 16 bits: weights change by up to {tally.rounding:.1e} of the "
+            "largest in their block"
+        )
+    if any(part.activation_bits is not None for linear in linears.values() for part in linear.parts):
+        said.append("llama.cpp rounds activations in its own way (blocks of 32 in 8 bits), not as this recipe says")
+    return said + models.remarks(model.config)

@@ -1,0 +1,278 @@
+"""What llama.cpp calls the weights of transformers' models, how it lays them out, and the metadata that it reads.
+
+Sources: `gguf.get_tensor_name_map` for the names; llama.cpp's `convert_hf_to_gguf.py` and `llama-model.cpp` for what is
+permuted, shifted, stored as metadata, or fixed in its code.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import gguf
+import torch
+from gguf import MODEL_ARCH
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from compress.dropped import dropped_parts
+from compress.linear import CompressedLinear
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How llama.cpp sees a model type of transformers.
+
+    Attributes:
+        arch: its name there.
+        activation: of the MLP, which is fixed there.
+        interleaved: neighbouring rows of q and k are rotated together, where transformers rotates row i with i + half.
+        shifted_norms: the file holds 1 + w of the weights w of norms.
+        full_every: of the blocks of this many, the last attends to everything, the others within a window; None: all
+            blocks are alike.
+    """
+
+    arch: MODEL_ARCH
+    activation: str = "silu"
+    interleaved: bool = False
+    shifted_norms: bool = False
+    full_every: int | None = None
+
+
+_GELU = "gelu_pytorch_tanh"
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture(MODEL_ARCH.LLAMA, interleaved=True),
+    "mistral": Architecture(MODEL_ARCH.LLAMA, interleaved=True),
+    "qwen2": Architecture(MODEL_ARCH.QWEN2),
+    "qwen3": Architecture(MODEL_ARCH.QWEN3),
+    "gemma2": Architecture(MODEL_ARCH.GEMMA2, _GELU, shifted_norms=True, full_every=2),
+    "gemma3_text": Architecture(MODEL_ARCH.GEMMA3, _GELU, shifted_norms=True, full_every=6),
+    "phi3": Architecture(MODEL_ARCH.PHI3),
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of the file.
+
+    Attributes:
+        name: in the file. source: in the model. linear: the compressed linear whose weight it is, or None.
+        order: rows of the model's tensor in the order of the file; None: as they are. shift: added to each value.
+        tensor: the model's tensor where `linear` is None.
+    """
+
+    name: str
+    source: str
+    linear: CompressedLinear | None
+    tensor: Tensor | None
+    order: Tensor | None = None
+    shift: float = 0.0
+
+    def values(self) -> Tensor:
+        """What the file must stand for: float32, on the CPU."""
+        W = (self.tensor.detach() if self.linear is None else self.linear.dequantize()).to("cpu", torch.float32)
+        W = W if self.order is None else W[self.order]
+        return W + self.shift if self.shift else W
+
+
+def problem_of(model: nn.Module) -> str:
+    """Why llama.cpp cannot run this model, "" if it can. Looks at no weight."""
+    config = getattr(model, "config", None)
+    kind = getattr(config, "model_type", type(model).__name__)
+    if kind not in ARCHITECTURES:
+        return (
+            f"`model` is of the type {kind}, which cannot be written as GGUF here; these can: "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+    if parts := dropped_parts(model):
+        return (
+            f"parts inside blocks were dropped ({', '.join(list(parts)[:3])}), which llama.cpp cannot leave out; whole "
+            "blocks can be dropped"
+        )
+    try:
+        for _ in entries(model):
+            pass
+    except ValueError as error:
+        return str(error)
+    return next(filter(None, (check(config) for check in _CHECKS)), "")
+
+
+def entries(model: nn.Module) -> Iterator[Entry]:
+    """Every tensor of the file.
+
+    Raises:
+        ValueError: the model has a weight that this architecture has no name for.
+    """
+    config = model.config
+    how = ARCHITECTURES[config.model_type]
+    names = gguf.get_tensor_name_map(how.arch, config.num_hidden_layers)
+    embedding = model.get_input_embeddings()
+    for source, linear, tensor in _weights(model):
+        tied = tensor is not None and source != _name_of(model, embedding) and tensor is embedding.weight
+        if tied:
+            continue
+        name = names.get_name(source, try_suffixes=(".weight", ".bias"))
+        if name is None:
+            raise ValueError(
+                f"`model`: llama.cpp's {gguf.MODEL_ARCH_NAMES[how.arch]} has no place for the weight {source}"
+            )
+        order = _rotary_order(config, name) if how.interleaved else None
+        shift = 1.0 if how.shifted_norms and name.endswith("norm.weight") else 0.0
+        yield Entry(name, source, linear, tensor, order, shift)
+    if (factors := rope_factors(config)) is not None:
+        yield Entry("rope_freqs.weight", "", None, factors)
+
+
+def write_metadata(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
+    """The architecture's keys: sizes, norms, rotary positions, windows, soft caps."""
+    heads, size = config.num_attention_heads, head_size(config)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_key_length(size)
+    writer.add_value_length(size)
+    writer.add_rope_dimension_count(int(size * (_rope(config).get("partial_rotary_factor") or 1)))
+    _write_rope(writer, config)
+    for value, add in (
+        (_window(config), writer.add_sliding_window),
+        (getattr(config, "attn_logit_softcapping", None), writer.add_attn_logit_softcapping),
+        (getattr(config, "final_logit_softcapping", None), writer.add_final_logit_softcapping),
+    ):
+        if value:
+            add(value)
+
+
+def remarks(config: PreTrainedConfig) -> list[str]:
+    """What llama.cpp does otherwise than transformers with this model."""
+    window = getattr(config, "sliding_window", None)
+    if window and ARCHITECTURES[config.model_type].full_every is None and config.max_position_embeddings > window:
+        return [f"beyond {window:,} tokens llama.cpp attends to everything, where this model has a sliding window"]
+    return []
+
+
+def head_size(config: PreTrainedConfig) -> int:
+    """Channels of a head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def rope_factors(config: PreTrainedConfig) -> Tensor | None:
+    """By how much each frequency is divided ("llama3" scaling), float32 [head / 2]; None: no such scaling."""
+    rope = _rope(config)
+    if rope.get("rope_type") != "llama3":
+        return None
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    size = head_size(config)
+    plain = 1.0 / rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
+    return plain / scaled.float()
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[str, CompressedLinear | None, Tensor | None]]:
+    """Name, and the compressed linear or the tensor, of every weight and bias, in the order of the modules."""
+    inside: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        if inside and name.startswith(inside):
+            continue
+        if isinstance(module, CompressedLinear):
+            inside += (f"{name}.",)
+            yield f"{name}.weight", module, None
+            if module.bias is not None:
+                yield f"{name}.bias", None, module.bias
+            continue
+        stored = {key: b for key, b in module.named_buffers(recurse=False) if key in module.state_dict()}
+        for key, tensor in dict(module.named_parameters(recurse=False, remove_duplicate=False), **stored).items():
+            yield f"{name}.{key}".removeprefix("."), None, tensor
+
+
+def _name_of(model: nn.Module, module: nn.Module) -> str:
+    return next(f"{name}.weight" for name, one in model.named_modules() if one is module)
+
+
+def _rotary_order(config: PreTrainedConfig, name: str) -> Tensor | None:
+    """Order of the rows of q and k in which row i and i + half of each head become neighbours."""
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(name.split(".")[-2])
+    if heads is None:
+        return None
+    size = head_size(config)
+    return torch.arange(heads * size).view(heads, 2, size // 2).transpose(1, 2).reshape(-1)
+
+
+def _rope(config: PreTrainedConfig) -> dict:
+    """The parameters of the rotary embedding; where there are two kinds, of the blocks that attend to everything."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return rope.get("full_attention", rope)
+
+
+def _window(config: PreTrainedConfig) -> int | None:
+    return config.sliding_window if ARCHITECTURES[config.model_type].full_every else None
+
+
+def _write_rope(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
+    rope = _rope(config)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    kind = rope.get("rope_type", "default")
+    if kind == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+    elif kind == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(
+            rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        )
+
+
+def _activation_problem(config: PreTrainedConfig) -> str:
+    activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
+    needed = ARCHITECTURES[config.model_type].activation
+    if activation == needed:
+        return ""
+    return f"`model`: llama.cpp computes {config.model_type} with the activation {needed}, not {activation}"
+
+
+def _rope_problem(config: PreTrainedConfig) -> str:
+    kind, part = _rope(config).get("rope_type", "default"), _rope(config).get("partial_rotary_factor") or 1
+    interleaved = ARCHITECTURES[config.model_type].interleaved
+    if interleaved and part != 1:
+        return f"`model`: llama.cpp rotates whole heads of {config.model_type}, not a part of them (={part})"
+    possible = ("default", "linear", "yarn", *(("llama3",) if interleaved else ()))
+    if kind in possible:
+        return ""
+    return f"`model`: rotary positions of the kind {kind} cannot be written; these can: {', '.join(possible)}"
+
+
+def _window_problem(config: PreTrainedConfig) -> str:
+    every, kinds = ARCHITECTURES[config.model_type].full_every, getattr(config, "layer_types", None) or []
+    if every is None:
+        slides = config.model_type.startswith("qwen") and "sliding_attention" in kinds
+        return "`model`: llama.cpp computes this architecture without sliding windows, which this one has" * slides
+    needed = ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(len(kinds))]
+    if kinds != needed:
+        return (
+            f"`model`: llama.cpp takes every block of {config.model_type} but each {every}th for one with a sliding "
+            f"window; in this model that is otherwise (were blocks dropped?): {', '.join(kinds[:every])}, ..."
+        )
+    local = config.rope_parameters.get("sliding_attention", {})
+    if local and (local.get("rope_theta"), local.get("rope_type", "default")) != (10000.0, "default"):
+        return f"`model`: llama.cpp rotates within sliding windows with the base 10,000, not as here: {local}"
+    return ""
+
+
+def _attention_scale_problem(config: PreTrainedConfig) -> str:
+    given = getattr(config, "query_pre_attn_scalar", None)
+    if given is None:
+        return ""
+    largest = {"gemma2": 46, "gemma3_text": 62}.get(config.model_type) == config.num_hidden_layers
+    needed = config.hidden_size // config.num_attention_heads if largest else head_size(config)
+    if math.isclose(given, needed):
+        return ""
+    return f"`model`: llama.cpp scales attention by 1 / sqrt({needed}), not by 1 / sqrt({given})"
+
+
+_CHECKS: tuple[Callable[[PreTrainedConfig], str], ...] = (
+    _activation_problem, _rope_problem, _window_problem, _attention_scale_problem,
+)  # fmt: skip
