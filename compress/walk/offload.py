@@ -1,0 +1,309 @@
+"""Models whose weights lie on disk: every block, and every module outside the blocks, is there for as long as it is used.
+
+The model itself lies on the meta device. A part is loaded when `capture.on_device` or a forward pass needs it. What
+changed in the meantime is written to a file of the work folder, and the memory is given back. Whoever changes a model
+block by block (the walk, folds, dropped layers) therefore changes one on disk in the same way.
+"""
+
+import copy
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.linear import CompressedLinear, is_linear, replace
+from compress.walk.blocks import find_blocks
+from compress.walk.shards import OnDisk, WorkFolder
+
+
+class AwayLinear(CompressedLinear):
+    """Stands for a compressed linear whose stored tensors lie on disk.
+
+    Args:
+        spec: as `CompressedLinear.spec` gives it.
+    """
+
+    def __init__(self, spec: dict[str, Any], dtype: torch.dtype) -> None:
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = spec["parts"][0]["shape"]
+        self.stored, self.dtype = spec, dtype
+        self.parts, self.transform, self.bias = nn.ModuleList(), None, None
+
+    def spec(self) -> dict[str, Any]:
+        return self.stored
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError("the weight of this linear lies on disk: its block must be loaded first")
+
+    def dequantize(self) -> Tensor:
+        raise RuntimeError("the weight of this linear lies on disk: its block must be loaded first")
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, on disk"
+
+    def _apply(self, fn, recurse: bool = True) -> "AwayLinear":
+        return self
+
+
+class Offloaded:
+    """A part of a model, such as a block, whose weights lie on disk while nobody uses it.
+
+    Args:
+        module: with its weights on the meta device, and `AwayLinear` for compressed ones.
+        name: of the part in the model.
+        where: the tensors of its state, by their names in the part.
+        home: the device on which it lies while the model itself runs it.
+        folder: for what is written.
+        is_table: while the model runs, only those of its rows are read that are asked for.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        where: Mapping[str, OnDisk],
+        *,
+        home: torch.device,
+        folder: WorkFolder,
+        is_table: bool = False,
+    ) -> None:
+        self.is_table = is_table
+        self.module, self.name, self.where, self.home, self.folder = module, name, dict(where), home, folder
+        self._depth = 0
+        self._as_loaded: dict[str, tuple[weakref.ref, int]] = {}
+        self._meta: dict[int, tuple[weakref.ref, Tensor]] = {}  # by a loaded tensor's identity, what it stands for
+        self._lookup: tuple[Tensor, int | None] | None = None
+        module._offloaded = self
+        module.register_forward_pre_hook(self._before, with_kwargs=True)
+        module.register_forward_hook(self._after, always_call=True)
+
+    @contextmanager
+    def loaded(self, device: torch.device) -> Iterator[None]:
+        """While the context lasts, the weights are on this device; then what was changed is written.
+
+        Raises:
+            OSError: it cannot be written; the model must be loaded again then.
+        """
+        depth = self._depth
+        self._load(device)
+        try:
+            yield
+        finally:
+            self._depth = depth + 1  # a pass that was left in the middle did not count itself out
+            self._unload()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the state takes on disk."""
+        return sum(tensor.nbytes for tensor in self.where.values())
+
+    def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        if self._depth or not self.is_table or not args:
+            self._load(self.home)
+            return None
+        # Of a table, only the rows that are asked for are read.
+        numbers, places = args[0].unique(return_inverse=True)
+        self._lookup = module.weight, module.padding_idx
+        rows = self.where["weight"].rows(numbers).to(self.home, module.weight.dtype)
+        module.weight, module.padding_idx = nn.Parameter(rows, requires_grad=False), None
+        return (places, *args[1:]), kwargs
+
+    def _after(self, module: nn.Module, args: tuple, output: Any) -> None:
+        if self._lookup is None:
+            self._unload()
+        else:
+            (module.weight, module.padding_idx), self._lookup = self._lookup, None
+
+    def _load(self, device: torch.device) -> None:
+        self._depth += 1
+        if self._depth > 1:
+            return
+        away = {name: m for name, m in self.module.named_modules() if isinstance(m, AwayLinear)}
+        rest = dict(self.where)
+        for name, linear in away.items():
+            own = {key.removeprefix(f"{name}."): rest.pop(key).read() for key in list(rest) if key.startswith(f"{name}.")}
+            loaded = CompressedLinear.from_tensors(linear.stored, own, linear.dtype).eval()
+            replace(self.module, name, loaded.to(device))
+        shared: dict[int, Tensor] = {}  # by the tensor that it stands for: tied weights are loaded once
+        for owner, key, name, meta in list(_state(self.module)):
+            if id(meta) not in shared:
+                loaded = rest[name].read().to(device, meta.dtype)
+                is_parameter = isinstance(meta, nn.Parameter)
+                shared[id(meta)] = nn.Parameter(loaded, requires_grad=False) if is_parameter else loaded
+                self._meta[id(shared[id(meta)])] = weakref.ref(shared[id(meta)]), meta
+            setattr(owner, key, shared[id(meta)])
+        if device != self.home:
+            _move_buffers(self.module, device)
+        self._as_loaded = self._identities()
+
+    def _unload(self) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
+        try:
+            if not _same(self._identities(), self._as_loaded):
+                self.where = self._written()
+        finally:
+            self._give_back()
+            self._as_loaded, self._meta = {}, {}
+
+    def _written(self) -> dict[str, OnDisk]:
+        """The state in a new file, which is read again and compared before it counts."""
+        state = self.module.state_dict()
+        file = self.folder.keep({f"{self.name}.{name}": tensor for name, tensor in state.items()})
+        where = {name: file.tensors[f"{self.name}.{name}"] for name in state}
+        for name, tensor in state.items():
+            if not _same_bytes(where[name].read(), tensor.cpu()):
+                raise OSError(f"{file.path}: {self.name}.{name} does not read as it was written")
+        return where
+
+    def _give_back(self) -> None:
+        """Put meta tensors, and `AwayLinear`, in the places of what is in memory."""
+        for name, linear in list(self.module.named_modules()):
+            if isinstance(linear, CompressedLinear) and not isinstance(linear, AwayLinear):
+                replace(self.module, name, AwayLinear(linear.spec(), linear.dtype))
+        shared: dict[int, Tensor] = {}
+        for owner, key, _, tensor in list(_state(self.module)):
+            reference, meta = self._meta.get(id(tensor), (None, None))
+            if reference is None or reference() is not tensor:
+                meta = shared.setdefault(id(tensor), _on_meta(tensor))
+            setattr(owner, key, meta)
+        _move_buffers(self.module, self.home)
+
+    def _identities(self) -> dict[str, tuple[weakref.ref, int]]:
+        """By name, which tensor or compressed linear is there, and how often it was written into."""
+        tensors = {name: (weakref.ref(tensor), tensor._version) for _, _, name, tensor in _state(self.module)}
+        linears = {name: m for name, m in self.module.named_modules() if isinstance(m, CompressedLinear)}
+        return tensors | {name: (weakref.ref(linear), 0) for name, linear in linears.items()}
+
+
+def offload(
+    model: nn.Module, where: Mapping[str, OnDisk], *, home: torch.device | str = "cpu", folder: WorkFolder
+) -> nn.Module:
+    """Give a model on the meta device its weights on disk.
+
+    Args:
+        where: every tensor of its state dict, by name.
+    """
+    prefix, blocks = find_blocks(model)
+    parts = {f"{prefix}.{index}": block for index, block in enumerate(blocks)}
+    inside = tuple(f"{name}." for name in parts)
+    for name, module in model.named_modules():
+        if name not in parts and not name.startswith(inside) and _has_state(module):
+            parts[name] = module
+    table = model.get_input_embeddings()
+    for name, module in parts.items():
+        start = f"{name}." if name else ""
+        own = {full.removeprefix(start): tensor for full, tensor in where.items() if full.startswith(start)}
+        is_table = module is table and isinstance(module, nn.Embedding) and type(module.weight) is nn.Parameter
+        Offloaded(module, name, own, home=torch.device(home), folder=folder, is_table=is_table)
+    return model
+
+
+def offloaded_parts(model: nn.Module) -> dict[str, Offloaded]:
+    """The parts of a model whose weights lie on disk, by their names now; empty for a model in memory."""
+    return {name: m._offloaded for name, m in model.named_modules() if hasattr(m, "_offloaded")}
+
+
+def is_offloaded(model: nn.Module) -> bool:
+    return any(hasattr(module, "_offloaded") for module in model.modules())
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The state dict of any model by sorted names; what lies on disk is read one tensor at a time."""
+    state: dict[str, Any] = dict(model.state_dict())
+    dtypes = {name: tensor.dtype for name, tensor in state.items()}
+    for part, offloaded in offloaded_parts(model).items():
+        state |= {f"{part}.{name}" if part else name: tensor for name, tensor in offloaded.where.items()}
+    for name in sorted(state):
+        tensor = state[name]
+        yield name, tensor.read().to(dtypes.get(name, tensor.dtype)) if isinstance(tensor, OnDisk) else tensor
+
+
+def original_linears(model: nn.Module) -> Mapping[str, nn.Module]:
+    """The linears of the blocks as they are now, by name, for later; those on disk are read when they are asked for."""
+    prefix, blocks = find_blocks(model)
+    linears = {name: m for name, m in blocks.named_modules(prefix=prefix) if is_linear(m)}
+    parts = {name: part for name, part in offloaded_parts(model).items() if name.startswith(f"{prefix}.")}
+    if not parts:
+        return linears
+    where = {f"{part}.{key}": tensor for part, offloaded in parts.items() for key, tensor in offloaded.where.items()}
+    return _LinearsOnDisk({name: copy.deepcopy(linear) for name, linear in linears.items()}, where)
+
+
+class _LinearsOnDisk(Mapping[str, nn.Module]):
+    """linears: without their weights, by name. where: the tensors of their states."""
+
+    def __init__(self, linears: Mapping[str, nn.Module], where: Mapping[str, OnDisk]) -> None:
+        self._linears = linears
+        self._where: dict[str, dict[str, OnDisk]] = {name: {} for name in linears}
+        for full, tensor in where.items():
+            name, _, key = full.rpartition(".")
+            while name and name not in linears:  # the tensors of a compressed linear have names of several parts
+                name, _, part = name.rpartition(".")
+                key = f"{part}.{key}"
+            if name:
+                self._where[name][key] = tensor
+
+    def __getitem__(self, name: str) -> nn.Module:
+        linear, state = self._linears[name], {key: tensor.read() for key, tensor in self._where[name].items()}
+        if isinstance(linear, AwayLinear):
+            return CompressedLinear.from_tensors(linear.stored, state, linear.dtype)
+        again = copy.deepcopy(linear)
+        for key, meta in linear.named_parameters():
+            setattr(again, key, nn.Parameter(state[key].to(meta.dtype), requires_grad=False))
+        return again
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._linears)
+
+    def __len__(self) -> int:
+        return len(self._linears)
+
+
+def _state(module: nn.Module) -> Iterator[tuple[nn.Module, str, str, Tensor]]:
+    """(owner, attribute, name, tensor) of the parameters and stored buffers outside compressed linears."""
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        inside = prefix
+        while inside and not isinstance(module.get_submodule(inside), CompressedLinear):
+            inside = inside.rpartition(".")[0]
+        if inside or isinstance(owner, CompressedLinear):
+            continue
+        kept = {k: b for k, b in owner._buffers.items() if k not in owner._non_persistent_buffers_set}
+        for key, tensor in (owner._parameters | kept).items():
+            if tensor is not None:
+                yield owner, key, f"{prefix}.{key}" if prefix else key, tensor
+
+
+def _has_state(module: nn.Module) -> bool:
+    """Does the module itself hold parameters or stored buffers, or stand for one that does?"""
+    own = any(owner is module for owner, _, _, _ in _state(module))
+    return own or isinstance(module, AwayLinear)
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Move the buffers that are no part of the state, such as the frequencies of positions."""
+    for owner in module.modules():
+        for key in owner._non_persistent_buffers_set & owner._buffers.keys():
+            if owner._buffers[key] is not None and not owner._buffers[key].is_meta:
+                owner._buffers[key] = owner._buffers[key].to(device)
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    empty = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _same(now: Mapping[str, tuple[weakref.ref, int]], before: Mapping[str, tuple[weakref.ref, int]]) -> bool:
+    """Are these the same tensors and linears, in the same places, with nothing written into them?"""
+    return now.keys() == before.keys() and all(
+        now[name][0]() is before[name][0]() and now[name][1] == before[name][1] for name in now
+    )
+
+
+def _same_bytes(a: Tensor, b: Tensor) -> bool:
+    flat = [t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*flat)

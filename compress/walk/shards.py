@@ -1,0 +1,174 @@
+"""Safetensors files read tensor by tensor, and written without a second copy: what weights on disk are made of.
+
+The safetensors library maps whole files into the address space, which a limit on that space (RLIMIT_AS) counts; here
+each tensor is read into memory of its own.
+"""
+
+import fcntl
+import json
+import math
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
+    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_PREFIX = "workbench-offload-"
+
+
+@dataclass(frozen=True)
+class OnDisk:
+    """One tensor of a file: its bytes lie from `start` on."""
+
+    file: "TensorFile"
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def read(self) -> Tensor:
+        """The tensor, in memory of its own."""
+        tensor = torch.empty(self.shape, dtype=self.dtype)
+        with self.file.path.open("rb", buffering=0) as stream:
+            self._fill(stream, tensor, self.start)
+        return tensor
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        """These rows [n, ...] of the tensor alone."""
+        tensor = torch.empty((len(numbers), *self.shape[1:]), dtype=self.dtype)
+        size = self.nbytes // max(self.shape[0], 1)
+        with self.file.path.open("rb", buffering=0) as stream:
+            for row, number in zip(tensor, numbers.tolist(), strict=True):
+                self._fill(stream, row, self.start + number * size)
+        return tensor
+
+    def _fill(self, stream: BinaryIO, tensor: Tensor, start: int) -> None:
+        view = memoryview(_bytes(tensor))
+        stream.seek(start)
+        while view:  # one call reads 2 GB at most
+            count = stream.readinto(view)
+            if not count:
+                raise ValueError(f"{self.file.path} ends early: it is damaged or not complete")
+            view = view[count:]
+
+
+class TensorFile:
+    """The tensors of one safetensors file, by name.
+
+    Copies of a model share its files. A temporary one is removed when nobody refers to it any more.
+
+    Raises:
+        ValueError: the file is damaged or not complete.
+    """
+
+    def __init__(self, path: Path, folder: "WorkFolder | None" = None) -> None:
+        """folder: of a temporary file."""
+        self.path, self._folder = path, folder
+        if folder is not None:
+            weakref.finalize(self, path.unlink, missing_ok=True)
+        try:
+            with path.open("rb") as stream:
+                length = int.from_bytes(stream.read(8), "little")
+                if not 2 <= length <= path.stat().st_size - 8:
+                    raise ValueError("its header is cut off")
+                header = json.loads(stream.read(length))
+            self.metadata: dict[str, str] = header.pop("__metadata__", {})
+            self.tensors = {
+                name: OnDisk(self, DTYPES[it["dtype"]], tuple(it["shape"]), 8 + length + it["data_offsets"][0])
+                for name, it in header.items()
+            }
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is no safetensors file that can be read: {error}") from error
+        if max((t.start + t.nbytes for t in self.tensors.values()), default=0) > path.stat().st_size:
+            raise ValueError(f"{path} is damaged or not complete: it is shorter than its header says")
+
+    def __deepcopy__(self, memo: dict) -> "TensorFile":
+        return self
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file; tensors that share memory are written once each.
+
+    Raises:
+        OSError: the disk is full, or the folder cannot be written.
+    """
+    header, start = {"__metadata__": {"format": "pt"}}, 0
+    for name, tensor in tensors.items():
+        end = start + tensor.nbytes
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb", buffering=0) as stream:
+        for part in (len(text).to_bytes(8, "little"), text):
+            stream.write(part)
+        for tensor in tensors.values():
+            view = memoryview(_bytes(tensor.detach().cpu().contiguous()))
+            while view:
+                view = view[stream.write(view) :]
+
+
+class WorkFolder:
+    """A folder for temporary files; removed with its last user, or, after a kill, when the next one is made."""
+
+    def __init__(self, parent: str | Path = "") -> None:
+        """parent: where it is made; the system's folder for temporary files unless given."""
+        parent = Path(parent or tempfile.gettempdir()).expanduser()
+        parent.mkdir(parents=True, exist_ok=True)
+        _remove_left_behind(parent)
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        self._count = 0
+        lock = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        weakref.finalize(self, _close, lock, self.path)
+
+    def keep(self, tensors: Mapping[str, Tensor]) -> TensorFile:
+        """A temporary file of these tensors."""
+        self._count += 1
+        path = self.path / f"{self._count:06d}.safetensors"
+        write_tensors(path, tensors)
+        return TensorFile(path, self)
+
+    def __deepcopy__(self, memo: dict) -> "WorkFolder":
+        return self
+
+
+def _close(lock: int, path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    os.close(lock)
+
+
+def _remove_left_behind(parent: Path) -> None:
+    """Remove the folders of processes that were killed: those whose locks nobody holds."""
+    for lock in parent.glob(f"{_PREFIX}*/lock"):
+        try:
+            descriptor = os.open(lock, os.O_RDWR)
+        except OSError:  # of another user, or gone
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)
+        except OSError:
+            pass
+        finally:
+            os.close(descriptor)
+
+
+def _bytes(tensor: Tensor):
+    """A contiguous tensor's memory as an array of bytes."""
+    return tensor.reshape(-1).view(torch.uint8).numpy()
