@@ -14,14 +14,16 @@ from tqdm.auto import tqdm
 from compress.inputs.calibration import tokens_sha256
 from compress.inputs.model import check_device, weights_sha256
 from compress.kv.attach import attach
-from compress.linear import is_linear, sharing_copy
+from compress.linear import sharing_copy
 from compress.method import Method, settle
 from compress.records import DropRecord, FoldRecord, LayerRecord
 from compress.result import Result
-from compress.walk.blocks import kept_weights
-from compress.walk.experts import split_experts
+from compress.walk.blocks import find_blocks, kept_weights
+from compress.walk.capture import device_of, on_device
+from compress.walk.experts import is_fused_experts, split_experts
 from compress.walk.folding import FoldingMethod
 from compress.walk.layerwise import LayerwiseMethod
+from compress.walk.offload import original_linears
 from compress.walk.resume import BlockStore
 from kernels import source
 from kernels.registry import recording
@@ -55,7 +57,7 @@ def apply(
     asked, recipe, batches = list(recipe), settle(list(recipe)), () if batches is None else batches
     check_device(device or "cpu")
     _check_batches(batches, model, needed=[m.name for m in recipe if m.needs_calibration])
-    where = torch.device(device) if device else next(model.parameters()).device
+    where = torch.device(device) if device else device_of(model)
     start = time.perf_counter()
     identity = {
         "name": getattr(model, "name_or_path", "") or type(model).__name__,
@@ -65,7 +67,7 @@ def apply(
     for method in recipe:
         method.check(model)
     if any(isinstance(method, LayerwiseMethod | FoldingMethod) for method in recipe):
-        split_experts(model)  # changes no output, and makes linears of them
+        _split_experts(model)
     tokens = {
         "corpus": None,
         "samples": len(batches),
@@ -78,12 +80,12 @@ def apply(
     layers: dict[str, LayerRecord] = {}
     folds: list[FoldRecord] = []
     drops: list[DropRecord] = []
-    originals: dict[str, nn.Module] | None = None
+    originals: Mapping[str, nn.Module] | None = None
     with recording() as kernels:
         for i, method in enumerate(recipe):
             store = None
             # Held once something is stored, so that later steps' errors are measured against what the first one met.
-            untouched = {name: m for name, m in model.named_modules() if is_linear(m)} if len(recipe) - i > 1 else None
+            untouched = original_linears(model) if len(recipe) - i > 1 else None
             if work_path:
                 steps = [(m.name, m.values()) for m in recipe[: i + 1]]
                 store = BlockStore.of(Path(work_path), steps, [identity, tokens, code_sha256()])
@@ -138,6 +140,14 @@ def apply_each(
         progress.set_postfix_str(name)
         results[name] = apply(recipe, sharing_copy(model), batches, device=device, work_path=work_path)
     return results
+
+
+def _split_experts(model: nn.Module) -> None:
+    """Make linears of the experts of every block, which changes no output."""
+    for block in find_blocks(model)[1]:
+        if any(map(is_fused_experts, block.modules())):
+            with on_device(block, device_of(block)):
+                split_experts(block)
 
 
 def _after(before: LayerRecord | None, now: LayerRecord) -> LayerRecord:

@@ -40,17 +40,21 @@ def global_ratios(
         score: of a weight [out, in] and its (empty) statistics; must be comparable between linears.
         ratio: of all weights together.
     """
+    prefix, blocks = find_blocks(model)
     sizes = {name: rows * columns for name, (rows, columns) in shapes.items()}
 
-    def scores(name: str) -> Tensor:
-        statistics = LayerStatistics(0, {})
-        statistics.name = name
-        return score(weight_of(model.get_submodule(name)), statistics)
+    def scores() -> Iterator[tuple[str, Tensor]]:
+        for index, block in enumerate(blocks):
+            with on_device(block, device_of(block)):
+                for name in (name for name in sizes if name.startswith(f"{prefix}.{index}.")):
+                    statistics = LayerStatistics(0, {})
+                    statistics.name = name
+                    yield name, score(weight_of(model.get_submodule(name)), statistics)
 
     def below(threshold: float) -> dict[str, int]:
-        return {name: int((scores(name) < threshold).sum()) for name in sizes}
+        return {name: int((values < threshold).sum()) for name, values in scores()}
 
-    low, high = 0.0, max(scores(name).max().item() for name in sizes) + 1.0
+    low, high = 0.0, max(values.max().item() for _, values in scores()) + 1.0
     for _ in tqdm(range(32), desc="threshold over all linears", unit="pass"):
         middle = (low + high) / 2
         counts = below(middle)

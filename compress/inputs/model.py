@@ -21,15 +21,23 @@ from compress.checkpoint.load import LAYOUT, load_compressed
 from compress.inputs.embedded import EMBEDDED, gguf_file
 from compress.inputs.gguf import converted
 from compress.inputs.hub import quick_to_fail, revision
+from compress.inputs.on_disk import load_on_disk
+from compress.walk.offload import named_tensors, put_on_disk
 from kernels.errors import first_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+WEIGHTS = ("memory", "disk")  # where a model's weights are while nobody uses them
 DEFAULT = "smollm2-135m"
 _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 
 
 def load_model(
-    model_name: str = DEFAULT, *, dtype: str = "float32", device: str = "cpu"
+    model_name: str = DEFAULT,
+    *,
+    dtype: str = "float32",
+    device: str = "cpu",
+    weights: str = "memory",
+    offload_path: str | Path = "",
 ) -> tuple[nn.Module, PreTrainedTokenizerBase]:
     """A decoder in evaluation mode, and its tokenizer.
 
@@ -38,6 +46,9 @@ def load_model(
             weights, for tests), a GGUF file, a local folder (one that `save_compressed` wrote, too), or a hub id.
         dtype: of the weights: float32, bfloat16 or float16.
         device: where to put the model.
+        weights: "memory", or "disk" for a model that does not fit there: each block is read when it is used, and what a
+            compression changes is written to `offload_path`.
+        offload_path: folder for that; a new one among the system's temporary files unless given.
 
     Raises:
         ValueError: the model is not there, cannot be read, or is not a decoder; its file and its config do not have the
@@ -48,21 +59,24 @@ def load_model(
     if not isinstance(model_name, str) or not model_name.strip():
         raise ValueError(f"`model_name` (={model_name!r}) must be a name: {_what_would_do()}")
     check_device(device)
+    if weights not in WEIGHTS:
+        raise ValueError(f"`weights` (={weights!r}) must be one of {', '.join(WEIGHTS)}")
+    disk = (device, offload_path) if weights == "disk" else None
     if model_name == "tiny":
         model, tokenizer = _tiny()
-        model = model.to(DTYPES[dtype])
+        model = model.to(DTYPES[dtype]) if disk is None else put_on_disk(model.to(DTYPES[dtype]), *disk)
     else:
         folder = located(model_name)
         decoder_config(model_name, folder)
         try:
             with quick_to_fail():
                 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **_pinned(folder))
-                model = _from_folder(folder, DTYPES[dtype])
+                model = _from_folder(folder, DTYPES[dtype], disk)
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"`model_name` (={model_name!r}) cannot be loaded: {first_line(error)}") from error
     model.eval().requires_grad_(False)
     model.name_or_path = model_name
-    return model.to(device), tokenizer
+    return model if disk else model.to(device), tokenizer
 
 
 def check_device(device: str | torch.device) -> None:
@@ -78,21 +92,26 @@ def check_device(device: str | torch.device) -> None:
 def weights_sha256(model: nn.Module) -> str:
     """Hash of all weights, by name, shape, dtype and content: what the run record calls the model's identity."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, tensor in named_tensors(model):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         digest.update(flat.view(torch.uint8).numpy())
     return digest.hexdigest()
 
 
-def _from_folder(folder: str, dtype: torch.dtype) -> nn.Module:
+def _from_folder(folder: str, dtype: torch.dtype, disk: tuple[str, str | Path] | None) -> nn.Module:
     """The model of a folder or of a hub id, every weight of which came from its file.
+
+    Args:
+        disk: device and folder of `load_on_disk`; None: into memory.
 
     Raises:
         ValueError: the file lacks a weight of the model, or holds one that the model has no place for.
     """
     if (Path(folder) / LAYOUT).is_file():
         return load_compressed(folder).to(dtype)
+    if disk is not None:
+        return load_on_disk(_local(folder), dtype, home=disk[0], offload_path=disk[1])
     model, info = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, trust_remote_code=False, output_loading_info=True, **_pinned(folder)
     )
@@ -102,6 +121,15 @@ def _from_folder(folder: str, dtype: torch.dtype) -> nn.Module:
             owner = "its file" if problem == "lacks" else f"the model of its config ({type(model).__name__})"
             raise ValueError(f"{owner} {problem} {len(names)} of the weights: {shown}")
     return model
+
+
+def _local(folder: str) -> Path:
+    """The files of a folder, or of a hub repository, which is downloaded."""
+    if Path(folder).is_dir():
+        return Path(folder)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(folder, allow_patterns=["*.json", "*.safetensors"], **_pinned(folder)))
 
 
 def located(model_name: str) -> str:

@@ -140,8 +140,13 @@ def advance(block: nn.Module, calls: Sequence[Call], index: int, device: torch.d
 def on_device(block: nn.Module, device: torch.device) -> Iterator[None]:
     """While the context lasts, the block lies on this device; then it goes back to where it was.
 
-    What was replaced inside the block goes back with it, as somebody may hold it to compare with.
+    What was replaced inside the block goes back with it, as somebody may hold it to compare with. A block whose weights
+    lie on disk (`compress.walk.offload`) is loaded, and what changed of it is written.
     """
+    if hasattr(block, "_offloaded"):
+        with block._offloaded.loaded(device):
+            yield
+        return
     home = device_of(block)
     leaves = [module for module in block.modules() if not any(module.children())]
     block.to(device)
@@ -219,8 +224,13 @@ class _Given(nn.Module):
 
 
 def device_of(module: nn.Module) -> torch.device:
+    """Where a module lies, or would be loaded to by itself if its weights are on disk."""
     for tensor in (*module.parameters(), *module.buffers()):
-        return tensor.device
+        if not tensor.is_meta:
+            return tensor.device
+    for part in module.modules():
+        if hasattr(part, "_offloaded"):
+            return part._offloaded.home
     return torch.device("cpu")
 
 

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from compress.linear import CompressedLinear, is_linear
 from compress.walk.blocks import find_blocks
-from compress.walk.capture import Call, block_calls, device_of, mapped, run_block
+from compress.walk.capture import Call, block_calls, device_of, mapped, on_device, run_block
 from compress.walk.experts import split_experts
 from kernels.linear import without_tf32
 
@@ -78,7 +78,7 @@ def find_links(model: nn.Module) -> tuple[list[list[Link]], dict[str, str]]:
         shared = {
             name for name, m in block.named_modules() if any(names[id(p)] > 1 for p in m.parameters(recurse=False))
         }
-        with without_tf32():
+        with on_device(block, device_of(block)), without_tf32():
             found, why = _links_of(_Trial(block, calls[0], index), shared)
         full = f"{prefix}.{index}."
         links.append(
@@ -98,7 +98,7 @@ def compared_by_attention(model: nn.Module) -> set[str]:
     calls = block_calls(model, blocks, [made_up_batch(model)])
     names: set[str] = set()
     for index, block in enumerate(blocks):
-        with without_tf32():
+        with on_device(block, device_of(block)), without_tf32():
             trial = _Trial(block, calls[0], index)
             first = _Compared()
             with first:

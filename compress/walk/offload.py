@@ -1,4 +1,4 @@
-"""Models whose weights lie on disk: every block, and every module outside the blocks, is there for as long as it is used.
+"""Models whose weights lie on disk: a block, or a module outside the blocks, is in memory while somebody uses it.
 
 The model itself lies on the meta device. A part is loaded when `capture.on_device` or a forward pass needs it. What
 changed in the meantime is written to a file of the work folder, and the memory is given back. Whoever changes a model
@@ -9,12 +9,13 @@ import copy
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from compress.linear import CompressedLinear, is_linear, replace
+from compress.linear import CompressedLinear, compressed_linears, is_linear, replace
 from compress.walk.blocks import find_blocks
 from compress.walk.shards import OnDisk, WorkFolder
 
@@ -124,11 +125,15 @@ class Offloaded:
         away = {name: m for name, m in self.module.named_modules() if isinstance(m, AwayLinear)}
         rest = dict(self.where)
         for name, linear in away.items():
-            own = {key.removeprefix(f"{name}."): rest.pop(key).read() for key in list(rest) if key.startswith(f"{name}.")}
+            own = {
+                key.removeprefix(f"{name}."): rest.pop(key).read() for key in list(rest) if key.startswith(f"{name}.")
+            }
             loaded = CompressedLinear.from_tensors(linear.stored, own, linear.dtype).eval()
             replace(self.module, name, loaded.to(device))
         shared: dict[int, Tensor] = {}  # by the tensor that it stands for: tied weights are loaded once
         for owner, key, name, meta in list(_state(self.module)):
+            if name not in rest:  # a buffer that no file holds stays in memory
+                continue
             if id(meta) not in shared:
                 loaded = rest[name].read().to(device, meta.dtype)
                 is_parameter = isinstance(meta, nn.Parameter)
@@ -157,7 +162,7 @@ class Offloaded:
         where = {name: file.tensors[f"{self.name}.{name}"] for name in state}
         for name, tensor in state.items():
             if not _same_bytes(where[name].read(), tensor.cpu()):
-                raise OSError(f"{file.path}: {self.name}.{name} does not read as it was written")
+                raise OSError(f"{self.folder.path}: {self.name}.{name} does not read as it was written")
         return where
 
     def _give_back(self) -> None:
@@ -166,7 +171,9 @@ class Offloaded:
             if isinstance(linear, CompressedLinear) and not isinstance(linear, AwayLinear):
                 replace(self.module, name, AwayLinear(linear.spec(), linear.dtype))
         shared: dict[int, Tensor] = {}
-        for owner, key, _, tensor in list(_state(self.module)):
+        for owner, key, name, tensor in list(_state(self.module)):
+            if name not in self.where:
+                continue
             reference, meta = self._meta.get(id(tensor), (None, None))
             if reference is None or reference() is not tensor:
                 meta = shared.setdefault(id(tensor), _on_meta(tensor))
@@ -194,6 +201,7 @@ def offload(
     for name, module in model.named_modules():
         if name not in parts and not name.startswith(inside) and _has_state(module):
             parts[name] = module
+    _move_buffers(model, torch.device(home))
     table = model.get_input_embeddings()
     for name, module in parts.items():
         start = f"{name}." if name else ""
@@ -201,6 +209,18 @@ def offload(
         is_table = module is table and isinstance(module, nn.Embedding) and type(module.weight) is nn.Parameter
         Offloaded(module, name, own, home=torch.device(home), folder=folder, is_table=is_table)
     return model
+
+
+def put_on_disk(model: nn.Module, home: torch.device | str = "cpu", offload_path: str | Path = "") -> nn.Module:
+    """Write the weights of a model in memory to a work folder in `offload_path`, and leave them there, in place."""
+    folder = WorkFolder(offload_path)
+    file = folder.keep(model.state_dict())
+    for name, linear in compressed_linears(model).items():
+        replace(model, name, AwayLinear(linear.spec(), linear.dtype))
+    shared: dict[int, Tensor] = {}
+    for owner, key, _, tensor in list(_state(model)):
+        setattr(owner, key, shared.setdefault(id(tensor), _on_meta(tensor)))
+    return offload(model, file.tensors, home=home, folder=folder)
 
 
 def offloaded_parts(model: nn.Module) -> dict[str, Offloaded]:

@@ -32,7 +32,7 @@ _PREFIX = "workbench-offload-"
 class OnDisk:
     """One tensor of a file: its bytes lie from `start` on."""
 
-    file: "TensorFile"
+    source: "Source"
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
@@ -44,7 +44,7 @@ class OnDisk:
     def read(self) -> Tensor:
         """The tensor, in memory of its own."""
         tensor = torch.empty(self.shape, dtype=self.dtype)
-        with self.file.path.open("rb", buffering=0) as stream:
+        with self.source.path.open("rb", buffering=0) as stream:
             self._fill(stream, tensor, self.start)
         return tensor
 
@@ -52,7 +52,7 @@ class OnDisk:
         """These rows [n, ...] of the tensor alone."""
         tensor = torch.empty((len(numbers), *self.shape[1:]), dtype=self.dtype)
         size = self.nbytes // max(self.shape[0], 1)
-        with self.file.path.open("rb", buffering=0) as stream:
+        with self.source.path.open("rb", buffering=0) as stream:
             for row, number in zip(tensor, numbers.tolist(), strict=True):
                 self._fill(stream, row, self.start + number * size)
         return tensor
@@ -63,14 +63,25 @@ class OnDisk:
         while view:  # one call reads 2 GB at most
             count = stream.readinto(view)
             if not count:
-                raise ValueError(f"{self.file.path} ends early: it is damaged or not complete")
+                raise ValueError(f"{self.source.path} ends early: it is damaged or not complete")
             view = view[count:]
+
+
+class Source:
+    """A file that tensors are read from. Copies of a model share it; one in a work folder is removed when no tensor
+    refers to it any more."""
+
+    def __init__(self, path: Path, folder: "WorkFolder | None") -> None:
+        self.path, self._folder = path, folder
+        if folder is not None:
+            weakref.finalize(self, path.unlink, missing_ok=True)
+
+    def __deepcopy__(self, memo: dict) -> "Source":
+        return self
 
 
 class TensorFile:
     """The tensors of one safetensors file, by name.
-
-    Copies of a model share its files. A temporary one is removed when nobody refers to it any more.
 
     Raises:
         ValueError: the file is damaged or not complete.
@@ -78,9 +89,7 @@ class TensorFile:
 
     def __init__(self, path: Path, folder: "WorkFolder | None" = None) -> None:
         """folder: of a temporary file."""
-        self.path, self._folder = path, folder
-        if folder is not None:
-            weakref.finalize(self, path.unlink, missing_ok=True)
+        source = Source(path, folder)
         try:
             with path.open("rb") as stream:
                 length = int.from_bytes(stream.read(8), "little")
@@ -89,16 +98,13 @@ class TensorFile:
                 header = json.loads(stream.read(length))
             self.metadata: dict[str, str] = header.pop("__metadata__", {})
             self.tensors = {
-                name: OnDisk(self, DTYPES[it["dtype"]], tuple(it["shape"]), 8 + length + it["data_offsets"][0])
+                name: OnDisk(source, DTYPES[it["dtype"]], tuple(it["shape"]), 8 + length + it["data_offsets"][0])
                 for name, it in header.items()
             }
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is no safetensors file that can be read: {error}") from error
         if max((t.start + t.nbytes for t in self.tensors.values()), default=0) > path.stat().st_size:
             raise ValueError(f"{path} is damaged or not complete: it is shorter than its header says")
-
-    def __deepcopy__(self, memo: dict) -> "TensorFile":
-        return self
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:

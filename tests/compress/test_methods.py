@@ -1,6 +1,7 @@
 """One matrix over METHODS: what every method must do, whatever it is. What acts on caches has another, in
 test_kv_cache.py."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -10,6 +11,7 @@ from compress import METHODS, apply
 from compress.linear import CompressedLinear, compressed_linears, shape_of
 from compress.method import STAGES
 from compress.walk.layerwise import LayerwiseMethod
+from compress.walk.offload import named_tensors, put_on_disk
 
 # The knobs with which each method is tried on the tiny models; a new method adds its row here.
 ROWS = {
@@ -107,3 +109,20 @@ def test_group_sizes_that_divide_nothing(name, tiny, tokens):
     assert all(
         m.parts[0].group_size == shape_of(m)[1] for m in result.model.modules() if isinstance(m, CompressedLinear)
     )
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_weights_on_disk_give_the_same_bits(name, tiny, tokens):
+    model, ids = tiny("llama"), tokens(1, 17)[0]
+    recipe = [METHODS[name](**ROWS[name])]
+    on_disk = apply(recipe, put_on_disk(copy.deepcopy(model)), tokens())
+    in_memory = apply(recipe, model, tokens())
+    assert in_memory.identity == on_disk.identity
+    stored = dict(named_tensors(on_disk.model))
+    assert stored.keys() == model.state_dict().keys()
+    assert all(torch.equal(tensor, stored[key]) for key, tensor in model.state_dict().items())
+    assert [(r.name, r.error, r.notes) for r in on_disk.layers] == [
+        (r.name, r.error, r.notes) for r in in_memory.layers
+    ]
+    assert torch.equal(on_disk.model(ids).logits, model(ids).logits)
+    assert all(p.is_meta for p in on_disk.model.parameters()), "nothing stays in memory"

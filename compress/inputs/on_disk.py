@@ -1,0 +1,118 @@
+"""Models of a folder whose weights stay on disk: which tensor of which file is which weight of the model."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from compress.checkpoint.shards import INDEX, ONE_FILE
+from compress.walk.offload import offload
+from compress.walk.shards import OnDisk, TensorFile, WorkFolder
+
+
+def load_on_disk(folder: Path, dtype: torch.dtype, *, home: str, offload_path: str | Path = "") -> nn.Module:
+    """A model as transformers saved it, its weights left in their files.
+
+    Args:
+        dtype: in which weights are when they are used.
+        home: device on which a part lies while the model itself runs it.
+        offload_path: folder for what a compression changes; "": the system's for temporary files.
+
+    Raises:
+        ValueError: the folder has no safetensors, a file is damaged, the model's files and its config do not have the
+            same weights, or transformers would convert the weights and not only their names.
+    """
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    quantised = getattr(config, "quantization_config", None)
+    if quantised:
+        kind = quantised.get("quant_method") if isinstance(quantised, Mapping) else type(quantised).__name__
+        raise ValueError(f"`weights` (='disk') takes weights as they are, and these are quantised ({kind}): 'memory'")
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    model.tie_weights()
+    if kept := _kept_in_float32(model, dtype):
+        raise ValueError(
+            f"`weights` (='disk') casts every weight, to {dtype} here, and {type(model).__name__} keeps {kept[0]} in "
+            "float32; dtype='float32' would do"
+        )
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    offload(model, _weights(model, tensors_of(folder)), home=home, folder=WorkFolder(offload_path))
+    return model
+
+
+def tensors_of(folder: Path) -> dict[str, OnDisk]:
+    """Every tensor of the safetensors files of a folder, by its name there.
+
+    Raises:
+        ValueError: there are none, one that the index names is not there, or one is damaged.
+    """
+    if (folder / INDEX).is_file():
+        names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+    else:
+        names = [ONE_FILE] if (folder / ONE_FILE).is_file() else []
+    if not names:
+        raise ValueError(f"`weights` (='disk') needs safetensors: {folder} holds neither {ONE_FILE} nor {INDEX}")
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise ValueError(f"{folder} lacks {', '.join(missing)}, which {INDEX} names")
+    return {name: tensor for file in names for name, tensor in TensorFile(folder / file).tensors.items()}
+
+
+def _weights(model: nn.Module, stored: Mapping[str, OnDisk]) -> dict[str, OnDisk]:
+    """The tensors of a model's state by their names in it, renamed as `from_pretrained` renames them."""
+    state = model.state_dict()
+    transforms = get_model_conversion_mapping(model)
+    renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
+    converters = [one for one in transforms if isinstance(one, WeightConverter)]
+    found: dict[str, OnDisk] = {}
+    unused: list[str] = []
+    for name, tensor in stored.items():
+        own, converted = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+        if own not in state and name in state:
+            own, converted = name, None
+        if converted is not None:
+            raise ValueError(
+                f"`weights` (='disk') cannot take {type(model).__name__}: transformers puts {name} and others together "
+                f"to {own} when it loads them; weights='memory' would do"
+            )
+        if own in state:
+            found[own] = tensor
+        else:
+            unused.append(own)
+    by_parameter = {id(p): name for name, p in model.named_parameters(remove_duplicate=False) if name in found}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name not in found and id(parameter) in by_parameter:  # tied to one that is there
+            found[name] = found[by_parameter[id(parameter)]]
+    _check_names(model, state, found, unused)
+    return found
+
+
+def _check_names(model: nn.Module, state: Mapping[str, Any], found: Mapping[str, OnDisk], unused: list[str]) -> None:
+    lacking = [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in found]
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    unused = [name for name in unused if not any(re.search(pattern, name) for pattern in ignored)]
+    for problem, names in (("lacks", lacking), ("does not use", unused)):
+        if names:
+            shown = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
+            owner = "its file" if problem == "lacks" else f"the model of its config ({type(model).__name__})"
+            raise ValueError(f"{owner} {problem} {len(names)} of the weights: {shown}")
+    for name, tensor in found.items():
+        if tuple(state[name].shape) != tensor.shape:
+            raise ValueError(
+                f"{name} has the shape {tensor.shape} in its file and {tuple(state[name].shape)} by the config"
+            )
+
+
+def _kept_in_float32(model: nn.Module, dtype: torch.dtype) -> list[str]:
+    """Parameters that from_pretrained leaves in float32 when it loads a model in this dtype."""
+    patterns = list(getattr(model, "_keep_in_fp32_modules_strict", None) or ()) if dtype != torch.float32 else []
+    patterns += list(getattr(model, "_keep_in_fp32_modules", None) or ()) if dtype == torch.float16 else []
+    return [name for name, _ in model.named_parameters() if any(re.search(pattern, name) for pattern in patterns)]

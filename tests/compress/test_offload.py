@@ -1,0 +1,171 @@
+"""Weights on disk: the same bits as in memory, block by block, from files that are checked before they are used."""
+
+import copy
+import gc
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from compress import apply
+from compress.inputs.model import weights_sha256
+from compress.inputs.on_disk import load_on_disk
+from compress.linear import CompressedLinear, sharing_copy
+from compress.recipe import parse_recipe
+from compress.walk.blocks import find_blocks
+from compress.walk.capture import on_device
+from compress.walk.offload import AwayLinear, named_tensors, offloaded_parts, put_on_disk
+from compress.walk.shards import WorkFolder, write_tensors
+
+CPU = torch.device("cpu")
+GPTQ = "gptq(bits=3, group_size=16, min_tokens=8)"
+
+
+def same(on_disk, in_memory) -> None:
+    expected, found = in_memory.state_dict(), dict(named_tensors(on_disk))
+    assert expected.keys() == found.keys()
+    assert all(
+        torch.equal(tensor, found[name]) and tensor.dtype == found[name].dtype for name, tensor in expected.items()
+    )
+
+
+def test_a_model_runs_with_its_weights_on_disk(any_model, tokens):
+    on_disk = put_on_disk(copy.deepcopy(any_model))
+    assert all(p.is_meta for p in on_disk.parameters())
+    for ids in tokens(2, 20):
+        assert torch.equal(on_disk(ids).logits, any_model(ids).logits)
+    assert all(p.is_meta for p in on_disk.parameters()), "what a pass needed is given back"
+    assert weights_sha256(on_disk) == weights_sha256(any_model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_folders_of_transformers_are_read_as_it_reads_them(any_model, tokens, tmp_path, dtype):
+    any_model.save_pretrained(tmp_path, max_shard_size="100KB")
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).eval()
+    stored = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    converted = any(".experts." in name for name in stored) and any_model.config.model_type != "gpt_oss"
+    if converted:
+        with pytest.raises(ValueError, match=r"`weights` \(='disk'\) cannot take .*ForCausalLM.*weights='memory'"):
+            load_on_disk(tmp_path, dtype, home="cpu")
+        return
+    if any_model.config.model_type == "gpt_oss":
+        with pytest.raises(ValueError, match="keeps model.layers.0.* in float32; dtype='float32' would do"):
+            load_on_disk(tmp_path, torch.float16, home="cpu")
+    on_disk = load_on_disk(tmp_path, dtype, home="cpu").eval()
+    assert on_disk.dtype == dtype
+    ids = tokens(1, 20)[0]
+    assert torch.equal(on_disk(ids).logits, expected(ids).logits)
+    same(on_disk, expected)
+    assert {n: b.dtype for n, b in on_disk.named_buffers()} == {n: b.dtype for n, b in expected.named_buffers()}
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        f"smoothquant, wanda, {GPTQ}",
+        "awq(group_size=16), rtn(group_size=16)",
+        "wanda(pattern='2:4'), int8",
+        "magnitude(allocation='global')",
+        "wanda(ratio=0.4, allocation='adaptive')",
+        f"layer_drop(count=1, target='block'), {GPTQ}",
+    ],
+)
+def test_recipes_of_several_methods(recipe, tiny, tokens):
+    """Each method reads what the one before it wrote; errors are those against what was there first."""
+    model = tiny("qwen2", num_hidden_layers=3)
+    on_disk = apply(parse_recipe(recipe), put_on_disk(copy.deepcopy(model)), tokens())
+    in_memory = apply(parse_recipe(recipe), model, tokens())
+    same(on_disk.model, model)
+    assert [(r.name, r.error) for r in on_disk.layers] == [(r.name, r.error) for r in in_memory.layers]
+
+
+def test_fused_experts_are_split_on_disk(tiny, tokens):
+    model = tiny("mixtral")
+    on_disk = apply(parse_recipe(GPTQ), put_on_disk(copy.deepcopy(model)), tokens())
+    same(on_disk.model, apply(parse_recipe(GPTQ), model, tokens()).model)
+
+
+def test_a_copy_has_weights_of_its_own_once_they_change(tiny, tokens):
+    model = put_on_disk(tiny("llama"))
+    before = weights_sha256(model)
+    other = apply(parse_recipe(GPTQ), sharing_copy(model), tokens()).model
+    assert weights_sha256(model) == before != weights_sha256(other)
+    assert any(isinstance(m, AwayLinear) for m in other.modules())
+    assert not any(isinstance(m, CompressedLinear) for m in model.modules())
+
+
+def test_only_what_changed_is_written_and_files_go_with_their_users(tiny, tmp_path):
+    model = put_on_disk(tiny("llama"), offload_path=tmp_path)
+    folder = next(tmp_path.iterdir())
+    blocks = find_blocks(model)[1]
+    files = set(folder.iterdir())
+    with on_device(blocks[0], CPU):
+        assert not blocks[0].mlp.up_proj.weight.is_meta
+    assert set(folder.iterdir()) == files, "it was only read"
+    for factor in (2, 3):
+        with on_device(blocks[0], CPU):
+            blocks[0].mlp.up_proj.weight.mul_(factor)
+    assert len(set(folder.iterdir()) - files) == 1, "the file of the first change is gone"
+    del model, blocks
+    gc.collect()
+    assert not folder.exists()
+
+
+def test_a_pass_that_ends_in_an_error_leaves_the_block_on_disk(tiny, tokens):
+    model = put_on_disk(tiny("llama"))
+    blocks = find_blocks(model)[1]
+    with pytest.raises(KeyboardInterrupt), on_device(blocks[0], CPU):
+        blocks[0].mlp.down_proj.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        model(tokens(1)[0])
+    assert all(p.is_meta for p in blocks.parameters())
+
+
+def test_damaged_folders_are_refused(tiny, tmp_path):
+    model = tiny("llama")
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    whole = file.read_bytes()
+    for content, message in ((whole[:-8], "shorter than its header says"), (b"x" * 100, "header is cut off")):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            load_on_disk(tmp_path, torch.float32, home="cpu")
+    state = dict(model.state_dict())
+    write_tensors(file, state | {"extra": torch.zeros(1)})
+    with pytest.raises(ValueError, match=r"\(LlamaForCausalLM\) does not use 1 of the weights: extra"):
+        load_on_disk(tmp_path, torch.float32, home="cpu")
+    del state["model.norm.weight"]
+    write_tensors(file, state)
+    with pytest.raises(ValueError, match="its file lacks 1 of the weights: model.norm.weight"):
+        load_on_disk(tmp_path, torch.float32, home="cpu")
+    file.unlink()
+    with pytest.raises(ValueError, match="needs safetensors"):
+        load_on_disk(tmp_path, torch.float32, home="cpu")
+
+
+def test_work_folders_of_killed_processes_are_removed(tmp_path):
+    left = tmp_path / "workbench-offload-killed"
+    left.mkdir()
+    (left / "lock").touch()
+    mine = WorkFolder(tmp_path)
+    WorkFolder(tmp_path)
+    assert not left.exists() and mine.path.exists()
+
+
+def test_safetensors_are_written_as_the_library_reads_them(tmp_path):
+    from safetensors.torch import load_file
+
+    tensors = {
+        "a": torch.randn(3, 5).to(torch.bfloat16),
+        "b": torch.arange(4)[1:],
+        "empty": torch.zeros(0, 2),
+        "scalar": torch.tensor(2.5),
+        "fp8": torch.randn(4, 4).to(torch.float8_e4m3fn),
+        "transposed": torch.randn(2, 3).t(),
+    }
+    write_tensors(tmp_path / "x.safetensors", tensors)
+    again = load_file(tmp_path / "x.safetensors")
+    assert all(
+        torch.equal(t.float(), again[name].float()) and t.dtype == again[name].dtype for name, t in tensors.items()
+    )
+    assert list(offloaded_parts(torch.nn.Linear(2, 2))) == []
