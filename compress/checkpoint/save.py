@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from compress.checkpoint.compressed_tensors import CompressedTensors
 from compress.checkpoint.gguf import GGUF
 from compress.checkpoint.load import load_compressed
 from compress.checkpoint.save_format import STORY, Checkpoint, SaveFormat, Story
@@ -19,7 +20,7 @@ from compress.checkpoint.workbench import Workbench
 from compress.linear import compressed_linears
 from compress.result import Result
 
-SAVE_FORMATS: dict[str, SaveFormat] = {one.name: one for one in (Workbench(), GGUF())}
+SAVE_FORMATS: dict[str, SaveFormat] = {one.name: one for one in (Workbench(), CompressedTensors(), GGUF())}
 
 
 def save_compressed(

@@ -1,0 +1,254 @@
+"""compressed-tensors: the files of llm-compressor, which vLLM and transformers load (compressed-tensors 0.20).
+
+How a linear is stored, by what the workbench holds (O out, I in, g groups, b bits):
+
+    int_group       pack-quantized   weight_packed int32 [O, ceil(I*b/32)], weight_scale [O, g], weight_shape int64 [2],
+                                     asymmetric also weight_zero_point int32 [ceil(O*b/32), g]
+    eight_bit int8  int-quantized    weight int8 [O, I], weight_scale float32 [O, 1], static steps: input_scale [1]
+    eight_bit fp8   float-quantized  weight float8_e4m3 [O, I], weight_scale float32 [O, 1] or [O/128, I/128]
+    dense, pruned   dense            weight [O, I], with its zeros
+
+The codes, scales and zero points are ours as they are: nothing is quantised again. What readers do with them:
+
+- **Negative scales**, which a search of scales may give: every reader multiplies (code - zero) by the scale and tests
+  no sign (compressed-tensors `_dequantize`; vLLM 0.33 Marlin, Exllama, Triton, oneDNN and its CPU kernels), so that
+  they are stored as they are. Turning the sign would need the code +2^(b-1), which there is none of.
+- **The scales' dtype**: transformers casts scales to the model's dtype when it loads; vLLM keeps float32 for 8-bit
+  weights and casts to the model's dtype for packed ones. Scales of packed weights are therefore stored in the model's
+  dtype, those of 8-bit weights in float32. Where a cast rounds them, a remark of the verification says so.
+- **Zero points**: vLLM takes them packed, as they are specified; transformers 5.23 with compressed-tensors 0.20 only
+  where it dequantises on the way in (`load_with_transformers` says why).
+- **Steps of activations per token**: transformers takes max|x| / 127.5 for int8, in the model's dtype; vLLM and this
+  workbench take max|x| / 127, in float32. The weights are the same, the products differ by that rounding.
+"""
+
+import importlib.util
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+from compress.checkpoint.save_format import Checkpoint, SaveFormat, Verification
+from compress.checkpoint.schemes import Scheme, quantization_config, scheme_of, vllm_remarks
+from compress.checkpoint.shards import write_shards
+from compress.checkpoint.transformers_config import problem_for_transformers, write_reader_configuration
+from compress.checkpoint.verify import compare_logits, compare_weights
+from compress.checkpoint.words import to_words, words_of_bytes
+from compress.formats import Dense, EightBit, Format, IntGroup
+from compress.formats.sparse import Sparse
+from compress.linear import CompressedLinear, compressed_linears
+from kernels.int_matmul import to_rows, unpack
+from kernels.w8a8_matmul import to_rows as to_rows8
+
+INSTALL = "pip install compressed-tensors==0.20.0"
+DEQUANTIZE = "from_pretrained(..., quantization_config=CompressedTensorsConfig(dequantize=True))"
+
+
+class CompressedTensors(SaveFormat):
+    """Read by transformers (with the compressed-tensors library) and vLLM; see the top of this file."""
+
+    name: ClassVar[str] = "compressed-tensors"
+    readers: ClassVar[str] = "transformers, vLLM"
+    snippet: ClassVar[str] = """
+transformers (with `pip install compressed-tensors`):
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model, tokenizer = AutoModelForCausalLM.from_pretrained("PATH", dtype="auto"), AutoTokenizer.from_pretrained("PATH")
+```
+
+vLLM:
+
+```sh
+vllm serve PATH
+```"""
+
+    def problem(self, linear: dict[str, Any]) -> str:
+        try:
+            scheme_of(linear)
+        except ValueError as reason:
+            return str(reason)
+        return ""
+
+    def problem_of_model(self, model: nn.Module) -> str:
+        if importlib.util.find_spec("compressed_tensors") is None:
+            return f"`save_format` (={self.name!r}) is verified with the compressed-tensors library: `{INSTALL}`"
+        if problem := problem_for_transformers(model, self.name):
+            return problem
+        try:
+            schemes = schemes_of(model)
+        except ValueError:  # `problem` says of which linear, and why
+            return ""
+        if is_asymmetric(schemes) and len(set(schemes.values())) > 1:
+            shown = "; ".join(str(scheme) for scheme in dict.fromkeys(schemes.values()))
+            return (
+                f"`save_format` (={self.name!r}) cannot hold this model: transformers loads asymmetric weights only "
+                f"where all linears are stored alike, and these are not ({shown}); symmetric=True would do"
+            )
+        return ""
+
+    def write(self, checkpoint: Checkpoint, folder: Path) -> None:
+        model = checkpoint.model
+        schemes = schemes_of(model)
+        write_reader_configuration(checkpoint, folder, quantization_config(schemes, model) if schemes else None)
+        write_shards(tensors(model), folder)
+
+    def verify(self, checkpoint: Checkpoint, folder: Path) -> Verification:
+        model, schemes = checkpoint.model, schemes_of(checkpoint.model)
+        loaded = load_with_transformers(folder, model.dtype, schemes)
+        buffers = take_computed_buffers(model, loaded)
+        loaded(torch.zeros(1, 1, dtype=torch.long), use_cache=False)  # the library decompresses at the first forward
+        rounded = {name: rounding(linear) for name, linear in compressed_linears(model).items()}
+        compare_weights(model, loaded, rounded)
+        steps = any(scheme.inputs for scheme in schemes.values())
+        agreement = compare_logits(
+            model, loaded, checkpoint.tokenizer, activations_as_they_are=unrounded_inputs if steps else None
+        )
+        remarks = [str(agreement), *scale_remarks(rounded, model.dtype), *buffers, *vllm_remarks(schemes, model)]
+        reader = f"transformers {transformers.__version__}"
+        if schemes:
+            reader += f" with compressed-tensors {version('compressed-tensors')}"
+        if is_asymmetric(schemes):
+            remarks.append(f"transformers loads asymmetric weights with `{DEQUANTIZE}` only")
+        return Verification(reader, agreement.largest, tuple(remarks))
+
+
+def load_with_transformers(folder: Path, dtype: torch.dtype, schemes: Mapping[str, Scheme]) -> nn.Module:
+    """The model as transformers loads it.
+
+    compressed-tensors 0.20 prepares a place for unpacked zero points when transformers loads packed ones, and refuses
+    them for their shape. They are read where the weights are dequantised on the way in.
+
+    Raises:
+        RuntimeError: tensors are missing, or are too many.
+    """
+    more = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if is_asymmetric(schemes) else {}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="You passed `quantization_config`")
+        loaded, info = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, trust_remote_code=False, output_loading_info=True, **more
+        )
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info[problem]:
+            raise RuntimeError(f"transformers reports {problem} of the saved model: {sorted(info[problem])[:3]}")
+    return loaded
+
+
+def is_asymmetric(schemes: Mapping[str, Scheme]) -> bool:
+    return any(not scheme.symmetric for scheme in schemes.values())
+
+
+def schemes_of(model: nn.Module) -> dict[str, Scheme]:
+    """The scheme of every quantised linear, by name."""
+    found = {name: scheme_of(linear.spec()) for name, linear in compressed_linears(model).items()}
+    return {name: scheme for name, scheme in found.items() if scheme is not None}
+
+
+def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What is stored, each shared tensor (a tied embedding) once, under its first name."""
+    compressed, seen = compressed_linears(model), set()
+    inside = tuple(f"{name}." for name in compressed)
+    for name, tensor in model.state_dict().items():
+        key = (tensor.data_ptr(), tensor.shape) if tensor.numel() else name
+        if not name.startswith(inside) and key not in seen:
+            seen.add(key)
+            yield name, tensor
+    for name, linear in compressed.items():
+        for key, tensor in stored_tensors(linear, model.dtype).items():
+            yield f"{name}.{key}", tensor
+        if linear.bias is not None:
+            yield f"{name}.bias", linear.bias
+
+
+def stored_tensors(linear: CompressedLinear, dtype: torch.dtype) -> dict[str, Tensor]:
+    """What compressed-tensors keeps for the weight of a linear, by its own names."""
+    part = plain_part(linear)
+    if isinstance(part, Dense):
+        return {"weight": part.weight.to(dtype)}
+    if isinstance(part, EightBit):
+        scale = part.scale.float()
+        kept = {
+            "weight": to_rows8(part.w8).codes,
+            "weight_scale": scale[:, None] if scale.dim() == 1 else scale,  # [out, 1] or blocks
+        }
+        return kept if part.x_scale is None else {**kept, "input_scale": part.x_scale.float().reshape(1)}
+    assert isinstance(part, IntGroup), part.name
+    rows = to_rows(part.packed)
+    kept = {
+        "weight_packed": words_of_bytes(rows.codes, rows.bits, rows.shape[1]),
+        "weight_scale": rows.scale.to(dtype),
+        "weight_shape": torch.tensor(rows.shape),
+    }
+    if rows.zero is not None:
+        _, zero = unpack(rows)  # [out, groups]
+        kept["weight_zero_point"] = to_words(zero.T, rows.bits).T
+    return kept
+
+
+def plain_part(linear: CompressedLinear) -> Format:
+    """The one part of a linear, with the zeros of pruning in place."""
+    part = linear.parts[0]
+    return part.expanded() if isinstance(part, Sparse) else part
+
+
+def rounding(linear: CompressedLinear) -> float:
+    """How far |difference| / |weight| of a dequantised weight may go because scales are rounded to the model's dtype;
+    0 if that rounds none of them.
+
+    A scale, its product with the code, and the product that it is compared with, round by half an eps each.
+    """
+    part = plain_part(linear)
+    scale = getattr(part, "scale", None)
+    if scale is None or torch.equal(scale.to(linear.dtype).float(), scale.float()):
+        return 0.0
+    return 2 * torch.finfo(linear.dtype).eps
+
+
+def scale_remarks(rounded: Mapping[str, float], dtype: torch.dtype) -> list[str]:
+    count, kind = sum(one > 0 for one in rounded.values()), str(dtype).removeprefix("torch.")
+    if not count:
+        return []
+    return [
+        f"the scales of {count} linears are not all {kind} numbers: a reader that holds them in {kind}, as "
+        f"transformers does, gets weights that differ by up to {max(rounded.values()):.1e} of their size"
+    ]
+
+
+def take_computed_buffers(model: nn.Module, loaded: nn.Module) -> list[str]:
+    """Give a loaded model the computed buffers of the one in memory where they differ; a remark about it, if any do.
+
+    A reader computes rotary frequencies anew, in float32; a model that was cast as a whole has rounded ones.
+    """
+    theirs, stored, taken = dict(loaded.named_buffers()), model.state_dict().keys(), []
+    for name, buffer in model.named_buffers():
+        if name in theirs and name not in stored and not torch.equal(buffer.cpu(), theirs[name].cpu()):
+            owner, _, key = name.rpartition(".")
+            loaded.get_submodule(owner).register_buffer(key, buffer.clone(), persistent=False)
+            taken.append(name)
+    if not taken:
+        return []
+    return [
+        f"readers compute {taken[0]}{' and others' if len(taken) > 1 else ''} anew, as the model's authors meant it; "
+        "the model in memory, which was cast as a whole, holds it rounded"
+    ]
+
+
+@contextmanager
+def unrounded_inputs(loaded: nn.Module) -> Iterator[None]:
+    """Let compressed-tensors' linears take their inputs as they come."""
+    quantised = [module for module in loaded.modules() if hasattr(module, "quantization_scheme")]
+    for module in quantised:
+        module.quantization_enabled = False
+    try:
+        yield
+    finally:
+        for module in quantised:
+            module.quantization_enabled = True

@@ -1,0 +1,191 @@
+"""How compressed-tensors names what a linear stores: its entry of `config_groups`, and what vLLM makes of it."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from compress.linear import CompressedLinear
+from kernels.w8a8_matmul import BLOCK
+
+PACKED, INTS, FLOATS, MIXED = "pack-quantized", "int-quantized", "float-quantized", "mixed-precision"
+# Linears that vLLM multiplies as one.
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+MARLIN_GROUPS = (32, 64, 128)  # columns, beside whole rows: what vLLM's kernel for NVIDIA GPUs takes
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """What one or more linears store, as a `QuantizationScheme` without its targets.
+
+    Attributes:
+        format: one of PACKED, INTS, FLOATS.
+        bits: of a weight. symmetric: whether its zero point is the middle code.
+        strategy: what shares a scale: "channel" (a row), "group" or "block".
+        group_size: columns of a group, where strategy is "group".
+        inputs: how activations are rounded: "token" or "group" as they come by, "tensor" by a stored step; None: not.
+    """
+
+    format: str
+    bits: int
+    symmetric: bool
+    strategy: str
+    group_size: int | None = None
+    inputs: str | None = None
+
+    def as_config(self, targets: list[str]) -> dict[str, Any]:
+        """The entry of `config_groups`."""
+        kind = "float" if self.format == FLOATS else "int"
+        weights = {
+            "num_bits": self.bits,
+            "type": kind,
+            "symmetric": self.symmetric,
+            "strategy": self.strategy,
+            "group_size": self.group_size,
+            "dynamic": False,
+        }
+        if self.strategy == "block":
+            weights["block_structure"] = [BLOCK, BLOCK]
+        inputs = None
+        if self.inputs is not None:
+            inputs = {
+                "num_bits": 8,
+                "type": kind,
+                "symmetric": True,
+                "strategy": self.inputs,
+                "group_size": BLOCK if self.inputs == "group" else None,
+                "dynamic": self.inputs != "tensor",
+            }
+        return {
+            "targets": targets,
+            "weights": weights,
+            "input_activations": inputs,
+            "output_activations": None,
+            "format": self.format,
+        }
+
+    def __str__(self) -> str:
+        zero = "" if self.symmetric else ", asymmetric"
+        share = f"groups of {self.group_size}" if self.strategy == "group" else f"a scale per {self.strategy}"
+        steps = "" if self.inputs is None else f", activations per {self.inputs}"
+        return f"{self.format}: {self.bits} bits, {share}{zero}{steps}"
+
+
+def scheme_of(linear: dict[str, Any]) -> Scheme | None:
+    """The scheme of a linear, as `CompressedLinear.spec()` describes it; None for one that is stored as floats.
+
+    Raises:
+        ValueError: compressed-tensors has none for it; the message says why.
+    """
+    stored = plain_spec(linear)
+    _, columns = stored["shape"]
+    match stored["format"]:
+        case "dense":
+            return None
+        case "int_group":
+            strategy = "channel" if stored["group_size"] == columns else "group"
+            group_size = None if strategy == "channel" else stored["group_size"]
+            return Scheme(PACKED, stored["bits"], stored["symmetric"], strategy, group_size)
+        case "eight_bit":
+            inputs = "tensor" if stored["static"] else "token" if stored["block"] is None else "group"
+            if stored["block"] is not None and columns % BLOCK:
+                raise ValueError(
+                    f"its scales are per {BLOCK} x {BLOCK} weights, and its in_features (={columns}) are no multiple "
+                    f"of {BLOCK}; a scale per channel would do"
+                )
+            strategy = "channel" if stored["block"] is None else "block"
+            return Scheme(INTS if stored["dtype"] == "int8" else FLOATS, 8, True, strategy, None, inputs)
+    raise ValueError(f"it is stored as {stored['format']}, which compressed-tensors does not have")
+
+
+def plain_spec(linear: dict[str, Any]) -> dict[str, Any]:
+    """What a linear stores, with the zeros of pruning in place.
+
+    Raises:
+        ValueError: it is a sum of parts, or transforms its input.
+    """
+    if linear.get("transform"):
+        raise ValueError("its input is transformed first, which this format has no place for")
+    if len(linear["parts"]) != 1:
+        shown = " + ".join(part["format"] for part in linear["parts"])
+        raise ValueError(f"it is stored as a sum of parts ({shown}), and this format holds one")
+    part = linear["parts"][0]
+    if part["format"] == "bitmap":
+        return {**part, "format": "dense" if part["bits"] is None else "int_group"}
+    if part["format"] == "sparse24":
+        values = part["values"]
+        wide = {"group_size": 2 * values["group_size"]} if values["format"] == "int_group" else {}
+        return {**values, **wide, "shape": part["shape"]}
+    return part
+
+
+def quantization_config(schemes: Mapping[str, Scheme], model: nn.Module) -> dict[str, Any]:
+    """`quantization_config` of config.json.
+
+    Args:
+        schemes: by linear, those that are quantised; at least one.
+    """
+    by_scheme: dict[Scheme, list[str]] = defaultdict(list)
+    for name, scheme in schemes.items():
+        by_scheme[scheme].append(name)
+    # One scheme is given by class, so that the file stays short; several, by the names of the linears.
+    groups = {
+        f"group_{i}": scheme.as_config(["Linear"] if len(by_scheme) == 1 else names)
+        for i, (scheme, names) in enumerate(by_scheme.items())
+    }
+    formats = sorted({scheme.format for scheme in by_scheme})
+    return {
+        "quant_method": "compressed-tensors",
+        "format": formats[0] if len(formats) == 1 else MIXED,
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": [name for name in linear_names(model) if name not in schemes],
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+
+
+def linear_names(model: nn.Module) -> list[str]:
+    """Names of what a reader finds as linears: those of the model, compressed or not."""
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear | CompressedLinear)]
+
+
+def vllm_remarks(schemes: Mapping[str, Scheme], model: nn.Module) -> list[str]:
+    """What a user of vLLM 0.33 must know about these linears; read from its sources, for those that it multiplies."""
+    remarks = []
+    for names in fused_linears(model):
+        found = {schemes.get(name) for name in names}
+        if len(found) > 1:
+            shown = "; ".join(f"{name.rpartition('.')[2]}: {schemes.get(name) or 'not quantised'}" for name in names)
+            remarks.append(f"vLLM does not load this: it multiplies {', '.join(names)} as one, stored as {shown}")
+            break
+    for scheme in dict.fromkeys(schemes.values()):
+        if scheme.strategy == "block" and scheme.format == INTS:
+            remarks.append("vLLM does not load this: it has no int8 weights with a scale per block")
+        if scheme.format != PACKED:
+            continue
+        if scheme.bits not in (4, 8) or (scheme.bits == 8 and not scheme.symmetric):
+            kind = f"{scheme.bits}-bit {'symmetric' if scheme.symmetric else 'asymmetric'}"
+            remarks.append(f"vLLM multiplies {kind} weights with its Humming kernel alone, which is to be installed")
+        elif scheme.group_size is not None and scheme.group_size not in MARLIN_GROUPS:
+            remarks.append(
+                f"vLLM's Marlin kernel takes groups of {', '.join(map(str, MARLIN_GROUPS))} or whole rows, not of "
+                f"{scheme.group_size}"
+            )
+        if scheme.bits != 4:
+            remarks.append(f"vLLM multiplies packed weights of 4 bits on CPUs, not of {scheme.bits}")
+    return remarks
+
+
+def fused_linears(model: nn.Module) -> list[list[str]]:
+    """Names of the linears of a model that vLLM multiplies as one, as far as they are named as most models do."""
+    names = set(linear_names(model))
+    groups = []
+    for name in linear_names(model):
+        parent, _, child = name.rpartition(".")
+        for together in FUSED:
+            if child == together[0] and all(f"{parent}.{other}" in names for other in together):
+                groups.append([f"{parent}.{other}" for other in together])
+    return groups

@@ -1,0 +1,176 @@
+"""Is a model that another library loaded the same as the one in memory: weight by weight, then by its logits."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from compress.linear import CompressedLinear
+
+PROMPT_TOKENS, NEW_TOKENS = 16, 8
+PROMPTS = (
+    "The capital of France is Paris, and the capital of Italy is Rome. The capital of Spain is Madrid. In Germany",
+    "Once upon a time there was a small house at the edge of a forest, in which an old woman lived alone with",
+    "def fibonacci(n):\n    if n < 2:\n        return n\n    return fibonacci(n - 1) +",
+    "Water boils at a temperature of one hundred degrees Celsius at sea level, and it freezes at zero degrees, so",
+    "Dear Sir or Madam, I am writing to you because the order that I placed three weeks ago has still not arrived",
+)
+MARGIN = 3  # how many times its own rounding a model may differ from the other, which rounds as much: sqrt(2), doubled
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far the logits of two models are apart over all positions of PROMPTS and their continuations.
+
+    Attributes:
+        largest, rms: of the difference. allowed: what `rms` may be, see `compare_logits`.
+        greedy: tokens of NEW_TOKENS greedy steps behind every prompt. same: how many of them the other model gives
+            too. ties: how many of the others are no difference: the two logits lie closer than rounding can tell.
+    """
+
+    largest: float
+    rms: float
+    allowed: float
+    greedy: int
+    same: int
+    ties: int
+
+    def __str__(self) -> str:
+        ties = f", {self.ties} within rounding of a tie" if self.ties else ""
+        return (
+            f"{self.same} of {self.greedy} greedy tokens the same{ties}; logits differ by {self.largest:.2g} at most "
+            f"({self.rms:.2g} rms, {self.allowed:.2g} allowed)"
+        )
+
+
+def compare_weights(model: nn.Module, loaded: nn.Module, tolerance: Mapping[str, float] | None = None) -> None:
+    """Raise RuntimeError, which names the first tensor, unless every parameter of a model is in the loaded one.
+
+    Args:
+        model: as it is in memory. Its compressed linears are compared by their dequantised weights.
+        loaded: a model of the same class, with dense weights under the same names, in the dtype in which it computes.
+        tolerance: by compressed linear, how far |difference| / |weight| may go where the format rounds the scales;
+            everything else is the same to the last bit, after a cast to the loaded model's dtype.
+    """
+    theirs = {**dict(loaded.named_parameters(remove_duplicate=False)), **dict(loaded.named_buffers())}
+    for name, ours in named_weights(model):
+        if name not in theirs:
+            raise RuntimeError(f"{name} of the model in memory is not in the loaded one")
+        relative = (tolerance or {}).get(name.rpartition(".")[0], 0.0) if name.endswith(".weight") else 0.0
+        _compare_tensor(name, ours, theirs[name], relative)
+    own = {name for name, _ in named_weights(model, shapes_only=True)}
+    compressed = tuple(f"{name}." for name, m in model.named_modules() if isinstance(m, CompressedLinear))
+    persistent = {name for name in loaded.state_dict() if not name.startswith(compressed)}
+    if extra := sorted(persistent - own):
+        raise RuntimeError(f"{extra[0]} of the loaded model is not in the one in memory")
+
+
+def named_weights(model: nn.Module, *, shapes_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter and stored buffer of a model under transformers' names, compressed linears dequantised.
+
+    Args:
+        shapes_only: give empty tensors for compressed weights, where the names alone matter.
+    """
+    compressed = {name: m for name, m in model.named_modules() if isinstance(m, CompressedLinear)}
+    inside = tuple(f"{name}." for name in compressed)
+    for name, tensor in model.state_dict().items():
+        if not name.startswith(inside):
+            yield name, tensor
+    for name, linear in compressed.items():
+        yield f"{name}.weight", torch.empty(0) if shapes_only else linear.dequantize()
+        if linear.bias is not None:
+            yield f"{name}.bias", linear.bias
+
+
+def _compare_tensor(name: str, ours: Tensor, theirs: Tensor, relative: float) -> None:
+    if ours.shape != theirs.shape:
+        raise RuntimeError(f"{name} is {tuple(ours.shape)} in memory and {tuple(theirs.shape)} loaded")
+    ours, theirs = ours.to(theirs.dtype).cpu(), theirs.detach().cpu()
+    if torch.equal(ours, theirs):
+        return
+    lowest = torch.finfo(theirs.dtype).smallest_normal if relative else 0.0  # below it, steps are no longer relative
+    ours, theirs = ours.float(), theirs.float()
+    wrong = ~((ours - theirs).abs() <= relative * ours.abs().clamp(min=lowest))  # NaN is wrong
+    if wrong.any():
+        at = tuple(wrong.nonzero()[0].tolist())
+        raise RuntimeError(
+            f"{name} is another one when it is loaded again: {int(wrong.sum())} of {wrong.numel()} values differ, the "
+            f"first at {list(at)}: {ours[at].item():.8g} in memory, {theirs[at].item():.8g} loaded"
+        )
+
+
+@torch.no_grad()
+def compare_logits(
+    model: nn.Module,
+    loaded: nn.Module,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    activations_as_they_are: Callable[[nn.Module], AbstractContextManager] | None = None,
+) -> Agreement:
+    """Compare the logits of a model with those of a loaded one, and the tokens that they would choose.
+
+    What rounding alone does is measured on the loaded model: its logits in its own dtype against those in one of twice
+    the width, and, where it rounds activations to 8 bits (which libraries do in slightly different steps), its logits
+    with and without. Two models that differ in nothing else are each as far away from the exact one; MARGIN times that
+    is allowed.
+
+    Args:
+        loaded: a model of one's own: it is cast to another dtype on the way.
+        activations_as_they_are: makes a context in which the loaded model does not round its activations; None: it
+            never does.
+
+    Raises:
+        RuntimeError: the logits are further apart than that, or a greedy token differs by more than a tie.
+    """
+    device = next(model.parameters()).device
+    loaded, training = loaded.eval().to(device), model.training
+    ids = prompts(model, tokenizer).to(device)
+    model.eval()
+    for _ in range(NEW_TOKENS):
+        expected = model(ids, use_cache=False).logits  # [prompts, T, vocabulary]
+        ids = torch.cat([ids, expected[:, -1:].argmax(-1)], 1)
+    ids = ids[:, :-1]
+    model.train(training)
+    given = loaded(ids, use_cache=False).logits.float()
+    expected = expected.float()
+    steps = 0.0
+    if activations_as_they_are is not None:
+        with activations_as_they_are(loaded):
+            steps = _rms(loaded(ids, use_cache=False).logits.float() - given)
+    wide = loaded.to(torch.float64 if loaded.dtype == torch.float32 else torch.float32)
+    noise = _rms(wide(ids, use_cache=False).logits.float() - given)
+    agreement = _agreement(expected, given, MARGIN * math.hypot(noise, steps))
+    if not agreement.rms <= agreement.allowed or agreement.same + agreement.ties < agreement.greedy:
+        raise RuntimeError(f"the loaded model is another one than that in memory, with the same weights: {agreement}")
+    return agreement
+
+
+def prompts(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> Tensor:
+    """Token ids [prompts, PROMPT_TOKENS] to compare models on: PROMPTS, or without a tokenizer any tokens."""
+    vocabulary = model.get_input_embeddings().num_embeddings
+    if tokenizer is None:
+        return torch.arange(len(PROMPTS) * PROMPT_TOKENS).view(len(PROMPTS), -1) * 7919 % vocabulary
+    rows = [tokenizer(text)["input_ids"] for text in PROMPTS]
+    return torch.tensor([(row * PROMPT_TOKENS)[:PROMPT_TOKENS] for row in rows]).clamp(max=vocabulary - 1)
+
+
+def _agreement(expected: Tensor, given: Tensor, allowed: float) -> Agreement:
+    """expected, given: [prompts, T, vocabulary]."""
+    difference = expected - given
+    chosen = expected[:, -NEW_TOKENS:].argmax(-1, keepdim=True)  # [prompts, NEW_TOKENS, 1]
+    others = given[:, -NEW_TOKENS:].argmax(-1, keepdim=True)
+    margin = (expected[:, -NEW_TOKENS:].gather(-1, chosen) - expected[:, -NEW_TOKENS:].gather(-1, others)).squeeze(-1)
+    same = (chosen == others).squeeze(-1)
+    # Each of the two logits may be off by what is allowed.
+    ties = ~same & (margin <= 2 * allowed)
+    return Agreement(
+        difference.abs().max().item(), _rms(difference), allowed, same.numel(), int(same.sum()), int(ties.sum())
+    )
+
+
+def _rms(difference: Tensor) -> float:
+    return difference.double().square().mean().sqrt().item()
