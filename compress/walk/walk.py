@@ -28,6 +28,8 @@ from compress.walk.resume import BlockStore
 from compress.walk.statistics import LayerStatistics
 from kernels.linear import fast_linear
 
+COLUMNS = 1024  # of a Gram matrix that are multiplied at once where errors are measured
+
 
 class Solver(Protocol):
     """What the walk needs of a method; `compress.walk.layerwise.LayerwiseMethod` says what each is for."""
@@ -192,7 +194,17 @@ def _energy(D: Tensor, statistics: LayerStatistics) -> float:
         return D.square().sum().item()
     if "rows" in statistics.values:
         return (statistics.values["rows"] @ D.t()).square().sum().item()
-    return ((D @ statistics.values["gram"]) * D).sum().item()
+    return _quadratic(D, statistics.values["gram"])
+
+
+def _quadratic(D: Tensor, H: Tensor) -> float:
+    """tr(D H Dᵀ) for a symmetric H, whose blocks above the diagonal stand for those below it: half of the products."""
+    total = D.new_zeros((), dtype=torch.float64)
+    for start in range(0, len(H), COLUMNS):
+        block = D[:, start : start + COLUMNS]
+        above = D[:, :start] @ H[:start, start : start + COLUMNS]
+        total += (above.mul_(2).addmm_(block, H[start : start + COLUMNS, start : start + COLUMNS]) * block).sum()
+    return total.item()
 
 
 def _error(W: Tensor, parts: Sequence[Format], statistics: LayerStatistics) -> float:

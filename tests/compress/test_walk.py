@@ -357,3 +357,11 @@ def test_passes_that_stop_hold_no_wide_input():
     run = [sys.executable, "-c", PEAK]
     stopped, waited = (int(subprocess.check_output([*run, str(held)], text=True)) / 1e3 for held in (0, 1 << 30))
     assert stopped < waited - 80  # the peak is then where they wait with the attention's output
+
+
+def test_errors_by_half_of_the_products():
+    """tr(D H Dᵀ) over several blocks of columns, of which the last is not full."""
+    from compress.walk.walk import COLUMNS, _quadratic
+
+    D, x = torch.randn(7, COLUMNS * 2 + 99), torch.randn(300, COLUMNS * 2 + 99)
+    assert _quadratic(D, x.t() @ x) == pytest.approx((x @ D.t()).square().sum().item(), rel=1e-4)
