@@ -109,7 +109,7 @@ def execute(job: Job, stop: Callable[[], bool] = lambda: False) -> Outcome:
         return Outcome(job.key, "busy", job.folder)
     try:
         folder.recover()
-        if model := saved_model(job.values.get("save_path"), job.key):
+        if model := saved_model(job.values, job.key):
             model.recover(folder.manifest().get("attempt", ""))
         if _nothing_to_do(job):
             return Outcome(job.key, "known", job.folder)
@@ -138,7 +138,7 @@ def _tried(job: Job, folder: RunFolder, token: Mark, lease: Lease, stop: Callabl
         shutil.rmtree(folder.part, ignore_errors=True)
         return Outcome(job.key, "busy", job.folder, seconds=seconds)
     own = {"attempts": attempts, "key": job.key, "notebook": job.notebook, "values": job.values, "seconds": seconds}
-    if model := saved_model(job.values.get("save_path"), job.key):
+    if model := saved_model(job.values, job.key):
         model.discard()
     folder.put_failed(failure | own)
     return Outcome(job.key, "failed", job.folder, failure | own, seconds)
@@ -206,11 +206,11 @@ def _start(job: Job, folder: RunFolder, token: Mark, stdin: int) -> subprocess.P
     Raises:
         ValueError: what the run reads has changed since it was planned, or it may not write where it should.
     """
-    code, model = job.code or snapshot.current(), saved_model(job.values.get("save_path"), job.key, token.attempt)
+    code, model = job.code or snapshot.current(), saved_model(job.values, job.key, token.attempt)
     shutil.rmtree(folder.part, ignore_errors=True)
     folder.part.mkdir(parents=True)
     check_run_path(job.values.get("run_path", ""))
-    check_save_path(job.values.get("save_path"), job.key)
+    check_save_path(job.values, job.key)
     path = code.notebook(job.notebook)
     _check_unchanged(job, path)
     declared = read_parameters(path)
@@ -274,7 +274,7 @@ def _json(text: str) -> dict[str, Any]:
 
 def done(folder: RunFolder, values: dict[str, Any]) -> bool:
     """Whether the run is finished, and the model that it was to save is there."""
-    model = saved_model(values.get("save_path"), folder.key or folder.manifest().get("key", ""))
+    model = saved_model(values, folder.key or folder.manifest().get("key", ""))
     return folder.complete() and (model is None or model.complete())
 
 

@@ -234,7 +234,9 @@ def _changed(planned: Planned, before: list[dict[str, Any]]) -> str:
         return ""
     last = max(same, key=lambda made: made["finished"])
     parts = [name for part, name in _WHY.items() if last["identity"].get(part) != planned.identity[part]]
-    return f"{' and '.join(parts)} changed since {last['finished'][:16].replace('T', ' ')}" if parts else ""
+    if parts:
+        return f"{' and '.join(parts)} changed since {last['finished'][:16].replace('T', ' ')}"
+    return "finished, but its model is not saved there" if planned.values.get("save_path") else ""
 
 
 def _likely(planned: Planned, before: list[dict[str, Any]]) -> float | None:

@@ -10,6 +10,7 @@ import io
 import os
 import shutil
 import tempfile
+import uuid
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -73,8 +74,8 @@ def _executed(path: Path, values: dict[str, Any]) -> dict[str, Any]:
     """
     cells = [cell for cell in read_cells(path) if cell.kind == "code"]
     last = max((i for i, cell in enumerate(cells) if "check" in cell.tags), default=-1)
-    # Whether `save_path` is free is looked at by the run itself: an earlier attempt may stand there now.
-    given = values | ({"save_path": ""} if "save_path" in values else {})
+    # Whether `save_path` is free is looked at by `check_save_path`: an earlier attempt may stand there now.
+    given = values | ({"save_path": _free_beside(values["save_path"])} if values.get("save_path") else {})
     namespace: dict[str, Any] = {"__name__": "notebook"}
     for cell in cells[: last + 1]:
         if "parameters" in cell.tags:
@@ -88,6 +89,11 @@ def _executed(path: Path, values: dict[str, Any]) -> dict[str, Any]:
         except Exception as error:  # a mistake in the notebook itself: better said now than after hours
             raise ValueError(f"{path.name}: {type(error).__name__}: {error}") from error
     return namespace
+
+
+def _free_beside(path: str) -> str:
+    """A path in the same folder that does not exist."""
+    return f"{path.rstrip('/')}.{uuid.uuid4().hex}.planned"
 
 
 def _recipes(values: Iterable[Any]) -> Iterator[list[Any]]:

@@ -8,11 +8,13 @@
 import glob
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from eval.record.files import sync
 from eval.record.manifest import MANIFEST, problems, read_json, seal
+from notebooks.study.parameters import OWN_FORMAT, SAVE_FORMAT
 
 
 @dataclass(frozen=True)
@@ -22,11 +24,13 @@ class SavedModel:
     Args:
         place: the run's `save_path`.
         key: of the run.
+        save_format: of the model.
         attempt: the token of the attempt that writes; "" for a reader.
     """
 
     place: Path
     key: str
+    save_format: str = OWN_FORMAT
     attempt: str = ""
 
     @property
@@ -38,11 +42,14 @@ class SavedModel:
         return self.place.with_name(f".{self.place.name}.old")
 
     def complete(self) -> bool:
-        """Whether the model is there, saved by this run, and whole."""
-        return not problems(self.place, self.key)
+        """Whether the model is there, saved by this run in this format, and whole."""
+        return not problems(self.place, self.key) and self._format_there() == self.save_format
+
+    def _format_there(self) -> str:
+        return read_json(self.place / MANIFEST).get(SAVE_FORMAT, OWN_FORMAT)
 
     def check_free(self) -> None:
-        """Raise ValueError if the place holds something other than a model of this run."""
+        """Raise ValueError if the place holds something other than a model of this run in this format."""
         if not self.place.exists() or self.place.is_dir() and not any(self.place.iterdir()):
             return
         record = read_json(self.place / "record.json").get("run") or {}
@@ -50,6 +57,12 @@ class SavedModel:
             raise ValueError(
                 f"`save_path` (={str(self.place)!r}) exists already, and was not saved by this run; give a new folder, "
                 "or remove it first"
+            )
+        if (there := self._format_there()) != self.save_format:
+            raise ValueError(
+                f"`save_path` (={str(self.place)!r}) holds this run's model as {there}, and `save_format` is "
+                f"{self.save_format!r}; give a new folder, or turn it into the other format with `workbench export "
+                f"{self.place} --format {self.save_format}`"
             )
 
     def seal(self) -> None:
@@ -60,7 +73,7 @@ class SavedModel:
         """
         if not self.part.is_dir() or not any(self.part.iterdir()):
             raise ValueError(f"`save_path` (={str(self.place)!r}): the notebook ended without saving a model")
-        seal(self.part, {"key": self.key, "attempt": self.attempt})
+        seal(self.part, {"key": self.key, "attempt": self.attempt, SAVE_FORMAT: self.save_format})
 
     def promote(self) -> None:
         """Put what this attempt has saved and sealed in its place."""
@@ -78,7 +91,7 @@ class SavedModel:
             finished: the attempt that finished the run; "" for none.
         """
         if finished:
-            own = SavedModel(self.place, self.key, finished)
+            own = replace(self, attempt=finished)
             if own.part.is_dir() and not problems(own.part, self.key):
                 own.promote()
         if self.old.is_dir() and not self.place.exists():
@@ -92,12 +105,15 @@ class SavedModel:
             shutil.rmtree(left, ignore_errors=True)
 
 
-def check_save_path(save_path: str | None, key: str) -> None:
-    """Raise ValueError if `save_path` holds something other than a model of the run of this key."""
-    if model := saved_model(save_path, key):
+def check_save_path(values: dict[str, Any], key: str) -> None:
+    """Raise ValueError if `save_path` holds something other than the model of the run of this key."""
+    if model := saved_model(values, key):
         model.check_free()
 
 
-def saved_model(save_path: str | None, key: str, attempt: str = "") -> SavedModel | None:
-    """The saved model of a run with this `save_path`; None where it saves none."""
-    return SavedModel(Path(save_path).expanduser().absolute(), key, attempt) if save_path else None
+def saved_model(values: dict[str, Any], key: str, attempt: str = "") -> SavedModel | None:
+    """The saved model of a run with these parameters; None where it saves none."""
+    if not values.get("save_path"):
+        return None
+    place = Path(values["save_path"]).expanduser().absolute()
+    return SavedModel(place, key, values.get(SAVE_FORMAT, OWN_FORMAT), attempt)

@@ -34,6 +34,7 @@ from notebooks.batch.saved_model import check_save_path
 from notebooks.study.identity import identity, key_of
 from notebooks.study.parameters import (
     FOLDER,
+    SAVE_FORMAT,
     Parameter,
     check_parameters,
     from_here,
@@ -201,7 +202,7 @@ def single(notebook: str | Path, given: dict[str, Any]) -> Sweep:
     check_run(book, values, named=True)
     parts = identity(book, values)
     key = key_of(book, values, parts)
-    check_save_path(values.get("save_path"), key)
+    check_save_path(values, key)
     return Sweep(key, key, (Planned(str(book), values, key, parts, tuple(given)),))
 
 
@@ -275,14 +276,19 @@ def _resolved(
                 check_run(book, values)
                 parts = identity(book, values)
                 key = key_of(book, values, parts)
-                check_save_path(values.get("save_path"), key)
+                check_save_path(values, key)
                 asked = group.get("gpus", gpus)
                 check_gpus(asked, values, path.name)
             except ValueError as error:
                 problems[f"{where}: {error}"] = None
                 continue
             seconds = group.get("expected_s")
-            runs.setdefault(key, Planned(str(book), values, key, parts, _varied(group), seconds, asked))
+            same = runs.setdefault(key, Planned(str(book), values, key, parts, _varied(group), seconds, asked))
+            if any(same.values.get(name) != values.get(name) for name in ("save_path", SAVE_FORMAT)):
+                problems[
+                    f"{where}: two runs differ only in `save_path` or `save_format`: they are the same run; save its "
+                    "model once, and `workbench export` writes it in other formats"
+                ] = None
     for name in ("run_path", "save_path"):
         places = [run.values[name] for run in runs.values() if run.values.get(name)]
         for one in sorted({one for one in places if places.count(one) > 1}):

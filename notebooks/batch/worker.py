@@ -54,7 +54,7 @@ def _promote(job: dict[str, Any], folder: RunFolder, seconds: float) -> None:
     A process that is killed between the two leaves a model that is whole and says which attempt it belongs to: whoever
     next holds the lease finishes this.
     """
-    model = saved_model(job["values"].get("save_path"), job["key"], job["token"])
+    model = saved_model(job["values"], job["key"], job["token"])
     _relink(folder, {folder.part: folder.folder} | ({model.part: model.place} if model else {}))
     about = {name: job[name] for name in ("key", "notebook", "values", "identity", "varied", "code")}
     folder.seal(about | {"seconds": seconds, "attempt": job["token"]})

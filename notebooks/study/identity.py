@@ -1,9 +1,10 @@
 """What a run is: its key, made from everything that could change its result.
 
 Two runs of one key are the same run: same code cells, typed parameters, library versions, model, texts, tasks, device,
-thread count and compiler of the native kernels. Where a run is written (`*_path`) does not count, and neither do
-comments, markdown and the order of YAML. The workbench's own code does not count either: its hash (`packages_code`) is
-recorded beside the key, and where only that has changed a finished run is stale.
+thread count and compiler of the native kernels. Where a run is written (`*_path`) and how its model is saved
+(`save_format`) do not count, and neither do comments, markdown and the order of YAML. The workbench's own code does not
+count either: its hash (`packages_code`) is recorded beside the key, and where only that has changed a finished run is
+stale.
 """
 
 import hashlib
@@ -22,7 +23,7 @@ from eval.machine.versions import versions
 from eval.record.manifest import file_sha256
 from kernels.source import code_sha256 as source_sha256
 from kernels.source import normal
-from notebooks.study.parameters import notebook_path, read_cells
+from notebooks.study.parameters import decides_result, notebook_path, read_cells
 
 ROOT = Path(__file__).resolve().parents[2]
 # Environment variables of a batch run: its key, the hash and the commit of the code that it was planned with, the
@@ -57,7 +58,7 @@ def key_of(notebook: str | Path, values: dict[str, Any], parts: dict[str, str]) 
 
 def identity(notebook: str | Path, values: dict[str, Any]) -> dict[str, str]:
     """What decides the result, part by part, so that it can be said which part has changed."""
-    counted = {name: value for name, value in values.items() if not name.endswith("_path")}
+    counted = {name: value for name, value in values.items() if decides_result(name)}
     return {
         **content_identity(notebook, values),
         "parameters": _sha(counted),

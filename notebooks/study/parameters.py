@@ -16,6 +16,7 @@ from typing import Any
 
 FOLDER = Path(__file__).parents[1]
 _INJECTED = "# Parameters"  # how the cell begins that papermill puts in
+SAVE_FORMAT, OWN_FORMAT = "save_format", "workbench"  # the parameter, and its default
 _TYPES = {"str": str, "int": int, "float": float, "bool": bool, "list": list}
 
 
@@ -114,6 +115,11 @@ def notebook_path(notebook: str | Path) -> Path:
         known = ", ".join(sorted(p.stem for p in FOLDER.glob("*.ipynb")))
         raise ValueError(f"`notebook` (={str(notebook)!r}) is not there; known by name: {known}")
     return path
+
+
+def decides_result(name: str) -> bool:
+    """Whether a parameter can change what a run gives: where files go, and how a model is saved, does not."""
+    return not name.endswith("_path") and name != SAVE_FORMAT
 
 
 def check_parameters(values: dict[str, Any], declared: dict[str, Parameter]) -> dict[str, Any]:

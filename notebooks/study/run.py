@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from html import escape
@@ -14,7 +15,10 @@ import torch
 from IPython import get_ipython
 from transformers import PreTrainedTokenizerBase
 
-from compress import Result, save_compressed
+from compress import Method, Result, save_compressed
+from compress.checkpoint.fits import check_save_format
+from compress.checkpoint.save import format_named
+from compress.inputs.skeleton import skeleton
 from eval.record.files import write_whole
 from eval.record.manifest import seal
 from eval.record.schema import write_record
@@ -23,18 +27,30 @@ from eval.speed.deploy import cast
 from eval.speed.device_lock import call_this, share
 from kernels.user_cache import compile_in_cache
 from notebooks.study.identity import CODE, COMMIT, KEY, ROOT, THREADS, packages_code, run_key
-from notebooks.study.parameters import check_parameters, injected, read_parameters
+from notebooks.study.parameters import (
+    OWN_FORMAT,
+    SAVE_FORMAT,
+    check_parameters,
+    decides_result,
+    injected,
+    read_parameters,
+)
 from notebooks.study.places import check_run_path, check_writable
 from reports.page.render import Report, render
 
 
 @dataclass(frozen=True)
 class Run:
-    """One execution of a notebook: its key, its parameters, the folder for record and report, that for the model."""
+    """One execution of a notebook: its key, its parameters, the folder for record and report, that for the model.
+
+    Attributes:
+        saved: the folder for the model; None where it is not to be saved. save_format: how it is written there.
+    """
 
     info: RunInfo
     folder: Path
     saved: Path | None = None
+    save_format: str = OWN_FORMAT
     _record: dict[str, Any] = field(default_factory=dict, repr=False)  # once `finish` has been called
 
     def finish(self, record: dict[str, Any]) -> Report:
@@ -57,21 +73,38 @@ class Run:
         self._seal()
         return report
 
+    def check_saving(self, recipe: Sequence[Method]) -> None:
+        """Check, before any work, that the model which the recipe will make can be saved as the parameters say.
+
+        Raises:
+            ValueError: `save_format` is not known, cannot hold what the recipe will make (the message names the formats
+                that can), or is given although `save_path` is empty.
+        """
+        format_named(self.save_format)
+        if self.saved is None and self.save_format != OWN_FORMAT:
+            raise ValueError(
+                f"`save_format` (={self.save_format!r}) is given, but `save_path` is empty, so that no model would be "
+                "saved; name a folder there"
+            )
+        model = skeleton(self.info.parameters["model_name"]) if self.saved is not None else None
+        if model is not None:
+            check_save_format(self.save_format, recipe, model)
+
     def save(self, result: Result, tokenizer: PreTrainedTokenizerBase) -> str:
         """Save the compressed model in 16 bits where `save_path` says; do nothing where it is empty."""
         if self.saved is None:
             return "not saved: `save_path` is empty"
         cast(result.model, torch.bfloat16)
-        path = save_compressed(result, self.saved, tokenizer)
+        path = save_compressed(result, self.saved, tokenizer, save_format=self.save_format)
         self._seal()
-        return f"saved, reloaded and compared: {path}"
+        return f"saved as {self.save_format}, reloaded and compared: {path}"
 
     def _seal(self) -> None:
         """Put the record beside a saved model and write the manifest of both, once both are there."""
         if self._record and self.saved is not None and self.saved.is_dir():
             write_record(self._record, self.saved / "record.json")
             if not os.environ.get(KEY):  # in a batch run the worker does it
-                seal(self.saved, {"key": self.info.key})
+                seal(self.saved, {"key": self.info.key, SAVE_FORMAT: self.save_format})
 
     def _repr_html_(self) -> str:
         rows = "".join(
@@ -108,7 +141,7 @@ def start(notebook: str, namespace: dict[str, Any]) -> Run:
     call_this(key)
     if os.environ.get(KEY):  # other runs may compute at the same time
         share(values.get("device", "cpu"), int(os.environ.get(THREADS, 0)) or None)
-    return Run(info, folder, saved)
+    return Run(info, folder, saved, values.get(SAVE_FORMAT, OWN_FORMAT))
 
 
 def _check_places(values: dict[str, Any], saved: Path | None) -> None:
@@ -121,7 +154,7 @@ def _check_places(values: dict[str, Any], saved: Path | None) -> None:
 
 
 def _recorded(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if not name.endswith("_path")}
+    return {name: value for name, value in values.items() if decides_result(name)}
 
 
 def _command(notebook: str, values: dict[str, Any]) -> str:

@@ -23,6 +23,7 @@ seconds: float = 0.0  # that it works
 does: str = ""  # Python, executed in its last cell but one
 device: str = "cpu"  # where
 save_path: str = ""  # folder for the model
+save_format: str = "workbench"  # how it is saved
 run_path: str = ""  # folder for record and report
 """
 _CHECK = """

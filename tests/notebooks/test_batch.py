@@ -289,6 +289,25 @@ def test_a_saved_model_stays_until_its_successor_is_finished(one, tmp_path):
     assert "`save_path`" in failure["error"] and "was not saved by this run" in failure["error"]
 
 
+def test_a_finished_run_asked_for_its_model_in_another_format_is_not_finished(one, tmp_path, sweep, runs):
+    place = tmp_path / "model"
+    job = one({"save_path": str(place)})
+    assert execute(job).status == "finished"
+    other = one({"save_path": str(tmp_path / "other"), "save_format": "gguf"})
+    assert other.key == job.key, "how a model is saved changes no result"
+    assert state(other.folder, other.key, other.values) == "waiting"
+    row = plan(tmp_path / "s.yml", runs=runs).rows[0]
+    assert row.does == "run" and row.why == "finished, but its model is not saved there"
+    assert execute(other).status == "finished" and execute(other).status == execute(job).status == "known"
+    assert json.loads((tmp_path / "other" / "manifest.json").read_text())["save_format"] == "gguf"
+    with pytest.raises(ValueError, match="holds this run's model as workbench.*workbench export .*model --format gguf"):
+        one({"save_path": str(place), "save_format": "gguf"})
+    assert (place / "model").is_file()
+    both = [{"save_path": str(tmp_path / one), "save_format": one} for one in ("workbench", "gguf")]
+    with pytest.raises(ValueError, match="two runs differ only in `save_path` or `save_format`"):
+        read_sweep(sweep(include=both))
+
+
 def test_a_promotion_that_was_cut_short_before_its_model_is_finished(one, tmp_path):
     place = tmp_path / "model"
     job = one({"save_path": str(place)})
