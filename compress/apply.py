@@ -13,7 +13,8 @@ from tqdm.auto import tqdm
 
 from compress.inputs.calibration import tokens_sha256
 from compress.inputs.model import check_device, weights_sha256
-from compress.kv.attach import attach
+from compress.kv.attach import attach, check_slots
+from compress.kv.policy import CacheMethod
 from compress.linear import sharing_copy
 from compress.method import Method, settle
 from compress.records import DropRecord, FoldRecord, LayerRecord
@@ -66,6 +67,8 @@ def apply(
     }
     for method in recipe:
         method.check(model)
+    on_cache = [method for method in recipe if isinstance(method, CacheMethod)]
+    check_slots(model, on_cache)
     if any(isinstance(method, LayerwiseMethod | FoldingMethod) for method in recipe):
         _split_experts(model)
     tokens = {
@@ -98,7 +101,7 @@ def apply(
                     layers[made.name] = _after(layers.get(made.name), made)
             if originals is None and layers and any(isinstance(m, LayerwiseMethod) for m in recipe[i + 1 :]):
                 originals = untouched
-    if on_cache := [method for method in recipe if method.stage == "cache"]:
+    if on_cache:
         attach(model, on_cache)
     return Result(
         model=model,

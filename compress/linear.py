@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from compress.formats import FORMATS, Format
+from compress.transform import Transform, make_transform
 from kernels.linear import linear
 
 
@@ -24,7 +25,7 @@ class CompressedLinear(nn.Module):
     """
 
     def __init__(
-        self, parts: Sequence[Format], bias: Tensor | None, *, dtype: torch.dtype, transform: nn.Module | None = None
+        self, parts: Sequence[Format], bias: Tensor | None, *, dtype: torch.dtype, transform: Transform | None = None
     ) -> None:
         super().__init__()
         self.out_features, self.in_features = parts[0].shape
@@ -82,7 +83,9 @@ class CompressedLinear(nn.Module):
 
     def spec(self) -> dict[str, Any]:
         """JSON that, with `state_dict`, makes this linear again."""
-        return self.spec_of([part.spec() for part in self.parts], bias=self.bias is not None)
+        transform = None if self.transform is None else self.transform.spec()
+        parts = [part.spec() for part in self.parts]
+        return self.spec_of(parts, bias=self.bias is not None) | {"transform": transform}
 
     @classmethod
     def spec_of(cls, parts: list[dict[str, Any]], *, bias: bool) -> dict[str, Any]:
@@ -91,13 +94,20 @@ class CompressedLinear(nn.Module):
 
     @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor], dtype: torch.dtype) -> "CompressedLinear":
-        """The linear that `spec()` and `state_dict()` described."""
-        parts = []
-        for i, part in enumerate(spec["parts"]):
-            prefix = f"parts.{i}."
-            own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-            parts.append(FORMATS[part["format"]].from_tensors(part, own))
-        return cls(parts, tensors.get("bias"), dtype=dtype)
+        """The linear that `spec()` and `state_dict()` described.
+
+        Raises:
+            ValueError: its transform is not known.
+        """
+
+        def below(prefix: str) -> dict[str, Tensor]:
+            return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+
+        parts = [
+            FORMATS[part["format"]].from_tensors(part, below(f"parts.{i}.")) for i, part in enumerate(spec["parts"])
+        ]
+        transform = make_transform(spec.get("transform"), below("transform."))
+        return cls(parts, tensors.get("bias"), dtype=dtype, transform=transform)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits_per_weight:.2f}"

@@ -2,60 +2,53 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from accelerate import init_empty_weights
-from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from compress.checkpoint.checksums import CHECKSUMS, check_files
+from compress.checkpoint.shards import Shards
 from compress.dropped import Dropped
+from compress.kv.attach import attach
+from compress.kv.policy import cache_method
 from compress.linear import CompressedLinear, replace
 from compress.walk.experts import split_experts
 
 LAYOUT = "workbench.json"  # which linear is stored how; beside transformers' config.json
-WEIGHTS = "model.safetensors"
-VERSION = 1
+# 1: `version` in its place, one file of weights, no checksums, no transforms, no methods of the cache.
+FORMAT_VERSION = 2
 COMPUTED = "computed:"  # before the names of buffers that are not part of the state dict
 
 
-def load_compressed(path: str | Path, *, device: str = "cpu") -> nn.Module:
+def load_compressed(path: str | Path, *, device: str = "cpu", caches: bool = True) -> nn.Module:
     """The compressed model: a transformers model with its linears stored small, in evaluation mode.
 
-    Its tokenizer, if one was saved, loads from the same folder with `AutoTokenizer.from_pretrained`.
+    Its tokenizer, if one was saved, loads from the same folder with `AutoTokenizer.from_pretrained`. Every file is
+    compared with its checksum first.
+
+    Args:
+        caches: attach the KV policy and the KV storage of the recipe, so that `generate` keeps its cache by them.
 
     Raises:
-        ValueError: the folder is not there, is not a compressed model, or was written by a newer workbench.
+        ValueError: the folder is not there, is not a compressed model, was written by a newer workbench, or a file of
+            it is missing, cut short or changed.
     """
     path = Path(path)
-    if not (path / LAYOUT).is_file():
-        raise ValueError(f"`path` (={str(path)!r}) is not a compressed model: it has no {LAYOUT}")
-    layout = json.loads((path / LAYOUT).read_text())
-    if layout["version"] > VERSION:
-        raise ValueError(
-            f"`path` (={str(path)!r}) has layout version {layout['version']}; this workbench reads up to {VERSION}"
-        )
-    if layout["class"] not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        raise ValueError(
-            f"`path` (={str(path)!r}) names the class {layout['class']!r} in {LAYOUT}, which is not a causal language "
-            "model of transformers"
-        )
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    with init_empty_weights(include_buffers=False):
-        model = getattr(transformers, layout["class"])(config)
-        if layout["split_experts"]:
-            split_experts(model)
-        for name, spec in layout.get("dropped", {}).items():
-            replace(model, name, Dropped(**spec))
+    if (path / CHECKSUMS).is_file():
+        check_files(path)
+    layout = read_layout(path)
+    if layout["format_version"] > 1 and not (path / CHECKSUMS).is_file():
+        raise ValueError(f"`path` (={str(path)!r}) lacks {CHECKSUMS}; download or copy the folder again")
+    model = empty_model(path, layout)
     # A file's tensors may begin anywhere; where they do matters to some products, in the last bit.
-    tensors = {name: t if t.data_ptr() % 64 == 0 else t.clone() for name, t in load_file(path / WEIGHTS).items()}
+    tensors = {name: t if t.data_ptr() % 64 == 0 else t.clone() for name, t in Shards(path).all().items()}
     for name, spec in layout["linears"].items():
-        own = {
-            key.removeprefix(f"{name}."): tensors.pop(key) for key in [k for k in tensors if k.startswith(f"{name}.")]
-        }
-        replace(model, name, CompressedLinear.from_tensors(spec, own, getattr(torch, layout["dtype"])))
+        replace(model, name, CompressedLinear.from_tensors(spec, _taken(tensors, f"{name}."), dtype_of(layout)))
     for name in [key for key in tensors if key.startswith(COMPUTED)]:
         owner, _, buffer = name.removeprefix(COMPUTED).rpartition(".")
         model.get_submodule(owner).register_buffer(buffer, tensors.pop(name), persistent=False)
@@ -69,4 +62,55 @@ def load_compressed(path: str | Path, *, device: str = "cpu") -> nn.Module:
     if (path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(path)
     model.name_or_path = str(path)
-    return model.eval().requires_grad_(False).to(device)
+    model = model.eval().requires_grad_(False).to(device)
+    methods = [cache_method(one["method"], one["knobs"]) for one in layout["caches"]] if caches else []
+    if methods:
+        attach(model, methods)
+    return model
+
+
+def read_layout(path: Path) -> dict[str, Any]:
+    """The content of a folder's `workbench.json`, as the newest version writes it.
+
+    Raises:
+        ValueError: the folder is not a compressed model, or was written by a newer workbench.
+    """
+    shown = f"`path` (={str(path)!r})"
+    if not (path / LAYOUT).is_file():
+        raise ValueError(f"{shown} is not a compressed model: it has no {LAYOUT}")
+    try:
+        layout = json.loads((path / LAYOUT).read_text(encoding="utf-8"))
+        version = int(layout.get("format_version") or layout["version"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{shown}: {LAYOUT} is damaged; download or copy it again") from error
+    if version > FORMAT_VERSION:
+        raise ValueError(f"{shown} has format version {version}; this workbench reads up to {FORMAT_VERSION}")
+    if layout["class"] not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        raise ValueError(
+            f"{shown} names the class {layout['class']!r} in {LAYOUT}, which is not a causal language model of "
+            "transformers"
+        )
+    return {"dropped": {}, "caches": [], **layout, "format_version": version}
+
+
+def empty_model(path: Path, layout: dict[str, Any]) -> nn.Module:
+    """The model of a folder, its parameters on the meta device, without what was dropped; its linears are not
+    compressed yet. Buffers that the model computes are there."""
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    with init_empty_weights(include_buffers=False):
+        model = getattr(transformers, layout["class"])(config)
+        if layout["split_experts"]:
+            split_experts(model)
+        for name, spec in layout["dropped"].items():
+            replace(model, name, Dropped(**spec))
+    return model
+
+
+def dtype_of(layout: dict[str, Any]) -> torch.dtype:
+    """The dtype of the activations."""
+    return getattr(torch, layout["dtype"])
+
+
+def _taken(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Remove the tensors below a name from a dict, and return them by what follows the name."""
+    return {key.removeprefix(prefix): tensors.pop(key) for key in [k for k in tensors if k.startswith(prefix)]}

@@ -12,10 +12,13 @@ from typing import Any
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from compress.checkpoint.checksums import write_checksums
 from compress.checkpoint.compressed_tensors import CompressedTensors
 from compress.checkpoint.gguf import GGUF
 from compress.checkpoint.load import load_compressed
 from compress.checkpoint.save_format import STORY, Checkpoint, SaveFormat, Story
+from compress.checkpoint.shards import SHARD_BYTES
+from compress.checkpoint.space import room_for, weight_bytes
 from compress.checkpoint.workbench import Workbench
 from compress.linear import compressed_linears
 from compress.result import Result
@@ -29,6 +32,7 @@ def save_compressed(
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     save_format: str = "workbench",
+    shard_bytes: int = SHARD_BYTES,
 ) -> Path:
     """Write a compressed model to a folder.
 
@@ -38,12 +42,14 @@ def save_compressed(
     Args:
         path: a folder that does not exist, or is empty.
         save_format: one of SAVE_FORMATS.
+        shard_bytes: size above which weights go into a further file.
 
     Raises:
         ValueError: there is something at `path` already, or the format cannot hold this model.
+        OSError: the disk has not enough room; nothing is left at `path`.
         RuntimeError: what was written does not give the same model; nothing is left at `path`.
     """
-    return write_checkpoint(Checkpoint(result.model, tokenizer, Story.of(result)), path, save_format)
+    return write_checkpoint(Checkpoint(result.model, tokenizer, Story.of(result), shard_bytes), path, save_format)
 
 
 def write_checkpoint(checkpoint: Checkpoint, path: str | Path, save_format: str) -> Path:
@@ -56,10 +62,14 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, save_format: str)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
     try:
-        writer.write(checkpoint, part)
-        (part / STORY).write_text(json.dumps(asdict(checkpoint.story), indent=1))
+        with room_for(weight_bytes(checkpoint.model), path):
+            writer.write(checkpoint, part)
+            (part / STORY).write_text(json.dumps(asdict(checkpoint.story), indent=1))
+            write_checksums(part)
         writer.verify(checkpoint, part)
         part.chmod(0o755)
+        for file in part.iterdir():
+            file.chmod(0o644)  # safetensors lets nobody else read its files
         os.replace(part, path)
     finally:
         shutil.rmtree(part, ignore_errors=True)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from compress.checkpoint.shards import SHARD_BYTES
 from compress.result import Result
 from kernels.errors import first_line
 
@@ -62,11 +63,15 @@ class Story:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What is to be written: the model as it is in memory, its tokenizer if there is one, and its story."""
+    """What is to be written: the model as it is in memory, its tokenizer if there is one, and its story.
+
+    shard_bytes: size above which weights go into a further file.
+    """
 
     model: nn.Module
     tokenizer: PreTrainedTokenizerBase | None
     story: Story
+    shard_bytes: int = SHARD_BYTES
 
 
 @dataclass(frozen=True)

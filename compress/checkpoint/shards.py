@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 SHARD_BYTES = 5_000_000_000  # what hubs and transformers take for the size of a file
@@ -69,6 +69,14 @@ class Shards:
 
     def names(self) -> list[str]:
         return list(self._where)
+
+    def all(self) -> dict[str, Tensor]:
+        """Every tensor by name."""
+        return {
+            name: tensor
+            for one in sorted(set(self._where.values()))
+            for name, tensor in load_file(self.folder / one).items()
+        }
 
     def read(self, name: str) -> Tensor:
         with safe_open(self.folder / self._where[name], framework="pt") as file:

@@ -6,12 +6,13 @@ from typing import Any, ClassVar
 
 import torch
 import transformers
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from compress.checkpoint.load import COMPUTED, LAYOUT, VERSION, WEIGHTS, load_compressed
+from compress.checkpoint.load import COMPUTED, FORMAT_VERSION, LAYOUT, load_compressed
 from compress.checkpoint.save_format import Checkpoint, SaveFormat, Verification
+from compress.checkpoint.shards import write_shards
 from compress.dropped import dropped_parts
+from compress.kv.attach import attached_methods
 from compress.linear import compressed_linears
 from compress.walk.experts import SplitExperts
 
@@ -43,15 +44,16 @@ model, tokenizer = load_model("PATH", dtype="bfloat16")
     def write(self, checkpoint: Checkpoint, folder: Path) -> None:
         model = checkpoint.model
         layout = {
-            "version": VERSION,
+            "format_version": FORMAT_VERSION,
             "class": type(model).__name__,
             "dtype": str(model.dtype).removeprefix("torch."),
             "split_experts": any(isinstance(m, SplitExperts) for m in model.modules()),
             "linears": {name: linear.spec() for name, linear in compressed_linears(model).items()},
             "dropped": {name: part.spec() for name, part in dropped_parts(model).items()},
+            "caches": [{"method": one.name, "knobs": one.values()} for one in attached_methods(model)],
         }
         (folder / LAYOUT).write_text(json.dumps(layout, indent=1))
-        save_file(_tensors(model), folder / WEIGHTS, metadata={"format": "pt"})
+        write_shards(_tensors(model).items(), folder, shard_bytes=checkpoint.shard_bytes)
         write_configuration(checkpoint, folder)
 
     @torch.no_grad()
@@ -68,6 +70,11 @@ model, tokenizer = load_model("PATH", dtype="bfloat16")
             worst = (expected - given).abs().max().item()
             raise RuntimeError(
                 f"the saved model gives other logits than the one in memory (largest difference {worst:.2e})"
+            )
+        if attached_methods(again) != attached_methods(model):
+            raise RuntimeError(
+                f"the saved model keeps its cache by {attached_methods(again)}, the one in memory by "
+                f"{attached_methods(model)}"
             )
         return Verification("workbench", 0.0)
 
@@ -98,5 +105,5 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
         key = (tensor.data_ptr(), tensor.shape) if tensor.numel() else name
         if key not in seen:
             seen.add(key)
-            tensors[name] = tensor.cpu().contiguous()
+            tensors[name] = tensor
     return tensors

@@ -97,15 +97,9 @@ def attach(model: nn.Module, methods: Sequence[CacheMethod] = ()) -> Attachment:
     """
     check_model(model)
     attachment = attachment_of(model)
-    slots = {slot: getattr(attachment, slot, None) for slot in ("policy", "storage")}
-    for method in methods:
-        if (other := slots[method.slot]) is not None:
-            raise ValueError(
-                f"`methods`: {method} cannot be attached beside {other}: one {method.slot} at a time; `undo` first"
-            )
-        slots[method.slot] = method
+    check_slots(model, methods)
     attachment = attachment or Attachment(model)
-    vars(attachment).update(slots)
+    vars(attachment).update({method.slot: method for method in methods})
     return attachment
 
 
@@ -113,6 +107,24 @@ def attachment_of(model: nn.Module) -> Attachment | None:
     """What is attached to a model."""
     owners = (getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values())
     return next((owner for owner in owners if isinstance(owner, Attachment)), None)
+
+
+def attached_methods(model: nn.Module) -> list[CacheMethod]:
+    """The policy and the storage that are attached to a model, those of them that there are."""
+    attachment = attachment_of(model)
+    return [method for method in (getattr(attachment, "policy", None), getattr(attachment, "storage", None)) if method]
+
+
+def check_slots(model: nn.Module, methods: Sequence[CacheMethod]) -> None:
+    """Raise ValueError if one of these methods cannot be attached beside those that are attached to the model."""
+    taken = {method.slot: method for method in attached_methods(model)}
+    for method in methods:
+        if (other := taken.get(method.slot)) is not None:
+            raise ValueError(
+                f"`methods`: {method} cannot be attached beside {other}: one {method.slot} at a time; "
+                "`compress.kv.detach(model)` takes off what is attached"
+            )
+        taken[method.slot] = method
 
 
 def detach(model: nn.Module) -> None:

@@ -9,7 +9,7 @@ what is read, which is a mode of `KVLayer.attend`.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -43,8 +43,27 @@ class CacheMethod(Method):
         return [
             f"{self.name} acts on the cache while text is generated: what is scored without a cache, such as "
             "perplexity, does "
-            "not see it, timed decoding keeps its own cache, and a saved model is saved without it."
+            "not see it, timed decoding keeps its own cache, and only the workbench's own checkpoints carry it."
         ]
+
+
+def cache_method(name: str, knobs: dict[str, Any]) -> CacheMethod:
+    """A method of the cache by its name, one that a user wrote too.
+
+    Raises:
+        ValueError: there is no such method, or it does not have these knobs.
+    """
+    classes = {kind.name: kind for kind in _kinds(CacheMethod) if hasattr(kind, "name")}
+    if name not in classes:
+        raise ValueError(f"{name!r} is not a method of the cache that is known here; there are {', '.join(classes)}")
+    if unknown := sorted(set(knobs) - set(classes[name].knobs())):
+        raise ValueError(f"{', '.join(unknown)} is not a knob of {name}; it has {', '.join(classes[name].knobs())}")
+    return classes[name](**knobs)
+
+
+def _kinds(base: type[CacheMethod]) -> list[type[CacheMethod]]:
+    """All classes below this one."""
+    return [kind for below in base.__subclasses__() for kind in (below, *_kinds(below))]
 
 
 @dataclass(frozen=True, kw_only=True)
