@@ -14,7 +14,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 def weight_bytes(model: nn.Module) -> int:
     """Bytes of everything that a model stores, each shared tensor once."""
-    tensors = {(t.data_ptr(), t.shape) if t.numel() else name: t for name, t in model.state_dict().items()}
+    state = model.state_dict().items()
+    tensors = {name if t.is_meta or not t.numel() else (t.data_ptr(), t.shape): t for name, t in state}
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
