@@ -38,8 +38,12 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 from compress.checkpoint.save_format import Checkpoint, SaveFormat, Verification
 from compress.checkpoint.schemes import Scheme, quantization_config, scheme_of, vllm_remarks
 from compress.checkpoint.shards import write_shards
-from compress.checkpoint.transformers_config import problem_for_transformers, write_reader_configuration
-from compress.checkpoint.verify import compare_logits, compare_weights
+from compress.checkpoint.transformers_config import (
+    other_tensors,
+    problem_for_transformers,
+    write_reader_configuration,
+)
+from compress.checkpoint.verify import compare_logits, compare_weights, take_computed_buffers
 from compress.checkpoint.words import to_words, words_of_bytes
 from compress.formats import Dense, EightBit, Format, IntGroup
 from compress.formats.sparse import Sparse
@@ -106,7 +110,7 @@ vllm serve PATH
         loaded = load_with_transformers(folder, model.dtype, schemes)
         buffers = take_computed_buffers(model, loaded)
         loaded(torch.zeros(1, 1, dtype=torch.long), use_cache=False)  # the library decompresses at the first forward
-        rounded = {name: rounding(linear) for name, linear in compressed_linears(model).items()}
+        rounded = {name: rounding(linear, model.dtype) for name, linear in compressed_linears(model).items()}
         compare_weights(model, loaded, rounded)
         steps = any(scheme.inputs for scheme in schemes.values())
         agreement = compare_logits(
@@ -154,14 +158,8 @@ def schemes_of(model: nn.Module) -> dict[str, Scheme]:
 
 def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """What is stored, each shared tensor (a tied embedding) once, under its first name."""
-    compressed, seen = compressed_linears(model), set()
-    inside = tuple(f"{name}." for name in compressed)
-    for name, tensor in model.state_dict().items():
-        key = (tensor.data_ptr(), tensor.shape) if tensor.numel() else name
-        if not name.startswith(inside) and key not in seen:
-            seen.add(key)
-            yield name, tensor
-    for name, linear in compressed.items():
+    yield from other_tensors(model)
+    for name, linear in compressed_linears(model).items():
         for key, tensor in stored_tensors(linear, model.dtype).items():
             yield f"{name}.{key}", tensor
         if linear.bias is not None:
@@ -199,17 +197,17 @@ def plain_part(linear: CompressedLinear) -> Format:
     return part.expanded() if isinstance(part, Sparse) else part
 
 
-def rounding(linear: CompressedLinear) -> float:
-    """How far |difference| / |weight| of a dequantised weight may go because scales are rounded to the model's dtype;
-    0 if that rounds none of them.
+def rounding(linear: CompressedLinear, dtype: torch.dtype) -> float:
+    """How far |difference| / |weight| of a dequantised weight may go because its scales are rounded to a dtype; 0 if
+    that rounds none of them.
 
     A scale, its product with the code, and the product that it is compared with, round by half an eps each.
     """
     part = plain_part(linear)
     scale = getattr(part, "scale", None)
-    if scale is None or torch.equal(scale.to(linear.dtype).float(), scale.float()):
+    if scale is None or torch.equal(scale.to(dtype).float(), scale.float()):
         return 0.0
-    return 2 * torch.finfo(linear.dtype).eps
+    return 2 * torch.finfo(dtype).eps
 
 
 def scale_remarks(rounded: Mapping[str, float], dtype: torch.dtype) -> list[str]:
@@ -219,25 +217,6 @@ def scale_remarks(rounded: Mapping[str, float], dtype: torch.dtype) -> list[str]
     return [
         f"the scales of {count} linears are not all {kind} numbers: a reader that holds them in {kind}, as "
         f"transformers does, gets weights that differ by up to {max(rounded.values()):.1e} of their size"
-    ]
-
-
-def take_computed_buffers(model: nn.Module, loaded: nn.Module) -> list[str]:
-    """Give a loaded model the computed buffers of the one in memory where they differ; a remark about it, if any do.
-
-    A reader computes rotary frequencies anew, in float32; a model that was cast as a whole has rounded ones.
-    """
-    theirs, stored, taken = dict(loaded.named_buffers()), model.state_dict().keys(), []
-    for name, buffer in model.named_buffers():
-        if name in theirs and name not in stored and not torch.equal(buffer.cpu(), theirs[name].cpu()):
-            owner, _, key = name.rpartition(".")
-            loaded.get_submodule(owner).register_buffer(key, buffer.clone(), persistent=False)
-            taken.append(name)
-    if not taken:
-        return []
-    return [
-        f"readers compute {taken[0]}{' and others' if len(taken) > 1 else ''} anew, as the model's authors meant it; "
-        "the model in memory, which was cast as a whole, holds it rounded"
     ]
 
 

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from compress.checkpoint.checksums import write_checksums
 from compress.checkpoint.compressed_tensors import CompressedTensors
 from compress.checkpoint.gguf import GGUF
+from compress.checkpoint.gptq import GPTQFormat
 from compress.checkpoint.load import load_compressed
 from compress.checkpoint.save_format import STORY, Checkpoint, SaveFormat, Story
 from compress.checkpoint.shards import SHARD_BYTES
@@ -23,7 +24,9 @@ from compress.checkpoint.workbench import Workbench
 from compress.linear import compressed_linears
 from compress.result import Result
 
-SAVE_FORMATS: dict[str, SaveFormat] = {one.name: one for one in (Workbench(), CompressedTensors(), GGUF())}
+SAVE_FORMATS: dict[str, SaveFormat] = {
+    one.name: one for one in (Workbench(), CompressedTensors(), GPTQFormat(), GGUF())
+}
 
 
 def save_compressed(

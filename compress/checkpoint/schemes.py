@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from compress.linear import CompressedLinear
+from compress.checkpoint.transformers_config import linear_names
 from kernels.w8a8_matmul import BLOCK
 
 PACKED, INTS, FLOATS, MIXED = "pack-quantized", "int-quantized", "float-quantized", "mixed-precision"
@@ -145,11 +145,6 @@ def quantization_config(schemes: Mapping[str, Scheme], model: nn.Module) -> dict
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }
-
-
-def linear_names(model: nn.Module) -> list[str]:
-    """Names of what a reader finds as linears: those of the model, compressed or not."""
-    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear | CompressedLinear)]
 
 
 def vllm_remarks(schemes: Mapping[str, Scheme], model: nn.Module) -> list[str]:

@@ -1,18 +1,20 @@
 """The configuration from which transformers and vLLM build a model, and which models they can build from one."""
 
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import transformers
 from accelerate import init_empty_weights
-from torch import nn
+from torch import Tensor, nn
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from compress.checkpoint.save_format import Checkpoint
 from compress.checkpoint.workbench import write_configuration
 from compress.dropped import dropped_parts
-from compress.linear import CompressedLinear
+from compress.linear import CompressedLinear, compressed_linears
 from compress.walk.experts import SplitExperts, is_fused_experts
 
 
@@ -53,3 +55,54 @@ def write_reader_configuration(checkpoint: Checkpoint, folder: Path, quantizatio
     if quantization is not None:
         config["quantization_config"] = quantization
     path.write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+def other_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every stored tensor outside compressed linears; a shared one (a tied embedding) once, under its first name."""
+    inside, seen = tuple(f"{name}." for name in compressed_linears(model)), set()
+    for name, tensor in model.state_dict().items():
+        key = (tensor.data_ptr(), tensor.shape) if tensor.numel() else name
+        if not name.startswith(inside) and key not in seen:
+            seen.add(key)
+            yield name, tensor
+
+
+def linear_names(model: nn.Module) -> list[str]:
+    """Names of what a reader finds as linears: those of the model, compressed or not."""
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear | CompressedLinear)]
+
+
+def plain_config(folder: Path) -> PreTrainedConfig:
+    """The configuration of a checkpoint, without how its weights are quantised: that of the model before."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
+
+
+def model_of_tensors(kind: type[nn.Module], folder: Path, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """A model of a class of transformers, from a configuration and its weights under transformers' names.
+
+    Raises:
+        RuntimeError: weights are missing, or the model has no place for some.
+    """
+    with init_empty_weights(include_buffers=False):
+        model = kind(plain_config(folder))
+    fill(model, tensors)
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model.eval().requires_grad_(False)
+
+
+def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Give a model on the meta device its weights.
+
+    Raises:
+        RuntimeError: as `model_of_tensors`.
+    """
+    _, unexpected = model.load_state_dict(tensors, strict=False, assign=True)
+    model.tie_weights()
+    empty = [name for name, p in model.named_parameters() if p.is_meta]
+    for problem, names in (("the file lacks", empty), ("the model of its config has no place for", unexpected)):
+        if names:
+            raise RuntimeError(f"{problem} {len(names)} of the weights: {', '.join(names[:3])}")

@@ -149,6 +149,25 @@ def compare_logits(
     return agreement
 
 
+def take_computed_buffers(model: nn.Module, loaded: nn.Module) -> list[str]:
+    """Give a loaded model the computed buffers of the one in memory where they differ; a remark about it, if any do.
+
+    A reader computes rotary frequencies anew, in float32; a model that was cast as a whole has rounded ones.
+    """
+    theirs, stored, taken = dict(loaded.named_buffers()), model.state_dict().keys(), []
+    for name, buffer in model.named_buffers():
+        if name in theirs and name not in stored and not torch.equal(buffer.cpu(), theirs[name].cpu()):
+            owner, _, key = name.rpartition(".")
+            loaded.get_submodule(owner).register_buffer(key, buffer.clone(), persistent=False)
+            taken.append(name)
+    if not taken:
+        return []
+    return [
+        f"readers compute {taken[0]}{' and others' if len(taken) > 1 else ''} anew, as the model's authors meant it; "
+        "the model in memory, which was cast as a whole, holds it rounded"
+    ]
+
+
 def prompts(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> Tensor:
     """Token ids [prompts, PROMPT_TOKENS] to compare models on: PROMPTS, or without a tokenizer any tokens."""
     vocabulary = model.get_input_embeddings().num_embeddings

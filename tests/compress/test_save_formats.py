@@ -9,7 +9,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from compress import METHODS, apply, save_compressed
-from compress.checkpoint import compressed_tensors
+from compress.checkpoint.compressed_tensors import CompressedTensors
+from compress.checkpoint.gptq import GPTQFormat
 from compress.checkpoint.words import from_words, to_words
 from compress.linear import compressed_linears
 
@@ -27,13 +28,13 @@ def decode_words(words: Tensor, bits: int, count: int) -> list[list[int]]:
 def verification(monkeypatch):
     """What the last verification said."""
     said = []
-    verify = compressed_tensors.CompressedTensors.verify
+    for writer in (CompressedTensors, GPTQFormat):
 
-    def listening(self, checkpoint, folder):
-        said[:] = [verify(self, checkpoint, folder)]
-        return said[0]
+        def listening(self, checkpoint, folder, verify=writer.verify):
+            said[:] = [verify(self, checkpoint, folder)]
+            return said[0]
 
-    monkeypatch.setattr(compressed_tensors.CompressedTensors, "verify", listening)
+        monkeypatch.setattr(writer, "verify", listening)
     return said
 
 
@@ -90,3 +91,24 @@ def test_transformers_reads_every_kind_of_weight(tiny, tokens, tmp_path, verific
     config = json.loads((path / "config.json").read_text())
     assert config["dtype"] == "bfloat16" and ("quantization_config" in config) == (recipe != "pruned")
     assert "transformers" in verification[0].reader
+
+
+@pytest.mark.parametrize("bits, group_size, symmetric", [(4, 16, True), (3, -1, True), (2, 32, False), (8, -1, True)])
+def test_gptq_weights_follow_the_description(tiny, tmp_path, verification, bits, group_size, symmetric):
+    method = METHODS["rtn"](bits=bits, group_size=group_size, symmetric=symmetric, scale="search")
+    model = tiny("qwen2").to(torch.bfloat16)
+    path = save_compressed(apply([method], model), tmp_path / "out", save_format="gptq")
+    config = json.loads((path / "config.json").read_text())["quantization_config"]
+    assert config == json.loads((path / "quantize_config.json").read_text())
+    assert config["checkpoint_format"] == ("gptq" if symmetric else "gptq_v2") and config["group_size"] == group_size
+    stored, name = load_file(path / "model.safetensors"), "model.layers.1.mlp.down_proj"
+    linear = model.get_submodule(name)
+    out, columns = linear.parts[0].shape
+    codes = torch.tensor(decode_words(stored[f"{name}.qweight"].T, bits, columns))
+    zero = torch.tensor(decode_words(stored[f"{name}.qzeros"], bits, out)).T + (1 if symmetric else 0)
+    group = stored[f"{name}.g_idx"].long()
+    W = (codes - zero[:, group]) * stored[f"{name}.scales"].T.float()[:, group]
+    assert torch.equal(W, linear.dequantize())
+    if bits == 4:
+        assert set(stored[f"{name}.qzeros"].unique().tolist()) == {0x77777777}
+    assert verification[0].reader.startswith("a decoder") and "greedy tokens" in verification[0].remarks[0]
