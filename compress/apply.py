@@ -3,6 +3,7 @@
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,11 +22,13 @@ from compress.records import DropRecord, FoldRecord, LayerRecord
 from compress.result import Result
 from compress.walk.blocks import find_blocks, kept_weights
 from compress.walk.capture import device_of, on_device
+from compress.walk.calibrated import Shared, check_calibrate, shared_statistics
 from compress.walk.experts import is_fused_experts, split_experts
 from compress.walk.folding import FoldingMethod
 from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.offload import original_linears
 from compress.walk.resume import BlockStore
+from compress.walk.saved import SavedStatistics
 from kernels import source
 from kernels.registry import recording
 
@@ -37,6 +40,7 @@ def apply(
     *,
     device: str | None = None,
     work_path: str | Path | None = None,
+    calibrate: str = "sequential",
 ) -> Result:
     """Compress a model in place.
 
@@ -46,16 +50,35 @@ def apply(
         batches: calibration tokens, LongTensors [1, T]; any list will do, `calibration` makes one.
         device: where to compute, one block at a time; the model's own device if None.
         work_path: folder where finished blocks are kept. A run that was killed, started again with the same recipe,
-            model and batches, takes them from there.
+            model and batches, takes them from there. Statistics of calibrate="once" are kept there, too.
+        calibrate: "sequential": each block is solved on what the compressed blocks before it give. "once": all linears
+            are solved on what flows in the model as it is, whose statistics serve every recipe; less accurate.
 
     Returns:
         Result: `.model` (the same object), `.layers`, and what the run record needs.
 
     Raises:
         ValueError: before any work, if the recipe does not compose, does not fit the model, or the batches are
-            unusable.
+            unusable, or the disk has no room for what is kept there.
     """
+    check_calibrate(calibrate)
+    with _shared(calibrate, [recipe], work_path) as shared:
+        return _apply(recipe, model, batches, device=device, work_path=work_path, shared=shared)
+
+
+def _apply(
+    recipe: Sequence[Method],
+    model: nn.Module,
+    batches: Sequence[Tensor],
+    *,
+    device: str | None,
+    work_path: str | Path | None,
+    shared: Shared | None,
+) -> Result:
+    """`apply` with statistics from a place that recipes share; None: each method has its own."""
     asked, recipe, batches = list(recipe), settle(list(recipe)), () if batches is None else batches
+    if shared:
+        recipe = [replace(m, sequential=False) if isinstance(m, LayerwiseMethod) else m for m in recipe]
     check_device(device or "cpu")
     _check_batches(batches, model, needed=[m.name for m in recipe if m.needs_calibration])
     where = torch.device(device) if device else device_of(model)
@@ -84,15 +107,20 @@ def apply(
     folds: list[FoldRecord] = []
     drops: list[DropRecord] = []
     originals: Mapping[str, nn.Module] | None = None
+    saved: SavedStatistics | None = None
     with recording() as kernels:
         for i, method in enumerate(recipe):
             store = None
+            if shared and saved is None and len(batches) and method.collects():
+                weights = weights_sha256(model) if drops else identity["weights_sha256"]
+                saved = shared.statistics(model, batches, [weights, tokens["sha256"], code_sha256()], device=where)
             # Held once something is stored, so that later steps' errors are measured against what the first one met.
             untouched = original_linears(model) if len(recipe) - i > 1 else None
             if work_path:
                 steps = [(m.name, m.values()) for m in recipe[: i + 1]]
-                store = BlockStore.of(Path(work_path), steps, [identity, tokens, code_sha256()])
-            for made in method.apply(model, batches, device=where, store=store, originals=originals):
+                about = [identity, tokens, code_sha256(), *(["once"] if shared else [])]
+                store = BlockStore.of(Path(work_path), steps, about)
+            for made in method.apply(model, batches, device=where, store=store, originals=originals, saved=saved):
                 if isinstance(made, FoldRecord):
                     folds.append(made)
                 elif isinstance(made, DropRecord):
@@ -115,7 +143,10 @@ def apply(
         calibration=tokens,
         seconds=time.perf_counter() - start,
         kernels={op: sorted(used) for op, used in kernels.items()},
-        notes=[remark for method in recipe for remark in method.remarks(where)],
+        notes=[
+            *(remark for method in recipe for remark in method.remarks(where)),
+            *(_said_of_once(recipe) if shared and len(batches) else ()),
+        ],
     )
 
 
@@ -126,22 +157,28 @@ def apply_each(
     *,
     device: str | None = None,
     work_path: str | Path | None = None,
+    calibrate: str = "sequential",
 ) -> dict[str, Result]:
     """Apply several recipes, each to a copy of the model, for a comparison on the same calibration; see `apply`.
 
-    The copies share the memory of what a recipe leaves as it is, with each other and with the model, which stays.
+    The copies share the memory of what a recipe leaves as it is, with each other and with the model, which stays. With
+    calibrate="once" they share one pass over the model, too, which collects what all of them need.
 
     Raises:
         ValueError: as `apply` does, for any of the recipes, before any is applied.
     """
+    check_calibrate(calibrate)
     for recipe in recipes.values():
         for method in settle(list(recipe)):
             method.check(model)
     progress = tqdm(recipes.items(), desc="recipes", unit="recipe")
     results = {}
-    for name, recipe in progress:
-        progress.set_postfix_str(name)
-        results[name] = apply(recipe, sharing_copy(model), batches, device=device, work_path=work_path)
+    with _shared(calibrate, list(recipes.values()), work_path) as shared:
+        for name, recipe in progress:
+            progress.set_postfix_str(name)
+            results[name] = _apply(
+                recipe, sharing_copy(model), batches, device=device, work_path=work_path, shared=shared
+            )
     return results
 
 
@@ -151,6 +188,26 @@ def _split_experts(model: nn.Module) -> None:
         if any(map(is_fused_experts, block.modules())):
             with on_device(block, device_of(block)):
                 split_experts(block)
+
+
+def _shared(
+    calibrate: str, recipes: Sequence[Sequence[Method]], work_path: str | Path | None
+) -> AbstractContextManager[Shared | None]:
+    """Where these recipes keep the statistics that they share; None unless they are calibrated once."""
+    if calibrate != "once":
+        return nullcontext()
+    needs = [need for recipe in recipes for method in settle(list(recipe)) for need in method.collects()]
+    return shared_statistics(needs, work_path)
+
+
+def _said_of_once(recipe: Sequence[Method]) -> list[str]:
+    """What the reader must know of a recipe that was calibrated once."""
+    alone = [f"{method.name}: {what}" for method in recipe if (what := method.own_passes())]
+    return [
+        "calibrate='once': every linear was solved on what the model gives as it is; no block saw what the compressed "
+        "blocks before it give",
+        *(f"not taken from the saved statistics, but from passes of its own: {what}" for what in alone),
+    ]
 
 
 def _after(before: LayerRecord | None, now: LayerRecord) -> LayerRecord:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from compress.records import DropRecord, FoldRecord, LayerRecord
 from compress.walk.resume import BlockStore
+from compress.walk.saved import SavedStatistics
 
 # The order in which the methods of a recipe may follow one another; the ones marked with * at most once each.
 STAGES = ("drop", "transform", "sparsify*", "quantize_weights*", "quantize_activations*", "cache")
@@ -56,6 +57,7 @@ class Method:
         device: torch.device,
         store: BlockStore | None = None,
         originals: Mapping[str, nn.Module] | None = None,
+        saved: SavedStatistics | None = None,
     ) -> list[LayerRecord | FoldRecord | DropRecord]:
         """Compress `model` in place and say what became of each weight, or what was folded into what.
 
@@ -65,8 +67,18 @@ class Method:
             store: where finished blocks are kept, so that a run that is killed goes on where it was.
             originals: linears by name as they were before an earlier method of the recipe stored them, to measure
                 errors against; None: as they are.
+            saved: statistics of the model as it was before the recipe; where they are given, no pass over the model is
+                needed for those that `collects` names, and nothing is propagated.
         """
         raise NotImplementedError
+
+    def collects(self) -> tuple[str, ...]:
+        """Statistics of the inputs of linears that this method reads, names in compress.walk.statistics.STATISTICS."""
+        return ()
+
+    def own_passes(self) -> str:
+        """For what this method runs the model by itself, whether or not statistics are saved; "" if for nothing."""
+        return ""
 
     def within(self, before: Sequence["Method"], after: Sequence["Method"]) -> "Method":
         """This method as it acts between these others of a recipe: itself, or one with knobs settled by them.

@@ -33,7 +33,7 @@ class CacheMethod(Method):
     stage: ClassVar[str] = "cache"
     slot: ClassVar[str]  # of the two that a cache has: which positions stay (policy), how they are stored (storage)
 
-    def apply(self, model: nn.Module, batches=(), *, device=None, store=None, originals=None) -> list:
+    def apply(self, model: nn.Module, batches=(), *, device=None, store=None, originals=None, saved=None) -> list:
         return []
 
     def check(self, model: nn.Module) -> None:

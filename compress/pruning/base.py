@@ -18,6 +18,7 @@ from compress.records import LayerRecord
 from compress.walk.blocks import targets
 from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.resume import BlockStore
+from compress.walk.saved import SavedStatistics
 from compress.walk.statistics import LayerStatistics
 
 HALF = 0.5  # of the weights: the usual ratio
@@ -106,6 +107,7 @@ class PruningMethod(LayerwiseMethod):
         device: torch.device,
         store: BlockStore | None = None,
         originals: Mapping[str, nn.Module] | None = None,
+        saved: SavedStatistics | None = None,
     ) -> list[LayerRecord]:
         curves: dict[str, dict[float, float]] = {}
         pruner = copy.copy(self)
@@ -121,7 +123,9 @@ class PruningMethod(LayerwiseMethod):
             )
             weights = {name: rows * columns for name, (rows, columns) in targets(model, self.skip).items()}
             object.__setattr__(pruner, "ratios", allocate(curves, weights, self.ratio))
-        records = LayerwiseMethod.apply(pruner, model, batches, device=device, store=store, originals=originals)
+        records = LayerwiseMethod.apply(
+            pruner, model, batches, device=device, store=store, originals=originals, saved=saved
+        )
         shown = {name: {f"{level:g}": value for level, value in curve.items()} for name, curve in curves.items()}
         return [dataclasses.replace(record, distortion=shown.get(record.name)) for record in records]
 
@@ -135,6 +139,9 @@ class PruningMethod(LayerwiseMethod):
     def plain(self, shape: tuple[int, int]) -> dict[str, Any]:
         """How a weight [out, in] would be stored with its zeros, as `Format.spec()` describes it."""
         return Dense.spec_of(shape)
+
+    def own_passes(self) -> str:
+        return "the distortions that allocation='adaptive' measures" if self.allocation == "adaptive" else ""
 
     def solve(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
         keep = kept(

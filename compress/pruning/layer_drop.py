@@ -17,6 +17,7 @@ from compress.records import DropRecord
 from compress.walk.blocks import find_blocks
 from compress.walk.capture import Call, block_calls, on_device, run_block
 from compress.walk.resume import BlockStore
+from compress.walk.saved import SavedStatistics
 from kernels.linear import fast_linear
 
 KINDS = {"attention": ("attention",), "mlp": ("mlp",), "joint": ("attention", "mlp"), "block": ("block",)}
@@ -85,6 +86,9 @@ class LayerDrop(Method):
                 f"this model: at most {there - 1}"
             )
 
+    def own_passes(self) -> str:
+        return "how much each layer turns the residual stream"
+
     def chosen(self) -> list[int]:
         """The numbers that `layers` gives."""
         return [int(part) for part in self.layers.split(",")] if self.layers else []
@@ -106,6 +110,7 @@ class LayerDrop(Method):
         device: torch.device,
         store: BlockStore | None = None,
         originals: Mapping[str, nn.Module] | None = None,
+        saved: SavedStatistics | None = None,
     ) -> list[DropRecord]:
         prefix, blocks = find_blocks(model)
         numbers = list(range(len(blocks)))  # of the blocks that are left, as they were before any was dropped

@@ -21,6 +21,7 @@ from compress.walk.chain import Chain
 from compress.walk.experts import SplitExperts, split_experts
 from compress.walk.links import Link, find_links, fold, made_up_batch
 from compress.walk.resume import BlockStore
+from compress.walk.saved import SavedStatistics
 from compress.walk.statistics import Collector, LayerStatistics
 from kernels.linear import fast_linear
 
@@ -44,6 +45,20 @@ class Choice:
     error_before: float | None = None
     error_after: float | None = None
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Folded:
+    """What was done along one link.
+
+    s: [channels of the producer], by which its output was divided.
+    columns: [in], by what the inputs of the consumers were divided for that.
+    """
+
+    link: Link
+    record: FoldRecord
+    s: Tensor
+    columns: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +88,9 @@ class FoldingMethod(Method):
     def leaves(self, link: Link) -> str:
         """Why the knobs leave this link alone; empty if they do not."""
         return ""
+
+    def collects(self) -> tuple[str, ...]:
+        return (*super().collects(), *self._needs())
 
     def check(self, model: nn.Module) -> None:
         self.links_of(model)
@@ -114,6 +132,7 @@ class FoldingMethod(Method):
         device: torch.device,
         store: BlockStore | None = None,
         originals: Mapping[str, nn.Module] | None = None,
+        saved: SavedStatistics | None = None,
     ) -> list[FoldRecord]:
         """Choose and fold block by block; one pass over each gives the statistics and the inputs of the next.
 
@@ -124,13 +143,12 @@ class FoldingMethod(Method):
         split_experts(model)
         links = self.links_of(model)
         _, blocks = find_blocks(model)
-        # A short call more, on which every fold is checked.
-        calls = [*block_calls(model, blocks, batches), *block_calls(model, blocks, [batches[0][:, :CHECKED]])]
+        calls = block_calls(model, blocks, batches) if saved is None else []
+        calls += block_calls(model, blocks, [batches[0][:, :CHECKED]])  # a short one more, on which folds are checked
         chain = Chain(store, calls) if store else None
         finished = chain.resume(len(blocks)) if chain else 0
         before = _logits(model)
-        records: list[FoldRecord] = []
-        scales: list[tuple[Link, Tensor]] = []
+        folded: list[Folded] = []
         progress = tqdm(range(len(blocks)), desc=self.name, unit="block")
         for index in progress:
             block = blocks[index]
@@ -140,23 +158,24 @@ class FoldingMethod(Method):
                     chosen = _take_over(model, links[index], *store.get(index))
                 else:
                     with fast_linear():
-                        chosen = self._smooth(model, block, links[index], calls, index, device, progress)
+                        chosen = self._smooth(model, block, links[index], calls, index, device, saved, progress)
                     if chain:
                         with chain.keeping(index, last=index + 1 == len(blocks)):
-                            kept = {str(i): s.cpu() for i, (_, s) in enumerate(chosen)}
-                            store.put(index, kept, [asdict(record) for record, _ in chosen])
-            records += [record for record, _ in chosen]
-            scales += [(link, s) for link, (_, s) in zip(links[index], chosen, strict=True)]
+                            kept = {str(i): one.s.cpu() for i, one in enumerate(chosen)}
+                            store.put(index, kept, [asdict(one.record) for one in chosen])
+            folded += chosen
+            for one in chosen if saved is not None else ():
+                saved.scale(one.link.consumers, one.columns)
         difference, most = _difference(_logits(model), before), 25 * _tolerance(blocks[0])
         if not difference <= most:
-            for link, s in reversed(scales):
-                fold(model, link, 1 / s)
+            for one in reversed(folded):
+                fold(model, one.link, 1 / one.s)
             raise RuntimeError(
                 f"{self.name}: each block gives what it gave, but the model's logits differ by {difference:.1e} (at "
                 "most "
                 f"{most:.0e}): something outside the blocks reads what was scaled; the folds were undone"
             )
-        return _show_largest(records)
+        return _show_largest([one.record for one in folded])
 
     def _smooth(
         self,
@@ -166,22 +185,13 @@ class FoldingMethod(Method):
         calls: list[Call],
         index: int,
         device: torch.device,
+        saved: SavedStatistics | None,
         progress: tqdm,
-    ) -> list[tuple[FoldRecord, Tensor]]:
-        """Collect, choose, fold and check one block; per link its record and the scales."""
+    ) -> list[Folded]:
+        """Collect, choose, fold and check one block."""
         progress.set_postfix_str("statistics")
         checked = Call(calls[-1].hidden, calls[-1].arguments)
-        needs = tuple(dict.fromkeys((*self.statistics, "absmax")))
-        collectors = [Collector(needs, len(link.channels), device) for link in links]
-        handles = [
-            model.get_submodule(link.consumers[0]).register_forward_pre_hook(lambda _, args, c=c: c.update(args[0]))
-            for link, c in zip(links, collectors, strict=True)
-        ]
-        try:
-            advance(block, calls[:-1], index, device)
-        finally:
-            for handle in handles:
-                handle.remove()
+        collectors = [] if saved is not None else self._collect(model, block, links, calls[:-1], index, device)
         advance(block, calls[-1:], index, device)
         y = calls[-1].hidden.to(device)
         routed = any(isinstance(module, SplitExperts) for module in block.modules())
@@ -191,7 +201,10 @@ class FoldingMethod(Method):
         for link in links:
             progress.set_postfix_str(link.producer)
             start = time.perf_counter()
-            statistics = collectors.pop(0).result()
+            if saved is None:
+                statistics = collectors.pop(0).result()
+            else:
+                statistics = saved.of(link.consumers[0], index, self._needs(), device)
             consumers = [model.get_submodule(name) for name in link.consumers]
             weights = [weight_of(consumer) for consumer in consumers]
             w = _column_absmax(weights)  # now: the fold changes what these weights are
@@ -199,8 +212,10 @@ class FoldingMethod(Method):
             assert choice.s.isfinite().all() and (choice.s > 0).all(), (
                 f"{link.producer}: scales must be finite and positive"
             )
+            x = statistics.values["absmax"]
+            columns = torch.ones_like(x)
             if choice.alpha is not None:
-                fold(model, link, choice.s)
+                columns = fold(model, link, choice.s)
             difference = _difference(run_block(block, checked, index, device), y, routed=routed)
             if not difference <= _tolerance(block):
                 for module, name, original in originals:
@@ -211,7 +226,6 @@ class FoldingMethod(Method):
                     f"gives differs by {difference:.1e} (at most {_tolerance(block):.0e}); the block has its weights "
                     "back"
                 )
-            x = statistics.values["absmax"]
             x_after = x / choice.s.to(x.device)[link.channels.to(x.device)]
             w_after = _column_absmax([weight_of(consumer) for consumer in consumers])
             magnitudes = {"x_before": x, "x_after": x_after, "w_before": w, "w_after": w_after}
@@ -228,20 +242,41 @@ class FoldingMethod(Method):
                 notes=(*statistics.notes, *choice.notes),
                 channels={key: _binned(values) for key, values in magnitudes.items()},
             )
-            chosen.append((record, choice.s))
+            chosen.append(Folded(link, record, choice.s, columns))
         return chosen
+
+    def _needs(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*self.statistics, "absmax")))
+
+    def _collect(
+        self, model: nn.Module, block: nn.Module, links: list[Link], calls: list[Call], index: int, device: torch.device
+    ) -> list[Collector]:
+        """Make the block's outputs the inputs of the next one; per link what its consumers read meanwhile."""
+        collectors = [Collector(self._needs(), len(link.channels), device) for link in links]
+        handles = [
+            model.get_submodule(link.consumers[0]).register_forward_pre_hook(lambda _, args, c=c: c.update(args[0]))
+            for link, c in zip(links, collectors, strict=True)
+        ]
+        try:
+            advance(block, calls, index, device)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return collectors
 
 
 def _take_over(
     model: nn.Module, links: list[Link], scales: dict[str, Tensor], records: list[dict[str, Any]]
-) -> list[tuple[FoldRecord, Tensor]]:
+) -> list[Folded]:
     """Fold what an earlier run chose for a block."""
     chosen = []
     for i, (link, r) in enumerate(zip(links, records, strict=True)):
+        columns = torch.ones(len(link.channels))
         if r["alpha"] is not None:
-            fold(model, link, scales[str(i)])
+            columns = fold(model, link, scales[str(i)])
         notes = (*r["notes"], "chosen by an earlier, interrupted run")
-        chosen.append((FoldRecord(**{**r, "consumers": tuple(r["consumers"]), "notes": notes}), scales[str(i)]))
+        record = FoldRecord(**{**r, "consumers": tuple(r["consumers"]), "notes": notes})
+        chosen.append(Folded(link, record, scales[str(i)], columns))
     return chosen
 
 

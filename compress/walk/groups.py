@@ -66,9 +66,15 @@ def collect(
     device: torch.device,
     *,
     stop_early: bool,
+    pass_on: bool = False,
 ) -> dict[str, Collector]:
-    """Run every micro-batch and feed the statistics of each group once, from its first linear, whose name is the
-    key."""
+    """Run every micro-batch and feed the statistics of each group once, from its first linear, whose name is the key.
+
+    Args:
+        stop_early: leave the block once every group has been reached.
+        pass_on: make the block's outputs the inputs of the next one, which takes whole passes.
+    """
+    assert not (stop_early and pass_on)
     leader_of = {name: group[0] for group in groups for name in group}
     collectors = {group[0]: Collector(needs, shape_of(linears[group[0]])[1], device) for group in groups}
     seen: dict[str, Tensor] = {}
@@ -87,7 +93,9 @@ def collect(
         for call in calls:
             seen.clear()
             with suppress(Stop):
-                run_block(block, call, index, device)
+                hidden = run_block(block, call, index, device)
+                if pass_on:
+                    call.hidden = hidden.to(call.hidden.device)
     return collectors
 
 

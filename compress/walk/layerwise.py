@@ -11,9 +11,11 @@ from compress.formats import Format
 from compress.method import Method, knob
 from compress.records import LayerRecord
 from compress.walk.blocks import check_experts, targets
+from compress.walk.calibrated import solve_from
 from compress.walk.resume import BlockStore
+from compress.walk.saved import SavedStatistics
 from compress.walk.statistics import LayerStatistics
-from compress.walk.walk import walk
+from compress.walk.walk import walk, with_errors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +40,14 @@ class LayerwiseMethod(Method):
         device: torch.device,
         store: BlockStore | None = None,
         originals: Mapping[str, nn.Module] | None = None,
+        saved: SavedStatistics | None = None,
     ) -> list[LayerRecord]:
+        if saved is not None:
+            return solve_from(model, self, saved, device=device, store=store, originals=originals)
         return walk(model, self, batches, device=device, store=store, originals=originals)
+
+    def collects(self) -> tuple[str, ...]:
+        return with_errors(self.statistics)
 
     def solve(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
         """Parts that stand for W.

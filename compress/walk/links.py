@@ -134,7 +134,7 @@ class _Compared(TorchFunctionMode):
 
 
 @torch.no_grad()
-def fold(model: nn.Module, link: Link, s: Tensor) -> None:
+def fold(model: nn.Module, link: Link, s: Tensor) -> Tensor:
     """Divide the producer's output by s and multiply the consumers' columns by it.
 
     The modules get new parameters: the memory of the old ones, which a copy of the model may share, stays as it is.
@@ -142,6 +142,9 @@ def fold(model: nn.Module, link: Link, s: Tensor) -> None:
     Args:
         s: [channels of the producer], positive. Of a norm in 16 bits the consumers take what its gain really lost, so
             that rounding the gain changes no output.
+
+    Returns:
+        [in]: by what the consumers' columns were multiplied, and their inputs divided.
     """
     producer = model.get_submodule(link.producer)
     s = s.to(producer.weight.device, torch.float32)
@@ -161,6 +164,7 @@ def fold(model: nn.Module, link: Link, s: Tensor) -> None:
         consumer = model.get_submodule(name)
         factor = columns[:, None] if isinstance(consumer, Conv1D) else columns
         _renew(consumer, "weight", consumer.weight.float() * factor.to(consumer.weight.device))
+    return columns
 
 
 def _renew(module: nn.Module, name: str, value: Tensor) -> None:

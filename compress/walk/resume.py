@@ -63,7 +63,7 @@ class BlockStore:
 
     def finished(self, blocks: int) -> int:
         """How many blocks from the first one on are there and can be read; there are `blocks` in all."""
-        return next((index for index in range(blocks) if self._about(index) is None), blocks)
+        return next((index for index in range(blocks) if self.about(index) is None), blocks)
 
     def load(self, index: int) -> tuple[dict[str, CompressedLinear], list[LayerRecord]] | None:
         found = self.get(index)
@@ -82,25 +82,26 @@ class BlockStore:
     def put(self, index: int, tensors: dict[str, torch.Tensor], about: Any) -> None:
         """Keep a block's tensors and JSON."""
         tensors = tensors | {"_": torch.zeros(1)}  # a block may have nothing to store
-        with whole_file(self._path(index)) as temporary:
+        with whole_file(self.path(index)) as temporary:
             save_file(tensors, temporary, metadata={"about": json.dumps(about)})
 
     def get(self, index: int) -> tuple[dict[str, torch.Tensor], Any] | None:
         """What `put` kept; None if there is nothing, or a file that cannot be read (after a power loss, say)."""
-        about = self._about(index)
+        about = self.about(index)
         if about is None:
             return None
-        tensors = load_file(self._path(index))
+        tensors = load_file(self.path(index))
         del tensors["_"]
-        return tensors, about[0]
+        return tensors, about
 
-    def _about(self, index: int) -> tuple[Any] | None:
+    def about(self, index: int) -> Any | None:
         """The JSON that `put` kept; None if there is no file, or one that cannot be read."""
         try:
-            with safe_open(self._path(index), "pt") as file:
-                return (json.loads(file.metadata()["about"]),)
+            with safe_open(self.path(index), "pt") as file:
+                return json.loads(file.metadata()["about"])
         except (OSError, ValueError, TypeError, KeyError, SafetensorError):
             return None
 
-    def _path(self, index: int) -> Path:
+    def path(self, index: int) -> Path:
+        """The file of a block."""
         return self.folder / f"block_{index:04d}.safetensors"

@@ -150,6 +150,11 @@ STATISTICS: dict[str, type[Statistic]] = {
 }  # fmt: skip
 
 
+def divided(name: str, value: Tensor, s: Tensor) -> Tensor:
+    """What a statistic would be, had every input x [in] been divided by s [in], positive, before it was collected."""
+    return value / torch.outer(s, s) if name == "gram" else value / s
+
+
 class LayerStatistics:
     """What one linear's inputs gave. Linears that read the same tensor share all but the notes.
 
@@ -189,6 +194,7 @@ class Collector:
 
     def __init__(self, needs: Sequence[str], columns: int, device: torch.device) -> None:
         self.statistics = {need: STATISTICS[need](columns, device) for need in needs}
+        self.columns = columns
         self.tokens = 0
 
     def update(self, x: Tensor) -> None:

@@ -109,9 +109,7 @@ class Walking:
         passed on with it."""
         block, method, calls = self.blocks[index], self.method, self.calls
         linears = {name: self.model.get_submodule(name) for name in names}
-        # Every error is measured over the calibration tokens: over all by their Gram matrix, or over a sample of them.
-        measure = () if "rows" in method.statistics else ("gram",)
-        needs = tuple(dict.fromkeys((*method.statistics, *measure))) if calls else ()
+        needs = with_errors(method.statistics) if calls else ()
         new: dict[str, CompressedLinear] = {}
         records: dict[str, LayerRecord] = {}
         notes: list[str] = []
@@ -122,7 +120,7 @@ class Walking:
                 own = statistics.for_another()
                 own.notes += notes
                 original = weight_of(self.originals[name]).to(self.device) if name in self.originals else None
-                new[name], records[name] = _solve(name, linears[name], original, own, method)
+                new[name], records[name] = solve_linear(name, linears[name], original, own, method)
             self.progress.set_postfix_str("statistics")
             return {name: new[name] for name in group}
 
@@ -152,9 +150,18 @@ class Walking:
             advance(self.blocks[index], self.calls, index, self.device)
 
 
-def _solve(
+def with_errors(statistics: Sequence[str]) -> tuple[str, ...]:
+    """These statistics, and what errors are measured by over the calibration tokens: a sample of them, or the Gram
+    matrix of all."""
+    measure = () if "rows" in statistics else ("gram",)
+    return tuple(dict.fromkeys((*statistics, *measure)))
+
+
+def solve_linear(
     name: str, linear: nn.Module, original: Tensor | None, statistics: LayerStatistics, method: Solver
 ) -> tuple[CompressedLinear, LayerRecord]:
+    """What stands for a linear, and its record; `original`: the weight that its error is measured against, if that is
+    not the linear's own."""
     start = time.perf_counter()
     W = weight_of(linear)
     statistics.name, statistics.dtype = name, _dtype_of(linear)

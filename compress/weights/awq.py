@@ -19,6 +19,7 @@ from compress.walk.folding import Choice, FoldingMethod
 from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.links import Link, compared_by_attention
 from compress.walk.resume import BlockStore
+from compress.walk.saved import SavedStatistics
 from compress.walk.statistics import LayerStatistics
 from kernels.int_matmul import BITS
 from kernels.linear import linear
@@ -105,16 +106,19 @@ class AWQ(FoldingMethod, LayerwiseMethod):
         device: torch.device,
         store: BlockStore | None = None,
         originals: Mapping[str, nn.Module] | None = None,
+        saved: SavedStatistics | None = None,
     ) -> list[LayerRecord | FoldRecord]:
         chosen = BlockStore(store.folder / "folds") if store else None
-        folds = FoldingMethod.apply(self, model, batches, device=device, store=chosen)
+        folds = FoldingMethod.apply(self, model, batches, device=device, store=chosen, saved=saved)
         if self.only_scale:
             return folds
         clipper = copy.copy(self)
         object.__setattr__(clipper, "unclipped", compared_by_attention(model) if self.clip else set())
         return [
             *folds,
-            *LayerwiseMethod.apply(clipper, model, batches, device=device, store=store, originals=originals),
+            *LayerwiseMethod.apply(
+                clipper, model, batches, device=device, store=store, originals=originals, saved=saved
+            ),
         ]
 
     def choose(self, link: Link, weights: list[Tensor], statistics: LayerStatistics) -> Choice:

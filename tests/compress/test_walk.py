@@ -78,13 +78,13 @@ def test_in_sequence_each_linear_sees_what_the_ones_before_it_give(any_model, to
     batches = tokens(4, 600, seed=3) if any_model.config.max_position_embeddings > 600 else tokens(4, 100, seed=3)
     split_experts(any_model)
     plain = copy.deepcopy(any_model)
-    walk_solve = walk._solve
+    walk_solve = walk.solve_linear
 
     def noted(name, linear, original, statistics, method):
         seen[name] = statistics.values["gram"].clone(), statistics.tokens
         return walk_solve(name, linear, original, statistics, method)
 
-    monkeypatch.setattr(walk, "_solve", noted)
+    monkeypatch.setattr(walk, "solve_linear", noted)
     monkeypatch.setattr(capture, "MICRO_BATCH_TOKENS", 200)
     apply([METHODS["rtn"](bits=3, group_size=16)], any_model, batches)
     for name, (H, tokens_seen) in seen.items():  # in the order in which they were solved

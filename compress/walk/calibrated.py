@@ -1,0 +1,183 @@
+"""One calibration for many recipes: a pass that keeps the statistics of a model as it is, and methods solved from them.
+
+No block sees what the compressed blocks before it give, so that one pass serves every recipe. The walk
+(`compress.walk.walk`) passes on what the compressed blocks give instead, which is more accurate and has to be done for
+each recipe anew.
+"""
+
+import dataclasses
+import hashlib
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from compress.linear import CompressedLinear, replace, shape_of, weight_of
+from compress.records import LayerRecord
+from compress.walk.blocks import find_blocks, targets
+from compress.walk.capture import block_calls, on_device
+from compress.walk.chain import Chain
+from compress.walk.groups import collect, input_groups
+from compress.walk.resume import BlockStore
+from compress.walk.saved import SavedStatistics, check_room, keep_block, predicted_bytes
+from compress.walk.walk import Solver, solve_linear, with_errors
+from kernels.linear import fast_linear
+
+CALIBRATE = ("sequential", "once")
+
+
+def check_calibrate(calibrate: str) -> None:
+    """Raise ValueError unless this is a way to calibrate: "sequential" or "once"."""
+    if calibrate not in CALIBRATE:
+        raise ValueError(f"`calibrate` (={calibrate!r}) must be one of {', '.join(CALIBRATE)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """Where the recipes of a run keep the statistics of models as they are, and which of them they need together."""
+
+    folder: Path
+    needs: tuple[str, ...]
+
+    def statistics(
+        self, model: nn.Module, batches: Sequence[Tensor], about: Sequence[Any], *, device: torch.device
+    ) -> SavedStatistics:
+        """The statistics of a model, collected now unless they are there.
+
+        Args:
+            about: what they depend on, as JSON: the model's weights, the calibration tokens, the code.
+
+        Raises:
+            ValueError: they take more disk than there is, or than is allowed.
+        """
+        key = hashlib.sha256(json.dumps([*about, device.type], sort_keys=True).encode()).hexdigest()[:16]
+        blocks = len(find_blocks(model)[1])
+        saved = SavedStatistics(self.folder / f"statistics-{key}", blocks)
+        if missing := saved.missing(self.needs):
+            collect_statistics(model, batches, missing, saved.store_of(missing), device=device)
+        return SavedStatistics(saved.folder, blocks)
+
+
+@contextmanager
+def shared_statistics(needs: Sequence[str], work_path: str | Path | None) -> Iterator[Shared]:
+    """A place for statistics in `work_path`, where they stay; without one, a temporary folder."""
+    needs = tuple(sorted(set(needs)))
+    if work_path:
+        yield Shared(Path(work_path), needs)
+        return
+    with tempfile.TemporaryDirectory(prefix="workbench-") as folder:
+        yield Shared(Path(folder), needs)
+
+
+@torch.no_grad()
+def collect_statistics(
+    model: nn.Module, batches: Sequence[Tensor], needs: Sequence[str], store: BlockStore, *, device: torch.device
+) -> None:
+    """Run the model once, block by block, and keep statistics of what every linear of its blocks reads.
+
+    A pass that was killed goes on at the block where it was.
+
+    Args:
+        needs: names in compress.walk.statistics.STATISTICS.
+        store: where they are kept, a file for each block.
+
+    Raises:
+        ValueError: they take more disk than there is, or than is allowed.
+    """
+    prefix, blocks = find_blocks(model)
+    names = list(targets(model))
+    calls = block_calls(model, blocks, batches)
+    windows, tokens = len(batches), sum(batch.numel() for batch in batches)
+    chain = Chain(store, calls)
+    finished = chain.resume(len(blocks))
+    progress = tqdm(range(finished, len(blocks)), desc="statistics", unit="block")
+    size = 0
+    for index in progress:
+        own = [name for name in names if name.startswith(f"{prefix}.{index}.")]
+        last = index + 1 == len(blocks)
+        with on_device(blocks[index], device), fast_linear():
+            linears = {name: model.get_submodule(name) for name in own}
+            groups, once = input_groups(blocks[index], linears, calls, index, device)
+            if not size:
+                columns = [shape_of(linears[group[0]])[1] for group in groups]
+                size = predicted_bytes(columns, needs, tokens, windows) * (len(blocks) - index)  # blocks alike
+                check_room(store.folder, size)
+                progress.set_description(f"statistics ({', '.join(needs)}; {size / 1e9:.2f} GB on the disk)")
+            collected = collect(
+                blocks[index],
+                linears,
+                groups,
+                calls,
+                index,
+                needs,
+                device,
+                stop_early=once and last,
+                pass_on=not last,
+            )
+        with chain.keeping(index, last=last):
+            keep_block(store, index, groups, collected)
+
+
+@torch.no_grad()
+def solve_from(
+    model: nn.Module,
+    method: Solver,
+    saved: SavedStatistics,
+    *,
+    device: torch.device,
+    store: BlockStore | None = None,
+    originals: Mapping[str, nn.Module] | None = None,
+) -> list[LayerRecord]:
+    """Let `method` solve every linear inside the blocks from saved statistics, and put what it stores in their place.
+
+    Blocks do not depend on one another, so that a killed run takes over every block that it has finished.
+    """
+    prefix, blocks = find_blocks(model)
+    chosen = list(targets(model, method.skip))
+    progress = tqdm(range(len(blocks)), desc=method.name, unit="block")
+    records: list[LayerRecord] = []
+    for index in progress:
+        own = [name for name in chosen if name.startswith(f"{prefix}.{index}.")]
+        with on_device(blocks[index], device):
+            found = store.load(index) if store else None
+            if found is None:
+                found = _solve_block(model, method, saved, index, own, originals or {}, device, progress)
+                if store:
+                    store.save(index, *found)
+            for name, linear in found[0].items():
+                replace(model, name, linear.to(device))
+        records += found[1]
+    return records
+
+
+def _solve_block(
+    model: nn.Module,
+    method: Solver,
+    saved: SavedStatistics,
+    index: int,
+    names: Sequence[str],
+    originals: Mapping[str, nn.Module],
+    device: torch.device,
+    progress: tqdm,
+) -> tuple[dict[str, CompressedLinear], list[LayerRecord]]:
+    """What stands for each of these linears of a block, and their records."""
+    needs = with_errors(method.statistics)
+    new: dict[str, CompressedLinear] = {}
+    records: dict[str, LayerRecord] = {}
+    for group in saved.groups(index):
+        members = [name for name in group if name in names]
+        if not members:
+            continue
+        statistics = saved.of(members[0], index, needs, device)
+        for name in members:
+            progress.set_postfix_str(name)
+            original = weight_of(originals[name]).to(device) if name in originals else None
+            linear = model.get_submodule(name)
+            new[name], records[name] = solve_linear(name, linear, original, statistics.for_another(), method)
+    return {name: new[name] for name in names}, [records[name] for name in names]
