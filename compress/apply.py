@@ -22,13 +22,13 @@ from compress.records import DropRecord, FoldRecord, LayerRecord
 from compress.result import Result
 from compress.walk.blocks import find_blocks, kept_weights
 from compress.walk.capture import device_of, on_device
-from compress.walk.calibrated import Shared, check_calibrate, shared_statistics
 from compress.walk.experts import is_fused_experts, split_experts
 from compress.walk.folding import FoldingMethod
 from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.offload import original_linears
+from compress.walk.once.calibrated import Shared, check_calibrate, shared_statistics
+from compress.walk.once.saved import SavedStatistics
 from compress.walk.resume import BlockStore
-from compress.walk.saved import SavedStatistics
 from kernels import source
 from kernels.registry import recording
 

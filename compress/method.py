@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from compress.records import DropRecord, FoldRecord, LayerRecord
+from compress.walk.once.saved import SavedStatistics
 from compress.walk.resume import BlockStore
-from compress.walk.saved import SavedStatistics
 
 # The order in which the methods of a recipe may follow one another; the ones marked with * at most once each.
 STAGES = ("drop", "transform", "sparsify*", "quantize_weights*", "quantize_activations*", "cache")

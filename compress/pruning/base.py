@@ -17,8 +17,8 @@ from compress.pruning.patterns import UNSTRUCTURED, kept, parse_pattern
 from compress.records import LayerRecord
 from compress.walk.blocks import targets
 from compress.walk.layerwise import LayerwiseMethod
+from compress.walk.once.saved import SavedStatistics
 from compress.walk.resume import BlockStore
-from compress.walk.saved import SavedStatistics
 from compress.walk.statistics import LayerStatistics
 
 HALF = 0.5  # of the weights: the usual ratio

@@ -16,8 +16,8 @@ from compress.method import Method, knob
 from compress.records import DropRecord
 from compress.walk.blocks import find_blocks
 from compress.walk.capture import Call, block_calls, on_device, run_block
+from compress.walk.once.saved import SavedStatistics
 from compress.walk.resume import BlockStore
-from compress.walk.saved import SavedStatistics
 from kernels.linear import fast_linear
 
 KINDS = {"attention": ("attention",), "mlp": ("mlp",), "joint": ("attention", "mlp"), "block": ("block",)}

@@ -20,8 +20,8 @@ from compress.walk.capture import Call, advance, block_calls, device_of, on_devi
 from compress.walk.chain import Chain
 from compress.walk.experts import SplitExperts, split_experts
 from compress.walk.links import Link, find_links, fold, made_up_batch
+from compress.walk.once.saved import SavedStatistics
 from compress.walk.resume import BlockStore
-from compress.walk.saved import SavedStatistics
 from compress.walk.statistics import Collector, LayerStatistics
 from kernels.linear import fast_linear
 

@@ -11,9 +11,9 @@ from compress.formats import Format
 from compress.method import Method, knob
 from compress.records import LayerRecord
 from compress.walk.blocks import check_experts, targets
-from compress.walk.calibrated import solve_from
+from compress.walk.once.calibrated import solve_from
+from compress.walk.once.saved import SavedStatistics
 from compress.walk.resume import BlockStore
-from compress.walk.saved import SavedStatistics
 from compress.walk.statistics import LayerStatistics
 from compress.walk.walk import walk, with_errors
 

@@ -18,8 +18,8 @@ from compress.walk.blocks import is_named
 from compress.walk.folding import Choice, FoldingMethod
 from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.links import Link, compared_by_attention
+from compress.walk.once.saved import SavedStatistics
 from compress.walk.resume import BlockStore
-from compress.walk.saved import SavedStatistics
 from compress.walk.statistics import LayerStatistics
 from kernels.int_matmul import BITS
 from kernels.linear import linear

@@ -9,11 +9,12 @@ from compress import METHODS, apply
 from compress.apply import apply_each
 from compress.linear import is_linear
 from compress.recipe import parse_recipe
-from compress.walk import calibrated, capture, saved
-from compress.walk.calibrated import collect_statistics
+from compress.walk import capture
 from compress.walk.experts import split_experts
+from compress.walk.once import calibrated, saved
+from compress.walk.once.calibrated import collect_statistics
+from compress.walk.once.saved import SavedStatistics
 from compress.walk.resume import BlockStore
-from compress.walk.saved import SavedStatistics
 from compress.walk.statistics import STATISTICS
 
 DEVICE = torch.device("cpu")

@@ -24,8 +24,8 @@ from compress.walk.blocks import find_blocks, targets
 from compress.walk.capture import block_calls, on_device
 from compress.walk.chain import Chain
 from compress.walk.groups import collect, input_groups
+from compress.walk.once.saved import SavedStatistics, check_room, keep_block, predicted_bytes
 from compress.walk.resume import BlockStore
-from compress.walk.saved import SavedStatistics, check_room, keep_block, predicted_bytes
 from compress.walk.walk import Solver, solve_linear, with_errors
 from kernels.linear import fast_linear
 
