@@ -8,8 +8,8 @@ from typing import Any
 from kernels.files import sync
 
 CHECKSUMS = "checksums.json"
-# What a user may edit, and what a run adds later: the card, the record of the run and its own manifest.
-NOT_COUNTED = ("README.md", "record.json", "manifest.json")
+# What a user may edit, and what comes later: the card, the verification, the record of the run and its own manifest.
+NOT_COUNTED = ("README.md", "verification.json", "record.json", "manifest.json")
 
 
 def write_checksums(folder: Path) -> None:

@@ -69,7 +69,7 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, save_format: str)
             writer.write(checkpoint, part)
             (part / STORY).write_text(json.dumps(asdict(checkpoint.story), indent=1))
             write_checksums(part)
-        writer.verify(checkpoint, part)
+        writer.verify(checkpoint, part).write(part)
         part.chmod(0o755)
         for file in part.iterdir():
             file.chmod(0o644)  # safetensors lets nobody else read its files

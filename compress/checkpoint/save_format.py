@@ -13,6 +13,7 @@ from compress.result import Result
 from kernels.errors import first_line
 
 STORY = "compression.json"  # how the model was made
+VERIFICATION = "verification.json"  # what loading it again showed
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,15 @@ class Verification:
     reader: str
     largest_difference: float
     remarks: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, folder: Path) -> "Verification":
+        """What `write_checkpoint` noted beside the checkpoint of a folder."""
+        content = json.loads((folder / VERIFICATION).read_text(encoding="utf-8"))
+        return cls(content["reader"], content["largest_difference"], tuple(content["remarks"]))
+
+    def write(self, folder: Path) -> None:
+        (folder / VERIFICATION).write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
 
 
 class SaveFormat:
