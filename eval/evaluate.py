@@ -18,7 +18,7 @@ from eval.speed.deploy import deployed
 from eval.speed.speed import PLAIN, Speed, measure_speed, positions, standard_variants
 from eval.text.divergence import compare_on_text
 from eval.text.names import text_name
-from eval.text.windows import mean_and_stderr, windows
+from eval.text.windows import LogitSource, mean_and_stderr, windows
 from eval.writing.generation import PROMPTS, Sample, generate_samples
 from kernels.errors import first_line
 from kernels.registry import recording
@@ -171,8 +171,8 @@ def evaluate(
 
 
 def score_text(
-    model: nn.Module,
-    baseline: nn.Module,
+    model: nn.Module | LogitSource,
+    baseline: nn.Module | LogitSource,
     texts: dict[str, Tensor],
     *,
     window: int = 2048,
@@ -213,8 +213,8 @@ def _score_text(
     scores: Scores,
     corpus: str,
     ids: Tensor,
-    baseline: nn.Module,
-    models: dict[str, nn.Module],
+    baseline: nn.Module | LogitSource,
+    models: dict[str, nn.Module] | dict[str, LogitSource],
     window: int,
     stride: int | None,
     max_windows: int | None,

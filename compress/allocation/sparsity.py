@@ -1,6 +1,6 @@
 """How much goes from which linear, given how much goes from all of them together."""
 
-import dataclasses
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -95,7 +95,7 @@ def distortion_curves(
 
     def predictions(first: int) -> list[Tensor]:
         """Logarithms of the probabilities that the model gives from block `first` on, per micro-batch of probes."""
-        passing = [dataclasses.replace(probe) for probe in probes]
+        passing = [copy.copy(probe) for probe in probes]
         for index in range(first, len(blocks)):
             with on_device(blocks[index], device):
                 advance(blocks[index], passing, index, device)

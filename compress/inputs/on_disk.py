@@ -56,14 +56,20 @@ def tensors_of(folder: Path) -> dict[str, OnDisk]:
         ValueError: there are none, one that the index names is not there, or one is damaged.
     """
     if (folder / INDEX).is_file():
-        names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+        where = json.loads((folder / INDEX).read_text())["weight_map"]
+        files = sorted(set(where.values()))
     else:
-        names = [ONE_FILE] if (folder / ONE_FILE).is_file() else []
-    if not names:
+        where, files = None, [ONE_FILE] if (folder / ONE_FILE).is_file() else []
+    if not files:
         raise ValueError(f"`weights` (='disk') needs safetensors: {folder} holds neither {ONE_FILE} nor {INDEX}")
-    if missing := [name for name in names if not (folder / name).is_file()]:
+    if missing := [name for name in files if not (folder / name).is_file()]:
         raise ValueError(f"{folder} lacks {', '.join(missing)}, which {INDEX} names")
-    return {name: tensor for file in names for name, tensor in TensorFile(folder / file).tensors.items()}
+    found = {file: TensorFile(folder / file).tensors for file in files}
+    if where is None:
+        return found[ONE_FILE]
+    if missing := [name for name, file in where.items() if name not in found[file]]:
+        raise ValueError(f"{folder}: {where[missing[0]]} lacks {missing[0]}, which {INDEX} says is there")
+    return {name: found[file][name] for name, file in where.items()}
 
 
 def _weights(model: nn.Module, stored: Mapping[str, OnDisk]) -> dict[str, OnDisk]:

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor, nn
+
+from compress.walk.shards import OnDisk, WorkFolder
 
 MICRO_BATCH_TOKENS = 2048  # tokens that go through a block at once
 
@@ -14,16 +16,51 @@ class Stop(Exception):
     """Ends a forward pass when what was wanted from it has been seen."""
 
 
-@dataclass
 class Call:
-    """One micro-batch on its way through the blocks."""
+    """One micro-batch on its way through the blocks.
 
-    hidden: Tensor  # [batch, T, hidden], the input of the block to come
-    arguments: list[tuple[tuple, dict]] = field(default_factory=list)  # per block, what else the model passes
+    hidden: [batch, T, hidden], the input of the block to come; of a call that was made inside `activations_on_disk` it
+        lies on disk, and is read anew each time that it is asked for.
+    arguments: per block, what else the model passes.
+    """
+
+    def __init__(self, hidden: Tensor, arguments: list[tuple[tuple, dict]] | None = None) -> None:
+        self._folder = _activations.get()
+        self._device = hidden.device
+        self.hidden = hidden
+        self.arguments = [] if arguments is None else arguments
+
+    @property
+    def hidden(self) -> Tensor:
+        return self._hidden if isinstance(self._hidden, Tensor) else self._hidden.read().to(self._device)
+
+    @hidden.setter
+    def hidden(self, value: Tensor) -> None:
+        self._hidden: Tensor | OnDisk = value.to(self._device)
+        if self._folder is not None:
+            self._hidden = self._folder.keep({"hidden": value}).tensors["hidden"]
 
 
-def block_calls(model: nn.Module, blocks: nn.ModuleList, batches: Sequence[Tensor]) -> list[Call]:
+_activations: ContextVar[WorkFolder | None] = ContextVar("activations", default=None)
+
+
+@contextmanager
+def activations_on_disk(folder: WorkFolder | None) -> Iterator[None]:
+    """While the context lasts, what flows between blocks is kept in files of this folder; None: in memory."""
+    token = _activations.set(folder)
+    try:
+        yield
+    finally:
+        _activations.reset(token)
+
+
+def block_calls(
+    model: nn.Module, blocks: nn.ModuleList, batches: Sequence[Tensor], *, stacked: bool = True
+) -> list[Call]:
     """Micro-batches with the arguments that the model gives to each block, as it makes them.
+
+    Args:
+        stacked: several batches of equal length make a micro-batch; False: each by itself.
 
     Raises:
         ValueError: the batches give outputs that are not finite, or the blocks do not form a chain.
@@ -37,7 +74,7 @@ def block_calls(model: nn.Module, blocks: nn.ModuleList, batches: Sequence[Tenso
     try:
         for i, block in enumerate(originals):
             blocks[i] = _Recorder(block, calls, latest, as_tuple, first=i == 0, last=i == len(originals) - 1)
-        for batch in micro_batches(batches):
+        for batch in micro_batches(batches) if stacked else batches:
             with suppress(Stop):
                 model(batch.to(device_of(model)), use_cache=False)
     finally:
@@ -133,7 +170,7 @@ def run_block(block: nn.Module, call: Call, index: int, device: torch.device) ->
 def advance(block: nn.Module, calls: Sequence[Call], index: int, device: torch.device) -> None:
     """Make the block's outputs the inputs of the next one."""
     for call in calls:
-        call.hidden = run_block(block, call, index, device).to(call.hidden.device)
+        call.hidden = run_block(block, call, index, device)
 
 
 @contextmanager
@@ -184,22 +221,36 @@ class Tail:
     """What a model makes of the outputs of its last block: its final norm and its head, as the model itself calls
     them."""
 
-    def __init__(self, model: nn.Module, blocks: nn.ModuleList, batches: Sequence[Tensor]) -> None:
-        """batches: those that the micro-batches were made of, in whose order `logits` counts."""
-        self.model, self.blocks, self.batches = model, blocks, micro_batches(batches)
+    def __init__(
+        self, model: nn.Module, blocks: nn.ModuleList, batches: Sequence[Tensor], *, stacked: bool = True
+    ) -> None:
+        """batches, stacked: as those that the micro-batches were made of, in whose order `logits` counts."""
+        self.model, self.blocks = model, blocks
+        self.batches = micro_batches(batches) if stacked else list(batches)
         seen: list[object] = []
-        handle = blocks[0].register_forward_hook(lambda _, args, output: seen.append(output))
-        model(batches[0].to(device_of(model)), use_cache=False)
+
+        def hook(_, args: tuple, output: object) -> None:
+            seen.append(output)
+            raise Stop
+
+        handle = blocks[0].register_forward_hook(hook)
+        with suppress(Stop):
+            model(batches[0].to(device_of(model)), use_cache=False)
         handle.remove()
         self.as_tuple = isinstance(seen[0], tuple)
 
-    def logits(self, i: int, hidden: Tensor) -> Tensor:
-        """[batch, T, vocabulary] of micro-batch i, whose last block gave `hidden` [batch, T, hidden]."""
+    def logits(self, i: int, hidden: Tensor, *, last: int = 0) -> Tensor:
+        """[batch, T, vocabulary] of micro-batch i, whose last block gave `hidden` [batch, T, hidden].
+
+        Args:
+            last: of so many last positions alone; 0: of all.
+        """
         originals = list(self.blocks)
+        only = {"logits_to_keep": last} if last else {}
         try:
             for n, block in enumerate(originals):
                 self.blocks[n] = _Given(block, hidden, self.as_tuple)
-            return self.model(self.batches[i].to(device_of(self.model)), use_cache=False).logits
+            return self.model(self.batches[i].to(device_of(self.model)), use_cache=False, **only).logits
         finally:
             for n, block in enumerate(originals):
                 self.blocks[n] = block

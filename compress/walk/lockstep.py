@@ -83,7 +83,7 @@ def run_in_step(
 
     def run(call: Call) -> None:
         try:
-            call.hidden = run_block(block, call, index, device).to(call.hidden.device)
+            call.hidden = run_block(block, call, index, device)
         except Stop as stop:
             traceback.clear_frames(stop.__traceback__)  # else what the pass held stays until garbage is collected
             stopped.append(call)

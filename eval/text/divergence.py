@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from eval.text.perplexity import Perplexity, token_losses
-from eval.text.windows import chunks, mean_and_stderr, predictions, windows
+from eval.text.windows import LogitSource, all_predictions, chunks, mean_and_stderr, windows
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Divergence:
 
 
 def divergence(
-    model: nn.Module,
-    baseline: nn.Module,
+    model: nn.Module | LogitSource,
+    baseline: nn.Module | LogitSource,
     ids: Tensor,
     *,
     window: int = 2048,
@@ -40,8 +40,8 @@ def divergence(
 
 
 def compare_on_text(
-    baseline: nn.Module,
-    models: dict[str, nn.Module],
+    baseline: nn.Module | LogitSource,
+    models: dict[str, nn.Module] | dict[str, LogitSource],
     ids: Tensor,
     *,
     window: int = 2048,
@@ -56,11 +56,13 @@ def compare_on_text(
     losses: dict[str, list[float]] = {"baseline": [], **{name: [] for name in models}}
     kls: dict[str, list[float]] = {name: [] for name in models}
     same: dict[str, list[float]] = {name: [] for name in models}
-    for w in tqdm(cut, desc="perplexity and divergence", unit="window"):
-        reference, tokens = predictions(baseline, w)
+    found = {name: all_predictions(model, cut) for name, model in models.items()}
+    references = tqdm(all_predictions(baseline, cut), desc="perplexity and divergence", unit="window", total=len(cut))
+    for reference, tokens in references:
+        tokens = tokens.to(reference.device)
         losses["baseline"].append(float(token_losses(reference, tokens).sum()))
-        for name, model in models.items():
-            logits = predictions(model, w)[0].to(reference.device)
+        for name, each in found.items():
+            logits = next(each)[0].to(reference.device)
             losses[name].append(float(token_losses(logits, tokens).sum()))
             kl, agree = _distance(reference, logits)
             kls[name].append(kl)

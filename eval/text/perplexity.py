@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from eval.text.windows import chunks, mean_and_stderr, predictions, windows
+from eval.text.windows import LogitSource, all_predictions, chunks, mean_and_stderr, windows
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Perplexity:
 
 
 def perplexity(
-    model: nn.Module,
+    model: nn.Module | LogitSource,
     ids: Tensor,
     *,
     window: int = 2048,
@@ -51,7 +51,8 @@ def perplexity(
     GPTQ paper.
     """
     cut = windows(ids, window=window, stride=stride, limit=limit, beginning=beginning, bos=bos)
-    sums = [float(token_losses(*predictions(model, w)).sum()) for w in tqdm(cut, desc="perplexity", unit="window")]
+    found = tqdm(all_predictions(model, cut), desc="perplexity", unit="window", total=len(cut))
+    sums = [float(token_losses(logits, tokens.to(logits.device)).sum()) for logits, tokens in found]
     return Perplexity.of(sums, [w.scored for w in cut], window, stride)
 
 

@@ -1,7 +1,7 @@
 """Long text cut into windows, as every measure on text needs it, and the model's logits on them."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,25 @@ def windows(
         scored = first if stride == room or start == 0 else stride
         cut.append(Window(torch.cat([head, ids[:, start : start + room]], 1), scored))
     return cut
+
+
+class LogitSource(Protocol):
+    """A model that gives its logits window by window but computes them in another order, because its weights are not
+    all in memory at once."""
+
+    def logits(self, batches: Sequence[Tensor], last: Sequence[int]) -> Iterator[Tensor]:
+        """For each batch [1, T], in order, the logits [n, vocabulary] of its last n positions, n as `last` says."""
+
+
+def all_predictions(model: "nn.Module | LogitSource", cut: Sequence[Window]) -> Iterator[tuple[Tensor, Tensor]]:
+    """`predictions` of each window in order. A model in memory computes a window when it is asked for."""
+    if isinstance(model, nn.Module):
+        for window in cut:
+            yield predictions(model, window)
+        return
+    logits = model.logits([window.tokens for window in cut], [window.scored + 1 for window in cut])
+    for window in cut:
+        yield next(logits)[-window.scored - 1 : -1], window.tokens[0, -window.scored :]
 
 
 @torch.no_grad()

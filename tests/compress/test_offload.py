@@ -14,9 +14,12 @@ from compress.inputs.on_disk import load_on_disk
 from compress.linear import CompressedLinear, sharing_copy
 from compress.recipe import parse_recipe
 from compress.walk.blocks import find_blocks
-from compress.walk.capture import on_device
+from compress.walk.capture import activations_on_disk, on_device
 from compress.walk.offload import AwayLinear, named_tensors, offloaded_parts, put_on_disk
 from compress.walk.shards import WorkFolder, write_tensors
+from compress.walk.streaming import Streamed
+from eval.text.divergence import compare_on_text
+from eval.text.perplexity import perplexity
 
 CPU = torch.device("cpu")
 GPTQ = "gptq(bits=3, group_size=16, min_tokens=8)"
@@ -169,3 +172,28 @@ def test_safetensors_are_written_as_the_library_reads_them(tmp_path):
         torch.equal(t.float(), again[name].float()) and t.dtype == again[name].dtype for name, t in tensors.items()
     )
     assert list(offloaded_parts(torch.nn.Linear(2, 2))) == []
+
+
+@pytest.mark.parametrize("stride", [None, 7])
+def test_texts_are_scored_block_by_block_to_the_same_bits(any_model, tokens, tmp_path, stride):
+    """All windows go through one block after the other, with what flows between them in memory or on disk."""
+    other = copy.deepcopy(any_model)
+    for p in other.parameters():
+        p.mul_(1.01)
+    ids = tokens(1, 100)[0]
+    how = {"window": 24, "stride": stride, "limit": 4}
+    expected = compare_on_text(any_model, {"other": other}, ids, **how)
+    streamed = [Streamed(put_on_disk(m), offload_path=path) for m, path in ((any_model, tmp_path), (other, None))]
+    assert compare_on_text(streamed[0], {"other": streamed[1]}, ids, **how) == expected
+    assert perplexity(streamed[0], ids, **how) == expected[0]["baseline"]
+
+
+@pytest.mark.parametrize("sequential", [True, False])
+def test_activations_on_disk_change_nothing(tiny, tokens, tmp_path, sequential):
+    recipe = parse_recipe(f"gptq(bits=3, group_size=16, min_tokens=8, sequential={sequential})")
+    in_memory = apply(recipe, tiny("llama"), tokens())
+    folder = WorkFolder(tmp_path)
+    with activations_on_disk(folder):
+        on_disk = apply(recipe, tiny("llama"), tokens())
+    same(on_disk.model, in_memory.model)
+    assert [path.name for path in folder.path.iterdir()] == ["lock"], "every file is gone with its activations"

@@ -1,0 +1,48 @@
+"""Predictions of a model whose weights lie on disk: block by block over all windows at once, so each is read once."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from compress.walk.blocks import find_blocks
+from compress.walk.capture import Tail, activations_on_disk, advance, block_calls, device_of, on_device
+from compress.walk.shards import WorkFolder
+from kernels.linear import fast_linear
+
+
+class Streamed:
+    """A model as `eval.text` takes it where its weights are not all in memory at once.
+
+    Gives the same logits as the model itself, window by window, in the time of one pass for all windows.
+    """
+
+    def __init__(self, model: nn.Module, *, device: str | None = None, offload_path: str | None = None) -> None:
+        """
+        Args:
+            model: on disk or in memory.
+            device: where blocks run, one at a time; the model's own if None.
+            offload_path: folder for what flows between blocks; None: that stays in memory.
+        """
+        self.model, self.offload_path = model, offload_path
+        self.device = torch.device(device) if device else device_of(model)
+
+    @torch.no_grad()
+    def logits(self, batches: Sequence[Tensor], last: Sequence[int]) -> Iterator[Tensor]:
+        """For each batch [1, T], in order, the logits [n, vocabulary] of its last n positions, n as `last` says."""
+        _, blocks = find_blocks(self.model)
+        folder = None if self.offload_path is None else WorkFolder(self.offload_path)
+        with activations_on_disk(folder):
+            calls = block_calls(self.model, blocks, batches, stacked=False)
+        for index, block in enumerate(tqdm(blocks, desc="predictions", unit="block")):
+            with on_device(block, self.device), fast_linear():
+                advance(block, calls, index, self.device)
+        tail = Tail(self.model, blocks, batches, stacked=False)
+        head = self.model.get_output_embeddings()
+        with on_device(head, device_of(self.model)) if head is not None else nullcontext():
+            for i, call in enumerate(calls):
+                with fast_linear():
+                    logits = tail.logits(i, call.hidden, last=last[i])
+                yield logits[0, -last[i] :]
