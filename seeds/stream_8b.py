@@ -4,15 +4,12 @@
     python seeds/stream_8b.py run FOLDER --recipe "rtn" --out CHECKPOINT --record rtn.json
     python seeds/stream_8b.py run FOLDER --recipe "gptq" --blocks 3 --samples 4 --seqlen 256 --record gptq.json
 
-Random weights say nothing of accuracy; shapes, bytes and work are those of a real model. `--limit-gb` sets RLIMIT_AS, so
-that a larger allocation fails instead of passing unseen.
+Random weights say nothing of accuracy; shapes, bytes and work are those of a real model. `--limit-gb` sets RLIMIT_AS,
+so that a larger allocation fails instead of passing unseen.
 """
 
 import argparse
 import json
-import resource
-import sys
-import time
 from pathlib import Path
 
 import torch

@@ -23,6 +23,7 @@ from compress.checkpoint.space import room_for, weight_bytes
 from compress.checkpoint.workbench import Workbench
 from compress.linear import compressed_linears
 from compress.result import Result
+from compress.walk.offload import is_offloaded
 
 SAVE_FORMATS: dict[str, SaveFormat] = {
     one.name: one for one in (Workbench(), CompressedTensors(), GPTQFormat(), GGUF())
@@ -110,6 +111,12 @@ def check_holds(
         made_by: the methods that store it, where they are known.
     """
     writer, made_by = format_named(save_format), made_by or {}
+    if is_offloaded(model) and not writer.takes_disk:
+        ways = " or ".join(repr(one.name) for one in SAVE_FORMATS.values() if one.takes_disk)
+        raise ValueError(
+            f"`save_format` (={save_format!r}) is written from memory, and this model's weights lie on disk: {ways} "
+            "would do, which `export_checkpoint` turns into others where the compressed model fits into memory"
+        )
     if problem := _problem(writer, model, {}):
         raise ValueError(problem + _instead(model, linears))
     for name, spec in linears.items():

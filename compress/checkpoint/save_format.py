@@ -109,12 +109,14 @@ class SaveFormat:
             which PATH stands for the folder.
         holds_caches: whether the KV policies of a recipe travel with the checkpoint. Where they do not, the caller of
             `write` says so in the card and in a warning; a format need not.
+        takes_disk: whether it writes models whose weights lie on disk, block by block.
     """
 
     name: ClassVar[str]
     readers: ClassVar[str]
     snippet: ClassVar[str] = ""
     holds_caches: ClassVar[bool] = False
+    takes_disk: ClassVar[bool] = False
 
     def problem(self, linear: dict[str, Any]) -> str:
         """Why a linear cannot be held as it is stored, "" if it can.

@@ -9,12 +9,14 @@ import transformers
 from torch import Tensor, nn
 
 from compress.checkpoint.load import COMPUTED, FORMAT_VERSION, LAYOUT, load_compressed
+from compress.checkpoint.on_disk import compare_blocks, load_compressed_on_disk, write_offloaded
 from compress.checkpoint.save_format import Checkpoint, SaveFormat, Verification
 from compress.checkpoint.shards import write_shards
 from compress.dropped import dropped_parts
 from compress.kv.attach import attached_methods
 from compress.linear import compressed_linears
 from compress.walk.experts import SplitExperts
+from compress.walk.offload import is_offloaded
 
 
 class Workbench(SaveFormat):
@@ -23,6 +25,7 @@ class Workbench(SaveFormat):
     name: ClassVar[str] = "workbench"
     readers: ClassVar[str] = "this workbench"
     holds_caches: ClassVar[bool] = True
+    takes_disk: ClassVar[bool] = True
     snippet: ClassVar[str] = """
 ```python
 from compress import load_model
@@ -53,12 +56,19 @@ model, tokenizer = load_model("PATH", dtype="bfloat16")
             "caches": [{"method": one.name, "knobs": one.values()} for one in attached_methods(model)],
         }
         (folder / LAYOUT).write_text(json.dumps(layout, indent=1))
-        write_shards(_tensors(model).items(), folder, shard_bytes=checkpoint.shard_bytes)
+        if is_offloaded(model):
+            write_offloaded(model, folder, checkpoint.shard_bytes)
+        else:
+            write_shards(_tensors(model).items(), folder, shard_bytes=checkpoint.shard_bytes)
         write_configuration(checkpoint, folder)
 
     @torch.no_grad()
     def verify(self, checkpoint: Checkpoint, folder: Path) -> Verification:
-        model, again = checkpoint.model, load_compressed(folder)
+        model = checkpoint.model
+        if is_offloaded(model):
+            compare_blocks(model, load_compressed_on_disk(folder))
+            return Verification("workbench", 0.0)
+        again = load_compressed(folder)
         device = next(model.parameters()).device
         ids = (torch.arange(32) * 7919 % model.get_input_embeddings().num_embeddings)[None].to(device)
         if again.config._attn_implementation != model.config._attn_implementation:

@@ -18,6 +18,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from compress.checkpoint.load import LAYOUT, load_compressed
+from compress.checkpoint.on_disk import load_compressed_on_disk
 from compress.inputs.embedded import EMBEDDED, gguf_file
 from compress.inputs.gguf import converted
 from compress.inputs.hub import quick_to_fail, revision
@@ -109,7 +110,11 @@ def _from_folder(folder: str, dtype: torch.dtype, disk: tuple[str, str | Path] |
         ValueError: the file lacks a weight of the model, or holds one that the model has no place for.
     """
     if (Path(folder) / LAYOUT).is_file():
-        return load_compressed(folder).to(dtype)
+        return (
+            load_compressed_on_disk(Path(folder), dtype, home=disk[0], offload_path=disk[1])
+            if disk
+            else load_compressed(folder).to(dtype)
+        )
     if disk is not None:
         return load_on_disk(_local(folder), dtype, home=disk[0], offload_path=disk[1])
     model, info = AutoModelForCausalLM.from_pretrained(

@@ -1,6 +1,5 @@
 """Models of a folder whose weights stay on disk: which tensor of which file is which weight of the model."""
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from compress.checkpoint.shards import INDEX, ONE_FILE
+from compress.checkpoint.on_disk import tensors_of
 from compress.walk.offload import offload
-from compress.walk.shards import OnDisk, TensorFile, WorkFolder
+from compress.walk.shards import OnDisk, WorkFolder
 
 
 def load_on_disk(folder: Path, dtype: torch.dtype, *, home: str, offload_path: str | Path = "") -> nn.Module:
@@ -47,29 +46,6 @@ def load_on_disk(folder: Path, dtype: torch.dtype, *, home: str, offload_path: s
         model.generation_config = GenerationConfig.from_pretrained(folder)
     offload(model, _weights(model, tensors_of(folder)), home=home, folder=WorkFolder(offload_path))
     return model
-
-
-def tensors_of(folder: Path) -> dict[str, OnDisk]:
-    """Every tensor of the safetensors files of a folder, by its name there.
-
-    Raises:
-        ValueError: there are none, one that the index names is not there, or one is damaged.
-    """
-    if (folder / INDEX).is_file():
-        where = json.loads((folder / INDEX).read_text())["weight_map"]
-        files = sorted(set(where.values()))
-    else:
-        where, files = None, [ONE_FILE] if (folder / ONE_FILE).is_file() else []
-    if not files:
-        raise ValueError(f"`weights` (='disk') needs safetensors: {folder} holds neither {ONE_FILE} nor {INDEX}")
-    if missing := [name for name in files if not (folder / name).is_file()]:
-        raise ValueError(f"{folder} lacks {', '.join(missing)}, which {INDEX} names")
-    found = {file: TensorFile(folder / file).tensors for file in files}
-    if where is None:
-        return found[ONE_FILE]
-    if missing := [name for name, file in where.items() if name not in found[file]]:
-        raise ValueError(f"{folder}: {where[missing[0]]} lacks {missing[0]}, which {INDEX} says is there")
-    return {name: found[file][name] for name, file in where.items()}
 
 
 def _weights(model: nn.Module, stored: Mapping[str, OnDisk]) -> dict[str, OnDisk]:

@@ -6,6 +6,7 @@ block by block (the walk, folds, dropped layers) therefore changes one on disk i
 """
 
 import copy
+import dataclasses
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,12 +26,14 @@ class AwayLinear(CompressedLinear):
 
     Args:
         spec: as `CompressedLinear.spec` gives it.
+        dtype: of the activations when it was stored.
+        cast: of the activations now; the same if None.
     """
 
-    def __init__(self, spec: dict[str, Any], dtype: torch.dtype) -> None:
+    def __init__(self, spec: dict[str, Any], dtype: torch.dtype, cast: torch.dtype | None = None) -> None:
         nn.Module.__init__(self)
         self.out_features, self.in_features = spec["parts"][0]["shape"]
-        self.stored, self.dtype = spec, dtype
+        self.stored, self.stored_dtype, self.dtype = spec, dtype, cast or dtype
         self.parts, self.transform, self.bias = nn.ModuleList(), None, None
 
     def spec(self) -> dict[str, Any]:
@@ -41,6 +44,11 @@ class AwayLinear(CompressedLinear):
 
     def dequantize(self) -> Tensor:
         raise RuntimeError("the weight of this linear lies on disk: its block must be loaded first")
+
+    def back(self, tensors: dict[str, Tensor]) -> CompressedLinear:
+        """The linear itself, of its stored tensors."""
+        linear = CompressedLinear.from_tensors(self.stored, tensors, self.stored_dtype).eval()
+        return linear if self.dtype == self.stored_dtype else linear.to(self.dtype)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, on disk"
@@ -77,6 +85,7 @@ class Offloaded:
         self._as_loaded: dict[str, tuple[weakref.ref, int]] = {}
         self._meta: dict[int, tuple[weakref.ref, Tensor]] = {}  # by a loaded tensor's identity, what it stands for
         self._lookup: tuple[Tensor, int | None] | None = None
+        self._written_as: str | None = None  # the part's name in the file that holds its state
         module._offloaded = self
         module.register_forward_pre_hook(self._before, with_kwargs=True)
         module.register_forward_hook(self._after, always_call=True)
@@ -101,6 +110,10 @@ class Offloaded:
         """Bytes that the state takes on disk."""
         return sum(tensor.nbytes for tensor in self.where.values())
 
+    def file_of_its_own(self, name: str) -> bool:
+        """Is this state, and nothing else, in one file of the work folder, under this name of the part?"""
+        return self._written_as == name
+
     def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         if self._depth or not self.is_table or not args:
             self._load(self.home)
@@ -108,7 +121,7 @@ class Offloaded:
         # Of a table, only the rows that are asked for are read.
         numbers, places = args[0].unique(return_inverse=True)
         self._lookup = module.weight, module.padding_idx
-        rows = self.where["weight"].rows(numbers).to(self.home, module.weight.dtype)
+        rows = self.where["weight"].rows(numbers).to(self.home)
         module.weight, module.padding_idx = nn.Parameter(rows, requires_grad=False), None
         return (places, *args[1:]), kwargs
 
@@ -128,14 +141,13 @@ class Offloaded:
             own = {
                 key.removeprefix(f"{name}."): rest.pop(key).read() for key in list(rest) if key.startswith(f"{name}.")
             }
-            loaded = CompressedLinear.from_tensors(linear.stored, own, linear.dtype).eval()
-            replace(self.module, name, loaded.to(device))
+            replace(self.module, name, linear.back(own).to(device))
         shared: dict[int, Tensor] = {}  # by the tensor that it stands for: tied weights are loaded once
         for owner, key, name, meta in list(_state(self.module)):
             if name not in rest:  # a buffer that no file holds stays in memory
                 continue
             if id(meta) not in shared:
-                loaded = rest[name].read().to(device, meta.dtype)
+                loaded = rest[name].read().to(device)
                 is_parameter = isinstance(meta, nn.Parameter)
                 shared[id(meta)] = nn.Parameter(loaded, requires_grad=False) if is_parameter else loaded
                 self._meta[id(shared[id(meta)])] = weakref.ref(shared[id(meta)]), meta
@@ -163,6 +175,7 @@ class Offloaded:
         for name, tensor in state.items():
             if not _same_bytes(where[name].read(), tensor.cpu()):
                 raise OSError(f"{self.folder.path}: {self.name}.{name} does not read as it was written")
+        self._written_as = self.name
         return where
 
     def _give_back(self) -> None:
@@ -193,13 +206,21 @@ def offload(
     """Give a model on the meta device its weights on disk.
 
     Args:
-        where: every tensor of its state dict, by name.
+        where: every tensor of its state dict, by name; they are cast to the model's dtypes when they are read.
     """
+    state = model.state_dict()
+    where = {
+        name: dataclasses.replace(it, dtype=state[name].dtype) if name in state else it for name, it in where.items()
+    }
     prefix, blocks = find_blocks(model)
     parts = {f"{prefix}.{index}": block for index, block in enumerate(blocks)}
     inside = tuple(f"{name}." for name in parts)
     for name, module in model.named_modules():
-        if name not in parts and not name.startswith(inside) and _has_state(module):
+        if name in parts or name.startswith(inside):
+            continue
+        if isinstance(module, AwayLinear):
+            raise ValueError(f"{name} is stored compressed, outside the blocks: weights='memory' would do")
+        if any(owner is module for owner, _, _, _ in _state(module)):
             parts[name] = module
     _move_buffers(model, torch.device(home))
     table = model.get_input_embeddings()
@@ -235,12 +256,11 @@ def is_offloaded(model: nn.Module) -> bool:
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The state dict of any model by sorted names; what lies on disk is read one tensor at a time."""
     state: dict[str, Any] = dict(model.state_dict())
-    dtypes = {name: tensor.dtype for name, tensor in state.items()}
     for part, offloaded in offloaded_parts(model).items():
         state |= {f"{part}.{name}" if part else name: tensor for name, tensor in offloaded.where.items()}
     for name in sorted(state):
         tensor = state[name]
-        yield name, tensor.read().to(dtypes.get(name, tensor.dtype)) if isinstance(tensor, OnDisk) else tensor
+        yield name, tensor.read() if isinstance(tensor, OnDisk) else tensor
 
 
 def original_linears(model: nn.Module) -> Mapping[str, nn.Module]:
@@ -271,10 +291,10 @@ class _LinearsOnDisk(Mapping[str, nn.Module]):
     def __getitem__(self, name: str) -> nn.Module:
         linear, state = self._linears[name], {key: tensor.read() for key, tensor in self._where[name].items()}
         if isinstance(linear, AwayLinear):
-            return CompressedLinear.from_tensors(linear.stored, state, linear.dtype)
+            return linear.back(state)
         again = copy.deepcopy(linear)
-        for key, meta in linear.named_parameters():
-            setattr(again, key, nn.Parameter(state[key].to(meta.dtype), requires_grad=False))
+        for key in dict(linear.named_parameters()):
+            setattr(again, key, nn.Parameter(state[key], requires_grad=False))
         return again
 
     def __iter__(self) -> Iterator[str]:
@@ -296,12 +316,6 @@ def _state(module: nn.Module) -> Iterator[tuple[nn.Module, str, str, Tensor]]:
         for key, tensor in (owner._parameters | kept).items():
             if tensor is not None:
                 yield owner, key, f"{prefix}.{key}" if prefix else key, tensor
-
-
-def _has_state(module: nn.Module) -> bool:
-    """Does the module itself hold parameters or stored buffers, or stand for one that does?"""
-    own = any(owner is module for owner, _, _, _ in _state(module))
-    return own or isinstance(module, AwayLinear)
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:

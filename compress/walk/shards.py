@@ -30,32 +30,39 @@ _PREFIX = "workbench-offload-"
 
 @dataclass(frozen=True)
 class OnDisk:
-    """One tensor of a file: its bytes lie from `start` on."""
+    """One tensor of a file: its bytes, of the dtype `stored`, lie from `start` on; it is read in the dtype `dtype`."""
 
     source: "Source"
-    dtype: torch.dtype
+    stored: torch.dtype
     shape: tuple[int, ...]
     start: int
+    dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
+        """Bytes in memory."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def place(self) -> tuple[Path, int]:
+        """What tensors that are the same have in common."""
+        return self.source.path, self.start
 
     def read(self) -> Tensor:
         """The tensor, in memory of its own."""
-        tensor = torch.empty(self.shape, dtype=self.dtype)
+        tensor = torch.empty(self.shape, dtype=self.stored)
         with self.source.path.open("rb", buffering=0) as stream:
             self._fill(stream, tensor, self.start)
-        return tensor
+        return tensor.to(self.dtype)
 
     def rows(self, numbers: Tensor) -> Tensor:
         """These rows [n, ...] of the tensor alone."""
-        tensor = torch.empty((len(numbers), *self.shape[1:]), dtype=self.dtype)
-        size = self.nbytes // max(self.shape[0], 1)
+        tensor = torch.empty((len(numbers), *self.shape[1:]), dtype=self.stored)
+        size = math.prod(self.shape[1:]) * self.stored.itemsize
         with self.source.path.open("rb", buffering=0) as stream:
             for row, number in zip(tensor, numbers.tolist(), strict=True):
                 self._fill(stream, row, self.start + number * size)
-        return tensor
+        return tensor.to(self.dtype)
 
     def _fill(self, stream: BinaryIO, tensor: Tensor, start: int) -> None:
         view = memoryview(_bytes(tensor))
@@ -97,18 +104,20 @@ class TensorFile:
                     raise ValueError("its header is cut off")
                 header = json.loads(stream.read(length))
             self.metadata: dict[str, str] = header.pop("__metadata__", {})
-            self.tensors = {
-                name: OnDisk(source, DTYPES[it["dtype"]], tuple(it["shape"]), 8 + length + it["data_offsets"][0])
-                for name, it in header.items()
-            }
+            self.tensors: dict[str, OnDisk] = {}
+            end = 0
+            for name, it in header.items():
+                dtype, start = DTYPES[it["dtype"]], 8 + length + it["data_offsets"][0]
+                self.tensors[name] = OnDisk(source, dtype, tuple(it["shape"]), start, dtype)
+                end = max(end, start + self.tensors[name].nbytes)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is no safetensors file that can be read: {error}") from error
-        if max((t.start + t.nbytes for t in self.tensors.values()), default=0) > path.stat().st_size:
+        if end > path.stat().st_size:
             raise ValueError(f"{path} is damaged or not complete: it is shorter than its header says")
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file; tensors that share memory are written once each.
+def write_tensors(path: Path, tensors: Mapping[str, Tensor | OnDisk]) -> None:
+    """Write a safetensors file. Tensors that share memory are written once each; those on disk are read one by one.
 
     Raises:
         OSError: the disk is full, or the folder cannot be written.
@@ -124,7 +133,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         for part in (len(text).to_bytes(8, "little"), text):
             stream.write(part)
         for tensor in tensors.values():
-            view = memoryview(_bytes(tensor.detach().cpu().contiguous()))
+            tensor = tensor.read() if isinstance(tensor, OnDisk) else tensor.detach()
+            view = memoryview(_bytes(tensor.cpu().contiguous()))
             while view:
                 view = view[stream.write(view) :]
 

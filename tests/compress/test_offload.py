@@ -8,7 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from compress import apply
+from compress import apply, calibration, load_compressed, load_model, save_compressed
+from compress.checkpoint import workbench
+from compress.checkpoint.on_disk import load_compressed_on_disk
 from compress.inputs.model import weights_sha256
 from compress.inputs.on_disk import load_on_disk
 from compress.linear import CompressedLinear, sharing_copy
@@ -197,3 +199,70 @@ def test_activations_on_disk_change_nothing(tiny, tokens, tmp_path, sequential):
         on_disk = apply(recipe, tiny("llama"), tokens())
     same(on_disk.model, in_memory.model)
     assert [path.name for path in folder.path.iterdir()] == ["lock"], "every file is gone with its activations"
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "opt", "mixtral"])
+@pytest.mark.parametrize("recipe", [GPTQ, f"layer_drop(count=1, target='block'), wanda(skip='*down_proj'), {GPTQ}"])
+def test_a_checkpoint_is_written_block_by_block(architecture, recipe, tiny, tokens, tmp_path):
+    """It is the one of a model in memory; loaded into memory or left on disk, it gives the same."""
+    ids = tokens(1, 20)[0]
+    model = tiny(architecture, **({"n_layer": 3} if architecture == "gpt2" else {"num_hidden_layers": 3}))
+    result = apply(parse_recipe(recipe), put_on_disk(copy.deepcopy(model), offload_path=tmp_path), tokens())
+    in_memory = apply(parse_recipe(recipe), model, tokens()).model
+    save_compressed(result, tmp_path / "saved", shard_bytes=20_000)
+    loaded = load_compressed(tmp_path / "saved")
+    same(result.model, loaded)
+    assert torch.equal(loaded(ids).logits, in_memory(ids).logits)
+    again = load_compressed_on_disk(tmp_path / "saved")
+    same(again, in_memory)
+    assert torch.equal(again(ids).logits, in_memory(ids).logits)
+    halves = load_compressed_on_disk(tmp_path / "saved", torch.bfloat16)
+    assert torch.equal(halves(ids).logits, load_compressed(tmp_path / "saved").to(torch.bfloat16)(ids).logits)
+
+
+def test_a_block_that_reads_differently_is_named_and_nothing_is_saved(tiny, tokens, tmp_path, monkeypatch):
+    result = apply(parse_recipe(GPTQ), put_on_disk(tiny("llama")), tokens())
+
+    def damaged(folder):
+        again = load_compressed_on_disk(folder)
+        with on_device(again.model.layers[1], CPU):
+            again.model.layers[1].input_layernorm.weight.mul_(1.5)
+        return again
+
+    monkeypatch.setattr(workbench, "load_compressed_on_disk", damaged)
+    with pytest.raises(RuntimeError, match="block 1 of the saved model gives something else: input_layernorm.weight"):
+        save_compressed(result, tmp_path / "saved")
+    assert not list(tmp_path.iterdir())
+
+
+def test_formats_that_are_written_from_memory_are_refused(tiny, tokens, tmp_path):
+    result = apply(parse_recipe(GPTQ), put_on_disk(tiny("llama")), tokens())
+    with pytest.raises(ValueError, match=r"`save_format` \(='gguf'\) is written from memory.*'workbench' would do"):
+        save_compressed(result, tmp_path / "saved", save_format="gguf")
+
+
+def test_load_model_leaves_weights_on_disk(tokens, tmp_path):
+    ids = tokens(1, 20)[0]
+    (on_disk, tokenizer), (in_memory, _) = load_model("tiny", weights="disk", offload_path=tmp_path), load_model("tiny")
+    assert torch.equal(on_disk(ids).logits, in_memory(ids).logits)
+    save_compressed(apply(parse_recipe("rtn"), on_disk), tmp_path / "saved", tokenizer)
+    name = str(tmp_path / "saved")
+    (on_disk, _), (in_memory, _) = load_model(name, weights="disk"), load_model(name)
+    same(on_disk, in_memory)
+    with pytest.raises(ValueError, match=r"`weights` \(='gpu'\) must be one of memory, disk"):
+        load_model("tiny", weights="gpu")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["gptq", "smoothquant, wanda, rtn", "awq"])
+def test_the_embedded_model_gives_the_same_bits(real, tmp_path, recipe):
+    model, tokenizer = real
+    batches = calibration(tokenizer, corpus="wikitext2", samples=4, seqlen=256)
+    on_disk, _ = load_model("smollm2-135m", weights="disk", offload_path=tmp_path)
+    result = apply(parse_recipe(recipe), on_disk, batches)
+    expected = apply(parse_recipe(recipe), model, batches)
+    assert result.identity == expected.identity
+    same(result.model, expected.model)
+    assert [(r.name, r.error) for r in result.layers] == [(r.name, r.error) for r in expected.layers]
+    save_compressed(result, tmp_path / "saved")
+    same(result.model, load_compressed(tmp_path / "saved"))

@@ -1,0 +1,192 @@
+"""Checkpoints of models whose weights lie on disk: written, loaded and verified block by block."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig
+
+from compress.checkpoint.checksums import CHECKSUMS, check_files
+from compress.checkpoint.load import COMPUTED, dtype_of, empty_model, read_layout
+from compress.checkpoint.shards import INDEX, ONE_FILE, SHARD_BYTES
+from compress.kv.attach import attach
+from compress.kv.policy import cache_method
+from compress.linear import replace
+from compress.walk.blocks import find_blocks
+from compress.walk.capture import Tail, advance, block_calls, device_of, on_device
+from compress.walk.offload import AwayLinear, offload, offloaded_parts
+from compress.walk.shards import OnDisk, TensorFile, WorkFolder, write_tensors
+from kernels.linear import fast_linear
+
+
+def tensors_of(folder: Path) -> dict[str, OnDisk]:
+    """Every tensor of the safetensors files of a folder, by its name there.
+
+    Raises:
+        ValueError: there are none, one that the index names is not there, or one is damaged.
+    """
+    if (folder / INDEX).is_file():
+        where = json.loads((folder / INDEX).read_text())["weight_map"]
+        files = sorted(set(where.values()))
+    else:
+        where, files = None, [ONE_FILE] if (folder / ONE_FILE).is_file() else []
+    if not files:
+        raise ValueError(f"`weights` (='disk') needs safetensors: {folder} holds neither {ONE_FILE} nor {INDEX}")
+    if missing := [name for name in files if not (folder / name).is_file()]:
+        raise ValueError(f"{folder} lacks {', '.join(missing)}, which {INDEX} names")
+    found = {file: TensorFile(folder / file).tensors for file in files}
+    if where is None:
+        return found[ONE_FILE]
+    if missing := [name for name, file in where.items() if name not in found[file]]:
+        raise ValueError(f"{folder}: {where[missing[0]]} lacks {missing[0]}, which {INDEX} says is there")
+    return {name: found[file][name] for name, file in where.items()}
+
+
+def load_compressed_on_disk(
+    folder: Path, dtype: torch.dtype | None = None, *, home: str = "cpu", offload_path: str | Path = ""
+) -> nn.Module:
+    """As `load_compressed`, with the weights left in their files; see `compress.inputs.on_disk.load_on_disk`.
+
+    Args:
+        dtype: to which the model is cast; as it was saved if None.
+
+    Raises:
+        ValueError: as `load_compressed` does.
+    """
+    if (folder / CHECKSUMS).is_file():
+        check_files(folder)
+    layout, tensors = read_layout(folder), tensors_of(folder)
+    model = empty_model(folder, layout)
+    model.tie_weights()
+    saved = dtype_of(layout)
+    for name, tensor in tensors.items():
+        if name.startswith(COMPUTED):
+            owner, _, buffer = name.removeprefix(COMPUTED).rpartition(".")
+            model.get_submodule(owner).register_buffer(buffer, tensor.read(), persistent=False)
+    state = {name: tensor for name, tensor in tensors.items() if not name.startswith(COMPUTED)}
+    for name, owner, key, parameter in _parameters(model):
+        if name in state and parameter.dtype != state[name].dtype:  # as saved, which the config's class may not know
+            setattr(owner, key, nn.Parameter(parameter.to(state[name].dtype), requires_grad=False))
+    model.tie_weights()
+    if dtype is not None and dtype != saved:
+        model.to(dtype)
+    for name, spec in layout["linears"].items():
+        replace(model, name, AwayLinear(spec, saved, dtype))
+    first = {id(p): state[name] for name, p in model.named_parameters(remove_duplicate=False) if name in state}
+    tied = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if id(p) in first}
+    lacking = [name for name, p in model.named_parameters(remove_duplicate=False) if name not in tied]
+    if lacking:
+        raise ValueError(f"`path` (={str(folder)!r}) does not fit its own config: missing {lacking[:3]}")
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    offload(model, tied | state, home=home, folder=WorkFolder(offload_path))
+    model.name_or_path = str(folder)
+    model.eval().requires_grad_(False)
+    if caches := [cache_method(one["method"], one["knobs"]) for one in layout["caches"]]:
+        attach(model, caches)
+    return model
+
+
+def write_offloaded(model: nn.Module, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
+    """Write the weights of a model on disk, with one tensor in memory at a time.
+
+    What a compression wrote of a block becomes a file of the checkpoint as it is, by a hard link where the file system
+    has them.
+    """
+    files: list[tuple[Path, list[str]]] = []
+    rest: dict[str, Tensor | OnDisk] = {}
+    seen: set[tuple[Path, int]] = set()
+    for part, offloaded in offloaded_parts(model).items():
+        own = {f"{part}.{name}" if part else name: tensor for name, tensor in offloaded.where.items()}
+        if offloaded.file_of_its_own(part):
+            source = next(iter(own.values())).source.path
+            files.append((_linked(source, folder / f"shard-{len(files) + 1}.part"), list(own)))
+        else:
+            rest |= {name: tensor for name, tensor in own.items() if tensor.place not in seen}
+            seen |= {tensor.place for tensor in own.values()}
+    stored = model.state_dict()
+    rest |= {
+        COMPUTED + name: buffer
+        for name, buffer in model.named_buffers()
+        if name not in stored and buffer.is_floating_point()
+    }
+    for shard in _shards(rest, shard_bytes):
+        files.append((folder / f"shard-{len(files) + 1}.part", list(shard)))
+        write_tensors(files[-1][0], shard)
+    names: dict[str, str] = {}
+    for number, (path, inside) in enumerate(files, 1):
+        last = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        path.rename(folder / last)
+        names |= dict.fromkeys(inside, last)
+    total = sum((folder / file).stat().st_size for file in set(names.values()))
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
+    (folder / INDEX).write_text(json.dumps(index, indent=1))
+
+
+@torch.no_grad()
+def compare_blocks(model: nn.Module, again: nn.Module) -> None:
+    """Raise RuntimeError unless two models on disk give the same, to the last bit, block by block.
+
+    Every block gets what the block before it gave, for a few made-up tokens, and so do the final norm and the head.
+    """
+    ids = (torch.arange(32) * 7919 % model.get_input_embeddings().num_embeddings)[None]
+    sides = []
+    for one in (model, again):
+        _, blocks = find_blocks(one)
+        sides.append((one, blocks, block_calls(one, blocks, [ids])))
+    for index in range(len(sides[0][1])):
+        for one, blocks, calls in sides:
+            with on_device(blocks[index], device_of(one)), fast_linear():
+                advance(blocks[index], calls, index, device_of(one))
+        if not torch.equal(*(calls[0].hidden for _, _, calls in sides)):
+            raise RuntimeError(
+                f"block {index} of the saved model gives something else: {_first_difference(*sides, index)}"
+            )
+    logits = [Tail(one, blocks, [ids]).logits(0, calls[0].hidden) for one, blocks, calls in sides]
+    if not torch.equal(*logits):
+        raise RuntimeError("the saved model gives other logits: its final norm or its head differs")
+
+
+def _first_difference(ours: tuple, theirs: tuple, index: int) -> str:
+    here, there = (side[1][index]._offloaded.where for side in (ours, theirs))
+    for name in here.keys() | there.keys():
+        if name not in here or name not in there:
+            return f"{name} is in one of them alone"
+        if not torch.equal(here[name].read(), there[name].read()):
+            return f"{name} differs"
+    return "its tensors are the same"
+
+
+def _parameters(model: nn.Module) -> list[tuple[str, nn.Module, str, nn.Parameter]]:
+    """(name, owner, attribute, parameter) of every parameter; those that are tied come once each."""
+    return [
+        (f"{prefix}.{key}" if prefix else key, owner, key, parameter)
+        for prefix, owner in model.named_modules()
+        for key, parameter in owner._parameters.items()
+        if parameter is not None
+    ]
+
+
+def _linked(source: Path, target: Path) -> Path:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(source, target)
+    return target
+
+
+def _shards(tensors: Mapping[str, Tensor | OnDisk], most: int) -> Iterator[dict[str, Tensor | OnDisk]]:
+    """The tensors in portions of at most so many bytes, or of one tensor."""
+    size, shard = 0, {}
+    for name, tensor in tensors.items():
+        if shard and size + tensor.nbytes > most:
+            yield shard
+            size, shard = 0, {}
+        shard[name] = tensor
+        size += tensor.nbytes
+    if shard:
+        yield shard
