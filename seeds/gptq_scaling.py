@@ -4,6 +4,10 @@ $ python seeds/gptq_scaling.py --write reports/published
 
 prints a markdown table and a JSON line, and writes `gptq-scaling.md` with the table and `gptq-scaling.svg`, its figure.
 Each size runs in a process of its own, so that its peak memory is its own.
+
+$ python seeds/gptq_scaling.py --linear 4096 14336
+
+prints the seconds of one linear [out, in]: its factorisation, and its solving.
 """
 
 import argparse
@@ -80,6 +84,19 @@ def measure(hidden: int, samples: int, seqlen: int) -> dict[str, float]:
     return {**seconds, "total": total, "peak MB": peak - before, "hidden": hidden, "weights MB": weights}
 
 
+def measure_linear(out: int, columns: int) -> dict[str, float]:
+    """Seconds for one weight [out, columns] with the Gram matrix of 2,048 tokens whose channels differ in size."""
+    torch.manual_seed(0)
+    W, x = torch.randn(out, columns) / 50, torch.randn(2048, columns) * (torch.rand(columns) * 3)
+    H = x.t() @ x * (2 / len(x))
+    begin = time.perf_counter()
+    factor = gptq.factorise(H, 0.01, gptq.column_order(H.diagonal(), "group", BITS_AND_GROUP["group_size"]))
+    middle = time.perf_counter()
+    gptq.gptq(W, factor, **BITS_AND_GROUP)
+    end = time.perf_counter()
+    return {"factorisation": middle - begin, "solving": end - middle, "total": end - begin}
+
+
 def table(rows: list[dict[str, float]]) -> str:
     heads = ["hidden size", "MLP", "parameters, M", *(f"{phase}, s" for phase in PHASES), "together, s", "memory, MB"]
     lines = [f"| {' | '.join(heads)} |", f"| {' | '.join('---:' for _ in heads)} |"]
@@ -116,7 +133,11 @@ def main() -> None:
     parser.add_argument("--seqlen", type=int, default=512)
     parser.add_argument("--write", type=Path, help="folder for the table and the figure")
     parser.add_argument("--only", type=int, help="measure this hidden size in this process, and print JSON")
+    parser.add_argument("--linear", type=int, nargs=2, metavar=("OUT", "IN"), help="measure one linear of this shape")
     given = parser.parse_args()
+    if given.linear:
+        print(json.dumps(measure_linear(*given.linear)))
+        return
     if given.only:
         print(json.dumps(measure(given.only, given.samples, given.seqlen)))
         return
