@@ -16,6 +16,7 @@ from compress.formats import FORMATS
 from compress.guide import PAGES, updated
 from compress.method import settle
 from compress.recipe import parse_recipe
+from notebooks.batch.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
 MAY_IMPORT = {
@@ -188,11 +189,14 @@ def test_tables_of_methods_are_those_of_METHODS(page):
 
 def test_the_readmes_example_runs_when_pasted(tmp_path, monkeypatch, capsys):
     """With a tiny model in place of the embedded one."""
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    example, elsewhere = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     monkeypatch.chdir(tmp_path)
     exec(example.replace('"smollm2-135m"', '"tiny"').replace("samples=32", "samples=2"), {})
     assert capsys.readouterr().out.startswith("The capital of France is")
     assert (tmp_path / "smollm2-135m-int4" / "model.safetensors").is_file()
+    assert main(["export", "smollm2-135m-int4", "--format", "compressed-tensors"]) == 0
+    exec(elsewhere.partition("\n\n")[0], namespace := {})
+    assert type(namespace["model"]).__name__ == "LlamaForCausalLM" and namespace["tokenizer"] is not None
 
 
 def test_recipes_in_the_guides_compose():

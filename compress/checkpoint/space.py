@@ -9,7 +9,9 @@ from pathlib import Path
 from safetensors import SafetensorError
 from torch import nn
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
+from kernels.errors import first_line
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room, a quota, a limit on the size of files
 
 
 def weight_bytes(model: nn.Module) -> int:
@@ -36,13 +38,13 @@ def room_for(needed: int, path: Path) -> Iterator[None]:
         # safetensors raises an error of its own, which says the system's error number in its text only.
         full = any(f"(os error {number})" in str(error) for number in FULL)
         if full or isinstance(error, OSError) and error.errno in FULL:
-            raise _full(path, needed, shutil.disk_usage(path.parent).free) from error
+            raise _full(path, needed, shutil.disk_usage(path.parent).free, f" ({first_line(error)})") from error
         raise
 
 
-def _full(path: Path, needed: int, free: int) -> OSError:
+def _full(path: Path, needed: int, free: int, why: str = "") -> OSError:
     return OSError(
         errno.ENOSPC,
         f"`path` (={str(path)!r}) needs {needed} bytes ({needed / 1e9:.2f} GB), and its disk has {free} free "
-        f"({free / 1e9:.2f} GB): make room, or name a folder on another disk",
+        f"({free / 1e9:.2f} GB){why}: make room, or name a folder on another disk",
     )

@@ -11,7 +11,8 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from compress.checkpoint.load import LAYOUT
+from compress.checkpoint.checksums import CHECKSUMS, check_files
+from compress.checkpoint.load import LAYOUT, empty_model, read_layout
 from compress.inputs.embedded import gguf_file
 from compress.inputs.gguf import converted_folder
 from compress.inputs.model import decoder_config, located, tiny_config
@@ -19,8 +20,8 @@ from kernels.errors import first_line
 
 
 @cache
-def skeleton(model_name: str) -> nn.Module | None:
-    """The model on the meta device, shapes without weights; None for a folder that this workbench saved.
+def skeleton(model_name: str) -> nn.Module:
+    """The model on the meta device, shapes without weights; of a folder that this workbench saved, before compression.
 
     Raises:
         ValueError: the model is not there, is not a decoder, or a file of it is damaged.
@@ -34,10 +35,19 @@ def skeleton(model_name: str) -> nn.Module | None:
         folder = Path(located(model_name))
         _check_files(model_name, folder)
         if (folder / LAYOUT).is_file():
-            return None
+            return _saved_skeleton(model_name, folder)
         config = decoder_config(model_name, located(model_name))
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+
+
+def _saved_skeleton(model_name: str, folder: Path) -> nn.Module:
+    try:
+        if (folder / CHECKSUMS).is_file():
+            check_files(folder, content=False)
+        return empty_model(folder, read_layout(folder))
+    except ValueError as error:
+        raise ValueError(str(error).replace("`path` (=", "`model_name` (=")) from error
 
 
 @cache

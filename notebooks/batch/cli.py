@@ -7,6 +7,7 @@ $ workbench status quickstart
 $ workbench compare quickstart          # a page; of two runs a verdict, and an exit status
 $ workbench report                      # all pages anew: runs/index.html, comparisons, papers
 $ workbench table runs/*/record.json
+$ workbench export models/mine --format gguf    # a saved model, in the format of another library
 """
 
 import argparse
@@ -129,6 +130,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     table.add_argument(
         "--write", metavar="FOLDER", help="write the README.md of a folder of records, such as reports/published"
+    )
+    exported = command(
+        "export",
+        _export,
+        "write a saved model in the format of another library, and load it there again",
+        ("checkpoint", {"metavar": "CHECKPOINT", "type": Path, "help": "folder that a run saved as workbench"}),
+    )
+    exported.add_argument("--format", required=True, help="compressed-tensors, gptq or gguf")
+    exported.add_argument(
+        "--to", metavar="FOLDER", type=Path, default=None, help="a new one; CHECKPOINT-FORMAT if not given"
     )
     return parser
 
@@ -334,6 +345,18 @@ def _table(options: argparse.Namespace) -> int:
     if after != before:
         path.write_text(after, encoding="utf-8")
     print(f"{path}: {'tables made anew' if after != before else 'up to date'}")
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    from notebooks.batch.export import export
+
+    try:
+        print(export(options.checkpoint, options.format, options.to))
+    except (OSError, RuntimeError) as error:  # a full disk; a reader that gives another model
+        said = str(getattr(error, "strerror", None) or error).replace("`path` (=", "`--to` (=")
+        print(f"workbench: {said}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -118,8 +118,6 @@ def _check_model(values: dict[str, Any], recipes: list[list[Any]]) -> None:
     from eval.evaluate import check_evaluation
 
     model = skeleton(values["model_name"])
-    if model is None:
-        return
     for recipe in recipes:
         shapes = copy.deepcopy(model)  # a check may take apart what is stored together
         for method in settle(recipe):

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ from notebooks.study.parameters import (
     read_parameters,
 )
 from notebooks.study.places import check_run_path, check_writable
+from notebooks.study.saved import Saved
 from reports.page.render import Report, render
 
 
@@ -73,31 +75,46 @@ class Run:
         self._seal()
         return report
 
-    def check_saving(self, recipe: Sequence[Method]) -> None:
+    def check_saving(self, recipe: Sequence[Method], *, always: bool = False) -> None:
         """Check, before any work, that the model which the recipe will make can be saved as the parameters say.
+
+        Args:
+            always: it will be saved also where `save_path` is empty.
 
         Raises:
             ValueError: `save_format` is not known, cannot hold what the recipe will make (the message names the formats
                 that can), or is given although `save_path` is empty.
         """
         format_named(self.save_format)
-        if self.saved is None and self.save_format != OWN_FORMAT:
+        saving = always or self.saved is not None
+        if not saving and self.save_format != OWN_FORMAT:
             raise ValueError(
                 f"`save_format` (={self.save_format!r}) is given, but `save_path` is empty, so that no model would be "
                 "saved; name a folder there"
             )
-        model = skeleton(self.info.parameters["model_name"]) if self.saved is not None else None
-        if model is not None:
-            check_save_format(self.save_format, recipe, model)
+        if saving:
+            check_save_format(self.save_format, recipe, skeleton(self.info.parameters["model_name"]))
 
-    def save(self, result: Result, tokenizer: PreTrainedTokenizerBase) -> str:
-        """Save the compressed model in 16 bits where `save_path` says; do nothing where it is empty."""
-        if self.saved is None:
-            return "not saved: `save_path` is empty"
+    def save(
+        self, result: Result, tokenizer: PreTrainedTokenizerBase, folder: str | Path | None = None
+    ) -> Saved | None:
+        """Save the compressed model in 16 bits where `save_path` says.
+
+        Args:
+            folder: where to, if `save_path` is empty; None: the model is not saved then.
+
+        Raises:
+            ValueError, OSError, RuntimeError: as `compress.save_compressed` does.
+        """
+        if (place := self.saved or folder) is None:
+            print("not saved: `save_path` is empty")
+            return None
+        begin = time.monotonic()
         cast(result.model, torch.bfloat16)
-        path = save_compressed(result, self.saved, tokenizer, save_format=self.save_format)
+        path = save_compressed(result, place, tokenizer, save_format=self.save_format)
+        saved = Saved.of(path, self.save_format, time.monotonic() - begin)
         self._seal()
-        return f"saved as {self.save_format}, reloaded and compared: {path}"
+        return saved
 
     def _seal(self) -> None:
         """Put the record beside a saved model and write the manifest of both, once both are there."""

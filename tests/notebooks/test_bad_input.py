@@ -1,4 +1,4 @@
-"""Twenty bad inputs: each ends at `plan`, with one sentence and exit status 2, before a model is loaded.
+"""Bad inputs: each ends with one sentence, at `plan` or `export`, before a model is loaded wherever that can be.
 
 `python tests/notebooks/test_bad_input.py` writes what they print into notebooks/bad_inputs.md.
 """
@@ -55,11 +55,41 @@ def _tasks(folder: Path) -> None:
     (folder / "tasks").mkdir()
 
 
+def _saved(folder: Path) -> None:
+    """A model of 5-bit weights in the workbench's own format, in the folder `saved`; the random one, untied and small."""
+    from transformers import LlamaForCausalLM
+
+    from compress import METHODS, apply, save_compressed
+    from compress.inputs.model import tiny_config
+
+    model = LlamaForCausalLM(tiny_config(vocab_size=96)).bfloat16()
+    save_compressed(apply([METHODS["rtn"](bits=5, group_size=32)], model), folder / "saved")
+
+
+def _taken(folder: Path) -> None:
+    _saved(folder)
+    (folder / "taken").mkdir()
+    (folder / "taken" / "thesis.tex").write_text("years")
+
+
+def _without_shard(folder: Path) -> None:
+    _saved(folder)
+    (folder / "saved" / "model.safetensors").unlink()
+
+
+def _flipped(folder: Path) -> None:
+    _saved(folder)
+    file = folder / "saved" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-100] ^= 0xFF
+    file.write_bytes(content)
+
+
 @contextlib.contextmanager
-def _full_disk() -> Iterator[None]:
-    """No file may grow: what a full disk, or a quota, does to the folder of runs."""
+def _full_disk(allowed: int) -> Iterator[None]:
+    """No file may grow beyond these bytes: what a full disk, or a quota, does to the folder of runs."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (allowed, before[1]))
     try:
         yield
     finally:
@@ -88,7 +118,20 @@ CASES: list[tuple[str, str, Callable[[Path], object] | None, str]] = [
     ("Two sweeps of one name", "plan other/s.yml", _two, "under the same name"),
     ("An `include` of a million runs", "plan big.yml", None, "MB are the most"),
     ("Task files of others", "plan recipe -p model_name tiny -p tasks '[\"own\"]' -p task_path tasks", _tasks, "are code"),
+    ("A format that cannot hold the recipe", "plan gptq -p model_name tiny -p bits 5 -p save_path m -p save_format gptq", None, "'compressed-tensors'"),
+    ("Another recipe that a format cannot hold", "plan recipe -p model_name tiny -p recipe nf4 -p save_path m -p save_format compressed-tensors", None, "would do"),
+    ("An unknown format", "plan gptq -p model_name tiny -p save_path m -p save_format gguff", None, "must be one of workbench"),
+    ("A format without a folder", "plan gptq -p model_name tiny -p save_format gguf", None, "`save_path` is empty"),
+    ("A saved model in a format that cannot hold it", "export saved --format gptq", _saved, "would do"),
+    ("An export to a folder that exists", "export saved --format gguf --to taken", _taken, "exists already"),
+    ("An export of another folder", "export tasks --format gguf", _tasks, "no checkpoint in the workbench's own format"),
+    ("A checkpoint without one of its files", "export saved --format gguf", _without_shard, "lacks model.safetensors"),
+    ("A checkpoint with a byte changed", "export saved --format gguf", _flipped, "its sha256 differs"),
+    ("A saved model that is not whole, as the model of a run", "plan gptq -p model_name saved", _without_shard, "lacks model.safetensors"),
+    ("A disk that is full half way", "export saved --format compressed-tensors", _saved, "make room"),
 ]  # fmt: skip
+FULL = {"A full disk": 1000, "A disk that is full half way": 30_000}  # bytes that a file may have
+HALF_WAY = ("A disk that is full half way",)  # work had begun: the exit status is 1
 
 
 def answer(case: tuple[str, str, Callable[[Path], object] | None, str], folder: Path) -> tuple[int, str]:
@@ -99,7 +142,7 @@ def answer(case: tuple[str, str, Callable[[Path], object] | None, str], folder: 
     if prepare:
         prepare(folder)
     before, said = os.getcwd(), io.StringIO()
-    limit = _full_disk() if what == "A full disk" else contextlib.nullcontext()
+    limit = _full_disk(FULL[what]) if what in FULL else contextlib.nullcontext()
     place = [] if "--runs" in command else ["--runs", str(folder / "runs")]
     os.chdir(folder)
     try:
@@ -108,14 +151,17 @@ def answer(case: tuple[str, str, Callable[[Path], object] | None, str], folder: 
     finally:
         os.chdir(before)
     text = said.getvalue().replace(str(folder.resolve()), "…").replace(str(folder), "…")
-    return status, re.sub(r"\d+(\.\d+)? MB free", "0 MB free", text).strip()
+    return status, re.sub(r"\d+ free \([\d.]+ GB\)|\d+(\.\d+)? MB free", "0 MB free", text).strip()
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case[0] for case in CASES])
 def test_a_bad_input_ends_at_plan_with_a_sentence(case, tmp_path, monkeypatch):
     monkeypatch.delenv("WORKBENCH_TRUST", raising=False)
     status, said = answer(case, tmp_path)
-    assert status == 2 and said.startswith("workbench: ") and case[3] in said and "Traceback" not in said, said
+    assert status == (1 if case[0] in HALF_WAY else 2) and case[3] in said and "Traceback" not in said, said
+    assert said.startswith("workbench: ") and not {"m", "saved-gguf", "saved-compressed-tensors"} & set(
+        os.listdir(tmp_path)
+    )
     assert f"### {case[0]}\n" in PAGE.read_text() and len(said) < 1000
 
 
@@ -137,16 +183,17 @@ def write_page() -> None:
     import tempfile
 
     parts = [
-        "# Twenty bad inputs",
+        "# Bad inputs",
         "",
-        "What `workbench` prints for each; the exit status is always 2, and no model has been loaded. The commands run",
-        "in a folder with the files that they name; `…` stands for it. Written by",
+        "What `workbench` prints for each. The exit status is 2, and nothing has been written; it is 1 for a disk that",
+        "is full half way, which leaves nothing behind either. The commands run in a folder with the files that they",
+        "name; `…` stands for it. `saved` is a model that the workbench saved. Written by",
         "`python tests/notebooks/test_bad_input.py`; the test in the same file runs every command.",
     ]
     for case in CASES:
         with tempfile.TemporaryDirectory() as folder:
             status, said = answer(case, Path(folder))
-        assert status == 2, (case, said)
+        assert status == (1 if case[0] in HALF_WAY else 2), (case, said)
         command = case[1].replace(_DEEP, "[[[…]]]")
         parts += ["", f"### {case[0]}", "", "```", f"$ workbench {command}", said, "```"]
     PAGE.write_text("\n".join(parts) + "\n", encoding="utf-8")
