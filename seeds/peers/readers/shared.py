@@ -1,0 +1,95 @@
+"""What all readers share: the task that they are given, and the answer that they write.
+
+A reader is a script that runs in the environment of another library, so nothing here imports the workbench or torch:
+
+    python seeds/peers/readers/in_vllm.py TASK.json ANSWER.json
+"""
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a reader does with a checkpoint.
+
+    Attributes:
+        checkpoint: folder, or a GGUF file.
+        dtype: of activations: float32 or bfloat16.
+        threads: that the reader may use.
+        prompts, new_tokens: token ids, each continued greedily by so many tokens, whatever the tokens are.
+        windows: token ids; the negative log-likelihood of each token but the first is wanted.
+        speed_prompt, speed_tokens, rounds: token ids, continued by so many tokens, and how often that is timed.
+            An empty prompt: nothing is timed.
+        weights: file for the dequantised weights that the reader sees; None: not wanted.
+    """
+
+    checkpoint: str
+    dtype: str
+    threads: int
+    prompts: list[list[int]] = field(default_factory=list)
+    new_tokens: int = 0
+    windows: list[list[int]] = field(default_factory=list)
+    speed_prompt: list[int] = field(default_factory=list)
+    speed_tokens: int = 0
+    rounds: int = 0
+    weights: str | None = None
+
+
+@dataclass
+class Answer:
+    """What a reader found.
+
+    Attributes:
+        reader: library, its version, and how it computed.
+        tokens: of each prompt. token_nll: of each window, in nats.
+        decode_tokens_per_s, prefill_tokens_per_s: medians over the rounds; None where nothing was timed.
+        seconds: from the start of the script to the end of the task.
+    """
+
+    reader: str
+    dtype: str
+    tokens: list[list[int]] = field(default_factory=list)
+    token_nll: list[list[float]] = field(default_factory=list)
+    decode_tokens_per_s: float | None = None
+    prefill_tokens_per_s: float | None = None
+    seconds: float = 0.0
+
+
+def serve(read: Callable[[Task], Answer]) -> None:
+    """Do the task of the first file named on the command line, and write the answer to the second."""
+    start = time.perf_counter()
+    task = Task(**json.loads(Path(sys.argv[1]).read_text()))
+    os.environ["OMP_NUM_THREADS"] = str(task.threads)  # read when torch is imported, which `read` does
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    answer = read(task)
+    answer.seconds = time.perf_counter() - start
+    Path(sys.argv[2]).write_text(json.dumps(asdict(answer)))
+
+
+def rates(generate: Callable[[int], None], task: Task) -> tuple[float, float]:
+    """Tokens per second of decoding and of reading the prompt: medians over the rounds, after one to warm up.
+
+    Args:
+        generate: continues the prompt by so many tokens. The first costs the pass over the prompt; each further one
+            costs a step.
+    """
+    generate(2)
+    decode, prefill = [], []
+    for _ in range(task.rounds):
+        first, whole = (timed(generate, n) for n in (1, task.speed_tokens + 1))
+        prefill.append(len(task.speed_prompt) / first)
+        decode.append(task.speed_tokens / (whole - first))
+    return statistics.median(decode), statistics.median(prefill)
+
+
+def timed(generate: Callable[[int], None], new_tokens: int) -> float:
+    start = time.perf_counter()
+    generate(new_tokens)
+    return time.perf_counter() - start
