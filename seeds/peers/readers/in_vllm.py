@@ -18,15 +18,10 @@ def read(task: Task) -> Answer:
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{task.threads - 1}"
     from vllm import LLM, SamplingParams
 
-    longest = max(
-        [len(p) + task.new_tokens for p in task.prompts]
-        + [len(w) + 1 for w in task.windows]
-        + [len(task.speed_prompt) + task.speed_tokens + 1]
-    )
     llm = LLM(
         model=task.checkpoint,
         dtype=task.dtype,
-        max_model_len=longest,
+        max_model_len=task.longest,
         max_num_seqs=1,
         enable_prefix_caching=False,
         skip_tokenizer_init=True,

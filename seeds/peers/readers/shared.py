@@ -28,6 +28,7 @@ class Task:
         speed_prompt, speed_tokens, rounds: token ids, continued by so many tokens, and how often that is timed.
             An empty prompt: nothing is timed.
         weights: file for the dequantised weights that the reader sees; None: not wanted.
+        longest: tokens of the longest sequence that the reader must have room for.
     """
 
     checkpoint: str
@@ -40,6 +41,7 @@ class Task:
     speed_tokens: int = 0
     rounds: int = 0
     weights: str | None = None
+    longest: int = 0
 
 
 @dataclass

@@ -1,0 +1,179 @@
+"""GGUF files of this workbench beside those that llama.cpp makes with an importance matrix from the same text.
+
+    python seeds/peers/compare_gguf.py --write reports/published/interop-gguf.md
+
+runs after `make interop`, whose environments and checkpoints it uses. Every file's weights are dequantised by gguf's
+decoder and scored by the same code in float32, without rounding of activations; speeds are those of llama-bench.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import interop_work as work
+import torch
+from interop_environments import environment_variables
+from interop_table import gguf_weights
+from torch import nn
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM
+
+from compress import load_model
+from compress.checkpoint.save import write_checkpoint
+from compress.checkpoint.save_format import Checkpoint, Story
+from compress.inputs.calibration import calibration
+from eval.machine.hardware import hardware
+from eval.speed.deploy import cast
+from eval.text.perplexity import Perplexity, token_losses
+from eval.text.windows import predictions
+
+TYPES = ("Q4_0", "IQ4_NL", "IQ4_XS", "Q4_K_M")
+OURS = (work.GPTQ32, work.AWQ)
+
+
+@dataclass
+class File:
+    """A GGUF file: its bytes, perplexity ± standard error, tokens per second of llama-bench."""
+
+    model: str
+    name: str
+    nbytes: int
+    perplexity: float
+    stderr: float
+    decode: float
+    prefill: float
+
+
+def source_file(folder: Path, model_name: str) -> Path:
+    """The uncompressed model in 16 bits, written by our own writer."""
+    target = folder / "source"
+    if not target.is_dir():
+        model, tokenizer = load_model(model_name)
+        story = Story(recipe=[], model={"name": model_name}, calibration=None)
+        write_checkpoint(Checkpoint(cast(model, torch.bfloat16), tokenizer, story), target, "gguf")
+    return work.checkpoint_file(target)
+
+
+def calibration_text(folder: Path, model_name: str, corpus: str) -> Path:
+    """The text of the calibration windows of our recipes."""
+    _, tokenizer = load_model(model_name)
+    batches = calibration(tokenizer, corpus=corpus, samples=work.SAMPLES, seqlen=work.SEQLEN)
+    path = folder / "calibration.txt"
+    path.write_text("\n\n".join(tokenizer.decode(batch[0], skip_special_tokens=True) for batch in batches))
+    return path
+
+
+def quantised(options: argparse.Namespace, folder: Path, model_name: str) -> dict[str, Path]:
+    """llama.cpp's own files, by type."""
+    source = source_file(folder, model_name)
+    text = calibration_text(folder, model_name, options.calibration)
+    matrix = folder / "importance.gguf"
+    if not matrix.is_file():
+        program(options, "llama-imatrix", "-m", source, "-f", text, "-o", matrix, "-c", str(work.SEQLEN))
+    files = {}
+    for kind in TYPES:
+        files[f"llama.cpp {kind}, importance matrix"] = file = folder / f"{kind}.gguf"
+        if not file.is_file():
+            program(options, "llama-quantize", "--imatrix", matrix, source, file, kind)
+    return {"uncompressed, 16 bits": source} | files
+
+
+def program(options: argparse.Namespace, name: str, *command: str | Path) -> str:
+    """The output of one of llama.cpp's programs.
+
+    Raises:
+        RuntimeError: it fails; the message has its last lines.
+    """
+    place = (options.environments / "llamacpp").absolute()
+    line = [str(place / "build" / "bin" / name), *(str(part) for part in command)]
+    if name != "llama-quantize":
+        line += ["-t", str(options.threads)]
+    done = subprocess.run(line, env=environment_variables(place, options.threads), capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{name} fails: {done.stderr[-500:]}")
+    return done.stdout
+
+
+@torch.no_grad()
+def score(file: Path, shell: nn.Module, windows: list[list[int]]) -> Perplexity:
+    """Perplexity of a file's dequantised weights, in the same model, in float32."""
+    shell.load_state_dict(gguf_weights(file))
+    cut = [work.whole(window) for window in windows]
+    sums = [float(token_losses(*predictions(shell, window)).sum()) for window in cut]
+    return Perplexity.of(sums, [window.scored for window in cut], work.WINDOW, None)
+
+
+def rate(options: argparse.Namespace, file: Path, *what: str) -> float:
+    out = program(options, "llama-bench", "-m", file, "-r", str(options.rounds), "-o", "json", *what)
+    return sorted(json.loads(out)[0]["samples_ts"])[options.rounds // 2]
+
+
+def measured(options: argparse.Namespace, model: str, name: str, file: Path, shell: nn.Module) -> File:
+    tokens = json.loads((options.work / model / "tokens.json").read_text())
+    p = score(file, shell, tokens["windows"])
+    prompt = str(work.SPEED_PROMPT)
+    decode = rate(options, file, "-p", "0", "-n", str(work.SPEED_TOKENS), "-d", prompt)
+    return File(
+        model, name, file.stat().st_size, p.value, p.stderr, decode, rate(options, file, "-p", prompt, "-n", "0")
+    )
+
+
+def table(rows: list[File], options: argparse.Namespace) -> str:
+    out = [
+        "## GGUF files: ours, and llama.cpp's with an importance matrix",
+        "",
+        f"Measured on {time.strftime('%Y-%m-%d')} on {hardware()['cpu']}, {options.threads} threads:"
+        " `python seeds/peers/compare_gguf.py` after `make interop`. The importance matrix is from the"
+        f" {work.SAMPLES} × {work.SEQLEN} tokens that our recipes were calibrated on. All files keep their embedding as"
+        " their tool chooses. The scorer is the same for all: weights through gguf's decoder, float32, activations not"
+        f" rounded, {work.WINDOWS} windows of {work.WINDOW} tokens of wikitext-2. Speeds are llama-bench's medians"
+        f" of {options.rounds}: {work.SPEED_TOKENS} tokens after {work.SPEED_PROMPT}.",
+        "",
+    ]
+    for model in dict.fromkeys(row.model for row in rows):
+        out += [f"**{model}**", "", "| file | MB | perplexity | decode, tokens/s | prefill, tokens/s |"]
+        out += ["| --- | ---: | ---: | ---: | ---: |"]
+        for r in (row for row in rows if row.model == model):
+            cells = [r.name, f"{r.nbytes / 1e6:.1f}", f"{r.perplexity:.2f} ± {r.stderr:.2f}", f"{r.decode:.0f}"]
+            out.append("| " + " | ".join([*cells, f"{r.prefill:,.0f}"]) + " |")
+        out.append("")
+    return "\n".join(out).rstrip() + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=work.MODELS)
+    parser.add_argument("--calibration", default="c4")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--environments", type=Path, default=Path(".venv-interop"))
+    parser.add_argument("--work", type=Path, default=Path("runs/interop"))
+    parser.add_argument("--make-only", action="store_true", help="make the files, and measure nothing")
+    parser.add_argument("--write", type=Path)
+    options = parser.parse_args()
+    rows = []
+    for model in options.models:
+        folder = options.work / model / "gguf-peers"
+        folder.mkdir(parents=True, exist_ok=True)
+        files = quantised(options, folder, model)
+        if options.make_only:
+            continue
+        for recipe in OURS:
+            files[f"`{recipe}`"] = work.checkpoint_file(options.work / model / work.FOLDERS[recipe] / "gguf")
+        source = source_file(folder, model)
+        shell = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
+        progress = tqdm(files.items(), desc=model, unit="file")
+        rows += [measured(options, model, name, file, shell) for name, file in progress]
+    text = table(rows, options)
+    print(text)
+    if options.write and rows:
+        options.write.write_text(text)
+    print(json.dumps([asdict(row) for row in rows]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

