@@ -26,7 +26,7 @@ from tqdm.auto import tqdm
 
 from eval.machine.hardware import hardware
 
-STEPS = ("environments", "save", "here", "read", "time", "time-here", "table")
+STEPS = ("environments", "save", "here", "read", "time", "table")
 DTYPE = "bfloat16"
 
 
@@ -43,7 +43,7 @@ def main() -> int:
         for name in dict.fromkeys(reader for _, _, reader in pairs):
             ready(options.environments, name)
     failed: list[str] = []
-    for step, do in (("save", save), ("here", here), ("read", read), ("time", measure), ("time-here", measure_here)):
+    for step, do in (("save", save), ("here", here), ("read", read), ("time", measure_here)):
         if step in options.steps:
             failed += do(options, pairs)
     if "table" in options.steps:
@@ -77,24 +77,15 @@ def here(options: argparse.Namespace, pairs: list[tuple]) -> list[str]:
 
 
 def read(options: argparse.Namespace, pairs: list[tuple]) -> list[str]:
-    """Let every reader continue the prompts and score the windows; keep the weights that it sees."""
+    """Let every reader continue the prompts, score the windows and decode for the clock; keep the weights it sees."""
     failed = []
     for model, case, reader in tqdm(pairs, desc="read", unit="checkpoint"):
         tokens, base = tokens_of(options, model), base_of(options, model, case, reader)
         weights = None if reader in ("vllm", "llamacpp") else str(base) + ".safetensors"
         more = {"prompts": tokens["prompts"], "windows": tokens["windows"], "weights": weights}
+        if options.rounds:
+            more |= {"speed_prompt": tokens["speed_prompt"], "speed_tokens": work.SPEED_TOKENS}
         failed += ask(options, model, case, reader, f"{base}.json", new_tokens=work.NEW_TOKENS, **more)
-    return failed
-
-
-def measure(options: argparse.Namespace, pairs: list[tuple]) -> list[str]:
-    """Let every reader decode while a clock runs."""
-    failed = []
-    for model, case, reader in tqdm(pairs, desc="time", unit="checkpoint"):
-        name = f"{base_of(options, model, case, reader)}.time.json"
-        prompt = tokens_of(options, model)["speed_prompt"]
-        more = {"speed_prompt": prompt, "speed_tokens": work.SPEED_TOKENS, "rounds": options.rounds}
-        failed += ask(options, model, case, reader, name, **more)
     return failed
 
 
@@ -102,7 +93,7 @@ def measure_here(options: argparse.Namespace, pairs: list[tuple]) -> list[str]:
     """Let the workbench decode while a clock runs: all models of one size in turns."""
     for model in dict.fromkeys(m for m, _, _ in pairs):
         path = options.work / model / "speed.json"
-        if path.is_file() and not options.again:
+        if (path.is_file() and not options.again) or not options.rounds:
             continue
         folders = {r: folder_of(options, model, r) / work.SAVED for r in work.FOLDERS}
         there = {recipe: folder for recipe, folder in folders.items() if folder.is_dir()}
@@ -118,7 +109,14 @@ def ask(options: argparse.Namespace, model: str, case: work.Case, reader: str, n
         return [f"{where}: there is no {checkpoint}"]
     if answer.is_file() and not options.again:
         return []
-    task = Task(str(work.checkpoint_file(checkpoint)), DTYPE, options.threads, longest=work.WINDOW + 128, **more)
+    task = Task(
+        str(work.checkpoint_file(checkpoint)),
+        DTYPE,
+        options.threads,
+        longest=work.WINDOW + 128,
+        rounds=options.rounds,
+        **more,
+    )
     file, log = answer.with_suffix(".task"), answer.with_suffix(".log")
     work.kept_json(file, asdict(task))
     place = (options.environments / reader).absolute()
@@ -159,7 +157,7 @@ def table(options: argparse.Namespace, pairs: list[tuple]) -> list[str]:
 def row_of(options: argparse.Namespace, model: str, case: work.Case, reader: str, mine: object) -> Row:
     """The comparison of one checkpoint in one reader, as far as there are answers."""
     base, folder = base_of(options, model, case, reader), folder_of(options, model, case.recipe)
-    answer, timed = load_answer(Path(f"{base}.json")), load_answer(Path(f"{base}.time.json"))
+    answer = load_answer(Path(f"{base}.json"))
     row = Row(model, case.recipe, case.save_format, reader)
     checkpoint = folder / case.save_format
     if answer is None or not checkpoint.is_dir():
@@ -174,9 +172,7 @@ def row_of(options: argparse.Namespace, model: str, case: work.Case, reader: str
     elif reader == "llamacpp":
         compare_tensors(row, gguf_weights(work.checkpoint_file(checkpoint)), None, mine)
     row.reader = answer.reader
-    if timed is not None:
-        row.decode = None, timed.decode_tokens_per_s
-        row.prefill = None, timed.prefill_tokens_per_s
+    row.decode, row.prefill = (None, answer.decode_tokens_per_s), (None, answer.prefill_tokens_per_s)
     return row
 
 
@@ -227,7 +223,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--corpus", default="wikitext2", help="to score on; the embedded one where it is not here")
     parser.add_argument("--calibration", default="c4", help="to calibrate on; the embedded one where it is not here")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3, help="of every timing; the median counts")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="of every timing, whose median counts; 0: nothing is timed"
+    )
     parser.add_argument("--again", action="store_true", help="ask the readers again, and time again")
     parser.add_argument("--environments", type=Path, default=Path(".venv-interop"), help="folder of the environments")
     parser.add_argument("--work", type=Path, default=Path("runs/interop"), help="folder of checkpoints and answers")

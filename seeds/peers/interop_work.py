@@ -22,7 +22,7 @@ from eval.text.windows import Window, predictions
 
 MODELS = ("smollm2-135m", "gemma3-270m")
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 5, 48, 32
-WINDOWS, WINDOW = 16, 512
+WINDOWS, WINDOW = 8, 512
 SPEED_PROMPT, SPEED_TOKENS = 512, 64
 SAMPLES, SEQLEN = 16, 512
 SAVED = "workbench"  # the format that the others are made of
