@@ -103,7 +103,7 @@ vllm serve PATH
         model = checkpoint.model
         schemes = schemes_of(model)
         write_reader_configuration(checkpoint, folder, quantization_config(schemes, model) if schemes else None)
-        write_shards(tensors(model), folder)
+        write_shards(tensors(model), folder, shard_bytes=checkpoint.shard_bytes)
 
     def verify(self, checkpoint: Checkpoint, folder: Path) -> Verification:
         model, schemes = checkpoint.model, schemes_of(checkpoint.model)

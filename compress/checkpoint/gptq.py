@@ -98,7 +98,7 @@ vllm serve PATH
         config = layout.as_config(model)
         write_reader_configuration(checkpoint, folder, config)
         (folder / "quantize_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-        write_shards(_tensors(model, layout), folder)
+        write_shards(_tensors(model, layout), folder, shard_bytes=checkpoint.shard_bytes)
 
     def verify(self, checkpoint: Checkpoint, folder: Path) -> Verification:
         model, layout = checkpoint.model, Layout.of(checkpoint.model)

@@ -1,7 +1,8 @@
 """How compressed-tensors names what a linear stores: its entry of `config_groups`, and what vLLM makes of it."""
 
+import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,6 +99,76 @@ def scheme_of(linear: dict[str, Any]) -> Scheme | None:
             strategy = "channel" if stored["block"] is None else "block"
             return Scheme(INTS if stored["dtype"] == "int8" else FLOATS, 8, True, strategy, None, inputs)
     raise ValueError(f"it is stored as {stored['format']}, which compressed-tensors does not have")
+
+
+@dataclass(frozen=True)
+class Group:
+    """A scheme, and the linears that it is for: names, classes, or patterns of names behind "re:"."""
+
+    scheme: Scheme
+    targets: tuple[str, ...]
+
+
+def groups_of(quantization: dict[str, Any]) -> list[Group]:
+    """The groups of a `quantization_config` of compressed-tensors, in their order.
+
+    Raises:
+        ValueError: one of them is of a kind that cannot be read.
+    """
+    for key in ("transform_config", "sparsity_config"):
+        if quantization.get(key):
+            raise ValueError(f"its `quantization_config` has a {key}, which cannot be read")
+    return [
+        Group(_scheme_of_config(group, quantization.get("format")), tuple(group["targets"]))
+        for group in quantization["config_groups"].values()
+    ]
+
+
+def scheme_for(name: str, kind: str, groups: Sequence[Group]) -> Scheme:
+    """The scheme of a quantised linear: the first whose targets match its name, else its class.
+
+    Raises:
+        ValueError: no group is for it.
+    """
+
+    def matches(target: str, value: str) -> bool:
+        return bool(re.match(target[3:], value)) if target.startswith("re:") else target == value
+
+    for value in (name, kind):
+        for group in groups:
+            if any(matches(target, value) for target in group.targets):
+                return group.scheme
+    raise ValueError(f"{name} is quantised, and no group of its `quantization_config` is for it")
+
+
+def _scheme_of_config(group: dict[str, Any], default_format: str | None) -> Scheme:
+    kind, weights, inputs = group.get("format") or default_format, group.get("weights"), group.get("input_activations")
+    kind = {"naive-quantized": FLOATS if weights and weights["type"] == "float" else INTS}.get(kind, kind)
+    if kind not in (PACKED, INTS, FLOATS) or not weights or weights.get("dynamic") or group.get("output_activations"):
+        known = f"{PACKED}, {INTS} and {FLOATS}"
+        raise ValueError(f"its linears are stored as {kind} or round their outputs; what can be read: {known}")
+    group_size = weights.get("group_size")
+    strategy = weights.get("strategy") or ("group" if (group_size or -1) > 0 else "channel" if group_size else "tensor")
+    if strategy == "block" and list(weights.get("block_structure") or ()) != [BLOCK, BLOCK]:
+        raise ValueError(f"its blocks are {weights.get('block_structure')}; {BLOCK} x {BLOCK} can be read")
+    step = None
+    if inputs is not None:
+        step = inputs.get("strategy") or ("token" if inputs.get("dynamic") else "tensor")
+        alike = inputs["num_bits"] == 8 and inputs["type"] == weights["type"] and inputs.get("symmetric", True)
+        right = {"token": True, "tensor": False, "group": True}.get(step) == bool(inputs.get("dynamic"))
+        if not alike or not right or (step == "group" and inputs.get("group_size") != BLOCK):
+            raise ValueError(
+                f"its activations are rounded to {inputs['num_bits']}-bit {inputs['type']} per {step}, which there is "
+                "no product for; 8 bits of the weights' own type, symmetric, per token or by a stored step, can be read"
+            )
+    return Scheme(
+        kind,
+        weights["num_bits"],
+        weights.get("symmetric", True),
+        strategy,
+        group_size if strategy == "group" else None,
+        step,
+    )
 
 
 def plain_spec(linear: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from compress.checkpoint.foreign import load_quantized, quantization_of
 from compress.checkpoint.load import LAYOUT, load_compressed
 from compress.checkpoint.on_disk import load_compressed_on_disk
 from compress.inputs.embedded import EMBEDDED, gguf_file
@@ -44,7 +45,8 @@ def load_model(
 
     Args:
         model_name: "smollm2-135m" (embedded, no network), "gemma3-270m" (if its package is installed), "tiny" (random
-            weights, for tests), a GGUF file, a local folder (one that `save_compressed` wrote, too), or a hub id.
+            weights, for tests), a GGUF file, a local folder (one that `save_compressed` wrote, or a
+            quantised one of compressed-tensors or GPTQ, too), or a hub id.
         dtype: of the weights: float32, bfloat16 or float16.
         device: where to put the model.
         weights: "memory", or "disk" for a model that does not fit there: each block is read when it is used, and what a
@@ -115,6 +117,10 @@ def _from_folder(folder: str, dtype: torch.dtype, disk: tuple[str, str | Path] |
             if disk
             else load_compressed(folder).to(dtype)
         )
+    if quantization_of(Path(folder)):
+        if disk is not None:
+            raise ValueError("`weights` (='disk') is for models that are not quantised; weights='memory' would do")
+        return load_quantized(Path(folder), dtype)
     if disk is not None:
         return load_on_disk(_local(folder), dtype, home=disk[0], offload_path=disk[1])
     model, info = AutoModelForCausalLM.from_pretrained(

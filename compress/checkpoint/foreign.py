@@ -1,0 +1,224 @@
+"""Quantised checkpoints of other tools, compressed-tensors and GPTQ, as models to evaluate and to time.
+
+Codes, scales and zero points are taken as they are into our own formats. What those cannot hold, such as columns that
+share scales in an order of their own (act-order), is dequantised, with a warning; what would be another model without
+it, such as rounded activations of a kind that there is no product for, is refused.
+"""
+
+import json
+import warnings
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from compress.checkpoint.schemes import PACKED, Scheme, groups_of, scheme_for
+from compress.checkpoint.shards import Shards
+from compress.checkpoint.transformers_config import fill, plain_config
+from compress.checkpoint.words import bytes_of_words, from_words
+from compress.formats import Dense, EightBit, Format, IntGroup
+from compress.linear import CompressedLinear, replace
+from kernels.int_matmul import BITS, Packed, pack, unpack_bits
+from kernels.w8a8_matmul import W8
+
+Read = Callable[[str, nn.Module, dict[str, Tensor]], Format]  # name and module of a linear, its tensors
+# Names under which a linear's weight is stored, but for its bias, in either format.
+STORED = (
+    "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "input_scale",
+    "input_zero_point", "qweight", "qzeros", "scales", "g_idx",
+)  # fmt: skip
+
+
+def quantization_of(folder: Path) -> dict[str, Any] | None:
+    """How the config of a folder says that its weights are quantised; None: not at all, or it has no config."""
+    path = folder / "config.json"
+    return json.loads(path.read_text(encoding="utf-8")).get("quantization_config") if path.is_file() else None
+
+
+def load_quantized(folder: Path, dtype: torch.dtype) -> nn.Module:
+    """The model of a compressed-tensors or GPTQ folder, its linears in our own formats.
+
+    Args:
+        dtype: of everything that is not quantised, and of the activations.
+
+    Raises:
+        ValueError: it is quantised in a way that cannot be read, or lacks weights.
+    """
+    quantization = quantization_of(folder) or {}
+    kind = quantization.get("quant_method")
+    if kind not in READERS:
+        raise ValueError(
+            f"its weights are quantised by {kind!r}; what can be read: {', '.join(READERS)}, and models that are not "
+            "quantised"
+        )
+    read = READERS[kind](quantization)
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(plain_config(folder), trust_remote_code=False)
+    model.config.dtype = dtype
+    plain, quantized = _by_linear(Shards(folder).all())
+    dense = []
+    for name, own in quantized.items():
+        module = _module(model, name)
+        part = read(name, module, own)
+        if isinstance(part, Dense):
+            dense.append(name)
+        if isinstance(module, nn.Linear) and not isinstance(part, Dense):
+            bias = plain.pop(f"{name}.bias", None)
+            replace(model, name, CompressedLinear([part], None if bias is None else bias.to(dtype), dtype=dtype))
+        else:
+            plain[f"{name}.weight"] = part.dequantize()
+    if dense:
+        warnings.warn(
+            f"{len(dense)} linears, {dense[0]} first, are stored in a way that this workbench has no format for: they "
+            "were dequantised, so that their accuracy is that of the file, and their size and speed are not",
+            stacklevel=2,
+        )
+    try:
+        fill(model, {n: t.to(dtype) if t.is_floating_point() else t for n, t in plain.items()})
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model.eval().requires_grad_(False)
+
+
+def _by_linear(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    """What is not quantised, by name; and by linear what its weight is made of."""
+    owners = {n.rpartition(".")[0] for n in tensors if n.endswith((".weight_scale", ".qweight"))}
+    plain, quantized = {}, defaultdict(dict)
+    for name, tensor in tensors.items():
+        owner, _, key = name.rpartition(".")
+        if owner in owners and key in (*STORED, "weight"):
+            quantized[owner][key] = tensor
+        else:
+            plain[name] = tensor
+    return plain, dict(quantized)
+
+
+def _module(model: nn.Module, name: str) -> nn.Module:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        raise ValueError(
+            f"the model of its config ({type(model).__name__}) has no {name}; experts of a mixture that are stored one "
+            "by one cannot be read"
+        ) from None
+
+
+def _compressed_tensors(quantization: dict[str, Any]) -> Read:
+    groups = groups_of(quantization)
+    if quantization.get("kv_cache_scheme"):
+        warnings.warn("its quantised KV cache is left out: keys and values are kept as they come", stacklevel=3)
+
+    def read(name: str, module: nn.Module, own: dict[str, Tensor]) -> Format:
+        scheme = scheme_for(name, type(module).__name__, groups)
+        try:
+            return _packed(own, scheme) if scheme.format == PACKED else _eight_bit(own, scheme)
+        except ValueError as reason:
+            raise ValueError(f"{name} is {scheme}: {reason}") from reason
+
+    return read
+
+
+def _packed(own: dict[str, Tensor], scheme: Scheme) -> Format:
+    """pack-quantized: the words are our rows."""
+    if scheme.inputs is not None:
+        raise ValueError("there is no product of packed weights with rounded activations")
+    out, columns = own["weight_shape"].tolist()
+    scale = own["weight_scale"]
+    scale = scale.expand(out, 1) if scale.numel() == 1 else scale.view(out, -1)
+    zero = None
+    if not scheme.symmetric:
+        zero = from_words(own["weight_zero_point"].T, scheme.bits, out).T  # [out, groups]
+    codes = bytes_of_words(own["weight_packed"], scheme.bits, columns)
+    if scheme.bits in BITS:
+        part = IntGroup(_with_zero(codes, scale, zero, scheme.bits, (out, columns)))
+    else:  # seven bits in eight: the middle moves from 64 to 128
+        wide = unpack_bits(codes, scheme.bits, columns) + (128 - (1 << scheme.bits - 1))
+        part = _grouped(wide, scale, None if zero is None else zero + (128 - (1 << scheme.bits - 1)), 8)
+    return _in_order(part, own.get("weight_g_idx"))
+
+
+def _with_zero(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int, shape: tuple[int, int]) -> Packed:
+    groups = scale.shape[1]
+    rows = _grouped(torch.zeros(shape[0], groups, dtype=torch.uint8), scale, zero, bits).packed
+    return rows._replace(codes=codes, group_size=shape[1] // groups, shape=shape)
+
+
+def _grouped(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> IntGroup:
+    group_size = codes.shape[1] // scale.shape[1]
+    return IntGroup(pack(codes, scale.contiguous(), zero, bits=bits, group_size=group_size))
+
+
+def _eight_bit(own: dict[str, Tensor], scheme: Scheme) -> Format:
+    """int-quantized and float-quantized: codes [out, in] of one byte each."""
+    codes, scale = own["weight"], own["weight_scale"]
+    out, columns = codes.shape
+    if codes.dtype not in (torch.int8, torch.float8_e4m3fn):
+        raise ValueError(f"codes of {codes.dtype} cannot be read")
+    if scheme.strategy != "block":
+        scale = scale.expand(out, 1) if scale.numel() == 1 else scale.view(out, -1)
+    if scheme.inputs is not None:
+        if scheme.bits != 8 or not scheme.symmetric or (scheme.strategy == "block") != (scheme.inputs == "group"):
+            raise ValueError("there is no product of such weights with such activations")
+        if own.get("input_zero_point", torch.zeros(1)).any():
+            raise ValueError("there is no product with asymmetric activations")
+        if scheme.strategy == "group":
+            raise ValueError("there is no product of weights in groups with rounded activations")
+        x_scale = own["input_scale"].float().reshape(()) if scheme.inputs == "tensor" else None
+        scale = scale.float().contiguous() if scheme.strategy == "block" else scale.float().reshape(-1).contiguous()
+        return EightBit(W8("rows", codes.contiguous(), scale, (out, columns)), x_scale)
+    if scheme.strategy == "block":
+        return Dense(EightBit(W8("rows", codes, scale.float(), (out, columns))).dequantize())
+    if codes.dtype != torch.int8:
+        return Dense((codes.float().view(*scale.shape, -1) * scale.float()[..., None]).view(out, columns))
+    zero = own.get("weight_zero_point")
+    zero = None if scheme.symmetric or zero is None else (zero.view(scale.shape).short() + 128).to(torch.uint8)
+    return _grouped((codes.short() + 128).to(torch.uint8), scale, zero, 8)
+
+
+def _gptq(quantization: dict[str, Any]) -> Read:
+    """Bits and groups are those of the tensors; what `dynamic` says of single linears is then said twice."""
+    version = quantization.get("checkpoint_format") or "gptq"
+    if version not in ("gptq", "gptq_v2"):
+        raise ValueError(f"its `checkpoint_format` is {version!r}; gptq and gptq_v2 can be read")
+    offset = 1 if version == "gptq" else 0
+
+    def read(name: str, module: nn.Module, own: dict[str, Tensor]) -> Format:
+        scale = own["scales"].T  # [out, groups]
+        out, groups = scale.shape
+        columns = module.in_features if isinstance(module, nn.Linear) else len(own["g_idx"])
+        bits = own["qweight"].shape[0] * 32 // columns
+        if own["qweight"].dtype != torch.int32 or bits not in BITS:
+            raise ValueError(f"{name} has {bits} bits in words of {own['qweight'].dtype}, which cannot be read")
+        # Version 1 stores a zero point of 0 as -1; the sum is taken in the bits that there are, as its authors do.
+        zero = (from_words(own["qzeros"], bits, out).T.short() + offset) & ((1 << bits) - 1)
+        zero = None if (zero == 1 << (bits - 1)).all() else zero
+        codes = bytes_of_words(own["qweight"].T, bits, columns)
+        part = IntGroup(_with_zero(codes, scale, zero, bits, (out, columns)))
+        return _in_order(part, own.get("g_idx"))
+
+    return read
+
+
+def _in_order(part: IntGroup, g_idx: Tensor | None) -> Format:
+    """The weight itself if neighbours share their scales; else dequantised, by each column's own group."""
+    columns = part.shape[1]
+    neighbours = torch.arange(columns) // part.group_size
+    if g_idx is None or (g_idx < 0).all() or torch.equal(g_idx.long(), neighbours):
+        return part
+    packed = part.packed
+    codes = unpack_bits(packed.codes, packed.bits, columns).float()
+    zero = torch.full(packed.scale.shape, 1 << (packed.bits - 1))
+    if packed.zero is not None:
+        zero = unpack_bits(packed.zero, packed.bits, packed.scale.shape[1])
+    group = g_idx.long()
+    return Dense((codes - zero.float()[:, group]) * packed.scale.float()[:, group])
+
+
+READERS = {"compressed-tensors": _compressed_tensors, "gptq": _gptq}
