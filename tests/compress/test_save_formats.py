@@ -213,8 +213,8 @@ def test_act_order_is_dequantised_with_a_warning(tiny, tmp_path):
     save_file(stored, file, metadata={"format": "pt"})
     with pytest.warns(UserWarning, match=f"1 linears, {name} first"):
         again = load_quantized(path, torch.float32)
-    rows = model.get_submodule(name).parts[0].packed
-    codes = unpack(to_rows(rows))[0].float() - 8
+    rows = to_rows(model.get_submodule(name).parts[0].packed)
+    codes = unpack(rows)[0].float() - 8
     assert torch.equal(again.get_submodule(name).weight, codes * rows.scale.float()[:, order // 16])
 
 
@@ -279,12 +279,10 @@ def test_blocks_of_fp8_and_what_does_not_fill_them(tiny, tmp_path, verification)
 def test_linears_stored_differently_are_told_apart(tiny, tmp_path, verification, save_format):
     """Two schemes, whose linears are listed, and one linear that is not quantised."""
     rest = "*v_proj, *o_proj, *mlp*"
-    recipe = [
-        METHODS["rtn"](bits=4, group_size=16, skip=rest),
-        METHODS["rtn"](bits=8, skip="*q_proj, *k_proj, *up_proj"),
-    ]
     model = tiny("llama")
-    path = save_compressed(apply(recipe, model), tmp_path / "out", save_format=save_format)
+    apply([METHODS["rtn"](bits=4, group_size=16, skip=rest)], model)
+    result = apply([METHODS["rtn"](bits=8, group_size=32, skip="*q_proj, *k_proj, *up_proj")], model)
+    path = save_compressed(result, tmp_path / "out", save_format=save_format)
     config = json.loads((path / "config.json").read_text())["quantization_config"]
     if save_format == "gptq":
         assert config["bits"] == 8 and config["dynamic"]["-:^model\\.layers\\.0\\.mlp\\.up_proj$"] == {}
@@ -298,8 +296,10 @@ def test_linears_stored_differently_are_told_apart(tiny, tmp_path, verification,
 
 
 def test_formats_differ_from_linear_to_linear(tiny, tmp_path):
-    recipe = [METHODS["rtn"](bits=4, group_size=16, skip="*mlp*"), METHODS["fp8"](skip="*self_attn*")]
-    path = save_compressed(apply(recipe, model := tiny("llama")), tmp_path / "out", save_format="compressed-tensors")
+    model = tiny("llama")
+    apply([METHODS["rtn"](bits=4, group_size=16, skip="*mlp*")], model)
+    result = apply([METHODS["fp8"](skip="*self_attn*")], model)
+    path = save_compressed(result, tmp_path / "out", save_format="compressed-tensors")
     assert json.loads((path / "config.json").read_text())["quantization_config"]["format"] == "mixed-precision"
     same_codes(model, load_quantized(path, torch.float32))
 
