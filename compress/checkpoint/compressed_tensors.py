@@ -35,16 +35,16 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-from compress.checkpoint.save_format import Checkpoint, SaveFormat, Verification
-from compress.checkpoint.schemes import Scheme, quantization_config, scheme_of, vllm_remarks
-from compress.checkpoint.shards import write_shards
-from compress.checkpoint.transformers_config import (
+from compress.checkpoint.interop.schemes import Scheme, quantization_config, scheme_of, vllm_remarks
+from compress.checkpoint.interop.transformers_config import (
     other_tensors,
     problem_for_transformers,
     write_reader_configuration,
 )
+from compress.checkpoint.interop.words import to_words, words_of_bytes
+from compress.checkpoint.save_format import Checkpoint, SaveFormat, Verification
+from compress.checkpoint.shards import write_shards
 from compress.checkpoint.verify import compare_logits, compare_weights, take_computed_buffers
-from compress.checkpoint.words import to_words, words_of_bytes
 from compress.formats import Dense, EightBit, Format, IntGroup
 from compress.formats.sparse import Sparse
 from compress.linear import CompressedLinear, compressed_linears

@@ -33,18 +33,18 @@ import torch
 from torch import Tensor, nn
 
 from compress.checkpoint.compressed_tensors import plain_part, rounding, scale_remarks
-from compress.checkpoint.save_format import Checkpoint, SaveFormat, Verification
-from compress.checkpoint.schemes import PACKED, Scheme, fused_linears, plain_spec, scheme_of, vllm_remarks
-from compress.checkpoint.shards import Shards, write_shards
-from compress.checkpoint.transformers_config import (
+from compress.checkpoint.interop.schemes import PACKED, Scheme, fused_linears, plain_spec, scheme_of, vllm_remarks
+from compress.checkpoint.interop.transformers_config import (
     linear_names,
     model_of_tensors,
     other_tensors,
     problem_for_transformers,
     write_reader_configuration,
 )
+from compress.checkpoint.interop.words import to_words
+from compress.checkpoint.save_format import Checkpoint, SaveFormat, Verification
+from compress.checkpoint.shards import Shards, write_shards
 from compress.checkpoint.verify import compare_logits, compare_weights, take_computed_buffers
-from compress.checkpoint.words import to_words
 from compress.formats import IntGroup
 from compress.linear import CompressedLinear, compressed_linears
 from kernels.int_matmul import to_rows, unpack

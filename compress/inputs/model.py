@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from compress.checkpoint.foreign import load_quantized, quantization_of
+from compress.checkpoint.interop.foreign import load_quantized, quantization_of
 from compress.checkpoint.load import LAYOUT, load_compressed
 from compress.checkpoint.on_disk import load_compressed_on_disk
 from compress.inputs.embedded import EMBEDDED, gguf_file

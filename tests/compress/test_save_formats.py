@@ -12,11 +12,11 @@ from torch import Tensor
 from compress import METHODS, apply, load_model, save_compressed
 from compress.checkpoint.compressed_tensors import CompressedTensors, plain_part
 from compress.checkpoint.fits import check_save_format
-from compress.checkpoint.foreign import load_quantized
 from compress.checkpoint.gptq import GPTQFormat
+from compress.checkpoint.interop.foreign import load_quantized
+from compress.checkpoint.interop.words import from_words, to_words
 from compress.checkpoint.save import SAVE_FORMATS
 from compress.checkpoint.shards import Shards, write_shards
-from compress.checkpoint.words import from_words, to_words
 from compress.linear import compressed_linears
 from kernels.int_matmul import to_rows, unpack
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from compress.checkpoint.transformers_config import linear_names
+from compress.checkpoint.interop.transformers_config import linear_names
 from kernels.w8a8_matmul import BLOCK
 
 PACKED, INTS, FLOATS, MIXED = "pack-quantized", "int-quantized", "float-quantized", "mixed-precision"

@@ -17,10 +17,10 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from compress.checkpoint.schemes import PACKED, Scheme, groups_of, scheme_for
+from compress.checkpoint.interop.schemes import PACKED, Scheme, groups_of, scheme_for
+from compress.checkpoint.interop.transformers_config import fill, plain_config
+from compress.checkpoint.interop.words import bytes_of_words, from_words
 from compress.checkpoint.shards import Shards
-from compress.checkpoint.transformers_config import fill, plain_config
-from compress.checkpoint.words import bytes_of_words, from_words
 from compress.formats import Dense, EightBit, Format, IntGroup
 from compress.linear import CompressedLinear, replace
 from kernels.int_matmul import BITS, Packed, pack, unpack_bits
@@ -32,6 +32,8 @@ STORED = (
     "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "input_scale",
     "input_zero_point", "qweight", "qzeros", "scales", "g_idx",
 )  # fmt: skip
+
+OFFSETS = {"gptq": 1, "gptq_v2": 0}  # what each version of GPTQ's format takes off its zero points
 
 
 def quantization_of(folder: Path) -> dict[str, Any] | None:
@@ -185,9 +187,9 @@ def _eight_bit(own: dict[str, Tensor], scheme: Scheme) -> Format:
 def _gptq(quantization: dict[str, Any]) -> Read:
     """Bits and groups are those of the tensors; what `dynamic` says of single linears is then said twice."""
     version = quantization.get("checkpoint_format") or "gptq"
-    if version not in ("gptq", "gptq_v2"):
-        raise ValueError(f"its `checkpoint_format` is {version!r}; gptq and gptq_v2 can be read")
-    offset = 1 if version == "gptq" else 0
+    if version not in OFFSETS:
+        raise ValueError(f"its `checkpoint_format` is {version!r}; {' and '.join(OFFSETS)} can be read")
+    offset = OFFSETS[version]
 
     def read(name: str, module: nn.Module, own: dict[str, Tensor]) -> Format:
         scale = own["scales"].T  # [out, groups]
