@@ -2,12 +2,14 @@
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from tqdm.auto import tqdm
@@ -28,6 +30,8 @@ from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.offload import original_linears
 from compress.walk.once.calibrated import Shared, check_calibrate, shared_statistics
 from compress.walk.once.saved import SavedStatistics
+from compress.walk.parallel.ranks import current, joined
+from compress.walk.parallel.spawn import check_devices, device_of_process, process_count, spawned
 from compress.walk.resume import BlockStore
 from kernels import source
 from kernels.registry import recording
@@ -41,6 +45,7 @@ def apply(
     device: str | None = None,
     work_path: str | Path | None = None,
     calibrate: str = "sequential",
+    processes: int | None = None,
 ) -> Result:
     """Compress a model in place.
 
@@ -53,35 +58,59 @@ def apply(
             model and batches, takes them from there. Statistics of calibrate="once" are kept there, too.
         calibrate: "sequential": each block is solved on what the compressed blocks before it give. "once": all linears
             are solved on what flows in the model as it is, whose statistics serve every recipe; less accurate.
+        processes: that compress the model together; each runs a share of the batches and solves a share of the linears.
+            The result is the same as that of one. None: all of torch's process group, if there is one (torchrun), in
+            which every process calls `apply` with the same arguments; else $WORKBENCH_PROCESSES, or one. More than one
+            without a process group: they are started here, on this machine, with a GPU each where `device` is one.
 
     Returns:
-        Result: `.model` (the same object), `.layers`, and what the run record needs.
+        Result: `.model` (the same object), `.layers`, and what the run record needs; the same in every process.
 
     Raises:
         ValueError: before any work, if the recipe does not compose, does not fit the model, or the batches are
             unusable, or the disk has no room for what is kept there.
+        ProcessLost: one of several processes has ended. An error in one of them is raised in all.
     """
     check_calibrate(calibrate)
-    with _shared(calibrate, [recipe], work_path) as shared:
-        return _apply(recipe, model, batches, device=device, work_path=work_path, shared=shared)
+    arguments = {"recipe": recipe, "model": model, "batches": batches, "work_path": work_path, "calibrate": calibrate}
+    with (
+        _together(apply, arguments, device, processes) as where,
+        _shared(calibrate, [recipe], work_path) as shared,
+    ):
+        return _apply(recipe, model, batches, where, work_path, shared)
+
+
+@contextmanager
+def _together(
+    call: Callable, arguments: Mapping[str, Any], device: str | None, processes: int | None
+) -> Iterator[torch.device]:
+    """While the context lasts, all processes that make this call work together; gives this one's device."""
+    count = process_count(processes)
+    check_device(device or "cpu")
+    where = torch.device(device) if device else device_of(arguments["model"])
+    with ExitStack() as stack:
+        if count > 1 and not dist.is_initialized():
+            check_devices(where, count)
+            stack.enter_context(spawned(count, call, {**arguments, "device": device or where.type}, where))
+        where = device_of_process(where) if count > 1 else where
+        stack.enter_context(joined(where, alone=count == 1))
+        yield where
 
 
 def _apply(
     recipe: Sequence[Method],
     model: nn.Module,
     batches: Sequence[Tensor],
-    *,
-    device: str | None,
+    where: torch.device,
     work_path: str | Path | None,
     shared: Shared | None,
 ) -> Result:
-    """`apply` with statistics from a place that recipes share; None: each method has its own."""
+    """`apply` in every process; `shared`: the place for statistics that recipes share, None: each method has its
+    own."""
     asked, recipe, batches = list(recipe), settle(list(recipe)), () if batches is None else batches
     if shared:
         recipe = [replace(m, sequential=False) if isinstance(m, LayerwiseMethod) else m for m in recipe]
-    check_device(device or "cpu")
     _check_batches(batches, model, needed=[m.name for m in recipe if m.needs_calibration])
-    where = torch.device(device) if device else device_of(model)
     start = time.perf_counter()
     identity = {
         "name": getattr(model, "name_or_path", "") or type(model).__name__,
@@ -103,6 +132,7 @@ def _apply(
     }
     known = getattr(batches, "identity", tokens)
     tokens = (known if known["sha256"] == tokens["sha256"] else tokens) if len(batches) else None
+    _check_same({"recipe": str(recipe), "model": identity["weights_sha256"], "batches": tokens and tokens["sha256"]})
     layers: dict[str, LayerRecord] = {}
     folds: list[FoldRecord] = []
     drops: list[DropRecord] = []
@@ -158,6 +188,7 @@ def apply_each(
     device: str | None = None,
     work_path: str | Path | None = None,
     calibrate: str = "sequential",
+    processes: int | None = None,
 ) -> dict[str, Result]:
     """Apply several recipes, each to a copy of the model, for a comparison on the same calibration; see `apply`.
 
@@ -173,12 +204,14 @@ def apply_each(
             method.check(model)
     progress = tqdm(recipes.items(), desc="recipes", unit="recipe")
     results = {}
-    with _shared(calibrate, list(recipes.values()), work_path) as shared:
+    arguments = {"recipes": recipes, "model": model, "batches": batches, "work_path": work_path, "calibrate": calibrate}
+    with (
+        _together(apply_each, arguments, device, processes) as where,
+        _shared(calibrate, list(recipes.values()), work_path) as shared,
+    ):
         for name, recipe in progress:
             progress.set_postfix_str(name)
-            results[name] = _apply(
-                recipe, sharing_copy(model), batches, device=device, work_path=work_path, shared=shared
-            )
+            results[name] = _apply(recipe, sharing_copy(model), batches, where, work_path, shared)
     return results
 
 
@@ -208,6 +241,17 @@ def _said_of_once(recipe: Sequence[Method]) -> list[str]:
         "blocks before it give",
         *(f"not taken from the saved statistics, but from passes of its own: {what}" for what in alone),
     ]
+
+
+def _check_same(about: Mapping[str, str | None]) -> None:
+    """Raise ValueError if the processes of one compression were called with different arguments."""
+    for rank, other in enumerate(current().gathered(about)):
+        for name, value in other.items():
+            if value != about[name]:
+                raise ValueError(
+                    f"`{name}` of process {rank} is another one than that of process {current().rank}: all processes "
+                    "of a process group compress one model together; `processes=1` compresses one in each"
+                )
 
 
 def _after(before: LayerRecord | None, now: LayerRecord) -> LayerRecord:

@@ -88,7 +88,7 @@ def distortion_curves(
     method = next(iter(methods.values()))
     names = list(targets(model, method.skip))
     few = _first(batches, tokens)
-    calls, probes = block_calls(model, blocks, batches), block_calls(model, blocks, few)
+    calls, probes = block_calls(model, blocks, batches, divided=True), block_calls(model, blocks, few)
     curves: dict[str, dict[float, float]] = {}
     home, tail = device_of(blocks[0]), Tail(model, blocks, few)
     progress = tqdm(total=len(names) * len(methods), desc=f"{method.name}: distortion curves", unit="pass")

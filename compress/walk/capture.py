@@ -7,6 +7,8 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor, nn
 
+from compress.walk.parallel.places import SLICES, Place, places
+from compress.walk.parallel.ranks import current
 from compress.walk.shards import OnDisk, WorkFolder
 
 MICRO_BATCH_TOKENS = 2048  # tokens that go through a block at once
@@ -22,6 +24,7 @@ class Call:
     hidden: [batch, T, hidden], the input of the block to come; of a call that was made inside `activations_on_disk` it
         lies on disk, and is read anew each time that it is asked for.
     arguments: per block, what else the model passes.
+    place: in the calibration.
     """
 
     def __init__(self, hidden: Tensor, arguments: list[tuple[tuple, dict]] | None = None) -> None:
@@ -29,6 +32,7 @@ class Call:
         self._device = hidden.device
         self.hidden = hidden
         self.arguments = [] if arguments is None else arguments
+        self.place = Place()
 
     @property
     def hidden(self) -> Tensor:
@@ -55,12 +59,18 @@ def activations_on_disk(folder: WorkFolder | None) -> Iterator[None]:
 
 
 def block_calls(
-    model: nn.Module, blocks: nn.ModuleList, batches: Sequence[Tensor], *, stacked: bool = True
+    model: nn.Module,
+    blocks: nn.ModuleList,
+    batches: Sequence[Tensor],
+    *,
+    stacked: bool = True,
+    divided: bool = False,
 ) -> list[Call]:
     """Micro-batches with the arguments that the model gives to each block, as it makes them.
 
     Args:
         stacked: several batches of equal length make a micro-batch; False: each by itself.
+        divided: only those that belong to this process, if several compress the model together.
 
     Raises:
         ValueError: the batches give outputs that are not finite, or the blocks do not form a chain.
@@ -74,9 +84,13 @@ def block_calls(
     try:
         for i, block in enumerate(originals):
             blocks[i] = _Recorder(block, calls, latest, as_tuple, first=i == 0, last=i == len(originals) - 1)
-        for batch in micro_batches(batches) if stacked else batches:
+        passed = micro_batches(batches) if stacked else list(batches)
+        for batch, place in zip(passed, places(passed), strict=True):
+            if divided and not current().has(place, min(SLICES, len(passed))):
+                continue
             with suppress(Stop):
                 model(batch.to(device_of(model)), use_cache=False)
+            calls[-1].place = place
     finally:
         for i, block in enumerate(originals):
             blocks[i] = block

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from compress.walk.capture import Call
+from compress.walk.parallel.ranks import current
 from compress.walk.resume import BlockStore
 from kernels.files import whole_file
 
@@ -22,7 +23,8 @@ class Chain:
 
     The outputs of a block are written before the block itself, and those of the block before it are removed
     afterwards. So the outputs of the newest finished block are there whenever a walk is killed, and the outputs of at
-    most two blocks take room on the disk.
+    most two blocks take room on the disk. Several processes of one compression write the files of their own
+    micro-batches, and may share the folder.
     """
 
     def __init__(self, store: BlockStore, calls: Sequence[Call]) -> None:
@@ -43,12 +45,17 @@ class Chain:
         Raises:
             ValueError: some blocks are not finished, and the disk has no room for the outputs of two.
         """
-        finished = self.store.finished(blocks)
+        ranks = current()
+        finished = min(ranks.gathered(self.store.finished(blocks)))
         if finished == blocks:
             self._forget_before(blocks)
             return blocks
         self._check_room()
-        return next((count for count in range(finished, 0, -1) if self._read(count - 1)), 0)
+        for count in range(finished, 0, -1):
+            if all(ranks.gathered(self._are_there(count - 1))):
+                self._read(count - 1)
+                return count
+        return 0
 
     @contextmanager
     def keeping(self, index: int, *, last: bool) -> Iterator[None]:
@@ -57,10 +64,12 @@ class Chain:
         Args:
             last: nothing follows this block, so that its outputs are not needed.
         """
-        for i, call in enumerate(() if last else self.calls):
-            with whole_file(self._file(index, i)) as temporary:
+        for call in () if last else self.calls:
+            with whole_file(self._file(index, call)) as temporary:
                 save_file({"hidden": call.hidden.detach().cpu().contiguous()}, temporary)
+        current().check()  # every process has written its outputs before any block is stored
         yield
+        current().check()
         self._forget_before(index + 1 if last else index)
 
     def _check_room(self) -> None:
@@ -73,22 +82,21 @@ class Chain:
                 "(`samples`, `seqlen`), another disk, or no `work_path` would do"
             )
 
-    def _read(self, index: int) -> bool:
-        files = [self._file(index, i) for i in range(len(self.calls))]
-        if not all(_holds(path, call) for path, call in zip(files, self.calls, strict=True)):
-            return False
-        for path, call in zip(files, self.calls, strict=True):
-            with safe_open(path, "pt") as file:  # cloned into memory of its own, aligned as any other tensor
+    def _are_there(self, index: int) -> bool:
+        return all(_holds(self._file(index, call), call) for call in self.calls)
+
+    def _read(self, index: int) -> None:
+        for call in self.calls:
+            with safe_open(self._file(index, call), "pt") as file:  # cloned: memory of its own, aligned as any other
                 call.hidden = file.get_tensor("hidden").clone().to(call.hidden.device)
-        return True
 
     def _forget_before(self, index: int) -> None:
         for folder in self.store.folder.glob("after_*"):
             if int(folder.name.removeprefix("after_")) < index:
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def _file(self, index: int, i: int) -> Path:
-        return self.store.folder / f"after_{index:04d}" / f"{i:05d}.safetensors"
+    def _file(self, index: int, call: Call) -> Path:
+        return self.store.folder / f"after_{index:04d}" / f"{call.place.number:05d}.safetensors"
 
 
 def _holds(path: Path, call: Call) -> bool:

@@ -16,11 +16,13 @@ from compress.linear import weight_of
 from compress.method import Method, knob
 from compress.records import FoldRecord
 from compress.walk.blocks import find_blocks
-from compress.walk.capture import Call, advance, block_calls, device_of, on_device, run_block
+from compress.walk.capture import Call, advance, block_calls, device_of, micro_batches, on_device, run_block
 from compress.walk.chain import Chain
 from compress.walk.experts import SplitExperts, split_experts
 from compress.walk.links import Link, find_links, fold, made_up_batch
 from compress.walk.once.saved import SavedStatistics
+from compress.walk.parallel.places import Place
+from compress.walk.parallel.ranks import current
 from compress.walk.resume import BlockStore
 from compress.walk.statistics import Collector, LayerStatistics
 from kernels.linear import fast_linear
@@ -143,13 +145,14 @@ class FoldingMethod(Method):
         split_experts(model)
         links = self.links_of(model)
         _, blocks = find_blocks(model)
-        calls = block_calls(model, blocks, batches) if saved is None else []
+        calls = block_calls(model, blocks, batches, divided=True) if saved is None else []
         calls += block_calls(model, blocks, [batches[0][:, :CHECKED]])  # a short one more, on which folds are checked
+        calls[-1].place = Place(number=len(micro_batches(batches)))
         chain = Chain(store, calls) if store else None
         finished = chain.resume(len(blocks)) if chain else 0
         before = _logits(model)
         folded: list[Folded] = []
-        progress = tqdm(range(len(blocks)), desc=self.name, unit="block")
+        progress = tqdm(range(len(blocks)), desc=self.name, unit="block", disable=current().rank > 0 or None)
         for index in progress:
             block = blocks[index]
             with on_device(block, device):
@@ -208,7 +211,7 @@ class FoldingMethod(Method):
             consumers = [model.get_submodule(name) for name in link.consumers]
             weights = [weight_of(consumer) for consumer in consumers]
             w = _column_absmax(weights)  # now: the fold changes what these weights are
-            choice = self.choose(link, weights, statistics)
+            choice = current().from_first(self.choose(link, weights, statistics))
             assert choice.s.isfinite().all() and (choice.s > 0).all(), (
                 f"{link.producer}: scales must be finite and positive"
             )
@@ -254,11 +257,14 @@ class FoldingMethod(Method):
         """Make the block's outputs the inputs of the next one; per link what its consumers read meanwhile."""
         collectors = [Collector(self._needs(), len(link.channels), device) for link in links]
         handles = [
-            model.get_submodule(link.consumers[0]).register_forward_pre_hook(lambda _, args, c=c: c.update(args[0]))
+            model.get_submodule(link.consumers[0]).register_forward_pre_hook(
+                lambda _, args, c=c: c.update(args[0], call.place)
+            )
             for link, c in zip(links, collectors, strict=True)
         ]
         try:
-            advance(block, calls, index, device)
+            for call in calls:
+                advance(block, [call], index, device)
         finally:
             for handle in handles:
                 handle.remove()

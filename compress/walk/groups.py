@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from compress.linear import shape_of
 from compress.walk.capture import Call, Stop, run_block, same_memory
+from compress.walk.parallel.places import Place
+from compress.walk.parallel.ranks import current
 from compress.walk.statistics import Collector
 
 
@@ -20,6 +22,14 @@ def input_groups(
     called more than once. Experts that no token reached form groups of their own, in the places where they would have
     been reached.
     """
+    ranks = current()
+    found = _input_groups(block, linears, calls, index, device) if ranks.rank == 0 else None
+    return ranks.from_first(found)  # where experts share the tokens, another micro-batch may show other groups
+
+
+def _input_groups(
+    block: nn.Module, linears: dict[str, nn.Module], calls: list[Call], index: int, device: torch.device
+) -> tuple[list[list[str]], bool]:
     if not calls:
         return [[name] for name in linears], True
     inputs: list[tuple[str, Tensor]] = []  # held, so that no memory is used twice while we compare
@@ -78,6 +88,7 @@ def collect(
     leader_of = {name: group[0] for group in groups for name in group}
     collectors = {group[0]: Collector(needs, shape_of(linears[group[0]])[1], device) for group in groups}
     seen: dict[str, Tensor] = {}
+    place = Place()
 
     def on_input(name: str, x: Tensor) -> None:
         leader = leader_of[name]
@@ -85,13 +96,14 @@ def collect(
             assert same_memory(seen[leader], x), f"{name} and {leader} shared an input in one pass, not in another"
             return
         seen[name] = x
-        collectors[name].update(x)
+        collectors[name].update(x, place)
         if stop_early and len(seen) == len(collectors):
             raise Stop
 
     with hooked({name: linears[name] for name in leader_of}, on_input):
         for call in calls:
             seen.clear()
+            place = call.place
             with suppress(Stop):
                 hidden = run_block(block, call, index, device)
                 if pass_on:

@@ -19,7 +19,7 @@ from compress.walk.capture import Call, Stop, run_block, same_memory
 from compress.walk.statistics import Collector, LayerStatistics
 
 HELD_BYTES = 1 << 29  # of the last group's input, over all micro-batches, that may be held while it is solved
-Solve = Callable[[list[str], LayerStatistics], dict[str, CompressedLinear]]
+Solve = Callable[[list[tuple[str, LayerStatistics]]], dict[str, CompressedLinear]]
 
 
 def run_in_step(
@@ -43,7 +43,7 @@ def run_in_step(
     Args:
         linears: by name in the model; none is called more than once in a pass.
         groups: names of linears that read the same input, in the order in which they are reached.
-        solve: given a group and its statistics, returns what is to stand for each of its linears.
+        solve: given the linears of a group, each with its statistics, returns what is to stand for each of them.
         to_the_end: let the passes finish, and make their outputs the inputs of the next block; False: stop after the
             last group, as nothing follows this block.
 
@@ -55,7 +55,7 @@ def run_in_step(
     # Per pass, what the linears of a group share, and which of them have not been reached.
     inputs: list[dict[greenlet, tuple[Tensor, set[str]]]] = [{} for _ in groups]
     waiting: dict[int, list[greenlet]] = defaultdict(list)
-    passes: list[greenlet] = []
+    passes: dict[greenlet, Call] = {}
     stopped: list[Call] = []
     solved, finished = 0, False
 
@@ -76,7 +76,7 @@ def run_in_step(
             inputs[i][me] = x, set(groups[i]) - {name}
         if i not in collectors:
             collectors[i] = Collector(needs, x.shape[-1], device)
-        collectors[i].update(x)
+        collectors[i].update(x, passes[me].place)
         if i == len(groups) - 1 and (not to_the_end or x.nbytes * len(calls) > HELD_BYTES):
             raise Stop
         me.parent.switch(i)
@@ -100,12 +100,14 @@ def run_in_step(
             stack.callback(replace, model, name, linear)
         stack.callback(lambda: [one.throw() for one in passes if not one.dead])
         for call in calls:
-            passes.append(greenlet(run))
-            go_on(passes[-1], call)
+            one = greenlet(run)
+            passes[one] = call
+            go_on(one, call)
         for i, group in enumerate(groups):
             if i not in collectors:  # experts that no token reached
                 collectors[i] = Collector(needs, shape_of(linears[group[0]])[1], device)
-            for name, new in solve(group, collectors.pop(i).result()).items():
+            statistics = collectors.pop(i).result()
+            for name, new in solve([(name, statistics) for name in group]).items():
                 gates[name].linear = new.to(device)
                 stack.enter_context(new.dense())
             solved = i + 1

@@ -1,35 +1,45 @@
 """What a method may ask the walk to collect from the inputs of a linear. One class each, listed in STATISTICS."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
 from compress.formats import Format
+from compress.walk.parallel.places import Place
+from compress.walk.parallel.ranks import current
 from kernels.gram import gram, symmetric
 
 
 class Statistic(Protocol):
-    """Fed with every input of a linear, micro-batch by micro-batch; `result` is what the method reads."""
+    """Fed with every input of a linear in one slice of the calibration, micro-batch by micro-batch.
 
-    def __init__(self, columns: int, device: torch.device) -> None: ...
+    `start`: tokens in the slices before. `merge` adds a later slice; `result` is what the method reads.
+    """
+
+    def __init__(self, columns: int, device: torch.device, start: int = 0) -> None: ...
     def update(self, x: Tensor) -> None:
         """x: [tokens, in]."""
 
+    def merge(self, later: Self) -> None: ...
     def result(self) -> Tensor: ...
 
 
 class Gram:
     """H [in, in] = (2/n) Σ x xᵀ in float32: the Hessian of the layer's squared output error (GPTQ, equation 1)."""
 
-    def __init__(self, columns: int, device: torch.device) -> None:
+    def __init__(self, columns: int, device: torch.device, start: int = 0) -> None:
         self.sum = torch.zeros(columns, columns, dtype=torch.float32, device=device)
         self.tokens = 0
 
     def update(self, x: Tensor) -> None:
         gram(x, self.sum)
         self.tokens += x.shape[0]
+
+    def merge(self, later: "Gram") -> None:
+        self.sum += later.sum
+        self.tokens += later.tokens
 
     def result(self) -> Tensor:
         return symmetric(self.sum).mul_(2 / max(self.tokens, 1))
@@ -38,12 +48,15 @@ class Gram:
 class Absmax:
     """The largest magnitude of each input channel, [in] float32."""
 
-    def __init__(self, columns: int, device: torch.device) -> None:
+    def __init__(self, columns: int, device: torch.device, start: int = 0) -> None:
         self.largest = torch.zeros(columns, dtype=torch.float32, device=device)
 
     def update(self, x: Tensor) -> None:
         if x.shape[0]:
             self.largest = torch.maximum(self.largest, x.abs().amax(0).float())
+
+    def merge(self, later: "Absmax") -> None:
+        self.largest = torch.maximum(self.largest, later.largest)
 
     def result(self) -> Tensor:
         return self.largest
@@ -52,13 +65,17 @@ class Absmax:
 class Absmean:
     """The mean magnitude of each input channel, [in] float32."""
 
-    def __init__(self, columns: int, device: torch.device) -> None:
+    def __init__(self, columns: int, device: torch.device, start: int = 0) -> None:
         self.sum = torch.zeros(columns, dtype=torch.float32, device=device)
         self.tokens = 0
 
     def update(self, x: Tensor) -> None:
         self.sum += x.abs().sum(0, dtype=torch.float32)
         self.tokens += x.shape[0]
+
+    def merge(self, later: "Absmean") -> None:
+        self.sum += later.sum
+        self.tokens += later.tokens
 
     def result(self) -> Tensor:
         return self.sum / max(self.tokens, 1)
@@ -71,13 +88,16 @@ class Starts:
     Linears that do not see whole windows, as routed experts do, have none.
     """
 
-    def __init__(self, columns: int, device: torch.device) -> None:
+    def __init__(self, columns: int, device: torch.device, start: int = 0) -> None:
         self.rows = [torch.zeros(0, columns, dtype=torch.float32, device=device)]
 
     def update(self, x: Tensor) -> None:
         """x: [windows, tokens, in]; anything else has no known first token."""
         if x.dim() == 3:
             self.rows.append(x[:, 0].float())
+
+    def merge(self, later: "Starts") -> None:
+        self.rows += later.rows
 
     def result(self) -> Tensor:
         return torch.cat(self.rows)
@@ -91,10 +111,10 @@ class Rows:
 
     most = 512
 
-    def __init__(self, columns: int, device: torch.device) -> None:
+    def __init__(self, columns: int, device: torch.device, start: int = 0) -> None:
         self.kept = torch.zeros(0, columns, dtype=torch.float32, device=device)
         self.levels = torch.zeros(0, dtype=torch.int32)
-        self.level, self.seen = 0, 0
+        self.level, self.seen = 0, start
 
     def update(self, x: Tensor) -> None:
         levels = _levels(self.seen, x.shape[0])
@@ -102,9 +122,20 @@ class Rows:
         new = levels >= self.level
         self.kept = torch.cat([self.kept, x[new.to(x.device)].float()])
         self.levels = torch.cat([self.levels, levels[new]])
-        while len(self.kept) > self.most:
+        self._thin()
+
+    def merge(self, later: "Rows") -> None:
+        self.level = max(self.level, later.level)
+        self.kept, self.levels = torch.cat([self.kept, later.kept]), torch.cat([self.levels, later.levels])
+        self._thin()
+
+    def _thin(self) -> None:
+        """Keep the tokens of this level and above, and of a higher one where they are too many."""
+        stay = self.levels >= self.level
+        while stay.sum() > self.most:
             self.level += 1
             stay = self.levels >= self.level
+        if not stay.all():
             self.kept, self.levels = self.kept[stay.to(self.kept.device)], self.levels[stay]
 
     def result(self) -> Tensor:
@@ -118,10 +149,10 @@ class AbsmaxRest:
     What is chosen by these tokens can be tried on those.
     """
 
-    def __init__(self, columns: int, device: torch.device) -> None:
+    def __init__(self, columns: int, device: torch.device, start: int = 0) -> None:
         self.largest = torch.zeros(33, columns, dtype=torch.float32, device=device)  # of the tokens of each level
         self.tokens = torch.zeros(33, dtype=torch.long)
-        self.seen = 0
+        self.seen = start
 
     def update(self, x: Tensor) -> None:
         levels = _levels(self.seen, x.shape[0])
@@ -130,6 +161,10 @@ class AbsmaxRest:
         for level in levels.unique().tolist():
             top = x[(levels == level).to(x.device)].abs().amax(0).float()
             self.largest[level] = torch.maximum(self.largest[level], top)
+
+    def merge(self, later: "AbsmaxRest") -> None:
+        self.largest = torch.maximum(self.largest, later.largest)
+        self.tokens += later.tokens
 
     def result(self) -> Tensor:
         level = 0
@@ -189,20 +224,65 @@ class LayerStatistics:
         self.notes.append(text)
 
 
+ALONE = Place()  # of inputs that belong to no calibration in slices
+
+
 class Collector:
-    """Feeds several statistics with the inputs of one linear."""
+    """Feeds several statistics with the inputs of one linear, slice by slice of the calibration.
+
+    The slices are added in their order, so that a sum is the same to the last bit however many processes collect it.
+    In one process a slice is added as soon as it is complete: then no more is held than one slice and the sum of those
+    before it. In several, the first one does the same, and the others hold what each of their slices gave.
+    """
 
     def __init__(self, needs: Sequence[str], columns: int, device: torch.device) -> None:
-        self.statistics = {need: STATISTICS[need](columns, device) for need in needs}
-        self.columns = columns
-        self.tokens = 0
+        self.needs, self.columns, self.device = tuple(needs), columns, device
+        self._parts: dict[int, _Part] = {}  # by slice; the sum of complete ones stands under the last of them
+        self._added = -1  # the last slice that the sum holds
 
-    def update(self, x: Tensor) -> None:
-        """x: [..., in]."""
+    def update(self, x: Tensor, place: Place = ALONE) -> None:
+        """x: [..., in]; what a micro-batch in this place gives."""
+        if place.slice not in self._parts:
+            self._add_complete(place.slice)
+            self._parts[place.slice] = _Part(self.needs, self.columns, self.device, place)
+        self._parts[place.slice].update(x, place)
+
+    def result(self) -> LayerStatistics:
+        """What all slices gave; in several processes, those of all of them, whereupon each must ask for it."""
+        parts = [self._parts.pop(number) for number in sorted(self._parts)]
+        whole = current().chained(parts, _Part.added) or _Part(self.needs, self.columns, self.device, ALONE)
+        return LayerStatistics(whole.tokens, {need: one.result() for need, one in whole.statistics.items()})
+
+    def _add_complete(self, before: int) -> None:
+        """Add slices to the sum, from the first of all on, as far as every micro-batch of them came by."""
+        while self._added + 1 < before and (part := self._parts.get(self._added + 1)) and part.complete:
+            total = self._parts.pop(self._added, None)
+            self._added += 1
+            self._parts[self._added] = total.added(part) if total else part
+
+
+class _Part:
+    """What one slice of the calibration gave, or several from the first one on."""
+
+    def __init__(self, needs: Sequence[str], columns: int, device: torch.device, place: Place) -> None:
+        self.statistics = {need: STATISTICS[need](columns, device, place.start) for need in needs}
+        self.tokens, self.size = 0, place.size
+        self.numbers: set[int] = set()  # of the micro-batches that came by
+
+    @property
+    def complete(self) -> bool:
+        return len(self.numbers) == self.size
+
+    def update(self, x: Tensor, place: Place) -> None:
         rows = x.reshape(-1, x.shape[-1])
+        self.numbers.add(place.number)
         self.tokens += rows.shape[0]
         for statistic in self.statistics.values():
             statistic.update(x if isinstance(statistic, Starts) else rows)
 
-    def result(self) -> LayerStatistics:
-        return LayerStatistics(self.tokens, {need: statistic.result() for need, statistic in self.statistics.items()})
+    def added(self, later: "_Part") -> "_Part":
+        """This part, with a later one added."""
+        self.tokens += later.tokens
+        for need, statistic in self.statistics.items():
+            statistic.merge(later.statistics[need])
+        return self

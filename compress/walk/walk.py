@@ -24,6 +24,7 @@ from compress.walk.capture import Call, advance, block_calls, on_device
 from compress.walk.chain import Chain
 from compress.walk.groups import collect, input_groups
 from compress.walk.lockstep import run_in_step
+from compress.walk.parallel.ranks import current
 from compress.walk.resume import BlockStore
 from compress.walk.statistics import LayerStatistics
 from kernels.linear import fast_linear
@@ -60,11 +61,11 @@ def walk(
     """
     prefix, blocks = find_blocks(model)
     chosen = list(targets(model, method.skip))
-    calls = block_calls(model, blocks, batches)
+    calls = block_calls(model, blocks, batches, divided=True)
     chain = Chain(store, calls) if store else None
     finished = chain.resume(len(blocks)) if chain else 0
-    progress = tqdm(range(len(blocks)), desc=method.name, unit="block")
-    walking = Walking(model, prefix, blocks, method, calls, device, originals or {}, progress)
+    progress = tqdm(range(len(blocks)), desc=method.name, unit="block", disable=current().rank > 0 or None)
+    walking = Walking(model, prefix, blocks, method, calls, device, originals or {}, progress, bool(batches))
     records: list[LayerRecord] = []
     for index in progress:
         with on_device(blocks[index], device):
@@ -92,7 +93,8 @@ def walk(
 class Walking:
     """One method on its way through the blocks of a model; the block at hand lies on `device`.
 
-    calls: the micro-batches, each with the inputs [batch, T, hidden] of the block to come; none without calibration.
+    calls: the micro-batches of this process, each with the inputs [batch, T, hidden] of the block to come.
+    calibrated: there are micro-batches, here or in another process.
     """
 
     model: nn.Module
@@ -103,44 +105,56 @@ class Walking:
     device: torch.device
     originals: Mapping[str, nn.Module]
     progress: tqdm
+    calibrated: bool
 
     def solve(self, index: int, names: Sequence[str]) -> tuple[dict[str, CompressedLinear], list[LayerRecord], bool]:
         """What stands for each of these linears of a block, their records, and whether the block's outputs were
         passed on with it."""
         block, method, calls = self.blocks[index], self.method, self.calls
         linears = {name: self.model.get_submodule(name) for name in names}
-        needs = with_errors(method.statistics) if calls else ()
+        needs = with_errors(method.statistics) if self.calibrated else ()
         new: dict[str, CompressedLinear] = {}
         records: dict[str, LayerRecord] = {}
         notes: list[str] = []
 
-        def solve(group: list[str], statistics: LayerStatistics) -> dict[str, CompressedLinear]:
-            for name in group:
+        def solve(several: Sequence[tuple[str, LayerStatistics]]) -> dict[str, CompressedLinear]:
+            """Every process solves its share of these linears, and gets what the others made of theirs."""
+            made: dict[str, tuple[CompressedLinear, LayerRecord]] = {}
+            for name, statistics in current().share(several, before=len(new)):
                 self.progress.set_postfix_str(name.removeprefix(f"{self.prefix}.{index}."))
                 own = statistics.for_another()
                 own.notes += notes
                 original = weight_of(self.originals[name]).to(self.device) if name in self.originals else None
-                new[name], records[name] = solve_linear(name, linears[name], original, own, method)
+                made[name] = solve_linear(name, linears[name], original, own, method)
+            for one in current().gathered(made):
+                new.update({name: linear for name, (linear, _) in one.items()})
+                records.update({name: record for name, (_, record) in one.items()})
             self.progress.set_postfix_str("statistics")
-            return {name: new[name] for name in group}
+            return {name: new[name] for name, _ in several}
 
         self.progress.set_postfix_str("statistics")
         with fast_linear():
             groups, once = input_groups(block, linears, calls, index, self.device)
-            in_step = method.sequential and once and bool(calls)
+            in_step = method.sequential and once and self.calibrated
             if in_step:
                 following = index + 1 < len(self.blocks)
                 run_in_step(
                     self.model, block, index, linears, groups, calls, needs, self.device, solve, to_the_end=following
                 )
             else:
-                if method.sequential and calls:
+                if method.sequential and self.calibrated:
                     notes.append(
                         "solved beside the others of its block, not in sequence: some run more than once in a pass"
                     )
                 collectors = collect(block, linears, groups, calls, index, needs, self.device, stop_early=once)
+                several: list[tuple[str, LayerStatistics]] = []
                 for group in groups:
-                    solve(group, collectors.pop(group[0]).result())
+                    statistics = collectors.pop(group[0]).result()
+                    several += [(name, statistics) for name in group]
+                    if current().count == 1:  # one after the other holds less; side by side, all at once is faster
+                        solve(several)
+                        several.clear()
+                solve(several)
         return new, [records[name] for name in names], in_step
 
     def pass_on(self, index: int) -> None:

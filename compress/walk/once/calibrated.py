@@ -25,6 +25,7 @@ from compress.walk.capture import block_calls, on_device
 from compress.walk.chain import Chain
 from compress.walk.groups import collect, input_groups
 from compress.walk.once.saved import SavedStatistics, check_room, keep_block, predicted_bytes
+from compress.walk.parallel.ranks import current
 from compress.walk.resume import BlockStore
 from compress.walk.walk import Solver, solve_linear, with_errors
 from kernels.linear import fast_linear
@@ -59,7 +60,8 @@ class Shared:
         key = hashlib.sha256(json.dumps([*about, device.type], sort_keys=True).encode()).hexdigest()[:16]
         blocks = len(find_blocks(model)[1])
         saved = SavedStatistics(self.folder / f"statistics-{key}", blocks)
-        if missing := saved.missing(self.needs):
+        missing = sorted({need for found in current().gathered(saved.missing(self.needs)) for need in found})
+        if missing:
             collect_statistics(model, batches, missing, saved.store_of(missing), device=device)
         return SavedStatistics(saved.folder, blocks)
 
@@ -92,11 +94,11 @@ def collect_statistics(
     """
     prefix, blocks = find_blocks(model)
     names = list(targets(model))
-    calls = block_calls(model, blocks, batches)
+    calls = block_calls(model, blocks, batches, divided=True)
     windows, tokens = len(batches), sum(batch.numel() for batch in batches)
     chain = Chain(store, calls)
     finished = chain.resume(len(blocks))
-    progress = tqdm(range(finished, len(blocks)), desc="statistics", unit="block")
+    progress = tqdm(range(finished, len(blocks)), desc="statistics", unit="block", disable=current().rank > 0 or None)
     size = 0
     for index in progress:
         own = [name for name in names if name.startswith(f"{prefix}.{index}.")]
@@ -140,13 +142,13 @@ def solve_from(
     """
     prefix, blocks = find_blocks(model)
     chosen = list(targets(model, method.skip))
-    progress = tqdm(range(len(blocks)), desc=method.name, unit="block")
+    progress = tqdm(range(len(blocks)), desc=method.name, unit="block", disable=current().rank > 0 or None)
     records: list[LayerRecord] = []
     for index in progress:
         own = [name for name in chosen if name.startswith(f"{prefix}.{index}.")]
         with on_device(blocks[index], device):
             found = store.load(index) if store else None
-            if found is None:
+            if not all(current().gathered(found is not None)):
                 found = _solve_block(model, method, saved, index, own, originals or {}, device, progress)
                 if store:
                     store.save(index, *found)
@@ -168,16 +170,14 @@ def _solve_block(
 ) -> tuple[dict[str, CompressedLinear], list[LayerRecord]]:
     """What stands for each of these linears of a block, and their records."""
     needs = with_errors(method.statistics)
-    new: dict[str, CompressedLinear] = {}
-    records: dict[str, LayerRecord] = {}
-    for group in saved.groups(index):
-        members = [name for name in group if name in names]
-        if not members:
-            continue
+    made: dict[str, tuple[CompressedLinear, LayerRecord]] = {}
+    groups = [[name for name in group if name in names] for group in saved.groups(index)]
+    for members in current().share([group for group in groups if group]):
         statistics = saved.of(members[0], index, needs, device)
         for name in members:
             progress.set_postfix_str(name)
             original = weight_of(originals[name]).to(device) if name in originals else None
             linear = model.get_submodule(name)
-            new[name], records[name] = solve_linear(name, linear, original, statistics.for_another(), method)
-    return {name: new[name] for name in names}, [records[name] for name in names]
+            made[name] = solve_linear(name, linear, original, statistics.for_another(), method)
+    every = {name: one for part in current().gathered(made) for name, one in part.items()}
+    return {name: every[name][0] for name in names}, [every[name][1] for name in names]

@@ -1,0 +1,75 @@
+"""Objects that hold tensors, as a message and the tensors apart, so that each can be sent in its own way."""
+
+import io
+import pickle
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+AT_ONCE = 1 << 30  # bytes of a tensor that are sent in one message
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a tensor is like. on_device: it lies on an accelerator, and is wanted on one."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    on_device: bool
+
+
+@dataclass(frozen=True)
+class Packed:
+    """An object without the content of its tensors."""
+
+    content: bytes
+    tensors: tuple[Kind, ...]
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[Tensor] = []
+
+    def persistent_id(self, value: Any) -> int | None:
+        if type(value) is not Tensor:  # parameters are pickled as such, around the tensor that they hold
+            return None
+        self.tensors.append(value.detach().contiguous())
+        return len(self.tensors) - 1
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensors: Sequence[Tensor]) -> None:
+        super().__init__(file)
+        self.tensors = tensors
+
+    def persistent_load(self, number: int) -> Tensor:
+        return self.tensors[number]
+
+
+def pack(value: Any) -> tuple[Packed, list[Tensor]]:
+    """An object as a message, and its tensors."""
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump(value)
+    kinds = tuple(Kind(t.dtype, tuple(t.shape), t.device.type != "cpu") for t in pickler.tensors)
+    return Packed(file.getvalue(), kinds), pickler.tensors
+
+
+def unpack(packed: Packed, tensors: Sequence[Tensor]) -> Any:
+    """The object of a message and its tensors."""
+    return _Unpickler(io.BytesIO(packed.content), tensors).load()
+
+
+def empty(kind: Kind, device: torch.device) -> Tensor:
+    """Memory for a tensor."""
+    return torch.empty(kind.shape, dtype=kind.dtype, device=device)
+
+
+def flat(tensor: Tensor) -> Iterator[Tensor]:
+    """The bytes of a contiguous tensor, in its own memory, as many at a time as are sent in one message."""
+    if tensor.numel():
+        yield from tensor.reshape(-1).view(torch.uint8).split(AT_ONCE)

@@ -1,0 +1,201 @@
+"""The processes of one compression: what they tell each other, and how an error of one ends all."""
+
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from compress.walk.parallel.packing import Packed, empty, flat, pack, unpack
+from compress.walk.parallel.places import Place, rank_of
+
+T = TypeVar("T")
+TIMEOUT = timedelta(hours=1)  # that a process waits for another one, which may solve a large linear meanwhile
+
+
+class ProcessLost(RuntimeError):
+    """A process of this compression has ended, or does not answer."""
+
+
+class Ranks:
+    """The processes of one compression, seen from one of them; this one is `rank` of `count`.
+
+    Every method that exchanges something must be called by all processes, in the same order. Each exchange begins with
+    `check`, so that a process that fails elsewhere is heard of at the next exchange.
+
+    Args:
+        device: where this process computes; what lay on the device of another process arrives there.
+        control: a group of gloo's, for messages and for tensors in memory.
+        tensors: a group of NCCL's for tensors on a device; None: they are sent through memory.
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        count: int = 1,
+        *,
+        device: torch.device | None = None,
+        control: dist.ProcessGroup | None = None,
+        tensors: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.rank, self.count = rank, count
+        self.device, self.control, self.tensors = device, control, tensors
+        self.over = False  # nobody is left to talk to: an exchange has failed, or has ended all processes
+
+    def has(self, place: Place, slices: int) -> bool:
+        """Whether a micro-batch of a calibration in so many slices belongs to this process."""
+        return rank_of(place, slices, self.count) == self.rank
+
+    def share(self, items: Sequence[T], before: int = 0) -> list[T]:
+        """Those of these pieces of work that this process does; `before` pieces were given out already."""
+        return [item for i, item in enumerate(items, start=before) if i % self.count == self.rank]
+
+    def check(self, error: Exception | None = None) -> None:
+        """Wait for all processes, and raise here what any of them came with.
+
+        Args:
+            error: what has ended the work of this process; it is told to the others, and not raised here.
+
+        Raises:
+            ProcessLost: a process has ended, or does not answer.
+        """
+        if self.count == 1:
+            return
+        errors: list[Exception | None] = [None] * self.count
+        with self._talking():
+            dist.all_gather_object(errors, _portable(error), group=self.control)
+        failed = next((rank for rank, found in enumerate(errors) if found is not None), None)
+        if failed is None:
+            return
+        self.over = True
+        if error is None:
+            errors[failed].add_note(f"This was raised in process {failed} of {self.count}.")
+            raise errors[failed]
+
+    def chained(self, parts: Sequence[T], combine: Callable[[T, T], T]) -> T | None:
+        """The parts of all processes, combined from left to right in the order of processes; None if there are none.
+
+        Args:
+            combine: may change its first argument; returns what both give together.
+        """
+        self.check()
+        total = None
+        if self.rank:
+            total = self._received(lambda message: dist.recv_object_list(message, self.rank - 1, group=self.control),
+                                   lambda tensor, group: dist.recv(tensor, self.rank - 1, group=group))  # fmt: skip
+        for part in parts:
+            total = part if total is None else combine(total, part)
+        if self.rank + 1 < self.count:
+            self._send(total, lambda message: dist.send_object_list(message, self.rank + 1, group=self.control),
+                       lambda tensor, group: dist.send(tensor, self.rank + 1, group=group))  # fmt: skip
+        return self._broadcast(total, self.count - 1)
+
+    def from_first(self, value: T) -> T:
+        """The value of the first process, in every process."""
+        self.check()
+        return self._broadcast(value, 0)
+
+    def gathered(self, value: T) -> list[T]:
+        """The values of all processes in their order, in every process."""
+        self.check()
+        return [self._broadcast(value, rank) for rank in range(self.count)]
+
+    def _broadcast(self, value: T, source: int) -> T:
+        if self.count == 1:
+            return value
+
+        def objects(message: list) -> None:
+            dist.broadcast_object_list(message, source, group=self.control)
+
+        def tensors(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+            dist.broadcast(tensor, source, group=group)
+
+        if self.rank != source:
+            return self._received(objects, tensors)
+        self._send(value, objects, tensors)
+        return value
+
+    def _send(self, value: Any, objects: Callable, tensors: Callable) -> None:
+        packed, contents = pack(value)
+        with self._talking():
+            objects([packed])
+            for tensor in contents:
+                group = self.tensors if tensor.is_cuda and self.tensors else self.control
+                for part in flat(tensor if group is self.tensors else tensor.cpu()):
+                    tensors(part, group)
+
+    def _received(self, objects: Callable, tensors: Callable) -> Any:
+        message: list[Packed | None] = [None]
+        with self._talking():
+            objects(message)
+            contents = []
+            for kind in message[0].tensors:
+                direct = kind.on_device and self.tensors is not None
+                tensor = empty(kind, self.device if direct else torch.device("cpu"))
+                for part in flat(tensor):
+                    tensors(part, self.tensors if direct else self.control)
+                contents.append(tensor.to(self.device) if kind.on_device else tensor)
+        return unpack(message[0], contents)
+
+    @contextmanager
+    def _talking(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.over = True
+            raise ProcessLost(
+                f"process {self.rank} of {self.count} has lost another one: {type(error).__name__}: {error}"
+            ) from error
+
+
+_current = Ranks()
+
+
+def current() -> Ranks:
+    """The processes of the compression that is under way here; one alone unless `joined` says otherwise."""
+    return _current
+
+
+@contextmanager
+def joined(device: torch.device, *, alone: bool = False) -> Iterator[Ranks]:
+    """While the context lasts, all processes of torch's default process group, if there is one, work together.
+
+    An error in one of them ends the context in all, with that error.
+
+    Args:
+        device: where this process computes.
+        alone: leave the process group alone: every process does its own work.
+    """
+    global _current
+    before = _current
+    if alone or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        _current = Ranks()
+    else:
+        tensors = dist.group.WORLD if device.type == "cuda" and "nccl" in dist.get_backend() else None
+        control = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        _current = Ranks(dist.get_rank(), dist.get_world_size(), device=device, control=control, tensors=tensors)
+    ranks = _current
+    try:
+        yield ranks
+        ranks.check()
+    except Exception as error:
+        if not ranks.over:
+            with suppress(ProcessLost):
+                ranks.check(error)
+        raise
+    finally:
+        _current = before
+        if ranks.control is not None and not ranks.over:
+            dist.destroy_process_group(ranks.control)
+
+
+def _portable(error: Exception | None) -> Exception | None:
+    """The error, or one of the same text that can be sent."""
+    try:
+        pickle.loads(pickle.dumps(error))
+        return error
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")

@@ -1,0 +1,160 @@
+"""Starts the other processes of one compression on this machine, each of which does the same call as this one."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from compress.walk.parallel.ranks import TIMEOUT
+
+PROCESSES = "WORKBENCH_PROCESSES"  # environment variable: how many compress one model together, unless a call says so
+MOST = 64
+_ARGUMENTS, _MEETING, _HERE = "arguments.pt", "meeting", "here-{}"
+
+
+def process_count(processes: int | None) -> int:
+    """How many processes a call asks for: as it says, else as the process group, else as the environment says.
+
+    Raises:
+        ValueError: no positive number; or neither 1 nor the size of the process group that there is.
+    """
+    grouped = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
+    where = "`processes`"
+    if processes is None:
+        text = "" if grouped else os.environ.get(PROCESSES, "")
+        where, processes = f"${PROCESSES}", int(text) if text.isdecimal() else text or grouped or 1
+    if type(processes) is not int or not 1 <= processes <= MOST:
+        raise ValueError(f"{where} (={processes!r}) must be a whole number from 1 to {MOST}")
+    if grouped and processes not in (1, grouped):
+        raise ValueError(f"{where} (={processes}) must be 1 or {grouped}, the size of the process group that there is")
+    if processes > 1 and not (dist.is_available() and dist.is_gloo_available()):
+        raise ValueError(f"{where} (={processes}): this build of torch has no torch.distributed with gloo; 1 would do")
+    return processes
+
+
+def check_devices(device: torch.device, count: int) -> None:
+    """Raise ValueError if so many processes have no GPU each where they are to compute on GPUs."""
+    if device.type != "cuda" or count == 1:
+        return
+    if device.index is not None:
+        raise ValueError(f"`device` (='{device}') names one GPU, and {count} processes need one each: 'cuda' would do")
+    if count > torch.cuda.device_count():
+        raise ValueError(
+            f"`processes` (={count}): each needs a GPU, and there are {torch.cuda.device_count()} on this machine"
+        )
+
+
+def device_of_process(device: torch.device) -> torch.device:
+    """Where this process of the default process group computes: each of a machine has a GPU of its own."""
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+@contextmanager
+def spawned(count: int, call: Callable, arguments: Mapping[str, Any], device: torch.device) -> Iterator[None]:
+    """While the context lasts, this process is the first of a process group whose others do `call(**arguments)`.
+
+    What is to be sent goes through a temporary folder, so that no process changes the memory of another one.
+
+    Args:
+        call: a function that modules can import by its name.
+
+    Raises:
+        ValueError: the arguments cannot be sent to another process.
+        RuntimeError: another process did not start.
+    """
+    with tempfile.TemporaryDirectory(prefix="workbench-processes-") as place:
+        folder = Path(place)
+        try:
+            torch.save(
+                {"call": call, "arguments": dict(arguments), "threads": torch.get_num_threads()}, folder / _ARGUMENTS
+            )
+        except (AttributeError, TypeError, RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"`processes` (={count}): the model or the recipe cannot be sent to another process "
+                f"({type(error).__name__}: {error}); start all processes with torchrun instead"
+            ) from error
+        backend = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+        others = [_start(rank, count, folder, backend) for rank in range(1, count)]
+        try:
+            _await(others, folder)
+            _meet(0, count, folder, backend)
+            try:
+                yield
+            finally:
+                dist.destroy_process_group()
+            for other in others:
+                other.wait(60)
+        finally:
+            for other in others:
+                other.kill()
+                other.wait()
+
+
+def _start(rank: int, count: int, folder: Path, backend: str) -> subprocess.Popen:
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "TQDM_DISABLE": "1",
+        "LOCAL_RANK": str(rank),
+    }
+    command = [sys.executable, "-m", "compress.walk.parallel.spawn", str(rank), str(count), str(folder), backend]
+    return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+
+
+def _await(others: list[subprocess.Popen], folder: Path) -> None:
+    """Wait until every process is there, or one has ended."""
+    for rank, other in enumerate(others, start=1):
+        while not (folder / _HERE.format(rank)).exists():
+            if other.poll() is not None:
+                raise RuntimeError(f"process {rank} of the compression did not start: exit status {other.returncode}")
+            time.sleep(0.05)
+
+
+def _meet(rank: int, count: int, folder: Path, backend: str) -> None:
+    where = f"file://{folder / _MEETING}"
+    dist.init_process_group(backend, init_method=where, rank=rank, world_size=count, timeout=TIMEOUT)
+
+
+def main() -> int:
+    """`python -m compress.walk.parallel.spawn RANK COUNT FOLDER BACKEND`"""
+    rank, count, folder, backend = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+    _end_with(os.getppid())
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    sent = torch.load(folder / _ARGUMENTS, map_location="cpu", mmap=True, weights_only=False)
+    torch.set_num_threads(sent["threads"])
+    (folder / _HERE.format(rank)).touch()
+    _meet(rank, count, folder, backend)
+    try:
+        sent["call"](**sent["arguments"])
+    except Exception as error:  # the first process raises it, too
+        print(f"process {rank} of {count}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent is no more, whatever it waits for."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(70)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
