@@ -60,8 +60,9 @@ def apply(
             are solved on what flows in the model as it is, whose statistics serve every recipe; less accurate.
         processes: that compress the model together; each runs a share of the batches and solves a share of the linears.
             The result is the same as that of one. None: all of torch's process group, if there is one (torchrun), in
-            which every process calls `apply` with the same arguments; else $WORKBENCH_PROCESSES, or one. More than one
-            without a process group: they are started here, on this machine, with a GPU each where `device` is one.
+            which every process calls `apply` with the same arguments; else $WORKBENCH_PROCESSES where there are
+            batches, or one. More than one without a process group: they are started here, on this machine, with a GPU
+            each where `device` is one.
 
     Returns:
         Result: `.model` (the same object), `.layers`, and what the run record needs; the same in every process.
@@ -85,13 +86,15 @@ def _together(
     call: Callable, arguments: Mapping[str, Any], device: str | None, processes: int | None
 ) -> Iterator[torch.device]:
     """While the context lasts, all processes that make this call work together; gives this one's device."""
-    count = process_count(processes)
+    count = process_count(processes, worth_it=bool(len(arguments["batches"] or ())))
     check_device(device or "cpu")
     where = torch.device(device) if device else device_of(arguments["model"])
     with ExitStack() as stack:
         if count > 1 and not dist.is_initialized():
+            where = where if device else torch.device(where.type)
             check_devices(where, count)
-            stack.enter_context(spawned(count, call, {**arguments, "device": device or where.type}, where))
+            _check_can_be_sent(arguments.get("recipes") or {"": arguments["recipe"]}, count)
+            stack.enter_context(spawned(count, call, {**arguments, "device": str(where)}, where))
         where = device_of_process(where) if count > 1 else where
         stack.enter_context(joined(where, alone=count == 1))
         yield where
@@ -241,6 +244,16 @@ def _said_of_once(recipe: Sequence[Method]) -> list[str]:
         "blocks before it give",
         *(f"not taken from the saved statistics, but from passes of its own: {what}" for what in alone),
     ]
+
+
+def _check_can_be_sent(recipes: Mapping[str, Sequence[Method]], count: int) -> None:
+    """Raise ValueError if a method is defined where another process does not find it."""
+    for method in (method for recipe in recipes.values() for method in recipe):
+        if type(method).__module__ == "__main__":
+            raise ValueError(
+                f"`processes` (={count}): {type(method).__name__} is defined in a notebook or a script, where the "
+                "other processes do not find it; a class in a file of its own, or processes=1, would do"
+            )
 
 
 def _check_same(about: Mapping[str, str | None]) -> None:

@@ -251,6 +251,7 @@ class Collector:
         """What all slices gave; in several processes, those of all of them, whereupon each must ask for it."""
         parts = [self._parts.pop(number) for number in sorted(self._parts)]
         whole = current().chained(parts, _Part.added) or _Part(self.needs, self.columns, self.device, ALONE)
+        del parts  # what was added is not held any more
         return LayerStatistics(whole.tokens, {need: one.result() for need, one in whole.statistics.items()})
 
     def _add_complete(self, before: int) -> None:

@@ -28,6 +28,7 @@ from notebooks.study.identity import (
     COMMIT,
     CONTENT,
     KEY,
+    PROCESSES,
     REVISIONS,
     ROOT,
     THREADS,
@@ -50,7 +51,7 @@ class Job:
         varied: the parameters by which it differs from the other runs of its sweep.
         force: run it although it is finished. stale: run it if it was finished with other code of the workbench.
         threads: that the run may use beside others while nothing is timed; None for all.
-        gpus: how many it needs.
+        gpus: how many it needs; of several, each has a process of its own while a model is compressed.
         code: what it executes; that of the checkout where it is executed if None.
     """
 
@@ -250,7 +251,9 @@ def _environment(job: Job, code: Code) -> dict[str, str]:
     data = os.environ.get("WORKBENCH_DATA") or str(ROOT.parent / "shared" / "data")  # not beside a snapshot
     own = {"PYTHONPATH": os.pathsep.join(paths), "WORKBENCH_DATA": data}
     told = {KEY: job.key, CODE: code.sha256, COMMIT: code.commit, REVISIONS: job.identity.get("revisions", "{}")}
-    return os.environ | own | job.environment | told | ({THREADS: str(job.threads)} if job.threads else {})
+    told |= {THREADS: str(job.threads)} if job.threads else {}
+    told |= {PROCESSES: str(job.gpus)} if job.gpus > 1 else {}
+    return os.environ | own | job.environment | told
 
 
 def _at(folder: RunFolder) -> dict[str, Any]:

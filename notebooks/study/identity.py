@@ -28,9 +28,11 @@ from notebooks.study.parameters import decides_result, notebook_path, read_cells
 ROOT = Path(__file__).resolve().parents[2]
 # Environment variables of a batch run: its key, the hash and the commit of the code that it was planned with, the
 # threads that it may use while nothing is timed, the revisions of what it loads from the hub, and the file that is
-# there while it waits for the device.
+# there while it waits for the device. And, which no result depends on, the processes that compress a model together
+# (`compress.walk.parallel.spawn.PROCESSES`, of which this is a copy, because importing that one imports torch).
 KEY, CODE, COMMIT = "WORKBENCH_KEY", "WORKBENCH_CODE", "WORKBENCH_COMMIT"
 THREADS, REVISIONS, WAITING = "WORKBENCH_THREADS", "WORKBENCH_REVISIONS", "WORKBENCH_WAITING"
+PROCESSES = "WORKBENCH_PROCESSES"
 PACKAGES = (
     "torch", "transformers", "tokenizers", "datasets", "numpy", "accelerate", "safetensors", "gguf", "lm-eval",
     "bitsandbytes", "triton",

@@ -180,6 +180,13 @@ def test_a_number_of_processes_that_makes_no_sense(given, message, tiny, tokens)
         apply([METHODS["rtn"](group_size=16)], tiny("llama"), tokens(), **given)
 
 
+def test_a_method_of_a_script_cannot_be_sent(tiny, tokens, monkeypatch):
+    method = METHODS["rtn"](group_size=16)
+    monkeypatch.setattr(type(method), "__module__", "__main__")
+    with pytest.raises(ValueError, match="`processes` .*=2.* is defined in a notebook"):
+        apply([method], tiny("llama"), tokens(), processes=2)
+
+
 def test_slices_are_the_same_whatever_the_number_of_processes():
     stacked = [torch.zeros(2, 10)] * 19 + [torch.zeros(1, 7)]
     found = places(stacked)

@@ -12,6 +12,9 @@ import psutil
 import pytest
 import yaml
 
+from compress.walk.parallel.spawn import PROCESSES
+from notebooks.batch import job as jobs
+from notebooks.batch import snapshot
 from notebooks.batch.engines import local, lost, slurm
 from notebooks.batch.engines.local import Local
 from notebooks.batch.engines.slurm import Slurm
@@ -178,6 +181,7 @@ def test_a_run_has_as_many_gpus_as_it_asks_for(sweep, runs, monkeypatch):
     said = set()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6,7")
     monkeypatch.setattr(local, "execute", lambda job, _: said.add((job.gpus, job.environment["CUDA_VISIBLE_DEVICES"])))
+    assert jobs._environment(job_of(read_sweep(path).runs[1], runs), snapshot.current())[PROCESSES] == "3"
     list(Local().run([job_of(run, runs) for run in read_sweep(path).runs], threading.Event()))
     assert said == {(2, "5,6"), (3, "7,5,6")}, "they take turns"
     for keys, message in (

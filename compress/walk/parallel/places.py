@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from torch import Tensor
 
@@ -33,8 +34,12 @@ def places(stacked: Sequence[Tensor]) -> list[Place]:
     """The places of micro-batches [batch, T], in order."""
     count = min(SLICES, len(stacked))
     slices = [number * count // len(stacked) for number in range(len(stacked))]
-    starts = [sum(x.numel() for x, other in zip(stacked, slices, strict=True) if other < own) for own in range(count)]
-    return [Place(number, own, slices.count(own), starts[own]) for number, own in enumerate(slices)]
+    sizes, tokens = [0] * count, [0] * count
+    for x, own in zip(stacked, slices, strict=True):
+        sizes[own] += 1
+        tokens[own] += x.numel()
+    starts = [0, *accumulate(tokens)]
+    return [Place(number, own, sizes[own], starts[own]) for number, own in enumerate(slices)]
 
 
 def rank_of(place: Place, slices: int, ranks: int) -> int:

@@ -174,6 +174,8 @@ def joined(device: torch.device, *, alone: bool = False) -> Iterator[Ranks]:
     if alone or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         _current = Ranks()
     else:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # kernels and NCCL use the current one
         tensors = dist.group.WORLD if device.type == "cuda" and "nccl" in dist.get_backend() else None
         control = dist.new_group(backend="gloo", timeout=TIMEOUT)
         _current = Ranks(dist.get_rank(), dist.get_world_size(), device=device, control=control, tensors=tensors)

@@ -21,8 +21,11 @@ MOST = 64
 _ARGUMENTS, _MEETING, _HERE = "arguments.pt", "meeting", "here-{}"
 
 
-def process_count(processes: int | None) -> int:
+def process_count(processes: int | None, *, worth_it: bool = True) -> int:
     """How many processes a call asks for: as it says, else as the process group, else as the environment says.
+
+    Args:
+        worth_it: the environment counts; a call with little to do is done in one process unless it says otherwise.
 
     Raises:
         ValueError: no positive number; or neither 1 nor the size of the process group that there is.
@@ -30,7 +33,7 @@ def process_count(processes: int | None) -> int:
     grouped = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
     where = "`processes`"
     if processes is None:
-        text = "" if grouped else os.environ.get(PROCESSES, "")
+        text = "" if grouped or not worth_it else os.environ.get(PROCESSES, "")
         where, processes = f"${PROCESSES}", int(text) if text.isdecimal() else text or grouped or 1
     if type(processes) is not int or not 1 <= processes <= MOST:
         raise ValueError(f"{where} (={processes!r}) must be a whole number from 1 to {MOST}")
@@ -129,8 +132,6 @@ def main() -> int:
     """`python -m compress.walk.parallel.spawn RANK COUNT FOLDER BACKEND`"""
     rank, count, folder, backend = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
     _end_with(os.getppid())
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
     sent = torch.load(folder / _ARGUMENTS, map_location="cpu", mmap=True, weights_only=False)
     torch.set_num_threads(sent["threads"])
     (folder / _HERE.format(rank)).touch()
