@@ -27,7 +27,7 @@ from compress.walk.capture import device_of, on_device
 from compress.walk.experts import is_fused_experts, split_experts
 from compress.walk.folding import FoldingMethod
 from compress.walk.layerwise import LayerwiseMethod
-from compress.walk.offload import original_linears
+from compress.walk.offload import is_offloaded, original_linears
 from compress.walk.once.calibrated import Shared, check_calibrate, shared_statistics
 from compress.walk.once.saved import SavedStatistics
 from compress.walk.parallel.ranks import current, joined
@@ -93,7 +93,8 @@ def _together(
         if count > 1 and not dist.is_initialized():
             where = where if device else torch.device(where.type)
             check_devices(where, count)
-            _check_can_be_sent(arguments.get("recipes") or {"": arguments["recipe"]}, count)
+            recipes = arguments["recipes"].values() if "recipes" in arguments else [arguments["recipe"]]
+            _check_can_be_sent(arguments["model"], [method for recipe in recipes for method in recipe], count)
             stack.enter_context(spawned(count, call, {**arguments, "device": str(where)}, where))
         where = device_of_process(where) if count > 1 else where
         stack.enter_context(joined(where, alone=count == 1))
@@ -246,9 +247,14 @@ def _said_of_once(recipe: Sequence[Method]) -> list[str]:
     ]
 
 
-def _check_can_be_sent(recipes: Mapping[str, Sequence[Method]], count: int) -> None:
-    """Raise ValueError if a method is defined where another process does not find it."""
-    for method in (method for recipe in recipes.values() for method in recipe):
+def _check_can_be_sent(model: nn.Module, methods: Sequence[Method], count: int) -> None:
+    """Raise ValueError if another process cannot be given the model, or does not find the class of a method."""
+    if is_offloaded(model):
+        raise ValueError(
+            f"`processes` (={count}): the weights of this model lie on disk, where each process has to open them by "
+            "itself: start all processes with torchrun"
+        )
+    for method in methods:
         if type(method).__module__ == "__main__":
             raise ValueError(
                 f"`processes` (={count}): {type(method).__name__} is defined in a notebook or a script, where the "

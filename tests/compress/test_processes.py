@@ -12,6 +12,7 @@ from compress import METHODS, apply
 from compress.linear import compressed_linears
 from compress.recipe import parse_recipe
 from compress.walk import capture
+from compress.walk.offload import named_tensors, put_on_disk
 from compress.walk.parallel.packing import pack, unpack
 from compress.walk.parallel.places import Place, places, rank_of
 from compress.walk.parallel.ranks import ProcessLost
@@ -39,21 +40,21 @@ from compress.recipe import parse_recipe
 from compress.walk import capture, parallel
 capture.MICRO_BATCH_TOKENS = 64
 """
-# every case in one process group, then the ways in which it can fail
+# every case in one process group, the first with weights on disk, then the ways in which it can fail
 SCRIPT = (
     SETUP
     + """
 import dataclasses, torch.distributed as dist
-from compress.linear import compressed_linears
+from compress.walk.offload import named_tensors, put_on_disk
 from compress.weights.gptq import GPTQ
 place = sys.argv[1]
 dist.init_process_group("gloo")
 rank, sent = dist.get_rank(), torch.load(place + "/cases.pt")
 seen = []
 for architecture, text, options in sent["cases"]:
-    result = apply(parse_recipe(text), tiny_model(architecture), sent["batches"], **options)
-    state = {name: dict(linear.state_dict()) for name, linear in compressed_linears(result.model).items()}
-    seen.append((state, {record.name: record.error for record in result.layers}))
+    model = tiny_model(architecture)
+    result = apply(parse_recipe(text), put_on_disk(model) if len(seen) == 0 else model, sent["batches"], **options)
+    seen.append((dict(named_tensors(result.model)), {record.name: record.error for record in result.layers}))
 
 def failing(*arguments, **options):
     try:
@@ -96,15 +97,8 @@ def batches(tokens, monkeypatch):
     return [*tokens(13, 24), *tokens(2, 40, seed=2)]
 
 
-def _state(model) -> dict[str, dict[str, torch.Tensor]]:
-    return {name: dict(linear.state_dict()) for name, linear in compressed_linears(model).items()}
-
-
-def _same(a, b) -> bool:
-    return a.keys() == b.keys() and all(
-        a[name].keys() == b[name].keys() and all(torch.equal(a[name][key], b[name][key]) for key in a[name])
-        for name in a
-    )
+def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(tensor, b[name]) for name, tensor in a.items())
 
 
 @pytest.mark.long
@@ -119,7 +113,7 @@ def test_two_processes_give_the_codes_of_one_and_end_together(batches, tiny, one
     (first, first_errors), (second, second_errors) = (torch.load(tmp_path / f"rank-{rank}.pt") for rank in range(2))
     for (architecture, text, options), there, also in zip(CASES, first, second, strict=True):
         result = apply(parse_recipe(text), tiny(architecture), batches, **options)
-        assert _same(_state(result.model), there[0]) and _same(there[0], also[0]), text
+        assert _same(dict(named_tensors(result.model)), there[0]) and _same(there[0], also[0]), text
         assert {record.name: record.error for record in result.layers} == there[1] == also[1], text
     said = [
         "ValueError: `bits` of the second process will not do",
@@ -134,7 +128,7 @@ def test_two_processes_give_the_codes_of_one_and_end_together(batches, tiny, one
     recipe, model = [METHODS["gptq"](bits=3, group_size=16)], tiny("llama", num_hidden_layers=4)
     again, whole = apply(recipe, model, batches, work_path=tmp_path / "work"), tiny("llama", num_hidden_layers=4)
     apply(recipe, whole, batches)
-    assert _same(_state(again.model), _state(whole))
+    assert _same(again.model.state_dict(), whole.state_dict())
     assert sum("interrupted" in " ".join(record.notes) for record in again.layers) == 14, "two blocks of seven linears"
 
 
@@ -161,7 +155,7 @@ def test_processes_are_started_where_there_are_none(tokens, tiny, one_thread, tm
     apply(recipe, model, batches)
     monkeypatch.setenv("WORKBENCH_PROCESSES", "2")
     apply(recipe, also, batches)
-    assert _same(_state(model), _state(also))
+    assert _same(model.state_dict(), also.state_dict())
     monkeypatch.delenv("WORKBENCH_PROCESSES")
     with pytest.raises(ProcessLost, match="process 0 of 2 has lost another one"):
         apply([Leaves(group_size=16)], tiny("llama"), tokens(), processes=2)
@@ -180,8 +174,10 @@ def test_a_number_of_processes_that_makes_no_sense(given, message, tiny, tokens)
         apply([METHODS["rtn"](group_size=16)], tiny("llama"), tokens(), **given)
 
 
-def test_a_method_of_a_script_cannot_be_sent(tiny, tokens, monkeypatch):
+def test_what_cannot_be_sent_to_another_process(tiny, tokens, monkeypatch):
     method = METHODS["rtn"](group_size=16)
+    with pytest.raises(ValueError, match="`processes` .*=2.* lie on disk.*torchrun"):
+        apply([method], put_on_disk(tiny("llama")), tokens(), processes=2)
     monkeypatch.setattr(type(method), "__module__", "__main__")
     with pytest.raises(ValueError, match="`processes` .*=2.* is defined in a notebook"):
         apply([method], tiny("llama"), tokens(), processes=2)

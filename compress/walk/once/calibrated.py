@@ -60,7 +60,7 @@ class Shared:
         key = hashlib.sha256(json.dumps([*about, device.type], sort_keys=True).encode()).hexdigest()[:16]
         blocks = len(find_blocks(model)[1])
         saved = SavedStatistics(self.folder / f"statistics-{key}", blocks)
-        missing = sorted({need for found in current().gathered(saved.missing(self.needs)) for need in found})
+        missing = tuple(sorted({need for found in current().gathered(saved.missing(self.needs)) for need in found}))
         if missing:
             collect_statistics(model, batches, missing, saved.store_of(missing), device=device)
         return SavedStatistics(saved.folder, blocks)
