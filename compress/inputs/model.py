@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from compress.checkpoint.interop.foreign import load_quantized, quantization_of
+from compress.checkpoint.interop.foreign import can_read, load_quantized, quantization_of
 from compress.checkpoint.load import LAYOUT, load_compressed
 from compress.checkpoint.on_disk import load_compressed_on_disk
 from compress.inputs.embedded import EMBEDDED, gguf_file
@@ -70,9 +70,11 @@ def load_model(
         model = model.to(DTYPES[dtype]) if disk is None else put_on_disk(model.to(DTYPES[dtype]), *disk)
     else:
         folder = located(model_name)
-        decoder_config(model_name, folder)
+        config = decoder_config(model_name, folder)
         try:
             with quick_to_fail():
+                if can_read(getattr(config, "quantization_config", None)):  # from its files: downloaded first
+                    folder = str(_local(folder))
                 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **_pinned(folder))
                 model = _from_folder(folder, DTYPES[dtype], disk)
         except (OSError, ValueError, KeyError) as error:
@@ -117,7 +119,7 @@ def _from_folder(folder: str, dtype: torch.dtype, disk: tuple[str, str | Path] |
             if disk
             else load_compressed(folder).to(dtype)
         )
-    if quantization_of(Path(folder)):
+    if can_read(quantization_of(Path(folder))):
         if disk is not None:
             raise ValueError("`weights` (='disk') is for models that are not quantised; weights='memory' would do")
         return load_quantized(Path(folder), dtype)
@@ -140,7 +142,9 @@ def _local(folder: str) -> Path:
         return Path(folder)
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(folder, allow_patterns=["*.json", "*.safetensors"], **_pinned(folder)))
+    return Path(
+        snapshot_download(folder, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt"], **_pinned(folder))
+    )
 
 
 def located(model_name: str) -> str:

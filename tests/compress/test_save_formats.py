@@ -17,7 +17,8 @@ from compress.checkpoint.interop.foreign import load_quantized
 from compress.checkpoint.interop.words import from_words, to_words
 from compress.checkpoint.save import SAVE_FORMATS
 from compress.checkpoint.shards import Shards, write_shards
-from compress.linear import compressed_linears
+from compress.inputs.skeleton import skeleton
+from compress.linear import compressed_linears, shape_of
 from kernels.int_matmul import to_rows, unpack
 
 
@@ -226,6 +227,7 @@ def test_load_model_takes_such_folders(tmp_path, save_format):
     again, _ = load_model(str(path), dtype="bfloat16")
     assert again.dtype == torch.bfloat16
     same_codes(model, again)
+    assert shape_of(skeleton(str(path)).model.layers[1].mlp.up_proj) == (128, 64), "a plan needs no weights"
     with pytest.raises(ValueError, match="weights='memory' would do"):
         load_model(str(path), weights="disk")
 

@@ -42,6 +42,11 @@ def quantization_of(folder: Path) -> dict[str, Any] | None:
     return json.loads(path.read_text(encoding="utf-8")).get("quantization_config") if path.is_file() else None
 
 
+def can_read(quantization: dict[str, Any] | None) -> bool:
+    """Whether weights that are quantised so are for `load_quantized`; others are left to transformers."""
+    return quantization is not None and quantization.get("quant_method") in READERS
+
+
 def load_quantized(folder: Path, dtype: torch.dtype) -> nn.Module:
     """The model of a compressed-tensors or GPTQ folder, its linears in our own formats.
 
