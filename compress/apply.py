@@ -19,20 +19,22 @@ from compress.inputs.model import check_device, weights_sha256
 from compress.kv.attach import attach, check_slots
 from compress.kv.policy import CacheMethod
 from compress.linear import sharing_copy
+from compress.memory import measured, plan
 from compress.method import Method, settle
 from compress.records import DropRecord, FoldRecord, LayerRecord
 from compress.result import Result
 from compress.walk.blocks import find_blocks, kept_weights
-from compress.walk.capture import device_of, on_device
+from compress.walk.capture import activations_on_disk, device_of, on_device
 from compress.walk.experts import is_fused_experts, split_experts
 from compress.walk.folding import FoldingMethod
 from compress.walk.layerwise import LayerwiseMethod
-from compress.walk.offload import is_offloaded, original_linears
+from compress.walk.offload import is_offloaded, offloaded_parts, original_linears
 from compress.walk.once.calibrated import Shared, check_calibrate, shared_statistics
 from compress.walk.once.saved import SavedStatistics
 from compress.walk.parallel.ranks import current, joined
 from compress.walk.parallel.spawn import check_devices, device_of_process, process_count, spawned
 from compress.walk.resume import BlockStore
+from compress.walk.shards import WorkFolder
 from kernels import source
 from kernels.registry import recording
 
@@ -46,6 +48,7 @@ def apply(
     work_path: str | Path | None = None,
     calibrate: str = "sequential",
     processes: int | None = None,
+    max_memory: int | str | None = None,
 ) -> Result:
     """Compress a model in place.
 
@@ -63,22 +66,26 @@ def apply(
             which every process calls `apply` with the same arguments; else $WORKBENCH_PROCESSES where there are
             batches, or one. More than one without a process group: they are started here, on this machine, with a GPU
             each where `device` is one.
+        max_memory: of the whole process, in bytes or as "6GB". What flows between blocks is kept on disk if it does not
+            fit otherwise. None: no limit.
 
     Returns:
         Result: `.model` (the same object), `.layers`, and what the run record needs; the same in every process.
 
     Raises:
         ValueError: before any work, if the recipe does not compose, does not fit the model, or the batches are
-            unusable, or the disk has no room for what is kept there.
+            unusable, or it would take more than `max_memory`, or more than the disk has room for; the message says
+            what would fit.
         ProcessLost: one of several processes has ended. An error in one of them is raised in all.
     """
     check_calibrate(calibrate)
     arguments = {"recipe": recipe, "model": model, "batches": batches, "work_path": work_path, "calibrate": calibrate}
+    arguments["max_memory"] = max_memory
     with (
         _together(apply, arguments, device, processes) as where,
         _shared(calibrate, [recipe], work_path) as shared,
     ):
-        return _apply(recipe, model, batches, where, work_path, shared)
+        return _apply(recipe, model, batches, where, work_path, shared, max_memory)
 
 
 @contextmanager
@@ -108,6 +115,7 @@ def _apply(
     where: torch.device,
     work_path: str | Path | None,
     shared: Shared | None,
+    max_memory: int | str | None = None,
 ) -> Result:
     """`apply` in every process; `shared`: the place for statistics that recipes share, None: each method has its
     own."""
@@ -125,6 +133,7 @@ def _apply(
         method.check(model)
     on_cache = [method for method in recipe if isinstance(method, CacheMethod)]
     check_slots(model, on_cache)
+    usage = plan(recipe, model, batches, max_memory)
     if any(isinstance(method, LayerwiseMethod | FoldingMethod) for method in recipe):
         _split_experts(model)
     tokens = {
@@ -142,7 +151,8 @@ def _apply(
     drops: list[DropRecord] = []
     originals: Mapping[str, nn.Module] | None = None
     saved: SavedStatistics | None = None
-    with recording() as kernels:
+    folder = _work_folder(model, work_path) if usage.activations == "disk" else None
+    with measured(usage, model), activations_on_disk(folder), recording() as kernels:
         for i, method in enumerate(recipe):
             store = None
             if shared and saved is None and len(batches) and method.collects():
@@ -181,6 +191,7 @@ def _apply(
             *(remark for method in recipe for remark in method.remarks(where)),
             *(_said_of_once(recipe) if shared and len(batches) else ()),
         ],
+        usage=usage,
     )
 
 
@@ -225,6 +236,12 @@ def _split_experts(model: nn.Module) -> None:
         if any(map(is_fused_experts, block.modules())):
             with on_device(block, device_of(block)):
                 split_experts(block)
+
+
+def _work_folder(model: nn.Module, work_path: str | Path | None) -> WorkFolder:
+    """Where activations are kept that do not fit into memory."""
+    parts = list(offloaded_parts(model).values())
+    return parts[0].folder if parts else WorkFolder(work_path or "")
 
 
 def _shared(

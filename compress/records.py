@@ -75,3 +75,23 @@ class FoldRecord:
     seconds: float
     notes: tuple[str, ...] = ()
     channels: dict[str, list[float]] | None = None
+
+
+@dataclass
+class Usage:
+    """What a compression takes, in bytes.
+
+    Attributes:
+        predicted_peak, peak: of the process's memory, all of it; peak is None where the system does not tell.
+        predicted_disk, disk: the most that lay in the work folder; 0 for a model in memory.
+        max_memory: the limit that was asked for, None if none was.
+        weights, activations: where they were kept, "memory" or "disk".
+    """
+
+    predicted_peak: int
+    predicted_disk: int
+    weights: str
+    activations: str
+    max_memory: int | None = None
+    peak: int | None = None
+    disk: int | None = None

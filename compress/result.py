@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from compress.method import Method
-from compress.records import DropRecord, FoldRecord, LayerRecord
+from compress.records import DropRecord, FoldRecord, LayerRecord, Usage
 
 
 @dataclass
@@ -27,6 +27,7 @@ class Result:
         seconds: wall clock of the whole of it.
         kernels: {op: implementations that ran}.
         notes: what a reader must know, such as that a number format was emulated.
+        usage: peak memory and disk, as predicted and as measured.
     """
 
     model: nn.Module
@@ -41,6 +42,7 @@ class Result:
     folds: list[FoldRecord] = field(default_factory=list)
     drops: list[DropRecord] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    usage: Usage | None = None
 
     @property
     def bits_per_weight(self) -> float:

@@ -50,7 +50,7 @@ def record(
 
     Args:
         result: what `compress.apply` returned (read by its attributes: recipe, asked, layers, folds, drops, kept,
-            identity, calibration, seconds, kernels, notes).
+            identity, calibration, seconds, kernels, notes, usage).
         strengths: recipes scored at several strengths, in the shape that the record keeps.
         cache: what was found of compressed caches, likewise.
         others: the same of the models that were scored beside it, by the names that they have in the scores.
@@ -73,6 +73,7 @@ def record(
             "parameters": with_short_names(run.parameters),
             "compression_s": round(result.seconds, 1),
             "evaluation_s": round(scores.seconds, 1),
+            "usage": {name: asdict(one.usage) for name, one in results.items() if getattr(one, "usage", None)},
             "compressions_s": {name: round(one.seconds, 1) for name, one in results.items()},
         },
         "recipe": recipes["compressed"],

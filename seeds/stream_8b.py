@@ -1,8 +1,8 @@
 """A model of 8 billion parameters compressed within 6 GB of address space: what streaming takes, in time and memory.
 
     python seeds/stream_8b.py write FOLDER            # a Llama-shaped model of random weights, 16 GB of bfloat16 shards
-    python seeds/stream_8b.py run FOLDER --recipe "rtn" --out CHECKPOINT --record rtn.json
-    python seeds/stream_8b.py run FOLDER --recipe "gptq" --blocks 3 --samples 4 --seqlen 256 --record gptq.json
+    python seeds/stream_8b.py run FOLDER --recipe rtn --work WORK --out CHECKPOINT --record rtn.json
+    python seeds/stream_8b.py run FOLDER --recipe gptq --blocks 3 --samples 4 --work WORK --record gptq.json
 
 Random weights say nothing of accuracy; shapes, bytes and work are those of a real model. `--limit-gb` sets RLIMIT_AS,
 so that a larger allocation fails instead of passing unseen.
@@ -10,6 +10,10 @@ so that a larger allocation fails instead of passing unseen.
 
 import argparse
 import json
+import resource
+import sys
+import time
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -84,12 +88,108 @@ def _random(rows: int, columns: int, *, seed: int, scale: float = 0.02) -> torch
     return torch.empty(rows, columns, dtype=torch.bfloat16).normal_(0, scale, generator=generator)
 
 
+def first_blocks(folder: Path, count: int, target: Path) -> Path:
+    """A folder with the first blocks of the model alone: its own config and index, and links to the shards."""
+    from compress.checkpoint.shards import INDEX
+
+    target.mkdir(parents=True, exist_ok=True)
+    index = json.loads((folder / INDEX).read_text())
+    inside = {
+        name: file
+        for name, file in index["weight_map"].items()
+        if not name.startswith("model.layers.") or int(name.split(".")[2]) < count
+    }
+    for file in {*inside.values(), "tokenizer.json", "tokenizer_config.json"}:
+        (target / file).unlink(missing_ok=True)
+        (target / file).symlink_to((folder / file).resolve())
+    (target / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": inside}))
+    config = json.loads((folder / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "num_hidden_layers": count}))
+    return target
+
+
+def run(arguments: argparse.Namespace) -> dict:
+    """Compress the model, or its first blocks, on random tokens; what was taken, by step."""
+    limit = int(arguments.limit_gb * 1e9)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    from compress import apply, load_model, save_compressed
+    from compress.recipe import parse_recipe
+
+    folder, seconds, start = arguments.folder, {}, time.perf_counter()
+    if arguments.blocks:
+        folder = first_blocks(folder, arguments.blocks, arguments.work / f"first-{arguments.blocks}")
+    model, tokenizer = load_model(str(folder), dtype="bfloat16", weights="disk", offload_path=arguments.work)
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randint(VOCABULARY, (1, arguments.seqlen), generator=generator) for _ in range(arguments.samples)]
+    seconds["load"] = time.perf_counter() - start
+    marks: dict[str, float] = {}
+    recipe = [_clocked(method, marks) for method in parse_recipe(arguments.recipe)]
+    result = apply(recipe, model, batches, max_memory=limit)
+    end = time.perf_counter()
+    seconds["apply"] = result.seconds
+    firsts = [*marks.values(), end]
+    blocks = [round(after - before, 1) for before, after in zip(firsts, firsts[1:], strict=False)]
+    seconds["before_the_first_block"] = firsts[0] - (end - result.seconds)
+    if arguments.out:
+        start = time.perf_counter()
+        save_compressed(result, arguments.out, tokenizer)
+        seconds["save_and_verify"] = time.perf_counter() - start
+    usage, ends = asdict(result.usage), seconds["before_the_first_block"]
+    whole = ends * LAYERS / len(blocks) + LAYERS * sum(blocks) / len(blocks)
+    return {
+        "command": "python seeds/stream_8b.py " + " ".join(sys.argv[1:]).replace(str(arguments.folder), "FOLDER"),
+        "shape": {"hidden": HIDDEN, "intermediate": INTERMEDIATE, "blocks": len(blocks), "vocabulary": VOCABULARY},
+        "calibration": {"samples": len(batches), "seqlen": arguments.seqlen} if batches else None,
+        "threads": torch.get_num_threads(),
+        "address_space_limit_bytes": limit,
+        "address_space_peak_bytes": _status("VmPeak"),
+        "usage": usage,
+        "peak_against_predicted": None if not usage["peak"] else round(usage["peak"] / usage["predicted_peak"], 3),
+        "bits_per_weight": round(result.bits_per_weight, 3),
+        "checkpoint_bytes": sum(f.stat().st_size for f in arguments.out.iterdir()) if arguments.out else None,
+        "seconds": {name: round(value, 1) for name, value in seconds.items()},
+        "seconds_by_block": blocks,
+        "seconds_of_all_blocks_at_this_pace": round(whole),
+    }
+
+
+def _clocked(method, marks: dict[str, float]):
+    """The method, which notes when it comes to the first linear of each block."""
+
+    class Clocked(type(method)):
+        def solve(self, W, statistics):
+            marks.setdefault(statistics.name.split(".self_attn.")[0].split(".mlp.")[0], time.perf_counter())
+            return super().solve(W, statistics)
+
+    return Clocked(**method.values())
+
+
+def _status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(field)).split()[1])
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("write")
     one.add_argument("folder", type=Path)
     one.add_argument("--layers", type=int, default=LAYERS)
+    one = commands.add_parser("run")
+    one.add_argument("folder", type=Path)
+    one.add_argument("--recipe", default="rtn")
+    one.add_argument("--blocks", type=int, default=0, help="only so many from the first one on; 0: all")
+    one.add_argument("--samples", type=int, default=0)
+    one.add_argument("--seqlen", type=int, default=256)
+    one.add_argument("--limit-gb", type=float, default=6.0)
+    one.add_argument("--work", type=Path, required=True, help="folder for what is written under way")
+    one.add_argument("--out", type=Path, help="where the checkpoint is saved; not saved unless given")
+    one.add_argument("--record", type=Path, required=True)
     arguments = parser.parse_args()
     if arguments.command == "write":
         write(arguments.folder, arguments.layers)
+    else:
+        arguments.work.mkdir(parents=True, exist_ok=True)
+        found = run(arguments)
+        arguments.record.write_text(json.dumps(found, indent=1))
+        print(json.dumps(found, indent=1))

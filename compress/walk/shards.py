@@ -12,6 +12,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -79,9 +80,9 @@ class Source:
     refers to it any more."""
 
     def __init__(self, path: Path, folder: "WorkFolder | None") -> None:
-        self.path, self._folder = path, folder
+        self.path = path
         if folder is not None:
-            weakref.finalize(self, path.unlink, missing_ok=True)
+            weakref.finalize(self, folder.remove, path)
 
     def __deepcopy__(self, memo: dict) -> "Source":
         return self
@@ -148,7 +149,7 @@ class WorkFolder:
         parent.mkdir(parents=True, exist_ok=True)
         _remove_left_behind(parent)
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        self._count = 0
+        self.bytes = self.peak = self._count = 0  # what lies there, and the most that did
         lock = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR)
         fcntl.flock(lock, fcntl.LOCK_EX)
         weakref.finalize(self, _close, lock, self.path)
@@ -158,7 +159,15 @@ class WorkFolder:
         self._count += 1
         path = self.path / f"{self._count:06d}.safetensors"
         write_tensors(path, tensors)
+        self.bytes += path.stat().st_size
+        self.peak = max(self.peak, self.bytes)
         return TensorFile(path, self)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file that nobody refers to any more."""
+        with suppress(FileNotFoundError):
+            self.bytes -= path.stat().st_size
+            path.unlink()
 
     def __deepcopy__(self, memo: dict) -> "WorkFolder":
         return self

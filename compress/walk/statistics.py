@@ -9,7 +9,7 @@ from torch import Tensor
 from compress.formats import Format
 from compress.walk.parallel.places import Place
 from compress.walk.parallel.ranks import current
-from kernels.gram import gram, symmetric
+from kernels.gram import gram, mirror_
 
 
 class Statistic(Protocol):
@@ -42,7 +42,8 @@ class Gram:
         self.tokens += later.tokens
 
     def result(self) -> Tensor:
-        return symmetric(self.sum).mul_(2 / max(self.tokens, 1))
+        """To be asked for once: it is made in the memory of the sum."""
+        return mirror_(self.sum).mul_(2 / max(self.tokens, 1))
 
 
 class Absmax:

@@ -7,9 +7,10 @@ from kernels.gram import cpu, reference
 from kernels.interpreter import triton_takes
 from kernels.registry import ran
 
-__all__ = ["gram", "symmetric"]
+__all__ = ["gram", "mirror_", "symmetric"]
 
 IMPLS = ("auto", "reference", "cpu", "triton")
+PANEL = 1024  # rows of H that are mirrored at once
 ONEDNN = torch.backends.mkldnn.is_available()
 TRITON = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -51,6 +52,15 @@ def symmetric(H: Tensor) -> Tensor:
     """[in, in] whose lower triangle is the mirror of H's upper one."""
     upper = H.triu()
     return upper + upper.triu(1).t()
+
+
+def mirror_(H: Tensor) -> Tensor:
+    """`symmetric` in place: of H [in, in] the upper triangle is copied onto the lower one."""
+    for start in range(0, len(H), PANEL):
+        end = min(start + PANEL, len(H))
+        H[start:end, :start] = H[:start, start:end].t()
+        H[start:end, start:end] = symmetric(H[start:end, start:end])
+    return H
 
 
 def _implementation(x: Tensor, impl: str) -> str:

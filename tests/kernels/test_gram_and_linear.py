@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from kernels.gram import gram, symmetric
+from kernels.gram import gram, mirror_, symmetric
 from kernels.gram.cases import checks as gram_checks
 from kernels.linear import fast_linear, linear
 from kernels.linear.prepacked import prepack
@@ -110,3 +110,10 @@ def test_prepacked_model_computes_the_same(tiny, tokens):
     ids = tokens(1)[0]
     expected, found = model(ids).logits.float(), prepack(model)(ids).logits.float()
     assert ((expected - found).norm() / expected.norm()).item() < 2e-2
+
+
+@pytest.mark.parametrize("size", [1, 100, 1024, 2500])
+def test_mirrored_in_place(size):
+    H = torch.randn(size, size)
+    expected = symmetric(H)
+    assert torch.equal(mirror_(H), expected)

@@ -1,0 +1,303 @@
+"""How much memory and disk a compression takes: predicted before any work, refused where it is too much, measured.
+
+The prediction follows the walk: one block, what flows between blocks, the statistics of one linear, and what the method
+holds while it solves that linear. Everything else of the process is taken as it is when the compression begins.
+"""
+
+import dataclasses
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from compress.linear import is_linear
+from compress.method import Method
+from compress.records import Usage
+from compress.walk.blocks import find_blocks, targets
+from compress.walk.capture import micro_batches
+from compress.walk.folding import FoldingMethod
+from compress.walk.layerwise import LayerwiseMethod
+from compress.walk.lockstep import HELD_BYTES
+from compress.walk.offload import is_offloaded, offloaded_parts
+from compress.walk.statistics import Collector
+
+UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+         "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}  # fmt: skip
+SLACK = 1.03  # what allocators and libraries take beside what is counted
+
+
+def bytes_of(size: int | str | None, parameter: str = "max_memory") -> int | None:
+    """A number of bytes, or a text such as "6GB" or "512 MiB"; None and "" for no limit.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if size is None or size == "":
+        return None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(size))
+    if isinstance(size, bool) or not match or match[2].lower() not in UNITS or float(match[1]) <= 0:
+        raise ValueError(f"`{parameter}` (={size!r}) must be a number of bytes, or a text such as '6GB' or '512MiB'")
+    return int(float(match[1]) * UNITS[match[2].lower()])
+
+
+def plan(
+    recipe: Sequence[Method], model: nn.Module, batches: Sequence[Tensor], max_memory: int | str | None = None
+) -> Usage:
+    """What this compression will take. Activations go to disk if they do not fit into `max_memory` otherwise.
+
+    Raises:
+        ValueError: it takes more than `max_memory`, or more than is free on the disk; the message says what would fit.
+    """
+    limit = bytes_of(max_memory)
+    case = _Case.of(recipe, model, batches)
+    cases = {"memory": case, "disk": dataclasses.replace(case, activations="disk")}
+    where = next((name for name, one in cases.items() if limit is None or one.peak() <= limit), None)
+    if where is None:
+        raise ValueError(_refusal(case, limit))
+    usage = Usage(cases[where].peak(), case.disk(), "disk" if case.on_disk else "memory", where, limit)
+    for part in list(offloaded_parts(model).values())[:1]:
+        free = shutil.disk_usage(part.folder.path).free
+        if usage.predicted_disk > free:
+            raise ValueError(
+                f"`offload_path` (={str(part.folder.path.parent)!r}): this compression writes up to "
+                f"{_gb(usage.predicted_disk)} there, and {_gb(free)} are free; another disk would do"
+            )
+    return usage
+
+
+@contextmanager
+def measured(usage: Usage, model: nn.Module) -> Iterator[None]:
+    """While the context lasts, measure the peaks of memory and of the work folder."""
+    folders = {id(part.folder): part.folder for part in offloaded_parts(model).values()}
+    for folder in folders.values():
+        folder.peak = folder.bytes
+    start = sum(folder.bytes for folder in folders.values())
+    told = _reset_peak()
+    try:
+        yield
+    finally:
+        usage.peak = _peak() if told else None
+        usage.disk = sum(folder.peak for folder in folders.values()) - start
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What the prediction depends on.
+
+    now: bytes of the process's memory. resident: of them, what the model's blocks take. itemsize: of the model's dtype.
+    batches: tokens of each. head: (bytes of the head's weight, vocabulary).
+    """
+
+    recipe: tuple[Method, ...]
+    model: nn.Module
+    on_disk: bool
+    now: int
+    resident: int
+    itemsize: int
+    batches: tuple[int, ...]
+    activations: str = "memory"
+
+    @classmethod
+    def of(cls, recipe: Sequence[Method], model: nn.Module, batches: Sequence[Tensor]) -> "_Case":
+        on_disk = is_offloaded(model)
+        resident = 0 if on_disk else sum(_block_bytes(block) for block in find_blocks(model)[1])
+        now = psutil.Process().memory_info().rss
+        lengths = tuple(batch.shape[1] for batch in batches)
+        return cls(tuple(recipe), model, on_disk, now, resident, model.dtype.itemsize, lengths)
+
+    def peak(self) -> int:
+        """Bytes of the process's memory at the peak."""
+        return int(SLACK * (self.now - (self.resident if self.on_disk else 0) + max(self._steps(), default=0)))
+
+    def disk(self) -> int:
+        """The most that lies in the work folder: what one method wrote, and a block of the next."""
+        if not self.on_disk:
+            return 0
+        _, blocks = find_blocks(self.model)
+        dense = sum(map(_block_bytes, blocks))
+        largest = max(map(_block_bytes, blocks))
+        written, most, kept = 0, 0, 0
+        for i, method in enumerate(self.recipe):
+            if method.stage == "cache":
+                continue
+            before = written
+            written = int(dense * self._share_stored(method)) if isinstance(method, LayerwiseMethod) else dense
+            most = max(most, kept + max(before, written) + largest)
+            kept = before if i and not kept else kept  # errors of later methods are measured against it
+        if self.activations == "disk":
+            most += 2 * sum(self.batches) * self._hidden * self.itemsize
+        return most
+
+    @property
+    def _hidden(self) -> int:
+        return self.model.get_input_embeddings().embedding_dim
+
+    def _steps(self) -> Iterator[int]:
+        """Bytes that each step of the recipe adds at its peak."""
+        _, blocks = find_blocks(self.model)
+        block = max(map(_block_bytes, blocks)) * self.itemsize // self.model.dtype.itemsize if self.on_disk else 0
+        yield self._probe() + block
+        copies = 0
+        for method in self.recipe:
+            shapes = _largest_block(self.model, getattr(method, "skip", ""))
+            flowing = self._flowing()
+            if isinstance(method, FoldingMethod):
+                yield block + flowing + self._folding(method, shapes)
+            if isinstance(method, LayerwiseMethod):
+                yield block + copies + flowing + self._solving(method, shapes)
+            elif not isinstance(method, FoldingMethod) and method.stage != "cache":
+                yield block + flowing + self._pass(shapes)
+            if isinstance(method, LayerwiseMethod) and not self.on_disk and method is not self.recipe[-1]:
+                copies += int(self.resident * self._share_stored(method))  # beside the originals, which stay
+
+    def _flowing(self) -> int:
+        """The inputs of a block, over all micro-batches."""
+        tokens = sum(self.batches) if self.activations == "memory" else self._micro
+        return tokens * self._hidden * self.itemsize
+
+    @property
+    def _micro(self) -> int:
+        """Tokens of the largest micro-batch."""
+        made_up = [torch.empty(1, length, dtype=torch.uint8) for length in self.batches]
+        return max((batch.numel() for batch in micro_batches(made_up)), default=0)
+
+    def _probe(self) -> int:
+        """The model's own pass over the first batch, with its logits and, from disk, the weight of its head."""
+        head = self.model.get_output_embeddings()
+        weight = head.weight.numel() * self.itemsize if head is not None and self.on_disk else 0
+        first = self.batches[0] if self.batches else 0
+        vocabulary = self.model.get_input_embeddings().num_embeddings
+        return weight + int(3.5 * first * vocabulary * self.itemsize)
+
+    def _pass(self, shapes: Sequence[tuple[int, int]]) -> int:
+        """One micro-batch on its way through a block."""
+        widest = max(max(shape) for shape in shapes)
+        return self._micro * self.itemsize * (4 * self._hidden + 3 * widest)
+
+    def _solving(self, method: LayerwiseMethod, shapes: Sequence[tuple[int, int]]) -> int:
+        per_weight, per_gram = method.working_set
+        needs = {*method.statistics, *(() if "rows" in method.statistics else ("gram",))} if self.batches else set()
+        weights = sum(out * columns for out, columns in shapes)
+        wide = max(columns for _, columns in shapes)
+        held = 0
+        if self.batches:
+            held += weights * self.itemsize  # the solved linears, dequantised for the passes to come
+            if method.sequential:
+                held += sum(self.batches) * 2 * self._hidden * self.itemsize  # where every micro-batch waits
+                held += min(HELD_BYTES, sum(self.batches) * wide * self.itemsize)
+        held += int(weights * self.itemsize * self._share_stored(method))
+        most = 0
+        for out, columns in set(shapes):
+            gram = 4 * columns**2 if "gram" in needs else 0
+            solving = int(4 * out * columns * per_weight + (gram * per_gram))
+            most = max(most, gram + max(solving, self._pass(shapes) if self.batches else 0))
+        if "gram" in needs and not method.sequential:  # the statistics of all linears are collected in one pass
+            most += sum(4 * columns**2 for columns in _inputs(self.model, method.skip)) - 4 * wide**2
+        return held + most
+
+    def _folding(self, method: FoldingMethod, shapes: Sequence[tuple[int, int]]) -> int:
+        weights = sum(out * columns for out, columns in shapes)
+        trial = 2 * 4 * weights  # a copy of the block in float32, and passes over it
+        per_weight, per_gram = method.working_set
+        wide = max(shape[1] for shape in shapes)
+        largest = max(2 * out * columns for out, columns in shapes)  # gate and up are scaled together
+        statistics = sum(4 * n**2 for n in _inputs(self.model, "")) if "gram" in method.statistics else 0
+        choosing = weights * self.itemsize + statistics + 4 * largest * per_weight + 4 * wide**2 * per_gram
+        return int(max(trial, choosing + self._pass(shapes)))
+
+    def _share_stored(self, method: LayerwiseMethod) -> float:
+        """Bytes that the method stores, as a share of those of the dense weights; found by storing a small one."""
+        shape = min(_largest_block(self.model, method.skip), key=lambda s: s[0] * s[1])
+        columns = next((n for n in range(min(shape[1], 2048), 0, -64) if shape[1] % n == 0), shape[1])
+        columns = shape[1] if getattr(method, "group_size", 0) == -1 else columns
+        needs = {*method.statistics, *(() if "rows" in method.statistics else ("gram",))}
+        statistics = Collector(sorted(needs), columns, torch.device("cpu")).result()
+        statistics.dtype = self.model.dtype
+        W = torch.randn(64, columns, generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            parts = [part.to(self.model.dtype) for part in method.solve(W, statistics)]
+        return sum(part.nbytes for part in parts) / (W.numel() * self.itemsize)
+
+
+def _refusal(case: _Case, limit: int) -> str:
+    """Why a compression is refused, and what would fit."""
+    ways: dict[str, _Case] = {}
+    disk = dataclasses.replace(case, activations="disk")
+    if not case.on_disk:
+        ways["weights='disk'"] = dataclasses.replace(case, on_disk=True)
+        ways["weights='disk' with activations there, too"] = dataclasses.replace(disk, on_disk=True)
+    apart = tuple(
+        dataclasses.replace(m, sequential=False) if isinstance(m, LayerwiseMethod) else m for m in case.recipe
+    )
+    ways["sequential=False"] = dataclasses.replace(disk, recipe=apart)
+    if case.itemsize > 2:
+        half = dataclasses.replace(
+            disk, itemsize=2, now=case.now - case.resident // 2, resident=case.resident - case.resident // 2
+        )
+        ways["dtype='bfloat16'"] = half
+        ways["sequential=False with dtype='bfloat16'"] = dataclasses.replace(half, recipe=apart)
+    count = len(case.batches)
+    while count > 1:
+        count //= 2
+        if (fewer := dataclasses.replace(disk, batches=case.batches[:count])).peak() <= limit:
+            ways[f"samples={count}"] = fewer
+            break
+    fitting = [f"{way} ({_gb(one.peak())})" for way, one in ways.items() if one.peak() <= limit]
+    return (
+        f"`max_memory` (={_gb(limit)}): this compression needs {_gb(disk.peak())}, of which the process has "
+        f"{_gb(case.now)} already; " + (f"what would fit: {', '.join(fitting)}" if fitting else "nothing less would do")
+    )
+
+
+def _block_bytes(block: nn.Module) -> int:
+    """Bytes of a block's weights when it is loaded."""
+    if hasattr(block, "_offloaded"):
+        return block._offloaded.nbytes
+    return sum(t.nbytes for t in (*block.parameters(), *block.buffers()))
+
+
+def _largest_block(model: nn.Module, skip: str) -> list[tuple[int, int]]:
+    """Shapes of the linears of the block with the most weights."""
+    prefix, blocks = find_blocks(model)
+    by_block: dict[str, list[tuple[int, int]]] = {}
+    for name, shape in (targets(model, skip) or targets(model)).items():
+        by_block.setdefault(name.removeprefix(f"{prefix}.").partition(".")[0], []).append(shape)
+    return max(by_block.values(), key=lambda shapes: sum(out * columns for out, columns in shapes))
+
+
+def _inputs(model: nn.Module, skip: str) -> list[int]:
+    """Widths of the inputs that a block's linears read: one for those of a module that have the same, and one more
+    where all of a module's have (attention's output)."""
+    prefix, blocks = find_blocks(model)
+    inside = {n: m for n, m in blocks[0].named_modules() if is_linear(m)}
+    shapes = targets(model, skip)
+    widths: dict[str, set[int]] = {}
+    for name in inside:
+        if full := shapes.get(f"{prefix}.0.{name}"):
+            widths.setdefault(name.rpartition(".")[0], set()).add(full[1])
+    return [width for each in widths.values() for width in (each if len(each) > 1 else [*each] * 2)]
+
+
+def _reset_peak() -> bool:
+    """Let Linux count the peak of this process's memory from now on; False where it cannot."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+        return True
+    return False
+
+
+def _peak() -> int | None:
+    with suppress(OSError, IndexError, ValueError):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
+    return None
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.2f} GB"
