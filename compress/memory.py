@@ -11,11 +11,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 from torch import Tensor, nn
 
+from compress.checkpoint.fits import linears_to_be
+from compress.formats import Bitmap, BnbInt8, BnbNF4, Sparse24Weight
 from compress.linear import is_linear
 from compress.method import Method
 from compress.records import Usage
@@ -25,7 +28,6 @@ from compress.walk.folding import FoldingMethod
 from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.lockstep import HELD_BYTES
 from compress.walk.offload import is_offloaded, offloaded_parts
-from compress.walk.statistics import Collector
 
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
          "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}  # fmt: skip
@@ -116,20 +118,20 @@ class _Case:
         return int(SLACK * (self.now - (self.resident if self.on_disk else 0) + max(self._steps(), default=0)))
 
     def disk(self) -> int:
-        """The most that lies in the work folder: what one method wrote, and a block of the next."""
+        """The most that lies in the work folder: what a method wrote, replaced block by block by what the next does."""
         if not self.on_disk:
             return 0
         _, blocks = find_blocks(self.model)
-        dense = sum(map(_block_bytes, blocks))
-        largest = max(map(_block_bytes, blocks))
+        dense, blocks = sum(map(_block_bytes, blocks)), len(blocks)
+        count = sum(method.stage != "cache" for method in self.recipe)
         written, most, kept = 0, 0, 0
-        for i, method in enumerate(self.recipe):
-            if method.stage == "cache":
-                continue
-            before = written
-            written = int(dense * self._share_stored(method)) if isinstance(method, LayerwiseMethod) else dense
-            most = max(most, kept + max(before, written) + largest)
-            kept = before if i and not kept else kept  # errors of later methods are measured against it
+        for i, method in enumerate(self.recipe[:count]):
+            before, written = written, int(dense * self._share_stored(i + 1))
+            if i + 1 < count:  # the former version stays, to measure the errors of later methods against it
+                most = max(most, kept + before + written)
+                kept = before if isinstance(method, LayerwiseMethod) and not kept else kept
+            else:
+                most = max(most, kept + max(written // blocks + before, written + before // blocks))
         if self.activations == "disk":
             most += 2 * sum(self.batches) * self._hidden * self.itemsize
         return most
@@ -144,17 +146,17 @@ class _Case:
         block = max(map(_block_bytes, blocks)) * self.itemsize // self.model.dtype.itemsize if self.on_disk else 0
         yield self._probe() + block
         copies = 0
-        for method in self.recipe:
+        for i, method in enumerate(self.recipe):
             shapes = _largest_block(self.model, getattr(method, "skip", ""))
             flowing = self._flowing()
             if isinstance(method, FoldingMethod):
                 yield block + flowing + self._folding(method, shapes)
             if isinstance(method, LayerwiseMethod):
-                yield block + copies + flowing + self._solving(method, shapes)
+                yield block + copies + flowing + self._solving(method, shapes, self._share_stored(i + 1))
             elif not isinstance(method, FoldingMethod) and method.stage != "cache":
                 yield block + flowing + self._pass(shapes)
             if isinstance(method, LayerwiseMethod) and not self.on_disk and method is not self.recipe[-1]:
-                copies += int(self.resident * self._share_stored(method))  # beside the originals, which stay
+                copies += int(self.resident * self._share_stored(i + 1))  # beside the originals, which stay
 
     def _flowing(self) -> int:
         """The inputs of a block, over all micro-batches."""
@@ -180,7 +182,7 @@ class _Case:
         widest = max(max(shape) for shape in shapes)
         return self._micro * self.itemsize * (4 * self._hidden + 3 * widest)
 
-    def _solving(self, method: LayerwiseMethod, shapes: Sequence[tuple[int, int]]) -> int:
+    def _solving(self, method: LayerwiseMethod, shapes: Sequence[tuple[int, int]], share: float) -> int:
         per_weight, per_gram = method.working_set
         needs = {*method.statistics, *(() if "rows" in method.statistics else ("gram",))} if self.batches else set()
         weights = sum(out * columns for out, columns in shapes)
@@ -191,7 +193,7 @@ class _Case:
             if method.sequential:
                 held += sum(self.batches) * 2 * self._hidden * self.itemsize  # where every micro-batch waits
                 held += min(HELD_BYTES, sum(self.batches) * wide * self.itemsize)
-        held += int(weights * self.itemsize * self._share_stored(method))
+        held += int(weights * self.itemsize * share)
         most = 0
         for out, columns in set(shapes):
             gram = 4 * columns**2 if "gram" in needs else 0
@@ -211,18 +213,36 @@ class _Case:
         choosing = weights * self.itemsize + statistics + 4 * largest * per_weight + 4 * wide**2 * per_gram
         return int(max(trial, choosing + self._pass(shapes)))
 
-    def _share_stored(self, method: LayerwiseMethod) -> float:
-        """Bytes that the method stores, as a share of those of the dense weights; found by storing a small one."""
-        shape = min(_largest_block(self.model, method.skip), key=lambda s: s[0] * s[1])
-        columns = next((n for n in range(min(shape[1], 2048), 0, -64) if shape[1] % n == 0), shape[1])
-        columns = shape[1] if getattr(method, "group_size", 0) == -1 else columns
-        needs = {*method.statistics, *(() if "rows" in method.statistics else ("gram",))}
-        statistics = Collector(sorted(needs), columns, torch.device("cpu")).result()
-        statistics.dtype = self.model.dtype
-        W = torch.randn(64, columns, generator=torch.Generator().manual_seed(0))
-        with torch.no_grad():
-            parts = [part.to(self.model.dtype) for part in method.solve(W, statistics)]
-        return sum(part.nbytes for part in parts) / (W.numel() * self.itemsize)
+    def _share_stored(self, count: int) -> float:
+        """Bytes of the linears once so many methods of the recipe were applied, as a share of their dense ones."""
+        specs, _ = linears_to_be(self.recipe[:count], self.model)
+        zeros = max((method.zeros for method in self.recipe[:count]), default=0.0)
+        stored = dense = 0.0
+        for name, (out, columns) in targets(self.model).items():
+            parts = specs[name]["parts"] if name in specs else [{}]
+            stored += sum(_bits(part, 8 * self.itemsize, zeros) for part in parts) * out * columns
+            dense += 8 * self.itemsize * out * columns
+        return stored / dense
+
+
+def _bits(part: dict[str, Any], float_bits: int, zeros: float) -> float:
+    """Bits per weight of a part as its specification describes it, near enough for a prediction.
+
+    Args:
+        zeros: the share of the weights that is 0, where these are not stored.
+    """
+    kind = part.get("format")
+    if kind == Bitmap.name:  # a bit for every place beside what is kept
+        return 1 + (1 - zeros) * _bits(part | {"format": ""}, float_bits, 0)
+    if kind == Sparse24Weight.name:
+        return 1 + _bits(part["values"], float_bits, 0) / 2
+    if "inner" in part:
+        return _bits(part["inner"], float_bits, 0)
+    if "dtype" in part:
+        return 8 * getattr(torch, part["dtype"]).itemsize
+    bits = part.get("bits") or {BnbNF4.name: 4.1, BnbInt8.name: 8}.get(kind, float_bits)
+    group = part.get("group_size")
+    return bits if not group else bits + (16 + (0 if part.get("symmetric", True) else bits)) / group
 
 
 def _refusal(case: _Case, limit: int) -> str:

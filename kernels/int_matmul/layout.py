@@ -34,6 +34,13 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
     """[rows, n] integers below 2^bits -> uint8 [rows, ceil(n/8) * bits]: eight codes to `bits` bytes, low bits
     first."""
     rows, n = codes.shape
+    if 8 % bits == 0:  # whole codes to a byte: no wide integers are needed
+        small = torch.zeros(rows, -(-n // 8) * 8, dtype=torch.uint8, device=codes.device)
+        small[:, :n] = codes
+        packed = small[:, :: 8 // bits].clone()
+        for place in range(1, 8 // bits):
+            packed |= small[:, place :: 8 // bits] << (place * bits)
+        return packed
     padded = torch.zeros(rows, -(-n // 8) * 8, dtype=torch.int64, device=codes.device)
     padded[:, :n] = codes
     shifts = torch.arange(8, device=codes.device) * bits

@@ -1,0 +1,103 @@
+"""Peak memory and disk of a compression: predicted, refused where they are too much, measured."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from compress import METHODS, apply
+from compress.memory import bytes_of, plan
+from compress.recipe import parse_recipe
+from compress.walk.offload import named_tensors, put_on_disk
+
+GPTQ = "gptq(bits=3, group_size=16, min_tokens=8)"
+
+
+def test_sizes_are_read_as_people_write_them():
+    assert bytes_of("6GB") == 6 * 10**9 and bytes_of("1.5 GiB") == 3 << 29 and bytes_of("512 mib") == 1 << 29
+    assert bytes_of(1000) == 1000 and bytes_of(None) is None and bytes_of("") is None
+    for wrong in ("much", "0", "-1GB", "6 apples", True):
+        with pytest.raises(ValueError, match="`max_memory` .* must be a number of bytes, or a text such as '6GB'"):
+            bytes_of(wrong)
+
+
+def test_the_prediction_follows_what_is_asked(tiny, tokens):
+    model = tiny("llama")
+    few, many = tokens(4, 100), tokens(400, 100)
+
+    def added(recipe: str, batches, of=model) -> int:
+        return plan(parse_recipe(recipe), of, batches).predicted_peak
+
+    assert added(GPTQ, few) < added(GPTQ, many)
+    assert added(GPTQ.replace(")", ", sequential=False)"), many) < added(GPTQ, many)
+    on_disk = put_on_disk(tiny("llama"))
+    bits = [plan(parse_recipe(f"rtn(bits={b}, group_size=16)"), on_disk, ()).predicted_disk for b in (2, 4, 8)]
+    assert bits == sorted(bits) and bits[0] < bits[2]
+    assert plan(parse_recipe("rtn(group_size=16)"), model, ()).predicted_disk == 0
+    assert plan(parse_recipe("smoothquant"), on_disk, few).predicted_disk > bits[2]
+
+
+def test_what_does_not_fit_is_refused_before_any_work_with_what_would(tiny, tokens):
+    model, batches = tiny("llama"), tokens(500, 100)
+    most, least = (plan(parse_recipe(r), model, batches).predicted_peak for r in (GPTQ, "rtn(group_size=16)"))
+    with pytest.raises(
+        ValueError, match=r"`max_memory` \(=0.00 GB\): this compression needs .*; nothing less would do"
+    ):
+        apply(parse_recipe(GPTQ), model, batches, max_memory=1000)
+    assert not any(module.__class__.__name__ == "CompressedLinear" for module in model.modules())
+    usage = apply(parse_recipe("rtn(group_size=16)"), model, max_memory=most + (1 << 30)).usage
+    assert usage.max_memory == most + (1 << 30) and usage.activations == "memory" and usage.peak > 0 and least > 0
+
+
+def test_activations_go_to_disk_where_they_would_not_fit(tiny, tokens, monkeypatch):
+    from compress import memory
+
+    peaks = {"memory": 2000, "disk": 1000}
+    monkeypatch.setattr(memory._Case, "peak", lambda case: peaks[case.activations])
+    recipe = parse_recipe(GPTQ)
+    fits, tight = (apply(recipe, put_on_disk(tiny("llama")), tokens(), max_memory=m) for m in (2000, 1500))
+    assert (fits.usage.activations, tight.usage.activations) == ("memory", "disk")
+    same = zip(named_tensors(fits.model), named_tensors(tight.model), strict=True)
+    assert all(a == b and torch.equal(s, t) for (a, s), (b, t) in same)
+    with pytest.raises(ValueError, match="max_memory"):
+        apply(recipe, put_on_disk(tiny("llama")), tokens(), max_memory=500)
+
+
+@pytest.mark.parametrize("recipe", ["rtn(group_size=16)", GPTQ, "smoothquant", f"wanda, {GPTQ}"])
+def test_disk_is_predicted_within_what_blocks_round(recipe, tiny, tokens):
+    """A file has a header, and a tiny block hardly more; the prediction never says too little."""
+    usage = apply(
+        parse_recipe(recipe), put_on_disk(tiny("llama", hidden_size=256, intermediate_size=512)), tokens()
+    ).usage
+    assert usage.disk == pytest.approx(usage.predicted_disk, rel=0.15, abs=20_000)
+
+
+MEASURE = """
+import json, sys
+import torch
+from compress import apply, calibration, load_model
+from compress.recipe import parse_recipe
+
+model, tokenizer = load_model("smollm2-135m", weights=sys.argv[2])
+batches = calibration(tokenizer, corpus="wikitext2", samples=32, seqlen=512)
+usage = apply(parse_recipe(sys.argv[1]), model, batches).usage
+print(json.dumps([usage.peak, usage.predicted_peak, usage.disk, usage.predicted_disk]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["memory", "disk"])
+@pytest.mark.parametrize("recipe", ["gptq", "smoothquant, int8"])
+def test_the_embedded_model_takes_what_was_predicted(recipe, weights, data):
+    told = subprocess.check_output([sys.executable, "-c", MEASURE, recipe, weights], text=True).splitlines()[-1]
+    peak, predicted, disk, predicted_disk = json.loads(told)
+    assert abs(peak / predicted - 1) <= 0.15
+    assert weights == "memory" or abs(disk / predicted_disk - 1) <= 0.15
+
+
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if hasattr(method, "working_set")])
+def test_every_method_says_what_it_holds(name):
+    per_weight, per_gram = METHODS[name].working_set
+    assert per_weight >= 1 and per_gram >= 0
