@@ -101,6 +101,7 @@ def write_offloaded(model: nn.Module, folder: Path, shard_bytes: int = SHARD_BYT
     rest: dict[str, Tensor | OnDisk] = {}
     seen: set[tuple[Path, int]] = set()
     for part, offloaded in offloaded_parts(model).items():
+        offloaded.settle()
         own = {f"{part}.{name}" if part else name: tensor for name, tensor in offloaded.where.items()}
         if offloaded.file_of_its_own(part):
             source = next(iter(own.values())).source.path

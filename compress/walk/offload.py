@@ -54,6 +54,7 @@ class AwayLinear(CompressedLinear):
         return f"in_features={self.in_features}, out_features={self.out_features}, on disk"
 
     def _apply(self, fn, recurse: bool = True) -> "AwayLinear":
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
         return self
 
 
@@ -110,6 +111,19 @@ class Offloaded:
         """Bytes that the state takes on disk."""
         return sum(tensor.nbytes for tensor in self.where.values())
 
+    def settle(self) -> None:
+        """Write the state anew if the model was cast since it was written, so that the files hold what is computed
+        with."""
+        linears = [module for module in self.module.modules() if isinstance(module, AwayLinear)]
+        dtypes = {name: tensor.dtype for _, _, name, tensor in _state(self.module)}
+        cast = any(dtypes.get(name, tensor.dtype) != tensor.dtype for name, tensor in self.where.items())
+        if cast and not linears:
+            self.where = {name: dataclasses.replace(it, dtype=dtypes[name]) for name, it in self.where.items()}
+            self._written_as = None
+        elif cast or any(linear.dtype != linear.stored_dtype for linear in linears):
+            with self.loaded(self.home):
+                self._as_loaded = {}
+
     def file_of_its_own(self, name: str) -> bool:
         """Is this state, and nothing else, in one file of the work folder, under this name of the part?"""
         return self._written_as == name
@@ -121,7 +135,7 @@ class Offloaded:
         # Of a table, only the rows that are asked for are read.
         numbers, places = args[0].unique(return_inverse=True)
         self._lookup = module.weight, module.padding_idx
-        rows = self.where["weight"].rows(numbers).to(self.home)
+        rows = self.where["weight"].rows(numbers).to(self.home, module.weight.dtype)
         module.weight, module.padding_idx = nn.Parameter(rows, requires_grad=False), None
         return (places, *args[1:]), kwargs
 
@@ -147,7 +161,7 @@ class Offloaded:
             if name not in rest:  # a buffer that no file holds stays in memory
                 continue
             if id(meta) not in shared:
-                loaded = rest[name].read().to(device)
+                loaded = rest[name].read().to(device, meta.dtype)
                 is_parameter = isinstance(meta, nn.Parameter)
                 shared[id(meta)] = nn.Parameter(loaded, requires_grad=False) if is_parameter else loaded
                 self._meta[id(shared[id(meta)])] = weakref.ref(shared[id(meta)]), meta

@@ -20,6 +20,7 @@ from compress.walk.capture import activations_on_disk, on_device
 from compress.walk.offload import AwayLinear, named_tensors, offloaded_parts, put_on_disk
 from compress.walk.shards import WorkFolder, write_tensors
 from compress.walk.streaming import Streamed
+from eval.speed.deploy import cast
 from eval.text.divergence import compare_on_text
 from eval.text.perplexity import perplexity
 
@@ -266,3 +267,14 @@ def test_the_embedded_model_gives_the_same_bits(real, tmp_path, recipe):
     assert [(r.name, r.error) for r in result.layers] == [(r.name, r.error) for r in expected.layers]
     save_compressed(result, tmp_path / "saved")
     same(result.model, load_compressed(tmp_path / "saved"))
+
+
+def test_a_model_on_disk_is_cast_as_one_in_memory(tiny, tokens, tmp_path):
+    recipe, ids = parse_recipe("magnitude(ratio=0.3, skip='*up_proj')"), tokens(1, 20)[0]
+    result = apply(recipe, put_on_disk(tiny("llama")))
+    in_memory = cast(apply(recipe, tiny("llama")).model, torch.bfloat16)
+    cast(result.model, torch.bfloat16)
+    assert torch.equal(result.model(ids).logits, in_memory(ids).logits)
+    save_compressed(result, tmp_path / "saved")
+    for again in (load_compressed(tmp_path / "saved"), load_compressed_on_disk(tmp_path / "saved")):
+        assert again.dtype == torch.bfloat16 and torch.equal(again(ids).logits, in_memory(ids).logits)
