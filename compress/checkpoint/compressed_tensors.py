@@ -10,9 +10,10 @@ How a linear is stored, by what the workbench holds (O out, I in, g groups, b bi
 
 The codes, scales and zero points are ours as they are: nothing is quantised again. What readers do with them:
 
-- **Negative scales**, which a search of scales may give: every reader multiplies (code - zero) by the scale and tests
-  no sign (compressed-tensors `_dequantize`; vLLM 0.33 Marlin, Exllama, Triton, oneDNN and its CPU kernels), so that
-  they are stored as they are. Turning the sign would need the code +2^(b-1), which there is none of.
+- **Negative scales**, which a search of scales may give, are stored as they are: a scale is a factor of (code - zero)
+  in compressed-tensors (`_dequantize`) and in vLLM 0.33 (its Triton kernel, and what it hands to its compiled kernels),
+  and no code looks at its sign; `make interop` compares the tokens. Turning the sign would need the code +2^(b-1),
+  which there is none of.
 - **The scales' dtype**: transformers casts scales to the model's dtype when it loads; vLLM keeps float32 for 8-bit
   weights and casts to the model's dtype for packed ones. Scales of packed weights are therefore stored in the model's
   dtype, those of 8-bit weights in float32. Where a cast rounds them, a remark of the verification says so.
