@@ -38,7 +38,8 @@ def export(source: Path, save_format: str, target: Path | None = None) -> Saved:
     source_bytes = sum(size for name, size in file_sizes(source).items() if name not in (MANIFEST, "record.json"))
     saved = Saved.of(target, save_format, time.monotonic() - begin, source_bytes)
     if (source / "record.json").is_file():
-        write_record(read_record(source / "record.json"), target / "record.json")
+        record = read_record(source / "record.json")
+        write_record(record, target / "record.json")
     if key := read_json(source / MANIFEST).get("key"):
         seal(target, {"key": key, SAVE_FORMAT: save_format})
     return saved

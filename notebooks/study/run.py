@@ -54,6 +54,7 @@ class Run:
     saved: Path | None = None
     save_format: str = OWN_FORMAT
     _record: dict[str, Any] = field(default_factory=dict, repr=False)  # once `finish` has been called
+    _models: list[Path] = field(default_factory=list, repr=False)  # the folders that `save` has written
 
     def finish(self, record: dict[str, Any]) -> Report:
         """Write record.json, then report.html, into the run's folder.
@@ -113,15 +114,16 @@ class Run:
         cast(result.model, torch.bfloat16)
         path = save_compressed(result, place, tokenizer, save_format=self.save_format)
         saved = Saved.of(path, self.save_format, time.monotonic() - begin)
+        self._models.append(path)
         self._seal()
         return saved
 
     def _seal(self) -> None:
-        """Put the record beside a saved model and write the manifest of both, once both are there."""
-        if self._record and self.saved is not None and self.saved.is_dir():
-            write_record(self._record, self.saved / "record.json")
+        """Put record and scores beside a saved model and write the manifest, once model and record are there."""
+        for folder in self._models if self._record else ():
+            write_record(self._record, folder / "record.json")
             if not os.environ.get(KEY):  # in a batch run the worker does it
-                seal(self.saved, {"key": self.info.key, SAVE_FORMAT: self.save_format})
+                seal(folder, {"key": self.info.key, SAVE_FORMAT: self.save_format})
 
     def _repr_html_(self) -> str:
         rows = "".join(
