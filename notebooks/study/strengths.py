@@ -98,6 +98,7 @@ def score_strengths(
     bos: str = "once",
     device: str | None = None,
     work_path: str | Path | None = None,
+    calibrate: str = "sequential",
 ) -> Strengths:
     """Apply every recipe to a copy of the baseline and score it on the texts; nothing is timed.
 
@@ -105,6 +106,7 @@ def score_strengths(
         recipes: as `recipes_at` gives them.
         texts, window, max_windows, beginning, bos: as of `eval.evaluate.evaluate`.
         work_path: folder that keeps finished points, and what several strengths share.
+        calibrate: as of `compress.apply.apply`; with "once", strengths share their statistics in `work_path`.
 
     Raises:
         ValueError: a recipe that does not fit the model, before any work.
@@ -118,7 +120,7 @@ def score_strengths(
         window,
         max_windows,
     ]
-    about = [weights_sha256(baseline), *identity, sorted(texts), code_sha256()] if work_path else []
+    about = [weights_sha256(baseline), *identity, sorted(texts), code_sha256(), calibrate] if work_path else []
     progress = tqdm(total=sum(map(len, recipes.values())), desc="strengths", unit="recipe")
     lines = []
     for text, line in recipes.items():
@@ -128,7 +130,14 @@ def score_strengths(
             path = _place(work_path, [*about, text, value]) if work_path else None
             point = read_json(path) if path else {}
             if not point:
-                result = apply(recipe, sharing_copy(baseline), batches, device=device, work_path=work_path)
+                result = apply(
+                    recipe,
+                    sharing_copy(baseline),
+                    batches,
+                    device=device,
+                    work_path=work_path,
+                    calibrate=calibrate,
+                )
                 scores = score_text(
                     result.model,
                     baseline,

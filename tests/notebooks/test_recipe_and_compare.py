@@ -55,6 +55,7 @@ def test_everything_is_measured_and_reported(tmp_path, task_path, monkeypatch, r
         "speed_prompts": [8],
         "efficiency": True,
         "exact": True,
+        "calibrate": "once",
         "run_path": str(tmp_path / "run"),
         "work_path": str(tmp_path / "work"),
     }
@@ -74,6 +75,7 @@ def test_everything_is_measured_and_reported(tmp_path, task_path, monkeypatch, r
         (name, b) for name in names for b in (1, 2)
     }
     assert made["efficiency"]["compressed"]["compression_rate"]["value"] > 1
+    assert any("calibrate='once'" in note for note in made["notes"]) and not made["recipe"][0]["knobs"]["sequential"]
     assert any(row["model"] == "compressed" and row["measured_s"] for row in made["cost"]["rows"])
     for file in ("compressed.sums.jsonl", "generations.jsonl"):
         assert (tmp_path / "run" / "samples" / file).stat().st_size > 0
@@ -104,6 +106,7 @@ def test_what_is_not_asked_for_is_not_measured(tmp_path, monkeypatch, run_cells)
         ({"tasks": ["sums"], "few_shot": -2}, "`few_shot` (=-2)"),
         ({"task_limit": -1}, "`task_limit` (=-1)"),
         ({"temperatures": [0.5, "hot"]}, "`temperatures`"),
+        ({"calibrate": "twice"}, "`calibrate` (='twice') must be one of sequential, once"),
     ],
 )
 def test_recipe_refuses_before_the_model_is_loaded(given, message, task_path, run_cells):
