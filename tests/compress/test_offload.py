@@ -86,6 +86,12 @@ def test_recipes_of_several_methods(recipe, tiny, tokens):
     assert [(r.name, r.error) for r in on_disk.layers] == [(r.name, r.error) for r in in_memory.layers]
 
 
+def test_one_calibration_serves_weights_on_disk(tiny, tokens, tmp_path):
+    model, recipe = tiny("qwen2", num_hidden_layers=3), parse_recipe(f"smoothquant, wanda, {GPTQ}")
+    on_disk = apply(recipe, put_on_disk(copy.deepcopy(model)), tokens(), calibrate="once", work_path=tmp_path)
+    same(on_disk.model, apply(recipe, model, tokens(), calibrate="once").model)
+
+
 def test_fused_experts_are_split_on_disk(tiny, tokens):
     model = tiny("mixtral")
     on_disk = apply(parse_recipe(GPTQ), put_on_disk(copy.deepcopy(model)), tokens())

@@ -10,7 +10,7 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from compress.linear import CompressedLinear, replace, shape_of, weight_of
+from compress.linear import CompressedLinear, replace, weight_of
 from compress.records import LayerRecord
 from compress.walk.blocks import find_blocks, targets
 from compress.walk.capture import block_calls, on_device
@@ -45,6 +45,7 @@ class Shared:
 
     folder: Path
     needs: tuple[str, ...]
+    stays: bool  # will a later run find the folder?
 
     def statistics(
         self, model: nn.Module, batches: Sequence[Tensor], about: Sequence[Any], *, device: torch.device
@@ -62,7 +63,8 @@ class Shared:
         saved = SavedStatistics(self.folder / f"statistics-{key}", blocks)
         missing = tuple(sorted({need for found in current().gathered(saved.missing(self.needs)) for need in found}))
         if missing:
-            collect_statistics(model, batches, missing, saved.store_of(missing), device=device)
+            store = saved.store_of(missing)
+            collect_statistics(model, batches, missing, store, device=device, resumable=self.stays)
         return SavedStatistics(saved.folder, blocks)
 
 
@@ -71,44 +73,47 @@ def shared_statistics(needs: Sequence[str], work_path: str | Path | None) -> Ite
     """A place for statistics in `work_path`, where they stay; without one, a temporary folder."""
     needs = tuple(sorted(set(needs)))
     if work_path:
-        yield Shared(Path(work_path), needs)
+        yield Shared(Path(work_path), needs, stays=True)
         return
     with tempfile.TemporaryDirectory(prefix="workbench-") as folder:
-        yield Shared(Path(folder), needs)
+        yield Shared(Path(folder), needs, stays=False)
 
 
 @torch.no_grad()
 def collect_statistics(
-    model: nn.Module, batches: Sequence[Tensor], needs: Sequence[str], store: BlockStore, *, device: torch.device
+    model: nn.Module,
+    batches: Sequence[Tensor],
+    needs: Sequence[str],
+    store: BlockStore,
+    *,
+    device: torch.device,
+    resumable: bool = True,
 ) -> None:
     """Run the model once, block by block, and keep statistics of what every linear of its blocks reads.
-
-    A pass that was killed goes on at the block where it was.
 
     Args:
         needs: names in compress.walk.statistics.STATISTICS.
         store: where they are kept, a file for each block.
+        resumable: keep the activations of the newest block, too, so that a pass that was killed goes on there.
 
     Raises:
         ValueError: they take more disk than there is, or than is allowed.
     """
     prefix, blocks = find_blocks(model)
-    names = list(targets(model))
+    shapes = targets(model)
     calls = block_calls(model, blocks, batches, divided=True)
-    windows, tokens = len(batches), sum(batch.numel() for batch in batches)
-    chain = Chain(store, calls)
-    finished = chain.resume(len(blocks))
+    chain = Chain(store, calls) if resumable else None
+    finished = chain.resume(len(blocks)) if chain else 0
     progress = tqdm(range(finished, len(blocks)), desc="statistics", unit="block", disable=current().rank > 0 or None)
-    size = 0
     for index in progress:
-        own = [name for name in names if name.startswith(f"{prefix}.{index}.")]
+        own = [name for name in shapes if name.startswith(f"{prefix}.{index}.")]
         last = index + 1 == len(blocks)
         with on_device(blocks[index], device), fast_linear():
             linears = {name: model.get_submodule(name) for name in own}
             groups, once = input_groups(blocks[index], linears, calls, index, device)
-            if not size:
-                columns = [shape_of(linears[group[0]])[1] for group in groups]
-                size = predicted_bytes(columns, needs, tokens, windows) * (len(blocks) - index)  # blocks alike
+            if index == finished:
+                columns = _columns(prefix, shapes, groups, range(index, len(blocks)))
+                size = predicted_bytes(columns, needs, sum(batch.numel() for batch in batches), len(batches))
                 check_room(store.folder, size)
                 progress.set_description(f"statistics ({', '.join(needs)}; {size / 1e9:.2f} GB on the disk)")
             collected = collect(
@@ -122,8 +127,29 @@ def collect_statistics(
                 stop_early=once and last,
                 pass_on=not last,
             )
-        with chain.keeping(index, last=last):
+        with chain.keeping(index, last=last) if chain else nullcontext():
             keep_block(store, index, groups, collected)
+
+
+def _columns(
+    prefix: str, shapes: Mapping[str, tuple[int, int]], groups: Sequence[Sequence[str]], blocks: Sequence[int]
+) -> list[int]:
+    """Input channels of each group of linears of these blocks, of the first of which `groups` are known.
+
+    Blocks with the same linears have the same groups; in others every linear may have a group of its own.
+    """
+
+    def linears_of(index: int) -> dict[str, int]:
+        own = f"{prefix}.{index}."
+        return {name.removeprefix(own): shape[1] for name, shape in shapes.items() if name.startswith(own)}
+
+    first = linears_of(blocks[0])
+    alike = [shapes[group[0]][1] for group in groups]
+    columns: list[int] = []
+    for index in blocks:
+        linears = linears_of(index)
+        columns += alike if linears == first else linears.values()
+    return columns
 
 
 @torch.no_grad()
