@@ -107,7 +107,7 @@ def collect(
             with suppress(Stop):
                 hidden = run_block(block, call, index, device)
                 if pass_on:
-                    call.hidden = hidden.to(call.hidden.device)
+                    call.hidden = hidden
     return collectors
 
 
