@@ -1,5 +1,6 @@
 """`workbench export`: a checkpoint that the workbench saved, written in another format."""
 
+import sys
 import time
 from pathlib import Path
 
@@ -31,18 +32,27 @@ def export(source: Path, save_format: str, target: Path | None = None) -> Saved:
     begin = time.monotonic()
     try:
         _check(source, save_format, target)
+        print(
+            f"workbench: {source.name}, {_bytes(source) / 1e6:,.1f} MB, is read, written as {save_format}, loaded "
+            "again and compared",
+            file=sys.stderr,
+        )
         export_checkpoint(source, target, save_format)
     except ValueError as error:
         said = str(error).replace("`path` (=", "`CHECKPOINT` (=").replace("`save_format` (=", "`--format` (=")
         raise ValueError(said) from error
-    source_bytes = sum(size for name, size in file_sizes(source).items() if name not in (MANIFEST, "record.json"))
-    saved = Saved.of(target, save_format, time.monotonic() - begin, source_bytes)
+    saved = Saved.of(target, save_format, time.monotonic() - begin, _bytes(source))
     if (source / "record.json").is_file():
         record = read_record(source / "record.json")
         write_record(record, target / "record.json")
     if key := read_json(source / MANIFEST).get("key"):
         seal(target, {"key": key, SAVE_FORMAT: save_format})
     return saved
+
+
+def _bytes(folder: Path) -> int:
+    """Bytes of a checkpoint, without what a run has put beside it."""
+    return sum(size for name, size in file_sizes(folder).items() if name not in (MANIFEST, "record.json"))
 
 
 def _check(source: Path, save_format: str, target: Path) -> None:

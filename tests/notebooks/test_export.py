@@ -47,4 +47,4 @@ def test_a_model_that_the_reader_does_not_give_back_is_not_left(saved, capsys, m
     monkeypatch.setattr(save.GPTQFormat, "verify", lambda *_: (_ for _ in ()).throw(RuntimeError("x.weight differs")))
     before = sorted(saved.parent.iterdir())
     assert main(["export", str(saved), "--format", "gptq"]) == 1
-    assert capsys.readouterr().err == "workbench: x.weight differs\n" and sorted(saved.parent.iterdir()) == before
+    assert capsys.readouterr().err.endswith("workbench: x.weight differs\n") and sorted(saved.parent.iterdir()) == before
