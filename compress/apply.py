@@ -18,7 +18,7 @@ from compress.inputs.calibration import tokens_sha256
 from compress.inputs.model import check_device, weights_sha256
 from compress.kv.attach import attach, check_slots
 from compress.kv.policy import CacheMethod
-from compress.linear import sharing_copy
+from compress.linear import parameter_count, sharing_copy
 from compress.memory import measured, plan
 from compress.method import Method, settle
 from compress.records import DropRecord, FoldRecord, LayerRecord
@@ -127,7 +127,7 @@ def _apply(
     identity = {
         "name": getattr(model, "name_or_path", "") or type(model).__name__,
         "weights_sha256": weights_sha256(model),
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": parameter_count(model),
     }
     for method in recipe:
         method.check(model)

@@ -50,7 +50,9 @@ def parts_of(block: nn.Module) -> dict[str, list[str]]:
     """
     found: dict[str, list[str]] = {"attention": [], "mlp": []}
     for name, child in block.named_children():
-        if isinstance(child, Dropped) or not (is_linear(child) or any(p.dim() > 1 for p in _tensors(child))):
+        if isinstance(child, Dropped) or not (
+            any(map(is_linear, child.modules())) or any(p.dim() > 1 for p in _tensors(child))
+        ):
             continue
         found["attention" if any(hasattr(m, "layer_idx") for m in child.modules()) else "mlp"].append(name)
     return found

@@ -134,6 +134,13 @@ def compressed_linears(model: nn.Module) -> dict[str, CompressedLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, CompressedLinear)}
 
 
+def parameter_count(module: nn.Module) -> int:
+    """Parameters of a model or of a part of it, the weights and biases of compressed linears included."""
+    stored = [m for m in module.modules() if isinstance(m, CompressedLinear)]
+    compressed = sum(m.in_features * m.out_features + m.out_features * m.spec()["bias"] for m in stored)
+    return compressed + sum(p.numel() for p in module.parameters())
+
+
 def weight_of(module: nn.Module) -> Tensor:
     """W [out, in] in float32 of any linear: nn.Linear, Conv1D (which keeps it transposed) or one compressed before."""
     if isinstance(module, CompressedLinear):

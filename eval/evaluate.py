@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from eval.machine.memory import peak_memory
-from eval.machine.size import bits_per_weight, size
+from eval.machine.size import bits_per_weight, parameter_count, size
 from eval.speed.deploy import deployed
 from eval.speed.speed import PLAIN, Speed, measure_speed, positions, standard_variants
 from eval.text.divergence import compare_on_text
@@ -119,7 +119,7 @@ def evaluate(
     )
     start = time.perf_counter()
     prompt_tokens = speed_prompt_tokens or max(1, min(512, positions(model) // 2, positions(model) - speed_new_tokens))
-    parameters = sum(p.numel() for p in baseline.parameters())
+    parameters = parameter_count(baseline)
     metrics: dict[str, dict[str, float]] = {name: {} for name in ("baseline", "compressed", *others)}
     scores = Scores(
         metrics,

@@ -3,7 +3,7 @@ section 2)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -46,6 +46,10 @@ class Int8(W8A8):
                     "weights='channel' does"
                 )
         return self
+
+    def takes(self, parts: list[dict[str, Any]]) -> bool:
+        rows = IntGroup.spec_of(tuple(parts[0]["shape"]), **ROWS)
+        return super().takes(parts) or parts == [rows] and self.weights == "channel"
 
     def weight(self, W: Tensor, statistics: LayerStatistics) -> W8:
         kept = codes_per_row(statistics.stored)

@@ -58,6 +58,8 @@ def linears_to_be(recipe: Sequence[Method], model: nn.Module) -> tuple[dict[str,
 def has_bias(model: nn.Module, name: str) -> bool:
     """Whether a linear has a bias; an expert's may still lie in the parameters that hold all experts."""
     modules = dict(model.named_modules())
+    if isinstance(modules.get(name), CompressedLinear):
+        return modules[name].spec()["bias"]
     if is_linear(modules.get(name)):
         return modules[name].bias is not None
     owner = name.rpartition(".")[0].rpartition(".")[0]  # mlp.experts.down_proj.3 belongs to mlp.experts

@@ -18,6 +18,7 @@ from compress.kv.attach import attach
 from compress.kv.policy import cache_method
 from compress.linear import CompressedLinear, replace
 from compress.walk.experts import split_experts
+from compress.walk.offload import AwayLinear
 
 LAYOUT = "workbench.json"  # which linear is stored how; beside transformers' config.json
 # 1: `version` in its place, one file of weights, no checksums, no transforms, no methods of the cache.
@@ -25,13 +26,17 @@ FORMAT_VERSION = 2
 COMPUTED = "computed:"  # before the names of buffers that are not part of the state dict
 
 
-def load_compressed(path: str | Path, *, device: str = "cpu", caches: bool = True) -> nn.Module:
+def load_compressed(
+    path: str | Path, *, dtype: torch.dtype | None = None, device: str = "cpu", caches: bool = True
+) -> nn.Module:
     """The compressed model: a transformers model with its linears stored small, in evaluation mode.
 
     Its tokenizer, if one was saved, loads from the same folder with `AutoTokenizer.from_pretrained`. Every file is
     compared with its checksum first.
 
     Args:
+        dtype: of activations and of the weights that are not compressed; None: as they were saved. What the model
+            computes when it is made (rotary frequencies) keeps its own.
         caches: attach the KV policy and the KV storage of the recipe, so that `generate` keeps its cache by them.
 
     Raises:
@@ -49,9 +54,7 @@ def load_compressed(path: str | Path, *, device: str = "cpu", caches: bool = Tru
     tensors = {name: t if t.data_ptr() % 64 == 0 else t.clone() for name, t in Shards(path).all().items()}
     for name, spec in layout["linears"].items():
         replace(model, name, CompressedLinear.from_tensors(spec, _taken(tensors, f"{name}."), dtype_of(layout)))
-    for name in [key for key in tensors if key.startswith(COMPUTED)]:
-        owner, _, buffer = name.removeprefix(COMPUTED).rpartition(".")
-        model.get_submodule(owner).register_buffer(buffer, tensors.pop(name), persistent=False)
+    computed = _taken(tensors, COMPUTED)
     missing, unexpected = model.load_state_dict(tensors, strict=False, assign=True)
     model.tie_weights()
     empty = [name for name, p in model.named_parameters() if p.is_meta]
@@ -62,11 +65,32 @@ def load_compressed(path: str | Path, *, device: str = "cpu", caches: bool = Tru
     if (path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(path)
     model.name_or_path = str(path)
+    if dtype is not None:
+        model.to(dtype)
+    for name, tensor in computed.items():
+        owner, _, buffer = name.rpartition(".")
+        model.get_submodule(owner).register_buffer(buffer, tensor, persistent=False)
     model = model.eval().requires_grad_(False).to(device)
     methods = [cache_method(one["method"], one["knobs"]) for one in layout["caches"]] if caches else []
     if methods:
         attach(model, methods)
     return model
+
+
+def load_outline(path: Path) -> nn.Module:
+    """The compressed model of a folder without its weights: on the meta device, its linears with what they store.
+
+    Raises:
+        ValueError: as `load_compressed` does; of the files only the sizes are compared.
+    """
+    if (path / CHECKSUMS).is_file():
+        check_files(path, content=False)
+    layout = read_layout(path)
+    model = empty_model(path, layout)
+    for name, spec in layout["linears"].items():
+        replace(model, name, AwayLinear(spec, dtype_of(layout)))
+    model.to("meta").tie_weights()
+    return model.eval()
 
 
 def read_layout(path: Path) -> dict[str, Any]:

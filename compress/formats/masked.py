@@ -39,6 +39,13 @@ def masked_like_spec(before: list[dict[str, Any]], parts: list[dict[str, Any]], 
     return [masked_spec(parts[0], gone, two_of_four=before[0]["format"] == Sparse24Weight.name)]
 
 
+def holds_floats(part: dict[str, Any]) -> bool:
+    """Whether a part that `Format.spec()` describes stores weights as floats, with or without zeros, and no codes."""
+    if part["format"] == Sparse24Weight.name:
+        return part["values"]["format"] == Dense.name
+    return part["format"] == Dense.name or part["format"] == Bitmap.name and part["bits"] is None
+
+
 def kept_of(parts: Sequence[Format]) -> Tensor | None:
     """Mask [out, in] of the weights that pruning left in a stored weight; None if it was not pruned."""
     if len(parts) != 1:

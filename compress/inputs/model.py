@@ -17,6 +17,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from compress.checkpoint.checksums import CHECKSUMS, check_files
 from compress.checkpoint.interop.foreign import can_read, load_quantized, quantization_of
 from compress.checkpoint.load import LAYOUT, load_compressed
 from compress.checkpoint.on_disk import load_compressed_on_disk
@@ -114,11 +115,11 @@ def _from_folder(folder: str, dtype: torch.dtype, disk: tuple[str, str | Path] |
         ValueError: the file lacks a weight of the model, or holds one that the model has no place for.
     """
     if (Path(folder) / LAYOUT).is_file():
-        return (
-            load_compressed_on_disk(Path(folder), dtype, home=disk[0], offload_path=disk[1])
-            if disk
-            else load_compressed(folder).to(dtype)
-        )
+        if disk is not None:
+            return load_compressed_on_disk(Path(folder), dtype, home=disk[0], offload_path=disk[1])
+        return load_compressed(folder, dtype=dtype)
+    if (Path(folder) / CHECKSUMS).is_file():
+        check_files(Path(folder))
     if can_read(quantization_of(Path(folder))):
         if disk is not None:
             raise ValueError("`weights` (='disk') is for models that are not quantised; weights='memory' would do")

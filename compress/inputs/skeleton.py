@@ -11,8 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from compress.checkpoint.checksums import CHECKSUMS, check_files
-from compress.checkpoint.load import LAYOUT, empty_model, read_layout
+from compress.checkpoint.load import LAYOUT, load_outline
 from compress.inputs.embedded import gguf_file
 from compress.inputs.gguf import converted_folder
 from compress.inputs.model import decoder_config, located, tiny_config
@@ -21,7 +20,7 @@ from kernels.errors import first_line
 
 @cache
 def skeleton(model_name: str) -> nn.Module:
-    """The model on the meta device, shapes without weights; of a folder that this workbench saved, before compression.
+    """The model on the meta device, shapes without weights; what is stored compressed says how.
 
     Raises:
         ValueError: the model is not there, is not a decoder, or a file of it is damaged.
@@ -43,9 +42,7 @@ def skeleton(model_name: str) -> nn.Module:
 
 def _saved_skeleton(model_name: str, folder: Path) -> nn.Module:
     try:
-        if (folder / CHECKSUMS).is_file():
-            check_files(folder, content=False)
-        return empty_model(folder, read_layout(folder))
+        return load_outline(folder)
     except ValueError as error:
         raise ValueError(str(error).replace("`path` (=", "`model_name` (=")) from error
 

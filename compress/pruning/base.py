@@ -136,6 +136,9 @@ class PruningMethod(LayerwiseMethod):
     def stores(self, shape: tuple[int, int]) -> list[dict[str, Any]]:
         return [masked_spec(self.plain(shape), self.zeros, two_of_four=self.pattern == "2:4")]
 
+    def takes(self, parts: list[dict[str, Any]]) -> bool:
+        return all(part["format"] == Dense.name for part in parts)
+
     def plain(self, shape: tuple[int, int]) -> dict[str, Any]:
         """How a weight [out, in] would be stored with its zeros, as `Format.spec()` describes it."""
         return Dense.spec_of(shape)

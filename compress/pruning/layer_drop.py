@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from compress.dropped import drop_block, drop_part, parts_of
-from compress.linear import replace
+from compress.linear import parameter_count, replace
 from compress.method import Method, knob
 from compress.records import DropRecord
 from compress.walk.blocks import find_blocks
@@ -130,17 +130,13 @@ class LayerDrop(Method):
             measured.remove(least)
             index = numbers.index(least.block)
             if least.kind == "block":
-                size = sum(p.numel() for p in blocks[index].parameters())
+                size = parameter_count(blocks[index])
                 drop_block(model, index)
                 del numbers[index]
             else:
-                size = sum(
-                    p.numel()
-                    for name in parts_of(blocks[index])[least.kind]
-                    for p in blocks[index].get_submodule(name).parameters()
-                )
-                with on_device(blocks[index], device):
-                    drop_part(blocks[index], least.kind, outputs_of(blocks[index], calls[0], index, device))
+                names = parts_of(blocks[index])[least.kind]
+                size = sum(parameter_count(blocks[index].get_submodule(name)) for name in names)
+                drop_part(blocks[index], least.kind, outputs_of(blocks[index], calls[0], index, device))
             records.append(dataclasses.replace(least, order=step + 1, parameters=size))
         return sorted([*records, *measured], key=lambda r: (r.block, r.kind))
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from compress.linear import weight_of
+from compress.linear import CompressedLinear, is_linear, weight_of
 from compress.method import Method, knob
 from compress.records import FoldRecord
 from compress.walk.blocks import find_blocks
@@ -103,6 +103,12 @@ class FoldingMethod(Method):
         Raises:
             ValueError: nothing can be scaled, or not what `layers` asks for.
         """
+        linears = [module for module in find_blocks(model)[1].modules() if is_linear(module)]
+        if linears and all(isinstance(module, CompressedLinear) for module in linears):
+            raise ValueError(
+                f"`model` holds every linear of its blocks compressed already, so that {self.name} can fold nothing "
+                "into them: start from the model before that compression"
+            )
         found, reasons = find_links(model)
         for link in (link for block in found for link in block):
             reasons |= dict.fromkeys(link.consumers, self.leaves(link))

@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from compress.formats import Format
+from compress.formats.masked import holds_floats
+from compress.linear import compressed_linears
 from compress.method import Method, knob
 from compress.records import LayerRecord
 from compress.walk.blocks import check_experts, targets
@@ -69,6 +71,21 @@ class LayerwiseMethod(Method):
             raise ValueError(f"`skip` (={self.skip!r}) of {self.name} leaves no linear of this model to compress")
         for name, shape in shapes.items():
             self.check_layer(name, shape)
+        for name, linear in compressed_linears(model).items():
+            if name in shapes and not self.takes(linear.spec()["parts"]):
+                stored = " + ".join(part["format"] for part in linear.spec()["parts"])
+                raise ValueError(
+                    f"`model` holds {name} compressed already ({stored}), and {self} cannot take what is stored: start "
+                    f"from the model before that compression, or leave the linear out with `skip` of {self.name}"
+                )
+
+    def takes(self, parts: list[dict[str, Any]]) -> bool:
+        """Whether the method can go on from a weight that a model holds compressed when the recipe starts.
+
+        Args:
+            parts: as `Format.spec()` describes each; here: only floats can be compressed further.
+        """
+        return all(map(holds_floats, parts))
 
     def check_layer(self, name: str, shape: tuple[int, int]) -> None:
         """Raise ValueError, before any work, if a weight [out, in] cannot be stored as the knobs ask."""

@@ -20,6 +20,16 @@ def size(model: nn.Module) -> Size:
     return Size(_bytes(model.state_dict()), _bytes(resident))
 
 
+def parameter_count(model: nn.Module) -> int:
+    """Parameters of a model. A linear that stores its weight in another form counts by its shape: it is no nn.Linear,
+    and says its `bits_per_weight`."""
+    stored = [module for module in model.modules() if hasattr(type(module), "bits_per_weight")]
+    linears = [module for module in stored if hasattr(module, "in_features")]
+    biases = sum(linear.bias.numel() for linear in linears if linear.bias is not None)
+    weights = sum(linear.in_features * linear.out_features for linear in linears)
+    return weights + biases + sum(p.numel() for p in model.parameters())
+
+
 def bits_per_weight(stored_bytes: int, parameters: int) -> float:
     """Stored bits per parameter of the uncompressed model: everything counts, embeddings and scales too."""
     return 8 * stored_bytes / parameters
