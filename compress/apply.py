@@ -128,6 +128,7 @@ def _apply(
         "name": getattr(model, "name_or_path", "") or type(model).__name__,
         "weights_sha256": weights_sha256(model),
         "parameters": parameter_count(model),
+        **getattr(model, "made_by", {}),
     }
     for method in recipe:
         method.check(model)

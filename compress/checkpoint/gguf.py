@@ -73,6 +73,7 @@ class GGUF(SaveFormat):
     readers: ClassVar[str] = "llama.cpp, transformers"
 
     snippet: ClassVar[str] = SNIPPET
+    library: ClassVar[str] = "gguf"
 
     def problem(self, linear: dict[str, Any]) -> str:
         # Codes that fit no type are written in 16 bits; `verify` says what that costs.

@@ -12,6 +12,7 @@ from transformers import AutoConfig, GenerationConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from compress.checkpoint.checksums import CHECKSUMS, check_files
+from compress.checkpoint.save_format import STORY, Story
 from compress.checkpoint.shards import Shards
 from compress.dropped import Dropped
 from compress.kv.attach import attach
@@ -65,6 +66,9 @@ def load_compressed(
     if (path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(path)
     model.name_or_path = str(path)
+    if (path / STORY).is_file():
+        story = Story.read(path)
+        model.made_by = {"compressed_before": {"recipe": story.recipe, "model": story.model}}
     if dtype is not None:
         model.to(dtype)
     for name, tensor in computed.items():

@@ -4,23 +4,26 @@ import json
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from compress.checkpoint.card import write_card
 from compress.checkpoint.checksums import write_checksums
 from compress.checkpoint.compressed_tensors import CompressedTensors
 from compress.checkpoint.gguf import GGUF
 from compress.checkpoint.gptq import GPTQFormat
 from compress.checkpoint.load import load_compressed
-from compress.checkpoint.save_format import STORY, Checkpoint, SaveFormat, Story
+from compress.checkpoint.save_format import STORY, Checkpoint, SaveFormat, Story, Verification
 from compress.checkpoint.shards import SHARD_BYTES
 from compress.checkpoint.space import room_for, weight_bytes
 from compress.checkpoint.workbench import Workbench
+from compress.kv.attach import attached_methods
 from compress.linear import compressed_linears
 from compress.result import Result
 from compress.walk.offload import is_offloaded
@@ -70,7 +73,9 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, save_format: str)
             writer.write(checkpoint, part)
             (part / STORY).write_text(json.dumps(asdict(checkpoint.story), indent=1))
             write_checksums(part)
-        writer.verify(checkpoint, part).write(part)
+        verification = _with_caches(writer, checkpoint, writer.verify(checkpoint, part))
+        verification.write(part)
+        write_card(checkpoint, writer, verification, part, title=path.name)
         part.chmod(0o755)
         for file in part.iterdir():
             file.chmod(0o644)  # safetensors lets nobody else read its files
@@ -78,6 +83,16 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, save_format: str)
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return path
+
+
+def _with_caches(writer: SaveFormat, checkpoint: Checkpoint, verification: Verification) -> Verification:
+    """The verification, with a remark if methods of the cache are not part of the format; a warning says it too."""
+    methods = ", ".join(map(str, attached_methods(checkpoint.model)))
+    if writer.holds_caches or not methods:
+        return verification
+    remark = f"{writer.name} checkpoints hold no methods of the KV cache: {methods} is not part of this one"
+    warnings.warn(remark, stacklevel=4)
+    return replace(verification, remarks=(*verification.remarks, remark))
 
 
 def export_checkpoint(source_folder: str | Path, target_folder: str | Path, save_format: str) -> Path:

@@ -107,6 +107,7 @@ class SaveFormat:
         readers: what loads it, for messages and model cards: "transformers, vLLM".
         snippet: how to load it, for the model card: Markdown, a fenced block of about three lines for each reader, in
             which PATH stands for the folder.
+        library: what hubs take for the model's library, in the front matter of the card.
         holds_caches: whether the KV policies of a recipe travel with the checkpoint. Where they do not, the caller of
             `write` says so in the card and in a warning; a format need not.
         takes_disk: whether it writes models whose weights lie on disk, block by block.
@@ -115,6 +116,7 @@ class SaveFormat:
     name: ClassVar[str]
     readers: ClassVar[str]
     snippet: ClassVar[str] = ""
+    library: ClassVar[str] = "transformers"
     holds_caches: ClassVar[bool] = False
     takes_disk: ClassVar[bool] = False
 

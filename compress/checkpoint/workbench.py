@@ -24,6 +24,7 @@ class Workbench(SaveFormat):
 
     name: ClassVar[str] = "workbench"
     readers: ClassVar[str] = "this workbench"
+    library: ClassVar[str] = "model-compression-workbench"
     holds_caches: ClassVar[bool] = True
     takes_disk: ClassVar[bool] = True
     snippet: ClassVar[str] = """

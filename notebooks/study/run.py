@@ -17,6 +17,7 @@ from IPython import get_ipython
 from transformers import PreTrainedTokenizerBase
 
 from compress import Method, Result, save_compressed
+from compress.checkpoint.card import add_scores
 from compress.checkpoint.fits import check_save_format
 from compress.checkpoint.save import format_named
 from compress.inputs.skeleton import skeleton
@@ -122,6 +123,7 @@ class Run:
         """Put record and scores beside a saved model and write the manifest, once model and record are there."""
         for folder in self._models if self._record else ():
             write_record(self._record, folder / "record.json")
+            add_scores(folder, self._record)
             if not os.environ.get(KEY):  # in a batch run the worker does it
                 seal(folder, {"key": self.info.key, SAVE_FORMAT: self.save_format})
 

@@ -1,0 +1,244 @@
+"""The model card of a checkpoint: `README.md` with the front matter that hubs read."""
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from compress.checkpoint.save_format import Checkpoint, SaveFormat, Verification
+from compress.dropped import dropped_parts
+from compress.inputs.embedded import EMBEDDED, gguf_file
+from compress.linear import compressed_linears
+
+CARD = "README.md"
+LICENSE = "The license of the base model applies."
+_SCORES = "## Scores\n"
+_NO_SCORES = "The run that made this checkpoint recorded no scores.\n"
+_REPEAT = "## How to make it again\n"
+# What is added to the reasons of `compress.walk.blocks.kept_weights`, by a word in them.
+_MORE = {
+    "outside the blocks": "methods take the linears inside the blocks, and the head's rounding would reach every logit",
+    "Embedding": "it is looked up, not multiplied, and no method of the recipe takes it",
+    "Router": "rounding it would send tokens to other experts",
+    "routes tokens": "rounding it would send them to other experts",
+    "Norm": "a vector, next to nothing in bytes",
+}
+_HEAD_BYTES = 1 << 16  # of a GGUF file: enough for what it says of itself in general
+_LICENSE_KEY = b"general.license"
+
+
+def write_card(
+    checkpoint: Checkpoint, save_format: SaveFormat, verification: Verification, folder: Path, *, title: str
+) -> None:
+    """Write the card of a checkpoint that has been written and verified.
+
+    Args:
+        folder: which holds the checkpoint. title: the name of the folder that it will have.
+    """
+    story, model = checkpoint.story, checkpoint.model
+    base, recipe = _base_name(story.model["name"]), ", ".join(_call(**one) for one in story.recipe)
+    front = _front_matter(checkpoint, save_format)
+    stored = sum(file.stat().st_size for file in folder.iterdir() if file.suffix in (".safetensors", ".gguf"))
+    dtype = str(model.dtype).removeprefix("torch.")
+    sections = [
+        f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n",
+        f"# {title}\n",
+        f"`{base}`, compressed by `{', '.join(one['method'] for one in story.recipe)}`, in the format "
+        f"`{save_format.name}`, which {save_format.readers} loads. Weight files: {stored / 1e6:,.1f} MB; what is "
+        f"not compressed is in {dtype}. {'' if 'license' in front else LICENSE}".rstrip()
+        + "\n",
+        f"## How to load it\n\n{save_format.snippet.strip().replace('PATH', title)}\n",
+        f"## Method\n\n{_methods(story.recipe)}\n{_calibration(story.calibration)}\n{_earlier(story.model)}",
+        f"## What was done to each weight\n\n{_weights(checkpoint)}",
+        f"{_SCORES}\n{_NO_SCORES}",
+        f"{_REPEAT}\n{_python(story.model['name'], recipe, story.calibration, save_format.name)}",
+        f"## Verified\n\n{_verified(verification)}",
+    ]
+    (folder / CARD).write_text("\n".join(sections), encoding="utf-8")
+
+
+def add_scores(folder: Path, record: Mapping[str, Any]) -> None:
+    """Put the scores of a run record, and the command that repeats the run, into the card of a checkpoint.
+
+    A card that its owner has written anew, without these sections, stays as it is.
+    """
+    path = folder / CARD
+    if not path.is_file():
+        return
+    text = path.read_text(encoding="utf-8")
+    scores = record.get("scores") or {}
+    if table := _score_table(scores.get("baseline") or {}, scores.get("compressed") or {}):
+        text = _with_section(text, _SCORES, table)
+    if command := (record.get("provenance") or {}).get("command"):
+        commit = (record.get("provenance") or {}).get("commit")
+        where = f", at commit `{commit}`," if commit else ""
+        repeated = f"In a checkout of the workbench{where} this command repeats the run:\n\n```sh\n{command}\n```\n"
+        text = _with_section(text, _REPEAT, repeated)
+    path.write_text(text, encoding="utf-8")
+
+
+def _with_section(text: str, heading: str, content: str) -> str:
+    start = text.find(heading)
+    if start < 0:
+        return text
+    end = text.find("\n## ", start + len(heading))
+    return f"{text[:start]}{heading}\n{content}{text[end:] if end >= 0 else ''}"
+
+
+def _score_table(baseline: Mapping[str, Any], compressed: Mapping[str, Any]) -> str:
+    metrics = [name for name in {**baseline, **compressed} if not name.endswith("_stderr")]
+    if not metrics:
+        return ""
+    rows = [f"| {name} | {_value(baseline, name)} | {_value(compressed, name)} |" for name in metrics]
+    head = "| metric | base model | this checkpoint |\n|---|---|---|\n"
+    note = "Numbers after ± are standard errors. Speeds and memory are those of the machine that `record.json` names.\n"
+    return head + "\n".join(rows) + f"\n\n{note}"
+
+
+def _value(scores: Mapping[str, Any], name: str) -> str:
+    value, error = scores.get(name), scores.get(f"{name}_stderr")
+    if not isinstance(value, int | float):
+        return "–"
+    shown = f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
+    return f"{shown} ± {error:.2g}" if isinstance(error, int | float) else shown
+
+
+def _front_matter(checkpoint: Checkpoint, save_format: SaveFormat) -> dict[str, Any]:
+    story = checkpoint.story
+    front: dict[str, Any] = {}
+    if is_hub_id(story.model["name"]):
+        front |= {"base_model": story.model["name"], "base_model_relation": "quantized"}
+    if known := license_of(story.model["name"]):
+        front["license"] = known
+    parts = [part for linear in compressed_linears(checkpoint.model).values() for part in linear.spec()["parts"]]
+    bits = sorted({f"{part['bits']}-bit" for part in parts if part.get("bits")})
+    methods = [one["method"].replace("_", "-") for one in story.recipe]
+    tags = ["compressed", *methods, *bits, save_format.name, checkpoint.model.config.model_type]
+    return front | {
+        "library_name": save_format.library,
+        "pipeline_tag": "text-generation",
+        "tags": list(dict.fromkeys(tags)),
+    }
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a model's name is that of a repository of a hub, and not a folder or a package."""
+    return re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) is not None and not Path(name).exists()
+
+
+def license_of(model_name: str) -> str:
+    """The license that a local model's card or a GGUF file names; "" where it is not known."""
+    folder = Path(model_name).expanduser()
+    if (folder / CARD).is_file():
+        front = re.match(r"---\n(.*?)\n---", (folder / CARD).read_text(encoding="utf-8", errors="replace"), re.DOTALL)
+        found = re.search(r"^license: *([\w.+-]+) *$", front[1], re.MULTILINE) if front else None
+        return found[1] if found else ""
+    try:
+        path = gguf_file(model_name) if model_name in EMBEDDED or folder.is_file() else None
+    except ValueError:  # its package is gone
+        return ""
+    if path is None:
+        return ""
+    with path.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+    start = head.find(_LICENSE_KEY) + len(_LICENSE_KEY)
+    if start < len(_LICENSE_KEY) or int.from_bytes(head[start : start + 4], "little") != 8:  # 8: a string
+        return ""
+    length = int.from_bytes(head[start + 4 : start + 12], "little")
+    return head[start + 12 : start + 12 + length].decode(errors="replace")
+
+
+def _base_name(name: str) -> str:
+    """A model's name without the folders of the machine on which it lay."""
+    return name if is_hub_id(name) else Path(name).name
+
+
+def _call(method: str, knobs: Mapping[str, Any]) -> str:
+    return f"{method}({', '.join(f'{name}={value!r}' for name, value in knobs.items())})"
+
+
+def _methods(recipe: Sequence[Mapping[str, Any]]) -> str:
+    rows = (
+        f"| {one['method']} | {', '.join(f'{name}={value!r}' for name, value in one['knobs'].items())} |"
+        for one in recipe
+    )
+    return "| method, in order | knobs |\n|---|---|\n" + "\n".join(rows) + "\n"
+
+
+def _calibration(calibration: Mapping[str, Any] | None) -> str:
+    if calibration is None:
+        return "No calibration text was used.\n"
+    corpus = calibration["corpus"]
+    text = f"`{_base_name(corpus)}`, seed {calibration['seed']}" if corpus else "tokens that the caller gave"
+    return (
+        f"Calibration: {calibration['samples']} samples of {calibration['seqlen']} tokens, {text}; sha256 of the "
+        f"tokens: `{calibration['sha256']}`.\n"
+    )
+
+
+def _earlier(identity: Mapping[str, Any]) -> str:
+    """What had been done to the model before this recipe."""
+    earlier = identity.get("compressed_before")
+    if not earlier:
+        return ""
+    recipe = ", ".join(_call(**one) for one in earlier["recipe"])
+    return f"The model had been compressed before: `{_base_name(earlier['model']['name'])}` by `{recipe}`.\n"
+
+
+def _weights(checkpoint: Checkpoint) -> str:
+    story = checkpoint.story
+    rows: dict[tuple[str, str], list[tuple[str, int]]] = defaultdict(list)
+    for layer in story.layers:
+        size = layer["shape"][0] * layer["shape"][1]
+        rows[(f"compressed: {layer['format']}, {layer['bits_per_weight']:.2f} bits per weight", "")].append(
+            (layer["name"], size)
+        )
+    for kept in story.kept:
+        size = 1
+        for length in kept["shape"]:
+            size *= length
+        rows[("kept", _why(kept["reason"]))].append((kept["name"], size))
+    text = "| weights | parameters | what was done | why |\n|---|---|---|---|\n"
+    for (done, why), members in rows.items():
+        names = f"{len(members)}, such as `{members[0][0]}`" if len(members) > 1 else f"`{members[0][0]}`"
+        text += f"| {names} | {sum(size for _, size in members):,} | {done} | {why} |\n"
+    if getattr(checkpoint.model.config, "tie_word_embeddings", False):
+        text += "\nThe output head shares the weight of the embedding.\n"
+    if gone := [drop["name"] for drop in story.drops if drop["order"]] or list(dropped_parts(checkpoint.model)):
+        text += f"\nDropped: {', '.join(f'`{name}`' for name in gone)}.\n"
+    return text
+
+
+def _why(reason: str) -> str:
+    """Why a weight was kept, for a reader who does not know how the methods choose."""
+    more = next((text for word, text in _MORE.items() if word in reason), "")
+    return f"{reason}; {more}" if more else reason
+
+
+def _python(name: str, recipe: str, calibration: Mapping[str, Any] | None, save_format: str) -> str:
+    known = calibration is not None and calibration["corpus"]
+    settings = ("corpus", "samples", "seqlen", "seed")
+    given = ", ".join(f"{key}={calibration[key]!r}" for key in settings) if known else ""
+    batches = f"calibration(tokenizer, {given})" if known else "[]" if calibration is None else "..."
+    return f"""```python
+from compress import apply, calibration, load_model, save_compressed
+from compress.recipe import parse_recipe
+
+model, tokenizer = load_model({_base_name(name)!r})
+batches = {batches}
+result = apply(parse_recipe({recipe!r}), model, batches)
+save_compressed(result, "out", tokenizer, save_format={save_format!r})
+```
+"""
+
+
+def _verified(verification: Verification) -> str:
+    remarks = "".join(f"- {remark}\n" for remark in verification.remarks)
+    return (
+        f"Before this checkpoint was called saved, it was loaded again with {verification.reader} and compared with "
+        f"the model in memory: the largest difference of a logit was {verification.largest_difference:.3g}.\n"
+        + (f"\n{remarks}" if remarks else "")
+    )
