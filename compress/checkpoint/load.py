@@ -66,9 +66,7 @@ def load_compressed(
     if (path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(path)
     model.name_or_path = str(path)
-    if (path / STORY).is_file():
-        story = Story.read(path)
-        model.made_by = {"compressed_before": {"recipe": story.recipe, "model": story.model}}
+    remember_story(model, path)
     if dtype is not None:
         model.to(dtype)
     for name, tensor in computed.items():
@@ -132,6 +130,13 @@ def empty_model(path: Path, layout: dict[str, Any]) -> nn.Module:
         for name, spec in layout["dropped"].items():
             replace(model, name, Dropped(**spec))
     return model
+
+
+def remember_story(model: nn.Module, path: Path) -> None:
+    """Keep with a model what had been done to it, so that the story of what it becomes says so."""
+    if (path / STORY).is_file():
+        story = Story.read(path)
+        model.made_by = {"compressed_before": {"recipe": story.recipe, "model": story.model}}
 
 
 def dtype_of(layout: dict[str, Any]) -> torch.dtype:

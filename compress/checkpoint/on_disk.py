@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from compress.checkpoint.checksums import CHECKSUMS, check_files
-from compress.checkpoint.load import COMPUTED, dtype_of, empty_model, read_layout
+from compress.checkpoint.load import COMPUTED, dtype_of, empty_model, read_layout, remember_story
 from compress.checkpoint.shards import INDEX, ONE_FILE, SHARD_BYTES
 from compress.kv.attach import attach
 from compress.kv.policy import cache_method
@@ -85,6 +85,7 @@ def load_compressed_on_disk(
         model.generation_config = GenerationConfig.from_pretrained(folder)
     offload(model, tied | state, home=home, folder=WorkFolder(offload_path))
     model.name_or_path = str(folder)
+    remember_story(model, folder)
     model.eval().requires_grad_(False)
     if caches := [cache_method(one["method"], one["knobs"]) for one in layout["caches"]]:
         attach(model, caches)
