@@ -103,7 +103,9 @@ def _value(scores: Mapping[str, Any], name: str) -> str:
     if not isinstance(value, int | float):
         return "–"
     shown = f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
-    return f"{shown} ± {error:.2g}" if isinstance(error, int | float) else shown
+    if not isinstance(error, int | float):
+        return shown
+    return f"{shown} ± {error:,.0f}" if error >= 10 else f"{shown} ± {error:.2g}"
 
 
 def _front_matter(checkpoint: Checkpoint, save_format: SaveFormat) -> dict[str, Any]:
@@ -114,6 +116,7 @@ def _front_matter(checkpoint: Checkpoint, save_format: SaveFormat) -> dict[str, 
     if known := license_of(story.model["name"]):
         front["license"] = known
     parts = [part for linear in compressed_linears(checkpoint.model).values() for part in linear.spec()["parts"]]
+    parts += [part[inner] for part in parts for inner in ("values", "inner") if inner in part]
     bits = sorted({f"{part['bits']}-bit" for part in parts if part.get("bits")})
     methods = [one["method"].replace("_", "-") for one in story.recipe]
     tags = ["compressed", *methods, *bits, save_format.name, checkpoint.model.config.model_type]
@@ -185,7 +188,8 @@ def _earlier(identity: Mapping[str, Any]) -> str:
     if not earlier:
         return ""
     recipe = ", ".join(_call(**one) for one in earlier["recipe"])
-    return f"The model had been compressed before: `{_base_name(earlier['model']['name'])}` by `{recipe}`.\n"
+    made = f"`{_base_name(identity['name'])}` is `{_base_name(earlier['model']['name'])}`, compressed by `{recipe}`.\n"
+    return f"{made}{_earlier(earlier['model'])}"
 
 
 def _weights(checkpoint: Checkpoint) -> str:

@@ -91,6 +91,7 @@ def load_outline(path: Path) -> nn.Module:
     model = empty_model(path, layout)
     for name, spec in layout["linears"].items():
         replace(model, name, AwayLinear(spec, dtype_of(layout)))
+    remember_story(model, path)
     model.to("meta").tie_weights()
     return model.eval()
 

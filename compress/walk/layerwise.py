@@ -74,9 +74,11 @@ class LayerwiseMethod(Method):
         for name, linear in compressed_linears(model).items():
             if name in shapes and not self.takes(linear.spec()["parts"]):
                 stored = " + ".join(part["format"] for part in linear.spec()["parts"])
+                earlier = getattr(model, "made_by", {}).get("compressed_before", {}).get("model", {}).get("name")
                 raise ValueError(
                     f"`model` holds {name} compressed already ({stored}), and {self} cannot take what is stored: start "
-                    f"from the model before that compression, or leave the linear out with `skip` of {self.name}"
+                    f"from the model before that compression{f' ({earlier})' if earlier else ''}, or leave the linear "
+                    f"out with `skip` of {self.name}"
                 )
 
     def takes(self, parts: list[dict[str, Any]]) -> bool:
