@@ -20,8 +20,7 @@ from compress.checkpoint.gguf import GGUF
 from compress.checkpoint.gptq import GPTQFormat
 from compress.checkpoint.load import load_compressed
 from compress.checkpoint.save_format import STORY, Checkpoint, SaveFormat, Story, Verification
-from compress.checkpoint.shards import SHARD_BYTES
-from compress.checkpoint.space import room_for, weight_bytes
+from compress.checkpoint.shards import SHARD_BYTES, room_for, weight_bytes
 from compress.checkpoint.workbench import Workbench
 from compress.kv.attach import attached_methods
 from compress.linear import compressed_linears

@@ -1,16 +1,22 @@
-"""Weights in safetensors files of at most 5 GB, with the index that transformers and vLLM read."""
+"""Weights in safetensors files of at most 5 GB, with the index that transformers and vLLM read; room on the disk."""
 
+import errno
 import json
-from collections.abc import Iterable
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
+
+from kernels.errors import first_line
 
 SHARD_BYTES = 5_000_000_000  # what hubs and transformers take for the size of a file
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room, a quota, a limit on the size of files
 
 
 def write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path, *, shard_bytes: int = SHARD_BYTES) -> None:
@@ -92,3 +98,39 @@ def _own_copy(tensor: Tensor) -> Tensor:
 def total_bytes(folder: Path) -> int:
     """Bytes of all weight files of a folder."""
     return sum(file.stat().st_size for file in folder.glob("model*.safetensors"))
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of everything that a model stores, each shared tensor once."""
+    state = model.state_dict().items()
+    tensors = {name if t.is_meta or not t.numel() else (t.data_ptr(), t.shape): t for name, t in state}
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+@contextmanager
+def room_for(needed: int, path: Path) -> Iterator[None]:
+    """Run a block that writes `needed` bytes into the folder of `path`.
+
+    Raises:
+        OSError: there is not enough room, before the block is entered or while it writes; the message says how many
+            bytes are needed and how many are free.
+    """
+    free = shutil.disk_usage(path.parent).free
+    if free < needed:
+        raise _full(path, needed, free)
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        # safetensors raises an error of its own, which says the system's error number in its text only.
+        full = any(f"(os error {number})" in str(error) for number in FULL)
+        if full or isinstance(error, OSError) and error.errno in FULL:
+            raise _full(path, needed, shutil.disk_usage(path.parent).free, f" ({first_line(error)})") from error
+        raise
+
+
+def _full(path: Path, needed: int, free: int, why: str = "") -> OSError:
+    return OSError(
+        errno.ENOSPC,
+        f"`path` (={str(path)!r}) needs {needed} bytes ({needed / 1e9:.2f} GB), and its disk has {free} free "
+        f"({free / 1e9:.2f} GB){why}: make room, or name a folder on another disk",
+    )

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from compress import METHODS, apply, load_compressed, save_compressed
-from compress.checkpoint import shards, space
+from compress.checkpoint import shards
 from compress.checkpoint.checksums import write_checksums
 from compress.checkpoint.load import FORMAT_VERSION
 from compress.checkpoint.save import export_checkpoint
@@ -225,7 +225,7 @@ def test_a_full_disk_is_said_with_numbers_and_leaves_nothing(tiny, tmp_path, mon
             with pytest.raises(OSError, match=rf"needs {needed} bytes .* has \d+ free") as raised:
                 save_compressed(result, tmp_path / "out")
         assert raised.value.errno == errno.ENOSPC and not list(tmp_path.iterdir())
-    monkeypatch.setattr(space.shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1))
+    monkeypatch.setattr(shards.shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1))
     with pytest.raises(OSError, match=f"needs {needed} bytes .* has {needed - 1} free"):
         save_compressed(result, tmp_path / "out")
     assert not list(tmp_path.iterdir())
