@@ -7,12 +7,13 @@ in a file.
 import json
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import gguf
 from gguf import GGUFValueType, TokenType
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 _CASES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -30,6 +31,8 @@ _EXPRESSIONS = {
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _SPECIAL = {"bos_token_id": "bos", "eos_token_id": "eos", "unk_token_id": "unknown", "pad_token_id": "padding"}
 
+Fields = dict[str, tuple[Any, GGUFValueType, GGUFValueType | None]]
+
 
 @dataclass(frozen=True)
 class Vocabulary:
@@ -40,7 +43,7 @@ class Vocabulary:
         remarks: what a user must know of it.
     """
 
-    fields: dict[str, tuple[Any, GGUFValueType, GGUFValueType | None]]
+    fields: Fields
     remarks: tuple[str, ...] = ()
 
     def write(self, writer: gguf.GGUFWriter) -> None:
@@ -48,44 +51,45 @@ class Vocabulary:
             writer.add_key_value(key, value, kind, inner)
 
 
-def fields_of(path: Path, prefixes: tuple[str, ...]) -> dict[str, tuple[Any, GGUFValueType, GGUFValueType | None]]:
-    """Fields of a GGUF file whose keys begin so."""
-    fields = gguf.GGUFReader(path).fields
+@lru_cache(maxsize=1)  # the library takes seconds for a vocabulary
+def fields_of(path: Path) -> Fields:
+    """Metadata of a GGUF file that describes the model in general, and its tokenizer."""
     return {
         key: (field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None)
-        for key, field in fields.items()
-        if key.startswith(prefixes)
+        for key, field in gguf.GGUFReader(path).fields.items()
+        if key.startswith(("general.", "tokenizer."))
     }
 
 
 def from_file(path: Path) -> Vocabulary:
     """The tokenizer of another GGUF file."""
-    return Vocabulary(fields_of(path, ("tokenizer.",)))
+    return Vocabulary({key: value for key, value in fields_of(path).items() if key.startswith("tokenizer.")})
 
 
-def none_at_all(reason: str) -> Vocabulary:
+def without_tokens(reason: str, config: PreTrainedConfig) -> Vocabulary:
     """No tokenizer: llama.cpp then takes and gives numbers of tokens only."""
     fields = {"tokenizer.ggml.model": ("none", GGUFValueType.STRING, None)}
+    for key, to in _SPECIAL.items():
+        number = getattr(config, key, None)
+        number = number[0] if isinstance(number, list) else number
+        if number is not None:
+            fields[f"tokenizer.ggml.{to}_token_id"] = (number, GGUFValueType.UINT32, None)
     return Vocabulary(fields, (f"the file holds no tokenizer ({reason}): llama.cpp can only be given token numbers",))
 
 
-def from_transformers(tokenizer: PreTrainedTokenizerBase, rows: int) -> Vocabulary:
-    """A tokenizer of transformers: byte-level BPE, or BPE of SentencePiece.
-
-    Args:
-        rows: of the embedding; numbers without a token are filled up.
-    """
+def from_transformers(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> Vocabulary:
+    """A tokenizer of transformers: byte-level BPE, or BPE of SentencePiece; numbers without a token are filled up."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        return none_at_all(f"{type(tokenizer).__name__} has no tokenizer.json")
+        return without_tokens(f"{type(tokenizer).__name__} has no tokenizer.json", config)
     layout = json.loads(backend.to_str())
     model = layout["model"]
     if model["type"] != "BPE":
-        return none_at_all(f"its model is {model['type']}; BPE can be written")
+        return without_tokens(f"its model is {model['type']}; BPE can be written", config)
     byte_level = "ByteLevel" in _kinds(layout.get("decoder")) or "ByteLevel" in _kinds(layout.get("pre_tokenizer"))
     if not byte_level and not model.get("byte_fallback"):
-        return none_at_all("its BPE works neither on bytes nor falls back on them")
-    tokens, kinds = _tokens(tokenizer, rows)
+        return without_tokens("its BPE works neither on bytes nor falls back on them", config)
+    tokens, kinds = _tokens(tokenizer, config.vocab_size)
     merges = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"]]
     fields: dict[str, Any] = {"model": "gpt2" if byte_level else "llama", "pre": "default"}
     remarks: tuple[str, ...] = ()

@@ -21,7 +21,7 @@ from kernels.lut_matmul import unpack_codebook
 from kernels.w8a8_matmul import to_rows as bytes_to_rows
 
 BLOCK = 32  # weights of a row that share a scale, in each of the types below
-ROUNDING = 2.0**-10  # by which a weight may change, relative to the largest of its block: that of 16-bit floats
+ROUNDING = 2.0**-10  # by which a weight may change, relative to what its block can hold: that of 16-bit floats
 IQ4_NL_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
@@ -58,8 +58,7 @@ class Grid:
 class Encoded(NamedTuple):
     """A weight as GGUF holds it.
 
-    kind: the type. data: what the writer takes, rows first. rounding: the largest change of a weight, relative to the
-    largest magnitude of its block (of its row, where it is stored in 16 or 32 bits).
+    kind: the type. data: what the writer takes, rows first. rounding: as the function says.
     """
 
     kind: GGML
@@ -89,10 +88,9 @@ def encode(W: Tensor, grid: Grid | None, *, keep_zeros: bool = False) -> Encoded
         data = _offset_blocks(grid, kind, high) if offset else _signed_blocks(grid, kind, low, high)
         if data is None:
             continue
-        decoded = gguf.dequantize(data, kind)
-        if keep_zeros and decoded[W.numpy() == 0].any():
+        if keep_zeros and decode(data, kind)[W.numpy() == 0].any():
             continue
-        if (change := rounding(W, decoded, BLOCK)) <= ROUNDING:
+        if (change := rounding(W, data, kind)) <= ROUNDING:
             return Encoded(kind, data, change)
     return encode_floats(W)
 
@@ -104,18 +102,32 @@ def encode_floats(W: Tensor, kinds: Sequence[GGML] = (GGML.F16, GGML.BF16, GGML.
     for kind in kinds:
         with np.errstate(over="ignore"):
             data = gguf.quantize(array, kind)
-        tried.append(Encoded(kind, data, rounding(W, gguf.dequantize(data, kind), W.shape[-1])))
+        tried.append(Encoded(kind, data, rounding(W, data, kind)))
     exact = next((one for one in tried if one.rounding == 0 and one.kind != GGML.F32), None)
     return exact or next((one for one in tried if one.rounding <= ROUNDING), tried[-1])
 
 
-def rounding(W: Tensor, decoded: np.ndarray, width: int) -> float:
-    """Largest change of a weight, relative to the largest magnitude among `width` neighbours of its row."""
-    expected = W.contiguous().numpy().reshape(-1, width)
-    change = np.abs(decoded.reshape(-1, width) - expected).max(-1)
-    largest = np.abs(expected).max(-1)
-    worst = np.where(change == 0, 0, change / np.maximum(largest, np.finfo(np.float32).tiny)).max(initial=0)
-    return float(worst) if np.isfinite(worst) else float("inf")
+def decode(data: np.ndarray, kind: GGML) -> np.ndarray:
+    """What the package `gguf` makes of stored data, in float32."""
+    with np.errstate(invalid="ignore"):  # a scale beyond the reach of 16 bits
+        return gguf.dequantize(data, kind)
+
+
+def rounding(W: Tensor, data: np.ndarray, kind: GGML) -> float:
+    """Largest change of a weight: relative to the range of its block, in floats to the largest weight of its row."""
+    expected = W.contiguous().numpy()
+    change = np.abs(decode(data, kind).reshape(expected.shape) - expected)
+    if kind in _LARGEST:
+        size = gguf.GGML_QUANT_SIZES[kind][1]
+        d = data.reshape(-1, size)[:, :2].copy().view(np.float16).astype(np.float32)[:, 0]
+        change, reach = change.reshape(-1, BLOCK).max(-1), np.abs(d) * _LARGEST[kind]
+    else:
+        width = expected.shape[-1]
+        change, reach = change.reshape(-1, width).max(-1), np.abs(expected.reshape(-1, width)).max(-1)
+    with np.errstate(over="ignore"):
+        relative = np.where(change == 0, 0, change / np.maximum(reach, np.finfo(np.float32).tiny))
+    worst = float(relative.max(initial=0))
+    return worst if np.isfinite(worst) else float("inf")
 
 
 def keeps_zeros(parts: Sequence[Format]) -> bool:
@@ -132,6 +144,7 @@ _TYPES: tuple[tuple[GGML, int, int, bool], ...] = (
     (GGML.Q5_1, 0, 31, True),
     (GGML.Q8_0, -128, 127, False),
 )
+_LARGEST = {kind: max(-low, high) for kind, low, high, _ in _TYPES}
 
 
 def _signed_blocks(grid: Grid, kind: GGML, low: int, high: int) -> np.ndarray | None:
