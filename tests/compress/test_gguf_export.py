@@ -13,10 +13,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from compress import METHODS, Result, apply, save_compressed
-from compress.checkpoint import gguf_models
 from compress.checkpoint.gguf import GGUF
-from compress.checkpoint.gguf_tokenizer import from_transformers
-from compress.checkpoint.gguf_types import IQ4_NL_VALUES, Grid, encode, encode_floats, grid_of
+from compress.checkpoint.gguf import models as gguf_models
+from compress.checkpoint.gguf.tokenizer import from_transformers
+from compress.checkpoint.gguf.types import IQ4_NL_VALUES, Grid, encode, encode_floats, grid_of
 from compress.checkpoint.save_format import Checkpoint, Story
 from compress.formats import CodebookGroup, Dense, EightBit, Format, IntGroup
 from compress.formats.masked import masked

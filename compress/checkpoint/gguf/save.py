@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 
-from compress.checkpoint import gguf_models as models
-from compress.checkpoint.gguf_tokenizer import Vocabulary, fields_of, from_file, from_transformers, without_tokens
-from compress.checkpoint.gguf_types import ROUNDING, Encoded, encode, encode_floats, grid_of, keeps_zeros, rounding
+from compress.checkpoint.gguf import models
+from compress.checkpoint.gguf.tokenizer import Vocabulary, fields_of, from_file, from_transformers, without_tokens
+from compress.checkpoint.gguf.types import ROUNDING, Encoded, encode, encode_floats, grid_of, keeps_zeros, rounding
 from compress.checkpoint.save_format import Checkpoint, SaveFormat, Verification
+from compress.checkpoint.verify import prompts
 from compress.inputs.embedded import gguf_file
 from compress.linear import compressed_linears, replace
 
@@ -66,7 +67,7 @@ class _Tally:
 
 
 class GGUF(SaveFormat):
-    """Holds decoders of the architectures in `gguf_models`; weights whose codes fit no type are written as floats."""
+    """Holds decoders of the architectures in `models.py`; weights whose codes fit no type are written as floats."""
 
     name: ClassVar[str] = "gguf"
     readers: ClassVar[str] = "llama.cpp, transformers"
@@ -154,7 +155,7 @@ def _vocabulary(checkpoint: Checkpoint) -> Vocabulary:
     source, tokenizer, rows = _source(checkpoint), checkpoint.tokenizer, checkpoint.model.config.vocab_size
     if source is not None:
         vocabulary = from_file(source)
-        if len(vocabulary.fields["tokenizer.ggml.tokens"][0]) == rows:
+        if len(vocabulary.fields.get("tokenizer.ggml.tokens", ([],))[0]) == rows:
             return vocabulary
     if tokenizer is None:
         return without_tokens("none was given", checkpoint.model.config)
@@ -191,7 +192,7 @@ def _compare_logits(checkpoint: Checkpoint, folder: Path) -> tuple[float, list[s
     """Load the file with transformers' GGUF reader and compare logits.
 
     Returns:
-        the largest difference, and what that reader does not read.
+        the largest difference, and remarks: how many tokens agree, and what that reader does not read.
 
     Raises:
         RuntimeError: the logits differ by more than rounding to 16 bits explains.
@@ -205,7 +206,7 @@ def _compare_logits(checkpoint: Checkpoint, folder: Path) -> tuple[float, list[s
         again = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, config=config, dtype=model.dtype).eval()
     device = next(model.parameters()).device
     again.set_attn_implementation(model.config._attn_implementation)
-    ids = (torch.arange(32) * 7919 % model.get_input_embeddings().num_embeddings)[None].to(device)
+    ids = prompts(model, checkpoint.tokenizer).to(device)
     training = model.training
     with _weights_alone(model):
         expected = model.eval()(ids).logits.float()
@@ -218,12 +219,17 @@ def _compare_logits(checkpoint: Checkpoint, folder: Path) -> tuple[float, list[s
             f"the GGUF file, read by transformers, gives other logits than the model in memory: the largest "
             f"difference is {difference:.2e}, where logits spread by {spread:.2e}, although every tensor agrees"
         )
-    if not missed:
-        return difference, []
-    return difference, [
-        f"transformers' GGUF reader does not read {', '.join(missed)} of this architecture: there, give "
-        "`from_pretrained` a configuration with them; llama.cpp reads them, or has the same values fixed"
+    same = expected.argmax(-1) == found.argmax(-1)
+    said = [
+        f"of {same.numel()} positions, {int(same.sum())} have the same most likely next token; logits differ by "
+        f"{difference:.1e} at most, and spread by {spread:.1e}"
     ]
+    if missed:
+        said.append(
+            f"transformers' GGUF reader does not read {', '.join(missed)} of this architecture: there, give "
+            "`from_pretrained` a configuration with them; llama.cpp reads them, or has the same values fixed"
+        )
+    return difference, said
 
 
 def _not_read(ours: PreTrainedConfig, theirs: PreTrainedConfig) -> list[str]:
