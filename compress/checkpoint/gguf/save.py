@@ -18,7 +18,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from compress.checkpoint.gguf import models
 from compress.checkpoint.gguf.tokenizer import Vocabulary, fields_of, from_file, from_transformers, without_tokens
-from compress.checkpoint.gguf.types import ROUNDING, Encoded, encode, encode_floats, grid_of, keeps_zeros, rounding
+from compress.checkpoint.gguf.types import (
+    ROUNDING,
+    Encoded,
+    encode,
+    encode_floats,
+    grid_of,
+    keeps_zeros,
+    of_floats,
+    rounding,
+)
 from compress.checkpoint.save_format import Checkpoint, SaveFormat, Verification
 from compress.checkpoint.verify import prompts
 from compress.inputs.embedded import gguf_file
@@ -54,6 +63,7 @@ class _Tally:
     nbytes: Counter = field(default_factory=Counter)
     linears: int = 0  # bytes of compressed linears in the file
     rounding: float = 0.0
+    pruned: int = 0
     as_floats: list[str] = field(default_factory=list)  # compressed linears that no type of codes holds
 
     def add(self, entry: models.Entry, kind: GGML, nbytes: int, change: float) -> None:
@@ -62,7 +72,8 @@ class _Tally:
         self.rounding = max(self.rounding, change)
         if entry.linear is not None:
             self.linears += nbytes
-            if kind in FLOATS and any(part.name != "dense" for part in entry.linear.parts):
+            self.pruned += keeps_zeros(list(entry.linear.parts))
+            if kind in FLOATS and not of_floats(list(entry.linear.parts)):
                 self.as_floats.append(entry.source.removesuffix(".weight"))
 
 
@@ -329,6 +340,8 @@ def _remarks(checkpoint: Checkpoint, tally: _Tally) -> list[str]:
             f"{len(tally.as_floats)} compressed linears have codes that no type of GGUF holds, and are written as "
             f"floats: {', '.join(tally.as_floats[:3])}"
         )
+    if tally.pruned:
+        said.append(f"zeros of {tally.pruned} pruned linears are stored as zeros: no type of GGUF leaves them out")
     if tally.rounding:
         said.append(
             f"GGUF has scales, offsets and floats of 16 bits: weights change by up to {tally.rounding:.1e} of the "

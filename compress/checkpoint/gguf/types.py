@@ -13,8 +13,9 @@ import torch
 from gguf import GGMLQuantizationType as GGML
 from torch import Tensor
 
-from compress.formats import Format
+from compress.formats import Dense, Format
 from compress.formats.masked import kept_of
+from compress.formats.sparse import Sparse
 from kernels.int_matmul import to_rows as ints_to_rows
 from kernels.int_matmul import unpack
 from kernels.lut_matmul import unpack_codebook
@@ -133,6 +134,11 @@ def rounding(W: Tensor, data: np.ndarray, kind: GGML) -> float:
 def keeps_zeros(parts: Sequence[Format]) -> bool:
     """Whether a stored weight was pruned, so that its zeros must stay."""
     return kept_of(parts) is not None
+
+
+def of_floats(parts: Sequence[Format]) -> bool:
+    """Whether a stored weight is made of floats alone, with or without its zeros."""
+    return all((part.expanded() if isinstance(part, Sparse) else part).name == Dense.name for part in parts)
 
 
 # (type, smallest code, largest code, whether a block has an offset beside its scale), by size
