@@ -28,6 +28,7 @@ from eval.machine.hardware import hardware
 
 STEPS = ("environments", "save", "here", "read", "time", "table")
 DTYPE = "bfloat16"
+UNTIMED = ("transformers",)  # it dequantises at load: its speed is that of the uncompressed model, uncompiled
 
 
 def main() -> int:
@@ -83,7 +84,7 @@ def read(options: argparse.Namespace, pairs: list[tuple]) -> list[str]:
         tokens, base = tokens_of(options, model), base_of(options, model, case, reader)
         weights = None if reader in ("vllm", "llamacpp") else str(base) + ".safetensors"
         more = {"prompts": tokens["prompts"], "windows": tokens["windows"], "weights": weights}
-        if options.rounds:
+        if options.rounds and reader not in UNTIMED:
             more |= {"speed_prompt": tokens["speed_prompt"], "speed_tokens": work.SPEED_TOKENS}
         failed += ask(options, model, case, reader, f"{base}.json", new_tokens=work.NEW_TOKENS, **more)
     return failed
@@ -199,7 +200,7 @@ def facts_of(options: argparse.Namespace) -> dict:
     return {
         "date": time.strftime("%Y-%m-%d"),
         "hardware": machine if isinstance(machine, str) else machine.get("cpu", str(machine)),
-        "command": shlex.join(["python", "seeds/peers/interop.py"]),
+        "command": shlex.join(["python", "seeds/peers/interop.py", "--models", *options.models]),
         "threads": options.threads,
         "rounds": options.rounds,
         "corpus": options.corpus,

@@ -117,11 +117,12 @@ def markdown(rows: list[Row], facts: dict, baselines: dict[str, dict]) -> str:
     """The published note: what was measured, and one table a model."""
     out = ["## Checkpoints in the libraries that read them", "", introduction(facts), ""]
     for model in dict.fromkeys(row.model for row in rows):
+        mine = [row for row in rows if row.model == model]
         out += [f"**{model}**{baseline_of(baselines.get(model))}", "", HEAD]
-        out += [line(row) for row in rows if row.model == model] + [""]
-        notes = [
-            f"- `{r.recipe}`, {r.save_format}, {r.reader}: {p}" for r in rows if r.model == model for p in r.problems
-        ]
+        out += [*(line(row) for row in mine if row.perplexity), ""]
+        if silent := [f"`{row.recipe}` as {row.save_format} in {row.reader}" for row in mine if not row.perplexity]:
+            out += [f"Without an answer in this run: {'; '.join(silent)}.", ""]
+        notes = [f"- `{r.recipe}`, {r.save_format}, {r.reader}: {p}" for r in mine if r.perplexity for p in r.problems]
         out += ["Mismatches:", "", *notes, ""] if notes else []
     return "\n".join(out).rstrip() + "\n"
 
@@ -148,8 +149,8 @@ library.
 - A star behind the reader: its dequantised weights were compared with ours, tensor by tensor, and all are equal within
   the rounding of their scales to 16 bits. vLLM shows no weights.
 - Speeds are medians of {facts["rounds"]} rounds: decoding {facts["speed_tokens"]} tokens after a prompt of
-  {facts["speed_prompt"]}, and reading that prompt, at batch 1. Here the model is compiled, in bfloat16. transformers
-  dequantises at load, so that its speed is that of the uncompressed model, uncompiled."""
+  {facts["speed_prompt"]}, and reading that prompt, at batch 1. Here the model is compiled, in bfloat16, and fp8
+  is emulated. transformers is not timed: it dequantises at load, and is as fast as the uncompressed model."""
 
 
 def baseline_of(speed: dict | None) -> str:
