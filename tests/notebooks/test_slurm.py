@@ -17,11 +17,11 @@ from notebooks.batch import job as jobs
 from notebooks.batch import snapshot
 from notebooks.batch.engines import local, lost, slurm
 from notebooks.batch.engines.local import Local
+from notebooks.batch.engines.resources import SlurmOptions
 from notebooks.batch.engines.slurm import Slurm
 from notebooks.batch.job import Outcome, job_of
 from notebooks.batch.plan import run_sweep
 from notebooks.batch.processes import marked, place_of
-from notebooks.batch.resources import SlurmOptions
 from notebooks.batch.run_folder import RunFolder
 from notebooks.batch.status import status
 from notebooks.batch.sweep import read_sweep, with_gpus
@@ -200,7 +200,7 @@ def test_a_preempted_job_ends_without_a_result_and_goes_on_when_it_is_queued_aga
     code = f"""
 from notebooks.batch.engines import slurm
 from notebooks.batch.job import job_of
-from notebooks.batch.resources import SlurmOptions
+from notebooks.batch.engines.resources import SlurmOptions
 from notebooks.batch.sweep import read_sweep
 from pathlib import Path
 slurm.RENEW_S = 0.2

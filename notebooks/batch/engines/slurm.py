@@ -16,9 +16,9 @@ from eval.record.files import write_whole
 from kernels.errors import first_line
 from notebooks.batch.engines import lost
 from notebooks.batch.engines.lost import attempts, failure, outcome_of_lost, seen
+from notebooks.batch.engines.resources import SlurmOptions
 from notebooks.batch.job import Job, Outcome, execute
 from notebooks.batch.leases import RENEW_S, STALE_S
-from notebooks.batch.resources import SlurmOptions
 from notebooks.batch.run_folder import FAILURE, RunFolder
 
 EVERY_S = 1.0  # between two looks at the jobs
