@@ -4,6 +4,7 @@ import sys
 import time
 from pathlib import Path
 
+from compress.checkpoint.card import add_scores
 from compress.checkpoint.checksums import CHECKSUMS, check_files
 from compress.checkpoint.load import LAYOUT, empty_model, read_layout
 from compress.checkpoint.save import check_holds, export_checkpoint, format_named
@@ -45,6 +46,7 @@ def export(source: Path, save_format: str, target: Path | None = None) -> Saved:
     if (source / "record.json").is_file():
         record = read_record(source / "record.json")
         write_record(record, target / "record.json")
+        add_scores(target, record)
     if key := read_json(source / MANIFEST).get("key"):
         seal(target, {"key": key, SAVE_FORMAT: save_format})
     return saved

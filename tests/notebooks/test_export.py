@@ -44,7 +44,12 @@ def test_the_record_of_a_run_travels(saved, tmp_path, capsys):
 
 
 def test_a_model_that_the_reader_does_not_give_back_is_not_left(saved, capsys, monkeypatch):
-    monkeypatch.setattr(save.GPTQFormat, "verify", lambda *_: (_ for _ in ()).throw(RuntimeError("x.weight differs")))
+    def refuse(*_):
+        raise RuntimeError("x.weight differs")
+
+    monkeypatch.setattr(save.GPTQFormat, "verify", refuse)
     before = sorted(saved.parent.iterdir())
     assert main(["export", str(saved), "--format", "gptq"]) == 1
-    assert capsys.readouterr().err.endswith("workbench: x.weight differs\n") and sorted(saved.parent.iterdir()) == before
+    assert (
+        capsys.readouterr().err.endswith("workbench: x.weight differs\n") and sorted(saved.parent.iterdir()) == before
+    )

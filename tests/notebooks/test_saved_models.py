@@ -42,7 +42,11 @@ def test_a_saved_folder_is_a_model_for_a_notebook(name, saved, tmp_path, monkeyp
     assert (tmp_path / "run" / "report.html").stat().st_size > 10_000
     if name == "gptq":
         manifest = json.loads((tmp_path / "model" / "manifest.json").read_text())
-        assert manifest["save_format"] == "compressed-tensors" and "record.json" in manifest["files"]
+        assert manifest["save_format"] == "compressed-tensors" and {"record.json", "README.md"} <= set(
+            manifest["files"]
+        )
+        card = (tmp_path / "model" / "README.md").read_text()
+        assert "perplexity" in card.lower() and made["provenance"]["command"] in card
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
         ids = torch.arange(32)[None]
         assert torch.allclose(loaded(ids).logits, cells["result"].model(ids).logits, atol=0.05)
