@@ -71,12 +71,12 @@ def _cell(scores: dict[str, float], name: str) -> str:
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module,
+    model: nn.Module | LogitSource,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    baseline: nn.Module,
+    baseline: nn.Module | LogitSource,
     texts: dict[str, Tensor],
-    others: dict[str, nn.Module] | None = None,
+    others: dict[str, nn.Module] | dict[str, LogitSource] | None = None,
     window: int = 2048,
     stride: int | None = None,
     max_windows: int | None = None,
@@ -92,7 +92,8 @@ def evaluate(
     """Score a compressed model against the model that it was.
 
     Args:
-        model, baseline: transformers decoders in the dtype in which the texts are to be scored.
+        model, baseline: transformers decoders in the dtype in which the texts are to be scored. Or all of them are
+            sources of logits, of models whose weights are not in memory: nothing but the texts is scored then.
         texts: {corpus: held-out ids [1, n]} for perplexity, divergence and agreement; a file has a short name in the
             metrics (`eval.text.names.text_name`).
         others: further models to score on the same texts (round-to-nearest on the same grid, say).
@@ -106,6 +107,9 @@ def evaluate(
     the baseline's speed is the strongest 16-bit one.
     """
     others = others or {}
+    if not isinstance(model, nn.Module):
+        how = {"window": window, "stride": stride, "max_windows": max_windows, "beginning": beginning, "bos": bos}
+        return _evaluate_texts({"compressed": model, **others}, baseline, texts, **how)
     check_evaluation(
         model,
         texts,
@@ -167,6 +171,21 @@ def evaluate(
     scores.notes += _drop_non_finite(metrics)
     scores.kernels = {op: sorted(used) for op, used in kernels.items()}
     scores.seconds = time.perf_counter() - start
+    return scores
+
+
+def _evaluate_texts(
+    models: dict[str, LogitSource], baseline: LogitSource, texts: dict[str, Tensor], **how: Any
+) -> Scores:
+    """What `evaluate` measures of models whose weights are not all in memory: perplexity, divergence, agreement."""
+    start, scores = time.perf_counter(), Scores({"baseline": {}, **{name: {} for name in models}})
+    with recording() as kernels:
+        for corpus, ids in texts.items():
+            _score_text(scores, corpus, ids, baseline, models, *how.values())
+    scores.kernels = {op: sorted(used) for op, used in kernels.items()}
+    scores.notes.append("Speed, memory, size and writings were not measured: the models' weights lie on disk.")
+    scores.device, scores.dtype = models["compressed"].device.type, models["compressed"].dtype
+    scores.deploy_dtype, scores.seconds = scores.dtype, time.perf_counter() - start
     return scores
 
 

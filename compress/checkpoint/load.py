@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -19,7 +18,7 @@ from compress.kv.attach import attach
 from compress.kv.policy import cache_method
 from compress.linear import CompressedLinear, replace
 from compress.walk.experts import split_experts
-from compress.walk.offload import AwayLinear
+from compress.walk.offload import AwayLinear, empty_weights
 
 LAYOUT = "workbench.json"  # which linear is stored how; beside transformers' config.json
 # 1: `version` in its place, one file of weights, no checksums, no transforms, no methods of the cache.
@@ -124,7 +123,7 @@ def empty_model(path: Path, layout: dict[str, Any]) -> nn.Module:
     """The model of a folder, its parameters on the meta device, without what was dropped; its linears are not
     compressed yet. Buffers that the model computes are there."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    with init_empty_weights(include_buffers=False):
+    with empty_weights():
         model = getattr(transformers, layout["class"])(config)
         if layout["split_experts"]:
             split_experts(model)

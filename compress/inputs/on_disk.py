@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from compress.checkpoint.on_disk import tensors_of
-from compress.walk.offload import offload
+from compress.walk.offload import empty_weights, offload
 from compress.walk.shards import OnDisk, WorkFolder
 
 
@@ -34,7 +33,7 @@ def load_on_disk(folder: Path, dtype: torch.dtype, *, home: str, offload_path: s
     if quantised:
         kind = quantised.get("quant_method") if isinstance(quantised, Mapping) else type(quantised).__name__
         raise ValueError(f"`weights` (='disk') takes weights as they are, and these are quantised ({kind}): 'memory'")
-    with init_empty_weights(include_buffers=False):
+    with empty_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     model.tie_weights()
     if kept := _kept_in_float32(model, dtype):

@@ -14,11 +14,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from compress.linear import CompressedLinear, compressed_linears, is_linear, replace
 from compress.walk.blocks import find_blocks
 from compress.walk.shards import OnDisk, WorkFolder
+
+
+@contextmanager
+def empty_weights() -> Iterator[None]:
+    """While the context lasts, new modules have their parameters on the meta device, and their buffers in memory."""
+    with init_empty_weights(include_buffers=False), _EmptyOnMeta():
+        yield
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """Memory that is asked for without a content, as parameters ask, is not taken, not even for a moment."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.empty and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
 
 
 class AwayLinear(CompressedLinear):

@@ -9,6 +9,7 @@ from tqdm.auto import tqdm
 
 from compress.walk.blocks import find_blocks
 from compress.walk.capture import Tail, activations_on_disk, advance, block_calls, device_of, on_device
+from compress.walk.offload import is_offloaded
 from compress.walk.shards import WorkFolder
 from kernels.linear import fast_linear
 
@@ -28,6 +29,7 @@ class Streamed:
         """
         self.model, self.offload_path = model, offload_path
         self.device = torch.device(device) if device else device_of(model)
+        self.dtype = str(model.dtype).removeprefix("torch.")
 
     @torch.no_grad()
     def logits(self, batches: Sequence[Tensor], last: Sequence[int]) -> Iterator[Tensor]:
@@ -46,3 +48,8 @@ class Streamed:
                 with fast_linear():
                     logits = tail.logits(i, call.hidden, last=last[i])
                 yield logits[0, -last[i] :]
+
+
+def scorable(model: nn.Module, device: str | None = None) -> nn.Module | Streamed:
+    """A model as measures of text take it: itself, or, if its weights lie on disk, block by block."""
+    return Streamed(model, device=device) if is_offloaded(model) else model

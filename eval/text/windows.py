@@ -69,7 +69,13 @@ def windows(
 
 class LogitSource(Protocol):
     """A model that gives its logits window by window but computes them in another order, because its weights are not
-    all in memory at once."""
+    all in memory at once.
+
+    device, dtype: in which it computes; the dtype as text, "bfloat16".
+    """
+
+    device: torch.device
+    dtype: str
 
     def logits(self, batches: Sequence[Tensor], last: Sequence[int]) -> Iterator[Tensor]:
         """For each batch [1, T], in order, the logits [n, vocabulary] of its last n positions, n as `last` says."""

@@ -19,7 +19,8 @@ from compress.walk.blocks import find_blocks
 from compress.walk.capture import activations_on_disk, on_device
 from compress.walk.offload import AwayLinear, named_tensors, offloaded_parts, put_on_disk
 from compress.walk.shards import WorkFolder, write_tensors
-from compress.walk.streaming import Streamed
+from compress.walk.streaming import Streamed, scorable
+from eval.evaluate import evaluate, score_text
 from eval.speed.deploy import cast
 from eval.text.divergence import compare_on_text
 from eval.text.perplexity import perplexity
@@ -195,6 +196,17 @@ def test_texts_are_scored_block_by_block_to_the_same_bits(any_model, tokens, tmp
     streamed = [Streamed(put_on_disk(m), offload_path=path) for m, path in ((any_model, tmp_path), (other, None))]
     assert compare_on_text(streamed[0], {"other": streamed[1]}, ids, **how) == expected
     assert perplexity(streamed[0], ids, **how) == expected[0]["baseline"]
+
+
+def test_models_on_disk_are_evaluated_on_texts_alone(tiny, tokens):
+    ids, model = tokens(1, 100)[0], put_on_disk(tiny("llama"))
+    other = apply(parse_recipe(GPTQ), sharing_copy(model), tokens()).model
+    scores = evaluate(scorable(other), None, baseline=scorable(model), texts={"t": ids}, window=24, max_windows=3)
+    in_memory = apply(parse_recipe(GPTQ), tiny("llama"), tokens()).model
+    expected = score_text(in_memory, tiny("llama"), {"t": ids}, window=24, max_windows=3)
+    assert scores.metrics["compressed"] == expected and scores.metrics["baseline"]["perplexity_t"] > 1
+    assert scores.dtype == "float32" and "weights lie on disk" in scores.notes[0]
+    assert scorable(in_memory) is in_memory
 
 
 @pytest.mark.parametrize("sequential", [True, False])
