@@ -30,6 +30,7 @@ class SparseGPT(PruningMethod):
     source: ClassVar[str] = "arXiv:2301.00774, algorithm 1"
     needs_calibration: ClassVar[bool] = True
     statistics: ClassVar[tuple[str, ...]] = ("gram",)
+    working_set: ClassVar[tuple[float, float]] = (8.0, 1.0)
 
     bits: int = knob(16, "bits per kept weight; 16: they stay floats", choices=(*BITS, 16))
     group_size: int = knob(

@@ -29,6 +29,7 @@ class GPTQ(LayerwiseMethod):
     source: ClassVar[str] = "arXiv:2210.17323"
     needs_calibration: ClassVar[bool] = True
     statistics: ClassVar[tuple[str, ...]] = ("gram", "starts")
+    working_set: ClassVar[tuple[float, float]] = (8.0, 1.0)
 
     bits: int = knob(4, "bits per weight", choices=BITS, describes=True)
     group_size: int = knob(64, "columns that share a scale; -1 for a whole row", range=(-1, 1 << 20), describes=True)
@@ -69,7 +70,7 @@ class GPTQ(LayerwiseMethod):
 
     def peer(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
         """Rounding to nearest with scales chosen in the same way: what it lacks is the correction of later columns."""
-        importance = self.hessian(statistics).diagonal() if statistics.tokens >= self.min_tokens else None
+        importance = self.hessian(statistics).diagonal().clone() if statistics.tokens >= self.min_tokens else None
         return [self._rounded(W, importance)]
 
     def solve(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
@@ -81,6 +82,7 @@ class GPTQ(LayerwiseMethod):
         if key not in statistics.shared:
             H = self.hessian(statistics)
             statistics.shared[key] = factorise(H, self.damp, column_order(H.diagonal(), self.order, group_size))
+            del H  # it is as large as the factor, and not needed beside it
         factor: Factor = statistics.shared[key]
         for text in factor.notes:
             statistics.note(text)
