@@ -50,7 +50,7 @@ class MedianDamped(GPTQ):
     """GPTQ whose damping is a fraction of the median of diag(H)."""
 
     def solve(self, W: Tensor, statistics: Any) -> list[Any]:
-        diagonal = self.hessian(statistics).diagonal()
+        diagonal = self.diagonal(statistics)
         fraction = self.damp * float(diagonal[diagonal > 0].median() / diagonal.mean())
         return GPTQ(**self.values() | {"damp": fraction}).solve(W, statistics)
 

@@ -50,7 +50,7 @@ def write_card(
         f"`{save_format.name}`, which {save_format.readers} loads. Weight files: {stored / 1e6:,.1f} MB; what is "
         f"not compressed is in {dtype}. {'' if 'license' in front else LICENSE}".rstrip()
         + "\n",
-        f"## How to load it\n\n{save_format.snippet.strip().replace('PATH', title)}\n",
+        f"## How to load it\n\n{save_format.how_to_load(model).strip().replace('PATH', title)}\n",
         f"## Method\n\n{_methods(story.recipe)}\n{_calibration(story.calibration)}\n{_earlier(story.model)}",
         f"## What was done to each weight\n\n{_weights(checkpoint)}",
         f"{_SCORES}\n{_NO_SCORES}",

@@ -76,6 +76,13 @@ vLLM:
 vllm serve PATH
 ```"""
 
+    def how_to_load(self, model: nn.Module) -> str:
+        if not is_asymmetric(schemes_of(model)):
+            return self.snippet
+        dequantized = 'dtype="auto", quantization_config=CompressedTensorsConfig(dequantize=True)'
+        snippet = self.snippet.replace("AutoTokenizer\n", "AutoTokenizer, CompressedTensorsConfig\n", 1)
+        return snippet.replace('dtype="auto"', dequantized, 1)
+
     def problem(self, linear: dict[str, Any]) -> str:
         try:
             scheme_of(linear)

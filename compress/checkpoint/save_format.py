@@ -120,6 +120,10 @@ class SaveFormat:
     holds_caches: ClassVar[bool] = False
     takes_disk: ClassVar[bool] = False
 
+    def how_to_load(self, model: nn.Module) -> str:
+        """The snippet for the card of this model."""
+        return self.snippet
+
     def problem(self, linear: dict[str, Any]) -> str:
         """Why a linear cannot be held as it is stored, "" if it can.
 

@@ -68,16 +68,20 @@ class Factor:
         return torch.addmm(W[start:end], U.t(), panel.t() @ errors[:start])
 
 
-def factorise(H: Tensor, damp: float, order: Tensor) -> Factor:
+def factorise(H: Tensor, damp: float, order: Tensor, more: tuple[Tensor, float] | None = None) -> Factor:
     """Factorise H [in, in], damped by `damp` * mean(diag H).
 
     With P the reversal of rows, P H P = L Lᵀ gives H = R Rᵀ with R = P L P upper triangular: one Cholesky. Beside H it
     takes the memory of one matrix of its size.
 
+    Args:
+        order: [in] permutation of the columns.
+        more: rows [n, in] and a factor: factor * rowsᵀ rows is added to H, which stays as it is.
+
     Raises:
         ValueError: H holds NaN or infinity, or cannot be factorised at any damping tried.
     """
-    diagonal = H.diagonal()[order]
+    diagonal = diagonal_with(H, more)[order]
     if not torch.isfinite(H.sum()) and not torch.isfinite(H).all():
         raise ValueError("the Hessian holds NaN or infinity: the calibration set gives activations that are not finite")
     notes = []
@@ -88,6 +92,9 @@ def factorise(H: Tensor, damp: float, order: Tensor) -> Factor:
     tried, reverse = damp, order.flip(0)
     for _ in range(DAMP_STEPS):
         L = _ordered(H, reverse)
+        if more is not None:
+            rows = more[0][:, reverse]
+            L.addmm_(rows.t(), rows, alpha=more[1])
         L.diagonal()[dead.flip(0)] = mean
         L.diagonal().add_(tried * mean)
         info = torch.empty(0, dtype=torch.int32, device=H.device)
@@ -100,6 +107,11 @@ def factorise(H: Tensor, damp: float, order: Tensor) -> Factor:
     raise ValueError(
         f"`damp` (={damp}): the Hessian cannot be factorised even with {tried:g}; use more calibration tokens"
     )
+
+
+def diagonal_with(H: Tensor, more: tuple[Tensor, float] | None) -> Tensor:
+    """diag(H) [in] with what `factorise` would add to it."""
+    return H.diagonal() if more is None else H.diagonal() + more[1] * more[0].square().sum(0)
 
 
 def _ordered(H: Tensor, order: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from compress.grid import integer as grid
 from compress.grid.integer import check_group_size
 from compress.grid.nearest import rtn
 from compress.method import knob
-from compress.walk.hessian import Factor, factorise
+from compress.walk.hessian import Factor, diagonal_with, factorise
 from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.statistics import LayerStatistics
 from kernels.gptq_block import gptq_block
@@ -70,7 +70,7 @@ class GPTQ(LayerwiseMethod):
 
     def peer(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
         """Rounding to nearest with scales chosen in the same way: what it lacks is the correction of later columns."""
-        importance = self.hessian(statistics).diagonal().clone() if statistics.tokens >= self.min_tokens else None
+        importance = self.diagonal(statistics).clone() if statistics.tokens >= self.min_tokens else None
         return [self._rounded(W, importance)]
 
     def solve(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
@@ -80,9 +80,10 @@ class GPTQ(LayerwiseMethod):
         group_size = W.shape[1] if self.group_size == -1 else self.group_size
         key = ("gptq", self.order, group_size, self.damp, self.sink_weight)
         if key not in statistics.shared:
-            H = self.hessian(statistics)
-            statistics.shared[key] = factorise(H, self.damp, column_order(H.diagonal(), self.order, group_size))
-            del H  # it is as large as the factor, and not needed beside it
+            order = column_order(self.diagonal(statistics), self.order, group_size)
+            statistics.shared[key] = factorise(
+                statistics.values["gram"], self.damp, order, self.first_tokens(statistics)
+            )
         factor: Factor = statistics.shared[key]
         for text in factor.notes:
             statistics.note(text)
@@ -100,15 +101,19 @@ class GPTQ(LayerwiseMethod):
         )
         return [stored]
 
-    def hessian(self, statistics: LayerStatistics) -> Tensor:
-        """H [in, in] with the windows' first tokens counted `sink_weight` times.
+    def first_tokens(self, statistics: LayerStatistics) -> tuple[Tensor, float] | None:
+        """What counts the windows' first tokens `sink_weight` times in H: their inputs, and the factor of their Gram
+        matrix, as `factorise` takes them; None if they count as any other token.
 
         Deviation from the paper, which counts all tokens alike: every later token attends to the first one (an
         attention sink, arXiv:2309.17453), so its error reaches all of them; see seeds/log.md for what that gives.
         """
-        H, first = statistics.values["gram"], statistics.values["starts"]
-        more = (self.sink_weight - 1) * 2 / max(statistics.tokens, 1)
-        return torch.addmm(H, first.t(), first, alpha=more) if more and len(first) else H
+        first, more = statistics.values["starts"], (self.sink_weight - 1) * 2 / max(statistics.tokens, 1)
+        return (first, more) if more and len(first) else None
+
+    def diagonal(self, statistics: LayerStatistics) -> Tensor:
+        """diag(H) [in], the first tokens counted `sink_weight` times."""
+        return diagonal_with(statistics.values["gram"], self.first_tokens(statistics))
 
     def _rounded(self, W: Tensor, importance: Tensor | None) -> Format:
         return rtn(

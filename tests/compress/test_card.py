@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from compress import apply, load_compressed, save_compressed
+from compress import METHODS, apply, load_compressed, save_compressed
 from compress.checkpoint import save
 from compress.checkpoint.card import add_scores, license_of
 from compress.checkpoint.workbench import Workbench
@@ -80,3 +80,13 @@ def test_licenses_are_found_where_they_are_named(tmp_path):
     assert license_of("owner/name") == license_of(str(tmp_path)) == license_of("tiny") == ""
     (tmp_path / "README.md").write_text("---\ntags: [x]\nlicense: mit\n---\nlicense: other\n")
     assert license_of(str(tmp_path)) == "mit"
+
+
+def test_card_says_how_asymmetric_weights_load(tiny):
+    """transformers takes them only where they are dequantised on the way in."""
+    plain, asymmetric = (apply([METHODS["rtn"](group_size=16, symmetric=s)], tiny("llama")).model for s in (True, False))
+    writer = save.format_named("compressed-tensors")
+    assert "CompressedTensorsConfig" not in writer.how_to_load(plain)
+    lines = writer.how_to_load(asymmetric).replace("PATH", "x").split("```python\n")[1].split("```")[0].splitlines()
+    assert lines[0].startswith("from transformers import") and "CompressedTensorsConfig" in lines[0]
+    assert "quantization_config=CompressedTensorsConfig(dequantize=True)" in lines[2]
