@@ -87,7 +87,8 @@ def _build_llama_cpp(place: Path, pip: list) -> None:
         sources.extractall(place, filter="data")
     (place / archive.name.removesuffix(".tar.gz")).rename(place / "source")
     here = {**os.environ, "PATH": f"{place / 'bin'}{os.pathsep}{os.environ['PATH']}"}
-    without = ("LLAMA_CURL", "LLAMA_OPENSSL", "LLAMA_BUILD_TESTS", "LLAMA_BUILD_EXAMPLES", "LLAMA_BUILD_SERVER")
+    parts = ("TESTS", "EXAMPLES", "SERVER", "UI")
+    without = ("LLAMA_CURL", "LLAMA_OPENSSL", *(f"LLAMA_BUILD_{part}" for part in parts))
     options = ["-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=ON", *(f"-D{o}=OFF" for o in without)]
     sources = place / "source" / "vendor" / "llama.cpp"
     subprocess.run(["cmake", "-S", sources, "-B", place / "build", *options], check=True, env=here)

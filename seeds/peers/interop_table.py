@@ -12,7 +12,10 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-RELATIVE = 2**-6  # of a weight: scales rounded to 16 bits, twice; a code that is off by one is 8 times as much
+# Of the largest weight of 32 in a row: 2^-8 is a scale and a product rounded to bfloat16; an 8-bit code that is off by
+# one is 1 / 127.
+RELATIVE = 1.5 * 2**-8
+BLOCK = 32
 # What rounding may do, by how the reader computes: the share by which perplexity may differ, and the largest gap
 # between two logits of ours that a reader may take for the other order. Logits are around 20, where bfloat16 numbers
 # lie 0.125 apart.
@@ -37,7 +40,8 @@ class Row:
     Attributes:
         nbytes: of the files with weights. tokens, same: greedy tokens, and how many of them come before a difference.
         perplexity: (here, there). nll_rms: root mean square of the difference per token, nats.
-        weights: how many were compared; worst: largest |difference| / |weight|; first_tensor: the first that differs.
+        weights: how many were compared; worst: largest |difference|, as a share of the
+            largest |weight| of the BLOCK in a row that it stands in; first_tensor: the first that differs.
         decode, prefill: tokens per second, (here, there).
         problems: why this is not the same model; empty if it is.
     """
@@ -79,7 +83,7 @@ def compare(row: Row, case: Case, prompts: list[list[int]], ours: Here, theirs: 
     pairs = [(a, b) for x, y in zip(ours.token_nll, theirs.token_nll, strict=True) for a, b in zip(x, y, strict=True)]
     row.nll_rms = math.sqrt(sum((a - b) ** 2 for a, b in pairs) / len(pairs))
     for d in row.differences:
-        if not d.gap <= largest:
+        if not abs(d.gap) <= largest:  # also below 0: tokens come from cached steps, the gap from one whole pass
             where = f"prompt {d.prompt}, step {d.step}"
             row.problems.append(f"{where}: token {d.theirs}, and {d.ours} here, whose logit is {d.gap:.2f} larger")
     here, there = row.perplexity
@@ -99,12 +103,15 @@ def compare_tensors(row: Row, theirs: dict[str, Tensor] | None, file: Path | Non
         if given is None or given.shape != ours.shape:
             worst = math.inf
         else:
-            small = torch.finfo(torch.float16).tiny
-            worst = float(((ours - given.float()).abs() / ours.abs().clamp(min=small)).max())
+            size = BLOCK if ours.shape[1] % BLOCK == 0 else ours.shape[1]
+            largest = ours.abs().unflatten(1, (-1, size)).amax(2).clamp(min=torch.finfo(torch.float16).tiny)
+            worst = float(((ours - given.float()).abs().unflatten(1, (-1, size)).amax(2) / largest).max())
         row.worst = max(row.worst, worst)
         if not worst <= RELATIVE and not row.first_tensor:
             row.first_tensor = name
-            row.problems.append(f"{name}.weight differs by {worst:.1%} of its value; it is the first tensor that does")
+            row.problems.append(
+                f"{name}.weight differs by {worst:.1%} of its block's range; it is the first tensor that does"
+            )
 
 
 def gguf_weights(file: Path) -> dict[str, Tensor]:
