@@ -53,7 +53,10 @@ def cache_method(name: str, knobs: dict[str, Any]) -> CacheMethod:
     Raises:
         ValueError: there is no such method, or it does not have these knobs.
     """
-    classes = {kind.name: kind for kind in _kinds(CacheMethod) if hasattr(kind, "name")}
+    classes: dict[str, type[CacheMethod]] = {}
+    for kind in _kinds(CacheMethod):  # a class that derives from a method and keeps its name does not stand for it
+        if hasattr(kind, "name"):
+            classes.setdefault(kind.name, kind)
     if name not in classes:
         raise ValueError(f"{name!r} is not a method of the cache that is known here; there are {', '.join(classes)}")
     if unknown := sorted(set(knobs) - set(classes[name].knobs())):

@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from notebooks.batch.engines import ENGINES
+    from notebooks.batch.engines.engine import ENGINES
 
     parser = argparse.ArgumentParser(
         prog="workbench", description="Run the workbench's notebooks in batch, and compare."

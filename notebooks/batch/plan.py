@@ -21,7 +21,7 @@ from typing import Any
 
 from eval.record.files import write_whole
 from notebooks.batch import snapshot
-from notebooks.batch.engines import Engine
+from notebooks.batch.engines.engine import Engine
 from notebooks.batch.engines.local import Local
 from notebooks.batch.job import Outcome, job_of
 from notebooks.batch.leases import held
