@@ -178,18 +178,11 @@ def solve_linear(
     not the linear's own."""
     start = time.perf_counter()
     W = weight_of(linear)
-    statistics.name, statistics.dtype = name, _dtype_of(linear)
-    if isinstance(linear, CompressedLinear):
-        statistics.stored = list(linear.parts)
-        statistics.keep = kept_of(statistics.stored)
-    parts = method.solve(W, statistics)
+    new = stored_as(name, linear, W, statistics, method)
     seconds = time.perf_counter() - start
     peer = method.peer(W, statistics)
-    if statistics.keep is not None:  # zeros stay zeros, whatever the method made of them
-        parts = masked_like(statistics.stored, parts, statistics.keep)
-        peer = peer and masked_like(statistics.stored, peer, statistics.keep)
-    parts = [part.to(statistics.dtype) for part in parts]  # as the model is cast: codes and scales stay as they are
-    new = CompressedLinear(parts, linear.bias, dtype=statistics.dtype, transform=getattr(linear, "transform", None))
+    if peer is not None and statistics.keep is not None:
+        peer = masked_like(statistics.stored, peer, statistics.keep)
     if not statistics.tokens:
         statistics.note("no calibration tokens: the error is that of the weights")
     target = W if original is None else original
@@ -197,7 +190,7 @@ def solve_linear(
     record = LayerRecord(
         name=name,
         shape=(new.out_features, new.in_features),
-        format="+".join(part.name for part in parts),
+        format="+".join(part.name for part in new.parts),
         bits_per_weight=new.bits_per_weight,
         error=_error(target, new.parts, statistics) / reference,
         rtn_error=None if peer is None else _error(target, peer, statistics) / reference,
@@ -207,6 +200,19 @@ def solve_linear(
         sparsity=(new.dequantize() == 0).float().mean().item(),
     )
     return new, record
+
+
+def stored_as(name: str, linear: nn.Module, W: Tensor, statistics: LayerStatistics, method: Solver) -> CompressedLinear:
+    """What stands for a linear of the weight W [out, in]; `statistics` says afterwards what is stored for it so far."""
+    statistics.name, statistics.dtype = name, _dtype_of(linear)
+    if isinstance(linear, CompressedLinear):
+        statistics.stored = list(linear.parts)
+        statistics.keep = kept_of(statistics.stored)
+    parts = method.solve(W, statistics)
+    if statistics.keep is not None:  # zeros stay zeros, whatever the method made of them
+        parts = masked_like(statistics.stored, parts, statistics.keep)
+    parts = [part.to(statistics.dtype) for part in parts]  # as the model is cast: codes and scales stay as they are
+    return CompressedLinear(parts, linear.bias, dtype=statistics.dtype, transform=getattr(linear, "transform", None))
 
 
 def _energy(D: Tensor, statistics: LayerStatistics) -> float:

@@ -1,0 +1,174 @@
+"""What each way to store a layer would take and lose: one pass over the blocks in which every choice is tried."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from compress.allocation.program import Choice
+from compress.linear import CompressedLinear, weight_of
+from compress.walk.blocks import find_blocks, is_named
+from compress.walk.capture import Call, advance, block_calls, on_device
+from compress.walk.groups import collect, input_groups
+from compress.walk.layerwise import LayerwiseMethod
+from compress.walk.once.saved import SavedStatistics
+from compress.walk.resume import BlockStore
+from compress.walk.statistics import LayerStatistics
+from compress.walk.walk import stored_as
+from kernels.linear import fast_linear
+
+
+class Solved(NamedTuple):
+    """A linear, as one choice would store it, beside its weight [out, in] and what its inputs gave."""
+
+    new: CompressedLinear
+    W: Tensor
+    statistics: LayerStatistics
+
+
+class Loss(Protocol):
+    """What is lost if some linears of a block are stored in another way, and all others are as they were."""
+
+    statistics: tuple[str, ...]  # names in STATISTICS that it reads
+
+    def of(self, index: int, solved: Mapping[str, Solved]) -> float:
+        """Of these linears of block `index`, which lies on the compute device."""
+
+    def leave(self, index: int) -> None:
+        """Go on to the next block; this one still lies on the compute device."""
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """A layer, of one linear or of several that are stored in the same way, and its choices by their names."""
+
+    members: tuple[str, ...]
+    choices: dict[str, Choice]
+
+
+def takes(method: LayerwiseMethod, name: str, shape: tuple[int, int]) -> bool:
+    """Whether a method can store this linear, and is not told to leave it out."""
+    try:
+        method.check_layer(name, shape)
+    except ValueError:
+        return False
+    return not is_named(name, method.skip)
+
+
+@torch.no_grad()
+def measure(
+    model: nn.Module,
+    methods: Mapping[str, LayerwiseMethod],
+    batches: Sequence[Tensor],
+    loss: Loss,
+    *,
+    names: Sequence[str],
+    together: bool,
+    device: torch.device,
+    store: BlockStore | None = None,
+    saved: SavedStatistics | None = None,
+    title: str = "choices",
+) -> dict[str, Candidates]:
+    """Every layer's choices with their bytes and losses.
+
+    Every linear is solved on what flows in the model as it is, by each method that can store it.
+
+    Args:
+        methods: the choices by their names.
+        names: the linears at hand.
+        together: linears that read the same input (q, k and v; gate and up) are one layer, with one choice for all.
+        store: where the results of finished blocks are kept.
+        saved: statistics of the model as it is; None: they are collected from the batches.
+
+    Returns:
+        {name of the layer's first linear: its candidates}, in the model's order.
+    """
+    prefix, blocks = find_blocks(model)
+    needs = tuple(dict.fromkeys((*(n for method in methods.values() for n in method.statistics), *loss.statistics)))
+    calls = [] if saved else block_calls(model, blocks, batches, divided=True)
+    found: dict[str, Candidates] = {}
+    progress = tqdm(total=len(names) * len(methods), desc=title, unit="choice")
+    with fast_linear():
+        for index, block in enumerate(blocks):
+            own = {name: model.get_submodule(name) for name in names if name.startswith(f"{prefix}.{index}.")}
+            kept = store.get(index) if store else None
+            with on_device(block, device):
+                if kept is not None:
+                    made = {name: _from_json(one) for name, one in kept[1].items()}
+                    progress.update(len(own) * len(methods))
+                else:
+                    made = {}
+                    for group in _statistics(block, own, calls, index, needs, device, saved):
+                        for layer in [group] if together else [{name: one} for name, one in group.items()]:
+                            progress.set_postfix_str(next(iter(layer)).removeprefix(f"{prefix}."))
+                            made[next(iter(layer))] = _candidates(index, layer, own, methods, loss, progress)
+                    if store:
+                        store.put(index, {}, {name: _as_json(one) for name, one in made.items()})
+                loss.leave(index)
+                advance(block, calls, index, device)
+            found |= made
+    progress.close()
+    return found
+
+
+def _candidates(
+    index: int,
+    layer: Mapping[str, LayerStatistics],
+    linears: Mapping[str, nn.Module],
+    methods: Mapping[str, LayerwiseMethod],
+    loss: Loss,
+    progress: tqdm,
+) -> Candidates:
+    """The choices of one layer of a block."""
+    weights = {name: weight_of(linears[name]) for name in layer}
+    choices: dict[str, Choice] = {}
+    for choice, method in methods.items():
+        if all(takes(method, name, tuple(W.shape)) for name, W in weights.items()):
+            solved = {}
+            for name, statistics in layer.items():
+                own = statistics.for_another()
+                solved[name] = Solved(stored_as(name, linears[name], weights[name], own, method), weights[name], own)
+            choices[choice] = Choice(sum(map(stored_bytes, solved.values())), loss.of(index, solved))
+        progress.update(len(layer))
+    return Candidates(tuple(layer), choices)
+
+
+def stored_bytes(solved: Solved) -> int:
+    """Bytes that a linear's weight takes, floats that are cast with the model in 16 bits."""
+    return round(solved.new.bits_per_weight * solved.W.numel() / 8)
+
+
+def _statistics(
+    block: nn.Module,
+    linears: dict[str, nn.Module],
+    calls: list[Call],
+    index: int,
+    needs: Sequence[str],
+    device: torch.device,
+    saved: SavedStatistics | None,
+) -> Iterator[dict[str, LayerStatistics]]:
+    """What the methods want to know of the inputs of a block's linears: of those that read the same input at a time."""
+    if saved:
+        for group in saved.groups(index):
+            own = [name for name in group if name in linears]
+            if own:
+                shared = saved.of(own[0], index, needs, device)
+                yield {name: shared.for_another() for name in own}
+        return
+    groups, once = input_groups(block, linears, calls, index, device)
+    collectors = collect(block, linears, groups, calls, index, needs, device, stop_early=once)
+    for group in groups:
+        shared = collectors.pop(group[0]).result()
+        yield {name: shared.for_another() for name in group}
+
+
+def _as_json(candidates: Candidates) -> dict:
+    choices = {name: [choice.cost, choice.loss] for name, choice in candidates.choices.items()}
+    return {"members": candidates.members, "choices": choices}
+
+
+def _from_json(kept: dict) -> Candidates:
+    return Candidates(tuple(kept["members"]), {name: Choice(*choice) for name, choice in kept["choices"].items()})

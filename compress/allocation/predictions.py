@@ -1,0 +1,76 @@
+"""The measured loss: KL divergence of the model's predictions when some linears alone are stored in another way."""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from compress.allocation.candidates import Solved
+from compress.linear import replace
+from compress.walk.blocks import find_blocks
+from compress.walk.capture import Tail, advance, block_calls, device_of, on_device
+
+ROWS = 256  # tokens whose predictions are compared at once
+
+
+class PredictionLoss:
+    """KL(original || changed) in nats per token, on a few tokens that pass through the blocks again from the changed
+    one on.
+
+    arXiv:2308.10438 measures the squared error of the outputs instead, which weighs likely and unlikely tokens alike;
+    what it needs, that the losses of different layers add up, holds for small ones of both.
+    """
+
+    statistics: tuple[str, ...] = ()
+
+    def __init__(self, model: nn.Module, batches: Sequence[Tensor], device: torch.device) -> None:
+        """
+        Args:
+            batches: the tokens on which predictions are compared, LongTensors [1, T].
+            device: where blocks run, one at a time.
+        """
+        _, self.blocks = find_blocks(model)
+        self.model, self.device, self.home = model, device, device_of(self.blocks[0])
+        self.probes = block_calls(model, self.blocks, batches)
+        self.tail = Tail(model, self.blocks, batches)
+        self.expected = self._predictions(0)
+
+    def of(self, index: int, solved: Mapping[str, Solved]) -> float:
+        with _in_place(self.model, solved):
+            return divergence(self.expected, self._predictions(index))
+
+    def leave(self, index: int) -> None:
+        advance(self.blocks[index], self.probes, index, self.device)
+
+    def _predictions(self, first: int) -> list[Tensor]:
+        """Logits [batch, T, vocabulary] that the model gives from block `first` on, for each micro-batch."""
+        passing = [copy.copy(probe) for probe in self.probes]
+        for index in range(first, len(self.blocks)):
+            with on_device(self.blocks[index], self.device):
+                advance(self.blocks[index], passing, index, self.device)
+        return [self.tail.logits(i, call.hidden.to(self.home)) for i, call in enumerate(passing)]
+
+
+@contextmanager
+def _in_place(model: nn.Module, solved: Mapping[str, Solved]) -> Iterator[None]:
+    """While the context lasts, these linears stand in the model, multiplied as dense weights."""
+    before = {name: model.get_submodule(name) for name in solved}
+    with ExitStack() as stack:
+        for name, one in solved.items():
+            stack.enter_context(one.new.dense())
+            stack.callback(replace, model, name, before[name])
+            replace(model, name, one.new)
+        yield
+
+
+def divergence(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
+    """KL(expected || found) of logits [batch, T, vocabulary], mean over all tokens, in nats."""
+    total, tokens = 0.0, 0
+    for before, after in zip(expected, found, strict=True):
+        for p, q in zip(before.flatten(0, 1).split(ROWS), after.flatten(0, 1).split(ROWS), strict=True):
+            p, q = p.float().log_softmax(-1), q.float().log_softmax(-1)
+            total += float((p.exp() * (p - q)).sum(-1).double().sum())
+            tokens += len(p)
+    return max(total / tokens, 0.0)

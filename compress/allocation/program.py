@@ -1,0 +1,74 @@
+"""The best choice for every layer under a budget, by dynamic programming."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+MOST_STATES = 1 << 16  # of the dynamic program
+
+
+class Choice(NamedTuple):
+    """One way to store a layer: what it costs (bytes, or whatever the budget counts) and what is lost by it."""
+
+    cost: int
+    loss: float
+
+
+class Program:
+    """For each layer one of its choices, so that the sum of losses is least for every possible sum of costs.
+
+    The state of the program is the sum of costs so far (a multiple-choice knapsack). It counts costs in their greatest
+    common divisor. Where that would give more than `MOST_STATES` states, it counts in a coarser unit and rounds every
+    layer's cost up: the budget is still kept, and up to one unit for each layer may be left over.
+    """
+
+    def __init__(self, layers: Mapping[str, Sequence[Choice]]) -> None:
+        """
+        Args:
+            layers: at least one choice for each layer.
+        """
+        self.layers = {name: list(choices) for name, choices in layers.items()}
+        least = {name: min(choice.cost for choice in choices) for name, choices in self.layers.items()}
+        self.smallest = sum(least.values())  # no choice costs less
+        more = [[choice.cost - least[name] for choice in choices] for name, choices in self.layers.items()]
+        most = sum(map(max, more))
+        self._unit = max(math.gcd(*(cost for costs in more for cost in costs)), math.ceil(most / MOST_STATES), 1)
+        self._steps = [[math.ceil(cost / self._unit) for cost in costs] for costs in more]
+        states = sum(map(max, self._steps)) + 1
+        self._least = np.full(states, np.inf)  # least loss of all layers for at most so many units
+        self._least[:] = 0.0
+        self._chosen = np.zeros((len(self.layers), states), dtype=np.int16)
+        for i, choices in enumerate(self.layers.values()):
+            before, self._least = self._least, np.full(states, np.inf)
+            for k, (choice, units) in enumerate(zip(choices, self._steps[i], strict=True)):
+                total = before[: states - units] + choice.loss
+                better = total < self._least[units:]
+                self._least[units:][better] = total[better]
+                self._chosen[i, units:][better] = k
+
+    def within(self, budget: float) -> dict[str, int]:
+        """The number of each layer's choice, so that all cost at most `budget` together.
+
+        Raises:
+            ValueError: even the smallest choices cost more.
+        """
+        if budget < self.smallest:
+            raise ValueError(f"the budget (={budget:g}) is less than the smallest choices cost, {self.smallest}")
+        state = min(int((budget - self.smallest) // self._unit), len(self._least) - 1)
+        numbers: dict[str, int] = {}
+        for i, name in reversed(list(enumerate(self.layers))):
+            numbers[name] = int(self._chosen[i, state])
+            state -= self._steps[i][numbers[name]]
+        return {name: numbers[name] for name in self.layers}
+
+    def of(self, numbers: Mapping[str, int]) -> Choice:
+        """What these choices cost and lose together."""
+        made = [self.layers[name][number] for name, number in numbers.items()]
+        return Choice(sum(choice.cost for choice in made), sum(choice.loss for choice in made))
+
+    def curve(self, points: int = 48) -> list[Choice]:
+        """Costs and least losses from the smallest choices to the largest, at evenly spread budgets."""
+        states = np.unique(np.linspace(0, len(self._least) - 1, points).round().astype(int))
+        return [self.of(self.within(self.smallest + int(state) * self._unit)) for state in states]
