@@ -21,7 +21,7 @@ from compress.kv.policy import CacheMethod
 from compress.linear import parameter_count, sharing_copy
 from compress.memory import measured, plan
 from compress.method import Method, settle
-from compress.records import DropRecord, FoldRecord, LayerRecord
+from compress.records import AllocationRecord, DropRecord, FoldRecord, LayerRecord
 from compress.result import Result
 from compress.walk.blocks import find_blocks, kept_weights
 from compress.walk.capture import activations_on_disk, device_of, on_device
@@ -150,6 +150,7 @@ def _apply(
     layers: dict[str, LayerRecord] = {}
     folds: list[FoldRecord] = []
     drops: list[DropRecord] = []
+    allocation: AllocationRecord | None = None
     originals: Mapping[str, nn.Module] | None = None
     saved: SavedStatistics | None = None
     folder = _work_folder(model, work_path) if usage.activations == "disk" else None
@@ -170,6 +171,8 @@ def _apply(
                     folds.append(made)
                 elif isinstance(made, DropRecord):
                     drops.append(made)
+                elif isinstance(made, AllocationRecord):
+                    allocation = made
                 else:
                     layers[made.name] = _after(layers.get(made.name), made)
             if originals is None and layers and any(isinstance(m, LayerwiseMethod) for m in recipe[i + 1 :]):
@@ -183,6 +186,7 @@ def _apply(
         layers=list(layers.values()),
         folds=folds,
         drops=drops,
+        allocation=allocation,
         kept=kept_weights(model, [m.skip for m in recipe if isinstance(m, LayerwiseMethod)]),
         identity=identity,
         calibration=tokens,
@@ -301,6 +305,8 @@ def _after(before: LayerRecord | None, now: LayerRecord) -> LayerRecord:
         seconds=before.seconds + now.seconds,
         notes=(*before.notes, *now.notes),
         distortion=now.distortion or before.distortion,
+        choice=now.choice or before.choice,
+        choices=now.choices or before.choices,
     )
 
 

@@ -220,12 +220,12 @@ class _Case:
         stored = dense = 0.0
         for name, (out, columns) in targets(self.model).items():
             parts = specs[name]["parts"] if name in specs else [{}]
-            stored += sum(_bits(part, 8 * self.itemsize, zeros) for part in parts) * out * columns
+            stored += sum(spec_bits(part, 8 * self.itemsize, zeros) for part in parts) * out * columns
             dense += 8 * self.itemsize * out * columns
         return stored / dense
 
 
-def _bits(part: dict[str, Any], float_bits: int, zeros: float) -> float:
+def spec_bits(part: dict[str, Any], float_bits: int, zeros: float) -> float:
     """Bits per weight of a part as its specification describes it, near enough for a prediction.
 
     Args:
@@ -233,11 +233,11 @@ def _bits(part: dict[str, Any], float_bits: int, zeros: float) -> float:
     """
     kind = part.get("format")
     if kind == Bitmap.name:  # a bit for every place beside what is kept
-        return 1 + (1 - zeros) * _bits(part | {"format": ""}, float_bits, 0)
+        return 1 + (1 - zeros) * spec_bits(part | {"format": ""}, float_bits, 0)
     if kind == Sparse24Weight.name:
-        return 1 + _bits(part["values"], float_bits, 0) / 2
+        return 1 + spec_bits(part["values"], float_bits, 0) / 2
     if "inner" in part:
-        return _bits(part["inner"], float_bits, 0)
+        return spec_bits(part["inner"], float_bits, 0)
     if "dtype" in part:
         return 8 * getattr(torch, part["dtype"]).itemsize
     bits = part.get("bits") or {BnbNF4.name: 4.1, BnbInt8.name: 8}.get(kind, float_bits)

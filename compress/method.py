@@ -8,7 +8,7 @@ from typing import Any, ClassVar, get_args
 import torch
 from torch import Tensor, nn
 
-from compress.records import DropRecord, FoldRecord, LayerRecord
+from compress.records import AllocationRecord, DropRecord, FoldRecord, LayerRecord
 from compress.walk.once.saved import SavedStatistics
 from compress.walk.resume import BlockStore
 
@@ -61,7 +61,7 @@ class Method:
         store: BlockStore | None = None,
         originals: Mapping[str, nn.Module] | None = None,
         saved: SavedStatistics | None = None,
-    ) -> list[LayerRecord | FoldRecord | DropRecord]:
+    ) -> list[LayerRecord | FoldRecord | DropRecord | AllocationRecord]:
         """Compress `model` in place and say what became of each weight, or what was folded into what.
 
         Args:
@@ -103,6 +103,10 @@ class Method:
         leaves storage to others. Known before any work, so that a checkpoint format that cannot hold it is refused.
         Where it depends on the data, the most that it may store."""
         return None
+
+    def variants(self) -> "list[Method]":
+        """Methods that store, between them, whatever this one may store: itself, or those that it chooses among."""
+        return [self]
 
     @property
     def zeros(self) -> float:

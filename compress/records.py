@@ -11,6 +11,8 @@ class LayerRecord:
     `notes` says). `rtn_error`: the same for round-to-nearest on the same grid, with scales chosen as the method
     chooses them; None where the method has no such peer.
     bits_per_weight: stored, floats that are cast with the model counted as 16 bits. sparsity: the share of Ŵ that is 0.
+    choice: the method that was chosen for this weight where several were at hand, and choices: {method: what the layer
+        would lose with it alone}, as it was measured to choose; a layer may be several weights that share a choice.
     distortion: {ratio of this weight's entries set to 0, others as they were: KL of the model's predictions, nats per
         token}, as
     the method measured it to choose the ratio; None where it did not.
@@ -27,6 +29,26 @@ class LayerRecord:
     notes: tuple[str, ...] = ()
     sparsity: float = 0.0
     distortion: dict[str, float] | None = None
+    choice: str | None = None
+    choices: dict[str, float] | None = None
+
+
+@dataclass(frozen=True)
+class AllocationRecord:
+    """How a budget of bytes was shared out among layers; the record's `allocation`.
+
+    loss: what was to be least in all. budget_bytes: of the whole model. beside_bytes: of what was not shared out.
+    chosen: (bytes of the whole model, predicted loss). curve: the same for other budgets, from the smallest choices to
+    the largest. layers: how many had a choice. seconds: that it took to measure and choose.
+    """
+
+    loss: str
+    budget_bytes: int
+    beside_bytes: int
+    chosen: tuple[int, float]
+    curve: tuple[tuple[int, float], ...]
+    layers: int
+    seconds: float
 
 
 @dataclass(frozen=True)

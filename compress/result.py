@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from compress.method import Method
-from compress.records import DropRecord, FoldRecord, LayerRecord, Usage
+from compress.records import AllocationRecord, DropRecord, FoldRecord, LayerRecord, Usage
 
 
 @dataclass
@@ -26,6 +26,7 @@ class Result:
         calibration: corpus, samples, seqlen, seed, sha256; None where no batches were given.
         seconds: wall clock of the whole of it.
         kernels: {op: implementations that ran}.
+        allocation: how a budget of bytes was shared out; None if none was.
         notes: what a reader must know, such as that a number format was emulated.
         usage: peak memory and disk, as predicted and as measured.
     """
@@ -41,6 +42,7 @@ class Result:
     asked: list[Method] = field(default_factory=list)
     folds: list[FoldRecord] = field(default_factory=list)
     drops: list[DropRecord] = field(default_factory=list)
+    allocation: AllocationRecord | None = None
     notes: list[str] = field(default_factory=list)
     usage: Usage | None = None
 

@@ -83,6 +83,7 @@ def record(
         "layers": [asdict(layer) for layer in result.layers],
         "folds": [asdict(fold) for fold in result.folds],
         "drops": [asdict(drop) for drop in result.drops],
+        "allocation": result.allocation and asdict(result.allocation),
         "strengths": strengths or {"lines": []},
         "cache": cache,
         "kept": result.kept,

@@ -1,5 +1,6 @@
 """Whether a checkpoint format can hold what a recipe will make of a model: known before any work."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,8 +29,9 @@ def check_save_format(save_format: str, recipe: Sequence[Method], model: nn.Modu
     settled, outline = settle(list(recipe)), sharing_copy(model)
     for method in settled:
         method.outline(outline)
-    linears, made_by = linears_to_be(settled, outline)
-    check_holds(save_format, outline, linears, made_by)
+    for variant in itertools.product(*(method.variants() for method in settled)):
+        linears, made_by = linears_to_be(variant, outline)
+        check_holds(save_format, outline, linears, made_by)
 
 
 def linears_to_be(recipe: Sequence[Method], model: nn.Module) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:

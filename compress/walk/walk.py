@@ -221,10 +221,10 @@ def _energy(D: Tensor, statistics: LayerStatistics) -> float:
         return D.square().sum().item()
     if "rows" in statistics.values:
         return (statistics.values["rows"] @ D.t()).square().sum().item()
-    return _quadratic(D, statistics.values["gram"])
+    return quadratic(D, statistics.values["gram"])
 
 
-def _quadratic(D: Tensor, H: Tensor) -> float:
+def quadratic(D: Tensor, H: Tensor) -> float:
     """tr(D H Dᵀ) for a symmetric H, whose blocks above the diagonal stand for those below it: half of the products."""
     total = D.new_zeros((), dtype=torch.float64)
     for start in range(0, len(H), COLUMNS):

@@ -69,6 +69,8 @@ class LayerRow:
     notes: tuple[str, ...]
     sparsity: float | None
     distortion: dict[str, float]
+    choice: str | None
+    choices: dict[str, float]
 
     @property
     def weights(self) -> int:
@@ -119,6 +121,19 @@ class Drop:
     importance: float | None
     order: int | None
     parameters: int | None
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """chosen, curve: (bytes of the whole model, predicted loss)."""
+
+    loss: str
+    budget_bytes: float | None
+    beside_bytes: float | None
+    chosen: tuple[float, ...]
+    curve: tuple[tuple[float, ...], ...]
+    layers: int | None
+    seconds: float | None
 
 
 @dataclass(frozen=True)
@@ -212,6 +227,7 @@ class RunRecord:
     layers: tuple[LayerRow, ...]
     folds: tuple[Fold, ...]
     drops: tuple[Drop, ...]
+    allocation: Allocation | None
     strengths: Strengths
     cache: Cache | None
     kept: tuple[Kept, ...]

@@ -8,10 +8,13 @@ Its shape (more keys are welcome, these keep their names):
     recipes      {model: [as in recipe]}              of "compressed" and of the other models that were scored beside it
     model        name, weights_sha256, parameters
     calibration  corpus, samples, seqlen, seed, sha256          (null where none was needed)
-    layers       [{name, shape, format, bits_per_weight, error, rtn_error, seconds, notes, sparsity, distortion}]
+    layers       [{name, shape, format, bits_per_weight, error, rtn_error, seconds, notes, sparsity, distortion,
+                   choice, choices}]                  choice: the method chosen for it, choices: {method: predicted loss}
     folds        [{name, kind, consumers, alpha, x_before, ...}]        scales moved from norms and linears into the
                  linears that read them (`compress.records.FoldRecord` has the shape)
     drops        [{name, kind, block, importance, order, parameters}]   parts of blocks that were, or might be, dropped
+    allocation   {loss, budget_bytes, beside_bytes, chosen, curve, layers, seconds}   how bytes were shared out among
+                 layers (`compress.records.AllocationRecord`); null if they were not
     cache        measurements of compressed KV caches, in the record of such a run (`eval.record.measured.Cache`)
     strengths    {lines: [{recipe, points: [{value, removed_parameters, dropped, seconds, scores}]}]}   recipes that
                  were scored, and not timed, with each of these values in place of {}

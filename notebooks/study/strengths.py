@@ -15,11 +15,12 @@ from tqdm.auto import tqdm
 
 from compress import Result, apply
 from compress.apply import code_sha256
+from compress.grammar import split_recipes
 from compress.inputs.calibration import tokens_sha256
 from compress.inputs.model import weights_sha256
 from compress.linear import sharing_copy
 from compress.method import Method, settle
-from compress.recipe import parse_variants, split_recipes
+from compress.recipe import parse_variants
 from eval.evaluate import score_text
 from eval.machine.size import size
 from eval.record.files import write_whole

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from eval.record.rows import LayerRow, RunRecord, typed
-from reports.page import evaluation, folds, kernels, kv, pruning, resources
+from reports.page import allocation, evaluation, folds, kernels, kv, pruning, resources
 from reports.page.verdict import verdict
 from reports.parts import plots, table
 from reports.parts.files import Report, environment, write_page
@@ -39,6 +39,7 @@ def page(record: table.Record) -> str:
         compared=compared(run),
         folds=folds.context(run.folds),
         pruned=pruning.context(run),
+        allocated=allocation.context(run),
         errors=plots.layer_errors(run.layers, recipe),
         speed=plots.speed_bars(run.speed),
         size=_size_figure(run),

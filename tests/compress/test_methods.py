@@ -20,6 +20,7 @@ ROWS = {
     "awq": {"bits": 4, "group_size": 16},
     "nf4": {"group_size": 16},
     "bnb_nf4": {"blocksize": 32},
+    "mixed": {"choices": "rtn(bits={4, 8}, group_size=16)", "tokens": 32},
     "magnitude": {"ratio": 0.2},
     "random": {"ratio": 0.005},
     "wanda": {"pattern": "3:4"},
@@ -31,7 +32,10 @@ ROWS = {
     "llm_int8": {"threshold": 2.0},
     "bnb_int8": {},
 }
-EXACT = {"llm_int8": {"threshold": 0.0, "most": 0.25}}  # as many columns in 16 bits as there may be
+EXACT = {
+    "mixed": {"choices": "rtn(bits=8, group_size=16)"},
+    "llm_int8": {"threshold": 0.0, "most": 0.25},  # as many columns in 16 bits as there may be
+}
 WEIGHTS = [name for name, method in METHODS.items() if method.stage != "cache"]
 STORING = [name for name, method in METHODS.items() if issubclass(method, LayerwiseMethod)]
 

@@ -361,7 +361,7 @@ def test_passes_that_stop_hold_no_wide_input():
 
 def test_errors_by_half_of_the_products():
     """tr(D H Dᵀ) over several blocks of columns, of which the last is not full."""
-    from compress.walk.walk import COLUMNS, _quadratic
+    from compress.walk.walk import COLUMNS, quadratic
 
     D, x = torch.randn(7, COLUMNS * 2 + 99), torch.randn(300, COLUMNS * 2 + 99)
-    assert _quadratic(D, x.t() @ x) == pytest.approx((x @ D.t()).square().sum().item(), rel=1e-4)
+    assert quadratic(D, x.t() @ x) == pytest.approx((x @ D.t()).square().sum().item(), rel=1e-4)

@@ -8,6 +8,7 @@ import pytest
 
 from eval.record.rows import typed
 from eval.record.schema import read_record
+from reports.page import allocation as budget
 from reports.page import pruning
 from reports.page.folds import context, figures
 from reports.page.render import compared, metric_table, page, render
@@ -519,6 +520,20 @@ def test_page_shows_what_was_taken_away():
     assert len(said(quantised, decode_tokens_per_s=2.0)["said"]) == 1
     shown = pruning.figures(made["layers"], made["drops"])._repr_html_()
     assert shown.count("<svg") == 3 and "Nothing was set to 0" in pruning.figures([], [])._repr_html_()
+
+
+def test_page_shows_how_a_budget_was_shared_out():
+    made = make_record(4)
+    for i, layer in enumerate(made["layers"]):
+        layer |= {"choice": ("gptq(bits=3)", "gptq(bits=5)")[i % 2], "choices": {"gptq(bits=3)": 0.1}}
+    allocation = {"loss": "kl", "budget_bytes": 80_000_000, "beside_bytes": 56_000_000, "layers": 16, "seconds": 60.0}
+    allocation |= {"chosen": [79_500_000, 0.2], "curve": [[70_000_000, 0.5], [80_000_000, 0.2], [95_000_000, 0.01]]}
+    html = page(made | {"allocation": allocation})
+    assert html.count("<svg") == page(made).count("<svg") + 2 and "after 56.0 MB for what stays in 16 bits" in html
+    assert "takes 79.5 MB. 28 linears are stored: 14 by gptq(bits=3), 14 by gptq(bits=5)." in html
+    shown = budget.figures(made["layers"], allocation | {"loss": "random"})._repr_html_()
+    assert shown.count("<svg") == 1, "a rule predicts no loss"
+    assert "No budget" in budget.figures([], None)._repr_html_()
 
 
 def test_channels_keep_their_peaks():

@@ -1,0 +1,41 @@
+"""The estimated loss: how much the model's predictions change, to second order, by gradients and layer errors."""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from compress.allocation.candidates import Solved
+from compress.walk.walk import quadratic
+
+
+class FisherLoss:
+    """½ Σ_i G_i · D_i E[x xᵀ] D_iᵀ with D = W - Ŵ: an estimate of the KL divergence in nats per token.
+
+    G_i is the mean squared gradient of the loss with respect to output i of the linear, taken from the weights' squared
+    gradients F and their inputs x as Σ_j F_ij / Σ_j E[x_j²]. The Fisher matrix of a linear is approximated by a
+    Kronecker product (arXiv:1503.05671) whose factor for the outputs is diagonal. The errors of a row's weights count
+    together, so that an error that later columns make up for counts as little as it should; Σ F D² would not see that.
+    """
+
+    statistics: tuple[str, ...] = ("gram",)
+
+    def __init__(self, F: Mapping[str, Tensor]) -> None:
+        """
+        Args:
+            F: squared gradients by the linears' names (`compress.walk.fisher`).
+        """
+        self.F = F
+
+    def of(self, index: int, solved: Mapping[str, Solved]) -> float:
+        total = 0.0
+        for name, (new, W, statistics) in solved.items():
+            if not statistics.tokens:  # an expert that no token reached
+                continue
+            H = statistics.values["gram"]  # 2 E[x xᵀ]
+            G = self.F[name].to(W.device).sum(1) / H.diagonal().sum().clamp_min(1e-30)  # [out], half of G_i
+            D = (W - new.dequantize()) * G.sqrt()[:, None]
+            total += 0.5 * quadratic(D, H)
+        return total
+
+    def leave(self, index: int) -> None:
+        pass

@@ -1,0 +1,112 @@
+"""The language of recipes: a text and the methods that it may name -> methods with their knobs."""
+
+import ast
+import difflib
+import itertools
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from compress.method import Method
+
+MOST_VARIANTS = 1000  # recipes that one text with braces may stand for
+
+
+class Variant(NamedTuple):
+    """A recipe with one value chosen from each pair of braces.
+
+    values: the chosen values as text. text: the recipe with them in place; as it was written if it has no braces.
+    """
+
+    values: tuple[str, ...]
+    text: str
+    methods: list[Method]
+
+
+def variants_of(text: str, methods: Mapping[str, type[Method]], parameter: str = "recipe") -> tuple[str, list[Variant]]:
+    """A recipe with {} in the place of its braces, and one variant for each combination of the values in them.
+
+    Args:
+        text: methods, each by its name, with knobs as keyword arguments or without; a knob may have several
+            values in braces: "wanda(ratio={0.3, 0.5}), gptq(bits=4)".
+        methods: those that there are, by their names.
+        parameter: where the text comes from, for errors.
+
+    Raises:
+        ValueError: no recipe, a method or a knob that does not exist, or a knob's value that is no literal or does not
+            fit.
+    """
+    try:
+        tree = ast.parse(f"[{text}]", mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # a null byte, brackets in brackets in brackets
+        tree = None
+    if not text.strip() or not isinstance(tree, ast.List):
+        shown = text if len(text) <= 200 else f"{text[:120]}…"
+        raise ValueError(
+            f"`{parameter}` (={shown!r}) must name methods with their knobs, such as: smoothquant(alpha=0.5), int8"
+        )
+    knobs = [keyword for call in tree.elts if isinstance(call, ast.Call) for keyword in call.keywords]
+    several = [(knob, knob.value.elts) for knob in knobs if isinstance(knob.value, ast.Set)]
+    choices = [{ast.unparse(element): element for element in elements} for _, elements in several]
+    if (count := math.prod(map(len, choices))) > MOST_VARIANTS:
+        raise ValueError(f"`{parameter}` (={text!r}) stands for {count} recipes; at most {MOST_VARIANTS} would do")
+    variants = []
+    for chosen in itertools.product(*(choice.items() for choice in choices)):
+        for (knob, _), (_, value) in zip(several, chosen, strict=True):
+            knob.value = value
+        made = [_method(element, methods, text, parameter) for element in tree.elts]
+        variants.append(Variant(tuple(value for value, _ in chosen), _shown(tree) if several else text, made))
+    for knob, _ in several:
+        knob.value = ast.Name("__values__")
+    return (_shown(tree).replace("__values__", "{}") if several else text), variants
+
+
+def split_recipes(text: str) -> list[str]:
+    """The recipes of a text that are apart by semicolons. Those inside quotes belong to a knob's value."""
+    parts, quote = [""], ""
+    for character in text:
+        if character in "'\"" and quote in ("", character):
+            quote = "" if quote else character
+        if character == ";" and not quote:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part for part in map(str.strip, parts) if part]
+
+
+def _shown(tree: ast.List) -> str:
+    return ast.unparse(tree)[1:-1]
+
+
+def _method(node: ast.expr, methods: Mapping[str, type[Method]], text: str, parameter: str) -> Method:
+    called = node if isinstance(node, ast.Call) else None
+    name = called.func if called else node
+    if not isinstance(name, ast.Name) or name.id not in methods:
+        shown = ast.unparse(name)
+        near = difflib.get_close_matches(shown, methods, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ValueError(f"`{parameter}` (={text!r}): {shown} is not a method; {hint}There are {', '.join(methods)}")
+    method = methods[name.id]
+    if called and called.args:
+        raise ValueError(
+            f"`{parameter}` (={text!r}): knobs of {name.id} are given by name: {', '.join(method.knobs())}"
+        )
+    values = {}
+    for keyword in called.keywords if called else []:
+        if keyword.arg not in method.knobs():
+            near = difflib.get_close_matches(str(keyword.arg), method.knobs(), n=1)
+            hint = f"did you mean `{near[0]}`? " if near else ""
+            raise ValueError(f"`{keyword.arg}` is not a knob of {name.id}; {hint}It has {', '.join(method.knobs())}")
+        if isinstance(keyword.value, ast.Dict):
+            raise ValueError(
+                f"`{keyword.arg}` of {name.id} in `{parameter}` (={text!r}): braces hold values, as in {{1, 2}}"
+            )
+        try:
+            bare = isinstance(keyword.value, ast.Name)  # a word, which command lines would rather not quote
+            values[keyword.arg] = keyword.value.id if bare else ast.literal_eval(keyword.value)
+        except ValueError:
+            shown = ast.unparse(keyword.value)
+            raise ValueError(
+                f"`{keyword.arg}` (={shown}) of {name.id} must be a literal: 4, 0.5, True, search"
+            ) from None
+    return method(**values)

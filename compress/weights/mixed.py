@@ -1,0 +1,268 @@
+"""Mixed precision under a budget: every layer gets the method, among several, with which the model loses least."""
+
+import copy
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from compress.allocation.budget import bytes_beside, megabytes
+from compress.allocation.candidates import Candidates, Loss, measure, takes
+from compress.allocation.importance import cosine_scores, random_scores, ranked, z_scores
+from compress.allocation.predictions import PredictionLoss
+from compress.allocation.program import Program
+from compress.allocation.sensitivity import FisherLoss
+from compress.formats import Format
+from compress.grammar import split_recipes, variants_of
+from compress.memory import spec_bits
+from compress.method import Method, knob
+from compress.records import AllocationRecord, LayerRecord
+from compress.walk.blocks import find_blocks, targets
+from compress.walk.fisher import fisher
+from compress.walk.folding import FoldingMethod
+from compress.walk.layerwise import LayerwiseMethod
+from compress.walk.once.saved import SavedStatistics
+from compress.walk.resume import BlockStore
+from compress.walk.statistics import LayerStatistics
+
+MEASURED = ("kl", "fisher")
+WINDOW = 256  # tokens of a calibration window on which losses are measured: more and shorter windows tell more
+FISHER_TOKENS = 16  # times as many tokens for gradients: they are noisier, and take two passes in all
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixed(LayerwiseMethod):
+    """Shares out the bytes of the whole model: each layer gets the method among `choices` that loses least in all.
+
+    The losses of all choices are measured on the model as it is, layer by layer; dynamic programming finds the choices
+    of least total loss within the budget; then the walk solves every linear by the method that was chosen for it.
+    """
+
+    name: ClassVar[str] = "mixed"
+    stage: ClassVar[str] = "quantize_weights"
+    source: ClassVar[str] = "arXiv:2308.10438"  # section 4, with bits instead of zeros
+    needs_calibration: ClassVar[bool] = True
+    chosen: ClassVar[Mapping[str, LayerwiseMethod]] = {}  # by linear, once the budget is shared out
+
+    budget_mb: float = knob(
+        100.0,
+        "megabytes of the whole model as it is stored, what stays in 16 bits counted",
+        range=(0, 1e9),
+        describes=True,
+    )
+    choices: str = knob(
+        "",
+        "the methods to choose among, each with its knobs, apart by semicolons; braces hold several values of a knob",
+        describes=True,
+    )
+    loss: str = knob(
+        "kl",
+        "what is least in all: measured divergence of the predictions (kl), its estimate from squared gradients "
+        "(fisher); or no loss, but more bits for the blocks that turn the residual stream most (cosine), that have the "
+        "fewest large weights (outliers), or that are drawn (random)",
+        choices=(*MEASURED, "cosine", "outliers", "random"),
+    )
+    tokens: int = knob(
+        512, "calibration tokens on which the loss is measured; 16 times as many for fisher", range=(2, 1 << 30)
+    )
+    together: bool = knob(
+        True, "linears that read the same input (q, k and v; gate and up) get the same choice, as fused kernels want"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.methods  # bad choices are refused when they are given
+
+    @cached_property
+    def methods(self) -> dict[str, LayerwiseMethod]:
+        """The choices by their texts."""
+        storing = {cls.name: cls for cls in _subclasses(LayerwiseMethod) if hasattr(cls, "name")}
+        made = [
+            variant.methods
+            for part in split_recipes(self.choices)
+            for variant in variants_of(part, storing, f"choices` of `{self.name}")[1]
+        ]
+        for methods in made:
+            if len(methods) > 1 or isinstance(methods[0], Mixed | FoldingMethod) or methods[0].own_passes():
+                raise ValueError(
+                    f"`choices` (={self.choices!r}) of {self.name}: each must be one method that stores a weight by "
+                    f"itself, and {', '.join(map(str, methods))} is not; semicolons separate choices"
+                )
+        return {str(method): method for (method,) in made}
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(need for method in self.methods.values() for need in method.statistics))
+
+    @property
+    def working_set(self) -> tuple[float, float]:
+        sets = [method.working_set for method in self.methods.values()] or [LayerwiseMethod.working_set]
+        return max(one[0] for one in sets), max(one[1] for one in sets)
+
+    def own_passes(self) -> str:
+        return "the losses by which the budget is shared out"
+
+    def within(self, before: Sequence[Method], after: Sequence[Method]) -> "Mixed":
+        for other in before:
+            if self.loss == "fisher" and other.stage == "sparsify":
+                raise ValueError(
+                    f"`loss` (='fisher') of {self.name} takes gradients of weights as they are, and {other} before it "
+                    "has stored them; loss='kl' would do"
+                )
+        return self
+
+    def stores(self, shape: tuple[int, int]) -> list[dict[str, Any]]:
+        return max((method.stores(shape) for method in self._taking("", shape).values()), key=_bits)
+
+    def variants(self) -> list[Method]:
+        return list(self.methods.values())
+
+    def check(self, model: nn.Module) -> None:
+        if not self.methods:
+            raise ValueError(
+                f"`choices` (={self.choices!r}) of {self.name} must name the methods to choose among, apart by "
+                "semicolons, with braces for several values of a knob"
+            )
+        super().check(model)
+        sizes = self._predicted(model)
+        smallest = bytes_beside(model, list(sizes)) + sum(min(own.values()) for own in sizes.values())
+        self._check_budget(smallest)
+
+    def check_layer(self, name: str, shape: tuple[int, int]) -> None:
+        if not self._taking(name, shape):
+            for method in self.methods.values():
+                method.check_layer(name, shape)
+            raise ValueError(f"`choices` (={self.choices!r}) of {self.name}: all of them leave out {name}")
+
+    def solve(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
+        return self.chosen[statistics.name].solve(W, statistics)
+
+    def peer(self, W: Tensor, statistics: LayerStatistics) -> list[Format] | None:
+        return self.chosen[statistics.name].peer(W, statistics)
+
+    def apply(
+        self,
+        model: nn.Module,
+        batches: Sequence[Tensor],
+        *,
+        device: torch.device,
+        store: BlockStore | None = None,
+        originals: Mapping[str, nn.Module] | None = None,
+        saved: SavedStatistics | None = None,
+    ) -> list[LayerRecord | AllocationRecord]:
+        start = time.perf_counter()
+        layers = self._candidates(model, batches, device, store, saved)
+        program = Program({name: list(layer.choices.values()) for name, layer in layers.items()})
+        beside = bytes_beside(model, [member for layer in layers.values() for member in layer.members])
+        self._check_budget(program.smallest + beside)
+        numbers = program.within(self.budget_mb * 1e6 - beside)
+        texts = {name: list(layer.choices)[numbers[name]] for name, layer in layers.items()}
+        by_member = {member: name for name, layer in layers.items() for member in layer.members}
+        solver = copy.copy(self)
+        object.__setattr__(solver, "chosen", {member: self.methods[texts[name]] for member, name in by_member.items()})
+        best = program.of(numbers)
+        allocation = AllocationRecord(
+            loss=self.loss,
+            budget_bytes=int(self.budget_mb * 1e6),
+            beside_bytes=beside,
+            chosen=(best.cost + beside, best.loss),
+            curve=tuple((choice.cost + beside, choice.loss) for choice in program.curve()),
+            layers=len(layers),
+            seconds=time.perf_counter() - start,
+        )
+        records = LayerwiseMethod.apply(
+            solver, model, batches, device=device, store=store, originals=originals, saved=saved
+        )
+        shown = {name: {text: choice.loss for text, choice in layer.choices.items()} for name, layer in layers.items()}
+        told = [
+            dataclasses.replace(one, choice=texts[by_member[one.name]], choices=shown[by_member[one.name]])
+            for one in records
+        ]
+        return [*told, allocation]
+
+    def _candidates(
+        self,
+        model: nn.Module,
+        batches: Sequence[Tensor],
+        device: torch.device,
+        store: BlockStore | None,
+        saved: SavedStatistics | None,
+    ) -> dict[str, Candidates]:
+        """The layers with their choices, bytes and losses."""
+        probes = windows(batches, self.tokens * (FISHER_TOKENS if self.loss == "fisher" else 1))
+        if self.loss not in MEASURED:
+            sizes = self._predicted(model)
+            prefix, blocks = find_blocks(model)
+            own = [
+                {name: size for name, size in sizes.items() if name.startswith(f"{prefix}.{index}.")}
+                for index in range(len(blocks))
+            ]
+            rules = {
+                "cosine": lambda: cosine_scores(model, probes, device),
+                "outliers": lambda: z_scores(model, list(sizes), device),
+                "random": lambda: random_scores(model),
+            }
+            return ranked(rules[self.loss](), own)
+        kept = store and store.beside("losses", without=("budget_mb",))
+        with torch.no_grad():
+            loss: Loss = (
+                PredictionLoss(model, probes, device)
+                if self.loss == "kl"
+                else FisherLoss(fisher(model, probes, device=device, folder=kept and kept.folder.parent))
+            )
+        return measure(
+            model,
+            self.methods,
+            batches,
+            loss,
+            names=list(targets(model, self.skip)),
+            together=self.together,
+            device=device,
+            store=kept,
+            saved=saved,
+            title=f"{self.name}: losses ({self.loss})",
+        )
+
+    def _taking(self, name: str, shape: tuple[int, int]) -> dict[str, LayerwiseMethod]:
+        """The choices that can store this linear."""
+        return {text: method for text, method in self.methods.items() if takes(method, name, shape)}
+
+    def _predicted(self, model: nn.Module) -> dict[str, dict[str, int]]:
+        """For each linear the bytes of its choices, as their specifications say."""
+        return {
+            name: {
+                text: round(_bits(method.stores(shape)) * shape[0] * shape[1] / 8)
+                for text, method in self._taking(name, shape).items()
+            }
+            for name, shape in targets(model, self.skip).items()
+        }
+
+    def _check_budget(self, smallest: int) -> None:
+        if smallest > self.budget_mb * 1e6:
+            raise ValueError(
+                f"`budget_mb` (={self.budget_mb:g}) of {self.name} cannot be reached: with the smallest of `choices` "
+                f"the whole model takes {megabytes(smallest)}; fewer bits among `choices`, or a larger budget, would do"
+            )
+
+
+def windows(batches: Sequence[Tensor], tokens: int) -> list[Tensor]:
+    """About so many tokens, in windows [1, T] from the beginnings of batches spread over all."""
+    length = min(WINDOW, tokens, min(batch.shape[1] for batch in batches))
+    count = min(max(tokens // length, 1), len(batches))
+    if count * length < tokens:
+        length = min(tokens // count, min(batch.shape[1] for batch in batches))
+    return [batches[number * len(batches) // count][:, :length] for number in range(count)]
+
+
+def _bits(parts: list[dict[str, Any]]) -> float:
+    return sum(spec_bits(part, 16, 0.0) for part in parts)
+
+
+def _subclasses(cls: type) -> list[type]:
+    """All classes below this one: every method that was imported."""
+    return [below for direct in cls.__subclasses__() for below in (direct, *_subclasses(direct))]
