@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from compress.formats.base import Format
+from compress.formats.scales import SCALE_DTYPES, NestedScales, read_scales, scales_spec
 from kernels.lut_matmul import Codebook, dequantize, lut_matmul, pack_codebook, panels_fit, to_panels, to_rows
 
 SCALES = 256  # scales that share an absmax
@@ -22,43 +23,70 @@ class ScaleCodes(NamedTuple):
     absmax: Tensor
     offset: Tensor
 
+    def expand(self, out: int, groups: int) -> Tensor:
+        """The scales, float32 [out, groups]."""
+        return dequantize_scales(self).view(out, groups)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What is stored, by the names of the format's buffers."""
+        return {f"scale_{field}": tensor for field, tensor in self._asdict().items()}
+
+
+BUFFERS = ("scale_codes", "scale_absmax", "scale_offset", "scale_factor")  # of ScaleCodes and of NestedScales
+
 
 class CodebookGroup(Format):
     """w = table[code] * scale, group by group along `in`.
 
-    Buffers: `codes` and `table` as `kernels.lut_matmul.Codebook` says, and either `scale` [out, groups] in float32, or
-    `scale_codes`, `scale_absmax` and `scale_offset` (`ScaleCodes`, 8.125 bits a scale) with a `scale` beside them that
-    was
-    expanded for the product: in the activations' dtype if that has 16 bits, rounded as a dense weight's would be. On a
-    CPU with the C++ kernel all lies in panels; in `state_dict`, in rows and without what was expanded.
+    Buffers: `codes` and `table` as `kernels.lut_matmul.Codebook` says, and either `scale` [out, groups] as floats, or
+    those of `ScaleCodes` (8.125 bits a scale) or of `NestedScales`, with a `scale` beside them that was expanded for
+    the product: in the activations' dtype if that has 16 bits, rounded as a dense weight's would be. On a CPU with the
+    C++ kernel all lies in panels; in `state_dict`, in rows and without what was expanded.
     """
 
     name: ClassVar[str] = "codebook"
 
-    def __init__(self, packed: Codebook, scales: ScaleCodes | None = None) -> None:
+    def __init__(self, packed: Codebook, scales: ScaleCodes | NestedScales | None = None) -> None:
         super().__init__()
         self.bits, self.group_size, self.shape = packed.bits, packed.group_size, packed.shape
         self._laid_out_for: tuple[torch.dtype, torch.device] | None = None
-        for field in ScaleCodes._fields:
-            self.register_buffer(f"scale_{field}", None if scales is None else getattr(scales, field))
+        self._kind = getattr(scales, "kind", None)
+        for name in BUFFERS:
+            self.register_buffer(name, None if scales is None else scales.tensors().get(name))
         self._set(packed)
         self._set(self.rows())
 
     @classmethod
     def from_codes(
-        cls, codes: Tensor, table: Tensor, scale: Tensor, *, group_size: int, double_quant: bool = False
+        cls,
+        codes: Tensor,
+        table: Tensor,
+        scale: Tensor,
+        *,
+        group_size: int,
+        double_quant: bool = False,
+        scale_dtype: str = "float32",
+        scales: NestedScales | None = None,
     ) -> "CodebookGroup":
-        """From indices [out, in], a table [8], [16], [out, 8] or [out, 16] and scales [out, groups]."""
-        packed = pack_codebook(codes, table.float(), scale.float(), group_size=group_size)
-        return cls(packed, quantize_scales(packed.scale) if double_quant else None)
+        """From indices [out, in], a table [2^bits] or [out, 2^bits] and scales [out, groups].
+
+        Args:
+            double_quant: scales in 8 bits, as bitsandbytes stores them.
+            scales: how the scales are stored, if neither so nor in `scale_dtype`.
+        """
+        dtype = SCALE_DTYPES[scale_dtype] if scales is None else torch.float32
+        packed = pack_codebook(codes, table.float(), scale.to(dtype), group_size=group_size)
+        return cls(packed, quantize_scales(packed.scale) if double_quant else scales)
 
     @property
     def packed(self) -> Codebook:
         return Codebook(self.layout, self.codes, self.table, self.scale, self.bits, self.group_size, self.shape)
 
     @property
-    def scales(self) -> ScaleCodes | None:
-        """The scales in 8 bits, if that is how they are stored."""
+    def scales(self) -> ScaleCodes | NestedScales | None:
+        """The scales as they are stored, if not as floats of 16 or 32 bits."""
+        if self._kind is not None:
+            return NestedScales(self._kind, self.scale_codes, self.scale_factor)
         return None if self.scale_codes is None else ScaleCodes(self.scale_codes, self.scale_absmax, self.scale_offset)
 
     def dequantize(self) -> Tensor:
@@ -77,33 +105,39 @@ class CodebookGroup(Format):
         self._laid_out_for = dtype, device
 
     def spec(self) -> dict[str, Any]:
-        nested = self.scales is not None
-        return self.spec_of(self.shape, bits=self.bits, group_size=self.group_size, double_quant=nested)
+        return self.spec_of(
+            self.shape,
+            bits=self.bits,
+            group_size=self.group_size,
+            double_quant=isinstance(self.scales, ScaleCodes),
+            scale_dtype=self._kind or "",
+        )
 
     @classmethod
-    def spec_of(cls, shape: tuple[int, int], *, bits: int, group_size: int, double_quant: bool) -> dict[str, Any]:
+    def spec_of(
+        cls, shape: tuple[int, int], *, bits: int, group_size: int, double_quant: bool = False, scale_dtype: str = ""
+    ) -> dict[str, Any]:
         """The `spec()` of a weight of this shape; a `group_size` of -1 takes whole rows."""
         group_size = shape[1] if group_size == -1 else group_size
         settings = {"bits": bits, "group_size": group_size, "double_quant": double_quant}
-        return {"format": cls.name, "shape": list(shape), **settings}
+        return {"format": cls.name, "shape": list(shape), **settings, **scales_spec(scale_dtype)}
 
     @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "CodebookGroup":
         shape = (spec["shape"][0], spec["shape"][1])
-        packed = Codebook(
-            "rows", tensors["codes"], tensors["table"], tensors.get("scale"), spec["bits"], spec["group_size"], shape
+        scale, scales = read_scales(spec, tensors, shape)
+        if spec["double_quant"]:
+            scales = ScaleCodes(*(tensors[f"scale_{field}"] for field in ScaleCodes._fields))
+        return cls(
+            Codebook("rows", tensors["codes"], tensors["table"], scale, spec["bits"], spec["group_size"], shape), scales
         )
-        scales = (
-            ScaleCodes(*(tensors[f"scale_{field}"] for field in ScaleCodes._fields)) if spec["double_quant"] else None
-        )
-        return cls(packed, scales)
 
     def rows(self) -> Codebook:
-        """Rows, with the scales that are stored in float32."""
+        """Rows, with the scales that are stored."""
         rows = to_rows(self.packed) if self.layout == "panels" else self.packed
-        return (
-            rows if self.scales is None else rows._replace(scale=dequantize_scales(self.scales).view(self.shape[0], -1))
-        )
+        if self.scales is None:
+            return rows
+        return rows._replace(scale=self.scales.expand(self.shape[0], self.shape[1] // self.group_size))
 
     def _set(self, packed: Codebook) -> None:
         self.layout = packed.layout
@@ -120,11 +154,8 @@ class CodebookGroup(Format):
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         rows = self.rows()
-        stored = {"codes": rows.codes, "table": rows.table}
-        if self.scales is None:
-            stored["scale"] = rows.scale
-        else:
-            stored |= {f"scale_{field}": tensor for field, tensor in self.scales._asdict().items()}
+        scales = {"scale": rows.scale} if self.scales is None else self.scales.tensors()
+        stored = {"codes": rows.codes, "table": rows.table, **scales}
         destination.update({prefix + name: tensor for name, tensor in stored.items()})
 
     def _load_from_state_dict(self, state_dict, prefix, *args):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from compress.formats.base import Format
+from compress.formats.scales import NestedScales, read_scales, scales_spec
 from kernels.int_matmul import Packed, dequantize, int_matmul, pack, panels_fit, tiles_fit, to_panels, to_rows, to_tiles
 
 
@@ -15,15 +16,21 @@ class IntGroup(Format):
     Buffers: `codes`, `scale` and, asymmetric, `zero`, laid out as `kernels.int_matmul.Packed` says. On a CPU, up
     to 4 bits, the codes lie in panels for the C++ kernel, or where there is none in the tiles of torch's int4 kernel
     (activations and scales of the same 16-bit dtype); everywhere else, and in `state_dict`, in rows.
+
+    Where scales are stored in fewer bits (`NestedScales`), `scale_codes` and `scale_factor` stand for them, and `scale`
+    is what was expanded for the product: in the activations' dtype if that has 16 bits; it is no part of the state.
     """
 
     name: ClassVar[str] = "int_group"
 
-    def __init__(self, packed: Packed) -> None:
+    def __init__(self, packed: Packed, scales: NestedScales | None = None) -> None:
         super().__init__()
         self.bits, self.group_size, self.shape = packed.bits, packed.group_size, packed.shape
-        self._scale_dtype = packed.scale.dtype
+        self._scale_dtype, self._kind = packed.scale.dtype, None if scales is None else scales.kind
+        self.register_buffer("scale_codes", None if scales is None else scales.codes)
+        self.register_buffer("scale_factor", None if scales is None else scales.factor)
         self._set(packed)
+        self._set(self._rows())
 
     @classmethod
     def from_codes(
@@ -35,9 +42,20 @@ class IntGroup(Format):
         bits: int,
         group_size: int,
         scale_dtype: str = "bfloat16",
+        scales: NestedScales | None = None,
     ) -> "IntGroup":
-        """From integers [out, in], scales [out, groups] and zero points [out, groups] (None: symmetric)."""
-        return cls(pack(codes, scale.to(getattr(torch, scale_dtype)), zero, bits=bits, group_size=group_size))
+        """From integers [out, in], scales [out, groups] and zero points [out, groups] (None: symmetric).
+
+        Args:
+            scales: how the scales are stored, if not in `scale_dtype`.
+        """
+        dtype = getattr(torch, scale_dtype) if scales is None else torch.float32
+        return cls(pack(codes, scale.to(dtype), zero, bits=bits, group_size=group_size), scales)
+
+    @property
+    def scales(self) -> NestedScales | None:
+        """The scales as they are stored, if not as floats of 16 or 32 bits."""
+        return None if self._kind is None else NestedScales(self._kind, self.scale_codes, self.scale_factor)
 
     @property
     def packed(self) -> Packed:
@@ -50,31 +68,48 @@ class IntGroup(Format):
         return int_matmul(x, self.packed)
 
     def for_compute(self, dtype: torch.dtype, device: torch.device) -> None:
+        fits = self._kind is not None or dtype == self._scale_dtype
+        if self._kind is not None:
+            rows = self._rows()
+            self._set(rows._replace(scale=rows.scale.to(dtype)) if dtype.itemsize == 2 else rows)
         if panels_fit(self.packed, dtype, device):
             self._lay_out("panels", dtype)
-        elif tiles_fit(self.shape, self.bits, self.group_size, dtype, device) and dtype == self._scale_dtype:
+        elif tiles_fit(self.shape, self.bits, self.group_size, dtype, device) and fits:
             self._lay_out("tiles", dtype)
         else:
             self._lay_out("rows", dtype)
 
     def spec(self) -> dict[str, Any]:
-        return self.spec_of(self.shape, bits=self.bits, group_size=self.group_size, symmetric=self.zero is None)
+        return self.spec_of(
+            self.shape,
+            bits=self.bits,
+            group_size=self.group_size,
+            symmetric=self.zero is None,
+            scale_dtype=self._kind or "",
+        )
 
     @classmethod
-    def spec_of(cls, shape: tuple[int, int], *, bits: int, group_size: int, symmetric: bool) -> dict[str, Any]:
+    def spec_of(
+        cls, shape: tuple[int, int], *, bits: int, group_size: int, symmetric: bool, scale_dtype: str = ""
+    ) -> dict[str, Any]:
         """The `spec()` of a weight of this shape on such a grid; a `group_size` of -1 takes whole rows."""
         group_size = shape[1] if group_size == -1 else group_size
         grid = {"bits": bits, "group_size": group_size, "symmetric": symmetric}
-        return {"format": cls.name, "shape": list(shape), **grid}
+        return {"format": cls.name, "shape": list(shape), **grid, **scales_spec(scale_dtype)}
 
     @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "IntGroup":
         shape = (spec["shape"][0], spec["shape"][1])
         zero = None if spec["symmetric"] else tensors["zero"]
-        return cls(Packed("rows", tensors["codes"], tensors["scale"], zero, spec["bits"], spec["group_size"], shape))
+        scale, scales = read_scales(spec, tensors, shape)
+        return cls(Packed("rows", tensors["codes"], scale, zero, spec["bits"], spec["group_size"], shape), scales)
 
     def _rows(self) -> Packed:
-        return to_rows(self.packed)
+        """Rows, with the scales that are stored."""
+        rows = to_rows(self.packed)
+        if self.scales is None:
+            return rows
+        return rows._replace(scale=self.scales.expand(self.shape[0], self.shape[1] // self.group_size))
 
     def _lay_out(self, layout: str, dtype: torch.dtype) -> None:
         if layout != self.layout:
@@ -88,23 +123,28 @@ class IntGroup(Format):
     def _set(self, packed: Packed) -> None:
         self.layout = packed.layout
         self.register_buffer("codes", packed.codes)
-        self.register_buffer("scale", packed.scale)
+        self.register_buffer("scale", packed.scale, persistent=self._kind is None)
         self.register_buffer("zero", packed.zero)
 
     def _apply(self, fn, recurse=True):
         # Devices move; dtypes do not: `.to(bfloat16)` speaks of the activations, and scales keep what was stored.
         move = lambda t: None if t is None else t.to(fn(t.new_empty(0)).device)  # noqa: E731
+        self.scale_codes, self.scale_factor = move(self.scale_codes), move(self.scale_factor)
         self._set(self.packed._replace(codes=move(self.codes), scale=move(self.scale), zero=move(self.zero)))
         return self
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         rows = self._rows()
-        for key in ("codes", "scale", "zero"):
-            if getattr(rows, key) is not None:
-                destination[prefix + key] = getattr(rows, key)
+        scales = {"scale": rows.scale} if self.scales is None else self.scales.tensors()
+        for key, tensor in {"codes": rows.codes, **scales, "zero": rows.zero}.items():
+            if tensor is not None:
+                destination[prefix + key] = tensor
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
         layout, dtype = self.layout, self.scale.dtype
         self._set(self._rows())
         super()._load_from_state_dict(state_dict, prefix, *args)
-        self._lay_out(layout, dtype)
+        if self._kind is not None:
+            self.for_compute(dtype, self.codes.device)
+        else:
+            self._lay_out(layout, dtype)

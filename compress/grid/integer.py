@@ -1,14 +1,20 @@
 """Number grids: which values a weight may take, and how its scale and zero point are chosen.
 
+`scale_dtype` of these functions names a floating dtype, or is a function that rounds scales to what can be stored.
+
 A weight w of a group is stored as an integer code q in [0, 2^bits): w = scale * (q - zero). Symmetric grids fix
 zero = 2^(bits-1), so that the values run from -2^(bits-1) to 2^(bits-1)-1 steps; the scale may be negative, which turns
 the longer side to where the largest weight is.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-SCALE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+from compress.formats.scales import ScaleRule
+
+Stored = str | Callable[[Tensor], Tensor]  # how scales are rounded: a floating dtype's name, or a function that does it
 SEARCH_STEPS = 16  # clipping ratios tried by `search`, down to half the range
 AT_ONCE = 1 << 18  # weights times candidates looked at together: what the caches hold
 
@@ -23,7 +29,7 @@ def dequantize(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     return (codes - zero) * scale
 
 
-def absmax(w: Tensor, bits: int, symmetric: bool, scale_dtype: str = "bfloat16") -> tuple[Tensor, Tensor]:
+def absmax(w: Tensor, bits: int, symmetric: bool, scale_dtype: Stored = "bfloat16") -> tuple[Tensor, Tensor]:
     """Scale and zero point that just cover each group.
 
     Args:
@@ -42,7 +48,7 @@ def choose(
     w: Tensor,
     bits: int,
     symmetric: bool,
-    scale_dtype: str = "bfloat16",
+    scale_dtype: Stored = "bfloat16",
     *,
     how: str = "search",
     importance: Tensor | None = None,
@@ -59,7 +65,7 @@ def search(
     w: Tensor,
     bits: int,
     symmetric: bool,
-    scale_dtype: str = "bfloat16",
+    scale_dtype: Stored = "bfloat16",
     *,
     importance: Tensor | None = None,
     norm: float = 2.0,
@@ -87,7 +93,7 @@ def search(
     return scales.gather(0, best)[0], zeros.gather(0, best)[0]
 
 
-def candidates(w: Tensor, bits: int, symmetric: bool, scale_dtype: str = "bfloat16") -> tuple[Tensor, Tensor]:
+def candidates(w: Tensor, bits: int, symmetric: bool, scale_dtype: Stored = "bfloat16") -> tuple[Tensor, Tensor]:
     """What `search` chooses from: the grid of `absmax` first, then clipped ones and, symmetric, those of either sign.
 
     Args:
@@ -125,7 +131,7 @@ def check_group_size(group_size: int, name: str, shape: tuple[int, int]) -> None
     )
 
 
-def _cover(low: Tensor, high: Tensor, bits: int, symmetric: bool, scale_dtype: str) -> tuple[Tensor, Tensor]:
+def _cover(low: Tensor, high: Tensor, bits: int, symmetric: bool, scale_dtype: Stored) -> tuple[Tensor, Tensor]:
     levels = (1 << bits) - 1
     if symmetric:
         scale = _round_scale(2 * torch.maximum(high, -low) / levels, scale_dtype)
@@ -135,10 +141,9 @@ def _cover(low: Tensor, high: Tensor, bits: int, symmetric: bool, scale_dtype: s
     return scale, (-low / scale).round().clamp(0, levels)
 
 
-def _round_scale(scale: Tensor, dtype: str) -> Tensor:
+def _round_scale(scale: Tensor, dtype: Stored) -> Tensor:
     """The scale as it will be stored; 1 for a group of zeros, and for one too small for the format."""
-    rounded = scale.to(SCALE_DTYPES[dtype]).float()
-    return torch.where(rounded == 0, torch.ones_like(rounded), rounded)
+    return dtype(scale) if callable(dtype) else ScaleRule(dtype).rounded(scale)
 
 
 def _loss(w: Tensor, scale: Tensor, zero: Tensor, bits: int, importance: Tensor | None, norm: float) -> Tensor:

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from compress.formats import IntGroup
-from compress.grid import integer as grid
+from compress.formats import Format
+from compress.grid.grids import make_grid, scale_rule
 
 
 def rtn(
@@ -12,23 +12,26 @@ def rtn(
     bits: int,
     group_size: int = -1,
     symmetric: bool = True,
+    grid: str = "int",
     scale: str = "absmax",
     norm: float = 2.0,
     scale_dtype: str = "bfloat16",
     importance: Tensor | None = None,
-) -> IntGroup:
+) -> Format:
     """Round W [out, in] to nearest on a grid per group of columns.
 
     Args:
+        grid: one of `compress.grid.grids.GRIDS`; `symmetric` is for "int" alone.
         scale: "absmax" covers each group; "clip" and "search" choose by the error (see `grid.integer.search`).
+        scale_dtype: one of `compress.formats.scales.SCALE_KINDS`.
         importance: [in], weights of the columns in that error, diag(H) for instance; None for equal ones.
     """
     out, columns = W.shape
     group_size = columns if group_size == -1 else group_size
-    groups = W.float().view(out, -1, group_size)
+    values, W = make_grid(grid, bits, symmetric), W.float()
+    rule = scale_rule(values, scale_dtype, W, group_size)
+    groups = W.view(out, -1, group_size)
     weights = None if importance is None else importance.view(-1, group_size)
-    s, zero = grid.choose(groups, bits, symmetric, scale_dtype, how=scale, importance=weights, norm=norm)
-    codes = grid.quantize(groups, s[..., None], zero[..., None], bits).view(out, columns)
-    return IntGroup.from_codes(
-        codes, s, None if symmetric else zero, bits=bits, group_size=group_size, scale_dtype=scale_dtype
-    )
+    s, zero = values.choose(groups, rule.rounded, how=scale, importance=weights, norm=norm)
+    codes = values.quantize(groups, s[..., None], zero[..., None]).view(out, columns)
+    return values.stored(codes, s, zero, group_size=group_size, rule=rule)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from compress.formats import Dense, Format, IntGroup
 from compress.formats.masked import masked
+from compress.formats.scales import SCALE_DTYPES
 from compress.grid import integer as grid
 from compress.grid.integer import check_group_size
 from compress.method import knob
@@ -37,7 +38,7 @@ class SparseGPT(PruningMethod):
         64, "columns that share a scale, where bits is below 16; -1 for a whole row", range=(-1, 1 << 20)
     )
     symmetric: bool = knob(True, "no zero point: the grid lies around 0")
-    scale_dtype: str = knob("bfloat16", "how scales are stored", choices=tuple(grid.SCALE_DTYPES))
+    scale_dtype: str = knob("bfloat16", "how scales are stored", choices=tuple(SCALE_DTYPES))
     damp: float = knob(0.01, "added to diag(H), as a fraction of its mean", range=(0, 1))
     min_tokens: int = knob(
         128, "below this many calibration tokens a linear (an expert) is pruned by magnitude", range=(1, 1 << 30)

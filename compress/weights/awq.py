@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from compress.formats import Format, IntGroup
-from compress.grid.integer import AT_ONCE, SCALE_DTYPES, absmax, candidates, check_group_size, dequantize, quantize
+from compress.formats import Format
+from compress.grid.grids import GRIDS, SCALE_KINDS, check_grid, make_grid, scale_rule, scales_of
+from compress.grid.integer import AT_ONCE
 from compress.grid.nearest import rtn
 from compress.method import Method, knob
 from compress.records import FoldRecord, LayerRecord
@@ -24,7 +25,8 @@ from compress.walk.statistics import LayerStatistics
 from kernels.int_matmul import BITS
 from kernels.linear import linear
 
-AIMS = ("bits", "group_size", "symmetric", "scale_dtype", "skip")  # knobs that a weight quantiser that follows settles
+# Knobs that a weight quantiser that follows settles.
+AIMS = ("bits", "group_size", "grid", "symmetric", "scale_dtype", "skip")
 SMALLEST = 1e-4  # mean magnitude of an input, as a fraction of the link's largest, below which it is taken for this
 
 
@@ -44,9 +46,18 @@ class AWQ(FoldingMethod, LayerwiseMethod):
 
     bits: int = knob(4, "bits per weight", choices=BITS, describes=True)
     group_size: int = knob(64, "columns that share a scale; -1 for a whole row", range=(-1, 1 << 20), describes=True)
+    grid: str = knob(
+        "int",
+        "values that a weight may take, times its scale: integers, or a table of numbers (its bits are in `bits`, too)",
+        choices=GRIDS,
+    )
     symmetric: bool = knob(False, "no zero point: the grid lies around 0")
-    scale_dtype: str = knob("bfloat16", "how scales are stored", choices=tuple(SCALE_DTYPES))
-    grid: int = knob(20, "strengths of the scaling that are tried, from 0 up to 1", range=(1, 1000))
+    scale_dtype: str = knob(
+        "bfloat16",
+        "how scales are stored: as floats, or as integers of 6 or 8 bits times a factor for 512 columns (int6, int8)",
+        choices=SCALE_KINDS,
+    )
+    strengths: int = knob(20, "strengths of the scaling that are tried, from 0 up to 1", range=(1, 1000))
     clip: bool = knob(
         True, "search each group's range for the least error of the layer's output; False: cover the group"
     )
@@ -84,12 +95,13 @@ class AWQ(FoldingMethod, LayerwiseMethod):
         FoldingMethod.check(self, model)
 
     def check_layer(self, name: str, shape: tuple[int, int]) -> None:
-        check_group_size(self.group_size, name, shape)
+        check_grid(self, name, shape)
 
     def stores(self, shape: tuple[int, int]) -> list[dict[str, Any]] | None:
         if self.only_scale:
             return None
-        return [IntGroup.spec_of(shape, bits=self.bits, group_size=self.group_size, symmetric=self.symmetric)]
+        grid = make_grid(self.grid, self.bits, self.symmetric)
+        return [grid.spec_of(shape, self.group_size, scales_of(self.grid, self.scale_dtype))]
 
     def leaves(self, link: Link) -> str:
         return (
@@ -127,13 +139,15 @@ class AWQ(FoldingMethod, LayerwiseMethod):
         W = torch.cat([W for name, W in zip(link.consumers, weights, strict=True) if self._takes(name)])
         H, channels = _gram(statistics), link.channels.to(W.device)
         x = link.largest(statistics.values["absmean"])
-        choices = [(step / self.grid, awq_scales(x, step / self.grid)) for step in range(self.grid)]
+        choices = [(step / self.strengths, awq_scales(x, step / self.strengths)) for step in range(self.strengths)]
         group_size = W.shape[1] if self.group_size == -1 else self.group_size
+        grid, kind = make_grid(self.grid, self.bits, self.symmetric), scales_of(self.grid, self.scale_dtype)
         errors = []
         for _, s in choices:
-            groups = (W * s[channels]).view(len(W), -1, group_size)
-            scale, zero = (t[..., None] for t in absmax(groups, self.bits, self.symmetric, self.scale_dtype))
-            Q = dequantize(quantize(groups, scale, zero, self.bits), scale, zero).view(W.shape) / s[channels]
+            scaled = W * s[channels]
+            groups, rule = scaled.view(len(W), -1, group_size), scale_rule(grid, kind, scaled, group_size)
+            chosen = grid.choose(groups, rule.rounded, how="absmax", importance=None, norm=2.0)
+            Q = grid.rounded(groups, *(t[..., None] for t in chosen)).view(W.shape) / s[channels]
             errors.append(_energy(W - Q, H))
         energy = max(_energy(W, H), 1e-30)
         best = errors.index(min(errors))
@@ -157,15 +171,22 @@ class AWQ(FoldingMethod, LayerwiseMethod):
                 _gram(statistics),
                 bits=self.bits,
                 group_size=group_size,
+                grid=self.grid,
                 symmetric=self.symmetric,
-                scale_dtype=self.scale_dtype,
+                scale_dtype=scales_of(self.grid, self.scale_dtype),
             )
         ]
 
     def peer(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
-        return [
-            rtn(W, bits=self.bits, group_size=self.group_size, symmetric=self.symmetric, scale_dtype=self.scale_dtype)
-        ]
+        stored = rtn(
+            W,
+            bits=self.bits,
+            group_size=self.group_size,
+            grid=self.grid,
+            symmetric=self.symmetric,
+            scale_dtype=scales_of(self.grid, self.scale_dtype),
+        )
+        return [stored]
 
     def _takes(self, name: str) -> bool:
         return not is_named(name, self.skip)
@@ -185,8 +206,15 @@ def awq_scales(x: Tensor, alpha: float) -> Tensor:
 
 
 def awq_clip(
-    W: Tensor, H: Tensor, *, bits: int, group_size: int, symmetric: bool = False, scale_dtype: str = "bfloat16"
-) -> IntGroup:
+    W: Tensor,
+    H: Tensor,
+    *,
+    bits: int,
+    group_size: int,
+    symmetric: bool = False,
+    grid: str = "int",
+    scale_dtype: str = "bfloat16",
+) -> Format:
     """Round W to nearest on grids that clip each group as the output's error wants: (W - Ŵ) H (W - Ŵ)ᵀ is small.
 
     Args:
@@ -198,6 +226,8 @@ def awq_clip(
     group by group, what the groups before it did to the output counts, too.
     """
     out, columns = W.shape
+    values = make_grid(grid, bits, symmetric)
+    rule = scale_rule(values, scale_dtype, W, group_size)
     D = torch.empty_like(W)  # W - Ŵ
     codes = torch.empty_like(W)
     chosen = []
@@ -205,22 +235,20 @@ def awq_clip(
         group = slice(start, start + group_size)
         w, H_group = W[:, group], H[group, group]
         pull = 2 * linear(D[:, :start], H[group, :start]) if start else 0  # [out, group_size]
-        scales, zeros = candidates(w, bits, symmetric, scale_dtype)  # [candidates, out] each
+        scales, zeros = values.candidates(w, rule.of_group(start // group_size))  # [candidates, out] each
         at_once = max(1, AT_ONCE // w.numel())
         losses = []
         for scale, zero in zip(scales.split(at_once), zeros.split(at_once), strict=True):
             scale, zero = scale[..., None], zero[..., None]
-            d = w - dequantize(quantize(w, scale, zero, bits), scale, zero)  # [at_once, out, group_size]
+            d = w - values.rounded(w, scale, zero)  # [at_once, out, group_size]
             losses.append(linear(d, H_group).add_(pull).mul_(d).sum(-1))
         best = torch.cat(losses).argmin(0, keepdim=True)
         scale, zero = scales.gather(0, best)[0], zeros.gather(0, best)[0]
-        codes[:, group] = quantize(w, scale[:, None], zero[:, None], bits)
-        D[:, group] = w - dequantize(codes[:, group], scale[:, None], zero[:, None])
+        codes[:, group] = values.quantize(w, scale[:, None], zero[:, None]).to(w.dtype)
+        D[:, group] = w - values.dequantize(codes[:, group], scale[:, None], zero[:, None])
         chosen.append((scale, zero))
     scale, zero = (torch.stack(each, 1) for each in zip(*chosen, strict=True))  # [out, groups]
-    return IntGroup.from_codes(
-        codes, scale, None if symmetric else zero, bits=bits, group_size=group_size, scale_dtype=scale_dtype
-    )
+    return values.stored(codes, scale, zero, group_size=group_size, rule=rule)
 
 
 def _gram(statistics: LayerStatistics) -> Tensor:

@@ -1,16 +1,17 @@
 """GPTQ (Frantar et al., 2022, arXiv:2210.17323): round column by column, and let the columns to come make up for it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from compress.formats import Format, IntGroup
-from compress.grid import integer as grid
-from compress.grid.integer import check_group_size
+from compress.formats import Format
+from compress.grid.grids import GRIDS, SCALE_KINDS, check_grid, check_zeros, make_grid, scale_rule, scales_of
+from compress.grid.integer import SCALES
 from compress.grid.nearest import rtn
-from compress.method import knob
+from compress.method import Method, knob
 from compress.walk.hessian import Factor, diagonal_with, factorise
 from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.statistics import LayerStatistics
@@ -33,11 +34,16 @@ class GPTQ(LayerwiseMethod):
 
     bits: int = knob(4, "bits per weight", choices=BITS, describes=True)
     group_size: int = knob(64, "columns that share a scale; -1 for a whole row", range=(-1, 1 << 20), describes=True)
+    grid: str = knob(
+        "int",
+        "values that a weight may take, times its scale: integers, or a table of numbers (its bits are in `bits`, too)",
+        choices=GRIDS,
+    )
     symmetric: bool = knob(True, "no zero point: the grid lies around 0")
     scale: str = knob(
         "search",
         "cover each group (absmax), or search the least error over clipping (clip), or over clipping and sign (search)",
-        choices=grid.SCALES,
+        choices=SCALES,
     )
     norm: float = knob(2.0, "exponent of the error that search minimises", range=(0.5, 8))
     refit: bool = knob(
@@ -60,13 +66,22 @@ class GPTQ(LayerwiseMethod):
     min_tokens: int = knob(
         128, "below this many calibration tokens a linear (an expert) is rounded to nearest", range=(1, 1 << 30)
     )
-    scale_dtype: str = knob("bfloat16", "how scales are stored", choices=tuple(grid.SCALE_DTYPES))
+    scale_dtype: str = knob(
+        "bfloat16",
+        "how scales are stored: as floats, or as integers of 6 or 8 bits times a factor for 512 columns (int6, int8)",
+        choices=SCALE_KINDS,
+    )
 
     def check_layer(self, name: str, shape: tuple[int, int]) -> None:
-        check_group_size(self.group_size, name, shape)
+        check_grid(self, name, shape)
+
+    def within(self, before: Sequence[Method], after: Sequence[Method]) -> Method:
+        check_zeros(self, before)
+        return self
 
     def stores(self, shape: tuple[int, int]) -> list[dict[str, Any]]:
-        return [IntGroup.spec_of(shape, bits=self.bits, group_size=self.group_size, symmetric=self.symmetric)]
+        grid = make_grid(self.grid, self.bits, self.symmetric)
+        return [grid.spec_of(shape, self.group_size, scales_of(self.grid, self.scale_dtype))]
 
     def peer(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
         """Rounding to nearest with scales chosen in the same way: what it lacks is the correction of later columns."""
@@ -93,10 +108,11 @@ class GPTQ(LayerwiseMethod):
             bits=self.bits,
             group_size=group_size,
             symmetric=self.symmetric,
+            grid=self.grid,
             scale=self.scale,
             norm=self.norm,
             refit=self.refit and self.order != "activation",
-            scale_dtype=self.scale_dtype,
+            scale_dtype=scales_of(self.grid, self.scale_dtype),
             keep=statistics.keep,
         )
         return [stored]
@@ -121,9 +137,10 @@ class GPTQ(LayerwiseMethod):
             bits=self.bits,
             group_size=self.group_size,
             symmetric=self.symmetric,
+            grid=self.grid,
             scale=self.scale,
             norm=self.norm,
-            scale_dtype=self.scale_dtype,
+            scale_dtype=scales_of(self.grid, self.scale_dtype),
             importance=importance,
         )
 
@@ -148,18 +165,22 @@ def gptq(
     bits: int,
     group_size: int,
     symmetric: bool = True,
+    grid: str = "int",
     scale: str = "search",
     norm: float = 2.0,
     refit: bool = True,
     scale_dtype: str = "bfloat16",
     keep: Tensor | None = None,
-) -> IntGroup:
+) -> Format:
     """Quantise W so that (W - Ŵ) H (W - Ŵ)ᵀ is small.
 
     Args:
         W: [out, in].
         factor: of H, in the order in which the columns are to be taken (`hessian.factorise`).
         group_size: divides `in`.
+        grid: one of `compress.grid.grids.GRIDS`; `symmetric` is for "int" alone.
+        scale_dtype: one of `compress.formats.scales.SCALE_KINDS`; what the scales of a row share is fixed beforehand,
+            so that each group chooses among scales as they are stored.
         keep: [out, in] bool, false for weights that were pruned and stay 0; None: all are kept.
         refit: scales from the updated weights as each group is reached; needs an order that keeps groups whole.
 
@@ -168,6 +189,8 @@ def gptq(
     a block's updates are pulled when it is reached (`Factor.updated`), not pushed by the blocks before.
     """
     out, columns = W.shape
+    values = make_grid(grid, bits, symmetric)
+    rule = scale_rule(values, scale_dtype, W.float(), group_size)
     order = factor.order
     Wt = W.float().t()[order].contiguous()  # [in, out]: a column of W is a row here, contiguous
     Wt[factor.dead] = 0
@@ -176,7 +199,7 @@ def gptq(
     group_of = order // group_size  # [in]
     errors = torch.empty_like(Wt)  # W - Ŵ of the columns that are done
     importance = factor.diagonal.square().reciprocal()  # [in], in processing order
-    groups = columns // group_size
+    groups, table = columns // group_size, None if values.table is None else values.table.to(W.device)
     reached = group_of[::group_size].tolist()  # with whole groups, in their order
     scales = torch.empty(groups, out, device=W.device)
     zeros = torch.empty(groups, out, device=W.device)
@@ -184,8 +207,8 @@ def gptq(
     def choose(weights: Tensor, rows: Tensor | slice, group: int) -> None:
         """Scales of a group from its columns, [group_size, out], which stand at these places of the order."""
         weights = weights if mask is None else weights * mask[rows]
-        scales[group], zeros[group] = grid.choose(
-            weights.t(), bits, symmetric, scale_dtype, how=scale, importance=importance[rows], norm=norm
+        scales[group], zeros[group] = values.choose(
+            weights.t(), rule.of_group(group), how=scale, importance=importance[rows], norm=norm
         )
 
     if not refit:
@@ -216,16 +239,10 @@ def gptq(
                 group_of[a:b],
                 bits=bits,
                 keep=None if mask is None else mask[a:b],
+                table=table,
             )
             own = group_of[a:b]
-            errors[a:b] = Wt[a:b] - grid.dequantize(codes[a:b].float(), scales[own], zeros[own])
+            errors[a:b] = Wt[a:b] - values.dequantize(codes[a:b].float(), scales[own], zeros[own])
     natural = torch.empty_like(codes)
     natural[order] = codes
-    return IntGroup.from_codes(
-        natural.t(),
-        scales.t(),
-        None if symmetric else zeros.t(),
-        bits=bits,
-        group_size=group_size,
-        scale_dtype=scale_dtype,
-    )
+    return values.stored(natural.t(), scales.t(), zeros.t(), group_size=group_size, rule=rule)

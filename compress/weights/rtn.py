@@ -1,15 +1,16 @@
 """Round to nearest: the baseline of every weight quantiser, on the same grid and in the same format."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from compress.formats import Format, IntGroup
-from compress.grid import integer as grid
-from compress.grid.integer import check_group_size
+from compress.formats import Format
+from compress.grid.grids import GRIDS, SCALE_KINDS, check_grid, check_zeros, make_grid, scales_of
+from compress.grid.integer import SCALES
 from compress.grid.nearest import rtn
-from compress.method import knob
+from compress.method import Method, knob
 from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.statistics import LayerStatistics
 from kernels.int_matmul import BITS
@@ -25,20 +26,34 @@ class RTN(LayerwiseMethod):
 
     bits: int = knob(4, "bits per weight", choices=BITS, describes=True)
     group_size: int = knob(64, "columns that share a scale; -1 for a whole row", range=(-1, 1 << 20), describes=True)
+    grid: str = knob(
+        "int",
+        "values that a weight may take, times its scale: integers, or a table of numbers (its bits are in `bits`, too)",
+        choices=GRIDS,
+    )
     symmetric: bool = knob(True, "no zero point: the grid lies around 0")
     scale: str = knob(
         "absmax",
         "cover each group (absmax), or search the least error over clipping (clip), or over clipping and sign (search)",
-        choices=grid.SCALES,
+        choices=SCALES,
     )
     norm: float = knob(2.0, "exponent of the error that search minimises", range=(0.5, 8))
-    scale_dtype: str = knob("bfloat16", "how scales are stored", choices=tuple(grid.SCALE_DTYPES))
+    scale_dtype: str = knob(
+        "bfloat16",
+        "how scales are stored: as floats, or as integers of 6 or 8 bits times a factor for 512 columns (int6, int8)",
+        choices=SCALE_KINDS,
+    )
 
     def check_layer(self, name: str, shape: tuple[int, int]) -> None:
-        check_group_size(self.group_size, name, shape)
+        check_grid(self, name, shape)
+
+    def within(self, before: Sequence[Method], after: Sequence[Method]) -> Method:
+        check_zeros(self, before)
+        return self
 
     def stores(self, shape: tuple[int, int]) -> list[dict[str, Any]]:
-        return [IntGroup.spec_of(shape, bits=self.bits, group_size=self.group_size, symmetric=self.symmetric)]
+        grid = make_grid(self.grid, self.bits, self.symmetric)
+        return [grid.spec_of(shape, self.group_size, scales_of(self.grid, self.scale_dtype))]
 
     def solve(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
         stored = rtn(
@@ -46,8 +61,9 @@ class RTN(LayerwiseMethod):
             bits=self.bits,
             group_size=self.group_size,
             symmetric=self.symmetric,
+            grid=self.grid,
             scale=self.scale,
             norm=self.norm,
-            scale_dtype=self.scale_dtype,
+            scale_dtype=scales_of(self.grid, self.scale_dtype),
         )
         return [stored]

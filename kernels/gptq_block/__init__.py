@@ -20,12 +20,14 @@ def gptq_block(
     *,
     bits: int,
     keep: Tensor | None = None,
+    table: Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The inner loop of GPTQ (arXiv:2210.17323, algorithm 1) over the first `steps` of `columns` columns.
 
     For i = 0 .. steps-1: code = clamp(round(w_i / scale) + zero, 0, 2^bits - 1), q = (code - zero) scale,
-    error_i = (w_i - q) / U_ii, and w_k -= U_ik error_i for every later column k < columns.
+    error_i = (w_i - q) / U_ii, and w_k -= U_ik error_i for every later column k < columns. With a table the code is
+    that of the entry nearest to w_i / scale (the lower one half-way between two), and q = table[code] scale.
 
     Args:
         W: [columns, out] float32: a column of the weight is a row here, in the order of processing; not changed.
@@ -34,6 +36,8 @@ def gptq_block(
         group: [steps] int64 or int32: the row of `scale` and `zero` that each column is quantised with.
         bits: 1 to 8.
         keep: [steps, out] bool; false: q = 0 and the code that of the zero point, wherever w lies. None: all are kept.
+        table: [2 to 256] float32, ascending: the values that codes stand for; `zero` is then only the code of weights
+            that are not kept. None: integers.
         impl: "reference" (plain torch, update after update), "cpu" (updates gathered into products), "triton" (one
             launch; CUDA, or the interpreter) or "auto".
 
@@ -46,7 +50,7 @@ def gptq_block(
     Raises:
         ValueError: tensors that do not fit each other, or an implementation that cannot take them.
     """
-    _check(W, U, scale, zero, group, bits, keep)
+    _check(W, U, scale, zero, group, bits, keep, table)
     if impl not in ("auto", *IMPLEMENTATIONS):
         raise ValueError(f"`impl` (={impl!r}) must be 'auto', 'reference', 'cpu' or 'triton'")
     if impl == "triton" and not triton_takes(W.device):
@@ -58,10 +62,19 @@ def gptq_block(
     if impl == "auto":
         impl = "cpu" if W.device.type == "cpu" else "triton" if triton_takes(W.device) else "reference"
     ran("gptq_block", impl)
-    return _op(W, U, scale, zero, group, bits, keep, impl)
+    return _op(W, U, scale, zero, group, bits, keep, table, impl)
 
 
-def _check(W: Tensor, U: Tensor, scale: Tensor, zero: Tensor, group: Tensor, bits: int, keep: Tensor | None) -> None:
+def _check(
+    W: Tensor,
+    U: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    group: Tensor,
+    bits: int,
+    keep: Tensor | None,
+    table: Tensor | None,
+) -> None:
     if W.dim() not in (2, 3):
         raise ValueError(f"`W` {tuple(W.shape)} must be [columns, out] or [batch, columns, out]")
     *batch, columns, out = W.shape
@@ -78,7 +91,10 @@ def _check(W: Tensor, U: Tensor, scale: Tensor, zero: Tensor, group: Tensor, bit
             raise ValueError(f"`{name}` ({tensor.dtype}) must be float32")
     if keep is not None and (tuple(keep.shape) != (*batch, steps, out) or keep.dtype != torch.bool):
         raise ValueError(f"`keep` {keep.dtype} {tuple(keep.shape)} must be None or bool {(*batch, steps, out)}")
-    for name, tensor in (("U", U), ("scale", scale), ("zero", zero), ("group", group), ("keep", keep)):
+    if table is not None and (table.dim() != 1 or not 2 <= len(table) <= 256 or table.dtype != torch.float32):
+        raise ValueError(f"`table` {table.dtype} {tuple(table.shape)} must be None or float32 [2 to 256]")
+    operands = {"U": U, "scale": scale, "zero": zero, "group": group, "keep": keep, "table": table}
+    for name, tensor in operands.items():
         if tensor is not None and tensor.device != W.device:
             raise ValueError(f"`{name}` (on {tensor.device}) must be where `W` is, on {W.device}")
     if not 1 <= bits <= 8:
@@ -87,19 +103,27 @@ def _check(W: Tensor, U: Tensor, scale: Tensor, zero: Tensor, group: Tensor, bit
 
 @torch.library.custom_op("workbench::gptq_block", mutates_args=())
 def _op(
-    W: Tensor, U: Tensor, scale: Tensor, zero: Tensor, group: Tensor, bits: int, keep: Tensor | None, use: str
+    W: Tensor,
+    U: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    group: Tensor,
+    bits: int,
+    keep: Tensor | None,
+    table: Tensor | None,
+    use: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if use == "triton":
         from kernels.gptq_block import triton
 
-        return triton.gptq_block(W, U, scale, zero, group, bits, keep)
+        return triton.gptq_block(W, U, scale, zero, group, bits, keep, table)
     lazy = LAZY if use == "cpu" else None
     if W.dim() == 2:
-        return reference.gptq_block(W, U, scale, zero, group, bits, keep, lazy)
+        return reference.gptq_block(W, U, scale, zero, group, bits, keep, table, lazy)
     codes, errors, rest = _op_outputs(W, U)
     for b in range(len(W)):
         own = None if keep is None else keep[b]
-        results = reference.gptq_block(W[b], U[b], scale[b], zero[b], group[b], bits, own, lazy)
+        results = reference.gptq_block(W[b], U[b], scale[b], zero[b], group[b], bits, own, table, lazy)
         for output, result in zip((codes, errors, rest), results, strict=True):
             output[b] = result
     return codes, errors, rest
@@ -113,5 +137,5 @@ def _op_outputs(W: Tensor, U: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @_op.register_fake
-def _(W, U, scale, zero, group, bits, keep, use):
+def _(W, U, scale, zero, group, bits, keep, table, use):
     return _op_outputs(W, U)

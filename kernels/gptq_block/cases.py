@@ -42,6 +42,13 @@ def checks(device: torch.device) -> list[Check]:
         g = torch.Generator().manual_seed(1)
         keep = torch.rand(*batch, 24, 37, generator=g) < 0.5
         found.append(_check(name, operands, 4, keep.to(device)))
+    table = torch.tensor([-5.0, -2.5, -1.0, 0.0, 0.7, 1.9, 3.2, 6.0])
+    for name, batch, keep in (("table of 8", (), None), ("table of 8, pruned, batch", (2,), 0.5)):
+        operands = list(_operands(device, batch, 40, 24, 37, 3, 3, True, table))
+        operands[3] = torch.full_like(operands[3], 3.0)  # the code of 0
+        g = torch.Generator().manual_seed(1)
+        mask = None if keep is None else (torch.rand(*batch, 24, 37, generator=g) < keep).to(device)
+        found.append(_check(name, tuple(operands), 3, mask, table.to(device)))
     return found
 
 
@@ -57,7 +64,14 @@ def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]
 
 
 def exact(
-    W: Tensor, U: Tensor, scale: Tensor, zero: Tensor, group: Tensor, bits: int, keep: Tensor | None = None
+    W: Tensor,
+    U: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    group: Tensor,
+    bits: int,
+    keep: Tensor | None = None,
+    table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, float]:
     """Codes, errors and rest of one matrix in float64, and how near to an edge between two codes a weight came, in
     steps.
@@ -72,23 +86,30 @@ def exact(
         s, z = scale[group[i]].double(), zero[group[i]].double()
         position = w / s + z
         codes[i] = position.round().clamp(0, 2**bits - 1)
+        edges = (position - position.floor() - 0.5).abs()
+        if table is not None:
+            away = (w / s - table.double()[:, None]).abs()  # [entries, out]
+            codes[i] = away.argmin(0)
+            nearest = away.topk(2, dim=0, largest=False).values
+            edges = (nearest[1] - nearest[0]) / 2
         if keep is not None:
             codes[i] = torch.where(keep[i], codes[i], z)
-        errors[i] = (w - (codes[i] - z) * s) / U[i, i]
+        value = codes[i] - z if table is None else table.double()[codes[i].long()]
+        errors[i] = (w - value * s) / U[i, i]
         if W.shape[1]:
-            margin = min(margin, (position - position.floor() - 0.5).abs().min().item())
+            margin = min(margin, edges.min().item())
     return codes, errors, W[steps:] - U[:, steps:].t() @ errors, margin
 
 
-def _check(name: str, operands: Operands, bits: int, keep: Tensor | None = None) -> Check:
+def _check(name: str, operands: Operands, bits: int, keep: Tensor | None = None, table: Tensor | None = None) -> Check:
     def run(impl: str) -> tuple[Tensor, Tensor, Tensor]:
-        return gptq_block(*operands, bits=bits, keep=keep, impl=impl)
+        return gptq_block(*operands, bits=bits, keep=keep, table=table, impl=impl)
 
     def expected() -> tuple[Tensor, Tensor, Tensor]:
         if operands[0].dim() == 2:
-            return exact(*operands, bits, keep)[:3]
+            return exact(*operands, bits, keep, table)[:3]
         masks = [None] * len(operands[0]) if keep is None else keep
-        each = [exact(*(t[b] for t in operands), bits, masks[b])[:3] for b in range(len(operands[0]))]
+        each = [exact(*(t[b] for t in operands), bits, masks[b], table)[:3] for b in range(len(operands[0]))]
         return tuple(torch.stack(outputs) for outputs in zip(*each, strict=True))
 
     impls = ("triton", "cpu") if operands[0].device.type == "cpu" else ("triton",)
@@ -104,12 +125,13 @@ def _operands(
     groups: int,
     bits: int,
     symmetric: bool,
+    table: Tensor | None = None,
 ) -> Operands:
     """Operands of the first seeds at which rounding is beyond doubt, in float32 as in float64."""
     matrices: list[Operands] = []
     for seed in count():
         operands = _matrix(seed, columns, steps, out, groups, bits, symmetric)
-        if exact(*operands, bits)[-1] > MARGIN:
+        if exact(*operands, bits, table=table)[-1] > MARGIN:
             matrices.append(operands)
         if len(matrices) == max(1, *batch, 1):
             break

@@ -25,6 +25,20 @@ def row_of(tile, rows, i: tl.constexpr):
     return tl.sum(bits, axis=0).to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def nearest(x, table, ENTRIES: tl.constexpr):
+    """Code and value of the entry of an ascending table that is nearest to x; the lower one half-way between two."""
+    below = tl.load(table)
+    code, value = tl.zeros_like(x), tl.zeros_like(x) + below
+    for entry in tl.static_range(1, ENTRIES):
+        above = tl.load(table + entry)
+        higher = x > (below + above) / 2
+        code = tl.where(higher, float(entry), code)
+        value = tl.where(higher, above, value)
+        below = above
+    return code, value
+
+
 # Sizes and strides are not specialised: vector loads along `out` would spread a column over threads.
 @triton.jit(do_not_specialize=["out", "w_batch", "w_row", "s_batch", "s_row", "z_batch", "z_row"])
 def gptq_block_kernel(
@@ -34,6 +48,7 @@ def gptq_block_kernel(
     zero,
     group,
     keep,
+    table,
     codes,
     errors,
     rest,
@@ -51,6 +66,7 @@ def gptq_block_kernel(
     g_batch,
     TOP: tl.constexpr,
     KEEP: tl.constexpr,
+    ENTRIES: tl.constexpr,
     SUB: tl.constexpr,
     OUT: tl.constexpr,
 ):
@@ -92,12 +108,19 @@ def gptq_block_kernel(
                 wi, si, zi = row_of(w, rows, i), row_of(s, rows, i), row_of(z, rows, i)
                 u_i = u_sub + i * u_row + start  # U_i,start
                 d = tl.load(u_i + i, mask=start + i < steps, other=1.0)
-                steps_away = tl.minimum(tl.maximum(tl.div_rn(wi, si), -4194304.0), 4194304.0)
-                q = tl.minimum(tl.maximum((steps_away + MAGIC) - MAGIC + zi, 0.0), TOP)
+                if ENTRIES == 0:
+                    steps_away = tl.minimum(tl.maximum(tl.div_rn(wi, si), -4194304.0), 4194304.0)
+                    q = tl.minimum(tl.maximum((steps_away + MAGIC) - MAGIC + zi, 0.0), TOP)
+                else:
+                    q, value = nearest(tl.div_rn(wi, si), table, ENTRIES)
                 if KEEP:
                     kept = tl.load(keep_sub + i * out + o, mask=here & (start + i < steps), other=1)
                     q = tl.where(kept != 0, q, zi)
-                quantised = tl.fma(q - zi, si, tl.zeros([OUT], tl.float32))  # rounded by itself, as torch does
+                if ENTRIES == 0:
+                    value = q - zi
+                elif KEEP:
+                    value = tl.where(kept != 0, value, tl.load(table + zi.to(tl.int32), mask=here, other=0.0))
+                quantised = tl.fma(value, si, tl.zeros([OUT], tl.float32))  # rounded by itself, as torch does
                 e = tl.div_rn(wi - quantised, d)
                 e = tl.where(start + i < steps, e, 0.0)
                 u = tl.load(u_i + rows, mask=(rows > i) & (k < columns) & (start + i < steps), other=0.0)
@@ -115,7 +138,14 @@ def gptq_block_kernel(
 
 
 def gptq_block(
-    W: Tensor, U: Tensor, scale: Tensor, zero: Tensor, group: Tensor, bits: int, keep: Tensor | None = None
+    W: Tensor,
+    U: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    group: Tensor,
+    bits: int,
+    keep: Tensor | None = None,
+    table: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Arguments and results as those of `kernels.gptq_block.gptq_block`."""
     shape = W.shape
@@ -138,6 +168,7 @@ def gptq_block(
             zero,
             group,
             mask,
+            scale if table is None else table.contiguous(),  # not read
             codes,
             errors,
             rest,
@@ -151,6 +182,7 @@ def gptq_block(
             group.stride(0),
             TOP=float((1 << bits) - 1),
             KEEP=keep is not None,
+            ENTRIES=0 if table is None else len(table),
             **chosen,
             num_warps=warps,
         )
@@ -163,9 +195,9 @@ def key(columns: int, out: int) -> str:
 
 
 def shipped() -> list[Compilation]:
-    """The heuristic's one configuration, with a mask and without; tuned ones are candidates."""
-    pointers = {name: "*fp32" for name in ("W", "U", "scale", "zero", "errors", "rest")}
-    order = ("W", "U", "scale", "zero", "group", "keep", "codes", "errors", "rest")
+    """The heuristic's one configuration, with a mask and without, and with a table; tuned ones are candidates."""
+    pointers = {name: "*fp32" for name in ("W", "U", "scale", "zero", "table", "errors", "rest")}
+    order = ("W", "U", "scale", "zero", "group", "keep", "table", "codes", "errors", "rest")
     arguments = {
         name: {"group": "*i64", "keep": "*u8", "codes": "*u8"}.get(name, pointers.get(name, "")) for name in order
     }
@@ -191,9 +223,13 @@ def shipped() -> list[Compilation]:
             name,
             gptq_block_kernel,
             arguments,
-            {"TOP": 15.0, "KEEP": keep, **chosen},
+            {"TOP": 15.0, "KEEP": keep, "ENTRIES": entries, **chosen},
             num_warps=warps,
             multiple_of_16=("columns", "steps", "u_row"),
         )
-        for name, keep in (("gptq_block 4 bits", False), ("gptq_block 4 bits, pruned", True))
+        for name, keep, entries in (
+            ("gptq_block 4 bits", False, 0),
+            ("gptq_block 4 bits, pruned", True, 0),
+            ("gptq_block table of 16", False, 16),
+        )
     ]

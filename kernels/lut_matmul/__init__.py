@@ -38,11 +38,11 @@ def lut_matmul(x: Tensor, w: Codebook, *, impl: str = "auto") -> Tensor:
         raise ValueError(f"`x` {tuple(x.shape)} must end in in_features (={w.shape[1]})")
     if impl not in IMPLS:
         raise ValueError(f"`impl` (={impl!r}) must be one of {', '.join(map(repr, IMPLS))}")
-    triton = w.layout == "rows" and triton_takes(x.device) and x.dtype in panels.DTYPES
+    triton = w.layout == "rows" and w.bits in (3, 4) and triton_takes(x.device) and x.dtype in panels.DTYPES
     if impl == "triton" and not triton:
         raise ValueError(
-            f"`impl` (='triton') needs rows on a CUDA GPU, and triton installed, not {w.layout} with {x.dtype} on "
-            f"{x.device}"
+            f"`impl` (='triton') needs rows of 3 or 4 bits on a CUDA GPU, and triton installed, not {w.layout} of "
+            f"{w.bits} bits with {x.dtype} on {x.device}"
         )
     cpu = w.layout == "panels" and panels_fit(w, x.dtype, x.device)
     if impl == "cpu" and not cpu:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kernels.int_matmul.layout import pack_bits, unpack_bits
 
-BITS = (3, 4)  # tables of 8 and of 16 entries
+BITS = (1, 2, 3, 4, 5, 6, 8)  # of an index; the fast kernels read tables of 8 and 16 entries
 
 
 class Codebook(NamedTuple):
@@ -34,7 +34,7 @@ def pack_codebook(
 
     Args:
         codes: [out, in] integers below the table's length.
-        table: [8], [16], [out, 8] or [out, 16], any floating dtype.
+        table: [2^bits], or [out, 2^bits] for one a row, bits in BITS; any floating dtype.
         scale: [out, groups], or None: the table holds the weights themselves.
         group_size: columns that share a scale; divides `in`; None: all. Without scales it is not looked at.
 
@@ -43,8 +43,8 @@ def pack_codebook(
     """
     out, columns = codes.shape
     entries = table.shape[-1]
-    if entries not in (8, 16) or table.dim() > 2 or (table.dim() == 2 and table.shape[0] != out):
-        raise ValueError(f"`table` {tuple(table.shape)} must be [8], [16], [{out}, 8] or [{out}, 16]")
+    if entries not in [1 << bits for bits in BITS] or table.dim() > 2 or (table.dim() == 2 and table.shape[0] != out):
+        raise ValueError(f"`table` {tuple(table.shape)} must be [n] or [{out}, n] with n = 2^bits, bits in {BITS}")
     group_size = columns if group_size is None or scale is None else group_size
     if group_size < 1 or columns % group_size:
         raise ValueError(f"`group_size` (={group_size}) must divide in_features (={columns})")

@@ -14,6 +14,7 @@ def panels_fit(w: Codebook, dtype: torch.dtype, device: torch.device) -> bool:
     return (
         device.type == "cpu"
         and w.table.dim() == 1
+        and w.bits <= 4
         and w.group_size % WORD == 0
         and dtype in DTYPES
         and (w.scale is None or w.scale.dtype in DTYPES)
@@ -26,7 +27,7 @@ def to_panels(w: Codebook) -> Codebook:
     """`rows` -> `panels`: codes int32 [out/16, in/8, 16]; table float32 [16]; scale [groups, out], ones where there was
     none.
 
-    Bit for bit the same weight; a table of eight entries is repeated, and `out` rounded up to 16.
+    Bit for bit the same weight; a table of fewer entries is repeated, and `out` rounded up to 16.
     """
     scale = torch.ones(w.shape[0], w.shape[1] // w.group_size, device=w.codes.device) if w.scale is None else w.scale
     table = w.table.float().repeat(16 // w.table.numel())

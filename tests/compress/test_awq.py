@@ -54,7 +54,7 @@ def test_the_alpha_is_the_one_of_least_output_error(skip):
     collector = Collector(AWQ.statistics, 96, torch.device("cpu"))
     for part in X.split(150):
         collector.update(part)
-    choice = AWQ(bits=3, group_size=32, grid=8, skip=skip).choose(
+    choice = AWQ(bits=3, group_size=32, strengths=8, skip=skip).choose(
         Link("v", "linear", ("a", "b"), channels), weights, collector.result()
     )
     mean = X.abs().mean(0)
@@ -111,7 +111,7 @@ def test_groups_make_up_for_one_another():
 def test_folding_changes_no_output(architecture, tiny, tokens):
     model, ids = tiny(architecture), tokens(1, 17)[0]
     before = model(ids).logits
-    result = apply([AWQ(bits=3, group_size=16, grid=5, only_scale=True)], model, tokens())
+    result = apply([AWQ(bits=3, group_size=16, strengths=5, only_scale=True)], model, tokens())
     after = model(ids).logits
     assert ((after - before).norm() / before.norm()).item() < 1e-4
     assert not result.layers and not any(isinstance(m, CompressedLinear) for m in model.modules())
@@ -122,7 +122,7 @@ def test_folding_changes_no_output(architecture, tiny, tokens):
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3_moe"])
 def test_alone_it_scales_and_stores(architecture, tiny, tokens):
     model = tiny(architecture)
-    result = apply([AWQ(bits=3, group_size=16, grid=5)], model, tokens())
+    result = apply([AWQ(bits=3, group_size=16, strengths=5)], model, tokens())
     assert result.folds and {record.format for record in result.layers} == {"int_group"}
     assert all(torch.isfinite(m.dequantize()).all() for m in model.modules() if isinstance(m, CompressedLinear))
     reached = [record for record in result.layers if record.tokens]
@@ -130,7 +130,7 @@ def test_alone_it_scales_and_stores(architecture, tiny, tokens):
 
 
 def test_experts_without_tokens(tiny, tokens):
-    result = apply([AWQ(bits=3, group_size=16, grid=5)], tiny("qwen3_moe", num_experts=12), tokens(1, 3))
+    result = apply([AWQ(bits=3, group_size=16, strengths=5)], tiny("qwen3_moe", num_experts=12), tokens(1, 3))
     idle = [record for record in result.layers if not record.tokens]
     assert idle and all("experts" in r.name and "not clipped: no calibration token came by" in r.notes for r in idle)
     assert all(record.error == record.rtn_error for record in idle)
@@ -142,7 +142,7 @@ def test_a_weight_quantiser_that_follows_settles_the_grid(tiny, tokens):
     assert (settled.stage, settled.only_scale) == ("transform", True)
     assert (settled.bits, settled.group_size, settled.symmetric, settled.scale_dtype) == (3, 16, True, "float32")
     assert settle(recipe) == recipe, "settled once is settled"
-    result = apply([AWQ(grid=5), follower], tiny("llama"), tokens())
+    result = apply([AWQ(strengths=5), follower], tiny("llama"), tokens())
     assert len(result.layers) == 13 and all(r.bits_per_weight == 3 + 32 / 16 for r in result.layers)
     assert "model.layers.0.mlp.up_proj" not in {fold.name for fold in result.folds}, (
         "nothing is gained for what is skipped"
@@ -194,7 +194,7 @@ def test_bad_knobs_are_refused_before_any_work(tiny, tokens):
 @pytest.mark.parametrize("where, calls, left", [("choose", 4 + 2, 4 - 1), ("solve", 7 + 3, 2 * 7 - 7)])
 def test_killed_runs_go_on_where_they_were(where, calls, left, tiny, tokens, tmp_path, monkeypatch):
     """Killed in the second block while scales are chosen, or while weights are rounded."""
-    recipe, batches, method, done = [AWQ(bits=3, group_size=16, grid=5)], tokens(), getattr(AWQ, where), []
+    recipe, batches, method, done = [AWQ(bits=3, group_size=16, strengths=5)], tokens(), getattr(AWQ, where), []
     expected = apply(recipe, tiny("llama"), batches)
 
     def dies(self, *arguments):
@@ -220,7 +220,7 @@ def test_on_a_real_model_it_beats_rounding(real):
     model, tokenizer = real
     ids, later = held_out(tokenizer), "*.layers.1?.*, *.layers.2?.*"
     loss = {"none": math.log(perplexity(model, ids, window=512, limit=2).value)}
-    for method in (RTN(bits=3, symmetric=False, skip=later), AWQ(bits=3, grid=5, skip=later)):
+    for method in (RTN(bits=3, symmetric=False, skip=later), AWQ(bits=3, strengths=5, skip=later)):
         result = apply([method], copy.deepcopy(model), calibration(tokenizer, samples=2, seqlen=256))
         loss[method.name] = math.log(perplexity(result.model, ids, window=512, limit=2).value) - loss["none"]
     assert 0 < loss["awq"] < 0.7 * loss["rtn"]

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from compress.formats import FORMATS, Dense, IntGroup
+from compress.formats.scales import SCALE_DTYPES
 from compress.grid import integer as grid
 from compress.grid.nearest import rtn
 from compress.linear import CompressedLinear
@@ -14,7 +15,7 @@ from compress.linear import CompressedLinear
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("scale_dtype", list(grid.SCALE_DTYPES))
+@pytest.mark.parametrize("scale_dtype", list(SCALE_DTYPES))
 def test_scales_cover_and_search_never_loses(bits, symmetric, scale_dtype):
     w = torch.randn(7, 5, 32) * torch.rand(7, 5, 1).mul(6).exp()
     importance = torch.rand(32) + 0.1
@@ -32,7 +33,7 @@ def test_scales_cover_and_search_never_loses(bits, symmetric, scale_dtype):
         assert (loss(*found, norm) <= loss(*clipped, norm) * (1 + 1e-6)).all() and (clipped[0] > 0).all()
         assert (loss(*clipped, norm) <= loss(*covering, norm) * (1 + 1e-6)).all()
         for scale, zero in (covering, found):
-            assert torch.equal(scale, scale.to(grid.SCALE_DTYPES[scale_dtype]).float()), "scales are what is stored"
+            assert torch.equal(scale, scale.to(SCALE_DTYPES[scale_dtype]).float()), "scales are what is stored"
             assert (zero == zero.round()).all() and (zero >= 0).all() and (zero < 1 << bits).all()
             if symmetric:
                 assert (zero == 1 << (bits - 1)).all()

@@ -95,6 +95,8 @@ def test_bad_arguments_say_what_would_do():
         gptq_block(W[:, 0], U, scale, zero, group, bits=4)
     with pytest.raises(ValueError, match="`keep`"):
         gptq_block(W, U, scale, zero, group, bits=4, keep=torch.ones(3, 3, dtype=torch.bool))
+    with pytest.raises(ValueError, match="`table` torch.float32 \\(1,\\)"):
+        gptq_block(W, U, scale, zero, group, bits=4, table=torch.ones(1))
 
 
 @pytest.mark.parametrize("use", ["reference", "cpu"])
@@ -103,8 +105,8 @@ def test_registered_op_passes_opcheck(use, batch):
     tensors = operands(columns=12, steps=8)
     if batch:
         tensors = tuple(torch.stack([t, t]) for t in tensors)
-    for keep in (None, torch.rand(tensors[0].shape)[..., :8, :] < 0.5):
-        torch.library.opcheck(torch.ops.workbench.gptq_block, (*tensors, 4, keep, use))
+    for keep, table in ((None, torch.arange(16.0) - 8), (torch.rand(tensors[0].shape)[..., :8, :] < 0.5, None)):
+        torch.library.opcheck(torch.ops.workbench.gptq_block, (*tensors, 4, keep, table, use))
 
 
 def test_survives_the_compiler_and_export():

@@ -1,0 +1,147 @@
+"""Scales that are stored in a few bits: integers that share a 16-bit factor, powers of two, or 8-bit floats."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.int_matmul import pack_bits, unpack_bits
+
+SCALE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+INTEGERS = {"int6": 6, "int8": 8}  # signed codes, and a bfloat16 factor for each super-block of a row
+SCALE_KINDS = (*SCALE_DTYPES, *INTEGERS, "e8m0", "e4m3")
+SUPER_BLOCK = 512  # columns at most that share the factor of their scales
+LARGEST_E4M3 = 448.0
+
+
+def super_groups(groups: int, group_size: int) -> int:
+    """Groups of a row that share a factor: the most that divide the row and span at most SUPER_BLOCK columns."""
+    return max(n for n in range(1, groups + 1) if groups % n == 0 and (n == 1 or n * group_size <= SUPER_BLOCK))
+
+
+@dataclass(frozen=True)
+class ScaleRule:
+    """Which scales a weight's groups may have: all that `rounded` gives can be stored, and never 0.
+
+    Attributes:
+        kind: one of SCALE_KINDS.
+        factor: of int6 and int8, bfloat16 [out, super-blocks]; of e4m3, float32 without dimensions; else None.
+        groups: of a row.
+        half: of e8m0: a scale goes up to the next power of two where, times this, it would reach it.
+    """
+
+    kind: str
+    factor: Tensor | None = None
+    groups: int = 0
+    half: float = 1.5
+
+    @classmethod
+    def fit(cls, kind: str, cover: Tensor, group_size: int, largest: float = 6.0) -> "ScaleRule":
+        """The rule for a weight, fixed before any of its scales is chosen.
+
+        Args:
+            cover: [out, groups], scales with which the grid just covers each group of the original weight.
+            largest: value of the grid, which says where the powers of two of the OCP Microscaling specification change:
+                a block's exponent is that of its largest weight less that of the grid's largest value.
+        """
+        out, groups = cover.shape
+        if kind in INTEGERS:
+            size = cover.abs().view(out, -1, super_groups(groups, group_size)).amax(-1)
+            factor = (size / ((1 << (INTEGERS[kind] - 1)) - 1)).bfloat16()
+            return cls(kind, torch.where(factor == 0, torch.ones_like(factor), factor), groups)
+        if kind == "e4m3":
+            factor = cover.abs().amax() / LARGEST_E4M3
+            return cls(kind, torch.where(factor > 0, factor, torch.ones_like(factor)), groups)
+        return cls(kind, None, groups, max(1.5, largest / 2 ** math.floor(math.log2(largest))))
+
+    def rounded(self, scale: Tensor) -> Tensor:
+        """Scales [..., out, groups], float32, as they will be stored; 1 in place of 0 in a floating dtype."""
+        return self._rounded(scale, self._factors())
+
+    def of_group(self, group: int) -> Callable[[Tensor], Tensor]:
+        """`rounded` for the scales [..., out] of one group."""
+        factors = self._factors()
+        own = factors[:, group] if factors is not None and factors.dim() else factors
+        return lambda scale: self._rounded(scale, own)
+
+    def stored(self, scale: Tensor) -> "NestedScales | None":
+        """Codes of scales [out, groups] that the rule gave; None where they are floats, which need no codes."""
+        if self.kind in SCALE_DTYPES:
+            return None
+        if self.kind in INTEGERS:
+            bits = INTEGERS[self.kind]
+            codes = (scale / self._factors()).round() + (1 << (bits - 1))
+            return NestedScales(self.kind, pack_bits(codes.reshape(1, -1), bits)[0], self.factor)
+        if self.kind == "e8m0":
+            codes = (scale.log2().round() + 127).to(torch.uint8)
+            return NestedScales(self.kind, codes.flatten(), None)
+        codes = (scale / self.factor).to(torch.float8_e4m3fn).view(torch.uint8)
+        return NestedScales(self.kind, codes.flatten(), self.factor)
+
+    def _factors(self) -> Tensor | None:
+        """[out, groups] of the integers, no dimensions for e4m3."""
+        if self.kind not in INTEGERS:
+            return self.factor
+        return self.factor.float().repeat_interleave(self.groups // self.factor.shape[1], 1)
+
+    def _rounded(self, scale: Tensor, factor: Tensor | None) -> Tensor:
+        if self.kind in SCALE_DTYPES:
+            rounded = scale.to(SCALE_DTYPES[self.kind]).float()
+            return torch.where(rounded == 0, torch.ones_like(rounded), rounded)
+        if self.kind in INTEGERS:
+            top = (1 << (INTEGERS[self.kind] - 1)) - 1
+            codes = (scale / factor).round().clamp(-top - 1, top)
+            return torch.where(codes == 0, torch.where(scale < 0, -1.0, 1.0), codes) * factor
+        if self.kind == "e8m0":
+            return torch.exp2((scale.abs().clamp(min=2.0**-126) * self.half).log2().floor().clamp(-127, 127))
+        small = (scale.abs() / factor).clamp(2.0**-9, LARGEST_E4M3)
+        return small.to(torch.float8_e4m3fn).float() * factor
+
+
+@dataclass(frozen=True)
+class NestedScales:
+    """Scales [out, groups] as they are stored.
+
+    Attributes:
+        kind: one of SCALE_KINDS that is no floating dtype of 16 or 32 bits.
+        codes: uint8, row by row of W: of int6 and int8 as `pack_bits` packs one row of them, with the middle added; of
+            e8m0 the exponent plus 127; of e4m3 the bits of the float.
+        factor: as in `ScaleRule`.
+    """
+
+    kind: str
+    codes: Tensor
+    factor: Tensor | None
+
+    def expand(self, out: int, groups: int) -> Tensor:
+        """The scales, float32 [out, groups]."""
+        if self.kind in INTEGERS:
+            bits = INTEGERS[self.kind]
+            codes = unpack_bits(self.codes[None], bits, out * groups).view(out, groups).float() - (1 << (bits - 1))
+            return codes * self.factor.float().repeat_interleave(groups // self.factor.shape[1], 1)
+        if self.kind == "e8m0":
+            return torch.exp2(self.codes.float() - 127).view(out, groups)
+        return (self.codes.view(torch.float8_e4m3fn).float() * self.factor).view(out, groups)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What is stored, by the names that formats give their buffers."""
+        both = {"scale_codes": self.codes, "scale_factor": self.factor}
+        return {name: tensor for name, tensor in both.items() if tensor is not None}
+
+
+def scales_spec(kind: str) -> dict[str, Any]:
+    """What a format's specification says of its scales: nothing where they are floats of 16 or 32 bits."""
+    return {} if kind in ("", *SCALE_DTYPES) else {"scales": kind}
+
+
+def read_scales(
+    spec: Mapping[str, Any], tensors: Mapping[str, Tensor], shape: tuple[int, int]
+) -> tuple[Tensor | None, NestedScales | None]:
+    """The scales of a stored weight [out, groups], and how they are stored where not as floats (else None)."""
+    if spec.get("scales") is None:
+        return tensors.get("scale"), None
+    scales = NestedScales(spec["scales"], tensors["scale_codes"], tensors.get("scale_factor"))
+    return scales.expand(shape[0], shape[1] // spec["group_size"]), scales

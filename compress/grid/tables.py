@@ -1,0 +1,61 @@
+"""Grids that are tables: which values the codes stand for, ascending, before they are scaled."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compress.grid.floats import E2M1, E2M3, E3M2
+from kernels.lut_matmul import NF4, normal_float
+
+# The table of llama.cpp's IQ4_NL and IQ4_XS (`kvalues_iq4nl` of ggml): steps that grow with the distance from 0.
+IQ4_NL = torch.tensor([-127.0, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
+
+
+@dataclass(frozen=True)
+class Values:
+    """A table, and how its scales are stored where the number format says so itself.
+
+    Attributes:
+        bits: of a code. table: float32 [at most 2^bits], ascending.
+        scale_dtype, group_size: of the format; "" and None where a user chooses.
+        source: where the values are from.
+    """
+
+    bits: int
+    table: Tensor
+    source: str
+    scale_dtype: str = ""
+    group_size: int | None = None
+
+
+def _normal(positive: int, negative: int) -> Tensor:
+    return normal_float(positive, negative)
+
+
+def _odd(bits: int) -> Tensor:
+    return torch.arange(1 - (1 << bits), 1 << bits, 2).float()
+
+
+MX = "OCP Microscaling Formats 1.0"
+TABLES: dict[str, Values] = {
+    "nf4": Values(4, NF4, "arXiv:2305.14314"),
+    "nf3": Values(3, _normal(4, 3), "quantiles as in arXiv:2305.14314"),
+    "fp4": Values(4, E2M1.values(), "e2m1, " + MX),
+    "iq4_nl": Values(4, IQ4_NL, "llama.cpp, kvalues_iq4nl"),
+    "mxfp4": Values(4, E2M1.values(), MX, "e8m0", 32),
+    "nvfp4": Values(4, E2M1.values(), "NVIDIA NVFP4: e4m3 scales and a float32 for the weight", "e4m3", 16),
+    "fp6_e3m2": Values(6, E3M2.values(), MX),
+    "fp6_e2m3": Values(6, E2M3.values(), MX),
+    "mxfp6_e3m2": Values(6, E3M2.values(), MX, "e8m0", 32),
+    "mxfp6_e2m3": Values(6, E2M3.values(), MX, "e8m0", 32),
+    "ternary": Values(2, torch.tensor([-1.0, 0.0, 1.0]), "arXiv:2402.17764"),
+    "odd4": Values(4, _odd(4), "no zero: arXiv:2409.17870"),
+    "odd3": Values(3, _odd(3), "no zero: arXiv:2409.17870"),
+    "odd2": Values(2, _odd(2), "no zero: arXiv:2409.17870"),
+}
+
+
+def padded(table: Tensor, bits: int) -> Tensor:
+    """A table as a format stores it, [2^bits]: its last entry fills the places that no code reaches."""
+    return torch.cat([table, table[-1:].expand((1 << bits) - len(table))])
