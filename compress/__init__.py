@@ -34,13 +34,15 @@ from compress.pruning.wanda import Wanda
 from compress.result import Result
 from compress.weights.awq import AWQ
 from compress.weights.bnb_nf4 import BitsandbytesNF4
+from compress.weights.finequant import FineQuant
 from compress.weights.gptq import GPTQ
 from compress.weights.mixed import Mixed
 from compress.weights.nf4 import NF4
 from compress.weights.rtn import RTN
 
 METHODS: dict[str, type[Method]] = {
-    "rtn": RTN, "gptq": GPTQ, "awq": AWQ, "nf4": NF4, "bnb_nf4": BitsandbytesNF4, "mixed": Mixed,
+    "rtn": RTN, "gptq": GPTQ, "awq": AWQ, "nf4": NF4, "bnb_nf4": BitsandbytesNF4,
+    "finequant": FineQuant, "mixed": Mixed,
     "magnitude": Magnitude, "random": RandomChoice, "wanda": Wanda, "sparsegpt": SparseGPT, "layer_drop": LayerDrop,
     "smoothquant": SmoothQuant, "int8": Int8, "fp8": FP8, "llm_int8": LLMInt8, "bnb_int8": BitsandbytesInt8,
     "random_kv": RandomEviction, "streaming": Streaming, "knorm": KNorm, "keydiff": KeyDiff, "h2o": H2O, "tova": TOVA,

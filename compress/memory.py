@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from compress.checkpoint.fits import linears_to_be
 from compress.formats import Bitmap, BnbInt8, BnbNF4, Sparse24Weight
+from compress.formats.scales import INTEGERS, SUPER_BLOCK
 from compress.linear import is_linear
 from compress.method import Method
 from compress.records import Usage
@@ -31,6 +32,7 @@ from compress.walk.offload import is_offloaded, offloaded_parts
 
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
          "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}  # fmt: skip
+SCALE_BITS = {**INTEGERS, "e8m0": 8, "e4m3": 8}  # of scales that are not stored in 16 bits
 SLACK = 1.03  # what allocators and libraries take beside what is counted
 
 
@@ -242,7 +244,12 @@ def spec_bits(part: dict[str, Any], float_bits: int, zeros: float) -> float:
         return 8 * getattr(torch, part["dtype"]).itemsize
     bits = part.get("bits") or {BnbNF4.name: 4.1, BnbInt8.name: 8}.get(kind, float_bits)
     group = part.get("group_size")
-    return bits if not group else bits + (16 + (0 if part.get("symmetric", True) else bits)) / group
+    if not group:
+        return bits
+    scales = part.get("scales", "")
+    scale = SCALE_BITS.get(scales, 8 if part.get("double_quant") else 16)
+    factor = 16 / SUPER_BLOCK if scales in INTEGERS else 0.0
+    return bits + (scale + (0 if part.get("symmetric", True) else bits)) / group + factor
 
 
 def _refusal(case: _Case, limit: int) -> str:

@@ -72,9 +72,7 @@ def measure(
     saved: SavedStatistics | None = None,
     title: str = "choices",
 ) -> dict[str, Candidates]:
-    """Every layer's choices with their bytes and losses.
-
-    Every linear is solved on what flows in the model as it is, by each method that can store it.
+    """Every layer's choices with their bytes and losses, solved on what flows in the model as it is.
 
     Args:
         methods: the choices by their names.
@@ -96,11 +94,10 @@ def measure(
             own = {name: model.get_submodule(name) for name in names if name.startswith(f"{prefix}.{index}.")}
             kept = store.get(index) if store else None
             with on_device(block, device):
-                if kept is not None:
-                    made = {name: _from_json(one) for name, one in kept[1].items()}
+                made = {name: _from_json(one) for name, one in kept[1].items()} if kept else {}
+                if kept:
                     progress.update(len(own) * len(methods))
                 else:
-                    made = {}
                     for group in _statistics(block, own, calls, index, needs, device, saved):
                         for layer in [group] if together else [{name: one} for name, one in group.items()]:
                             progress.set_postfix_str(next(iter(layer)).removeprefix(f"{prefix}."))

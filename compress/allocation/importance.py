@@ -1,6 +1,6 @@
 """Cheap rules for the order in which blocks get more bits: importance scores instead of losses.
 
-Source: arXiv:2406.17415 (Layer-wise quantisation), sections 3.1 and 3.2.
+Source: arXiv:2406.17415 (layer-wise quantisation), its scores LIM and ZD.
 """
 
 from collections.abc import Mapping, Sequence

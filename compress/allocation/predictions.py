@@ -11,6 +11,7 @@ from compress.allocation.candidates import Solved
 from compress.linear import replace
 from compress.walk.blocks import find_blocks
 from compress.walk.capture import Tail, advance, block_calls, device_of, on_device
+from compress.walk.walk import quadratic
 
 ROWS = 256  # tokens whose predictions are compared at once
 
@@ -51,6 +52,38 @@ class PredictionLoss:
             with on_device(self.blocks[index], self.device):
                 advance(self.blocks[index], passing, index, self.device)
         return [self.tail.logits(i, call.hidden.to(self.home)) for i, call in enumerate(passing)]
+
+
+class ScaledLoss:
+    """The measured loss of a layer's first choice; that of its others in proportion to the error of their outputs.
+
+    The divergence is nearly quadratic in small errors, so that ||(W - Ŵ)X||² says how the choices of one layer compare.
+    It does not say how layers compare, which one measurement for each does. With four choices this takes a quarter of
+    the passes.
+    """
+
+    statistics: tuple[str, ...] = ("gram",)
+
+    def __init__(self, measured: PredictionLoss) -> None:
+        self.measured = measured
+        self._layer: tuple[str, ...] = ()
+        self._first = 0.0, 1.0  # loss and error of the layer's first choice
+
+    def of(self, index: int, solved: Mapping[str, Solved]) -> float:
+        error = sum(_output_error(one) for one in solved.values())
+        if tuple(solved) != self._layer:
+            self._layer, self._first = tuple(solved), (self.measured.of(index, solved), max(error, 1e-30))
+        loss, of_first = self._first
+        return loss * error / of_first
+
+    def leave(self, index: int) -> None:
+        self.measured.leave(index)
+
+
+def _output_error(one: Solved) -> float:
+    """||(W - Ŵ)X||² of the calibration tokens, as a mean; of the weights alone where no token came by."""
+    D = one.W - one.new.dequantize()
+    return quadratic(D, one.statistics.values["gram"]) if one.statistics.tokens else D.square().sum().item()
 
 
 @contextmanager

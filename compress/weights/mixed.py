@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from compress.allocation.budget import bytes_beside, megabytes
 from compress.allocation.candidates import Candidates, Loss, measure, takes
 from compress.allocation.importance import cosine_scores, random_scores, ranked, z_scores
-from compress.allocation.predictions import PredictionLoss
+from compress.allocation.predictions import PredictionLoss, ScaledLoss
 from compress.allocation.program import Program
 from compress.allocation.sensitivity import FisherLoss
 from compress.formats import Format
@@ -30,7 +30,7 @@ from compress.walk.once.saved import SavedStatistics
 from compress.walk.resume import BlockStore
 from compress.walk.statistics import LayerStatistics
 
-MEASURED = ("kl", "fisher")
+MEASURED = ("kl", "kl_scaled", "fisher")
 WINDOW = 256  # tokens of a calibration window on which losses are measured: more and shorter windows tell more
 FISHER_TOKENS = 16  # times as many tokens for gradients: they are noisier, and take two passes in all
 
@@ -62,8 +62,9 @@ class Mixed(LayerwiseMethod):
     )
     loss: str = knob(
         "kl",
-        "what is least in all: measured divergence of the predictions (kl), its estimate from squared gradients "
-        "(fisher); or no loss, but more bits for the blocks that turn the residual stream most (cosine), that have the "
+        "what is least in all: divergence of the predictions, measured for every choice (kl), or for each layer's "
+        "smallest and by output errors for its others (kl_scaled); its estimate from squared gradients (fisher); or no "
+        "loss, but more bits for the blocks that turn the residual stream most (cosine), that have the "
         "fewest large weights (outliers), or that are drawn (random)",
         choices=(*MEASURED, "cosine", "outliers", "random"),
     )
@@ -210,14 +211,10 @@ class Mixed(LayerwiseMethod):
             return ranked(rules[self.loss](), own)
         kept = store and store.beside("losses", without=("budget_mb",))
         with torch.no_grad():
-            loss: Loss = (
-                PredictionLoss(model, probes, device)
-                if self.loss == "kl"
-                else FisherLoss(fisher(model, probes, device=device, folder=kept and kept.folder.parent))
-            )
+            loss = self._loss(model, probes, device, kept)
         return measure(
             model,
-            self.methods,
+            dict(sorted(self.methods.items(), key=lambda one: _bits(one[1].stores((4096, 4096))))),
             batches,
             loss,
             names=list(targets(model, self.skip)),
@@ -227,6 +224,12 @@ class Mixed(LayerwiseMethod):
             saved=saved,
             title=f"{self.name}: losses ({self.loss})",
         )
+
+    def _loss(self, model: nn.Module, probes: list[Tensor], device: torch.device, kept: BlockStore | None) -> Loss:
+        if self.loss == "fisher":
+            return FisherLoss(fisher(model, probes, device=device, folder=kept and kept.folder.parent))
+        measured = PredictionLoss(model, probes, device)
+        return ScaledLoss(measured) if self.loss == "kl_scaled" else measured
 
     def _taking(self, name: str, shape: tuple[int, int]) -> dict[str, LayerwiseMethod]:
         """The choices that can store this linear."""

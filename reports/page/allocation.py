@@ -12,6 +12,7 @@ from reports.parts.text import clean
 
 _LOSSES = {
     "kl": "measured divergence of the predictions, nats per token",
+    "kl_scaled": "measured divergence of the predictions, nats per token",
     "fisher": "estimated divergence of the predictions, nats per token",
 }
 

@@ -20,6 +20,7 @@ ROWS = {
     "awq": {"bits": 4, "group_size": 16},
     "nf4": {"group_size": 16},
     "bnb_nf4": {"blocksize": 32},
+    "finequant": {"smallest": 16},
     "mixed": {"choices": "rtn(bits={4, 8}, group_size=16)", "tokens": 32},
     "magnitude": {"ratio": 0.2},
     "random": {"ratio": 0.005},
@@ -33,6 +34,7 @@ ROWS = {
     "bnb_int8": {},
 }
 EXACT = {
+    "finequant": {"alpha": 0.0},
     "mixed": {"choices": "rtn(bits=8, group_size=16)"},
     "llm_int8": {"threshold": 0.0, "most": 0.25},  # as many columns in 16 bits as there may be
 }

@@ -9,7 +9,7 @@ import torch
 from compress import METHODS, apply
 from compress.allocation.candidates import measure
 from compress.allocation.importance import z_scores
-from compress.allocation.predictions import PredictionLoss
+from compress.allocation.predictions import PredictionLoss, ScaledLoss
 from compress.allocation.program import Choice, Program
 from compress.allocation.sensitivity import FisherLoss
 from compress.apply import apply_each
@@ -19,6 +19,8 @@ from compress.recipe import parse_recipe, parse_recipes
 from compress.walk.blocks import targets
 from compress.walk.fisher import fisher
 from compress.walk.resume import BlockStore
+from compress.walk.statistics import LayerStatistics
+from compress.weights.finequant import group_sizes
 from eval.machine.size import size
 
 CPU = torch.device("cpu")
@@ -110,6 +112,12 @@ def test_the_estimate_ranks_as_the_measured_loss(tiny, tokens, architecture):
         kind: measure(model, methods, batches, loss, names=list(targets(model)), together=False, device=CPU)
         for kind, loss in losses.items()
     }
+    scaled = ScaledLoss(PredictionLoss(model, batches, CPU))
+    names = list(targets(model))
+    for name, one in measure(model, methods, batches, scaled, names=names, together=False, device=CPU).items():
+        measured = found["kl"][name].choices
+        assert one.choices["2"].loss == pytest.approx(measured["2"].loss), "the first choice is measured"
+        assert all(one.choices[bits].loss == pytest.approx(measured[bits].loss, rel=0.6) for bits in ("3", "4"))
     logs = [
         torch.tensor([choice.loss for one in found[kind].values() for choice in one.choices.values()]).log()
         for kind in losses
@@ -199,3 +207,16 @@ def test_choices_in_a_recipe_and_what_is_refused(tiny, tokens):
         check_save_format("gptq", [mixed(1, choices="gptq(bits=4, group_size=32); nf4")], tiny("llama"))
     pruned = apply([METHODS["wanda"](), mixed(0.2)], tiny("llama"), tokens())
     assert all(layer.sparsity > 0.49 for layer in pruned.layers), "zeros stay"
+
+
+def test_group_sizes_follow_the_ranges():
+    """A matrix of equal ranges keeps whole rows; one with few large columns gets small groups, but for them."""
+    finequant = METHODS["finequant"](bits=4, alpha=0.1, smallest=16)
+    even = torch.rand(8, 256) - 0.5
+    outliers = even.clone()
+    outliers[:, 3] *= 20
+    (one,), (other,) = (finequant.solve(W, LayerStatistics(0, {})) for W in (even, outliers))
+    assert one.group_size == 256 and other.group_size == 16
+    assert group_sizes(576, 32) == [576, 288, 144, 72, 36]
+    (coarse,) = METHODS["rtn"](bits=4, group_size=256).solve(outliers, LayerStatistics(0, {}))
+    assert (outliers - other.dequantize()).norm() < 0.3 * (outliers - coarse.dequantize()).norm()
