@@ -132,7 +132,7 @@ class Table:
 
     def quantize(self, w: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
         table = self.table.to(w.device)
-        return torch.bucketize(w / scale, (table[:-1] + table[1:]) / 2, out_int32=True)
+        return torch.bucketize((w / scale).contiguous(), (table[:-1] + table[1:]) / 2, out_int32=True)
 
     def dequantize(self, codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
         return self.table.to(codes.device)[codes.int()] * scale
