@@ -255,8 +255,9 @@ def _shared(
     """Where these recipes keep the statistics that they share; None unless they are calibrated once."""
     if calibrate != "once":
         return nullcontext()
-    needs = [need for recipe in recipes for method in settle(list(recipe)) for need in method.collects()]
-    return shared_statistics(needs, work_path)
+    methods = [method for recipe in recipes for method in settle(list(recipe))]
+    needs = [need for method in methods for need in method.collects()]
+    return shared_statistics(needs, work_path, head=any("embedding" in method.places for method in methods))
 
 
 def _said_of_once(recipe: Sequence[Method]) -> list[str]:

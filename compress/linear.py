@@ -68,6 +68,11 @@ class CompressedLinear(nn.Module):
         """Stored bits per weight, floats that are cast with the model counted as 16 bits."""
         return sum(part.bits_per_weight for part in self.parts)
 
+    @property
+    def looked_up(self) -> bool:
+        """Is this a head whose rows the token embedding looks up, too (`compress.embedding`)?"""
+        return "embedding" in self.__dict__
+
     @contextmanager
     def dense(self) -> Iterator[None]:
         """Multiply by the dequantised weight while the block runs: faster over many batches, and the same result.
@@ -85,12 +90,12 @@ class CompressedLinear(nn.Module):
         """JSON that, with `state_dict`, makes this linear again."""
         transform = None if self.transform is None else self.transform.spec()
         parts = [part.spec() for part in self.parts]
-        return self.spec_of(parts, bias=self.bias is not None) | {"transform": transform}
+        return self.spec_of(parts, bias=self.bias is not None, looked_up=self.looked_up) | {"transform": transform}
 
     @classmethod
-    def spec_of(cls, parts: list[dict[str, Any]], *, bias: bool) -> dict[str, Any]:
-        """The `spec()` of a linear of these parts."""
-        return {"parts": parts, "bias": bias, "transform": None}
+    def spec_of(cls, parts: list[dict[str, Any]], *, bias: bool, looked_up: bool = False) -> dict[str, Any]:
+        """The `spec()` of a linear of these parts, or, `looked_up`, of a head whose rows are the token embedding's."""
+        return {"parts": parts, "bias": bias, "transform": None, **({"looked_up": True} if looked_up else {})}
 
     @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor], dtype: torch.dtype) -> "CompressedLinear":
@@ -125,7 +130,7 @@ class CompressedLinear(nn.Module):
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Is this a module whose weight the methods compress?"""
+    """Is this a linear, whose weight the methods compress?"""
     return isinstance(module, nn.Linear | Conv1D | CompressedLinear)
 
 
@@ -138,11 +143,14 @@ def parameter_count(module: nn.Module) -> int:
     """Parameters of a model or of a part of it, the weights and biases of compressed linears included."""
     stored = [m for m in module.modules() if isinstance(m, CompressedLinear)]
     compressed = sum(m.in_features * m.out_features + m.out_features * m.spec()["bias"] for m in stored)
+    tables = [m for m in module.modules() if hasattr(m, "num_embeddings") and not isinstance(m, nn.Embedding)]
+    compressed += sum(m.num_embeddings * m.embedding_dim for m in tables if not m.tied)
     return compressed + sum(p.numel() for p in module.parameters())
 
 
 def weight_of(module: nn.Module) -> Tensor:
-    """W [out, in] in float32 of any linear: nn.Linear, Conv1D (which keeps it transposed) or one compressed before."""
+    """W [out, in] in float32 of any linear: nn.Linear, Conv1D (which keeps it transposed) or one compressed before; of
+    an nn.Embedding its rows."""
     if isinstance(module, CompressedLinear):
         return module.dequantize()
     W = module.weight.detach()
@@ -150,9 +158,11 @@ def weight_of(module: nn.Module) -> Tensor:
 
 
 def shape_of(module: nn.Module) -> tuple[int, int]:
-    """(out, in) of any linear."""
+    """(out, in) of any linear; (rows, columns) of an embedding."""
     if isinstance(module, CompressedLinear):
         return module.out_features, module.in_features
+    if hasattr(module, "num_embeddings"):
+        return module.num_embeddings, module.embedding_dim
     rows, columns = module.weight.shape
     return (columns, rows) if isinstance(module, Conv1D) else (rows, columns)
 
@@ -168,6 +178,10 @@ def sharing_copy(model: nn.Module) -> nn.Module:
 
 
 def replace(model: nn.Module, name: str, new: nn.Module) -> None:
-    """Put `new` where `name` is in the model."""
+    """Put `new` where `name` is in the model. An embedding that is tied to a compressed head follows it."""
     parent, _, child = name.rpartition(".")
+    old = getattr(model.get_submodule(parent), child, None)
     setattr(model.get_submodule(parent), child, new)
+    embedding = getattr(old, "__dict__", {}).get("embedding")
+    if embedding is not None and isinstance(new, CompressedLinear) and new is not old:
+        embedding.share(new)

@@ -1,6 +1,7 @@
 """What a compression method is: a frozen dataclass whose fields are its knobs; and which methods may follow which."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, get_args
@@ -12,7 +13,8 @@ from compress.records import AllocationRecord, DropRecord, FoldRecord, LayerReco
 from compress.walk.once.saved import SavedStatistics
 from compress.walk.resume import BlockStore
 
-# The order in which the methods of a recipe may follow one another; the ones marked with * at most once each.
+# The order in which the methods of a recipe may follow one another; of the ones marked with * at most
+# one for each weight.
 STAGES = ("drop", "transform", "sparsify*", "quantize_weights*", "quantize_activations*", "cache")
 
 
@@ -109,6 +111,12 @@ class Method:
         return [self]
 
     @property
+    def places(self) -> frozenset[str]:
+        """Of which weights this method speaks: "blocks" for the linears inside them, "embedding" for the token
+        embedding and the head. Methods of different places do not meet."""
+        return frozenset({"blocks"})
+
+    @property
     def zeros(self) -> float:
         """The share of each weight matrix that this method sets to 0, and later methods of a recipe keep at 0."""
         return 0.0
@@ -142,7 +150,7 @@ class Method:
 def refuse_stored(method: Method, before: Sequence[Method], does: str) -> None:
     """Raise ValueError if one of the methods before this one stores weights, as this one `does` itself."""
     for other in before:
-        if other.stage == "quantize_weights":
+        if other.stage == "quantize_weights" and other.places & method.places:
             raise ValueError(f"`recipe`: {method.name} {does}: {other} before it must go")
 
 
@@ -162,11 +170,12 @@ def settle(recipe: Sequence[Method]) -> list[Method]:
     settled: list[Method] = []
     for i, method in enumerate(recipe):
         settled.append(method.within(settled, recipe[i + 1 :]))
-    for before, after in zip(settled, settled[1:], strict=False):
+    for before, after in itertools.combinations(settled, 2):
         a, b = order.index(before.stage), order.index(after.stage)
-        if a == b and before.stage in once:
+        if a == b and before.stage in once and (both := before.places & after.places):
             raise ValueError(
-                f"`recipe`: {after} cannot follow {before}: both are of the kind {before.stage!r}; keep one"
+                f"`recipe`: {after} cannot follow {before}: both are of the kind {before.stage!r} and store the same "
+                f"weights ({' and '.join(sorted(both))}); keep one, or one for each place (`where`)"
             )
         if a > b:
             raise ValueError(f"`recipe`: {after} ({after.stage}) must come before {before} ({before.stage})")

@@ -32,7 +32,7 @@ class Int8(W8A8):
 
     def within(self, before: Sequence[Method], after: Sequence[Method]) -> Method:
         for method in before:
-            if method.stage != "quantize_weights":
+            if method.stage != "quantize_weights" or not method.places & self.places:
                 continue
             if any(method.values().get(key) != value for key, value in ROWS.items()):
                 wanted = ", ".join(f"{key}={value}" for key, value in ROWS.items())

@@ -7,9 +7,10 @@ from typing import Any
 from torch import nn
 
 from compress.checkpoint.save import check_holds, format_named
+from compress.embedding import find_ends, stored_specs
 from compress.formats import Bitmap, Sparse24Weight
 from compress.formats.masked import masked_like_spec
-from compress.linear import CompressedLinear, compressed_linears, is_linear, sharing_copy
+from compress.linear import CompressedLinear, is_linear, sharing_copy
 from compress.method import Method, settle
 from compress.walk.blocks import targets
 from compress.walk.layerwise import LayerwiseMethod
@@ -40,18 +41,21 @@ def linears_to_be(recipe: Sequence[Method], model: nn.Module) -> tuple[dict[str,
     Returns:
         By name, what `CompressedLinear.spec()` will give, and the methods that store it.
     """
-    specs = {name: linear.spec() for name, linear in compressed_linears(model).items()}
+    specs, ends = stored_specs(model), find_ends(model)
+    looked_up = {ends.embedding, ends.head} if ends.tied else {ends.embedding}
     # A model that was pruned before keeps its zeros; how many they are is not in its specification.
     pruned = (Bitmap.name, Sparse24Weight.name)
     zeros = {name: 1.0 for name, spec in specs.items() if spec["parts"][0]["format"] in pruned}
     made_by: dict[str, str] = {}
     for method in recipe:
-        for name, shape in targets(model, method.skip).items() if isinstance(method, LayerwiseMethod) else ():
+        taken = targets(model, method.skip, method.where) if isinstance(method, LayerwiseMethod) else {}
+        for name, shape in taken.items():
             if (parts := method.stores(shape)) is None:
                 continue
             if zeros.get(name):
                 parts = masked_like_spec(specs[name]["parts"], parts, zeros[name])
-            specs[name] = CompressedLinear.spec_of(parts, bias=has_bias(model, name))
+            bias = has_bias(model, name)
+            specs[name] = CompressedLinear.spec_of(parts, bias=bias, looked_up=name in looked_up)
             zeros[name] = zeros.get(name, 0.0) or method.zeros
             made_by[name] = f"{made_by[name]}, {method}" if name in made_by else str(method)
     return specs, made_by

@@ -14,6 +14,7 @@ from compress.checkpoint.checksums import CHECKSUMS, check_files
 from compress.checkpoint.save_format import STORY, Story
 from compress.checkpoint.shards import Shards
 from compress.dropped import Dropped
+from compress.embedding import embedding_from, leave_untied
 from compress.kv.attach import attach
 from compress.kv.policy import cache_method
 from compress.linear import CompressedLinear, replace
@@ -22,7 +23,8 @@ from compress.walk.offload import AwayLinear, empty_weights
 
 LAYOUT = "workbench.json"  # which linear is stored how; beside transformers' config.json
 # 1: `version` in its place, one file of weights, no checksums, no transforms, no methods of the cache.
-FORMAT_VERSION = 2
+# 2: no compressed embeddings; written where there are none.
+FORMAT_VERSION = 3
 COMPUTED = "computed:"  # before the names of buffers that are not part of the state dict
 
 
@@ -54,6 +56,11 @@ def load_compressed(
     tensors = {name: t if t.data_ptr() % 64 == 0 else t.clone() for name, t in Shards(path).all().items()}
     for name, spec in layout["linears"].items():
         replace(model, name, CompressedLinear.from_tensors(spec, _taken(tensors, f"{name}."), dtype_of(layout)))
+    head = model.get_output_embeddings() if layout["embeddings"] else None
+    for name, spec in layout["embeddings"].items():
+        own = _taken(tensors, f"{name}.")
+        replace(model, name, embedding_from(model.get_submodule(name), spec, own, dtype_of(layout), head))
+    leave_untied(model)
     computed = _taken(tensors, COMPUTED)
     missing, unexpected = model.load_state_dict(tensors, strict=False, assign=True)
     model.tie_weights()
@@ -90,6 +97,7 @@ def load_outline(path: Path) -> nn.Module:
     model = empty_model(path, layout)
     for name, spec in layout["linears"].items():
         replace(model, name, AwayLinear(spec, dtype_of(layout)))
+    leave_untied(model)
     remember_story(model, path)
     model.to("meta").tie_weights()
     return model.eval()
@@ -116,7 +124,17 @@ def read_layout(path: Path) -> dict[str, Any]:
             f"{shown} names the class {layout['class']!r} in {LAYOUT}, which is not a causal language model of "
             "transformers"
         )
-    return {"dropped": {}, "caches": [], **layout, "format_version": version}
+    return {"dropped": {}, "caches": [], "embeddings": {}, **layout, "format_version": version}
+
+
+def layout_specs(layout: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What is stored for each compressed weight, as `compress.embedding.stored_specs` says it of a model."""
+    own = {
+        name: CompressedLinear.spec_of(spec["parts"], bias=False, looked_up=True)
+        for name, spec in layout["embeddings"].items()
+        if not spec["tied"]
+    }
+    return layout["linears"] | own
 
 
 def empty_model(path: Path, layout: dict[str, Any]) -> nn.Module:

@@ -60,6 +60,11 @@ def load_compressed_on_disk(
     if (folder / CHECKSUMS).is_file():
         check_files(folder)
     layout, tensors = read_layout(folder), tensors_of(folder)
+    if layout["embeddings"]:
+        raise ValueError(
+            f"`weights` (='disk'): {next(iter(layout['embeddings']))} of {folder} is stored compressed, outside the "
+            "blocks: weights='memory' would do"
+        )
     model = empty_model(folder, layout)
     model.tie_weights()
     saved = dtype_of(layout)

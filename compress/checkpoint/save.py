@@ -22,8 +22,8 @@ from compress.checkpoint.load import load_compressed
 from compress.checkpoint.save_format import STORY, Checkpoint, SaveFormat, Story, Verification
 from compress.checkpoint.shards import SHARD_BYTES, room_for, weight_bytes
 from compress.checkpoint.workbench import Workbench
+from compress.embedding import stored_specs
 from compress.kv.attach import attached_methods
-from compress.linear import compressed_linears
 from compress.result import Result
 from compress.walk.offload import is_offloaded
 
@@ -61,8 +61,7 @@ def save_compressed(
 def write_checkpoint(checkpoint: Checkpoint, path: str | Path, save_format: str) -> Path:
     """As `save_compressed`, for a model whose story is known, such as one that was loaded from another checkpoint."""
     path, writer = Path(path), format_named(save_format)
-    linears = {name: linear.spec() for name, linear in compressed_linears(checkpoint.model).items()}
-    check_holds(save_format, checkpoint.model, linears)
+    check_holds(save_format, checkpoint.model, stored_specs(checkpoint.model))
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"`path` (={str(path)!r}) exists already; give a new one, or remove it first")
     path.parent.mkdir(parents=True, exist_ok=True)

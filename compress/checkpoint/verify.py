@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from compress.embedding import CompressedEmbedding
 from compress.linear import CompressedLinear
 
 PROMPT_TOKENS, NEW_TOKENS = 16, 8
@@ -87,14 +88,16 @@ def named_weights(model: nn.Module, *, shapes_only: bool = False) -> Iterator[tu
     Args:
         shapes_only: give empty tensors for compressed weights, where the names alone matter.
     """
-    compressed = {name: m for name, m in model.named_modules() if isinstance(m, CompressedLinear)}
+    compressed = {
+        name: m for name, m in model.named_modules() if isinstance(m, CompressedEmbedding | CompressedLinear)
+    }
     inside = tuple(f"{name}." for name in compressed)
     for name, tensor in model.state_dict().items():
         if not name.startswith(inside):
             yield name, tensor
     for name, linear in compressed.items():
         yield f"{name}.weight", torch.empty(0) if shapes_only else linear.dequantize()
-        if linear.bias is not None:
+        if getattr(linear, "bias", None) is not None:
             yield f"{name}.bias", linear.bias
 
 

@@ -13,6 +13,7 @@ from compress.checkpoint.on_disk import compare_blocks, load_compressed_on_disk,
 from compress.checkpoint.save_format import Checkpoint, SaveFormat, Verification
 from compress.checkpoint.shards import write_shards
 from compress.dropped import dropped_parts
+from compress.embedding import compressed_embeddings
 from compress.kv.attach import attached_methods
 from compress.linear import compressed_linears
 from compress.walk.experts import SplitExperts
@@ -47,12 +48,14 @@ model, tokenizer = load_model("PATH", dtype="bfloat16")
 
     def write(self, checkpoint: Checkpoint, folder: Path) -> None:
         model = checkpoint.model
+        embeddings = {name: one.spec() for name, one in compressed_embeddings(model).items()}
         layout = {
-            "format_version": FORMAT_VERSION,
+            "format_version": FORMAT_VERSION if embeddings else 2,
             "class": type(model).__name__,
             "dtype": str(model.dtype).removeprefix("torch."),
             "split_experts": any(isinstance(m, SplitExperts) for m in model.modules()),
             "linears": {name: linear.spec() for name, linear in compressed_linears(model).items()},
+            "embeddings": embeddings,
             "dropped": {name: part.spec() for name, part in dropped_parts(model).items()},
             "caches": [{"method": one.name, "knobs": one.values()} for one in attached_methods(model)],
         }
@@ -105,7 +108,9 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     Floats that a model computes when it is made (rotary frequencies) are small, and a cast may have rounded them.
     """
     stored = model.state_dict()
-    own = tuple(f"{name}." for name in compressed_linears(model))  # lay out again what they need beside their state
+    # These lay out again what they need beside their state.
+    own = tuple(f"{name}." for name in compressed_linears(model))
+    own += tuple(f"{name}.parts." for name in compressed_embeddings(model))
     computed = {
         COMPUTED + n: b
         for n, b in model.named_buffers()

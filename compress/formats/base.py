@@ -1,5 +1,6 @@
 """The contract of a stored weight."""
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -9,13 +10,14 @@ from torch import Tensor, nn
 class Format(nn.Module):
     """One stored weight [out, in]: its buffers are all that it takes, in memory and on disk.
 
-    Subclasses set `name` and implement the four methods below. What they keep in buffers may be laid out for the device
+    Subclasses set `name` and implement the methods below. What they keep in buffers may be laid out for the device
     at hand, but `state_dict` always holds the canonical tensors, and `from_tensors` takes those.
     """
 
     name: ClassVar[str]
     shape: tuple[int, int]  # (out, in)
     follows: ClassVar[tuple[str, ...]] = ()  # buffers of floats that are cast with the model
+    looks_up: ClassVar[bool] = False  # has it `look_up`, so that it can be a token embedding?
     activation_bits: int | None = None  # to which `matmul` rounds x; None: it takes x as it comes
 
     def dequantize(self) -> Tensor:
@@ -25,6 +27,23 @@ class Format(nn.Module):
     def matmul(self, x: Tensor) -> Tensor:
         """y [..., out] = x [..., in] Wᵀ, in x's dtype."""
         raise NotImplementedError
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        """Rows [n, in] of W in float32, for ids [n]; the other rows are not dequantised. Only where `looks_up`."""
+        raise NotImplementedError
+
+    @classmethod
+    def stacks(cls, spec: dict[str, Any]) -> bool:
+        """Can weights of this specification be put together row by row, whatever they hold? Every stored tensor then
+        has a part for each row of W."""
+        return False
+
+    @classmethod
+    def stacked(cls, parts: Sequence["Format"]) -> "Format":
+        """The weight whose rows are those of these weights, one after the other. Only where `stacks`."""
+        states = [part.state_dict() for part in parts]
+        spec = {**parts[0].spec(), "shape": [sum(part.shape[0] for part in parts), parts[0].shape[1]]}
+        return cls.from_tensors(spec, {name: torch.cat([state[name] for state in states]) for name in states[0]})
 
     def spec(self) -> dict[str, Any]:
         """What besides the tensors makes this weight, as JSON: `format`, `shape` and the format's own settings."""

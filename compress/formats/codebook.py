@@ -8,7 +8,16 @@ from torch import Tensor
 
 from compress.formats.base import Format
 from compress.formats.scales import SCALE_DTYPES, NestedScales, read_scales, scales_spec
-from kernels.lut_matmul import Codebook, dequantize, lut_matmul, pack_codebook, panels_fit, to_panels, to_rows
+from kernels.lut_matmul import (
+    Codebook,
+    dequantize,
+    look_up,
+    lut_matmul,
+    pack_codebook,
+    panels_fit,
+    to_panels,
+    to_rows,
+)
 
 SCALES = 256  # scales that share an absmax
 
@@ -45,6 +54,7 @@ class CodebookGroup(Format):
     """
 
     name: ClassVar[str] = "codebook"
+    looks_up: ClassVar[bool] = True
 
     def __init__(self, packed: Codebook, scales: ScaleCodes | NestedScales | None = None) -> None:
         super().__init__()
@@ -94,6 +104,9 @@ class CodebookGroup(Format):
 
     def matmul(self, x: Tensor) -> Tensor:
         return lut_matmul(x, self.packed)
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        return look_up(self.packed, ids)
 
     def for_compute(self, dtype: torch.dtype, device: torch.device) -> None:
         if self._laid_out_for == (dtype, device):

@@ -13,6 +13,7 @@ class Dense(Format):
 
     name: ClassVar[str] = "dense"
     follows: ClassVar[tuple[str, ...]] = ("weight",)
+    looks_up: ClassVar[bool] = True
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -24,6 +25,13 @@ class Dense(Format):
 
     def matmul(self, x: Tensor) -> Tensor:
         return linear(x, self.weight.to(x.dtype))
+
+    @classmethod
+    def stacks(cls, spec: dict[str, Any]) -> bool:
+        return True
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        return self.weight[ids].float()
 
     def spec(self) -> dict[str, Any]:
         return self.spec_of(self.shape)

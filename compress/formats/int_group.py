@@ -7,7 +7,18 @@ from torch import Tensor
 
 from compress.formats.base import Format
 from compress.formats.scales import NestedScales, read_scales, scales_spec
-from kernels.int_matmul import Packed, dequantize, int_matmul, pack, panels_fit, tiles_fit, to_panels, to_rows, to_tiles
+from kernels.int_matmul import (
+    Packed,
+    dequantize,
+    int_matmul,
+    look_up,
+    pack,
+    panels_fit,
+    tiles_fit,
+    to_panels,
+    to_rows,
+    to_tiles,
+)
 
 
 class IntGroup(Format):
@@ -22,6 +33,7 @@ class IntGroup(Format):
     """
 
     name: ClassVar[str] = "int_group"
+    looks_up: ClassVar[bool] = True
 
     def __init__(self, packed: Packed, scales: NestedScales | None = None) -> None:
         super().__init__()
@@ -66,6 +78,13 @@ class IntGroup(Format):
 
     def matmul(self, x: Tensor) -> Tensor:
         return int_matmul(x, self.packed)
+
+    @classmethod
+    def stacks(cls, spec: dict[str, Any]) -> bool:
+        return spec.get("scales") != "e4m3"  # which has one factor for the whole weight
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        return look_up(self.packed, ids)
 
     def for_compute(self, dtype: torch.dtype, device: torch.device) -> None:
         fits = self._kind is not None or dtype == self._scale_dtype

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from compress.embedding import find_ends
 from compress.linear import is_linear, shape_of
 from compress.walk.experts import cannot_be_split, expert_count, is_fused_experts, split_shapes
 
@@ -22,11 +23,29 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     )
 
 
-def targets(model: nn.Module, skip: str = "") -> dict[str, tuple[int, int]]:
-    """Name and shape (out, in) of every linear inside the blocks, but for those that `skip` names and routers.
+def targets(model: nn.Module, skip: str = "", where: str = "blocks") -> dict[str, tuple[int, int]]:
+    """Name and shape (out, in) of every weight that a method takes, but for those that `skip` names and routers.
 
     Experts that are fused in one parameter count as the linears that they are split into; nothing is split here.
+
+    Args:
+        where: "blocks" for the linears inside them, "embedding" for the token embedding and the head (tied ones are one
+            weight, under the head's name), "all" for both.
     """
+    ends = {} if where == "blocks" else end_targets(model, skip)
+    return ends if where == "embedding" else {**_inside(model, skip), **ends}
+
+
+def end_targets(model: nn.Module, skip: str = "") -> dict[str, tuple[int, int]]:
+    """Name and shape of the token embedding and of the head, of the head alone where they are tied."""
+    ends = find_ends(model)
+    names = [ends.head] if ends.tied else [ends.embedding, *([ends.head] if ends.head else [])]
+    if ends.tied and is_named(ends.embedding, skip):
+        return {}
+    return {name: shape_of(model.get_submodule(name)) for name in names if not is_named(name, skip)}
+
+
+def _inside(model: nn.Module, skip: str) -> dict[str, tuple[int, int]]:
     prefix, blocks = find_blocks(model)
     shapes: dict[str, tuple[int, int]] = {}
     for name, module in model.named_modules():

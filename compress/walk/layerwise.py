@@ -1,4 +1,4 @@
-"""What a method is that stores each weight matrix inside the blocks by itself: the walk does the rest."""
+"""What a method is that stores each weight matrix by itself: the walk does the rest."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,12 +7,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from compress.embedding import compressed_embeddings
 from compress.formats import Format
 from compress.formats.masked import holds_floats
 from compress.linear import compressed_linears
 from compress.method import Method, knob
 from compress.records import LayerRecord
 from compress.walk.blocks import check_experts, targets
+from compress.walk.capture import Call
+from compress.walk.ends.solve import check_ends, solve_ends
 from compress.walk.once.calibrated import solve_from
 from compress.walk.once.saved import SavedStatistics
 from compress.walk.resume import BlockStore
@@ -22,9 +25,15 @@ from compress.walk.walk import walk, with_errors
 
 @dataclass(frozen=True, kw_only=True)
 class LayerwiseMethod(Method):
-    """A method that turns each weight matrix inside the blocks, by itself, into stored parts."""
+    """A method that turns each weight matrix, by itself, into stored parts."""
 
     skip: str = knob("", "comma-separated name patterns (* and ?) of linears to leave as they are")
+    where: str = knob(
+        "blocks",
+        "what is compressed: the linears inside the blocks (blocks), the token embedding and the output head, which "
+        "are one weight where the model ties them (embedding), or both (all)",
+        choices=("blocks", "embedding", "all"),
+    )
     sequential: bool = knob(
         True,
         "inside a block, each linear is solved on what the solved ones before it give, in one pass "
@@ -44,9 +53,22 @@ class LayerwiseMethod(Method):
         originals: Mapping[str, nn.Module] | None = None,
         saved: SavedStatistics | None = None,
     ) -> list[LayerRecord]:
-        if saved is not None:
-            return solve_from(model, self, saved, device=device, store=store, originals=originals)
-        return walk(model, self, batches, device=device, store=store, originals=originals)
+        records: list[LayerRecord] = []
+        passed: list[list[Call]] = []
+        if self.where != "embedding" and saved is not None:
+            records += solve_from(model, self, saved, device=device, store=store, originals=originals)
+        elif self.where != "embedding":
+            reached = passed if self.where == "all" else None
+            records += walk(model, self, batches, device=device, store=store, originals=originals, reached=reached)
+        if self.where != "blocks":
+            records += solve_ends(
+                model, self, batches, passed, device=device, store=store, originals=originals, saved=saved
+            )
+        return records
+
+    @property
+    def places(self) -> frozenset[str]:
+        return frozenset({"blocks", "embedding"} if self.where == "all" else {self.where})
 
     def collects(self) -> tuple[str, ...]:
         return with_errors(self.statistics)
@@ -65,13 +87,17 @@ class LayerwiseMethod(Method):
         return None
 
     def check(self, model: nn.Module) -> None:
-        check_experts(model, self.skip, self.name)
-        shapes = targets(model, self.skip)
+        if self.where != "embedding":
+            check_experts(model, self.skip, self.name)
+        shapes = targets(model, self.skip, self.where)
         if not shapes:
             raise ValueError(f"`skip` (={self.skip!r}) of {self.name} leaves no linear of this model to compress")
+        if self.where != "blocks":
+            check_ends(model, self)
         for name, shape in shapes.items():
             self.check_layer(name, shape)
-        for name, linear in compressed_linears(model).items():
+        stored = {**compressed_linears(model), **compressed_embeddings(model)}
+        for name, linear in stored.items():
             if name in shapes and not self.takes(linear.spec()["parts"]):
                 stored = " + ".join(part["format"] for part in linear.spec()["parts"])
                 earlier = getattr(model, "made_by", {}).get("compressed_before", {}).get("model", {}).get("name")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from compress.linear import CompressedLinear, compressed_linears, is_linear, replace
-from compress.walk.blocks import find_blocks
+from compress.walk.blocks import end_targets, find_blocks
 from compress.walk.shards import OnDisk, WorkFolder
 
 
@@ -297,12 +297,13 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def original_linears(model: nn.Module) -> Mapping[str, nn.Module]:
-    """The linears of the blocks as they are now, by name, for later; those on disk are read when they are asked for."""
+    """The linears of the blocks, and the embedding and the head, as they are now, by name, for later; those on disk, of
+    the blocks alone, are read when they are asked for."""
     prefix, blocks = find_blocks(model)
     linears = {name: m for name, m in blocks.named_modules(prefix=prefix) if is_linear(m)}
     parts = {name: part for name, part in offloaded_parts(model).items() if name.startswith(f"{prefix}.")}
     if not parts:
-        return linears
+        return linears | {name: model.get_submodule(name) for name in end_targets(model)}
     where = {f"{part}.{key}": tensor for part, offloaded in parts.items() for key, tensor in offloaded.where.items()}
     return _LinearsOnDisk({name: copy.deepcopy(linear) for name, linear in linears.items()}, where)
 

@@ -53,11 +53,16 @@ def walk(
     device: torch.device,
     store: BlockStore | None = None,
     originals: Mapping[str, nn.Module] | None = None,
+    reached: list[list[Call]] | None = None,
 ) -> list[LayerRecord]:
     """Let `method` solve every linear inside the blocks, and put what it stores in their place.
 
     With no batches nothing is propagated, and errors are those of the weights; they are measured against `originals`
     where given.
+
+    Args:
+        reached: is given the micro-batches with what the last block gave, as one element; None: nobody needs that. It
+            stays empty where an earlier run had solved the last block.
     """
     prefix, blocks = find_blocks(model)
     chosen = list(targets(model, method.skip))
@@ -67,6 +72,11 @@ def walk(
     progress = tqdm(range(len(blocks)), desc=method.name, unit="block", disable=current().rank > 0 or None)
     walking = Walking(model, prefix, blocks, method, calls, device, originals or {}, progress, bool(batches))
     records: list[LayerRecord] = []
+
+    def following(index: int) -> bool:
+        """Does anything read what this block gives?"""
+        return index + 1 < len(blocks) or reached is not None
+
     for index in progress:
         with on_device(blocks[index], device):
             if index < finished:
@@ -76,16 +86,17 @@ def walk(
                 made = [dataclasses.replace(r, notes=(*r.notes, note)) for r in made]
             else:
                 own = [name for name in chosen if name.startswith(f"{prefix}.{index}.")]
-                linears, made, passed_on = walking.solve(index, own)
+                linears, made, passed_on = walking.solve(index, own, to_the_end=following(index))
             for name, linear in linears.items():
                 replace(model, name, linear.to(device))
             records += made
-            last = index + 1 == len(blocks)
-            if index >= finished and not passed_on and not last:
+            if index >= finished and not passed_on and following(index):
                 walking.pass_on(index)
             if index >= finished and chain:
-                with chain.keeping(index, last=last):
+                with chain.keeping(index, last=index + 1 == len(blocks)):
                     store.save(index, linears, made)
+    if reached is not None and finished < len(blocks):
+        reached.append(calls)
     return records
 
 
@@ -107,9 +118,15 @@ class Walking:
     progress: tqdm
     calibrated: bool
 
-    def solve(self, index: int, names: Sequence[str]) -> tuple[dict[str, CompressedLinear], list[LayerRecord], bool]:
+    def solve(
+        self, index: int, names: Sequence[str], *, to_the_end: bool
+    ) -> tuple[dict[str, CompressedLinear], list[LayerRecord], bool]:
         """What stands for each of these linears of a block, their records, and whether the block's outputs were
-        passed on with it."""
+        passed on with it.
+
+        Args:
+            to_the_end: its outputs are needed.
+        """
         block, method, calls = self.blocks[index], self.method, self.calls
         linears = {name: self.model.get_submodule(name) for name in names}
         needs = with_errors(method.statistics) if self.calibrated else ()
@@ -137,9 +154,8 @@ class Walking:
             groups, once = input_groups(block, linears, calls, index, self.device)
             in_step = method.sequential and once and self.calibrated
             if in_step:
-                following = index + 1 < len(self.blocks)
                 run_in_step(
-                    self.model, block, index, linears, groups, calls, needs, self.device, solve, to_the_end=following
+                    self.model, block, index, linears, groups, calls, needs, self.device, solve, to_the_end=to_the_end
                 )
             else:
                 if method.sequential and self.calibrated:
@@ -160,7 +176,7 @@ class Walking:
     def pass_on(self, index: int) -> None:
         """Make a block's outputs, with what stands in it now, the inputs of the next one."""
         self.progress.set_postfix_str("propagate")
-        with _dense_weights(self.blocks[index]), fast_linear():
+        with dense_weights(self.blocks[index]), fast_linear():
             advance(self.blocks[index], self.calls, index, self.device)
 
 
@@ -186,14 +202,14 @@ def solve_linear(
     if not statistics.tokens:
         statistics.note("no calibration tokens: the error is that of the weights")
     target = W if original is None else original
-    reference = max(_energy(target, statistics), 1e-30)
+    reference = max(energy_of(target, statistics), 1e-30)
     record = LayerRecord(
         name=name,
         shape=(new.out_features, new.in_features),
         format="+".join(part.name for part in new.parts),
         bits_per_weight=new.bits_per_weight,
-        error=_error(target, new.parts, statistics) / reference,
-        rtn_error=None if peer is None else _error(target, peer, statistics) / reference,
+        error=error_of(target, new.parts, statistics) / reference,
+        rtn_error=None if peer is None else error_of(target, peer, statistics) / reference,
         seconds=seconds,
         tokens=statistics.tokens,
         notes=tuple(statistics.notes),
@@ -204,7 +220,7 @@ def solve_linear(
 
 def stored_as(name: str, linear: nn.Module, W: Tensor, statistics: LayerStatistics, method: Solver) -> CompressedLinear:
     """What stands for a linear of the weight W [out, in]; `statistics` says afterwards what is stored for it so far."""
-    statistics.name, statistics.dtype = name, _dtype_of(linear)
+    statistics.name, statistics.dtype = name, dtype_of(linear)
     if isinstance(linear, CompressedLinear):
         statistics.stored = list(linear.parts)
         statistics.keep = kept_of(statistics.stored)
@@ -215,7 +231,7 @@ def stored_as(name: str, linear: nn.Module, W: Tensor, statistics: LayerStatisti
     return CompressedLinear(parts, linear.bias, dtype=statistics.dtype, transform=getattr(linear, "transform", None))
 
 
-def _energy(D: Tensor, statistics: LayerStatistics) -> float:
+def energy_of(D: Tensor, statistics: LayerStatistics) -> float:
     """||DX||² over the calibration tokens, or a sample of them, up to their number; ||D||² where no token came by."""
     if not statistics.tokens:
         return D.square().sum().item()
@@ -234,17 +250,17 @@ def quadratic(D: Tensor, H: Tensor) -> float:
     return total.item()
 
 
-def _error(W: Tensor, parts: Sequence[Format], statistics: LayerStatistics) -> float:
-    """||WX - Y||² with Y what the stored parts give for X, counted as in `_energy`; with their rounding of X if it is
+def error_of(W: Tensor, parts: Sequence[Format], statistics: LayerStatistics) -> float:
+    """||WX - Y||² with Y what the stored parts give for X, counted as in `energy_of`; with their rounding of X if it is
     at hand."""
     if statistics.tokens and "rows" in statistics.values and any(part.activation_bits for part in parts):
         rows = statistics.values["rows"]
         return (rows @ W.t() - sum(part.matmul(rows) for part in parts)).square().sum().item()
-    return _energy(W - sum(part.dequantize() for part in parts), statistics)
+    return energy_of(W - sum(part.dequantize() for part in parts), statistics)
 
 
 @contextmanager
-def _dense_weights(block: nn.Module) -> Iterator[None]:
+def dense_weights(block: nn.Module) -> Iterator[None]:
     """Dequantise the block's compressed linears once for many passes."""
     with ExitStack() as stack:
         for module in block.modules():
@@ -253,5 +269,5 @@ def _dense_weights(block: nn.Module) -> Iterator[None]:
         yield
 
 
-def _dtype_of(linear: nn.Module) -> torch.dtype:
+def dtype_of(linear: nn.Module) -> torch.dtype:
     return linear.dtype if isinstance(linear, CompressedLinear) else linear.weight.dtype

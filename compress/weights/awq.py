@@ -70,12 +70,19 @@ class AWQ(FoldingMethod, LayerwiseMethod):
         return "transform" if self.only_scale else "quantize_weights"
 
     def within(self, before: Sequence[Method], after: Sequence[Method]) -> Method:
-        stored = next((method for method in before if method.stage not in ("drop", "transform")), None)
+        meeting = [method for method in before if method.places & self.places]
+        stored = next((method for method in meeting if method.stage not in ("drop", "transform")), None)
         if stored:
             raise ValueError(f"`recipe`: {self} must come before {stored}: it scales weights that are not stored yet")
-        follower = next((method for method in after if method.stage == "quantize_weights"), None)
+        meeting = [method for method in after if method.places & self.places]
+        follower = next((method for method in meeting if method.stage == "quantize_weights"), None)
         if follower is None:
             return self
+        if self.where != "blocks":
+            raise ValueError(
+                f"`where` (={self.where!r}) of {self.name}: {follower} rounds after it, and scales are folded inside "
+                "the blocks alone; where='blocks' would do"
+            )
         if self.only_scale is False:
             raise ValueError(
                 f"`only_scale` (=False) of {self.name}: {follower} after it rounds the same weights; None would do"
@@ -92,7 +99,8 @@ class AWQ(FoldingMethod, LayerwiseMethod):
 
     def check(self, model: nn.Module) -> None:
         LayerwiseMethod.check(self, model)
-        FoldingMethod.check(self, model)
+        if self.where != "embedding":
+            FoldingMethod.check(self, model)
 
     def check_layer(self, name: str, shape: tuple[int, int]) -> None:
         check_grid(self, name, shape)
@@ -121,7 +129,9 @@ class AWQ(FoldingMethod, LayerwiseMethod):
         saved: SavedStatistics | None = None,
     ) -> list[LayerRecord | FoldRecord]:
         chosen = BlockStore(store.folder / "folds") if store else None
-        folds = FoldingMethod.apply(self, model, batches, device=device, store=chosen, saved=saved)
+        folds: list[FoldRecord] = []
+        if self.where != "embedding":
+            folds = FoldingMethod.apply(self, model, batches, device=device, store=chosen, saved=saved)
         if self.only_scale:
             return folds
         clipper = copy.copy(self)

@@ -129,6 +129,11 @@ class Mixed(LayerwiseMethod):
                 f"`choices` (={self.choices!r}) of {self.name} must name the methods to choose among, apart by "
                 "semicolons, with braces for several values of a knob"
             )
+        if self.where != "blocks":
+            raise ValueError(
+                f"`where` (={self.where!r}) of {self.name} must be 'blocks': losses are measured inside them; another "
+                "method with where='embedding' may stand beside it"
+            )
         super().check(model)
         sizes = self._predicted(model)
         smallest = bytes_beside(model, list(sizes)) + sum(min(own.values()) for own in sizes.values())

@@ -21,12 +21,14 @@ def size(model: nn.Module) -> Size:
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Parameters of a model. A linear that stores its weight in another form counts by its shape: it is no nn.Linear,
-    and says its `bits_per_weight`."""
+    """Parameters of a model. What stores its weight in another form counts by its shape: it is no nn.Linear or
+    nn.Embedding, and says its `bits_per_weight`. An embedding that is `tied` is counted as the head."""
     stored = [module for module in model.modules() if hasattr(type(module), "bits_per_weight")]
     linears = [module for module in stored if hasattr(module, "in_features")]
     biases = sum(linear.bias.numel() for linear in linears if linear.bias is not None)
     weights = sum(linear.in_features * linear.out_features for linear in linears)
+    tables = [module for module in stored if hasattr(module, "num_embeddings") and not module.tied]
+    weights += sum(table.num_embeddings * table.embedding_dim for table in tables)
     return weights + biases + sum(p.numel() for p in model.parameters())
 
 

@@ -271,6 +271,9 @@ class _Counter:
         if isinstance(module, nn.Embedding):
             self.a_row += module.weight[0].nbytes
             return
+        if hasattr(module, "num_embeddings"):  # stored compressed, and looked up row by row
+            self.a_row += module.nbytes / module.num_embeddings
+            return
         if isinstance(getattr(module, "nbytes", None), int) and hasattr(
             module, "out_features"
         ):  # stored compressed, it says itself

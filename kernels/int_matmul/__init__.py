@@ -8,13 +8,14 @@ from kernels.int_matmul import panels, reference, tiles
 from kernels.int_matmul.layout import BITS, Packed, pack, pack_bits, unpack, unpack_bits
 from kernels.int_matmul.panels import panels_fit, to_panels
 from kernels.int_matmul.reference import dequantize
+from kernels.int_matmul.rows import look_up
 from kernels.int_matmul.tiles import tiles_fit, to_tiles
 from kernels.interpreter import triton_takes
 from kernels.registry import ran
 
 __all__ = [
-    "BITS", "Packed", "dequantize", "int_matmul", "pack", "pack_bits", "panels_fit", "tiles_fit", "to_panels",
-    "to_rows", "to_tiles", "unpack", "unpack_bits",
+    "BITS", "Packed", "dequantize", "int_matmul", "look_up", "pack", "pack_bits", "panels_fit", "tiles_fit",
+    "to_panels", "to_rows", "to_tiles", "unpack", "unpack_bits",
 ]  # fmt: skip
 
 IMPLS = ("auto", "reference", "cpu", "triton")

@@ -48,6 +48,15 @@ def to_rows(w: Packed) -> Packed:
     return pack(codes, w.scale[:, :out].t().contiguous(), zero, bits=w.bits, group_size=w.group_size)
 
 
+def take_rows(w: Packed, ids: Tensor) -> Packed:
+    """These rows [n] of `panels` as `rows`."""
+    middle = 1 << (w.bits - 1)
+    words = w.codes[ids // ROWS, :, ids % ROWS]  # [n, in/8]
+    codes = nibbles_of(words) - (MIDDLE - middle)
+    zero = None if w.zero is None else w.zero[:, ids].t().to(torch.int16) + middle
+    return pack(codes, w.scale[:, ids].t().contiguous(), zero, bits=w.bits, group_size=w.group_size)
+
+
 def to_words(nibbles: Tensor) -> Tensor:
     """[out, in] of 0..15 -> int32 [panels, in/8, 16].
 
@@ -67,10 +76,13 @@ def to_words(nibbles: Tensor) -> Tensor:
 
 def from_words(words: Tensor, out: int) -> Tensor:
     """Inverse of `to_words`: uint8 [out, in]."""
-    panels, count, _ = words.shape
-    rows = words.transpose(1, 2)  # [panels, 16, in/8]
-    nibbles = torch.stack([((rows >> shift) & 15).to(torch.uint8) for shift in SHIFTS], -1)
-    return nibbles.view(panels * ROWS, count * WORD)[:out]
+    return nibbles_of(words.transpose(1, 2).flatten(0, 1))[:out]
+
+
+def nibbles_of(words: Tensor) -> Tensor:
+    """int32 [rows, in/8] -> uint8 [rows, in]."""
+    nibbles = torch.stack([((words >> shift) & 15).to(torch.uint8) for shift in SHIFTS], -1)
+    return nibbles.flatten(1)
 
 
 def by_group(values: Tensor) -> Tensor:

@@ -8,12 +8,12 @@ from kernels.interpreter import triton_takes
 from kernels.lut_matmul import panels, reference
 from kernels.lut_matmul.layout import BITS, FP4, NF4, Codebook, normal_float, pack_codebook, unpack_codebook
 from kernels.lut_matmul.panels import panels_fit, to_panels, to_rows
-from kernels.lut_matmul.reference import dequantize
+from kernels.lut_matmul.reference import dequantize, look_up
 from kernels.registry import ran
 
 __all__ = [
-    "BITS", "FP4", "NF4", "Codebook", "dequantize", "lut_matmul", "normal_float", "pack_codebook", "panels_fit",
-    "to_panels", "to_rows", "unpack_codebook",
+    "BITS", "FP4", "NF4", "Codebook", "dequantize", "look_up", "lut_matmul", "normal_float", "pack_codebook",
+    "panels_fit", "to_panels", "to_rows", "unpack_codebook",
 ]  # fmt: skip
 
 IMPLS = ("auto", "reference", "cpu", "triton")

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from kernels import native
-from kernels.int_matmul.panels import DTYPES, WORD, by_group, from_words, to_words
+from kernels.int_matmul.layout import pack_bits
+from kernels.int_matmul.panels import DTYPES, ROWS, WORD, by_group, from_words, nibbles_of, to_words
 from kernels.lut_matmul.layout import Codebook, pack_codebook, unpack_codebook
 
 
@@ -39,6 +40,14 @@ def to_rows(w: Codebook) -> Codebook:
     none."""
     table, codes = w.table[: 1 << w.bits], from_words(w.codes, w.shape[0])
     return pack_codebook(codes, table, w.scale[:, : w.shape[0]].t().contiguous(), group_size=w.group_size)
+
+
+def take_rows(w: Codebook, ids: Tensor) -> Codebook:
+    """These rows [n] of `panels` as `rows`."""
+    codes = nibbles_of(w.codes[ids // ROWS, :, ids % ROWS])  # [n, in]
+    scale = w.scale[:, ids].t().contiguous()
+    table, shape = w.table[: 1 << w.bits], (len(ids), w.shape[1])
+    return Codebook("rows", pack_bits(codes, w.bits), table, scale, w.bits, w.group_size, shape)
 
 
 def matmul(x: Tensor, w: Codebook) -> Tensor:

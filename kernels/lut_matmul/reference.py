@@ -18,6 +18,15 @@ def dequantize(w: Codebook, dtype: torch.dtype = torch.float32) -> Tensor:
     return W.to(dtype)
 
 
+def look_up(w: Codebook, ids: Tensor) -> Tensor:
+    """Rows [n, in] of W in float32, for ids [n], as `dequantize` gives them; the others are not unpacked."""
+    if w.layout == "panels":
+        return dequantize(panels.take_rows(w, ids))
+    table = w.table if w.table.dim() == 1 else w.table[ids]
+    scale = None if w.scale is None else w.scale[ids]
+    return dequantize(w._replace(codes=w.codes[ids], table=table, scale=scale, shape=(len(ids), w.shape[1])))
+
+
 def lut_matmul(x: Tensor, w: Codebook) -> Tensor:
     """y [..., out] = x [..., in] Wᵀ in x's dtype."""
     return linear(x, dequantize(w, x.dtype))

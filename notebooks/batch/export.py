@@ -6,7 +6,7 @@ from pathlib import Path
 
 from compress.checkpoint.card import add_scores
 from compress.checkpoint.checksums import CHECKSUMS, check_files
-from compress.checkpoint.load import LAYOUT, empty_model, read_layout
+from compress.checkpoint.load import LAYOUT, empty_model, layout_specs, read_layout
 from compress.checkpoint.save import check_holds, export_checkpoint, format_named
 from eval.record.manifest import MANIFEST, read_json, seal
 from eval.record.schema import read_record, write_record
@@ -74,4 +74,4 @@ def _check(source: Path, save_format: str, target: Path) -> None:
     if (source / CHECKSUMS).is_file():
         check_files(source, content=False)
     layout = read_layout(source)
-    check_holds(save_format, empty_model(source, layout), layout["linears"])
+    check_holds(save_format, empty_model(source, layout), layout_specs(layout))

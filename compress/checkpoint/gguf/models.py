@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from compress.dropped import dropped_parts
+from compress.embedding import CompressedEmbedding
 from compress.linear import CompressedLinear
 
 
@@ -63,7 +64,7 @@ class Entry:
 
     name: str
     source: str
-    linear: CompressedLinear | None
+    linear: CompressedLinear | CompressedEmbedding | None
     tensor: Tensor | None
     order: Tensor | None = None
     shift: float = 0.0
@@ -107,8 +108,9 @@ def entries(model: nn.Module) -> Iterator[Entry]:
     how = ARCHITECTURES[config.model_type]
     names = gguf.get_tensor_name_map(how.arch, config.num_hidden_layers)
     embedding = model.get_input_embeddings()
+    table = None if isinstance(embedding, CompressedEmbedding) else embedding.weight
     for source, linear, tensor in _weights(model):
-        tied = tensor is not None and source != _name_of(model, embedding) and tensor is embedding.weight
+        tied = tensor is not None and source != _name_of(model, embedding) and tensor is table
         if tied:
             continue
         name = names.get_name(source, try_suffixes=(".weight", ".bias"))
@@ -171,15 +173,20 @@ def rope_factors(config: PreTrainedConfig) -> Tensor | None:
     return plain / scaled.float()
 
 
-def _weights(model: nn.Module) -> Iterator[tuple[str, CompressedLinear | None, Tensor | None]]:
-    """Name, and the compressed linear or the tensor, of every weight and bias, in the order of the modules."""
+def _weights(model: nn.Module) -> Iterator[tuple[str, CompressedLinear | CompressedEmbedding | None, Tensor | None]]:
+    """Name, and the compressed linear (or embedding) or the tensor, of every weight and bias, in the modules' order."""
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules():
         if inside and name.startswith(inside):
             continue
-        if isinstance(module, CompressedLinear):
+        if isinstance(module, CompressedEmbedding):
             inside += (f"{name}.",)
             yield f"{name}.weight", module, None
+            continue
+        if isinstance(module, CompressedLinear):
+            inside += (f"{name}.",)
+            if not module.looked_up:  # else it is in the file as the embedding
+                yield f"{name}.weight", module, None
             if module.bias is not None:
                 yield f"{name}.bias", None, module.bias
             continue

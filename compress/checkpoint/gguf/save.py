@@ -30,6 +30,7 @@ from compress.checkpoint.gguf.types import (
 )
 from compress.checkpoint.save_format import Checkpoint, SaveFormat, Verification
 from compress.checkpoint.verify import prompts
+from compress.embedding import compressed_embeddings
 from compress.inputs.embedded import gguf_file
 from compress.linear import compressed_linears, replace
 
@@ -333,7 +334,8 @@ def _remarks(checkpoint: Checkpoint, tally: _Tally) -> list[str]:
     )
     said = [f"tensors: {stored}"]
     if linears:
-        own = sum(linear.nbytes for linear in linears.values())
+        tables = [one for one in compressed_embeddings(model).values() if not one.tied]
+        own = sum(stored.nbytes for stored in (*linears.values(), *tables))
         said.append(f"compressed linears take {tally.linears / 1e6:.1f} MB here, {own / 1e6:.1f} MB as the workbench's")
     if tally.as_floats:
         said.append(

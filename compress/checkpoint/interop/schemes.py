@@ -84,6 +84,8 @@ def scheme_of(linear: dict[str, Any]) -> Scheme | None:
     _, columns = stored["shape"]
     if stored.get("scales"):
         raise ValueError(f"its scales are stored as {stored['scales']}, and compressed-tensors has them in 16 bits")
+    if linear.get("looked_up") and stored["format"] != "dense":
+        raise ValueError("it is the token embedding, which the readers of this format look up in 16 bits")
     match stored["format"]:
         case "dense":
             return None

@@ -35,7 +35,7 @@ def problem_for_transformers(model: nn.Module, save_format: str) -> str:
     if any(isinstance(module, SplitExperts) or is_fused_experts(module) for module in model.modules()):
         return f"{start}its experts are linears of their own here, for which its readers have no common layout"
     head = model.get_output_embeddings()
-    if isinstance(head, CompressedLinear) and model.config.get_text_config().tie_word_embeddings:
+    if isinstance(head, CompressedLinear) and not head.looked_up and model.config.get_text_config().tie_word_embeddings:
         return f"{start}its head is quantised and its embedding is not, and readers tie them"
     with init_empty_weights(include_buffers=False):
         built = type(model)(model.config)

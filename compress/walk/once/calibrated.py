@@ -18,11 +18,13 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from compress.linear import CompressedLinear, replace, weight_of
+from compress.embedding import find_ends
+from compress.linear import CompressedLinear, replace, shape_of, weight_of
 from compress.records import LayerRecord
 from compress.walk.blocks import find_blocks, targets
 from compress.walk.capture import block_calls, on_device
 from compress.walk.chain import Chain
+from compress.walk.ends.inputs import head_statistics
 from compress.walk.groups import collect, input_groups
 from compress.walk.once.saved import SavedStatistics, check_room, keep_block, predicted_bytes
 from compress.walk.parallel.ranks import current
@@ -45,6 +47,7 @@ class Shared:
 
     folder: Path
     needs: tuple[str, ...]
+    head: bool  # are statistics of the head needed, too?
     stays: bool  # will a later run find the folder?
 
     def statistics(
@@ -65,18 +68,22 @@ class Shared:
         if missing:
             store = saved.store_of(missing)
             collect_statistics(model, batches, missing, store, device=device, resumable=self.stays)
+        if self.head and find_ends(model).head and any(current().gathered(saved.head_lacks(self.needs))):
+            statistics = head_statistics(model, batches, self.needs, device=device)
+            columns = shape_of(model.get_output_embeddings())[1]
+            saved.keep_head(columns, statistics)
         return SavedStatistics(saved.folder, blocks)
 
 
 @contextmanager
-def shared_statistics(needs: Sequence[str], work_path: str | Path | None) -> Iterator[Shared]:
+def shared_statistics(needs: Sequence[str], work_path: str | Path | None, *, head: bool = False) -> Iterator[Shared]:
     """A place for statistics in `work_path`, where they stay; without one, a temporary folder."""
     needs = tuple(sorted(set(needs)))
     if work_path:
-        yield Shared(Path(work_path), needs, stays=True)
+        yield Shared(Path(work_path), needs, head, stays=True)
         return
     with tempfile.TemporaryDirectory(prefix="workbench-") as folder:
-        yield Shared(Path(folder), needs, stays=False)
+        yield Shared(Path(folder), needs, head, stays=False)
 
 
 @torch.no_grad()

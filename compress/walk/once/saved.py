@@ -57,6 +57,28 @@ class SavedStatistics:
             values = {need: divided(need, value, s) for need, value in values.items()}
         return LayerStatistics(about["tokens"][leader], values)
 
+    def of_head(self, needs: Sequence[str], device: torch.device) -> LayerStatistics:
+        """What the input of the model's head gave, and no more than is asked for."""
+        tensors, about = self.head_store().get(0)
+        values = {need: tensors[need] for need in needs}
+        if "gram" in values:
+            values["gram"] = _unpacked(values["gram"], about["columns"])
+        return LayerStatistics(about["tokens"], {need: value.to(device) for need, value in values.items()})
+
+    def keep_head(self, columns: int, statistics: LayerStatistics) -> None:
+        """Write what the input of the head, of so many columns, gave."""
+        tensors = {n: (_packed(v) if n == "gram" else v).cpu() for n, v in statistics.values.items()}
+        self.head_store().put(0, tensors, {"columns": columns, "tokens": statistics.tokens, "needs": sorted(tensors)})
+
+    def head_lacks(self, needs: Sequence[str]) -> bool:
+        """Is one of these statistics of the head not there?"""
+        about = self.head_store().about(0)
+        return about is None or not set(needs) <= set(about["needs"])
+
+    def head_store(self) -> BlockStore:
+        """Where those of the head are kept: beside the folder, whose own folders are passes over the blocks."""
+        return BlockStore(self.folder.with_name(f"{self.folder.name}-head"))
+
     def scale(self, names: Sequence[str], s: Tensor) -> None:
         """From now on the inputs of these linears are divided by s [in], which a method has folded into the weights."""
         for name in names:

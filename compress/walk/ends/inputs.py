@@ -1,0 +1,108 @@
+"""Statistics of what a model's head reads, and of how often tokens are looked up in its embedding."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import torch
+from torch import Tensor, nn
+
+from compress.embedding import find_ends
+from compress.linear import shape_of
+from compress.walk.blocks import find_blocks
+from compress.walk.capture import Call, Stop, Tail, advance, block_calls, device_of, on_device
+from compress.walk.statistics import Collector, LayerStatistics
+from compress.walk.walk import dense_weights
+from kernels.linear import fast_linear
+
+ERROR_TOKENS = 8192  # of the calibration on which errors are measured where nothing else needs its statistics
+
+
+def head_statistics(
+    model: nn.Module,
+    batches: Sequence[Tensor],
+    needs: Sequence[str],
+    *,
+    device: torch.device,
+    reached: Sequence[Sequence[Call]] = (),
+) -> LayerStatistics:
+    """What the calibration tokens give at the input of the head: the final norm's output, as the model makes it.
+
+    The first tokens of the windows have no part of their own ("starts" is empty): nothing attends to what a head gives.
+
+    Args:
+        needs: names in compress.walk.statistics.STATISTICS.
+        reached: the micro-batches of this process with what the last block gave, alone in a list; empty: they are run
+            through all blocks here.
+    """
+    head = model.get_submodule(find_ends(model).head)
+    collector = Collector(needs, shape_of(head)[1], device)
+    if batches:
+        _, blocks = find_blocks(model)
+        calls = reached[0] if reached else _run(model, blocks, batches, device)
+        tail = Tail(model, blocks, batches)
+        for call in calls:
+            for x in _inputs_of(head, tail, call):
+                collector.update(x.reshape(-1, x.shape[-1]).to(device), call.place)
+    return collector.result()
+
+
+def lookup_statistics(columns: int, tokens: int, needs: Sequence[str], device: torch.device) -> LayerStatistics:
+    """Statistics of a weight that is looked up, not multiplied: all of its columns count alike.
+
+    They are those of the unit vectors, whose Gram matrix is the identity, up to a factor.
+    """
+    collector = Collector(needs, columns, device)
+    collector.update(torch.eye(columns, device=device))
+    statistics = collector.result()
+    statistics.tokens = tokens
+    return statistics
+
+
+def token_weights(batches: Sequence[Tensor], vocabulary: int) -> Tensor:
+    """How much a token's row counts, [vocabulary] float32: how often it is in the calibration, plus one, so that tokens
+    which are not there are not given up."""
+    counts = torch.ones(vocabulary)
+    for batch in batches:
+        counts += torch.bincount(batch.reshape(-1), minlength=vocabulary)
+    return counts
+
+
+def first_tokens(batches: Sequence[Tensor], most: int) -> list[Tensor]:
+    """The first batches, up to so many tokens, and one at least."""
+    taken, tokens = [], 0
+    for batch in batches:
+        if taken and tokens + batch.numel() > most:
+            break
+        taken.append(batch)
+        tokens += batch.numel()
+    return taken
+
+
+def _run(model: nn.Module, blocks: nn.ModuleList, batches: Sequence[Tensor], device: torch.device) -> list[Call]:
+    """The micro-batches of this process with what the last block gives."""
+    calls = block_calls(model, blocks, batches, divided=True)
+    for index, block in enumerate(blocks):
+        with on_device(block, device), dense_weights(block), fast_linear():
+            advance(block, calls, index, device)
+    return calls
+
+
+def _inputs_of(head: nn.Module, tail: Tail, call: Call) -> Iterator[Tensor]:
+    """What the head is given for a micro-batch, [batch, T, in]; the head itself does not run."""
+    seen: list[Tensor] = []
+    with _stopped_at(head, seen), suppress(Stop), fast_linear():
+        tail.logits(call.place.number, call.hidden.to(device_of(tail.model)))
+    yield from seen
+
+
+@contextmanager
+def _stopped_at(head: nn.Module, seen: list[Tensor]) -> Iterator[None]:
+    def stop(_, args: tuple) -> None:
+        seen.append(args[0])
+        raise Stop
+
+    handle = head.register_forward_pre_hook(stop)
+    try:
+        yield
+    finally:
+        handle.remove()
