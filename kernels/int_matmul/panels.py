@@ -89,8 +89,6 @@ def nibbles_of(words: Tensor) -> Tensor:
     """int32 [rows, in/8] -> uint8 [rows, in]."""
     nibbles = torch.stack([((words >> shift) & 15).to(torch.uint8) for shift in SHIFTS], -1)
     return nibbles.flatten(1)
-<<<<<<< Updated upstream
-=======
 
 
 def to_bytes(codes: Tensor, middle: int) -> Tensor:
@@ -109,7 +107,6 @@ def from_bytes(eights: Tensor, middle: int) -> Tensor:
     natural = eights[..., [EVEN_FIRST.index(column) for column in range(WORD)]]
     codes = natural.contiguous().view(torch.uint8)
     return (codes ^ 128 if middle == 128 else codes + middle).flatten(-2)
->>>>>>> Stashed changes
 
 
 def by_group(values: Tensor) -> Tensor:
