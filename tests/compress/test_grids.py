@@ -13,7 +13,8 @@ from compress.checkpoint.gguf.types import encode, grid_of
 from compress.formats import FORMATS
 from compress.formats.scales import INTEGERS, SCALE_KINDS, super_groups
 from compress.grid.floats import E2M1, E4M3, E5M2, FLOATS, ROUNDINGS, Float, float_named
-from compress.grid.grids import GRIDS, TABLES, make_grid, scale_rule
+from compress.grid.grids import GRIDS, TABLES, Table, make_grid, scale_rule
+from compress.grid.learned import learn_table
 from compress.grid.nearest import rtn
 from compress.linear import CompressedLinear, compressed_linears
 from compress.walk.hessian import factorise
@@ -232,3 +233,18 @@ def test_values_are_those_of_gguf(name, kind):
     if name == "iq4_nl":
         written = encode(stored.dequantize(), grid_of([stored]))
         assert written.kind == kind and written.rounding == 0
+
+
+def test_learned_tables_lose_less_on_what_they_were_learned_for():
+    g = torch.Generator().manual_seed(0)
+    learn, other = (torch.randn(600, 32, generator=g) for _ in range(2))
+
+    def loss(name, bits):
+        return (rtn(other, bits=bits, group_size=32, grid=name, scale="search").dequantize() - other).square().sum()
+
+    assert loss("nl3", 3) < 0.95 * min(loss("nf3", 3), loss("int", 3))
+    assert loss("nl2", 2) < 0.95 * min(loss("odd2", 2), loss("int", 2))
+    table = learn_table(learn, TABLES["nf3"].table, steps=6)
+    scale, zero = Table(3, table).choose(other, lambda s: s, how="search", importance=None, norm=2.0)
+    learned = (Table(3, table).rounded(other, scale[:, None], zero) - other).square().sum()
+    assert learned < 0.96 * loss("nf3", 3) and table.abs().max() == 127
