@@ -1,20 +1,28 @@
 """What a model takes when it is stored: what is shared out, and what stays."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from math import prod
 
 from torch import nn
 
-from compress.linear import compressed_linears
+from compress.embedding import compressed_embeddings
+from compress.linear import compressed_linears, shape_of
 
 HALF = 2  # bytes of a float as models are deployed
 
 
-def bytes_beside(model: nn.Module, names: Sequence[str]) -> int:
-    """Stored bytes of all but the weights of these linears: parameters in 16 bits, compressed linears as they are."""
-    shared = {f"{name}.weight" for name in names}
-    count = sum(parameter.numel() for name, parameter in model.named_parameters() if name not in shared)
-    stored = [one for name, one in compressed_linears(model).items() if name not in names]
-    return HALF * count + round(sum(one.bits_per_weight * one.in_features * one.out_features / 8 for one in stored))
+def bytes_beside(model: nn.Module, shapes: Mapping[str, tuple[int, int]]) -> int:
+    """Stored bytes of all but these weights: parameters in 16 bits, what is compressed already as it is stored.
+
+    Args:
+        shapes: (out, in) by name; a tied embedding goes with the head that is named.
+    """
+    linears, tables = compressed_linears(model), compressed_embeddings(model)
+    shared = sum(out * columns for name, (out, columns) in shapes.items() if name not in linears | tables)
+    floats = sum(parameter.numel() for parameter in model.parameters()) - shared
+    stored = {name: one for name, one in tables.items() if not one.tied} | linears
+    bits = sum(one.bits_per_weight * prod(shape_of(one)) for name, one in stored.items() if name not in shapes)
+    return HALF * floats + round(bits / 8)
 
 
 def megabytes(size: float) -> str:

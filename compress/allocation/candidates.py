@@ -37,6 +37,9 @@ class Loss(Protocol):
     def of(self, index: int, solved: Mapping[str, Solved]) -> float:
         """Of these linears of block `index`, which lies on the compute device."""
 
+    def of_end(self, name: str, solved: Solved) -> float:
+        """Of the embedding or the head, or of both where they are one weight."""
+
     def leave(self, index: int) -> None:
         """Go on to the next block; this one still lies on the compute device."""
 
@@ -94,7 +97,7 @@ def measure(
             own = {name: model.get_submodule(name) for name in names if name.startswith(f"{prefix}.{index}.")}
             kept = store.get(index) if store else None
             with on_device(block, device):
-                made = {name: _from_json(one) for name, one in kept[1].items()} if kept else {}
+                made = {name: from_json(one) for name, one in kept[1].items()} if kept else {}
                 if kept:
                     progress.update(len(own) * len(methods))
                 else:
@@ -103,7 +106,7 @@ def measure(
                             progress.set_postfix_str(next(iter(layer)).removeprefix(f"{prefix}."))
                             made[next(iter(layer))] = _candidates(index, layer, own, methods, loss, progress)
                     if store:
-                        store.put(index, {}, {name: _as_json(one) for name, one in made.items()})
+                        store.put(index, {}, {name: as_json(one) for name, one in made.items()})
                 loss.leave(index)
                 advance(block, calls, index, device)
             found |= made
@@ -162,10 +165,12 @@ def _statistics(
         yield {name: shared.for_another() for name in group}
 
 
-def _as_json(candidates: Candidates) -> dict:
+def as_json(candidates: Candidates) -> dict:
+    """Candidates as a block store keeps them."""
     choices = {name: [choice.cost, choice.loss] for name, choice in candidates.choices.items()}
     return {"members": candidates.members, "choices": choices}
 
 
-def _from_json(kept: dict) -> Candidates:
+def from_json(kept: dict) -> Candidates:
+    """What `as_json` described."""
     return Candidates(tuple(kept["members"]), {name: Choice(*choice) for name, choice in kept["choices"].items()})

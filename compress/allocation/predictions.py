@@ -1,14 +1,15 @@
 """The measured loss: KL divergence of the model's predictions when some linears alone are stored in another way."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from compress.allocation.candidates import Solved
-from compress.linear import replace
+from compress.embedding import store_end
+from compress.linear import replace, sharing_copy
 from compress.walk.blocks import find_blocks
 from compress.walk.capture import Tail, advance, block_calls, device_of, on_device
 from compress.walk.walk import quadratic
@@ -42,6 +43,13 @@ class PredictionLoss:
         with _in_place(self.model, solved):
             return divergence(self.expected, self._predictions(index))
 
+    def of_end(self, name: str, solved: Solved) -> float:
+        other = sharing_copy(self.model)
+        store_end(other, name, solved.new.to(self.home))
+        with solved.new.dense():
+            found = [other(batch.to(self.home), use_cache=False).logits for batch in self.tail.batches]
+        return divergence(self.expected, found)
+
     def leave(self, index: int) -> None:
         advance(self.blocks[index], self.probes, index, self.device)
 
@@ -70,14 +78,20 @@ class ScaledLoss:
         self._first = 0.0, 1.0  # loss and error of the layer's first choice
 
     def of(self, index: int, solved: Mapping[str, Solved]) -> float:
-        error = sum(_output_error(one) for one in solved.values())
-        if tuple(solved) != self._layer:
-            self._layer, self._first = tuple(solved), (self.measured.of(index, solved), max(error, 1e-30))
-        loss, of_first = self._first
-        return loss * error / of_first
+        return self._scaled(solved, lambda: self.measured.of(index, solved))
+
+    def of_end(self, name: str, solved: Solved) -> float:
+        return self._scaled({name: solved}, lambda: self.measured.of_end(name, solved))
 
     def leave(self, index: int) -> None:
         self.measured.leave(index)
+
+    def _scaled(self, solved: Mapping[str, Solved], measure: Callable[[], float]) -> float:
+        error = sum(_output_error(one) for one in solved.values())
+        if tuple(solved) != self._layer:
+            self._layer, self._first = tuple(solved), (measure(), max(error, 1e-30))
+        loss, of_first = self._first
+        return loss * error / of_first
 
 
 def _output_error(one: Solved) -> float:

@@ -37,5 +37,8 @@ class FisherLoss:
             total += 0.5 * quadratic(D, H)
         return total
 
+    def of_end(self, name: str, solved: Solved) -> float:
+        return self.of(-1, {name: solved})
+
     def leave(self, index: int) -> None:
         pass

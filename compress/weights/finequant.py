@@ -1,4 +1,4 @@
-"""FineQuant (Kim et al., 2023, arXiv:2308.09723): a group size for each matrix, by how far finer groups shrink ranges."""
+"""FineQuant (Kim et al., 2023, arXiv:2308.09723): a group size for each matrix, by how far finer ones shrink ranges."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from compress.allocation.budget import bytes_beside, megabytes
 from compress.allocation.candidates import Candidates, Loss, measure, takes
+from compress.allocation.ends import measure_ends
 from compress.allocation.importance import cosine_scores, random_scores, ranked, z_scores
 from compress.allocation.predictions import PredictionLoss, ScaledLoss
 from compress.allocation.program import Program
@@ -22,7 +23,8 @@ from compress.grammar import split_recipes, variants_of
 from compress.memory import spec_bits
 from compress.method import Method, knob
 from compress.records import AllocationRecord, LayerRecord
-from compress.walk.blocks import find_blocks, targets
+from compress.walk.blocks import end_targets, find_blocks, targets
+from compress.walk.ends.solve import check_ends
 from compress.walk.fisher import fisher
 from compress.walk.folding import FoldingMethod
 from compress.walk.layerwise import LayerwiseMethod
@@ -77,7 +79,18 @@ class Mixed(LayerwiseMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.methods  # bad choices are refused when they are given
+        places = frozenset().union(*(method.places for method in self.methods.values()))
+        where = "all" if len(places) > 1 else next(iter(places), "blocks")
+        if self.where not in ("blocks", where):
+            raise ValueError(
+                f"`where` (={self.where!r}) of {self.name} follows from `where` of its choices, which is {where!r}"
+            )
+        object.__setattr__(self, "where", where)
+        if where != "blocks" and self.loss not in MEASURED:
+            raise ValueError(
+                f"`loss` (={self.loss!r}) of {self.name} orders blocks, not the embedding: one of "
+                f"{', '.join(MEASURED)} would do, or choices for the blocks alone"
+            )
 
     @cached_property
     def methods(self) -> dict[str, LayerwiseMethod]:
@@ -129,15 +142,14 @@ class Mixed(LayerwiseMethod):
                 f"`choices` (={self.choices!r}) of {self.name} must name the methods to choose among, apart by "
                 "semicolons, with braces for several values of a knob"
             )
-        if self.where != "blocks":
-            raise ValueError(
-                f"`where` (={self.where!r}) of {self.name} must be 'blocks': losses are measured inside them; another "
-                "method with where='embedding' may stand beside it"
-            )
         super().check(model)
+        for method in self._of("embedding").values():
+            check_ends(model, method)
         sizes = self._predicted(model)
-        smallest = bytes_beside(model, list(sizes)) + sum(min(own.values()) for own in sizes.values())
-        self._check_budget(smallest)
+        shapes = targets(model, self.skip, self.where)
+        if missing := next((name for name in shapes if not sizes.get(name)), ""):
+            raise ValueError(f"`choices` (={self.choices!r}) of {self.name}: none can store {missing}")
+        self._check_budget(bytes_beside(model, shapes) + sum(min(own.values()) for own in sizes.values()))
 
     def check_layer(self, name: str, shape: tuple[int, int]) -> None:
         if not self._taking(name, shape):
@@ -164,7 +176,7 @@ class Mixed(LayerwiseMethod):
         start = time.perf_counter()
         layers = self._candidates(model, batches, device, store, saved)
         program = Program({name: list(layer.choices.values()) for name, layer in layers.items()})
-        beside = bytes_beside(model, [member for layer in layers.values() for member in layer.members])
+        beside = bytes_beside(model, targets(model, self.skip, self.where))
         self._check_budget(program.smallest + beside)
         numbers = program.within(self.budget_mb * 1e6 - beside)
         texts = {name: list(layer.choices)[numbers[name]] for name, layer in layers.items()}
@@ -217,18 +229,17 @@ class Mixed(LayerwiseMethod):
         kept = store and store.beside("losses", without=("budget_mb",))
         with torch.no_grad():
             loss = self._loss(model, probes, device, kept)
-        return measure(
-            model,
-            dict(sorted(self.methods.items(), key=lambda one: _bits(one[1].stores((4096, 4096))))),
-            batches,
-            loss,
-            names=list(targets(model, self.skip)),
-            together=self.together,
-            device=device,
-            store=kept,
-            saved=saved,
-            title=f"{self.name}: losses ({self.loss})",
-        )
+        how = {"device": device, "store": kept, "saved": saved}
+        found: dict[str, Candidates] = {}
+        if self.where != "blocks":
+            found = measure_ends(model, self._of("embedding"), batches, loss, skip=self.skip, **how)
+        names = [] if self.where == "embedding" else list(targets(model, self.skip))
+        if names:
+            title = f"{self.name}: losses ({self.loss})"
+            found |= measure(
+                model, self._of("blocks"), batches, loss, names=names, together=self.together, title=title, **how
+            )
+        return found
 
     def _loss(self, model: nn.Module, probes: list[Tensor], device: torch.device, kept: BlockStore | None) -> Loss:
         if self.loss == "fisher":
@@ -236,18 +247,25 @@ class Mixed(LayerwiseMethod):
         measured = PredictionLoss(model, probes, device)
         return ScaledLoss(measured) if self.loss == "kl_scaled" else measured
 
+    def _of(self, place: str) -> dict[str, LayerwiseMethod]:
+        """The choices for this place, those that store the least first."""
+        own = {text: method for text, method in self.methods.items() if place in method.places}
+        return dict(sorted(own.items(), key=lambda one: _bits(one[1].stores((4096, 4096)))))
+
     def _taking(self, name: str, shape: tuple[int, int]) -> dict[str, LayerwiseMethod]:
         """The choices that can store this linear."""
         return {text: method for text, method in self.methods.items() if takes(method, name, shape)}
 
     def _predicted(self, model: nn.Module) -> dict[str, dict[str, int]]:
         """For each linear the bytes of its choices, as their specifications say."""
+        ends = {} if self.where == "blocks" else end_targets(model, self.skip)
         return {
             name: {
                 text: round(_bits(method.stores(shape)) * shape[0] * shape[1] / 8)
-                for text, method in self._taking(name, shape).items()
+                for text, method in self._of("embedding" if name in ends else "blocks").items()
+                if takes(method, name, shape)
             }
-            for name, shape in targets(model, self.skip).items()
+            for name, shape in targets(model, self.skip, self.where).items()
         }
 
     def _check_budget(self, smallest: int) -> None:

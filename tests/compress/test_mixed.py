@@ -167,6 +167,22 @@ def test_once_and_resume_and_other_budgets(tiny, tokens, tmp_path, monkeypatch, 
     assert any("mixed: the losses" in note for note in once.notes)
 
 
+@pytest.mark.parametrize("loss, tied", [("kl", True), ("kl_scaled", False), ("fisher", True)])
+def test_the_embedding_takes_part(tiny, tokens, loss, tied):
+    """In the same budget, with choices of its own."""
+    model = tiny("llama", tie_word_embeddings=tied)
+    half = sum(p.numel() for p in model.parameters()) * 2e-6
+    choices = "rtn(bits={3, 4}, group_size=16); rtn(bits={2, 4, 8}, group_size=32, where='embedding')"
+    result = apply([mixed(0.35 * half, loss=loss, choices=choices)], copy.deepcopy(model), tokens())
+    assert 0.3 * half * 1e6 < stored(result) <= 0.35 * half * 1e6
+    assert stored(result) == result.allocation.chosen[0] and result.recipe[0].where == "all"
+    ends = [layer for layer in result.layers if ".layers." not in layer.name]
+    assert len(ends) == (1 if tied else 2)
+    assert all(len(end.choices) == 3 and "embedding" in end.choice for end in ends)
+    with pytest.raises(ValueError, match=r"`loss` \(='random'\) of mixed orders blocks"):
+        mixed(1, choices=choices, loss="random")
+
+
 @pytest.mark.parametrize("rule", ["cosine", "outliers", "random"])
 def test_rules_give_whole_blocks_their_bits(tiny, tokens, rule):
     model = tiny("llama", num_hidden_layers=4)
