@@ -1,9 +1,12 @@
-"""Weights of linears in a graph, laid out for oneDNN before they are passed to the code that inductor generates.
+"""Products of 16-bit weights in a graph, made by what is fastest on a CPU before inductor generates code.
 
-On a CPU, torch's 16-bit products of a plain weight reach a quarter of the memory bandwidth. inductor packs weights that
-are constants of a graph; here weights are inputs, so that one graph serves many layers, and are packed all the same.
+torch's 16-bit products of a plain weight reach a quarter of the memory bandwidth on a CPU. For a few tokens the
+workbench's own kernel takes the weights as they are, those that multiply the same input in one call; for more, and
+where a trial says that it is faster, oneDNN takes weights that were laid out for it once. inductor does the latter with
+constants of a graph; here weights are inputs, so that one graph serves many layers.
 """
 
+import operator
 from dataclasses import dataclass, field
 
 import torch
@@ -13,9 +16,13 @@ from torch._inductor.ir import TensorBox
 from torch._inductor.lowering import register_lowering
 from torch.fx import GraphModule, Node
 
+from kernels import native
 from kernels.linear.onednn import lay_out, product
+from kernels.linear.rows import faster_than_onednn, rows_fit
+from kernels.registry import ran
 
 aten = torch.ops.aten
+VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 _library = torch.library.Library("workbench", "FRAGMENT")
 _library.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 _library.impl("packed_linear", lambda x, weight, bias: product(x, weight, bias), "CPU")
@@ -33,24 +40,54 @@ def _lowered(x: TensorBox, weight: TensorBox, bias: TensorBox | None) -> TensorB
 class Weight:
     """A weight among the inputs of a graph.
 
-    index: its place among them. transposed: it is stored as [in, out]. tokens: rows of the product.
+    index: its place among them. transposed: it is stored as [in, out]. tokens: rows of the product. plain: it is taken
+    row by row, not laid out for oneDNN.
     """
 
     index: int
     transposed: bool
     tokens: int
+    plain: bool
+
+
+@dataclass(frozen=True)
+class _Product:
+    """A product in a graph: its node, its operands, and the place of its weight among the graph's inputs."""
+
+    node: Node
+    x: Node
+    weight: Node
+    bias: Node | None
+    index: int
+    transposed: bool
+
+    @property
+    def tokens(self) -> int:
+        return self.x.meta["val"].shape[0]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)"""
+        rows, columns = self.weight.meta["val"].shape
+        return (columns, rows) if self.transposed else (rows, columns)
+
+    @property
+    def plain(self) -> bool:
+        """Whether the workbench's kernel takes it."""
+        stored = self.weight.meta["val"]
+        same = self.x.meta["val"].dtype == stored.dtype
+        return same and rows_fit(stored, self.tokens) and faster_than_onednn(*self.shape, self.tokens, stored.dtype)
 
 
 @dataclass
 class Packing:
-    """Packs the weights of a model, each once for a number of tokens."""
+    """The weights of a model as their products take them; those laid out for oneDNN once for a number of tokens.
 
-    tensors: dict[tuple, tuple[Tensor, Tensor]] = field(default_factory=dict)  # {...: (the weight, packed)}
+    tensors: {...: (the weight, as it is laid out)}. weights: where each weight lies in memory, the plain ones too.
+    """
 
-    @property
-    def weights(self) -> int:
-        """How many weights are packed."""
-        return len({key[0] for key in self.tensors})
+    tensors: dict[tuple, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    weights: set[int] = field(default_factory=set)
 
     def rewrite(self, graph: GraphModule, inputs: list) -> tuple[list, list[Weight]]:
         """Change the products of 16-bit CPU weights that are inputs of a graph (of aten operations) into packed ones.
@@ -58,38 +95,83 @@ class Packing:
         Returns:
             the graph's inputs, with one more for every weight; and which these are.
         """
-        places = {node: i for i, node in enumerate(node for node in graph.graph.nodes if node.op == "placeholder")}
-        last = next(reversed(places), None)
+        last = next((n for n in reversed(graph.graph.nodes) if n.op == "placeholder"), None)
         weights: list[Weight] = []
-        for node in list(graph.graph.nodes):
-            if node.op != "call_function" or node.target not in (aten.mm.default, aten.addmm.default):
-                continue
-            bias, x, matrix = (None, *node.args) if node.target == aten.mm.default else node.args
-            weight, transposed = _origin(matrix)
-            if weight not in places or node.kwargs or not _packable(x, weight, bias):
-                continue
-            shape = weight.meta["val"].shape
-            weights.append(Weight(places[weight], transposed, x.meta["val"].shape[0]))
-            with graph.graph.inserting_after(last):
-                last = graph.graph.placeholder(f"packed_{len(weights)}")
-            stored = weight.meta["val"]
-            last.meta["val"] = stored.new_empty(tuple(reversed(shape)) if transposed else tuple(shape))
-            with graph.graph.inserting_before(node):
-                product = graph.graph.call_function(torch.ops.workbench.packed_linear.default, (x, last, bias))
-            product.meta.update(node.meta)
-            node.replace_all_uses_with(product)
-            graph.graph.erase_node(node)
-            inputs = [*inputs, last.meta["val"]]
+        for several in _together(_products(graph)):
+            given: list[Node] = []
+            for one in several:
+                plain = len(several) > 1 or one.plain
+                weights.append(Weight(one.index, one.transposed, one.tokens, plain))
+                with graph.graph.inserting_after(last):
+                    last = graph.graph.placeholder(f"packed_{len(weights)}")
+                last.meta["val"] = one.weight.meta["val"].new_empty(one.shape)
+                given.append(last)
+                inputs = [*inputs, last.meta["val"]]
+            _replace(graph, several, given, weights[-1].plain)
         graph.graph.eliminate_dead_code()
         graph.recompile()
         return inputs, weights
 
     def packed(self, tensor: Tensor, weight: Weight) -> Tensor:
         """The tensor that an input of the graph is, laid out for its product."""
-        key = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), weight.transposed, weight.tokens)
+        self.weights.add(tensor.data_ptr())
+        rows = tensor.t() if weight.transposed else tensor
+        if weight.plain and rows.is_contiguous():
+            return rows
+        tokens = 0 if weight.plain else weight.tokens
+        key = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), weight.transposed, tokens)
         if key not in self.tensors:
-            self.tensors[key] = tensor, lay_out(tensor.t() if weight.transposed else tensor, weight.tokens)
+            self.tensors[key] = tensor, rows.contiguous() if weight.plain else lay_out(rows, tokens)
         return self.tensors[key][1]
+
+
+def _products(graph: GraphModule) -> list[_Product]:
+    """The products of 16-bit CPU weights that are inputs of the graph."""
+    places = {node: i for i, node in enumerate(node for node in graph.graph.nodes if node.op == "placeholder")}
+    products = []
+    for node in graph.graph.nodes:
+        if node.op != "call_function" or node.target not in (aten.mm.default, aten.addmm.default) or node.kwargs:
+            continue
+        bias, x, matrix = (None, *node.args) if node.target == aten.mm.default else node.args
+        weight, transposed = _origin(matrix)
+        if weight in places and _packable(x, weight, bias):
+            products.append(_Product(node, x, weight, bias, places[weight], transposed))
+    return products
+
+
+def _together(products: list[_Product]) -> list[list[_Product]]:
+    """The products by call: those of the workbench's kernel with the same input (queries, keys and values; gate and up)
+    in one, every other by itself."""
+    calls: dict[object, list[_Product]] = {}
+    for one in products:
+        # Each linear may have a view of its own of the same input.
+        same = (one.x.target, *map(str, one.x.args)) if one.x.target in VIEWS else one.x
+        calls.setdefault((same, one.tokens) if one.plain and _is_input(one.bias) else one.node, []).append(one)
+    return list(calls.values())
+
+
+def _replace(graph: GraphModule, several: list[_Product], given: list[Node], plain: bool) -> None:
+    """Put one call in the place of these products; `given`: their weights as the call takes them."""
+    first = several[0]
+    with graph.graph.inserting_before(first.node):
+        ran("linear", f"cpu {native.isa(first.x.meta['val'].dtype)}" if plain else "cpu prepacked")
+        if plain:
+            arguments = (first.x, given, [one.bias for one in several], "auto")
+            call = graph.graph.call_function(torch.ops.workbench.half_matmul.default, arguments)
+            call.meta["val"] = [one.node.meta["val"] for one in several]
+            results = [graph.graph.call_function(operator.getitem, (call, i)) for i in range(len(several))]
+        else:
+            arguments = (first.x, given[0], first.bias)
+            results = [graph.graph.call_function(torch.ops.workbench.packed_linear.default, arguments)]
+    for one, result in zip(several, results, strict=True):
+        result.meta.update(one.node.meta)
+        one.node.replace_all_uses_with(result)
+        graph.graph.erase_node(one.node)
+
+
+def _is_input(bias: Node | None) -> bool:
+    """Whether a bias is there before the first of several products."""
+    return bias is None or bias.op == "placeholder"
 
 
 def _origin(matrix: Node) -> tuple[Node, bool]:

@@ -197,7 +197,7 @@ def let_go(variant: Variant) -> None:
 def clear(variant: Variant) -> None:
     """Free the cache and the step that was timed, with its packed weights: the model can be made ready for another."""
     variant.step = variant.cache = None
-    variant.packing.tensors.clear()  # the compiler keeps what it compiled, and that knows the packing
+    variant.packing.tensors.clear(), variant.packing.weights.clear()  # the compiler keeps what it compiled, and that knows the packing
 
 
 def _free_bytes(variant: Variant) -> int:
@@ -260,8 +260,8 @@ def make_ready(variant: Variant, eager: nn.Module, prompt_tokens: int, new_token
         variant.execution = f"eager (does not compile: {first[:120]})"
         return
     variant.step, variant.kernels = step, step.kernels
-    packed = variant.packing.weights
-    variant.execution = "compiled" + (f", {packed} dense weights prepacked" if packed else "")
+    dense = len(variant.packing.weights)
+    variant.execution = "compiled" + (f", {dense} dense weights in fast products" if dense else "")
 
 
 @dataclass

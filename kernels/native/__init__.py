@@ -23,7 +23,7 @@ from kernels.errors import kind_and_first_line
 from kernels.user_cache import cache_folder
 
 HERE = Path(__file__).parent
-SOURCES = ("nibble.cpp", "byte.cpp", "int8.cpp", "kv_decode.cpp")
+SOURCES = ("nibble.cpp", "byte.cpp", "half.cpp", "int8.cpp", "kv_decode.cpp")
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fopenmp", "-DAT_PARALLEL_OPENMP=1", "-w")
 _LOCK = threading.Lock()
 
@@ -136,6 +136,10 @@ def _register_fakes() -> None:
     @torch.library.register_fake("workbench::byte_matmul")
     def _(x, codes, scale, zero, out, isa):
         return x.new_empty(*x.shape[:-1], out)
+
+    @torch.library.register_fake("workbench::half_matmul")
+    def _(x, weights, biases, isa):
+        return [x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights]
 
     @torch.library.register_fake("workbench::int8_matmul")
     def _(x, codes, scale, x_scale):

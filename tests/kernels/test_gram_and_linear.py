@@ -4,10 +4,12 @@ import pytest
 import torch
 from torch import nn
 
+from kernels import native
 from kernels.gram import gram, mirror_, symmetric
 from kernels.gram.cases import checks as gram_checks
 from kernels.linear import fast_linear, linear
 from kernels.linear.prepacked import prepack
+from kernels.linear.rows import FEW, products
 from kernels.registry import recording
 
 
@@ -117,3 +119,28 @@ def test_mirrored_in_place(size):
     H = torch.randn(size, size)
     expected = symmetric(H)
     assert torch.equal(mirror_(H), expected)
+
+
+@pytest.mark.skipif(native.why_not() is not None, reason="no C++ kernels")
+@pytest.mark.parametrize("isa", ("auto", "avx512bf16", "avx512", "avx2", "portable"))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_products_of_few_tokens_with_rows(isa, dtype):
+    """Rows beyond multiples of what a thread takes, columns beyond those of a vector, long and short rows."""
+    if isa != "auto" and (not native.runs(isa) or (isa == "avx512bf16" and dtype != torch.bfloat16)):
+        pytest.skip(f"{isa} does not run here, or takes another dtype")
+    for columns, tokens in ((96, 1), (77, 3), (2080, 4), (33, FEW), (3, 5)):
+        x, bias = torch.randn(2, tokens, columns).to(dtype), torch.randn(50).to(dtype)
+        weights = [torch.randn(out, columns).to(dtype) for out in (50, 7, 1)]
+        given = products(x, weights, [bias, None, None], isa)
+        for W, y, b in zip(weights, given, (bias, 0, 0), strict=True):
+            exact = x.double() @ W.double().t() + b
+            assert y.dtype == dtype and y.shape == exact.shape
+            assert ((y.double() - exact).norm() / exact.norm()) < 4e-3
+    with pytest.raises(RuntimeError, match="do not fit"):
+        products(x, [weights[0].t().contiguous()], [None], isa)
+
+
+@pytest.mark.skipif(native.why_not() is not None, reason="no C++ kernels")
+def test_products_of_few_tokens_pass_opcheck():
+    x, W = torch.randn(2, 40).bfloat16(), torch.randn(6, 40).bfloat16()
+    torch.library.opcheck(torch.ops.workbench.half_matmul, (x, [W, W[:3].clone()], [None, None], "auto"))
