@@ -13,6 +13,8 @@ from compress.activations.llm_int8 import LLMInt8
 from compress.activations.smoothquant import SmoothQuant
 from compress.apply import apply
 from compress.checkpoint import load_compressed, save_compressed
+from compress.correction.low_rank import LowRank
+from compress.correction.outliers import Outliers
 from compress.inputs.calibration import calibration, held_out
 from compress.inputs.model import load_model
 from compress.kv.expected_attention import ExpectedAttention
@@ -32,6 +34,7 @@ from compress.pruning.random_choice import RandomChoice
 from compress.pruning.sparsegpt import SparseGPT
 from compress.pruning.wanda import Wanda
 from compress.result import Result
+from compress.weights.any_precision import AnyPrecision
 from compress.weights.awq import AWQ
 from compress.weights.bnb_nf4 import BitsandbytesNF4
 from compress.weights.finequant import FineQuant
@@ -39,11 +42,13 @@ from compress.weights.gptq import GPTQ
 from compress.weights.mixed import Mixed
 from compress.weights.nf4 import NF4
 from compress.weights.rtn import RTN
+from compress.weights.squeezellm import SqueezeLLM
 
 METHODS: dict[str, type[Method]] = {
     "rtn": RTN, "gptq": GPTQ, "awq": AWQ, "nf4": NF4, "bnb_nf4": BitsandbytesNF4,
-    "finequant": FineQuant, "mixed": Mixed,
+    "squeezellm": SqueezeLLM, "any_precision": AnyPrecision, "finequant": FineQuant, "mixed": Mixed,
     "magnitude": Magnitude, "random": RandomChoice, "wanda": Wanda, "sparsegpt": SparseGPT, "layer_drop": LayerDrop,
+    "low_rank": LowRank, "outliers": Outliers,
     "smoothquant": SmoothQuant, "int8": Int8, "fp8": FP8, "llm_int8": LLMInt8, "bnb_int8": BitsandbytesInt8,
     "random_kv": RandomEviction, "streaming": Streaming, "knorm": KNorm, "keydiff": KeyDiff, "h2o": H2O, "tova": TOVA,
     "snapkv": SnapKV, "expected_attention": ExpectedAttention, "kvzip": KVzip, "kv_int": KVInt,

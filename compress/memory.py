@@ -5,6 +5,7 @@ holds while it solves that linear. Everything else of the process is taken as it
 """
 
 import dataclasses
+import math
 import re
 import shutil
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.checkpoint.fits import linears_to_be
-from compress.formats import Bitmap, BnbInt8, BnbNF4, Sparse24Weight
+from compress.formats import Bitmap, BnbInt8, BnbNF4, CsrWeight, LowRank, RowTables, Sparse24Weight
 from compress.formats.scales import INTEGERS, SUPER_BLOCK
 from compress.linear import is_linear
 from compress.method import Method
@@ -238,6 +239,12 @@ def spec_bits(part: dict[str, Any], float_bits: int, zeros: float) -> float:
         return 1 + (1 - zeros) * spec_bits(part | {"format": ""}, float_bits, 0)
     if kind == Sparse24Weight.name:
         return 1 + spec_bits(part["values"], float_bits, 0) / 2
+    if kind == LowRank.name:
+        return part["bits"] * part["rank"] * sum(part["shape"]) / math.prod(part["shape"])
+    if kind == CsrWeight.name:
+        return (32 * part["entries"] + 16 * part["shape"][0]) / math.prod(part["shape"])
+    if kind == RowTables.name:
+        return part["bits"] + 16 * sum(1 << b for b in range(part["least"], part["bits"] + 1)) / part["shape"][1]
     if "inner" in part:
         return spec_bits(part["inner"], float_bits, 0)
     if "dtype" in part:

@@ -15,7 +15,9 @@ from compress.walk.resume import BlockStore
 
 # The order in which the methods of a recipe may follow one another; of the ones marked with * at most
 # one for each weight.
-STAGES = ("drop", "transform", "sparsify*", "quantize_weights*", "quantize_activations*", "cache")
+STAGES = (
+    "drop", "transform", "sparsify*", "quantize_weights*", "correct*", "tune*", "quantize_activations*", "cache",
+)  # fmt: skip
 
 
 def knob(

@@ -50,9 +50,11 @@ def linears_to_be(recipe: Sequence[Method], model: nn.Module) -> tuple[dict[str,
     for method in recipe:
         taken = targets(model, method.skip, method.where) if isinstance(method, LayerwiseMethod) else {}
         for name, shape in taken.items():
-            if (parts := method.stores(shape)) is None:
+            if (parts := method.stores(shape)) is None or (method.adds and name not in specs):
                 continue
-            if zeros.get(name):
+            if method.adds:
+                parts = [*specs[name]["parts"], *parts]
+            elif zeros.get(name):
                 parts = masked_like_spec(specs[name]["parts"], parts, zeros[name])
             bias = has_bias(model, name)
             specs[name] = CompressedLinear.spec_of(parts, bias=bias, looked_up=name in looked_up)

@@ -5,18 +5,22 @@ from compress.formats.bitmap import Bitmap
 from compress.formats.bnb import BnbInt8, BnbNF4
 from compress.formats.codebook import CodebookGroup
 from compress.formats.columns import Columns
+from compress.formats.csr import CsrWeight
 from compress.formats.dense import Dense
 from compress.formats.eight_bit import EightBit
 from compress.formats.int_group import IntGroup
+from compress.formats.low_rank import LowRank
+from compress.formats.row_tables import RowTables
 from compress.formats.sparse24 import Sparse24Weight
 
 FORMATS: dict[str, type[Format]] = {
     "dense": Dense, "int_group": IntGroup, "eight_bit": EightBit, "columns": Columns,
     "codebook": CodebookGroup, "bnb_int8": BnbInt8, "bnb_nf4": BnbNF4,
     "bitmap": Bitmap, "sparse24": Sparse24Weight,
+    "low_rank": LowRank, "csr": CsrWeight, "row_tables": RowTables,
 }  # fmt: skip
 
 __all__ = [
-    "FORMATS", "Bitmap", "BnbInt8", "BnbNF4", "CodebookGroup", "Columns", "Dense", "EightBit", "Format", "IntGroup",
-    "Sparse24Weight",
+    "FORMATS", "Bitmap", "BnbInt8", "BnbNF4", "CodebookGroup", "Columns", "CsrWeight", "Dense", "EightBit", "Format",
+    "IntGroup", "LowRank", "RowTables", "Sparse24Weight",
 ]  # fmt: skip

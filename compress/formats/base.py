@@ -1,6 +1,6 @@
-"""The contract of a stored weight."""
+"""The contract of a stored weight, and what small parts that stand beside a larger one share."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -72,3 +72,39 @@ class Format(nn.Module):
 
     def for_compute(self, dtype: torch.dtype, device: torch.device) -> None:
         """Lay the buffers out for activations of this dtype on this device; called whenever the model moves."""
+
+
+class AsStored(Format):
+    """A weight whose stored buffers keep their dtypes, whatever the model is cast to.
+
+    What the product reads are further buffers, not stored, which `lay_out` makes of the stored ones.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._laid_out_for: tuple[torch.dtype, torch.device] | None = None
+        self.register_load_state_dict_post_hook(_lay_out_again)
+
+    def lay_out(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Buffers by name, made of the stored ones, for activations of this dtype."""
+        raise NotImplementedError
+
+    def for_compute(self, dtype: torch.dtype, device: torch.device) -> None:
+        if self._laid_out_for == (dtype, device):
+            return
+        for name, tensor in self.lay_out(dtype).items():
+            self.register_buffer(name, tensor, persistent=False)
+        self._laid_out_for = dtype, device
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "AsStored":
+        # Devices move; dtypes do not: `.to(bfloat16)` speaks of the activations.
+        for name, tensor in self._buffers.items():
+            self._buffers[name] = None if tensor is None else tensor.to(fn(tensor.new_empty(0)).device)
+        return self
+
+
+def _lay_out_again(weight: AsStored, _) -> None:
+    """What is multiplied follows what was loaded."""
+    laid_out_for, weight._laid_out_for = weight._laid_out_for, None
+    if laid_out_for is not None:
+        weight.for_compute(*laid_out_for)

@@ -42,6 +42,9 @@ class LayerwiseMethod(Method):
     )
 
     statistics: ClassVar[tuple[str, ...]] = ()  # names in compress.walk.statistics.STATISTICS
+    # Whether what `solve` returns is added to what is stored. It is then given what the stored parts left over of the
+    # original weight, and takes no linear of which nothing is stored; `stores` says what is added.
+    adds: ClassVar[bool] = False
 
     def apply(
         self,
@@ -77,7 +80,7 @@ class LayerwiseMethod(Method):
         """Parts that stand for W.
 
         Args:
-            W: [out, in] float32, on the compute device.
+            W: [out, in] float32, on the compute device; of a method that `adds`, what the stored parts left over.
             statistics: what was collected from this linear's inputs; `statistics.note(...)` adds to the record.
         """
         raise NotImplementedError

@@ -38,6 +38,7 @@ class Solver(Protocol):
     name: str
     skip: str
     sequential: bool
+    adds: bool
     statistics: tuple[str, ...]
 
     def solve(self, W: Tensor, statistics: LayerStatistics) -> list[Format]: ...
@@ -65,7 +66,7 @@ def walk(
             stays empty where an earlier run had solved the last block.
     """
     prefix, blocks = find_blocks(model)
-    chosen = list(targets(model, method.skip))
+    chosen = chosen_linears(model, method)
     calls = block_calls(model, blocks, batches, divided=True)
     chain = Chain(store, calls) if store else None
     finished = chain.resume(len(blocks)) if chain else 0
@@ -180,6 +181,12 @@ class Walking:
             advance(self.blocks[index], self.calls, index, self.device)
 
 
+def chosen_linears(model: nn.Module, method: Solver) -> list[str]:
+    """Names of the linears that a method takes."""
+    names = targets(model, method.skip)
+    return [name for name in names if not method.adds or isinstance(model.get_submodule(name), CompressedLinear)]
+
+
 def with_errors(statistics: Sequence[str]) -> tuple[str, ...]:
     """These statistics, and what errors are measured by over the calibration tokens: a sample of them, or the Gram
     matrix of all."""
@@ -194,14 +201,14 @@ def solve_linear(
     not the linear's own."""
     start = time.perf_counter()
     W = weight_of(linear)
-    new = stored_as(name, linear, W, statistics, method)
+    target = W if original is None else original
+    new = stored_as(name, linear, W, statistics, method, target)
     seconds = time.perf_counter() - start
     peer = method.peer(W, statistics)
     if peer is not None and statistics.keep is not None:
         peer = masked_like(statistics.stored, peer, statistics.keep)
     if not statistics.tokens:
         statistics.note("no calibration tokens: the error is that of the weights")
-    target = W if original is None else original
     reference = max(energy_of(target, statistics), 1e-30)
     record = LayerRecord(
         name=name,
@@ -218,15 +225,29 @@ def solve_linear(
     return new, record
 
 
-def stored_as(name: str, linear: nn.Module, W: Tensor, statistics: LayerStatistics, method: Solver) -> CompressedLinear:
-    """What stands for a linear of the weight W [out, in]; `statistics` says afterwards what is stored for it so far."""
+def stored_as(
+    name: str,
+    linear: nn.Module,
+    W: Tensor,
+    statistics: LayerStatistics,
+    method: Solver,
+    target: Tensor | None = None,
+) -> CompressedLinear:
+    """What stands for a linear of the weight W [out, in]; `statistics` says afterwards what is stored for it so far.
+
+    Args:
+        target: [out, in], what a method that `adds` aims at: the weight as it was before anything of it was stored.
+    """
     statistics.name, statistics.dtype = name, dtype_of(linear)
     if isinstance(linear, CompressedLinear):
         statistics.stored = list(linear.parts)
         statistics.keep = kept_of(statistics.stored)
-    parts = method.solve(W, statistics)
-    if statistics.keep is not None:  # zeros stay zeros, whatever the method made of them
-        parts = masked_like(statistics.stored, parts, statistics.keep)
+    if method.adds:
+        parts = [*statistics.stored, *method.solve(target - W, statistics)]
+    else:
+        parts = method.solve(W, statistics)
+        if statistics.keep is not None:  # zeros stay zeros, whatever the method made of them
+            parts = masked_like(statistics.stored, parts, statistics.keep)
     parts = [part.to(statistics.dtype) for part in parts]  # as the model is cast: codes and scales stay as they are
     return CompressedLinear(parts, linear.bias, dtype=statistics.dtype, transform=getattr(linear, "transform", None))
 

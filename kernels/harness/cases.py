@@ -13,7 +13,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-OPS = ("int_matmul", "lut_matmul", "w8a8_matmul", "kv_decode", "hadamard", "gptq_block", "gram", "sparse24_matmul")
+OPS = (
+    "int_matmul", "lut_matmul", "w8a8_matmul", "kv_decode", "hadamard", "gptq_block", "gram", "sparse24_matmul",
+    "csr_matmul",
+)  # fmt: skip
 
 # Relative root mean square errors allowed against float64 on the same quantised operands.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}

@@ -32,7 +32,12 @@ ROWS = {
     "fp8": {"weights": "block"},
     "llm_int8": {"threshold": 2.0},
     "bnb_int8": {},
+    "squeezellm": {"largest": 0.02},
+    "any_precision": {"bits": 4},
+    "low_rank": {"rank": 4},
+    "outliers": {"share": 0.01},
 }
+BEFORE = {"correct": [METHODS["rtn"](bits=4, group_size=16)]}  # by stage: what must be stored already
 EXACT = {
     "finequant": {"alpha": 0.0},
     "mixed": {"choices": "rtn(bits=8, group_size=16)"},
@@ -40,6 +45,12 @@ EXACT = {
 }
 WEIGHTS = [name for name, method in METHODS.items() if method.stage != "cache"]
 STORING = [name for name, method in METHODS.items() if issubclass(method, LayerwiseMethod)]
+
+
+def recipe_of(name, **knobs):
+    """The shortest recipe in which a method can act, with the knobs of its row and these."""
+    method = METHODS[name](**ROWS[name] | knobs)
+    return [*BEFORE.get(method.stage, []), method]
 
 
 def test_every_method_has_a_row():
@@ -63,7 +74,7 @@ def test_every_architecture(name, any_model, tokens):
     ids = tokens(1, 17)[0]
     before = any_model(ids).logits
     parameters = sum(p.numel() for p in any_model.parameters())
-    result = apply([METHODS[name](**ROWS[name])], any_model, tokens())
+    result = apply(recipe_of(name), any_model, tokens())
     after = result.model(ids).logits
     assert result.model is any_model
     gone = sum(drop.parameters for drop in result.drops)
@@ -80,27 +91,30 @@ def test_every_architecture(name, any_model, tokens):
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_two_runs_give_the_same(name, tiny, tokens):
-    one, two = (apply([METHODS[name](**ROWS[name])], tiny("llama"), tokens()) for _ in range(2))
+    one, two = (apply(recipe_of(name), tiny("llama"), tokens()) for _ in range(2))
     for a, b in zip(one.model.state_dict().values(), two.model.state_dict().values(), strict=True):
         assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_what_is_stored_is_known_before(name, tiny, tokens):
-    method = METHODS[name](**ROWS[name] | EXACT.get(name, {}))
-    model = apply([method], tiny("llama"), tokens()).model
+    *before, method = recipe_of(name, **EXACT.get(name, {}))
+    model = apply([*before, method], tiny("llama"), tokens()).model
     for linear in compressed_linears(model).values():
-        assert linear.spec()["parts"] == method.stores((linear.out_features, linear.in_features))
+        shape = linear.out_features, linear.in_features
+        assert linear.spec()["parts"] == [part for one in (*before, method) for part in one.stores(shape)]
     assert (method.stores((64, 64)) is None) == (name not in STORING)
 
 
 @pytest.mark.parametrize("name", STORING)
 def test_skip_leaves_linears_alone_and_says_why(name, tiny, tokens):
-    result = apply([METHODS[name](**ROWS[name], skip="*.down_proj, *.0.self_attn.*")], tiny("llama"), tokens())
+    *before, method = recipe_of(name, skip="*.down_proj, *.0.self_attn.*")
+    before = [dataclasses.replace(one, skip=method.skip) for one in before]
+    result = apply([*before, method], tiny("llama"), tokens())
     assert not any("down_proj" in r.name or ".0.self_attn" in r.name for r in result.layers)
     assert len([k for k in result.kept if k["reason"].startswith("named by skip")]) == 6
     with pytest.raises(ValueError, match="`skip`"):
-        apply([METHODS[name](**ROWS[name], skip="*")], tiny("llama"), tokens())
+        apply(recipe_of(name, skip="*"), tiny("llama"), tokens())
 
 
 @pytest.mark.parametrize("name", [n for n in WEIGHTS if "group_size" in METHODS[n].knobs()])
@@ -120,7 +134,7 @@ def test_group_sizes_that_divide_nothing(name, tiny, tokens):
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_weights_on_disk_give_the_same_bits(name, tiny, tokens):
     model, ids = tiny("llama"), tokens(1, 17)[0]
-    recipe = [METHODS[name](**ROWS[name])]
+    recipe = recipe_of(name)
     on_disk = apply(recipe, put_on_disk(copy.deepcopy(model)), tokens())
     in_memory = apply(recipe, model, tokens())
     assert in_memory.identity == on_disk.identity

@@ -28,6 +28,7 @@ CASES = [
     ("opt", "sparsegpt(ratio=0.5), gptq(bits=4, group_size=16)", {}),
     ("llama", "layer_drop(count=1), wanda(ratio=0.5)", {}),
     ("llama", "smoothquant(alpha=search), int8", {}),
+    ("llama", "gptq(bits=3, group_size=16), low_rank(rank=4)", {}),
     ("mixtral", "awq(bits=3, group_size=16)", {"calibrate": "once"}),
 ]
 SETUP = f"""

@@ -20,6 +20,7 @@ RECIPES = {
     "beside one another": "gptq(bits=3, group_size=16, min_tokens=8, sequential=False)",
     "smoothed": "smoothquant, gptq(bits=3, group_size=16, min_tokens=8)",
     "scaled, then clipped": "awq(bits=3, group_size=16)",
+    "corrected": "rtn(bits=3, group_size=16), low_rank(rank=4)",
     "curves": "wanda(allocation=adaptive, curve_tokens=30)",
 }
 
@@ -42,7 +43,7 @@ def killer(monkeypatch):
 
         return call
 
-    for method in ("gptq", "awq", "wanda"):
+    for method in ("gptq", "awq", "wanda", "low_rank"):
         monkeypatch.setattr(METHODS[method], "solve", counted(METHODS[method].solve))
     monkeypatch.setattr(METHODS["smoothquant"], "choose", counted(METHODS["smoothquant"].choose))
     monkeypatch.setattr(BlockStore, "put", counted(BlockStore.put))

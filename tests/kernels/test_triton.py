@@ -21,7 +21,7 @@ from kernels.harness.cases import OPS
 from kernels.interpreter import PATCHES, installed, interpreting
 
 ROOT = Path(__file__).resolve().parents[2]
-OF_A_LIBRARY = {"sparse24_matmul"}  # no kernel of our own
+OF_A_LIBRARY = {"sparse24_matmul", "csr_matmul"}  # no kernel of our own
 INSIDE = interpreting() and installed()
 needs_triton = pytest.mark.skipif(not installed(), reason="triton is not installed")
 inside = pytest.mark.skipif(not INSIDE, reason="runs in the interpreter's process")

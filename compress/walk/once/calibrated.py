@@ -29,7 +29,7 @@ from compress.walk.groups import collect, input_groups
 from compress.walk.once.saved import SavedStatistics, check_room, keep_block, predicted_bytes
 from compress.walk.parallel.ranks import current
 from compress.walk.resume import BlockStore
-from compress.walk.walk import Solver, solve_linear, with_errors
+from compress.walk.walk import Solver, chosen_linears, solve_linear, with_errors
 from kernels.linear import fast_linear
 
 CALIBRATE = ("sequential", "once")
@@ -174,7 +174,7 @@ def solve_from(
     Blocks do not depend on one another, so that a killed run takes over every block that it has finished.
     """
     prefix, blocks = find_blocks(model)
-    chosen = list(targets(model, method.skip))
+    chosen = chosen_linears(model, method)
     progress = tqdm(range(len(blocks)), desc=method.name, unit="block", disable=current().rank > 0 or None)
     records: list[LayerRecord] = []
     for index in progress:

@@ -1,0 +1,69 @@
+"""A weight of low rank: the product of a tall and a wide matrix, in 16 or 8 bits."""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from compress.formats.base import AsStored
+from kernels.linear import linear
+
+BITS = (16, 8)  # of a factor's entries
+LARGEST = 127  # code of 8 bits
+
+
+class LowRank(AsStored):
+    """W = left @ right, multiplied as two small products: y = (x rightᵀ) leftᵀ.
+
+    Buffers: `left` [out, rank] and `right` [rank, in], both float16; or both int8 with `scale` [rank] in float32, where
+    W = left @ diag(scale) @ right. They keep these dtypes whatever the model is cast to.
+    """
+
+    name: ClassVar[str] = "low_rank"
+
+    def __init__(self, left: Tensor, right: Tensor, scale: Tensor | None = None) -> None:
+        super().__init__()
+        self.shape = (left.shape[0], right.shape[1])
+        self.rank, self.bits = left.shape[1], 16 if scale is None else 8
+        for name, tensor in (("left", left), ("right", right), ("scale", scale)):
+            self.register_buffer(name, tensor)
+
+    @classmethod
+    def from_factors(cls, left: Tensor, right: Tensor, *, bits: int = 16) -> "LowRank":
+        """Store left [out, rank] @ right [rank, in]: floats with the magnitudes of both balanced, or rounded to nearest
+        with a scale for each column of `left` times the row of `right`."""
+        if bits == 16:
+            gain = (right.norm(dim=1) / left.norm(dim=0).clamp_min(1e-30)).sqrt()
+            gain = torch.where((gain > 0) & gain.isfinite(), gain, 1.0)
+            return cls((left * gain).to(torch.float16), (right / gain[:, None]).to(torch.float16))
+        (a, left), (b, right) = rounded(left.t()), rounded(right)
+        return cls(left.t().contiguous(), right, (a * b).squeeze(1))
+
+    def dequantize(self) -> Tensor:
+        left = self.left.float() if self.scale is None else self.left * self.scale
+        return left @ self.right.float()
+
+    def matmul(self, x: Tensor) -> Tensor:
+        return linear(linear(x, self.right_floats.to(x.dtype)), self.left_floats.to(x.dtype))
+
+    def lay_out(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        left = self.left if self.scale is None else self.left * self.scale
+        return {"left_floats": left.to(dtype), "right_floats": self.right.to(dtype)}
+
+    def spec(self) -> dict[str, Any]:
+        return self.spec_of(self.shape, rank=self.rank, bits=self.bits)
+
+    @classmethod
+    def spec_of(cls, shape: tuple[int, int], *, rank: int, bits: int) -> dict[str, Any]:
+        """The `spec()` of a weight of this shape; the rank is at most its smaller side."""
+        return {"format": cls.name, "shape": list(shape), "rank": min(rank, *shape), "bits": bits}
+
+    @classmethod
+    def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "LowRank":
+        return cls(tensors["left"], tensors["right"], tensors.get("scale"))
+
+
+def rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales [rows, 1] and int8 codes of the rows of a matrix, rounded to nearest."""
+    scale = rows.abs().amax(1, keepdim=True).clamp_min(1e-30) / LARGEST
+    return scale, (rows / scale).round().to(torch.int8)

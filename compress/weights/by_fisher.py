@@ -1,0 +1,67 @@
+"""What methods share that weigh errors by the squared gradients of the model's loss."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from compress.method import Method
+from compress.records import LayerRecord
+from compress.walk.fisher import fisher
+from compress.walk.layerwise import LayerwiseMethod
+from compress.walk.once.saved import SavedStatistics
+from compress.walk.resume import BlockStore
+from compress.walk.statistics import LayerStatistics
+
+
+@dataclass(frozen=True, kw_only=True)
+class FisherMethod(LayerwiseMethod):
+    """A method that is given F [out, in] of every linear, measured in a pass of its own before the first is solved."""
+
+    stage: ClassVar[str] = "quantize_weights"
+    needs_calibration: ClassVar[bool] = True
+    gradients: ClassVar[Mapping[str, Tensor]] = {}  # F by linear, while the method is applied
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.where != "blocks":
+            raise ValueError(f"`where` (={self.where!r}) of {self.name} must be 'blocks': it makes no tables for embeddings")
+
+    def apply(
+        self,
+        model: nn.Module,
+        batches: Sequence[Tensor],
+        *,
+        device: torch.device,
+        store: BlockStore | None = None,
+        originals: Mapping[str, nn.Module] | None = None,
+        saved: SavedStatistics | None = None,
+    ) -> list[LayerRecord]:
+        solver = copy.copy(self)
+        folder = None if store is None else store.folder.parent
+        object.__setattr__(solver, "gradients", fisher(model, batches, device=device, folder=folder))
+        return LayerwiseMethod.apply(
+            solver, model, batches, device=device, store=store, originals=originals, saved=saved
+        )
+
+    def own_passes(self) -> str:
+        return "the squared gradients"
+
+    def within(self, before: Sequence[Method], after: Sequence[Method]) -> Method:
+        for method in before:
+            if method.stage == "sparsify":
+                raise ValueError(
+                    f"`recipe`: {self} takes gradients of floats, and {method} stores weights: leave it out"
+                )
+        return self
+
+    def fisher_of(self, statistics: LayerStatistics, W: Tensor) -> Tensor:
+        """F of a linear; ones, where no calibration token reached it."""
+        F = self.gradients[statistics.name].to(W.device)
+        if F.any():
+            return F
+        statistics.note("no gradient reached it: all weights count alike")
+        return torch.ones_like(W)
