@@ -138,7 +138,7 @@ def test_corrections_stand_after_what_they_correct():
         ("low_rank", "none before it stores weights"),
         ("smoothquant, outliers", "none before it stores weights"),
         ("rtn(bits=8, group_size=-1), low_rank, int8", "would store weights anew"),
-        ("rtn, low_rank, outliers", "both are of the kind 'correct'"),
+        ("rtn, low_rank, outliers", "cannot follow"),
         ("rtn, low_rank, gptq", "must come before"),
     ):
         with pytest.raises(ValueError, match=why):
