@@ -139,7 +139,7 @@ def test_corrections_stand_after_what_they_correct():
         ("smoothquant, outliers", "none before it stores weights"),
         ("rtn(bits=8, group_size=-1), low_rank, int8", "would store weights anew"),
         ("rtn, low_rank, outliers", "cannot follow"),
-        ("rtn, low_rank, gptq", "must come before"),
+        ("rtn, low_rank, wanda", "must come before"),
     ):
         with pytest.raises(ValueError, match=why):
             settle(parse_recipe(wrong))
