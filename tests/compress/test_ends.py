@@ -6,7 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from compress import METHODS, apply, load_compressed, load_model, save_compressed
+from compress import METHODS, apply, load_compressed, save_compressed
+from compress.checkpoint.on_disk import load_compressed_on_disk
 from compress.embedding import CompressedEmbedding, find_ends, store_end
 from compress.linear import CompressedLinear, parameter_count, replace, sharing_copy
 from compress.method import settle
@@ -52,7 +53,7 @@ def test_any_model_runs_with_both_ends_stored(architecture, tiny, tokens, tmp_pa
     outside = [name for name in stored if name.startswith((ends.embedding, ends.head))]
     assert len(outside) == (1 if ends.tied else 2), "a tied weight is stored once"
     with pytest.raises(ValueError, match="weights='memory' would do"):
-        load_model(str(tmp_path / "saved"), weights="disk")
+        load_compressed_on_disk(tmp_path / "saved")
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -123,7 +124,7 @@ def test_what_cannot_be_looked_up_is_refused(tiny, tokens):
     for text in ("int8(where=all)", "wanda(where=embedding)"):
         with pytest.raises(ValueError, match=r"`where`.* looked up row by row"):
             apply(parse_recipe(text), tiny("llama"), tokens())
-    skipped = apply(parse_recipe("rtn(group_size=16, where=embedding, skip=model.embed_tokens)"), tiny("llama"))
+    skipped = apply(parse_recipe("rtn(group_size=16, where=embedding, skip='model.embed_tokens')"), tiny("llama"))
     assert [r.name for r in skipped.layers] == ["lm_head"]
     with pytest.raises(ValueError, match="leaves no linear"):
         apply(parse_recipe("rtn(group_size=16, where=embedding, skip='*wte')"), tiny("gpt2"))
