@@ -28,7 +28,7 @@ from eval.run_record import provenance
 from eval.speed.deploy import cast
 from eval.text.windows import mean_and_stderr, windows
 
-RULES = ("kl_scaled", "fisher", "kl", "cosine", "outliers", "random")
+RULES = ("kl_scaled", "fisher", "kl", "cosine", "zscore", "shuffled")
 
 
 @torch.no_grad()

@@ -67,8 +67,8 @@ class Mixed(LayerwiseMethod):
         "what is least in all: divergence of the predictions, measured for every choice (kl), or for each layer's "
         "smallest and by output errors for its others (kl_scaled); its estimate from squared gradients (fisher); or no "
         "loss, but more bits for the blocks that turn the residual stream most (cosine), that have the "
-        "fewest large weights (outliers), or that are drawn (random)",
-        choices=(*MEASURED, "cosine", "outliers", "random"),
+        "fewest large weights (zscore), or that are drawn (shuffled)",
+        choices=(*MEASURED, "cosine", "zscore", "shuffled"),
     )
     tokens: int = knob(
         512, "calibration tokens on which the loss is measured; 16 times as many for fisher", range=(2, 1 << 30)
@@ -222,8 +222,8 @@ class Mixed(LayerwiseMethod):
             ]
             rules = {
                 "cosine": lambda: cosine_scores(model, probes, device),
-                "outliers": lambda: z_scores(model, list(sizes), device),
-                "random": lambda: random_scores(model),
+                "zscore": lambda: z_scores(model, list(sizes), device),
+                "shuffled": lambda: random_scores(model),
             }
             return ranked(rules[self.loss](), own)
         kept = store and store.beside("losses", without=("budget_mb",))

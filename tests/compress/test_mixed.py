@@ -179,11 +179,11 @@ def test_the_embedding_takes_part(tiny, tokens, loss, tied):
     ends = [layer for layer in result.layers if ".layers." not in layer.name]
     assert len(ends) == (1 if tied else 2)
     assert all(len(end.choices) == 3 and "embedding" in end.choice for end in ends)
-    with pytest.raises(ValueError, match=r"`loss` \(='random'\) of mixed orders blocks"):
-        mixed(1, choices=choices, loss="random")
+    with pytest.raises(ValueError, match=r"`loss` \(='shuffled'\) of mixed orders blocks"):
+        mixed(1, choices=choices, loss="shuffled")
 
 
-@pytest.mark.parametrize("rule", ["cosine", "outliers", "random"])
+@pytest.mark.parametrize("rule", ["cosine", "zscore", "shuffled"])
 def test_rules_give_whole_blocks_their_bits(tiny, tokens, rule):
     model = tiny("llama", num_hidden_layers=4)
     half = sum(p.numel() for p in model.parameters()) * 2e-6
@@ -191,7 +191,7 @@ def test_rules_give_whole_blocks_their_bits(tiny, tokens, rule):
     assert stored(result) <= 0.45 * half * 1e6
     blocks = [{r.choice for r in result.layers if f".{i}." in r.name} for i in range(4)]
     assert all(len(one) == 1 for one in blocks) and len(set.union(*blocks)) > 1
-    if rule == "outliers":
+    if rule == "zscore":
         scores = z_scores(model, list(targets(model)), CPU)
         bits = [next(r.bits_per_weight for r in result.layers if f".{i}." in r.name) for i in range(4)]
         order = sorted(range(4), key=lambda i: scores[i])
