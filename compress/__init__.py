@@ -14,7 +14,7 @@ from compress.activations.smoothquant import SmoothQuant
 from compress.apply import apply
 from compress.checkpoint import load_compressed, save_compressed
 from compress.correction.low_rank import LowRank
-from compress.correction.outliers import Outliers
+from compress.correction.outlier_entries import Outliers
 from compress.inputs.calibration import calibration, held_out
 from compress.inputs.model import load_model
 from compress.kv.expected_attention import ExpectedAttention
@@ -48,7 +48,7 @@ METHODS: dict[str, type[Method]] = {
     "rtn": RTN, "gptq": GPTQ, "awq": AWQ, "nf4": NF4, "bnb_nf4": BitsandbytesNF4,
     "squeezellm": SqueezeLLM, "any_precision": AnyPrecision, "finequant": FineQuant, "mixed": Mixed,
     "magnitude": Magnitude, "random": RandomChoice, "wanda": Wanda, "sparsegpt": SparseGPT, "layer_drop": LayerDrop,
-    "low_rank": LowRank, "outliers": Outliers,
+    "low_rank": LowRank, "outlier_entries": Outliers,
     "smoothquant": SmoothQuant, "int8": Int8, "fp8": FP8, "llm_int8": LLMInt8, "bnb_int8": BitsandbytesInt8,
     "random_kv": RandomEviction, "streaming": Streaming, "knorm": KNorm, "keydiff": KeyDiff, "h2o": H2O, "tova": TOVA,
     "snapkv": SnapKV, "expected_attention": ExpectedAttention, "kvzip": KVzip, "kv_int": KVInt,

@@ -20,7 +20,7 @@ class LowRank(Correction):
     """Adds to each stored weight the matrix of low rank that makes up best for what was left over.
 
     Source: LoRC (arXiv:2307.09782, section 3) takes the singular vectors of W - Ŵ (weights=none); LQER
-    (arXiv:2402.02446, equation 9) scales its columns by the mean magnitudes of the inputs (magnitude); EoRA
+    (arXiv:2402.02446, equation 9) scales its columns by the mean magnitudes of the inputs (scale); EoRA
     (arXiv:2410.21271, algorithm 1) by a square root of the Gram matrix, which minimises the error of the layer's output
     (hessian). Deviations: the first tokens' weight in H, and int8 factors that are rounded to nearest, the second
     fitted to the first as it was rounded.
@@ -34,9 +34,9 @@ class LowRank(Correction):
     rank: int = knob(8, "columns of the left factor", range=(1, 1 << 14), describes=True)
     weights: str = knob(
         "hessian",
-        "errors count by the inputs' Gram matrix (hessian, as EoRA), by their mean magnitudes (magnitude, as LQER), "
+        "errors count by the inputs' Gram matrix (hessian, as EoRA), by their mean magnitudes (scale, as LQER), "
         "or all alike (none, as LoRC)",
-        choices=("hessian", "magnitude", "none"),
+        choices=("hessian", "scale", "none"),
     )
     bits: int = knob(16, "bits per entry of the factors", choices=BITS)
 

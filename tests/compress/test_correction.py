@@ -8,7 +8,7 @@ import torch
 
 from compress import METHODS, apply, load_compressed, save_compressed
 from compress.correction.low_rank import low_rank
-from compress.correction.outliers import outliers
+from compress.correction.outlier_entries import outliers
 from compress.formats import FORMATS, CsrWeight, LowRank
 from compress.formats.csr import entry_count
 from compress.grid.nearest import rtn
@@ -98,7 +98,7 @@ def test_layers_with_added_parts_compile():
 
 
 @pytest.mark.parametrize(
-    "added", ["low_rank(rank=4, bits=8)", "outliers(share=0.05)", "low_rank(rank=4, weights=none)"]
+    "added", ["low_rank(rank=4, bits=8)", "outlier_entries(share=0.05)", "low_rank(rank=4, weights=none)"]
 )
 @pytest.mark.parametrize("calibrate", ["sequential", "once"])
 def test_corrections_lower_the_error_of_every_layer_and_are_saved(added, calibrate, tiny, tokens, tmp_path):
@@ -136,9 +136,9 @@ def test_folds_are_no_error_that_is_corrected(tiny, tokens):
 def test_corrections_stand_after_what_they_correct():
     for wrong, why in (
         ("low_rank", "none before it stores weights"),
-        ("smoothquant, outliers", "none before it stores weights"),
+        ("smoothquant, outlier_entries", "none before it stores weights"),
         ("rtn(bits=8, group_size=-1), low_rank, int8", "would store weights anew"),
-        ("rtn, low_rank, outliers", "cannot follow"),
+        ("rtn, low_rank, outlier_entries", "cannot follow"),
         ("rtn, low_rank, wanda", "must come before"),
     ):
         with pytest.raises(ValueError, match=why):

@@ -25,7 +25,7 @@ COMPOSED = [
     "awq, rtn(bits=2, group_size=32)",
     "rtn(bits=8, group_size=-1, skip='*.down_proj'), int8(skip='*.q_proj')",
     "rtn(bits=3, group_size=16, skip='*.down_proj'), low_rank(rank=4, skip='*.o_proj')",
-    "magnitude(ratio=0.5), rtn(bits=3, group_size=16), outliers(share=0.02)",
+    "magnitude(ratio=0.5), rtn(bits=3, group_size=16), outlier_entries(share=0.02)",
 ]
 
 

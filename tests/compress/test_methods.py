@@ -35,7 +35,7 @@ ROWS = {
     "squeezellm": {"largest": 0.02},
     "any_precision": {"bits": 4},
     "low_rank": {"rank": 4},
-    "outliers": {"share": 0.01},
+    "outlier_entries": {"share": 0.01},
 }
 BEFORE = {"correct": [METHODS["rtn"](bits=4, group_size=16)]}  # by stage: what must be stored already
 EXACT = {

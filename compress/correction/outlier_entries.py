@@ -16,7 +16,7 @@ from compress.walk.statistics import LayerStatistics
 class Outliers(Correction):
     """Adds to each stored weight the few entries whose correction lowers the error of the layer's output most."""
 
-    name: ClassVar[str] = "outliers"
+    name: ClassVar[str] = "outlier_entries"
     source: ClassVar[str] = "arXiv:2306.07629, section 4.2; arXiv:2306.03078"
     working_set: ClassVar[tuple[float, float]] = (10.0, 1.0)
 
