@@ -1,9 +1,11 @@
 """GGUF files of this workbench beside those that llama.cpp makes with an importance matrix from the same text.
 
     python seeds/peers/compare_gguf.py --write reports/published/interop-gguf.md
+    python seeds/peers/compare_gguf.py --models smollm2-135m --samples 128 --windows 20 --window 2048 --ours FILE.gguf
 
-runs after `make interop`, whose environments and checkpoints it uses. Every file's weights are dequantised by gguf's
-decoder and scored by the same code in float32, without rounding of activations; speeds are those of llama-bench.
+runs after `make interop`, whose environment of llama.cpp it uses, and whose checkpoints unless `--ours` names others.
+Every file's weights are dequantised by gguf's decoder and scored by the same code in float32, without rounding of
+activations; speeds are those of llama-bench. What is there already is used again: files, and the scores beside them.
 """
 
 import argparse
@@ -12,6 +14,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
 import interop_work as work
@@ -29,9 +32,9 @@ from compress.inputs.calibration import calibration
 from eval.machine.hardware import hardware
 from eval.speed.deploy import cast
 from eval.text.perplexity import Perplexity, token_losses
-from eval.text.windows import predictions
+from eval.text.windows import Window, predictions, windows
 
-TYPES = ("Q4_0", "IQ4_NL", "IQ4_XS", "Q4_K_M")
+TYPES = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q4_0", "IQ4_NL", "IQ4_XS", "Q3_K_M", "IQ3_M", "IQ3_XXS", "Q2_K", "IQ2_M")
 OURS = (work.GPTQ32, work.AWQ)
 
 
@@ -58,11 +61,11 @@ def source_file(folder: Path, model_name: str) -> Path:
     return work.checkpoint_file(target)
 
 
-def calibration_text(folder: Path, model_name: str, corpus: str) -> Path:
+def calibration_text(folder: Path, model_name: str, corpus: str, samples: int) -> Path:
     """The text of the calibration windows of our recipes."""
     _, tokenizer = load_model(model_name)
-    batches = calibration(tokenizer, corpus=corpus, samples=work.SAMPLES, seqlen=work.SEQLEN)
-    path = folder / "calibration.txt"
+    batches = calibration(tokenizer, corpus=corpus, samples=samples, seqlen=work.SEQLEN)
+    path = folder / f"calibration-{samples}.txt"
     path.write_text("\n\n".join(tokenizer.decode(batch[0], skip_special_tokens=True) for batch in batches))
     return path
 
@@ -70,13 +73,13 @@ def calibration_text(folder: Path, model_name: str, corpus: str) -> Path:
 def quantised(options: argparse.Namespace, folder: Path, model_name: str) -> dict[str, Path]:
     """llama.cpp's own files, by type."""
     source = source_file(folder, model_name)
-    text = calibration_text(folder, model_name, options.calibration)
-    matrix = folder / "importance.gguf"
+    matrix = folder / f"importance-{options.samples}.gguf"
     if not matrix.is_file():
+        text = calibration_text(folder, model_name, options.calibration, options.samples)
         program(options, "llama-imatrix", "-m", source, "-f", text, "-o", matrix, "-c", str(work.SEQLEN))
     files = {}
-    for kind in TYPES:
-        files[f"llama.cpp {kind}, importance matrix"] = file = folder / f"{kind}.gguf"
+    for kind in options.types:
+        files[f"llama.cpp {kind}, importance matrix"] = file = folder / f"{kind}-{options.samples}.gguf"
         if not file.is_file():
             program(options, "llama-quantize", "--imatrix", matrix, source, file, kind)
     return {"uncompressed, 16 bits": source} | files
@@ -99,12 +102,22 @@ def program(options: argparse.Namespace, name: str, *command: str | Path) -> str
 
 
 @torch.no_grad()
-def score(file: Path, shell: nn.Module, windows: list[list[int]]) -> Perplexity:
-    """Perplexity of a file's dequantised weights, in the same model, in float32."""
-    shell.load_state_dict(gguf_weights(file))
-    cut = [work.whole(window) for window in windows]
-    sums = [float(token_losses(*predictions(shell, window)).sum()) for window in cut]
-    return Perplexity.of(sums, [window.scored for window in cut], work.WINDOW, None)
+def score(options: argparse.Namespace, model_name: str, file: Path, shell: nn.Module) -> Perplexity:
+    """Perplexity of a file's dequantised weights, in the same model, in float32; kept beside the file."""
+    kept = file.parent / f"{file.name}.{options.windows}x{options.window}.json"
+    cut = scored_windows(model_name, options.windows, options.window)
+    if not kept.is_file():
+        shell.load_state_dict(gguf_weights(file))
+        progress = tqdm(cut, desc=file.stem, unit="window", leave=False)
+        work.kept_json(kept, [float(token_losses(*predictions(shell, window)).sum()) for window in progress])
+    return Perplexity.of(json.loads(kept.read_text()), [window.scored for window in cut], options.window, None)
+
+
+@cache
+def scored_windows(model_name: str, count: int, length: int) -> list[Window]:
+    """The first windows of wikitext-2's test text."""
+    first, ids = work.text_tokens(load_model(model_name)[1], "wikitext2")
+    return windows(ids[None], window=length, limit=count, beginning=first)
 
 
 def rate(options: argparse.Namespace, file: Path, *what: str) -> float:
@@ -113,8 +126,7 @@ def rate(options: argparse.Namespace, file: Path, *what: str) -> float:
 
 
 def measured(options: argparse.Namespace, model: str, name: str, file: Path, shell: nn.Module) -> File:
-    tokens = json.loads((options.work / model / "tokens.json").read_text())
-    p = score(file, shell, tokens["windows"])
+    p = score(options, model, file, shell)
     prompt = str(work.SPEED_PROMPT)
     decode = rate(options, file, "-p", "0", "-n", str(work.SPEED_TOKENS), "-d", prompt)
     return File(
@@ -128,10 +140,10 @@ def table(rows: list[File], options: argparse.Namespace) -> str:
         "",
         f"Measured on {time.strftime('%Y-%m-%d')} on {hardware()['cpu']}, {options.threads} threads:"
         " `python seeds/peers/compare_gguf.py` after `make interop`. The importance matrix is from the"
-        f" {work.SAMPLES} × {work.SEQLEN} tokens that our recipes were calibrated on. All files keep their embedding as"
-        " their tool chooses. The scorer is the same for all: weights through gguf's decoder, float32, activations not"
-        f" rounded, {work.WINDOWS} windows of {work.WINDOW} tokens of wikitext-2. Speeds are llama-bench's medians"
-        f" of {options.rounds}: {work.SPEED_TOKENS} tokens after {work.SPEED_PROMPT}.",
+        f" {options.samples} × {work.SEQLEN} tokens that our recipes were calibrated on. All files keep their"
+        " embedding as their tool chooses. The scorer is the same for all: weights through gguf's decoder, float32,"
+        f" activations not rounded, {options.windows} windows of {options.window} tokens of wikitext-2. Speeds are"
+        f" llama-bench's medians of {options.rounds}: {work.SPEED_TOKENS} tokens after {work.SPEED_PROMPT}.",
         "",
     ]
     for model in dict.fromkeys(row.model for row in rows):
@@ -152,6 +164,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--environments", type=Path, default=Path(".venv-interop"))
     parser.add_argument("--work", type=Path, default=Path("runs/interop"))
+    parser.add_argument("--types", nargs="+", default=TYPES, help="of llama-quantize")
+    parser.add_argument("--samples", type=int, default=work.SAMPLES, help=f"calibration windows of {work.SEQLEN}")
+    parser.add_argument("--windows", type=int, default=work.WINDOWS)
+    parser.add_argument("--window", type=int, default=work.WINDOW)
+    parser.add_argument("--ours", nargs="*", type=Path, help="GGUF files of ours; those of `make interop` if not given")
     parser.add_argument("--make-only", action="store_true", help="make the files, and measure nothing")
     parser.add_argument("--write", type=Path)
     options = parser.parse_args()
@@ -162,8 +179,10 @@ def main() -> None:
         files = quantised(options, folder, model)
         if options.make_only:
             continue
-        for recipe in OURS:
-            files[f"`{recipe}`"] = work.checkpoint_file(options.work / model / work.FOLDERS[recipe] / "gguf")
+        if options.ours is None:
+            made = {r: options.work / model / work.FOLDERS[r] / "gguf" for r in OURS}
+            files |= {f"`{recipe}`": work.checkpoint_file(place) for recipe, place in made.items()}
+        files |= {file.stem: file for file in options.ours or ()}
         source = source_file(folder, model)
         shell = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
         progress = tqdm(files.items(), desc=model, unit="file")

@@ -5,8 +5,9 @@
 
 It makes throwaway environments (README.md beside this file), compresses the models, saves them in every format, gives
 each checkpoint to its readers, and compares. What is there already is used again: environments, compressed models,
-checkpoints and answers lie in two folders that are kept; `--again` asks the readers once more. The table is printed,
-and last one line of JSON with everything. The exit code is 1 if a reader fails, or gives another model.
+checkpoints and answers lie in two folders that are kept; `--again` asks the readers once more. The step `time` is
+the only one with a clock: leave the machine alone while it runs. The table is printed, and last one line of JSON with
+everything. The exit code is 1 if a reader fails, or gives another model.
 """
 
 import argparse
@@ -44,7 +45,7 @@ def main() -> int:
         for name in dict.fromkeys(reader for _, _, reader in pairs):
             ready(options.environments, name)
     failed: list[str] = []
-    for step, do in (("save", save), ("here", here), ("read", read), ("time", measure_here)):
+    for step, do in (("save", save), ("here", here), ("read", read), ("time", measure)):
         if step in options.steps:
             failed += do(options, pairs)
     if "table" in options.steps:
@@ -78,20 +79,24 @@ def here(options: argparse.Namespace, pairs: list[tuple]) -> list[str]:
 
 
 def read(options: argparse.Namespace, pairs: list[tuple]) -> list[str]:
-    """Let every reader continue the prompts, score the windows and decode for the clock; keep the weights it sees."""
+    """Let every reader continue the prompts and score the windows; keep the weights it sees."""
     failed = []
     for model, case, reader in tqdm(pairs, desc="read", unit="checkpoint"):
         tokens, base = tokens_of(options, model), base_of(options, model, case, reader)
         weights = None if reader in ("vllm", "llamacpp") else str(base) + ".safetensors"
         more = {"prompts": tokens["prompts"], "windows": tokens["windows"], "weights": weights}
-        if options.rounds and reader not in UNTIMED:
-            more |= {"speed_prompt": tokens["speed_prompt"], "speed_tokens": work.SPEED_TOKENS}
         failed += ask(options, model, case, reader, f"{base}.json", new_tokens=work.NEW_TOKENS, **more)
     return failed
 
 
-def measure_here(options: argparse.Namespace, pairs: list[tuple]) -> list[str]:
-    """Let the workbench decode while a clock runs: all models of one size in turns."""
+def measure(options: argparse.Namespace, pairs: list[tuple]) -> list[str]:
+    """Let the readers decode while a clock runs, and then the workbench: all models of one size in turns."""
+    failed = []
+    timed = [pair for pair in pairs if pair[2] not in UNTIMED and options.rounds]
+    for model, case, reader in tqdm(timed, desc="time", unit="checkpoint"):
+        tokens, name = tokens_of(options, model), f"{base_of(options, model, case, reader)}.speed.json"
+        more = {"speed_prompt": tokens["speed_prompt"], "speed_tokens": work.SPEED_TOKENS}
+        failed += ask(options, model, case, reader, name, **more)
     for model in dict.fromkeys(m for m, _, _ in pairs):
         path = options.work / model / "speed.json"
         if (path.is_file() and not options.again) or not options.rounds:
@@ -99,7 +104,7 @@ def measure_here(options: argparse.Namespace, pairs: list[tuple]) -> list[str]:
         folders = {r: folder_of(options, model, r) / work.SAVED for r in work.FOLDERS}
         there = {recipe: folder for recipe, folder in folders.items() if folder.is_dir()}
         work.kept_json(path, work.speeds(there, model, options.rounds))
-    return []
+    return failed
 
 
 def ask(options: argparse.Namespace, model: str, case: work.Case, reader: str, name: str, **more: object) -> list[str]:
@@ -173,7 +178,8 @@ def row_of(options: argparse.Namespace, model: str, case: work.Case, reader: str
     elif reader == "llamacpp":
         compare_tensors(row, gguf_weights(work.checkpoint_file(checkpoint)), None, mine)
     row.reader = answer.reader
-    row.decode, row.prefill = (None, answer.decode_tokens_per_s), (None, answer.prefill_tokens_per_s)
+    if speed := load_answer(Path(f"{base}.speed.json")):
+        row.decode, row.prefill = (None, speed.decode_tokens_per_s), (None, speed.prefill_tokens_per_s)
     return row
 
 

@@ -12,9 +12,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-# Of the largest weight of 32 in a row: 2^-8 is a scale and a product rounded to bfloat16; an 8-bit code that is off by
-# one is 1 / 127.
-RELATIVE = 1.5 * 2**-8
+# Of the largest weight of 32 in a row. A reader that computes in bfloat16 rounds a scale that we keep in float32, and
+# its product with a code, by 2^-8 each. An 8-bit code that is off by one gives 1 / 127, which is just more.
+RELATIVE = 2 * 2**-8 + 2**-16
 BLOCK = 32
 # What rounding may do, by how the reader computes: the share by which perplexity may differ, and the largest gap
 # between two logits of ours that a reader may take for the other order. Logits are around 20, where bfloat16 numbers
