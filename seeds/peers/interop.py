@@ -128,9 +128,11 @@ def ask(options: argparse.Namespace, model: str, case: work.Case, reader: str, n
     place = (options.environments / reader).absolute()
     command = [place / "bin" / "python", READERS / f"in_{reader}.py", file, answer]
     with log.open("w") as out:
-        done = subprocess.run(
-            command, stdout=out, stderr=subprocess.STDOUT, env=environment_variables(place, options.threads)
-        )
+        how = {"stdout": out, "stderr": subprocess.STDOUT, "env": environment_variables(place, options.threads)}
+        try:
+            done = subprocess.run(command, timeout=options.limit_s, **how)
+        except subprocess.TimeoutExpired:
+            return [f"{where}: {reader} gave no answer within {options.limit_s} s (`--limit-s`), see {log}"]
     if done.returncode:
         last = [text for text in log.read_text().splitlines() if text.strip()][-1:]
         return [f"{where}: {reader} fails, see {log}: {''.join(last)[:300]}"]
@@ -233,6 +235,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--rounds", type=int, default=3, help="of every timing, whose median counts; 0: nothing is timed"
     )
+    parser.add_argument("--limit-s", type=int, default=900, help="seconds that a reader may take for one checkpoint")
     parser.add_argument("--again", action="store_true", help="ask the readers again, and time again")
     parser.add_argument("--environments", type=Path, default=Path(".venv-interop"), help="folder of the environments")
     parser.add_argument("--work", type=Path, default=Path("runs/interop"), help="folder of checkpoints and answers")
