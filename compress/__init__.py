@@ -34,10 +34,12 @@ from compress.pruning.random_choice import RandomChoice
 from compress.pruning.sparsegpt import SparseGPT
 from compress.pruning.wanda import Wanda
 from compress.result import Result
+from compress.tuning.tune import Tune
 from compress.weights.any_precision import AnyPrecision
 from compress.weights.awq import AWQ
 from compress.weights.bnb_nf4 import BitsandbytesNF4
 from compress.weights.finequant import FineQuant
+from compress.weights.gptaq import GPTAQ
 from compress.weights.gptq import GPTQ
 from compress.weights.mixed import Mixed
 from compress.weights.nf4 import NF4
@@ -45,8 +47,8 @@ from compress.weights.rtn import RTN
 from compress.weights.squeezellm import SqueezeLLM
 
 METHODS: dict[str, type[Method]] = {
-    "rtn": RTN, "gptq": GPTQ, "awq": AWQ, "nf4": NF4, "bnb_nf4": BitsandbytesNF4,
-    "squeezellm": SqueezeLLM, "any_precision": AnyPrecision, "finequant": FineQuant, "mixed": Mixed,
+    "rtn": RTN, "gptq": GPTQ, "gptaq": GPTAQ, "awq": AWQ, "nf4": NF4, "bnb_nf4": BitsandbytesNF4,
+    "squeezellm": SqueezeLLM, "any_precision": AnyPrecision, "finequant": FineQuant, "mixed": Mixed, "tune": Tune,
     "magnitude": Magnitude, "random": RandomChoice, "wanda": Wanda, "sparsegpt": SparseGPT, "layer_drop": LayerDrop,
     "low_rank": LowRank, "outlier_entries": Outliers,
     "smoothquant": SmoothQuant, "int8": Int8, "fp8": FP8, "llm_int8": LLMInt8, "bnb_int8": BitsandbytesInt8,

@@ -175,7 +175,7 @@ def _apply(
                     allocation = made
                 else:
                     layers[made.name] = _after(layers.get(made.name), made)
-            if originals is None and layers and any(isinstance(m, LayerwiseMethod) for m in recipe[i + 1 :]):
+            if originals is None and layers and any(m.reads_originals for m in recipe[i + 1 :]):
                 originals = untouched
     if on_cache:
         attach(model, on_cache)

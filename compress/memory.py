@@ -30,6 +30,7 @@ from compress.walk.folding import FoldingMethod
 from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.lockstep import HELD_BYTES
 from compress.walk.offload import is_offloaded, offloaded_parts
+from compress.walk.statistics import PAIRED
 
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
          "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}  # fmt: skip
@@ -156,6 +157,8 @@ class _Case:
                 yield block + flowing + self._folding(method, shapes)
             if isinstance(method, LayerwiseMethod):
                 yield block + copies + flowing + self._solving(method, shapes, self._share_stored(i + 1))
+            elif method.reads_originals:
+                yield block + copies + 2 * flowing + self._training(method, shapes)
             elif not isinstance(method, FoldingMethod) and method.stage != "cache":
                 yield block + flowing + self._pass(shapes)
             if isinstance(method, LayerwiseMethod) and not self.on_disk and method is not self.recipe[-1]:
@@ -194,7 +197,9 @@ class _Case:
         if self.batches:
             held += weights * self.itemsize  # the solved linears, dequantised for the passes to come
             if method.sequential:
-                held += sum(self.batches) * 2 * self._hidden * self.itemsize  # where every micro-batch waits
+                streams = 2 if {*method.statistics} & {*PAIRED} else 1
+                held += streams * sum(self.batches) * 2 * self._hidden * self.itemsize  # where every micro-batch waits
+                held += (streams - 1) * self._flowing()
                 held += min(HELD_BYTES, sum(self.batches) * wide * self.itemsize)
         held += int(weights * self.itemsize * share)
         most = 0
@@ -205,6 +210,13 @@ class _Case:
         if "gram" in needs and not method.sequential:  # the statistics of all linears are collected in one pass
             most += sum(4 * columns**2 for columns in _inputs(self.model, method.skip)) - 4 * wide**2
         return held + most
+
+    def _training(self, method: Method, shapes: Sequence[tuple[int, int]]) -> int:
+        """All linears of a block, with what is trained of them, and the passes whose gradients are taken."""
+        weights = sum(out * columns for out, columns in shapes)
+        wide = sum(max(shape) for shape in shapes)
+        passes = 3 * 4 * getattr(method, "batch", 1) * max(self.batches, default=0) * (8 * self._hidden + wide)
+        return int(4 * weights * method.working_set[0]) + passes
 
     def _folding(self, method: FoldingMethod, shapes: Sequence[tuple[int, int]]) -> int:
         weights = sum(out * columns for out, columns in shapes)

@@ -7,6 +7,30 @@ import torch
 from torch import Tensor, nn
 
 
+class Trainable(nn.Module):
+    """A stored weight as a differentiable function of what may be trained of it; `Format.trainable` makes one.
+
+    What `weight` gives is at every moment what `stored().dequantize()` would give, so that no rounding comes between
+    training and storing. `offsets` and `factors` have gradients; both are in relative units, so that one learning rate
+    serves all formats.
+
+    Attributes:
+        offsets: [out, in], how far each weight was moved from its stored code, in steps of its grid.
+        factors: one number for each scale, by whose exponential it is multiplied; None: scales stay as they are.
+    """
+
+    offsets: nn.Parameter
+    factors: nn.Parameter | None
+
+    def weight(self) -> Tensor:
+        """W [out, in] in float32; gradients pass straight through the roundings (arXiv:1308.3432)."""
+        raise NotImplementedError
+
+    def stored(self) -> "Format":
+        """The trained weight in the format that it came from, in as many bytes."""
+        raise NotImplementedError
+
+
 class Format(nn.Module):
     """One stored weight [out, in]: its buffers are all that it takes, in memory and on disk.
 
@@ -73,6 +97,13 @@ class Format(nn.Module):
     def for_compute(self, dtype: torch.dtype, device: torch.device) -> None:
         """Lay the buffers out for activations of this dtype on this device; called whenever the model moves."""
 
+    def trainable(self, original: Tensor | None = None) -> Trainable | None:
+        """A differentiable view of this weight; None if nothing of it can be trained.
+
+        Args:
+            original: [out, in], what the weight was rounded from: says to which side of its code each weight lies.
+        """
+        return None
 
 class AsStored(Format):
     """A weight whose stored buffers keep their dtypes, whatever the model is cast to.

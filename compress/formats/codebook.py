@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from compress.formats.base import Format
-from compress.formats.scales import SCALE_DTYPES, NestedScales, read_scales, scales_spec
+from compress.formats.scales import SCALE_DTYPES, NestedScales, ScaleRule, read_scales, scales_spec
+from compress.formats.trained import TrainedGroups
 from kernels.lut_matmul import (
     Codebook,
     dequantize,
@@ -17,6 +18,7 @@ from kernels.lut_matmul import (
     panels_fit,
     to_panels,
     to_rows,
+    unpack_codebook,
 )
 
 SCALES = 256  # scales that share an absmax
@@ -143,6 +145,36 @@ class CodebookGroup(Format):
             scales = ScaleCodes(*(tensors[f"scale_{field}"] for field in ScaleCodes._fields))
         return cls(
             Codebook("rows", tensors["codes"], tensors["table"], scale, spec["bits"], spec["group_size"], shape), scales
+        )
+
+    def trainable(self, original: Tensor | None = None) -> TrainedGroups:
+        """Indices are trained, and scales unless they are double-quantised; the table stays."""
+        rows = self.rows()
+        ascending, order = rows.table.float().sort(dim=-1, stable=True)  # [levels], or for each row [out, levels]
+        places = order.argsort(-1)  # of the entries in `ascending`
+        gaps = ascending.diff(dim=-1).clamp_min(1e-6)
+        near = torch.cat([gaps[..., :1], (gaps[..., 1:] + gaps[..., :-1]) / 2, gaps[..., -1:]], -1)  # around each entry
+        scale = torch.ones(self.shape[0], 1, device=rows.table.device) if rows.scale is None else rows.scale
+
+        def looked_up(table: Tensor, codes: Tensor) -> Tensor:
+            index = codes.long().view(self.shape[0], -1)
+            return (table[index] if table.dim() == 1 else table.gather(1, index)).view(codes.shape)
+
+        rule = ScaleRule.of(self.scales, rows.scale) if not isinstance(self.scales, ScaleCodes) else None
+
+        def store(codes: Tensor, scale: Tensor) -> CodebookGroup:
+            own = None if rows.scale is None else scale.to(rows.scale.dtype)
+            packed = pack_codebook(looked_up(order, codes), rows.table, own, group_size=self.group_size)
+            return CodebookGroup(packed, self.scales if rule is None else rule.stored(scale))
+
+        return TrainedGroups(
+            looked_up(places, unpack_codebook(rows)),
+            scale.float(),
+            levels=rows.table.shape[-1],
+            values=lambda codes: (looked_up(ascending, codes), looked_up(near, codes)),
+            round_scale=None if rule is None else rule.rounded,
+            store=store,
+            original=original,
         )
 
     def rows(self) -> Codebook:

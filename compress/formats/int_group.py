@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from compress.formats.base import Format
-from compress.formats.scales import NestedScales, read_scales, scales_spec
+from compress.formats.scales import NestedScales, ScaleRule, read_scales, scales_spec
+from compress.formats.trained import TrainedGroups
 from kernels.int_matmul import (
     Packed,
     dequantize,
@@ -18,6 +19,7 @@ from kernels.int_matmul import (
     to_panels,
     to_rows,
     to_tiles,
+    unpack,
 )
 
 
@@ -122,6 +124,28 @@ class IntGroup(Format):
         zero = None if spec["symmetric"] else tensors["zero"]
         scale, scales = read_scales(spec, tensors, shape)
         return cls(Packed("rows", tensors["codes"], scale, zero, spec["bits"], spec["group_size"], shape), scales)
+
+    def trainable(self, original: Tensor | None = None) -> TrainedGroups:
+        """Scales and codes are trained; zero points stay."""
+        rows = self._rows()
+        codes, zero = unpack(rows)
+        centre = zero.float()[..., None]  # [out or 1, groups or 1, 1]
+        rule = ScaleRule.of(self.scales, rows.scale)
+
+        def store(codes: Tensor, scale: Tensor) -> IntGroup:
+            points = None if rows.zero is None else zero
+            packed = pack(codes, scale.to(rows.scale.dtype), points, bits=self.bits, group_size=self.group_size)
+            return IntGroup(packed, rule.stored(scale))
+
+        return TrainedGroups(
+            codes,
+            rows.scale.float(),
+            levels=1 << self.bits,
+            values=lambda codes: (codes - centre, 1.0),
+            round_scale=rule.rounded,
+            store=store,
+            original=original,
+        )
 
     def _rows(self) -> Packed:
         """Rows, with the scales that are stored."""

@@ -57,6 +57,14 @@ class ScaleRule:
             return cls(kind, torch.where(factor > 0, factor, torch.ones_like(factor)), groups)
         return cls(kind, None, groups, max(1.5, largest / 2 ** math.floor(math.log2(largest))))
 
+    @classmethod
+    def of(cls, scales: "NestedScales | None", scale: Tensor | None) -> "ScaleRule | None":
+        """The rule that a stored weight's scales [out, groups] follow: `scales`, or else floats; None without any."""
+        if scale is None:
+            return None
+        kind = str(scale.dtype).removeprefix("torch.") if scales is None else scales.kind
+        return cls(kind, None if scales is None else scales.factor, scale.shape[1])
+
     def rounded(self, scale: Tensor) -> Tensor:
         """Scales [..., out, groups], float32, as they will be stored; 1 in place of 0 in a floating dtype."""
         return self._rounded(scale, self._factors())

@@ -7,6 +7,7 @@ from torch import Tensor
 from compress.formats.base import Format
 from compress.formats.dense import Dense
 from compress.formats.int_group import IntGroup
+from compress.formats.trained import TrainedGroups
 
 
 class _Unstored:
@@ -45,8 +46,26 @@ class Sparse(Format):
         """The same weight with its zeros, made of what is stored."""
         raise NotImplementedError
 
+    def keep(self) -> Tensor:
+        """[out, in] bool: what is stored."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_plain(cls, plain: Dense | IntGroup, keep: Tensor) -> "Sparse":
+        """Store what `keep` [out, in] bool says of a weight that is 0 elsewhere."""
+        raise NotImplementedError
+
     def dequantize(self) -> Tensor:
         return self.expanded().dequantize()
+
+    def trainable(self, original: Tensor | None = None) -> TrainedGroups | None:
+        """Codes and scales of what is kept are trained, where it is stored in codes; zeros stay."""
+        view, keep = self.expanded().trainable(original), self.keep()
+        if view is not None:
+            store = view.store
+            view.store = lambda codes, scale: self.from_plain(store(codes, scale), keep)
+            view.offsets.register_hook(lambda grad: grad * keep)
+        return view
 
     def matmul(self, x: Tensor) -> Tensor:
         return self.plain.matmul(x)

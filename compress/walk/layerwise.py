@@ -41,6 +41,7 @@ class LayerwiseMethod(Method):
         "less memory",
     )
 
+    reads_originals: ClassVar[bool] = True
     statistics: ClassVar[tuple[str, ...]] = ()  # names in compress.walk.statistics.STATISTICS
     # Whether what `solve` returns is added to what is stored. It is then given what the stored parts left over of the
     # original weight, and takes no linear of which nothing is stored; `stores` says what is added.

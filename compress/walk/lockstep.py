@@ -34,6 +34,7 @@ def run_in_step(
     solve: Solve,
     *,
     to_the_end: bool,
+    beside: Sequence[Call] = (),
 ) -> None:
     """Run the block over all micro-batches, solving each group of linears when all have arrived at it.
 
@@ -46,6 +47,7 @@ def run_in_step(
         solve: given the linears of a group, each with its statistics, returns what is to stand for each of them.
         to_the_end: let the passes finish, and make their outputs the inputs of the next block; False: stop after the
             last group, as nothing follows this block.
+        beside: the same micro-batches in the stream of the model as it was, which pass through the original linears.
 
     Raises:
         RuntimeError: a micro-batch reached the linears in another order.
@@ -58,6 +60,22 @@ def run_in_step(
     passes: dict[greenlet, Call] = {}
     stopped: list[Call] = []
     solved, finished = 0, False
+    originals: dict[greenlet, set[int]] = {}  # passes through the original linears: groups that they have reached
+    read: dict[tuple[int, int], Tensor] = {}  # by group and micro-batch, the input of the original linears
+
+    def too_much(i: int, x: Tensor) -> bool:
+        return i == len(groups) - 1 and (not to_the_end or x.nbytes * len(calls) > HELD_BYTES)
+
+    def arrive_beside(name: str, x: Tensor) -> None:
+        i, me = number[name], getcurrent()
+        if finished or i < solved or i in originals[me]:
+            return
+        originals[me].add(i)
+        if x.dim() == 3:  # else tokens may have been chosen for an expert, and others in the other stream
+            read[i, passes[me].place.number] = x
+        if too_much(i, x):
+            raise Stop
+        me.parent.switch(i)
 
     def arrive(name: str, x: Tensor) -> None:
         i, me = number[name], getcurrent()
@@ -76,8 +94,9 @@ def run_in_step(
             inputs[i][me] = x, set(groups[i]) - {name}
         if i not in collectors:
             collectors[i] = Collector(needs, x.shape[-1], device)
-        collectors[i].update(x, passes[me].place)
-        if i == len(groups) - 1 and (not to_the_end or x.nbytes * len(calls) > HELD_BYTES):
+        place = passes[me].place
+        collectors[i].update(x, place, read.pop((i, place.number), None))
+        if too_much(i, x):
             raise Stop
         me.parent.switch(i)
 
@@ -93,16 +112,30 @@ def run_in_step(
         if not one.dead:
             waiting[at].append(one)
 
-    gates = {name: _Gate(linear, name, arrive) for name, linear in linears.items()}
+    def start(call: Call, *, as_it_was: bool) -> None:
+        one = greenlet(run)
+        passes[one] = call
+        if as_it_was:
+            originals[one] = set()
+        go_on(one, call)
+
+    def pass_through(gate: "_Gate", x: Tensor) -> Tensor:
+        if getcurrent() in originals:
+            arrive_beside(gate.name, x)
+            return gate.original(x)
+        arrive(gate.name, x)
+        return gate.linear(x)
+
+    gates = {name: _Gate(linear, name, pass_through) for name, linear in linears.items()}
     with ExitStack() as stack:
         for name, linear in linears.items():
             replace(model, name, gates[name])
             stack.callback(replace, model, name, linear)
         stack.callback(lambda: [one.throw() for one in passes if not one.dead])
-        for call in calls:
-            one = greenlet(run)
-            passes[one] = call
-            go_on(one, call)
+        for i, call in enumerate(calls):  # each original pass just before the other one, which reads what it left
+            if beside:
+                start(beside[i], as_it_was=True)
+            start(call, as_it_was=False)
         for i, group in enumerate(groups):
             if i not in collectors:  # experts that no token reached
                 collectors[i] = Collector(needs, shape_of(linears[group[0]])[1], device)
@@ -114,16 +147,17 @@ def run_in_step(
             for one in waiting.pop(i, []):
                 go_on(one)
         finished = True
-        for call in stopped if to_the_end else ():
-            run(call)
+        again, stopped = stopped, []
+        for call in again if to_the_end else ():
+            start(call, as_it_was=call in beside)
 
 
 class _Gate(nn.Module):
     """Stands in a linear's place and lets no pass through before the linear has been solved."""
 
-    def __init__(self, linear: nn.Module, name: str, arrive: Callable[[str, Tensor], None]) -> None:
+    def __init__(self, linear: nn.Module, name: str, pass_through: Callable[["_Gate", Tensor], Tensor]) -> None:
         super().__init__()
-        self.linear, self.name, self.arrive = linear, name, arrive
+        self.linear, self.original, self.name, self.pass_through = linear, linear, name, pass_through
 
     def __getattr__(self, name: str):
         try:
@@ -132,5 +166,4 @@ class _Gate(nn.Module):
             return getattr(super().__getattr__("linear"), name)  # blocks may ask a linear for its weight's dtype
 
     def forward(self, x: Tensor) -> Tensor:
-        self.arrive(self.name, x)
-        return self.linear(x)
+        return self.pass_through(self, x)

@@ -46,6 +46,49 @@ class Gram:
         return mirror_(self.sum).mul_(2 / max(self.tokens, 1))
 
 
+class Cross:
+    """C [in, in] = (2/n) Σ (x̃ - x) xᵀ in float32, x̃ what the linear would have read, had nothing been compressed.
+
+    Tokens for which that is not known count as ones without a difference.
+    """
+
+    def __init__(self, columns: int, device: torch.device, start: int = 0) -> None:
+        self.sum = torch.zeros(columns, columns, dtype=torch.float32, device=device)
+        self.tokens = 0
+
+    def update(self, x: Tensor, original: Tensor | None) -> None:
+        rows = x.reshape(-1, x.shape[-1])
+        self.tokens += rows.shape[0]
+        if original is not None:
+            difference = original.reshape(rows.shape).float() - rows.float()
+            self.sum.addmm_(difference.t(), rows.float())
+
+    def merge(self, later: "Cross") -> None:
+        self.sum += later.sum
+        self.tokens += later.tokens
+
+    def result(self) -> Tensor:
+        return self.sum.mul_(2 / max(self.tokens, 1))
+
+
+class CrossStarts:
+    """(x̃ - x) of the first token of every calibration window, [windows, in] float32, beside `Starts`; see `Cross`."""
+
+    def __init__(self, columns: int, device: torch.device, start: int = 0) -> None:
+        self.rows = [torch.zeros(0, columns, dtype=torch.float32, device=device)]
+
+    def update(self, x: Tensor, original: Tensor | None) -> None:
+        if x.dim() == 3:
+            first = x[:, 0].float()
+            self.rows.append(torch.zeros_like(first) if original is None else original[:, 0].float() - first)
+
+    def merge(self, later: "CrossStarts") -> None:
+        self.rows += later.rows
+
+    def result(self) -> Tensor:
+        return torch.cat(self.rows)
+
+
 class Absmax:
     """The largest magnitude of each input channel, [in] float32."""
 
@@ -182,8 +225,10 @@ def _levels(start: int, count: int) -> Tensor:
 
 
 STATISTICS: dict[str, type[Statistic]] = {
-    "gram": Gram, "starts": Starts, "absmax": Absmax, "absmean": Absmean, "rows": Rows, "absmax_rest": AbsmaxRest,
+    "gram": Gram, "starts": Starts, "cross": Cross, "cross_starts": CrossStarts, "absmax": Absmax, "absmean": Absmean,
+    "rows": Rows, "absmax_rest": AbsmaxRest,
 }  # fmt: skip
+PAIRED = ("cross", "cross_starts")  # those that are fed with the inputs of the original linear, too
 
 
 def divided(name: str, value: Tensor, s: Tensor) -> Tensor:
@@ -241,12 +286,20 @@ class Collector:
         self._parts: dict[int, _Part] = {}  # by slice; the sum of complete ones stands under the last of them
         self._added = -1  # the last slice that the sum holds
 
-    def update(self, x: Tensor, place: Place = ALONE) -> None:
-        """x: [..., in]; what a micro-batch in this place gives."""
+    def update(self, x: Tensor, place: Place = ALONE, original: Tensor | None = None) -> None:
+        """What a micro-batch in this place gives.
+
+        Args:
+            x: [..., in].
+            original: the same tokens' input in the stream of the model as it was, if that is known; inputs that are no
+                whole windows [windows, tokens, in] are taken for other tokens, as they are where experts are chosen.
+        """
+        if original is not None and (x.dim() != 3 or original.shape != x.shape):
+            original = None
         if place.slice not in self._parts:
             self._add_complete(place.slice)
             self._parts[place.slice] = _Part(self.needs, self.columns, self.device, place)
-        self._parts[place.slice].update(x, place)
+        self._parts[place.slice].update(x, place, original)
 
     def result(self) -> LayerStatistics:
         """What all slices gave; in several processes, those of all of them, whereupon each must ask for it."""
@@ -275,12 +328,15 @@ class _Part:
     def complete(self) -> bool:
         return len(self.numbers) == self.size
 
-    def update(self, x: Tensor, place: Place) -> None:
+    def update(self, x: Tensor, place: Place, original: Tensor | None) -> None:
         rows = x.reshape(-1, x.shape[-1])
         self.numbers.add(place.number)
         self.tokens += rows.shape[0]
-        for statistic in self.statistics.values():
-            statistic.update(x if isinstance(statistic, Starts) else rows)
+        for need, statistic in self.statistics.items():
+            if need in PAIRED:
+                statistic.update(x, original)
+            else:
+                statistic.update(x if isinstance(statistic, Starts) else rows)
 
     def added(self, later: "_Part") -> "_Part":
         """This part, with a later one added."""

@@ -5,6 +5,7 @@ the masks and positions that it passes to each block; from there every block is 
 inputs of the next, so that each sees what the compressed blocks before it give.
 """
 
+import copy
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from compress.walk.groups import collect, input_groups
 from compress.walk.lockstep import run_in_step
 from compress.walk.parallel.ranks import current
 from compress.walk.resume import BlockStore
-from compress.walk.statistics import LayerStatistics
+from compress.walk.statistics import PAIRED, LayerStatistics
 from kernels.linear import fast_linear
 
 COLUMNS = 1024  # of a Gram matrix that are multiplied at once where errors are measured
@@ -68,10 +69,11 @@ def walk(
     prefix, blocks = find_blocks(model)
     chosen = chosen_linears(model, method)
     calls = block_calls(model, blocks, batches, divided=True)
+    beside = [copy.copy(call) for call in calls] if set(method.statistics) & set(PAIRED) else []
     chain = Chain(store, calls) if store else None
     finished = chain.resume(len(blocks)) if chain else 0
     progress = tqdm(range(len(blocks)), desc=method.name, unit="block", disable=current().rank > 0 or None)
-    walking = Walking(model, prefix, blocks, method, calls, device, originals or {}, progress, bool(batches))
+    walking = Walking(model, prefix, blocks, method, calls, device, originals or {}, progress, bool(batches), beside)
     records: list[LayerRecord] = []
 
     def following(index: int) -> bool:
@@ -81,6 +83,7 @@ def walk(
     for index in progress:
         with on_device(blocks[index], device):
             if index < finished:
+                walking.pass_beside(index)
                 progress.set_postfix_str("finished before")
                 linears, made = store.load(index)
                 note = "solved by an earlier, interrupted run"
@@ -107,6 +110,7 @@ class Walking:
 
     calls: the micro-batches of this process, each with the inputs [batch, T, hidden] of the block to come.
     calibrated: there are micro-batches, here or in another process.
+    beside: the same micro-batches in the stream of the model as it was, where the method's statistics need it.
     """
 
     model: nn.Module
@@ -118,6 +122,7 @@ class Walking:
     originals: Mapping[str, nn.Module]
     progress: tqdm
     calibrated: bool
+    beside: Sequence[Call] = ()
 
     def solve(
         self, index: int, names: Sequence[str], *, to_the_end: bool
@@ -156,9 +161,22 @@ class Walking:
             in_step = method.sequential and once and self.calibrated
             if in_step:
                 run_in_step(
-                    self.model, block, index, linears, groups, calls, needs, self.device, solve, to_the_end=to_the_end
+                    self.model,
+                    block,
+                    index,
+                    linears,
+                    groups,
+                    calls,
+                    needs,
+                    self.device,
+                    solve,
+                    to_the_end=to_the_end,
+                    beside=self.beside,
                 )
             else:
+                if self.beside:
+                    notes.append("what its inputs would be in the model as it was is not known here")
+                self.pass_beside(index)
                 if method.sequential and self.calibrated:
                     notes.append(
                         "solved beside the others of its block, not in sequence: some run more than once in a pass"
@@ -173,6 +191,12 @@ class Walking:
                         several.clear()
                 solve(several)
         return new, [records[name] for name in names], in_step
+
+    def pass_beside(self, index: int) -> None:
+        """In the stream of the model as it was, make the outputs of a block, with its own linears, the inputs of the
+        next one."""
+        with fast_linear():
+            advance(self.blocks[index], self.beside, index, self.device)
 
     def pass_on(self, index: int) -> None:
         """Make a block's outputs, with what stands in it now, the inputs of the next one."""
@@ -209,8 +233,21 @@ def solve_linear(
         peer = masked_like(statistics.stored, peer, statistics.keep)
     if not statistics.tokens:
         statistics.note("no calibration tokens: the error is that of the weights")
+    return new, record(name, W if original is None else original, new, statistics, peer=peer, seconds=seconds)
+
+
+def record(
+    name: str,
+    target: Tensor,
+    new: CompressedLinear,
+    statistics: LayerStatistics,
+    *,
+    peer: Sequence[Format] | None = None,
+    seconds: float,
+) -> LayerRecord:
+    """What became of a weight `target` [out, in]: `new` stands for it; `peer`: what rounding to nearest would store."""
     reference = max(energy_of(target, statistics), 1e-30)
-    record = LayerRecord(
+    return LayerRecord(
         name=name,
         shape=(new.out_features, new.in_features),
         format="+".join(part.name for part in new.parts),
@@ -222,7 +259,6 @@ def solve_linear(
         notes=tuple(statistics.notes),
         sparsity=(new.dequantize() == 0).float().mean().item(),
     )
-    return new, record
 
 
 def stored_as(

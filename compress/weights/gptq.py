@@ -93,13 +93,7 @@ class GPTQ(LayerwiseMethod):
             statistics.note(f"rounded to nearest: {statistics.tokens} tokens, min_tokens is {self.min_tokens}")
             return [self._rounded(W, None)]
         group_size = W.shape[1] if self.group_size == -1 else self.group_size
-        key = ("gptq", self.order, group_size, self.damp, self.sink_weight)
-        if key not in statistics.shared:
-            order = column_order(self.diagonal(statistics), self.order, group_size)
-            statistics.shared[key] = factorise(
-                statistics.values["gram"], self.damp, order, self.first_tokens(statistics)
-            )
-        factor: Factor = statistics.shared[key]
+        factor = self.factor(W, statistics)
         for text in factor.notes:
             statistics.note(text)
         stored = gptq(
@@ -116,6 +110,21 @@ class GPTQ(LayerwiseMethod):
             keep=statistics.keep,
         )
         return [stored]
+
+    def factor(self, W: Tensor, statistics: LayerStatistics) -> Factor:
+        """Of H, in the order in which the columns are taken; the linears that read the same input share it."""
+        key = self.key(W)
+        if key not in statistics.shared:
+            order = column_order(self.diagonal(statistics), self.order, key[2])
+            statistics.shared[key] = factorise(
+                statistics.values["gram"], self.damp, order, self.first_tokens(statistics)
+            )
+        return statistics.shared[key]
+
+    def key(self, W: Tensor) -> tuple:
+        """What the factor depends on, beside H."""
+        group_size = W.shape[1] if self.group_size == -1 else self.group_size
+        return "factor", self.order, group_size, self.damp, self.sink_weight
 
     def first_tokens(self, statistics: LayerStatistics) -> tuple[Tensor, float] | None:
         """What counts the windows' first tokens `sink_weight` times in H: their inputs, and the factor of their Gram

@@ -30,6 +30,7 @@ CASES = [
     ("llama", "smoothquant(alpha=search), int8", {}),
     ("llama", "gptq(bits=3, group_size=16), low_rank(rank=4)", {}),
     ("mixtral", "awq(bits=3, group_size=16)", {"calibrate": "once"}),
+    ("llama", "gptaq(bits=3, group_size=16), tune(steps=3)", {}),
 ]
 SETUP = f"""
 import os, sys, torch

@@ -22,6 +22,7 @@ RECIPES = {
     "scaled, then clipped": "awq(bits=3, group_size=16)",
     "corrected": "rtn(bits=3, group_size=16), low_rank(rank=4)",
     "curves": "wanda(allocation=adaptive, curve_tokens=30)",
+    "two streams, then trained": "gptaq(bits=3, group_size=16, min_tokens=8), tune(steps=2, norm_rate=0.001)",
 }
 
 
@@ -59,8 +60,9 @@ def equal(a, b):
 
 @pytest.mark.parametrize(
     "architecture, recipe",
-    [(architecture, recipe) for architecture in ("llama", "gpt2") for recipe in RECIPES]
-    + [("qwen2_moe", recipe) for recipe in ("in sequence", "beside one another", "smoothed")],
+    [(architecture, recipe) for architecture in ("llama", "gpt2") for recipe in list(RECIPES)[:5]]
+    + [("qwen2_moe", recipe) for recipe in ("in sequence", "beside one another", "smoothed")]
+    + [("llama", "two streams, then trained")],
 )
 def test_killed_anywhere_a_run_ends_with_the_same_bits(tiny, tokens, tmp_path, killer, architecture, recipe):
     blocks = {"n_layer": 3} if architecture == "gpt2" else {"num_hidden_layers": 3}

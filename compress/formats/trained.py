@@ -1,0 +1,91 @@
+"""Differentiable views of weights that are stored as codes with a scale per group of columns."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from compress.formats.base import Format, Trainable
+
+EDGE = 0.499  # of a step: how far from its code a weight may lie and still be rounded to it
+
+
+class TrainedGroups(Trainable):
+    """w = values(round(code + offset)) * scale * exp(factor), group by group along `in`.
+
+    Args:
+        codes: [out, in] integers in the order of the values that they stand for.
+        scale: [out, groups] float32, as stored; must not be 0.
+        levels: number of codes.
+        values: gives for codes [out, groups, group_size] (float32) what they stand for before they are scaled, and the
+            distance to their neighbours there, both broadcastable to the codes, in float32.
+        round_scale: scales [out, groups] as they would be stored, in float32; None: scales stay as they are.
+        store: makes the format of codes [out, in] (uint8) and scales [out, groups] (as `round_scale` gives them).
+        original: see `Format.trainable`.
+    """
+
+    def __init__(
+        self,
+        codes: Tensor,
+        scale: Tensor,
+        *,
+        levels: int,
+        values: Callable[[Tensor], tuple[Tensor, Tensor | float]],
+        round_scale: Callable[[Tensor], Tensor] | None,
+        store: Callable[[Tensor, Tensor], Format],
+        original: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        self.levels, self.values, self.round_scale, self.store = levels, values, round_scale, store
+        self.grouped = (*scale.shape, codes.shape[1] // scale.shape[1])  # (out, groups, group_size)
+        self.register_buffer("codes", codes.float().view(self.grouped))
+        self.register_buffer("scale", scale)
+        self.offsets = nn.Parameter(self._sides(original).view(codes.shape))
+        self.factors = nn.Parameter(torch.zeros_like(scale)) if round_scale else None
+
+    def scales(self) -> Tensor:
+        """[out, groups] float32, as they would be stored; gradients pass straight through their rounding."""
+        if self.factors is None:
+            return self.scale
+        scale = self.scale * self.factors.exp()
+        return scale + (self.round_scale(scale.detach()) - scale).detach()
+
+    def weight(self) -> Tensor:
+        scale = self.scales()
+        latent = self.codes + self.offsets.view(self.grouped)
+        return _Rounded.apply(latent, scale[..., None], self.levels, self.values).view(self.offsets.shape)
+
+    def stored(self) -> Format:
+        with torch.no_grad():
+            codes = _round(self.codes + self.offsets.view(self.grouped), self.levels).to(torch.uint8)
+            scale = self.scale if self.factors is None else self.round_scale(self.scale * self.factors.exp())
+            return self.store(codes.view(self.offsets.shape), scale)
+
+    def _sides(self, original: Tensor | None) -> Tensor:
+        """Where in its step each weight lies, at most at the edge of it; 0, the middle, if that is not known."""
+        if original is None:
+            return torch.zeros_like(self.codes)
+        values, step = self.values(self.codes)
+        wanted = original.float().view(self.grouped) / self.scale[..., None]
+        return ((wanted - values) / step).clamp_(-EDGE, EDGE)
+
+
+class _Rounded(torch.autograd.Function):
+    """values(round(latent)) * scale; the gradient of the rounding is that of the line through its steps."""
+
+    @staticmethod
+    def forward(ctx, latent: Tensor, scale: Tensor, levels: int, values: Callable) -> Tensor:
+        unit, step = values(_round(latent, levels))
+        ctx.save_for_backward(unit, scale, step if isinstance(step, Tensor) else None)
+        return unit * scale
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        unit, scale, step = ctx.saved_tensors
+        by_scale = (grad * unit).sum(-1, keepdim=True)
+        by_latent = grad * (scale if step is None else scale * step)
+        return by_latent, by_scale, None, None
+
+
+def _round(latent: Tensor, levels: int) -> Tensor:
+    return latent.round().clamp_(0, levels - 1)

@@ -1,0 +1,1 @@
+"""Methods that train what was stored, block by block."""

@@ -1,0 +1,147 @@
+"""One block: what its linears store is trained until the block's output comes near to that of the original block."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from compress.linear import CompressedLinear
+from compress.walk.capture import Call, run_block
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How a block is trained.
+
+    steps: updates of everything that is trained. batch: calibration windows that an update is made from.
+    rate, scale_rate, norm_rate: size of the first update of the offsets (in steps of the grid), the factors and the
+        norms (both as a fraction of their value); it falls to 0 in a line. 0: they stay as they are.
+    from_original: a weight starts where its original lies within the step of its code, at most at the edge of it; False:
+        in the middle.
+    sink_weight: how often the first token of each window counts in the loss.
+    keep_zeros: weights that are stored as 0 stay 0.
+    dtype: of the products with weights; None: as the activations.
+    """
+
+    steps: int
+    batch: int
+    rate: float
+    scale_rate: float
+    norm_rate: float = 0.0
+    from_original: bool = True
+    sink_weight: float = 1.0
+    keep_zeros: bool = False
+    dtype: torch.dtype | None = None
+
+
+class TrainedLinear(nn.Module):
+    """Stands for a compressed linear while it is trained; parts that cannot be trained stay as they are.
+
+    Args:
+        original: W [out, in] as it was before it was compressed.
+        schedule: says in which dtype the weight is multiplied, and whether zeros stay.
+    """
+
+    def __init__(self, linear: CompressedLinear, original: Tensor, schedule: Schedule) -> None:
+        super().__init__()
+        self.linear, self.dtype = linear, schedule.dtype
+        self.views: dict[int, nn.Module] = {}  # by the place of the part
+        fixed = [part.dequantize() for part in linear.parts if part.trainable() is None]
+        self.rest = sum(fixed) if fixed else None
+        alone = schedule.from_original and len(linear.parts) - len(fixed) == 1
+        for i, part in enumerate(linear.parts):
+            wanted = (original if self.rest is None else original - self.rest) if alone else None
+            if (view := part.trainable(wanted)) is not None:
+                self.views[i] = view
+                if schedule.keep_zeros:
+                    kept = part.dequantize() != 0
+                    view.offsets.register_hook(lambda grad, kept=kept: grad * kept)
+        self.W: Tensor | None = None
+
+    def __getattr__(self, name: str):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("linear"), name)  # blocks may ask a linear for its weight's dtype
+
+    def prepare(self) -> None:
+        """Make the weight that passes multiply by until this is called again."""
+        W = sum(view.weight() for view in self.views.values())
+        W = W if self.rest is None else W + self.rest
+        self.W = W.to(self.dtype or self.linear.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x.to(self.W.dtype), self.W).to(x.dtype)
+        return y if self.linear.bias is None else y + self.linear.bias
+
+    def stored(self) -> CompressedLinear:
+        """What training made of the linear."""
+        parts = [self.views[i].stored() if i in self.views else part for i, part in enumerate(self.linear.parts)]
+        return CompressedLinear(parts, self.linear.bias, dtype=self.linear.dtype, transform=self.linear.transform)
+
+
+def train(
+    block: nn.Module,
+    index: int,
+    linears: Iterable[TrainedLinear],
+    norms: Iterable[nn.Parameter],
+    calls: Sequence[Call],
+    wanted: Sequence[Call],
+    schedule: Schedule,
+    device: torch.device,
+) -> None:
+    """Train the views of these linears, which stand in the block, and its norms.
+
+    Args:
+        calls: a window of the calibration each, with the block's input.
+        wanted: the same windows with the output that is wanted.
+
+    Every update goes by the sign of the gradient, as AutoRound's (arXiv:2309.05516): a weight that the loss hardly
+    depends on is moved as far as any other one, and no moments have to be kept.
+    """
+    linears = list(linears)
+    views = [view for linear in linears for view in linear.views.values()]
+    rates = {view.offsets: schedule.rate for view in views}
+    rates |= {view.factors: schedule.scale_rate for view in views if view.factors is not None}
+    rates |= {norm: schedule.norm_rate for norm in norms if schedule.norm_rate}
+    sizes = {norm: norm.detach().abs().mean().item() for norm in norms}
+    generator = torch.Generator().manual_seed(index)
+    order: list[int] = []
+    trained = [parameter.requires_grad_() for parameter, rate in rates.items() if rate]
+    for step in range(schedule.steps):
+        if len(order) < min(schedule.batch, len(calls)):
+            order = torch.randperm(len(calls), generator=generator).tolist()
+        batch = [order.pop() for _ in range(min(schedule.batch, len(calls)))]
+        with torch.enable_grad():
+            for linear in linears:
+                linear.prepare()
+            outputs = [run_block(block, calls[i], index, device) for i in batch]
+            targets = [wanted[i].hidden.to(device) for i in batch]
+            loss = sum(token_loss(y, t, schedule.sink_weight) for y, t in zip(outputs, targets, strict=True))
+            gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+        left = 1 - step / schedule.steps
+        for parameter, gradient in zip(trained, gradients, strict=True):
+            if gradient is not None:
+                size = rates[parameter] * left * sizes.get(parameter, 1.0)
+                parameter.detach().add_(gradient.sign(), alpha=-size)
+    for parameter in trained:
+        parameter.requires_grad_(False)
+
+
+def token_loss(y: Tensor, wanted: Tensor, sink_weight: float = 1.0) -> Tensor:
+    """||y - y*||² / ||y*||² of a token, mean over all, for outputs [windows, tokens, hidden] of a block.
+
+    Plain squares would be those of a few tokens: the first token's residual stream is hundreds of times as large as
+    the others' (arXiv:2402.17762).
+
+    Args:
+        from_original: a weight starts where its original lies within the step of its code, at most at the edge of it; False:
+        in the middle.
+    sink_weight: how often the first token of each window counts, to which all later ones attend.
+    """
+    error = (y.float() - wanted.float()).square().sum(-1)
+    error = error / wanted.float().square().sum(-1).clamp_min(1e-12)  # [windows, tokens]
+    more = sink_weight - 1
+    return (error.sum() + more * error[:, 0].sum()) / (error.numel() + more * len(error))
