@@ -197,7 +197,8 @@ def let_go(variant: Variant) -> None:
 def clear(variant: Variant) -> None:
     """Free the cache and the step that was timed, with its packed weights: the model can be made ready for another."""
     variant.step = variant.cache = None
-    variant.packing.tensors.clear(), variant.packing.weights.clear()  # the compiler keeps what it compiled, and that knows the packing
+    variant.packing.tensors.clear()  # the compiler keeps what it compiled, and that knows the packing
+    variant.packing.weights.clear()
 
 
 def _free_bytes(variant: Variant) -> int:

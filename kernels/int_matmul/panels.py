@@ -92,8 +92,8 @@ def nibbles_of(words: Tensor) -> Tensor:
 
 
 def to_bytes(codes: Tensor, middle: int) -> Tensor:
-    """[out, in] of 0..255 -> int8 [panels, in/8, 8 * 16]: code - middle, of eight columns the even ones first, each with
-    its 16 rows. Rows beyond `out` hold 0."""
+    """[out, in] of 0..255 -> int8 [panels, in/8, 8 * 16]: code - middle, of eight columns the even ones first, each
+    with its 16 rows. Rows beyond `out` hold 0."""
     out, columns = codes.shape
     panels = -(-out // ROWS)
     centred = torch.zeros(panels * ROWS, columns, dtype=torch.int8, device=codes.device)
