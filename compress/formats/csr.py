@@ -13,7 +13,7 @@ from kernels.csr_matmul.layout import offsets_of, rows_of
 class CsrWeight(AsStored):
     """The entries that are stored, row by row and from left to right.
 
-    Buffers: `values` float16 [entries], `columns` [entries] and `counts` [out], entries of each row, both int16, or int32
+    Buffers: `values` float16 [entries], `columns` [entries] and `counts` [out], entries of each row, int16 or int32
     where rows are longer than 32,767. That is 4 bytes an entry and 2 bytes a row. Multiplied in float32.
     """
 

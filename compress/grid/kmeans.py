@@ -16,8 +16,8 @@ PAIRS = 1 << 18  # of edges of pieces that are compared at once: what caches hol
 class Sorted:
     """Rows in ascending order, with running sums, so that the cost of any run of neighbours is found in one step.
 
-    x: [rows, n] float64, ascending. order: [rows, n] where each stood. weight, moment: [rows, n + 1], sums of the weights
-    and of weight * x of the elements before each place.
+    x: [rows, n] float64, ascending. order: [rows, n] where each stood. weight, moment: [rows, n + 1], sums of the
+    weights and of weight * x of the elements before each place.
     """
 
     x: Tensor

@@ -28,7 +28,7 @@ class FisherMethod(LayerwiseMethod):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.where != "blocks":
-            raise ValueError(f"`where` (={self.where!r}) of {self.name} must be 'blocks': it makes no tables for embeddings")
+            raise ValueError(f"`where` (={self.where!r}) of {self.name} must be 'blocks': embeddings get no tables")
 
     def apply(
         self,

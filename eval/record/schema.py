@@ -9,7 +9,7 @@ Its shape (more keys are welcome, these keep their names):
     model        name, weights_sha256, parameters
     calibration  corpus, samples, seqlen, seed, sha256          (null where none was needed)
     layers       [{name, shape, format, bits_per_weight, error, rtn_error, seconds, notes, sparsity, distortion,
-                   choice, choices}]                  choice: the method chosen for it, choices: {method: predicted loss}
+                   choice, choices}]                  the method chosen for it, {method: predicted loss}
     folds        [{name, kind, consumers, alpha, x_before, ...}]        scales moved from norms and linears into the
                  linears that read them (`compress.records.FoldRecord` has the shape)
     drops        [{name, kind, block, importance, order, parameters}]   parts of blocks that were, or might be, dropped

@@ -65,5 +65,5 @@ def _curve(made: Allocation) -> str:
         key="allocation",
         x_label="megabytes of the whole model",
         y_label="sum of losses",
-        summary=f"Least sum over the layers of the {_LOSSES[made.loss]}, against the size of the whole model, log scale.",
+        summary=f"Least sum over the layers of the {_LOSSES[made.loss]}, against the model's size, log scale.",
     )
