@@ -40,7 +40,7 @@ class Tune(Method):
     )
     from_original: bool = knob(
         True,
-        "a weight starts where its original lies within the step of its code, so that some codes change at once; False: "
+        "a weight starts where its original lies within the step of its code, so that some codes change; False: "
         "in the middle",
     )
     sink_weight: float = knob(

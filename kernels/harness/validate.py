@@ -14,7 +14,7 @@ DIR receives rows.jsonl (one line per result, written when it is known), log.txt
 table.txt, <gpu>.json (with --tune; it is also written to kernels/tuned) and record.json:
 
     schema_version
-    run          started, duration_s, budget_s, command, device, ops, shapes, tokens, dtype, toy, tune, checks_only,
+    run          started, duration_s, budget_s, command, device, ops, shapes, tokens, dtype, toy, tuned, checks_only,
                  meaningful (false in Triton's interpreter and for toy sizes: there times mean nothing)
     environment  python, torch, triton (null: none), cuda, system, cpu, cpu_capability, cores, threads, commit, dirty,
                  gpu: null or {name, capability, sms, l2_bytes, memory_bytes, shared_memory_bytes, driver}
@@ -130,7 +130,7 @@ class Validation:
                 "tokens": options.tokens,
                 "dtype": options.dtype,
                 "toy": options.toy,
-                "tune": options.tune,
+                "tuned": options.tune,
                 "checks_only": options.checks_only,
                 "meaningful": not (interpreting() or options.toy),
             },
