@@ -18,7 +18,7 @@ class Schedule:
     steps: updates of everything that is trained. batch: calibration windows that an update is made from.
     rate, scale_rate, norm_rate: size of the first update of the offsets (in steps of the grid), the factors and the
         norms (both as a fraction of their value); it falls to 0 in a line. 0: they stay as they are.
-    from_original: a weight starts where its original lies within the step of its code, at most at the edge of it; False:
+    from_original: a weight starts where its original lies within the step of its code, or at its edge; False:
         in the middle.
     sink_weight: how often the first token of each window counts in the loss.
     keep_zeros: weights that are stored as 0 stay 0.
@@ -137,7 +137,7 @@ def token_loss(y: Tensor, wanted: Tensor, sink_weight: float = 1.0) -> Tensor:
     the others' (arXiv:2402.17762).
 
     Args:
-        from_original: a weight starts where its original lies within the step of its code, at most at the edge of it; False:
+        from_original: a weight starts where its original lies within the step of its code, or at its edge; False:
         in the middle.
     sink_weight: how often the first token of each window counts, to which all later ones attend.
     """

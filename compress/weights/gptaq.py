@@ -47,7 +47,8 @@ def correction(C: Tensor, factor: Factor) -> Tensor:
     """P [in, in] such that W (I + P) is what GPTQ is to quantise, so that Ŵ X comes near to W X̃.
 
     Args:
-        C: [in, in], (X̃ - X) Xᵀ up to the factor of H: X what the linear reads, X̃ what it read in the unquantised model.
+        C: [in, in], (X̃ - X) Xᵀ up to the factor of H: X what the linear reads, X̃ what it reads in the
+            unquantised model.
         factor: of H = X Xᵀ.
 
     Source: arXiv:2504.02692, algorithm 1: P = ((C Uᵀ) ∘ M) U with H⁻¹ = Uᵀ U and M strictly upper triangular, in the

@@ -99,5 +99,5 @@ def test_the_embedded_model_takes_what_was_predicted(recipe, weights, data):
 
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if hasattr(method, "working_set")])
 def test_every_method_says_what_it_holds(name):
-    per_weight, per_gram = METHODS[name].working_set
+    per_weight, per_gram = METHODS[name]().working_set
     assert per_weight >= 1 and per_gram >= 0

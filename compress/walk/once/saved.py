@@ -122,7 +122,8 @@ def predicted_bytes(columns: Sequence[int], needs: Sequence[str], tokens: int, w
     numbers = 0
     for n in columns:
         upper = sum(min(PANEL, n - start) * (n - start) for start in range(0, n, PANEL))
-        per = {"gram": upper, "rows": min(Rows.most, tokens) * n, "starts": windows * n}
+        per = {"gram": upper, "cross": n * n, "rows": min(Rows.most, tokens) * n}
+        per |= dict.fromkeys(("starts", "cross_starts"), windows * n)
         numbers += sum(per.get(need, n) for need in needs)
     return 4 * numbers
 
