@@ -36,8 +36,8 @@ from compress.linear import compressed_linears, replace
 
 FLOATS = (GGML.F32, GGML.F16, GGML.BF16)
 # Largest difference of the logits at the median position, relative to their standard deviation: what 16-bit embeddings
-# and scales explain, and how models in 16 bits compute. Rows in a wrong order, or a wrong setting, move the logits of all
-# positions by more than their deviation; at a few positions, such as the first tokens, rounding alone does so.
+# and scales explain, and how models in 16 bits compute. Rows in a wrong order, or a wrong setting, move the logits of
+# all positions by more than their deviation; at a few positions, such as the first tokens, rounding alone does so.
 TOLERANCE = {torch.float32: 0.05, torch.float16: 0.1, torch.bfloat16: 0.3}
 TEXTS = ("The capital of France is Paris.", "def f(x):\n    return x  # 3 + 4", "Grüße, 世界! It's 12:30.")
 SNIPPET = """With llama.cpp (`llama-cli`, `llama-server`, or `pip install llama-cpp-python`):
@@ -232,7 +232,7 @@ def _compare_logits(checkpoint: Checkpoint, folder: Path) -> tuple[float, list[s
     if not difference <= TOLERANCE[model.dtype] * spread:
         raise RuntimeError(
             "the GGUF file, read by transformers, gives other logits than the model in memory: they differ by up to "
-            f"{difference:.2e} at the median position, where logits spread by {spread:.2e}, although every tensor agrees"
+            f"{difference:.2e} at the median position, and spread by {spread:.2e}, although every tensor agrees"
         )
     same = expected.argmax(-1) == found.argmax(-1)
     said = [
