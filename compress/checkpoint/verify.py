@@ -88,9 +88,7 @@ def named_weights(model: nn.Module, *, shapes_only: bool = False) -> Iterator[tu
     Args:
         shapes_only: give empty tensors for compressed weights, where the names alone matter.
     """
-    compressed = {
-        name: m for name, m in model.named_modules() if isinstance(m, CompressedEmbedding | CompressedLinear)
-    }
+    compressed = {name: m for name, m in model.named_modules() if isinstance(m, CompressedEmbedding | CompressedLinear)}
     inside = tuple(f"{name}." for name in compressed)
     for name, tensor in model.state_dict().items():
         if not name.startswith(inside):

@@ -105,6 +105,7 @@ class Format(nn.Module):
         """
         return None
 
+
 class AsStored(Format):
     """A weight whose stored buffers keep their dtypes, whatever the model is cast to.
 

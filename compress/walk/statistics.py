@@ -49,11 +49,11 @@ class Gram:
 class Cross:
     """C [in, in] = (2/n) Σ (x̃ - x) xᵀ in float32, x̃ what the linear would have read, had nothing been compressed.
 
-    Tokens for which that is not known count as ones without a difference.
+    Tokens for which that is not known count as ones without a difference; if it is known for none, C is [0, in].
     """
 
     def __init__(self, columns: int, device: torch.device, start: int = 0) -> None:
-        self.sum = torch.zeros(columns, columns, dtype=torch.float32, device=device)
+        self.sum = torch.zeros(0, columns, dtype=torch.float32, device=device)
         self.tokens = 0
 
     def update(self, x: Tensor, original: Tensor | None) -> None:
@@ -61,32 +61,44 @@ class Cross:
         self.tokens += rows.shape[0]
         if original is not None:
             difference = original.reshape(rows.shape).float() - rows.float()
-            self.sum.addmm_(difference.t(), rows.float())
+            self._room().addmm_(difference.t(), rows.float())
 
     def merge(self, later: "Cross") -> None:
-        self.sum += later.sum
         self.tokens += later.tokens
+        if len(later.sum):
+            self._room().add_(later.sum)
 
     def result(self) -> Tensor:
         return self.sum.mul_(2 / max(self.tokens, 1))
 
+    def _room(self) -> Tensor:
+        if not len(self.sum):
+            self.sum = self.sum.new_zeros(self.sum.shape[1], self.sum.shape[1])
+        return self.sum
+
 
 class CrossStarts:
-    """(x̃ - x) of the first token of every calibration window, [windows, in] float32, beside `Starts`; see `Cross`."""
+    """(x̃ - x) of the first token of every calibration window, [windows, in] float32, beside `Starts`.
+
+    None at all, [0, in], if the original is known for no window; see `Cross`.
+    """
 
     def __init__(self, columns: int, device: torch.device, start: int = 0) -> None:
         self.rows = [torch.zeros(0, columns, dtype=torch.float32, device=device)]
+        self.known = False
 
     def update(self, x: Tensor, original: Tensor | None) -> None:
         if x.dim() == 3:
             first = x[:, 0].float()
             self.rows.append(torch.zeros_like(first) if original is None else original[:, 0].float() - first)
+            self.known |= original is not None
 
     def merge(self, later: "CrossStarts") -> None:
         self.rows += later.rows
+        self.known |= later.known
 
     def result(self) -> Tensor:
-        return torch.cat(self.rows)
+        return torch.cat(self.rows) if self.known else self.rows[0]
 
 
 class Absmax:

@@ -26,7 +26,9 @@ class GPTAQ(GPTQ):
     alpha: float = knob(0.25, "share of the difference that is made up for; 0: GPTQ", range=(0, 1))
 
     def solve(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
-        if statistics.tokens >= self.min_tokens:
+        if not len(statistics.values["cross"]):
+            statistics.note("what this linear reads in the unquantised model is not known, so that this is plain GPTQ")
+        elif statistics.tokens >= self.min_tokens:
             P = statistics.shared.get(key := ("gptaq", *self.key(W)))
             if P is None:
                 P = statistics.shared[key] = correction(self.cross(statistics), self.factor(W, statistics))

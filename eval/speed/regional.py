@@ -14,7 +14,8 @@ The steps:
 
 What the model and every block pass to the code that inductor generated is recorded.
 From then on `RegionalStep` calls the generated code directly with the recorded inputs: no guards are evaluated, and no
-Python of the model runs. On a CPU the 16-bit weights of linears are laid out for oneDNN once and passed in that layout.
+Python of the model runs. On a CPU the 16-bit weights of linears are passed in the layout that the fastest product takes
+(`eval.speed.packing`).
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,9 +1,9 @@
 """Prefill and decode speed, each variant against the others in the same process, in turns.
 
 Every variant reads and writes through the same code: a static cache, the fastest attention there is, and a pass over
-the prompt and a step of decoding that are compiled block by block (`eval.speed.regional`). On a CPU the weights of
-16-bit linears are laid out for oneDNN beforehand: without that a 16-bit baseline reaches a quarter of the memory
-bandwidth, and anything looks fast beside it.
+the prompt and a step of decoding that are compiled block by block (`eval.speed.regional`). On a CPU the products
+of 16-bit linears are made by what a trial finds fastest (`eval.speed.packing`): torch's own reach a quarter of the
+memory bandwidth, and anything looks fast beside them.
 """
 
 import gc
@@ -82,8 +82,8 @@ def standard_variants(
 ) -> dict[str, Variant]:
     """Compressed models in bfloat16 against the baseline in float32, bfloat16, and bfloat16 at its best.
 
-    "baseline" is the strongest: compiled, and prepacked on a CPU. "float32" and "bfloat16" are what a plain
-    transformers user gets. Each of `others` is prepared as "compressed" is.
+    "baseline" is the strongest: compiled, and on a CPU with the fastest 16-bit products. "float32" and "bfloat16" are
+    what a plain transformers user gets. Each of `others` is prepared as "compressed" is.
     """
 
     def plain(dtype: torch.dtype) -> Callable[[nn.Module], tuple[nn.Module, nn.Module]]:

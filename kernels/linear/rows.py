@@ -14,7 +14,7 @@ from kernels.linear.onednn import lay_out, product
 
 FEW = 8  # tokens up to which the kernel is tried
 DTYPES = (torch.bfloat16, torch.float16)
-TRIAL_BYTES = 96 << 20  # of weights that a trial goes through, so that they come from memory and not from a cache
+CACHES = 96 << 20  # bytes that are read between two products of a trial, so that weights come from memory
 ROUNDS = 12
 
 
@@ -46,20 +46,19 @@ def faster_than_onednn(out: int, columns: int, tokens: int, dtype: torch.dtype) 
 
     oneDNN wins where the processor has instructions that the kernel does not use (AMX).
     """
-    count = max(2, TRIAL_BYTES // (2 * out * columns))
     with unset_fake_temporarily():  # the compiler asks while it traces
-        x = torch.zeros(tokens, columns, dtype=dtype)
-        plain = [torch.zeros(out, columns, dtype=dtype) for _ in range(count)]
-        packed = [lay_out(weight, tokens) for weight in plain]
-        ways: tuple[Callable[[int], object], ...] = (
-            lambda i: products(x, [plain[i]], [None]),
-            lambda i: product(x, packed[i]),
+        x, plain = torch.ones(tokens, columns, dtype=dtype), torch.ones(out, columns, dtype=dtype)
+        packed, other = lay_out(plain, tokens), torch.ones(CACHES // 4)
+        ways: tuple[Callable[[], object], ...] = (
+            lambda: products(x, [plain], [None]),
+            lambda: product(x, packed),
         )
         seconds: tuple[list[float], ...] = ([], [])
-        for turn in range(ROUNDS):
+        for _ in range(ROUNDS):
             for way, taken in zip(ways, seconds, strict=True):
+                other.sum()
                 start = time.perf_counter()
-                way(turn % count)
+                way()
                 taken.append(time.perf_counter() - start)
     kernel, onednn = map(statistics.median, seconds)
     return kernel < onednn

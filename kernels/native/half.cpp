@@ -137,10 +137,8 @@ INLINE float total(Acc acc) { return bf16_avx2::total(acc); }
 #undef INLINE
 #endif  // x86
 
-#define INLINE static inline __attribute__((always_inline))
 template <bool IS_BFLOAT16>
 struct Portable {
-  static constexpr int STEP = 1, BYTES = 4;
   static void loop(const Matrix& m, const Tokens& x, int64_t row, int rows, int64_t token, int tokens, float* sums) {
     for (int r = 0; r < rows; r++)
       for (int t = 0; t < tokens; t++) {
@@ -152,7 +150,6 @@ struct Portable {
       }
   }
 };
-#undef INLINE
 
 struct Way {
   Loop loop;
@@ -172,22 +169,7 @@ Way way_of(const std::string& isa, bool bfloat16) {
   return {bfloat16 ? Portable<true>::loop : Portable<false>::loop, 1, Way::widened};
 }
 
-bool runs(const std::string& isa) {
-#ifdef HAVE_X86
-  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  if (isa == "avx512bf16") return avx512 && __builtin_cpu_supports("avx512bf16");
-  if (isa == "avx512") return avx512;
-  if (isa == "avx2") return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-#endif
-  return isa == "portable";
-}
-
-std::string best_isa(bool bfloat16) {
-  for (const char* isa : {"avx512bf16", "avx512", "avx2"})
-    if (runs(isa) && (bfloat16 || isa != std::string("avx512bf16"))) return isa;
-  return "portable";
-}
+#include "isa.inc"
 
 // The tokens in float32, and the items of the loops.
 struct Laid {

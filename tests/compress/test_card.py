@@ -84,7 +84,9 @@ def test_licenses_are_found_where_they_are_named(tmp_path):
 
 def test_card_says_how_asymmetric_weights_load(tiny):
     """transformers takes them only where they are dequantised on the way in."""
-    plain, asymmetric = (apply([METHODS["rtn"](group_size=16, symmetric=s)], tiny("llama")).model for s in (True, False))
+    plain, asymmetric = (
+        apply([METHODS["rtn"](group_size=16, symmetric=s)], tiny("llama")).model for s in (True, False)
+    )
     writer = save.format_named("compressed-tensors")
     assert "CompressedTensorsConfig" not in writer.how_to_load(plain)
     lines = writer.how_to_load(asymmetric).replace("PATH", "x").split("```python\n")[1].split("```")[0].splitlines()

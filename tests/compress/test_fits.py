@@ -68,7 +68,9 @@ def test_a_format_that_cannot_hold_a_recipe_is_refused_with_one_that_can(tiny, m
     with torch.device("meta"):
         model = tiny("llama")
     check_save_format("four-bits", parse_recipe("rtn(group_size=16)"), model)
-    said = r"'four-bits'\) cannot hold model.layers.0.self_attn.q_proj, as int8 stores it: eight_bit.*'workbench'.* would"
+    said = (
+        r"'four-bits'\) cannot hold model.layers.0.self_attn.q_proj, as int8 stores it: eight_bit.*'workbench'.* would"
+    )
     with pytest.raises(ValueError, match=said):
         check_save_format("four-bits", parse_recipe("int8"), model)
     with pytest.raises(ValueError, match=r"magnitude\(ratio=0.5\), rtn\(.*bitmap.*'workbench'.* would do"):

@@ -88,4 +88,15 @@ def test_alpha_0_is_without_and_inputs_of_chosen_tokens_are_not_paired(tiny, tok
     assert all(torch.equal(a, b) for a, b in zip(plain.state_dict().values(), same.state_dict().values(), strict=True))
     collector = Collector(GPTAQ.statistics, 16, torch.device("cpu"))
     collector.update(torch.randn(5, 16), original=torch.randn(5, 16))
-    assert not collector.result().values["cross"].any()
+    values = collector.result().values
+    assert values["cross"].shape == values["cross_starts"].shape == (0, 16)
+
+
+def test_calibrated_once_it_is_gptq_and_says_so(tiny, tokens):
+    """In a pass of the model as it is there is no second stream: nothing is kept of it, and the record says it."""
+    knobs = {"bits": 3, "group_size": 16, "min_tokens": 8}
+    plain = apply([METHODS["gptq"](**knobs)], tiny("llama"), tokens(), calibrate="once").model
+    result = apply([GPTAQ(**knobs)], tiny("llama"), tokens(), calibrate="once")
+    states = plain.state_dict().values(), result.model.state_dict().values()
+    assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+    assert all(any("plain GPTQ" in note for note in layer.notes) for layer in result.layers)

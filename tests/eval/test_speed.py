@@ -68,7 +68,9 @@ def test_compiled_passes_are_packed_and_write_what_the_models_write(tiny, writte
     plain = {"baseline": model, "compressed": small}
     variants = {name: Variant(m, True, lambda m: (fast_attention(copy.deepcopy(m)), m)) for name, m in plain.items()}
     speeds = measure_speed(variants, prompt_tokens=12, new_tokens=5, rounds=1)
-    assert speeds["baseline"].execution == "compiled, 15 dense weights in fast products", "seven linears a block, and the head"
+    assert speeds["baseline"].execution == "compiled, 15 dense weights in fast products", (
+        "seven linears a block, and the head"
+    )
     assert speeds["compressed"].execution == "compiled, 1 dense weights in fast products"
     for name, variant in variants.items():
         assert written[id(variant)] == greedy(plain[name], (torch.arange(12) * 7919 % 96)[None], 6)

@@ -205,8 +205,8 @@ def _compare_logits(checkpoint: Checkpoint, folder: Path) -> tuple[float, list[s
     """Load the file with transformers' GGUF reader and compare logits.
 
     Returns:
-        the largest difference at the median position, and remarks: how many tokens agree, and what that reader does
-        not read.
+        the largest difference, and remarks: how far the logits differ at the median position, which decides, how
+        many tokens agree, and what that reader does not read.
 
     Raises:
         RuntimeError: the logits differ by more than rounding to 16 bits explains.
@@ -227,24 +227,24 @@ def _compare_logits(checkpoint: Checkpoint, folder: Path) -> tuple[float, list[s
     model.train(training)
     found = again.to(device)(ids).logits.float()
     by_position = (expected - found).abs().amax(-1)  # [prompts, T]
-    difference, largest = by_position.median().item(), by_position.max().item()
+    median, largest = by_position.median().item(), by_position.max().item()
     spread = expected.std().item() or 1.0
-    if not difference <= TOLERANCE[model.dtype] * spread:
+    if not median <= TOLERANCE[model.dtype] * spread:
         raise RuntimeError(
             "the GGUF file, read by transformers, gives other logits than the model in memory: they differ by up to "
-            f"{difference:.2e} at the median position, and spread by {spread:.2e}, although every tensor agrees"
+            f"{median:.2e} at the median position, and spread by {spread:.2e}, although every tensor agrees"
         )
     same = expected.argmax(-1) == found.argmax(-1)
     said = [
         f"of {same.numel()} positions, {int(same.sum())} have the same most likely next token; logits differ by "
-        f"up to {difference:.1e} at the median position ({largest:.1e} at most), and spread by {spread:.1e}"
+        f"up to {median:.1e} at the median position ({largest:.1e} at most), and spread by {spread:.1e}"
     ]
     if missed:
         said.append(
             f"transformers' GGUF reader does not read {', '.join(missed)} of this architecture: there, give "
             "`from_pretrained` a configuration with them; llama.cpp reads them, or has the same values fixed"
         )
-    return difference, said
+    return largest, said
 
 
 def _not_read(ours: PreTrainedConfig, theirs: PreTrainedConfig) -> list[str]:

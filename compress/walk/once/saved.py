@@ -10,7 +10,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from compress.walk.resume import BlockStore
-from compress.walk.statistics import Collector, LayerStatistics, Rows, divided
+from compress.walk.statistics import PAIRED, Collector, LayerStatistics, Rows, divided
 
 LIMIT = "WORKBENCH_STATISTICS_GB"  # how much disk the statistics of one model and one calibration may take
 PANEL = 256  # rows of a symmetric matrix that are stored together, from the diagonal on
@@ -122,8 +122,8 @@ def predicted_bytes(columns: Sequence[int], needs: Sequence[str], tokens: int, w
     numbers = 0
     for n in columns:
         upper = sum(min(PANEL, n - start) * (n - start) for start in range(0, n, PANEL))
-        per = {"gram": upper, "cross": n * n, "rows": min(Rows.most, tokens) * n}
-        per |= dict.fromkeys(("starts", "cross_starts"), windows * n)
+        per = {"gram": upper, "starts": windows * n, "rows": min(Rows.most, tokens) * n}
+        per |= dict.fromkeys(PAIRED, 0)  # nothing is compressed in this pass, so that the two streams are one
         numbers += sum(per.get(need, n) for need in needs)
     return 4 * numbers
 
