@@ -84,8 +84,8 @@ def _method(node: ast.expr, methods: Mapping[str, type[Method]], text: str, para
     if not isinstance(name, ast.Name) or name.id not in methods:
         shown = ast.unparse(name)
         near = difflib.get_close_matches(shown, methods, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise ValueError(f"`{parameter}` (={text!r}): {shown} is not a method; {hint}There are {', '.join(methods)}")
+        hint = f"did you mean {near[0]}? There" if near else "there"
+        raise ValueError(f"`{parameter}` (={text!r}): {shown} is not a method; {hint} are {', '.join(methods)}")
     method = methods[name.id]
     if called and called.args:
         raise ValueError(

@@ -100,7 +100,7 @@ def evaluate(
         window, stride, max_windows, beginning, bos: how texts are cut (`eval.text.windows.windows`).
         prompts, sample_tokens: greedy generations shown side by side.
         speed_*: see `eval.speed.speed.measure_speed`; a prompt of 512 tokens, or half of what the model takes, unless
-            given.
+            given; with 0 rounds nothing is timed.
         timed: names among `others` to time and weigh too, in turns with the rest, on bfloat16 copies.
 
     What is written, speed, memory and size are those of bfloat16 copies, the dtype in which such models are deployed;
@@ -156,9 +156,11 @@ def evaluate(
             metrics[name] |= _weighed(deployed(others[name]), parameters)
         variants = standard_variants(baseline, model, {name: others[name] for name in timed})
         try:
-            scores.speed = measure_speed(
-                variants, prompt_tokens=prompt_tokens, new_tokens=speed_new_tokens, rounds=speed_rounds
-            )
+            if speed_rounds:
+                lengths = {"prompt_tokens": prompt_tokens, "new_tokens": speed_new_tokens}
+                scores.speed = measure_speed(variants, **lengths, rounds=speed_rounds)
+            else:
+                scores.notes.append("Speed was not measured: `speed_rounds` is 0.")
         except Exception as error:  # what was scored before is not lost for it
             scores.notes.append(f"Speed was not measured: {type(error).__name__}: {first_line(error)}")
             warnings.warn(scores.notes[-1], stacklevel=2)
@@ -294,8 +296,8 @@ def check_evaluation(
         raise ValueError(
             f"`timed` (={list(timed)}) must be among `others` (={others}), which {', '.join(sorted(unknown))} is not"
         )
-    if type(speed_rounds) is not int or speed_rounds < 1:
-        raise ValueError(f"`speed_rounds` (={speed_rounds!r}) must be a positive integer")
+    if type(speed_rounds) is not int or speed_rounds < 0:
+        raise ValueError(f"`speed_rounds` (={speed_rounds!r}) must be a positive integer, or 0 to time nothing")
     if window > positions(model):
         raise ValueError(f"`window` (={window}) must be at most {positions(model)}, the positions that this model has")
     for ids in texts.values():

@@ -10,6 +10,7 @@ so that a larger allocation fails instead of passing unseen.
 
 import argparse
 import json
+import os
 import resource
 import sys
 import time
@@ -20,6 +21,8 @@ import torch
 
 HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, VOCABULARY = 4096, 14336, 32, 32, 8, 128256
 BLOCKS_A_SHARD = 2
+# What glibc reserves is address space, too: 64 MB for each thread, and what was freed in blocks of less than 32 MB.
+ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 
 
 def write(folder: Path, layers: int) -> None:
@@ -189,6 +192,8 @@ if __name__ == "__main__":
     if arguments.command == "write":
         write(arguments.folder, arguments.layers)
     else:
+        if os.environ.keys().isdisjoint(ALLOCATOR):  # read by glibc when a process starts
+            os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **ALLOCATOR})
         arguments.work.mkdir(parents=True, exist_ok=True)
         found = run(arguments)
         arguments.record.write_text(json.dumps(found, indent=1))

@@ -143,12 +143,13 @@ class Walking:
         def solve(several: Sequence[tuple[str, LayerStatistics]]) -> dict[str, CompressedLinear]:
             """Every process solves its share of these linears, and gets what the others made of theirs."""
             made: dict[str, tuple[CompressedLinear, LayerRecord]] = {}
-            for name, statistics in current().share(several, before=len(new)):
+            mine = current().share(several, before=len(new))
+            for name, statistics in mine:
                 self.progress.set_postfix_str(name.removeprefix(f"{self.prefix}.{index}."))
                 own = statistics.for_another()
                 own.notes += notes
                 original = weight_of(self.originals[name]).to(self.device) if name in self.originals else None
-                made[name] = solve_linear(name, linears[name], original, own, method)
+                made[name] = solve_linear(name, linears[name], original, own, method, last=name == mine[-1][0])
             for one in current().gathered(made):
                 new.update({name: linear for name, (linear, _) in one.items()})
                 records.update({name: record for name, (_, record) in one.items()})
@@ -219,10 +220,20 @@ def with_errors(statistics: Sequence[str]) -> tuple[str, ...]:
 
 
 def solve_linear(
-    name: str, linear: nn.Module, original: Tensor | None, statistics: LayerStatistics, method: Solver
+    name: str,
+    linear: nn.Module,
+    original: Tensor | None,
+    statistics: LayerStatistics,
+    method: Solver,
+    *,
+    last: bool = False,
 ) -> tuple[CompressedLinear, LayerRecord]:
-    """What stands for a linear, and its record; `original`: the weight that its error is measured against, if that is
-    not the linear's own."""
+    """What stands for a linear, and its record.
+
+    Args:
+        original: the weight that its error is measured against, if that is not the linear's own.
+        last: no other linear is solved from what these statistics share.
+    """
     start = time.perf_counter()
     W = weight_of(linear)
     target = W if original is None else original
@@ -231,6 +242,8 @@ def solve_linear(
     peer = method.peer(W, statistics)
     if peer is not None and statistics.keep is not None:
         peer = masked_like(statistics.stored, peer, statistics.keep)
+    if last:
+        statistics.shared.clear()  # such as a factor that is as large as H, which measuring the errors needs room beside
     if not statistics.tokens:
         statistics.note("no calibration tokens: the error is that of the weights")
     return new, record(name, W if original is None else original, new, statistics, peer=peer, seconds=seconds)

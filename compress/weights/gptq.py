@@ -206,7 +206,7 @@ def gptq(
     codes = torch.empty_like(Wt, dtype=torch.uint8)
     mask = None if keep is None else keep.t()[order]
     group_of = order // group_size  # [in]
-    errors = torch.empty_like(Wt)  # W - Ŵ of the columns that are done
+    errors = Wt  # W - Ŵ of the columns that are done stands in their place
     importance = factor.diagonal.square().reciprocal()  # [in], in processing order
     groups, table = columns // group_size, None if values.table is None else values.table.to(W.device)
     reached = group_of[::group_size].tolist()  # with whole groups, in their order
@@ -252,6 +252,7 @@ def gptq(
             )
             own = group_of[a:b]
             errors[a:b] = Wt[a:b] - values.dequantize(codes[a:b].float(), scales[own], zeros[own])
+    del Wt, errors, weights  # room for packing
     natural = torch.empty_like(codes)
     natural[order] = codes
     return values.stored(natural.t(), scales.t(), zeros.t(), group_size=group_size, rule=rule)

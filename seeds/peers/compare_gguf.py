@@ -1,9 +1,12 @@
 """GGUF files of this workbench beside those that llama.cpp makes with an importance matrix from the same text.
 
     python seeds/peers/compare_gguf.py --write reports/published/interop-gguf.md
-    python seeds/peers/compare_gguf.py --models smollm2-135m --samples 128 --windows 20 --window 2048 --ours FILE.gguf
+    python seeds/bytes_and_loss.py --out bytes.json RECIPE ...
+    python seeds/peers/compare_gguf.py --models smollm2-135m --samples 128 --windows 20 --window 2048 --ours \\
+        --recipes bytes.json --write reports/published/bytes-and-loss.md
 
 runs after `make interop`, whose environment of llama.cpp it uses, and whose checkpoints unless `--ours` names others.
+`--recipes` adds what seeds/bytes_and_loss.py measured on the same windows, and draws all of it beside the table.
 Every file's weights are dequantised by gguf's decoder and scored by the same code in float32, without rounding of
 activations; speeds are those of llama-bench. What is there already is used again: files, and the scores beside them.
 """
@@ -40,15 +43,15 @@ OURS = (work.GPTQ32, work.AWQ)
 
 @dataclass
 class File:
-    """A GGUF file: its bytes, perplexity ± standard error, tokens per second of llama-bench."""
+    """A GGUF file or the model of a recipe: bytes, perplexity ± standard error, tokens/s of llama-bench if timed."""
 
     model: str
     name: str
     nbytes: int
     perplexity: float
     stderr: float
-    decode: float
-    prefill: float
+    decode: float | None = None
+    prefill: float | None = None
 
 
 def source_file(folder: Path, model_name: str) -> Path:
@@ -150,10 +153,58 @@ def table(rows: list[File], options: argparse.Namespace) -> str:
         out += [f"**{model}**", "", "| file | MB | perplexity | decode, tokens/s | prefill, tokens/s |"]
         out += ["| --- | ---: | ---: | ---: | ---: |"]
         for r in (row for row in rows if row.model == model):
-            cells = [r.name, f"{r.nbytes / 1e6:.1f}", f"{r.perplexity:.2f} ± {r.stderr:.2f}", f"{r.decode:.0f}"]
-            out.append("| " + " | ".join([*cells, f"{r.prefill:,.0f}"]) + " |")
+            speeds = ["–" if rate is None else f"{rate:,.0f}" for rate in (r.decode, r.prefill)]
+            cells = [r.name, f"{r.nbytes / 1e6:.1f}", f"{r.perplexity:.2f} ± {r.stderr:.2f}", *speeds]
+            out.append("| " + " | ".join(cells) + " |")
         out.append("")
     return "\n".join(out).rstrip() + "\n"
+
+
+def of_recipes(path: Path, options: argparse.Namespace, baseline: File) -> list[File]:
+    """What seeds/bytes_and_loss.py measured of one model, smallest first.
+
+    Raises:
+        ValueError: on other windows than `baseline`, or with another baseline.
+    """
+    record = json.loads(path.read_text())
+    settings = record["settings"]
+    found = settings["model"], settings["window"], dict(zip(settings["texts"], settings["windows"], strict=True))
+    if found[:2] != (baseline.model, options.window) or found[2].get("wikitext2") != options.windows:
+        raise ValueError(f"`--recipes` (={path}) was measured on {found}, and the files on other windows or models")
+    there = record["rows"][""]["perplexity"]["wikitext2"][0]
+    if abs(there / baseline.perplexity - 1) > 1e-3:
+        raise ValueError(
+            f"`--recipes` (={path}): its baseline is {there:.3f}, that of the files {baseline.perplexity:.3f}"
+        )
+    rows = {recipe: row for recipe, row in record["rows"].items() if recipe}
+    files = [
+        File(baseline.model, f"`{recipe}`", row["bytes"], *row["perplexity"]["wikitext2"])
+        for recipe, row in rows.items()
+    ]
+    return sorted(files, key=lambda file: file.nbytes)
+
+
+def draw(rows: list[File], path: Path) -> None:
+    """Bytes against perplexity, ours and llama.cpp's."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.2), constrained_layout=True)
+    base, *others = rows
+    for ours, label, mark in ((True, "workbench", "o-"), (False, "llama.cpp, importance matrix", "s--")):
+        line = sorted((r.nbytes / 1e6, r.perplexity) for r in others if r.name.startswith("`") == ours)
+        axes.plot(*zip(*line, strict=True), mark, label=label)
+    for row in others:
+        if not row.name.startswith("`"):
+            kind = row.name.removeprefix("llama.cpp ").partition(",")[0]
+            axes.annotate(
+                kind, (row.nbytes / 1e6, row.perplexity), fontsize=7, xytext=(3, 3), textcoords="offset points"
+            )
+    axes.axhline(base.perplexity, color="gray", linewidth=0.8, label=f"16 bits, {base.nbytes / 1e6:.0f} MB")
+    axes.set_xlabel("MB of the whole model")
+    axes.set_ylabel("perplexity on wikitext-2")
+    axes.set_yscale("log")
+    axes.legend()
+    figure.savefig(path, metadata={"Date": None})
 
 
 def main() -> None:
@@ -169,6 +220,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=work.WINDOWS)
     parser.add_argument("--window", type=int, default=work.WINDOW)
     parser.add_argument("--ours", nargs="*", type=Path, help="GGUF files of ours; those of `make interop` if not given")
+    parser.add_argument("--recipes", type=Path, help="record of seeds/bytes_and_loss.py, of the same model and windows")
     parser.add_argument("--make-only", action="store_true", help="make the files, and measure nothing")
     parser.add_argument("--write", type=Path)
     options = parser.parse_args()
@@ -186,7 +238,12 @@ def main() -> None:
         source = source_file(folder, model)
         shell = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
         progress = tqdm(files.items(), desc=model, unit="file")
-        rows += [measured(options, model, name, file, shell) for name, file in progress]
+        found = [measured(options, model, name, file, shell) for name, file in progress]
+        if options.recipes:
+            found += of_recipes(options.recipes, options, found[0])
+            if options.write:
+                draw(found, options.write.with_suffix(".svg"))
+        rows += found
     text = table(rows, options)
     print(text)
     if options.write and rows:

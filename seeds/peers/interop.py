@@ -212,6 +212,7 @@ def facts_of(options: argparse.Namespace) -> dict:
         "threads": options.threads,
         "rounds": options.rounds,
         "corpus": options.corpus,
+        "calibration": f"{work.SAMPLES} windows of {work.SEQLEN} tokens of {options.calibration}",
         "windows": work.WINDOWS,
         "window": work.WINDOW,
         "prompts": work.PROMPTS,

@@ -143,8 +143,8 @@ HEAD = (
 def introduction(facts: dict) -> str:
     return f"""\
 Measured on {facts["date"]} on {facts["hardware"]}, {facts["threads"]} threads: `{facts["command"]}`. Each model is
-compressed and saved by this workbench, its other weights in bfloat16, and the same checkpoint is run by the other
-library.
+compressed and saved by this workbench (calibrated on {facts["calibration"]}), its other weights in bfloat16, and the
+same checkpoint is run by the other library.
 
 - Perplexity is on {facts["windows"]} windows of {facts["window"]} tokens of {facts["corpus"]}, the same token ids
   everywhere. "Here" is the compressed model in float32 arithmetic, on the weights as they are stored. "There" is the
@@ -157,7 +157,7 @@ library.
   the rounding of their scales to 16 bits. vLLM shows no weights.
 - Speeds are medians of {facts["rounds"]} rounds: decoding {facts["speed_tokens"]} tokens after a prompt of
   {facts["speed_prompt"]}, and reading that prompt, at batch 1. Here the model is compiled, in bfloat16, and fp8
-  is emulated. transformers is not timed: it dequantises at load, and is as fast as the uncompressed model."""
+  is emulated; readers and workbench were timed one after the other. transformers is not timed: it dequantises at load, and is as fast as the uncompressed model."""
 
 
 def baseline_of(speed: dict | None) -> str:

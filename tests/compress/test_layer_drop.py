@@ -204,6 +204,7 @@ def test_blocks_that_are_more_than_a_residual_are_refused(tiny, tokens):
     assert len(find_blocks(apply([DROP(target="block", count=1)], model, tokens()).model)[1]) == 1
 
 
+@pytest.mark.slow
 def test_speed_of_a_model_without_some_attention(tiny, tokens):
     model = tiny("llama", num_hidden_layers=3)
     result = apply([DROP(target="attention", layers="0")], copy.deepcopy(model), tokens())

@@ -143,6 +143,7 @@ def test_outliers_break_int8_and_smoothing_repairs_it(tiny, tokens):
             )
 
 
+@pytest.mark.slow
 def test_outliers_on_the_real_model(real):
     model, tokenizer = real
     ids, *batches = calibration(tokenizer, samples=3, seqlen=128)

@@ -347,6 +347,7 @@ def test_what_this_device_lacks_is_said(monkeypatch):
         assert METHODS["int8"](weights="block").remarks(cpu)
 
 
+@pytest.mark.slow
 def test_real_model(real):
     """Steps per token cost a few percent without smoothing, most of them at the down projections; one step for all
     ruins it."""

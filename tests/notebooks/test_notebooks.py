@@ -119,17 +119,17 @@ LATER = "*.[12]?.*"  # the last 20 of 30 blocks, which stay as they are where th
 METHOD_OF = {"start_here": "gptq"}  # where the notebook is not called after its method
 # Per notebook: parameters beside SMALL, the format of its linears, and what else must hold.
 EXPECTED = {
-    "start_here": ({"samples": 2, "max_windows": 1}, "int_group", expect_start),
+    "start_here": ({"samples": 2, "max_windows": 1, "speed_rounds": 0}, "int_group", expect_start),
     "gptq": ({"skip": LATER}, "int_group", expect_gptq),
     "smoothquant": ({"compare": "", "samples": 2, "max_windows": 1}, "eight_bit", expect_smoothquant),
-    "pruning": ({"method": "wanda", "compare": "", "curves": "", "samples": 2}, "bitmap", expect_pruning),
+    "pruning": ({"method": "wanda", "compare": "", "curves": "", "samples": 2, "speed_rounds": 0}, "bitmap", expect_pruning),
 }  # fmt: skip
 
 
 @pytest.mark.long
 def test_a_method_is_added_in_a_notebook(tmp_path):
     """The class that the notebook defines is compared with methods of the house; the first four blocks are enough."""
-    given = {**SMALL, "samples": 2, "max_windows": 1, "skip": "*.[1-9]?.*,*.[4-9].*"}
+    given = {**SMALL, "samples": 2, "max_windows": 1, "speed_rounds": 0, "skip": "*.[1-9]?.*,*.[4-9].*"}
     made = papermill("add_a_method", tmp_path, given)
     assert made["recipe"][0]["text"].startswith("weighted_rtn(") and len(made["layers"]) == 28
     assert sum(layer["error"] < layer["rtn_error"] for layer in made["layers"]) > 20

@@ -642,6 +642,7 @@ def test_records_of_all_ages_are_shown(published, page_of_all):
     assert "80.0 %" in html and "no compression" in html and "nan" not in html
 
 
+@pytest.mark.slow
 def test_two_hundred_runs_are_a_megabyte_at_most():
     """Whatever they wrote: the page shows less of everything, and says so; all baselines and failures that it names are
     counted."""

@@ -35,7 +35,10 @@ def hostile(value, number, key=""):
     )
 
 
-@pytest.mark.parametrize("kind", ["recipe", "kv-eviction", "pruning", "smoothquant-smollm2"])
+SLOWER = (pytest.param(kind, marks=pytest.mark.slow) for kind in ("kv-eviction", "pruning", "smoothquant-smollm2"))
+
+
+@pytest.mark.parametrize("kind", ["recipe", *SLOWER])
 def test_no_number_breaks_a_page(kind, tmp_path):
     (path,) = glob.glob(str(PUBLISHED / f"{kind}*.json"))
     record = read_record(path)

@@ -136,6 +136,7 @@ def test_runs_without_scores_are_listed():
     assert "No run has been started" in index_page([])
 
 
+@pytest.mark.slow
 def test_many_runs_fit_on_a_page(outcomes, tmp_path):
     """Those that failed are still there; how many were left out is said."""
     long = copy.deepcopy(outcomes[1].record)
