@@ -30,8 +30,6 @@ class GPTQ(LayerwiseMethod):
     source: ClassVar[str] = "arXiv:2210.17323"
     needs_calibration: ClassVar[bool] = True
     statistics: ClassVar[tuple[str, ...]] = ("gram", "starts")
-    working_set: ClassVar[tuple[float, float]] = (8.0, 1.0)
-
     bits: int = knob(4, "bits per weight", choices=BITS, describes=True)
     group_size: int = knob(64, "columns that share a scale; -1 for a whole row", range=(-1, 1 << 20), describes=True)
     grid: str = knob(
@@ -71,6 +69,10 @@ class GPTQ(LayerwiseMethod):
         "how scales are stored: as floats, or as integers of 6 or 8 bits times a factor for 512 columns (int6, int8)",
         choices=SCALE_KINDS,
     )
+
+    @property
+    def working_set(self) -> tuple[float, float]:
+        return (8.0 if self.scale == "search" else 3.0), 1.0  # a search tries many scales on the whole weight at once
 
     def check_layer(self, name: str, shape: tuple[int, int]) -> None:
         check_grid(self, name, shape)

@@ -81,7 +81,7 @@ from compress import apply, calibration, load_model
 from compress.recipe import parse_recipe
 
 model, tokenizer = load_model("smollm2-135m", weights=sys.argv[2])
-batches = calibration(tokenizer, corpus="wikitext2", samples=32, seqlen=512)
+batches = calibration(tokenizer, corpus="c4", samples=32, seqlen=512)
 usage = apply(parse_recipe(sys.argv[1]), model, batches).usage
 print(json.dumps([usage.peak, usage.predicted_peak, usage.disk, usage.predicted_disk]))
 """

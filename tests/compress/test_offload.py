@@ -274,9 +274,9 @@ def test_load_model_leaves_weights_on_disk(tokens, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["gptq", "smoothquant, wanda, rtn", "awq"])
-def test_the_embedded_model_gives_the_same_bits(real, tmp_path, recipe):
+def test_the_embedded_model_gives_the_same_bits(real, data, tmp_path, recipe):
     model, tokenizer = real
-    batches = calibration(tokenizer, corpus="wikitext2", samples=4, seqlen=256)
+    batches = calibration(tokenizer, corpus="c4", samples=4, seqlen=256)
     on_disk, _ = load_model("smollm2-135m", weights="disk", offload_path=tmp_path)
     result = apply(parse_recipe(recipe), on_disk, batches)
     expected = apply(parse_recipe(recipe), model, batches)
