@@ -23,7 +23,7 @@ from kernels.errors import kind_and_first_line
 from kernels.user_cache import cache_folder
 
 HERE = Path(__file__).parent
-SOURCES = ("nibble.cpp", "byte.cpp", "half.cpp", "int8.cpp", "kv_decode.cpp")
+SOURCES = ("nibble.cpp", "byte.cpp", "half.cpp", "int8.cpp", "kv_decode.cpp", "step.cpp")
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fopenmp", "-DAT_PARALLEL_OPENMP=1", "-w")
 _LOCK = threading.Lock()
 

@@ -16,6 +16,8 @@
 #include <immintrin.h>
 #endif
 
+#include "step_parts.inc"
+
 namespace {
 
 #include "panels.inc"
@@ -98,6 +100,8 @@ at::Tensor byte_matmul(const at::Tensor& x, const at::Tensor& codes, const at::T
 }
 
 }  // namespace
+
+workbench::Product workbench::byte_product(const std::string& isa) { return product_of(isa); }
 
 TORCH_LIBRARY_FRAGMENT(workbench, m) {
   m.def("byte_matmul(Tensor x, Tensor codes, Tensor scale, Tensor? zero, int out, str isa) -> Tensor");

@@ -17,6 +17,8 @@
 #include <immintrin.h>
 #endif
 
+#include "step_parts.inc"
+
 namespace {
 
 constexpr int ROWS = 4;          // of W that a thread takes at once
@@ -151,22 +153,47 @@ struct Portable {
   }
 };
 
+// Some rows of a product, for a step of decoding; see step_parts.inc.
+template <Loop LOOP, bool AS_STORED>
+void some_rows(const workbench::Stored& w, const workbench::Operand& x, int64_t begin, int64_t end, float* y) {
+  const Matrix m{static_cast<const uint16_t*>(w.data), w.out, w.in};
+  const Tokens items{x.items, x.values, w.in * (AS_STORED ? 2 : 4)};
+  float sums[ROWS * TOKENS];
+  for (int64_t row = begin; row < end; row += ROWS) {
+    const int rows = int(end - row < ROWS ? end - row : ROWS);
+    for (int token = 0; token < x.tokens; token += TOKENS) {
+      const int tokens = x.tokens - token < TOKENS ? x.tokens - token : TOKENS;
+      LOOP(m, items, row, rows, token, tokens, sums);
+      for (int t = 0; t < tokens; t++)
+        for (int r = 0; r < rows; r++) y[(token + t) * w.out + row + r] = sums[r * TOKENS + t];
+    }
+  }
+}
+
+using workbench::Items;
+
 struct Way {
   Loop loop;
   int step;
-  enum { as_stored, widened, even_then_odd } items;
+  Items items;
+  decltype(workbench::Product::rows) rows;
 };
+
+template <Loop LOOP, int STEP, Items ITEMS>
+Way way() {
+  return {LOOP, STEP, ITEMS, some_rows<LOOP, ITEMS == Items::stored>};
+}
 
 Way way_of(const std::string& isa, bool bfloat16) {
 #ifdef HAVE_X86
-  if (isa == "avx512bf16" && bfloat16) return {bf16_avx512bf16::loop, bf16_avx512bf16::STEP, Way::as_stored};
-  if (isa == "avx512" && bfloat16) return {bf16_avx512::loop, bf16_avx512::STEP, Way::even_then_odd};
-  if (isa == "avx512") return {fp16_avx512::loop, fp16_avx512::STEP, Way::widened};
-  if (isa == "avx2" && bfloat16) return {bf16_avx2::loop, bf16_avx2::STEP, Way::even_then_odd};
-  if (isa == "avx2") return {fp16_avx2::loop, fp16_avx2::STEP, Way::widened};
+  if (isa == "avx512bf16" && bfloat16) return way<bf16_avx512bf16::loop, bf16_avx512bf16::STEP, Items::stored>();
+  if (isa == "avx512" && bfloat16) return way<bf16_avx512::loop, bf16_avx512::STEP, Items::even_then_odd>();
+  if (isa == "avx512") return way<fp16_avx512::loop, fp16_avx512::STEP, Items::widened>();
+  if (isa == "avx2" && bfloat16) return way<bf16_avx2::loop, bf16_avx2::STEP, Items::even_then_odd>();
+  if (isa == "avx2") return way<fp16_avx2::loop, fp16_avx2::STEP, Items::widened>();
 #endif
   TORCH_CHECK(isa == "portable", "`isa` (='", isa, "') does not take ", bfloat16 ? "bfloat16" : "float16");
-  return {bfloat16 ? Portable<true>::loop : Portable<false>::loop, 1, Way::widened};
+  return bfloat16 ? way<Portable<true>::loop, 1, Items::widened>() : way<Portable<false>::loop, 1, Items::widened>();
 }
 
 #include "isa.inc"
@@ -178,14 +205,14 @@ struct Laid {
 
   Laid(const at::Tensor& x, int64_t count, int64_t in, const Way& way, bool bfloat16) {
     const auto* bits = reinterpret_cast<const uint16_t*>(x.const_data_ptr());
-    if (way.items != Way::as_stored || in % way.step) {
+    if (way.items != Items::stored || in % way.step) {
       values.reset(new float[count * in]);
       for (int64_t i = 0; i < count * in; i++) values[i] = widened(bits[i], bfloat16);
     }
     tokens = {bits, values.get(), in * 2};
-    if (way.items == Way::as_stored) return;
+    if (way.items == Items::stored) return;
     tokens = {values.get(), values.get(), in * 4};
-    if (way.items == Way::widened) return;
+    if (way.items == Items::widened) return;
     mixed.reset(new float[count * in]);
     const int64_t half = way.step / 2;
     for (int64_t t = 0; t < count; t++)
@@ -268,6 +295,11 @@ std::vector<at::Tensor> half_matmul(const at::Tensor& x_, at::TensorList weights
 }
 
 }  // namespace
+
+workbench::Product workbench::half_product(const std::string& isa, bool bfloat16) {
+  const Way way = way_of(isa, bfloat16);
+  return {way.items, way.step, way.rows};
+}
 
 TORCH_LIBRARY_FRAGMENT(workbench, m) {
   m.def("half_matmul(Tensor x, Tensor[] weights, Tensor?[] biases, str isa) -> Tensor[]");

@@ -17,6 +17,8 @@
 #include <immintrin.h>
 #endif
 
+#include "step_parts.inc"
+
 namespace {
 
 constexpr int SPAN = 256;  // positions; a multiple of every group
@@ -75,6 +77,19 @@ std::string best_isa(bool float32) {
   for (const char* isa : {"avx512bf16", "avx512", "avx2"})
     if (loops_of(isa) && !(float32 && isa == std::string("avx512bf16"))) return isa;
   return "portable";
+}
+
+// Positions of one head, for a step of decoding; see step_parts.inc.
+template <const Loops& LOOPS>
+void one_span(const workbench::Span& s) {
+  Problem p{};
+  p.main.kind = s.bfloat16 ? Kind::bfloat16 : Kind::float16;
+  p.main.k = static_cast<const char*>(s.k), p.main.v = static_cast<const char*>(s.v);
+  p.main.k_n = s.k_step, p.main.v_n = s.v_step;
+  p.heads = p.tokens = 1;
+  p.rows = s.rows, p.D = s.channels, p.xs = s.stride;
+  p.softcap = s.softcap, p.scale = s.scale, p.q = s.q;
+  LOOPS.span(p, {0, 0, 0, s.positions, s.positions, false}, s.x, s.scratch, nullptr, s.out, s.top, s.sum);
 }
 
 Part part_of(const at::Tensor& k, const at::Tensor& v, Kind kind, int64_t first) {
@@ -178,6 +193,17 @@ std::tuple<at::Tensor, at::Tensor> kv_decode(
 }
 
 }  // namespace
+
+static_assert(workbench::SPAN_POSITIONS == SPAN);
+
+workbench::Attention workbench::attention_loops(const std::string& isa) {
+#ifdef HAVE_X86
+  if (isa == "avx512bf16" && loops_of(isa)) return {one_span<avx512bf16::loops>, avx512bf16::loops.merge};
+  if ((isa == "avx512" || isa == "avx512bf16") && loops_of("avx512")) return {one_span<avx512::loops>, avx512::loops.merge};
+  if (isa == "avx2" && loops_of(isa)) return {one_span<avx2::loops>, avx2::loops.merge};
+#endif
+  return {one_span<portable::loops>, portable::loops.merge};
+}
 
 TORCH_LIBRARY_FRAGMENT(workbench, m) {
   m.def(

@@ -16,6 +16,8 @@
 #include <immintrin.h>
 #endif
 
+#include "step_parts.inc"
+
 namespace {
 
 #include "panels.inc"
@@ -113,6 +115,8 @@ at::Tensor nibble_matmul(const at::Tensor& x, const at::Tensor& words, const at:
 }
 
 }  // namespace
+
+workbench::Product workbench::nibble_product(const std::string& isa) { return product_of(isa); }
 
 TORCH_LIBRARY_FRAGMENT(workbench, m) {
   m.def("nibble_matmul(Tensor x, Tensor words, Tensor scale, Tensor? table, Tensor? zero, int out, str isa) -> Tensor");

@@ -1,0 +1,286 @@
+"""A decoder's step of decoding as one call of C++ (`kernels.step`), where the decoder is of a kind that it knows.
+
+A decoder is recognised by its modules and by what they hold, never by the name of its class: blocks of two norms (or
+Gemma's four), attention of q, k, v and o with optional norms of heads, an MLP with a gate. Whatever is not known is refused with
+a reason, and the compiled step runs instead. What is recognised is then checked: its logits must be those of the model.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+from transformers.activations import ACT2FN
+
+from kernels import native
+from kernels.int_matmul import Packed
+from kernels.lut_matmul import Codebook
+from kernels.registry import recording
+from kernels.step import Attention, DecodeStep, Norm, Products, Program, Weight, why_not
+
+BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+FOUR_NORMS = BLOCK | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+HEAD_NORMS = {"q_norm", "k_norm"}
+MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+MODEL = {"embed_tokens", "layers", "norm", "rotary_emb"}
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
+CHANGING = ("dynamic", "longrope")  # rotary frequencies that depend on the length
+CAPS = ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling", "residual_multiplier",
+        "embedding_multiplier", "attention_multiplier")  # fmt: skip
+CHECKED = 4  # steps
+MOST = 0.1  # median relative difference of their logits from the model's, which rounds to 16 bits after every operation
+
+
+class NotNative(Exception):
+    """The model's step cannot be run by `kernels.step`; the message says why."""
+
+
+@dataclass
+class NativeStep:
+    """A step of decoding, like the function that `eval.speed.regional` compiles.
+
+    Attributes:
+        kernels: {op: implementations that run}.
+    """
+
+    step: DecodeStep
+    embedding: nn.Module | None  # that gives the hidden state, where the program has no embedding
+    kernels: dict[str, set[str]] = field(default_factory=dict)
+
+    def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        hidden = None if self.embedding is None else self.embedding(tokens).float().flatten(0, 1)
+        return self.step(tokens, int(positions[0, -1]), hidden)
+
+
+@torch.no_grad()
+def native_step(
+    model: nn.Module, cache: Cache, tokens: Tensor, positions: Tensor, restore: Callable[[], None]
+) -> NativeStep:
+    """The native step of a decoder.
+
+    Args:
+        model: a causal decoder. cache: static, filled up to the position of the step.
+        tokens, positions: [batch, 1] and [1, 1], of the step that is checked; all later ones have these shapes.
+        restore: puts the cache back to where it is before the step.
+
+    Raises:
+        NotNative: a model, a format or a cache that is not known, or a step whose logits are not the model's.
+    """
+    program, embedding = assemble(model, cache, len(tokens))
+    try:
+        step = NativeStep(DecodeStep(program, model.dtype), embedding)
+    except (ValueError, RuntimeError) as error:
+        raise NotNative(str(error).splitlines()[0]) from error
+    restore()
+    with recording() as step.kernels:
+        _check(step, model, cache, tokens, int(positions[0, -1]))
+    for weight in {id(w): w for i in program.instructions if isinstance(i, Products) for w in i.weights}.values():
+        op = {Packed: "int_matmul", Codebook: "lut_matmul"}.get(type(weight.stored), "linear")
+        step.kernels.setdefault(op, set()).add(f"cpu {native.isa(model.dtype)}")
+    return step
+
+
+def assemble(model: nn.Module, cache: Cache, tokens: int) -> tuple[Program, nn.Module | None]:
+    """The program of a decoder's step, and the embedding that it cannot look up itself, if so.
+
+    Raises:
+        NotNative: it is not known how.
+    """
+    if reason := why_not(model.dtype, tokens):
+        raise NotNative(reason)
+    if getattr(model.config, "_attn_implementation", None) not in ("sdpa", "sdpa_fast", "eager"):
+        raise NotNative(f"attention of {model.config._attn_implementation!r}")
+    for name in CAPS:
+        if getattr(model.config, name, None) not in (None, 1, 1.0):
+            raise NotNative(f"the model has `{name}`")
+    changed = next((n for n, m in model.named_modules() if m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m)), None)
+    if changed is not None:
+        raise NotNative(f"{changed or 'the model'} has hooks")
+    body, head = getattr(model, "model", None), model.get_output_embeddings()
+    if body is None or head is None or {n for n, _ in model.named_children()} != {"model", "lm_head"}:
+        raise NotNative("the model is not a body and a head")
+    _expect(body, MODEL, "the model")
+    tables = _RotaryTables(body.rotary_emb, max(layer.max_cache_len for layer in cache.layers))
+    instructions: list[Products | Attention] = []
+    for place, block in enumerate(body.layers):
+        instructions += _block(block, place, cache, tables, model.config, first=not instructions)
+    last = instructions[-1]
+    final = Products(
+        "residual", "logits", (_weight(head, "lm_head"),), before=_norm(body.norm), added=last.writes, after=_after(body.layers[-1])
+    )
+    embedding, scale = _embedding(body.embed_tokens)
+    program = Program(body.norm.weight.numel(), tokens, embedding, (*instructions, final), scale)
+    return program, body.embed_tokens if embedding is None else None
+
+
+def _block(
+    block: nn.Module, place: int, cache: Cache, tables: "_RotaryTables", config: Any, first: bool
+) -> list[Products | Attention]:
+    name = f"block {place}"
+    children = {n for n, _ in block.named_children()}
+    four = children == FOUR_NORMS
+    if not four:
+        _expect(block, BLOCK, name)
+    attention, mlp = block.self_attn, block.mlp
+    _expect(mlp, MLP, f"{name}'s MLP")
+    if {n for n, _ in attention.named_children()} != ATTENTION | HEAD_NORMS:
+        _expect(attention, ATTENTION, f"{name}'s attention")
+    qkv = tuple(_weight(getattr(attention, f"{n}_proj"), f"{name}'s {n}_proj") for n in "qkv")
+    after_mlp = _norm(block.post_feedforward_layernorm) if four else None
+    after_attention = _norm(block.post_attention_layernorm) if four else None
+    before_mlp = _norm(block.pre_feedforward_layernorm if four else block.post_attention_layernorm)
+    return [
+        Products("residual", "qkv", qkv, before=_norm(block.input_layernorm), added=None if first else "down", after=None if first else after_mlp),
+        _attention(attention, name, qkv, cache, tables, config),
+        Products("attention", "o", (_weight(attention.o_proj, f"{name}'s o_proj"),)),
+        Products(
+            "residual",
+            "mlp",
+            (_weight(mlp.gate_proj, f"{name}'s gate_proj"), _weight(mlp.up_proj, f"{name}'s up_proj")),
+            _activation(mlp.act_fn),
+            before=before_mlp,
+            added="o",
+            after=after_attention,
+        ),
+        Products("mlp", "down", (_weight(mlp.down_proj, f"{name}'s down_proj"),)),
+    ]
+
+
+def _after(block: nn.Module) -> Norm | None:
+    after = getattr(block, "post_feedforward_layernorm", None)
+    return None if after is None else _norm(after)
+
+
+def _attention(
+    attention: nn.Module, name: str, qkv: Sequence[Weight], cache: Cache, tables: "_RotaryTables", config: Any
+) -> Attention:
+    layer = cache.layers[attention.layer_idx]
+    if getattr(layer, "is_sliding", False) or not getattr(layer, "is_initialized", False):
+        raise NotNative(f"{name}'s cache ({type(layer).__name__}) is not of fixed tensors")
+    channels = attention.head_dim
+    heads, kv_heads = qkv[0].shape[0] // channels, qkv[1].shape[0] // channels
+    if layer.keys.shape[1:] != (kv_heads, layer.max_cache_len, channels) or layer.values.shape != layer.keys.shape:
+        raise NotNative(f"{name}'s cache {tuple(layer.keys.shape)} is not of {kv_heads} heads of {channels} channels")
+    if qkv[0].shape[0] != heads * channels or qkv[2].shape[0] != kv_heads * channels or getattr(attention, "sinks", None) is not None:
+        raise NotNative(f"{name}'s attention is of another kind")
+    norms = [_norm(getattr(attention, n), channels) if hasattr(attention, n) else None for n in ("q_norm", "k_norm")]
+    window = attention.sliding_window if hasattr(attention, "sliding_window") else getattr(config, "sliding_window", None)
+    cos, sin = tables.of(attention)
+    return Attention(
+        "qkv", heads, kv_heads, layer.keys, layer.values, layer.cumulative_length, cos, sin, attention.scaling,
+        window=window or 0, query_norm=norms[0], key_norm=norms[1],
+    )  # fmt: skip
+
+
+class _RotaryTables:
+    """Cosines and sines of all positions, as the model's rotary module gives them, in float32."""
+
+    def __init__(self, rotary: nn.Module, length: int) -> None:
+        self.rotary, self.length = rotary, length
+        self.made: dict[str | None, tuple[Tensor, Tensor]] = {}
+
+    def of(self, attention: nn.Module) -> tuple[Tensor, Tensor]:
+        """For the layers of this kind."""
+        types = getattr(self.rotary, "layer_types", None)  # Gemma 3 has frequencies for each kind of layer
+        kind = attention.layer_type if types is not None and hasattr(attention, "layer_type") else None
+        kinds = getattr(self.rotary, "rope_type", "default")
+        if any(one in CHANGING for one in (kinds.values() if isinstance(kinds, dict) else [kinds])):
+            raise NotNative(f"rotary positions of kind {kinds!r}")
+        if kind not in self.made:
+            positions = torch.arange(self.length)[None]
+            more = () if kind is None else (kind,)
+            cos, sin = self.rotary(torch.zeros(1, dtype=torch.float32), positions, *more)
+            self.made[kind] = cos[0].float().contiguous(), sin[0].float().contiguous()
+        return self.made[kind]
+
+
+def _expect(module: nn.Module, children: set[str], name: str) -> None:
+    if different := {n for n, _ in module.named_children()} ^ children:
+        raise NotNative(f"{name} differs from a Llama's in {', '.join(sorted(different))}")
+
+
+def _norm(module: nn.Module, size: int | None = None) -> Norm:
+    """The norm that a module computes: its weight, or 1 + its weight, whichever gives what it gives."""
+    weight = getattr(module, "weight", None)
+    eps = next((getattr(module, n) for n in ("variance_epsilon", "eps") if isinstance(getattr(module, n, None), float)), None)
+    if not isinstance(weight, Tensor) or eps is None or weight.dim() != 1 or (size is not None and len(weight) != size):
+        raise NotNative(f"a norm of an unknown kind ({type(module).__name__})")
+    x = torch.linspace(-3, 2, len(weight)).sin()[None] + 0.5
+    given = module(x.to(weight.dtype)).float()
+    for added in (0, 1):
+        norm = Norm((weight.float() + added).contiguous(), eps)
+        expected = x * (x.square().mean() + eps).rsqrt() * norm.weight
+        if torch.allclose(given, expected, rtol=0.02, atol=1e-3 * float(expected.abs().max())):
+            return norm
+    raise NotNative(f"a norm of an unknown kind ({type(module).__name__})")
+
+
+def _weight(module: nn.Module, name: str) -> Weight:
+    """The weight of a linear, dense or compressed."""
+    bias = None if module.bias is None else module.bias.detach().float().contiguous()
+    if type(module) is nn.Linear:
+        stored = module.weight.detach()
+    else:
+        parts = getattr(module, "parts", None)
+        if parts is None or len(parts) != 1 or getattr(module, "transform", None) is not None:
+            raise NotNative(f"{name} ({type(module).__name__}) is not one stored weight")
+        stored = _stored(parts[0], name)
+    if isinstance(stored, Tensor) and (not stored.is_contiguous() or stored.dtype.itemsize != 2):
+        raise NotNative(f"{name} is not in 16 bits, row by row")
+    return Weight(stored, bias)
+
+
+def _stored(part: nn.Module, name: str) -> Tensor | Packed | Codebook:
+    packed = getattr(part, "packed", None)
+    if isinstance(packed, Packed | Codebook) and packed.layout == "panels":
+        return packed
+    if packed is None and part.name == "dense":
+        return part.weight
+    raise NotNative(f"{name} is stored as {getattr(part, 'name', type(part).__name__)} in a layout without a native step")
+
+
+def _embedding(table: nn.Module) -> tuple[Weight | None, float]:
+    """The rows of an embedding and what they are multiplied by; no rows where only the module can look them up."""
+    if type(table) is nn.Embedding and table.weight.dtype.itemsize == 2 and table.max_norm is None:
+        return Weight(table.weight.detach()), 1.0
+    parts = getattr(table, "parts", ())
+    if len(parts) != 1:
+        return None, 1.0
+    try:
+        weight = Weight(_stored(parts[0], "embed_tokens"))
+    except NotNative:
+        return None, 1.0
+    scale = getattr(table, "scale", None)
+    return weight, 1.0 if scale is None else float(scale.to(table.dtype))
+
+
+def _activation(function: Any) -> str:
+    for name, ours in ACTIVATIONS.items():
+        if type(function) is type(ACT2FN[name]):
+            return ours
+    raise NotNative(f"an activation of {type(function).__name__}")
+
+
+def _check(step: NativeStep, model: nn.Module, cache: Cache, tokens: Tensor, position: int) -> None:
+    """Some steps of both, from the same cache, each of which reads what the steps before it have kept."""
+    lengths = [layer.cumulative_length.clone() for layer in cache.layers]
+    room = min(layer.max_cache_len for layer in cache.layers) - position
+    places = [torch.tensor([[place]]) for place in range(position, position + min(CHECKED, room))]
+    given, expected = [tokens], []
+    for at in places:
+        outcome = model(given[-1], past_key_values=cache, position_ids=at, use_cache=True, logits_to_keep=1)
+        expected.append(outcome.logits[:, -1].float())
+        given.append(expected[-1].argmax(-1, keepdim=True))
+    for layer, length in zip(cache.layers, lengths, strict=True):
+        layer.cumulative_length.copy_(length)
+    differences = []
+    for ids, at, logits in zip(given, places, expected, strict=False):
+        step(ids, at)
+        centred = logits - logits.mean(-1, keepdim=True)
+        differences.append(float((step.step.logits - logits).norm() / centred.norm()))
+    if not statistics.median(differences) < MOST:  # not a number is refused, too
+        raise NotNative(f"its logits differ from the model's by {statistics.median(differences):.2g}, more than {MOST}")

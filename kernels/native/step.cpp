@@ -1,0 +1,228 @@
+// One step of decoding of a whole decoder: a list of instructions that the threads of one parallel region go through side by
+// side, with a barrier after each. kernels/step/README.md describes the instructions; kernels/step/program.py makes them.
+//
+// Two kinds: products, in which each thread computes some rows of weights, and attention, in which each takes some positions
+// of some heads. What lies between (residual sums, norms, rounding) every thread computes for itself: for a few tokens that
+// is cheaper than another barrier.
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/custom_class.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <thread>
+#include <variant>
+#include <vector>
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "step_parts.inc"
+
+namespace {
+
+#include "step_types.inc"
+
+Norm norm_of(const Maybe& weight, double eps) {
+  if (!weight) return {};
+  TORCH_CHECK(weight->scalar_type() == at::kFloat && weight->is_contiguous(), "norms are float32");
+  return {*weight, float(eps)};
+}
+
+int64_t DecodeStep::weight(const std::string& layout, const at::Tensor& data, const Maybe& scale, const Maybe& zero,
+                           const Maybe& table, const Maybe& bias, int64_t out, int64_t in) {
+  static const float INTEGERS[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+  auto w = std::make_unique<Weight>();
+  w->data = data;
+  w->stored = {data.const_data_ptr(), nullptr, 0, nullptr, nullptr, out, in, 1};
+  TORCH_CHECK(data.is_contiguous() && data.device().is_cpu(), "weights are contiguous, on a CPU");
+  TORCH_CHECK(!bias || (bias->scalar_type() == at::kFloat && bias->is_contiguous() && bias->numel() == out), "bias: float32 [out]");
+  if (bias) w->bias = *bias;
+  if (layout == "rows") {
+    TORCH_CHECK(data.scalar_type() == (bfloat16_ ? at::kBFloat16 : at::kHalf) && data.numel() == out * in,
+                "rows: ", data.sizes(), " ", data.scalar_type(), " is no weight of ", out, " x ", in);
+    w->layout = Layout::rows, w->product = half_product(isa_, bfloat16_), w->unit_bytes = UNIT * in * 2;
+  } else {
+    const bool nibbles = layout == "nibbles";
+    const int64_t panels = (out + UNIT - 1) / UNIT;
+    TORCH_CHECK(nibbles || layout == "bytes", "`layout` (='", layout, "') must be 'rows', 'nibbles' or 'bytes'");
+    TORCH_CHECK(in % 8 == 0 && data.nbytes() == size_t(panels * in * UNIT / (nibbles ? 2 : 1)) && scale && scale->is_contiguous() &&
+                    scale->dim() == 2 && scale->size(1) == panels * UNIT && (in / 8) % scale->size(0) == 0 &&
+                    (!zero || (zero->is_contiguous() && zero->scalar_type() == at::kChar && zero->sizes() == scale->sizes())) &&
+                    (!table || (table->is_contiguous() && table->scalar_type() == at::kFloat && table->numel() == 16)),
+                layout, ": ", data.sizes(), " is no weight of ", out, " x ", in);
+    w->scale = *scale;
+    w->stored.scale = scale->const_data_ptr(), w->stored.groups = scale->size(0);
+    w->stored.scale_kind = scale->scalar_type() == at::kFloat ? 0 : scale->scalar_type() == at::kBFloat16 ? 1 : 2;
+    if (zero) w->zero = *zero, w->stored.zero = zero->const_data_ptr<int8_t>();
+    if (table) w->table = *table;
+    w->stored.table = table ? table->const_data_ptr<float>() : INTEGERS;
+    w->layout = nibbles ? Layout::nibbles : Layout::bytes;
+    w->product = nibbles ? nibble_product(isa_) : byte_product(isa_);
+    w->unit_bytes = UNIT * in / (nibbles ? 2 : 1);
+    groups_ = std::max(groups_, w->stored.groups);
+  }
+  weights_.push_back(std::move(w));
+  return int64_t(weights_.size()) - 1;
+}
+
+void DecodeStep::products(int64_t from, int64_t to, const std::vector<int64_t>& weights, int64_t activation, int64_t added,
+                          const Maybe& after, double after_eps, const Maybe& before, double before_eps) {
+  Products p{from, to, 0, {}, int(activation), added, norm_of(after, after_eps), norm_of(before, before_eps)};
+  int64_t size = 0;
+  for (int64_t i : weights) {
+    p.weights.push_back(weights_.at(i).get());
+    size += p.weights.back()->stored.out * tokens_;
+  }
+  p.in = p.weights.at(0)->stored.in;
+  for (const Weight* w : p.weights) TORCH_CHECK(w->stored.in == p.in, "weights of one input have its columns");
+  TORCH_CHECK(activation == NONE || (p.weights.size() == 2 && p.weights[0]->stored.out == p.weights[1]->stored.out),
+              "an activation needs a gate and another product of its size");
+  TORCH_CHECK(from != RESIDUAL || (p.in == hidden_ && p.before.weight.defined()), "the residual stream is read through a norm");
+  sizes_.resize(std::max<size_t>(sizes_.size(), to + 1));
+  sizes_[to] = std::max(sizes_[to], size);
+  widest_ = std::max({widest_, p.in, hidden_});
+  stages_.push_back(std::move(p));
+  own_.clear();
+}
+
+void DecodeStep::attend(std::vector<int64_t> sizes, double scale, double softcap, const at::Tensor& keys, const at::Tensor& values,
+                        const at::Tensor& length, const at::Tensor& cos, const at::Tensor& sin, const Maybe& query,
+                        const Maybe& key, double eps) {
+  Attend a{sizes.at(0), sizes.at(1), sizes.at(2), sizes.at(3), sizes.at(4), cos.size(1), float(scale), float(softcap), keys, values, length,
+           cos, sin, norm_of(query, eps), norm_of(key, eps)};
+  const auto type = bfloat16_ ? at::kBFloat16 : at::kHalf;
+  for (const at::Tensor& t : {keys, values})
+    TORCH_CHECK(t.dim() == 4 && t.size(0) == tokens_ && t.size(1) == a.kv_heads && t.size(3) == a.channels && t.stride(3) == 1 &&
+                    t.scalar_type() == type && t.size(2) == keys.size(2), "the cache ", t.sizes(), " does not fit");
+  TORCH_CHECK(a.heads % a.kv_heads == 0 && length.scalar_type() == at::kLong && length.numel() == 1 && a.turned % 2 == 0 &&
+                  a.turned <= a.channels && cos.is_contiguous() && sin.is_contiguous() && cos.scalar_type() == at::kFloat &&
+                  sin.scalar_type() == at::kFloat && cos.sizes() == sin.sizes(), "attention: its tensors do not fit");
+  rows_ = std::max(rows_, a.heads / a.kv_heads);
+  stride_ = std::max(stride_, attention_stride(a.channels));
+  heads_ = std::max(heads_, a.kv_heads);
+  widest_ = std::max(widest_, a.heads * a.channels);
+  stages_.push_back(std::move(a));
+  own_.clear();
+}
+
+void DecodeStep::prepare(int shares) {
+  if (own_.size() == size_t(shares)) return;
+  buffers_.resize(sizes_.size());
+  for (size_t i = 0; i < sizes_.size(); i++) buffers_[i].make(sizes_[i] + LINE);
+  own_.clear();
+  for (int i = 0; i < shares; i++) {
+    auto own = std::make_unique<Own>();
+    const int64_t room = tokens_ * widest_ + LINE;
+    own->residual.make(tokens_ * hidden_ + LINE);
+    for (auto* r : {&own->x, &own->values, &own->mixed}) r->make(room);
+    own->bits.make(room);
+    own->sums.make(tokens_ * groups_);
+    own->q.make(rows_ * stride_ + 2 * stride_), own->q_bits.make(rows_ * stride_ + LINE);
+    own->scratch.make(std::max(rows_ * SPAN_POSITIONS, stride_) + LINE);
+    own_.push_back(std::move(own));
+  }
+  best_.resize(shares * tokens_);
+}
+
+// All heads' positions, one after the other, are cut into equal shares, and these into pieces of one head.
+Plan DecodeStep::plan(const Attend& a, int64_t position, int shares) const {
+  Plan plan;
+  const int64_t first = a.window > 0 ? std::max<int64_t>(0, position + 1 - a.window) : 0, n = position + 1 - first;
+  const int64_t heads = tokens_ * a.kv_heads, total = heads * n;
+  plan.heads.push_back(0);
+  int64_t head = 0;
+  for (int s = 0; s < shares; s++) {
+    plan.shares.push_back(int64_t(plan.pieces.size()));
+    const int64_t end = total * (s + 1) / shares;
+    for (int64_t at = total * s / shares, to; at < end; at = to) {
+      to = std::min({end, (head + 1) * n, at + SPAN_POSITIONS});
+      const bool last = to == (head + 1) * n;
+      plan.pieces.push_back({head / a.kv_heads, head % a.kv_heads, first + at - head * n, first + to - head * n, last});
+      if (last) head++, plan.heads.push_back(int64_t(plan.pieces.size()));
+    }
+  }
+  plan.shares.push_back(int64_t(plan.pieces.size()));
+  return plan;
+}
+
+at::Tensor DecodeStep::run(const at::Tensor& ids, int64_t position, const Maybe& hidden) {
+  TORCH_CHECK(ids.scalar_type() == at::kLong && ids.numel() == tokens_ && ids.is_contiguous(), "`ids` ", ids.sizes(), " ",
+              ids.scalar_type(), " must be ", tokens_, " numbers");
+  TORCH_CHECK(!stages_.empty() && std::holds_alternative<Products>(stages_.back()), "a program ends with the head's product");
+  TORCH_CHECK(hidden ? hidden->scalar_type() == at::kFloat && hidden->is_contiguous() && hidden->numel() == tokens_ * hidden_
+                     : embedding_ != nullptr, "a hidden state (float32) is needed where there is no embedding");
+  ids_ = ids.const_data_ptr<int64_t>();
+  for (int64_t m = 0; embedding_ && m < tokens_; m++)
+    TORCH_CHECK(ids_[m] >= 0 && ids_[m] < embedding_->stored.out, "token ", ids_[m], " is not in the vocabulary");
+  given_ = hidden ? hidden->const_data_ptr<float>() : nullptr;
+  position_ = position;
+  int shares = at::in_parallel_region() ? 1 : at::get_num_threads();
+  prepare(shares);
+  plans_.clear();
+  plan_of_.assign(stages_.size(), -1);
+  std::vector<std::pair<int64_t, int64_t>> known;  // (window, heads) of plans
+  int64_t pieces = 0;
+  for (size_t i = 0; i < stages_.size(); i++) {
+    const Attend* a = std::get_if<Attend>(&stages_[i]);
+    if (!a) continue;
+    const int64_t slot = *a->length.const_data_ptr<int64_t>();
+    TORCH_CHECK(slot == position && position >= 0 && position < a->keys.size(2) && position < a->cos.size(0), "`position` (=", position,
+                ") must be the number of positions in the cache (=", slot, "), which has room for ", a->keys.size(2));
+    const std::pair<int64_t, int64_t> key{a->window, a->kv_heads};
+    const auto found = std::find(known.begin(), known.end(), key);
+    plan_of_[i] = int(found - known.begin());
+    if (found != known.end()) continue;
+    known.push_back(key);
+    plans_.push_back(plan(*a, position, shares));
+    pieces = std::max(pieces, int64_t(plans_.back().pieces.size()));
+  }
+  partial_.make(pieces * rows_ * stride_), tops_.make(pieces * rows_), totals_.make(pieces * rows_);
+  for (auto& own : own_) own->weights.make(pieces);
+  const Products& head = std::get<Products>(stages_.back());
+  const int64_t vocabulary = head.weights[0]->stored.out;
+  logits_ = at::from_blob(buffers_[head.to].data, {tokens_, vocabulary}, at::kFloat);
+  std::fill(best_.begin(), best_.end(), Best{-INFINITY, vocabulary});
+#ifdef _OPENMP
+#pragma omp parallel num_threads(shares)
+  work(omp_get_thread_num(), omp_get_num_threads(), shares);
+#else
+  work(0, 1, shares);
+#endif
+  for (auto& stage : stages_)
+    if (auto* a = std::get_if<Attend>(&stage)) ++*a->length.mutable_data_ptr<int64_t>();
+  const at::Tensor next = at::empty({tokens_, 1}, ids.options());
+  for (int64_t m = 0; m < tokens_; m++) {
+    Best best = best_[m];
+    for (int s = 1; s < shares; s++)
+      if (const Best& other = best_[s * tokens_ + m]; other.value > best.value) best = other;  // shares are in order
+    next.mutable_data_ptr<int64_t>()[m] = best.place < vocabulary ? best.place : 0;
+  }
+  return next;
+}
+
+#include "step_work.inc"
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(workbench, m) {
+  m.class_<DecodeStep>("DecodeStep")
+      .def(torch::init<int64_t, int64_t, bool, std::string>())
+      .def("weight", &DecodeStep::weight)
+      .def("embed", &DecodeStep::embed)
+      .def("products", &DecodeStep::products)
+      .def("attend", static_cast<void (DecodeStep::*)(std::vector<int64_t>, double, double, const at::Tensor&, const at::Tensor&,
+                                                      const at::Tensor&, const at::Tensor&, const at::Tensor&, const Maybe&,
+                                                      const Maybe&, double)>(&DecodeStep::attend))
+      .def("run", &DecodeStep::run)
+      .def("logits", &DecodeStep::logits);
+}

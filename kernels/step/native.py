@@ -1,0 +1,94 @@
+"""A program of a step of decoding, run by `native/step.cpp`."""
+
+import torch
+from torch import Tensor
+
+from kernels import native
+from kernels.registry import ran
+from kernels.step.program import ACTIVATIONS, Attention, Norm, Products, Program, Weight
+
+RESIDUAL, ATTENDED = -1, -2  # as native/step_types.inc numbers what a product reads
+MOST_TOKENS = 8
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+def why_not(dtype: torch.dtype, tokens: int) -> str | None:
+    """None where steps of so many tokens can run here with activations of this dtype; else why not, in a line."""
+    if dtype not in DTYPES:
+        return f"activations in {str(dtype).removeprefix('torch.')}, not in 16 bits"
+    if not 1 <= tokens <= MOST_TOKENS:
+        return f"{tokens} tokens at a time, more than {MOST_TOKENS}"
+    return native.why_not()
+
+
+class DecodeStep:
+    """A program that is ready to run. It keeps the program's tensors.
+
+    Args:
+        program: what a step does.
+        dtype: of activations where products read them, bfloat16 or float16; all else is in float32.
+        isa: the instruction set; "auto": the best of this machine.
+
+    Raises:
+        ValueError: a dtype or a number of tokens that cannot be run, or a machine without C++ kernels.
+        RuntimeError: tensors that do not fit together.
+    """
+
+    def __init__(self, program: Program, dtype: torch.dtype, isa: str = "auto") -> None:
+        if reason := why_not(dtype, program.tokens):
+            raise ValueError(f"no native step: {reason}")
+        self.program = program
+        self.isa = native.isa(dtype) if isa == "auto" else isa
+        bfloat16 = dtype == torch.bfloat16
+        self._native = torch.classes.workbench.DecodeStep(program.hidden, program.tokens, bfloat16, self.isa)
+        self._buffers: dict[str, int] = {}
+        if program.embedding is not None:
+            self._native.embed(self._weight(program.embedding), program.embedding_scale)
+        for one in program.instructions:
+            self._attention(one) if isinstance(one, Attention) else self._products(one)
+
+    def __call__(self, ids: Tensor, position: int, hidden: Tensor | None = None) -> Tensor:
+        """The next token of every sequence.
+
+        Args:
+            ids: int64 [tokens, 1], the last token of every sequence.
+            position: of these tokens; the number of positions in the cache.
+            hidden: float32 [tokens, hidden], where the program has no embedding.
+
+        Returns:
+            int64 [tokens, 1]: the first of the largest logits, which `logits` holds until the next call.
+        """
+        ran("decode_step", f"cpu {self.isa}")
+        return self._native.run(ids, position, hidden)
+
+    @property
+    def logits(self) -> Tensor:
+        """float32 [tokens, vocabulary] of the last call, rounded to the 16 bits of the activations."""
+        return self._native.logits()
+
+    def _weight(self, w: Weight) -> int:
+        data, scale, zero, table = w.tensors()
+        return self._native.weight(w.layout, data, scale, zero, table, w.bias, *w.shape)
+
+    def _products(self, p: Products) -> None:
+        reads = {"residual": RESIDUAL, "attention": ATTENDED}
+        self._native.products(
+            reads[p.reads] if p.reads in reads else self._buffers[p.reads],
+            self._buffers.setdefault(p.writes, len(self._buffers)),
+            [self._weight(w) for w in p.weights],
+            ACTIVATIONS.index(p.activation),
+            -1 if p.added is None else self._buffers[p.added],
+            *_norm(p.after),
+            *_norm(p.before),
+        )
+
+    def _attention(self, a: Attention) -> None:
+        sizes = [self._buffers[a.reads], a.heads, a.kv_heads, a.channels, a.window]
+        (query, eps), (key, _) = _norm(a.query_norm), _norm(a.key_norm)
+        self._native.attend(
+            sizes, a.scale, a.softcap, a.keys, a.values, a.length, a.cos, a.sin, query, key, eps or _norm(a.key_norm)[1]
+        )
+
+
+def _norm(norm: Norm | None) -> tuple[Tensor | None, float]:
+    return (None, 0.0) if norm is None else (norm.weight, norm.eps)

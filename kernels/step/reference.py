@@ -1,0 +1,63 @@
+"""A step of decoding in plain torch: the same program, instruction by instruction, in float32."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, relu, silu
+
+from kernels.step.program import Attention, Norm, Products, Program
+
+ACTIVATION = {"silu": silu, "gelu_tanh": lambda x: gelu(x, approximate="tanh"), "relu": relu}
+
+
+def decode_step(program: Program, ids: Tensor, position: int, dtype: torch.dtype, hidden: Tensor | None = None) -> Tensor:
+    """Logits [tokens, vocabulary] of one step, in float32; changes the program's cache as the native step does.
+
+    dtype: to which the inputs of products, the queries and the cache are rounded.
+    """
+
+    def rounded(x: Tensor) -> Tensor:
+        return x.to(dtype).float()
+
+    if hidden is None:
+        rows = rounded(program.embedding.dequantize()[ids.flatten()])
+        hidden = rounded(rows * program.embedding_scale)
+    residual, results, attended = hidden.clone(), {}, None
+    for one in program.instructions:
+        if isinstance(one, Attention):
+            attended = _attend(one, results[one.reads], position, rounded)
+            continue
+        if one.added is not None:
+            residual = residual + _normed(results[one.added][0], one.after)
+        x = _normed(residual, one.before) if one.reads == "residual" else attended if one.reads == "attention" else None
+        results[one.writes] = _products(one, rounded(results[one.reads][0] if x is None else x))
+    return rounded(results[program.instructions[-1].writes][0])
+
+
+def _normed(x: Tensor, norm: Norm | None) -> Tensor:
+    return x if norm is None else x * (x.square().mean(-1, keepdim=True) + norm.eps).rsqrt() * norm.weight
+
+
+def _products(p: Products, x: Tensor) -> list[Tensor]:
+    y = [x @ w.dequantize().t() + (0 if w.bias is None else w.bias) for w in p.weights]
+    return [ACTIVATION[p.activation](y[0]) * y[1]] if p.activation else y
+
+
+def _attend(a: Attention, qkv: list[Tensor], position: int, rounded) -> Tensor:
+    tokens = len(qkv[0])
+    q, k, v = (t.view(tokens, -1, a.channels) for t in qkv)
+    q, k = (_turned(_normed(x, norm), a.cos[position], a.sin[position]) for x, norm in ((q, a.query_norm), (k, a.key_norm)))
+    a.keys[:, :, position], a.values[:, :, position] = k.to(a.keys.dtype), v.to(a.values.dtype)
+    a.length.add_(1)
+    seen = slice(max(0, position + 1 - a.window) if a.window else 0, position + 1)
+    keys, values = (t[:, :, seen].float() for t in (a.keys, a.values))  # [tokens, kv heads, seen, channels]
+    q = rounded(q).view(tokens, a.kv_heads, -1, a.channels)
+    scores = q @ keys.transpose(-1, -2) * a.scale
+    if a.softcap:
+        scores = a.softcap * (scores / a.softcap).tanh()
+    return (scores.softmax(-1) @ values).reshape(tokens, -1)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    n = len(cos)
+    first, second, rest = x[..., : n // 2], x[..., n // 2 : n], x[..., n:]
+    return torch.cat([x[..., :n] * cos + torch.cat([-second, first], -1) * sin, rest], -1)
