@@ -92,12 +92,16 @@ def assemble(model: nn.Module, cache: Cache, tokens: int) -> tuple[Program, nn.M
     """
     if reason := why_not(model.dtype, tokens):
         raise NotNative(reason)
+    if model.device.type != "cpu":
+        raise NotNative(f"the model is on {model.device.type}")
     if getattr(model.config, "_attn_implementation", None) not in ("sdpa", "sdpa_fast", "eager"):
         raise NotNative(f"attention of {model.config._attn_implementation!r}")
     for name in CAPS:
         if getattr(model.config, name, None) not in (None, 1, 1.0):
             raise NotNative(f"the model has `{name}`")
-    changed = next((n for n, m in model.named_modules() if m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m)), None)
+    changed = next(
+        (n for n, m in model.named_modules() if m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m)), None
+    )
     if changed is not None:
         raise NotNative(f"{changed or 'the model'} has hooks")
     body, head = getattr(model, "model", None), model.get_output_embeddings()
@@ -110,7 +114,12 @@ def assemble(model: nn.Module, cache: Cache, tokens: int) -> tuple[Program, nn.M
         instructions += _block(block, place, cache, tables, model.config, first=not instructions)
     last = instructions[-1]
     final = Products(
-        "residual", "logits", (_weight(head, "lm_head"),), before=_norm(body.norm), added=last.writes, after=_after(body.layers[-1])
+        "residual",
+        "logits",
+        (_weight(head, "lm_head"),),
+        before=_norm(body.norm),
+        added=last.writes,
+        after=_after(body.layers[-1]),
     )
     embedding, scale = _embedding(body.embed_tokens)
     program = Program(body.norm.weight.numel(), tokens, embedding, (*instructions, final), scale)
@@ -134,7 +143,14 @@ def _block(
     after_attention = _norm(block.post_attention_layernorm) if four else None
     before_mlp = _norm(block.pre_feedforward_layernorm if four else block.post_attention_layernorm)
     return [
-        Products("residual", "qkv", qkv, before=_norm(block.input_layernorm), added=None if first else "down", after=None if first else after_mlp),
+        Products(
+            "residual",
+            "qkv",
+            qkv,
+            before=_norm(block.input_layernorm),
+            added=None if first else "down",
+            after=None if first else after_mlp,
+        ),
         _attention(attention, name, qkv, cache, tables, config),
         Products("attention", "o", (_weight(attention.o_proj, f"{name}'s o_proj"),)),
         Products(
@@ -165,10 +181,16 @@ def _attention(
     heads, kv_heads = qkv[0].shape[0] // channels, qkv[1].shape[0] // channels
     if layer.keys.shape[1:] != (kv_heads, layer.max_cache_len, channels) or layer.values.shape != layer.keys.shape:
         raise NotNative(f"{name}'s cache {tuple(layer.keys.shape)} is not of {kv_heads} heads of {channels} channels")
-    if qkv[0].shape[0] != heads * channels or qkv[2].shape[0] != kv_heads * channels or getattr(attention, "sinks", None) is not None:
+    if (
+        qkv[0].shape[0] != heads * channels
+        or qkv[2].shape[0] != kv_heads * channels
+        or getattr(attention, "sinks", None) is not None
+    ):
         raise NotNative(f"{name}'s attention is of another kind")
     norms = [_norm(getattr(attention, n), channels) if hasattr(attention, n) else None for n in ("q_norm", "k_norm")]
-    window = attention.sliding_window if hasattr(attention, "sliding_window") else getattr(config, "sliding_window", None)
+    window = (
+        attention.sliding_window if hasattr(attention, "sliding_window") else getattr(config, "sliding_window", None)
+    )
     cos, sin = tables.of(attention)
     return Attention(
         "qkv", heads, kv_heads, layer.keys, layer.values, layer.cumulative_length, cos, sin, attention.scaling,
@@ -206,7 +228,9 @@ def _expect(module: nn.Module, children: set[str], name: str) -> None:
 def _norm(module: nn.Module, size: int | None = None) -> Norm:
     """The norm that a module computes: its weight, or 1 + its weight, whichever gives what it gives."""
     weight = getattr(module, "weight", None)
-    eps = next((getattr(module, n) for n in ("variance_epsilon", "eps") if isinstance(getattr(module, n, None), float)), None)
+    eps = next(
+        (getattr(module, n) for n in ("variance_epsilon", "eps") if isinstance(getattr(module, n, None), float)), None
+    )
     if not isinstance(weight, Tensor) or eps is None or weight.dim() != 1 or (size is not None and len(weight) != size):
         raise NotNative(f"a norm of an unknown kind ({type(module).__name__})")
     x = torch.linspace(-3, 2, len(weight)).sin()[None] + 0.5
@@ -240,7 +264,9 @@ def _stored(part: nn.Module, name: str) -> Tensor | Packed | Codebook:
         return packed
     if packed is None and part.name == "dense":
         return part.weight
-    raise NotNative(f"{name} is stored as {getattr(part, 'name', type(part).__name__)} in a layout without a native step")
+    raise NotNative(
+        f"{name} is stored as {getattr(part, 'name', type(part).__name__)} in a layout without a native step"
+    )
 
 
 def _embedding(table: nn.Module) -> tuple[Weight | None, float]:

@@ -1,9 +1,10 @@
 """Prefill and decode speed, each variant against the others in the same process, in turns.
 
 Every variant reads and writes through the same code: a static cache, the fastest attention there is, and a pass over
-the prompt and a step of decoding that are compiled block by block (`eval.speed.regional`). On a CPU the products
-of 16-bit linears are made by what a trial finds fastest (`eval.speed.packing`): torch's own reach a quarter of the
-memory bandwidth, and anything looks fast beside them.
+the prompt and a step of decoding that are compiled block by block (`eval.speed.regional`). On a CPU a decoder of a
+known kind takes its steps in C++ (`eval.speed.native_step`), compressed or not; other products of 16-bit linears are
+made by what a trial finds fastest (`eval.speed.packing`): torch's own reach a quarter of the memory bandwidth, and
+anything looks fast beside them.
 """
 
 import gc
@@ -24,6 +25,7 @@ from eval.machine.memory import return_freed_memory
 from eval.speed.attention import fast_attention
 from eval.speed.deploy import deployed
 from eval.speed.device_lock import undisturbed
+from eval.speed.native_step import NativeStep, NotNative, native_step
 from eval.speed.packing import Packing
 from eval.speed.regional import NotRegional, RegionalStep, Step, compile_regional
 from kernels.errors import first_line
@@ -262,15 +264,28 @@ def make_ready(variant: Variant, eager: nn.Module, prompt_tokens: int, new_token
         return
     variant.step, variant.kernels = step, step.kernels
     dense = len(variant.packing.weights)
-    variant.execution = "compiled" + (f", {dense} dense weights in fast products" if dense else "")
+    variant.execution = "compiled" + (f", {dense} dense weights in fast products" if dense else "") + step.how
 
 
 @dataclass
 class CompiledDecoder:
-    """A decoder's pass over a prompt and its step of decoding, both compiled for their shapes."""
+    """A decoder's pass over a prompt, compiled for its shape, and its step of decoding: one call of C++ where the
+    decoder is of a kind that `eval.speed.native_step` knows, else compiled too.
+
+    Attributes:
+        why_compiled: why the step is not native; "" where it is.
+    """
 
     prompt: RegionalStep
-    step: RegionalStep
+    step: NativeStep | RegionalStep
+    why_compiled: str = ""
+
+    @property
+    def how(self) -> str:
+        """What there is to say about the step beside that it is compiled."""
+        if isinstance(self.step, NativeStep):
+            return "; native step"
+        return f"; no native step: {self.why_compiled}" if self.why_compiled else ""
 
     def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
         return (self.step if tokens.shape[1] == 1 else self.prompt)(tokens, positions)
@@ -283,7 +298,7 @@ class CompiledDecoder:
 
 
 def compile_decoder(variant: Variant, prompt_tokens: int, batch: int = 1) -> CompiledDecoder:
-    """Compile a variant's model for prompts of this length and for single tokens.
+    """Compile a variant's model for prompts of this length, and for single tokens where there is no native step.
 
     Raises:
         NotRegional, and whatever the compiler raises: it cannot be compiled.
@@ -297,8 +312,14 @@ def compile_decoder(variant: Variant, prompt_tokens: int, batch: int = 1) -> Com
         prompt(tokens, positions)
 
     one, position = torch.zeros_like(tokens[:, :1]), torch.full_like(positions[:, :1], prompt_tokens)
+    reason = ""
+    if one.device.type == "cpu":
+        try:
+            return CompiledDecoder(prompt, native_step(variant.model, cache, one, position, after_prompt))
+        except NotNative as error:
+            reason = str(error)
     step = compile_regional(variant.model, cache, eager, one, position, variant.packing, after_prompt)
-    return CompiledDecoder(prompt, step)
+    return CompiledDecoder(prompt, step, reason)
 
 
 def static_cache(model: nn.Module, length: int) -> StaticCache:

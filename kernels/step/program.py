@@ -32,7 +32,7 @@ class Weight:
 
     @property
     def layout(self) -> str:
-        """"rows", "nibbles" or "bytes"."""
+        """ "rows", "nibbles" or "bytes"."""
         if isinstance(self.stored, Tensor):
             return "rows"
         return "bytes" if self.stored.codes.element_size() == 1 else "nibbles"

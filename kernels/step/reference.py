@@ -9,7 +9,9 @@ from kernels.step.program import Attention, Norm, Products, Program
 ACTIVATION = {"silu": silu, "gelu_tanh": lambda x: gelu(x, approximate="tanh"), "relu": relu}
 
 
-def decode_step(program: Program, ids: Tensor, position: int, dtype: torch.dtype, hidden: Tensor | None = None) -> Tensor:
+def decode_step(
+    program: Program, ids: Tensor, position: int, dtype: torch.dtype, hidden: Tensor | None = None
+) -> Tensor:
     """Logits [tokens, vocabulary] of one step, in float32; changes the program's cache as the native step does.
 
     dtype: to which the inputs of products, the queries and the cache are rounded.
@@ -45,7 +47,9 @@ def _products(p: Products, x: Tensor) -> list[Tensor]:
 def _attend(a: Attention, qkv: list[Tensor], position: int, rounded) -> Tensor:
     tokens = len(qkv[0])
     q, k, v = (t.view(tokens, -1, a.channels) for t in qkv)
-    q, k = (_turned(_normed(x, norm), a.cos[position], a.sin[position]) for x, norm in ((q, a.query_norm), (k, a.key_norm)))
+    q, k = (
+        _turned(_normed(x, norm), a.cos[position], a.sin[position]) for x, norm in ((q, a.query_norm), (k, a.key_norm))
+    )
     a.keys[:, :, position], a.values[:, :, position] = k.to(a.keys.dtype), v.to(a.values.dtype)
     a.length.add_(1)
     seen = slice(max(0, position + 1 - a.window) if a.window else 0, position + 1)

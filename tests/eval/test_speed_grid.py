@@ -85,7 +85,7 @@ def compiler(variant, *_):
     """Stands for the compiler, and takes no time: a step runs as it is, but that of a model that refuses."""
     if getattr(variant.source, "refuses", False):
         raise RuntimeError("no graph")
-    variant.step.kernels = {}
+    variant.step.kernels, variant.step.how = {}, ""
     return variant.step
 
 

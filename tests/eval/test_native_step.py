@@ -1,0 +1,106 @@
+"""The native step of a decoder writes what the decoder writes, or is refused with a reason."""
+
+import pytest
+import torch
+
+from compress import METHODS, apply
+from eval.speed.attention import fast_attention
+from eval.speed.native_step import NotNative, native_step
+from eval.speed.speed import static_cache
+from kernels import native
+
+pytestmark = pytest.mark.skipif(native.why_not() is not None, reason="no C++ kernels here")
+PROMPT = 12
+
+
+def stepped(model, batch: int = 1, steps: int = 14):
+    """(relative differences of the logits of some steps, the native step), beyond windows of 8."""
+    cache = static_cache(fast_attention(model), 64)
+    ids = (torch.arange(batch * PROMPT) * 7919 % 96).view(batch, PROMPT)
+
+    def prompt():
+        cache.reset()
+        at = torch.arange(PROMPT)[None]
+        return model(ids, past_key_values=cache, position_ids=at, use_cache=True).logits[:, -1:].argmax(-1)
+
+    first = prompt()
+    step = native_step(model, cache, first, torch.tensor([[PROMPT]]), prompt)
+    expected, token = [], prompt()
+    for place in range(PROMPT, PROMPT + steps):
+        at = torch.tensor([[place]])
+        expected.append(
+            (token, model(token, past_key_values=cache, position_ids=at, use_cache=True).logits[:, -1].float())
+        )
+        token = expected[-1][1].argmax(-1, keepdim=True)
+    prompt()
+    differences = []
+    for place, (token, logits) in enumerate(expected, start=PROMPT):
+        step(token, torch.tensor([[place]]))
+        differences.append(float((step.step.logits - logits).norm() / logits.norm()))
+    return differences, step
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(
+    "architecture, more",
+    [
+        ("llama", {}),
+        ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000.0}}),
+        ("mistral", {"sliding_window": 8}),
+        ("qwen2", {"num_key_value_heads": 1}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+        ("qwen3", {"hidden_size": 72, "intermediate_size": 104}),
+        ("gemma3_text", {}),
+    ],
+)
+def test_steps_are_those_of_the_model(tiny, architecture, more, batch):
+    model = tiny(architecture, **more).bfloat16()
+    differences, step = stepped(model, batch)
+    assert max(differences) < 0.05
+    assert step.kernels["decode_step"] == {f"cpu {native.isa(torch.bfloat16)}"}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name, knobs", [("rtn", {"bits": 4, "symmetric": False}), ("rtn", {"bits": 6}), ("nf4", {})])
+def test_compressed_weights_and_embeddings(tiny, name, knobs):
+    model = tiny("llama", tie_word_embeddings=True)
+    recipe = [METHODS[name](**knobs, group_size=32), METHODS["rtn"](bits=8, group_size=32, where="embedding")]
+    differences, step = stepped(apply(recipe, model).model.bfloat16())
+    assert max(differences) < 0.05 and step.embedding is None, "the tied embedding is looked up natively"
+    assert "int_matmul" in step.kernels
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("architecture, reason", [
+    ("gpt2", "not a body and a head"), ("phi", "differs"), ("mixtral", "MLP|block"), ("gemma2", "softcap"), ("gpt_oss", "block|attention|MLP"),
+    ("opt", "norm|body|differs"), ("phi3", "differs"),
+])  # fmt: skip
+def test_other_decoders_are_refused(tiny, architecture, reason):
+    with pytest.raises(NotNative, match=reason):
+        stepped(tiny(architecture).bfloat16())
+
+
+@torch.no_grad()
+def test_changed_models_are_refused(tiny):
+    with pytest.raises(NotNative, match="float32"):
+        stepped(tiny("llama"))
+    hooked = tiny("llama").bfloat16()
+    hooked.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output * 2)
+    with pytest.raises(NotNative, match="hooks"):
+        stepped(hooked)
+    with pytest.raises(NotNative, match="9 tokens"):
+        stepped(tiny("llama").bfloat16(), batch=9)
+    dynamic = tiny("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1000.0}).bfloat16()
+    with pytest.raises(NotNative, match="dynamic"):
+        stepped(dynamic)
+    other = tiny("llama").bfloat16()
+    other.model.layers[0].self_attn.scaling *= 1.5  # what is read is what the model computes with
+    assert max(stepped(other)[0]) < 0.05
+    lying = tiny("llama").bfloat16()
+    lying.model.layers[0].mlp.__class__ = type(
+        "Other", (type(lying.model.layers[0].mlp),), {"forward": lambda m, x: m.up_proj(x)[..., :64]}
+    )
+    with pytest.raises(NotNative, match="logits differ"):
+        stepped(lying)

@@ -1,0 +1,129 @@
+"""A native step of decoding against the same program in plain torch."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+
+from kernels import native
+from kernels.int_matmul import pack, to_panels
+from kernels.lut_matmul import NF4, pack_codebook
+from kernels.lut_matmul import to_panels as codebook_panels
+from kernels.step import Attention, DecodeStep, Norm, Products, Program, Weight
+from kernels.step.reference import decode_step
+
+pytestmark = pytest.mark.skipif(native.why_not() is not None, reason="no C++ kernels here")
+ISAS = ("avx512bf16", "avx512", "avx2", "portable")
+
+
+def weight(kind: str, out: int, columns: int, dtype: torch.dtype, bias: bool = False) -> Weight:
+    W, scale = torch.randn(out, columns) / columns**0.5, torch.rand(out, columns // 8) + 0.5
+    b = torch.randn(out) if bias else None
+    if kind == "rows":
+        return Weight(W.to(dtype), b)
+    if kind == "nf4":
+        codes = torch.randint(16, (out, columns))
+        return Weight(codebook_panels(pack_codebook(codes, NF4, scale.to(dtype) / columns**0.5, group_size=8)), b)
+    bits = 4 if kind == "nibbles" else 8
+    zero = torch.randint(1 << bits, (out, columns // 8)) if bias else None
+    codes = torch.randint(1 << bits, (out, columns))
+    scale = scale * 3 / (1 << bits) / columns**0.5
+    return Weight(to_panels(pack(codes, scale.to(dtype), zero, bits=bits, group_size=8)), b)
+
+
+def decoder(kinds: dict[str, str], dtype: torch.dtype, tokens: int = 1, **settings) -> Program:
+    """Two blocks of odd sizes: 40 hidden channels, 6 heads on 2, an MLP of 56, 101 words."""
+    hidden, heads, kv_heads, channels, mlp, words = 40, 6, 2, settings.get("channels", 12), 56, 101
+    norm = lambda n: Norm(torch.rand(n) + 0.5, 1e-5)  # noqa: E731
+    made = lambda name, out, columns: weight(kinds.get(name, "rows"), out, columns, dtype, settings.get("bias", False))  # noqa: E731
+    instructions, positions = [], 700
+    angles = torch.arange(positions)[:, None] * torch.rand(1, 8)
+    for block in range(2):
+        cache = torch.randn(2, tokens, kv_heads, positions, channels).to(dtype)
+        instructions += [
+            Products("residual", "qkv", tuple(made("qkv", n * channels, hidden) for n in (heads, kv_heads, kv_heads)),
+                     before=norm(hidden), added="down" if block else None, after=norm(hidden) if block and settings.get("after") else None),
+            Attention("qkv", heads, kv_heads, cache[0], cache[1], torch.tensor(settings.get("position", 0)),
+                      angles.cos(), angles.sin(), channels**-0.5, settings.get("softcap", 0.0), settings.get("window", 0),
+                      *(norm(channels) if settings.get("head_norms") else None for _ in range(2))),
+            Products("attention", "o", (made("o", hidden, heads * channels),)),
+            Products("residual", "mlp", (made("mlp", mlp, hidden), made("mlp", mlp, hidden)), settings.get("activation", "silu"),
+                     before=norm(hidden), added="o", after=norm(hidden) if settings.get("after") else None),
+            Products("mlp", "down", (made("down", hidden, mlp),)),
+        ]  # fmt: skip
+    head = made("head", words, hidden)
+    instructions.append(Products("residual", "logits", (head,), before=norm(hidden), added="down"))
+    return Program(hidden, tokens, dataclasses.replace(head, bias=None), tuple(instructions), 1.5)
+
+
+def compare(program: Program, dtype: torch.dtype, position: int, isa: str = "auto", steps: int = 2) -> None:
+    step, ids = DecodeStep(copy.deepcopy(program), dtype, isa), torch.arange(program.tokens)[:, None] * 13 + 5
+    for place in range(position, position + steps):
+        expected = decode_step(program, ids, place, dtype)
+        token = step(ids, place)
+        assert (step.logits - expected).norm() < (0.01 if dtype == torch.bfloat16 else 2e-3) * expected.norm()
+        assert torch.equal(token[:, 0], step.logits.argmax(-1)), "the first of the largest logits"
+        ids = expected.argmax(-1, keepdim=True)
+    for ours, theirs in zip(step.program.instructions, program.instructions, strict=True):
+        if isinstance(theirs, Attention):
+            assert torch.equal(ours.length, theirs.length) and int(theirs.length) == position + steps
+            assert (ours.keys - theirs.keys).norm() < 0.01 * theirs.keys.norm() and torch.allclose(
+                ours.values, theirs.values, atol=0.1
+            )
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_instruction_set(isa, dtype):
+    if not native.runs(isa) or (isa == "avx512bf16" and dtype == torch.float16):
+        pytest.skip(f"no {isa} for {dtype} here")
+    mixed = {"qkv": "nibbles", "o": "rows", "mlp": "bytes", "down": "nf4", "head": "rows"}
+    compare(decoder(mixed, dtype, bias=True, position=3), dtype, 3, isa)
+
+
+@pytest.mark.parametrize("head", ["rows", "nibbles", "bytes", "nf4"])
+def test_every_layout_looks_rows_up_and_multiplies(head):
+    for bias in (False, True):
+        compare(decoder({"head": head, "mlp": head}, torch.bfloat16, bias=bias), torch.bfloat16, 0)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_tokens_and_threads(tokens, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        compare(decoder({"mlp": "nibbles"}, torch.bfloat16, tokens, position=300), torch.bfloat16, 300)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"head_norms": True, "after": True, "activation": "gelu_tanh"},
+        {"window": 5},
+        {"window": 300, "softcap": 2.0},
+        {"activation": "relu", "channels": 40},
+    ],
+)
+@pytest.mark.parametrize("position", [0, 1, 256, 611])
+def test_kinds_of_decoders(settings, position):
+    compare(decoder({}, torch.bfloat16, position=position, **settings), torch.bfloat16, position)
+
+
+def test_what_cannot_be_run_is_refused():
+    program = decoder({}, torch.bfloat16, position=7)
+    with pytest.raises(ValueError, match="float32"):
+        DecodeStep(program, torch.float32)
+    with pytest.raises(RuntimeError, match="is no weight of"):
+        DecodeStep(program, torch.float16)
+    step = DecodeStep(program, torch.bfloat16)
+    with pytest.raises(RuntimeError, match="number of positions in the cache"):
+        step(torch.tensor([[1]]), 6)
+    with pytest.raises(RuntimeError, match="not in the vocabulary"):
+        step(torch.tensor([[101]]), 7)
+    full = decoder({}, torch.bfloat16, position=700)
+    with pytest.raises(RuntimeError, match="room for 700"):
+        DecodeStep(full, torch.bfloat16)(torch.tensor([[1]]), 700)
