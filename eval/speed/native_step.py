@@ -1,8 +1,9 @@
 """A decoder's step of decoding as one call of C++ (`kernels.step`), where the decoder is of a kind that it knows.
 
 A decoder is recognised by its modules and by what they hold, never by the name of its class: blocks of two norms (or
-Gemma's four), attention of q, k, v and o with optional norms of heads, an MLP with a gate. Whatever is not known is refused with
-a reason, and the compiled step runs instead. What is recognised is then checked: its logits must be those of the model.
+Gemma's four), attention of q, k, v and o with optional norms of heads, an MLP with a gate. Whatever is not known is
+refused with a reason, and the compiled step runs instead. What is recognised is then checked: its logits must be those
+of the model.
 """
 
 import statistics
