@@ -2,9 +2,9 @@
 
     python seeds/peers/compare_speed.py --environments .venv-interop --work runs/interop
 
-runs after `compare_gguf.py`, whose environment and files of llama.cpp it uses. Ours are rounded to nearest: which codes a
-weight has does not change the speed. One round times every model of ours and every file of llama.cpp once, each after the
-same number of tokens read; the table shows medians over the rounds and the span. Prints a line of JSON last.
+runs after `compare_gguf.py`, whose environment and files of llama.cpp it uses. Ours are rounded to nearest: which codes
+a weight has does not change the speed. One round times every model of ours and every file of llama.cpp once, each after
+the same number of tokens read; the table shows medians over the rounds and the span. Prints a line of JSON last.
 """
 
 import argparse
