@@ -111,8 +111,8 @@ def files(options: argparse.Namespace) -> dict[str, Path]:
 
 def table(rows: list[Row], options: argparse.Namespace) -> str:
     out = [
-        f"{time.strftime('%Y-%m-%d')}, {hardware()['cpu']}, {options.threads} threads: {options.new_tokens} tokens after"
-        f" {options.prompt_tokens}, {options.rounds} rounds in turns.",
+        f"{time.strftime('%Y-%m-%d')}, {hardware()['cpu']}, {options.threads} threads:"
+        f" {options.new_tokens} tokens after {options.prompt_tokens}, {options.rounds} rounds in turns.",
         "",
         "| | MB | decode, tokens/s | lowest to highest |",
         "| --- | ---: | ---: | ---: |",

@@ -157,7 +157,8 @@ same checkpoint is run by the other library.
   the rounding of their scales to 16 bits. vLLM shows no weights.
 - Speeds are medians of {facts["rounds"]} rounds: decoding {facts["speed_tokens"]} tokens after a prompt of
   {facts["speed_prompt"]}, and reading that prompt, at batch 1. Here the model is compiled, in bfloat16, and fp8
-  is emulated; readers and workbench were timed one after the other. transformers is not timed: it dequantises at load, and is as fast as the uncompressed model."""
+  is emulated; readers and workbench were timed one after the other. transformers is not timed: it dequantises at load,
+  and is as fast as the uncompressed model."""
 
 
 def baseline_of(speed: dict | None) -> str:
