@@ -43,12 +43,13 @@ from compress.weights.gptaq import GPTAQ
 from compress.weights.gptq import GPTQ
 from compress.weights.mixed import Mixed
 from compress.weights.nf4 import NF4
+from compress.weights.qtip import QTIP
 from compress.weights.rtn import RTN
 from compress.weights.squeezellm import SqueezeLLM
 
 METHODS: dict[str, type[Method]] = {
     "rtn": RTN, "gptq": GPTQ, "gptaq": GPTAQ, "awq": AWQ, "nf4": NF4, "bnb_nf4": BitsandbytesNF4,
-    "squeezellm": SqueezeLLM, "any_precision": AnyPrecision, "finequant": FineQuant, "mixed": Mixed, "tune": Tune,
+    "qtip": QTIP, "squeezellm": SqueezeLLM, "any_precision": AnyPrecision, "finequant": FineQuant, "mixed": Mixed, "tune": Tune,
     "magnitude": Magnitude, "random": RandomChoice, "wanda": Wanda, "sparsegpt": SparseGPT, "layer_drop": LayerDrop,
     "low_rank": LowRank, "outlier_entries": Outliers,
     "smoothquant": SmoothQuant, "int8": Int8, "fp8": FP8, "llm_int8": LLMInt8, "bnb_int8": BitsandbytesInt8,

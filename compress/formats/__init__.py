@@ -12,15 +12,16 @@ from compress.formats.int_group import IntGroup
 from compress.formats.low_rank import LowRank
 from compress.formats.row_tables import RowTables
 from compress.formats.sparse24 import Sparse24Weight
+from compress.formats.trellis import TrellisWeight
 
 FORMATS: dict[str, type[Format]] = {
     "dense": Dense, "int_group": IntGroup, "eight_bit": EightBit, "columns": Columns,
     "codebook": CodebookGroup, "bnb_int8": BnbInt8, "bnb_nf4": BnbNF4,
     "bitmap": Bitmap, "sparse24": Sparse24Weight,
-    "low_rank": LowRank, "csr": CsrWeight, "row_tables": RowTables,
+    "low_rank": LowRank, "csr": CsrWeight, "row_tables": RowTables, "trellis": TrellisWeight,
 }  # fmt: skip
 
 __all__ = [
     "FORMATS", "Bitmap", "BnbInt8", "BnbNF4", "CodebookGroup", "Columns", "CsrWeight", "Dense", "EightBit", "Format",
-    "IntGroup", "LowRank", "RowTables", "Sparse24Weight",
+    "IntGroup", "LowRank", "RowTables", "Sparse24Weight", "TrellisWeight",
 ]  # fmt: skip

@@ -23,7 +23,7 @@ from kernels.errors import kind_and_first_line
 from kernels.user_cache import cache_folder
 
 HERE = Path(__file__).parent
-SOURCES = ("nibble.cpp", "byte.cpp", "half.cpp", "int8.cpp", "kv_decode.cpp", "step.cpp")
+SOURCES = ("nibble.cpp", "byte.cpp", "half.cpp", "int8.cpp", "kv_decode.cpp", "step.cpp", "trellis.cpp")
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fopenmp", "-DAT_PARALLEL_OPENMP=1", "-w")
 _LOCK = threading.Lock()
 
@@ -150,3 +150,15 @@ def _register_fakes() -> None:
         positions = k.shape[2] + (0 if tail_k is None else tail_k.shape[2])
         mass = (k.shape[0], k.shape[1], positions) if return_mass else (0,)
         return q.new_empty(q.shape), q.new_empty(mass, dtype=torch.float32)
+
+    @torch.library.register_fake("workbench::trellis_encode")
+    def _(x, table, bits, window, isa):
+        return x.new_empty(x.shape, dtype=torch.uint8), x.new_empty(x.shape[0])
+
+    @torch.library.register_fake("workbench::trellis_decode")
+    def _(codes, bits, states, isa):
+        return codes.new_empty(codes.shape[1], codes.shape[0] * codes.shape[2] * 8 // bits, dtype=torch.float32)
+
+    @torch.library.register_fake("workbench::trellis_multiply")
+    def _(x, codes, bits, states, isa):
+        return x.new_empty(x.shape[0], codes.shape[0] * codes.shape[2] * 8 // bits)

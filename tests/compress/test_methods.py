@@ -35,6 +35,7 @@ ROWS = {
     "bnb_int8": {},
     "squeezellm": {"largest": 0.02},
     "any_precision": {"bits": 4},
+    "qtip": {"bits": 4, "states": 12, "min_tokens": 8},
     "low_rank": {"rank": 4},
     "outlier_entries": {"share": 0.01},
     "tune": {"steps": 4},

@@ -1,0 +1,69 @@
+"""Walks through a trellis, with a factor for each row and each column: whole numbers of bits, and hardly any overhead."""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from compress.formats.base import AsStored
+from compress.formats.trellis.rotation import rotate, rotate_back
+from kernels.int_matmul import pack_bits, unpack_bits
+from kernels.trellis_matmul import Trellis, decode, length_for, trellis_matmul
+
+
+class TrellisWeight(AsStored):
+    """W = (row ⊗ column ⊙ V) rotated back along `in`, with V the values of the walks; x is rotated when it is multiplied.
+
+    Buffers: `codes` uint8 [segments, in, length * bits / 8], as `kernels.trellis_matmul.Trellis` lays walks out; `row`
+    [out] and `column` [in], bfloat16 factors; `signs` uint8 [ceil(in/8)], a bit for each input, 1 for +1.
+    """
+
+    name: ClassVar[str] = "trellis"
+
+    def __init__(
+        self, shape: tuple[int, int], codes: Tensor, row: Tensor, column: Tensor, signs: Tensor, *, bits: int, states: int
+    ) -> None:
+        super().__init__()
+        self.shape, self.bits, self.states = shape, bits, states
+        for name, tensor in (("codes", codes), ("row", row), ("column", column), ("signs", signs)):
+            self.register_buffer(name, tensor)
+
+    @classmethod
+    def from_codes(
+        cls, shape: tuple[int, int], codes: Tensor, row: Tensor, column: Tensor, signs: Tensor, *, bits: int, states: int
+    ) -> "TrellisWeight":
+        """From packed walks, factors of any dtype, and signs ±1 [in]."""
+        packed = pack_bits((signs > 0)[None].to(torch.uint8), 1)[0]
+        factors = row.to(torch.bfloat16), column.to(torch.bfloat16)
+        return cls(shape, codes, *factors, packed, bits=bits, states=states)
+
+    def dequantize(self) -> Tensor:
+        values = decode(self._trellis(self.row.float())) * self.column.float()
+        return rotate_back(values, self._signs())
+
+    def matmul(self, x: Tensor) -> Tensor:
+        rotated = rotate(x.float(), self.flips) * self.gains
+        return trellis_matmul(rotated.to(x.dtype), self._trellis(self.factors))
+
+    def lay_out(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        return {"flips": self._signs(), "gains": self.column.float(), "factors": self.row.float()}
+
+    def spec(self) -> dict[str, Any]:
+        return self.spec_of(self.shape, bits=self.bits, states=self.states)
+
+    @classmethod
+    def spec_of(cls, shape: tuple[int, int], *, bits: int, states: int) -> dict[str, Any]:
+        """The `spec()` of a weight of this shape."""
+        return {"format": cls.name, "shape": list(shape), "bits": bits, "states": states, "length": length_for(shape[0])}
+
+    @classmethod
+    def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "TrellisWeight":
+        shape = (spec["shape"][0], spec["shape"][1])
+        stored = (tensors[name] for name in ("codes", "row", "column", "signs"))
+        return cls(shape, *stored, bits=spec["bits"], states=spec["states"])
+
+    def _trellis(self, row: Tensor) -> Trellis:
+        return Trellis(self.codes, row, self.bits, self.states, self.shape)
+
+    def _signs(self) -> Tensor:
+        return unpack_bits(self.signs[None], 1, self.shape[1])[0].float() * 2 - 1

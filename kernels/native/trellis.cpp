@@ -1,0 +1,229 @@
+// Weights as walks through a trellis: the Viterbi encoder, the decoder, and y = x Wᵀ that decodes as it multiplies.
+// kernels/trellis_matmul/README.md has the code, the layout and what they cost. One file for every instruction set, chosen
+// when it runs.
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#include <immintrin.h>
+#define HAVE_X86
+#endif
+
+namespace {
+
+#define INLINE static inline __attribute__((always_inline))
+
+constexpr int LANES = 16;       // rows that are decoded at once: a panel
+constexpr int PANELS = 4;       // that one pass over the columns takes
+constexpr int TOKENS = 4;
+constexpr int LONGEST = 128;    // bytes of a sequence: 256 weights of 4 bits
+constexpr uint32_t MULTIPLIER = 3500900923u;
+
+typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int32_t Ints __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint8_t Bytes __attribute__((vector_size(16), aligned(1), may_alias));
+
+// Sequences to encode. values: of the state (j << bits) + p at [p][j]. work, arguments: of one thread.
+struct Search {
+  const float* values;
+  int length, states, window;
+};
+
+// codes [segments, in, bytes], of sequences of `length` rows of one column.
+struct Weight {
+  const uint8_t* codes;
+  int64_t in, bytes;
+  int length, states;
+};
+
+struct Loops {
+  void (*encode)(int bits, const Search& s, const float* x, float* work, uint8_t* arguments, uint8_t* symbols, float* cost);
+  void (*decode)(int bits, const Weight& w, const uint8_t* sequence, float* out);
+  void (*multiply)(int bits, const Weight& w, int64_t segment, int panel, int panels, const float* x, int tokens, float* sums);
+};
+
+#include "isa.inc"
+
+#ifdef HAVE_X86
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,fma,avx2,f16c")
+namespace avx512 {
+struct Taker {  // takes sixteen states, `bits` apart, out of 16 bytes
+  __m512i places, shifts, mask, multiplier;
+};
+INLINE Taker taker(int bits, int states) {
+  alignas(64) uint8_t places[64];
+  alignas(64) int32_t shifts[16];
+  for (int i = 0; i < 16; i++) {
+    shifts[i] = (bits * i) & 7;
+    for (int b = 0; b < 4; b++) places[4 * i + b] = uint8_t(((bits * i) >> 3) + b);
+  }
+  return {_mm512_load_si512(places), _mm512_load_si512(shifts), _mm512_set1_epi32((1 << states) - 1),
+          _mm512_set1_epi32(int(MULTIPLIER))};
+}
+INLINE Floats take(const Taker& t, const uint8_t* p) {
+  const __m512i bytes = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  const __m512i state = _mm512_and_si512(_mm512_srlv_epi32(_mm512_shuffle_epi8(bytes, t.places), t.shifts), t.mask);
+  const __m512i hash = _mm512_mullo_epi32(state, t.multiplier);
+  const __m512i pairs = _mm512_maddubs_epi16(_mm512_set1_epi8(1), hash);
+  return (Floats)_mm512_cvtepi32_ps(_mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+}
+#include "trellis_loops.inc"
+}  // namespace avx512
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+namespace avx2 {
+struct Taker {
+  __m256i places[2], shifts[2], mask, multiplier;
+};
+INLINE Taker taker(int bits, int states) {
+  alignas(32) uint8_t places[64];
+  alignas(32) int32_t shifts[16];
+  for (int i = 0; i < 16; i++) {
+    shifts[i] = (bits * i) & 7;
+    for (int b = 0; b < 4; b++) places[4 * i + b] = uint8_t(((bits * i) >> 3) + b);
+  }
+  const auto load = [](const void* p) { return _mm256_load_si256(static_cast<const __m256i*>(p)); };
+  return {{load(places), load(places + 32)}, {load(shifts), load(shifts + 8)}, _mm256_set1_epi32((1 << states) - 1),
+          _mm256_set1_epi32(int(MULTIPLIER))};
+}
+INLINE Floats take(const Taker& t, const uint8_t* p) {
+  const __m256i bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  __m256 half[2];
+  for (int i = 0; i < 2; i++) {
+    const __m256i state = _mm256_and_si256(_mm256_srlv_epi32(_mm256_shuffle_epi8(bytes, t.places[i]), t.shifts[i]), t.mask);
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), _mm256_mullo_epi32(state, t.multiplier));
+    half[i] = _mm256_cvtepi32_ps(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  }
+  Floats values;
+  memcpy(&values, half, sizeof(values));
+  return values;
+}
+#include "trellis_loops.inc"
+}  // namespace avx2
+#pragma GCC pop_options
+#endif  // x86
+
+namespace portable {
+struct Taker {
+  int bits;
+  uint32_t mask;
+};
+INLINE Taker taker(int bits, int states) { return {bits, (1u << states) - 1}; }
+INLINE Floats take(const Taker& t, const uint8_t* p) {
+  Floats values;
+  for (int i = 0; i < LANES; i++) {
+    uint32_t word = 0;
+    for (int b = 0; b < 4; b++) word |= uint32_t(p[((t.bits * i) >> 3) + b]) << (8 * b);
+    const uint32_t hash = ((word >> ((t.bits * i) & 7)) & t.mask) * MULTIPLIER;
+    values[i] = float(int8_t(hash) + int8_t(hash >> 8) + int8_t(hash >> 16) + int8_t(hash >> 24));
+  }
+  return values;
+}
+#include "trellis_loops.inc"
+}  // namespace portable
+
+const Loops& loops_of(const std::string& isa) {
+  const std::string taken = isa == "auto" ? best_isa(false) : isa;
+  TORCH_CHECK(runs(taken), "`isa` (='", taken, "') is not one of this machine's");
+#ifdef HAVE_X86
+  if (taken == "avx512" || taken == "avx512bf16") return avx512::loops;
+  if (taken == "avx2") return avx2::loops;
+#endif
+  return portable::loops;
+}
+
+Weight weight_of(const at::Tensor& codes, int64_t bits, int64_t states) {
+  TORCH_CHECK(codes.dim() == 3 && codes.is_contiguous() && codes.scalar_type() == at::kByte && bits >= 1 && bits <= 4 &&
+                  states >= 8 && states <= 16 && codes.size(2) % (2 * bits) == 0 && codes.size(2) <= LONGEST &&
+                  codes.size(2) >= 8,
+              "trellis: codes ", codes.sizes(), " of ", bits, " bits and ", states, " bits of state cannot be read");
+  return {codes.const_data_ptr<uint8_t>(), codes.size(1), codes.size(2), int(codes.size(2) * 8 / bits), int(states)};
+}
+
+std::tuple<at::Tensor, at::Tensor> encode(const at::Tensor& x, const at::Tensor& table, int64_t bits, int64_t window,
+                                          const std::string& isa) {
+  int states = 0;
+  while ((int64_t(1) << states) < table.numel()) states++;
+  TORCH_CHECK(x.dim() == 2 && x.is_contiguous() && x.scalar_type() == at::kFloat && table.is_contiguous() &&
+                  table.scalar_type() == at::kFloat && table.numel() == int64_t(1) << states && bits >= 1 && bits <= 4 &&
+                  states >= 2 * bits + 4 && states <= 16,
+              "trellis_encode: x ", x.sizes(), ", ", table.numel(), " values and ", bits, " bits do not fit");
+  const Loops& loops = loops_of(isa);
+  const int64_t n = int64_t(1) << (states - bits), length = x.size(1), sequences = x.size(0);
+  std::vector<float> values(table.numel());
+  for (int64_t state = 0; state < table.numel(); state++)
+    values[(state & ((1 << bits) - 1)) * n + (state >> bits)] = table.const_data_ptr<float>()[state];
+  const Search search{values.data(), int(length), states, int(std::min(window, length / 2))};
+  at::Tensor symbols = at::empty({sequences, length}, x.options().dtype(at::kByte));
+  at::Tensor cost = at::empty({sequences}, x.options());
+  at::parallel_for(0, sequences, 1, [&](int64_t from, int64_t to) {
+    std::vector<float> work(3 * n);
+    std::vector<uint8_t> arguments(n * length);
+    for (int64_t i = from; i < to; i++)
+      loops.encode(int(bits), search, x.const_data_ptr<float>() + i * length, work.data(), arguments.data(),
+                   symbols.mutable_data_ptr<uint8_t>() + i * length, cost.mutable_data_ptr<float>() + i);
+  });
+  return {symbols, cost};
+}
+
+at::Tensor decode(const at::Tensor& codes, int64_t bits, int64_t states, const std::string& isa) {
+  const Weight w = weight_of(codes, bits, states);
+  const Loops& loops = loops_of(isa);
+  const int64_t segments = codes.size(0);
+  at::Tensor out = at::empty({w.in, segments * w.length}, codes.options().dtype(at::kFloat));
+  at::parallel_for(0, w.in, 16, [&](int64_t from, int64_t to) {
+    for (int64_t c = from; c < to; c++)
+      for (int64_t s = 0; s < segments; s++)
+        loops.decode(int(bits), w, w.codes + (s * w.in + c) * w.bytes,
+                     out.mutable_data_ptr<float>() + (c * segments + s) * w.length);
+  });
+  return out;
+}
+
+at::Tensor multiply(const at::Tensor& x, const at::Tensor& codes, int64_t bits, int64_t states, const std::string& isa) {
+  const Weight w = weight_of(codes, bits, states);
+  TORCH_CHECK(x.dim() == 2 && x.is_contiguous() && x.scalar_type() == at::kFloat && x.size(1) == w.in,
+              "trellis_matmul: x ", x.sizes(), " does not fit ", w.in, " columns");
+  const Loops& loops = loops_of(isa);
+  const int64_t tokens = x.size(0), rows = codes.size(0) * w.length;
+  const int panels = w.length / LANES, groups = (panels + PANELS - 1) / PANELS;
+  at::Tensor y = at::empty({tokens, rows}, x.options());
+  at::parallel_for(0, codes.size(0) * groups, 1, [&](int64_t from, int64_t to) {
+    float sums[PANELS * TOKENS * LANES];
+    for (int64_t unit = from; unit < to; unit++) {
+      const int64_t segment = unit / groups;
+      const int panel = int(unit % groups) * PANELS, taken = std::min(PANELS, panels - panel);
+      for (int64_t t = 0; t < tokens; t += TOKENS) {
+        const int several = int(std::min<int64_t>(TOKENS, tokens - t));
+        loops.multiply(int(bits), w, segment, panel, taken, x.const_data_ptr<float>() + t * w.in, several, sums);
+        for (int i = 0; i < several; i++)
+          memcpy(y.mutable_data_ptr<float>() + (t + i) * rows + segment * w.length + panel * LANES,
+                 sums + i * PANELS * LANES, sizeof(float) * LANES * taken);
+      }
+    }
+  });
+  return y;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(workbench, m) {
+  m.def("trellis_encode(Tensor x, Tensor table, int bits, int window, str isa) -> (Tensor, Tensor)");
+  m.def("trellis_decode(Tensor codes, int bits, int states, str isa) -> Tensor");
+  m.def("trellis_multiply(Tensor x, Tensor codes, int bits, int states, str isa) -> Tensor");
+}
+TORCH_LIBRARY_IMPL(workbench, CPU, m) {
+  m.impl("trellis_encode", encode);
+  m.impl("trellis_decode", decode);
+  m.impl("trellis_multiply", multiply);
+}
