@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <cstring>
 #include <string>
-#include <vector>
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #include <immintrin.h>
@@ -30,7 +29,7 @@ typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t Ints __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint8_t Bytes __attribute__((vector_size(16), aligned(1), may_alias));
 
-// Sequences to encode. values: of the state (j << bits) + p at [p][j]. work, arguments: of one thread.
+// Sequences to encode. values: of the state (j << bits) + p at [j / 16][p][j % 16].
 struct Search {
   const float* values;
   int length, states, window;
@@ -44,7 +43,7 @@ struct Weight {
 };
 
 struct Loops {
-  void (*encode)(int bits, const Search& s, const float* x, float* work, uint8_t* arguments, uint8_t* symbols, float* cost);
+  void (*encode)(int bits, const Search& s, const float* x, float* costs, float* parts, uint8_t* symbols, float* cost);
   void (*decode)(int bits, const Weight& w, const uint8_t* sequence, float* out);
   void (*multiply)(int bits, const Weight& w, int64_t segment, int panel, int panels, const float* x, int tokens, float* sums);
 };
@@ -143,7 +142,7 @@ const Loops& loops_of(const std::string& isa) {
 }
 
 Weight weight_of(const at::Tensor& codes, int64_t bits, int64_t states) {
-  TORCH_CHECK(codes.dim() == 3 && codes.is_contiguous() && codes.scalar_type() == at::kByte && bits >= 1 && bits <= 4 &&
+  TORCH_CHECK(codes.dim() == 3 && codes.is_contiguous() && codes.scalar_type() == at::kByte && bits >= 2 && bits <= 4 &&
                   states >= 8 && states <= 16 && codes.size(2) % (2 * bits) == 0 && codes.size(2) <= LONGEST &&
                   codes.size(2) >= 8,
               "trellis: codes ", codes.sizes(), " of ", bits, " bits and ", states, " bits of state cannot be read");
@@ -155,23 +154,26 @@ std::tuple<at::Tensor, at::Tensor> encode(const at::Tensor& x, const at::Tensor&
   int states = 0;
   while ((int64_t(1) << states) < table.numel()) states++;
   TORCH_CHECK(x.dim() == 2 && x.is_contiguous() && x.scalar_type() == at::kFloat && table.is_contiguous() &&
-                  table.scalar_type() == at::kFloat && table.numel() == int64_t(1) << states && bits >= 1 && bits <= 4 &&
+                  table.scalar_type() == at::kFloat && table.numel() == int64_t(1) << states && bits >= 2 && bits <= 4 &&
                   states >= 2 * bits + 4 && states <= 16,
               "trellis_encode: x ", x.sizes(), ", ", table.numel(), " values and ", bits, " bits do not fit");
   const Loops& loops = loops_of(isa);
   const int64_t n = int64_t(1) << (states - bits), length = x.size(1), sequences = x.size(0);
-  std::vector<float> values(table.numel());
-  for (int64_t state = 0; state < table.numel(); state++)
-    values[(state & ((1 << bits) - 1)) * n + (state >> bits)] = table.const_data_ptr<float>()[state];
-  const Search search{values.data(), int(length), states, int(std::min(window, length / 2))};
+  at::Tensor ordered = at::empty_like(table);
+  float* values = ordered.mutable_data_ptr<float>();
+  for (int64_t state = 0; state < table.numel(); state++) {
+    const int64_t j = state >> bits, p = state & ((1 << bits) - 1);
+    values[(((j / LANES) << bits) + p) * LANES + j % LANES] = table.const_data_ptr<float>()[state];
+  }
+  const Search search{values, int(length), states, int(std::min(window, length / 2))};
   at::Tensor symbols = at::empty({sequences, length}, x.options().dtype(at::kByte));
   at::Tensor cost = at::empty({sequences}, x.options());
   at::parallel_for(0, sequences, 1, [&](int64_t from, int64_t to) {
-    std::vector<float> work(3 * n);
-    std::vector<uint8_t> arguments(n * length);
+    const at::Tensor costs = at::empty({length + 1, n}, x.options()), parts = at::empty({n}, x.options());
     for (int64_t i = from; i < to; i++)
-      loops.encode(int(bits), search, x.const_data_ptr<float>() + i * length, work.data(), arguments.data(),
-                   symbols.mutable_data_ptr<uint8_t>() + i * length, cost.mutable_data_ptr<float>() + i);
+      loops.encode(int(bits), search, x.const_data_ptr<float>() + i * length, costs.mutable_data_ptr<float>(),
+                   parts.mutable_data_ptr<float>(), symbols.mutable_data_ptr<uint8_t>() + i * length,
+                   cost.mutable_data_ptr<float>() + i);
   });
   return {symbols, cost};
 }
