@@ -1,4 +1,4 @@
-"""QTIP (Tseng et al., 2024, arXiv:2406.11235): weights as walks through a trellis, found column by column as GPTQ does."""
+"""QTIP (Tseng et al., 2024, arXiv:2406.11235): weights as walks through a trellis, corrected as GPTQ does."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -29,7 +29,9 @@ class QTIP(LayerwiseMethod):
     working_set: ClassVar[tuple[float, float]] = (10.0, 3.0)
 
     bits: int = knob(3, "bits per weight", choices=BITS, describes=True)
-    states: int = knob(14, "bits of a trellis state: two more lower the error by 2 to 6 %, for 4 times the work", choices=STATES)
+    states: int = knob(
+        14, "bits of a trellis state: two more lower the error by 2 to 6 %, for 4 times the work", choices=STATES
+    )
     damp: float = knob(0.01, "added to diag(H), as a fraction of its mean", range=(0, 1))
     sink_weight: float = knob(
         64.0,
@@ -75,10 +77,9 @@ def qtip(W: Tensor, factor: Factor | None, signs: Tensor, *, bits: int, states: 
         factor: of the Hessian of the inputs rotated by these signs, its columns in their order; None: of the identity.
         signs: ±1 [in].
 
-    Source: arXiv:2406.11235, section 3 and algorithm 3 (BlockLDLQ). Deviations: a walk goes down the rows of one column,
-    not over a tile of 16 x 16, so that every column is corrected for all before it, which the CPU's decoder takes as
-    gladly; outputs are not rotated, because each row has a factor of its own; each column has one too, because the
-    corrections make later columns larger.
+    Source: arXiv:2406.11235, section 3 and algorithm 3 (BlockLDLQ). Deviations: a walk goes down the rows of one
+    column, not over a tile of 16 x 16, so that every column is corrected for all before it; outputs are not rotated,
+    because each row has a factor of its own; each column has one too, because the corrections make later ones larger.
     """
     Wt = rotate(W.float(), signs).t().contiguous()  # [in, out]
     row = Wt.square().mean(0).sqrt()  # [out]

@@ -1,4 +1,7 @@
-"""`trellis_matmul`: y = x Wᵀ with the columns of W stored as walks through a trellis; `viterbi` finds them. See README.md."""
+"""`trellis_matmul`: y = x Wᵀ with the columns of W stored as walks through a trellis, which `viterbi` finds.
+
+See README.md.
+"""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Walks through a trellis, with a factor for each row and each column: whole numbers of bits, and hardly any overhead."""
+"""Walks through a trellis, with a factor for each row and each column: whole bits, and hardly any overhead."""
 
 from typing import Any, ClassVar
 
@@ -12,7 +12,7 @@ from kernels.trellis_matmul import Trellis, decode, length_for, trellis_matmul
 
 
 class TrellisWeight(AsStored):
-    """W = (row ⊗ column ⊙ V) rotated back along `in`, with V the values of the walks; x is rotated when it is multiplied.
+    """W = (row ⊗ column ⊙ V) rotated back along `in`, V being the values of the walks; `matmul` rotates x instead.
 
     Buffers: `codes` uint8 [segments, in, length * bits / 8], as `kernels.trellis_matmul.Trellis` lays walks out; `row`
     [out] and `column` [in], bfloat16 factors; `signs` uint8 [ceil(in/8)], a bit for each input, 1 for +1.
@@ -21,7 +21,15 @@ class TrellisWeight(AsStored):
     name: ClassVar[str] = "trellis"
 
     def __init__(
-        self, shape: tuple[int, int], codes: Tensor, row: Tensor, column: Tensor, signs: Tensor, *, bits: int, states: int
+        self,
+        shape: tuple[int, int],
+        codes: Tensor,
+        row: Tensor,
+        column: Tensor,
+        signs: Tensor,
+        *,
+        bits: int,
+        states: int,
     ) -> None:
         super().__init__()
         self.shape, self.bits, self.states = shape, bits, states
@@ -30,7 +38,15 @@ class TrellisWeight(AsStored):
 
     @classmethod
     def from_codes(
-        cls, shape: tuple[int, int], codes: Tensor, row: Tensor, column: Tensor, signs: Tensor, *, bits: int, states: int
+        cls,
+        shape: tuple[int, int],
+        codes: Tensor,
+        row: Tensor,
+        column: Tensor,
+        signs: Tensor,
+        *,
+        bits: int,
+        states: int,
     ) -> "TrellisWeight":
         """From packed walks, factors of any dtype, and signs ±1 [in]."""
         packed = pack_bits((signs > 0)[None].to(torch.uint8), 1)[0]
@@ -54,7 +70,13 @@ class TrellisWeight(AsStored):
     @classmethod
     def spec_of(cls, shape: tuple[int, int], *, bits: int, states: int) -> dict[str, Any]:
         """The `spec()` of a weight of this shape."""
-        return {"format": cls.name, "shape": list(shape), "bits": bits, "states": states, "length": length_for(shape[0])}
+        return {
+            "format": cls.name,
+            "shape": list(shape),
+            "bits": bits,
+            "states": states,
+            "length": length_for(shape[0]),
+        }
 
     @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "TrellisWeight":

@@ -1,0 +1,108 @@
+"""What `trellis_matmul` is checked and timed on."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kernels import native
+from kernels.harness.cases import TOLERANCE, Asked, Check, Contest
+from kernels.linear.onednn import lay_out, product
+from kernels.trellis_matmul import UNIT, Trellis, length_for, trellis_matmul
+from kernels.trellis_matmul.layout import MULTIPLIER
+
+
+def checks(device: torch.device) -> list[Check]:
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for out, columns, bits, states, tokens, dtype in (
+        (48, 64, 2, 14, (1,), torch.float32),
+        (37, 65, 3, 16, (2, 3), torch.float16),
+        (192, 40, 4, 12, (4,), torch.bfloat16),
+        (576, 20, 3, 14, (1, 1), torch.bfloat16),
+        (272, 33, 2, 16, (7,), torch.float32),
+        (300, 64, 2, 12, (40,), torch.bfloat16),
+        (16, 64, 4, 16, (0,), torch.bfloat16),
+    ):
+        w, W = _weight(generator, out, columns, bits, states, device)
+        x = torch.randn(*tokens, columns, generator=generator).to(device, dtype)
+        name = f"{bits} bits of {states}, {tokens} x {out} x {columns}, {str(dtype).removeprefix('torch.')}"
+        found.append(_check(name, x, w, W))
+    wide = torch.randn(2 * 48, 11, generator=generator).to(device)
+    found.append(
+        _check("x transposed, every other column", wide.t()[:, ::2], *_weight(generator, 96, 48, 3, 14, device))
+    )
+    return found
+
+
+def _weight(
+    generator: torch.Generator, out: int, columns: int, bits: int, states: int, device: torch.device
+) -> tuple[Trellis, Tensor]:
+    """Of random bits, and W in float64, read bit by bit."""
+    length = length_for(out)
+    segments = -(-out // length)
+    codes = torch.randint(256, (segments, columns, length * bits // 8), generator=generator, dtype=torch.uint8)
+    scale = torch.rand(out, generator=generator) / UNIT
+    stream = (codes[..., None].long() >> torch.arange(8) & 1).flatten(2)  # [segments, in, length * bits]
+    first = torch.arange(length) * bits
+    places = (first[:, None] + torch.arange(states)) % (length * bits)
+    hashed = (stream[..., places] << torch.arange(states)).sum(-1) * MULTIPLIER % (1 << 32)
+    value = sum(((hashed >> shift) % 256 + 128) % 256 - 128 for shift in (0, 8, 16, 24))
+    W = value.transpose(1, 2).reshape(-1, columns)[:out].double() * scale.double()[:, None]
+    return Trellis(codes.to(device), scale.to(device), bits, states, (out, columns)), W.to(device)
+
+
+def _check(name: str, x: Tensor, w: Trellis, W: Tensor) -> Check:
+    cpu = w.codes.device.type == "cpu" and native.why_not() is None
+    return Check(
+        "trellis_matmul",
+        name,
+        lambda impl: trellis_matmul(x, w, impl=impl),
+        lambda: x.double() @ W.t(),
+        TOLERANCE[x.dtype],
+        ("cpu",) if cpu else (),
+    )
+
+
+@torch.no_grad()
+def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]:
+    """On a CPU, against the dense product at its best."""
+    if device.type != "cpu" or native.why_not() or not torch.backends.mkldnn.is_available():
+        return
+    if asked.dtype == torch.float16:
+        return
+    for shape in asked.shapes or (((96, 256),) if toy else ((1536, 576), (8192, 2048))):
+        for tokens in asked.tokens or ((2,) if toy else (1, 4, 64)):
+            for bits in (3,) if toy else (2, 3):
+                yield _contest(shape, tokens, bits, asked.dtype)
+
+
+def _contest(shape: tuple[int, int], tokens: int, bits: int, dtype: torch.dtype) -> Contest:
+    out, columns = shape
+    w, _ = _weight(torch.Generator().manual_seed(0), 32, 16, bits, 14, torch.device("cpu"))
+    length = length_for(out)
+    copies = max(2, min(64, (128 << 20) // (2 * out * columns)))
+    size = (-(-out // length), columns, length * bits // 8)
+    small = [
+        w._replace(codes=torch.randint(256, size, dtype=torch.uint8), scale=torch.rand(out), shape=shape)
+        for _ in range(copies)
+    ]
+    packed = [lay_out(torch.randn(out, columns).to(dtype), tokens) for _ in range(copies)]
+    x = torch.randn(tokens, columns).to(dtype)
+    name = str(dtype).removeprefix("torch.")
+    return Contest(
+        op="trellis_matmul",
+        detail=f"{bits} bits",
+        shape=shape,
+        tokens=tokens,
+        contestants={
+            "cpu": lambda i: trellis_matmul(x, small[i], impl="cpu"),
+            f"{name} prepacked": lambda i: product(x, packed[i]),
+        },
+        copies=copies,
+        ours="cpu",
+        baseline=f"{name} prepacked",
+        rate="float32",
+        least_bytes=out * columns * bits // 8 + 4 * out + x.element_size() * tokens * (out + columns),
+        flops=2 * tokens * out * columns,
+    )
