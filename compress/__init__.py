@@ -49,7 +49,8 @@ from compress.weights.squeezellm import SqueezeLLM
 
 METHODS: dict[str, type[Method]] = {
     "rtn": RTN, "gptq": GPTQ, "gptaq": GPTAQ, "awq": AWQ, "nf4": NF4, "bnb_nf4": BitsandbytesNF4,
-    "qtip": QTIP, "squeezellm": SqueezeLLM, "any_precision": AnyPrecision, "finequant": FineQuant, "mixed": Mixed, "tune": Tune,
+    "qtip": QTIP, "squeezellm": SqueezeLLM, "any_precision": AnyPrecision, "finequant": FineQuant, "mixed": Mixed,
+    "tune": Tune,
     "magnitude": Magnitude, "random": RandomChoice, "wanda": Wanda, "sparsegpt": SparseGPT, "layer_drop": LayerDrop,
     "low_rank": LowRank, "outlier_entries": Outliers,
     "smoothquant": SmoothQuant, "int8": Int8, "fp8": FP8, "llm_int8": LLMInt8, "bnb_int8": BitsandbytesInt8,
