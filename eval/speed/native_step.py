@@ -77,8 +77,11 @@ def native_step(
     except (ValueError, RuntimeError) as error:
         raise NotNative(str(error).splitlines()[0]) from error
     restore()
-    with recording() as step.kernels:
-        _check(step, model, cache, tokens, int(positions[0, -1]))
+    try:
+        with recording() as step.kernels:
+            _check(step, model, cache, tokens, int(positions[0, -1]))
+    except RuntimeError as error:  # such as a cache that counts its positions in another way
+        raise NotNative(str(error).splitlines()[0]) from error
     for weight in {id(w): w for i in program.instructions if isinstance(i, Products) for w in i.weights}.values():
         op = {Packed: "int_matmul", Codebook: "lut_matmul"}.get(type(weight.stored), "linear")
         step.kernels.setdefault(op, set()).add(f"cpu {native.isa(model.dtype)}")
@@ -95,6 +98,8 @@ def assemble(model: nn.Module, cache: Cache, tokens: int) -> tuple[Program, nn.M
         raise NotNative(reason)
     if model.device.type != "cpu":
         raise NotNative(f"the model is on {model.device.type}")
+    if native.isa(model.dtype) == "portable":
+        raise NotNative("the loops have no vector instructions of this processor")
     if getattr(model.config, "_attn_implementation", None) not in ("sdpa", "sdpa_fast", "eager"):
         raise NotNative(f"attention of {model.config._attn_implementation!r}")
     for name in CAPS:

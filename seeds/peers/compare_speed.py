@@ -73,7 +73,7 @@ def ours(model_name: str, recipe: str, prompt_tokens: int, new_tokens: int) -> t
 
 
 def llama_bench(options: argparse.Namespace, file: Path) -> float:
-    """Tokens per second that llama-bench decodes after the prompt."""
+    """Tokens per second that llama-bench decodes after the prompt, the median of its repetitions."""
     place = (options.environments / "llamacpp").absolute()
     what = [
         "-p",
@@ -83,7 +83,7 @@ def llama_bench(options: argparse.Namespace, file: Path) -> float:
         "-d",
         options.prompt_tokens,
         "-r",
-        1,
+        options.repeats,
         "-t",
         options.threads,
         "-o",
@@ -92,7 +92,7 @@ def llama_bench(options: argparse.Namespace, file: Path) -> float:
     command = [place / "build" / "bin" / "llama-bench", "-m", file, *what]
     variables = environment_variables(place, options.threads)
     done = subprocess.run([str(part) for part in command], env=variables, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout)[0]["avg_ts"]
+    return statistics.median(json.loads(done.stdout)[0]["samples_ts"])
 
 
 def files(options: argparse.Namespace) -> dict[str, Path]:
@@ -112,7 +112,8 @@ def files(options: argparse.Namespace) -> dict[str, Path]:
 def table(rows: list[Row], options: argparse.Namespace) -> str:
     out = [
         f"{time.strftime('%Y-%m-%d')}, {hardware()['cpu']}, {options.threads} threads:"
-        f" {options.new_tokens} tokens after {options.prompt_tokens}, {options.rounds} rounds in turns.",
+        f" {options.new_tokens} tokens after {options.prompt_tokens}, {options.rounds} rounds in"
+        f" turns, {options.repeats} repetitions in each.",
         "",
         "| | MB | decode, tokens/s | lowest to highest |",
         "| --- | ---: | ---: | ---: |",
@@ -128,6 +129,9 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="of every contestant in a round, which takes their median"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--environments", type=Path, default=Path(".venv-interop"))
     parser.add_argument("--work", type=Path, default=Path("runs/interop"))
@@ -144,8 +148,8 @@ def main() -> None:
     rows |= {kind: Row(f"llama.cpp {kind}", file.stat().st_size) for kind, file in theirs.items()}
     for _ in range(options.rounds):
         for name, variant in variants.items():
-            _, seconds = serve(variant, options.prompt_tokens, options.new_tokens)
-            rows[name].decode.append(len(seconds) / sum(seconds))
+            runs = [serve(variant, options.prompt_tokens, options.new_tokens)[1] for _ in range(options.repeats)]
+            rows[name].decode.append(statistics.median(len(seconds) / sum(seconds) for seconds in runs))
         for kind, file in theirs.items():
             rows[kind].decode.append(llama_bench(options, file))
     print(table(list(rows.values()), options))

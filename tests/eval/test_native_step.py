@@ -9,7 +9,9 @@ from eval.speed.native_step import NotNative, native_step
 from eval.speed.speed import static_cache
 from kernels import native
 
-pytestmark = pytest.mark.skipif(native.why_not() is not None, reason="no C++ kernels here")
+pytestmark = pytest.mark.skipif(
+    native.why_not() is not None or native.isa(torch.bfloat16) == "portable", reason="no C++ kernels here"
+)
 PROMPT = 12
 
 

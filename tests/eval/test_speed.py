@@ -68,7 +68,7 @@ def test_compiled_passes_are_packed_and_write_what_the_models_write(tiny, writte
     plain = {"baseline": model, "compressed": small}
     variants = {name: Variant(m, True, lambda m: (fast_attention(copy.deepcopy(m)), m)) for name, m in plain.items()}
     speeds = measure_speed(variants, prompt_tokens=12, new_tokens=5, rounds=1)
-    step = "" if native.why_not() else "; native step"
+    step = f"; no native step: {native.why_not()}" if native.why_not() else "; native step"
     assert speeds["baseline"].execution == f"compiled, 15 dense weights in fast products{step}", (
         "seven a block, and the head"
     )
