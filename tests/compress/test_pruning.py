@@ -223,6 +223,7 @@ def test_random_is_drawn_by_name_and_seed(tiny):
     assert not torch.equal(masks[0], masks[1]) and not torch.equal(masks[0], masks[2])
 
 
+@pytest.mark.slow
 def test_orders_of_the_papers_on_the_real_model(real):
     """SparseGPT < Wanda < magnitude at half, and any weights < 4:8 < 2:4, by what the first blocks give afterwards."""
     model, tokenizer = real

@@ -80,9 +80,9 @@ def test_in_sequence_each_linear_sees_what_the_ones_before_it_give(any_model, to
     plain = copy.deepcopy(any_model)
     walk_solve = walk.solve_linear
 
-    def noted(name, linear, original, statistics, method):
+    def noted(name, linear, original, statistics, *others, **how):
         seen[name] = statistics.values["gram"].clone(), statistics.tokens
-        return walk_solve(name, linear, original, statistics, method)
+        return walk_solve(name, linear, original, statistics, *others, **how)
 
     monkeypatch.setattr(walk, "solve_linear", noted)
     monkeypatch.setattr(capture, "MICRO_BATCH_TOKENS", 200)
