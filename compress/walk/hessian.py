@@ -91,7 +91,7 @@ def factorise(H: Tensor, damp: float, order: Tensor, more: tuple[Tensor, float] 
         notes.append(f"{int(dead.sum())} input columns are always 0: their weights were set to 0")
     tried, reverse = damp, order.flip(0)
     for _ in range(DAMP_STEPS):
-        L = _ordered(H, reverse).t()  # symmetric; LAPACK works in the memory of columns
+        L = _ordered(H, reverse).t()  # H is symmetric, and LAPACK copies what is not column-major
         if more is not None:
             rows = more[0][:, reverse]
             L.addmm_(rows.t(), rows, alpha=more[1])

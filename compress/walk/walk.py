@@ -243,7 +243,7 @@ def solve_linear(
     if peer is not None and statistics.keep is not None:
         peer = masked_like(statistics.stored, peer, statistics.keep)
     if last:
-        statistics.shared.clear()  # such as a factor as large as H, which measuring the errors needs room beside
+        statistics.shared.clear()  # a factor is as large as H; its memory is needed to measure the errors
     if not statistics.tokens:
         statistics.note("no calibration tokens: the error is that of the weights")
     return new, record(name, W if original is None else original, new, statistics, peer=peer, seconds=seconds)
