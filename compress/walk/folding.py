@@ -22,7 +22,7 @@ from compress.walk.experts import SplitExperts, split_experts
 from compress.walk.links import Link, find_links, fold, made_up_batch
 from compress.walk.once.saved import SavedStatistics
 from compress.walk.parallel.places import Place
-from compress.walk.parallel.ranks import current
+from compress.walk.parallel.ranks import current, progress_bar
 from compress.walk.resume import BlockStore
 from compress.walk.statistics import Collector, LayerStatistics
 from kernels.linear import fast_linear
@@ -158,7 +158,7 @@ class FoldingMethod(Method):
         finished = chain.resume(len(blocks)) if chain else 0
         before = _logits(model)
         folded: list[Folded] = []
-        progress = tqdm(range(len(blocks)), desc=self.name, unit="block", disable=current().rank > 0 or None)
+        progress = progress_bar(range(len(blocks)), desc=self.name, unit="block")
         for index in progress:
             block = blocks[index]
             with on_device(block, device):

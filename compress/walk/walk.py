@@ -25,7 +25,7 @@ from compress.walk.capture import Call, advance, block_calls, on_device
 from compress.walk.chain import Chain
 from compress.walk.groups import collect, input_groups
 from compress.walk.lockstep import run_in_step
-from compress.walk.parallel.ranks import current
+from compress.walk.parallel.ranks import current, progress_bar
 from compress.walk.resume import BlockStore
 from compress.walk.statistics import PAIRED, LayerStatistics
 from kernels.linear import fast_linear
@@ -72,7 +72,7 @@ def walk(
     beside = [copy.copy(call) for call in calls] if set(method.statistics) & set(PAIRED) else []
     chain = Chain(store, calls) if store else None
     finished = chain.resume(len(blocks)) if chain else 0
-    progress = tqdm(range(len(blocks)), desc=method.name, unit="block", disable=current().rank > 0 or None)
+    progress = progress_bar(range(len(blocks)), desc=method.name, unit="block")
     walking = Walking(model, prefix, blocks, method, calls, device, originals or {}, progress, bool(batches), beside)
     records: list[LayerRecord] = []
 

@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from tqdm.auto import tqdm
 from transformers.pytorch_utils import Conv1D
 
 from compress.inputs.calibration import tokens_sha256
@@ -36,7 +35,7 @@ from compress.walk.capture import (
 )
 from compress.walk.chain import Chain
 from compress.walk.fisher.saved import SavedFisher
-from compress.walk.parallel.ranks import current
+from compress.walk.parallel.ranks import current, progress_bar
 from compress.walk.resume import BlockStore
 from compress.walk.shards import WorkFolder
 from kernels import source
@@ -112,7 +111,6 @@ class _Backward:
 
     def run(self) -> None:
         """Do what is not finished."""
-        quiet = current().rank > 0 or None
         last = len(self.blocks) - 1
         inputs: dict[int, list[Call]] = {}  # of the blocks that are not finished
         with torch.no_grad(), fast_linear(), activations_on_disk(WorkFolder(self.store.folder)):
@@ -121,7 +119,7 @@ class _Backward:
             gradients = [copy.copy(call) for call in calls]  # of the output of the block at hand
             chain = Chain(self.store, gradients)
             finished = chain.resume(self.steps)
-            for index in tqdm(range(last + 1), desc="Fisher, forward", unit="block", disable=quiet):
+            for index in progress_bar(range(last + 1), desc="Fisher, forward", unit="block"):
                 if index <= last - finished:
                     inputs[index] = [copy.copy(call) for call in calls]
                 with on_device(self.blocks[index], self.device):
@@ -129,7 +127,7 @@ class _Backward:
         with torch.enable_grad(), _only(self.model):
             for i, call in enumerate(calls if not finished else ()):
                 gradients[i].hidden = self._of_loss(tail, i, call.hidden)
-            for step in tqdm(range(finished, self.steps), desc="Fisher, backward", unit="block", disable=quiet):
+            for step in progress_bar(range(finished, self.steps), desc="Fisher, backward", unit="block"):
                 index = last - step
                 if index >= 0:
                     sums = self._of_block(index, inputs.pop(index), gradients)

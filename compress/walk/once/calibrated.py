@@ -27,7 +27,7 @@ from compress.walk.chain import Chain
 from compress.walk.ends.inputs import head_statistics
 from compress.walk.groups import collect, input_groups
 from compress.walk.once.saved import SavedStatistics, check_room, keep_block, predicted_bytes
-from compress.walk.parallel.ranks import current
+from compress.walk.parallel.ranks import current, progress_bar
 from compress.walk.resume import BlockStore
 from compress.walk.walk import Solver, chosen_linears, solve_linear, with_errors
 from kernels.linear import fast_linear
@@ -111,7 +111,7 @@ def collect_statistics(
     calls = block_calls(model, blocks, batches, divided=True)
     chain = Chain(store, calls) if resumable else None
     finished = chain.resume(len(blocks)) if chain else 0
-    progress = tqdm(range(finished, len(blocks)), desc="statistics", unit="block", disable=current().rank > 0 or None)
+    progress = progress_bar(range(finished, len(blocks)), desc="statistics", unit="block")
     for index in progress:
         own = [name for name in shapes if name.startswith(f"{prefix}.{index}.")]
         last = index + 1 == len(blocks)
@@ -175,7 +175,7 @@ def solve_from(
     """
     prefix, blocks = find_blocks(model)
     chosen = chosen_linears(model, method)
-    progress = tqdm(range(len(blocks)), desc=method.name, unit="block", disable=current().rank > 0 or None)
+    progress = progress_bar(range(len(blocks)), desc=method.name, unit="block")
     records: list[LayerRecord] = []
     for index in progress:
         own = [name for name in chosen if name.startswith(f"{prefix}.{index}.")]

@@ -1,13 +1,14 @@
 """The processes of one compression: what they tell each other, and how an error of one ends all."""
 
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from tqdm.auto import tqdm
 
 from compress.walk.parallel.packing import Packed, empty, flat, pack, unpack
 from compress.walk.parallel.places import Place, rank_of
@@ -201,3 +202,8 @@ def _portable(error: Exception | None) -> Exception | None:
         return error
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def progress_bar(work: Iterable | None = None, **about: Any) -> tqdm:
+    """A progress bar, in terminals, notebooks and logs alike, on the first of the processes; silent on all others."""
+    return tqdm(work, **about, **({"disable": True} if current().rank > 0 else {}))
