@@ -83,7 +83,7 @@ def evaluate(
     beginning: Sequence[int] = (),
     bos: str = "once",
     prompts: Sequence[str] = PROMPTS,
-    sample_tokens: int = 48,
+    write_tokens: int = 48,
     speed_prompt_tokens: int | None = None,
     speed_new_tokens: int = 32,
     speed_rounds: int = 5,
@@ -98,7 +98,7 @@ def evaluate(
             metrics (`eval.text.names.text_name`).
         others: further models to score on the same texts (round-to-nearest on the same grid, say).
         window, stride, max_windows, beginning, bos: how texts are cut (`eval.text.windows.windows`).
-        prompts, sample_tokens: greedy generations shown side by side.
+        prompts, write_tokens: greedy generations shown side by side; none with 0 tokens.
         speed_*: see `eval.speed.speed.measure_speed`; a prompt of 512 tokens, or half of what the model takes, unless
             given; with 0 rounds nothing is timed.
         timed: names among `others` to time and weigh too, in turns with the rest, on bfloat16 copies.
@@ -118,6 +118,7 @@ def evaluate(
         max_windows=max_windows,
         bos=bos,
         speed_rounds=speed_rounds,
+        write_tokens=write_tokens,
         others=others,
         timed=timed,
     )
@@ -146,7 +147,8 @@ def evaluate(
                 bos,
             )
         half = {"baseline": deployed(baseline), "compressed": deployed(model)}
-        scores.samples = generate_samples(half, tokenizer, prompts, new_tokens=sample_tokens)
+        if write_tokens:
+            scores.samples = generate_samples(half, tokenizer, prompts, new_tokens=write_tokens)
         for name, one in half.items():
             metrics[name] |= _weighed(one, parameters) | {
                 "peak_memory_bytes": peak_memory(one, prompt_tokens=prompt_tokens)
@@ -280,6 +282,7 @@ def check_evaluation(
     max_windows: int | None = None,
     bos: str = "once",
     speed_rounds: int = 1,
+    write_tokens: int = 1,
     others: Iterable[str] = (),
     timed: Sequence[str] = (),
 ) -> None:
@@ -298,6 +301,8 @@ def check_evaluation(
         )
     if type(speed_rounds) is not int or speed_rounds < 0:
         raise ValueError(f"`speed_rounds` (={speed_rounds!r}) must be a positive integer, or 0 to time nothing")
+    if type(write_tokens) is not int or write_tokens < 0:
+        raise ValueError(f"`write_tokens` (={write_tokens!r}) must be a positive integer, or 0 to write nothing")
     if window > positions(model):
         raise ValueError(f"`window` (={window}) must be at most {positions(model)}, the positions that this model has")
     for ids in texts.values():

@@ -125,7 +125,8 @@ def _check_model(values: dict[str, Any], recipes: list[list[Any]]) -> None:
             with contextlib.suppress(RuntimeError, NotImplementedError):
                 method.check(shapes)
     if "window" in values:
-        check_evaluation(model, {}, window=values["window"], speed_rounds=values.get("speed_rounds", 1))
+        counts = {name: values[name] for name in ("speed_rounds", "write_tokens") if name in values}
+        check_evaluation(model, {}, window=values["window"], **counts)
 
 
 def _check_text(name: str, part: str, values: dict[str, Any]) -> None:

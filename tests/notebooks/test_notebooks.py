@@ -24,7 +24,7 @@ from notebooks.study.run import start
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted(p.stem for p in FOLDER.glob("*.ipynb"))
-SMALL = {"samples": 4, "seqlen": 128, "max_windows": 2, "window": 256, "speed_rounds": 1}
+SMALL = {"samples": 4, "seqlen": 128, "max_windows": 2, "window": 256, "speed_rounds": 1, "write_tokens": 8}
 
 
 def papermill(name, folder, given, compiled=False):
