@@ -8,12 +8,10 @@ constants of a graph; here weights are inputs, so that one graph serves many lay
 
 import operator
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor
-from torch._inductor import mkldnn_ir
-from torch._inductor.ir import TensorBox
-from torch._inductor.lowering import register_lowering
 from torch.fx import GraphModule, Node
 
 from kernels import native
@@ -31,9 +29,16 @@ torch.library.register_fake(
 )
 
 
-@register_lowering(torch.ops.workbench.packed_linear, type_promotion_kind=None)
-def _lowered(x: TensorBox, weight: TensorBox, bias: TensorBox | None) -> TensorBox:
-    return TensorBox.create(mkldnn_ir.LinearUnary.create(x, weight, bias, "none", [], ""))
+@cache
+def _known_to_inductor() -> None:
+    """Tell inductor, which takes a second to import, how the packed product is generated."""
+    from torch._inductor import mkldnn_ir
+    from torch._inductor.ir import TensorBox
+    from torch._inductor.lowering import register_lowering
+
+    @register_lowering(torch.ops.workbench.packed_linear, type_promotion_kind=None)
+    def _lowered(x: TensorBox, weight: TensorBox, bias: TensorBox | None) -> TensorBox:
+        return TensorBox.create(mkldnn_ir.LinearUnary.create(x, weight, bias, "none", [], ""))
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,7 @@ class Packing:
         Returns:
             the graph's inputs, with one more for every weight; and which these are.
         """
+        _known_to_inductor()
         last = next((n for n in reversed(graph.graph.nodes) if n.op == "placeholder"), None)
         weights: list[Weight] = []
         for several in _together(_products(graph)):

@@ -27,7 +27,6 @@ import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import Tensor, nn
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from transformers import Cache
 
 from eval.speed.packing import Packing
@@ -56,6 +55,8 @@ class _Recorder:
         self.packing, self.calls, self.graphs = packing, [], 0
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list) -> Callable:
+        from torch._inductor.compile_fx import compile_fx  # takes a second, which is not spent where nothing is timed
+
         # Without the cache of whole AOT artifacts, which would not call `_compile`; inductor's own cache stays. Packed
         # weights have no strides to check, and instruction sets that the processor has need no test programs.
         options = {"size_asserts": False, "cpp.vec_isa_ok": True}
@@ -63,6 +64,8 @@ class _Recorder:
             return compile_fx(graph, inputs, inner_compile=self._compile)
 
     def _compile(self, graph: torch.fx.GraphModule, inputs: list, **options: Any) -> Any:
+        from torch._inductor.compile_fx import compile_fx_inner
+
         inputs, weights = self.packing.rewrite(graph, inputs)
         compiled = compile_fx_inner(graph, inputs, **options)
         generated = compiled.current_callable
