@@ -26,8 +26,8 @@ from kernels.int_matmul import (
 class IntGroup(Format):
     """w = scale * (code - zero), group by group along `in`.
 
-    Buffers: `codes`, `scale` and, asymmetric, `zero`, laid out as `kernels.int_matmul.Packed` says. On a CPU, up
-    to 4 bits, the codes lie in panels for the C++ kernel, or where there is none in the tiles of torch's int4 kernel
+    Buffers: `codes`, `scale` and, asymmetric, `zero`, laid out as `kernels.int_matmul.Packed` says. On a CPU the
+    codes lie in panels for the C++ kernel, or where there is none, up to 4 bits, in the tiles of torch's int4 kernel
     (activations and scales of the same 16-bit dtype); everywhere else, and in `state_dict`, in rows.
 
     Where scales are stored in fewer bits (`NestedScales`), `scale_codes` and `scale_factor` stand for them, and `scale`

@@ -120,6 +120,9 @@ def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]
         for shape in asked.shapes or ((576, 576), (1536, 576), (576, 1536), (8192, 2048), (4096, 4096), (14336, 4096)):
             for tokens in asked.tokens or (1, 4, 16, 64, 256):
                 yield from _cpu(shape, tokens, asked.dtype)
+        for shape in asked.shapes or ((8192, 2048), (14336, 4096)):
+            for bits in (2, 3, 5, 6, 8):
+                yield from _widths(shape, bits, asked.dtype)
 
 
 def group_size_of(columns: int, wanted: int) -> int:
@@ -254,3 +257,40 @@ def _cpu(shape: tuple[int, int], tokens: int, dtype: torch.dtype) -> Iterator[Co
             flops=2 * tokens * out * columns,
             goal=2.5 if tokens == 1 and dtype == BF16 and shape in ((8192, 2048), (14336, 4096)) else None,
         )
+
+
+@torch.no_grad()
+def _widths(shape: tuple[int, int], bits: int, dtype: torch.dtype) -> Iterator[Contest]:
+    """One token by codes of some width and by codes of four bits, from memory."""
+    out, columns = shape
+    group_size = group_size_of(columns, 64)
+    scale = torch.rand(out, columns // group_size).to(dtype)
+    x = torch.randn(1, columns).to(dtype)
+    if not panels_fit(
+        pack(torch.zeros(shape, dtype=torch.uint8), scale, None, bits=4, group_size=group_size), dtype, x.device
+    ):
+        return
+    copies = max(2, ROTATED // (out * columns * min(bits, 4) // 8))
+
+    def weights(bits: int) -> list[Packed]:
+        first = to_panels(pack(torch.randint(1 << bits, shape), scale, None, bits=bits, group_size=group_size))
+        return [first._replace(codes=first.codes.clone()) for _ in range(copies)]
+
+    here, four = weights(bits), weights(4)
+    yield Contest(
+        op="int_matmul",
+        detail=f"W{bits} g{group_size}, against 4 bits",
+        shape=shape,
+        tokens=1,
+        contestants={
+            "panels": lambda i: int_matmul(x, here[i], impl="cpu"),
+            "4 bits": lambda i: int_matmul(x, four[i], impl="cpu"),
+        },
+        copies=copies,
+        ours="panels",
+        baseline="4 bits",
+        rate="bfloat16" if dtype == BF16 else "float32",
+        least_bytes=_least(shape, 1, bits, group_size),
+        flops=2 * out * columns,
+        goal={2: 1.6, 3: 1.25}.get(bits) if dtype == BF16 else None,
+    )

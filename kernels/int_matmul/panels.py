@@ -1,4 +1,4 @@
-"""The `panels` layout of the C++ kernels: 16 rows of W per panel, four bits per weight, or a byte beyond 4 bits."""
+"""The `panels` layout of the C++ kernels: 16 rows of W per panel, in units of eight or sixteen columns."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,9 @@ from kernels import native
 from kernels.int_matmul.layout import Packed, pack, unpack
 
 ROWS = 16  # of W in a panel, one to a vector lane
-WORD = 8  # columns in a 32-bit word
+WORD = 8  # columns in a 32-bit word of nibbles, and in a unit of bytes
+UNIT = 16  # columns in a unit of planes
+PLANES = {2: (2,), 3: (2, 1), 5: (4, 1), 6: (4, 2)}  # bits of a code, the lowest first, that lie together
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIDDLE = 8  # of the nibbles: the kernel multiplies by nibble - 8
 SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)  # of a word's eight columns, see `to_words`
@@ -27,13 +29,18 @@ def panels_fit(w: Packed, dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def to_panels(w: Packed) -> Packed:
-    """`rows` -> `panels`, exactly; codes of 2 and 3 bits take the place of 4 there, those of 5 and 6 a byte."""
+    """`rows` -> `panels`, exactly. Groups that are not a multiple of 16 columns take 4 bits for 2 and 3, a byte for 5
+    and 6."""
     codes, zero = unpack(w)
-    lift = MIDDLE - (1 << (w.bits - 1))  # keeps the middle code in the middle
-    centred = None if w.zero is None else (zero.to(torch.int16) - (1 << (w.bits - 1))).to(torch.int8)
+    middle = 1 << (w.bits - 1)
+    if in_planes(w.bits, w.group_size):
+        stored = to_planes(codes, w.bits)
+    else:  # a lift keeps the middle code in the middle
+        stored = to_words(codes + (MIDDLE - middle)) if w.bits <= 4 else to_bytes(codes, middle)
+    centred = None if w.zero is None else (zero.to(torch.int16) - middle).to(torch.int8)
     return w._replace(
         layout="panels",
-        codes=to_words(codes + lift) if w.bits <= 4 else to_bytes(codes, 1 << (w.bits - 1)),
+        codes=stored,
         scale=by_group(w.scale),
         zero=None if centred is None else by_group(centred),
     )
@@ -41,26 +48,77 @@ def to_panels(w: Packed) -> Packed:
 
 def to_rows(w: Packed) -> Packed:
     """`panels` -> `rows`, exactly: the inverse of `to_panels`."""
-    out = w.shape[0]
-    middle = 1 << (w.bits - 1)
-    if w.bits <= 4:
-        codes = from_words(w.codes, out) - (MIDDLE - middle)
-    else:
-        codes = from_bytes(w.codes.view(len(w.codes), -1, WORD, ROWS).permute(0, 3, 1, 2), middle).flatten(0, 1)[:out]
-    zero = None if w.zero is None else w.zero[:, :out].t().to(torch.int16) + middle
-    return pack(codes, w.scale[:, :out].t().contiguous(), zero, bits=w.bits, group_size=w.group_size)
+    return take_rows(w, torch.arange(w.shape[0], device=w.codes.device))
 
 
 def take_rows(w: Packed, ids: Tensor) -> Packed:
     """These rows [n] of `panels` as `rows`."""
     middle = 1 << (w.bits - 1)
-    if w.bits <= 4:
-        codes = nibbles_of(w.codes[ids // ROWS, :, ids % ROWS]) - (MIDDLE - middle)
+    if w.codes.dtype == torch.uint8:
+        codes = from_planes(w.codes, w.bits, ids)
+    elif w.bits <= 4:
+        codes = from_words(w.codes, ids) - (MIDDLE - middle)
     else:
-        eights = w.codes.view(len(w.codes), -1, WORD, ROWS)
-        codes = from_bytes(eights[ids // ROWS, :, :, ids % ROWS], middle)  # of [n, in/8, 8]
+        codes = from_bytes(w.codes, middle, ids)
     zero = None if w.zero is None else w.zero[:, ids].t().to(torch.int16) + middle
     return pack(codes, w.scale[:, ids].t().contiguous(), zero, bits=w.bits, group_size=w.group_size)
+
+
+def in_planes(bits: int, group_size: int) -> bool:
+    """Do codes of so many bits lie in planes, in groups of so many columns?"""
+    return bits in PLANES and group_size % UNIT == 0
+
+
+def to_planes(codes: Tensor, bits: int) -> Tensor:
+    """[out, in] of 0 .. 2^bits - 1 -> uint8 [panels, in/16, 32 * bits]: of a unit of 16 columns its low bits, then its
+    high ones.
+
+    Four bits: as `to_words`, 16 rows of the first eight columns, then of the others. Two: of 16 rows 32 bits, the even
+    columns in the lower half of them. One: of 16 rows 16 bits, the even columns in the lower half.
+    """
+    out, columns = codes.shape
+    panels = -(-out // ROWS)
+    padded = torch.zeros(panels * ROWS, columns, dtype=torch.uint8, device=codes.device)
+    padded[:out] = codes
+    units = padded.view(panels, ROWS, columns // UNIT, UNIT)
+    planes, below = [], 0
+    for width in PLANES[bits]:
+        words = _empty(width, panels, columns // UNIT, codes.device)
+        for column, (word, shift) in enumerate(_places(width)):
+            part = (units[..., column] >> below) & ((1 << width) - 1)  # [panels, 16, in/16]
+            words[:, :, word] |= (part.to(words.dtype) << shift).transpose(1, 2)
+        planes.append(words.view(torch.uint8).flatten(2))
+        below += width
+    return torch.cat(planes, -1)
+
+
+def from_planes(units: Tensor, bits: int, ids: Tensor) -> Tensor:
+    """Rows `ids` [n] of what `to_planes` made: uint8 [n, in]."""
+    codes = torch.zeros(len(ids), units.shape[1], UNIT, dtype=torch.uint8, device=units.device)
+    at = below = 0
+    for width in PLANES[bits]:
+        like = _empty(width, 0, 0, units.device)
+        words = units[..., at : at + 32 * width].contiguous().view(like.dtype)
+        words = words.view(*units.shape[:2], -1, ROWS)[ids // ROWS, :, :, ids % ROWS]  # [n, in/16, words]
+        for column, (word, shift) in enumerate(_places(width)):
+            part = (words[..., word] >> shift) & ((1 << width) - 1)
+            codes[..., column] |= part.to(torch.uint8) << below
+        at, below = at + 32 * width, below + width
+    return codes.flatten(1)
+
+
+def _empty(width: int, panels: int, units: int, device: torch.device) -> Tensor:
+    """The words of a plane, [panels, units, words of a row, 16], all zero."""
+    dtype = torch.int16 if width == 1 else torch.int32
+    return torch.zeros(panels, units, 2 if width == 4 else 1, ROWS, dtype=dtype, device=device)
+
+
+def _places(width: int) -> list[tuple[int, int]]:
+    """(word, shift) of each of a unit's sixteen columns."""
+    if width == 4:
+        return [(column // WORD, SHIFTS[column % WORD]) for column in range(UNIT)]
+    half = 8 * width
+    return [(0, column % 2 * half + column // 2 * width) for column in range(UNIT)]
 
 
 def to_words(nibbles: Tensor) -> Tensor:
@@ -80,15 +138,10 @@ def to_words(nibbles: Tensor) -> Tensor:
     return words.transpose(1, 2).contiguous()
 
 
-def from_words(words: Tensor, out: int) -> Tensor:
-    """Inverse of `to_words`: uint8 [out, in]."""
-    return nibbles_of(words.transpose(1, 2).flatten(0, 1))[:out]
-
-
-def nibbles_of(words: Tensor) -> Tensor:
-    """int32 [rows, in/8] -> uint8 [rows, in]."""
-    nibbles = torch.stack([((words >> shift) & 15).to(torch.uint8) for shift in SHIFTS], -1)
-    return nibbles.flatten(1)
+def from_words(words: Tensor, ids: Tensor) -> Tensor:
+    """Rows `ids` [n] of what `to_words` made: uint8 [n, in]."""
+    mine = words[ids // ROWS, :, ids % ROWS]  # [n, in/8]
+    return torch.stack([((mine >> shift) & 15).to(torch.uint8) for shift in SHIFTS], -1).flatten(1)
 
 
 def to_bytes(codes: Tensor, middle: int) -> Tensor:
@@ -102,11 +155,12 @@ def to_bytes(codes: Tensor, middle: int) -> Tensor:
     return eights.permute(0, 2, 3, 1).reshape(panels, columns // WORD, WORD * ROWS)
 
 
-def from_bytes(eights: Tensor, middle: int) -> Tensor:
-    """Inverse of `to_bytes`, of int8 [..., in/8, 8]: uint8 [..., in]."""
+def from_bytes(stored: Tensor, middle: int, ids: Tensor) -> Tensor:
+    """Rows `ids` [n] of what `to_bytes` made: uint8 [n, in]."""
+    eights = stored.view(*stored.shape[:2], WORD, ROWS)[ids // ROWS, :, :, ids % ROWS]  # [n, in/8, 8]
     natural = eights[..., [EVEN_FIRST.index(column) for column in range(WORD)]]
     codes = natural.contiguous().view(torch.uint8)
-    return (codes ^ 128 if middle == 128 else codes + middle).flatten(-2)
+    return (codes ^ 128 if middle == 128 else codes + middle).flatten(1)
 
 
 def by_group(values: Tensor) -> Tensor:
@@ -119,6 +173,4 @@ def by_group(values: Tensor) -> Tensor:
 
 def matmul(x: Tensor, w: Packed, isa: str = "auto") -> Tensor:
     """y [..., out] = x [..., in] Wᵀ in x's dtype, on a CPU."""
-    if w.codes.dtype == torch.int8:
-        return torch.ops.workbench.byte_matmul(x, w.codes, w.scale, w.zero, w.shape[0], isa)
-    return torch.ops.workbench.nibble_matmul(x, w.codes, w.scale, None, w.zero, w.shape[0], isa)
+    return torch.ops.workbench.panels_matmul(x, w.codes, w.scale, None, w.zero, w.shape[0], isa)

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from kernels import native
 from kernels.int_matmul.layout import pack_bits
-from kernels.int_matmul.panels import DTYPES, ROWS, WORD, by_group, from_words, nibbles_of, to_words
-from kernels.lut_matmul.layout import Codebook, pack_codebook, unpack_codebook
+from kernels.int_matmul.panels import DTYPES, WORD, by_group, from_planes, from_words, in_planes, to_planes, to_words
+from kernels.lut_matmul.layout import Codebook, unpack_codebook
 
 
 def panels_fit(w: Codebook, dtype: torch.dtype, device: torch.device) -> bool:
@@ -15,8 +15,7 @@ def panels_fit(w: Codebook, dtype: torch.dtype, device: torch.device) -> bool:
     return (
         device.type == "cpu"
         and w.table.dim() == 1
-        and w.bits <= 4
-        and w.group_size % WORD == 0
+        and (in_planes(w.bits, w.group_size) or (w.bits <= 4 and w.group_size % WORD == 0))
         and dtype in DTYPES
         and (w.scale is None or w.scale.dtype in DTYPES)
         and native.why_not() is None
@@ -25,26 +24,28 @@ def panels_fit(w: Codebook, dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def to_panels(w: Codebook) -> Codebook:
-    """`rows` -> `panels`: codes int32 [out/16, in/8, 16]; table float32 [16]; scale [groups, out], ones where there was
-    none.
+    """`rows` -> `panels`: codes as of integers; table float32; scale [groups, out], ones where there was none.
 
-    Bit for bit the same weight; a table of fewer entries is repeated, and `out` rounded up to 16.
+    Bit for bit the same weight. Where codes of 2 and 3 bits take 4, the table is repeated; `out` is rounded up to 16.
     """
     scale = torch.ones(w.shape[0], w.shape[1] // w.group_size, device=w.codes.device) if w.scale is None else w.scale
-    table = w.table.float().repeat(16 // w.table.numel())
-    return w._replace(layout="panels", codes=to_words(unpack_codebook(w)), table=table, scale=by_group(scale))
+    codes, table = unpack_codebook(w), w.table.float()
+    if in_planes(w.bits, w.group_size):
+        return w._replace(layout="panels", codes=to_planes(codes, w.bits), table=table, scale=by_group(scale))
+    table = table.repeat(16 // table.numel())
+    return w._replace(layout="panels", codes=to_words(codes), table=table, scale=by_group(scale))
 
 
 def to_rows(w: Codebook) -> Codebook:
     """`panels` -> `rows`: the inverse of `to_panels`, with the table in float32 and scales of one where there were
     none."""
-    table, codes = w.table[: 1 << w.bits], from_words(w.codes, w.shape[0])
-    return pack_codebook(codes, table, w.scale[:, : w.shape[0]].t().contiguous(), group_size=w.group_size)
+    return take_rows(w, torch.arange(w.shape[0], device=w.codes.device))
 
 
 def take_rows(w: Codebook, ids: Tensor) -> Codebook:
     """These rows [n] of `panels` as `rows`."""
-    codes = nibbles_of(w.codes[ids // ROWS, :, ids % ROWS])  # [n, in]
+    planes = w.codes.dtype == torch.uint8
+    codes = from_planes(w.codes, w.bits, ids) if planes else from_words(w.codes, ids)  # [n, in]
     scale = w.scale[:, ids].t().contiguous()
     table, shape = w.table[: 1 << w.bits], (len(ids), w.shape[1])
     return Codebook("rows", pack_bits(codes, w.bits), table, scale, w.bits, w.group_size, shape)
@@ -52,4 +53,4 @@ def take_rows(w: Codebook, ids: Tensor) -> Codebook:
 
 def matmul(x: Tensor, w: Codebook) -> Tensor:
     """y [..., out] = x [..., in] Wᵀ in x's dtype, on a CPU."""
-    return torch.ops.workbench.nibble_matmul(x, w.codes, w.scale, w.table, None, w.shape[0], "auto")
+    return torch.ops.workbench.panels_matmul(x, w.codes, w.scale, w.table, None, w.shape[0], "auto")

@@ -23,7 +23,7 @@ from kernels.errors import kind_and_first_line
 from kernels.user_cache import cache_folder
 
 HERE = Path(__file__).parent
-SOURCES = ("nibble.cpp", "byte.cpp", "half.cpp", "int8.cpp", "kv_decode.cpp", "step.cpp", "trellis.cpp")
+SOURCES = ("panels.cpp", "half.cpp", "int8.cpp", "kv_decode.cpp", "step.cpp", "trellis.cpp")
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fopenmp", "-DAT_PARALLEL_OPENMP=1", "-w")
 _LOCK = threading.Lock()
 
@@ -70,7 +70,7 @@ def _told(reason: str) -> str:
 @torch.compiler.assume_constant_result
 def isa(dtype: torch.dtype) -> str:
     """The instruction set that the loaded kernels take on this machine for activations of `dtype`."""
-    return _isa("nibble_isa", dtype == torch.bfloat16)
+    return _isa("panels_isa", dtype == torch.bfloat16)
 
 
 @torch.compiler.assume_constant_result
@@ -86,7 +86,7 @@ def _isa(op: str, flag: bool) -> str:
 
 def runs(isa: str) -> bool:
     """Does this machine have the instruction set, and the build the loops for it?"""
-    return torch.ops.workbench.nibble_runs(isa)
+    return torch.ops.workbench.panels_runs(isa)
 
 
 def _place(compiler: list[str]) -> Path:
@@ -129,12 +129,8 @@ def _run_all(commands: list[list[str]]) -> None:
 
 
 def _register_fakes() -> None:
-    @torch.library.register_fake("workbench::nibble_matmul")
-    def _(x, words, scale, table, zero, out, isa):
-        return x.new_empty(*x.shape[:-1], out)
-
-    @torch.library.register_fake("workbench::byte_matmul")
-    def _(x, codes, scale, zero, out, isa):
+    @torch.library.register_fake("workbench::panels_matmul")
+    def _(x, codes, scale, table, zero, out, isa):
         return x.new_empty(*x.shape[:-1], out)
 
     @torch.library.register_fake("workbench::half_matmul")

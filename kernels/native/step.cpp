@@ -40,35 +40,34 @@ Norm norm_of(const Maybe& weight, double eps) {
 
 int64_t DecodeStep::weight(const std::string& layout, const at::Tensor& data, const Maybe& scale, const Maybe& zero,
                            const Maybe& table, const Maybe& bias, int64_t out, int64_t in) {
-  static const float INTEGERS[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
   auto w = std::make_unique<Weight>();
   w->data = data;
-  w->stored = {data.const_data_ptr(), nullptr, 0, nullptr, nullptr, out, in, 1};
+  w->stored = {data.const_data_ptr(), nullptr, 0, nullptr, nullptr, false, nullptr, out, in, 1};
   TORCH_CHECK(data.is_contiguous() && data.device().is_cpu(), "weights are contiguous, on a CPU");
   TORCH_CHECK(!bias || (bias->scalar_type() == at::kFloat && bias->is_contiguous() && bias->numel() == out), "bias: float32 [out]");
   if (bias) w->bias = *bias;
   if (layout == "rows") {
     TORCH_CHECK(data.scalar_type() == (bfloat16_ ? at::kBFloat16 : at::kHalf) && data.numel() == out * in,
                 "rows: ", data.sizes(), " ", data.scalar_type(), " is no weight of ", out, " x ", in);
-    w->layout = Layout::rows, w->product = half_product(isa_, bfloat16_), w->unit_bytes = UNIT * in * 2;
+    w->bits = 0, w->product = half_product(isa_, bfloat16_), w->unit_bytes = UNIT * in * 2;
   } else {
-    const bool nibbles = layout == "nibbles";
+    TORCH_CHECK(layout == "panels", "`layout` (='", layout, "') must be 'rows' or 'panels'");
     const int64_t panels = (out + UNIT - 1) / UNIT;
-    TORCH_CHECK(nibbles || layout == "bytes", "`layout` (='", layout, "') must be 'rows', 'nibbles' or 'bytes'");
-    TORCH_CHECK(in % 8 == 0 && data.nbytes() == size_t(panels * in * UNIT / (nibbles ? 2 : 1)) && scale && scale->is_contiguous() &&
-                    scale->dim() == 2 && scale->size(1) == panels * UNIT && (in / 8) % scale->size(0) == 0 &&
+    const int bits = data.dim() == 3 ? width_of(data) : 0;
+    const int64_t columns = bits == 4 || bits == 8 ? 8 : 16;
+    TORCH_CHECK(bits && in % columns == 0 && data.size(0) == panels && data.size(1) == in / columns && scale && scale->is_contiguous() &&
+                    scale->dim() == 2 && scale->size(1) == panels * UNIT && (in / columns) % scale->size(0) == 0 &&
                     (!zero || (zero->is_contiguous() && zero->scalar_type() == at::kChar && zero->sizes() == scale->sizes())) &&
-                    (!table || (table->is_contiguous() && table->scalar_type() == at::kFloat && table->numel() == 16)),
+                    table_fits(table, bits),
                 layout, ": ", data.sizes(), " is no weight of ", out, " x ", in);
     w->scale = *scale;
     w->stored.scale = scale->const_data_ptr(), w->stored.groups = scale->size(0);
     w->stored.scale_kind = scale->scalar_type() == at::kFloat ? 0 : scale->scalar_type() == at::kBFloat16 ? 1 : 2;
     if (zero) w->zero = *zero, w->stored.zero = zero->const_data_ptr<int8_t>();
-    if (table) w->table = *table;
-    w->stored.table = table ? table->const_data_ptr<float>() : INTEGERS;
-    w->layout = nibbles ? Layout::nibbles : Layout::bytes;
-    w->product = nibbles ? nibble_product(isa_) : byte_product(isa_);
-    w->unit_bytes = UNIT * in / (nibbles ? 2 : 1);
+    fill_table(table, bits, w->table);
+    w->stored.table = w->table, w->stored.integers = !table;
+    w->bits = bits, w->product = panels_product(isa_, bits), w->unit_bytes = UNIT * in * bits / 8;
+    w->stored.loops = w->product.loops;
     groups_ = std::max(groups_, w->stored.groups);
   }
   weights_.push_back(std::move(w));

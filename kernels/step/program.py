@@ -32,10 +32,8 @@ class Weight:
 
     @property
     def layout(self) -> str:
-        """ "rows", "nibbles" or "bytes"."""
-        if isinstance(self.stored, Tensor):
-            return "rows"
-        return "bytes" if self.stored.codes.element_size() == 1 else "nibbles"
+        """ "rows" or "panels"."""
+        return "rows" if isinstance(self.stored, Tensor) else self.stored.layout
 
     def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """(data, scale, zero, table) as the loops read them."""

@@ -32,6 +32,9 @@ OURS = {
     "16 bits": "",
     "4 bits, embedding 8": "rtn(bits=4, group_size=32), rtn(bits=8, group_size=32, where=embedding)",
     "4 bits, embedding 6": "rtn(bits=4, group_size=32), rtn(bits=6, group_size=32, where=embedding)",
+    "8 bits, embedding 8": "rtn(bits=8, group_size=32), rtn(bits=8, group_size=32, where=embedding)",
+    "3 bits, embedding 6": "rtn(bits=3, group_size=32), rtn(bits=6, group_size=32, where=embedding)",
+    "2 bits, embedding 6": "rtn(bits=2, group_size=32), rtn(bits=6, group_size=32, where=embedding)",
     "iq4_nl with int6 scales, embedding 6": "rtn(bits=4, group_size=32, grid=iq4_nl, scale_dtype=int6), "
     "rtn(bits=6, group_size=32, where=embedding)",
 }

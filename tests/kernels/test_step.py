@@ -25,16 +25,17 @@ def weight(kind: str, out: int, columns: int, dtype: torch.dtype, bias: bool = F
     if kind == "nf4":
         codes = torch.randint(16, (out, columns))
         return Weight(codebook_panels(pack_codebook(codes, NF4, scale.to(dtype) / columns**0.5, group_size=8)), b)
-    bits = 4 if kind == "nibbles" else 8
-    zero = torch.randint(1 << bits, (out, columns // 8)) if bias else None
+    bits = {"nibbles": 4, "bytes": 8}.get(kind) or int(kind.removeprefix("planes"))
+    group_size = 16 if kind.startswith("planes") else 8
+    zero = torch.randint(1 << bits, (out, columns // group_size)) if bias else None
     codes = torch.randint(1 << bits, (out, columns))
-    scale = scale * 3 / (1 << bits) / columns**0.5
-    return Weight(to_panels(pack(codes, scale.to(dtype), zero, bits=bits, group_size=8)), b)
+    scale = scale[:, : columns // group_size] * 3 / (1 << bits) / columns**0.5
+    return Weight(to_panels(pack(codes, scale.to(dtype), zero, bits=bits, group_size=group_size)), b)
 
 
 def decoder(kinds: dict[str, str], dtype: torch.dtype, tokens: int = 1, **settings) -> Program:
-    """Two blocks of odd sizes: 40 hidden channels, 6 heads on 2, an MLP of 56, 101 words."""
-    hidden, heads, kv_heads, channels, mlp, words = 40, 6, 2, settings.get("channels", 12), 56, 101
+    """Two blocks of odd sizes: 48 hidden channels, 6 heads on 2, an MLP of 80, 101 words."""
+    hidden, heads, kv_heads, channels, mlp, words = 48, 6, 2, settings.get("channels", 12), 80, 101
     norm = lambda n: Norm(torch.rand(n) + 0.5, 1e-5)  # noqa: E731
     made = lambda name, out, columns: weight(kinds.get(name, "rows"), out, columns, dtype, settings.get("bias", False))  # noqa: E731
     instructions, positions = [], 700
@@ -80,9 +81,11 @@ def test_every_instruction_set(isa, dtype):
         pytest.skip(f"no {isa} for {dtype} here")
     mixed = {"qkv": "nibbles", "o": "rows", "mlp": "bytes", "down": "nf4", "head": "rows"}
     compare(decoder(mixed, dtype, bias=True, position=3), dtype, 3, isa)
+    planes = {"qkv": "planes2", "mlp": "planes3", "down": "planes5", "head": "planes6"}
+    compare(decoder(planes, dtype, bias=True, position=3), dtype, 3, isa)
 
 
-@pytest.mark.parametrize("head", ["rows", "nibbles", "bytes", "nf4"])
+@pytest.mark.parametrize("head", ["rows", "nibbles", "bytes", "nf4", "planes2", "planes3", "planes5", "planes6"])
 def test_every_layout_looks_rows_up_and_multiplies(head):
     for bias in (False, True):
         compare(decoder({"head": head, "mlp": head}, torch.bfloat16, bias=bias), torch.bfloat16, 0)

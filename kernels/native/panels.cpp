@@ -1,0 +1,393 @@
+// y = x Wᵀ on a CPU, with W in 2 to 8 bits: W[n, k] = scale[n, g] (value(code[n, k]) - zero[n, g]), where values are integers or
+// those of a table. kernels/int_matmul/README.md has the layout ("panels") and what it costs; panels.py packs it. One file for
+// every width and instruction set, chosen when it runs.
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <string>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "step_parts.inc"
+
+namespace {
+
+#include "panels.inc"
+
+#define STATIC static inline __attribute__((always_inline))
+
+#ifdef HAVE_X86
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,fma,avx2,f16c")
+namespace avx512 {
+using namespace wide;
+INLINE Vec madd(Vec acc, Vec weights, const uint32_t* item) {
+  return _mm512_fmadd_ps(weights, _mm512_set1_ps(*reinterpret_cast<const float*>(item)), acc);
+}
+
+struct Nibbles {
+  static constexpr int COLUMNS = 8, BYTES = 64, ITEMS = 8;
+  using Words = __m512i;
+  STATIC Words load(const uint8_t* p) { return load_bits(p); }
+  STATIC __m512 table(const Weight& w) { return _mm512_loadu_ps(w.table); }
+  STATIC Vec decode(Words w, int i, __m512 table) { return _mm512_permutexvar_ps(_mm512_srli_epi32(w, 4 * i), table); }
+};
+
+template <int BITS>
+struct Planes {
+  static constexpr int COLUMNS = 16, BYTES = 32 * BITS, ITEMS = 16;
+  struct Words { __m512i four[2], two, one; };
+  STATIC Words load(const uint8_t* p) {
+    Words w;
+    if constexpr (BITS > 4) w.four[0] = load_bits(p), w.four[1] = load_bits(p + 64), p += 128;
+    if constexpr (BITS != 5) w.two = load_bits(p), p += 64;
+    if constexpr (BITS % 2) w.one = spread(p);
+    return w;
+  }
+  struct Table { __m512 part[4]; };
+  STATIC Table table(const Weight& w) {
+    Table t;
+    for (int i = 0; i < 4; i++) t.part[i] = _mm512_loadu_ps(w.table + 16 * i);
+    return t;
+  }
+  STATIC Vec decode(const Words& w, int s, const Table& t) {  // the even columns first
+    const int i = s % 8, half = s / 8 * 16;
+    if constexpr (BITS == 2) return _mm512_permutexvar_ps(_mm512_srli_epi32(w.two, half + 2 * i), t.part[0]);
+    if constexpr (BITS == 3) {
+      const __m512i code = choose(3, _mm512_srli_epi32(w.two, half + 2 * i), moved(w.one, 2 - half - i));
+      return _mm512_permutexvar_ps(code, t.part[0]);
+    }
+    const __m512i low = _mm512_srli_epi32(w.four[i / 4], half + 4 * (i % 4));
+    const __m512i code = choose(15, low, BITS == 5 ? moved(w.one, 4 - half - i) : moved(w.two, 4 - half - 2 * i));
+    const __m512 first = _mm512_permutex2var_ps(t.part[0], code, t.part[1]);  // by five bits
+    if constexpr (BITS == 5) return first;
+    const __m512 second = _mm512_permutex2var_ps(t.part[2], code, t.part[3]);
+    return _mm512_mask_mov_ps(first, _mm512_test_epi32_mask(code, _mm512_set1_epi32(32)), second);
+  }
+};
+
+struct Bytes {
+  static constexpr int COLUMNS = 8, BYTES = 128, ITEMS = 8;
+  STATIC const uint8_t* load(const uint8_t* p) { return p; }
+  STATIC int table(const Weight&) { return 0; }
+  STATIC Vec decode(const uint8_t* w, int i, int) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w) + i)));
+  }
+};
+#include "panels_loops.inc"
+}  // namespace avx512
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma,avx2,f16c")
+namespace avx512bf16 {  // steps are of two columns, 2 i and 2 i + 1, side by side in each lane
+using namespace wide;
+INLINE Vec madd(Vec acc, Vec weights, const uint32_t* item) {
+  return _mm512_dpbf16_ps(acc, (__m512bh)weights, (__m512bh)_mm512_set1_epi32(int(*item)));
+}
+INLINE __m512i table_of_32(const float* values) {
+  return (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(values + 16), _mm512_loadu_ps(values));
+}
+
+struct Nibbles {
+  static constexpr int COLUMNS = 8, BYTES = 64, ITEMS = 4;
+  using Words = __m512i;
+  STATIC Words load(const uint8_t* p) { return load_bits(p); }
+  STATIC __m512i table(const Weight& w) { return table_of_32(w.table); }  // the fifth bit of an index belongs to the next code
+  STATIC Vec decode(Words w, int i, __m512i table) {
+    return _mm512_castsi512_ps(_mm512_permutexvar_epi16(_mm512_srli_epi32(w, 4 * i), table));
+  }
+};
+
+template <int BITS>
+struct Planes {
+  static constexpr int COLUMNS = 16, BYTES = 32 * BITS, ITEMS = 8;
+  struct Words { __m512i four[2], two, one; };
+  struct Table { __m512i low, high; };
+  STATIC Words load(const uint8_t* p) {
+    Words w;
+    if constexpr (BITS > 4) w.four[0] = load_bits(p), w.four[1] = load_bits(p + 64), p += 128;
+    if constexpr (BITS != 5) w.two = load_bits(p), p += 64;
+    if constexpr (BITS % 2) w.one = spread(p);
+    return w;
+  }
+  STATIC Table table(const Weight& w) { return {table_of_32(w.table), table_of_32(w.table + 32)}; }
+  STATIC Vec decode(const Words& w, int i, const Table& table) {
+    if constexpr (BITS == 2) return look_up(_mm512_srli_epi32(w.two, 2 * i), table);
+    if constexpr (BITS == 3) return look_up(choose(0x30003, _mm512_srli_epi32(w.two, 2 * i), moved(w.one, 2 - i)), table);
+    const __m512i low = _mm512_srli_epi32(w.four[i / 4], 4 * (i % 4));
+    return look_up(choose(0xF000F, low, BITS == 5 ? moved(w.one, 4 - i) : moved(w.two, 4 - 2 * i)), table);
+  }
+  // A permutation looks at five bits of an index, one of two tables at six: what lies above is the next code's.
+  STATIC Vec look_up(__m512i code, const Table& table) {
+    return _mm512_castsi512_ps(BITS == 6 ? _mm512_permutex2var_epi16(table.low, code, table.high)
+                                         : _mm512_permutexvar_epi16(code, table.low));
+  }
+};
+
+struct Bytes {
+  static constexpr int COLUMNS = 8, BYTES = 128, ITEMS = 4;
+  STATIC const uint8_t* load(const uint8_t* p) { return p; }
+  STATIC int table(const Weight&) { return 0; }
+  STATIC __m512i floats(const uint8_t* w, int i) {  // integers up to 256 are bfloat16: the lower half of each float is 0
+    const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(w) + i);
+    return _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes)));
+  }
+  STATIC Vec decode(const uint8_t* w, int i, int) {
+    return _mm512_castsi512_ps(_mm512_or_si512(_mm512_srli_epi32(floats(w, i), 16), floats(w, 4 + i)));
+  }
+};
+#include "panels_loops.inc"
+}  // namespace avx512bf16
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+namespace avx2 {
+using namespace narrow;
+
+struct Nibbles {
+  static constexpr int COLUMNS = 8, BYTES = 64, ITEMS = 8;
+  struct Words { __m256i low, high; };
+  struct Table { __m256 low, high; };
+  STATIC Words load(const uint8_t* p) { return {load_bits(p), load_bits(p + 32)}; }
+  STATIC Table table(const Weight& w) { return {_mm256_loadu_ps(w.table), _mm256_loadu_ps(w.table + 8)}; }
+  STATIC __m256 look_up(__m256i w, int i, Table table) {
+    const __m256i index = _mm256_srli_epi32(w, 4 * i);  // three bits choose the lane, the fourth the half of the table
+    const __m256 half = _mm256_castsi256_ps(_mm256_slli_epi32(index, 28));
+    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(table.low, index), _mm256_permutevar8x32_ps(table.high, index), half);
+  }
+  STATIC Vec decode(Words w, int i, Table table) { return {look_up(w.low, i, table), look_up(w.high, i, table)}; }
+};
+
+template <int BITS>
+struct Planes {
+  static constexpr int COLUMNS = 16, BYTES = 32 * BITS, ITEMS = 16;
+  struct Half { __m256i four[2], two, one; };  // of the rows
+  struct Words { Half low, high; };
+  STATIC Half load_half(const uint8_t* p, int row) {
+    Half w;
+    if constexpr (BITS > 4) w.four[0] = load_bits(p + 4 * row), w.four[1] = load_bits(p + 64 + 4 * row), p += 128;
+    if constexpr (BITS != 5) w.two = load_bits(p + 4 * row), p += 64;
+    if constexpr (BITS % 2) w.one = spread(p + 2 * row);
+    return w;
+  }
+  STATIC Words load(const uint8_t* p) { return {load_half(p, 0), load_half(p, 8)}; }
+  struct Table { __m256 first; const float* all; };
+  STATIC Table table(const Weight& w) { return {_mm256_loadu_ps(w.table), w.integers ? nullptr : w.table}; }
+  STATIC __m256 value(const Half& w, int s, const Table& table) {
+    const int i = s % 8, half = s / 8 * 16;
+    if constexpr (BITS == 2) return _mm256_permutevar8x32_ps(table.first, _mm256_srli_epi32(w.two, half + 2 * i));
+    if constexpr (BITS == 3) {
+      const __m256i code = choose(3, _mm256_srli_epi32(w.two, half + 2 * i), moved(w.one, 2 - half - i));
+      return _mm256_permutevar8x32_ps(table.first, code);
+    }
+    const __m256i low = _mm256_srli_epi32(w.four[i / 4], half + 4 * (i % 4));
+    const __m256i code = choose(15, low, BITS == 5 ? moved(w.one, 4 - half - i) : moved(w.two, 4 - half - 2 * i));
+    constexpr int ALL = (1 << BITS) - 1;
+    const __m256i only = _mm256_and_si256(code, _mm256_set1_epi32(ALL));
+    if (table.all) return _mm256_i32gather_ps(table.all, only, 4);
+    return _mm256_sub_ps(_mm256_cvtepi32_ps(only), _mm256_set1_ps(ALL / 2 + 1));
+  }
+  STATIC Vec decode(const Words& w, int s, const Table& table) { return {value(w.low, s, table), value(w.high, s, table)}; }
+};
+
+struct Bytes {
+  static constexpr int COLUMNS = 8, BYTES = 128, ITEMS = 8;
+  STATIC const uint8_t* load(const uint8_t* p) { return p; }
+  STATIC int table(const Weight&) { return 0; }
+  STATIC __m256 floats(const uint8_t* p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+  }
+  STATIC Vec decode(const uint8_t* w, int i, int) { return {floats(w + 16 * i), floats(w + 16 * i + 8)}; }
+};
+#include "panels_loops.inc"
+}  // namespace avx2
+#pragma GCC pop_options
+#endif  // x86
+
+namespace portable {
+using namespace plain;
+template <int WIDTH>
+struct Coder {
+  static constexpr int BITS = WIDTH, COLUMNS = WIDTH == 4 || WIDTH == 8 ? 8 : 16, BYTES = 2 * COLUMNS * WIDTH, ITEMS = COLUMNS;
+  STATIC const uint8_t* load(const uint8_t* p) { return p; }
+  STATIC const float* table(const Weight& w) { return w.table; }
+  STATIC Vec decode(const uint8_t* p, int i, const float* table) {
+    const int column = i < COLUMNS / 2 ? 2 * i : 2 * (i - COLUMNS / 2) + 1;
+    Vec v;
+    for (int r = 0; r < ROWS; r++) {
+      const int code = workbench::code_at(p, WIDTH, r, column);
+      v.lane[r] = WIDTH == 8 ? code - 128 : table[code];
+    }
+    return v;
+  }
+};
+template <int BITS>
+using Planes = Coder<BITS>;
+using Nibbles = Coder<4>;
+using Bytes = Coder<8>;
+#include "panels_loops.inc"
+}  // namespace portable
+
+#include "isa.inc"
+
+const Loops& loops_of(const std::string& isa, int bits) {
+  TORCH_CHECK(runs(isa), "`isa` (='", isa, "') is not one of this machine's");
+  const Loops* found = portable::loops_for(bits);
+#ifdef HAVE_X86
+  if (isa == "avx512bf16") found = avx512bf16::loops_for(bits);
+  if (isa == "avx512") found = avx512::loops_for(bits);
+  if (isa == "avx2") found = avx2::loops_for(bits);
+#endif
+  TORCH_CHECK(found, "codes of ", bits, " bits cannot be read");
+  return *found;
+}
+
+// Items of a unit as float32: first the even columns, then the odd ones.
+void float_items(const at::Tensor& x, int columns, float* out) {
+  const int64_t units = x.numel() / columns, half = columns / 2;
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "panels_matmul", [&] {
+    const scalar_t* in = x.const_data_ptr<scalar_t>();
+    for (int64_t j = 0; j < units; j++, in += columns, out += columns)
+      for (int64_t i = 0; i < half; i++)
+        out[i] = static_cast<float>(in[2 * i]), out[half + i] = static_cast<float>(in[2 * i + 1]);
+  });
+}
+
+Kind kind_of(const at::Tensor& t) {
+  return t.scalar_type() == at::kFloat ? Kind::float32 : t.scalar_type() == at::kHalf ? Kind::float16 : Kind::bfloat16;
+}
+
+bool one_of_ours(const at::Tensor& t) {
+  return t.scalar_type() == at::kFloat || t.scalar_type() == at::kHalf || t.scalar_type() == at::kBFloat16;
+}
+
+at::Tensor panels_matmul(const at::Tensor& x_, const at::Tensor& codes, const at::Tensor& scale, const std::optional<at::Tensor>& table,
+                         const std::optional<at::Tensor>& zero, int64_t out, const std::string& wanted) {
+  const at::Tensor x = x_.contiguous();
+  const int64_t in = x.size(-1), tokens = in ? x.numel() / in : 0;
+  auto sizes = x.sizes().vec();
+  sizes.back() = out;
+  const at::Tensor y = at::empty(sizes, x.options());
+  const int bits = codes.dim() == 3 ? workbench::width_of(codes) : 0;
+  TORCH_CHECK(one_of_ours(x) && one_of_ours(scale) && x.device().is_cpu() && codes.is_contiguous() && scale.is_contiguous() && bits &&
+                  scale.dim() == 2 && (!zero || (zero->is_contiguous() && zero->sizes() == scale.sizes())) &&
+                  workbench::table_fits(table, bits),
+              "panels_matmul: x ", x.scalar_type(), ", codes ", codes.scalar_type(), " ", codes.sizes(), ", scale ",
+              scale.scalar_type(), " ", scale.sizes(), " or the table cannot be read");
+  if (y.numel() == 0) return y;
+  if (in == 0) return y.zero_();
+
+  const bool bfloat16 = x.scalar_type() == at::kBFloat16;
+  const std::string isa = wanted == "auto" ? best_isa(bfloat16) : wanted;
+  TORCH_CHECK(isa != "avx512bf16" || bfloat16, "`isa` (='avx512bf16') takes bfloat16, not ", x.scalar_type());
+  const Loops& loops = loops_of(isa, bits);
+
+  float values[workbench::TABLE];
+  workbench::fill_table(table, bits, values);
+  Weight w{};
+  w.units = static_cast<const uint8_t*>(codes.const_data_ptr());
+  w.scale = scale.const_data_ptr();
+  w.kind = kind_of(scale);
+  w.zero = zero ? zero->const_data_ptr<int8_t>() : nullptr;
+  w.table = values, w.integers = !table;
+  w.panels = codes.size(0);
+  w.units_per_row = codes.size(1);
+  w.groups = scale.size(0);
+  w.group_units = w.groups ? w.units_per_row / w.groups : 0;
+  TORCH_CHECK(in == loops.columns * w.units_per_row && w.group_units * w.groups == w.units_per_row &&
+                  scale.size(1) == w.panels * ROWS && (out + ROWS - 1) / ROWS == w.panels,
+              "panels_matmul: x ", x.sizes(), ", codes ", codes.sizes(), " and scale ", scale.sizes(), " do not fit");
+
+  Tokens t{};
+  t.stride = w.units_per_row * loops.items;
+  std::unique_ptr<float[]> converted;
+  if (loops.items < loops.columns) {
+    t.items = static_cast<const uint32_t*>(x.const_data_ptr());
+  } else {
+    converted.reset(new float[x.numel()]);
+    float_items(x, loops.columns, converted.get());
+    t.items = reinterpret_cast<const uint32_t*>(converted.get());
+  }
+  at::Tensor sums;
+  if (w.zero) {
+    sums = x.view({tokens, w.groups, in / w.groups}).sum(-1, false, at::kFloat);
+    t.sums = sums.const_data_ptr<float>();
+  }
+
+  const Output whole{y.mutable_data_ptr(), kind_of(y), out};
+  const int64_t grain = std::max<int64_t>(1, GRAIN / (in * tokens));
+  if (tokens <= FEW) {
+    at::parallel_for(0, w.panels, grain, [&](int64_t begin, int64_t end) {
+      for (int64_t p = begin; p < end; p++) loops.few(w, t, int(tokens), p, whole);
+    });
+    return y;
+  }
+  // [chunk][group][token][item]: what one pass over a decoded group reads lies together.
+  const int64_t steps = w.group_units * loops.items, chunks = (tokens + CHUNK - 1) / CHUNK;
+  std::unique_ptr<uint32_t[]> grouped(new uint32_t[tokens * t.stride]);
+  at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t first = begin * CHUNK; first < std::min(end * CHUNK, tokens); first += CHUNK) {
+      const int64_t count = std::min<int64_t>(CHUNK, tokens - first);
+      uint32_t* to = grouped.get() + first * t.stride;
+      for (int64_t g = 0; g < w.groups; g++)
+        for (int64_t m = 0; m < count; m++, to += steps)
+          std::memcpy(to, t.items + (first + m) * t.stride + g * steps, steps * sizeof(uint32_t));
+    }
+  });
+  at::parallel_for(0, (w.panels + 1) / 2, std::max<int64_t>(1, grain / 2), [&](int64_t begin, int64_t end) {
+    auto* scratch = static_cast<float*>(std::aligned_alloc(64, steps * 2 * ROWS * sizeof(float)));
+    TORCH_CHECK(scratch, "panels_matmul: no memory for a decoded group");
+    for (int64_t pair = begin; pair < end; pair++)
+      for (int64_t first = 0; first < tokens; first += CHUNK) {
+        const Tokens part{grouped.get() + first * t.stride, t.stride, t.sums ? t.sums + first * w.groups : nullptr};
+        const Output rows{static_cast<char*>(whole.y) + first * out * y.element_size(), whole.kind, out};
+        loops.many(w, part, int(std::min<int64_t>(CHUNK, tokens - first)), 2 * pair, scratch, rows);
+      }
+    std::free(scratch);
+  });
+  return y;
+}
+
+// Some panels of a product, for a step of decoding; see step_parts.inc.
+void some_rows(const workbench::Stored& s, const workbench::Operand& x, int64_t begin, int64_t end, float* y) {
+  const auto& loops = *static_cast<const Loops*>(s.loops);
+  Weight w{};
+  w.units = static_cast<const uint8_t*>(s.data);
+  w.scale = s.scale;
+  w.kind = s.scale_kind == 0 ? Kind::float32 : s.scale_kind == 1 ? Kind::bfloat16 : Kind::float16;
+  w.zero = s.zero;
+  w.table = s.table, w.integers = s.integers;
+  w.panels = (s.out + ROWS - 1) / ROWS;
+  w.units_per_row = s.in / loops.columns;
+  w.groups = s.groups;
+  w.group_units = w.units_per_row / w.groups;
+  const Tokens t{static_cast<const uint32_t*>(x.items), w.units_per_row * loops.items, x.sums};
+  const Output to{y, Kind::float32, s.out};
+  for (int64_t p = begin / ROWS; p * ROWS < end; p++) loops.few(w, t, x.tokens, p, to);
+}
+
+}  // namespace
+
+workbench::Product workbench::panels_product(const std::string& isa, int bits) {
+  const Loops& loops = loops_of(isa, bits);
+  const Items items = loops.items < loops.columns ? Items::stored : Items::even_then_odd;
+  return {items, loops.columns, some_rows, &loops};
+}
+
+TORCH_LIBRARY_FRAGMENT(workbench, m) {
+  m.def("panels_matmul(Tensor x, Tensor codes, Tensor scale, Tensor? table, Tensor? zero, int out, str isa) -> Tensor");
+  m.def("panels_isa(bool bfloat16) -> str", best_isa);
+  m.def("panels_runs(str isa) -> bool", runs);
+}
+TORCH_LIBRARY_IMPL(workbench, CPU, m) { m.impl("panels_matmul", panels_matmul); }
