@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from compress.checkpoint.fits import linears_to_be
 from compress.formats import Bitmap, BnbInt8, BnbNF4, CsrWeight, LowRank, RowTables, Sparse24Weight
-from compress.formats.scales import INTEGERS, SUPER_BLOCK
+from compress.formats.scales import INTEGERS, SHIFTS, SUPER_BLOCK
 from compress.linear import is_linear
 from compress.method import Method
 from compress.records import Usage
@@ -34,7 +34,7 @@ from compress.walk.statistics import PAIRED
 
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
          "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}  # fmt: skip
-SCALE_BITS = {**INTEGERS, "e8m0": 8, "e4m3": 8}  # of scales that are not stored in 16 bits
+SCALE_BITS = {**INTEGERS, **SHIFTS, "e8m0": 8, "e4m3": 8}  # of scales that are not stored in 16 bits
 SLACK = 1.03  # what allocators and libraries take beside what is counted
 
 
@@ -267,7 +267,7 @@ def spec_bits(part: dict[str, Any], float_bits: int, zeros: float) -> float:
         return bits
     scales = part.get("scales", "")
     scale = SCALE_BITS.get(scales, 8 if part.get("double_quant") else 16)
-    factor = 16 / SUPER_BLOCK if scales in INTEGERS else 0.0
+    factor = 16 / SUPER_BLOCK if scales in INTEGERS or scales in SHIFTS else 0.0
     return bits + (scale + (0 if part.get("symmetric", True) else bits)) / group + factor
 
 

@@ -1,4 +1,4 @@
-"""Scales that are stored in a few bits: integers that share a 16-bit factor, powers of two, or 8-bit floats."""
+"""Scales stored in a few bits: integers or shifts that share a 16-bit factor, powers of two, or 8-bit floats."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -12,7 +12,8 @@ from kernels.int_matmul import pack_bits, unpack_bits
 
 SCALE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 INTEGERS = {"int6": 6, "int8": 8}  # signed codes, and a bfloat16 factor for each super-block of a row
-SCALE_KINDS = (*SCALE_DTYPES, *INTEGERS, "e8m0", "e4m3")
+SHIFTS = {"shift4": 4}  # the factor of a super-block, the largest of its scales, divided by a power of two
+SCALE_KINDS = (*SCALE_DTYPES, *INTEGERS, *SHIFTS, "e8m0", "e4m3")
 SUPER_BLOCK = 512  # columns at most that share the factor of their scales
 LARGEST_E4M3 = 448.0
 
@@ -28,7 +29,7 @@ class ScaleRule:
 
     Attributes:
         kind: one of SCALE_KINDS.
-        factor: of int6 and int8, bfloat16 [out, super-blocks]; of e4m3, float32 without dimensions; else None.
+        factor: of int6, int8 and shift4, bfloat16 [out, super-blocks]; of e4m3, float32 without dimensions; else None.
         groups: of a row.
         half: of e8m0: a scale goes up to the next power of two where, times this, it would reach it.
     """
@@ -48,9 +49,9 @@ class ScaleRule:
                 a block's exponent is that of its largest weight less that of the grid's largest value.
         """
         out, groups = cover.shape
-        if kind in INTEGERS:
+        if kind in INTEGERS or kind in SHIFTS:
             size = cover.abs().view(out, -1, super_groups(groups, group_size)).amax(-1)
-            factor = (size / ((1 << (INTEGERS[kind] - 1)) - 1)).bfloat16()
+            factor = (size / ((1 << (INTEGERS[kind] - 1)) - 1) if kind in INTEGERS else size).bfloat16()
             return cls(kind, torch.where(factor == 0, torch.ones_like(factor), factor), groups)
         if kind == "e4m3":
             factor = cover.abs().amax() / LARGEST_E4M3
@@ -83,6 +84,9 @@ class ScaleRule:
             bits = INTEGERS[self.kind]
             codes = (scale / self._factors()).round() + (1 << (bits - 1))
             return NestedScales(self.kind, pack_bits(codes.reshape(1, -1), bits)[0], self.factor)
+        if self.kind in SHIFTS:
+            codes = (self._factors() / scale).log2().round()
+            return NestedScales(self.kind, pack_bits(codes.reshape(1, -1), SHIFTS[self.kind])[0], self.factor)
         if self.kind == "e8m0":
             codes = (scale.log2().round() + 127).to(torch.uint8)
             return NestedScales(self.kind, codes.flatten(), None)
@@ -90,8 +94,8 @@ class ScaleRule:
         return NestedScales(self.kind, codes.flatten(), self.factor)
 
     def _factors(self) -> Tensor | None:
-        """[out, groups] of the integers, no dimensions for e4m3."""
-        if self.kind not in INTEGERS:
+        """[out, groups] of integers and shifts, no dimensions for e4m3."""
+        if self.kind not in INTEGERS and self.kind not in SHIFTS:
             return self.factor
         return self.factor.float().repeat_interleave(self.groups // self.factor.shape[1], 1)
 
@@ -103,6 +107,9 @@ class ScaleRule:
             top = (1 << (INTEGERS[self.kind] - 1)) - 1
             codes = (scale / factor).round().clamp(-top - 1, top)
             return torch.where(codes == 0, torch.where(scale < 0, -1.0, 1.0), codes) * factor
+        if self.kind in SHIFTS:  # of two powers the lower one; a power itself, however its logarithm is rounded
+            down = ((factor / scale.abs().clamp(min=2.0**-126)).log2() - 1e-4).ceil()
+            return factor * torch.exp2(-down.clamp(0, (1 << SHIFTS[self.kind]) - 1))
         if self.kind == "e8m0":
             return torch.exp2((scale.abs().clamp(min=2.0**-126) * self.half).log2().floor().clamp(-127, 127))
         small = (scale.abs() / factor).clamp(2.0**-9, LARGEST_E4M3)
@@ -116,7 +123,7 @@ class NestedScales:
     Attributes:
         kind: one of SCALE_KINDS that is no floating dtype of 16 or 32 bits.
         codes: uint8, row by row of W: of int6 and int8 as `pack_bits` packs one row of them, with the middle added; of
-            e8m0 the exponent plus 127; of e4m3 the bits of the float.
+            shift4 likewise, the exponent of the divisor; of e8m0 the exponent plus 127; of e4m3 the bits of the float.
         factor: as in `ScaleRule`.
     """
 
@@ -130,6 +137,9 @@ class NestedScales:
             bits = INTEGERS[self.kind]
             codes = unpack_bits(self.codes[None], bits, out * groups).view(out, groups).float() - (1 << (bits - 1))
             return codes * self.factor.float().repeat_interleave(groups // self.factor.shape[1], 1)
+        if self.kind in SHIFTS:
+            codes = unpack_bits(self.codes[None], SHIFTS[self.kind], out * groups).view(out, groups).float()
+            return torch.exp2(-codes) * self.factor.float().repeat_interleave(groups // self.factor.shape[1], 1)
         if self.kind == "e8m0":
             return torch.exp2(self.codes.float() - 127).view(out, groups)
         return (self.codes.view(torch.float8_e4m3fn).float() * self.factor).view(out, groups)

@@ -66,7 +66,8 @@ class GPTQ(LayerwiseMethod):
     )
     scale_dtype: str = knob(
         "bfloat16",
-        "how scales are stored: as floats, or as integers of 6 or 8 bits times a factor for 512 columns (int6, int8)",
+        "how scales are stored: as floats; int6, int8: integers times a factor for 512 columns; shift4: such a factor divided "
+        "by powers of two; e8m0: powers of two",
         choices=SCALE_KINDS,
     )
 

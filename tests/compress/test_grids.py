@@ -60,8 +60,8 @@ def test_scales_are_chosen_among_those_that_are_stored(name, scale_dtype):
     assert torch.equal(rule.rounded(scale), scale), "rounding them again changes nothing"
     assert torch.equal(rule.of_group(2)(scale[:, 2]), scale[:, 2])
     scales = 24 * 6
-    factors = {"int6": 24 * 2, "int8": 24 * 2, "e4m3": 4}.get(scale_dtype, 0)
-    bits = {"bfloat16": 16, "float16": 16, "float32": 32, "int6": 6}.get(scale_dtype, 8)
+    factors = {"int6": 24 * 2, "int8": 24 * 2, "shift4": 24 * 2, "e4m3": 4}.get(scale_dtype, 0)
+    bits = {"bfloat16": 16, "float16": 16, "float32": 32, "int6": 6, "shift4": 4}.get(scale_dtype, 8)
     table = 0 if name == "int" else 16 * 4
     assert stored.nbytes == 24 * 96 // 2 + scales * bits // 8 + factors + table
 
