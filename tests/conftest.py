@@ -82,7 +82,11 @@ def _trusted(monkeypatch, tmp_path_factory):
     monkeypatch.setenv("WORKBENCH_TRUST", str(tmp_path_factory.getbasetemp()))
 
 
-@pytest.fixture(params=list(ARCHITECTURES))
+# Whose blocks are built as those of another one here: `make test-all` takes them, too.
+ALIKE = {"mistral", "qwen2", "phi3", "gpt_neox", "qwen3_moe", "mixtral"}
+
+
+@pytest.fixture(params=[pytest.param(a, marks=[pytest.mark.slow] * (a in ALIKE)) for a in ARCHITECTURES])
 def any_model(request) -> nn.Module:
     return tiny_model(request.param)
 

@@ -2,8 +2,8 @@
 
     python seeds/peers/compare_gguf.py --write reports/published/interop-gguf.md
     python seeds/bytes_and_loss.py --out bytes.json RECIPE ...
-    python seeds/peers/compare_gguf.py --models smollm2-135m --samples 128 --windows 20 --window 2048 --ours \\
-        --recipes bytes.json --write reports/published/bytes-and-loss.md
+    python seeds/peers/compare_gguf.py --models smollm2-135m --samples 128 --window 2048 --texts wikitext2 essays \\
+        --windows 20 8 --ours --recipes bytes.json --write reports/published/bytes-and-loss.md
 
 runs after `make interop`, whose environment of llama.cpp it uses, and whose checkpoints unless `--ours` names others.
 `--recipes` adds what seeds/bytes_and_loss.py measured on the same windows, and draws all of it beside the table.
@@ -43,15 +43,24 @@ OURS = (work.GPTQ32, work.AWQ)
 
 @dataclass
 class File:
-    """A GGUF file or the model of a recipe: bytes, perplexity ± standard error, tokens/s of llama-bench if timed."""
+    """A GGUF file or the model of a recipe.
+
+    perplexity: {text: (value, standard error)}. seconds: to compress, of a recipe. decode, prefill: tokens/s of
+    llama-bench, of a file.
+    """
 
     model: str
     name: str
     nbytes: int
-    perplexity: float
-    stderr: float
+    perplexity: dict[str, tuple[float, float]]
+    seconds: float | None = None
     decode: float | None = None
     prefill: float | None = None
+
+    @property
+    def first(self) -> float:
+        """Perplexity on the first text."""
+        return next(iter(self.perplexity.values()))[0]
 
 
 def source_file(folder: Path, model_name: str) -> Path:
@@ -105,21 +114,27 @@ def program(options: argparse.Namespace, name: str, *command: str | Path) -> str
 
 
 @torch.no_grad()
-def score(options: argparse.Namespace, model_name: str, file: Path, shell: nn.Module) -> Perplexity:
+def score(options: argparse.Namespace, model_name: str, file: Path, shell: nn.Module) -> dict[str, tuple[float, float]]:
     """Perplexity of a file's dequantised weights, in the same model, in float32; kept beside the file."""
-    kept = file.parent / f"{file.name}.{options.windows}x{options.window}.json"
-    cut = scored_windows(model_name, options.windows, options.window)
-    if not kept.is_file():
-        shell.load_state_dict(gguf_weights(file))
-        progress = tqdm(cut, desc=file.stem, unit="window", leave=False)
-        work.kept_json(kept, [float(token_losses(*predictions(shell, window)).sum()) for window in progress])
-    return Perplexity.of(json.loads(kept.read_text()), [window.scored for window in cut], options.window, None)
+    found, read = {}, False
+    for text, count in zip(options.texts, options.windows, strict=True):
+        kept = file.parent / f"{file.name}.{text}.{count}x{options.window}.json"
+        cut = scored_windows(model_name, text, count, options.window)
+        if not kept.is_file():
+            if not read:
+                shell.load_state_dict(gguf_weights(file))
+                read = True
+            progress = tqdm(cut, desc=f"{file.stem}, {text}", unit="window", leave=False)
+            work.kept_json(kept, [float(token_losses(*predictions(shell, window)).sum()) for window in progress])
+        p = Perplexity.of(json.loads(kept.read_text()), [window.scored for window in cut], options.window, None)
+        found[text] = p.value, p.stderr
+    return found
 
 
 @cache
-def scored_windows(model_name: str, count: int, length: int) -> list[Window]:
-    """The first windows of wikitext-2's test text."""
-    first, ids = work.text_tokens(load_model(model_name)[1], "wikitext2")
+def scored_windows(model_name: str, text: str, count: int, length: int) -> list[Window]:
+    """The first windows of a held-out text."""
+    first, ids = work.text_tokens(load_model(model_name)[1], text)
     return windows(ids[None], window=length, limit=count, beginning=first)
 
 
@@ -129,33 +144,44 @@ def rate(options: argparse.Namespace, file: Path, *what: str) -> float:
 
 
 def measured(options: argparse.Namespace, model: str, name: str, file: Path, shell: nn.Module) -> File:
-    p = score(options, model, file, shell)
+    losses = score(options, model, file, shell)
     prompt = str(work.SPEED_PROMPT)
     decode = rate(options, file, "-p", "0", "-n", str(work.SPEED_TOKENS), "-d", prompt)
-    return File(
-        model, name, file.stat().st_size, p.value, p.stderr, decode, rate(options, file, "-p", prompt, "-n", "0")
-    )
+    prefill = rate(options, file, "-p", prompt, "-n", "0")
+    return File(model, name, file.stat().st_size, losses, decode=decode, prefill=prefill)
 
 
 def table(rows: list[File], options: argparse.Namespace) -> str:
+    shown = " ".join(["python", "seeds/peers/compare_gguf.py", *sys.argv[1:]])
+    scored = ", ".join(f"{n} of {text}" for text, n in zip(options.texts, options.windows, strict=True))
     out = [
-        "## GGUF files: ours, and llama.cpp's with an importance matrix",
+        "## Bytes and loss: ours, and llama.cpp's files with an importance matrix",
         "",
-        f"Measured on {time.strftime('%Y-%m-%d')} on {hardware()['cpu']}, {options.threads} threads:"
-        " `python seeds/peers/compare_gguf.py` after `make interop`. The importance matrix is from the"
-        f" {options.samples} × {work.SEQLEN} tokens that our recipes were calibrated on. All files keep their"
-        " embedding as their tool chooses. The scorer is the same for all: weights through gguf's decoder, float32,"
-        f" activations not rounded, {options.windows} windows of {options.window} tokens of wikitext-2. Speeds are"
-        f" llama-bench's medians of {options.rounds}: {work.SPEED_TOKENS} tokens after {work.SPEED_PROMPT}.",
+        f"Measured on {time.strftime('%Y-%m-%d')} on {hardware()['cpu']}, {options.threads} threads,"
+        " after `make interop`:",
+        "",
+        "```",
+        shown,
+        "```",
+        "",
+        f"The importance matrix is from the {options.samples} × {work.SEQLEN} tokens that calibrated our recipes."
+        " The scorer is the same for all: a file's weights through gguf's decoder, float32, activations not rounded,"
+        f" windows of {options.window} tokens: {scored}. Bytes are those of the whole model. Speeds are llama-bench's"
+        f" medians of {options.rounds}: {work.SPEED_TOKENS} tokens after {work.SPEED_PROMPT}.",
         "",
     ]
+    if options.recipes:
+        out[-2] += (
+            " Rows in code type are recipes of this workbench, measured by `seeds/bytes_and_loss.py`; seconds are those"
+            " that they took to compress the model."
+        )
     for model in dict.fromkeys(row.model for row in rows):
-        out += [f"**{model}**", "", "| file | MB | perplexity | decode, tokens/s | prefill, tokens/s |"]
-        out += ["| --- | ---: | ---: | ---: | ---: |"]
+        columns = ["model", "MB", *options.texts, "seconds", "decode, tokens/s", "prefill, tokens/s"]
+        out += [f"**{model}**", "", "| " + " | ".join(columns) + " |", "| --- |" + " ---: |" * (len(columns) - 1)]
         for r in (row for row in rows if row.model == model):
-            speeds = ["–" if rate is None else f"{rate:,.0f}" for rate in (r.decode, r.prefill)]
-            cells = [r.name, f"{r.nbytes / 1e6:.1f}", f"{r.perplexity:.2f} ± {r.stderr:.2f}", *speeds]
-            out.append("| " + " | ".join(cells) + " |")
+            figures = ["–" if figure is None else f"{figure:,.0f}" for figure in (r.seconds, r.decode, r.prefill)]
+            losses = [f"{value:.2f} ± {stderr:.2f}" for value, stderr in r.perplexity.values()]
+            out.append("| " + " | ".join([r.name, f"{r.nbytes / 1e6:.1f}", *losses, *figures]) + " |")
         out.append("")
     return "\n".join(out).rstrip() + "\n"
 
@@ -168,17 +194,18 @@ def of_recipes(path: Path, options: argparse.Namespace, baseline: File) -> list[
     """
     record = json.loads(path.read_text())
     settings = record["settings"]
-    found = settings["model"], settings["window"], dict(zip(settings["texts"], settings["windows"], strict=True))
-    if found[:2] != (baseline.model, options.window) or found[2].get("wikitext2") != options.windows:
+    found = settings["model"], settings["window"], settings["texts"], settings["windows"]
+    if found != (baseline.model, options.window, options.texts, options.windows):
         raise ValueError(f"`--recipes` (={path}) was measured on {found}, and the files on other windows or models")
-    there = record["rows"][""]["perplexity"]["wikitext2"][0]
-    if abs(there / baseline.perplexity - 1) > 1e-3:
-        raise ValueError(
-            f"`--recipes` (={path}): its baseline is {there:.3f}, that of the files {baseline.perplexity:.3f}"
-        )
+    for text, (there, _) in record["rows"][""]["perplexity"].items():
+        here = baseline.perplexity[text][0]
+        if abs(there / here - 1) > 1e-3:
+            raise ValueError(
+                f"`--recipes` (={path}): its baseline is {there:.3f} on {text}, that of the files {here:.3f}"
+            )
     rows = {recipe: row for recipe, row in record["rows"].items() if recipe}
     files = [
-        File(baseline.model, f"`{recipe}`", row["bytes"], *row["perplexity"]["wikitext2"])
+        File(baseline.model, f"`{recipe}`", row["bytes"], row["perplexity"], row["seconds"])
         for recipe, row in rows.items()
     ]
     return sorted(files, key=lambda file: file.nbytes)
@@ -191,17 +218,15 @@ def draw(rows: list[File], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 4.2), constrained_layout=True)
     base, *others = rows
     for ours, label, mark in ((True, "workbench", "o-"), (False, "llama.cpp, importance matrix", "s--")):
-        line = sorted((r.nbytes / 1e6, r.perplexity) for r in others if r.name.startswith("`") == ours)
+        line = sorted((r.nbytes / 1e6, r.first) for r in others if r.name.startswith("`") == ours)
         axes.plot(*zip(*line, strict=True), mark, label=label)
     for row in others:
         if not row.name.startswith("`"):
             kind = row.name.removeprefix("llama.cpp ").partition(",")[0]
-            axes.annotate(
-                kind, (row.nbytes / 1e6, row.perplexity), fontsize=7, xytext=(3, 3), textcoords="offset points"
-            )
-    axes.axhline(base.perplexity, color="gray", linewidth=0.8, label=f"16 bits, {base.nbytes / 1e6:.0f} MB")
+            axes.annotate(kind, (row.nbytes / 1e6, row.first), fontsize=7, xytext=(3, 3), textcoords="offset points")
+    axes.axhline(base.first, color="gray", linewidth=0.8, label=f"16 bits, {base.nbytes / 1e6:.0f} MB")
     axes.set_xlabel("MB of the whole model")
-    axes.set_ylabel("perplexity on wikitext-2")
+    axes.set_ylabel(f"perplexity on {next(iter(base.perplexity))}")
     axes.set_yscale("log")
     axes.legend()
     figure.savefig(path, metadata={"Date": None})
@@ -217,7 +242,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/interop"))
     parser.add_argument("--types", nargs="+", default=TYPES, help="of llama-quantize")
     parser.add_argument("--samples", type=int, default=work.SAMPLES, help=f"calibration windows of {work.SEQLEN}")
-    parser.add_argument("--windows", type=int, default=work.WINDOWS)
+    parser.add_argument("--texts", nargs="+", default=["wikitext2"], help="to score on")
+    parser.add_argument("--windows", type=int, nargs="+", default=[work.WINDOWS], help="of each text")
     parser.add_argument("--window", type=int, default=work.WINDOW)
     parser.add_argument("--ours", nargs="*", type=Path, help="GGUF files of ours; those of `make interop` if not given")
     parser.add_argument("--recipes", type=Path, help="record of seeds/bytes_and_loss.py, of the same model and windows")

@@ -92,7 +92,6 @@ def expect_smoothquant(made, scores, html):
         small["stored_bytes"] < 0.65 * base["stored_bytes"] and small["resident_bytes"] < 0.65 * base["resident_bytes"]
     )
     assert unsmoothed["stored_bytes"] == small["stored_bytes"], "a fold takes no room"
-    assert unsmoothed["prefill_tokens_per_s"] > 0 and "w8a8_matmul" in made["speed"]["unsmoothed"]["kernels"]
     assert [step["method"] for step in made["recipes"]["unsmoothed"]] == [made["recipe"][1]["method"]]
     assert len(made["folds"]) == 120 and {fold["alpha"] for fold in made["folds"]} == {0.5}
     assert (
@@ -121,7 +120,7 @@ METHOD_OF = {"start_here": "gptq"}  # where the notebook is not called after its
 EXPECTED = {
     "start_here": ({"samples": 2, "max_windows": 1, "speed_rounds": 0}, "int_group", expect_start),
     "gptq": ({"skip": LATER}, "int_group", expect_gptq),
-    "smoothquant": ({"compare": "", "samples": 2, "max_windows": 1}, "eight_bit", expect_smoothquant),
+    "smoothquant": ({"compare": "", "samples": 2, "max_windows": 1, "speed_rounds": 0}, "eight_bit", expect_smoothquant),
     "pruning": ({"method": "wanda", "compare": "", "curves": "", "samples": 2, "speed_rounds": 0}, "bitmap", expect_pruning),
 }  # fmt: skip
 

@@ -145,7 +145,8 @@ def test_recipe_runs_on_the_real_model(tmp_path, data):
         "seqlen": 64,
         "window": 128,
         "max_windows": 1,
-        "speed_rounds": 1,
+        "speed_rounds": 0,
+        "write_tokens": 8,
         "task_limit": 10,
         "run_path": str(tmp_path / "run"),
     }
