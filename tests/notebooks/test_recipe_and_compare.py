@@ -19,7 +19,15 @@ from notebooks.study.parameters import FOLDER
 
 ROOT = FOLDER.parent
 PUBLISHED = ROOT / "reports" / "published"
-TINY = {"model_name": "tiny", "samples": 2, "seqlen": 64, "window": 64, "max_windows": 2, "speed_rounds": 1, "write_tokens": 8}
+TINY = {
+    "model_name": "tiny",
+    "samples": 2,
+    "seqlen": 64,
+    "window": 64,
+    "max_windows": 2,
+    "speed_rounds": 1,
+    "write_tokens": 8,
+}
 
 
 @pytest.fixture
