@@ -50,6 +50,7 @@ def test_embedded_model_speaks_english(real):
     assert "Paris" in tokenizer.decode(out[0])
 
 
+@pytest.mark.slow
 def test_embedded_model_is_the_files_function_off_the_files_grid(real):
     model, tokenizer = real
     path = EMBEDDED["smollm2-135m"]()

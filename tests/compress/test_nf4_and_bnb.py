@@ -263,6 +263,7 @@ def test_readers_are_told_what_runs(bnb):
         assert method.remarks(torch.device("cuda")) == []
 
 
+@pytest.mark.slow
 def test_on_a_real_model_both_are_the_same(bnb, real):
     """Weights exactly; logits up to the kernels' rounding, which is far below what four bits cost."""
     model, tokenizer = real

@@ -134,7 +134,7 @@ def test_two_processes_give_the_codes_of_one_and_end_together(batches, tiny, one
     assert sum("interrupted" in " ".join(record.notes) for record in again.layers) == 14, "two blocks of seven linears"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_processes_are_started_where_there_are_none(tokens, tiny, one_thread, tmp_path, monkeypatch):
     (tmp_path / "leaving.py").write_text(
         textwrap.dedent("""

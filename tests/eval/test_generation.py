@@ -356,6 +356,7 @@ def rounded(model, bits):
     return model
 
 
+@pytest.mark.slow
 def test_coarser_weights_part_earlier_on_the_real_model(real):
     model, tokenizer = real
     made = {"baseline": model, "eight": rounded(copy.deepcopy(model), 8), "four": rounded(copy.deepcopy(model), 4)}

@@ -314,6 +314,7 @@ def test_pruning_refuses_before_any_work(given, message, monkeypatch, run_cells)
     assert message in str(caught.value)
 
 
+@pytest.mark.slow
 def test_pruning_takes_whole_recipes(tmp_path, monkeypatch, run_cells):
     """On the tiny model: layers dropped, then the rest pruned adaptively and quantised; points that were finished are
     kept."""
@@ -441,7 +442,7 @@ def test_command_line_knows_its_notebooks(capsys):
     "given, message",
     [
         ({"bitz": 3}, "`bitz` (=3) is not a parameter of this notebook; did you mean `bits`?"),
-        ({"window": 100_000}, "`window` (=100000) must be at most 8192"),
+        pytest.param({"window": 100_000}, "`window` (=100000) must be at most 8192", marks=pytest.mark.slow),
     ],
 )
 def test_plain_papermill_fails_early_with_the_reason(given, message, tmp_path):

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from compress import METHODS, apply, load_model, save_compressed
 from eval.record.schema import read_record
 
-TINY = {"samples": 2, "seqlen": 64, "window": 64, "max_windows": 2, "speed_rounds": 1}
+TINY = {"samples": 2, "seqlen": 64, "window": 64, "max_windows": 2, "speed_rounds": 0, "write_tokens": 8}
 GIVEN = {
     "gptq": {**TINY, "group_size": 32, "skip": "*.1.*"},  # what is in 8 bits already stays so
     "recipe": {**TINY, "recipe": "smoothquant, int8"},
@@ -29,7 +29,9 @@ def saved(tmp_path_factory):
     return save_compressed(apply([METHODS["rtn"](bits=8, group_size=-1, skip="*.0.*")], model), folder, tokenizer)
 
 
-@pytest.mark.parametrize("name", GIVEN)
+@pytest.mark.parametrize(
+    "name", ["gptq", "kv_eviction", *(pytest.param(n, marks=pytest.mark.slow) for n in ("recipe", "pruning"))]
+)
 def test_a_saved_folder_is_a_model_for_a_notebook(name, saved, tmp_path, monkeypatch, run_cells):
     """One of the notebooks saves what it makes, in the format of others."""
     monkeypatch.setattr(torch, "compile", lambda step, **_: step)

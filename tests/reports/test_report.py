@@ -576,9 +576,14 @@ def test_records_without_the_extras_render():
     assert "<svg" not in page(made)
 
 
+OTHERS = [(1280, "dark"), (320, "light")]
+
+
 @pytest.mark.parametrize("make", [make_record, make_smoothed_record, make_pruned_record, make_kernel_record])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 320])
+@pytest.mark.parametrize(
+    "width, scheme",
+    [(1280, "light"), (320, "dark"), *(pytest.param(*other, marks=pytest.mark.slow) for other in OTHERS)],
+)
 def test_page_in_a_browser(look, scheme, width, make):
     look(make(), width, scheme)
 
