@@ -17,11 +17,11 @@ from eval.record.manifest import read_json
 from notebooks.batch.job import Job, Outcome
 from notebooks.batch.leases import holder
 from notebooks.batch.run_folder import RunFolder
-from notebooks.batch.status import doing, duration
+from notebooks.batch.status import bar_of, doing, duration
 from notebooks.study.parameters import notebook_path, read_cells
 
 EVERY_S = 1.0
-AGAIN_S = 60.0  # after this long without anything new, a log says again what runs
+AGAIN_S = 30.0  # after this long without anything new, a log says again what runs
 
 
 class Progress:
@@ -93,20 +93,21 @@ class Progress:
             return
         now = time.monotonic()
         begun = self._begun.setdefault(key, now)
-        text = doing(places)
+        cells = read_json(places.part / "notebook.ipynb").get("cells", [])
+        text, more = doing(places), bar_of(places)
         before, when = self._said.get(key, ("", now))
-        if self._in_log and (text != before or now - when > AGAIN_S):
+        ended = before and not cells  # its folder has been put in its place
+        if self._in_log and not ended and (text != before or now - when > AGAIN_S):
             self._said[key] = (text, now)
             left = f"; {estimate}" if (estimate := self._estimate()) else ""
-            self._say(f"{key}: {text}, after {duration(now - begun)}{left}")
-        cells = read_json(places.part / "notebook.ipynb").get("cells", [])
+            self._say(f"{key}: {text}{more}, after {duration(now - begun)}{left}")
         if not cells:
             return
         if key not in self._bars:
             self._bars[key] = tqdm(total=len(cells), desc=key, unit="cell", leave=False, **self._bar)
         bar = self._bars[key]
         bar.n = sum(bool((cell["metadata"].get("papermill") or {}).get("end_time")) for cell in cells)
-        bar.set_postfix_str(text)
+        bar.set_postfix_str(text + more)
 
     def _estimate(self) -> str:
         """The time that is left, from the times that runs like these took before."""

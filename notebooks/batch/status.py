@@ -18,6 +18,7 @@ from notebooks.batch.job import is_stale, state
 from notebooks.batch.run_folder import RunFolder
 from notebooks.batch.sweep import Planned, Sweep
 from notebooks.batch.worker import title_of
+from notebooks.study.bars import BARS
 from notebooks.study.identity import ROOT
 
 RUNS = ROOT / "runs"
@@ -133,7 +134,7 @@ def status(sweep: str | None = None, *, runs: Path = RUNS, lines: bool = False) 
         where = f" in “{failure['cell_title']}”" if failure.get("cell_title") else ""
         what = f"{failure['kind']}{where}: {failure['error'].splitlines()[0][:70]}" if failure else ""
         if now == "running":
-            what = doing(places)
+            what = doing(places) + bar_of(places)
         took = places.manifest().get("seconds") if now in ("finished", "stale") else failure.get("seconds")
         rows.append(
             [
@@ -172,6 +173,15 @@ def doing(places: RunFolder) -> str:
     now = min(len(ended), len(cells) - 1)
     title = title_of(cells, now)
     return f"“{title}”, cell {now + 1} of {len(cells)}" if title else f"cell {now + 1} of {len(cells)}"
+
+
+def bar_of(places: RunFolder) -> str:
+    """How far a run is within its cell, in words that follow those of `doing`; "" where it shows no bar."""
+    bar = read_json(places.part / BARS)
+    if not bar:
+        return ""
+    left = "" if bar["left_s"] is None else f", about {duration(bar['left_s'])} left"
+    return f", {bar['what']}: {bar['done']} of {bar['total']} {bar['unit']}{'s' * (bar['total'] != 1)}{left}"
 
 
 def folder_of(planned: Planned, runs: Path = RUNS) -> Path:

@@ -28,6 +28,7 @@ from eval.run_record import RunInfo
 from eval.speed.deploy import cast
 from eval.speed.device_lock import call_this, share
 from kernels.user_cache import compile_in_cache
+from notebooks.study.bars import Bars
 from notebooks.study.identity import CODE, COMMIT, KEY, ROOT, THREADS, packages_code, run_key
 from notebooks.study.parameters import (
     OWN_FORMAT,
@@ -56,6 +57,7 @@ class Run:
     save_format: str = OWN_FORMAT
     _record: dict[str, Any] = field(default_factory=dict, repr=False)  # once `finish` has been called
     _models: list[Path] = field(default_factory=list, repr=False)  # the folders that `save` has written
+    _bars: Bars | None = field(default=None, repr=False)  # where somebody reads what they show
 
     def finish(self, record: dict[str, Any]) -> Report:
         """Write record.json, then report.html, into the run's folder.
@@ -63,6 +65,8 @@ class Run:
         The record is on the disk before anything else is tried. A page that cannot be drawn is replaced by one that
         says why, with a warning; `workbench report` draws it again from the record.
         """
+        if self._bars is not None:
+            self._bars.end()
         code = os.environ.get(CODE) or packages_code()
         commit, _, dirty = os.environ.get(COMMIT, "").partition(" ")
         planned = {"commit": commit, "dirty": dirty == "dirty"} if commit else {}
@@ -160,9 +164,12 @@ def start(notebook: str, namespace: dict[str, Any]) -> Run:
     _check_places(values, saved)
     compile_in_cache()
     call_this(key)
-    if os.environ.get(KEY):  # other runs may compute at the same time
+    bars = None
+    if os.environ.get(KEY):  # a batch run: others may compute at the same time, and its log says how far this one is
         share(values.get("device", "cpu"), int(os.environ.get(THREADS, 0)) or None)
-    return Run(info, folder, saved, values.get(SAVE_FORMAT, OWN_FORMAT))
+        bars = Bars(folder)
+        bars.start()
+    return Run(info, folder, saved, values.get(SAVE_FORMAT, OWN_FORMAT), _bars=bars)
 
 
 def _check_places(values: dict[str, Any], saved: Path | None) -> None:
