@@ -175,6 +175,9 @@ def table(rows: list[File], options: argparse.Namespace) -> str:
             " Rows in code type are recipes of this workbench, measured by `seeds/bytes_and_loss.py`; seconds are those"
             " that they took to compress the model."
         )
+        if options.write:
+            picture = options.write.with_suffix(".svg").name
+            out += [f"![Bytes of the whole model against perplexity on {options.texts[0]}]({picture})", ""]
     for model in dict.fromkeys(row.model for row in rows):
         columns = ["model", "MB", *options.texts, "seconds", "decode, tokens/s", "prefill, tokens/s"]
         out += [f"**{model}**", "", "| " + " | ".join(columns) + " |", "| --- |" + " ---: |" * (len(columns) - 1)]
