@@ -220,17 +220,31 @@ def draw(rows: list[File], path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(7, 4.2), constrained_layout=True)
     base, *others = rows
-    for ours, label, mark in ((True, "workbench", "o-"), (False, "llama.cpp, importance matrix", "s--")):
-        line = sorted((r.nbytes / 1e6, r.first) for r in others if r.name.startswith("`") == ours)
-        axes.plot(*zip(*line, strict=True), mark, label=label)
-    for row in others:
-        if not row.name.startswith("`"):
-            kind = row.name.removeprefix("llama.cpp ").partition(",")[0]
-            axes.annotate(kind, (row.nbytes / 1e6, row.first), fontsize=7, xytext=(3, 3), textcoords="offset points")
+    for ours, label, mark in ((True, "workbench", "o"), (False, "llama.cpp, importance matrix", "s")):
+        mine = sorted((r for r in others if r.name.startswith("`") == ours), key=lambda r: r.nbytes)
+        axes.plot([r.nbytes / 1e6 for r in mine], [r.first for r in mine], mark, label=label)
+        for i, row in enumerate(mine):
+            kind = row.name.strip("`").removeprefix("llama.cpp ").partition(",")[0].replace("(bits=", " ")
+            above, below, left, right = ("center", 0, 7), ("center", 0, -13), ("right", -6, -3), ("left", 6, -3)
+            places = (below, above) if ours else (right, left, above)  # neighbours do not cover each other
+            side, across, up = above if not ours and row is mine[-1] else places[i % len(places)]
+            axes.annotate(
+                kind.strip(")"),
+                (row.nbytes / 1e6, row.first),
+                fontsize=7,
+                xytext=(across, up),
+                textcoords="offset points",
+                ha=side,
+            )
     axes.axhline(base.first, color="gray", linewidth=0.8, label=f"16 bits, {base.nbytes / 1e6:.0f} MB")
     axes.set_xlabel("MB of the whole model")
     axes.set_ylabel(f"perplexity on {next(iter(base.perplexity))}")
     axes.set_yscale("log")
+    most = max(row.first for row in others)
+    ticks = [round(base.first * (most / base.first) ** (i / 5), 1) for i in range(6)]
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.margins(x=0.08, y=0.12)
     axes.legend()
     figure.savefig(path, metadata={"Date": None})
 
