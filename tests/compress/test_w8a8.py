@@ -318,6 +318,7 @@ def test_columns_with_outliers_stay_in_16_bits_and_repair_the_rest():
     assert isinstance(every, Dense) and relative(every.matmul(X), exact) < 3e-3
 
 
+@pytest.mark.slow
 def test_compiled_decoding_gives_the_same(tiny, tokens):
     """One graph without breaks over every format: int8 and 16-bit columns in the MLPs, fp8 in the attention."""
     model = tiny("llama", num_hidden_layers=1)

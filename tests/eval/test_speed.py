@@ -38,9 +38,13 @@ def written(monkeypatch) -> dict[int, list[int]]:
     return said
 
 
+ALSO = [pytest.param(a, True, marks=pytest.mark.slow) for a in ("qwen2", "gpt2", "gemma3_text")]  # compiling takes time
+
+
 @pytest.mark.parametrize("in_rows", [False, True])
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt2", "gemma3_text"])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "architecture, compiled", [*((a, False) for a in ("llama", "qwen2", "gpt2", "gemma3_text")), ("llama", True), *ALSO]
+)
 def test_what_is_timed_writes_what_plain_passes_write(tiny, written, monkeypatch, architecture, compiled, in_rows):
     """The static cache, the fast attention and the compiler must not change a token."""
     if compiled and (architecture, in_rows) not in (("llama", True), ("gemma3_text", False)):
@@ -108,6 +112,7 @@ def test_variants_run_in_turns_and_name_their_kernels(tiny):
         assert 0 < low <= one.decode_tokens_per_s <= high and one.time_to_first_token_s > 0
 
 
+@pytest.mark.slow
 def test_however_many_variants_all_are_compiled(tiny):
     """torch.compile gives up on code that it has compiled a few times, for whichever model: no variant may suffer from
     others, and one graph serves all layers."""

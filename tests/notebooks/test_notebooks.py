@@ -66,12 +66,12 @@ def expect_gptq(made, scores, html):
     assert small["stored_bytes"] < 0.85 * base["stored_bytes"]
     assert small["resident_bytes"] < 0.85 * base["resident_bytes"]
     assert 0 < small["kl_pydocs"] < rtn["kl_pydocs"]
-    if made["speed"]["compressed"]["execution"].startswith("compiled"):
+    if made.get("speed"):
         assert small["decode_tokens_per_s"] > base["decode_tokens_per_s"], (
             "4 bits read fewer bytes: a wide margin below 1.5x"
         )
-    fast = [f"cpu {native.isa(torch.bfloat16)}"] if native.why_not() is None else ["cpu dequantise", "cpu int4pack"]
-    assert made["speed"]["compressed"]["kernels"]["int_matmul"] == fast
+        fast = [f"cpu {native.isa(torch.bfloat16)}"] if native.why_not() is None else ["cpu dequantise", "cpu int4pack"]
+        assert made["speed"]["compressed"]["kernels"]["int_matmul"] == fast
     assert sum(r["error"] < r["rtn_error"] for r in made["layers"]) > 65
     assert "Compared in this run" not in html and "Scales moved" not in html
 
@@ -101,7 +101,7 @@ def expect_smoothquant(made, scores, html):
     peaks = [[f[when]["max"] / f[when]["median"] for when in ("x_before", "x_after")] for f in made["folds"]]
     assert sum(after < before for before, after in peaks) > 100, "some inputs had no outliers to begin with"
     assert all(f["w_after"] != f["w_before"] for f in made["folds"])
-    assert "Compared in this run" in html and "120 of 120 links were scaled (alpha 0.5)" in html
+    assert "120 of 120 links were scaled (alpha 0.5)" in html
 
 
 def expect_pruning(made, scores, html):
@@ -118,10 +118,10 @@ LATER = "*.[12]?.*"  # the last 20 of 30 blocks, which stay as they are where th
 METHOD_OF = {"start_here": "gptq"}  # where the notebook is not called after its method
 # Per notebook: parameters beside SMALL, the format of its linears, and what else must hold.
 EXPECTED = {
-    "start_here": ({"samples": 2, "max_windows": 1, "speed_rounds": 0}, "int_group", expect_start),
+    "start_here": ({"samples": 2, "max_windows": 1}, "int_group", expect_start),
     "gptq": ({"skip": LATER}, "int_group", expect_gptq),
-    "smoothquant": ({"compare": "", "samples": 2, "max_windows": 1, "speed_rounds": 0}, "eight_bit", expect_smoothquant),
-    "pruning": ({"method": "wanda", "compare": "", "curves": "", "samples": 2, "speed_rounds": 0}, "bitmap", expect_pruning),
+    "smoothquant": ({"compare": "", "samples": 2, "max_windows": 1}, "eight_bit", expect_smoothquant),
+    "pruning": ({"method": "wanda", "compare": "", "curves": "", "samples": 2}, "bitmap", expect_pruning),
 }  # fmt: skip
 
 
@@ -198,7 +198,8 @@ def test_notebook_runs_on_the_real_model(name, compiled, tmp_path):
     saved = (
         tmp_path / "saved" if stored_as == "int_group" else None
     )  # loading it again takes its time, and is the same for all
-    made = papermill(name, tmp_path, {**SMALL, **more, "save_path": saved or ""}, compiled)
+    given = {**SMALL, **more, "speed_rounds": int(compiled), "save_path": saved or ""}
+    made = papermill(name, tmp_path, given, compiled)
     assert made["model"]["name"] == "smollm2-135m" and made["recipe"][0]["method"] == more.get(
         "method", METHOD_OF.get(name, name)
     )
@@ -207,12 +208,12 @@ def test_notebook_runs_on_the_real_model(name, compiled, tmp_path):
         stored_as
     }
     html = (tmp_path / "run" / "report.html").read_text()
-    if more.get("speed_rounds") == 0:
+    if not compiled:
         assert "Speed was not measured: `speed_rounds` is 0." in made["notes"] and "Speed was not measured" in html
     else:
         assert "decode_tokens_per_s" in made["scores"]["compressed"], made["notes"]
         how = [made["speed"][one]["execution"] for one in ("baseline", "compressed")]
-        assert all(text.startswith("compiled") == compiled for text in how), how
+        assert all(text.startswith("compiled") for text in how), how
     assert "smollm2-135m" in html and len(html.encode()) < 1_000_000
     expect(made, made["scores"], html)
     if saved is None:
