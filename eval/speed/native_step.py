@@ -33,7 +33,9 @@ CHANGING = ("dynamic", "longrope")  # rotary frequencies that depend on the leng
 CAPS = ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling", "residual_multiplier",
         "embedding_multiplier", "attention_multiplier")  # fmt: skip
 CHECKED = 4  # steps
-MOST = 0.1  # median relative difference of their logits from the model's, which rounds to 16 bits after every operation
+# Median relative difference of their logits from the model's, which rounds to 16 bits after every operation. A wrong
+# program gives about 1; a model in 3 bits that is 0.04 from float32 after one text may give 0.2 after another.
+MOST = 0.3
 
 
 class NotNative(Exception):

@@ -1,6 +1,7 @@
 """The processes of one compression: what they tell each other, and how an error of one ends all."""
 
 import pickle
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -204,6 +205,17 @@ def _portable(error: Exception | None) -> Exception | None:
         return RuntimeError(f"{type(error).__name__}: {error}")
 
 
-def progress_bar(work: Iterable | None = None, **about: Any) -> tqdm:
+class Bar(tqdm):
+    """A progress bar that writes a line every ten seconds, and no more, where nothing is drawn over: in a log."""
+
+    def __init__(self, *args: Any, **about: Any) -> None:
+        self._in_log = not sys.stderr.isatty() and "ipykernel" not in sys.modules
+        super().__init__(*args, **({"mininterval": 10.0} if self._in_log else {}) | about)
+
+    def set_postfix_str(self, s: str = "", refresh: bool = True) -> None:
+        super().set_postfix_str(s, refresh and not self._in_log)
+
+
+def progress_bar(work: Iterable | None = None, **about: Any) -> Bar:
     """A progress bar, in terminals, notebooks and logs alike, on the first of the processes; silent on all others."""
-    return tqdm(work, **about, **({"disable": True} if current().rank > 0 else {}))
+    return Bar(work, **about, **({"disable": True} if current().rank > 0 else {}))
