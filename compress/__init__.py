@@ -17,16 +17,18 @@ from compress.correction.low_rank import LowRank
 from compress.correction.outlier_entries import Outliers
 from compress.inputs.calibration import calibration, held_out
 from compress.inputs.model import load_model
-from compress.kv.expected_attention import ExpectedAttention
-from compress.kv.h2o import H2O
-from compress.kv.keydiff import KeyDiff
-from compress.kv.knorm import KNorm
+from compress.kv.eviction.expected_attention import ExpectedAttention
+from compress.kv.eviction.h2o import H2O
+from compress.kv.eviction.keydiff import KeyDiff
+from compress.kv.eviction.knorm import KNorm
+from compress.kv.eviction.kvzip import KVzip
+from compress.kv.eviction.random_choice import RandomEviction
+from compress.kv.eviction.snapkv import SnapKV
+from compress.kv.eviction.streaming import Streaming
+from compress.kv.eviction.tova import TOVA
 from compress.kv.kv_int import KVInt
-from compress.kv.kvzip import KVzip
-from compress.kv.random_choice import RandomEviction
-from compress.kv.snapkv import SnapKV
-from compress.kv.streaming import Streaming
-from compress.kv.tova import TOVA
+from compress.kv.reading.quest import Quest
+from compress.kv.reading.tidaldecode import TidalDecode
 from compress.method import Method
 from compress.pruning.layer_drop import LayerDrop
 from compress.pruning.magnitude import Magnitude
@@ -56,6 +58,7 @@ METHODS: dict[str, type[Method]] = {
     "smoothquant": SmoothQuant, "int8": Int8, "fp8": FP8, "llm_int8": LLMInt8, "bnb_int8": BitsandbytesInt8,
     "random_kv": RandomEviction, "streaming": Streaming, "knorm": KNorm, "keydiff": KeyDiff, "h2o": H2O, "tova": TOVA,
     "snapkv": SnapKV, "expected_attention": ExpectedAttention, "kvzip": KVzip, "kv_int": KVInt,
+    "quest": Quest, "tidaldecode": TidalDecode,
 }  # fmt: skip
 
 __all__ = [

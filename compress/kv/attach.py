@@ -14,17 +14,20 @@ from compress.kv.cache import CompressedCache
 from compress.kv.policy import CacheMethod
 from compress.kv.support import check_model
 
+SLOTS = ("policy", "storage", "reading")
+
 
 class Attachment:
     """What `attach` put on a model.
 
     Attributes:
-        policy, storage: what new caches evict and store by; None: nothing is evicted, kept as it is.
+        policy, storage, reading: what new caches evict, store and read by; None: nothing is evicted, it is kept as it
+            is, and read.
     """
 
     def __init__(self, model: nn.Module) -> None:
         register()
-        self.model, self.policy, self.storage = model, None, None
+        self.model, self.policy, self.storage, self.reading = model, None, None, None
         self._stands_for: weakref.WeakKeyDictionary[Cache, CompressedCache] = weakref.WeakKeyDictionary()
         self._before = model.config._attn_implementation
         enter = model.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -38,7 +41,7 @@ class Attachment:
         Args:
             more: `observes`, `traces` of `CompressedCache`.
         """
-        return CompressedCache(self.model, self.policy, self.storage, **more)
+        return CompressedCache(self.model, self.policy, self.storage, self.reading, **more)
 
     def undo(self) -> None:
         """Leave the model as it was before. Caches that were made are of no more use."""
@@ -89,7 +92,7 @@ def attach(model: nn.Module, methods: Sequence[CacheMethod] = ()) -> Attachment:
 
     Args:
         model: a transformers decoder; batches, left padding, beams, chunked prefill and further turns are all right.
-        methods: at most one `Policy` and one `Storage`; beside those of an earlier `attach`.
+        methods: at most one `Policy`, one `Storage` and one `Reading`; beside those of an earlier `attach`.
 
     Raises:
         ValueError: the model's attention or cache is of a kind that cannot be served, or there are two methods of one
@@ -110,9 +113,9 @@ def attachment_of(model: nn.Module) -> Attachment | None:
 
 
 def attached_methods(model: nn.Module) -> list[CacheMethod]:
-    """The policy and the storage that are attached to a model, those of them that there are."""
+    """The policy, the storage and the reading that are attached to a model, those of them that there are."""
     attachment = attachment_of(model)
-    return [method for method in (getattr(attachment, "policy", None), getattr(attachment, "storage", None)) if method]
+    return [method for slot in SLOTS if (method := getattr(attachment, slot, None))]
 
 
 def check_slots(model: nn.Module, methods: Sequence[CacheMethod]) -> None:
@@ -125,6 +128,8 @@ def check_slots(model: nn.Module, methods: Sequence[CacheMethod]) -> None:
                 "`compress.kv.detach(model)` takes off what is attached"
             )
         taken[method.slot] = method
+    for method in taken.values():
+        method.within([], [other for other in taken.values() if other is not method])
 
 
 def detach(model: nn.Module) -> None:
@@ -138,7 +143,7 @@ def detach(model: nn.Module) -> None:
 def attached(model: nn.Module, methods: Sequence[CacheMethod] = ()) -> Iterator[Attachment]:
     """`attach` for the length of a with block; what was attached before stays."""
     before = attachment_of(model)
-    slots = {slot: getattr(before, slot, None) for slot in ("policy", "storage")}
+    slots = {slot: getattr(before, slot, None) for slot in SLOTS}
     attachment = attach(model, methods)
     try:
         yield attachment

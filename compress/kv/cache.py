@@ -25,6 +25,8 @@ from compress.kv.allocation import ada, over_layers, pyramid, uniform
 from compress.kv.attention import expect
 from compress.kv.layer import EXACT, KVLayer, packed
 from compress.kv.policy import Policy, Storage
+from compress.kv.reading.method import Reading
+from compress.kv.reading.reader import Reader
 from compress.kv.rotation import turn_of
 from compress.kv.storage import Growing, joined, slabs_of
 
@@ -34,13 +36,14 @@ OWN = ("slabs", "queries", "asked", "positions", "precision", "evicts", "remembe
 
 
 class CompressedCache(Cache):
-    """The cache of one conversation, batch or beam: evicts by `policy`, and stores by `storage`, what it is given.
+    """The cache of one conversation, batch or beam: evicts by `policy`, stores by `storage`, and reads by `reading`,
+    what it is given.
 
     Give it to `generate(past_key_values=...)` of an attached model to go on with it in a later turn.
 
     Args:
         model: a transformers decoder, attached (`compress.kv.attach`).
-        policy, storage: None: everything is kept, as it is.
+        policy, storage, reading: None: everything is kept, as it is, and read.
         observes: keep the queries and evict nothing, so that `compressed` can try many policies on the same prompt.
         traces: remember where each kept position was.
     """
@@ -50,6 +53,7 @@ class CompressedCache(Cache):
         model: nn.Module,
         policy: Policy | None = None,
         storage: Storage | None = None,
+        reading: Reading | None = None,
         *,
         observes: bool = False,
         traces: bool = False,
@@ -69,6 +73,7 @@ class CompressedCache(Cache):
         super().__init__(layers=layers)
         gone = {part.layer_idx for part in dropped_parts(model).values()}
         self._keeping = [layer.number for layer in self.own if layer.number not in gone]
+        self.reader = None if reading is None else Reader(reading, self._keeping)
 
     def _layer(self, number: int) -> KVLayer:
         policy = self.policy
@@ -181,11 +186,13 @@ class CompressedCache(Cache):
             for layer, before in others:
                 vars(layer).update(before)
 
-    def compressed(self, policy: Policy | None, storage: Storage | None = None) -> "CompressedCache":
+    def compressed(
+        self, policy: Policy | None, storage: Storage | None = None, reading: Reading | None = None
+    ) -> "CompressedCache":
         """A copy of a cache that `observes`, compressed as if the policy had been there when the prompt was read."""
         if not self.observes:
             raise ValueError("`observes` (=False): only a cache that observes keeps what policies score with")
-        made = CompressedCache(self.model, policy, storage, traces=self.traces)
+        made = CompressedCache(self.model, policy, storage, reading, traces=self.traces)
         for layer, other in zip(made.layers, self.layers, strict=True):
             if not isinstance(layer, KVLayer):
                 vars(layer).update({k: v.clone() if isinstance(v, Tensor) else v for k, v in vars(other).items()})
@@ -260,7 +267,10 @@ class CompressedCache(Cache):
             self.listener(layer, q, k, real)
             return layer.attend_beside(q, k, v, mask, about)
         count = self.policy is not None and self.policy.remembers and self.policy.decoding
-        y, mass = layer.attend(q, k, v, mask, real, about, by_kernel=self.by_kernel, count=count)
+        # Behind a prompt, one token at a time, or where an evaluation has stopped prompts, tokens may read sparsely.
+        sparse = self.reader is not None and layer.slabs and (n == 1 or self.paused) and (mask is None or real.all())
+        attend = partial(self.reader.attend, layer) if sparse else layer.attend
+        y, mass = attend(q, k, v, mask, real, about, by_kernel=self.by_kernel, count=count)
         self._after_attention(layer, q, real, mass)
         return y
 

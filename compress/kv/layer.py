@@ -1,6 +1,6 @@
 """One layer of a compressed cache: it takes new keys and values, attends, keeps, and evicts."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -191,7 +191,7 @@ class KVLayer(DynamicLayer):
         if not self.slabs:
             return attend(q, k, v, mask, **about)
         old_k, old_v, starts = joined(self.slabs)
-        visible = _visible(starts, old_k.shape[2], mask, q.shape[2])
+        visible = visible_positions(starts, old_k.shape[2], mask, q.shape[2])
         return attend(q, torch.cat([old_k, k], 2), torch.cat([old_v, v], 2), visible, **about)
 
     def attend(
@@ -219,38 +219,60 @@ class KVLayer(DynamicLayer):
         n, whole = k.shape[2], mask is None or bool(real.all())
         if not self.slabs or not whole or n > KERNEL_TOKENS:
             y = self.attend_beside(q, k, v, mask, about)
-            self._keep(k, v, real, whole)
+            self.keep(k, v, real, whole)
             return y, None
-        self._keep(k, v, real, whole)  # decoding: new tokens may be codes before they are read
-        if about["sinks"] is None and by_kernel and q.dtype in KERNEL_DTYPES:
-            return self._decode(q, about["scaling"], about["softcap"], count)
+        self.keep(k, v, real, whole)  # decoding: new tokens may be codes before they are read
+        if by_kernel and self.kernel_takes(q, about):
+            return self.decode(q, about["scaling"], about["softcap"], count)
         k, v, starts = joined(self.slabs)
-        return attend(q, k, v, _visible(starts, k.shape[2] - n, mask, n), **about), None
+        return attend(q, k, v, visible_positions(starts, k.shape[2] - n, mask, n), **about), None
 
-    def _decode(self, q: Tensor, scaling: float, softcap: float | None, count: bool) -> tuple[Tensor, Tensor | None]:
-        """The kernel, once a slab: y [B, n, H_q, D], and the attention that each position got, [B, H_kv, length]."""
-        shared = q.shape[1] // sum(slab.starts.shape[1] for slab in self.slabs)
-        ys, masses, at = [], [], 0
-        for slab in self.slabs:
-            heads = slab.starts.shape[1]
+    def kernel_takes(self, q: Tensor, about: dict[str, Any]) -> bool:
+        """Does the decode kernel know this attention?"""
+        return about["sinks"] is None and q.dtype in KERNEL_DTYPES
+
+    def split(self, q: Tensor) -> tuple[Tensor, ...]:
+        """Queries [B, H_q, n, D] by slab."""
+        heads = [slab.starts.shape[1] for slab in self.slabs]
+        return q.split([q.shape[1] // sum(heads) * count for count in heads], 1)
+
+    def decode(
+        self,
+        q: Tensor,
+        scaling: float,
+        softcap: float | None,
+        count: bool,
+        lists: Sequence[tuple[Tensor, Tensor, Tensor]] = (),
+    ) -> tuple[Tensor, Tensor | None]:
+        """The kernel, once a slab: y [B, n, H_q, D], and the attention that each position got, [B, H_kv, length].
+
+        lists: by slab, the positions that are read, [B, H_kv, m], and the range of those [B, H_kv] that count, starts
+            and lengths; without them all are.
+        """
+        ys, masses = [], []
+        for i, (slab, of) in enumerate(zip(self.slabs, self.split(q), strict=True)):
+            indices, starts, lengths = lists[i] if lists else (None, slab.starts, slab.lengths)
             out = kv_decode(
-                q[:, at * shared : (at + heads) * shared],
+                of,
                 slab.kv(),
-                slab.lengths,
-                starts=slab.starts,
+                lengths,
+                starts=starts,
+                indices=indices,
                 scale=scaling,
                 softcap=softcap,
                 return_mass=count,
             )
             ys.append(out[0] if count else out)
             if count:
-                masses.append(nn.functional.pad(out[1], (self.length - slab.length, 0)))
-            at += heads
+                mass = out[1]
+                if indices is not None:  # entries outside the range have none, wherever they point
+                    mass = mass.new_zeros(*mass.shape[:2], slab.length).scatter_add_(2, indices, mass)
+                masses.append(nn.functional.pad(mass, (self.length - slab.length, 0)))
         y = torch.cat(ys, 1) if len(ys) > 1 else ys[0]
         return y.transpose(1, 2).contiguous(), torch.cat(masses, 1) if count else None
 
-    def _keep(self, k: Tensor, v: Tensor, real: Tensor, whole: bool) -> None:
-        """Append; padding is not kept. whole: there is none."""
+    def keep(self, k: Tensor, v: Tensor, real: Tensor, whole: bool) -> None:
+        """Append k, v [B, H_kv, n, D]; padding, where real [B, n] is False, is not kept. whole: there is none."""
         B, H, n, _ = k.shape
         new = real[:, None].expand(B, H, n)
         count = real.sum(1)
@@ -333,7 +355,7 @@ def packed(queries: Tensor, asked: Tensor) -> tuple[Tensor, Tensor]:
     return taken(queries, order[:, None].expand(-1, queries.shape[1], -1)), asked.gather(1, order)
 
 
-def _visible(starts: Tensor, kept: int, mask: Tensor | None, n: int) -> Tensor:
+def visible_positions(starts: Tensor, kept: int, mask: Tensor | None, n: int) -> Tensor:
     """bool [B, H_kv, n, kept + n]: what was kept of a row, and the new tokens up to each."""
     device = starts.device
     own = torch.ones(n, n, dtype=torch.bool, device=device).tril()[None, None] if mask is None else mask[..., -n:]

@@ -1,9 +1,8 @@
 """What a policy of the KV cache is: a rule that scores cached positions, a budget, and how the budget is shared out.
 
-How others fit: D2O's merging and low rank (xKV, MatryoshkaKV) are stages of storage, after eviction
-(`Storage.precision` grows); PrefixKV, ZipVL and Locret are `scores` and `allocation`s; GemFilter is a policy whose
-`read_again` runs the first layers only, where kvzip's runs the model; TidalDecode and ShadowKV choose at every token
-what is read, which is a mode of `KVLayer.attend`.
+How others fit: low rank (xKV, MatryoshkaKV) is a stage of storage, after eviction (`Storage.precision` grows); ZipVL
+and Locret are `scores` and `allocation`s; ShadowKV chooses at every token what is read, which is a
+`compress.kv.reading`.
 """
 
 import math
@@ -31,7 +30,9 @@ class CacheMethod(Method):
     """
 
     stage: ClassVar[str] = "cache"
-    slot: ClassVar[str]  # of the two that a cache has: which positions stay (policy), how they are stored (storage)
+    # Of the three that a cache has: which positions stay (policy), how they are stored (storage), and which of them a
+    # query reads (reading).
+    slot: ClassVar[str]
 
     def apply(self, model: nn.Module, batches=(), *, device=None, store=None, originals=None, saved=None) -> list:
         return []
@@ -45,6 +46,28 @@ class CacheMethod(Method):
             "perplexity, does "
             "not see it, timed decoding keeps its own cache, and only the workbench's own checkpoints carry it."
         ]
+
+
+def check_budget(method: CacheMethod) -> None:
+    """Raise ValueError if the `budget` of a method is neither a share nor a number of tokens."""
+    budget = method.budget
+    if not (budget >= 1 and budget == int(budget) if _counts(budget) else 0 < budget <= 1):
+        raise ValueError(
+            f"`budget` (={budget!r}) of {method.name} must be a share above 0, up to 1.0, or a number of tokens, 1 or "
+            "more"
+        )
+
+
+def tokens_of(budget: float | int, tokens: Tensor) -> Tensor:
+    """How many of so many tokens [...] a budget speaks of, 1 at least; a number of tokens may exceed what there is."""
+    if _counts(budget):
+        return torch.full_like(tokens, int(budget))
+    return (tokens * budget).round().long().clamp(min=1)
+
+
+def _counts(budget: float | int) -> bool:
+    """Is it a number of tokens? 1.0 is all of them, and 1 is one; command lines may write 256 as 256.0."""
+    return type(budget) is int or 1 < budget < math.inf
 
 
 def cache_method(name: str, knobs: dict[str, Any]) -> CacheMethod:
@@ -108,21 +131,12 @@ class Policy(CacheMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (self.budget >= 1 and self.budget == int(self.budget) if self._counts else 0 < self.budget <= 1):
-            raise ValueError(
-                f"`budget` (={self.budget!r}) of {self.name} must be a share above 0, up to 1.0, or a number of "
-                "tokens, 1 or more"
-            )
+        check_budget(self)
         if self.decoding and self.runs_model:
             raise ValueError(
                 f"`decoding` (=True): {self.name} reads the prompt again to score it, which it cannot do "
                 "at every token; leave it out"
             )
-
-    @property
-    def _counts(self) -> bool:
-        """Is the budget a number of tokens? 1.0 is all of them, and 1 is one; command lines may write 256 as 256.0."""
-        return type(self.budget) is int or 1 < self.budget < math.inf
 
     def scores(self, seen: Seen) -> Tensor:
         """How much each position matters.
@@ -148,9 +162,7 @@ class Policy(CacheMethod):
 
     def target(self, tokens: Tensor) -> Tensor:
         """How many positions of a row stay, of `tokens` [B] that it has seen."""
-        if self._counts:
-            return torch.full_like(tokens, int(self.budget))
-        return (tokens * self.budget).round().long().clamp(min=1)
+        return tokens_of(self.budget, tokens)
 
     def within(self, before: Sequence[Method], after: Sequence[Method]) -> Method:
         for other in (*before, *after):

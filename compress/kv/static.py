@@ -11,9 +11,11 @@ from compress.kv.attention import attend
 from compress.kv.cache import CompressedCache
 from compress.kv.layer import EXACT, KVLayer
 from compress.kv.policy import Policy, Storage
-from compress.kv.storage import Slab
+from compress.kv.reading.fixed import FixedReading, pages_of
+from compress.kv.reading.method import Glance, Reading
+from compress.kv.storage import Growing, Slab
 from compress.kv.support import check_model
-from kernels.kv_decode import KV, kv_decode
+from kernels.kv_decode import KV, dequantize_kv, kv_decode
 
 NAME = "workbench_kv_static"
 
@@ -26,9 +28,27 @@ class StaticSlab:
         self.kv, self.starts, self.used = kv, starts, used
         self.tail = (kv.k, kv.v) if kv.bits == 16 else (kv.tail_k, kv.tail_v)
         coded = 0 if kv.bits == 16 else kv.k.shape[2]
+        self.coded, self.length = coded, coded + self.tail[0].shape[2]
         self.begin = torch.tensor([used - coded], device=starts.device)
         self.at, self.lengths = self.begin.clone(), (used - starts).to(torch.int32)
         self.heads = starts.shape[1]
+        self.notes: list[Growing] = []  # what a reading keeps of every page
+        self.noted, self.sparse = self.length, None
+
+    def read_by(self, sparse: FixedReading) -> None:
+        """Read sparsely from now on."""
+        self.sparse = sparse
+        if sparse.role.chooses and not sparse.role.reads_all:
+            k, _ = dequantize_kv(self.kv, self.tail[0].dtype)
+            whole = Slab(k, k, torch.zeros_like(self.starts), EXACT)
+            sparse.reading.scores(Glance(whole, k[:, :, :1], 1.0))
+            self.notes = whole.notes
+
+    def attend(self, q: Tensor, scale: float | None = None, softcap: float | None = None) -> Tensor:
+        """q [B, H_q, 1, D] -> the same shape."""
+        if self.sparse is not None:
+            return self.sparse.attend(self, q, scale, softcap)
+        return kv_decode(q, self.kv, self.lengths, starts=self.starts, scale=scale, softcap=softcap)
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """k, v: [B, H, 1, D]"""
@@ -79,7 +99,7 @@ class StaticKVLayer(StaticLayer):
         ys, at = [], 0
         for slab in self.slabs:
             rows = q[:, at * shared : (at + slab.heads) * shared]
-            ys.append(kv_decode(rows, slab.kv, slab.lengths, starts=slab.starts, scale=scaling, softcap=softcap))
+            ys.append(slab.attend(rows, scaling, softcap))
             at += slab.heads
         return (torch.cat(ys, 1) if len(ys) > 1 else ys[0]).transpose(1, 2)
 
@@ -95,7 +115,13 @@ def decoder(model: nn.Module) -> nn.Module:
 
 
 def static(cache: CompressedCache, room: int) -> Cache:
-    """What a cache of full-attention layers holds, in fixed tensors with room for so many tokens more."""
+    """What a cache of full-attention layers holds, in fixed tensors with room for so many tokens more.
+
+    Raises:
+        ValueError: a cache that reads sparsely, which fixed tensors do for timing alone (`MadeUpCache`).
+    """
+    if cache.reader is not None:
+        raise ValueError(f"`cache` reads sparsely ({cache.reader.reading}); one without a reading would do")
     return Cache(
         layers=[StaticKVLayer([_fixed(slab, room) for slab in layer.slabs], layer.seen) for layer in cache.layers]
     )
@@ -117,6 +143,7 @@ class MadeUpCache(Cache):
         capacity: int,
         policy: Policy | None = None,
         storage: Storage | None = None,
+        reading: Reading | None = None,
         *,
         room: int = 64,
     ) -> None:
@@ -127,8 +154,8 @@ class MadeUpCache(Cache):
         channels = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         precision = EXACT if storage is None else storage.precision
         most = self.kept(capacity)
-        layers = []
-        for layer in CompressedCache(model).layers:
+        layers, plain = [], CompressedCache(model)
+        for layer in plain.layers:
             if not isinstance(layer, KVLayer):
                 layers.append(StaticLayer(capacity + room))
                 continue
@@ -137,6 +164,8 @@ class MadeUpCache(Cache):
             )
             starts = torch.zeros(1, heads, dtype=torch.int32, device=parameter.device)
             layers.append(StaticKVLayer([_fixed(Slab(k, v, starts, precision), room)], capacity))
+        if reading is not None:
+            _read_sparsely([layer for layer in layers if isinstance(layer, StaticKVLayer)], reading)
         super().__init__(layers=layers)
         self.early_initialization(1, heads, channels, parameter.dtype, parameter.device)
 
@@ -166,6 +195,15 @@ class MadeUpCache(Cache):
     def layer_slabs(self) -> list["StaticSlab"]:
         """Every slab of every layer."""
         return [slab for layer in self.layers if isinstance(layer, StaticKVLayer) for slab in layer.slabs]
+
+
+def _read_sparsely(layers: list[StaticKVLayer], reading: Reading) -> None:
+    slab = layers[0].slabs[0]
+    shared = slab.lengths.new_zeros(
+        2 + (pages_of(reading, slab.length) + 1) * reading.page, *slab.lengths.shape, dtype=torch.long
+    )
+    for layer, role in zip(layers, reading.roles(len(layers)), strict=True):
+        layer.slabs[0].read_by(FixedReading(reading, role, shared))
 
 
 def _fixed(slab: Slab, room: int) -> StaticSlab:

@@ -67,6 +67,8 @@ class Slab:
         """k, v: [B, H, n, D]. starts: [B, H] int32."""
         self.starts, self.precision = starts.to(torch.int32).contiguous(), precision
         self.codes: list[Growing] = []  # k, v, params_k, params_v
+        self.notes: list[Growing] = []  # [B, H, pages, ...]: what a reading keeps of the first `noted` positions
+        self.noted = 0
         self.k, self.v = Growing(k), Growing(v)
         self._settle()
 
@@ -87,7 +89,7 @@ class Slab:
 
     @property
     def tensors(self) -> list[Growing]:
-        return [*self.codes, self.k, self.v]
+        return [*self.codes, *self.notes, self.k, self.v]
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """k, v: [B, H, m, D], for every row."""
@@ -105,6 +107,7 @@ class Slab:
             )
         self.k.drop_last(count)
         self.v.drop_last(count)
+        self.notes, self.noted = [], 0
 
     def kv(self) -> KV:
         """As the kernels take it."""
@@ -116,6 +119,12 @@ class Slab:
     def dense(self) -> tuple[Tensor, Tensor]:
         """k, v [B, H, length, D]; what lies before a row's start means nothing."""
         return dequantize_kv(self.kv(), self.k.buffer.dtype)
+
+    def keys_from(self, position: int) -> Tensor:
+        """The keys from this position on, [B, H, n, D]."""
+        if position >= self.coded:
+            return self.k.view[:, :, position - self.coded :]
+        return self.dense()[0][:, :, position:]
 
     def _settle(self) -> None:
         """Turn whole groups into codes as soon as `residual` positions stay behind them."""
@@ -157,6 +166,13 @@ def taken(x: Tensor, index: Tensor) -> Tensor:
     """x [B, H, n, ...] at index [B, H, m] -> [B, H, m, ...]"""
     index = index.view(*index.shape, *[1] * (x.dim() - 3))
     return x.gather(2, index.expand(*index.shape[:3], *x.shape[3:]))
+
+
+def from_start(x: Tensor, starts: Tensor) -> Tensor:
+    """x [B, H, n, ...] with every row moved to the front, from starts [B, H] on, and its last position repeated behind
+    it."""
+    at = starts.long()[..., None] + torch.arange(x.shape[2], device=x.device)
+    return taken(x, at.clamp(max=max(x.shape[2] - 1, 0)))
 
 
 def slabs_of(k: Tensor, v: Tensor, keep: Tensor, precision: Precision) -> list[Slab]:

@@ -24,7 +24,7 @@ from eval.speed.packing import Packing
 from eval.speed.regional import NotRegional, Step, compile_regional
 from eval.speed.speed import quartiles, wait
 from kernels.errors import first_line
-from kernels.kv_decode import KV, kv_decode
+from kernels.kv_decode import KV
 from kernels.registry import recording
 
 FULL = "full"
@@ -37,6 +37,8 @@ class Slab(Protocol):
     kv: KV
     lengths: Tensor
     starts: Tensor
+
+    def attend(self, q: Tensor) -> Tensor: ...
 
 
 class TimedCache(Protocol):
@@ -136,7 +138,7 @@ def measure_cache_speed(
                 for name in variants:
                     progress.set_postfix_str(f"{name} behind {context} tokens")
                     timed[name].append(1 / _decode(steps[name], caches[name], context, new_tokens, model.device))
-                    alone[name].append(_attention(model, caches[name].at(context), _by_kernel))
+                    alone[name].append(_attention(model, caches[name].at(context), _as_it_reads))
                     progress.update(2)
                 alone[SDPA].append(_attention(model, caches[FULL].at(context), _by_sdpa))
                 progress.update()
@@ -198,8 +200,8 @@ def _attention(model: nn.Module, cache: TimedCache, attend: Callable[[Tensor, Sl
     return best
 
 
-def _by_kernel(q: Tensor, slab: Slab) -> Tensor:
-    return kv_decode(q, slab.kv, slab.lengths, starts=slab.starts)
+def _as_it_reads(q: Tensor, slab: Slab) -> Tensor:
+    return slab.attend(q)
 
 
 def _by_sdpa(q: Tensor, slab: Slab) -> Tensor:

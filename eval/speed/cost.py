@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
+from transformers import PreTrainedConfig
+from transformers.cache_utils import get_layer_types_and_kwargs
 
 from eval.speed.deploy import deployed
 from eval.speed.speed import Speed
@@ -335,6 +337,28 @@ def _routed(module: nn.Module) -> set[str]:
         name for name, p in module._parameters.items() if fused and p is not None and p.dim() == 2 and len(p) == count
     }
     return lists | fused | biases
+
+
+def cache_bytes_per_token(config: PreTrainedConfig, *, bits: float = 16, kept: float = 1.0) -> float:
+    """Bytes by which a model's cache grows with each token, from its configuration alone, so for models of any size.
+
+    Layers with a window do not grow and are not counted. Latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1)
+    keeps one compressed vector and one rotated key for all heads.
+
+    Args:
+        config: of a transformers decoder.
+        bits: of a number, scales included (`kv_int` in 4 bits with groups of 64: 4.5 for keys and, with 64 channels,
+            for values).
+        kept: share of the positions that an eviction leaves.
+    """
+    config = config.get_text_config(decoder=True)
+    kinds, _ = get_layer_types_and_kwargs(config)
+    if getattr(config, "kv_lora_rank", None):
+        numbers = config.kv_lora_rank + config.qk_rope_head_dim
+    else:
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        numbers = 2 * heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    return kinds.count("full_attention") * numbers * bits / 8 * kept
 
 
 def _cache_layers(model: nn.Module) -> tuple[CacheLayer, ...]:

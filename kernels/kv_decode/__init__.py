@@ -5,10 +5,10 @@ from torch import Tensor
 
 from kernels import native
 from kernels.interpreter import triton_takes
-from kernels.kv_decode.layout import GROUPS, KV, dequantize_kv, quantize_kv
+from kernels.kv_decode.layout import GROUPS, KV, dequantize_kv, gathered, merge_parts, quantize_kv
 from kernels.registry import ran
 
-__all__ = ["GROUPS", "KV", "dequantize_kv", "kv_decode", "quantize_kv"]
+__all__ = ["GROUPS", "KV", "dequantize_kv", "kv_decode", "merge_parts", "quantize_kv"]
 
 MAX_TOKENS = 8  # query tokens of one step
 MAX_D = 256  # channels that the Triton kernels take
@@ -20,11 +20,13 @@ def kv_decode(
     lengths: Tensor,
     *,
     starts: Tensor | None = None,
+    indices: Tensor | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     return_mass: bool = False,
+    return_lse: bool = False,
     impl: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """softmax(scale q Kᵀ) V for the last tokens of every sequence, each kv head with its own range of cached positions.
 
     Row (b, h) of the cache is used from position starts[b, h] to starts[b, h] + lengths[b, h]; nothing outside is
@@ -39,20 +41,25 @@ def kv_decode(
         cache: `KV`; where it is not quantised, and in its tail, in q's dtype.
         lengths: [B, H_kv], int32 or int64: positions in use; 0 gives zeros.
         starts: the same, or None for zeros.
+        indices: [B, H_kv, n], int32 or int64, positions that are read (sparse reading): ranges, and the tokens of the
+            step, are then those of this list, whose entry j stands for position indices[b, h, j]. Entries in use must
+            be positions of the cache, each once; those of a GPU are not checked.
         scale: D^-1/2 where None.
         softcap: scores become softcap * tanh(score / softcap), as in Gemma 2.
         return_mass: also return the attention that each position got, which eviction policies score with.
+        return_lse: also return the log-sum-exp of the scores, by which `merge_parts` adds up parts of a cache.
         impl: "reference" (float32, any device), "cpu" (C++ kernels, or plain torch where they cannot be built; reads
             the ranges only), "triton" (a GPU; D up to 256) or "auto". A cache of 2 bits has only the reference.
 
     Returns:
-        y [B, H_q, T_q, D] in q's dtype; with `return_mass` also mass [B, H_kv, positions], float32: probabilities
-        summed over the query heads of a kv head and over T_q, 0 outside the range.
+        y [B, H_q, T_q, D] in q's dtype; with `return_mass` then mass [B, H_kv, positions, or n], float32: probabilities
+        summed over the query heads of a kv head and over T_q, 0 outside the range; with `return_lse` then lse [B, H_q,
+        T_q], float32: ln Σ exp(score), -inf where nothing is seen.
 
     Raises:
         ValueError: arguments that do not fit each other, or an implementation that does not exist or cannot take them.
     """
-    _check(q, cache, lengths, starts, softcap)
+    _check(q, cache, lengths, starts, indices, softcap)
     fits = q.shape[-1] <= MAX_D
     if cache.bits == 2:
         if impl not in ("auto", "reference"):
@@ -71,15 +78,17 @@ def kv_decode(
             f"`q` is {tuple(q.shape)} on {q.device}"
         )
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    arguments = (*cache[:6], lengths, starts, cache.bits, cache.group, scale, float(softcap or 0), return_mass)
+    places = (lengths, starts, indices)
+    arguments = (*cache[:6], *places, cache.bits, cache.group, scale, float(softcap or 0), return_mass, return_lse)
     if impl == "cpu" and native.why_not() is None:
         isa = native.kv_decode_isa(q.dtype)
         ran("kv_decode", f"cpu {isa}")
-        y, mass = torch.ops.workbench.kv_decode_native(q, *arguments, isa)
+        y, mass, lse = torch.ops.workbench.kv_decode_native(q, *arguments, isa)
     else:
         ran("kv_decode", impl)
-        y, mass = _op(q, *arguments, impl)
-    return (y, mass) if return_mass else y
+        y, mass, lse = _op(q, *arguments, impl)
+    more = (*([mass] if return_mass else []), *([lse] if return_lse else []))
+    return (y, *more) if more else y
 
 
 @torch.library.custom_op("workbench::kv_decode", mutates_args=())
@@ -93,36 +102,48 @@ def _op(
     tail_v: Tensor | None,
     lengths: Tensor,
     starts: Tensor | None,
+    indices: Tensor | None,
     bits: int,
     group: int,
     scale: float,
     softcap: float,
     return_mass: bool,
+    return_lse: bool,
     use: str,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     cache = KV(k, v, params_k, params_v, tail_k, tail_v, bits, group)
     if use == "triton":
         from kernels.kv_decode import triton as path
-    elif use == "cpu":
-        from kernels.kv_decode import cpu as path
+
+        if indices is not None and bits != 16:  # only 16-bit rows are read where they lie
+            cache, indices = gathered(cache, indices, q.dtype), None
+        y, mass, lse = path.kv_decode(q, cache, lengths, starts, indices, scale, softcap, return_mass)
     else:
-        from kernels.kv_decode import reference as path
-    y, mass = path.kv_decode(q, cache, lengths, starts, scale, softcap, return_mass)
-    return y, mass if return_mass else q.new_empty(0, dtype=torch.float32)
+        cache = cache if indices is None else gathered(cache, indices, torch.float32 if use == "reference" else q.dtype)
+        if use == "cpu":
+            from kernels.kv_decode import cpu as path
+
+            y, mass, lse = path.kv_decode(q, cache, lengths, starts, scale, softcap, return_mass, return_lse)
+        else:
+            from kernels.kv_decode import reference as path
+
+            y, mass, lse = path.kv_decode(q, cache, lengths, starts, scale, softcap, return_mass)
+    nothing = q.new_empty(0, dtype=torch.float32)
+    return y, mass if return_mass else nothing, lse if return_lse else nothing.clone()
 
 
 @_op.register_fake
-def _(q, k, v, params_k, params_v, tail_k, tail_v, lengths, starts, bits, group, scale, softcap, return_mass, use):
-    positions = k.shape[2] + (0 if tail_k is None else tail_k.shape[2])
-    mass = (
-        q.new_empty(k.shape[0], k.shape[1], positions, dtype=torch.float32)
-        if return_mass
-        else q.new_empty(0, dtype=torch.float32)
-    )
-    return q.new_empty(q.shape), mass
+def _(q, k, v, params_k, params_v, tail_k, tail_v, lengths, starts, indices, bits, group, scale, softcap, return_mass,
+      return_lse, use):  # fmt: skip
+    held = k.shape[2] + (0 if tail_k is None else tail_k.shape[2])
+    mass = (k.shape[0], k.shape[1], held if indices is None else indices.shape[2]) if return_mass else (0,)
+    lse = q.shape[:3] if return_lse else (0,)
+    return q.new_empty(q.shape), *(q.new_empty(shape, dtype=torch.float32) for shape in (mass, lse))
 
 
-def _check(q: Tensor, cache: KV, lengths: Tensor, starts: Tensor | None, softcap: float | None) -> None:
+def _check(
+    q: Tensor, cache: KV, lengths: Tensor, starts: Tensor | None, indices: Tensor | None, softcap: float | None
+) -> None:
     if q.dim() != 4 or q.dtype not in (torch.float32, torch.float16, torch.bfloat16) or q.stride(-1) != 1:
         raise ValueError(
             f"`q` {q.dtype} {tuple(q.shape)} must be [B, H_q, T_q, D] in float32, float16 or bfloat16, D contiguous"
@@ -175,6 +196,16 @@ def _check(q: Tensor, cache: KV, lengths: Tensor, starts: Tensor | None, softcap
                 f"`{name}` must be int32 or int64 {(B, H_kv)} on {q.device}, not {t.dtype} {tuple(t.shape)} on "
                 f"{t.device}"
             )
+    if indices is not None and (
+        indices.dim() != 3
+        or indices.shape[:2] != (B, H_kv)
+        or indices.dtype not in (torch.int32, torch.int64)
+        or indices.device != q.device
+    ):
+        raise ValueError(
+            f"`indices` must be int32 or int64 {(B, H_kv, 'n')} on {q.device}, not {indices.dtype} "
+            f"{tuple(indices.shape)} on {indices.device}"
+        )
 
 
 def _inner_contiguous(t: Tensor, dims: int) -> bool:

@@ -14,7 +14,8 @@ from kernels.kv_decode import KV, kv_decode, quantize_kv
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes as in the README; `packed` is where each row's positions lie: "left", "right" or "between"."""
+    """Sizes as in the README; `packed` is where each row's positions lie: "left", "right" or "between"; `listed`: how
+    many positions are read through `indices`, of which `packed` then speaks (0: no list)."""
 
     name: str
     dtype: torch.dtype = torch.bfloat16
@@ -29,6 +30,8 @@ class Case:
     packed: str = "left"
     softcap: float | None = None
     mass: bool = False
+    listed: int = 0
+    lse: bool = False
 
 
 CASES = (
@@ -52,6 +55,13 @@ CASES = (
     Case("int8, many rows", bits=8, group=64, H_kv=1, G=7, S=330, D=64, T_q=3, packed="between"),
     Case("any D", torch.float32, S=60, D=13, G=3, packed="between"),
     Case("no sequence", B=0, S=10, D=16),
+    Case("list", S=200, listed=90, mass=True, lse=True),
+    Case("list, long", torch.float16, G=3, S=700, D=80, listed=600, packed="between", lse=True),
+    Case("list, tokens, capped", torch.float32, S=90, D=32, T_q=2, listed=40, packed="right", softcap=4.0, mass=True),
+    Case("list, int8 and tail", torch.float16, 8, S=170, D=24, listed=60, packed="between", mass=True, lse=True),
+    Case("list, int4 and tail", bits=4, group=64, S=150, D=32, G=3, listed=100, packed="right", mass=True, lse=True),
+    Case("lse", torch.float16, S=300, D=16, T_q=2, packed="between", softcap=5.0, lse=True),
+    Case("lse, int4", torch.float32, 4, group=64, S=330, D=16, packed="between", lse=True),
 )
 
 
@@ -88,27 +98,46 @@ def _check(case: Case, device: torch.device) -> Check:
     B, H_kv, S, D = case.B, case.H_kv, case.S, case.D
     q = (draw(B, case.T_q, H_kv * case.G, D) * 2).to(device, case.dtype).transpose(1, 2)
     k, v = draw(B, H_kv, S, D) + draw(D), draw(B, H_kv, S, D) + 0.5
-    lengths = torch.randint(S // 3, S - 3, (B, H_kv), generator=generator)
+    count = case.listed or S  # of what ranges are about: entries of a list, or positions
+    lengths = torch.randint(count // 3, count - 3, (B, H_kv), generator=generator)
     if B:
-        lengths[0, 0] = S if case.packed != "between" else 0
-    starts = {"left": 0, "right": S - lengths, "between": torch.minimum(S - lengths, torch.tensor(7))}[case.packed]
-    at = torch.arange(S)
-    visible = (at >= (starts + torch.zeros_like(lengths))[..., None]) & (
+        lengths[0, 0] = count if case.packed != "between" else 0
+    starts = {"left": 0, "right": count - lengths, "between": torch.minimum(count - lengths, torch.tensor(7))}[
+        case.packed
+    ]
+    at = torch.arange(count)
+    used = (at >= (starts + torch.zeros_like(lengths))[..., None]) & (
         at < (starts + lengths)[..., None]
-    )  # [B, H_kv, S]
+    )  # [B, H_kv, count]
+    indices, visible = None, used
+    if case.listed:
+        indices = torch.rand(B, H_kv, S, generator=generator).argsort(-1)[..., :count]
+        visible = torch.zeros(B, H_kv, S, dtype=torch.bool).scatter_(2, indices, used)
     cache = _poisoned(_stored(k, v, case, device), visible.to(device), device)
     starts = None if case.packed == "left" else starts.to(device)
     lengths = lengths.to(device, torch.int32 if case.packed == "right" else torch.int64)
+    indices = None if indices is None else indices.to(device)
 
     def run(impl: str) -> Tensor | tuple[Tensor, ...]:
-        return kv_decode(q, cache, lengths, starts=starts, softcap=case.softcap, return_mass=case.mass, impl=impl)
+        more = {"return_mass": case.mass, "return_lse": case.lse, "impl": impl}
+        return kv_decode(q, cache, lengths, starts=starts, indices=indices, softcap=case.softcap, **more)
 
     def expected() -> Tensor | tuple[Tensor, ...]:
-        y, mass = exact(q, cache, visible.to(device), D**-0.5, case.softcap)
-        return (y, mass) if case.mass else y
+        y, mass, lse = exact(q, cache, used.to(device), D**-0.5, case.softcap, indices)
+        return (y, *([mass] if case.mass else []), *([_finite(lse)] if case.lse else []))
+
+    def compared(impl: str) -> tuple[Tensor, ...]:
+        found = run(impl)
+        found = found if isinstance(found, tuple) else (found,)
+        return (*found[:-1], _finite(found[-1])) if case.lse else found
 
     impls = ("triton", "cpu") if device.type == "cpu" else ("triton",)
-    return Check("kv_decode", case.name, run, expected, TOLERANCE[case.dtype], impls)
+    return Check("kv_decode", case.name, compared, expected, TOLERANCE[case.dtype], impls)
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """0 in the place of -inf, whose error is no number."""
+    return lse.masked_fill(lse == -torch.inf, 0)
 
 
 def _stored(k: Tensor, v: Tensor, case: Case, device: torch.device) -> KV:
@@ -142,12 +171,18 @@ def _poisoned(cache: KV, visible: Tensor, device: torch.device) -> KV:
     return cache
 
 
-def exact(q: Tensor, cache: KV, visible: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
-    """y and mass in float64, one query head and token at a time, over the visible positions alone [B, H_kv, S + R]."""
+def exact(
+    q: Tensor, cache: KV, visible: Tensor, scale: float, softcap: float | None, indices: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, mass and lse in float64, one query head and token at a time, over the visible positions alone [B, H_kv, S + R]
+    or, with `indices` [B, H_kv, n], entries of that list."""
     k, v = (elements(cache, which, q.shape[-1]) for which in "kv")
+    if indices is not None:
+        k, v = (torch.take_along_dim(x, indices[..., None], 2) for x in (k, v))
     B, H_q, T_q, D = q.shape
     H_kv = k.shape[1]
     y, mass = q.new_zeros(q.shape, dtype=torch.float64), torch.zeros_like(visible, dtype=torch.float64)
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float64, device=q.device)
     for b in range(B):
         for head in range(H_q):
             h = head * H_kv // H_q
@@ -157,10 +192,11 @@ def exact(q: Tensor, cache: KV, visible: Tensor, scale: float, softcap: float | 
                 if not len(at):
                     continue
                 scores = k[b, h, at] @ q[b, head, t].double() * scale
-                p = (scores if softcap is None else softcap * (scores / softcap).tanh()).softmax(0)
+                scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+                p, lse[b, head, t] = scores.softmax(0), scores.logsumexp(0)
                 y[b, head, t] = p @ v[b, h, at]
                 mass[b, h, at] += p
-    return y, mass
+    return y, mass, lse
 
 
 def elements(cache: KV, which: str, D: int) -> Tensor:

@@ -18,9 +18,16 @@ SLAB = 1 << 19  # elements converted at a time
 
 
 def kv_decode(
-    q: Tensor, cache: KV, lengths: Tensor, starts: Tensor | None, scale: float, softcap: float, return_mass: bool
-) -> tuple[Tensor, Tensor | None]:
-    """y [B, H_q, T_q, D], mass [B, H_kv, S + R] or None."""
+    q: Tensor,
+    cache: KV,
+    lengths: Tensor,
+    starts: Tensor | None,
+    scale: float,
+    softcap: float,
+    return_mass: bool,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """y [B, H_q, T_q, D], mass [B, H_kv, S + R] or None, lse [B, H_q, T_q] or None."""
     B, H_q, T_q, D = q.shape
     H_kv, positions = cache.k.shape[1], cache.positions
     rows = q.reshape(B, H_kv, H_q // H_kv * T_q, D)
@@ -30,23 +37,28 @@ def kv_decode(
     used = {divmod(i, H_kv): (a, b) for i, (a, b) in enumerate(zip(begins, ends, strict=True)) if a < b}
     y = torch.zeros_like(rows, memory_format=torch.contiguous_format)
     mass = q.new_zeros(B, H_kv, positions, dtype=torch.float32) if return_mass else None
-    plain = cache.bits == 16 and q.dtype != torch.float16 and T_q == 1 and not softcap and not return_mass
+    plain = (
+        cache.bits == 16 and q.dtype != torch.float16 and T_q == 1 and not softcap and not (return_mass or return_lse)
+    )
     if plain and len(used) == B * H_kv and len(set(used.values())) == 1:
         ((a, b),) = set(used.values())
-        return F.scaled_dot_product_attention(rows, cache.k[:, :, a:b], cache.v[:, :, a:b], scale=scale).view(
-            q.shape
-        ), None
+        return (
+            F.scaled_dot_product_attention(rows, cache.k[:, :, a:b], cache.v[:, :, a:b], scale=scale).view(q.shape),
+            None,
+            None,
+        )
+    lse = rows.new_full(rows.shape[:3], -torch.inf, dtype=torch.float32)
     for (i, h), (a, b) in used.items():
-        y[i, h], p = _head(rows[i, h].float(), cache, i, h, a, b, T_q, scale, softcap)
+        y[i, h], p, lse[i, h] = _head(rows[i, h].float(), cache, i, h, a, b, T_q, scale, softcap)
         if mass is not None:
             mass[i, h, a:b] = p
-    return y.view(q.shape), mass
+    return y.view(q.shape), mass, lse.view(q.shape[:3])
 
 
 def _head(
     rows: Tensor, cache: KV, i: int, h: int, a: int, b: int, T_q: int, scale: float, softcap: float
-) -> tuple[Tensor, Tensor]:
-    """One head over positions a to b, in float32: y [rows, D] and the mass [b - a]."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One head over positions a to b, in float32: y [rows, D], the mass [b - a] and the log-sum-exp [rows]."""
     parts: list[_Dense | _Groups] = []
     S = cache.k.shape[2]
     k, v = cache.k[i, h], cache.v[i, h]
@@ -76,7 +88,7 @@ def _head(
     for part in parts:
         y += part.sum(p[:, at : at + part.positions])
         at += part.positions
-    return y, p.sum(0)
+    return y, p.sum(0), scores.logsumexp(-1)
 
 
 def _cut(a: int, b: int, step: int) -> list[tuple[int, int]]:

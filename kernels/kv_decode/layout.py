@@ -1,5 +1,6 @@
 """The layout of keys and values: as they are, or in 8, 4 or 2 bits with a 16-bit tail. See README.md."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -45,6 +46,34 @@ class KV(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of all that is stored: codes, parameters, tail."""
         return sum(t.numel() * t.element_size() for t in self[:6] if t is not None)
+
+
+def gathered(cache: KV, indices: Tensor, dtype: torch.dtype) -> KV:
+    """The positions `indices` [B, H_kv, n] of a cache side by side, dequantised; entries that are no position give the
+    nearest one."""
+    at = indices.long().clamp(0, max(cache.positions - 1, 0))[..., None]
+    k, v = (x.gather(2, at.expand(*at.shape[:3], x.shape[-1])) for x in dequantize_kv(cache, dtype))
+    return KV(k, v)
+
+
+def merge_parts(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Attention over several parts of a cache out of the attention over each, exactly.
+
+    The softmax over a union is the mean of the softmaxes over its parts, weighted by their sums of exponentials (Lean
+    Attention, Sanovar et al., 2024, arXiv:2405.10480, section 3).
+
+    Args:
+        parts: (y [B, H_q, T_q, D], lse [B, H_q, T_q]) of each, as `kv_decode(..., return_lse=True)` gives them.
+
+    Returns:
+        y, in the dtype of the parts, and lse, in float32, over all of them; zeros and -inf where no part has a
+        position.
+    """
+    lse = torch.stack([one for _, one in parts])
+    whole = lse.logsumexp(0)
+    weights = (lse - whole.masked_fill(whole == -torch.inf, 0)).exp()  # [parts, B, H_q, T_q]
+    y = sum(weight[..., None] * one.float() for weight, (one, _) in zip(weights, parts, strict=True))
+    return y.to(parts[0][0].dtype), whole
 
 
 def quantize_kv(k: Tensor, v: Tensor, bits: int, group: int = 64) -> KV:

@@ -108,6 +108,7 @@ def dense_kernel(
     v,
     starts,
     lengths,
+    indices,
     partial,
     stats,
     scores,
@@ -169,8 +170,13 @@ def dense_kernel(
         n = at + n_
         inside = (n >= begin) & (n < end)
         mask = inside[:, None] & (d_ < D)[None, :]
-        keys = tl.load(k + at.to(tl.int64) * k_row + at_k, mask=mask, other=0.0)
-        values = tl.load(v + at.to(tl.int64) * v_row + at_v, mask=mask, other=0.0)
+        if indices is not None:  # entries of a list, which stand for positions anywhere
+            place = tl.load(indices + bh.to(tl.int64) * total + n, mask=inside, other=0).to(tl.int64)
+            keys = tl.load(k + place[:, None] * k_row + d_[None, :], mask=mask, other=0.0)
+            values = tl.load(v + place[:, None] * v_row + d_[None, :], mask=mask, other=0.0)
+        else:
+            keys = tl.load(k + at.to(tl.int64) * k_row + at_k, mask=mask, other=0.0)
+            values = tl.load(v + at.to(tl.int64) * v_row + at_v, mask=mask, other=0.0)
         s = tl.dot(query, keys.T, input_precision="ieee") * factor
         if SOFTCAP:
             s = cap - 2.0 * cap / (1.0 + tl.exp2(s))

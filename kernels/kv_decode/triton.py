@@ -16,7 +16,7 @@ from kernels.kv_decode.layout import KV  # noqa: E402
 from kernels.kv_decode.spans import dense_kernel, quantised_kernel, visible_range  # noqa: E402
 from kernels.tuning import Compilation, configuration  # noqa: E402
 
-LOG2E = 1.4426950408889634
+LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
 LEAST = 128  # positions that a span must have to be worth a program
 SLOTS = {16: 4, 128: 8}  # spans that are merged at a time, and the warps that do it
 MASS_BLOCK = 1024  # positions whose mass one program computes
@@ -58,7 +58,7 @@ def merge_kernel(partial, stats, y, lse, slots, R, D, SLOTS: tl.constexpr, BLOCK
     sum_p = tl.sum(total, 0)
     sum_p = tl.where(sum_p > 0.0, sum_p, 1.0)
     tl.store(y + row * D + d_, (tl.sum(acc, 0) / sum_p).to(y.dtype.element_ty), mask=d_ < D)
-    tl.store(lse + row, shift + tl.log2(sum_p))
+    tl.store(lse + row, tl.where(top > float("-inf"), shift + tl.log2(sum_p), float("-inf")))
 
 
 @triton.jit(do_not_specialize=["total"])
@@ -73,7 +73,8 @@ def mass_kernel(scores, lse, starts, lengths, mass, total, R, BLOCK: tl.constexp
     for r in range(R):
         row = bh.to(tl.int64) * R + r
         s = tl.load(scores + row * total + n, mask=inside, other=float("-inf"))
-        found += tl.exp2(s - tl.load(lse + row))
+        whole = tl.load(lse + row)
+        found += tl.exp2(s - tl.where(whole > float("-inf"), whole, 0.0))
     tl.store(mass + bh.to(tl.int64) * total + n, found, mask=n < total)
 
 
@@ -113,19 +114,31 @@ def key(kind: str, D: int, R: int) -> str:
 
 
 def kv_decode(
-    q: Tensor, cache: KV, lengths: Tensor, starts: Tensor | None, scale: float, softcap: float, return_mass: bool
-) -> tuple[Tensor, Tensor | None]:
-    """y [B, H_q, T_q, D], mass [B, H_kv, S + R] or None, for checked arguments."""
+    q: Tensor,
+    cache: KV,
+    lengths: Tensor,
+    starts: Tensor | None,
+    indices: Tensor | None,
+    scale: float,
+    softcap: float,
+    return_mass: bool,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """y [B, H_q, T_q, D], mass [B, H_kv, S + R or n] or None, lse [B, H_q, T_q], for checked arguments.
+
+    indices: [B, H_kv, n] of a cache of 16 bits, or None.
+    """
     B, H_q, T_q, D = q.shape
-    kv_heads, total = cache.k.shape[1], cache.positions
+    kv_heads, total = cache.k.shape[1], cache.positions if indices is None else indices.shape[2]
+    indices = None if indices is None else indices.contiguous()
     heads, R = B * kv_heads, H_q // kv_heads * T_q
     lengths = lengths.contiguous()
     starts = None if starts is None else starts.contiguous()
     y = q.new_empty(B, H_q, T_q, D)
     mass = q.new_empty(B, kv_heads, total, dtype=torch.float32) if return_mass else None
     if y.numel() == 0 or total == 0:
-        return y.zero_(), mass
-    parts = [(cache.bits, 0, cache.k.shape[2])] if cache.k.shape[2] else []
+        return y.zero_(), mass, q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
+    main = cache.k.shape[2] if indices is None else total
+    parts = [(cache.bits, 0, main)] if main else []
     if cache.tail_k is not None and cache.tail_k.shape[2]:
         parts.append((16, cache.k.shape[2], cache.tail_k.shape[2]))
     chosen = [_choose(q, cache.group, heads, R, bits, S) for bits, _, S in parts]
@@ -155,6 +168,7 @@ def kv_decode(
                 v,
                 starts,
                 lengths,
+                indices,
                 partial,
                 stats,
                 scores,
@@ -203,7 +217,7 @@ def kv_decode(
         mass_kernel[(heads * triton.cdiv(total, MASS_BLOCK),)](
             scores, lse, starts, lengths, mass, total, R, BLOCK=MASS_BLOCK, num_warps=4
         )
-    return y, mass
+    return y, mass, lse.mul_(LN2).view(B, H_q, T_q)
 
 
 def _choose(q: Tensor, group: int, heads: int, R: int, bits: int, S: int) -> dict:
@@ -250,6 +264,7 @@ def shipped() -> list[Compilation]:
         )
     ]
     found += [_spans("bf16", bits, group, 128, 4, mass=True) for bits, group in ((16, 0), (8, 128), (4, 128))]
+    found += [_spans("bf16", 16, 0, D, R, listed=True) for D, R in ((128, 4), (64, 3))]
     found += [_spans("fp16", 16, 0, 128, 4, softcap=True), _spans("fp16", 4, 64, 128, 4, softcap=True)]
     found += [_spans("fp32", 16, 0, 128, 4), _spans("fp32", 8, 64, 128, 4), _spans("fp32", 4, 64, 128, 4)]
     merge = {"partial": "*fp32", "stats": "*fp32", "y": "*bf16", "lse": "*fp32", "slots": "i32", "R": "i32", "D": "i32"}
@@ -269,7 +284,9 @@ def shipped() -> list[Compilation]:
     return found
 
 
-def _spans(dtype: str, bits: int, group: int, D: int, R: int, mass: bool = False, softcap: bool = False) -> Compilation:
+def _spans(
+    dtype: str, bits: int, group: int, D: int, R: int, mass: bool = False, softcap: bool = False, listed: bool = False
+) -> Compilation:
     itemsize = 4 if dtype == "fp32" else 2
     block_d, rows = triton.next_power_of_2(D), rows_of(bits, group, D, R, itemsize)
     c = heuristic(bits, group, block_d, rows, itemsize)
@@ -278,6 +295,8 @@ def _spans(dtype: str, bits: int, group: int, D: int, R: int, mass: bool = False
     constants = {"SOFTCAP": softcap, "SCORES": mass, "ROWS": rows, "STEP": c["STEP"], "BLOCK_D": block_d}
     if bits == 16:
         strides.append("v_row")
+        pointers |= {"indices": "i64"} if listed else {}
+        constants |= {} if listed else {"indices": None}
     else:
         strides += ["v_group", "v_channel", "kw_batch", "kw_head", "kw_group", "vw_batch", "vw_head"]
         pointers |= {"k": "u8", "v": "u8", "k_words": "i32", "v_words": "i32"}
@@ -289,7 +308,8 @@ def _spans(dtype: str, bits: int, group: int, D: int, R: int, mass: bool = False
     }
     arguments |= dict.fromkeys(strides + counts, "i32") | {"factor": "fp32", "cap": "fp32"}
     kind = dtype if bits == 16 else f"{dtype} int{bits} g{group}"
-    name = f"kv_decode {kind} d{D} rows{R}{' mass' if mass else ''}{' capped' if softcap else ''}"
+    more = "".join(f" {word}" for word, on in (("mass", mass), ("capped", softcap), ("listed", listed)) if on)
+    name = f"kv_decode {kind} d{D} rows{R}{more}"
     kernel = dense_kernel if bits == 16 else quantised_kernel
     expects = () if dtype == "fp32" else ("HGMMA",) if rows == 64 else ("HMMA",)
     return Compilation(name, kernel, arguments, constants, c["num_warps"], c["num_stages"], (*strides, "D"), expects)

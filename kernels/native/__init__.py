@@ -142,10 +142,12 @@ def _register_fakes() -> None:
         return x.new_empty(*x.shape[:-1], scale.shape[0])
 
     @torch.library.register_fake("workbench::kv_decode_native")
-    def _(q, k, v, params_k, params_v, tail_k, tail_v, lengths, starts, bits, group, scale, softcap, return_mass, isa):
-        positions = k.shape[2] + (0 if tail_k is None else tail_k.shape[2])
-        mass = (k.shape[0], k.shape[1], positions) if return_mass else (0,)
-        return q.new_empty(q.shape), q.new_empty(mass, dtype=torch.float32)
+    def _(q, k, v, params_k, params_v, tail_k, tail_v, lengths, starts, indices, bits, group, scale, softcap,
+          return_mass, return_lse, isa):  # fmt: skip
+        held = k.shape[2] + (0 if tail_k is None else tail_k.shape[2])
+        mass = (k.shape[0], k.shape[1], held if indices is None else indices.shape[2]) if return_mass else (0,)
+        lse = q.shape[:3] if return_lse else (0,)
+        return q.new_empty(q.shape), *(q.new_empty(shape, dtype=torch.float32) for shape in (mass, lse))
 
     @torch.library.register_fake("workbench::trellis_encode")
     def _(x, table, bits, window, isa):

@@ -7,6 +7,7 @@
 #include <torch/library.h>
 
 #include <atomic>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -42,10 +43,12 @@ struct Problem {
   int xs;                      // floats from row to row, zero behind D
   float softcap, scale;
   const uint16_t* q;  // [B, H, rows, xs], where queries are bfloat16
+  const int64_t* list;  // [B, H, listed] positions to read, in their order; null: ranges of the cache itself
+  int64_t listed;
 };
 
 struct Task {
-  int64_t b, h, from, to, end;  // end: of the whole range
+  int64_t b, h, from, to, end;  // end: of the whole range; entries of the list where there is one
   bool tail;
 };
 
@@ -99,27 +102,90 @@ Part part_of(const at::Tensor& k, const at::Tensor& v, Kind kind, int64_t first)
           v.stride(0) * size, v.stride(1) * size, v.stride(2) * size, first};
 }
 
+float as_float(Kind kind, const char* from, int i) {
+  if (kind == Kind::float32) return reinterpret_cast<const float*>(from)[i];
+  const uint16_t bits = reinterpret_cast<const uint16_t*>(from)[i];
+  if (kind == Kind::float16) return c10::Half(bits, c10::Half::from_bits());
+  return c10::BFloat16(bits, c10::BFloat16::from_bits());
+}
+
+void parameters(const char* pair, float* scale, float* offset) {
+  const auto* bits = reinterpret_cast<const uint16_t*>(pair);
+  *scale = c10::BFloat16(bits[0], c10::BFloat16::from_bits()), *offset = c10::BFloat16(bits[1], c10::BFloat16::from_bits());
+}
+
+// Keys and values [D] of one position of a coded cache, or of its tail, in float32.
+void decode(const Problem& p, const Task& t, int64_t n, float* key, float* value) {
+  if (p.tail.k && n >= p.tail.first) {
+    const int64_t row = n - p.tail.first;
+    const char* k = p.tail.k + t.b * p.tail.k_b + t.h * p.tail.k_h + row * p.tail.k_n;
+    const char* v = p.tail.v + t.b * p.tail.v_b + t.h * p.tail.v_h + row * p.tail.v_n;
+    for (int d = 0; d < p.D; d++) key[d] = as_float(p.tail.kind, k, d), value[d] = as_float(p.tail.kind, v, d);
+    return;
+  }
+  const bool nibbles = p.main.kind == Kind::nibble;
+  const int64_t g = n / p.group, i = n % p.group, bytes = nibbles ? p.group / 2 : p.group;
+  const auto* k = reinterpret_cast<const uint8_t*>(p.main.k + t.b * p.main.k_b + t.h * p.main.k_h + n * p.main.k_n);
+  const auto* v = reinterpret_cast<const uint8_t*>(p.main.v + t.b * p.main.v_b + t.h * p.main.v_h + g * p.main.v_n) + i % bytes;
+  const char* pairs = p.params_k + t.b * p.pk_b + t.h * p.pk_h + g * p.pk_n;
+  const int half = p.D / 2, shift = nibbles && i >= bytes ? 4 : 0, mask = nibbles ? 15 : 255;
+  float scale, offset;
+  for (int d = 0; d < p.D; d++) {
+    parameters(pairs + 4 * d, &scale, &offset);
+    const int code = !nibbles ? k[d] : d < half ? k[d] & 15 : k[d - half] >> 4;
+    key[d] = scale * float(code) + offset;
+  }
+  parameters(p.params_v + t.b * p.pv_b + t.h * p.pv_h + 4 * n, &scale, &offset);
+  for (int d = 0; d < p.D; d++) value[d] = scale * float(v[d * bytes] >> shift & mask) + offset;
+}
+
+// The entries of a task, which lie anywhere in the cache, side by side in `room`, and the part that they are then.
+Part gathered(const Problem& p, const Task& t, float* room) {
+  const int64_t* list = p.list + (t.b * p.heads + t.h) * p.listed;
+  const Part& main = p.main;
+  const bool coded = main.kind == Kind::byte || main.kind == Kind::nibble;
+  const int64_t size = p.D * (coded || main.kind == Kind::float32 ? 4 : 2);
+  char *keys = reinterpret_cast<char*>(room), *values = reinterpret_cast<char*>(room + SPAN * p.D);
+  const char *k = main.k + t.b * main.k_b + t.h * main.k_h, *v = main.v + t.b * main.v_b + t.h * main.v_h;
+  for (int64_t i = t.from; i < t.to; i++) {
+    char *key = keys + (i - t.from) * size, *value = values + (i - t.from) * size;
+    if (coded) {
+      decode(p, t, list[i], reinterpret_cast<float*>(key), reinterpret_cast<float*>(value));
+      continue;
+    }
+    const int64_t next = list[std::min(i + 8, t.to - 1)];  // rows far apart: nothing else foresees them
+    __builtin_prefetch(k + next * main.k_n);
+    __builtin_prefetch(v + next * main.v_n);
+    std::memcpy(key, k + list[i] * main.k_n, size);
+    std::memcpy(value, v + list[i] * main.v_n, size);
+  }
+  return {coded ? Kind::float32 : main.kind, keys, values, 0, 0, size, 0, 0, size, t.from};
+}
+
 using Maybe = std::optional<at::Tensor>;
 
-std::tuple<at::Tensor, at::Tensor> kv_decode(
+std::tuple<at::Tensor, at::Tensor, at::Tensor> kv_decode(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Maybe& params_k, const Maybe& params_v,
-    const Maybe& tail_k, const Maybe& tail_v, const at::Tensor& lengths, const Maybe& starts, int64_t bits, int64_t group,
-    double scale, double softcap, bool return_mass, const std::string& isa) {
+    const Maybe& tail_k, const Maybe& tail_v, const at::Tensor& lengths, const Maybe& starts,
+    const Maybe& indices, int64_t bits, int64_t group, double scale, double softcap, bool return_mass, bool return_lse,
+    const std::string& isa) {
   const Loops* found = loops_of(isa);
   TORCH_CHECK(found, "`isa` (='", isa, "') is not one of this machine's");
   TORCH_CHECK(isa != "avx512bf16" || q.scalar_type() != at::kFloat, "`isa` (='avx512bf16') does not take float32");
   const Loops& loops = *found;
-  const int64_t B = q.size(0), H = k.size(1), S = k.size(2), positions = S + (tail_k ? tail_k->size(2) : 0);
+  const int64_t B = q.size(0), H = k.size(1), held = k.size(2) + (tail_k ? tail_k->size(2) : 0);
+  const int64_t positions = indices ? indices->size(2) : held, S = indices ? positions : k.size(2);  // entries of the list
   TORCH_CHECK(q.dim() == 4 && H > 0 && q.size(1) % H == 0 &&
                   (bits == 16 || (params_k && params_v && SPAN % group == 0 && q.size(3) <= 4096)),
               "kv_decode: q ", q.sizes(), ", k ", k.sizes(), " and ", bits, " bits do not fit");
   const auto floats = q.options().dtype(at::kFloat);
   at::Tensor mass = return_mass ? at::zeros({B, H, positions}, floats) : at::empty({0}, floats);
+  at::Tensor lse = return_lse ? at::empty({B, q.size(1), q.size(2)}, floats) : at::empty({0}, floats);
 
   Problem p{};
   const Kind kind = q.scalar_type() == at::kFloat ? Kind::float32 : q.scalar_type() == at::kHalf ? Kind::float16 : Kind::bfloat16;
   p.main = part_of(k, v, bits == 16 ? kind : bits == 8 ? Kind::byte : Kind::nibble, 0);
-  if (tail_k) p.tail = part_of(*tail_k, *tail_v, kind, S);
+  if (tail_k) p.tail = part_of(*tail_k, *tail_v, kind, k.size(2));
   if (bits != 16) {
     p.params_k = static_cast<const char*>(params_k->const_data_ptr());
     p.params_v = static_cast<const char*>(params_v->const_data_ptr());
@@ -141,12 +207,17 @@ std::tuple<at::Tensor, at::Tensor> kv_decode(
   const at::Tensor x = padded.to(at::kFloat).mul_(scale);
   if (kind == Kind::bfloat16) p.q = static_cast<const uint16_t*>(padded.const_data_ptr());
 
+  const at::Tensor list = indices ? indices->to(at::kLong).contiguous() : at::Tensor();
+  if (list.defined()) p.list = list.const_data_ptr<int64_t>(), p.listed = positions;
   const at::Tensor length = lengths.to(at::kLong).contiguous(), start = starts ? starts->to(at::kLong).contiguous() : at::Tensor();
   std::vector<Task> tasks;
   std::vector<int64_t> firsts{0};
   for (int64_t i = 0; i < B * H; i++) {
     const int64_t a = start.defined() ? start.const_data_ptr<int64_t>()[i] : 0, n = length.const_data_ptr<int64_t>()[i];
     const int64_t end = std::min(a + n, positions);
+    for (int64_t e = std::max<int64_t>(a, 0); p.list && e < end; e++)
+      TORCH_CHECK_VALUE(p.list[i * positions + e] >= 0 && p.list[i * positions + e] < held, "`indices` hold ",
+                        p.list[i * positions + e], ", which is none of the ", held, " positions of the cache");
     for (int64_t from = std::max<int64_t>(a, 0), to; from < end; from = to) {
       const int64_t first = from < S ? 0 : S;
       to = std::min({end, first + ((from - first) / SPAN + 1) * SPAN, from < S ? S : positions});
@@ -166,9 +237,16 @@ std::tuple<at::Tensor, at::Tensor> kv_decode(
     for (int64_t r = 0; r < rows; r++)
       loops.merge(outs.get() + (first * rows + r) * p.xs, rows * p.xs, tops.get() + first * rows + r, totals + first * rows + r,
                   rows, int(spans), p.D, weights.get() + r * spans, y.data_ptr<float>() + (i * rows + r) * p.xs);
+    for (int64_t r = 0; return_lse && r < rows; r++) {
+      const float *top = tops.get() + first * rows + r, *total = totals + first * rows + r;
+      double highest = -INFINITY, sum = 0;
+      for (int64_t s = 0; s < spans; s++) highest = std::max<double>(highest, top[s * rows]);
+      for (int64_t s = 0; s < spans; s++) sum += top[s * rows] == -INFINITY ? 0 : std::exp(top[s * rows] - highest) * total[s * rows];
+      lse.data_ptr<float>()[i * rows + r] = float(sum == 0 ? -INFINITY : highest + std::log(sum));
+    }
     for (int64_t s = 0; return_mass && s < spans; s++) {
       const Task& t = tasks[first + s];
-      const int64_t before = t.tail || bits == 16 ? 0 : t.from % group;
+      const int64_t before = t.tail || bits == 16 || p.list ? 0 : t.from % group;
       loops.add_mass(kept.get() + (first + s) * keep + before, int(rows), SPAN, weights.get() + s, spans, int(t.to - t.from),
                      mass.data_ptr<float>() + i * positions + t.from);
     }
@@ -181,15 +259,18 @@ std::tuple<at::Tensor, at::Tensor> kv_decode(
   std::atomic<int64_t> next{0};
   at::parallel_for(0, std::min<int64_t>(count, at::get_num_threads()), 1, [&](int64_t, int64_t) {
     std::unique_ptr<float[]> scratch(new float[rows * SPAN + 2 * p.longest + 2 * rows * (p.longest + 32)]);
+    std::unique_ptr<float[]> room(p.list ? new float[2 * SPAN * p.D + 64] : nullptr);
+    Problem local = p;
     for (int64_t i; (i = next++) < count;) {  // ranges differ: whoever is free takes the next, and the last of a head merges
       const Task& t = tasks[i];
       const int64_t head = t.b * H + t.h;
-      loops.span(p, t, x.const_data_ptr<float>() + head * rows * p.xs, return_mass ? kept.get() + i * keep : scratch.get(),
+      if (p.list) local.main = gathered(p, t, room.get());
+      loops.span(local, t, x.const_data_ptr<float>() + head * rows * p.xs, return_mass ? kept.get() + i * keep : scratch.get(),
                  scratch.get() + rows * SPAN, outs.get() + i * rows * p.xs, tops.get() + i * rows, totals + i * rows);
       if (--left[head] == 0) merge(head);
     }
   });
-  return {y.narrow(-1, 0, p.D).to(q.scalar_type()).reshape(q.sizes()).contiguous(), mass};
+  return {y.narrow(-1, 0, p.D).to(q.scalar_type()).reshape(q.sizes()).contiguous(), mass, lse};
 }
 
 }  // namespace
@@ -208,8 +289,8 @@ workbench::Attention workbench::attention_loops(const std::string& isa) {
 TORCH_LIBRARY_FRAGMENT(workbench, m) {
   m.def(
       "kv_decode_native(Tensor q, Tensor k, Tensor v, Tensor? params_k, Tensor? params_v, Tensor? tail_k, Tensor? tail_v, "
-      "Tensor lengths, Tensor? starts, int bits, int group, float scale, float softcap, bool return_mass, str isa) "
-      "-> (Tensor, Tensor)");
+      "Tensor lengths, Tensor? starts, Tensor? indices, int bits, int group, float scale, float softcap, bool return_mass, "
+      "bool return_lse, str isa) -> (Tensor, Tensor, Tensor)");
   m.def("kv_decode_isa(bool float32) -> str", best_isa);
 }
 TORCH_LIBRARY_IMPL(workbench, CPU, m) { m.impl("kv_decode_native", kv_decode); }

@@ -18,7 +18,8 @@ from compress.inputs.calibration import tokens_sha256
 from compress.inputs.corpus import load_text
 from compress.inputs.model import weights_sha256
 from compress.kv import CompressedCache, attached, left_alone
-from compress.kv.policy import Policy, Storage
+from compress.kv.policy import CacheMethod, Policy, Storage
+from compress.kv.reading.method import Reading
 from compress.kv.static import MadeUpCache, decoder
 from compress.method import Method, settle
 from compress.recipe import parse_recipe, parse_recipes
@@ -138,17 +139,19 @@ def cache_recipes(recipe: str, compare: str = "", curves: str = "") -> CacheReci
             points.setdefault(text, []).append((value, name))
     for name, methods in recipes.items():
         settle(methods)
-        if foreign := [m for m in methods if not isinstance(m, Policy | Storage)]:
+        if foreign := [m for m in methods if not isinstance(m, CacheMethod)]:
             raise ValueError(
                 f"`recipe` (={name!r}): {foreign[0]} is no method of the cache; apply it to the model before"
             )
     return CacheRecipes(recipes, [MAIN, *others], points)
 
 
-def parts(methods: Sequence[Method]) -> tuple[Policy | None, Storage | None]:
-    """The policy and the storage of a recipe."""
-    policy = next((m for m in methods if isinstance(m, Policy)), None)
-    return policy, next((m for m in methods if isinstance(m, Storage)), None)
+def parts(methods: Sequence[Method]) -> tuple[Policy | None, Storage | None, Reading | None]:
+    """The policy, the storage and the reading of a recipe."""
+    policy, storage, reading = (
+        next((m for m in methods if isinstance(m, kind)), None) for kind in (Policy, Storage, Reading)
+    )
+    return policy, storage, reading
 
 
 class Finished(MutableMapping[int, dict[str, Any]]):

@@ -12,7 +12,7 @@ from transformers import Cache, DynamicCache
 
 from compress import METHODS, apply
 from compress.kv import CompressedCache, attach, attached, attachment_of, detach, left_alone
-from compress.kv.knorm import KNorm
+from compress.kv.eviction.knorm import KNorm
 from compress.kv.policy import ALLOCATIONS, Policy
 from kernels.registry import recording
 

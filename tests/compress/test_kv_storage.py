@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 from compress import METHODS
 from compress.kv import attached
-from compress.kv.knorm import KNorm
+from compress.kv.eviction.knorm import KNorm
 from compress.kv.storage import Precision, joined, slabs_of
 from kernels.kv_decode import dequantize_kv, quantize_kv
 

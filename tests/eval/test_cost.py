@@ -7,11 +7,12 @@ import json
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig
 
 from compress import METHODS, apply
 from compress.walk.experts import split_experts
 from eval.machine.size import size
-from eval.speed.cost import Experts, Work, cost_model, predict, speed_rows, work
+from eval.speed.cost import Experts, Work, cache_bytes_per_token, cost_model, predict, speed_rows, work
 from eval.speed.deploy import deployed
 from eval.speed.speed import Speed
 from kernels.harness.roofline import Ceilings
@@ -52,6 +53,27 @@ def test_windows_cap_what_is_read(tiny):
     found = work(tiny("gemma3_text"))
     assert [layer.window for layer in found.cache] == [8, None]
     assert found.cache_bytes(100, 1) == (8 + 100) * 2 * 2 * 16 * 4 and found.cache_bytes(5, 1) == 2 * 5 * 2 * 2 * 16 * 4
+
+
+def test_published_sizes_of_caches():
+    """Of "Insights into DeepSeek-V3" (arXiv:2505.09343, table 1): 70.272, 327.680 and 516.096 kB a token."""
+    v3 = AutoConfig.for_model("deepseek_v3", num_hidden_layers=61, kv_lora_rank=512, qk_rope_head_dim=64)
+    qwen = AutoConfig.for_model(
+        "qwen2", num_hidden_layers=80, hidden_size=8192, num_attention_heads=64, num_key_value_heads=8
+    )
+    llama = AutoConfig.for_model(
+        "llama", num_hidden_layers=126, hidden_size=16384, num_attention_heads=128, num_key_value_heads=8
+    )
+    assert [cache_bytes_per_token(config) for config in (v3, qwen, llama)] == [70_272, 327_680, 516_096]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text", "gpt2"])
+def test_a_token_of_the_cache_is_what_the_model_keeps(tiny, architecture):
+    """By the configuration, and by the model; also of what an eviction and a storage leave."""
+    model = tiny(architecture)
+    grows = sum(layer.bytes for layer in work(model).cache if layer.window is None)
+    assert cache_bytes_per_token(model.config, bits=32) == grows
+    assert cache_bytes_per_token(model.config, bits=8, kept=0.25) == grows / 16
 
 
 def test_experts_that_a_batch_is_expected_to_reach():

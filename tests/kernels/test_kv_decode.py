@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernels import native
-from kernels.kv_decode import KV, dequantize_kv, kv_decode, quantize_kv
+from kernels.kv_decode import KV, dequantize_kv, kv_decode, merge_parts, quantize_kv
 from kernels.kv_decode.cases import checks, elements, exact
 from kernels.registry import recording
 
@@ -230,7 +230,7 @@ def test_integer_products_keep_to_their_error(bits, group):
     for isa in ISAS:
         found.append(
             torch.ops.workbench.kv_decode_native(
-                q * 3, *cache[:6], lengths, starts, bits, group, 0.125, 0.0, True, isa
+                q * 3, *cache[:6], lengths, starts, None, bits, group, 0.125, 0.0, True, False, isa
             )[1]
         )
     for mass in found[:-1]:
@@ -242,9 +242,11 @@ def test_integer_products_keep_to_their_error(bits, group):
 @pytest.mark.parametrize("isa", ISAS)
 def test_native_op_passes_opcheck(isa, bits, group):
     q, cache, lengths = make(bits=bits, group=group, S=70, dtype=torch.bfloat16)
-    tails = (t if t is None else t.bfloat16() for t in cache[4:6])
-    arguments = (q, *cache[:4], *tails, lengths, 70 - lengths, bits, group, 0.25, 0.0, True, isa)
-    torch.library.opcheck(torch.ops.workbench.kv_decode_native, arguments)
+    tails = [t if t is None else t.bfloat16() for t in cache[4:6]]
+    indices = torch.arange(70).flip(0).expand(2, 2, 70).contiguous()
+    for listed, lse in ((None, False), (indices, True)):
+        arguments = (q, *cache[:4], *tails, lengths, 70 - lengths, listed, bits, group, 0.25, 0.0, True, lse, isa)
+        torch.library.opcheck(torch.ops.workbench.kv_decode_native, arguments)
 
 
 @needs_native
@@ -252,7 +254,7 @@ def test_native_op_says_what_it_cannot_take():
     q, cache, lengths = make()
     for isa in ("sse9", *(isa for isa in ISAS if isa == "avx512bf16")):
         with pytest.raises(RuntimeError, match=f"`isa` .='{isa}'. "):
-            torch.ops.workbench.kv_decode_native(q, *cache[:6], lengths, None, 16, 0, 1.0, 0.0, False, isa)
+            torch.ops.workbench.kv_decode_native(q, *cache[:6], lengths, None, None, 16, 0, 1.0, 0.0, False, False, isa)
 
 
 def test_bad_arguments_say_what_would_do():
@@ -266,6 +268,7 @@ def test_bad_arguments_say_what_would_do():
         r"`softcap` \(=-1\)": lambda: kv_decode(q, cache, lengths, softcap=-1),
         r"`lengths` must be int32 or int64 \(2, 2\)": lambda: kv_decode(q, cache, lengths.float()),
         r"`starts` must be int32 or int64 \(2, 2\)": lambda: kv_decode(q, cache, lengths, starts=lengths[0]),
+        r"`indices` must be int32 or int64 \(2, 2, 'n'\)": lambda: kv_decode(q, cache, lengths, indices=lengths),
         r"`cache.k` must be torch.bfloat16": lambda: kv_decode(q.bfloat16(), cache, lengths),
         r"contiguous in its last 1": lambda: kv_decode(q, KV(*(t.mT.contiguous().mT for t in cache[:2])), lengths),
         r"`cache.v` .* must be contiguous in its last 2": lambda: kv_decode(
@@ -289,8 +292,43 @@ def test_bad_arguments_say_what_would_do():
 @pytest.mark.parametrize("impl", IMPLS)
 def test_registered_op_passes_opcheck(bits, group, impl):
     q, cache, lengths = make(bits=bits, group=group, S=70, dtype=torch.bfloat16)
-    arguments = (q, *cache[:6], lengths, 70 - lengths, bits, group, 0.25, 0.0, True, impl)
-    torch.library.opcheck(torch.ops.workbench.kv_decode, arguments)
+    indices = torch.arange(70).flip(0).expand(2, 2, 70).contiguous()
+    for listed, lse in ((None, False), (indices, True)):
+        arguments = (q, *cache[:6], lengths, 70 - lengths, listed, bits, group, 0.25, 0.0, True, lse, impl)
+        torch.library.opcheck(torch.ops.workbench.kv_decode, arguments)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("bits, group", STORED)
+def test_parts_merge_into_the_whole(impl, bits, group):
+    """Ranges, lists and caches of other bits, attended apart: the positions of one softmax, whoever holds them."""
+    q, cache, lengths = make(bits=bits, group=group, seed=3)
+    lengths[1, 0] = 0
+    k, v = dequantize_kv(cache)
+    cut, at = lengths // 3, torch.arange(150.0)
+    shuffled = torch.where((at >= cut[..., None]) & (at < lengths[..., None]), torch.rand(2, 2, 150), at - 150)
+    places = torch.where(at < lengths[..., None], shuffled, at + 1).argsort(-1)  # entries cut .. lengths - 1 are mixed
+    expected, whole = kv_decode(q, cache, lengths, return_lse=True, impl=impl)
+    parts = [
+        kv_decode(q, cache, cut, return_lse=True, impl=impl),
+        kv_decode(q, KV(k, v), lengths - cut, starts=cut, indices=places, return_lse=True, impl=impl),
+        kv_decode(q, cache, 0 * lengths, return_lse=True, impl=impl),
+    ]
+    y, lse = merge_parts(parts)
+    assert rms(y, expected) < 1e-5 and torch.all(y[1, :3] == 0) and torch.all(lse[1, :3] == -torch.inf)
+    assert torch.allclose(lse, whole, atol=1e-4)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_list_of_all_positions_is_the_cache(impl):
+    """In whatever order; and its mass is that of its entries."""
+    q, cache, lengths = make(bits=4, group=32, S=170)
+    order = torch.stack([torch.randperm(170) for _ in range(4)]).view(2, 2, 170)
+    full = torch.full_like(lengths, 170)
+    y, mass = kv_decode(q, cache, full, return_mass=True, impl=impl)
+    listed, of_entries = kv_decode(q, cache, full, indices=order, return_mass=True, impl=impl)
+    assert rms(listed, y) < 1e-5
+    assert torch.allclose(of_entries, mass.gather(2, order), atol=1e-5)
 
 
 @pytest.mark.parametrize("bits, group", [(16, 0), (8, 32)])

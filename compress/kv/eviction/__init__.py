@@ -1,0 +1,1 @@
+"""Policies: which cached positions stay. One file each."""

@@ -1,0 +1,89 @@
+"""What sparse reading is: a rule by which a query chooses, of all positions that are kept, those that it reads."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from compress.kv.policy import CacheMethod, Policy, check_budget, tokens_of
+from compress.kv.storage import Slab
+from compress.method import Method, knob
+
+
+class Role(NamedTuple):
+    """What a layer does: reads every position, and chooses positions. One that does neither reads what the layer before
+    it chose."""
+
+    reads_all: bool
+    chooses: bool
+
+
+@dataclass
+class Glance:
+    """What a layer knows when it chooses; T positions are kept, and the queries' own tokens come after them.
+
+    Attributes:
+        slab: the kept positions of H_kv heads.
+        queries: [B, H_q, n, D], of these heads, rotated.
+        scaling: of the attention.
+        mass: [B, H_kv, n, T] float32: attention that each position got from each query, summed over the query heads of
+            a kv head, counted from a row's first position; None where the layer has not attended yet.
+    """
+
+    slab: Slab
+    queries: Tensor
+    scaling: float
+    mass: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading(CacheMethod):
+    """Which positions a query reads. Subclasses implement `roles` and `scores`.
+
+    Passes of one token read sparsely, and so does everything behind a context in the long-context evaluation, questions
+    too; prompts, in one piece or several, and further turns are read in full. The tokens of a pass are always read.
+    """
+
+    budget: float | int = knob(
+        0.25,
+        "what a query reads: a share of the positions that are kept (a float up to 1), or a number of them per head",
+        describes=True,
+    )
+
+    slot: ClassVar[str] = "reading"
+    page: ClassVar[int] = 1  # positions that are chosen together; a knob of some
+    shares: ClassVar[bool] = False  # do layers read what another chose? Then all of them must keep the same positions
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_budget(self)
+
+    def roles(self, layers: int) -> list[Role]:
+        """What each of the layers that keep all positions does."""
+        raise NotImplementedError
+
+    def scores(self, glance: Glance) -> Tensor:
+        """How much each page matters to each query: [B, H_kv, n, pages] float32, of pages counted from each row's first
+        position."""
+        raise NotImplementedError
+
+    def wanted(self, kept: Tensor) -> Tensor:
+        """Positions that a query reads, of so many that a row keeps."""
+        return tokens_of(self.budget, kept)
+
+    def most(self, kept: int) -> int:
+        """The same as a number, so that nothing waits for the device."""
+        return int(self.wanted(torch.tensor([kept])))
+
+    def within(self, before: Sequence[Method], after: Sequence[Method]) -> Method:
+        for other in (*before, *after):
+            if isinstance(other, Reading):
+                raise ValueError(f"`recipe`: {self} and {other} both decide which positions are read; keep one")
+            if self.shares and isinstance(other, Policy):
+                raise ValueError(
+                    f"`recipe`: {self} lets layers read the positions that another layer chose, and {other} keeps "
+                    "different ones in every layer; leave one out, or take a reading that chooses in every layer"
+                )
+        return self
