@@ -17,11 +17,13 @@ from compress.correction.low_rank import LowRank
 from compress.correction.outlier_entries import Outliers
 from compress.inputs.calibration import calibration, held_out
 from compress.inputs.model import load_model
+from compress.kv.eviction.d2o import D2O
 from compress.kv.eviction.expected_attention import ExpectedAttention
 from compress.kv.eviction.h2o import H2O
 from compress.kv.eviction.keydiff import KeyDiff
 from compress.kv.eviction.knorm import KNorm
 from compress.kv.eviction.kvzip import KVzip
+from compress.kv.eviction.prefixkv import PrefixKV
 from compress.kv.eviction.random_choice import RandomEviction
 from compress.kv.eviction.snapkv import SnapKV
 from compress.kv.eviction.streaming import Streaming
@@ -57,7 +59,8 @@ METHODS: dict[str, type[Method]] = {
     "low_rank": LowRank, "outlier_entries": Outliers,
     "smoothquant": SmoothQuant, "int8": Int8, "fp8": FP8, "llm_int8": LLMInt8, "bnb_int8": BitsandbytesInt8,
     "random_kv": RandomEviction, "streaming": Streaming, "knorm": KNorm, "keydiff": KeyDiff, "h2o": H2O, "tova": TOVA,
-    "snapkv": SnapKV, "expected_attention": ExpectedAttention, "kvzip": KVzip, "kv_int": KVInt,
+    "snapkv": SnapKV, "expected_attention": ExpectedAttention, "kvzip": KVzip, "prefixkv": PrefixKV, "d2o": D2O,
+    "kv_int": KVInt,
     "quest": Quest, "tidaldecode": TidalDecode,
 }  # fmt: skip
 

@@ -43,6 +43,63 @@ def over_layers(scores: list[Tensor], valid: list[Tensor], target: Tensor) -> li
     return _shared_out(scores, valid, [one.any(-1).long() for one in valid], target)
 
 
+def by_prefix(scores: list[Tensor], valid: list[Tensor], target: Tensor) -> list[Tensor]:
+    """PrefixKV (Wang et al., 2024, arXiv:2412.03409, section 3): every layer keeps one share p of its attention.
+
+    A layer needs its n-th position as soon as p exceeds the attention of the n - 1 before it. So the one p at which all
+    layers together keep the budget, which the paper finds by bisection, is met by taking the positions in the order of
+    the attention before them. All heads of a layer keep the same number; positions with infinite scores come first.
+    """
+    ranked = []
+    for one, real in zip(scores, valid, strict=True):
+        order = one.float().masked_fill(~real, -torch.inf).sort(-1, descending=True).values  # [B, H, T]
+        mass = order.clamp(min=0).masked_fill(torch.isinf(order), 0)
+        mass = (mass / mass.sum(-1, keepdim=True).clamp(min=1e-30)).mean(1)  # [B, T]
+        before = mass.cumsum(-1) - mass
+        ranked.append((-before).masked_fill(torch.isposinf(order).any(1), torch.inf))
+    return _by_layer(ranked, valid, target)
+
+
+def by_variance(scores: list[Tensor], valid: list[Tensor], target: Tensor) -> list[Tensor]:
+    """D2O (Wan et al., 2024, arXiv:2406.13035, section 3.2): in proportion to softmax(-variance of the attention).
+
+    The variance is that of the attention that positions got, over positions. Deviations: it is divided by its mean over
+    layers, because its size depends on the length of the prompt; the first two layers and the last one, whose budgets
+    the paper does not lower, get the even share.
+    """
+    spread = torch.stack([_variance(one, real) for one, real in zip(scores, valid, strict=True)], -1)  # [B, layers]
+    layers = spread.shape[-1]
+    exempt = torch.tensor([i < 2 or i == layers - 1 for i in range(layers)], device=spread.device)
+    weights = (-spread / spread.mean(-1, keepdim=True).clamp(min=1e-30)).softmax(-1).masked_fill(exempt, 0)
+    free = (~exempt).sum() / layers
+    weights = torch.where(exempt, 1 / layers, weights / weights.sum(-1, keepdim=True).clamp(min=1e-30) * free)
+    ranked = []
+    for i, one in enumerate(
+        scores
+    ):  # places are taken in the order of n / weight, which are as many as the weights say
+        place = torch.arange(one.shape[-1], device=one.device) + 0.5
+        ranked.append(-place / weights[:, i, None])
+    return _by_layer(ranked, valid, target)
+
+
+def _variance(scores: Tensor, valid: Tensor) -> Tensor:
+    """[B]: of a layer's finite scores [B, H, T], as shares of each head's sum, over positions."""
+    used = valid & torch.isfinite(scores)
+    mass = scores.float().masked_fill(~used, 0)
+    count = used.sum(-1, keepdim=True).clamp(min=1)
+    mass = mass / mass.sum(-1, keepdim=True).clamp(min=1e-30) * count  # 1 on average
+    return ((mass - 1).square() * used).sum((1, 2)) / used.sum((1, 2)).clamp(min=1)
+
+
+def _by_layer(ranked: list[Tensor], valid: list[Tensor], target: Tensor) -> list[Tensor]:
+    """Counts [B, H] from scores [B, T] of the places of each layer, the same for all heads of a layer."""
+    longest = [real.sum(-1).amax(-1, keepdim=True) for real in valid]  # [B, 1]
+    real = [torch.arange(one.shape[-1], device=one.device) < n for one, n in zip(ranked, longest, strict=True)]
+    least = [n.clamp(max=1) for n in longest]
+    counts = _shared_out([one[:, None] for one in ranked], [one[:, None] for one in real], least, target)
+    return [torch.minimum(n, one.sum(-1)) for n, one in zip(counts, valid, strict=True)]
+
+
 def _shared_out(scores: list[Tensor], valid: list[Tensor], floor: list[Tensor], target: Tensor) -> list[Tensor]:
     """Counts [B, H] of each layer: `floor`, and the highest of all other scores, `target` times the heads in all.
 

@@ -21,7 +21,7 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING as LAYER_TYPES
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from compress.dropped import dropped_parts
-from compress.kv.allocation import ada, over_layers, pyramid, uniform
+from compress.kv.allocation import ada, by_prefix, by_variance, over_layers, pyramid, uniform
 from compress.kv.attention import expect
 from compress.kv.layer import EXACT, KVLayer, packed
 from compress.kv.policy import Policy, Storage
@@ -30,6 +30,7 @@ from compress.kv.reading.reader import Reader
 from compress.kv.rotation import turn_of
 from compress.kv.storage import Growing, joined, slabs_of
 
+OF_ALL_LAYERS = {"global": over_layers, "prefix": by_prefix, "variance": by_variance}
 INTERVAL = 8  # while text is generated, evict after so many tokens, or an eighth of the budget
 # What a copy of an observing cache's layer has of its own.
 OWN = ("slabs", "queries", "asked", "positions", "precision", "evicts", "remembers", "traces")
@@ -321,7 +322,7 @@ class CompressedCache(Cache):
         """Evict from the rows of a layer that are `due` [B], now, or in `finish`, when the scores of all are known."""
         policy = self.policy
         target, tokens = policy.target(layer.tokens), layer.lengths.long()
-        if policy.allocation == "global":
+        if policy.allocation in OF_ALL_LAYERS:
             self._scores[layer.number] = scores, due
             return
         if policy.allocation == "ada":
@@ -330,7 +331,7 @@ class CompressedCache(Cache):
             counts = pyramid(target, tokens, layer.tokens, self._keeping.index(layer.number), len(self._keeping))
         else:
             counts = uniform(target, tokens)
-        layer.evict(scores, torch.where(due[:, None], counts, tokens))
+        layer.evict(scores, torch.where(due[:, None], counts, tokens), policy.merge if policy.merges else None)
 
     def finish(self) -> None:
         """After a pass over all layers: what needs all of them."""
@@ -345,9 +346,11 @@ class CompressedCache(Cache):
         if self._scores:
             layers = [self.layers[number] for number in self._scores]
             scores, due = zip(*self._scores.values(), strict=True)
-            counts = over_layers(list(scores), [layer.valid for layer in layers], policy.target(layers[0].tokens))
+            share = OF_ALL_LAYERS[policy.allocation]
+            counts = share(list(scores), [layer.valid for layer in layers], policy.target(layers[0].tokens))
+            merge = policy.merge if policy.merges else None
             for layer, one, count, rows in zip(layers, scores, counts, due, strict=True):
-                layer.evict(one, torch.where(rows[:, None], count, layer.lengths))
+                layer.evict(one, torch.where(rows[:, None], count, layer.lengths), merge)
             self._scores = {}
 
 

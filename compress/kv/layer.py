@@ -9,6 +9,7 @@ from transformers.cache_utils import DynamicLayer
 
 from compress.kv.allocation import kept
 from compress.kv.attention import attend
+from compress.kv.policy import Evicting
 from compress.kv.seen import Seen
 from compress.kv.storage import Growing, Precision, Slab, joined, right_packed, slabs_of, taken
 from kernels.kv_decode import MAX_TOKENS as KERNEL_TOKENS
@@ -56,6 +57,7 @@ class KVLayer(DynamicLayer):
         self.positions: Growing | None = None  # [B, H, length], where each position was
         self.queries: Tensor | None = None  # [B, H_q, n, D] the last ones
         self.asked: Tensor | None = None
+        self.carried: Tensor | None = None  # [B, H], what a policy that merges hands from eviction to eviction
         self.about: dict[str, Any] = {}  # scaling, softcap, turn of the last attention
         self.incoming: tuple[Tensor, Tensor] | None = None
         self.is_initialized = False
@@ -127,7 +129,7 @@ class KVLayer(DynamicLayer):
                 one.rows(change)
         for one in filter(None, (self.memory, self.positions)):
             one.rows(change)
-        for name in ("tokens", "since", "queries", "asked"):
+        for name in ("tokens", "since", "queries", "asked", "carried"):
             if getattr(self, name) is not None:
                 setattr(self, name, change(getattr(self, name)))
 
@@ -154,7 +156,8 @@ class KVLayer(DynamicLayer):
         """Every tensor that this layer holds from one pass to the next."""
         buffers = [one.buffer for slab in self.slabs for one in slab.tensors] + [slab.starts for slab in self.slabs]
         more = [one.buffer for one in (self.memory, self.positions) if one is not None]
-        return [*buffers, *more, *(x for x in (self.queries, self.asked, self.tokens, self.since) if x is not None)]
+        single = (self.queries, self.asked, self.tokens, self.since, self.carried)
+        return [*buffers, *more, *(x for x in single if x is not None)]
 
     def kept_positions(self) -> list[list[Tensor]]:
         """By row and head, where the tokens that are kept were, counted over the row's real tokens; needs
@@ -329,9 +332,11 @@ class KVLayer(DynamicLayer):
             **self.about,
         )
 
-    def keep_only(self, keep: Tensor) -> None:
-        """Keep these positions, bool [B, H_kv, length], and give the rest back."""
+    def keep_only(self, keep: Tensor, merge: Callable[[Evicting], Evicting] | None = None) -> None:
+        """Keep these positions, bool [B, H_kv, length], and give the rest back, merged into them before."""
         k, v, _ = joined(self.slabs)
+        if merge is not None:
+            k, v, _, _, self.carried = merge(Evicting(k, v, keep, self.valid, self.carried))
         self.slabs = slabs_of(k, v, keep, self.precision)
         index, _ = right_packed(keep)
         for name in ("memory", "positions"):
@@ -339,11 +344,11 @@ class KVLayer(DynamicLayer):
             if one is not None:
                 setattr(self, name, Growing(taken(one.view, index)))
 
-    def evict(self, scores: Tensor, counts: Tensor) -> None:
-        """Keep the `counts` [B, H_kv] highest scores [B, H_kv, length] of every row."""
+    def evict(self, scores: Tensor, counts: Tensor, merge: Callable[[Evicting], Evicting] | None = None) -> None:
+        """Keep the `counts` [B, H_kv] highest scores [B, H_kv, length] of every row; `merge`: a policy's, or None."""
         valid = self.valid
         if bool((counts < valid.sum(-1)).any()) or self.slabs[0].precision != self.precision:
-            self.keep_only(kept(scores, valid, counts))
+            self.keep_only(kept(scores, valid, counts), merge)
         self.fresh = 0
 
 

@@ -8,7 +8,7 @@ and Locret are `scores` and `allocation`s; ShadowKV chooses at every token what 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,23 @@ from compress.kv.support import check_model
 from compress.method import Method, knob
 
 ALLOCATIONS = ("uniform", "pyramid", "ada", "global")
+MASS_ALLOCATIONS = ("prefix", "variance")  # for policies whose scores are attention, `Policy.mass`
+
+
+class Evicting(NamedTuple):
+    """An eviction under way, for a policy that merges.
+
+    Attributes:
+        keys, values: [B, H_kv, T, D], rotated.
+        keep, valid: bool [B, H_kv, T]: what stays; False for what is no token of that row.
+        carried: [B, H_kv] float32 that a policy hands from one eviction of a layer to the next; None at the first.
+    """
+
+    keys: Tensor
+    values: Tensor
+    keep: Tensor
+    valid: Tensor
+    carried: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +135,9 @@ class Policy(CacheMethod):
     allocation: str = knob(
         "uniform",
         "how the budget is shared out: as much for every head; more for early layers (pyramid); "
-        "to the highest scores of a layer (ada) or of all (global)",
-        choices=ALLOCATIONS,
+        "to the highest scores of a layer (ada) or of all (global); for policies of attention also to the same share "
+        "of every layer's attention (prefix), or more for layers of even attention (variance)",
+        choices=(*ALLOCATIONS, *MASS_ALLOCATIONS),
     )
     decoding: bool = knob(False, "evict while text is generated too, every eighth of the budget (8 tokens at least)")
 
@@ -128,10 +146,17 @@ class Policy(CacheMethod):
     window: ClassVar[int] = 0  # how many queries `scores` reads while text is generated; 0: none
     remembers: ClassVar[bool] = False  # is there something to remember of each position from pass to pass?
     runs_model: ClassVar[bool] = False  # does scoring take passes of the whole model?
+    mass: ClassVar[bool] = False  # are scores attention, finite ones not negative, that can be summed up?
+    merges: ClassVar[bool] = False  # does `merge` change what stays?
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_budget(self)
+        if self.allocation in MASS_ALLOCATIONS and not self.mass:
+            raise ValueError(
+                f"`allocation` (={self.allocation!r}) shares out attention, and the scores of {self.name} are none; "
+                f"{', '.join(ALLOCATIONS)} would do"
+            )
         if self.decoding and self.runs_model:
             raise ValueError(
                 f"`decoding` (=True): {self.name} reads the prompt again to score it, which it cannot do "
@@ -158,6 +183,11 @@ class Policy(CacheMethod):
         Args:
             cache: the `compress.kv.cache.CompressedCache` that holds the prompt.
         """
+        raise NotImplementedError
+
+    def merge(self, evicting: Evicting) -> Evicting:
+        """For policies with `merges`: what stays, with what goes merged into it; `keys`, `values` and `carried` may
+        change."""
         raise NotImplementedError
 
     def target(self, tokens: Tensor) -> Tensor:

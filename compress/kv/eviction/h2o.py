@@ -24,6 +24,7 @@ class H2O(Policy):
     source = "Zhang et al. 2023, arXiv:2306.14048, algorithm 1"
     window = 1
     remembers = True
+    mass = True
 
     def remember(self, seen: Seen) -> Tensor:
         return seen.memory + seen.summed_attention()

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from compress.kv.cache import CompressedCache
 from compress.kv.layer import KVLayer
-from compress.kv.policy import Policy
+from compress.kv.policy import ALLOCATIONS, MASS_ALLOCATIONS, Policy
 from compress.kv.rotation import rotary_of
 from compress.kv.seen import Seen
 from compress.kv.storage import joined
@@ -24,7 +24,7 @@ class KVzip(Policy):
     which works with any language and template. The cost is about that of reading the prompt twice more.
     """
 
-    allocation: str = knob("global", "how the budget is shared out", choices=("uniform", "pyramid", "ada", "global"))
+    allocation: str = knob("global", "how the budget is shared out", choices=(*ALLOCATIONS, *MASS_ALLOCATIONS))
     piece: int = knob(2048, "tokens that are repeated at a time", range=(16, 65536))
     sinks: int = knob(4, "tokens at the beginning that always stay", range=(0, 1024))
 
@@ -32,6 +32,7 @@ class KVzip(Policy):
     source = "Kim et al. 2025, arXiv:2505.23416, section 3"
     remembers = True
     runs_model = True
+    mass = True
 
     def scores(self, seen: Seen) -> Tensor:
         order = seen.order()
