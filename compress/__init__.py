@@ -6,6 +6,7 @@
 >>> save_compressed(result, "out", tokenizer)
 """
 
+from compress.activations.activations import Activations
 from compress.activations.bnb_int8 import BitsandbytesInt8
 from compress.activations.fp8 import FP8
 from compress.activations.int8 import Int8
@@ -38,6 +39,7 @@ from compress.pruning.random_choice import RandomChoice
 from compress.pruning.sparsegpt import SparseGPT
 from compress.pruning.wanda import Wanda
 from compress.result import Result
+from compress.rotations.rotate import Rotate
 from compress.tuning.tune import Tune
 from compress.weights.any_precision import AnyPrecision
 from compress.weights.awq import AWQ
@@ -57,6 +59,7 @@ METHODS: dict[str, type[Method]] = {
     "tune": Tune,
     "magnitude": Magnitude, "random": RandomChoice, "wanda": Wanda, "sparsegpt": SparseGPT, "layer_drop": LayerDrop,
     "low_rank": LowRank, "outlier_entries": Outliers,
+    "rotate": Rotate, "activations": Activations,
     "smoothquant": SmoothQuant, "int8": Int8, "fp8": FP8, "llm_int8": LLMInt8, "bnb_int8": BitsandbytesInt8,
     "random_kv": RandomEviction, "streaming": Streaming, "knorm": KNorm, "keydiff": KeyDiff, "h2o": H2O, "tova": TOVA,
     "snapkv": SnapKV, "expected_attention": ExpectedAttention, "kvzip": KVzip, "prefixkv": PrefixKV, "d2o": D2O,

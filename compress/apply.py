@@ -26,7 +26,7 @@ from compress.result import Result
 from compress.walk.blocks import find_blocks, kept_weights
 from compress.walk.capture import activations_on_disk, device_of, on_device
 from compress.walk.experts import is_fused_experts, split_experts
-from compress.walk.folding import FoldingMethod
+from compress.walk.folds.folding import FoldingMethod
 from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.offload import is_offloaded, offloaded_parts, original_linears
 from compress.walk.once.calibrated import Shared, check_calibrate, shared_statistics
@@ -123,6 +123,11 @@ def _apply(
     if shared:
         recipe = [replace(m, sequential=False) if isinstance(m, LayerwiseMethod) else m for m in recipe]
     _check_batches(batches, model, needed=[m.name for m in recipe if m.needs_calibration])
+    if shared and (moving := [m.name for m in recipe if m.moves_inputs]):
+        raise ValueError(
+            f"`calibrate` (='once') takes statistics of the model as it is, and {', '.join(moving)} changes what "
+            "linears read: calibrate='sequential' would do"
+        )
     start = time.perf_counter()
     identity = {
         "name": getattr(model, "name_or_path", "") or type(model).__name__,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from compress.formats import FORMATS, Format
-from compress.transform import Transform, make_transform
+from compress.transforms import Transform, below, make_transform
 from kernels.linear import linear
 
 
@@ -104,14 +104,11 @@ class CompressedLinear(nn.Module):
         Raises:
             ValueError: its transform is not known.
         """
-
-        def below(prefix: str) -> dict[str, Tensor]:
-            return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-
         parts = [
-            FORMATS[part["format"]].from_tensors(part, below(f"parts.{i}.")) for i, part in enumerate(spec["parts"])
+            FORMATS[part["format"]].from_tensors(part, below(tensors, f"parts.{i}."))
+            for i, part in enumerate(spec["parts"])
         ]
-        transform = make_transform(spec.get("transform"), below("transform."))
+        transform = make_transform(spec.get("transform"), below(tensors, "transform."))
         return cls(parts, tensors.get("bias"), dtype=dtype, transform=transform)
 
     def extra_repr(self) -> str:
@@ -127,6 +124,12 @@ class CompressedLinear(nn.Module):
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=next(self.parts[0].buffers()).device)).dtype
         self._lay_out()
         return self
+
+
+def met_by(linear: nn.Module, x: Tensor) -> Tensor:
+    """What the weight of a linear is multiplied by: its input x [..., in], transformed as the linear does it."""
+    transform = getattr(linear, "transform", None)
+    return x if transform is None else transform(x)
 
 
 def is_linear(module: nn.Module) -> bool:

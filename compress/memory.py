@@ -26,7 +26,7 @@ from compress.method import Method
 from compress.records import Usage
 from compress.walk.blocks import find_blocks, targets
 from compress.walk.capture import micro_batches
-from compress.walk.folding import FoldingMethod
+from compress.walk.folds.folding import FoldingMethod
 from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.lockstep import HELD_BYTES
 from compress.walk.offload import is_offloaded, offloaded_parts

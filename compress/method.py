@@ -49,6 +49,7 @@ class Method:
     source: ClassVar[str]  # paper or equation
     needs_calibration: ClassVar[bool] = False
     reads_originals: ClassVar[bool] = False  # `apply` reads `originals`, so that they have to be held for it
+    moves_inputs: ClassVar[bool] = False  # statistics of what linears read do not hold once it has been applied
     # What the method holds at its peak while it takes one weight: so many float32 copies of the weight [out, in], and
     # of the Gram matrix [in, in] of its inputs beside that matrix itself. From it peak memory is predicted.
     working_set: ClassVar[tuple[float, float]] = (8.0, 0.0)

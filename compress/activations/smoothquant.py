@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from compress.method import Method, knob
-from compress.walk.folding import Choice, FoldingMethod
-from compress.walk.links import Link
+from compress.walk.folds.folding import Choice, FoldingMethod
+from compress.walk.folds.links import Link
 from compress.walk.statistics import LayerStatistics
 from kernels.linear import linear
 from kernels.w8a8_matmul import quantize_weight, w8a8_matmul

@@ -18,13 +18,16 @@ from compress.embedding import embedding_from, leave_untied
 from compress.kv.attach import attach
 from compress.kv.policy import cache_method
 from compress.linear import CompressedLinear, replace
+from compress.transforms import make_transform
+from compress.transforms.stream import STREAM, rotate_stream
+from compress.walk.blocks import find_blocks
 from compress.walk.experts import split_experts
 from compress.walk.offload import AwayLinear, empty_weights
 
 LAYOUT = "workbench.json"  # which linear is stored how; beside transformers' config.json
 # 1: `version` in its place, one file of weights, no checksums, no transforms, no methods of the cache.
-# 2: no compressed embeddings; written where there are none.
-FORMAT_VERSION = 3
+# 2: no compressed embeddings. 3: no rotated stream. Each is written where there is no need for a later one.
+FORMAT_VERSION = 4
 COMPUTED = "computed:"  # before the names of buffers that are not part of the state dict
 
 
@@ -61,6 +64,10 @@ def load_compressed(
         own = _taken(tensors, f"{name}.")
         replace(model, name, embedding_from(model.get_submodule(name), spec, own, dtype_of(layout), head))
     leave_untied(model)
+    if layout["stream"]:
+        rotation = make_transform(layout["stream"], _taken(tensors, f"{STREAM}.rotation."))
+        rotate_stream(model, find_blocks(model)[1], rotation)
+        tensors |= {f"{STREAM}.rotation.{name}": t for name, t in rotation.state_dict().items()}
     computed = _taken(tensors, COMPUTED)
     missing, unexpected = model.load_state_dict(tensors, strict=False, assign=True)
     model.tie_weights()
@@ -98,6 +105,7 @@ def load_outline(path: Path) -> nn.Module:
     for name, spec in layout["linears"].items():
         replace(model, name, AwayLinear(spec, dtype_of(layout)))
     leave_untied(model)
+    model.to_be_rotated = bool(layout["stream"])
     remember_story(model, path)
     model.to("meta").tie_weights()
     return model.eval()
@@ -124,7 +132,7 @@ def read_layout(path: Path) -> dict[str, Any]:
             f"{shown} names the class {layout['class']!r} in {LAYOUT}, which is not a causal language model of "
             "transformers"
         )
-    return {"dropped": {}, "caches": [], "embeddings": {}, **layout, "format_version": version}
+    return {"dropped": {}, "caches": [], "embeddings": {}, "stream": None, **layout, "format_version": version}
 
 
 def layout_specs(layout: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -25,6 +25,7 @@ from compress.checkpoint.workbench import Workbench
 from compress.embedding import stored_specs
 from compress.kv.attach import attached_methods
 from compress.result import Result
+from compress.transforms.stream import stream_of
 from compress.walk.offload import is_offloaded
 
 SAVE_FORMATS: dict[str, SaveFormat] = {
@@ -140,6 +141,8 @@ def check_holds(
 
 
 def _problem(writer: SaveFormat, model: nn.Module, linears: Mapping[str, dict[str, Any]]) -> str:
+    if not writer.holds_rotations and (stream_of(model) is not None or getattr(model, "to_be_rotated", False)):
+        return f"`save_format` (={writer.name!r}) has no place for rotations that act while the model runs"
     return writer.problem_of_model(model) or next(filter(None, map(writer.problem, linears.values())), "")
 
 

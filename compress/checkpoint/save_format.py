@@ -110,6 +110,7 @@ class SaveFormat:
         library: what hubs take for the model's library, in the front matter of the card.
         holds_caches: whether the KV policies of a recipe travel with the checkpoint. Where they do not, the caller of
             `write` says so in the card and in a warning; a format need not.
+        holds_rotations: whether it has a place for rotations that act while the model runs.
         takes_disk: whether it writes models whose weights lie on disk, block by block.
     """
 
@@ -118,6 +119,7 @@ class SaveFormat:
     snippet: ClassVar[str] = ""
     library: ClassVar[str] = "transformers"
     holds_caches: ClassVar[bool] = False
+    holds_rotations: ClassVar[bool] = False
     takes_disk: ClassVar[bool] = False
 
     def how_to_load(self, model: nn.Module) -> str:

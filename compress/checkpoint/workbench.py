@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from compress.checkpoint.load import COMPUTED, FORMAT_VERSION, LAYOUT, load_compressed
+from compress.checkpoint.load import COMPUTED, LAYOUT, load_compressed
 from compress.checkpoint.on_disk import compare_blocks, load_compressed_on_disk, write_offloaded
 from compress.checkpoint.save_format import Checkpoint, SaveFormat, Verification
 from compress.checkpoint.shards import write_shards
@@ -16,6 +16,7 @@ from compress.dropped import dropped_parts
 from compress.embedding import compressed_embeddings
 from compress.kv.attach import attached_methods
 from compress.linear import compressed_linears
+from compress.transforms.stream import stream_of
 from compress.walk.experts import SplitExperts
 from compress.walk.offload import is_offloaded
 
@@ -27,6 +28,7 @@ class Workbench(SaveFormat):
     readers: ClassVar[str] = "this workbench"
     library: ClassVar[str] = "model-compression-workbench"
     holds_caches: ClassVar[bool] = True
+    holds_rotations: ClassVar[bool] = True
     takes_disk: ClassVar[bool] = True
     snippet: ClassVar[str] = """
 ```python
@@ -49,14 +51,16 @@ model, tokenizer = load_model("PATH", dtype="bfloat16")
     def write(self, checkpoint: Checkpoint, folder: Path) -> None:
         model = checkpoint.model
         embeddings = {name: one.spec() for name, one in compressed_embeddings(model).items()}
+        stream = stream_of(model)
         layout = {
-            "format_version": FORMAT_VERSION if embeddings else 2,
+            "format_version": 4 if stream else 3 if embeddings else 2,
             "class": type(model).__name__,
             "dtype": str(model.dtype).removeprefix("torch."),
             "split_experts": any(isinstance(m, SplitExperts) for m in model.modules()),
             "linears": {name: linear.spec() for name, linear in compressed_linears(model).items()},
             "embeddings": embeddings,
             "dropped": {name: part.spec() for name, part in dropped_parts(model).items()},
+            **({"stream": stream.rotation.spec()} if stream else {}),
             "caches": [{"method": one.name, "knobs": one.values()} for one in attached_methods(model)],
         }
         (folder / LAYOUT).write_text(json.dumps(layout, indent=1))

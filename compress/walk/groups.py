@@ -6,7 +6,8 @@ from contextlib import contextmanager, suppress
 import torch
 from torch import Tensor, nn
 
-from compress.linear import shape_of
+from compress.linear import met_by, shape_of
+from compress.transforms import same_transform
 from compress.walk.capture import Call, Stop, run_block, same_memory
 from compress.walk.parallel.places import Place
 from compress.walk.parallel.ranks import current
@@ -18,9 +19,9 @@ def input_groups(
 ) -> tuple[list[list[str]], bool]:
     """Linears by the input that they read, in the order of the computation, found by running one micro-batch.
 
-    Two linears share an input if they are given the same memory in the same pass. Also says whether no linear was
-    called more than once. Experts that no token reached form groups of their own, in the places where they would have
-    been reached.
+    Two linears share an input if they are given the same memory in the same pass, and transform it alike. Also says
+    whether no linear was called more than once. Experts that no token reached form groups of their own, in the places
+    where they would have been reached.
     """
     ranks = current()
     found = _input_groups(block, linears, calls, index, device) if ranks.rank == 0 else None
@@ -42,7 +43,8 @@ def _input_groups(
         if any(name in members for _, members in found):
             continue
         for leader, members in found:
-            if name not in repeated and members[0] not in repeated and same_memory(leader, x):
+            alike = same_transform(*(getattr(linears[n], "transform", None) for n in (name, members[0])))
+            if alike and name not in repeated and members[0] not in repeated and same_memory(leader, x):
                 members.append(name)
                 break
         else:
@@ -96,7 +98,7 @@ def collect(
             assert same_memory(seen[leader], x), f"{name} and {leader} shared an input in one pass, not in another"
             return
         seen[name] = x
-        collectors[name].update(x, place)
+        collectors[name].update(met_by(linears[name], x), place)
         if stop_early and len(seen) == len(collectors):
             raise Stop
 

@@ -13,6 +13,7 @@ from compress.formats.masked import holds_floats
 from compress.linear import compressed_linears
 from compress.method import Method, knob
 from compress.records import LayerRecord
+from compress.transforms import Transform
 from compress.walk.blocks import check_experts, targets
 from compress.walk.capture import Call
 from compress.walk.ends.solve import check_ends, solve_ends
@@ -85,6 +86,10 @@ class LayerwiseMethod(Method):
             statistics: what was collected from this linear's inputs; `statistics.note(...)` adds to the record.
         """
         raise NotImplementedError
+
+    def rounding(self, statistics: LayerStatistics) -> Transform | None:
+        """What is done to the linear's input from now on, after what was done to it before; None: nothing more."""
+        return None
 
     def peer(self, W: Tensor, statistics: LayerStatistics) -> list[Format] | None:
         """Round-to-nearest on this method's own grid, to compare with; None if there is no such thing."""

@@ -14,7 +14,7 @@ import torch
 from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 
-from compress.linear import CompressedLinear, replace, shape_of
+from compress.linear import CompressedLinear, met_by, replace, shape_of
 from compress.walk.capture import Call, Stop, run_block, same_memory
 from compress.walk.statistics import Collector, LayerStatistics
 
@@ -72,7 +72,7 @@ def run_in_step(
             return
         originals[me].add(i)
         if x.dim() == 3:  # else tokens may have been chosen for an expert, and others in the other stream
-            read[i, passes[me].place.number] = x
+            read[i, passes[me].place.number] = met_by(linears[name], x)
         if too_much(i, x):
             raise Stop
         me.parent.switch(i)
@@ -95,7 +95,7 @@ def run_in_step(
         if i not in collectors:
             collectors[i] = Collector(needs, x.shape[-1], device)
         place = passes[me].place
-        collectors[i].update(x, place, read.pop((i, place.number), None))
+        collectors[i].update(met_by(linears[name], x), place, read.pop((i, place.number), None))
         if too_much(i, x):
             raise Stop
         me.parent.switch(i)

@@ -20,6 +20,7 @@ from compress.formats import Format
 from compress.formats.masked import kept_of, masked_like
 from compress.linear import CompressedLinear, replace, weight_of
 from compress.records import LayerRecord
+from compress.transforms import Transform, followed_by
 from compress.walk.blocks import find_blocks, targets
 from compress.walk.capture import Call, advance, block_calls, on_device
 from compress.walk.chain import Chain
@@ -43,6 +44,7 @@ class Solver(Protocol):
     statistics: tuple[str, ...]
 
     def solve(self, W: Tensor, statistics: LayerStatistics) -> list[Format]: ...
+    def rounding(self, statistics: LayerStatistics) -> Transform | None: ...
     def peer(self, W: Tensor, statistics: LayerStatistics) -> list[Format] | None: ...
 
 
@@ -238,6 +240,8 @@ def solve_linear(
     W = weight_of(linear)
     target = W if original is None else original
     new = stored_as(name, linear, W, statistics, method, target)
+    rounding = method.rounding(statistics)
+    new.transform = followed_by(new.transform, rounding)
     seconds = time.perf_counter() - start
     peer = method.peer(W, statistics)
     if peer is not None and statistics.keep is not None:
@@ -246,7 +250,7 @@ def solve_linear(
         statistics.shared.clear()  # a factor is as large as H; its memory is needed to measure the errors
     if not statistics.tokens:
         statistics.note("no calibration tokens: the error is that of the weights")
-    return new, record(name, W if original is None else original, new, statistics, peer=peer, seconds=seconds)
+    return new, record(name, target, new, statistics, peer=peer, rounding=rounding, seconds=seconds)
 
 
 def record(
@@ -256,16 +260,23 @@ def record(
     statistics: LayerStatistics,
     *,
     peer: Sequence[Format] | None = None,
+    rounding: Transform | None = None,
     seconds: float,
 ) -> LayerRecord:
-    """What became of a weight `target` [out, in]: `new` stands for it; `peer`: what rounding to nearest would store."""
+    """What became of a weight `target` [out, in].
+
+    Args:
+        new: stands for it.
+        peer: what rounding to nearest would store.
+        rounding: what the method does to the inputs of which `statistics` holds those before it.
+    """
     reference = max(energy_of(target, statistics), 1e-30)
     return LayerRecord(
         name=name,
         shape=(new.out_features, new.in_features),
         format="+".join(part.name for part in new.parts),
         bits_per_weight=new.bits_per_weight,
-        error=error_of(target, new.parts, statistics) / reference,
+        error=error_of(target, new.parts, statistics, rounding) / reference,
         rtn_error=None if peer is None else error_of(target, peer, statistics) / reference,
         seconds=seconds,
         tokens=statistics.tokens,
@@ -320,12 +331,16 @@ def quadratic(D: Tensor, H: Tensor) -> float:
     return total.item()
 
 
-def error_of(W: Tensor, parts: Sequence[Format], statistics: LayerStatistics) -> float:
+def error_of(
+    W: Tensor, parts: Sequence[Format], statistics: LayerStatistics, rounding: Transform | None = None
+) -> float:
     """||WX - Y||² with Y what the stored parts give for X, counted as in `energy_of`; with their rounding of X if it is
     at hand."""
-    if statistics.tokens and "rows" in statistics.values and any(part.activation_bits for part in parts):
+    rounds = rounding is not None or any(part.activation_bits for part in parts)
+    if statistics.tokens and "rows" in statistics.values and rounds:
         rows = statistics.values["rows"]
-        return (rows @ W.t() - sum(part.matmul(rows) for part in parts)).square().sum().item()
+        x = rows if rounding is None else rounding(rows)
+        return (rows @ W.t() - sum(part.matmul(x) for part in parts)).square().sum().item()
     return energy_of(W - sum(part.dequantize() for part in parts), statistics)
 
 

@@ -16,9 +16,9 @@ from compress.grid.nearest import rtn
 from compress.method import Method, knob
 from compress.records import FoldRecord, LayerRecord
 from compress.walk.blocks import is_named
-from compress.walk.folding import Choice, FoldingMethod
+from compress.walk.folds.folding import Choice, FoldingMethod
+from compress.walk.folds.links import Link, compared_by_attention
 from compress.walk.layerwise import LayerwiseMethod
-from compress.walk.links import Link, compared_by_attention
 from compress.walk.once.saved import SavedStatistics
 from compress.walk.resume import BlockStore
 from compress.walk.statistics import LayerStatistics

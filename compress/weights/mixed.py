@@ -26,7 +26,7 @@ from compress.records import AllocationRecord, LayerRecord
 from compress.walk.blocks import end_targets, find_blocks, targets
 from compress.walk.ends.solve import check_ends
 from compress.walk.fisher import fisher
-from compress.walk.folding import FoldingMethod
+from compress.walk.folds.folding import FoldingMethod
 from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.once.saved import SavedStatistics
 from compress.walk.resume import BlockStore

@@ -13,7 +13,7 @@ from compress.grid.nearest import rtn
 from compress.inputs.calibration import calibration
 from compress.linear import CompressedLinear
 from compress.method import settle
-from compress.walk.links import Link
+from compress.walk.folds.links import Link
 from compress.walk.statistics import Collector
 from compress.weights.awq import awq_clip, awq_scales
 from eval.text.perplexity import perplexity

@@ -21,7 +21,7 @@ from compress.dropped import dropped_parts
 from compress.kv import CompressedCache
 from compress.kv.attach import attached_methods
 from compress.linear import compressed_linears
-from compress.transform import TRANSFORMS, Transform
+from compress.transforms import TRANSFORMS, Transform
 from eval.machine.size import size
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"

@@ -9,7 +9,7 @@ from torch import nn
 from compress import METHODS, apply
 from compress.walk.blocks import find_blocks
 from compress.walk.experts import split_experts
-from compress.walk.links import compared_by_attention, find_links, fold, gain_offset
+from compress.walk.folds.links import compared_by_attention, find_links, fold, gain_offset
 
 LLAMA = {
     "input_layernorm": "q_proj k_proj v_proj",

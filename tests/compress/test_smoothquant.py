@@ -15,7 +15,7 @@ from compress.inputs.calibration import calibration
 from compress.linear import weight_of
 from compress.method import settle
 from compress.walk import folding
-from compress.walk.links import Link, find_links
+from compress.walk.folds.links import Link, find_links
 from compress.walk.statistics import STATISTICS, LayerStatistics
 
 OUTLIERS = [3, 17, 40]

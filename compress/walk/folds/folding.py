@@ -1,14 +1,12 @@
 """The pass of every method that moves scales from norms and linears into the linears that read them, and its check."""
 
 import fnmatch
-import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
@@ -16,10 +14,11 @@ from compress.linear import CompressedLinear, is_linear, weight_of
 from compress.method import Method, knob
 from compress.records import FoldRecord
 from compress.walk.blocks import find_blocks
-from compress.walk.capture import Call, advance, block_calls, device_of, micro_batches, on_device, run_block
+from compress.walk.capture import Call, advance, block_calls, micro_batches, on_device, run_block
 from compress.walk.chain import Chain
 from compress.walk.experts import SplitExperts, split_experts
-from compress.walk.links import Link, find_links, fold, made_up_batch
+from compress.walk.folds.checks import binned, column_absmax, difference, logits_of, show_largest, summary, tolerance
+from compress.walk.folds.links import Link, find_links, fold
 from compress.walk.once.saved import SavedStatistics
 from compress.walk.parallel.places import Place
 from compress.walk.parallel.ranks import current, progress_bar
@@ -27,8 +26,6 @@ from compress.walk.resume import BlockStore
 from compress.walk.statistics import Collector, LayerStatistics
 from kernels.linear import fast_linear
 
-SHOWN = 4  # links whose magnitudes are recorded channel by channel: those with the largest outliers
-BINS = 512
 CHECKED = 128  # tokens of the first batch on which each fold is checked
 
 
@@ -156,7 +153,7 @@ class FoldingMethod(Method):
         calls[-1].place = Place(number=len(micro_batches(batches)))
         chain = Chain(store, calls) if store else None
         finished = chain.resume(len(blocks)) if chain else 0
-        before = _logits(model)
+        before = logits_of(model)
         folded: list[Folded] = []
         progress = progress_bar(range(len(blocks)), desc=self.name, unit="block")
         for index in progress:
@@ -175,16 +172,16 @@ class FoldingMethod(Method):
             folded += chosen
             for one in chosen if saved is not None else ():
                 saved.scale(one.link.consumers, one.columns)
-        difference, most = _difference(_logits(model), before), 25 * _tolerance(blocks[0])
-        if not difference <= most:
+        moved, most = difference(logits_of(model), before), 25 * tolerance(blocks[0])
+        if not moved <= most:
             for one in reversed(folded):
                 fold(model, one.link, 1 / one.s)
             raise RuntimeError(
-                f"{self.name}: each block gives what it gave, but the model's logits differ by {difference:.1e} (at "
+                f"{self.name}: each block gives what it gave, but the model's logits differ by {moved:.1e} (at "
                 "most "
                 f"{most:.0e}): something outside the blocks reads what was scaled; the folds were undone"
             )
-        return _show_largest([one.record for one in folded])
+        return show_largest([one.record for one in folded])
 
     def _smooth(
         self,
@@ -216,7 +213,7 @@ class FoldingMethod(Method):
                 statistics = saved.of(link.consumers[0], index, self._needs(), device)
             consumers = [model.get_submodule(name) for name in link.consumers]
             weights = [weight_of(consumer) for consumer in consumers]
-            w = _column_absmax(weights)  # now: the fold changes what these weights are
+            w = column_absmax(weights)  # now: the fold changes what these weights are
             choice = current().from_first(self.choose(link, weights, statistics))
             assert choice.s.isfinite().all() and (choice.s > 0).all(), (
                 f"{link.producer}: scales must be finite and positive"
@@ -225,31 +222,31 @@ class FoldingMethod(Method):
             columns = torch.ones_like(x)
             if choice.alpha is not None:
                 columns = fold(model, link, choice.s)
-            difference = _difference(run_block(block, checked, index, device), y, routed=routed)
-            if not difference <= _tolerance(block):
+            moved = difference(run_block(block, checked, index, device), y, routed=routed)
+            if not moved <= tolerance(block):
                 for module, name, original in originals:
                     setattr(module, name, original)
                 raise RuntimeError(
                     f"{self.name}: with {link.producer} scaled and {', '.join(link.consumers)} undoing it, what block "
                     f"{index} "
-                    f"gives differs by {difference:.1e} (at most {_tolerance(block):.0e}); the block has its weights "
+                    f"gives differs by {moved:.1e} (at most {tolerance(block):.0e}); the block has its weights "
                     "back"
                 )
             x_after = x / choice.s.to(x.device)[link.channels.to(x.device)]
-            w_after = _column_absmax([weight_of(consumer) for consumer in consumers])
+            w_after = column_absmax([weight_of(consumer) for consumer in consumers])
             magnitudes = {"x_before": x, "x_after": x_after, "w_before": w, "w_after": w_after}
             record = FoldRecord(
                 name=link.producer,
                 kind=link.kind,
                 consumers=link.consumers,
                 alpha=choice.alpha,
-                **{key: _summary(values) for key, values in magnitudes.items()},
+                **{key: summary(values) for key, values in magnitudes.items()},
                 error_before=choice.error_before,
                 error_after=choice.error_after,
-                difference=difference,
+                difference=moved,
                 seconds=time.perf_counter() - start,
                 notes=(*statistics.notes, *choice.notes),
-                channels={key: _binned(values) for key, values in magnitudes.items()},
+                channels={key: binned(values) for key, values in magnitudes.items()},
             )
             chosen.append(Folded(link, record, choice.s, columns))
         return chosen
@@ -290,50 +287,3 @@ def _take_over(
         record = FoldRecord(**{**r, "consumers": tuple(r["consumers"]), "notes": notes})
         chosen.append(Folded(link, record, scales[str(i)], columns))
     return chosen
-
-
-def _logits(model: nn.Module) -> Tensor:
-    return model(made_up_batch(model).to(device_of(model)), use_cache=False).logits
-
-
-def _difference(now: Tensor, before: Tensor, *, routed: bool = False) -> float:
-    """||y - y'|| / ||y||; routed: over the three quarters of the tokens that differ least.
-
-    Rounding in 16 bits sends a few tokens to another expert; a wrong fold changes them all.
-    """
-    y, left = before.float().flatten(0, -2), (now.float() - before.float()).flatten(0, -2)  # [tokens, ...]
-    if routed:
-        kept = left.norm(dim=-1).argsort()[: -(-3 * len(left) // 4)]
-        y, left = y[kept], left[kept]
-    return (left.norm() / y.norm().clamp_min(1e-30)).item()
-
-
-def _tolerance(block: nn.Module) -> float:
-    """How far the block's output may move: rounding in its dtype."""
-    return 1e-4 if all(p.dtype in (torch.float32, torch.float64) for p in block.parameters()) else 2e-2
-
-
-def _column_absmax(weights: list[Tensor]) -> Tensor:
-    """[in]: the largest magnitude of each column over all consumers."""
-    return torch.stack([W.abs().amax(0) for W in weights]).amax(0)
-
-
-def _summary(values: Tensor) -> dict[str, float]:
-    return {"max": values.max().item(), "p99": values.quantile(0.99).item(), "median": values.median().item()}
-
-
-def _binned(values: Tensor) -> list[float]:
-    """At most 512 numbers: neighbouring channels share one, the largest among them."""
-    size = -(-len(values) // BINS)
-    bins = F.pad(values, (0, -len(values) % size)).view(-1, size).amax(1)
-    return [float(f"{value:.4g}") for value in bins.tolist()]
-
-
-def _show_largest(records: list[FoldRecord]) -> list[FoldRecord]:
-    """The records, with channel by channel magnitudes only where the inputs' outliers are largest: one of each kind
-    first."""
-    outliers = [r.x_before["max"] / max(r.x_before["median"], 1e-30) for r in records]
-    order = sorted(range(len(records)), key=lambda i: -outliers[i])
-    first = {re.sub(r"\d+", "*", records[i].name): i for i in reversed(order)}.values()
-    shown = sorted(order, key=lambda i: i not in first)[:SHOWN]
-    return [r if i in shown else replace(r, channels=None) for i, r in enumerate(records)]

@@ -1,0 +1,115 @@
+"""Rounding of what the linears read, whatever their weights are stored in: the A of W4A8 and W4A4.
+
+With `outliers` the largest channels share groups in 8 bits, as in COMET (Liu et al., 2024, arXiv:2410.12168).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from compress.formats import Dense, Format
+from compress.method import Method, knob
+from compress.transforms import Rounding, Transform
+from compress.transforms.rounding import FORMATS, GROUPS, SMALLEST
+from compress.walk.layerwise import LayerwiseMethod
+from compress.walk.statistics import LayerStatistics
+
+BITS = {"fp8": 8, "mxfp4": 4, "nvfp4": 4}  # of a code, where the format says it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activations(LayerwiseMethod):
+    """Rounds the inputs of linears to few bits; the weights stay as the methods before it stored them.
+
+    With 4-bit integer weights a CPU with VNNI multiplies the codes themselves. Everywhere else the rounding is
+    emulated: the result is the same, and not faster.
+    """
+
+    name: ClassVar[str] = "activations"
+    stage: ClassVar[str] = "quantize_activations"
+    source: ClassVar[str] = "arXiv:2206.01861, section 3.1 (a step per token); OCP Microscaling Formats 1.0"
+    statistics: ClassVar[tuple[str, ...]] = ("rows", "absmax")
+    working_set: ClassVar[tuple[float, float]] = (2.0, 0.0)
+
+    bits: int = knob(8, "bits of an integer code, whose grid is symmetric", choices=(8, 4), describes=True)
+    format: str = knob(
+        "int",
+        "integers, fp8 (e4m3), mxfp4 or nvfp4 (e2m1 with a step for 32 or 16 columns)",
+        choices=FORMATS,
+        describes=True,
+    )
+    group_size: int = knob(-1, "columns of a token that share a step; -1: all of them", range=(-1, 1 << 20))
+    static: bool = knob(False, "one step for all that a linear reads, from the calibration tokens; else one per token")
+    clip: float = knob(1.0, "the share of the largest magnitude that the largest code stands for", range=(0.1, 1.0))
+
+    outliers: float = knob(
+        0.0,
+        "share of a token's groups that keep 8 bits: the channels that were the largest on the calibration tokens are "
+        "gathered in them",
+        range=(0.0, 1.0),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        wanted = BITS.get(self.format, self.bits)
+        if self.format != "int" and self.bits not in (8, wanted):
+            raise ValueError(f"`bits` (={self.bits}) of {self.name}: format={self.format!r} has {wanted}")
+        if self.where != "blocks":
+            raise ValueError(
+                f"`where` (={self.where!r}) of {self.name} must be 'blocks': what the head reads stays in 16 bits"
+            )
+        if self.group_size == 0:
+            raise ValueError(f"`group_size` (=0) of {self.name} must be -1 (all columns) or at least 1")
+        if self.static and (self.group_size != -1 or self.format in GROUPS):
+            raise ValueError(
+                f"`static` (=True) of {self.name} is one step for all columns: group_size=-1 and format 'int' or 'fp8' "
+                "go with it"
+            )
+
+        if self.outliers and (self.group_size == -1 or self.format != "int" or self.bits != 4):
+            raise ValueError(
+                f"`outliers` (={self.outliers}) of {self.name} is a share of groups of 4-bit integers: bits=4, "
+                "format='int' and group_size=64 or 128 go with it"
+            )
+
+    @property
+    def needs_calibration(self) -> bool:
+        return self.static or self.outliers > 0
+
+    def within(self, before: Sequence[Method], after: Sequence[Method]) -> Method:
+        return self
+
+    def check_layer(self, name: str, shape: tuple[int, int]) -> None:
+        group = GROUPS.get(self.format, self.group_size)
+        if group != -1 and shape[1] % group:
+            near = [d for d in range(1, shape[1] + 1) if shape[1] % d == 0 and group / 2 <= d <= 2 * group]
+            raise ValueError(
+                f"`group_size` (={group}) of {self.name} must divide in_features (={shape[1]}) of {name}; divisors "
+                f"near it: {', '.join(map(str, near)) or 'none'}"
+            )
+
+    def takes(self, parts: list[dict[str, Any]]) -> bool:
+        return True
+
+    def solve(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
+        return list(statistics.stored) or [Dense(W.to(statistics.dtype))]
+
+    def rounding(self, statistics: LayerStatistics) -> Transform:
+        bits = BITS.get(self.format, self.bits)
+        made = Rounding(bits, self.format, group_size=self.group_size, clip=self.clip)
+        if self.outliers:
+            absmax = statistics.values["absmax"]
+            wide = math.ceil(self.outliers * len(absmax) / self.group_size)
+            order = absmax.argsort(descending=True, stable=True)
+            return Rounding(bits, group_size=self.group_size, clip=self.clip, order=order, wide=wide)
+        if not self.static:
+            return made
+        largest = statistics.values["absmax"].amax() if statistics.tokens else torch.zeros(())
+        if largest < SMALLEST:
+            statistics.note(f"a step per token: {statistics.tokens} calibration tokens gave nothing but 0")
+            return made
+        return Rounding(bits, self.format, clip=self.clip, step=largest.float() * self.clip / made.largest)

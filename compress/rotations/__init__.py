@@ -1,0 +1,1 @@
+"""Rotations of what flows through a model: folded into its weights, or applied while it runs."""

@@ -1,0 +1,349 @@
+"""Rotations that spread the outliers of activations over all channels (QuaRot, Ashkboos et al., 2024,
+arXiv:2404.00456)."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from compress.formats import Dense
+from compress.linear import CompressedLinear, is_linear, met_by, replace, weight_of
+from compress.method import Method, knob
+from compress.records import FoldRecord
+from compress.rotations.folds import StreamUse, fold_heads, fold_stream, heads_of, trial_of, writers
+from compress.rotations.learned import Rotations, learn
+from compress.transforms import Rotation
+from compress.transforms.rotation import random_hadamard, random_orthogonal
+from compress.transforms.stream import rotate_stream, stream_of
+from compress.walk.blocks import find_blocks, targets
+from compress.walk.capture import Call, block_calls, micro_batches, on_device, run_block
+from compress.walk.experts import split_experts
+from compress.walk.folds.checks import binned, column_absmax, difference, logits_of, show_largest, summary, tolerance
+from compress.walk.folds.links import Link, find_links, made_up_batch
+from compress.walk.offload import is_offloaded
+from compress.walk.once.saved import SavedStatistics
+from compress.walk.parallel.ranks import progress_bar
+from compress.walk.resume import BlockStore
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotate(Method):
+    """Rotates what the linears read, so that no channel is much larger than others; the model computes the same.
+
+    The rotation of the residual stream and those of the heads are folded into weights. Others are applied while the
+    model runs, by the kernel `hadamard`. Where an architecture does not let the stream be rotated (its norms lie before
+    the sums, as in Gemma 2 and 3), the inputs that it would have reached are rotated while the model runs.
+    """
+
+    name: ClassVar[str] = "rotate"
+    stage: ClassVar[str] = "transform"
+    source: ClassVar[str] = "arXiv:2404.00456; with steps arXiv:2405.16406"
+    moves_inputs: ClassVar[bool] = True
+
+    stream: str = knob(
+        "hadamard",
+        "rotation of the residual stream: random signs and a Hadamard transform (hadamard), any random one (random), "
+        "or none",
+        choices=("hadamard", "random", "none"),
+        describes=True,
+    )
+    heads: bool = knob(True, "rotate what each head of v gives, and turn it back in o")
+    online: str = knob(
+        "rest",
+        "inputs that are rotated while the model runs: those that no folded rotation reaches (rest), all (then nothing "
+        "is folded: stream='none', heads=False), or none",
+        choices=("rest", "all", "none"),
+    )
+    block_size: int = knob(
+        0, "channels that an online rotation mixes; 0: as many as have a Hadamard matrix", range=(0, 1 << 20)
+    )
+    steps: int = knob(
+        0,
+        "of training the folded rotations on the calibration tokens; 0: as they are drawn",
+        range=(0, 100000),
+        describes=True,
+    )
+    learn_bits: int = knob(4, "bits of the activations at which training aims", choices=(8, 4))
+    seed: int = knob(0, "of the signs and of random rotations", range=(0, 1 << 31))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.online == "all" and (self.stream != "none" or self.heads):
+            raise ValueError(
+                f"`online` (='all') of {self.name} rotates every input while the model runs, so that nothing is left "
+                "to fold: stream='none' and heads=False go with it"
+            )
+        if self.online == "none" and self.stream == "none" and not self.heads:
+            raise ValueError(f"`stream` (='none') of {self.name}, with heads=False and online='none', rotates nothing")
+        if self.steps and self.stream == "none" and not self.heads:
+            raise ValueError(
+                f"`steps` (={self.steps}) of {self.name} trains folded rotations, and there are none: "
+                "stream='hadamard' or heads=True would do"
+            )
+
+    @property
+    def needs_calibration(self) -> bool:
+        return self.steps > 0
+
+    def check(self, model: nn.Module) -> None:
+        if is_offloaded(model):
+            raise ValueError(f"`model` has its weights on disk, where {self.name} cannot fold: load it into memory")
+        linears = [module for module in find_blocks(model)[1].modules() if is_linear(module)]
+        if any(isinstance(module, CompressedLinear) for module in linears) or stream_of(model):
+            raise ValueError(
+                f"`model` holds linears of its blocks compressed or rotated already, into which {self.name} can fold "
+                "nothing: start from the model before that"
+            )
+
+    def outline(self, model: nn.Module) -> None:
+        model.to_be_rotated = True
+
+    @torch.no_grad()
+    def apply(
+        self,
+        model: nn.Module,
+        batches: Sequence[Tensor],
+        *,
+        device: torch.device,
+        store: BlockStore | None = None,
+        originals: Mapping[str, nn.Module] | None = None,
+        saved: SavedStatistics | None = None,
+    ) -> list[FoldRecord]:
+        """Rotate a model in place, block by block.
+
+        Raises:
+            RuntimeError: a block, or the model, gives something else afterwards.
+        """
+        assert saved is None, "statistics of the model as it was do not hold for rotated inputs"
+        split_experts(model)
+        before = logits_of(model)
+        prefix, blocks = find_blocks(model)
+        few = [batch for batch in batches if batch.shape == batches[0].shape] or [made_up_batch(model)]
+        calls = block_calls(model, blocks, few[: len(micro_batches(few)[0])])
+        plan = self._plan(model, calls[0], device)
+        if self.steps:
+            online = {name: self._online(model, name) for name in plan.left}
+            plan.rotations = learn(
+                model, batches, plan.rotations, plan.readers, plan.heads, online, bits=self.learn_bits,
+                steps=self.steps, store=store,
+            )  # fmt: skip
+        records: list[FoldRecord] = []
+        for index in progress_bar(range(len(blocks)), desc=self.name, unit="block"):
+            with on_device(blocks[index], device):
+                records += self._block(model, plan, index, calls[0], device)
+        if plan.rotations.stream is not None:
+            rotate_stream(model, blocks, plan.rotations.stream)
+        moved, most = difference(logits_of(model), before), 25 * tolerance(blocks[0])
+        if not moved <= most:
+            raise RuntimeError(
+                f"{self.name}: each block gives what it gave, but the model's logits differ by {moved:.1e} (at most "
+                f"{most:.0e}): something outside the blocks reads what was rotated; load the model again"
+            )
+        return show_largest(records)
+
+    def _plan(self, model: nn.Module, call: Call, device: torch.device) -> "_Plan":
+        """What can be folded where, and which inputs are left to be rotated while the model runs."""
+        prefix, blocks = find_blocks(model)
+        links, _ = find_links(model)
+        config = model.config.get_text_config()
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        plan = _Plan(Rotations(None))
+        if self.stream != "none":
+            norms = [[link for link in block if link.kind == "norm"] for block in links]
+            uses = []
+            for index, block in enumerate(blocks):
+                with on_device(block, device):
+                    written = writers(block, _short(call), index, device)
+                inside = [_inside(link, f"{prefix}.{index}.") for link in norms[index]]
+                uses.append(StreamUse(tuple(inside), written))
+            rotation = self._of_stream(blocks, uses, call.hidden.shape[-1])
+            plan.problem = _stream_problem(blocks, uses, rotation, call, device)
+            if not plan.problem:
+                plan.rotations.stream, plan.uses = rotation, uses
+                plan.readers = [link for block in norms for link in block]
+        for index, block in enumerate(links if self.heads else ()):
+            for link in block:
+                if link.kind == "linear" and heads_of(link, width):
+                    rotation = random_hadamard(width, self.seed + 1 + index)
+                    inside = _inside(link, f"{prefix}.{index}.")
+                    with on_device(blocks[index], device):
+                        if _heads_turn(blocks[index], inside, rotation, _short(call), index, device):
+                            plan.rotations.heads[link.producer] = rotation
+                            plan.heads.append(link)
+        reached = {name for link in (*plan.readers, *plan.heads) for name in link.consumers}
+        inside_blocks = [name for name in targets(model) if isinstance(model.get_submodule(name), nn.Module)]
+        plan.left = [] if self.online == "none" else [name for name in inside_blocks if name not in reached]
+        return plan
+
+    def _of_stream(self, blocks: nn.ModuleList, uses: Sequence[StreamUse], hidden: int) -> Rotation:
+        norms = [blocks[i].get_submodule(link.producer) for i, use in enumerate(uses) for link in use.readers]
+        if any(_takes_the_mean_off(norm) for norm in norms):
+            return random_orthogonal(hidden, self.seed, fixes_ones=True)
+        return random_hadamard(hidden, self.seed) if self.stream == "hadamard" else random_orthogonal(hidden, self.seed)
+
+    def _online(self, model: nn.Module, name: str) -> Rotation:
+        return random_hadamard(weight_of(model.get_submodule(name)).shape[1], self.seed, self.block_size)
+
+    def _block(self, model: nn.Module, plan: "_Plan", index: int, call: Call, device: torch.device) -> list[FoldRecord]:
+        """Fold and replace what the plan says in one block, check it, and move `call` on to the next one."""
+        start = time.perf_counter()
+        prefix, blocks = find_blocks(model)
+        block, own = blocks[index], f"{prefix}.{index}."
+        turned = [_Turn(link.producer, "rotation of the stream", link.consumers) for link in plan.readers]
+        turned += [_Turn(link.producer, "rotation of heads", link.consumers) for link in plan.heads]
+        turned += [_Turn(name, "online rotation", (name,)) for name in plan.left]
+        turned = [turn for turn in turned if turn.name.startswith(own)]
+        y, ranges = _ranges(model, block, turned, call, index, device)
+        rotation = plan.rotations.stream
+        if rotation is not None:
+            fold_stream(block, plan.uses[index], rotation)
+        for link in plan.heads:
+            if link.producer.startswith(own):
+                fold_heads(block, _inside(link, own), plan.rotations.heads[link.producer])
+        for name in (name for name in plan.left if name.startswith(own)):
+            _rotate_online(model, name, self._online(model, name))
+        entering = call if rotation is None else Call(rotation(call.hidden), call.arguments)
+        now, after = _ranges(model, block, turned, entering, index, device)
+        moved = difference(now if rotation is None else rotation.back(now), y)
+        if not moved <= 5 * tolerance(block):
+            raise RuntimeError(
+                f"{self.name}: block {index} gives something else once it is rotated: {moved:.1e} of its output (at "
+                f"most {5 * tolerance(block):.0e}); load the model again"
+            )
+        call.hidden = y
+        notes = (f"the residual stream is not rotated: {plan.problem}",) if plan.problem else ()
+        seconds = (time.perf_counter() - start) / max(len(turned), 1)
+        return [
+            FoldRecord(
+                name=turn.name,
+                kind=turn.kind,
+                consumers=turn.consumers,
+                alpha=None,
+                x_before=_summary(was[0]),
+                x_after=_summary(is_now[0]),
+                w_before=summary(was[1]),
+                w_after=summary(is_now[1]),
+                error_before=None,
+                error_after=None,
+                difference=moved,
+                seconds=seconds,
+                notes=notes,
+                channels={
+                    "x_before": binned(was[0].abs().amax(0)), "x_after": binned(is_now[0].abs().amax(0)),
+                    "w_before": binned(was[1]), "w_after": binned(is_now[1]),
+                },
+            )
+            for turn, was, is_now in zip(turned, ranges, after, strict=True)
+        ]  # fmt: skip
+
+
+@dataclass
+class _Plan:
+    """What is folded where.
+
+    problem: why the stream cannot be rotated; "". uses: of each block, where it can. left: linears whose inputs are
+    rotated while the model runs.
+    """
+
+    rotations: Rotations
+    problem: str = ""
+    uses: list[StreamUse] = field(default_factory=list)
+    readers: list[Link] = field(default_factory=list)
+    heads: list[Link] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """One place where a rotation acts: a row of the record."""
+
+    name: str
+    kind: str
+    consumers: tuple[str, ...]
+
+
+def _ranges(
+    model: nn.Module, block: nn.Module, turns: Sequence[_Turn], call: Call, index: int, device: torch.device
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """What a block gives, and for each place what its linears read [tokens, in] and their weights' columns [in]."""
+    read: dict[str, Tensor] = {}
+    handles = []
+    for turn in turns:
+        module = model.get_submodule(turn.consumers[0])
+
+        def keep(linear: nn.Module, args: tuple, name: str = turn.name) -> None:
+            read[name] = met_by(linear, args[0]).reshape(-1, args[0].shape[-1]).float()
+
+        handles.append(module.register_forward_pre_hook(keep))
+    try:
+        y = run_block(block, call, index, device)
+    finally:
+        for handle in handles:
+            handle.remove()
+    found = []
+    for turn in turns:
+        columns = column_absmax([weight_of(model.get_submodule(name)) for name in turn.consumers])
+        found.append((read.get(turn.name, columns.new_zeros(1, len(columns))), columns))
+    return y, found
+
+
+def _summary(x: Tensor) -> dict[str, float]:
+    """Ranges of the channels of inputs x [tokens, in], and the mean kurtosis of a token's values (3: normal)."""
+    centred = x - x.mean(-1, keepdim=True)
+    variance = centred.square().mean(-1).clamp_min(1e-30)
+    return {**summary(x.abs().amax(0)), "kurtosis": (centred.pow(4).mean(-1) / variance.square()).mean().item()}
+
+
+def _rotate_online(model: nn.Module, name: str, rotation: Rotation) -> None:
+    linear = model.get_submodule(name)
+    W = rotation(weight_of(linear)).to(linear.weight.dtype)
+    replace(model, name, CompressedLinear([Dense(W)], linear.bias, dtype=linear.weight.dtype, transform=rotation))
+
+
+def _stream_problem(
+    blocks: nn.ModuleList, uses: Sequence[StreamUse], rotation: Rotation, call: Call, device: torch.device
+) -> str:
+    """Why the residual stream cannot be rotated, found by trying each block on a few tokens; "" if it can."""
+    short = _short(call)
+    for index, use in enumerate(uses):
+        if not use.writers:
+            return f"nothing of block {index} is added to it as linears give it (a norm may lie between)"
+        with on_device(blocks[index], device):
+            y = run_block(blocks[index], short, index, device)
+            trial = trial_of(blocks[index])
+            if problem := fold_stream(trial, use, rotation):
+                return f"block {index}: {problem}"
+            turned = Call(rotation(short.hidden), short.arguments)
+            moved = difference(rotation.back(run_block(trial, turned, index, device)), y)
+        if not moved <= tolerance(blocks[index]):
+            return f"block {index} would give something else, by {moved:.1e}: not only linears read it"
+        short.hidden = y
+    return ""
+
+
+def _heads_turn(block: nn.Module, link: Link, rotation: Rotation, call: Call, index: int, device: torch.device) -> bool:
+    """Does a block give the same once the heads of a link are rotated? (Not where an activation lies between.)"""
+    y = run_block(block, call, index, device)
+    trial = trial_of(block)
+    fold_heads(trial, link, rotation)
+    return difference(run_block(trial, call, index, device), y) <= tolerance(block)
+
+
+def _takes_the_mean_off(norm: nn.Module) -> bool:
+    """Is a norm's output the same when its input grows by a constant, as a LayerNorm's is?"""
+    x = torch.linspace(-1, 2, len(norm.weight)).sin()[None].to(norm.weight)
+    return torch.allclose(norm(x), norm(x + 1), atol=1e-2 * norm(x).abs().max().item())
+
+
+def _short(call: Call) -> Call:
+    """The same micro-batch: a copy that may move on by itself."""
+    return Call(call.hidden, call.arguments)
+
+
+def _inside(link: Link, prefix: str) -> Link:
+    """A link with the names that its modules have in their block."""
+    consumers = tuple(name.removeprefix(prefix) for name in link.consumers)
+    return Link(link.producer.removeprefix(prefix), link.kind, consumers, link.channels)

@@ -1,0 +1,68 @@
+"""What is done to a linear's input before it is multiplied."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from compress.transforms.base import Transform, same_transform
+from compress.transforms.rotation import Hadamard, Orthogonal, Rotation
+from compress.transforms.rounding import Rounding
+
+__all__ = [
+    "TRANSFORMS", "Chain", "Hadamard", "Orthogonal", "Rotation", "Rounding", "Transform", "followed_by",
+    "make_transform", "same_transform",
+]  # fmt: skip
+
+
+class Chain(Transform):
+    """Several transforms, one after the other."""
+
+    name: ClassVar[str] = "chain"
+
+    def __init__(self, steps: Sequence[Transform]) -> None:
+        super().__init__()
+        self.steps = nn.ModuleList(steps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for step in self.steps:
+            x = step(x)
+        return x
+
+    def spec(self) -> dict[str, Any]:
+        return {"transform": self.name, "steps": [step.spec() for step in self.steps]}
+
+    @classmethod
+    def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "Chain":
+        return cls([make_transform(one, below(tensors, f"steps.{i}.")) for i, one in enumerate(spec["steps"])])
+
+
+# By the names that checkpoints use.
+TRANSFORMS: dict[str, type[Transform]] = {one.name: one for one in (Chain, Hadamard, Orthogonal, Rounding)}
+
+
+def followed_by(first: Transform | None, second: Transform | None) -> Transform | None:
+    """Both transforms, one after the other; either may be None."""
+    if first is None or second is None:
+        return first or second
+    steps = [step for one in (first, second) for step in (one.steps if isinstance(one, Chain) else [one])]
+    return Chain(steps)
+
+
+def make_transform(spec: dict[str, Any] | None, tensors: dict[str, Tensor]) -> Transform | None:
+    """The transform that was described, None for none.
+
+    Raises:
+        ValueError: it is of a kind that this workbench does not have.
+    """
+    if spec is None:
+        return None
+    if spec["transform"] not in TRANSFORMS:
+        known = ", ".join(TRANSFORMS)
+        raise ValueError(f"the transform {spec['transform']!r} is not known to this workbench; it has {known}")
+    return TRANSFORMS[spec["transform"]].from_tensors(spec, tensors)
+
+
+def below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors whose names begin so, by the rest of their names."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -1,0 +1,44 @@
+"""The contract of what is done to a linear's input before it is multiplied: a rotation, or rounding."""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+
+class Transform(nn.Module):
+    """x [..., in] -> x' [..., in]; its buffers are saved with the linear.
+
+    `compress.transforms.TRANSFORMS` lists the subclasses.
+    """
+
+    name: ClassVar[str]
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def spec(self) -> dict[str, Any]:
+        """What besides the tensors makes this transform, as JSON: `transform` (its name) and its own settings."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "Transform":
+        """The transform that `spec()` and `state_dict()` described."""
+        raise NotImplementedError
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Transform":
+        # Devices move; dtypes do not: `.to(bfloat16)` speaks of the activations.
+        for part in self.children():
+            part._apply(fn)
+        for name, tensor in self._buffers.items():
+            self._buffers[name] = None if tensor is None else tensor.to(fn(tensor.new_empty(0)).device)
+        return self
+
+
+def same_transform(a: Transform | None, b: Transform | None) -> bool:
+    """Do these two make the same of every input?"""
+    if a is None or b is None:
+        return a is b
+    ours, theirs = a.state_dict(), b.state_dict()
+    return a.spec() == b.spec() and all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())

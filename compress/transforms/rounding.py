@@ -1,0 +1,99 @@
+"""Rounding of a linear's input to few bits, whatever its weight is stored in."""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from compress.grid.floats import E2M1, E4M3, Float
+from compress.transforms.base import Transform
+
+FORMATS = ("int", "fp8", "mxfp4", "nvfp4")
+FLOATS: dict[str, Float] = {"fp8": E4M3, "mxfp4": E2M1, "nvfp4": E2M1}
+GROUPS = {"mxfp4": 32, "nvfp4": 16}  # columns that share a scale, where the format says it
+SMALLEST = 2.0**-100  # what is smaller than this everywhere is rounded as if it reached it
+
+
+class Rounding(Transform):
+    """x' = step * code, each code to nearest, the steps from the largest magnitude of a token or of a group of it.
+
+    Args:
+        bits: of an integer, whose codes are symmetric: -7 to 7 in 4 bits.
+        format: "int", "fp8" (e4m3), "mxfp4" (e2m1, steps that are powers of two), "nvfp4" (e2m1, steps in e4m3 times a
+            float32 of the token; NVIDIA has one of the tensor).
+        group_size: columns that share a step; -1: all of a token.
+        clip: the share of the largest magnitude that the largest code stands for; what is beyond is clamped.
+        step: float32 without dimensions: one step for all, or None for steps as the tokens come by.
+        order: [in], a permutation of the columns, in whose order they are grouped; None: as they lie.
+        wide: groups, the first ones in that order, whose integers have 8 bits.
+    """
+
+    name: ClassVar[str] = "rounding"
+
+    def __init__(
+        self,
+        bits: int,
+        format: str = "int",
+        *,
+        group_size: int = -1,
+        clip: float = 1.0,
+        step: Tensor | None = None,
+        order: Tensor | None = None,
+        wide: int = 0,
+    ) -> None:
+        super().__init__()
+        self.bits, self.format, self.clip, self.wide = bits, format, clip, wide
+        self.group_size = GROUPS.get(format, group_size)
+        self.register_buffer("step", step)
+        self.register_buffer("order", order)
+
+    @property
+    def largest(self) -> float:
+        """The largest code, where it is not one of the wide groups."""
+        return FLOATS[self.format].largest if self.format in FLOATS else largest_code(self.bits)
+
+    @property
+    def in_integers(self) -> bool:
+        """Is x' nothing but the integers that `kernels.w4a8_matmul` makes of x, times their steps?"""
+        return self.format == "int" and self.clip == 1.0 and self.order is None
+
+    def forward(self, x: Tensor) -> Tensor:
+        columns = x if self.order is None else x[..., self.order]
+        groups = columns.float().unflatten(-1, (-1, x.shape[-1] if self.group_size == -1 else self.group_size))
+        largest = groups.new_full((groups.shape[-2], 1), self.largest)
+        largest[: self.wide] = largest_code(8)
+        step = self._steps(groups, largest)
+        codes = (groups / step).clamp(-largest, largest)
+        codes = FLOATS[self.format].round(codes) if self.format in FLOATS else codes.round()
+        rounded = (codes * step).flatten(-2).to(x.dtype)
+        return rounded if self.order is None else torch.empty_like(rounded).index_copy_(-1, self.order, rounded)
+
+    def _steps(self, groups: Tensor, largest: Tensor) -> Tensor:
+        """groups: [..., groups of a token, columns]; largest: [groups, 1]. Returns [..., groups, 1], or a number."""
+        if self.step is not None:
+            return self.step
+        top = groups.abs().amax(-1, keepdim=True).clamp_min(SMALLEST)
+        if self.format == "mxfp4":  # OCP Microscaling 1.0, 6.3: the power of two of the largest, over that of the grid
+            return torch.ldexp(torch.ones_like(top), torch.frexp(top).exponent - 3)
+        step = top * (self.clip / largest)
+        if self.format == "nvfp4":
+            token = step.amax(-2, keepdim=True) / E4M3.largest
+            step = E4M3.round((step / token).clamp_min(2.0**-9)) * token
+        return step
+
+    def spec(self) -> dict[str, Any]:
+        settings = {"bits": self.bits, "format": self.format, "group_size": self.group_size, "clip": self.clip}
+        return {"transform": self.name, **settings, "wide": self.wide, "static": self.step is not None}
+
+    @classmethod
+    def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "Rounding":
+        settings = {key: spec[key] for key in ("group_size", "clip", "wide")}
+        return cls(spec["bits"], spec["format"], **settings, step=tensors.get("step"), order=tensors.get("order"))
+
+    def extra_repr(self) -> str:
+        return f"bits={self.bits}, format={self.format}, group_size={self.group_size}"
+
+
+def largest_code(bits: int) -> float:
+    """The largest of symmetric integer codes: 7 in 4 bits."""
+    return 2.0 ** (bits - 1) - 1
