@@ -183,8 +183,9 @@ def _resume(store: BlockStore | None, trained: nn.ModuleList, optimizer: torch.o
         for i, one in enumerate(trained):
             one.free.copy_(tensors[f"free.{i}"])
     state = optimizer.state_dict()
-    step = torch.tensor(float(about["step"]))
-    keys = ("exp_avg", "exp_avg_sq")
-    state["state"] = {i: {"step": step, **{k: tensors[f"{k}.{i}"] for k in keys}} for i in range(len(trained))}
+    state["state"] = {
+        i: {"step": torch.tensor(float(about["step"])), **{k: tensors[f"{k}.{i}"] for k in ("exp_avg", "exp_avg_sq")}}
+        for i in range(len(trained))
+    }
     optimizer.load_state_dict(state)
     return about["step"]

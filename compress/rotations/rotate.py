@@ -19,7 +19,7 @@ from compress.transforms import Rotation
 from compress.transforms.rotation import random_hadamard, random_orthogonal
 from compress.transforms.stream import rotate_stream, stream_of
 from compress.walk.blocks import find_blocks, targets
-from compress.walk.capture import Call, block_calls, micro_batches, on_device, run_block
+from compress.walk.capture import Call, block_calls, on_device, run_block
 from compress.walk.experts import split_experts
 from compress.walk.folds.checks import binned, column_absmax, difference, logits_of, show_largest, summary, tolerance
 from compress.walk.folds.links import Link, find_links, made_up_batch
@@ -27,6 +27,8 @@ from compress.walk.offload import is_offloaded
 from compress.walk.once.saved import SavedStatistics
 from compress.walk.parallel.ranks import progress_bar
 from compress.walk.resume import BlockStore
+
+TRIED = 64  # tokens on which it is tried what can be folded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,9 +123,9 @@ class Rotate(Method):
         split_experts(model)
         before = logits_of(model)
         prefix, blocks = find_blocks(model)
-        few = [batch for batch in batches if batch.shape == batches[0].shape] or [made_up_batch(model)]
-        calls = block_calls(model, blocks, few[: len(micro_batches(few)[0])])
-        plan = self._plan(model, calls[0], device)
+        shown = batches[0] if len(batches) else made_up_batch(model)
+        calls = block_calls(model, blocks, [shown])
+        plan = self._plan(model, block_calls(model, blocks, [shown[:, :TRIED]])[0], device)
         if self.steps:
             online = {name: self._online(model, name) for name in plan.left}
             plan.rotations = learn(

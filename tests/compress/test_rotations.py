@@ -1,0 +1,194 @@
+"""Rotations change no output, spread outliers, are trained and saved; inputs are rounded as elsewhere."""
+
+import copy
+
+import pytest
+import torch
+
+from compress import METHODS, apply, load_compressed, save_compressed
+from compress.grid.nearest import rtn
+from compress.transforms import Hadamard, Rounding
+from compress.transforms.rotation import random_hadamard, random_orthogonal
+from compress.transforms.stream import stream_of
+from eval.machine.size import size
+from kernels.w8a8_matmul import quantize_rows
+
+ROTATE, ACTIVATIONS = METHODS["rotate"], METHODS["activations"]
+NOT_FOLDED = {"mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"}  # a router that is no linear reads what the norm gives
+
+
+def relative(y, expected):
+    return ((y - expected).norm() / expected.norm()).item()
+
+
+def with_gains(model, seed=0):
+    """The model with norms whose gains differ from channel to channel, as those of real models do."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in model.named_parameters():
+        if p.dim() == 1 and "norm" in name:
+            p.add_(torch.rand(p.shape, generator=generator))
+    return model
+
+
+def test_the_function_stays_and_comes_back_from_disk(any_model, tokens, tmp_path):
+    ids = torch.cat(tokens(2, 9))
+    expected = with_gains(any_model)(ids).logits
+    result = apply([ROTATE()], any_model, tokens(2))
+    assert relative(any_model(ids).logits, expected) < 1e-5
+    kinds = {fold.kind for fold in result.folds}
+    kind = any_model.config.model_type
+    behind_a_norm = kind.startswith("gemma")
+    assert (stream_of(any_model) is None) == (kind in NOT_FOLDED or behind_a_norm)
+    assert all(("not rotated" in str(fold.notes)) == (stream_of(any_model) is None) for fold in result.folds)
+    assert "online rotation" in kinds and max(fold.difference for fold in result.folds) < 1e-4
+    again = load_compressed(save_compressed(result, tmp_path / "out"))
+    assert torch.equal(again(ids).logits, any_model(ids).logits)
+    assert torch.equal(copy.deepcopy(again)(ids).logits, any_model(ids).logits)
+
+
+def test_a_tied_head_stays_tied_and_nothing_grows(tiny):
+    model = tiny("llama", tie_word_embeddings=True)
+    before = size(model).stored_bytes
+    apply([ROTATE()], model)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert size(model).stored_bytes < before + 1000  # the signs
+
+
+def outliers(model, factor=50.0):
+    """The same function with a few large channels: what a norm gives is scaled up there, and its readers down."""
+    for block in model.model.layers:
+        for norm, readers in (
+            (block.input_layernorm, (block.self_attn.q_proj, block.self_attn.k_proj, block.self_attn.v_proj)),
+            (block.post_attention_layernorm, (block.mlp.gate_proj, block.mlp.up_proj)),
+        ):
+            norm.weight[:2] *= factor
+            for linear in readers:
+                linear.weight[:, :2] /= factor
+    return model
+
+
+def test_outliers_break_four_bits_and_rotations_mend_that(tiny, tokens):
+    ids, model = torch.cat(tokens(4, 16)), tiny("llama", initializer_range=0.02)
+    expected = model(ids).logits
+    assert relative(outliers(model)(ids).logits, expected) < 1e-4
+    error = {}
+    for name, recipe in {
+        "plain": [ACTIVATIONS(bits=4)],
+        "rotated": [ROTATE(), ACTIVATIONS(bits=4)],
+        "gathered": [ACTIVATIONS(bits=4, group_size=16, outliers=0.25)],
+        "eight": [ROTATE(), ACTIVATIONS(bits=8)],
+    }.items():
+        error[name] = relative(apply(recipe, copy.deepcopy(model), tokens()).model(ids).logits, expected)
+    assert error["eight"] < 0.1 * error["rotated"] < 0.1 * 0.8 * error["plain"]
+    assert error["gathered"] < 0.8 * error["plain"]
+
+
+def test_statistics_are_of_what_the_weights_meet(tiny, tokens):
+    model, batches = tiny("llama"), tokens(4)
+    apply([ROTATE()], model, batches)
+    linear = model.model.layers[1].mlp.down_proj
+    seen = []
+    handle = linear.register_forward_pre_hook(lambda _, args: seen.append(linear.transform(args[0]).flatten(0, 1)))
+    for batch in batches:
+        model(batch)
+    handle.remove()
+    X, W = torch.cat(seen), linear.dequantize()
+    three = METHODS["rtn"](bits=3, group_size=16, skip="*layers.0.*,*attn*,*gate*,*up*")
+    record = apply([three], model, batches).layers[0]
+    D = W - model.model.layers[1].mlp.down_proj.dequantize()
+    assert isinstance(model.model.layers[1].mlp.down_proj.transform, Hadamard)
+    assert record.error == pytest.approx(((X @ D.t()).square().sum() / (X @ W.t()).square().sum()).item(), rel=1e-4)
+
+
+def test_rounded_inputs_are_those_of_int8(tiny, tokens):
+    ids, model = torch.cat(tokens(2, 9)), tiny("llama")
+    for static in (False, True):
+        recipes = [ACTIVATIONS(static=static), METHODS["int8"](activations="tensor" if static else "token")]
+        weights = METHODS["rtn"](bits=8, group_size=-1)  # whose codes int8 keeps
+        y, expected = (apply([weights, one], copy.deepcopy(model), tokens()).model(ids).logits for one in recipes)
+        assert relative(y, expected) < 1e-4 < relative(model(ids).logits, expected)
+
+
+def test_rounding_is_that_of_other_implementations():
+    x = torch.randn(5, 64) * torch.rand(5, 1) * 9
+    codes, step = quantize_rows(x, torch.int8)
+    assert torch.allclose(Rounding(8)(x), codes.float() * step, atol=1e-5)
+    codes, step = quantize_rows(x, torch.float8_e4m3fn)
+    assert relative(Rounding(8, "fp8")(x), codes.float() * step) < 1e-3
+    mx = rtn(x, bits=4, group_size=32, grid="mxfp4", scale="absmax", scale_dtype="e8m0").dequantize()
+    assert relative(Rounding(4, "mxfp4")(x), x) < 1.2 * relative(mx, x)
+    for bits, group in ((4, 16), (8, 64)):
+        groups = Rounding(bits, group_size=group)(x).unflatten(-1, (-1, group))
+        units = groups / x.unflatten(-1, (-1, group)).abs().amax(-1, keepdim=True) * (2 ** (bits - 1) - 1)
+        assert torch.allclose(units, units.round(), atol=1e-3)
+    assert relative(Rounding(4, "nvfp4")(x), x) < relative(Rounding(4, "mxfp4")(x), x)
+
+
+@pytest.mark.parametrize("n", [64, 36, 30])
+def test_rotations_are_orthogonal(n):
+    x = torch.randn(3, n)
+    for rotation in (random_hadamard(n, 1), random_orthogonal(n, 1), random_orthogonal(n, 1, fixes_ones=True)):
+        y = rotation(x)
+        assert torch.allclose(rotation.back(y), x, atol=1e-5) and torch.allclose(y.norm(dim=1), x.norm(dim=1))
+    assert torch.allclose(y.mean(1), x.mean(1), atol=1e-5)  # the last one leaves the mean alone
+
+
+def test_training_lowers_the_loss_of_rounded_inputs_and_resumes(tiny, tokens, tmp_path, monkeypatch):
+    from compress.rotations import learned
+
+    monkeypatch.setattr(learned, "RATE", 1e-2)
+    monkeypatch.setattr(learned, "KEPT", 5)
+    model, batches = with_gains(tiny("llama")), tokens(6, 24)
+    ids = torch.cat(batches)
+
+    def loss(result):
+        rounded = apply([ACTIVATIONS(bits=4)], result.model, batches).model
+        return rounded(ids, labels=ids).loss.item()
+
+    drawn = loss(apply([ROTATE()], copy.deepcopy(model), batches))
+    whole = apply([ROTATE(steps=20)], copy.deepcopy(model), batches, work_path=tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(learned, "_keep", _killed_at(10, learned._keep))
+        with pytest.raises(KeyboardInterrupt):
+            apply([ROTATE(steps=20)], copy.deepcopy(model), batches, work_path=tmp_path / "killed")
+    again = apply([ROTATE(steps=20)], copy.deepcopy(model), batches, work_path=tmp_path / "killed")
+    assert torch.equal(again.model(ids).logits, whole.model(ids).logits)
+    assert loss(whole) < drawn
+
+
+def _killed_at(step, keep):
+    def kept(store, trained, optimizer, at):
+        keep(store, trained, optimizer, at)
+        if at == step:
+            raise KeyboardInterrupt
+
+    return kept
+
+
+@pytest.mark.parametrize(
+    "knobs, said",
+    [
+        ({"online": "all"}, "stream='none' and heads=False"),
+        ({"stream": "none", "heads": False, "online": "none"}, "rotates nothing"),
+        ({"stream": "none", "heads": False, "steps": 5}, "trains folded rotations"),
+    ],
+)
+def test_knobs_that_contradict_each_other(knobs, said):
+    with pytest.raises(ValueError, match=said):
+        ROTATE(**knobs)
+
+
+def test_what_cannot_be_is_said_before_any_work(tiny, tokens, tmp_path):
+    model = tiny("llama")
+    with pytest.raises(ValueError, match="`calibrate` \\(='once'\\)"):
+        apply([ROTATE(), METHODS["rtn"](group_size=16)], model, tokens(), calibrate="once")
+    with pytest.raises(ValueError, match="`group_size` \\(=48\\) of activations must divide"):
+        apply([ACTIVATIONS(bits=4, group_size=48)], model)
+    with pytest.raises(ValueError, match="static=|`static`"):
+        ACTIVATIONS(static=True, group_size=16)
+    result = apply([ROTATE(), METHODS["rtn"](group_size=16)], model)
+    with pytest.raises(ValueError, match="rotated already"):
+        apply([ROTATE()], model)
+    for name in ("gguf", "compressed-tensors", "gptq"):
+        with pytest.raises(ValueError, match="no place for rotations"):
+            save_compressed(result, tmp_path / name, save_format=name)
