@@ -180,7 +180,8 @@ def _apply(
                     allocation = made
                 else:
                     layers[made.name] = _after(layers.get(made.name), made)
-            if originals is None and layers and any(m.reads_originals for m in recipe[i + 1 :]):
+            stored = layers and not method.moves_inputs  # what moved inputs is what later methods start from
+            if originals is None and stored and any(m.reads_originals for m in recipe[i + 1 :]):
                 originals = untouched
     if on_cache:
         attach(model, on_cache)

@@ -119,7 +119,7 @@ def test_importing_changes_nothing():
 def test_no_methods_name_outside_its_own_places():
     """A method is its own file, one line in METHODS, its notebook and its tests."""
     formats = FORMATS.keys() | {"rtn"} | SAVE_FORMATS.keys()  # a checkpoint format has the name of its first method
-    number_formats = {"int8", "fp8", "nf4"}  # whose names methods bear, too
+    number_formats = {"int8", "fp8", "nf4", "activations"}  # and a knob, whose names methods bear, too
     spoken = {path: words_of(path) for package in MAY_IMPORT for path in (ROOT / package).rglob("*.py")}
     for name, method in METHODS.items():
         if name in number_formats:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from compress.formats import Dense, Format
+from compress.grid.integer import check_group_size
 from compress.method import Method, knob
 from compress.transforms import Rounding, Transform
 from compress.transforms.rounding import FORMATS, GROUPS, SMALLEST
@@ -84,13 +85,7 @@ class Activations(LayerwiseMethod):
         return self
 
     def check_layer(self, name: str, shape: tuple[int, int]) -> None:
-        group = GROUPS.get(self.format, self.group_size)
-        if group != -1 and shape[1] % group:
-            near = [d for d in range(1, shape[1] + 1) if shape[1] % d == 0 and group / 2 <= d <= 2 * group]
-            raise ValueError(
-                f"`group_size` (={group}) of {self.name} must divide in_features (={shape[1]}) of {name}; divisors "
-                f"near it: {', '.join(map(str, near)) or 'none'}"
-            )
+        check_group_size(GROUPS.get(self.format, self.group_size), name, shape)
 
     def takes(self, parts: list[dict[str, Any]]) -> bool:
         return True

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from compress.formats import Dense
 from compress.linear import CompressedLinear, is_linear, met_by, replace, weight_of
 from compress.method import Method, knob
-from compress.records import FoldRecord
+from compress.records import FoldRecord, LayerRecord
 from compress.rotations.folds import StreamUse, fold_heads, fold_stream, heads_of, trial_of, writers
 from compress.rotations.learned import Rotations, learn
 from compress.transforms import Rotation
@@ -47,9 +47,9 @@ class Rotate(Method):
 
     stream: str = knob(
         "hadamard",
-        "rotation of the residual stream: random signs and a Hadamard transform (hadamard), any random one (random), "
+        "rotation of the residual stream: random signs and a Hadamard transform (hadamard), any other (orthogonal), "
         "or none",
-        choices=("hadamard", "random", "none"),
+        choices=("hadamard", "orthogonal", "none"),
         describes=True,
     )
     heads: bool = knob(True, "rotate what each head of v gives, and turn it back in o")
@@ -113,8 +113,11 @@ class Rotate(Method):
         store: BlockStore | None = None,
         originals: Mapping[str, nn.Module] | None = None,
         saved: SavedStatistics | None = None,
-    ) -> list[FoldRecord]:
+    ) -> list[FoldRecord | LayerRecord]:
         """Rotate a model in place, block by block.
+
+        Returns:
+            What was rotated, and the linears that are kept as a rotation and a dense weight.
 
         Raises:
             RuntimeError: a block, or the model, gives something else afterwards.
@@ -144,7 +147,7 @@ class Rotate(Method):
                 f"{self.name}: each block gives what it gave, but the model's logits differ by {moved:.1e} (at most "
                 f"{most:.0e}): something outside the blocks reads what was rotated; load the model again"
             )
-        return show_largest(records)
+        return [*show_largest(records), *(_dense_record(model, name) for name in plan.left)]
 
     def _plan(self, model: nn.Module, call: Call, device: torch.device) -> "_Plan":
         """What can be folded where, and which inputs are left to be rotated while the model runs."""
@@ -303,6 +306,21 @@ def _rotate_online(model: nn.Module, name: str, rotation: Rotation) -> None:
     linear = model.get_submodule(name)
     W = rotation(weight_of(linear)).to(linear.weight.dtype)
     replace(model, name, CompressedLinear([Dense(W)], linear.bias, dtype=linear.weight.dtype, transform=rotation))
+
+
+def _dense_record(model: nn.Module, name: str) -> LayerRecord:
+    linear = model.get_submodule(name)
+    return LayerRecord(
+        name=name,
+        shape=(linear.out_features, linear.in_features),
+        format=linear.parts[0].name,
+        bits_per_weight=linear.bits_per_weight,
+        error=0.0,
+        rtn_error=None,
+        seconds=0.0,
+        tokens=0,
+        notes=("its input is rotated while the model runs",),
+    )
 
 
 def _stream_problem(

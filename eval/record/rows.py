@@ -79,8 +79,11 @@ class LayerRow:
 
 @dataclass(frozen=True)
 class Magnitudes:
+    """Of channels; kurtosis: the mean of that of a token's values, None where it was not measured."""
+
     max: float | None
     median: float | None
+    kurtosis: float | None
 
     @property
     def outlier(self) -> float:

@@ -1,7 +1,7 @@
-"""Scales that were moved from activations into weights: ranges before and after, strengths, errors, and the check."""
+"""Scales and rotations that were moved from activations into weights: ranges before and after, errors, the check."""
 
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -35,7 +35,8 @@ def context(folds: Sequence[Fold]) -> dict[str, Any]:
         kinds[title(fold)].append((plots.place_of(fold.name, i)[0], fold))
     moved = [fold.alpha for fold in folds if fold.alpha is not None]
     return {
-        "said": _said(folds, moved),
+        "said": " ".join(filter(None, (_said(folds, moved), _said_of_rotations(folds)))),
+        "rotated": any(map(_is_rotation, folds)),
         "channels": _channels(folds),
         "magnitudes": _magnitudes(kinds),
         "alphas": _alphas(kinds) if len(set(moved)) > 1 else "",
@@ -57,19 +58,51 @@ def consumers(fold: Fold) -> str:
     return ", ".join(list(short)[:4]) + (", …" if len(short) > 4 else "")
 
 
-def _said(folds: Sequence[Fold], moved: list[float]) -> str:
-    if not moved:
-        return f"None of {len(folds)} links was moved."
-    low, high = min(moved), max(moved)
-    strength = f"alpha {low:g}" if low == high else f"alpha {low:g} to {high:g}, median {statistics.median(moved):g}"
+def _is_rotation(fold: Fold) -> bool:
+    return "rotation" in fold.kind
+
+
+def _said_of_rotations(folds: Sequence[Fold]) -> str:
+    """How many inputs were rotated, what became of their outliers, and why the stream was not rotated; "" for none."""
+    rotations = [fold for fold in folds if _is_rotation(fold)]
+    if not rotations:
+        return ""
+    kinds = Counter(fold.kind for fold in rotations)
+    counted = ", ".join(f"{count} by {kind}" for kind, count in kinds.items())
+    text = f"The inputs of {len(rotations)} groups of linears are rotated ({counted}). {_outliers(rotations)}."
+    before, after = (
+        [k for fold in rotations if (k := getattr(fold, f"x_{when}").kurtosis) is not None]
+        for when in ("before", "after")
+    )
+    if before and after:
+        text += (
+            f" The median kurtosis of what a token gives them goes from {fmt(statistics.median(before), '.1f')} to "
+            f"{fmt(statistics.median(after), '.1f')}, where 3 is that of a normal distribution."
+        )
+    reasons = dict.fromkeys(note for fold in rotations for note in fold.notes)
+    return text + "".join(f" Note: {reason}." for reason in reasons)
+
+
+def _outliers(folds: Sequence[Fold]) -> str:
+    """How far the largest input channels stand out, before and after."""
     before, after = (
         fmt(statistics.median(getattr(fold, f"x_{when}").outlier for fold in folds), ".1f")
         for when in ("before", "after")
     )
-    text = (
-        f"{len(moved)} of {len(folds)} links were scaled ({strength}). Over the links, the median of the largest "
-        f"input channel against the typical one goes from {before}× to {after}×"
+    return (
+        f"Over them, the median of the largest input channel against the typical one goes from {before}× to {after}×"
     )
+
+
+def _said(folds: Sequence[Fold], moved: list[float]) -> str:
+    folds = [fold for fold in folds if not _is_rotation(fold)]
+    if not folds:
+        return ""
+    if not moved:
+        return f"None of {len(folds)} links was moved."
+    low, high = min(moved), max(moved)
+    strength = f"alpha {low:g}" if low == high else f"alpha {low:g} to {high:g}, median {statistics.median(moved):g}"
+    text = f"{len(moved)} of {len(folds)} links were scaled ({strength}). {_outliers(folds)}"
     measured = [
         (f.error_before, f.error_after) for f in folds if finite(f.error_before, f.error_after) and f.error_before > 0
     ]

@@ -22,6 +22,7 @@ from compress.kv import CompressedCache
 from compress.kv.attach import attached_methods
 from compress.linear import compressed_linears
 from compress.transforms import TRANSFORMS, Transform
+from compress.transforms.stream import stream_of
 from eval.machine.size import size
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
@@ -115,13 +116,14 @@ def test_a_class_that_transformers_lacks_is_refused_before_anything_is_written(t
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("version", [1, 2, FORMAT_VERSION])
+@pytest.mark.parametrize("version", [1, 2, 3, FORMAT_VERSION])
 def test_checkpoints_of_every_version_load(version, tmp_path):
     """Stored ones: tests/compress/checkpoints/<version>; `expected.json` holds the logits that they gave."""
     folder = CHECKPOINTS / f"version-{version}"
     expected = json.loads((folder / "expected.json").read_text())
     model = load_compressed(folder).float()
-    assert len(dropped_parts(model)) == 1 and len(compressed_linears(model)) == 11 + (version == 3)  # the head, too
+    assert len(dropped_parts(model)) == 1 and len(compressed_linears(model)) == 11 + (version >= 3)  # the head, too
+    assert (stream_of(model) is not None) == (version == 4)
     logits = model(torch.tensor([expected["ids"]]), use_cache=False).logits[0, -1]
     torch.testing.assert_close(logits, torch.tensor(expected["logits"]), atol=2e-4, rtol=1e-4)
     assert Story.read(folder).recipe[0]["method"] == "layer_drop"

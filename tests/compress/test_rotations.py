@@ -182,7 +182,7 @@ def test_what_cannot_be_is_said_before_any_work(tiny, tokens, tmp_path):
     model = tiny("llama")
     with pytest.raises(ValueError, match="`calibrate` \\(='once'\\)"):
         apply([ROTATE(), METHODS["rtn"](group_size=16)], model, tokens(), calibrate="once")
-    with pytest.raises(ValueError, match="`group_size` \\(=48\\) of activations must divide"):
+    with pytest.raises(ValueError, match="`group_size` \\(=48\\) must divide in_features"):
         apply([ACTIVATIONS(bits=4, group_size=48)], model)
     with pytest.raises(ValueError, match="static=|`static`"):
         ACTIVATIONS(static=True, group_size=16)

@@ -14,7 +14,7 @@ from compress.activations.smoothquant import output_error, smoothing_scales
 from compress.inputs.calibration import calibration
 from compress.linear import weight_of
 from compress.method import settle
-from compress.walk import folding
+from compress.walk.folds import folding
 from compress.walk.folds.links import Link, find_links
 from compress.walk.statistics import STATISTICS, LayerStatistics
 
