@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from compress.formats import Format, TrellisWeight
-from compress.formats.trellis import rotate, signs_for
+from compress.formats.trellis import signs_for, turn
 from compress.method import knob
 from compress.walk.hessian import Factor, factorise
 from compress.walk.layerwise import LayerwiseMethod
@@ -62,9 +62,9 @@ class QTIP(LayerwiseMethod):
         key = "rotated factor", self.damp, self.sink_weight, self.seed
         if key not in statistics.shared:
             gram, starts = statistics.values["gram"], statistics.values["starts"]
-            H = rotate(rotate(gram, signs).t().contiguous(), signs)
+            H = turn(turn(gram, signs).t().contiguous(), signs)
             more = (self.sink_weight - 1) * 2 / max(statistics.tokens, 1)  # as in GPTQ: see its `first_tokens`
-            first = (rotate(starts, signs), more) if more and len(starts) else None
+            first = (turn(starts, signs), more) if more and len(starts) else None
             statistics.shared[key] = factorise(H, self.damp, torch.arange(len(H), device=H.device), first)
         return statistics.shared[key]
 
@@ -81,7 +81,7 @@ def qtip(W: Tensor, factor: Factor | None, signs: Tensor, *, bits: int, states: 
     column, not over a tile of 16 x 16, so that every column is corrected for all before it; outputs are not rotated,
     because each row has a factor of its own; each column has one too, because the corrections make later ones larger.
     """
-    Wt = rotate(W.float(), signs).t().contiguous()  # [in, out]
+    Wt = turn(W.float(), signs).t().contiguous()  # [in, out]
     row = Wt.square().mean(0).sqrt()  # [out]
     table = values(states, W.device) / UNIT
     if factor is None:

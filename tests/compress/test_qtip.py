@@ -5,7 +5,7 @@ import torch
 
 from compress import METHODS, apply, load_compressed, save_compressed
 from compress.formats import FORMATS
-from compress.formats.trellis import rotate, rotate_back, signs_for
+from compress.formats.trellis import signs_for, turn, turn_back
 from compress.linear import compressed_linears
 from compress.walk.hessian import factorise
 from compress.weights.gptq import gptq
@@ -21,7 +21,7 @@ def correlated(rows=96, columns=80, tokens=400):
 
 
 def rotated_factor(H, signs):
-    turned = rotate(rotate(H, signs).t().contiguous(), signs)
+    turned = turn(turn(H, signs).t().contiguous(), signs)
     return factorise(turned, 0.01, torch.arange(len(H)))
 
 
@@ -34,8 +34,8 @@ def loss(W, stored, H):
 def test_the_rotation_is_orthogonal(n):
     signs = signs_for(n, 0)
     eye = torch.eye(n)
-    Q = rotate(eye, signs)
-    assert torch.allclose(Q @ Q.t(), eye, atol=1e-5) and torch.allclose(rotate_back(Q, signs), eye, atol=1e-5)
+    Q = turn(eye, signs)
+    assert torch.allclose(Q @ Q.t(), eye, atol=1e-5) and torch.allclose(turn_back(Q, signs), eye, atol=1e-5)
     assert signs.abs().eq(1).all() and torch.equal(signs, signs_for(n, 0)) and not torch.equal(signs, signs_for(n, 1))
     if n != 42:  # 42 = 21 blocks of 2
         assert torch.allclose(Q, signs[:, None] * hadamard_matrix(n) / n**0.5, atol=1e-5)

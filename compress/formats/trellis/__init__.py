@@ -1,6 +1,6 @@
 """A weight whose rotated columns are walks through a trellis, and the rotation."""
 
-from compress.formats.trellis.rotation import rotate, rotate_back, signs_for
+from compress.formats.trellis.rotation import signs_for, turn, turn_back
 from compress.formats.trellis.weight import TrellisWeight
 
-__all__ = ["TrellisWeight", "rotate", "rotate_back", "signs_for"]
+__all__ = ["TrellisWeight", "turn", "turn_back", "signs_for"]

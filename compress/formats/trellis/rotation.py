@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from compress.transforms.rotation import widest_block
 from kernels.hadamard import hadamard
-from kernels.hadamard.matrix import base
 
 
 def signs_for(n: int, seed: int) -> Tensor:
@@ -13,7 +13,7 @@ def signs_for(n: int, seed: int) -> Tensor:
     return torch.randint(2, (n,), generator=generator) * 2.0 - 1
 
 
-def rotate(x: Tensor, signs: Tensor) -> Tensor:
+def turn(x: Tensor, signs: Tensor) -> Tensor:
     """Flip signs [n] along the last dimension of x, and then transform it: an orthogonal map.
 
     Source: incoherence processing of QuIP# (Tseng et al., 2024, arXiv:2402.04396, section 3.1), here of the inputs
@@ -22,13 +22,13 @@ def rotate(x: Tensor, signs: Tensor) -> Tensor:
     return _transform(x * signs)
 
 
-def rotate_back(x: Tensor, signs: Tensor) -> Tensor:
-    """The inverse of `rotate`."""
+def turn_back(x: Tensor, signs: Tensor) -> Tensor:
+    """The inverse of `turn`."""
     return _transform(x) * signs
 
 
 def _transform(x: Tensor) -> Tensor:
     """Its own inverse."""
     n = x.shape[-1]
-    block = next(d for d in range(n, 0, -1) if n % d == 0 and base(d))
+    block = widest_block(n)
     return hadamard(x.reshape(*x.shape[:-1], n // block, block)).view(x.shape)

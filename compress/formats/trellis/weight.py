@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from compress.formats.base import AsStored
-from compress.formats.trellis.rotation import rotate, rotate_back
+from compress.formats.trellis.rotation import turn, turn_back
 from kernels.int_matmul import pack_bits, unpack_bits
 from kernels.trellis_matmul import Trellis, decode, length_for, trellis_matmul
 
@@ -55,10 +55,10 @@ class TrellisWeight(AsStored):
 
     def dequantize(self) -> Tensor:
         values = decode(self._trellis(self.row.float())) * self.column.float()
-        return rotate_back(values, self._signs())
+        return turn_back(values, self._signs())
 
     def matmul(self, x: Tensor) -> Tensor:
-        rotated = rotate(x.float(), self.flips) * self.gains
+        rotated = turn(x.float(), self.flips) * self.gains
         return trellis_matmul(rotated.to(x.dtype), self._trellis(self.factors))
 
     def lay_out(self, dtype: torch.dtype) -> dict[str, Tensor]:
