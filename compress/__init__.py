@@ -23,6 +23,7 @@ from compress.kv.eviction.expected_attention import ExpectedAttention
 from compress.kv.eviction.h2o import H2O
 from compress.kv.eviction.keydiff import KeyDiff
 from compress.kv.eviction.knorm import KNorm
+from compress.kv.eviction.kvzap import KVzap
 from compress.kv.eviction.kvzip import KVzip
 from compress.kv.eviction.prefixkv import PrefixKV
 from compress.kv.eviction.random_choice import RandomEviction
@@ -62,7 +63,8 @@ METHODS: dict[str, type[Method]] = {
     "rotate": Rotate, "activations": Activations,
     "smoothquant": SmoothQuant, "int8": Int8, "fp8": FP8, "llm_int8": LLMInt8, "bnb_int8": BitsandbytesInt8,
     "random_kv": RandomEviction, "streaming": Streaming, "knorm": KNorm, "keydiff": KeyDiff, "h2o": H2O, "tova": TOVA,
-    "snapkv": SnapKV, "expected_attention": ExpectedAttention, "kvzip": KVzip, "prefixkv": PrefixKV, "d2o": D2O,
+    "snapkv": SnapKV, "expected_attention": ExpectedAttention, "kvzip": KVzip, "kvzap": KVzap,
+    "prefixkv": PrefixKV, "d2o": D2O,
     "kv_int": KVInt,
     "quest": Quest, "tidaldecode": TidalDecode,
 }  # fmt: skip

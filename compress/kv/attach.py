@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import Cache, DynamicCache
 
-from compress.kv.attention import NAME, expect, register
+from compress.kv.attention import NAME, expect, note_hidden, register
 from compress.kv.cache import CompressedCache
 from compress.kv.policy import CacheMethod
 from compress.kv.support import check_model
@@ -32,6 +32,9 @@ class Attachment:
         self._before = model.config._attn_implementation
         enter = model.register_forward_pre_hook(self._enter, with_kwargs=True)
         self._hooks = [enter, model.register_forward_hook(self._leave, with_kwargs=True)]
+        for module in model.modules():
+            if hasattr(module, "layer_idx"):  # attention, and in some models the block around it, which comes before it
+                self._hooks.append(module.register_forward_pre_hook(self._note, with_kwargs=True))
         model.set_attn_implementation(NAME)
 
     def cache(self, **more: bool) -> CompressedCache:
@@ -77,7 +80,11 @@ class Attachment:
             given.masks.append(torch.ones_like(ids).bool() if mask is None else given.mask[:, -ids.shape[1] :].clone())
         return args, kwargs
 
+    def _note(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        note_hidden(kwargs.get("hidden_states", args[0] if args else None))
+
     def _leave(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        note_hidden(None)
         cache = kwargs.get("past_key_values")
         if isinstance(cache, CompressedCache) and cache.listener is None and not cache.observes:
             cache.finish()
@@ -101,6 +108,8 @@ def attach(model: nn.Module, methods: Sequence[CacheMethod] = ()) -> Attachment:
     check_model(model)
     attachment = attachment_of(model)
     check_slots(model, methods)
+    for method in methods:
+        method.check(model)
     attachment = attachment or Attachment(model)
     vars(attachment).update({method.slot: method for method in methods})
     return attachment

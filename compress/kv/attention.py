@@ -19,6 +19,16 @@ def expect(attend: Callable[..., Tensor] | None) -> None:
     _expecting.attend = attend
 
 
+def note_hidden(hidden: Tensor | None) -> None:
+    """What the attention module that runs next gets, [B, n, hidden], for policies that score by it."""
+    _expecting.hidden = hidden
+
+
+def noted_hidden() -> Tensor | None:
+    """What was noted last."""
+    return getattr(_expecting, "hidden", None)
+
+
 def register() -> None:
     """Make the attention known to transformers, with its mask: one without the other is silently wrong."""
     AttentionInterface.register(NAME, attention)

@@ -22,7 +22,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from compress.dropped import dropped_parts
 from compress.kv.allocation import ada, by_prefix, by_variance, over_layers, pyramid, uniform
-from compress.kv.attention import expect
+from compress.kv.attention import expect, noted_hidden
 from compress.kv.layer import EXACT, KVLayer, packed
 from compress.kv.policy import Policy, Storage
 from compress.kv.reading.method import Reading
@@ -33,7 +33,7 @@ from compress.kv.storage import Growing, joined, slabs_of
 OF_ALL_LAYERS = {"global": over_layers, "prefix": by_prefix, "variance": by_variance}
 INTERVAL = 8  # while text is generated, evict after so many tokens, or an eighth of the budget
 # What a copy of an observing cache's layer has of its own.
-OWN = ("slabs", "queries", "asked", "positions", "precision", "evicts", "remembers", "traces")
+OWN = ("slabs", "queries", "asked", "hidden", "positions", "precision", "evicts", "remembers", "traces")
 
 
 class CompressedCache(Cache):
@@ -225,7 +225,8 @@ class CompressedCache(Cache):
             else:
                 for layer, other in zip(made.own, self.own, strict=True):
                     if layer.slabs:
-                        layer.memory.view.copy_(made.policy.remember(layer.seen_by(other.queries, other.asked)))
+                        seen = layer.seen_by(other.queries, other.asked, hidden=other.hidden)
+                        layer.memory.view.copy_(made.policy.remember(seen))
             self._recalled = {about: [None if layer.memory is None else layer.memory.view for layer in made.own]}
         for layer, memory in zip(made.own, self._recalled[about], strict=True):
             layer.memory = None if memory is None else Growing(memory.clone())
@@ -267,7 +268,7 @@ class CompressedCache(Cache):
         if self.listener is not None:  # a pass that only looks: nothing is kept
             self.listener(layer, q, k, real)
             return layer.attend_beside(q, k, v, mask, about)
-        count = self.policy is not None and self.policy.remembers and self.policy.decoding
+        count = self.policy is not None and self.policy.remembers and self.policy.mass and self.policy.decoding
         # Behind a prompt, one token at a time, or where an evaluation has stopped prompts, tokens may read sparsely.
         sparse = self.reader is not None and layer.slabs and (n == 1 or self.paused) and (mask is None or real.all())
         attend = partial(self.reader.attend, layer) if sparse else layer.attend
@@ -287,16 +288,23 @@ class CompressedCache(Cache):
         window = policy.window if policy is not None and policy.decoding else 0
         before = (layer.queries, layer.asked) if layer.queries is not None else (q[:, :, :0], real[:, :0])
         queries, asked = packed(torch.cat([before[0], q], 2), torch.cat([before[1], real], 1))
+        hidden = noted_hidden()
         if self.observes:
-            layer.queries, layer.asked = queries, asked
+            seen = (hidden[:, :0], real[:, :0]) if layer.hidden is None else (layer.hidden, layer.asked)
+            joined_hidden, _ = packed(torch.cat([seen[0], hidden], 1)[:, None], torch.cat([seen[1], real], 1))
+            layer.queries, layer.asked, layer.hidden = queries, asked, joined_hidden[:, 0]
             return
         cut = max(0, queries.shape[2] - window)
         layer.queries, layer.asked = (queries[:, :, cut:].clone(), asked[:, cut:].clone()) if window else (None, None)
         decoding = n == 1 and layer.seen > 1
-        if self.paused or policy.runs_model or (decoding and not policy.decoding):
+        idle = decoding and not policy.decoding  # nothing is evicted
+        if self.paused or policy.runs_model or (idle and not policy.reads_hidden):
             return
         if policy.remembers:
-            layer.memory.view.copy_(policy.remember(layer.seen_by(*packed(q, real), mass)))
+            hidden = packed(hidden[:, None], real)[0][:, 0] if policy.reads_hidden else None
+            layer.memory.view.copy_(policy.remember(layer.seen_by(*packed(q, real), mass, hidden)))
+        if idle:
+            return
         due = torch.ones_like(layer.tokens, dtype=torch.bool)
         if decoding:
             due = layer.since >= (policy.target(layer.tokens) // INTERVAL).clamp(min=INTERVAL)

@@ -58,6 +58,7 @@ class KVLayer(DynamicLayer):
         self.queries: Tensor | None = None  # [B, H_q, n, D] the last ones
         self.asked: Tensor | None = None
         self.carried: Tensor | None = None  # [B, H], what a policy that merges hands from eviction to eviction
+        self.hidden: Tensor | None = None  # [B, n, hidden], of the queries' tokens, where a cache observes
         self.about: dict[str, Any] = {}  # scaling, softcap, turn of the last attention
         self.incoming: tuple[Tensor, Tensor] | None = None
         self.is_initialized = False
@@ -109,6 +110,8 @@ class KVLayer(DynamicLayer):
         self.seen, self.fresh, self.tokens = self.seen - count, max(self.fresh - count, 0), self.tokens - count
         if self.queries is not None:
             self.queries, self.asked = self.queries[:, :, :-count], self.asked[:, :-count]
+        if self.hidden is not None:
+            self.hidden = self.hidden[:, :-count]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Give row i what row beam_idx[i] had."""
@@ -129,7 +132,7 @@ class KVLayer(DynamicLayer):
                 one.rows(change)
         for one in filter(None, (self.memory, self.positions)):
             one.rows(change)
-        for name in ("tokens", "since", "queries", "asked", "carried"):
+        for name in ("tokens", "since", "queries", "asked", "carried", "hidden"):
             if getattr(self, name) is not None:
                 setattr(self, name, change(getattr(self, name)))
 
@@ -156,7 +159,7 @@ class KVLayer(DynamicLayer):
         """Every tensor that this layer holds from one pass to the next."""
         buffers = [one.buffer for slab in self.slabs for one in slab.tensors] + [slab.starts for slab in self.slabs]
         more = [one.buffer for one in (self.memory, self.positions) if one is not None]
-        single = (self.queries, self.asked, self.tokens, self.since, self.carried)
+        single = (self.queries, self.asked, self.tokens, self.since, self.carried, self.hidden)
         return [*buffers, *more, *(x for x in single if x is not None)]
 
     def kept_positions(self) -> list[list[Tensor]]:
@@ -311,7 +314,7 @@ class KVLayer(DynamicLayer):
             yield slab, (at, at + slab.starts.shape[1])
             at += slab.starts.shape[1]
 
-    def seen_by(self, queries: Tensor, asked: Tensor, mass: Tensor | None = None) -> Seen:
+    def seen_by(self, queries: Tensor, asked: Tensor, mass: Tensor | None = None, hidden: Tensor | None = None) -> Seen:
         """What a policy scores with: the cache as it is, and the queries of the last tokens; no keys where `mass` says
         it all."""
         k, v, _ = joined(self.slabs) if mass is None else (queries[:, :, :0], queries[:, :, :0], None)
@@ -329,6 +332,7 @@ class KVLayer(DynamicLayer):
             memory=memory,
             mass=mass,
             places=places,
+            hidden=hidden,
             **self.about,
         )
 

@@ -146,6 +146,7 @@ class Policy(CacheMethod):
     window: ClassVar[int] = 0  # how many queries `scores` reads while text is generated; 0: none
     remembers: ClassVar[bool] = False  # is there something to remember of each position from pass to pass?
     runs_model: ClassVar[bool] = False  # does scoring take passes of the whole model?
+    reads_hidden: ClassVar[bool] = False  # does `remember` read `seen.hidden`? Then it is asked at every pass
     mass: ClassVar[bool] = False  # are scores attention, finite ones not negative, that can be summed up?
     merges: ClassVar[bool] = False  # does `merge` change what stays?
 

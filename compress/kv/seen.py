@@ -27,6 +27,7 @@ class Seen:
         scaling, softcap, sinks: of the attention; sinks [H_q] are scores of something without a value.
         positions: [B, n]: positions of the queries, counted over real tokens.
         layer: this layer's number.
+        hidden: [B, n, hidden]: what the attention module got for the queries' tokens; None where nobody reads it.
         places: [B, H_kv, T]: positions of what is kept, where queries are of earlier passes too; None: the last n are
             their own.
         turn: (x [B, H, n, D], positions [B, n], back: bool) -> x rotated to these positions, or back from them.
@@ -47,6 +48,7 @@ class Seen:
     memory: Tensor | None = None
     mass: Tensor | None = None
     places: Tensor | None = None
+    hidden: Tensor | None = None
 
     def attention(self, last: int) -> Tensor:
         """Attention of the last `last` queries, [B, H_kv, heads that share one, last, T], float32; 0 for those that are

@@ -230,7 +230,9 @@ def _attention(
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    layer = None if compressed is None else compressed.layers[module.layer_idx]
+    layer = getattr(compressed, "layer", None)  # of a cache of one layer: no block is compiled for its number
+    if layer is None and compressed is not None:
+        layer = compressed.layers[module.layer_idx]
     if isinstance(layer, StaticKVLayer):
         if s_aux is not None:
             raise ValueError("the decode kernel knows no attention sinks")

@@ -20,7 +20,7 @@ from compress.kv.rotation import turn_of
 from compress.kv.storage import joined
 from compress.method import settle
 
-POLICIES = [name for name, method in METHODS.items() if issubclass(method, Policy)]
+POLICIES = [name for name, method in METHODS.items() if issubclass(method, Policy) and not method.reads_hidden]
 SMALL = {"snapkv": {"observed": 4}, "expected_attention": {"future": 16}}  # knobs for short prompts
 KV_INT = METHODS["kv_int"]
 NEAR = {"rtol": 1e-3, "atol": 1e-4}
