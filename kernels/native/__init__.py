@@ -23,7 +23,7 @@ from kernels.errors import kind_and_first_line
 from kernels.user_cache import cache_folder
 
 HERE = Path(__file__).parent
-SOURCES = ("panels.cpp", "half.cpp", "int8.cpp", "kv_decode.cpp", "step.cpp", "trellis.cpp")
+SOURCES = ("panels.cpp", "half.cpp", "int8.cpp", "kv_decode.cpp", "step.cpp", "trellis.cpp", "w4a8.cpp")
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fopenmp", "-DAT_PARALLEL_OPENMP=1", "-w")
 _LOCK = threading.Lock()
 
@@ -84,6 +84,17 @@ def _isa(op: str, flag: bool) -> str:
     return getattr(torch.ops.workbench, op)(flag)  # asked once: eager products ask at every call
 
 
+@torch.compiler.assume_constant_result
+def w4a8_runs() -> bool:
+    """Are the kernels loaded, on a CPU with AVX512-VNNI, which multiplies weights in panels by rounded activations?"""
+    return _w4a8_runs()
+
+
+@cache
+def _w4a8_runs() -> bool:
+    return why_not() is None and torch.ops.workbench.panels_w4a8_runs()
+
+
 def runs(isa: str) -> bool:
     """Does this machine have the instruction set, and the build the loops for it?"""
     return torch.ops.workbench.panels_runs(isa)
@@ -140,6 +151,10 @@ def _register_fakes() -> None:
     @torch.library.register_fake("workbench::int8_matmul")
     def _(x, codes, scale, x_scale):
         return x.new_empty(*x.shape[:-1], scale.shape[0])
+
+    @torch.library.register_fake("workbench::panels_w4a8")
+    def _(x, codes, scale, zero, out, x_bits, x_group, x_scale):
+        return x.new_empty(*x.shape[:-1], out)
 
     @torch.library.register_fake("workbench::kv_decode_native")
     def _(q, k, v, params_k, params_v, tail_k, tail_v, lengths, starts, indices, bits, group, scale, softcap,

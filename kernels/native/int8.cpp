@@ -27,9 +27,6 @@ constexpr int STEP = 4;          // columns that one instruction sums
 constexpr int BLOCKS = 4;        // a thread that has as many blocks of tokens takes all of W; else threads share the panels
 constexpr int64_t NEAR = 1 << 19;  // bytes of codes that should stay in a core's second cache
 constexpr int64_t GRAIN = 1 << 16;  // bytes of W times tokens, or elements of x, worth a thread
-constexpr uint16_t UPPER[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
-                                33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};  // halves of 32 words
-constexpr float SMALLEST = 0x1p-100f, LARGEST = 127.0f;
 
 enum class Kind { float32, bfloat16, float16 };
 
@@ -66,72 +63,15 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 #define INLINE static inline __attribute__((always_inline))
 namespace vnni {
 
-INLINE __mmask16 lanes(int64_t left) { return left >= 16 ? 0xFFFF : left <= 0 ? 0 : (1u << left) - 1; }
-
-// Sixteen numbers; zeros where the mask has none.
-template <Kind kind>
-INLINE __m512 load(const void* x, int64_t at, __mmask16 mask) {
-  if constexpr (kind == Kind::float32) return _mm512_maskz_loadu_ps(mask, static_cast<const float*>(x) + at);
-  const __m256i half = _mm256_maskz_loadu_epi16(mask, static_cast<const uint16_t*>(x) + at);
-  if constexpr (kind == Kind::float16) return _mm512_cvtph_ps(half);
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
-}
-
-// max|x|, a NaN or an infinity as one of them: as integers, bits without the sign are in the order of |x|, and those above all.
-template <Kind kind>
-INLINE float largest(const void* x, int64_t n) {
-  if constexpr (kind == Kind::float32) {
-    __m512i top = _mm512_setzero_si512();
-    const __m512i all = _mm512_set1_epi32(0x7FFFFFFF);
-    for (int64_t i = 0; i < n; i += 16)
-      top = _mm512_max_epi32(top, _mm512_and_si512(all, _mm512_castps_si512(load<kind>(x, i, lanes(n - i)))));
-    return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(_mm512_reduce_max_epi32(top))));
-  } else {
-    const auto* p = static_cast<const uint16_t*>(x);
-    const __m512i all = _mm512_set1_epi16(0x7FFF);
-    __m512i a = _mm512_setzero_si512(), b = a;
-    int64_t i = 0;
-    for (; i + 64 <= n; i += 64) {
-      a = _mm512_max_epu16(a, _mm512_and_si512(all, _mm512_loadu_si512(p + i)));
-      b = _mm512_max_epu16(b, _mm512_and_si512(all, _mm512_loadu_si512(p + i + 32)));
-    }
-    for (; i < n; i += 32) {
-      const __mmask32 mask = n - i >= 32 ? 0xFFFFFFFF : (1u << (n - i)) - 1;
-      a = _mm512_max_epu16(a, _mm512_and_si512(all, _mm512_maskz_loadu_epi16(mask, p + i)));
-    }
-    a = _mm512_max_epu16(a, b);
-    const __m512i low = _mm512_and_si512(a, _mm512_set1_epi32(0xFFFF)), high = _mm512_srli_epi32(a, 16);
-    const __m128i bits = _mm_cvtsi32_si128(_mm512_reduce_max_epi32(_mm512_max_epi32(low, high)));
-    if constexpr (kind == Kind::float16) return _mm_cvtss_f32(_mm_cvtph_ps(bits));
-    return _mm_cvtss_f32(_mm_castsi128_ps(_mm_slli_epi32(bits, 16)));
-  }
-}
-
-// The codes of 64 columns, or of the `left` that there are, and zeros.
-template <Kind kind>
-INLINE __m512i encode(const void* x, int64_t at, int64_t left, __m512 inverse, bool clamp) {
-  const __m512 high = _mm512_set1_ps(LARGEST), low = _mm512_set1_ps(-LARGEST);
-  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);  // undoes what packing does
-  __m512i v[4];
-#pragma GCC unroll 4
-  for (int j = 0; j < 4; j++) {
-    __m512 scaled = _mm512_mul_ps(load<kind>(x, at + 16 * j, lanes(left - 16 * j)), inverse);
-    if (clamp) scaled = _mm512_max_ps(_mm512_min_ps(scaled, high), low);
-    v[j] = _mm512_cvt_roundps_epi32(scaled, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  }
-  const __m512i packed = _mm512_packs_epi16(_mm512_packs_epi32(v[0], v[1]), _mm512_packs_epi32(v[2], v[3]));
-  return _mm512_permutexvar_epi32(order, packed);
-}
+#include "int8.inc"
 
 // One token. Its codes, with `flip` applied to the bits of each, go to `to`, chunks `stride` bytes apart; `whole`: the last one
 // is filled up with zeros. Returns the step; `sum` is that of the codes.
 template <Kind kind>
 static float quantize(const void* x, int64_t n, const float* fixed, int flip, bool whole, uint8_t* to, int64_t stride,
                       int32_t* sum) {
-  const float most = largest<kind>(x, n);
-  const bool finite = most <= FLT_MAX;
-  const float top = finite && most > SMALLEST ? most : SMALLEST;
-  const __m512 inverse = _mm512_set1_ps(!finite ? 0.0f : fixed ? 1.0f / *fixed : LARGEST / top);
+  const Step step = step_of<kind>(x, n, fixed);
+  const __m512 inverse = _mm512_set1_ps(step.inverse);
   const __m512i flips = _mm512_set1_epi8(char(flip)), ones = _mm512_set1_epi8(1);
   __m512i total = _mm512_setzero_si512();
   int64_t i = 0;
@@ -146,7 +86,7 @@ static float quantize(const void* x, int64_t n, const float* fixed, int flip, bo
     _mm512_mask_storeu_epi8(to, whole ? ~0ull : (1ull << (n - i)) - 1, _mm512_xor_si512(codes, flips));
   }
   *sum = _mm512_reduce_add_epi32(total);
-  return !finite ? NAN : fixed ? *fixed : top / LARGEST;
+  return step.step;
 }
 
 static float quantize(const Input& x, int64_t token, int flip, bool whole, uint8_t* to, int64_t stride, int32_t* sum) {
@@ -166,33 +106,6 @@ static void quantize_block(const Input& x, int64_t first, int count, const Block
     to.above[m] = 128 * sum;
   }
 }
-
-INLINE __m512i rounded(__m512 v) {  // bfloat16 in the upper halves, to nearest even; a NaN stays one
-  const __m512i bits = _mm512_castps_si512(v), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  const __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
-  return _mm512_mask_mov_epi32(up, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), _mm512_set1_epi32(0x7FC00000));
-}
-
-// Up to 32 outputs of a token.
-INLINE void put(void* y, Kind kind, int64_t at, __m512 a, __m512 b, __mmask32 mask) {
-  if (kind == Kind::float32) {
-    _mm512_mask_storeu_ps(static_cast<float*>(y) + at, __mmask16(mask), a);
-    return _mm512_mask_storeu_ps(static_cast<float*>(y) + at + 16, __mmask16(mask >> 16), b);
-  }
-  __m512i half;
-  if (kind == Kind::float16) {
-    const __m256i low = _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT);
-    half = _mm512_inserti64x4(_mm512_castsi256_si512(low), _mm512_cvtps_ph(b, _MM_FROUND_TO_NEAREST_INT), 1);
-  } else {
-    const __m512i upper = _mm512_loadu_si512(UPPER);
-    half = _mm512_permutex2var_epi16(rounded(a), upper, rounded(b));
-  }
-  _mm512_mask_storeu_epi16(static_cast<uint16_t*>(y) + at, mask, half);
-}
-
-// total += W's four codes in each lane times the token's four. In assembly, because GCC 12 copies every sum to memory after its
-// own intrinsic: half as fast.
-INLINE void add_products(__m512i& total, __m512i w, __m512i x) { asm("vpdpbusd %2, %1, %0" : "+v"(total) : "v"(w), "v"(x)); }
 
 // sum += four columns of the tokens by the panel's 32 rows.
 template <int M>

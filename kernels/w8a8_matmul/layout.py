@@ -11,6 +11,7 @@ from kernels.w8a8_matmul.panels import from_panels, to_panels
 
 BLOCK = 128  # rows and columns that share a scale in a block-wise weight; columns that do in its activations
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+LARGEST_OF_FOUR_BITS = 7.0
 SMALLEST = 2.0**-100  # rows that are smaller than this everywhere are quantised as if they reached it
 MOST_COLUMNS = {torch.int8: 1 << 17, torch.float8_e4m3fn: 1 << 30}  # 2^17 products of at most 2^14 are below 2^31 ...
 
@@ -32,7 +33,7 @@ class W8(NamedTuple):
 
 
 def quantize_rows(
-    x: Tensor, dtype: torch.dtype, *, scale: Tensor | None = None, block: int | None = None
+    x: Tensor, dtype: torch.dtype, *, scale: Tensor | None = None, block: int | None = None, bits: int = 8
 ) -> tuple[Tensor, Tensor]:
     """Quantise activations symmetrically, token by token.
 
@@ -43,23 +44,28 @@ def quantize_rows(
     Args:
         x: [..., in], float32, bfloat16 or float16.
         dtype: torch.int8 or torch.float8_e4m3fn.
-        scale: one positive float32 step for all of x (static); what lies beyond the largest code is clamped to it.
+        scale: one positive float32 step for all of x (static), or one for each block of columns [ceil(in / block)];
+            what lies beyond the largest code is clamped to it.
         block: columns that share a step, or None for all of a row.
+        bits: 8, or 4 for int8 codes of -7 to 7, whose step is max|x| / 7.
 
     Returns:
         codes [..., in] and scale float32 [..., 1], or [..., ceil(in / block)].
 
     Raises:
-        ValueError: another `dtype`.
+        ValueError: another `dtype` or number of `bits`.
     """
     if dtype not in LARGEST:
         raise ValueError(f"`dtype` (={dtype}) must be torch.int8 or torch.float8_e4m3fn")
+    if bits != 8 and (bits, dtype) != (4, torch.int8):
+        raise ValueError(f"`bits` (={bits}) must be 8, or 4 with torch.int8, not with {dtype}")
+    largest = LARGEST[dtype] if bits == 8 else LARGEST_OF_FOUR_BITS
     columns = x.shape[-1]
     width = block or columns
     v = F.pad(x.float(), (0, -columns % width)).unflatten(-1, (-1, width))  # [..., groups, width]
     top = v.abs().amax(-1, keepdim=True)
-    step, inverse = _step(top, LARGEST[dtype], scale)
-    codes = encode(v * inverse, dtype).flatten(-2)[..., :columns]
+    step, inverse = _step(top, largest, None if scale is None else scale.reshape(-1, 1))
+    codes = encode(v * inverse, dtype, largest).flatten(-2)[..., :columns]
     return codes.contiguous(), torch.where(top.isfinite(), step, torch.nan).squeeze(-1)
 
 
@@ -91,9 +97,10 @@ def quantize_weight(W: Tensor, dtype: torch.dtype, block: int | None = None) -> 
     return W8("rows", codes[:out, :columns].contiguous(), step[:, 0, :, 0].contiguous(), (out, columns))
 
 
-def encode(v: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32, in units of the step -> codes: to nearest even, and never beyond the largest code."""
-    v = v.clamp(-LARGEST[dtype], LARGEST[dtype])
+def encode(v: Tensor, dtype: torch.dtype, largest: float | None = None) -> Tensor:
+    """float32, in units of the step -> codes: to nearest even, and never beyond the largest code (None: the type's)."""
+    largest = largest or LARGEST[dtype]
+    v = v.clamp(-largest, largest)
     return v.round().to(dtype) if dtype == torch.int8 else v.to(dtype)
 
 

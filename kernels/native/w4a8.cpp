@@ -1,0 +1,288 @@
+// y = x Wᵀ on a CPU with AVX512-VNNI, W in 2 to 8 bits in panels (kernels/int_matmul/README.md has the layout) and activations
+// rounded to 4 or 8 bits on the way: products of codes are summed in int32 inside a group of columns, and each group's sum is
+// scaled in float32. kernels/w4a8_matmul/README.md says what it costs.
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cfloat>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "step_parts.inc"
+
+namespace {
+
+#include "panels.inc"
+
+#ifdef HAVE_X86
+#define STATIC static inline __attribute__((always_inline))
+
+constexpr int PAIR = 2;                // panels whose rows are multiplied together
+constexpr int SOME = 16;               // tokens up to which codes are decoded in registers
+constexpr int TOKENS = 7;              // in a block: 14 sums of codes, 14 totals, two vectors of W and one of x fill the registers
+constexpr int PIECE = 64;              // columns of a token that lie together in a block, at most
+constexpr int BLOCKS = 8;              // a thread that has as many blocks of tokens takes all of W; else threads share the panels
+constexpr int64_t FIRST = 20 << 10;    // bytes of decoded W that should stay in a core's first cache
+constexpr int64_t SECOND = 3 << 18;    // bytes of codes of tokens that should stay in its second
+constexpr int64_t MOST_COLUMNS = 1 << 16;  // of a group: 2^16 products of at most 2^15 are below 2^31
+constexpr int64_t THIRD = 1 << 21;     // bytes of them that threads share, in the third
+constexpr int64_t SMALL = 1 << 21;     // weights of which each thread decodes all for its own tokens
+constexpr int64_t PART = 1 << 16;      // products of four codes by a panel, or elements of x, worth a thread
+
+// How a call divides the columns. A group here has one scale of W and one step of x.
+struct Plan {
+  int64_t in, groups, columns;  // columns of a group
+  int64_t per_scale;            // groups that share a scale of W
+  int64_t step_columns, steps;  // columns that share a step of x, and steps of a token
+  int64_t piece;                // columns of a token that lie together, a divisor of `columns`
+  float bound;                  // the largest code of x
+  const float* fixed;           // steps that are given, `fixed_each` for each group; null: found here
+  bool fixed_each;
+  const uint8_t* order;         // of sixteen columns, a coder's ORDER
+};
+
+// Tokens of which each has its codes in one row.
+struct Rounded {
+  const int8_t* codes;  // [tokens, in]
+  const int32_t* sums;  // [tokens, groups] of the codes
+  const float* step;    // [tokens], or [tokens, groups] where a token has several
+};
+
+// Decoded columns of a pair of panels.
+struct Tile {
+  uint8_t* codes;  // int8 [columns / 4, 2, 16, 4]: code - zero
+  int32_t* start;  // [groups, 2, 16]: -128 Σ codes, for the 128 that codes of x have too much
+  float* scale;    // [groups, 2, 16]
+};
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma,avx2,f16c")
+namespace vnni {
+using namespace wide;
+#include "int8.inc"
+#include "w4a8.inc"
+
+#include "w4a8_loops.inc"
+}  // namespace vnni
+#pragma GCC pop_options
+
+bool able() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+}
+
+Kind kind_of(const at::Tensor& t) {
+  return t.scalar_type() == at::kFloat ? Kind::float32 : t.scalar_type() == at::kHalf ? Kind::float16 : Kind::bfloat16;
+}
+
+// All that a call works on.
+struct Call {
+  const void* x;
+  Kind kind;
+  int64_t tokens;
+  Weight w;
+  Plan plan;
+  const vnni::Coder* coder;
+  Output y;
+  int64_t element;  // bytes of one of y's
+};
+
+void some_tokens(const Call& c) {
+  std::vector<int32_t> sums(c.tokens * c.plan.groups);
+  std::vector<float> step(c.tokens * (c.plan.steps > 1 ? c.plan.groups : 1));
+  std::unique_ptr<uint8_t[]> codes(new uint8_t[c.tokens * c.plan.in]);
+  const auto round = [&](int64_t begin, int64_t end) {
+    for (int64_t m = begin; m < end; m++)
+      vnni::round_token(c.x, c.kind, m, c.plan, 0, codes.get() + m * c.plan.in, 64, step.data() + m * (step.size() / c.tokens),
+                        sums.data() + m * c.plan.groups);
+  };
+  at::parallel_for(0, c.tokens, std::max<int64_t>(1, PART / c.plan.in), round);
+  const Rounded x{reinterpret_cast<const int8_t*>(codes.get()), sums.data(), step.data()};
+  at::parallel_for(0, c.w.panels, std::max<int64_t>(1, PART / (4 * c.plan.in * c.tokens)), [&](int64_t begin, int64_t end) {
+    for (int64_t p = begin; p < end; p++) c.coder->few(c.w, c.plan, x, c.tokens, p, c.y);
+  });
+}
+
+// The codes of many tokens in blocks of nearly the same size, and products with them.
+class Many {
+ public:
+  explicit Many(const Call& call)
+      : c(call), threads(at::get_num_threads()), count((c.tokens + TOKENS - 1) / TOKENS), apart(count >= BLOCKS * threads && c.plan.in * c.y.out <= SMALL),
+        several(c.plan.steps > 1), per_token(several ? c.plan.groups : 1), step(c.tokens * per_token),
+        codes(new uint8_t[c.tokens * c.plan.in]) {
+    if (apart) count = (count + threads - 1) / threads * threads;
+    const int64_t share = apart ? count / threads : count, near = std::max<int64_t>(BLOCKS, (apart ? SECOND : THIRD) / (TOKENS * c.plan.in));
+    const int64_t parts = (share + near - 1) / near;
+    held = (share + parts - 1) / parts;
+    const int64_t most = std::max<int64_t>(1, FIRST / (PAIR * ROWS * c.plan.columns));
+    const int64_t tiles = (c.plan.groups + most - 1) / most;
+    tile_groups = (c.plan.groups + tiles - 1) / tiles;
+  }
+
+  void run() {
+    const int64_t pairs = (c.w.panels + 1) / PAIR;
+    if (apart)  // each thread rounds its own tokens and multiplies them by all of W
+      return at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+        Scratch scratch(*this);
+        for (int64_t b = begin; b < end; b += held) {
+          const int64_t stop = std::min(end, b + held);
+          round(b, stop);
+          for (int64_t pair = 0; pair < pairs; pair++) multiply(PAIR * pair, b, stop, scratch);
+        }
+      });
+    at::parallel_for(0, count, std::max<int64_t>(1, PART / (TOKENS * c.plan.in)), [&](int64_t begin, int64_t end) { round(begin, end); });
+    at::parallel_for(0, pairs, std::max<int64_t>(1, PART / (8 * c.plan.in * c.tokens)), [&](int64_t begin, int64_t end) {
+      Scratch scratch(*this);
+      for (int64_t pair = begin; pair < end; pair++)
+        for (int64_t b = 0; b < count; b += held) multiply(PAIR * pair, b, std::min(count, b + held), scratch);
+    });
+  }
+
+ private:
+  struct Scratch {  // of a thread
+    std::unique_ptr<char, decltype(&std::free)> memory{nullptr, std::free};
+    Tile tile;
+    float* totals;
+    explicit Scratch(const Many& m) {
+      const int64_t groups = m.tile_groups, rows = PAIR * ROWS, blocks = std::min(m.held, m.count);
+      const int64_t codes = rows * groups * m.c.plan.columns, sums = 4 * rows * groups;  // multiples of 64
+      memory.reset(static_cast<char*>(std::aligned_alloc(64, codes + 2 * sums + 4 * rows * TOKENS * blocks)));
+      TORCH_CHECK(memory, "panels_w4a8: no memory for decoded columns");
+      char* at = memory.get();
+      tile = {reinterpret_cast<uint8_t*>(at), reinterpret_cast<int32_t*>(at + codes), reinterpret_cast<float*>(at + codes + sums)};
+      totals = reinterpret_cast<float*>(at + codes + 2 * sums);
+    }
+  };
+
+  int64_t first(int64_t block) const { return block * c.tokens / count; }
+
+  void round(int64_t begin, int64_t end) {
+    const int64_t piece = c.plan.piece;
+    std::unique_ptr<uint8_t[]> row(new uint8_t[c.plan.in]);
+    for (int64_t b = begin; b < end; b++) {
+      const int64_t from = first(b), size = first(b + 1) - from;
+      for (int64_t m = 0; m < size; m++) {
+        uint8_t* to = codes.get() + from * c.plan.in + m * piece;
+        const bool straight = piece == PIECE;
+        vnni::round_token(c.x, c.kind, from + m, c.plan, 0x80, straight ? to : row.get(), straight ? size * PIECE : PIECE,
+                          step.data() + (from + m) * per_token, nullptr);
+        for (int64_t k = 0; !straight && k < c.plan.in; k += piece, to += size * piece) std::memcpy(to, row.get() + k, piece);
+      }
+    }
+  }
+
+  // Blocks [begin, end) by the panels `panel` and `panel` + 1: a tile of decoded columns after the other.
+  void multiply(int64_t panel, int64_t begin, int64_t end, const Scratch& s) {
+    const Plan& plan = c.plan;
+    const int64_t from = first(begin);
+    for (int64_t g = 0; g < plan.groups; g += tile_groups) {
+      const int64_t stop = std::min(plan.groups, g + tile_groups);
+      c.coder->unpack(c.w, plan, panel, g, stop, s.tile);
+      const bool more = stop < plan.groups;
+      for (int64_t b = begin; b < end; b++) {
+        fetch(more ? panel : panel + PAIR, more ? stop : 0, b - begin, end - begin);
+        const int64_t token = first(b), size = first(b + 1) - token;
+        const auto product = several ? vnni::MULTIPLY<true>[size - 1] : vnni::MULTIPLY<false>[size - 1];
+        float* totals = s.totals + (token - from) * PAIR * ROWS;
+        product(s.tile, plan, stop - g, codes.get() + token * plan.in + g * plan.columns * size, step.data() + token * per_token + g,
+                g == 0, totals);
+        const Output y{static_cast<char*>(c.y.y) + token * c.y.out * c.element, c.y.kind, c.y.out};
+        if (stop == plan.groups) vnni::finish(totals, size, several ? nullptr : step.data() + token, panel, y);
+      }
+    }
+  }
+
+  // The `part`th of so many parts of a tile's codes and scales into the second cache, while another tile is multiplied.
+  void fetch(int64_t panel, int64_t group, int64_t part, int64_t parts) const {
+    const int64_t row_bytes = c.w.units_per_row * c.coder->bytes, group_bytes = row_bytes / c.plan.groups;
+    const int64_t bytes = group_bytes * std::min(tile_groups, c.plan.groups - group);
+    const int64_t share = (bytes / parts / 64 + 1) * 64;
+    for (int64_t p = panel; p < std::min(panel + PAIR, c.w.panels); p++) {
+      const uint8_t* at = c.w.units + p * row_bytes + group_bytes * group;
+      for (int64_t i = part * share; i < std::min(bytes, (part + 1) * share); i += 64) _mm_prefetch(at + i, _MM_HINT_T1);
+    }
+    const int64_t scale_group = group / c.plan.per_scale + part, element = c.w.kind == Kind::float32 ? 4 : 2;
+    if (part * c.plan.per_scale < tile_groups && scale_group < c.w.groups && panel < c.w.panels)
+      _mm_prefetch(static_cast<const char*>(c.w.scale) + (scale_group * c.w.panels + panel) * ROWS * element, _MM_HINT_T1);
+  }
+
+  const Call& c;
+  int64_t threads, count;
+  bool apart, several;
+  int64_t per_token;
+  std::vector<float> step;
+  std::unique_ptr<uint8_t[]> codes;
+  int64_t held, tile_groups;
+};
+
+int64_t piece_of(int64_t columns) {
+  int64_t piece = std::min<int64_t>(PIECE, columns);
+  while (columns % piece || piece % 4) piece--;
+  return piece;
+}
+
+// x [..., in]; codes, scale and zero of a weight in panels; x_group: columns that share a step, or 0; x_scale: one step, or one for
+// each such group.
+at::Tensor panels_w4a8(const at::Tensor& x_, const at::Tensor& codes, const at::Tensor& scale, const std::optional<at::Tensor>& zero,
+                       int64_t out, int64_t x_bits, int64_t x_group, const std::optional<at::Tensor>& x_scale) {
+  const at::Tensor x = x_.contiguous();
+  const int bits = codes.dim() == 3 ? workbench::width_of(codes) : 0;
+  const auto one_of_ours = [](const at::Tensor& t) {
+    return t.scalar_type() == at::kFloat || t.scalar_type() == at::kHalf || t.scalar_type() == at::kBFloat16;
+  };
+  TORCH_CHECK(able(), "panels_w4a8: this CPU has no AVX512-VNNI");
+  TORCH_CHECK(x.dim() > 0 && x.size(-1) > 0 && one_of_ours(x) && one_of_ours(scale) && codes.is_contiguous() && scale.is_contiguous() &&
+                  bits && scale.dim() == 2 && scale.size(0) > 0 && (!zero || (zero->is_contiguous() && zero->sizes() == scale.sizes())) &&
+                  (x_bits == 4 || x_bits == 8) && (!x_scale || (x_scale->scalar_type() == at::kFloat && x_scale->is_contiguous())),
+              "panels_w4a8: x ", x.scalar_type(), ", codes ", codes.scalar_type(), " ", codes.sizes(), ", scale ", scale.scalar_type(),
+              " ", scale.sizes(), " or x_scale cannot be read");
+  auto sizes = x.sizes().vec();
+  sizes.back() = out;
+  const at::Tensor y = at::empty(sizes, x.options());
+  if (y.numel() == 0) return y;
+  const vnni::Coder& coder = vnni::coder_of(bits);
+  const int64_t in = x.size(-1), share = in / scale.size(0), columns = x_group ? std::min(share, x_group) : share;
+  Weight w{};
+  w.units = static_cast<const uint8_t*>(codes.const_data_ptr());
+  w.scale = scale.const_data_ptr(), w.kind = kind_of(scale);
+  w.zero = zero ? zero->const_data_ptr<int8_t>() : nullptr;
+  w.panels = codes.size(0), w.units_per_row = codes.size(1), w.groups = scale.size(0);
+  TORCH_CHECK(in == coder.columns * w.units_per_row && share * w.groups == in && columns % coder.columns == 0 &&
+                  columns <= MOST_COLUMNS && share % columns == 0 && (!x_group || (x_group % columns == 0 && in % x_group == 0)) &&
+                  scale.size(1) == w.panels * ROWS && (out + ROWS - 1) / ROWS == w.panels &&
+                  (!x_scale || x_scale->numel() == 1 || (x_group && x_scale->numel() == in / x_group)),
+              "panels_w4a8: x ", x.sizes(), ", codes ", codes.sizes(), ", scale ", scale.sizes(), " and x_group ", x_group, " do not fit");
+  Plan plan{in, in / columns, columns, share / columns, x_group ? x_group : in, x_group ? in / x_group : 1, piece_of(columns),
+            x_bits == 8 ? 127.0f : 7.0f, x_scale ? x_scale->const_data_ptr<float>() : nullptr, x_scale && x_scale->numel() > 1, coder.order};
+  const Call call{x.const_data_ptr(), kind_of(x), x.numel() / in, w, plan, &coder, {y.mutable_data_ptr(), kind_of(y), out}, y.element_size()};
+  if (call.tokens <= SOME || (bits == 8 && zero)) some_tokens(call);
+  else Many(call).run();
+  return y;
+}
+
+#else
+bool able() { return false; }
+at::Tensor panels_w4a8(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, int64_t, int64_t, int64_t,
+                       const std::optional<at::Tensor>&) {
+  TORCH_CHECK(false, "panels_w4a8: this build has no AVX512-VNNI");
+}
+#endif
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(workbench, m) {
+  m.def("panels_w4a8(Tensor x, Tensor codes, Tensor scale, Tensor? zero, int out, int x_bits, int x_group, Tensor? x_scale) -> Tensor");
+  m.def("panels_w4a8_runs() -> bool", able);
+}
+TORCH_LIBRARY_IMPL(workbench, CPU, m) { m.impl("panels_w4a8", panels_w4a8); }

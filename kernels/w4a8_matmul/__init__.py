@@ -1,0 +1,130 @@
+"""`w4a8_matmul`: y = x Wᵀ with W in 2 to 8 bits by group and x rounded to 8 or 4 bits on the way. See README.md."""
+
+import torch
+from torch import Tensor
+
+from kernels import native
+from kernels.int_matmul import Packed
+from kernels.interpreter import triton_takes
+from kernels.registry import ran
+from kernels.w4a8_matmul import reference
+from kernels.w4a8_matmul.groups import check_groups, native_takes, triton_reads
+
+__all__ = ["w4a8_matmul"]
+
+IMPLS = ("auto", "reference", "cpu", "triton")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def w4a8_matmul(
+    x: Tensor,
+    w: Packed,
+    *,
+    x_bits: int = 8,
+    x_group: int | None = None,
+    x_scale: Tensor | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """Product of activations, rounded to 8 or 4 bits on the way, with an integer-quantised weight.
+
+    A token that holds a NaN or an infinity gives a row of NaN.
+
+    Args:
+        x: [..., in]; float32, bfloat16 or float16; any strides; may be empty. Rounded symmetrically, see
+            `kernels.w8a8_matmul.quantize_rows`: codes are -127 to 127, or -7 to 7.
+        w: [out, in], packed (`kernels.int_matmul.Packed`): the same panels that `int_matmul` reads.
+        x_bits: 8 or 4.
+        x_group: columns of a token that share a step, or None for all of them. It divides `in`, and divides the
+            weight's group_size or is a multiple of it.
+        x_scale: None (steps are found in the call), one positive float32 step for all of x, or with x_group one for
+            each group of columns [in / x_group]; codes beyond the largest are clamped to it.
+        impl: "reference" (exact integer sums; any layout, any device), "cpu" (panels, on a CPU with AVX512-VNNI),
+            "triton" (rows, with symmetric 4-bit codes) or "auto": triton on CUDA, "cpu" where it takes the weight, else
+            "reference".
+
+    Returns:
+        [..., out] in x's dtype
+
+    Raises:
+        ValueError: shapes, dtypes or groups that do not fit, or an implementation that does not exist or cannot take
+            these tensors.
+    """
+    _check(x, w, x_bits, x_group, x_scale)
+    use = _implementation(x, w, x_group, impl)
+    if use == "cpu" and x.numel():
+        ran("w4a8_matmul", "cpu native")
+        return torch.ops.workbench.panels_w4a8(x, w.codes, w.scale, w.zero, w.shape[0], x_bits, x_group or 0, x_scale)
+    use = use if use == "triton" and x.numel() else "reference"
+    ran("w4a8_matmul", use)
+    return _op(
+        x, w.codes, w.scale, w.zero, x_scale, w.layout, w.bits, w.group_size, list(w.shape), x_bits, x_group, use
+    )
+
+
+def _check(x: Tensor, w: Packed, x_bits: int, x_group: int | None, x_scale: Tensor | None) -> None:
+    columns = w.shape[1]
+    if x.dim() == 0 or x.shape[-1] != columns:
+        raise ValueError(f"`x` {tuple(x.shape)} must end in in_features (={columns})")
+    if x.dtype not in DTYPES:
+        raise ValueError(f"`x` (={x.dtype}) must be float32, bfloat16 or float16")
+    if x_bits not in (4, 8):
+        raise ValueError(f"`x_bits` (={x_bits}) must be 4 or 8")
+    check_groups(w, x_group)
+    if x_scale is None:
+        return
+    sizes = (1,) if x_group is None else (1, columns // x_group)
+    if x_scale.dtype != torch.float32 or x_scale.numel() not in sizes or x_scale.device != x.device:
+        kind = f"{x_scale.dtype} {tuple(x_scale.shape)} on {x_scale.device}"
+        raise ValueError(f"`x_scale` must be None or {' or '.join(map(str, sizes))} float32 on {x.device}, not {kind}")
+
+
+def _implementation(x: Tensor, w: Packed, x_group: int | None, impl: str) -> str:
+    if impl not in IMPLS:
+        raise ValueError(f"`impl` (={impl!r}) must be one of {', '.join(map(repr, IMPLS))}")
+    here = f"not {w.layout} of {w.bits} bits in groups of {w.group_size} (x: {x_group}) on {x.device}"
+    cpu = native_takes(w, x_group) and x.device.type == "cpu" and native.w4a8_runs()
+    if impl == "cpu" and not cpu:
+        raise ValueError(f"`impl` (='cpu') needs panels on a CPU with AVX512-VNNI, and the C++ kernels, {here}")
+    triton = triton_takes(x.device) and triton_reads(w, x_group)
+    if impl == "triton" and not triton:
+        needs = (
+            "needs triton, CUDA (on a CPU: TRITON_INTERPRET=1) and symmetric 4-bit rows in groups of a multiple of 64"
+        )
+        raise ValueError(f"`impl` (='triton') {needs}, {here}")
+    if impl != "auto":
+        return impl
+    if triton and x.is_cuda:
+        return "triton"
+    return "cpu" if cpu else "reference"
+
+
+@torch.library.custom_op("workbench::w4a8_matmul", mutates_args=())
+def _op(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    x_scale: Tensor | None,
+    layout: str,
+    bits: int,
+    group_size: int,
+    shape: list[int],
+    x_bits: int,
+    x_group: int | None,
+    use: str,
+) -> Tensor:
+    # Opaque to the compiler on purpose: were the unpacking traced, freezing would fold it into a dense weight.
+    w = Packed(layout, codes, scale, zero, bits, group_size, (shape[0], shape[1]))
+    flat = x.reshape(-1, shape[1])
+    if use == "triton":
+        from kernels.w4a8_matmul import triton
+
+        y = triton.w4a8_matmul(flat, w, x_bits, x_group, x_scale)
+    else:
+        y = reference.w4a8_matmul(flat, w, x_bits, x_group, x_scale)
+    return y.view(*x.shape[:-1], shape[0])
+
+
+@_op.register_fake
+def _(x, codes, scale, zero, x_scale, layout, bits, group_size, shape, x_bits, x_group, use):
+    return x.new_empty(*x.shape[:-1], shape[0])

@@ -1,0 +1,239 @@
+"""What `w4a8_matmul` is checked and timed on."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels import native
+from kernels.harness.cases import TOLERANCE, Asked, Check, Contest
+from kernels.int_matmul import Packed, int_matmul, pack, to_panels
+from kernels.int_matmul.cases import group_size_of
+from kernels.interpreter import triton_takes
+from kernels.linear.onednn import lay_out, product
+from kernels.w4a8_matmul import w4a8_matmul
+from kernels.w4a8_matmul.groups import native_takes, triton_reads
+from kernels.w8a8_matmul import prepacked_fits, quantize_rows, quantize_weight, to_prepacked, w8a8_matmul
+
+ROTATED = 256 << 20  # bytes of packed weights in rotation
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def checks(device: torch.device) -> list[Check]:
+    cases = (  # bits, out, in, group, symmetric, tokens, dtype, bits of x, group of x, static
+        (4, 48, 512, 128, True, (1,), BF16, 8, None, False),
+        (4, 37, 192, 64, True, (3,), FP32, 8, None, True),
+        (4, 64, 256, 64, True, (2, 9), FP16, 4, 128, False),
+        (4, 64, 256, 64, True, (67,), FP32, 8, None, False),
+        (4, 70, 384, 192, True, (3,), FP32, 4, 64, False),
+        (4, 131, 576, 64, False, (130,), BF16, 8, None, False),
+        (4, 33, 256, 256, True, (5,), FP32, 8, 64, True),
+        (4, 150, 192, 48, False, (40,), FP32, 8, None, False),
+        (4, 40, 60, 12, False, (5,), FP16, 8, None, False),
+        (8, 37, 320, 64, True, (33,), FP32, 8, None, False),
+        (8, 48, 160, 32, False, (19,), FP32, 8, 16, False),
+        (6, 50, 160, 80, False, (18,), FP32, 4, None, False),
+        (5, 21, 96, 16, True, (2,), FP32, 8, 32, False),
+        (3, 48, 384, 128, False, (29,), FP32, 8, None, False),
+        (3, 20, 72, 24, True, (6,), FP32, 8, None, False),
+        (2, 70, 256, 32, False, (7,), FP32, 8, 64, False),
+        (2, 33, 256, 64, True, (140,), BF16, 4, 16, False),
+        (4, 32, 128, 64, True, (0,), BF16, 8, None, False),
+    )
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for bits, out, columns, group_size, symmetric, tokens, dtype, x_bits, x_group, static in cases:
+        w, W = _weight(generator, (out, columns), bits, group_size, symmetric)
+        x = (torch.randn(*tokens, columns, generator=generator) * 3).to(device, dtype)
+        steps = columns // x_group if x_group else 1
+        scale = (torch.rand(steps, generator=generator) * 0.5 + 0.01).to(device) if static else None
+        zeros = "symmetric" if symmetric else "zero points"
+        name = f"W{bits} g{group_size} {zeros} A{x_bits} g{x_group}{' static' * static}, {tokens} x {out} x {columns}"
+        found.append(_check(name, x, _moved(w, device), W.to(device), x_bits, x_group, scale))
+    w, W = _weight(generator, (48, 256), 4, 64, True)
+    wide = torch.randn(2 * 256, 11, generator=generator).to(device, BF16).t()[:, ::2]
+    found.append(_check("x transposed, every other column", wide, _moved(w, device), W.to(device), 8, None, None))
+    return found
+
+
+def _weight(
+    generator: torch.Generator, shape: tuple[int, int], bits: int, group_size: int, symmetric: bool
+) -> tuple[Packed, Tensor]:
+    """In rows, and W in float64."""
+    groups = (shape[0], shape[1] // group_size)
+    codes = torch.randint(0, 1 << bits, shape, generator=generator)
+    scale = ((torch.rand(groups, generator=generator) - 0.3) * 0.1).to(BF16)
+    zero = None if symmetric else torch.randint(0, 1 << bits, groups, generator=generator)
+    shift = 1 << (bits - 1) if zero is None else zero.repeat_interleave(group_size, 1)
+    W = (codes - shift).double() * scale.double().repeat_interleave(group_size, 1)
+    return pack(codes, scale, zero, bits=bits, group_size=group_size), W
+
+
+def _moved(w: Packed, device: torch.device) -> Packed:
+    return w._replace(
+        codes=w.codes.to(device), scale=w.scale.to(device), zero=None if w.zero is None else w.zero.to(device)
+    )
+
+
+def _check(
+    name: str, x: Tensor, w: Packed, W: Tensor, x_bits: int, x_group: int | None, x_scale: Tensor | None
+) -> Check:
+    panels = to_panels(w) if w.group_size % 8 == 0 and x.device.type == "cpu" and native.w4a8_runs() else None
+    cpu = panels is not None and native_takes(panels, x_group)
+
+    def run(impl: str) -> Tensor:
+        return w4a8_matmul(
+            x, panels if impl == "cpu" else w, x_bits=x_bits, x_group=x_group, x_scale=x_scale, impl=impl
+        )
+
+    def expected() -> Tensor:
+        codes, step = quantize_rows(x, torch.int8, scale=x_scale, block=x_group, bits=x_bits)
+        return (codes.double() * step.double().repeat_interleave(x_group or x.shape[-1], -1)) @ W.t()
+
+    impls = ("triton",) * triton_reads(w, x_group) + ("cpu",) * cpu
+    dtype = str(x.dtype).removeprefix("torch.")
+    return Check("w4a8_matmul", f"{name}, {dtype}", run, expected, TOLERANCE[x.dtype], impls)
+
+
+def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]:
+    if toy and triton_takes(device):
+        yield _gpu(device, (96, 256), 2, asked.dtype, 2)
+    elif toy:
+        yield from _cpu((128, 256), 16, asked.dtype)
+    elif device.type == "cuda":
+        for shape in asked.shapes or ((14336, 4096), (4096, 4096)):
+            for tokens in asked.tokens or (1, 16, 64, 256, 2048):
+                yield _gpu(device, shape, tokens, asked.dtype, max(2, ROTATED // (shape[0] * shape[1])))
+    else:
+        for shape in asked.shapes or ((576, 576), (1536, 576), (576, 1536), (4096, 4096)):
+            for tokens in asked.tokens or (1, 16, 64, 256, 512):
+                yield from _cpu(shape, tokens, asked.dtype)
+        for shape in asked.shapes or ((8192, 2048), (14336, 4096)):
+            for bits in (2, 3):
+                yield from _widths(shape, bits, asked.dtype)
+
+
+def _least(shape: tuple[int, int], tokens: int, bits: int, group_size: int) -> int:
+    out, columns = shape
+    return out * columns * bits // 8 + 2 * out * columns // group_size + 2 * tokens * (out + columns)
+
+
+def _gpu(device: torch.device, shape: tuple[int, int], tokens: int, dtype: torch.dtype, copies: int) -> Contest:
+    from kernels.w4a8_matmul.triton import CANDIDATES, key
+
+    out, columns = shape
+    x = torch.randn(tokens, columns, device=device, dtype=dtype)
+    group_size = 128
+    scale = torch.rand(out, columns // group_size, device=device).to(BF16)
+    codes = [torch.randint(0, 256, (out, columns // 2), device=device, dtype=torch.uint8) for _ in range(copies)]
+    small = [Packed("rows", c, scale, None, 4, group_size, shape) for c in codes]
+    eight = [quantize_weight(torch.randn(shape, device=device), torch.int8) for _ in range(copies)]
+    dense = [torch.randn(shape, device=device, dtype=dtype) for _ in range(copies)]
+    name = str(dtype).removeprefix("torch.")
+    return Contest(
+        op="w4a8_matmul",
+        detail=f"W4 g{group_size} A8",
+        shape=shape,
+        tokens=tokens,
+        contestants={
+            "triton": lambda i: w4a8_matmul(x, small[i], impl="triton"),
+            "w8a8": lambda i: w8a8_matmul(x, eight[i], impl="triton"),
+            "int_matmul": lambda i: int_matmul(x, small[i], impl="triton"),
+            name: lambda i: F.linear(x, dense[i]),
+        },
+        copies=copies,
+        ours="triton",
+        baseline=name,
+        least_bytes=_least(shape, tokens, 4, group_size),
+        flops=2 * tokens * out * columns,
+        rate="int8",
+        tune_key=key(small[0], tokens),
+        candidates=CANDIDATES,
+    )
+
+
+@torch.no_grad()
+def _cpu(shape: tuple[int, int], tokens: int, dtype: torch.dtype) -> Iterator[Contest]:
+    """Beside 8-bit weights with 8-bit activations, the same weights with 16-bit activations, and 16 bits."""
+    out, columns = shape
+    group_size = group_size_of(columns, 64)
+    if not native.w4a8_runs() or dtype == FP16:
+        return
+    copies = max(2, min(64, (128 << 20) // (2 * out * columns)))
+    x = torch.randn(tokens, columns).to(dtype)
+    first = to_panels(
+        pack(
+            torch.randint(16, shape),
+            torch.rand(out, columns // group_size).to(BF16),
+            None,
+            bits=4,
+            group_size=group_size,
+        )
+    )
+    small = [first._replace(codes=first.codes.clone()) for _ in range(copies)]
+    dense = [torch.randn(out, columns).to(dtype) for _ in range(copies)]
+    reordered = [lay_out(W, tokens) for W in dense]
+    name = f"{str(dtype).removeprefix('torch.')} prepacked"
+    contestants: dict[str, Callable[[int], object]] = {
+        "cpu": lambda i: w4a8_matmul(x, small[i], impl="cpu"),
+        "A4": lambda i: w4a8_matmul(x, small[i], x_bits=4, impl="cpu"),
+        "int_matmul": lambda i: int_matmul(x, small[i], impl="cpu"),
+        name: lambda i: product(x, reordered[i]),
+    }
+    rows = quantize_weight(dense[0], torch.int8)
+    if prepacked_fits(rows):
+        eight = [to_prepacked(quantize_weight(W, torch.int8)) for W in dense]
+        contestants["w8a8"] = lambda i: w8a8_matmul(x, eight[i], impl="cpu")
+    yield Contest(
+        op="w4a8_matmul",
+        detail=f"W4 g{group_size} A8",
+        shape=shape,
+        tokens=tokens,
+        contestants=contestants,
+        copies=copies,
+        ours="cpu",
+        baseline="w8a8" if tokens >= 256 and "w8a8" in contestants else "int_matmul",
+        rate="int8",
+        least_bytes=_least(shape, tokens, 4, group_size),
+        flops=2 * tokens * out * columns,
+        goal=1.0 if tokens == 1 or tokens >= 256 else None,
+    )
+
+
+@torch.no_grad()
+def _widths(shape: tuple[int, int], bits: int, dtype: torch.dtype) -> Iterator[Contest]:
+    """One token by codes of some width and by codes of four bits, from memory."""
+    if not native.w4a8_runs():
+        return
+    out, columns = shape
+    group_size = group_size_of(columns, 64)
+    scale = torch.rand(out, columns // group_size).to(BF16)
+    x = torch.randn(1, columns).to(dtype)
+    copies = max(2, ROTATED // (out * columns * bits // 8))
+
+    def weights(bits: int) -> list[Packed]:
+        codes = torch.randint(1 << bits, shape, dtype=torch.uint8)
+        first = to_panels(pack(codes, scale, None, bits=bits, group_size=group_size))
+        return [first._replace(codes=first.codes.clone()) for _ in range(copies)]
+
+    here, four = weights(bits), weights(4)
+    yield Contest(
+        op="w4a8_matmul",
+        detail=f"W{bits} g{group_size} A8, against 4 bits",
+        shape=shape,
+        tokens=1,
+        contestants={
+            "cpu": lambda i: w4a8_matmul(x, here[i], impl="cpu"),
+            "4 bits": lambda i: w4a8_matmul(x, four[i], impl="cpu"),
+            "A16": lambda i: int_matmul(x, here[i], impl="cpu"),
+            "4 bits A16": lambda i: int_matmul(x, four[i], impl="cpu"),
+        },
+        copies=copies,
+        ours="cpu",
+        baseline="4 bits",
+        rate="int8",
+        least_bytes=_least(shape, 1, bits, group_size),
+        flops=2 * out * columns,
+        goal={2: 1.6, 3: 1.25}[bits],
+    )

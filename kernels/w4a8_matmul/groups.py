@@ -1,0 +1,35 @@
+"""Which columns share a scale of the weight and a step of the activations, and what the implementations can take."""
+
+from kernels.int_matmul import Packed
+from kernels.int_matmul.panels import UNIT, WORD, in_planes
+
+MOST_COLUMNS = 1 << 16  # of a group: 2^16 products of at most 2^15 are below 2^31
+SHORTEST = 64  # columns of a group: half of them, those of one nibble, are what the tensor cores multiply at once
+
+
+def common_group(w: Packed, x_group: int | None) -> int:
+    """Columns over which codes are summed as integers: they share a scale of W and a step of x."""
+    return min(w.group_size, x_group or w.shape[1])
+
+
+def check_groups(w: Packed, x_group: int | None) -> None:
+    """ValueError where groups of columns of x and W do not nest, or x's do not divide `in`."""
+    if x_group is None:
+        return
+    if x_group < 1 or w.shape[1] % x_group:
+        raise ValueError(f"`x_group` (={x_group}) must divide in_features (={w.shape[1]})")
+    if x_group % w.group_size and w.group_size % x_group:
+        raise ValueError(f"`x_group` (={x_group}) must divide the weight's group_size (={w.group_size}) or a multiple")
+
+
+def native_takes(w: Packed, x_group: int | None) -> bool:
+    """Are these panels in groups of whole units? (A unit of bit planes has 16 columns, any other 8.)"""
+    group = common_group(w, x_group)
+    unit = UNIT if in_planes(w.bits, w.group_size) else WORD
+    return w.layout == "panels" and w.group_size % WORD == 0 and group % unit == 0 and group <= MOST_COLUMNS
+
+
+def triton_reads(w: Packed, x_group: int | None) -> bool:
+    """Are these rows of symmetric nibbles in groups that the Triton kernel takes?"""
+    group = common_group(w, x_group)
+    return w.layout == "rows" and w.bits == 4 and w.zero is None and group % SHORTEST == 0

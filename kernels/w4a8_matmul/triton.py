@@ -1,0 +1,216 @@
+"""The Triton kernels of `w4a8_matmul`, over symmetric 4-bit `rows`: the rounding of tokens, and the product."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.int_matmul import Packed
+from kernels.interpreter import interpreting, prepare
+from kernels.tuning import Compilation, configuration
+from kernels.w4a8_matmul.groups import common_group
+from kernels.w8a8_matmul.triton import magnitude, steps
+
+prepare()
+
+WIDTH = 4096  # columns that a program looks at in one step while it rounds
+PROCESSORS = 132
+
+
+@triton.jit
+def round_tokens(
+    x,
+    fixed,
+    codes,
+    step,
+    columns,
+    stride,
+    group,
+    groups,
+    LARGEST: tl.constexpr,
+    STATIC: tl.constexpr,
+    EACH: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """One program: one token, `group` columns that share a step. Codes of the even columns lie in the first half of a
+    row, those of the odd ones in the second, as the two nibbles of a byte of W meet them."""
+    token, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    start, end = g * group, (g + 1) * group
+    top = tl.zeros((WIDTH,), dtype=tl.int32)
+    for k in range(start, end, WIDTH):
+        column = k + tl.arange(0, WIDTH)
+        top = tl.maximum(
+            top, magnitude(tl.load(x + token * stride + column, mask=column < end, other=0.0).to(tl.float32))
+        )
+    size, inverse = steps(tl.max(top, 0), LARGEST)
+    if STATIC:
+        given = tl.load(fixed + (g if EACH else 0))
+        size = given + (size - size)  # NaN stays NaN
+        inverse = tl.div_rn(1.0, given)
+    tl.store(step + token * groups + g, size)
+    for k in range(start, end, WIDTH):
+        column = k + tl.arange(0, WIDTH)
+        v = tl.load(x + token * stride + column, mask=column < end, other=0.0).to(tl.float32) * inverse
+        v = tl.minimum(tl.maximum(v, -LARGEST), LARGEST)
+        code = (v + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)  # the sum's last byte is v to nearest even
+        place = column // 2 + (column % 2) * (columns // 2)
+        tl.store(codes + token * columns + place, code, mask=column < end)
+
+
+@triton.jit
+def low_nibbles(packed, ASM: tl.constexpr):
+    """16 (code - 8) of the low nibbles of bytes, as int8."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 t; shl.b32 t, $1, 4; lop3.b32 $0, t, 0xF0F0F0F0, 0x80808080, 0x6A; }",
+            "=r,r",
+            [packed],
+            dtype=tl.int8,
+            is_pure=True,
+            pack=4,
+        )
+    return ((packed << 4) ^ 0x80).to(tl.int8, bitcast=True)
+
+
+@triton.jit
+def high_nibbles(packed, ASM: tl.constexpr):
+    """16 (code - 8) of the high nibbles of bytes, as int8."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, 0xF0F0F0F0, 0x80808080, 0x6A;", "=r,r", [packed], dtype=tl.int8, is_pure=True, pack=4
+        )
+    return ((packed & 0xF0) ^ 0x80).to(tl.int8, bitcast=True)
+
+
+@triton.jit
+def product(
+    codes,
+    step,
+    w,
+    w_scale,
+    out,
+    M,
+    N,
+    K,
+    group_size,
+    x_group,
+    STEPS: tl.constexpr,
+    ASM: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """One program: ROWS outputs of TOKENS tokens; DEPTH columns, which share a scale and a step, in each round.
+
+    codes: [M, in] as `round_tokens` lays them; w: uint8 [out, in / 2]; step [M], or (STEPS) [M, in / x_group].
+    """
+    output = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    byte = tl.arange(0, DEPTH // 2)
+    row = w + (output % N).to(tl.int64)[:, None] * (K // 2) + byte[None, :]
+    x = codes + token.to(tl.int64)[None, :] * K + byte[:, None]
+    present, groups = (token < M)[None, :], K // group_size
+    acc = tl.zeros((ROWS, TOKENS), dtype=tl.float32)
+    for k in range(0, K, DEPTH):
+        packed = tl.load(row + k // 2)
+        even = tl.load(x + k // 2, mask=present, other=0)
+        odd = tl.load(x + k // 2 + K // 2, mask=present, other=0)
+        sums = tl.dot(low_nibbles(packed, ASM), even, out_dtype=tl.int32)
+        sums = tl.dot(high_nibbles(packed, ASM), odd, sums, out_dtype=tl.int32)
+        scale = tl.load(w_scale + (output % N).to(tl.int64) * groups + k // group_size).to(tl.float32) * 0.0625
+        if STEPS:
+            size = tl.load(step + token.to(tl.int64) * (K // x_group) + k // x_group, mask=token < M, other=0.0)
+            acc += sums.to(tl.float32) * (scale[:, None] * size[None, :])
+        else:
+            acc += sums.to(tl.float32) * scale[:, None]
+    if not STEPS:
+        acc *= tl.load(step + token, mask=token < M, other=0.0)[None, :]
+    here = present & (output < N)[:, None]
+    tl.store(out + token.to(tl.int64)[None, :] * N + output[:, None], acc.to(out.dtype.element_ty), mask=here)
+
+
+NARROW = {"rows": 64, "tokens": 16, "num_warps": 4, "num_stages": 4}
+SOME = {"rows": 64, "tokens": 64, "num_warps": 4, "num_stages": 3}
+WIDE = {"rows": 128, "tokens": 128, "num_warps": 8, "num_stages": 3}
+CANDIDATES = [NARROW, {**NARROW, "rows": 128}, SOME, {**SOME, "rows": 128}, WIDE, {**WIDE, "num_stages": 4}]
+
+
+def w4a8_matmul(x: Tensor, w: Packed, x_bits: int, x_group: int | None, x_scale: Tensor | None) -> Tensor:
+    """y [tokens, out] = x [tokens, in] Wᵀ in x's dtype; w in symmetric 4-bit rows."""
+    (tokens, columns), out = x.shape, w.shape[0]
+    wide = x_group or columns
+    x = x if x.stride(1) == 1 else x.contiguous()
+    codes = torch.empty(tokens, columns, dtype=torch.int8, device=x.device)
+    step = torch.empty(tokens, columns // wide, dtype=torch.float32, device=x.device)
+    width = min(triton.next_power_of_2(wide), WIDTH)
+    round_tokens[(tokens, columns // wide)](
+        x, step if x_scale is None else x_scale, codes, step, columns, x.stride(0), wide, columns // wide,
+        LARGEST=127.0 if x_bits == 8 else 7.0, STATIC=x_scale is not None,
+        EACH=x_scale is not None and x_scale.numel() > 1, WIDTH=width, num_warps=min(8, max(1, width // 512)),
+    )  # fmt: skip
+    y = x.new_empty(tokens, out)
+    c = settings(w, tokens, x_group)
+    product[(triton.cdiv(out, c["rows"]), triton.cdiv(tokens, c["tokens"]))](
+        codes, step, w.codes, w.scale, y, tokens, out, columns, w.group_size, wide,
+        STEPS=wide < columns, ASM=not interpreting(), ROWS=c["rows"], TOKENS=c["tokens"],
+        DEPTH=depth_of(common_group(w, x_group)), num_warps=c["num_warps"], num_stages=c["num_stages"],
+    )  # fmt: skip
+    return y
+
+
+def depth_of(group: int) -> int:
+    """Columns in a round: a divisor of the group."""
+    return 128 if group % 128 == 0 else 64
+
+
+def settings(w: Packed, tokens: int, x_group: int | None) -> dict:
+    """The configuration for a call."""
+    full = triton.cdiv(tokens, WIDE["tokens"]) * triton.cdiv(w.shape[0], WIDE["rows"])
+    wanted = NARROW if tokens <= NARROW["tokens"] else WIDE if full >= PROCESSORS else SOME
+    return configuration("w4a8_matmul", key(w, tokens), wanted)
+
+
+def key(w: Packed, tokens: int) -> str:
+    """What a configuration is measured for: the tokens up to the next power of two."""
+    return f"g{w.group_size} m{triton.next_power_of_2(tokens)} n{w.shape[0]} k{w.shape[1]}"
+
+
+def shipped() -> list[Compilation]:
+    found = []
+    for kind, static in (("bf16", False), ("fp32", True)):
+        found.append(
+            Compilation(
+                name=f"w4a8_matmul round {kind}{' static' * static}",
+                kernel=round_tokens,
+                arguments={
+                    "x": f"*{kind}", "fixed": "*fp32", "codes": "*i8", "step": "*fp32",
+                    "columns": "i32", "stride": "i32", "group": "i32", "groups": "i32",
+                },
+                constants={"LARGEST": 127.0, "STATIC": static, "EACH": False, "WIDTH": WIDTH},
+                num_warps=8,
+                multiple_of_16=("columns", "stride", "group"),
+            )
+        )  # fmt: skip
+    for title, c, depth, several in (
+        ("narrow g128", NARROW, 128, False), ("narrow g64", NARROW, 64, False), ("64 tokens g128", SOME, 128, False),
+        ("128 tokens g128", WIDE, 128, False), ("128 tokens g64", WIDE, 64, False),
+        ("128 tokens g128, steps by group", WIDE, 128, True),
+    ):  # fmt: skip
+        found.append(
+            Compilation(
+                name=f"w4a8_matmul product {title}",
+                kernel=product,
+                arguments={
+                    "codes": "*i8", "step": "*fp32", "w": "*u8", "w_scale": "*bf16", "out": "*bf16",
+                    "M": "i32", "N": "i32", "K": "i32", "group_size": "i32", "x_group": "i32",
+                },
+                constants={
+                    "STEPS": several, "ASM": True, "ROWS": c["rows"], "TOKENS": c["tokens"], "DEPTH": depth,
+                },
+                num_warps=c["num_warps"],
+                num_stages=c["num_stages"],
+                multiple_of_16=("N", "K", "group_size", "x_group"),
+                expects=("IGMMA",),
+            )
+        )  # fmt: skip
+    return found

@@ -1,0 +1,135 @@
+"""Integer weights with activations rounded on the way: the op's own checks, its edges, and what it refuses."""
+
+import pytest
+import torch
+
+from kernels import native
+from kernels.harness.cases import OWN
+from kernels.int_matmul import int_matmul, pack, to_panels
+from kernels.registry import recording
+from kernels.w4a8_matmul import w4a8_matmul
+from kernels.w4a8_matmul.cases import checks, contests
+from kernels.w8a8_matmul import quantize_rows
+
+CPU = torch.device("cpu")
+NATIVE = native.w4a8_runs()
+needs_native = pytest.mark.skipif(not NATIVE, reason="needs a CPU with AVX512-VNNI and a C++ compiler")
+
+
+def weight(out=40, columns=128, bits=4, group_size=32, zeros=False, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    groups = (out, columns // group_size)
+    zero = torch.randint(1 << bits, groups, generator=g) if zeros else None
+    codes = torch.randint(1 << bits, (out, columns), generator=g)
+    return pack(codes, torch.rand(groups, generator=g) + 0.1, zero, bits=bits, group_size=group_size)
+
+
+@pytest.mark.parametrize("check", checks(CPU), ids=lambda check: check.name)
+def test_check(check):
+    for impl in ("reference", *(impl for impl in check.impls if impl != "triton")):
+        assert check.error(impl) <= check.tolerance, impl
+
+
+@needs_native
+def test_every_width_runs_natively_and_a_call_says_what_ran():
+    assert {name for check in checks(CPU) for name in check.impls} == {"cpu", "triton"}
+    x = torch.randn(3, 128)
+    for bits in (2, 3, 4, 5, 6, 8):
+        with recording() as ran:
+            w4a8_matmul(x, to_panels(weight(bits=bits)))
+        assert ran == {"w4a8_matmul": {"cpu native"}}
+    with recording() as ran:
+        w4a8_matmul(x, weight())
+    assert ran["w4a8_matmul"] == {"reference"}
+
+
+@needs_native
+@pytest.mark.parametrize("tokens", [1, 5, 16, 17, 100, 260])
+def test_codes_that_are_whole_give_the_exact_product(tokens):
+    """x of integers up to 127 with a step of 1 is not rounded: the product is int_matmul's, to the last bit."""
+    g = torch.Generator().manual_seed(1)
+    x = torch.randint(-127, 128, (tokens, 256), generator=g).float()
+    w = weight(50, 256, 4, 64, zeros=True)
+    w = w._replace(scale=torch.ones_like(w.scale))
+    y = w4a8_matmul(x, to_panels(w), x_scale=torch.ones(()), impl="cpu")
+    assert torch.equal(y, int_matmul(x.double().float(), w, impl="reference"))
+
+
+@needs_native
+@pytest.mark.parametrize("tokens", [2, 120])
+def test_largest_sums(tokens):
+    columns = 1 << 14
+    codes = torch.full((17, columns), 0, dtype=torch.uint8)
+    w = to_panels(pack(codes, torch.ones(17, 1), None, bits=8, group_size=columns))
+    x = torch.ones(tokens, columns)
+    assert (w4a8_matmul(x, w, impl="cpu") == -128.0 * columns).all()
+    assert (w4a8_matmul(-x, w, impl="cpu") == 128.0 * columns).all()
+
+
+@pytest.mark.parametrize("impl", ["reference", pytest.param("cpu", marks=needs_native)])
+@pytest.mark.parametrize("tokens", [4, 40])
+def test_a_token_that_is_not_finite_gives_nan_and_no_other_does(impl, tokens):
+    x = torch.randn(tokens, 128)
+    x[0, 3], x[1, 60], x[2] = float("nan"), float("inf"), 0.0
+    w = to_panels(weight()) if impl == "cpu" else weight()
+    for options in ({}, {"x_group": 32}, {"x_scale": torch.tensor(0.1)}):
+        y = w4a8_matmul(x, w, impl=impl, **options)
+        assert y[:2].isnan().all() and y[3:].isfinite().all() and (y[2] == 0).all()
+
+
+def test_four_bits_are_coarser_than_eight_and_small_groups_finer_than_rows():
+    x, w = torch.randn(20, 128), weight()
+    exact = int_matmul(x, w)
+    error = [
+        (w4a8_matmul(x, w, x_bits=bits, x_group=group) - exact).norm().item()
+        for bits, group in ((4, None), (4, 16), (8, None))
+    ]
+    assert error[0] > error[1] > error[2]
+    codes, step = quantize_rows(x, torch.int8, bits=4)
+    assert codes.abs().amax() == 7 and torch.allclose(step[:, 0] * 7, x.abs().amax(1))
+
+
+@needs_native
+def test_results_do_not_depend_on_threads_or_on_other_tokens():
+    x, w = torch.randn(300, 256), to_panels(weight(600, 256, 4, 64))
+    y, threads = w4a8_matmul(x, w), torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(y, w4a8_matmul(x, w))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(y[7:9], w4a8_matmul(x[7:9], w))
+
+
+def test_it_passes_opcheck_and_survives_torch_compile():
+    x, w = torch.randn(2, 3, 128), weight()
+    arguments = (x, w.codes, w.scale, None, None, "rows", 4, 32, [40, 128], 8, None, "reference")
+    torch.library.opcheck(torch.ops.workbench.w4a8_matmul.default, arguments)
+    if NATIVE:
+        w = to_panels(w)
+        torch.library.opcheck(
+            torch.ops.workbench.panels_w4a8.default, (x, w.codes, w.scale, None, 40, 8, 0, None),
+            test_utils=("test_schema", "test_faketensor"),
+        )  # fmt: skip
+    compiled = torch.compile(lambda x: w4a8_matmul(x, w, x_group=64) + 1, fullgraph=True, backend="aot_eager")(x)
+    assert torch.equal(compiled, w4a8_matmul(x, w, x_group=64) + 1)
+
+
+def test_what_cannot_be_is_refused_by_name():
+    x, w = torch.randn(2, 96), weight(8, 96, 4, 24)
+    for options, name in (
+        ({"x_bits": 6}, "x_bits"), ({"x_group": 36}, "x_group"), ({"x_group": 50}, "x_group"),
+        ({"x_scale": torch.ones(4)}, "x_scale"), ({"impl": "cpu"}, "impl"), ({"impl": "fast"}, "impl"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"`{name}`"):
+            w4a8_matmul(x, w, **options)
+    with pytest.raises(ValueError, match="`x`"):
+        w4a8_matmul(x[:, :95], w)
+    assert w4a8_matmul(x, w, x_group=8).isfinite().all() and w4a8_matmul(x, w, x_group=48).isfinite().all()
+
+
+@needs_native
+def test_contests_compare_the_same_product():
+    for contest in contests(CPU, True, OWN):
+        ours, other = (contest.contestants[name](0).float() for name in ("cpu", "int_matmul"))
+        assert (ours - other).norm() < 0.03 * other.norm()
