@@ -16,7 +16,7 @@ from compress.walk.folds.links import Link, gain_offset
 from compress.walk.parallel.ranks import progress_bar
 from compress.walk.resume import BlockStore
 
-RATE = 2e-3  # of Adam, in radians: the first steps turn every pair of channels by about so much
+RATE, MOMENTUM = 0.03, 0.9  # the length of a step along the gradient, as a matrix; rotations of n channels have √n
 WINDOW = 512  # tokens of a step
 KEPT = 20  # steps after which what was learned so far is kept on disk
 
@@ -68,8 +68,8 @@ def learn(
     """Train the rotations of a model, whose weights stay as they are.
 
     The model's own loss on the calibration tokens falls, while what its linears read is rounded in the rotated basis,
-    token by token; weights are not rounded (the paper's W16A4). Adam on Cayley's parameters stands for the paper's
-    Cayley SGD: each step is a rotation, too.
+    token by token; weights are not rounded (the paper's W16A4). Steps go along the gradient of Cayley's parameters,
+    with momentum, and all have one length, which falls to 0; the paper's take their lengths from the gradient.
 
     Args:
         readers: norms of the residual stream, and the linears that read them.
@@ -82,7 +82,7 @@ def learn(
     stream = None if start.stream is None else _Trained(_matrix(start.stream).to(device))
     inner = {link.producer: _Trained(_matrix(start.heads[link.producer]).to(device)) for link in heads}
     trained = nn.ModuleList([one for one in (stream, *inner.values()) if one is not None])
-    optimizer = torch.optim.Adam(trained.parameters(), lr=RATE)
+    optimizer = torch.optim.SGD(trained.parameters(), lr=RATE, momentum=MOMENTUM)
     first = _resume(store, trained, optimizer)
     windows = [w for batch in batches for w in batch.split(WINDOW, 1) if w.shape[1] > 1]
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0)).tolist()
@@ -97,6 +97,8 @@ def learn(
                     one.prepare()
                 loss = model(ids, labels=ids, use_cache=False).loss
                 loss.backward()
+            for one in trained:
+                one.free.grad /= one.free.grad.norm().clamp_min(1e-30)
             optimizer.step()
             optimizer.zero_grad()
             progress.set_postfix_str(f"loss {loss.item():.3f}")
@@ -169,7 +171,7 @@ def _nearest(Q: Tensor) -> Tensor:
 def _keep(store: BlockStore, trained: nn.ModuleList, optimizer: torch.optim.Optimizer, step: int) -> None:
     state = {f"free.{i}": one.free.detach() for i, one in enumerate(trained)}
     moments = optimizer.state_dict()["state"]
-    state |= {f"{key}.{i}": moments[i][key] for i in moments for key in ("exp_avg", "exp_avg_sq")}
+    state |= {f"momentum.{i}": moments[i]["momentum_buffer"] for i in moments}
     store.put(0, state, {"step": step})
 
 
@@ -183,9 +185,6 @@ def _resume(store: BlockStore | None, trained: nn.ModuleList, optimizer: torch.o
         for i, one in enumerate(trained):
             one.free.copy_(tensors[f"free.{i}"])
     state = optimizer.state_dict()
-    state["state"] = {
-        i: {"step": torch.tensor(float(about["step"])), **{k: tensors[f"{k}.{i}"] for k in ("exp_avg", "exp_avg_sq")}}
-        for i in range(len(trained))
-    }
+    state["state"] = {i: {"momentum_buffer": tensors[f"momentum.{i}"]} for i in range(len(trained))}
     optimizer.load_state_dict(state)
     return about["step"]

@@ -62,24 +62,31 @@ class Rounding(Transform):
         groups = columns.float().unflatten(-1, (-1, x.shape[-1] if self.group_size == -1 else self.group_size))
         largest = groups.new_full((groups.shape[-2], 1), self.largest)
         largest[: self.wide] = largest_code(8)
-        step = self._steps(groups, largest)
-        codes = (groups / step).clamp(-largest, largest)
+        step, inverse = self._steps(groups, largest)
+        codes = (groups * inverse).clamp(-largest, largest)
         codes = FLOATS[self.format].round(codes) if self.format in FLOATS else codes.round()
         rounded = (codes * step).flatten(-2).to(x.dtype)
         return rounded if self.order is None else torch.empty_like(rounded).index_copy_(-1, self.order, rounded)
 
-    def _steps(self, groups: Tensor, largest: Tensor) -> Tensor:
-        """groups: [..., groups of a token, columns]; largest: [groups, 1]. Returns [..., groups, 1], or a number."""
+    def _steps(self, groups: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+        """Steps and their inverses, [..., groups, 1] each, or one number; for integers as `quantize_rows` has them.
+
+        Args:
+            groups: [..., groups of a token, columns]. largest: [groups, 1].
+        """
         if self.step is not None:
-            return self.step
+            return self.step, 1 / self.step
         top = groups.abs().amax(-1, keepdim=True).clamp_min(SMALLEST)
         if self.format == "mxfp4":  # OCP Microscaling 1.0, 6.3: the power of two of the largest, over that of the grid
-            return torch.ldexp(torch.ones_like(top), torch.frexp(top).exponent - 3)
-        step = top * (self.clip / largest)
+            step = torch.ldexp(torch.ones_like(top), torch.frexp(top).exponent - 3)
+            return step, 1 / step
         if self.format == "nvfp4":
+            step = top * (self.clip / largest)
             token = step.amax(-2, keepdim=True) / E4M3.largest
             step = E4M3.round((step / token).clamp_min(2.0**-9)) * token
-        return step
+            return step, 1 / step
+        top = top if self.clip == 1 else top * self.clip
+        return top / largest, largest / top
 
     def spec(self) -> dict[str, Any]:
         settings = {"bits": self.bits, "format": self.format, "group_size": self.group_size, "clip": self.clip}
