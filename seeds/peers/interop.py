@@ -154,7 +154,7 @@ def table(options: argparse.Namespace, pairs: list[tuple]) -> list[str]:
             row.decode = mine["decode_tokens_per_s"], there[0]
             row.prefill = mine["prefill_tokens_per_s"], there[1]
     facts = facts_of(options)
-    text = markdown(rows, facts, {model: speed["baseline"] for model, speed in speeds.items()})
+    text = markdown(rows, facts, speeds)
     print(text)
     if options.write:
         options.write.write_text(text)

@@ -120,12 +120,12 @@ def gguf_weights(file: Path) -> dict[str, Tensor]:
     return loaded.state_dict()
 
 
-def markdown(rows: list[Row], facts: dict, baselines: dict[str, dict]) -> str:
+def markdown(rows: list[Row], facts: dict, speeds: dict[str, dict[str, dict]]) -> str:
     """The published note: what was measured, and one table a model."""
     out = ["## Checkpoints in the libraries that read them", "", introduction(facts), ""]
     for model in dict.fromkeys(row.model for row in rows):
         mine = [row for row in rows if row.model == model]
-        out += [f"**{model}**{baseline_of(baselines.get(model))}", "", HEAD]
+        out += [f"**{model}**{here(speeds.get(model, {}))}", "", HEAD]
         out += [*(line(row) for row in mine if row.perplexity), ""]
         if silent := [f"`{row.recipe}` as {row.save_format} in {row.reader}" for row in mine if not row.perplexity]:
             out += [f"Without an answer in this run: {'; '.join(silent)}.", ""]
@@ -156,17 +156,21 @@ same checkpoint is run by the other library.
 - A star behind the reader: its dequantised weights were compared with ours, tensor by tensor, and all are equal within
   the rounding of their scales to 16 bits. vLLM shows no weights.
 - Speeds are medians of {facts["rounds"]} rounds: decoding {facts["speed_tokens"]} tokens after a prompt of
-  {facts["speed_prompt"]}, and reading that prompt, at batch 1. Here the model is compiled, in bfloat16, and fp8
-  is emulated; readers and workbench were timed one after the other. transformers is not timed: it dequantises at load,
+  {facts["speed_prompt"]}, and reading that prompt, at batch 1. Here the model runs in bfloat16 as fast as this
+  workbench runs it: prompts compiled, decoding in the native step where it takes what is stored (the line of a model
+  says for how many recipes), else compiled; fp8 is emulated. Readers and workbench were timed one after the other. transformers is not timed: it dequantises at load,
   and is as fast as the uncompressed model."""
 
 
-def baseline_of(speed: dict | None) -> str:
-    if speed is None:
+def here(speeds: dict[str, dict]) -> str:
+    """What the workbench's own speeds [recipe, "baseline" among them] are of; "" where nothing was timed."""
+    if not speeds:
         return ""
+    speed, recipes = speeds["baseline"], [recipe for recipe in speeds if recipe != "baseline"]
+    native = [recipe for recipe in recipes if speeds[recipe]["execution"].endswith("; native step")]
     return (
         f" (uncompressed here, 16 bits, as it runs fastest here: {speed['decode_tokens_per_s']:.0f} tokens/s decode, "
-        f"{speed['prefill_tokens_per_s']:,.0f} prefill)"
+        f"{speed['prefill_tokens_per_s']:,.0f} prefill; {len(native)} of {len(recipes)} recipes decode in the native step)"
     )
 
 
