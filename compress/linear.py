@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from compress.formats import FORMATS, Format
-from compress.transforms import Transform, below, make_transform
+from compress.transforms import Transform, below, make_transform, parted
 from kernels.linear import linear
 
 
@@ -37,13 +37,13 @@ class CompressedLinear(nn.Module):
         self._lay_out()
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.transform is not None:
-            x = self.transform(x)
+        before, rounding = parted(self.transform)
+        for step in before:
+            x = step(x)
         if self._dense is not None:
-            return linear(x, self._dense, self.bias)
-        y = self.parts[0].matmul(x)
-        for part in self.parts[1:]:
-            y = y + part.matmul(x)
+            return linear(x if rounding is None else rounding(x), self._dense, self.bias)
+        products = [p.matmul(x) if rounding is None else p.matmul_rounded(x, rounding) for p in self.parts]
+        y = sum(products[1:], products[0])
         return y if self.bias is None else y + self.bias
 
     def dequantize(self) -> Tensor:

@@ -6,6 +6,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from compress.transforms.rounding import Rounding
+
 
 class Trainable(nn.Module):
     """A stored weight as a differentiable function of what may be trained of it; `Format.trainable` makes one.
@@ -51,6 +53,10 @@ class Format(nn.Module):
     def matmul(self, x: Tensor) -> Tensor:
         """y [..., out] = x [..., in] Wᵀ, in x's dtype."""
         raise NotImplementedError
+
+    def matmul_rounded(self, x: Tensor, rounding: Rounding) -> Tensor:
+        """`matmul` of what `rounding` makes of x; formats of integers multiply the codes of both where that is fast."""
+        return self.matmul(rounding(x))
 
     def look_up(self, ids: Tensor) -> Tensor:
         """Rows [n, in] of W in float32, for ids [n]; the other rows are not dequantised. Only where `looks_up`."""

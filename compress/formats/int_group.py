@@ -8,6 +8,7 @@ from torch import Tensor
 from compress.formats.base import Format
 from compress.formats.scales import NestedScales, ScaleRule, read_scales, scales_spec
 from compress.formats.trained import TrainedGroups
+from compress.transforms.rounding import Rounding
 from kernels.int_matmul import (
     Packed,
     dequantize,
@@ -21,6 +22,7 @@ from kernels.int_matmul import (
     to_tiles,
     unpack,
 )
+from kernels.w4a8_matmul import fast, w4a8_matmul
 
 
 class IntGroup(Format):
@@ -80,6 +82,12 @@ class IntGroup(Format):
 
     def matmul(self, x: Tensor) -> Tensor:
         return int_matmul(x, self.packed)
+
+    def matmul_rounded(self, x: Tensor, rounding: Rounding) -> Tensor:
+        group = None if rounding.group_size == -1 else rounding.group_size
+        if rounding.in_integers and fast(x, self.packed, group):
+            return w4a8_matmul(x, self.packed, x_bits=rounding.bits, x_group=group, x_scale=rounding.step)
+        return super().matmul_rounded(x, rounding)
 
     @classmethod
     def stacks(cls, spec: dict[str, Any]) -> bool:

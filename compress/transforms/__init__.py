@@ -11,7 +11,7 @@ from compress.transforms.rounding import Rounding
 
 __all__ = [
     "TRANSFORMS", "Chain", "Hadamard", "Orthogonal", "Rotation", "Rounding", "Transform", "followed_by",
-    "make_transform", "same_transform",
+    "make_transform", "parted", "same_transform",
 ]  # fmt: skip
 
 
@@ -47,6 +47,14 @@ def followed_by(first: Transform | None, second: Transform | None) -> Transform 
         return first or second
     steps = [step for one in (first, second) for step in (one.steps if isinstance(one, Chain) else [one])]
     return Chain(steps)
+
+
+def parted(transform: Transform | None) -> tuple[list[Transform], Rounding | None]:
+    """The steps of a transform before its last one, and that, if it rounds; else all steps and None."""
+    if transform is None:
+        return [], None
+    steps = list(transform.steps) if isinstance(transform, Chain) else [transform]
+    return (steps[:-1], steps[-1]) if isinstance(steps[-1], Rounding) else (steps, None)
 
 
 def make_transform(spec: dict[str, Any] | None, tensors: dict[str, Tensor]) -> Transform | None:

@@ -10,7 +10,7 @@ from kernels.registry import ran
 from kernels.w4a8_matmul import reference
 from kernels.w4a8_matmul.groups import check_groups, native_takes, triton_reads
 
-__all__ = ["w4a8_matmul"]
+__all__ = ["fast", "w4a8_matmul"]
 
 IMPLS = ("auto", "reference", "cpu", "triton")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -59,6 +59,12 @@ def w4a8_matmul(
     return _op(
         x, w.codes, w.scale, w.zero, x_scale, w.layout, w.bits, w.group_size, list(w.shape), x_bits, x_group, use
     )
+
+
+def fast(x: Tensor, w: Packed, x_group: int | None) -> bool:
+    """Is there a kernel for these, on this device, so that "auto" does not take the reference?"""
+    nested = x_group is None or not (w.shape[1] % x_group or (x_group % w.group_size and w.group_size % x_group))
+    return nested and _implementation(x, w, x_group, "auto") != "reference"
 
 
 def _check(x: Tensor, w: Packed, x_bits: int, x_group: int | None, x_scale: Tensor | None) -> None:

@@ -11,6 +11,8 @@ from compress.transforms import Hadamard, Rounding
 from compress.transforms.rotation import random_hadamard, random_orthogonal
 from compress.transforms.stream import stream_of
 from eval.machine.size import size
+from kernels.registry import recording
+from kernels.w4a8_matmul import fast
 from kernels.w8a8_matmul import quantize_rows
 
 ROTATE, ACTIVATIONS = METHODS["rotate"], METHODS["activations"]
@@ -192,3 +194,17 @@ def test_what_cannot_be_is_said_before_any_work(tiny, tokens, tmp_path):
     for name in ("gguf", "compressed-tensors", "gptq"):
         with pytest.raises(ValueError, match="no place for rotations"):
             save_compressed(result, tmp_path / name, save_format=name)
+
+
+@pytest.mark.parametrize("knobs", [{"bits": 8}, {"bits": 4, "group_size": 32}, {"bits": 8, "static": True}])
+def test_codes_are_multiplied_where_weights_are_integers(tiny, tokens, knobs):
+    """In 16 bits a linear gives what the emulation gives, and the record says which kernel multiplied."""
+    model = tiny("llama")
+    apply([METHODS["rtn"](group_size=16), ACTIVATIONS(**knobs)], model, tokens())
+    linear = model.to(torch.bfloat16).model.layers[0].mlp.up_proj
+    x = torch.randn(3, 5, 64).to(torch.bfloat16)
+    expected = linear.transform(x.float()) @ linear.dequantize().t()
+    with recording() as kernels:
+        y = linear(x)
+    assert y.dtype == torch.bfloat16 and relative(y.float(), expected) < 1e-2
+    assert ("w4a8_matmul" in kernels) == fast(x, linear.parts[0].packed, None)
