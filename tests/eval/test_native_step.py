@@ -5,7 +5,7 @@ import torch
 
 from compress import METHODS, apply
 from eval.speed.attention import fast_attention
-from eval.speed.native_step import NotNative, native_step
+from eval.speed.native_step import NotNative, assemble, native_step
 from eval.speed.speed import static_cache
 from kernels import native
 
@@ -15,20 +15,28 @@ pytestmark = pytest.mark.skipif(
 PROMPT = 12
 
 
-def stepped(model, batch: int = 1, steps: int = 14):
-    """(relative differences of the logits of some steps, the native step), beyond windows of 8."""
+def varied(model):
+    """The model with norms that all differ, as trained ones do: those of a new model are all alike."""
+    for name, p in model.named_parameters():
+        if "norm" in name:
+            p.add_(0.4 * torch.randn_like(p))
+    return model
+
+
+def stepped(model, batch: int = 1, steps: int = 14, length: int = PROMPT):
+    """(relative differences of the logits of some steps behind a prompt of this length, the native step)."""
     cache = static_cache(fast_attention(model), 64)
-    ids = (torch.arange(batch * PROMPT) * 7919 % 96).view(batch, PROMPT)
+    ids = (torch.arange(batch * length) * 7919 % 96).view(batch, length)
 
     def prompt():
         cache.reset()
-        at = torch.arange(PROMPT)[None]
+        at = torch.arange(length)[None]
         return model(ids, past_key_values=cache, position_ids=at, use_cache=True).logits[:, -1:].argmax(-1)
 
     first = prompt()
-    step = native_step(model, cache, first, torch.tensor([[PROMPT]]), prompt)
+    step = native_step(model, cache, first, torch.tensor([[length]]), prompt)
     expected, token = [], prompt()
-    for place in range(PROMPT, PROMPT + steps):
+    for place in range(length, length + steps):
         at = torch.tensor([[place]])
         expected.append(
             (token, model(token, past_key_values=cache, position_ids=at, use_cache=True).logits[:, -1].float())
@@ -36,7 +44,7 @@ def stepped(model, batch: int = 1, steps: int = 14):
         token = expected[-1][1].argmax(-1, keepdim=True)
     prompt()
     differences = []
-    for place, (token, logits) in enumerate(expected, start=PROMPT):
+    for place, (token, logits) in enumerate(expected, start=length):
         step(token, torch.tensor([[place]]))
         differences.append(float((step.step.logits - logits).norm() / logits.norm()))
     return differences, step
@@ -58,10 +66,30 @@ def stepped(model, batch: int = 1, steps: int = 14):
     ],
 )
 def test_steps_are_those_of_the_model(tiny, architecture, more, batch):
-    model = tiny(architecture, **more).bfloat16()
+    model = varied(tiny(architecture, **more)).bfloat16()
     differences, step = stepped(model, batch)
     assert max(differences) < 0.05
     assert step.kernels["decode_step"] == {f"cpu {native.isa(torch.bfloat16)}"}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("length", [5, 7, 8, 9, 20])
+def test_prompts_below_at_and_above_the_window(tiny, length):
+    kinds = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+    model = varied(tiny("gemma3_text", num_hidden_layers=4, layer_types=kinds, sliding_window=8)).bfloat16()
+    assert max(stepped(model, length=length, steps=6)[0]) < 0.05
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("architecture, added", [("llama", 0), ("gemma3_text", 1)])
+def test_norms_are_recognised_beside_one_large_weight(tiny, architecture, added):
+    """Gemma 3 has norms with a weight of 1,648 among others of about 1, where w and 1 + w look alike in bfloat16."""
+    model = varied(tiny(architecture)).bfloat16()
+    model.model.norm.weight[-1] = 1648
+    cache = static_cache(model, 64)
+    model(torch.zeros(1, 4, dtype=torch.long), past_key_values=cache, position_ids=torch.arange(4)[None])
+    norm = assemble(model, cache, 1)[0].instructions[-1].before
+    assert torch.equal(norm.weight, model.model.norm.weight.float() + added)
 
 
 @torch.no_grad()
