@@ -71,20 +71,21 @@ class DropRecord:
 
 @dataclass(frozen=True)
 class FoldRecord:
-    """What was moved from a producer (a norm, or a linear) into the linears that read it; a row of the record's
-    `folds`.
+    """What was moved from a producer (a norm, or a linear) into the linears that read it, or how the input of these was
+    rotated; a row of the record's `folds`.
 
-    alpha: strength of the migration, None where all scales stayed 1. x_*, w_*: the largest magnitudes, channel by
-        channel, of
-    the consumers' input over the calibration tokens and of their weights' columns, as {"max", "p99", "median"} over the
-    channels. error_*: ||WX - Q(W)Q(X)||² / ||WX||² over all consumers, rounded to nearest as the method aims at,
-    without and with the scales; None where it was not measured. difference: ||y - y'|| / ||y|| of the block's output y
-    without quantisation. channels: the magnitudes themselves, {"x_before": [...], "x_after", "w_before", "w_after"},
-    for a few.
+    alpha: strength of the migration, None where all scales stayed 1, and for rotations.
+    x_*, w_*: the largest magnitudes, channel by channel, of the consumers' input over the calibration tokens and of
+        their weights' columns, as {"max", "p99", "median"} over the channels. For rotations the inputs are those of the
+        first calibration window, and x_* has "kurtosis" too, the mean of that of a token's values.
+    error_*: ||WX - Q(W)Q(X)||² / ||WX||² over all consumers, rounded to nearest as the method aims at, without and with
+        the scales; None where it was not measured.
+    difference: ||y - y'|| / ||y|| of the block's output y without quantisation.
+    channels: the magnitudes themselves, {"x_before": [...], "x_after", "w_before", "w_after"}, for a few.
     """
 
     name: str
-    kind: str  # "norm" or "linear"
+    kind: str  # "norm", "linear", "rotation of the stream", "rotation of heads" or "online rotation"
     consumers: tuple[str, ...]
     alpha: float | None
     x_before: dict[str, float]

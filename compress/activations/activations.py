@@ -36,17 +36,15 @@ class Activations(LayerwiseMethod):
     statistics: ClassVar[tuple[str, ...]] = ("rows", "absmax")
     working_set: ClassVar[tuple[float, float]] = (2.0, 0.0)
 
-    bits: int = knob(8, "bits of an integer code, whose grid is symmetric", choices=(8, 4), describes=True)
+    bits: int = knob(8, "bits of an integer code, whose grid is symmetric; not of the other formats", choices=(8, 4))
     format: str = knob(
         "int",
         "integers, fp8 (e4m3), mxfp4 or nvfp4 (e2m1 with a step for 32 or 16 columns)",
         choices=FORMATS,
-        describes=True,
     )
     group_size: int = knob(-1, "columns of a token that share a step; -1: all of them", range=(-1, 1 << 20))
     static: bool = knob(False, "one step for all that a linear reads, from the calibration tokens; else one per token")
     clip: float = knob(1.0, "the share of the largest magnitude that the largest code stands for", range=(0.1, 1.0))
-
     outliers: float = knob(
         0.0,
         "share of a token's groups that keep 8 bits: the channels that were the largest on the calibration tokens are "
@@ -58,7 +56,10 @@ class Activations(LayerwiseMethod):
         super().__post_init__()
         wanted = BITS.get(self.format, self.bits)
         if self.format != "int" and self.bits not in (8, wanted):
-            raise ValueError(f"`bits` (={self.bits}) of {self.name}: format={self.format!r} has {wanted}")
+            raise ValueError(
+                f"`bits` (={self.bits}) of {self.name} is of integers, and format={self.format!r} has {wanted}: leave "
+                "`bits` out"
+            )
         if self.where != "blocks":
             raise ValueError(
                 f"`where` (={self.where!r}) of {self.name} must be 'blocks': what the head reads stays in 16 bits"

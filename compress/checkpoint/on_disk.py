@@ -65,6 +65,11 @@ def load_compressed_on_disk(
             f"`weights` (='disk'): {next(iter(layout['embeddings']))} of {folder} is stored compressed, outside the "
             "blocks: weights='memory' would do"
         )
+    if layout["stream"]:
+        raise ValueError(
+            f"`weights` (='disk'): the residual stream of {folder} is rotated, outside the blocks: weights='memory' "
+            "would do"
+        )
     model = empty_model(folder, layout)
     model.tie_weights()
     saved = dtype_of(layout)

@@ -74,9 +74,8 @@ def by_variance(scores: list[Tensor], valid: list[Tensor], target: Tensor) -> li
     free = (~exempt).sum() / layers
     weights = torch.where(exempt, 1 / layers, weights / weights.sum(-1, keepdim=True).clamp(min=1e-30) * free)
     ranked = []
-    for i, one in enumerate(
-        scores
-    ):  # places are taken in the order of n / weight, which are as many as the weights say
+    for i, one in enumerate(scores):
+        # Places are taken in the order of n / weight, so that their number is in proportion to the weight.
         place = torch.arange(one.shape[-1], device=one.device) + 0.5
         ranked.append(-place / weights[:, i, None])
     return _by_layer(ranked, valid, target)

@@ -14,6 +14,7 @@ from compress.dropped import drop_block, drop_part, parts_of
 from compress.linear import parameter_count, replace
 from compress.method import Method, knob
 from compress.records import DropRecord
+from compress.transforms.stream import stream_of
 from compress.walk.blocks import find_blocks
 from compress.walk.capture import Call, block_calls, on_device, run_block
 from compress.walk.once.saved import SavedStatistics
@@ -69,6 +70,12 @@ class LayerDrop(Method):
     def check(self, model: nn.Module) -> None:
         _, blocks = find_blocks(model)
         kinds = KINDS[self.target]
+        if "block" in kinds and stream_of(model) is not None:
+            raise ValueError(
+                f"`model` has a rotated residual stream, which its first and last block turn, so that `target` "
+                f"(={self.target!r}) of layer_drop cannot drop blocks: attention or mlp would do, or the model before "
+                "the rotation"
+            )
         there = sum(_has(block, kind) for block in blocks for kind in kinds)
         if self.layers:
             for index in self.chosen():

@@ -1,7 +1,7 @@
 """How a block's weights take up a rotation of what they read and write, so that the block computes the same."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from compress.linear import CompressedLinear, is_linear
+from compress.linear import is_linear
 from compress.transforms import Rotation
 from compress.walk.capture import Call, run_block
 from compress.walk.folds.links import Link, gain_offset
@@ -176,8 +176,3 @@ def trial_of(block: nn.Module) -> nn.Module:
     """A copy of a block to fold rotations into: its weights are shared until they change."""
     memo = {id(t): t for t in (*block.parameters(), *block.buffers())}
     return copy.deepcopy(block, memo)
-
-
-def compressed_in(block: nn.Module, names: Sequence[str]) -> list[str]:
-    """Which of these linears are stored compressed already, so that nothing can be folded into them."""
-    return [name for name in names if isinstance(block.get_submodule(name), CompressedLinear)]

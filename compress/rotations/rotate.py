@@ -179,8 +179,7 @@ class Rotate(Method):
                             plan.rotations.heads[link.producer] = rotation
                             plan.heads.append(link)
         reached = {name for link in (*plan.readers, *plan.heads) for name in link.consumers}
-        inside_blocks = [name for name in targets(model) if isinstance(model.get_submodule(name), nn.Module)]
-        plan.left = [] if self.online == "none" else [name for name in inside_blocks if name not in reached]
+        plan.left = [] if self.online == "none" else [name for name in targets(model) if name not in reached]
         return plan
 
     def _of_stream(self, blocks: nn.ModuleList, uses: Sequence[StreamUse], hidden: int) -> Rotation:

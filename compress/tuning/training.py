@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compress.linear import CompressedLinear
+from compress.linear import CompressedLinear, met_by
 from compress.walk.capture import Call, run_block
 
 
@@ -73,6 +73,7 @@ class TrainedLinear(nn.Module):
         self.W = W.to(self.dtype or self.linear.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = met_by(self.linear, x)
         y = F.linear(x.to(self.W.dtype), self.W).to(x.dtype)
         return y if self.linear.bias is None else y + self.linear.bias
 

@@ -4,12 +4,17 @@ import copy
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
 from compress import METHODS, apply, load_compressed, save_compressed
+from compress.checkpoint.on_disk import load_compressed_on_disk
 from compress.grid.nearest import rtn
 from compress.transforms import Hadamard, Rounding
 from compress.transforms.rotation import random_hadamard, random_orthogonal
 from compress.transforms.stream import stream_of
+from compress.tuning.training import Schedule, TrainedLinear
+from compress.walk.blocks import targets
+from compress.walk.fisher import fisher
 from eval.machine.size import size
 from kernels.registry import recording
 from kernels.w4a8_matmul import fast
@@ -100,6 +105,27 @@ def test_statistics_are_of_what_the_weights_meet(tiny, tokens):
     D = W - model.model.layers[1].mlp.down_proj.dequantize()
     assert isinstance(model.model.layers[1].mlp.down_proj.transform, Hadamard)
     assert record.error == pytest.approx(((X @ D.t()).square().sum() / (X @ W.t()).square().sum()).item(), rel=1e-4)
+
+
+def test_fisher_and_tuning_see_what_the_weights_meet(tiny, tokens):
+    model, batches = tiny("llama"), tokens(2, 12)
+    apply([ROTATE(online="none")], model, batches)
+    found = fisher(model, batches[:1], device=torch.device("cpu"))
+    whole = copy.deepcopy(model).double().requires_grad_(True)
+    cross_entropy(whole(batches[0]).logits[0, :-1], batches[0][0, 1:], reduction="sum").backward()
+    for name in targets(model):
+        g = whole.get_submodule(name).weight.grad
+        torch.testing.assert_close(found[name].double(), g**2 / (batches[0].shape[1] - 1), rtol=2e-3, atol=1e-9)
+    model = tiny("llama")
+    apply([ROTATE(), METHODS["rtn"](group_size=16)], model, batches)
+    linear = model.model.layers[0].mlp.down_proj
+    trained, x = (
+        TrainedLinear(linear, linear.dequantize(), Schedule(steps=1, batch=1, rate=0.0, scale_rate=0.0)),
+        torch.randn(4, 96),
+    )
+    trained.prepare()
+    assert isinstance(linear.transform, Hadamard)
+    torch.testing.assert_close(trained(x), linear(x), rtol=1e-4, atol=1e-5)
 
 
 def test_rounded_inputs_are_those_of_int8(tiny, tokens):
@@ -194,6 +220,11 @@ def test_what_cannot_be_is_said_before_any_work(tiny, tokens, tmp_path):
     for name in ("gguf", "compressed-tensors", "gptq"):
         with pytest.raises(ValueError, match="no place for rotations"):
             save_compressed(result, tmp_path / name, save_format=name)
+    with pytest.raises(ValueError, match="`target` \\(='block'\\) of layer_drop cannot drop blocks"):
+        apply([METHODS["layer_drop"](target="block", count=1)], model, tokens())
+    folder = save_compressed(result, tmp_path / "workbench")
+    with pytest.raises(ValueError, match="`weights` \\(='disk'\\): the residual stream"):
+        load_compressed_on_disk(folder)
 
 
 @pytest.mark.parametrize("knobs", [{"bits": 8}, {"bits": 4, "group_size": 32}, {"bits": 8, "static": True}])

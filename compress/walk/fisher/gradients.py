@@ -186,7 +186,7 @@ class _Backward:
             seen.append(args[0] if args else kwargs["hidden_states"])
             raise Stop
 
-        handle = self.blocks[0].register_forward_pre_hook(hook, with_kwargs=True)
+        handle = self.blocks[0].register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
         try:
             with suppress(Stop):
                 self.model(batch, use_cache=False)
