@@ -165,8 +165,11 @@ def _apply(
             if shared and saved is None and len(batches) and method.collects():
                 weights = weights_sha256(model) if drops else identity["weights_sha256"]
                 saved = shared.statistics(model, batches, [weights, tokens["sha256"], code_sha256()], device=where)
-            # Held once something is stored, so that later steps' errors are measured against what the first one met.
-            untouched = original_linears(model) if len(recipe) - i > 1 else None
+            # Errors of later methods are measured against what the first one that stores something met; what moved
+            # inputs is what later methods start from.
+            stores = method.stage not in ("drop", "transform") and not method.moves_inputs
+            held = originals is None and stores and any(m.reads_originals for m in recipe[i + 1 :])
+            untouched = original_linears(model) if held else None
             if work_path:
                 steps = [(m.name, m.values()) for m in recipe[: i + 1]]
                 about = [identity, tokens, code_sha256(), *(["once"] if shared else [])]
@@ -180,9 +183,7 @@ def _apply(
                     allocation = made
                 else:
                     layers[made.name] = _after(layers.get(made.name), made)
-            stored = layers and not method.moves_inputs  # what moved inputs is what later methods start from
-            if originals is None and stored and any(m.reads_originals for m in recipe[i + 1 :]):
-                originals = untouched
+            originals = originals if untouched is None or not layers else untouched
     if on_cache:
         attach(model, on_cache)
     return Result(

@@ -8,6 +8,7 @@ import dataclasses
 import math
 import re
 import shutil
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -96,8 +97,9 @@ def measured(usage: Usage, model: nn.Module) -> Iterator[None]:
 class _Case:
     """What the prediction depends on.
 
-    now: bytes of the process's memory. resident: of them, what the model's blocks take. itemsize: of the model's dtype.
-    batches: tokens of each. head: (bytes of the head's weight, vocabulary).
+    now: bytes of the process's memory. resident: of them, what the model's blocks take. mapped: of these, what is a file
+    in memory, whose pages stay for the whole run even where weights are replaced. itemsize: of the model's dtype.
+    batches: tokens of each.
     """
 
     recipe: tuple[Method, ...]
@@ -105,6 +107,7 @@ class _Case:
     on_disk: bool
     now: int
     resident: int
+    mapped: int
     itemsize: int
     batches: tuple[int, ...]
     activations: str = "memory"
@@ -115,7 +118,8 @@ class _Case:
         resident = 0 if on_disk else sum(_block_bytes(block) for block in find_blocks(model)[1])
         now = psutil.Process().memory_info().rss
         lengths = tuple(batch.shape[1] for batch in batches)
-        return cls(tuple(recipe), model, on_disk, now, resident, model.dtype.itemsize, lengths)
+        mapped = 0 if on_disk else _mapped_bytes(model)
+        return cls(tuple(recipe), model, on_disk, now, resident, mapped, model.dtype.itemsize, lengths)
 
     def peak(self) -> int:
         """Bytes of the process's memory at the peak."""
@@ -149,20 +153,25 @@ class _Case:
         _, blocks = find_blocks(self.model)
         block = max(map(_block_bytes, blocks)) * self.itemsize // self.model.dtype.itemsize if self.on_disk else 0
         yield self._probe() + block
-        copies = 0
+        before = alive = self.resident - self.mapped  # bytes of the blocks' weights that are freed with them
+        originals: int | None = None  # bytes of those that later methods measure their errors against
         for i, method in enumerate(self.recipe):
+            replaces = not self.on_disk and isinstance(method, FoldingMethod | LayerwiseMethod)
+            made = int(self.resident * self._share_stored(i + 1)) if replaces else alive
+            if originals is None and isinstance(method, LayerwiseMethod) and method is not self.recipe[-1]:
+                originals, alive = alive, 0
+            copies = (originals or 0) + max(made, alive) - before
+            alive = made
             shapes = _largest_block(self.model, getattr(method, "skip", ""))
             flowing = self._flowing()
             if isinstance(method, FoldingMethod):
-                yield block + flowing + self._folding(method, shapes)
+                yield block + copies + flowing + self._folding(method, shapes)
             if isinstance(method, LayerwiseMethod):
                 yield block + copies + flowing + self._solving(method, shapes, self._share_stored(i + 1))
             elif method.reads_originals:
                 yield block + copies + 2 * flowing + self._training(method, shapes)
             elif not isinstance(method, FoldingMethod) and method.stage != "cache":
-                yield block + flowing + self._pass(shapes)
-            if isinstance(method, LayerwiseMethod) and not self.on_disk and method is not self.recipe[-1]:
-                copies += int(self.resident * self._share_stored(i + 1))  # beside the originals, which stay
+                yield block + copies + flowing + self._pass(shapes)
 
     def _flowing(self) -> int:
         """The inputs of a block, over all micro-batches."""
@@ -284,7 +293,7 @@ def _refusal(case: _Case, limit: int) -> str:
     ways["sequential=False"] = dataclasses.replace(disk, recipe=apart)
     if case.itemsize > 2:
         half = dataclasses.replace(
-            disk, itemsize=2, now=case.now - case.resident // 2, resident=case.resident - case.resident // 2
+            disk, itemsize=2, now=case.now - case.resident // 2, resident=case.resident // 2, mapped=case.mapped // 2
         )
         ways["dtype='bfloat16'"] = half
         ways["sequential=False with dtype='bfloat16'"] = dataclasses.replace(half, recipe=apart)
@@ -306,6 +315,17 @@ def _block_bytes(block: nn.Module) -> int:
     if hasattr(block, "_offloaded"):
         return block._offloaded.nbytes
     return sum(t.nbytes for t in (*block.parameters(), *block.buffers()))
+
+
+def _mapped_bytes(model: nn.Module) -> int:
+    """Bytes of the blocks' weights that lie in a file which is mapped into memory; 0 where that cannot be told."""
+    with suppress(AttributeError, psutil.Error):
+        maps = [m.addr.split("-") for m in psutil.Process().memory_maps(grouped=False) if m.path.startswith("/")]
+        starts, ends = zip(*sorted((int(start, 16), int(end, 16)) for start, end in maps), strict=True)
+        tensors = [t for block in find_blocks(model)[1] for t in (*block.parameters(), *block.buffers())]
+        inside = [(t.nbytes, t.data_ptr(), bisect_right(starts, t.data_ptr()) - 1) for t in tensors]
+        return sum(size for size, address, i in inside if i >= 0 and address < ends[i])
+    return 0
 
 
 def _largest_block(model: nn.Module, skip: str) -> list[tuple[int, int]]:
