@@ -259,7 +259,7 @@ class KVLayer(DynamicLayer):
         for i, (slab, of) in enumerate(zip(self.slabs, self.split(q), strict=True)):
             indices, starts, lengths = lists[i] if lists else (None, slab.starts, slab.lengths)
             out = kv_decode(
-                of,
+                slab.precision.turned(of),
                 slab.kv(),
                 lengths,
                 starts=starts,

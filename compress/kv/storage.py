@@ -6,16 +6,29 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from compress.transforms.rotation import widest_block
+from kernels.hadamard import hadamard
 from kernels.kv_decode import KV, dequantize_kv, quantize_kv
 
 
 class Precision(NamedTuple):
-    """How keys and values are kept: codes of 8, 4 or 2 bits for groups of positions, `residual` positions at least as
-    they came."""
+    """How keys and values are kept: codes of 8, 4 or 2 bits for groups of positions, `residual` positions at least in
+    the dtype in which they came; with `rotates`, keys as `turned` gives them, codes or not."""
 
     bits: int = 16
     group: int = 64
     residual: int = 0
+    rotates: bool = False
+
+    def turned(self, x: Tensor) -> Tensor:
+        """Keys or queries [..., D], as keys are kept, or back from that: x, or with `rotates` x H.
+
+        H is the normalised Hadamard rotation of D channels, or of the widest divisor of D that has a matrix, block by
+        block. It is its own inverse, and q H · k H = q · k.
+        """
+        if not self.rotates:
+            return x
+        return hadamard(x.unflatten(-1, (-1, widest_block(x.shape[-1])))).view(x.shape)
 
 
 class Growing:
@@ -60,7 +73,8 @@ class Slab:
     `length`.
 
     With fewer than 16 bits the first positions are codes (`kernels.kv_decode.KV` has the layout) and the rest a dense
-    tail.
+    tail. Where its precision `rotates`, codes and tail hold rotated keys, which the kernels multiply by rotated
+    queries; `dense` and `keys_from` give keys as they came.
     """
 
     def __init__(self, k: Tensor, v: Tensor, starts: Tensor, precision: Precision) -> None:
@@ -69,7 +83,7 @@ class Slab:
         self.codes: list[Growing] = []  # k, v, params_k, params_v
         self.notes: list[Growing] = []  # [B, H, pages, ...]: what a reading keeps of the first `noted` positions
         self.noted = 0
-        self.k, self.v = Growing(k), Growing(v)
+        self.k, self.v = Growing(precision.turned(k)), Growing(v)
         self._settle()
 
     @property
@@ -93,7 +107,7 @@ class Slab:
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """k, v: [B, H, m, D], for every row."""
-        self.k.append(k)
+        self.k.append(self.precision.turned(k))
         self.v.append(v)
         self._settle()
 
@@ -110,7 +124,7 @@ class Slab:
         self.notes, self.noted = [], 0
 
     def kv(self) -> KV:
-        """As the kernels take it."""
+        """As the kernels take it, with queries that `precision.turned` has turned."""
         if not self.codes:
             return KV(self.k.view, self.v.view)
         tail = (self.k.view, self.v.view) if self.k.length else (None, None)
@@ -118,17 +132,18 @@ class Slab:
 
     def dense(self) -> tuple[Tensor, Tensor]:
         """k, v [B, H, length, D]; what lies before a row's start means nothing."""
-        return dequantize_kv(self.kv(), self.k.buffer.dtype)
+        k, v = dequantize_kv(self.kv(), self.k.buffer.dtype)
+        return self.precision.turned(k), v
 
     def keys_from(self, position: int) -> Tensor:
         """The keys from this position on, [B, H, n, D]."""
         if position >= self.coded:
-            return self.k.view[:, :, position - self.coded :]
+            return self.precision.turned(self.k.view[:, :, position - self.coded :])
         return self.dense()[0][:, :, position:]
 
     def _settle(self) -> None:
         """Turn whole groups into codes as soon as `residual` positions stay behind them."""
-        bits, group, residual = self.precision
+        bits, group, residual, _ = self.precision
         full = (self.k.length - residual) // group * group
         if bits == 16 or full <= 0:
             return

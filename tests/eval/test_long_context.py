@@ -105,6 +105,7 @@ def test_bootstrap():
         [METHODS["snapkv"](budget=20, observed=4, allocation="ada")],
         [KV_INT(group_size=32, residual=4)],
         [STREAMING(budget=50), KV_INT(bits=8, group_size=32, residual=4)],
+        [KV_INT(bits=4, group_size=32, residual=4, rotate_keys=True)],
     ],
     ids=str,
 )

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from compress.kv.reading.method import Glance, Reading, Role
 from compress.kv.reading.reader import places
-from compress.kv.storage import Growing, from_start
+from compress.kv.storage import Growing, Precision, from_start
 from kernels.kv_decode import KV, kv_decode
 
 
@@ -16,13 +16,14 @@ class FixedSlab(Protocol):
 
     Attributes:
         length: positions, the room among them.
-        notes, noted: as of `compress.kv.storage.Slab`.
+        precision, notes, noted: as of `compress.kv.storage.Slab`.
     """
 
     kv: KV
     starts: Tensor
     lengths: Tensor
     length: int
+    precision: Precision
     notes: list[Growing]
     noted: int
 
@@ -57,11 +58,11 @@ class FixedReading:
 
     def attend(self, slab: FixedSlab, q: Tensor, scale: float | None, softcap: float | None) -> Tensor:
         """q [B, H_q, 1, D] -> the same shape."""
-        more = {"scale": scale, "softcap": softcap}
+        turned, more = slab.precision.turned(q), {"scale": scale, "softcap": softcap}
         if self.role.reads_all:
             if not self.role.chooses:
-                return kv_decode(q, slab.kv, slab.lengths, starts=slab.starts, **more)
-            y, mass = kv_decode(q, slab.kv, slab.lengths, starts=slab.starts, return_mass=True, **more)
+                return kv_decode(turned, slab.kv, slab.lengths, starts=slab.starts, **more)
+            y, mass = kv_decode(turned, slab.kv, slab.lengths, starts=slab.starts, return_mass=True, **more)
             self.shared.copy_(self._list(slab, from_start(mass, slab.starts)))
             return y
         chosen = self.shared
@@ -69,7 +70,8 @@ class FixedReading:
             scaling = q.shape[-1] ** -0.5 if scale is None else scale
             chosen = self._list(slab, self.reading.scores(Glance(slab, q, scaling))[:, :, 0])
         indices = chosen[2:].movedim(0, -1).contiguous()
-        return kv_decode(q, slab.kv, chosen[1].contiguous(), starts=chosen[0].contiguous(), indices=indices, **more)
+        starts, lengths = chosen[:2].contiguous()
+        return kv_decode(turned, slab.kv, lengths, starts=starts, indices=indices, **more)
 
     def _list(self, slab: FixedSlab, scores: Tensor) -> Tensor:
         page, count = self.reading.page, pages_of(self.reading, slab.length)
