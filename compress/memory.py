@@ -97,8 +97,8 @@ def measured(usage: Usage, model: nn.Module) -> Iterator[None]:
 class _Case:
     """What the prediction depends on.
 
-    now: bytes of the process's memory. resident: of them, what the model's blocks take. mapped: of these, what is a file
-    in memory, whose pages stay for the whole run even where weights are replaced. itemsize: of the model's dtype.
+    now: bytes of the process's memory. resident: of them, what the model's blocks take. mapped: of these, what is a
+    file in memory, whose pages stay for the whole run even where weights are replaced. itemsize: of the model's dtype.
     batches: tokens of each.
     """
 
