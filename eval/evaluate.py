@@ -18,6 +18,7 @@ from eval.speed.deploy import deployed
 from eval.speed.speed import PLAIN, Speed, measure_speed, positions, standard_variants
 from eval.text.divergence import compare_on_text
 from eval.text.names import text_name
+from eval.text.through_cache import remark
 from eval.text.windows import LogitSource, mean_and_stderr, windows
 from eval.writing.generation import PROMPTS, Sample, generate_samples
 from kernels.errors import first_line
@@ -146,6 +147,7 @@ def evaluate(
                 beginning,
                 bos,
             )
+        scores.notes += remark({"compressed": model, **others})
         half = {"baseline": deployed(baseline), "compressed": deployed(model)}
         if write_tokens:
             scores.samples = generate_samples(half, tokenizer, prompts, new_tokens=write_tokens)

@@ -42,7 +42,7 @@ class Attachment:
         between turns.
 
         Args:
-            more: `observes`, `traces` of `CompressedCache`.
+            more: `observes`, `traces`, `reads_pieces` of `CompressedCache`.
         """
         return CompressedCache(self.model, self.policy, self.storage, self.reading, **more)
 

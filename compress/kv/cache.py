@@ -47,6 +47,7 @@ class CompressedCache(Cache):
         policy, storage, reading: None: everything is kept, as it is, and read.
         observes: keep the queries and evict nothing, so that `compressed` can try many policies on the same prompt.
         traces: remember where each kept position was.
+        reads_pieces: tokens that come several at once behind a prompt read sparsely, as single ones do.
     """
 
     def __init__(
@@ -58,9 +59,10 @@ class CompressedCache(Cache):
         *,
         observes: bool = False,
         traces: bool = False,
+        reads_pieces: bool = False,
     ) -> None:
         self.policy, self.storage, self.observes, self.traces = policy, storage, observes, traces
-        self.model, self.paused, self.by_kernel = model, False, True
+        self.model, self.paused, self.reads_pieces, self.by_kernel = model, False, reads_pieces, True
         self.listener: Callable[[KVLayer, Tensor, Tensor, Tensor], None] | None = None
         self.ids: list[Tensor] = []  # of the prompt, [B, n] each, for policies that read it again
         self.masks: list[Tensor] = []
@@ -270,7 +272,8 @@ class CompressedCache(Cache):
             return layer.attend_beside(q, k, v, mask, about)
         count = self.policy is not None and self.policy.remembers and self.policy.mass and self.policy.decoding
         # Behind a prompt, one token at a time, or where an evaluation has stopped prompts, tokens may read sparsely.
-        sparse = self.reader is not None and layer.slabs and (n == 1 or self.paused) and (mask is None or real.all())
+        behind = n == 1 or self.paused or self.reads_pieces
+        sparse = self.reader is not None and layer.slabs and behind and (mask is None or real.all())
         attend = partial(self.reader.attend, layer) if sparse else layer.attend
         y, mass = attend(q, k, v, mask, real, about, by_kernel=self.by_kernel, count=count)
         self._after_attention(layer, q, real, mass)

@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.tasks.paired import fits, stderr
 from eval.tasks.task_files import CONSENT
+from eval.text.through_cache import attachment, logits_through_cache
 
 PRIMARY = (
     "acc_norm",
@@ -105,7 +106,23 @@ class _InMemory(HFLM):
         return super().loglikelihood_rolling(requests, disable_tqdm=True)
 
     def _loglikelihood_tokens(self, requests: list, disable_tqdm: bool = True, override_bs: int | None = None) -> list:
-        return super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
+        if attachment(self.model) is None:
+            return super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
+        answers = []
+        for text, context, continuation in requests:
+            answers.append(self._through_cache(context, continuation))
+            if text is not None:
+                self.cache_hook.add_partial("loglikelihood", text, answers[-1])
+        return answers
+
+    def _through_cache(self, context: list[int], continuation: list[int]) -> tuple[float, bool]:
+        """Log-likelihood of a continuation in nats, and whether it is the most likely one, token by token. The context
+        but for its last token is read as a prompt, and compressed."""
+        ids = torch.tensor([(context + continuation)[-self.max_length - 1 : -1]], device=self.device)
+        expected = torch.tensor(continuation, device=self.device)
+        logits = logits_through_cache(self.model, ids, prefix=ids.shape[1] - len(continuation))[0]
+        found = torch.log_softmax(logits, -1, dtype=torch.float32).gather(1, expected[:, None])
+        return float(found.double().sum()), bool((logits.argmax(-1) == expected).all())
 
     def generate_until(self, requests: list, disable_tqdm: bool = True) -> list:
         return super().generate_until(requests, disable_tqdm=True)

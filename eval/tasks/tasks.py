@@ -24,9 +24,10 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from eval.record.files import write_whole
-from eval.tasks.fingerprint import attached, model_sha256, tokenizer_sha256
+from eval.tasks.fingerprint import model_sha256, tokenizer_sha256
 from eval.tasks.paired import compare, finite, fits, stderr
 from eval.tasks.task_files import check_names, find_tasks
+from eval.text.through_cache import attachment
 
 if TYPE_CHECKING:
     from eval.tasks.harness import Answered, Document
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 FLIPS = 12  # examples of a model and direction in the record; the files of samples have all
 _TURNS = {(1, 0): "right to wrong", (0, 1): "wrong to right"}
 _SHOWN = 400  # characters of a text in the record
-_KEPT_AS = 1  # changes whenever answers that were kept before are of no more use
+_KEPT_AS = 2  # changes whenever answers that were kept before are of no more use
 _VERSIONS = ("lm-eval", "transformers", "tokenizers", "torch", "datasets", "numpy")
 
 
@@ -357,13 +358,12 @@ def _counting(progress: tqdm, about: str) -> Any:
 
 def _notes(models: Mapping[str, nn.Module], scores: TaskScores) -> list[str]:
     read = [name for name, of in next(iter(scores.answers.values())).items() if not of.generates]
-    hooked = [name for name, model in models.items() if any(place == "" for place, _ in attached(model))]
-    if not (read and hooked):
+    compressed = [name for name, model in models.items() if attachment(model) is not None]
+    if not (read and compressed):
         return []
     return [
-        f"{', '.join(hooked)}: what is attached for generation, such as a compressed KV cache, has no part in tasks "
-        "that are "
-        f"scored by likelihood ({', '.join(read)}): their texts are read in one pass, without a cache"
+        f"{', '.join(compressed)}: in tasks that are scored by likelihood ({', '.join(read)}), what comes before an "
+        "answer is read as a prompt and compressed, and the answer is scored through the compressed KV cache"
     ]
 
 

@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from eval.text.through_cache import attachment, logits_through_cache
 from kernels.linear import fast_linear
 
 BOS = ("once", "each")  # where the special tokens of the beginning go: before the text, or before every window
@@ -94,10 +95,14 @@ def all_predictions(model: "nn.Module | LogitSource", cut: Sequence[Window]) -> 
 
 @torch.no_grad()
 def predictions(model: nn.Module, window: Window) -> tuple[Tensor, Tensor]:
-    """Logits [scored, vocabulary] that predict a window's scored tokens, and these tokens [scored]."""
+    """Logits [scored, vocabulary] that predict a window's scored tokens, and these tokens [scored]. A model with a
+    compressed cache attached reads the window through it, piece by piece."""
     device = next(model.parameters()).device
     with fast_linear():
-        logits = model(window.tokens.to(device), use_cache=False, logits_to_keep=window.scored + 1).logits
+        if attachment(model) is None:
+            logits = model(window.tokens.to(device), use_cache=False, logits_to_keep=window.scored + 1).logits
+        else:
+            logits = logits_through_cache(model, window.tokens.to(device))
     return logits[0, -window.scored - 1 : -1], window.tokens[0, -window.scored :].to(device)
 
 

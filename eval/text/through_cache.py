@@ -1,0 +1,52 @@
+"""Text that a model reads through the compressed KV cache that is attached to it.
+
+In one pass over a text every token would see the others as they are, and a compressed cache would cost nothing. Here
+the text comes in pieces: each piece sees itself, and of what came before it what the cache has kept, as it was stored.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+PIECE = 64  # tokens of a piece
+
+
+def attachment(model: nn.Module) -> Any | None:
+    """What makes the caches of a model, if something is attached that does: the owner of a hook with a `cache()`."""
+    owners = (getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values())
+    return next((owner for owner in owners if callable(getattr(owner, "cache", None))), None)
+
+
+@torch.no_grad()
+def logits_through_cache(model: nn.Module, ids: Tensor, *, prefix: int = 0, piece: int = PIECE) -> Tensor:
+    """Logits [B, n - prefix, vocabulary] of ids [B, n] from position `prefix` on.
+
+    Args:
+        model: a transformers decoder with a compressed cache attached (`compress.kv.attach`).
+        prefix: tokens that are read in one pass first, as a prompt is, and then compressed.
+        piece: tokens of each pass behind them.
+
+    Raises:
+        ValueError: nothing is attached.
+    """
+    maker = attachment(model)
+    if maker is None:
+        raise ValueError("`model` has no compressed cache attached; `compress.kv.attach(model, methods)` attaches one")
+    cache = maker.cache(reads_pieces=True)
+    if prefix:
+        model(ids[:, :prefix], past_key_values=cache, use_cache=True, logits_to_keep=1)
+    pieces = ids[:, prefix:].split(piece, 1)
+    return torch.cat([model(part, past_key_values=cache, use_cache=True).logits for part in pieces], 1)
+
+
+def remark(models: Mapping[str, nn.Module]) -> list[str]:
+    """A sentence on how texts were read, if any of these models has a cache attached."""
+    names = [name for name, model in models.items() if attachment(model) is not None]
+    if not names:
+        return []
+    return [
+        f"{', '.join(names)}: texts were read in pieces of {PIECE} tokens through the compressed KV cache. Each piece "
+        "sees itself, and what the cache kept of the text before it."
+    ]
