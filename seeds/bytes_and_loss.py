@@ -1,4 +1,4 @@
-"""Bytes of the whole model against perplexity, recipe by recipe.
+"""Bytes of the whole model against perplexity and KL, recipe by recipe.
 
     python seeds/bytes_and_loss.py --out bytes.json "gptq(bits=4, group_size=32)" \\
         "gptq(bits=4, group_size=32, grid=iq4_nl, scale_dtype=int6), rtn(bits=6, group_size=32, where=embedding)"
@@ -21,12 +21,13 @@ from compress.recipe import parse_recipe
 from eval.machine.size import size
 from eval.run_record import provenance
 from eval.speed.deploy import cast
-from eval.text.perplexity import perplexity
+from eval.text.divergence import compare_on_text
 
 
 @torch.no_grad()
 def measure(given: argparse.Namespace, record: dict) -> None:
-    """Fill `record["rows"]`: bytes, seconds to compress, and perplexity ± standard error on each text."""
+    """Fill `record["rows"]`: bytes, seconds to compress, and on each text perplexity and KL ± standard errors."""
+    baseline, _ = load_model(given.model)
     for recipe in ("", *given.recipes):
         if recipe in record["rows"]:
             continue
@@ -36,13 +37,16 @@ def measure(given: argparse.Namespace, record: dict) -> None:
             batches = calibration(tokenizer, corpus=given.corpus, samples=given.samples, seqlen=given.seqlen, seed=0)
             result = apply(parse_recipe(recipe), model, batches)
             model, seconds = result.model, result.seconds
-        scores = {}
+        scores, kls = {}, {}
         for text, limit in zip(given.texts, given.windows, strict=True):
             ids = held_out(tokenizer, corpus=text)
-            p = perplexity(model, ids, window=given.window, limit=limit, beginning=beginning(tokenizer))
+            how = {"window": given.window, "limit": limit, "beginning": beginning(tokenizer)}
+            perplexities, divergences = compare_on_text(baseline, {"model": model} if recipe else {}, ids, **how)
+            p = perplexities["model" if recipe else "baseline"]
             scores[text] = (p.value, p.stderr)
+            kls |= {text: (d.kl, d.kl_stderr) for d in divergences.values()}
         stored = size(cast(model, torch.bfloat16)).stored_bytes
-        record["rows"][recipe] = {"bytes": stored, "seconds": round(seconds, 1), "perplexity": scores}
+        record["rows"][recipe] = {"bytes": stored, "seconds": round(seconds, 1), "perplexity": scores, "kl": kls}
         if given.out:
             given.out.write_text(json.dumps(record, indent=1) + "\n")
         print(table(record), flush=True)
@@ -51,9 +55,15 @@ def measure(given: argparse.Namespace, record: dict) -> None:
 def table(record: dict) -> str:
     """Markdown, a row for each recipe."""
     texts = record["settings"]["texts"]
-    lines = [["recipe", "MB", *texts, "seconds"], ["---", *["---:"] * (2 + len(texts))]]
+    lines = [["recipe", "MB", *(x for text in texts for x in (text, f"KL, {text}")), "seconds"]]
+    lines.append(["---", *["---:"] * (2 + 2 * len(texts))])
     for recipe, row in record["rows"].items():
-        values = [f"{value:.2f} ± {stderr:.2f}" for value, stderr in (row["perplexity"][text] for text in texts)]
+        values = []
+        for text in texts:
+            (value, stderr), (base, _) = row["perplexity"][text], record["rows"][""]["perplexity"][text]
+            values.append(f"{value:,.2f} ± {stderr:,.2f}" + (f" ({value / base - 1:+,.1%})" if recipe else ""))
+            kl = row.get("kl", {}).get(text)
+            values.append(f"{kl[0]:.4f} ± {kl[1]:.4f}" if kl else "–")
         name = f"`{recipe}`" if recipe else "uncompressed, 16 bits"
         lines.append([name, f"{row['bytes'] / 1e6:.1f}", *values, f"{row['seconds']:.0f}"])
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
