@@ -4,7 +4,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ from compress.walk.folds.folding import FoldingMethod
 from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.offload import is_offloaded, offloaded_parts, original_linears
 from compress.walk.once.calibrated import Shared, check_calibrate, shared_statistics
-from compress.walk.once.saved import SavedStatistics
 from compress.walk.parallel.ranks import current, joined
 from compress.walk.parallel.spawn import check_devices, device_of_process, process_count, spawned
 from compress.walk.resume import BlockStore
@@ -123,18 +122,9 @@ def _apply(
     if shared:
         recipe = [replace(m, sequential=False) if isinstance(m, LayerwiseMethod) else m for m in recipe]
     _check_batches(batches, model, needed=[m.name for m in recipe if m.needs_calibration])
-    if shared and (moving := [m.name for m in recipe if m.moves_inputs]):
-        raise ValueError(
-            f"`calibrate` (='once') takes statistics of the model as it is, and {', '.join(moving)} changes what "
-            "linears read: calibrate='sequential' would do"
-        )
+    _check_once(recipe, shared)
     start = time.perf_counter()
-    identity = {
-        "name": getattr(model, "name_or_path", "") or type(model).__name__,
-        "weights_sha256": weights_sha256(model),
-        "parameters": parameter_count(model),
-        **getattr(model, "made_by", {}),
-    }
+    identity, tokens = _model_identity(model), _tokens_identity(batches)
     for method in recipe:
         method.check(model)
     on_cache = [method for method in recipe if isinstance(method, CacheMethod)]
@@ -142,58 +132,20 @@ def _apply(
     usage = plan(recipe, model, batches, max_memory)
     if any(isinstance(method, LayerwiseMethod | FoldingMethod) for method in recipe):
         _split_experts(model)
-    tokens = {
-        "corpus": None,
-        "samples": len(batches),
-        "seqlen": max((b.shape[1] for b in batches), default=0),
-        "seed": None,
-        "sha256": tokens_sha256(list(batches)),
-    }
-    known = getattr(batches, "identity", tokens)
-    tokens = (known if known["sha256"] == tokens["sha256"] else tokens) if len(batches) else None
     _check_same({"recipe": str(recipe), "model": identity["weights_sha256"], "batches": tokens and tokens["sha256"]})
-    layers: dict[str, LayerRecord] = {}
-    folds: list[FoldRecord] = []
-    drops: list[DropRecord] = []
-    allocation: AllocationRecord | None = None
-    originals: Mapping[str, nn.Module] | None = None
-    saved: SavedStatistics | None = None
     folder = _work_folder(model, work_path) if usage.activations == "disk" else None
     with measured(usage, model), activations_on_disk(folder), recording() as kernels:
-        for i, method in enumerate(recipe):
-            store = None
-            if shared and saved is None and len(batches) and method.collects():
-                weights = weights_sha256(model) if drops else identity["weights_sha256"]
-                saved = shared.statistics(model, batches, [weights, tokens["sha256"], code_sha256()], device=where)
-            # Errors of later methods are measured against what the first one that stores something met; what moved
-            # inputs is what later methods start from.
-            stores = method.stage not in ("drop", "transform") and not method.moves_inputs
-            held = originals is None and stores and any(m.reads_originals for m in recipe[i + 1 :])
-            untouched = original_linears(model) if held else None
-            if work_path:
-                steps = [(m.name, m.values()) for m in recipe[: i + 1]]
-                about = [identity, tokens, code_sha256(), *(["once"] if shared else [])]
-                store = BlockStore.of(Path(work_path), steps, about)
-            for made in method.apply(model, batches, device=where, store=store, originals=originals, saved=saved):
-                if isinstance(made, FoldRecord):
-                    folds.append(made)
-                elif isinstance(made, DropRecord):
-                    drops.append(made)
-                elif isinstance(made, AllocationRecord):
-                    allocation = made
-                else:
-                    layers[made.name] = _after(layers.get(made.name), made)
-            originals = originals if untouched is None or not layers else untouched
+        made = _run(recipe, model, batches, identity, tokens, where, work_path, shared)
     if on_cache:
         attach(model, on_cache)
     return Result(
         model=model,
         recipe=recipe,
         asked=asked,
-        layers=list(layers.values()),
-        folds=folds,
-        drops=drops,
-        allocation=allocation,
+        layers=list(made.layers.values()),
+        folds=made.folds,
+        drops=made.drops,
+        allocation=made.allocation,
         kept=kept_weights(model, [m.skip for m in recipe if isinstance(m, LayerwiseMethod)]),
         identity=identity,
         calibration=tokens,
@@ -205,6 +157,59 @@ def _apply(
         ],
         usage=usage,
     )
+
+
+@dataclass
+class _Made:
+    """What the methods of a recipe told of what they did; `layers` by name, as the last method left each."""
+
+    layers: dict[str, LayerRecord] = field(default_factory=dict)
+    folds: list[FoldRecord] = field(default_factory=list)
+    drops: list[DropRecord] = field(default_factory=list)
+    allocation: AllocationRecord | None = None
+
+    def add(self, told: LayerRecord | FoldRecord | DropRecord | AllocationRecord) -> None:
+        match told:
+            case FoldRecord():
+                self.folds.append(told)
+            case DropRecord():
+                self.drops.append(told)
+            case AllocationRecord():
+                self.allocation = told
+            case _:
+                self.layers[told.name] = _after(self.layers.get(told.name), told)
+
+
+def _run(
+    recipe: Sequence[Method],
+    model: nn.Module,
+    batches: Sequence[Tensor],
+    identity: Mapping[str, Any],
+    tokens: Mapping[str, Any] | None,
+    where: torch.device,
+    work_path: str | Path | None,
+    shared: Shared | None,
+) -> _Made:
+    """Apply the methods of a settled recipe, one after the other."""
+    made, originals, saved = _Made(), None, None
+    for i, method in enumerate(recipe):
+        if shared and saved is None and len(batches) and method.collects():
+            weights = weights_sha256(model) if made.drops else identity["weights_sha256"]
+            saved = shared.statistics(model, batches, [weights, tokens["sha256"], code_sha256()], device=where)
+        # Errors of later methods are measured against what the first one that stores something met; what moved inputs
+        # is what later methods start from.
+        stores = method.stage not in ("drop", "transform") and not method.moves_inputs
+        held = originals is None and stores and any(m.reads_originals for m in recipe[i + 1 :])
+        untouched = original_linears(model) if held else None
+        store = None
+        if work_path:
+            steps = [(m.name, m.values()) for m in recipe[: i + 1]]
+            about = [identity, tokens, code_sha256(), *(["once"] if shared else [])]
+            store = BlockStore.of(Path(work_path), steps, about)
+        for told in method.apply(model, batches, device=where, store=store, originals=originals, saved=saved):
+            made.add(told)
+        originals = originals if untouched is None or not made.layers else untouched
+    return made
 
 
 def apply_each(
@@ -265,6 +270,40 @@ def _shared(
     methods = [method for recipe in recipes for method in settle(list(recipe))]
     needs = [need for method in methods for need in method.collects()]
     return shared_statistics(needs, work_path, head=any("embedding" in method.places for method in methods))
+
+
+def _model_identity(model: nn.Module) -> dict[str, Any]:
+    """What the record says of the model that was compressed."""
+    return {
+        "name": getattr(model, "name_or_path", "") or type(model).__name__,
+        "weights_sha256": weights_sha256(model),
+        "parameters": parameter_count(model),
+        **getattr(model, "made_by", {}),
+    }
+
+
+def _tokens_identity(batches: Sequence[Tensor]) -> dict[str, Any] | None:
+    """What the record says of the calibration tokens: what `calibration` knows of them, if they are still those."""
+    if not len(batches):
+        return None
+    tokens = {
+        "corpus": None,
+        "samples": len(batches),
+        "seqlen": max(b.shape[1] for b in batches),
+        "seed": None,
+        "sha256": tokens_sha256(list(batches)),
+    }
+    known = getattr(batches, "identity", tokens)
+    return known if known["sha256"] == tokens["sha256"] else tokens
+
+
+def _check_once(recipe: Sequence[Method], shared: Shared | None) -> None:
+    """Raise ValueError if statistics are shared that a method of the recipe makes wrong."""
+    if shared and (moving := [m.name for m in recipe if m.moves_inputs]):
+        raise ValueError(
+            f"`calibrate` (='once') takes statistics of the model as it is, and {', '.join(moving)} changes what "
+            "linears read: calibrate='sequential' would do"
+        )
 
 
 def _said_of_once(recipe: Sequence[Method]) -> list[str]:
