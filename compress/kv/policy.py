@@ -59,9 +59,8 @@ class CacheMethod(Method):
 
     def remarks(self, device: torch.device) -> list[str]:
         return [
-            f"{self.name} acts on the cache while text is generated: what is scored without a cache, such as "
-            "perplexity, does "
-            "not see it, timed decoding keeps its own cache, and only the workbench's own checkpoints carry it."
+            f"{self.name} acts on the KV cache: timed decoding keeps a cache of its own, and only the workbench's own "
+            "checkpoints carry it."
         ]
 
 

@@ -32,7 +32,9 @@ def _perplexity(record: RunRecord, corpus: str) -> list[str]:
     if searched is not None:
         text += f", with searched scales {fmt(searched)}"
     if unsmoothed is not None:
-        text += f"; without smoothing it would be {fmt(unsmoothed)}, {percent(change(unsmoothed, before))}"
+        left_out = {step.method for step in record.recipe} - {step.method for step in record.recipes["unsmoothed"]}
+        what = " and ".join(sorted(left_out))
+        text += f"; without {what} it would be {fmt(unsmoothed)}, {percent(change(unsmoothed, before))}"
     said = [f"{text})."]
     paired = record.difference.get("compressed", {})
     delta, stderr = paired.get(f"nll_{corpus}"), paired.get(f"nll_{corpus}_stderr")

@@ -413,9 +413,9 @@ def test_verdict_is_honest_both_ways():
     assert "from 20.00 to 21.50 (+7.5 %; rounding to nearest, absmax scales, gives 24.00)" in said
     assert "decodes 1.80× as fast" in said and "reads a prompt more slowly" in said and "(0.73×)" in said
     assert "within the noise" not in said
-    assert "smoothing" not in said
+    assert "without smoothquant" not in said
     said = " ".join(verdict(typed(make_smoothed_record())))
-    assert "gives 24.00; without smoothing it would be 25.00, +25.0 %)" in said and said.endswith(
+    assert "gives 24.00; without smoothquant it would be 25.00, +25.0 %)" in said and said.endswith(
         "nf4: a note about nf4."
     )
     made["difference"]["compressed"] = {"nll_pydocs": 0.001, "nll_pydocs_stderr": 0.004}
