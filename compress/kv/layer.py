@@ -13,7 +13,7 @@ from compress.kv.policy import Evicting
 from compress.kv.seen import Seen
 from compress.kv.storage import Growing, Precision, Slab, joined, right_packed, slabs_of, taken
 from kernels.kv_decode import MAX_TOKENS as KERNEL_TOKENS
-from kernels.kv_decode import kv_decode
+from kernels.kv_decode import Listed, kv_decode
 
 EXACT = Precision()
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -248,21 +248,20 @@ class KVLayer(DynamicLayer):
         scaling: float,
         softcap: float | None,
         count: bool,
-        lists: Sequence[tuple[Tensor, Tensor, Tensor]] = (),
+        lists: Sequence[Listed] = (),
     ) -> tuple[Tensor, Tensor | None]:
         """The kernel, once a slab: y [B, n, H_q, D], and the attention that each position got, [B, H_kv, length].
 
-        lists: by slab, the positions that are read, [B, H_kv, m], and the range of those [B, H_kv] that count, starts
-            and lengths; without them all are.
+        lists: by slab, the positions that are read; without them all are.
         """
         ys, masses = [], []
         for i, (slab, of) in enumerate(zip(self.slabs, self.split(q), strict=True)):
-            indices, starts, lengths = lists[i] if lists else (None, slab.starts, slab.lengths)
+            indices, lengths = lists[i] if lists else (None, slab.lengths)
             out = kv_decode(
                 slab.precision.turned(of),
                 slab.kv(),
                 lengths,
-                starts=starts,
+                starts=None if lists else slab.starts,
                 indices=indices,
                 scale=scaling,
                 softcap=softcap,

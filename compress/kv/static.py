@@ -11,11 +11,11 @@ from compress.kv.attention import attend
 from compress.kv.cache import CompressedCache
 from compress.kv.layer import EXACT, KVLayer
 from compress.kv.policy import Policy, Storage
-from compress.kv.reading.fixed import FixedReading, pages_of
+from compress.kv.reading.fixed import FixedReading, room_for
 from compress.kv.reading.method import Glance, Reading
 from compress.kv.storage import Growing, Precision, Slab
 from compress.kv.support import check_model
-from kernels.kv_decode import KV, dequantize_kv, kv_decode
+from kernels.kv_decode import KV, Listed, dequantize_kv, kv_decode
 
 NAME = "workbench_kv_static"
 
@@ -201,9 +201,8 @@ class MadeUpCache(Cache):
 
 def _read_sparsely(layers: list[StaticKVLayer], reading: Reading) -> None:
     slab = layers[0].slabs[0]
-    shared = slab.lengths.new_zeros(
-        2 + (pages_of(reading, slab.length) + 1) * reading.page, *slab.lengths.shape, dtype=torch.long
-    )
+    lengths = torch.zeros_like(slab.lengths, dtype=torch.long)
+    shared = Listed(lengths.new_zeros(*lengths.shape, room_for(reading, slab.length)), lengths)
     for layer, role in zip(layers, reading.roles(len(layers)), strict=True):
         layer.slabs[0].read_by(FixedReading(reading, role, shared))
 

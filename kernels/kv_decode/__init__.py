@@ -6,9 +6,13 @@ from torch import Tensor
 from kernels import native
 from kernels.interpreter import triton_takes
 from kernels.kv_decode.layout import GROUPS, KV, dequantize_kv, gathered, merge_parts, quantize_kv
+from kernels.kv_decode.pages import Listed, list_of, note_key, page_list, page_scores
 from kernels.registry import ran
 
-__all__ = ["GROUPS", "KV", "dequantize_kv", "kv_decode", "merge_parts", "quantize_kv"]
+__all__ = [
+    "GROUPS", "KV", "Listed", "dequantize_kv", "kv_decode", "list_of", "merge_parts", "note_key", "page_list",
+    "page_scores", "quantize_kv",
+]  # fmt: skip
 
 MAX_TOKENS = 8  # query tokens of one step
 MAX_D = 256  # channels that the Triton kernels take

@@ -164,6 +164,11 @@ def _register_fakes() -> None:
         lse = q.shape[:3] if return_lse else (0,)
         return q.new_empty(q.shape), *(q.new_empty(shape, dtype=torch.float32) for shape in (mass, lse))
 
+    @torch.library.register_fake("workbench::kv_page_list")
+    def _(q, bounds, starts, lengths, pages, page, most, behind, scale, isa):
+        indices = q.new_empty(*bounds.shape[:2], most * page + behind, dtype=torch.int64)
+        return indices, indices.new_empty(indices.shape[:2])
+
     @torch.library.register_fake("workbench::trellis_encode")
     def _(x, table, bits, window, isa):
         return x.new_empty(x.shape, dtype=torch.uint8), x.new_empty(x.shape[0])

@@ -6,6 +6,7 @@
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdlib>
@@ -57,6 +58,8 @@ struct Loops {
   void (*merge)(const float* out, int64_t os, const float* tops, const float* totals, int64_t step, int spans, int D,
                 float* weights, float* y);
   void (*add_mass)(const float* p, int rows, int64_t step, const float* weights, int64_t ws, int n, float* mass);
+  void (*page_scores)(Kind kind, const float* x, const uint16_t* q, int64_t xs, int rows, const char* bounds, int64_t step,
+                      int pages, int channels, float scale, float* s, int64_t ss, float* out);
 };
 
 typedef uint32_t Word __attribute__((aligned(2), may_alias));
@@ -153,11 +156,14 @@ Part gathered(const Problem& p, const Task& t, float* room) {
       decode(p, t, list[i], reinterpret_cast<float*>(key), reinterpret_cast<float*>(value));
       continue;
     }
-    const int64_t next = list[std::min(i + 8, t.to - 1)];  // rows far apart: nothing else foresees them
+    int64_t run = 1;  // positions that lie one after the other, as those of a page do
+    while (main.k_n == size && main.v_n == size && i + run < t.to && list[i + run] == list[i] + run) run++;
+    const int64_t next = list[std::min(i + (run > 1 ? run : 8), t.to - 1)];  // rows far apart: nothing else foresees them
     __builtin_prefetch(k + next * main.k_n);
     __builtin_prefetch(v + next * main.v_n);
-    std::memcpy(key, k + list[i] * main.k_n, size);
-    std::memcpy(value, v + list[i] * main.v_n, size);
+    std::memcpy(key, k + list[i] * main.k_n, run * size);
+    std::memcpy(value, v + list[i] * main.v_n, run * size);
+    i += run - 1;
   }
   return {coded ? Kind::float32 : main.kind, keys, values, 0, 0, size, 0, 0, size, t.from};
 }
@@ -215,9 +221,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> kv_decode(
   for (int64_t i = 0; i < B * H; i++) {
     const int64_t a = start.defined() ? start.const_data_ptr<int64_t>()[i] : 0, n = length.const_data_ptr<int64_t>()[i];
     const int64_t end = std::min(a + n, positions);
-    for (int64_t e = std::max<int64_t>(a, 0); p.list && e < end; e++)
-      TORCH_CHECK_VALUE(p.list[i * positions + e] >= 0 && p.list[i * positions + e] < held, "`indices` hold ",
-                        p.list[i * positions + e], ", which is none of the ", held, " positions of the cache");
+    int64_t lowest = 0, highest = 0;
+    for (int64_t e = std::max<int64_t>(a, 0); p.list && e < end; e++) {
+      const int64_t entry = p.list[i * positions + e];
+      lowest = entry < lowest ? entry : lowest, highest = entry > highest ? entry : highest;
+    }
+    TORCH_CHECK_VALUE(lowest >= 0 && (highest < held || highest == 0), "`indices` hold ", lowest < 0 ? lowest : highest,
+                      ", which is none of the ", held, " positions of the cache");
     for (int64_t from = std::max<int64_t>(a, 0), to; from < end; from = to) {
       const int64_t first = from < S ? 0 : S;
       to = std::min({end, first + ((from - first) / SPAN + 1) * SPAN, from < S ? S : positions});
@@ -273,6 +283,86 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> kv_decode(
   return {y.narrow(-1, 0, p.D).to(q.scalar_type()).reshape(q.sizes()).contiguous(), mass, lse};
 }
 
+// pages.py says what it gives back: the positions of the pages that a query may attend to most, and how many they are.
+std::tuple<at::Tensor, at::Tensor> kv_page_list(const at::Tensor& q, const at::Tensor& bounds, const at::Tensor& starts,
+                                                const at::Tensor& lengths, const at::Tensor& pages, int64_t page, int64_t most,
+                                                int64_t behind, double scale, const std::string& isa) {
+  const Loops* loops = loops_of(isa);
+  TORCH_CHECK(loops, "`isa` (='", isa, "') is not one of this machine's");
+  const int64_t B = q.size(0), H = bounds.size(1), D = q.size(3), P = bounds.size(2), G = q.size(1) / H;
+  const Kind kind = q.scalar_type() == at::kFloat ? Kind::float32 : q.scalar_type() == at::kHalf ? Kind::float16 : Kind::bfloat16;
+  TORCH_CHECK(q.is_contiguous() && bounds.stride(3) == 1 && bounds.scalar_type() == q.scalar_type() && most > 0 && most <= P &&
+                  (isa != "avx512bf16" || kind != Kind::float32),
+              "kv_page_list: q ", q.sizes(), ", bounds ", bounds.sizes(), " and `most` (=", most, ") do not fit");
+  const int64_t xs = (2 * D + 63) / 32 * 32, ss = (P + 15) / 16 * 16, size = q.element_size(), entries = most * page + behind;
+  const at::Tensor indices = at::empty({B, H, entries}, q.options().dtype(at::kLong)), counts = at::empty({B, H}, indices.options());
+  const at::Tensor first = starts.to(at::kLong).contiguous(), length = lengths.to(at::kLong).contiguous(),
+                   wanted = pages.to(at::kLong).contiguous();
+  const auto *rows = static_cast<const char*>(q.const_data_ptr()), *edges = static_cast<const char*>(bounds.const_data_ptr());
+  at::parallel_for(0, B * H, 1, [&](int64_t from, int64_t to) {
+    std::unique_ptr<float[]> x(new float[G * xs]), s(new float[(G + 1) * ss]);
+    std::vector<uint16_t> bits(kind == Kind::bfloat16 ? G * xs : 0);
+    std::vector<int64_t> order(P);
+    for (int64_t i = from; i < to; i++) {
+      const int64_t n = length.const_data_ptr<int64_t>()[i], start = first.const_data_ptr<int64_t>()[i];
+      const int64_t held = std::min((n + page - 1) / page, P);
+      const int64_t used = std::min({std::max<int64_t>(wanted.const_data_ptr<int64_t>()[i], 1), held, most});
+      int64_t* at = indices.data_ptr<int64_t>() + i * entries;
+      const int64_t* const all = at + entries;
+      if (used > 1 && used < held) {
+        std::fill_n(x.get(), G * xs, 0.0f);
+        for (int64_t r = 0; r < G; r++)  // its negative elements meet the smallest ones of keys, the others the largest
+          for (int64_t d = 0; d < D; d++) {
+            const char* row = rows + (i * G + r) * D * size;
+            const float v = as_float(kind, row, int(d));
+            x[r * xs + (v < 0 ? d : D + d)] = v;
+            if (kind != Kind::bfloat16) continue;
+            bits[r * xs + d] = bits[r * xs + D + d] = 0;
+            std::memcpy(&bits[r * xs + (v < 0 ? d : D + d)], row + 2 * d, 2);
+          }
+        const char* own = edges + (i / H * bounds.stride(0) + i % H * bounds.stride(1)) * size;
+        float* scores = s.get() + G * ss;
+        loops->page_scores(kind, x.get(), bits.data(), xs, int(G), own, bounds.stride(2) * size, int(held), int(2 * D), float(scale),
+                           s.get(), ss, scores);
+        for (int64_t j = 0; j < held; j++) order[j] = j;
+        const auto before = [&](int64_t a, int64_t b) { return scores[a] != scores[b] ? scores[a] > scores[b] : a < b; };
+        std::nth_element(order.begin(), order.begin() + used - 1, order.begin() + held - 1, before);
+        std::sort(order.begin(), order.begin() + used - 1);
+      } else {
+        for (int64_t j = 0; j + 1 < used; j++) order[j] = j;
+      }
+      for (int64_t j = 0; j + 1 < used; j++)
+        for (int64_t k = 0; k < page; k++) *at++ = start + order[j] * page + k;
+      for (int64_t k = used ? (held - 1) * page : 0; k < n + behind; k++) *at++ = start + k;
+      counts.data_ptr<int64_t>()[i] = entries - (all - at);
+      std::fill(at, indices.data_ptr<int64_t>() + (i + 1) * entries, std::max<int64_t>(start + n + behind - 1, 0));
+    }
+  });
+  return {indices, counts};
+}
+
+// Takes a key [B, H, 1, D], number `place` of its row, into the smallest and largest elements of its page; in place.
+void kv_note_key(at::Tensor bounds, const at::Tensor& key, const at::Tensor& place, int64_t page) {
+  const int64_t H = key.size(1), D = key.size(3), size = key.element_size();
+  TORCH_CHECK(bounds.stride(3) == 1 && bounds.size(3) == 2 * D && bounds.scalar_type() == key.scalar_type(), "kv_note_key: bounds ",
+              bounds.sizes(), " and key ", key.sizes(), " do not fit");
+  const Kind kind = size == 4 ? Kind::float32 : key.scalar_type() == at::kHalf ? Kind::float16 : Kind::bfloat16;
+  const at::Tensor row = key.contiguous(), at = place.to(at::kLong).contiguous();
+  for (int64_t i = 0; i < key.size(0) * H; i++) {
+    const int64_t n = at.const_data_ptr<int64_t>()[i];
+    TORCH_CHECK(n >= 0 && n / page < bounds.size(2), "kv_note_key: position ", n, " has no page in bounds ", bounds.sizes());
+    const char* k = static_cast<const char*>(row.const_data_ptr()) + i * D * size;
+    char* low = static_cast<char*>(bounds.data_ptr()) +
+                (i / H * bounds.stride(0) + i % H * bounds.stride(1) + n / page * bounds.stride(2)) * size;
+    char* high = low + D * size;
+    for (int64_t d = 0; d < D; d++) {
+      const float v = as_float(kind, k, int(d));
+      if (n % page == 0 || v < as_float(kind, low, int(d))) std::memcpy(low + d * size, k + d * size, size);
+      if (n % page == 0 || v > as_float(kind, high, int(d))) std::memcpy(high + d * size, k + d * size, size);
+    }
+  }
+}
+
 }  // namespace
 
 static_assert(workbench::SPAN_POSITIONS == SPAN);
@@ -292,5 +382,13 @@ TORCH_LIBRARY_FRAGMENT(workbench, m) {
       "Tensor lengths, Tensor? starts, Tensor? indices, int bits, int group, float scale, float softcap, bool return_mass, "
       "bool return_lse, str isa) -> (Tensor, Tensor, Tensor)");
   m.def("kv_decode_isa(bool float32) -> str", best_isa);
+  m.def(
+      "kv_page_list(Tensor q, Tensor bounds, Tensor starts, Tensor lengths, Tensor pages, int page, int most, int behind, "
+      "float scale, str isa) -> (Tensor, Tensor)");
+  m.def("kv_note_key(Tensor(a!) bounds, Tensor key, Tensor place, int page) -> ()");
 }
-TORCH_LIBRARY_IMPL(workbench, CPU, m) { m.impl("kv_decode_native", kv_decode); }
+TORCH_LIBRARY_IMPL(workbench, CPU, m) {
+  m.impl("kv_decode_native", kv_decode);
+  m.impl("kv_page_list", kv_page_list);
+  m.impl("kv_note_key", kv_note_key);
+}

@@ -12,12 +12,12 @@ from compress import METHODS, apply
 from compress.kv import attach, attached, detach
 from compress.kv.eviction.knorm import KNorm
 from compress.kv.reading.method import Glance
-from compress.kv.reading.quest import bounds, upper_bounds
-from compress.kv.reading.reader import choose, listed, masked
+from compress.kv.reading.quest import bounds
+from compress.kv.reading.reader import choose, masked
 from compress.kv.static import MadeUpCache, decoder, static
 from compress.kv.storage import Slab, joined
 from compress.method import settle
-from kernels.kv_decode import kv_decode
+from kernels.kv_decode import kv_decode, list_of
 from kernels.registry import recording
 
 NEAR = {"rtol": 1e-3, "atol": 1e-3}
@@ -53,9 +53,9 @@ def test_pages_are_chosen_by_their_scores():
                 chosen = order[: -(-int(wanted[b, h]) // page)]
                 expected = {n for p in chosen for n in range(start + 4 * p, start + 4 * p + 4) if n < length}
                 assert set(mask[b, h, t].nonzero()[:, 0].tolist()) == expected
-                found = listed(pages[:, :, t], starts, length, page)
-                begin, count_of = int(found.starts[b, h]), int(found.lengths[b, h])
-                assert found.indices[b, h, begin : begin + count_of].tolist() == [*sorted(expected), length]
+                many = -(-wanted // page)
+                found = list_of(scores[:, :, t], starts, tokens, page=page, pages=many, most=8, behind=1)
+                assert found.indices[b, h, : int(found.lengths[b, h])].tolist() == [*sorted(expected), length]
 
 
 def test_bounds_bound_and_grow_with_the_slab():
@@ -66,10 +66,11 @@ def test_bounds_bound_and_grow_with_the_slab():
     bounds(slab, 4)
     for token in new.split([1, 1, 1, 6], 2):
         slab.append(token, token)
-        low, high = bounds(slab, 4)
+        low, high = bounds(slab, 4).chunk(2, -1)
     assert low.shape == (2, 2, 12, 8)
     q, near = torch.randn(2, 2, 3, 8), 0.05  # keys that became codes after they were noted have moved a little
-    most = upper_bounds(q, low, high)[:, :, 0]  # [B, H, 3, P]
+    edges = q[:, :, :, None] * low[:, :, None], q[:, :, :, None] * high[:, :, None]
+    most = torch.maximum(*edges).sum(-1)  # [B, H, 3, P]
     for b in range(2):
         for h in range(2):
             row = slab.dense()[0][b, h, starts[b, h] :]
@@ -152,15 +153,18 @@ def test_tidaldecode_reads_what_its_first_layer_attended_to(tiny, tokens):
     kept = weights.sum(0)
     kept[-1] = torch.inf
     top = kept.topk(12).indices
-    with attached(model, [READINGS["tidaldecode"](budget=0.3)]) as attachment:
-        cache = attachment.cache()
-        read(model, cache, ids)
-        seen = []
-        real = torch.ops.workbench.kv_decode_native if hasattr(torch.ops.workbench, "kv_decode_native") else None
-        read(model, cache, step)
-        seen = cache.reader.last[0][0, :, 0]
-    assert real is None or seen.shape == (2, 12)
-    assert [set(row.tolist()) for row in seen] == [set(top.tolist())] * 2
+    for by_kernel in (True, False):
+        with attached(model, [READINGS["tidaldecode"](budget=0.3)]) as attachment:
+            cache = attachment.cache()
+            cache.by_kernel = by_kernel
+            read(model, cache, ids)
+            read(model, cache, step)
+        for head in range(2):
+            if by_kernel:
+                chosen = cache.reader.lists[0].indices[0, head, : int(cache.reader.lists[0].lengths[0, head])].tolist()
+            else:
+                chosen = [*cache.reader.last[0][0, head, 0].tolist(), 40]
+            assert set(chosen) == {*top.tolist(), 40} and len(chosen) == 13
 
 
 def test_roles_of_layers():
@@ -241,8 +245,8 @@ def test_made_up_caches_read_as_many_positions_as_they_should(tiny, monkeypatch,
 
     def spy(q, cache, lengths, *, starts=None, indices=None, **more):
         if indices is not None:
-            for row, a, n in zip(indices.flatten(0, 1), starts.flatten(), lengths.flatten(), strict=True):
-                used = row[int(a) : int(a + n)].tolist()
+            for row, n in zip(indices.flatten(0, 1), lengths.flatten(), strict=True):
+                used = row[: int(n)].tolist()
                 read_positions.append(len(used))
                 assert len(set(used)) == len(used) and used[-1] == max(used)
         return kv_decode(q, cache, lengths, starts=starts, indices=indices, **more)
@@ -263,11 +267,10 @@ def test_quest_scores_are_shares_of_the_heads_that_share(tiny):
     slab, q = Slab(k, k, torch.zeros(1, 2), METHODS["kv_int"](bits=8).precision), torch.randn(1, 4, 2, 8)
     scores = READINGS["quest"]().scores(Glance(slab, q, 0.3))
     assert scores.shape == (1, 2, 2, 4) and torch.allclose(scores.sum(-1), torch.ones(1, 2, 2))
-    pages = joined([slab])[0][0].unflatten(1, (4, 4))
+    pages, each = joined([slab])[0][0].unflatten(1, (4, 4)), []
     for head in range(4):
         bound = torch.stack(
             [torch.maximum(q[0, head, 0] * p.amin(0), q[0, head, 0] * p.amax(0)).sum() for p in pages[head // 2]]
         )
-        each = (bound * 0.3).softmax(0)
-        other = (upper_bounds(q, *bounds(slab, 4))[0, head // 2, 1 - head % 2, 0] * 0.3).softmax(0)
-        assert torch.allclose(scores[0, head // 2, 0], (each + other) / 2, atol=1e-5)
+        each.append((bound * 0.3).softmax(0))
+    assert torch.allclose(scores[0, :, 0], torch.stack(each).unflatten(0, (2, 2)).mean(1), atol=1e-5)

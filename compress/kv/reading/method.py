@@ -10,6 +10,7 @@ from torch import Tensor
 from compress.kv.policy import CacheMethod, Policy, check_budget, tokens_of
 from compress.kv.storage import Slab
 from compress.method import Method, knob
+from kernels.kv_decode import Listed, list_of
 
 
 class Role(NamedTuple):
@@ -68,6 +69,17 @@ class Reading(CacheMethod):
         """How much each page matters to each query: [B, H_kv, n, pages] float32, of pages counted from each row's first
         position."""
         raise NotImplementedError
+
+    def listed(
+        self, glance: Glance, starts: Tensor, lengths: Tensor, *, pages: Tensor, most: int, behind: int = 0
+    ) -> Listed:
+        """The positions that one token reads: those of each row's last page and of the others with the highest scores.
+
+        Args:
+            starts, lengths: [B, H_kv], of the rows. pages, most, behind: as of `kernels.kv_decode.page_list`.
+        """
+        scores = self.scores(glance)[:, :, 0]
+        return list_of(scores, starts, lengths, page=self.page, pages=pages, most=most, behind=behind)
 
     def wanted(self, kept: Tensor) -> Tensor:
         """Positions that a query reads, of so many that a row keeps."""

@@ -8,6 +8,7 @@ from torch import Tensor
 from compress.kv.reading.method import Glance, Reading, Role
 from compress.kv.storage import Growing, Slab, from_start
 from compress.method import knob
+from kernels.kv_decode import Listed, note_key, page_list, page_scores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,23 +32,27 @@ class Quest(Reading):
 
     def scores(self, glance: Glance) -> Tensor:
         slab = glance.slab
-        logits = upper_bounds(glance.queries, *bounds(slab, self.page)) * glance.scaling
-        at = torch.arange(0, logits.shape[-1] * self.page, self.page, device=logits.device)
-        behind = at >= (slab.length - slab.starts)[..., None]  # [B, H, P]
-        return logits.masked_fill(behind[:, :, None, None], torch.finfo(torch.float32).min).softmax(-1).mean(2)
+        edges, lengths = bounds(slab, self.page), slab.length - slab.starts
+        return page_scores(glance.queries, edges, lengths, page=self.page, scale=glance.scaling)
+
+    def listed(
+        self, glance: Glance, starts: Tensor, lengths: Tensor, *, pages: Tensor, most: int, behind: int = 0
+    ) -> Listed:
+        return page_list(
+            glance.queries,
+            bounds(glance.slab, self.page),
+            starts,
+            lengths,
+            page=self.page,
+            pages=pages,
+            most=most,
+            behind=behind,
+            scale=glance.scaling,
+        )
 
 
-def upper_bounds(queries: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """The most that a key of each page can score: queries [B, H_q, n, D], low, high [B, H_kv, P, D] -> [B, H_kv, G, n,
-    P], float32."""
-    grouped = queries.unflatten(1, (low.shape[1], -1))  # [B, H_kv, G, n, D]
-    rows = grouped.flatten(2, 3)  # the heads that share keys are rows of one product
-    found = rows.clamp(min=0) @ high.mT + rows.clamp(max=0) @ low.mT
-    return found.float().unflatten(2, grouped.shape[2:4])
-
-
-def bounds(slab: Slab, page: int) -> tuple[Tensor, Tensor]:
-    """The smallest and largest elements of the keys of every page, [B, H_kv, P, D] each, kept beside the slab and
+def bounds(slab: Slab, page: int) -> Tensor:
+    """The smallest and then the largest elements of the keys of every page, [B, H_kv, P, 2 D], kept beside the slab and
     brought up to date. Pages are counted from each row's first position; a row's last one may have fewer positions,
     and pages behind it mean nothing."""
     new = slab.length - slab.noted
@@ -55,20 +60,12 @@ def bounds(slab: Slab, page: int) -> tuple[Tensor, Tensor]:
         keys = from_start(slab.keys_from(0), slab.starts)
         missing = -keys.shape[2] % page
         keys = torch.cat([keys, keys[:, :, -1:].expand(-1, -1, missing, -1)], 2) if missing else keys
-        slab.notes = [Growing(one) for one in keys.unflatten(2, (-1, page)).aminmax(dim=3)]
+        slab.notes = [Growing(torch.cat(keys.unflatten(2, (-1, page)).aminmax(dim=3), -1))]
     elif new:
+        notes = slab.notes[0]
         for i, key in enumerate(slab.keys_from(slab.noted).split(1, 2), slab.noted):
-            _add(slab, key, (i - slab.starts).long().clamp(min=0), page)
+            if notes.length * page <= i:
+                notes.append(torch.cat([key, key], -1))  # a page more, for the rows that need it
+            note_key(notes.view, key, (i - slab.starts).long().clamp(min=0), page)
     slab.noted = slab.length
-    return slab.notes[0].view, slab.notes[1].view
-
-
-def _add(slab: Slab, key: Tensor, place: Tensor, page: int) -> None:
-    """A further key [B, H, 1, D], which is number `place` [B, H] of its row."""
-    index = (place // page)[..., None, None].expand(key.shape)
-    first = (place % page == 0)[..., None, None]  # of its page
-    for note, extreme in zip(slab.notes, (torch.minimum, torch.maximum), strict=True):
-        if note.length * page <= slab.noted:
-            note.append(key)  # for the rows that need it
-        before = note.view.gather(2, index)
-        note.view.scatter_(2, index, torch.where(first, key, extreme(before, key)))
+    return slab.notes[0].view

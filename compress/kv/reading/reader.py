@@ -1,7 +1,7 @@
 """How the layers of one cache read sparsely: by lists of positions where a kernel decodes, and by masks elsewhere."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,16 +10,8 @@ from torch.nn.functional import pad
 from compress.kv.attention import attend
 from compress.kv.layer import KVLayer, visible_positions
 from compress.kv.reading.method import Glance, Reading
-from compress.kv.storage import Slab, from_start, joined
-
-
-class Listed(NamedTuple):
-    """Positions that one token reads, as `kernels.kv_decode` takes them: indices [B, H_kv, m], starts and lengths [B,
-    H_kv]."""
-
-    indices: Tensor
-    starts: Tensor
-    lengths: Tensor
+from compress.kv.storage import from_start, joined
+from kernels.kv_decode import Listed
 
 
 def choose(scores: Tensor, tokens: Tensor, page: int, wanted: Tensor, most: int) -> Tensor:
@@ -49,14 +41,6 @@ def places(pages: Tensor, starts: Tensor, page: int) -> Tensor:
     return at + starts.view(*starts.shape, *[1] * (at.dim() - 2))
 
 
-def listed(pages: Tensor, starts: Tensor, length: int, page: int) -> Listed:
-    """The positions of pages [B, H, K], as `choose` gives them for one query, and the token itself at `length`."""
-    at = places(pages, starts, page)
-    begins, ends = (at < starts[..., None]).sum(-1), (at < length).sum(-1)
-    indices = pad(at.clamp(0, length), (0, 1)).scatter(2, ends[..., None], length)
-    return Listed(indices, begins, ends + 1 - begins)
-
-
 def masked(pages: Tensor, starts: Tensor, length: int, page: int) -> Tensor:
     """bool [B, H, n, length]: is a position in one of the pages [B, H, n, K]?"""
     at = places(pages, starts, page)
@@ -75,7 +59,9 @@ class Reader:
     def __init__(self, reading: Reading, layers: Sequence[int]) -> None:
         self.reading = reading
         self.roles = dict(zip(layers, reading.roles(len(layers)), strict=True))
-        self.last: list[Tensor] = []  # pages by slab, as the last layer that chose has chosen them
+        # What the last layer that chose has chosen, by slab: pages of every token, or a list for the kernel.
+        self.last: list[Tensor] = []
+        self.lists: list[Listed] = []
 
     def attend(
         self,
@@ -92,29 +78,26 @@ class Reader:
     ) -> tuple[Tensor, Tensor | None]:
         """`KVLayer.attend` of tokens without padding, of a layer that keeps something."""
         role = self.roles[layer.number]
+        by_kernel = by_kernel and layer.kernel_takes(q, about)
+        single = by_kernel and q.shape[2] == 1
         if role.reads_all:
             alone = role.chooses and q.shape[2] == 1  # kernels sum over the tokens of a pass
             y, mass = layer.attend(q, k, v, mask, real, about, by_kernel=by_kernel, count=count or alone)
             if role.chooses:
-                self.last = self._chosen_by(layer, q, real, mass if alone else None)
+                self._note(self._attended(layer, q, real, mass if alone else None), q.shape[2], single)
             return y, mass if count else None
         if role.chooses:
             parts = zip(layer.slabs, layer.split(q), strict=True)
-            self.last = [self._choose(slab, Glance(slab, of, about["scaling"]), slab.length) for slab, of in parts]
-        if by_kernel and q.shape[2] == 1 and layer.kernel_takes(q, about):
-            page = self.reading.page
-            lists = [
-                listed(pages[:, :, 0], slab.starts, slab.length, page)
-                for slab, pages in zip(layer.slabs, self.last, strict=True)
-            ]
+            self._note([Glance(slab, of, about["scaling"]) for slab, of in parts], 0, single)
+        if single:
             layer.keep(k, v, real, True)
-            return layer.decode(q, about["scaling"], about["softcap"], count, lists)
+            return layer.decode(q, about["scaling"], about["softcap"], count, self.lists)
         y = self._by_mask(layer, q, k, v, mask, about)
         layer.keep(k, v, real, True)
         return y, None
 
-    def _chosen_by(self, layer: KVLayer, q: Tensor, real: Tensor, mass: Tensor | None) -> list[Tensor]:
-        """By the attention of a layer that has read everything and keeps the new tokens already."""
+    def _attended(self, layer: KVLayer, q: Tensor, real: Tensor, mass: Tensor | None) -> list[Glance]:
+        """The attention of a layer that has read everything and keeps the new tokens already."""
         n = q.shape[2]
         if mass is None:
             mass = layer.seen_by(q, real).attention(n).sum(2)  # [B, H, n, length]
@@ -122,17 +105,27 @@ class Reader:
             mass = mass[:, :, None]
         found, at = [], 0
         for slab, queries in zip(layer.slabs, layer.split(q), strict=True):
-            heads, length = slab.starts.shape[1], slab.length - n
+            heads = slab.starts.shape[1]
             own = mass[:, at : at + heads, :, mass.shape[-1] - slab.length : mass.shape[-1] - n]
             own = from_start(own.transpose(2, 3), slab.starts).transpose(2, 3)
-            found.append(self._choose(slab, Glance(slab, queries, layer.about["scaling"], own), length))
+            found.append(Glance(slab, queries, layer.about["scaling"], own))
             at += heads
         return found
 
-    def _choose(self, slab: Slab, glance: Glance, length: int) -> Tensor:
-        reading = self.reading
-        tokens = (length - slab.starts).long()
-        return choose(reading.scores(glance), tokens, reading.page, reading.wanted(tokens), reading.most(length))
+    def _note(self, glances: Sequence[Glance], new: int, single: bool) -> None:
+        """Choose, slab by slab, of what was kept before the `new` tokens that their slabs hold already."""
+        reading, page = self.reading, self.reading.page
+        self.last, self.lists = [], []
+        for glance in glances:
+            length = glance.slab.length - new
+            tokens, most = (length - glance.slab.starts).long(), reading.most(length)
+            wanted = reading.wanted(tokens)
+            if single:
+                pages, most = (wanted + page - 1) // page, -(-most // page)
+                more = {"pages": pages, "most": most, "behind": 1}  # behind: the token itself
+                self.lists.append(reading.listed(glance, glance.slab.starts, tokens, **more))
+            else:
+                self.last.append(choose(reading.scores(glance), tokens, page, wanted, most))
 
     def _by_mask(self, layer: KVLayer, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, about: dict) -> Tensor:
         """Attention of any number of tokens, each with the positions that it chose and its own pass."""

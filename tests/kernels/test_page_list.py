@@ -1,0 +1,105 @@
+"""Which pages a query reads: held against plain loops, in float64, of bounds made from the keys."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from kernels import native
+from kernels.kv_decode import list_of, note_key, page_list, page_scores
+from kernels.registry import recording
+
+IMPLS = ["reference"] if native.why_not() else ["reference", "cpu"]
+SHAPES = ((2, 3, 4, 20, 4, 57), (1, 2, 4, 128, 16, 300), (2, 2, 1, 64, 3, 100), (1, 1, 3, 24, 8, 7))  # B H G D page T
+
+
+def keys_and_bounds(shape, dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys [B, H, T, D], where each row starts [B, H], and the bounds of its pages [B, H, P, 2 D]."""
+    B, H, _, D, page, T = shape
+    k, starts = torch.randn(B, H, T, D).to(dtype), torch.randint(0, max(T // 2, 1), (B, H))
+    starts[0, 0] = 0
+    edges = torch.zeros(B, H, -(-T // page), 2 * D, dtype=dtype)
+    for b in range(B):
+        for h in range(H):
+            for p, keys in enumerate(k[b, h, starts[b, h] :].split(page)):
+                edges[b, h, p] = torch.cat([keys.amin(0), keys.amax(0)])
+    return k, starts, edges
+
+
+def written_out(q, edges, n: int, start: int, page: int, pages: int, behind: int, scale: float) -> list[int]:
+    """Of one row and its query heads [G, D]: the positions in ascending order."""
+    held, D = -(-n // page), q.shape[-1]
+    low, high = edges[:held].double().split(D, -1)
+    bound = torch.stack([torch.maximum(head * low, head * high).sum(-1) for head in q.double()]) * scale
+    order = bound.softmax(-1).sum(0)[: held - 1].argsort(descending=True)[: min(pages, held) - 1].tolist()
+    chosen = [start + p * page + i for p in sorted([*order, held - 1]) for i in range(page)]
+    return [at for at in chosen if at < start + n] + [start + n + i for i in range(behind)]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_lists_are_those_of_plain_loops(shape, dtype, impl):
+    B, H, G, D, page, T = shape
+    _, starts, edges = keys_and_bounds(shape, dtype)
+    q, n = (2 * torch.randn(B, H * G, 1, D)).to(dtype), T - starts
+    for behind, index in ((0, torch.int32), (1, torch.int64)):
+        pages = torch.randint(1, edges.shape[2] + 2, (B, H))
+        more = {"page": page, "pages": pages, "most": int(pages.max()), "behind": behind, "scale": 0.2, "impl": impl}
+        with recording() as ran:
+            found = page_list(q, edges, starts.to(index), n.to(index), **more)
+        assert impl in next(iter(ran["page_list"]))
+        for b in range(B):
+            for h in range(H):
+                row = int(n[b, h]), int(starts[b, h]), page, int(pages[b, h]), behind, 0.2
+                expected = written_out(q[b, h * G : (h + 1) * G, 0], edges[b, h], *row)
+                assert found.indices[b, h, : int(found.lengths[b, h])].tolist() == expected
+        assert found.indices.shape[2] == min(int(pages.max()), edges.shape[2]) * page + behind
+
+
+def test_bounds_bound_and_scores_are_shares():
+    shape = SHAPES[0]
+    k, starts, edges = keys_and_bounds(shape, torch.float32)
+    q = torch.randn(2, 12, 5, 20)
+    scores = page_scores(q, edges, 57 - starts, page=4, scale=0.3)
+    assert scores.shape == (2, 3, 5, 15)
+    assert_close(scores.sum(-1), torch.ones(2, 3, 5))
+    assert all((scores[b, h, :, -(-(57 - int(starts[b, h])) // 4) :] == 0).all() for b in range(2) for h in range(3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_keys_taken_in_one_by_one_give_the_bounds_of_all(dtype):
+    """In place, in a part of a larger tensor, on whichever path takes the dtype."""
+    shape = (2, 3, 1, 20, 4, 41)
+    k, starts, edges = keys_and_bounds(shape, dtype)
+    room = torch.full((2, 3, 20, 40), torch.nan, dtype=dtype)
+    for i in range(41):
+        note_key(room[:, :, :11], k[:, :, i : i + 1], (i - starts).clamp(min=0), 4)
+    for b in range(2):
+        for h in range(3):
+            held = -(-(41 - int(starts[b, h])) // 4)
+            assert torch.equal(room[b, h, :held], edges[b, h, :held])
+    assert room[:, :, 11:].isnan().all()
+
+
+def test_rows_without_positions_and_pages_of_any_scores():
+    scores = torch.tensor([[[0.1, 0.9, 0.5, 0.3]]])
+    for n, expected in ((0, [5]), (1, [5, 6]), (7, [*range(7, 9), *range(9, 12), 12]), (8, None)):
+        starts, lengths = torch.tensor([[5]]), torch.tensor([[n]])
+        found = list_of(scores, starts, lengths, page=2, pages=torch.tensor([[3]]), most=3, behind=1)
+        got = found.indices[0, 0, : int(found.lengths[0, 0])].tolist()
+        assert got == (expected or [7, 8, 9, 10, 11, 12, 13])
+
+
+def test_what_does_not_fit_says_so():
+    q, edges, one = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 5, 16), torch.ones(1, 2, dtype=torch.int64)
+    more = {"page": 4, "pages": one, "most": 1}
+    for given, of, message in (
+        (q[..., :7], edges, "`bounds`"),
+        (q, edges.half(), "dtype"),
+        (q.expand(1, 4, 2, 8), edges, "`q`"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            page_list(given, of, one, one, **more)
+    with pytest.raises(ValueError, match="`impl`"):
+        page_list(q, edges, one, one, impl="triton", **more)
