@@ -5,7 +5,8 @@
     python seeds/peers/compare_gguf.py --models smollm2-135m --samples 128 --window 2048 --texts wikitext2 essays \\
         --windows 20 8 --ours --recipes bytes.json --write reports/published/bytes-and-loss.md
 
-runs after `make interop`, whose environment of llama.cpp it uses, and whose checkpoints unless `--ours` names others.
+runs after `make interop`, whose environment of llama.cpp it uses, and whose checkpoints unless `--ours` names files or
+`--make` recipes, which are applied on the same calibration windows and saved as GGUF files.
 `--recipes` adds what seeds/bytes_and_loss.py measured on the same windows, and draws all of it beside the table.
 Every file's weights are dequantised by gguf's decoder and scored by the same code in float32, without rounding of
 activations; speeds are those of llama-bench. What is there already is used again: files, and the scores beside them.
@@ -13,6 +14,7 @@ activations; speeds are those of llama-bench. What is there already is used agai
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import time
@@ -28,10 +30,11 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM
 
-from compress import load_model
+from compress import apply, load_model, save_compressed
 from compress.checkpoint.save import write_checkpoint
 from compress.checkpoint.save_format import Checkpoint, Story
 from compress.inputs.calibration import calibration
+from compress.recipe import parse_recipe
 from eval.machine.hardware import hardware
 from eval.speed.deploy import cast
 from eval.text.perplexity import Perplexity, token_losses
@@ -70,6 +73,16 @@ def source_file(folder: Path, model_name: str) -> Path:
         model, tokenizer = load_model(model_name)
         story = Story(recipe=[], model={"name": model_name}, calibration=None)
         write_checkpoint(Checkpoint(cast(model, torch.bfloat16), tokenizer, story), target, "gguf")
+    return work.checkpoint_file(target)
+
+
+def made(folder: Path, model_name: str, corpus: str, samples: int, recipe: str) -> Path:
+    """The GGUF file of a recipe of ours."""
+    target = folder / f"ours-{samples}-{re.sub('[^a-z0-9]+', '-', recipe.lower()).strip('-')}"
+    if not target.is_dir():
+        model, tokenizer = load_model(model_name)
+        batches = calibration(tokenizer, corpus=corpus, samples=samples, seqlen=work.SEQLEN)
+        save_compressed(apply(parse_recipe(recipe), model, batches), target, tokenizer, save_format="gguf")
     return work.checkpoint_file(target)
 
 
@@ -155,7 +168,9 @@ def table(rows: list[File], options: argparse.Namespace) -> str:
     shown = " ".join(["python", "seeds/peers/compare_gguf.py", *sys.argv[1:]])
     scored = ", ".join(f"{n} of {text}" for text, n in zip(options.texts, options.windows, strict=True))
     out = [
-        "## Bytes and loss: ours, and llama.cpp's files with an importance matrix",
+        "## Bytes and loss: ours, and llama.cpp's files with an importance matrix"
+        if options.recipes
+        else "## GGUF files: ours, and those of other tools",
         "",
         f"Measured on {time.strftime('%Y-%m-%d')} on {hardware()['cpu']}, {options.threads} threads,"
         " after `make interop`:",
@@ -263,6 +278,9 @@ def main() -> None:
     parser.add_argument("--windows", type=int, nargs="+", default=[work.WINDOWS], help="of each text")
     parser.add_argument("--window", type=int, default=work.WINDOW)
     parser.add_argument("--ours", nargs="*", type=Path, help="GGUF files of ours; those of `make interop` if not given")
+    parser.add_argument(
+        "--make", nargs="*", default=[], help="recipes whose GGUF files are made, if they are not there"
+    )
     parser.add_argument("--recipes", type=Path, help="record of seeds/bytes_and_loss.py, of the same model and windows")
     parser.add_argument("--make-only", action="store_true", help="make the files, and measure nothing")
     parser.add_argument("--write", type=Path)
@@ -274,9 +292,11 @@ def main() -> None:
         files = quantised(options, folder, model)
         if options.make_only:
             continue
-        if options.ours is None:
-            made = {r: options.work / model / work.FOLDERS[r] / "gguf" for r in OURS}
-            files |= {f"`{recipe}`": work.checkpoint_file(place) for recipe, place in made.items()}
+        if options.ours is None and not options.make:
+            there = {r: options.work / model / work.FOLDERS[r] / "gguf" for r in OURS}
+            files |= {f"`{recipe}`": work.checkpoint_file(place) for recipe, place in there.items()}
+        for recipe in options.make:
+            files[f"`{recipe}`"] = made(folder, model, options.calibration, options.samples, recipe)
         files |= {file.stem: file for file in options.ours or ()}
         source = source_file(folder, model)
         shell = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
