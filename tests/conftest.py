@@ -3,6 +3,7 @@ accuracy."""
 
 import atexit
 import copy
+import gc
 import os
 import shutil
 import tempfile
@@ -23,6 +24,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
+
+gc.collect()
+gc.freeze()  # what torch and transformers brought stays to the end: half a million objects not to be looked at again
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / "shared" / "data"
