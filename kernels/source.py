@@ -1,30 +1,74 @@
-"""Hashes of source code that do not change with its comments, docstrings and layout."""
+"""Hashes of source code that do not change with its comments, docstrings and layout.
+
+Parsing all packages takes seconds. The hash of each file's normal form is therefore kept in the user's cache folder,
+under the hash of its content.
+"""
 
 import ast
 import hashlib
 import json
+import os
 import re
+import sys
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from kernels.user_cache import cache_folder
+
 SUFFIXES = (".py", ".cpp", ".inc", ".json")
+KEPT = 5000  # hashes; with more, they are made anew
 
 
 def code_sha256(*places: Path) -> str:
     """Hash of the code in these files, and in all files below these folders."""
     files = [file for place in places for file in ([place] if place.is_file() else sorted(place.rglob("*")))]
-    digest = hashlib.sha256()
+    digest, known = hashlib.sha256(), len(_kept())
     for file in files:
         if file.suffix in SUFFIXES:
             stat = file.stat()
             digest.update(f"{file.name} {_file_sha256(str(file), stat.st_size, stat.st_mtime_ns)}\n".encode())
+    if len(_kept()) > known:
+        _keep()
     return digest.hexdigest()
 
 
 @cache
 def _file_sha256(path: str, size: int, changed_ns: int) -> str:
-    text = Path(path).read_text(encoding="utf-8")
-    return hashlib.sha256(_NORMAL[Path(path).suffix](text).encode()).hexdigest()
+    suffix, content = Path(path).suffix, Path(path).read_bytes()
+    name = hashlib.sha256(suffix.encode() + content).hexdigest()
+    if name not in _kept():
+        _kept()[name] = hashlib.sha256(_NORMAL[suffix](content.decode()).encode()).hexdigest()
+    return _kept()[name]
+
+
+@cache
+def _kept_file() -> Path | None:
+    """Where hashes are kept: those of this Python and of this module, which decide the normal form; None: nowhere."""
+    own = hashlib.sha256(Path(__file__).read_bytes() + sys.version.encode()).hexdigest()[:16]
+    try:
+        return cache_folder("sources") / f"{own}.json"
+    except ValueError:
+        return None
+
+
+@cache
+def _kept() -> dict[str, str]:
+    """{hash of a file's suffix and content: hash of its normal form}."""
+    with suppress(OSError, ValueError, AttributeError):
+        kept = json.loads(_kept_file().read_text())
+        if isinstance(kept, dict) and len(kept) <= KEPT:
+            return kept
+    return {}
+
+
+def _keep() -> None:
+    """Write what is known; a folder that cannot be written costs time, and nothing else."""
+    if file := _kept_file():
+        part = file.with_name(f"{file.name}.{os.getpid()}.part")
+        with suppress(OSError):
+            part.write_text(json.dumps(_kept()))
+            os.replace(part, file)
 
 
 def normal(source: str) -> str:

@@ -96,6 +96,11 @@ def any_model(request) -> nn.Module:
 
 
 @pytest.fixture
+def architectures() -> tuple[str, ...]:
+    return tuple(ARCHITECTURES)
+
+
+@pytest.fixture
 def tiny() -> Callable[..., nn.Module]:
     return tiny_model
 

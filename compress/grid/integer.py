@@ -86,7 +86,8 @@ def search(
     scales, zeros = candidates(w, bits, symmetric, scale_dtype)  # [candidates, ...] each
     at_once = max(1, AT_ONCE // w.numel())
     chunks = zip(scales.split(at_once), zeros.split(at_once), strict=True)
-    loss = torch.cat([_loss(w, scale, zero, bits, importance, norm) for scale, zero in chunks])
+    centre = 1 << (bits - 1) if symmetric else None
+    loss = torch.cat([_loss(w, scale, zero, bits, importance, norm, centre) for scale, zero in chunks])
     if not signs:
         loss[scales < 0] = torch.inf
     best = loss.argmin(0, keepdim=True)
@@ -146,9 +147,20 @@ def _round_scale(scale: Tensor, dtype: Stored) -> Tensor:
     return dtype(scale) if callable(dtype) else ScaleRule(dtype).rounded(scale)
 
 
-def _loss(w: Tensor, scale: Tensor, zero: Tensor, bits: int, importance: Tensor | None, norm: float) -> Tensor:
-    """sum(importance * |w - ŵ|^norm) per group; rounds as `quantize` does, with fewer passes over the weights."""
-    scale, zero = scale[..., None], zero[..., None]
+def _loss(
+    w: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    bits: int,
+    importance: Tensor | None,
+    norm: float,
+    centre: int | None = None,
+) -> Tensor:
+    """sum(importance * |w - ŵ|^norm) per group; rounds as `quantize` does, with fewer passes over the weights.
+
+    centre: every zero point is this one; bounds that are numbers are several times as fast as tensors of them.
+    """
+    scale, zero = scale[..., None], zero[..., None] if centre is None else centre
     error = (w / scale).round_().clamp_(-zero, (1 << bits) - 1 - zero).mul_(scale).sub_(w)
     error = error.square_() if norm == 2 else error.abs_().pow_(norm)
     return (error if importance is None else error.mul_(importance)).sum(-1)

@@ -76,18 +76,35 @@ def test_knobs_describe_themselves(name):
         method.name = "other"
 
 
-@pytest.mark.parametrize("name", WEIGHTS)
-def test_every_architecture(name, any_model, tokens):
+# Each method meets one of each kind here, in turn; `make test-all` takes every method on every architecture.
+KINDS = (("llama", "qwen3", "gemma2", "gemma3_text"), ("gpt2", "opt", "phi"), ("qwen2_moe", "gpt_oss"))
+ALIKE = ("mistral", "qwen2", "phi3", "gpt_neox", "qwen3_moe", "mixtral")
+
+
+def on_architectures():
+    for turn, name in enumerate(WEIGHTS):
+        few = [kind[turn % len(kind)] for kind in KINDS]
+        for architecture in (*sum(KINDS, ()), *ALIKE):
+            marks = [] if architecture in few else [pytest.mark.slow]
+            yield pytest.param(name, architecture, marks=marks, id=f"{architecture}-{name}")
+
+
+def test_every_architecture_is_of_a_kind(architectures):
+    assert {*sum(KINDS, ()), *ALIKE} == set(architectures)
+
+
+@pytest.mark.parametrize("name, architecture", on_architectures())
+def test_every_architecture(name, architecture, tiny, tokens):
     """Compressed in place, finite, close to the original, every weight accounted for."""
-    ids = tokens(1, 17)[0]
-    before = any_model(ids).logits
-    parameters = sum(p.numel() for p in any_model.parameters())
-    result = apply(recipe_of(name), any_model, tokens())
+    ids, model = tokens(1, 17)[0], tiny(architecture)
+    before = model(ids).logits
+    parameters = sum(p.numel() for p in model.parameters())
+    result = apply(recipe_of(name), model, tokens())
     after = result.model(ids).logits
-    assert result.model is any_model
+    assert result.model is model
     gone = sum(drop.parameters for drop in result.drops)
     assert ((after - before).norm() / before.norm()).item() < (1.5 if gone else 0.5), "a layer of two is much"
-    linears = [m for m in any_model.modules() if isinstance(m, CompressedLinear)]
+    linears = [m for m in model.modules() if isinstance(m, CompressedLinear)]
     assert len(linears) == len(result.layers) and bool(linears) == (
         name in (*STORING, *AS_IT_WAS) or METHODS[name]().stage in BEFORE
     )

@@ -220,7 +220,7 @@ def test_activations_on_disk_change_nothing(tiny, tokens, tmp_path, sequential):
     assert [path.name for path in folder.path.iterdir()] == ["lock"], "every file is gone with its activations"
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "opt", "mixtral"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", pytest.param("opt", marks=pytest.mark.slow), "mixtral"])
 @pytest.mark.parametrize("recipe", [GPTQ, f"layer_drop(count=1, target='block'), wanda(skip='*down_proj'), {GPTQ}"])
 def test_a_checkpoint_is_written_block_by_block(architecture, recipe, tiny, tokens, tmp_path):
     """It is the one of a model in memory; loaded into memory or left on disk, it gives the same."""

@@ -104,8 +104,11 @@ def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.long
-def test_two_processes_give_the_codes_of_one_and_end_together(batches, tiny, one_thread, tmp_path):
-    torch.save({"cases": CASES, "batches": batches}, tmp_path / "cases.pt")
+@pytest.mark.parametrize(
+    "cases", [pytest.param(CASES[:4] + CASES[-2:], id="few"), pytest.param(CASES, marks=pytest.mark.slow, id="all")]
+)
+def test_two_processes_give_the_codes_of_one_and_end_together(cases, batches, tiny, one_thread, tmp_path):
+    torch.save({"cases": cases, "batches": batches}, tmp_path / "cases.pt")
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
@@ -113,7 +116,7 @@ def test_two_processes_give_the_codes_of_one_and_end_together(batches, tiny, one
     )
     assert done.returncode == 0, done.stderr[-3000:]
     (first, first_errors), (second, second_errors) = (torch.load(tmp_path / f"rank-{rank}.pt") for rank in range(2))
-    for (architecture, text, options), there, also in zip(CASES, first, second, strict=True):
+    for (architecture, text, options), there, also in zip(cases, first, second, strict=True):
         result = apply(parse_recipe(text), tiny(architecture), batches, **options)
         assert _same(dict(named_tensors(result.model)), there[0]) and _same(there[0], also[0]), text
         assert {record.name: record.error for record in result.layers} == there[1] == also[1], text

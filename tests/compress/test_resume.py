@@ -60,9 +60,16 @@ def equal(a, b):
 
 @pytest.mark.parametrize(
     "architecture, recipe",
-    [(architecture, recipe) for architecture in ("llama", "gpt2") for recipe in list(RECIPES)[:5]]
-    + [("qwen2_moe", recipe) for recipe in ("in sequence", "beside one another", "smoothed")]
-    + [("llama", "two streams, then trained")],
+    [("llama", recipe) for recipe in RECIPES if recipe != "curves"]
+    + [("gpt2", recipe) for recipe in ("in sequence", "corrected")]
+    + [("qwen2_moe", "in sequence")]
+    + [
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            *(("gpt2", recipe) for recipe in ("beside one another", "smoothed", "scaled, then clipped")),
+            *(("qwen2_moe", recipe) for recipe in ("beside one another", "smoothed")),
+        )
+    ],
 )
 def test_killed_anywhere_a_run_ends_with_the_same_bits(tiny, tokens, tmp_path, killer, architecture, recipe):
     blocks = {"n_layer": 3} if architecture == "gpt2" else {"num_hidden_layers": 3}

@@ -23,6 +23,7 @@ from kernels.interpreter import PATCHES, installed, interpreting
 ROOT = Path(__file__).resolve().parents[2]
 OF_A_LIBRARY = {"sparse24_matmul", "csr_matmul"}  # no kernel of our own
 CPU_ONLY = {"trellis_matmul"}
+EVERY = "WORKBENCH_EVERY_CHECK"
 INSIDE = interpreting() and installed()
 needs_triton = pytest.mark.skipif(not installed(), reason="triton is not installed")
 inside = pytest.mark.skipif(not INSIDE, reason="runs in the interpreter's process")
@@ -30,10 +31,12 @@ outside = pytest.mark.skipif(INSIDE, reason="runs outside the interpreter's proc
 
 
 def every_check() -> Iterator:
+    """Of every op; in turns as many as $EVERY says: all of them, or the first and every third."""
+    every = int(os.environ.get(EVERY, "1"))
     for op in OPS if INSIDE else ():
         if (ROOT / "kernels" / op / "cases.py").exists():
-            for check in importlib.import_module(f"kernels.{op}.cases").checks(torch.device("cpu")):
-                for impl in ("reference", *check.impls):
+            for i, check in enumerate(importlib.import_module(f"kernels.{op}.cases").checks(torch.device("cpu"))):
+                for impl in ("reference", *check.impls) if i % every == 0 else ():
                     yield pytest.param(check, impl, id=f"{op}: {check.name} ({impl})")
 
 
@@ -47,7 +50,10 @@ def test_check(check, impl):
 
 @needs_triton
 @outside
-def test_every_kernel_is_right_in_the_interpreter():
+@pytest.mark.long
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_every_kernel_is_right_in_the_interpreter(every, monkeypatch):
+    monkeypatch.setenv(EVERY, str(every))
     out = run(
         "-m", "pytest", __file__, "-q", "-rN", "--tb=short", "--noconftest", "-p", "no:cacheprovider", "-W", "ignore"
     )

@@ -400,7 +400,7 @@ def _role(process: psutil.Process) -> str:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kills", [8, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [4, pytest.param(200, marks=pytest.mark.slow)])
 def test_kills_lose_nothing_repeat_nothing_and_leave_nothing(kills, sweep, runs, workbench):
     """SIGKILL at random moments, of the supervisor, the guard, papermill or the kernel; what was finished stays as it
     is."""

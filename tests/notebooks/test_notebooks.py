@@ -1,7 +1,6 @@
 """Every notebook runs through papermill on the embedded real model, and says clearly what is wrong before it works."""
 
 import ast
-import json
 import os
 import shlex
 import subprocess
@@ -24,7 +23,9 @@ from notebooks.study.run import start
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted(p.stem for p in FOLDER.glob("*.ipynb"))
-SMALL = {"samples": 4, "seqlen": 128, "max_windows": 2, "window": 256, "speed_rounds": 1, "write_tokens": 8}
+SMALL = {"samples": 2, "seqlen": 128, "max_windows": 1, "window": 256, "speed_rounds": 1, "write_tokens": 4}
+# `python -m papermill`, without two seconds of a grammar that no notebook's schema asks for
+PAPERMILL = "import sys; sys.modules['rfc3987_syntax'] = None; from papermill.cli import papermill; papermill()"
 
 
 def papermill(name, folder, given, compiled=False):
@@ -34,7 +35,7 @@ def papermill(name, folder, given, compiled=False):
         for key, value in {**given, "run_path": folder / "run"}.items()
         for part in (("-y", f"{key}: {value}") if isinstance(value, list) else ("-p", key, str(value)))
     ]
-    command = [sys.executable, "-m", "papermill", f"notebooks/{name}.ipynb", str(folder / "out.ipynb"), *arguments]
+    command = [sys.executable, "-c", PAPERMILL, f"notebooks/{name}.ipynb", str(folder / "out.ipynb"), *arguments]
     environment = os.environ | {"TORCHDYNAMO_DISABLE": str(int(not compiled))}
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=600, env=environment)
     return read_record(folder / "run" / "record.json")
@@ -63,8 +64,9 @@ def test_notebook_is_a_story(name):
 def expect_gptq(made, scores, html):
     base, small, rtn = (scores[k] for k in ("baseline", "compressed", "rtn"))
     assert base["perplexity_pydocs"] < small["perplexity_pydocs"] < rtn["perplexity_pydocs"]
-    assert small["stored_bytes"] < 0.85 * base["stored_bytes"]
-    assert small["resident_bytes"] < 0.85 * base["resident_bytes"]
+    saved = sum(layer["shape"][0] * layer["shape"][1] * (16 - layer["bits_per_weight"]) / 8 for layer in made["layers"])
+    assert base["stored_bytes"] - small["stored_bytes"] == pytest.approx(saved, rel=0.001)
+    assert base["resident_bytes"] - small["resident_bytes"] > 0.9 * saved > 0.05 * base["stored_bytes"]
     assert 0 < small["kl_pydocs"] < rtn["kl_pydocs"]
     if made.get("speed"):
         assert small["decode_tokens_per_s"] > base["decode_tokens_per_s"], (
@@ -72,7 +74,7 @@ def expect_gptq(made, scores, html):
         )
         fast = [f"cpu {native.isa(torch.bfloat16)}"] if native.why_not() is None else ["cpu dequantise", "cpu int4pack"]
         assert made["speed"]["compressed"]["kernels"]["int_matmul"] == fast
-    assert sum(r["error"] < r["rtn_error"] for r in made["layers"]) > 65
+    assert sum(r["error"] < r["rtn_error"] for r in made["layers"]) > 0.9 * len(made["layers"])
     assert "Compared in this run" not in html and "Scales moved" not in html
 
 
@@ -89,7 +91,7 @@ def expect_smoothquant(made, scores, html):
         and 0 < small["kl_pydocs"] < unsmoothed["kl_pydocs"]
     )
     assert (
-        small["stored_bytes"] < 0.65 * base["stored_bytes"] and small["resident_bytes"] < 0.65 * base["resident_bytes"]
+        small["stored_bytes"] < 0.88 * base["stored_bytes"] and small["resident_bytes"] < 0.88 * base["resident_bytes"]
     )
     assert unsmoothed["stored_bytes"] == small["stored_bytes"], "a fold takes no room"
     assert [step["method"] for step in made["recipes"]["unsmoothed"]] == [made["recipe"][1]["method"]]
@@ -109,29 +111,30 @@ def expect_pruning(made, scores, html):
     base, small = (scores[k] for k in ("baseline", "compressed"))
     assert all(layer["sparsity"] == pytest.approx(0.5, abs=0.01) for layer in made["layers"])
     assert {round(layer["bits_per_weight"], 1) for layer in made["layers"]} == {9.0}
-    assert small["stored_bytes"] < 0.7 * base["stored_bytes"]
+    assert small["stored_bytes"] < 0.9 * base["stored_bytes"]
     assert base["perplexity_pydocs"] < small["perplexity_pydocs"] < 30 * base["perplexity_pydocs"]
-    assert "Removed parts and weights" in html and "50.0 % of the weights of 210 linears are 0" in html
+    assert "Removed parts and weights" in html and "50.0 % of the weights of 70 linears are 0" in html
 
 
-LATER = "*.[12]?.*"  # the last 20 of 30 blocks, which stay as they are where that proves the same
-METHOD_OF = {"start_here": "gptq"}  # where the notebook is not called after its method
-# Per notebook: parameters beside SMALL, the format of its linears, and what else must hold.
+FIRST = "*.[12]?.*"  # leaves the first 10 of 30 blocks, where that proves the same
+FEW = "*.[3-9].*,*.[12]?.*"  # leaves the first 3
+METHOD_OF = {"start_here": "gptq", "pruning": "wanda"}  # where the notebook is not called after its method
+# Per notebook: parameters beside SMALL, the format of its linears and their number, and what else must hold.
 EXPECTED = {
-    "start_here": ({"samples": 2, "max_windows": 1}, "int_group", expect_start),
-    "gptq": ({"skip": LATER}, "int_group", expect_gptq),
-    "smoothquant": ({"compare": "", "samples": 2, "max_windows": 1}, "eight_bit", expect_smoothquant),
-    "pruning": ({"method": "wanda", "compare": "", "curves": "", "samples": 2}, "bitmap", expect_pruning),
+    "start_here": ({"samples": 1, "group_size": -1}, "int_group", 210, expect_start),
+    "gptq": ({"skip": FEW}, "int_group", 21, expect_gptq),
+    "smoothquant": ({"compare": "", "skip": FIRST, "write_tokens": 0}, "eight_bit", 70, expect_smoothquant),
+    "pruning": ({"recipe": f"wanda(skip='{FIRST}')", "compare": "", "write_tokens": 0}, "bitmap", 70, expect_pruning),
 }  # fmt: skip
 
 
 @pytest.mark.long
 def test_a_method_is_added_in_a_notebook(tmp_path):
-    """The class that the notebook defines is compared with methods of the house; the first four blocks are enough."""
-    given = {**SMALL, "samples": 2, "max_windows": 1, "speed_rounds": 0, "skip": "*.[1-9]?.*,*.[4-9].*"}
+    """The class that the notebook defines is compared with methods of the house; the first blocks are enough."""
+    given = {**SMALL, "speed_rounds": 0, "write_tokens": 0, "skip": FEW}
     made = papermill("add_a_method", tmp_path, given)
-    assert made["recipe"][0]["text"].startswith("weighted_rtn(") and len(made["layers"]) == 28
-    assert sum(layer["error"] < layer["rtn_error"] for layer in made["layers"]) > 20
+    assert made["recipe"][0]["text"].startswith("weighted_rtn(") and len(made["layers"]) == 21
+    assert sum(layer["error"] < layer["rtn_error"] for layer in made["layers"]) > 15
     small, rounded, best = (made["scores"][name]["kl_pydocs"] for name in ("compressed", "rtn", "gptq"))
     assert 0 < small < rounded and 0 < best < rounded
     assert "weighted_rtn" in (tmp_path / "run" / "report.html").read_text()
@@ -194,19 +197,15 @@ ONCE = pytest.param("gptq", True, marks=pytest.mark.slow)  # compiling takes a m
 @pytest.mark.long
 @pytest.mark.parametrize("name, compiled", [*((name, False) for name in EXPECTED), ONCE])
 def test_notebook_runs_on_the_real_model(name, compiled, tmp_path):
-    more, stored_as, expect = EXPECTED[name]
+    more, stored_as, count, expect = EXPECTED[name]
     saved = (
         tmp_path / "saved" if stored_as == "int_group" else None
     )  # loading it again takes its time, and is the same for all
     given = {**SMALL, **more, "speed_rounds": int(compiled), "save_path": saved or ""}
     made = papermill(name, tmp_path, given, compiled)
-    assert made["model"]["name"] == "smollm2-135m" and made["recipe"][0]["method"] == more.get(
-        "method", METHOD_OF.get(name, name)
-    )
+    assert made["model"]["name"] == "smollm2-135m" and made["recipe"][0]["method"] == METHOD_OF.get(name, name)
     assert made["provenance"]["command"].startswith(f"papermill notebooks/{name}.ipynb out.ipynb -p ")
-    assert len(made["layers"]) == (70 if "skip" in more else 210) and {layer["format"] for layer in made["layers"]} == {
-        stored_as
-    }
+    assert len(made["layers"]) == count and {layer["format"] for layer in made["layers"]} == {stored_as}
     html = (tmp_path / "run" / "report.html").read_text()
     if not compiled:
         assert "Speed was not measured: `speed_rounds` is 0." in made["notes"] and "Speed was not measured" in html
@@ -364,8 +363,8 @@ def test_alpha_from_a_command_line(text, value):
 
 @pytest.mark.long
 def test_the_kernels_notebook_runs_on_this_machine(tmp_path):
-    given = {"ops": "int_matmul, gram", "toy": True, "budget": 120, "device": "cpu"}
-    made = papermill("kernels", tmp_path, given, compiled=True)
+    given = {"ops": "int_matmul, gram", "toy": True, "tokens": "1", "budget": 120, "device": "cpu"}
+    made = papermill("kernels", tmp_path, given)
     bench = made["bench"]
     assert made["model"] is None and set(made["kernels"]) == {"int_matmul", "gram"}
     assert bench["summary"]["red"] == 0 and bench["summary"]["timed"] >= 1 and not bench["run"]["meaningful"]
@@ -447,14 +446,15 @@ def test_command_line_knows_its_notebooks(capsys):
     ],
 )
 def test_plain_papermill_fails_early_with_the_reason(given, message, tmp_path):
-    """Through papermill itself, which would only warn; nothing is compressed, nothing half-written is left."""
+    """Through papermill itself, which would only warn; nothing is compressed, nothing half-written is left. The kernel
+    starts in the folder of the notebooks, as JupyterLab's do."""
     import papermill
 
     with pytest.raises(papermill.PapermillExecutionError) as caught:
         papermill.execute_notebook(
             str(FOLDER / "gptq.ipynb"),
             str(tmp_path / "out.ipynb"),
-            cwd=str(ROOT),
+            cwd=str(FOLDER),
             progress_bar=False,
             parameters={**SMALL, **given, "run_path": str(tmp_path / "run")},
         )
@@ -526,10 +526,3 @@ def test_parameter_cells_must_be_literals(tmp_path):
     nbformat.write(nbformat.v4.new_notebook(), tmp_path / "n.ipynb")
     with pytest.raises(ValueError, match="one cell tagged `parameters`, not 0"):
         read_parameters(tmp_path / "n.ipynb")
-
-
-def test_works_from_the_notebooks_folder(tmp_path):
-    """JupyterLab starts kernels there."""
-    code = "from notebooks.study.run import start; from notebooks.study.parameters import read_parameters; print(len(read_parameters('gptq')))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=FOLDER, capture_output=True, text=True, env={**os.environ})
-    assert done.returncode == 0 and int(done.stdout) == len(json.loads(json.dumps(list(read_parameters("gptq")))))

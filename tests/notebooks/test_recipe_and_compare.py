@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from eval.record.schema import read_record
 from notebooks.batch.pages import compared, outcomes, verdict_of, write_all
 from notebooks.batch.run_folder import NEEDED, RunFolder
 from notebooks.batch.status import runs_folder
+from notebooks.study import measures
 from notebooks.study.measures import Asked, Unasked
 from notebooks.study.parameters import FOLDER
 
@@ -51,6 +53,8 @@ def task_path(tmp_path):
 
 def test_everything_is_measured_and_reported(tmp_path, task_path, monkeypatch, run_cells):
     monkeypatch.setattr(torch, "compile", lambda step, **_: step)
+    monkeypatch.setattr(measures, "measure_efficiency", partial(measures.measure_efficiency, rounds=1, seconds=0.1))
+    monkeypatch.setattr(measures.roofline, "measure", partial(measures.roofline.measure, toy=True))
     given = TINY | {
         "recipe": "rtn(bits=4)",
         "compare": "wider: rtn(bits=8)",
@@ -154,7 +158,7 @@ def test_recipe_runs_on_the_real_model(tmp_path, data):
         "window": 128,
         "max_windows": 1,
         "speed_rounds": 0,
-        "write_tokens": 8,
+        "write_tokens": 2,
         "task_limit": 10,
         "run_path": str(tmp_path / "run"),
     }

@@ -748,7 +748,10 @@ def test_verdict_refuses_what_cannot_be_compared():
 # ---------------------------------------------------------------- in a browser
 
 
-@pytest.mark.parametrize("scheme, width", [("light", 1280), ("dark", 1280), ("light", 320), ("dark", 320)])
+OTHERS = [pytest.param(*other, marks=pytest.mark.slow) for other in (("dark", 1280), ("light", 320))]
+
+
+@pytest.mark.parametrize("scheme, width", [("light", 1280), ("dark", 320), *OTHERS])
 def test_page_in_a_browser(look, scheme, width):
     look(compare_page(make_sweep()), width, scheme)
 

@@ -576,14 +576,15 @@ def test_records_without_the_extras_render():
     assert "<svg" not in page(made)
 
 
-OTHERS = [(1280, "dark"), (320, "light")]
+def in_browsers():
+    """Every page narrow and dark, one wide and light; all of them in all ways in the slow tests."""
+    for make in (make_record, make_smoothed_record, make_pruned_record, make_kernel_record):
+        for width, scheme in ((320, "dark"), (1280, "light"), (1280, "dark"), (320, "light")):
+            now = (width, scheme) == (320, "dark") or (make, width, scheme) == (make_record, 1280, "light")
+            yield pytest.param(make, width, scheme, marks=[] if now else [pytest.mark.slow])
 
 
-@pytest.mark.parametrize("make", [make_record, make_smoothed_record, make_pruned_record, make_kernel_record])
-@pytest.mark.parametrize(
-    "width, scheme",
-    [(1280, "light"), (320, "dark"), *(pytest.param(*other, marks=pytest.mark.slow) for other in OTHERS)],
-)
+@pytest.mark.parametrize("make, width, scheme", in_browsers())
 def test_page_in_a_browser(look, scheme, width, make):
     look(make(), width, scheme)
 
