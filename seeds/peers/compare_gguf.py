@@ -15,6 +15,7 @@ activations; speeds are those of llama-bench. What is there already is used agai
 import argparse
 import json
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -165,7 +166,7 @@ def measured(options: argparse.Namespace, model: str, name: str, file: Path, she
 
 
 def table(rows: list[File], options: argparse.Namespace) -> str:
-    shown = " ".join(["python", "seeds/peers/compare_gguf.py", *sys.argv[1:]])
+    shown = shlex.join(["python", "seeds/peers/compare_gguf.py", *sys.argv[1:]])
     scored = ", ".join(f"{n} of {text}" for text, n in zip(options.texts, options.windows, strict=True))
     out = [
         "## Bytes and loss: ours, and llama.cpp's files with an importance matrix"
