@@ -35,6 +35,7 @@ from compress.walk.capture import (
 )
 from compress.walk.chain import Chain
 from compress.walk.fisher.saved import SavedFisher
+from compress.walk.offload import is_offloaded
 from compress.walk.parallel.ranks import current, progress_bar
 from compress.walk.resume import BlockStore
 from compress.walk.shards import WorkFolder
@@ -186,7 +187,9 @@ class _Backward:
             seen.append(args[0] if args else kwargs["hidden_states"])
             raise Stop
 
-        handle = self.blocks[0].register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+        # Before a rotation of the stream turns it; a block on disk, whose stream is never rotated, is read first.
+        first = not is_offloaded(self.model)
+        handle = self.blocks[0].register_forward_pre_hook(hook, prepend=first, with_kwargs=True)
         try:
             with suppress(Stop):
                 self.model(batch, use_cache=False)
