@@ -16,17 +16,19 @@ if (
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["WORKBENCH_LOCKS"] = tempfile.mkdtemp(prefix="workbench-")  # nor do they wait to time what nobody reads
     atexit.register(shutil.rmtree, os.environ["WORKBENCH_LOCKS"], ignore_errors=True)
+    gc.disable()  # while torch and transformers come in: half a million objects, none of which goes again
+    startup = str(Path(__file__).with_name("startup"))  # for the processes that tests start
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (startup, os.environ.get("PYTHONPATH"))))
 
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+gc.freeze()  # nor is any of them looked at again
+gc.enable()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
-
-gc.collect()
-gc.freeze()  # what torch and transformers brought stays to the end: half a million objects not to be looked at again
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / "shared" / "data"
@@ -86,8 +88,9 @@ def _trusted(monkeypatch, tmp_path_factory):
     monkeypatch.setenv("WORKBENCH_TRUST", str(tmp_path_factory.getbasetemp()))
 
 
-# Whose blocks are built as those of another one here: `make test-all` takes them, too.
-ALIKE = {"mistral", "qwen2", "phi3", "gpt_neox", "qwen3_moe", "mixtral"}
+# Whose blocks are built as those of others here: `make test-all` takes them, too. (Gemma 3 has the norms of queries and
+# keys that Qwen 3 has, and the norms behind its parts that Gemma 2 has.)
+ALIKE = {"mistral", "qwen2", "qwen3", "gemma2", "phi3", "gpt_neox", "qwen3_moe", "mixtral"}
 
 
 @pytest.fixture(params=[pytest.param(a, marks=[pytest.mark.slow] * (a in ALIKE)) for a in ARCHITECTURES])

@@ -122,7 +122,7 @@ METHOD_OF = {"start_here": "gptq", "pruning": "wanda"}  # where the notebook is 
 # Per notebook: parameters beside SMALL, the format of its linears and their number, and what else must hold.
 EXPECTED = {
     "start_here": ({"samples": 1, "group_size": -1}, "int_group", 210, expect_start),
-    "gptq": ({"skip": FEW}, "int_group", 21, expect_gptq),
+    "gptq": ({"skip": FEW, "write_tokens": 0}, "int_group", 21, expect_gptq),
     "smoothquant": ({"compare": "", "skip": FIRST, "write_tokens": 0}, "eight_bit", 70, expect_smoothquant),
     "pruning": ({"recipe": f"wanda(skip='{FIRST}')", "compare": "", "write_tokens": 0}, "bitmap", 70, expect_pruning),
 }  # fmt: skip
