@@ -159,10 +159,10 @@ class Offloaded:
         return (places, *args[1:]), kwargs
 
     def _after(self, module: nn.Module, args: tuple, output: Any) -> None:
-        if self._lookup is None:
-            self._unload()
-        else:
+        if self._lookup is not None:
             (module.weight, module.padding_idx), self._lookup = self._lookup, None
+        elif self._depth:  # not where another hook ended the pass before `_before` was called
+            self._unload()
 
     def _load(self, device: torch.device) -> None:
         self._depth += 1
