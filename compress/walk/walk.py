@@ -29,7 +29,7 @@ from compress.walk.lockstep import run_in_step
 from compress.walk.parallel.ranks import current, progress_bar
 from compress.walk.resume import BlockStore
 from compress.walk.statistics import PAIRED, LayerStatistics
-from kernels.linear import fast_linear
+from kernels.linear import fast_linear, plain_torch
 
 COLUMNS = 1024  # of a Gram matrix that are multiplied at once where errors are measured
 
@@ -142,6 +142,7 @@ class Walking:
         records: dict[str, LayerRecord] = {}
         notes: list[str] = []
 
+        @plain_torch()
         def solve(several: Sequence[tuple[str, LayerStatistics]]) -> dict[str, CompressedLinear]:
             """Every process solves its share of these linears, and gets what the others made of theirs."""
             made: dict[str, tuple[CompressedLinear, LayerRecord]] = {}

@@ -69,6 +69,16 @@ def fast_linear() -> Iterator[None]:
 
 
 @contextmanager
+def plain_torch() -> Iterator[None]:
+    """While the block runs, a `fast_linear` around it does nothing.
+
+    It takes some microseconds for each call of torch, and a solver makes thousands of small ones.
+    """
+    with torch._C.DisableTorchFunction():
+        yield
+
+
+@contextmanager
 def without_tf32() -> Iterator[None]:
     """While the block runs, float32 products on a GPU are float32 throughout."""
     allowed = torch.backends.cuda.matmul.allow_tf32

@@ -90,6 +90,7 @@ def test_added_parts_multiply_come_back_and_count_their_bytes(kind):
     assert torch.equal(other(x), layer(x)), "what is laid out follows what is loaded"
 
 
+@pytest.mark.slow
 def test_layers_with_added_parts_compile():
     W, low = parts_of("low_rank in 8 bits")
     layer = CompressedLinear([rtn(W, bits=4, group_size=8), low, parts_of("csr")[1]], None, dtype=torch.bfloat16)

@@ -104,7 +104,7 @@ def test_every_architecture(any_model, padded):
 @pytest.mark.parametrize(
     "architecture, name",
     [
-        pytest.param(a, n, marks=[] if a == "llama" or (turn + at) % 2 else [pytest.mark.slow])
+        pytest.param(a, n, marks=[] if (turn + at) % len(MODELS) == 0 else [pytest.mark.slow])
         for turn, a in enumerate(MODELS)
         for at, n in enumerate(POLICIES)
         if (a, n) != ("gemma3_text", "knorm") and (a == "llama" or n not in LATER)

@@ -230,6 +230,7 @@ def test_saved_and_loaded_bit_for_bit(name, tiny, tokens, tmp_path):
         assert stored == {n: m.nbytes for n, m in compressed_linears(result.model).items()}
 
 
+@pytest.mark.slow
 def test_without_bitsandbytes_the_rest_works_and_its_methods_say_so(monkeypatch, tiny):
     code = (
         "import sys; sys.modules['bitsandbytes'] = None; from compress.weights.bnb_nf4 import BitsandbytesNF4 as M; M()"

@@ -71,10 +71,10 @@ def test_folders_of_transformers_are_read_as_it_reads_them(any_model, tokens, tm
     "recipe",
     [
         f"smoothquant, wanda, {GPTQ}",
-        "awq(group_size=16), rtn(group_size=16)",
+        pytest.param("awq(group_size=16), rtn(group_size=16)", marks=pytest.mark.slow),
         "wanda(pattern='2:4'), int8",
         "magnitude(allocation='global')",
-        "wanda(ratio=0.4, allocation='adaptive')",
+        pytest.param("wanda(ratio=0.4, allocation='adaptive')", marks=pytest.mark.slow),
         f"layer_drop(count=1, target='block'), {GPTQ}",
     ],
 )
@@ -220,8 +220,16 @@ def test_activations_on_disk_change_nothing(tiny, tokens, tmp_path, sequential):
     assert [path.name for path in folder.path.iterdir()] == ["lock"], "every file is gone with its activations"
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", pytest.param("opt", marks=pytest.mark.slow), "mixtral"])
-@pytest.mark.parametrize("recipe", [GPTQ, f"layer_drop(count=1, target='block'), wanda(skip='*down_proj'), {GPTQ}"])
+@pytest.mark.parametrize(
+    "architecture, recipe",
+    [
+        pytest.param(
+            architecture, recipe, marks=[] if (turn + at) % 2 and architecture != "opt" else [pytest.mark.slow]
+        )
+        for turn, architecture in enumerate(("llama", "mixtral", "gpt2", "opt"))
+        for at, recipe in enumerate((GPTQ, f"layer_drop(count=1, target='block'), wanda(skip='*down_proj'), {GPTQ}"))
+    ],
+)
 def test_a_checkpoint_is_written_block_by_block(architecture, recipe, tiny, tokens, tmp_path):
     """It is the one of a model in memory; loaded into memory or left on disk, it gives the same."""
     ids = tokens(1, 20)[0]

@@ -105,7 +105,7 @@ def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "cases", [pytest.param(CASES[:4] + CASES[-2:], id="few"), pytest.param(CASES, marks=pytest.mark.slow, id="all")]
+    "cases", [pytest.param([CASES[0], CASES[3]], id="few"), pytest.param(CASES, marks=pytest.mark.slow, id="all")]
 )
 def test_two_processes_give_the_codes_of_one_and_end_together(cases, batches, tiny, one_thread, tmp_path):
     torch.save({"cases": cases, "batches": batches}, tmp_path / "cases.pt")

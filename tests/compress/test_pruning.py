@@ -135,15 +135,20 @@ def test_sparsegpt_quantises_in_the_same_pass(tiny, tokens):
 
 
 @pytest.mark.parametrize(
-    "first", ["wanda", "sparsegpt(min_tokens=8)", "wanda(pattern='2:4')", "magnitude(pattern='5:8')"]
-)
-@pytest.mark.parametrize(
-    "second",
+    "first, second",
     [
-        "gptq(group_size=16, min_tokens=8)",
-        "gptq(group_size=16, min_tokens=8, symmetric=False, bits=3)",
-        "gptq(group_size=16, min_tokens=8, order=activation)",
-        "rtn(group_size=16)",
+        pytest.param(first, second, marks=[] if (turn + at) % 4 == 0 else [pytest.mark.slow])
+        for turn, first in enumerate(
+            ("wanda", "sparsegpt(min_tokens=8)", "wanda(pattern='2:4')", "magnitude(pattern='5:8')")
+        )
+        for at, second in enumerate(
+            (
+                "gptq(group_size=16, min_tokens=8)",
+                "rtn(group_size=16)",
+                "gptq(group_size=16, min_tokens=8, order=activation)",
+                "gptq(group_size=16, min_tokens=8, symmetric=False, bits=3)",
+            )
+        )
     ],
 )
 def test_quantising_keeps_zeros_zero_and_stores_them_no_more(tiny, tokens, first, second):

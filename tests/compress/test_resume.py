@@ -60,13 +60,13 @@ def equal(a, b):
 
 @pytest.mark.parametrize(
     "architecture, recipe",
-    [("llama", recipe) for recipe in RECIPES if recipe != "curves"]
-    + [("gpt2", recipe) for recipe in ("in sequence", "corrected")]
+    [("llama", "corrected"), ("llama", "two streams, then trained"), ("gpt2", "scaled, then clipped")]
     + [("qwen2_moe", "in sequence")]
     + [
         pytest.param(*case, marks=pytest.mark.slow)
         for case in (
-            *(("gpt2", recipe) for recipe in ("beside one another", "smoothed", "scaled, then clipped")),
+            *(("llama", one) for one in RECIPES if one not in ("curves", "corrected", "two streams, then trained")),
+            *(("gpt2", recipe) for recipe in ("in sequence", "beside one another", "smoothed", "corrected")),
             *(("qwen2_moe", recipe) for recipe in ("beside one another", "smoothed")),
         )
     ],
@@ -93,6 +93,7 @@ def test_killed_anywhere_a_run_ends_with_the_same_bits(tiny, tokens, tmp_path, k
     assert not list(tmp_path.rglob("after_*")) and not list(tmp_path.rglob("*.part")), "activations are not left behind"
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_at_once_is_taken_up_with_the_same_bits(tiny, tokens, tmp_path):
     """No exception, no clean-up: the process is gone while its third block is being solved."""
     model, batches, recipe = tiny("gemma2", num_hidden_layers=3), tokens(4, 24), parse_recipe(RECIPES["in sequence"])

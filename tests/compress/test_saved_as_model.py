@@ -32,13 +32,18 @@ def folder(tmp_path_factory):
 
 
 BEFORE_AND_AFTER = [
-    ("magnitude(ratio=0.5)", "rtn(bits=4, group_size=32)"),
     ("wanda(pattern='2:4')", "gptq(bits=4, group_size=32, min_tokens=8)"),
-    ("smoothquant", "int8"),
+    *(
+        pytest.param(*recipes, marks=pytest.mark.slow)
+        for recipes in (
+            ("smoothquant", "int8"),
+            ("rtn(bits=8, group_size=-1)", "int8"),
+            ("layer_drop(target='mlp', count=1)", "rtn(group_size=32)"),
+            ("magnitude(ratio=0.5)", "rtn(bits=4, group_size=32)"),
+        )
+    ),
     ("rtn(bits=4, group_size=32)", "knorm(budget=0.5)"),
-    ("rtn(bits=8, group_size=-1)", "int8"),
     ("rtn(bits=4, group_size=32, skip='*.mlp.*')", "rtn(bits=3, group_size=32, skip='*.self_attn.*')"),
-    ("layer_drop(target='mlp', count=1)", "rtn(group_size=32)"),
     ("int8", "layer_drop(target='mlp', count=1)"),
 ]
 

@@ -179,6 +179,7 @@ def test_speed_of_caches(tiny, monkeypatch):
         measure_cache_speed(model, {"few": make}, [32])
 
 
+@pytest.mark.slow
 def test_it_compiles(tiny):
     """One graph for every context."""
     model = decoder(tiny("llama", max_position_embeddings=2048))

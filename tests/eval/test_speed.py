@@ -123,6 +123,7 @@ def test_however_many_variants_all_are_compiled(tiny):
     assert all(speed.execution.startswith("compiled") for speed in speeds.values())
 
 
+@pytest.mark.slow
 def test_variants_that_memory_does_not_hold_are_timed_in_groups(tiny, monkeypatch, written):
     """The baseline in every group, all others once; what was timed is let go, and all write what they should."""
     model = tiny("llama", num_hidden_layers=1)

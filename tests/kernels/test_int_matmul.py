@@ -188,6 +188,7 @@ def test_panels_are_laid_out_wherever_they_are(symmetric):
     )
 
 
+@pytest.mark.slow
 def test_without_a_compiler_torchs_kernel_takes_over_and_says_so():
     code = (
         "import torch; from kernels import native; from kernels.registry import recording\n"

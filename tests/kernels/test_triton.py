@@ -68,6 +68,7 @@ def test_every_op_has_cases_and_a_kernel():
     assert {op for op in OPS if not has_triton(op)} == OF_A_LIBRARY | CPU_ONLY
 
 
+@pytest.mark.slow
 @outside
 def test_ops_import_where_triton_is_not_installed():
     """And where it is, no op loads its kernels before it is called. (torch itself may import triton.)"""

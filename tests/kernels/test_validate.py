@@ -278,6 +278,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_real_processes_crash_and_the_others_go_on(tmp_path):
     script = tmp_path / "fakes.py"
     script.write_text(FAKES)

@@ -106,7 +106,7 @@ def test_a_run_that_failed_can_be_run_again(one, runs, monkeypatch):
     assert not RunFolder(Path(job.folder)).failed.exists() and state(job.folder) == "finished"
 
 
-@pytest.mark.parametrize("limits", [{"timeout_s": 5}, {"cell_timeout_s": 4}])
+@pytest.mark.parametrize("limits", [{"timeout_s": 5}, pytest.param({"cell_timeout_s": 4}, marks=pytest.mark.slow)])
 def test_a_run_that_takes_too_long_is_ended_with_all_that_it_started(limits, one, runs, tmp_path):
     """Also a grandchild in a session of its own, which heeds no signal but one."""
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
@@ -210,6 +210,7 @@ def test_a_run_is_what_its_manifest_says(one):
     )
 
 
+@pytest.mark.slow
 def test_another_run_in_the_same_place_is_another_run(sweep, runs, tmp_path):
     """A folder that was asked for by name holds what it holds, and not what is asked for next."""
     place = tmp_path / "mine"
@@ -270,6 +271,7 @@ def test_a_sweep_under_way_runs_the_code_that_it_was_planned_with(sweep, runs, t
         assert f"{runs}/sweeps/s/code/" in text and "edited" not in text.replace("'edited'", "")
 
 
+@pytest.mark.slow
 def test_a_saved_model_stays_until_its_successor_is_finished(one, tmp_path):
     place, flag = tmp_path / "model", tmp_path / "flag"
     job = one({"save_path": str(place), "does": f"assert not Path({str(flag)!r}).exists()"})
@@ -289,6 +291,7 @@ def test_a_saved_model_stays_until_its_successor_is_finished(one, tmp_path):
     assert "`save_path`" in failure["error"] and "was not saved by this run" in failure["error"]
 
 
+@pytest.mark.slow
 def test_a_finished_run_asked_for_its_model_in_another_format_is_not_finished(one, tmp_path, sweep, runs):
     place = tmp_path / "model"
     job = one({"save_path": str(place)})
@@ -461,6 +464,7 @@ def test_orphans_of_a_dead_owner_are_found_by_their_mark(runs, tmp_path):
     assert end(str(ours)) == 0 and not any(psutil.pid_exists(sleeper.pid) for sleeper in sleepers)
 
 
+@pytest.mark.slow
 def test_engines_of_several_runs_at_once(sweep, runs):
     begin = time.monotonic()
     found = run_sweep(
@@ -512,6 +516,7 @@ def test_a_notebook_may_run_a_sweep(sweep, runs):
     assert [outcome.status for outcome in found] == ["finished"]
 
 
+@pytest.mark.slow
 def test_timing_waits_for_the_device_and_the_wait_is_not_counted(tmp_path):
     """Two processes that share a processor: one times something, and the other's clock stands still while it waits."""
     code = """

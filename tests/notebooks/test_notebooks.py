@@ -66,7 +66,7 @@ def expect_gptq(made, scores, html):
     assert base["perplexity_pydocs"] < small["perplexity_pydocs"] < rtn["perplexity_pydocs"]
     saved = sum(layer["shape"][0] * layer["shape"][1] * (16 - layer["bits_per_weight"]) / 8 for layer in made["layers"])
     assert base["stored_bytes"] - small["stored_bytes"] == pytest.approx(saved, rel=0.001)
-    assert base["resident_bytes"] - small["resident_bytes"] > 0.9 * saved > 0.05 * base["stored_bytes"]
+    assert base["resident_bytes"] - small["resident_bytes"] > 0.9 * saved > 0.01 * base["stored_bytes"]
     assert 0 < small["kl_pydocs"] < rtn["kl_pydocs"]
     if made.get("speed"):
         assert small["decode_tokens_per_s"] > base["decode_tokens_per_s"], (
@@ -117,12 +117,12 @@ def expect_pruning(made, scores, html):
 
 
 FIRST = "*.[12]?.*"  # leaves the first 10 of 30 blocks, where that proves the same
-FEW = "*.[3-9].*,*.[12]?.*"  # leaves the first 3
+FEW = "*.[1-9].*,*.[12]?.*"  # leaves the first one
 METHOD_OF = {"start_here": "gptq", "pruning": "wanda"}  # where the notebook is not called after its method
 # Per notebook: parameters beside SMALL, the format of its linears and their number, and what else must hold.
 EXPECTED = {
     "start_here": ({"samples": 1, "group_size": -1}, "int_group", 210, expect_start),
-    "gptq": ({"skip": FEW, "write_tokens": 0}, "int_group", 21, expect_gptq),
+    "gptq": ({"skip": FEW, "write_tokens": 0}, "int_group", 7, expect_gptq),
     "smoothquant": ({"compare": "", "skip": FIRST, "write_tokens": 0}, "eight_bit", 70, expect_smoothquant),
     "pruning": ({"recipe": f"wanda(skip='{FIRST}')", "compare": "", "write_tokens": 0}, "bitmap", 70, expect_pruning),
 }  # fmt: skip
@@ -133,8 +133,8 @@ def test_a_method_is_added_in_a_notebook(tmp_path):
     """The class that the notebook defines is compared with methods of the house; the first blocks are enough."""
     given = {**SMALL, "speed_rounds": 0, "write_tokens": 0, "skip": FEW}
     made = papermill("add_a_method", tmp_path, given)
-    assert made["recipe"][0]["text"].startswith("weighted_rtn(") and len(made["layers"]) == 21
-    assert sum(layer["error"] < layer["rtn_error"] for layer in made["layers"]) > 15
+    assert made["recipe"][0]["text"].startswith("weighted_rtn(") and len(made["layers"]) == 7
+    assert sum(layer["error"] < layer["rtn_error"] for layer in made["layers"]) > 4
     small, rounded, best = (made["scores"][name]["kl_pydocs"] for name in ("compressed", "rtn", "gptq"))
     assert 0 < small < rounded and 0 < best < rounded
     assert "weighted_rtn" in (tmp_path / "run" / "report.html").read_text()
@@ -245,6 +245,7 @@ def test_smoothquant_refuses_before_the_model_is_loaded(given, message, run_cell
     assert message in str(caught.value)
 
 
+@pytest.mark.slow
 def test_smoothquant_takes_whole_recipes(tmp_path, monkeypatch, run_cells):
     """On the tiny model: a recipe of three, another one beside it, and the same without its transform."""
     monkeypatch.setattr(torch, "compile", lambda step, **_: step)
@@ -363,10 +364,10 @@ def test_alpha_from_a_command_line(text, value):
 
 @pytest.mark.long
 def test_the_kernels_notebook_runs_on_this_machine(tmp_path):
-    given = {"ops": "int_matmul, gram", "toy": True, "tokens": "1", "budget": 120, "device": "cpu"}
+    given = {"ops": "int_matmul", "toy": True, "tokens": "1", "budget": 120, "device": "cpu"}
     made = papermill("kernels", tmp_path, given)
     bench = made["bench"]
-    assert made["model"] is None and set(made["kernels"]) == {"int_matmul", "gram"}
+    assert made["model"] is None and set(made["kernels"]) == {"int_matmul"}
     assert bench["summary"]["red"] == 0 and bench["summary"]["timed"] >= 1 and not bench["run"]["meaningful"]
     page = (tmp_path / "run" / "report.html").read_text()
     assert "its times mean nothing" in page and "int_matmul W4" in page

@@ -96,6 +96,7 @@ def test_everything_is_measured_and_reported(tmp_path, task_path, monkeypatch, r
     assert "<table" in cells["answers"]._repr_html_() and "<table" in cells["costs"]._repr_html_()
 
 
+@pytest.mark.slow
 def test_what_is_not_asked_for_is_not_measured(tmp_path, monkeypatch, run_cells):
     monkeypatch.setattr(torch, "compile", lambda step, **_: step)
     cells = run_cells("recipe", TINY | {"recipe": "rtn(bits=4)", "run_path": str(tmp_path)})
@@ -114,7 +115,7 @@ def test_what_is_not_asked_for_is_not_measured(tmp_path, monkeypatch, run_cells)
         ({"recipe": "gptk"}, "gptk is not a method"),
         ({"recipe": "int8, smoothquant"}, "must come before"),
         ({"compare": "baseline: rtn"}, "'baseline' is what another model of the run is called"),
-        ({"tasks": ["sums_and_more"]}, "'sums_and_more'"),
+        pytest.param({"tasks": ["sums_and_more"]}, "'sums_and_more'", marks=pytest.mark.slow),  # imports lm-eval
         ({"tasks": ["sums"], "few_shot": -2}, "`few_shot` (=-2)"),
         ({"task_limit": -1}, "`task_limit` (=-1)"),
         ({"temperatures": [0.5, "hot"]}, "`temperatures`"),
@@ -244,6 +245,7 @@ def test_verdicts_have_an_exit_status(workbench, tmp_path):
     assert workbench("compare", gptq, "--recovery-threshold", "0.9").returncode == 2, "a verdict needs two"
 
 
+@pytest.mark.slow
 def test_pages_are_made_anew_and_runs_stay_whole(tmp_path, monkeypatch, run_cells):
     """A run's page is not part of what was measured: it may be rendered again."""
     monkeypatch.setattr(torch, "compile", lambda step, **_: step)

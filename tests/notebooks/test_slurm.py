@@ -77,6 +77,7 @@ def _workers(runs: Path, key: str) -> set[int]:
     return {int(process.environ()["WORKBENCH_RUN"].split("/")[2]) for process in marked(f"{place_of(runs)}/{key}/")}
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_job_that_is_killed_or_fails_is_told_and_run_again(sweep, runs, here, tmp_path, monkeypatch):
     monkeypatch.setattr(lost, "SEEN_S", 0.0)
