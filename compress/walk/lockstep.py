@@ -52,104 +52,135 @@ def run_in_step(
     Raises:
         RuntimeError: a micro-batch reached the linears in another order.
     """
-    number = {name: i for i, group in enumerate(groups) for name in group}
-    collectors: dict[int, Collector] = {}
-    # Per pass, what the linears of a group share, and which of them have not been reached.
-    inputs: list[dict[greenlet, tuple[Tensor, set[str]]]] = [{} for _ in groups]
-    waiting: dict[int, list[greenlet]] = defaultdict(list)
-    passes: dict[greenlet, Call] = {}
-    stopped: list[Call] = []
-    solved, finished = 0, False
-    originals: dict[greenlet, set[int]] = {}  # passes through the original linears: groups that they have reached
-    read: dict[tuple[int, int], Tensor] = {}  # by group and micro-batch, the input of the original linears
+    _Lockstep(model, block, index, linears, groups, calls, needs, device, to_the_end, beside).run(solve)
 
-    def too_much(i: int, x: Tensor) -> bool:
-        return i == len(groups) - 1 and (not to_the_end or x.nbytes * len(calls) > HELD_BYTES)
 
-    def arrive_beside(name: str, x: Tensor) -> None:
-        i, me = number[name], getcurrent()
-        if finished or i < solved or i in originals[me]:
-            return
-        originals[me].add(i)
-        if x.dim() == 3:  # else tokens may have been chosen for an expert, and others in the other stream
-            read[i, passes[me].place.number] = met_by(linears[name], x)
-        if too_much(i, x):
-            raise Stop
-        me.parent.switch(i)
+class _Lockstep:
+    """The passes over one block, each a greenlet, and the gates at which they wait."""
 
-    def arrive(name: str, x: Tensor) -> None:
-        i, me = number[name], getcurrent()
-        if finished:
-            return
-        if me in inputs[i]:  # its group was solved while this pass waited at the group's first linear
-            shared, missing = inputs[i][me]
-            assert same_memory(shared, x), f"{groups[i]} shared an input in one pass, not in another"
-            missing.discard(name)
-            if not missing:
-                del inputs[i][me]
-            return
-        if i < solved:
-            raise RuntimeError(f"{name} is reached in another order in another pass; `sequential=False` needs no order")
-        if len(groups[i]) > 1:
-            inputs[i][me] = x, set(groups[i]) - {name}
-        if i not in collectors:
-            collectors[i] = Collector(needs, x.shape[-1], device)
-        place = passes[me].place
-        collectors[i].update(met_by(linears[name], x), place, read.pop((i, place.number), None))
-        if too_much(i, x):
-            raise Stop
-        me.parent.switch(i)
+    def __init__(
+        self,
+        model: nn.Module,
+        block: nn.Module,
+        index: int,
+        linears: dict[str, nn.Module],
+        groups: list[list[str]],
+        calls: list[Call],
+        needs: Sequence[str],
+        device: torch.device,
+        to_the_end: bool,
+        beside: Sequence[Call],
+    ) -> None:
+        self.model, self.block, self.index, self.linears, self.groups = model, block, index, linears, groups
+        self.calls, self.needs, self.device, self.to_the_end, self.beside = calls, needs, device, to_the_end, beside
+        self.gates = {name: _Gate(linear, name, self.pass_through) for name, linear in linears.items()}
+        self.number = {name: i for i, group in enumerate(groups) for name in group}
+        self.collectors: dict[int, Collector] = {}
+        # Per pass, what the linears of a group share, and which of them have not been reached.
+        self.inputs: list[dict[greenlet, tuple[Tensor, set[str]]]] = [{} for _ in groups]
+        self.waiting: dict[int, list[greenlet]] = defaultdict(list)  # by the group at which they wait
+        self.passes: dict[greenlet, Call] = {}
+        self.stopped: list[Call] = []
+        self.solved, self.finished = 0, False  # groups so far; all of them
+        self.originals: dict[greenlet, set[int]] = {}  # passes through the original linears: groups they have reached
+        self.read: dict[tuple[int, int], Tensor] = {}  # by group and micro-batch, the input of the original linears
 
-    def run(call: Call) -> None:
+    def run(self, solve: Solve) -> None:
+        """All passes, from group to group."""
+        with ExitStack() as stack:
+            stack.callback(self.gates.clear)  # they hold this object: without them it goes, and so do the weights
+            for name, linear in self.linears.items():
+                replace(self.model, name, self.gates[name])
+                stack.callback(replace, self.model, name, linear)
+            stack.callback(lambda: [one.throw() for one in self.passes if not one.dead])
+            for i, call in enumerate(self.calls):  # each original pass just before the other, which reads what it left
+                if self.beside:
+                    self.start(self.beside[i], as_it_was=True)
+                self.start(call, as_it_was=False)
+            for i, group in enumerate(self.groups):
+                if i not in self.collectors:  # experts that no token reached
+                    self.collectors[i] = Collector(self.needs, shape_of(self.linears[group[0]])[1], self.device)
+                statistics = self.collectors.pop(i).result()
+                for name, new in solve([(name, statistics) for name in group]).items():
+                    self.gates[name].linear = new.to(self.device)
+                    stack.enter_context(new.dense())
+                self.solved = i + 1
+                for one in self.waiting.pop(i, []):
+                    self.go_on(one)
+            self.finished = True
+            again, self.stopped = self.stopped, []
+            for call in again if self.to_the_end else ():
+                self.start(call, as_it_was=call in self.beside)
+
+    def start(self, call: Call, *, as_it_was: bool) -> None:
+        """Begin the pass of a micro-batch, and run it to the first gate."""
+        one = greenlet(self.run_pass)
+        self.passes[one] = call
+        if as_it_was:
+            self.originals[one] = set()
+        self.go_on(one, call)
+
+    def run_pass(self, call: Call) -> None:
         try:
-            call.hidden = run_block(block, call, index, device)
+            call.hidden = run_block(self.block, call, self.index, self.device)
         except Stop as stop:
             traceback.clear_frames(stop.__traceback__)  # else what the pass held stays until garbage is collected
-            stopped.append(call)
+            self.stopped.append(call)
 
-    def go_on(one: greenlet, *arguments: Call) -> None:
+    def go_on(self, one: greenlet, *arguments: Call) -> None:
+        """Run a pass to its next gate or its end."""
         at = one.switch(*arguments)
         if not one.dead:
-            waiting[at].append(one)
+            self.waiting[at].append(one)
 
-    def start(call: Call, *, as_it_was: bool) -> None:
-        one = greenlet(run)
-        passes[one] = call
-        if as_it_was:
-            originals[one] = set()
-        go_on(one, call)
-
-    def pass_through(gate: "_Gate", x: Tensor) -> Tensor:
-        if getcurrent() in originals:
-            arrive_beside(gate.name, x)
+    def pass_through(self, gate: "_Gate", x: Tensor) -> Tensor:
+        """What a linear gives for its input x [..., in], once it may."""
+        if getcurrent() in self.originals:
+            self.arrive_beside(gate.name, x)
             return gate.original(x)
-        arrive(gate.name, x)
+        self.arrive(gate.name, x)
         return gate.linear(x)
 
-    gates = {name: _Gate(linear, name, pass_through) for name, linear in linears.items()}
-    with ExitStack() as stack:
-        for name, linear in linears.items():
-            replace(model, name, gates[name])
-            stack.callback(replace, model, name, linear)
-        stack.callback(lambda: [one.throw() for one in passes if not one.dead])
-        for i, call in enumerate(calls):  # each original pass just before the other one, which reads what it left
-            if beside:
-                start(beside[i], as_it_was=True)
-            start(call, as_it_was=False)
-        for i, group in enumerate(groups):
-            if i not in collectors:  # experts that no token reached
-                collectors[i] = Collector(needs, shape_of(linears[group[0]])[1], device)
-            statistics = collectors.pop(i).result()
-            for name, new in solve([(name, statistics) for name in group]).items():
-                gates[name].linear = new.to(device)
-                stack.enter_context(new.dense())
-            solved = i + 1
-            for one in waiting.pop(i, []):
-                go_on(one)
-        finished = True
-        again, stopped = stopped, []
-        for call in again if to_the_end else ():
-            start(call, as_it_was=call in beside)
+    def arrive(self, name: str, x: Tensor) -> None:
+        """Count the input of a linear that is not solved yet, and wait until it is."""
+        i, me = self.number[name], getcurrent()
+        if self.finished:
+            return
+        if me in self.inputs[i]:  # its group was solved while this pass waited at the group's first linear
+            shared, missing = self.inputs[i][me]
+            assert same_memory(shared, x), f"{self.groups[i]} shared an input in one pass, not in another"
+            missing.discard(name)
+            if not missing:
+                del self.inputs[i][me]
+            return
+        if i < self.solved:
+            raise RuntimeError(f"{name} is reached in another order in another pass; `sequential=False` needs no order")
+        if len(self.groups[i]) > 1:
+            self.inputs[i][me] = x, set(self.groups[i]) - {name}
+        if i not in self.collectors:
+            self.collectors[i] = Collector(self.needs, x.shape[-1], self.device)
+        place = self.passes[me].place
+        beside = self.read.pop((i, place.number), None)
+        self.collectors[i].update(met_by(self.linears[name], x), place, beside)
+        self.wait(me, i, x)
+
+    def arrive_beside(self, name: str, x: Tensor) -> None:
+        """Keep the input of an original linear for the other pass of the micro-batch, and wait until that has read
+        it."""
+        i, me = self.number[name], getcurrent()
+        if self.finished or i < self.solved or i in self.originals[me]:
+            return
+        self.originals[me].add(i)
+        if x.dim() == 3:  # else tokens may have been chosen for an expert, and others in the other stream
+            self.read[i, self.passes[me].place.number] = met_by(self.linears[name], x)
+        self.wait(me, i, x)
+
+    def wait(self, me: greenlet, i: int, x: Tensor) -> None:
+        """Leave the pass until group i is solved; or for good, where its input x would take too much memory."""
+        last = i == len(self.groups) - 1
+        if last and (not self.to_the_end or x.nbytes * len(self.calls) > HELD_BYTES):
+            raise Stop
+        me.parent.switch(i)
 
 
 class _Gate(nn.Module):
