@@ -62,17 +62,22 @@ def rounding(folder: Path) -> None:
 
 
 def llmcompressor(folder: Path) -> None:
-    from llmcompressor.modifiers.gptq import GPTQModifier
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
-    weights = {"num_bits": BITS, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP_SIZE}
-    group = {"targets": ["Linear"], "weights": {**weights, "actorder": "static"}}
-    recipe = GPTQModifier(config_groups={"group_0": group}, ignore=["lm_head"], dampening_frac=0.01)
-    seconds = one_shot(model, recipe, torch.load(folder / "calibration.pt"))
+    model, seconds = with_llmcompressor(folder / "model", torch.load(folder / "calibration.pt"), GROUP_SIZE)
     # The solver leaves each weight on its grid, in float32; the packing comes only when a checkpoint is saved.
     linears = {n: m for n, m in model.named_modules() if hasattr(m, "weight_scale")}
     keep(folder, "llmcompressor", seconds, {n: m.weight.detach().float() for n, m in linears.items()})
+
+
+def with_llmcompressor(source: Path, ids: Tensor, group_size: int, **weights: str) -> tuple[nn.Module, float]:
+    """The model of a folder quantised by llm-compressor's GPTQ, and seconds; weights are more of its settings."""
+    from llmcompressor.modifiers.gptq import GPTQModifier
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    grid = {"num_bits": BITS, "type": "int", "symmetric": True, "strategy": "group", "group_size": group_size}
+    group = {"targets": ["Linear"], "weights": {**grid, "actorder": "static", **weights}}
+    recipe = GPTQModifier(config_groups={"group_0": group}, ignore=["lm_head"], dampening_frac=0.01)
+    return model, one_shot(model, recipe, ids)
 
 
 def one_shot(model: nn.Module, recipe: Any, ids: Tensor) -> float:
@@ -95,20 +100,37 @@ def one_shot(model: nn.Module, recipe: Any, ids: Tensor) -> float:
 
 
 def gptqmodel(folder: Path) -> None:
+    saved = folder / "gptqmodel-saved"
+    seconds = with_gptqmodel(folder / "model", torch.load(folder / "calibration.pt"), saved, group_size=GROUP_SIZE)
+    keep(folder, "gptqmodel", seconds, gptq_weights(saved))
+
+
+def with_gptqmodel(source: Path, ids: Tensor, saved: Path, **settings: float) -> float:
+    """Quantise the model of a folder by GPTQModel and save it; the seconds that the quantisation took."""
     from gptqmodel import GPTQModel, QuantizeConfig
 
-    model = GPTQModel.load(str(folder / "model"), QuantizeConfig(bits=BITS, group_size=GROUP_SIZE), dtype=torch.float32)
-    ids = torch.load(folder / "calibration.pt")
+    model = GPTQModel.load(str(source), QuantizeConfig(bits=BITS, **settings), dtype=torch.float32)
     data = [{"input_ids": row[None], "attention_mask": torch.ones_like(row)[None]} for row in ids]
     start = time.perf_counter()
     model.quantize(data, batch_size=1)
     seconds = time.perf_counter() - start
-    model.save(str(folder / "gptqmodel-saved"))
-    tensors: dict[str, Tensor] = {}
-    for file in (folder / "gptqmodel-saved").glob("*.safetensors"):
-        tensors |= load_file(file)
+    model.save(str(saved))
+    return seconds
+
+
+def gptq_weights(saved: Path) -> dict[str, Tensor]:
+    """The dequantised weights [out, in] of a folder in the GPTQ checkpoint format, by name of the linear."""
+    tensors = load_tensors(saved)
     names = [key.removesuffix(".qweight") for key in tensors if key.endswith(".qweight")]
-    keep(folder, "gptqmodel", seconds, {name: unpack_gptq(name, tensors) for name in names})
+    return {name: unpack_gptq(name, tensors) for name in names}
+
+
+def load_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder's safetensors files, by name."""
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
 
 
 def unpack_gptq(name: str, tensors: dict[str, Tensor]) -> Tensor:
