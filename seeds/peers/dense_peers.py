@@ -122,6 +122,7 @@ def constants(model: Any) -> dict[str, Tensor]:
 
     inputs = {}
     for op in model.get_ordered_ops():
+        assert not op.friendly_name.endswith("awq_mul"), "a scale is left in the activations"
         found = re.fullmatch(r"__module\.(.+)/(?:ov_ext::|aten::)(linear/MatMul|embedding/Gather)", op.friendly_name)
         if found and found[1] != "lm_head":  # tied
             inputs[found[1]] = op.input_value(0 if "Gather" in found[2] else 1)
