@@ -142,7 +142,9 @@ def stored_bytes(folder: Path) -> int:
 
 
 def write(peer: Peer, source: Path, out: Path, ids: Tensor) -> None:
-    """The dense checkpoint of a peer in float32, and `peer.json` in its folder; ids [windows, seqlen] to check it on.
+    """The dense checkpoint of a peer in float32 with its `peer.json`, in a folder that is complete when it appears.
+
+    ids [windows, seqlen] are the tokens to check it on.
 
     Raises:
         ValueError: a weight is missing in the source, or the checkpoint's loss is far from the source's.
@@ -153,15 +155,20 @@ def write(peer: Peer, source: Path, out: Path, ids: Tensor) -> None:
         if original is None or original.shape != weight.shape:
             raise ValueError(f"{peer.tool} has {name} {tuple(weight.shape)}, and the model does not")
         tensors[f"{name}.weight"] = weight.float().contiguous()
-    shutil.rmtree(out, ignore_errors=True)
-    shutil.copytree(source, out, ignore=shutil.ignore_patterns("*.safetensors"))
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    before, after = loss(source, ids), loss(out, ids)
+    draft = source.with_name(f"{out.name}-dense")
+    shutil.rmtree(draft, ignore_errors=True)
+    shutil.copytree(source, draft, ignore=shutil.ignore_patterns("*.safetensors"))
+    save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
+    before, after = loss(source, ids), loss(draft, ids)
     if not after < before + LARGEST_LOSS:
-        raise ValueError(f"{out}: the loss on calibration tokens is {after:.3f}, of the original {before:.3f}")
+        raise ValueError(f"{draft}: the loss on calibration tokens is {after:.3f}, of the original {before:.3f}")
     about = {"name": out.name, "bytes": peer.nbytes, "seconds": round(peer.seconds, 1), "settings": peer.settings}
     about |= {"weights": len(peer.weights), "calibration_loss": round(after, 4), "original_loss": round(before, 4)}
-    (out / "peer.json").write_text(json.dumps(about, indent=1) + "\n")
+    about["cpu_seconds_of_process"] = round(time.process_time(), 1)  # `seconds` grow where the machine is shared
+    (draft / "peer.json").write_text(json.dumps(about, indent=1) + "\n")
+    shutil.rmtree(out, ignore_errors=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    shutil.move(draft, out)
     print(json.dumps(about))
 
 
@@ -195,7 +202,7 @@ def main() -> None:
     make, package = PEERS[options.tool]
     ids = torch.load(options.folder / "calibration.pt")[: options.samples]
     name = f"{options.tool}-w{BITS}g{options.group_size}"
-    scratch = options.out / f".{name}"
+    scratch = options.folder / f"{name}-saved"
     shutil.rmtree(scratch, ignore_errors=True)
     with torch.no_grad():
         peer = make(options.folder / "model", ids, scratch, options)
