@@ -12,14 +12,17 @@ from compress.formats.int_group import IntGroup
 from compress.formats.sparse24 import Sparse24Weight
 
 
-def masked(plain: Dense | IntGroup, keep: Tensor, *, two_of_four: bool = False) -> Format:
-    """A weight that is 0 where `keep` [out, in] is false, in the least bytes: as it is, if little of it is 0.
+def masked(plain: Format, keep: Tensor, *, two_of_four: bool = False) -> Format:
+    """A weight that is 0 where `keep` [out, in] is false, in the least bytes: as it is, if little of it is 0, or if it
+    is neither floats nor integers.
 
     Args:
         two_of_four: of every 4 neighbours in a row, 2 are kept, and it is to be stored so.
     """
     if two_of_four:
         return Sparse24Weight.from_plain(plain, keep)
+    if not isinstance(plain, Dense | IntGroup):
+        return plain
     bits = plain.bits if isinstance(plain, IntGroup) else 16
     gone = 1 - keep.count_nonzero().item() / keep.numel()
     return Bitmap.from_plain(plain, keep) if bits * gone > 1 else plain
@@ -29,7 +32,8 @@ def masked_spec(plain: dict[str, Any], gone: float, *, two_of_four: bool = False
     """The `spec()` of what `masked` makes of a weight that `plain` describes, of which a share `gone` is 0."""
     if two_of_four:
         return Sparse24Weight.spec_of(plain)
-    return Bitmap.spec_of(plain) if plain.get("bits", 16) * gone > 1 else plain
+    packs = plain["format"] in (Dense.name, IntGroup.name)
+    return Bitmap.spec_of(plain) if packs and plain.get("bits", 16) * gone > 1 else plain
 
 
 def masked_like_spec(before: list[dict[str, Any]], parts: list[dict[str, Any]], gone: float) -> list[dict[str, Any]]:

@@ -206,12 +206,17 @@ def check_grid(method: Any, name: str, shape: tuple[int, int]) -> None:
         raise ValueError(f"{shown} has groups of {values.group_size}: `group_size` (={method.group_size}) must be that")
 
 
+def has_zero(grid: str) -> bool:
+    """Is 0 among the values of the grid with this name?"""
+    return grid == "int" or bool((TABLES[grid].table == 0).any())
+
+
 def check_zeros(method: Any, before: Sequence[Any]) -> None:
     """Raise ValueError if a weight that an earlier method of the recipe pruned could not keep its zeros here."""
     pruning = next((other for other in before if other.stage == "sparsify"), None)
     if pruning is None:
         return
-    if method.grid != "int" and not (TABLES[method.grid].table == 0).any():
+    if not has_zero(method.grid):
         raise ValueError(f"`grid` (={method.grid!r}) of {method.name} has no 0, which {pruning} before it needs")
     if method.grid == "int" and method.scale_dtype not in SCALE_DTYPES:
         raise ValueError(
@@ -220,5 +225,5 @@ def check_zeros(method: Any, before: Sequence[Any]) -> None:
         )
 
 
-__all__ = ["GRIDS", "SCALE_KINDS", "Grid", "Integers", "Table", "check_grid", "check_zeros", "make_grid", "scale_rule",
-           "scales_of"]  # fmt: skip
+__all__ = ["GRIDS", "SCALE_KINDS", "Grid", "Integers", "Table", "check_grid", "check_zeros", "has_zero", "make_grid",
+           "scale_rule", "scales_of"]  # fmt: skip

@@ -7,11 +7,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from compress.formats import Dense, Format, IntGroup
+from compress.formats import Dense, Format
 from compress.formats.masked import masked
 from compress.formats.scales import SCALE_DTYPES
-from compress.grid import integer as grid
-from compress.grid.integer import check_group_size
+from compress.grid.grids import GRIDS, check_grid, has_zero, make_grid, scale_rule, scales_of
 from compress.method import knob
 from compress.pruning.base import PruningMethod
 from compress.pruning.patterns import kept, parse_pattern
@@ -37,6 +36,12 @@ class SparseGPT(PruningMethod):
     group_size: int = knob(
         64, "columns that share a scale, where bits is below 16; -1 for a whole row", range=(-1, 1 << 20)
     )
+    grid: str = knob(
+        "int",
+        "values that a kept weight may take, where bits is below 16: integers, or a table that has a 0 (its bits are "
+        "in `bits`, too), stored without a mask",
+        choices=GRIDS,
+    )
     symmetric: bool = knob(True, "no zero point: the grid lies around 0")
     scale_dtype: str = knob("bfloat16", "how scales are stored", choices=tuple(SCALE_DTYPES))
     damp: float = knob(0.01, "added to diag(H), as a fraction of its mean", range=(0, 1))
@@ -44,15 +49,28 @@ class SparseGPT(PruningMethod):
         128, "below this many calibration tokens a linear (an expert) is pruned by magnitude", range=(1, 1 << 30)
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not has_zero(self.grid):
+            raise ValueError(
+                f"`grid` (={self.grid!r}) of {self.name} has no 0, which pruned weights need; int would do"
+            )
+        if self.grid != "int" and self.pattern == "2:4":
+            raise ValueError(
+                f"`grid` (={self.grid!r}) of {self.name}: `pattern` (='2:4') packs integers and floats; grid=int, or "
+                "another pattern, would do"
+            )
+
     def check_layer(self, name: str, shape: tuple[int, int]) -> None:
         super().check_layer(name, shape)
-        if self.bits < 16:
-            check_group_size(self.group_size, name, shape)
+        if self.bits < 16 or self.grid != "int":
+            check_grid(self, name, shape)
 
     def plain(self, shape: tuple[int, int]) -> dict[str, Any]:
         if self.bits == 16:
             return super().plain(shape)
-        return IntGroup.spec_of(shape, bits=self.bits, group_size=self.group_size, symmetric=self.symmetric)
+        values = make_grid(self.grid, self.bits, self.symmetric)
+        return values.spec_of(shape, self.group_size, scales_of(self.grid, self.scale_dtype))
 
     def solve(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
         H = statistics.values["gram"] if statistics.tokens >= self.min_tokens else None
@@ -73,8 +91,9 @@ class SparseGPT(PruningMethod):
             pattern=parse_pattern(self.pattern),
             bits=self.bits,
             group_size=group_size,
+            grid=self.grid,
             symmetric=self.symmetric,
-            scale_dtype=self.scale_dtype,
+            scale_dtype=scales_of(self.grid, self.scale_dtype),
         )
         return [masked(plain, keep, two_of_four=self.pattern == "2:4")]
 
@@ -87,21 +106,23 @@ def sparsegpt(
     pattern: tuple[int, int] | None,
     bits: int = 16,
     group_size: int = 64,
+    grid: str = "int",
     symmetric: bool = True,
     scale_dtype: str = "bfloat16",
-) -> tuple[Dense | IntGroup, Tensor]:
+) -> tuple[Format, Tensor]:
     """Prune W [out, in] so that (W - Ŵ) H (W - Ŵ)ᵀ is small.
 
     Args:
         factor: of H, with its columns in their own order.
         ratio: of the weights that go in each block of 128 columns, wherever they stand in it; unused with a pattern.
         pattern: (N, M), chosen as each M columns are reached, or None.
-        bits, group_size, symmetric, scale_dtype: of the grid of what is kept; 16: floats.
+        bits, group_size, grid, symmetric, scale_dtype: of the values that are kept (`compress.grid.grids`); 16 bits:
+            floats.
 
     Returns:
         The weight with zeros, and the mask [out, in] of what was kept.
 
-    Source: arXiv:2301.00774, algorithm 1; scales by the search of compress.grid.integer when a group is reached.
+    Source: arXiv:2301.00774, algorithm 1; scales by the search of compress.grid when a group is reached.
     """
     out, columns = W.shape
     diagonal = factor.diagonal  # U_ii
@@ -113,9 +134,12 @@ def sparsegpt(
     M = pattern[1] if pattern else 1
     lazy = max(LAZY // M, 1) * M
     block = -(-BLOCK // lazy) * lazy
-    codes = torch.empty_like(Wt, dtype=torch.uint8) if bits < 16 else None
-    scales = torch.ones(columns // group_size, out, device=W.device) if bits < 16 else None
-    zeros = torch.zeros_like(scales) if bits < 16 else None
+    values = make_grid(grid, bits, symmetric) if bits < 16 else None
+    if values is not None:
+        rule = scale_rule(values, scale_dtype, W.float(), group_size)
+        codes = torch.empty_like(Wt, dtype=torch.uint8)
+        scales = torch.ones(columns // group_size, out, device=W.device)
+        zeros = torch.zeros_like(scales)
 
     def mask(first: int, last: int) -> Tensor:
         """What is kept of the columns [first, last), by w² / U_ii²: [last - first, out]."""
@@ -142,7 +166,7 @@ def sparsegpt(
                 if pattern and i % M == 0:
                     keep[i : i + M] = mask(i, i + M)
                 w = Wt[i].clone()
-                if bits == 16:
+                if values is None:
                     q = w * keep[i]
                 else:
                     group = i // group_size
@@ -150,10 +174,12 @@ def sparsegpt(
                         if i + group_size > end:  # the columns beyond this block, as they make up for what is done
                             Wt[i : i + group_size] = factor.updated(original, done, i, i + group_size)
                         weights = (Wt[i : i + group_size] * expected(i, i + group_size)).t()
-                        scales[group], zeros[group] = grid.search(weights, bits, symmetric, scale_dtype)
-                    q = grid.quantize(w, scales[group], zeros[group], bits)
-                    codes[i] = q = torch.where(keep[i], q, zeros[group])
-                    q = grid.dequantize(q, scales[group], zeros[group])
+                        scales[group], zeros[group] = values.choose(
+                            weights, rule.of_group(group), how="search", importance=None, norm=2.0
+                        )
+                    q = values.quantize(w, scales[group], zeros[group])
+                    codes[i] = q = torch.where(keep[i], q, zeros[group].to(q.dtype))
+                    q = values.dequantize(q, scales[group], zeros[group])
                 errors[i - start] = error = (w - q) / diagonal[i]
                 Wt[i] = q
                 done[i] = original[i] - q
@@ -161,13 +187,6 @@ def sparsegpt(
             later = U[a - start : b - start, b - start :]
             Wt[b:end].addmm_(later.t(), errors[a - start : b - start], alpha=-1)
     keep = keep.t().contiguous()
-    if bits == 16:
+    if values is None:
         return Dense(Wt.t().contiguous()), keep
-    return IntGroup.from_codes(
-        codes.t(),
-        scales.t(),
-        None if symmetric else zeros.t(),
-        bits=bits,
-        group_size=group_size,
-        scale_dtype=scale_dtype,
-    ), keep
+    return values.stored(codes.t(), scales.t(), zeros.t(), group_size=group_size, rule=rule), keep

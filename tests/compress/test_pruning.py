@@ -134,6 +134,28 @@ def test_sparsegpt_quantises_in_the_same_pass(tiny, tokens):
     assert errors[0] < errors[1], "one pass makes up for rounding too"
 
 
+def test_sparsegpt_rounds_to_any_table_that_has_a_zero(tiny, tokens):
+    how = {"bits": 4, "grid": "mxfp4", "group_size": 32, "min_tokens": 8}
+    result = apply([METHODS["sparsegpt"](**how)], tiny("llama"), tokens())
+    for name, linear in linears(result.model).items():
+        (part,) = linear.parts
+        W = part.dequantize()
+        steps = (W / W.view(len(W), -1, 32).abs().amax(-1).log2().floor().exp2().repeat_interleave(32, 1)) * 8
+        assert part.name == "codebook" and (W == 0).float().mean() >= 0.5, name
+        assert torch.equal(steps.nan_to_num(), steps.nan_to_num().round()), "e2m1 times a power of two"
+    apart = apply(
+        parse_recipe("sparsegpt(min_tokens=8), rtn(bits=4, grid=mxfp4, group_size=32)"), tiny("llama"), tokens()
+    )
+    errors = [sum(r.error for r in one.layers) for one in (result, apart)]
+    assert errors[0] < errors[1]
+    with pytest.raises(ValueError, match=r"`grid` \(='iq4_nl'\) of sparsegpt has no 0"):
+        METHODS["sparsegpt"](bits=4, grid="iq4_nl", group_size=32)
+    with pytest.raises(ValueError, match=r"`grid` \(='nf4'\) of sparsegpt: `pattern` \(='2:4'\) packs"):
+        METHODS["sparsegpt"](bits=4, grid="nf4", pattern="2:4")
+    with pytest.raises(ValueError, match=r"`grid` \(='nf4'\) of sparsegpt has codes of 4 bits: `bits` \(=16\)"):
+        apply([METHODS["sparsegpt"](grid="nf4")], tiny("llama"), tokens())
+
+
 @pytest.mark.parametrize(
     "first, second",
     [
@@ -252,9 +274,9 @@ def test_sparsegpt_chooses_scales_for_what_a_group_keeps(pattern, group_size, mo
 
     seen, search = [], integer.search
 
-    def noted(weights, *settings):
+    def noted(weights, *settings, **more):
         seen.append(weights)
-        return search(weights, *settings)
+        return search(weights, *settings, **more)
 
     monkeypatch.setattr(integer, "search", noted)
     W = torch.randn(8, 48)
