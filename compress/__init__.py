@@ -50,14 +50,15 @@ from compress.weights.gptaq import GPTAQ
 from compress.weights.gptq import GPTQ
 from compress.weights.mixed import Mixed
 from compress.weights.nf4 import NF4
+from compress.weights.qmoe import QMoE
 from compress.weights.qtip import QTIP
 from compress.weights.rtn import RTN
 from compress.weights.squeezellm import SqueezeLLM
 
 METHODS: dict[str, type[Method]] = {
     "rtn": RTN, "gptq": GPTQ, "gptaq": GPTAQ, "awq": AWQ, "nf4": NF4, "bnb_nf4": BitsandbytesNF4,
-    "qtip": QTIP, "squeezellm": SqueezeLLM, "any_precision": AnyPrecision, "finequant": FineQuant, "mixed": Mixed,
-    "tune": Tune,
+    "qtip": QTIP, "qmoe": QMoE, "squeezellm": SqueezeLLM, "any_precision": AnyPrecision, "finequant": FineQuant,
+    "mixed": Mixed, "tune": Tune,
     "magnitude": Magnitude, "random": RandomChoice, "wanda": Wanda, "sparsegpt": SparseGPT, "layer_drop": LayerDrop,
     "low_rank": LowRank, "outlier_entries": Outliers,
     "rotate": Rotate, "activations": Activations,

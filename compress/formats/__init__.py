@@ -12,6 +12,7 @@ from compress.formats.int_group import IntGroup
 from compress.formats.low_rank import LowRank
 from compress.formats.row_tables import RowTables
 from compress.formats.sparse24 import Sparse24Weight
+from compress.formats.ternary import TernaryWeight
 from compress.formats.trellis import TrellisWeight
 
 FORMATS: dict[str, type[Format]] = {
@@ -19,9 +20,10 @@ FORMATS: dict[str, type[Format]] = {
     "codebook": CodebookGroup, "bnb_int8": BnbInt8, "bnb_nf4": BnbNF4,
     "bitmap": Bitmap, "sparse24": Sparse24Weight,
     "low_rank": LowRank, "csr": CsrWeight, "row_tables": RowTables, "trellis": TrellisWeight,
+    "ternary": TernaryWeight,
 }  # fmt: skip
 
 __all__ = [
     "FORMATS", "Bitmap", "BnbInt8", "BnbNF4", "CodebookGroup", "Columns", "CsrWeight", "Dense", "EightBit", "Format",
-    "IntGroup", "LowRank", "RowTables", "Sparse24Weight", "TrellisWeight",
+    "IntGroup", "LowRank", "RowTables", "Sparse24Weight", "TernaryWeight", "TrellisWeight",
 ]  # fmt: skip

@@ -39,6 +39,7 @@ ROWS = {
     "squeezellm": {"largest": 0.02},
     "any_precision": {"bits": 4},
     "qtip": {"bits": 4, "states": 12, "min_tokens": 8},
+    "qmoe": {"reach": 0.7, "min_tokens": 8},
     "low_rank": {"rank": 4},
     "outlier_entries": {"share": 0.01},
     "tune": {"steps": 4},

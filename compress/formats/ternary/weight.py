@@ -1,0 +1,74 @@
+"""Three values for each row, written in words of a dictionary: fewer bits the more weights are 0."""
+
+from math import log2
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from compress.formats.base import AsStored
+from compress.formats.csr import index_dtype
+from kernels.ternary_matmul import Ternary, decode, encode, ternary_matmul
+
+
+class TernaryWeight(AsStored):
+    """w is 0, or the `low` or the `high` of its row.
+
+    Buffers: `codes` int16 [words], `counts` [out] words of each row, int16 or int32 where rows are longer than 32,767,
+    and `low` and `high` [out] bfloat16; see `kernels.ternary_matmul.layout.Ternary`.
+    """
+
+    name: ClassVar[str] = "ternary"
+
+    def __init__(
+        self, shape: tuple[int, int], codes: Tensor, counts: Tensor, low: Tensor, high: Tensor, *, p0: float
+    ) -> None:
+        super().__init__()
+        self.shape, self.p0 = shape, p0
+        for name, tensor in (("codes", codes), ("counts", counts), ("low", low), ("high", high)):
+            self.register_buffer(name, tensor)
+
+    @classmethod
+    def from_symbols(cls, symbols: Tensor, low: Tensor, high: Tensor, *, p0: float) -> "TernaryWeight":
+        """From 0, 1 (low) and 2 (high) [out, in], and the two values of each row [out].
+
+        Args:
+            p0: the share of zeros for which the dictionary is the best; any matrix can be written in any of them.
+        """
+        shape = (symbols.shape[0], symbols.shape[1])
+        codes, counts = encode(symbols, p0)
+        values = low.to(torch.bfloat16), high.to(torch.bfloat16)
+        return cls(shape, codes, counts.to(index_dtype(shape[1])), *values, p0=p0)
+
+    def dequantize(self) -> Tensor:
+        return decode(self._ternary())
+
+    def matmul(self, x: Tensor) -> Tensor:
+        return ternary_matmul(x, self._ternary())
+
+    def lay_out(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        return {}
+
+    def spec(self) -> dict[str, Any]:
+        return self.spec_of(self.shape, p0=self.p0)
+
+    @classmethod
+    def spec_of(cls, shape: tuple[int, int], *, p0: float) -> dict[str, Any]:
+        """The `spec()` of a weight of this shape; how many words it takes depends on its values."""
+        return {"format": cls.name, "shape": list(shape), "p0": p0}
+
+    @classmethod
+    def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "TernaryWeight":
+        shape = (spec["shape"][0], spec["shape"][1])
+        stored = (tensors[name] for name in ("codes", "counts", "low", "high"))
+        return cls(shape, *stored, p0=spec["p0"])
+
+    def _ternary(self) -> Ternary:
+        return Ternary(self.codes, self.counts, self.low, self.high, self.shape, self.p0)
+
+
+def expected_bits(spec: dict[str, Any]) -> float:
+    """Bits per weight of a weight with a share `p0` of zeros: the entropy and a tenth, and what each row takes."""
+    p0 = spec["p0"]
+    entropy = -p0 * log2(p0) - (1 - p0) * log2((1 - p0) / 2)
+    return 1.1 * entropy + 48 / spec["shape"][1]

@@ -1,0 +1,35 @@
+"""Bits per weight of drawn ternary matrices, and the time to write and read them:
+`python -m kernels.ternary_matmul`."""
+
+import time
+from math import log2
+
+import torch
+
+from kernels.ternary_matmul import Ternary, decode, dictionary, encode
+
+SHARES = (0.8, 0.885, 0.95, 0.99)  # of zeros
+SHAPE = (1024, 4096)
+P0 = 0.885
+
+
+def main() -> None:
+    generator, ones = torch.Generator().manual_seed(0), torch.ones(SHAPE[0])
+    dictionary(P0, torch.device("cpu"))
+    print(f"{SHAPE[0]} x {SHAPE[1]}, dictionary for {P0:g} zeros; without what a row takes (6 bytes)")
+    print("zeros  entropy   bits  seconds to write and to read")
+    for share in SHARES:
+        place = torch.rand(SHAPE, generator=generator)
+        symbols = (place > share).to(torch.uint8) + (place > (1 + share) / 2).to(torch.uint8)
+        start = time.perf_counter()
+        codes, counts = encode(symbols, P0)
+        between = time.perf_counter()
+        decode(Ternary(codes, counts, -ones, ones, SHAPE, P0))
+        end = time.perf_counter()
+        entropy = -share * log2(share) - (1 - share) * log2((1 - share) / 2)
+        bits = 16 * len(codes) / symbols.numel()
+        print(f"{share:5.1%}  {entropy:7.3f}  {bits:5.3f}  {between - start:.2f} and {end - between:.2f}")
+
+
+if __name__ == "__main__":
+    main()

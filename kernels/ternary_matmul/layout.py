@@ -1,0 +1,179 @@
+"""Ternary matrices as words of 16 bits: a dictionary of the most probable sequences, and the greedy parse into it."""
+
+from fractions import Fraction
+from functools import cache
+from itertools import pairwise
+from math import comb
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+WORDS = 1 << 16
+EMPTY, NONE = WORDS, WORDS + 1  # rows of `Dictionary.longer` that are no words: the empty sequence, and none at all
+PAIRS = 14  # of symbols, in the longest sequence of the dictionary
+KINDS = 9  # of pairs: 3 * first + second
+P0 = (0.34, 0.97)  # between these every single pair is in the dictionary, so that every matrix can be written
+AT_ONCE = 1 << 22  # weights that are encoded or decoded at once
+
+
+class Dictionary(NamedTuple):
+    """The sequences that words stand for, of 1 to 14 pairs of symbols 0, 1 and 2.
+
+    pairs: uint8 [words, 14], 0 after the end. lengths: uint8 [words], in pairs. longer: int32 [words + 2, 9], the word
+    of each sequence with one more pair, or `NONE`; its last rows are those of the empty sequence and of none.
+    """
+
+    pairs: Tensor
+    lengths: Tensor
+    longer: Tensor
+
+
+class Ternary(NamedTuple):
+    """A weight [out, in] of three values in each row: 0 (symbol 0), `low` (1) and `high` (2).
+
+    codes: int16 [n], the words of all rows, one row after the other; a row of odd length ends with another 0.
+    counts: [out], words of each row, any integer dtype. low, high: [out], floats. p0: of the dictionary.
+    """
+
+    codes: Tensor
+    counts: Tensor
+    low: Tensor
+    high: Tensor
+    shape: tuple[int, int]  # (out, in)
+    p0: float
+
+
+@cache
+def dictionary(p0: float, device: torch.device) -> Dictionary:
+    """The 2^16 most probable sequences of at most 14 pairs of independent symbols, of which a share `p0` is 0 and the
+    others are 1 and 2 equally often.
+
+    Probabilities are compared as fractions, so that every machine makes the same dictionary. Equally probable sequences
+    are taken in lexicographic order. The beginning of a sequence is more probable than itself, so it is in, too.
+
+    Source: QMoE (arXiv:2310.16795), section 4.2.
+    """
+    taken = _taken(p0)
+    nonzero = torch.tensor([(kind // 3 > 0) + (kind % 3 > 0) for kind in range(KINDS)])  # symbols of each pair
+    sequences, counts = torch.zeros(1, PAIRS, dtype=torch.uint8), torch.zeros(1, dtype=torch.long)
+    found, longer, first = [], torch.full((WORDS + 2, KINDS), NONE, dtype=torch.int32), 0
+    words = torch.tensor([EMPTY])
+    for length in range(1, PAIRS + 1):
+        candidates = (counts[:, None] + nonzero).flatten()  # symbols that are not 0, in lexicographic order
+        kept = torch.zeros_like(candidates, dtype=torch.bool)
+        for count in candidates.unique().tolist():
+            kept[(candidates == count).nonzero()[: taken.get((length, count), 0)]] = True
+        parent, kind = kept.view(-1, KINDS).nonzero(as_tuple=True)
+        sequences = sequences[parent]
+        sequences[:, length - 1] = kind.to(torch.uint8)
+        counts, before = candidates[kept], words[parent]
+        words = torch.arange(first, first := first + len(kind))
+        longer[before, kind] = words.int()
+        found.append(sequences)
+    sizes = torch.tensor([len(part) for part in found])
+    lengths = torch.arange(1, PAIRS + 1).repeat_interleave(sizes).to(torch.uint8)
+    return Dictionary(*(tensor.to(device) for tensor in (torch.cat(found), lengths, longer)))
+
+
+def _taken(p0: float) -> dict[tuple[int, int], int]:
+    """{(length in pairs, symbols that are not 0): how many of these sequences, which are equally probable, are in}."""
+    zero = Fraction(str(p0))
+    other = (1 - zero) / 2
+    probable = {(n, k): zero ** (2 * n - k) * other**k for n in range(1, PAIRS + 1) for k in range(2 * n + 1)}
+    taken, left = {}, WORDS
+    for n, k in sorted(probable, key=lambda kind: (-probable[kind], kind)):
+        taken[n, k] = min(left, comb(2 * n, k) << k)
+        left -= taken[n, k]
+    return taken
+
+
+def encode(symbols: Tensor, p0: float) -> tuple[Tensor, Tensor]:
+    """Write each row of symbols in as few words as its dictionary allows.
+
+    Args:
+        symbols: [out, in] of 0, 1 and 2, any integer dtype.
+
+    Returns:
+        codes int16 [n] and counts int64 [out], as in `Ternary`.
+
+    Source: arXiv:2310.16795, section 4.2. Deviation: the paper takes the longest sequence each time (greedy parsing).
+    Here a sequence ends where the one after it reaches farthest, which gives the fewest words with a dictionary that
+    holds the beginnings of its sequences (flexible parsing, Matias and Sahinalp, 1999); what decodes is the same.
+    """
+    longer = dictionary(p0, symbols.device).longer.flatten()
+    parts = [_encode(pairs_of(some), longer) for some in symbols.split(max(1, AT_ONCE // max(1, symbols.shape[1])))]
+    codes, counts = (torch.cat(part) for part in zip(*parts, strict=True))
+    return codes, counts
+
+
+def _encode(pairs: Tensor, longer: Tensor) -> tuple[Tensor, Tensor]:
+    """`encode` for pairs [out, width]; all places of all rows side by side."""
+    out, width = pairs.shape
+    pairs = torch.nn.functional.pad(pairs, (0, PAIRS)).int()
+    steps = torch.nn.functional.pad(_steps(pairs, longer, width), (0, 1))  # 0 at the end of the row
+    place, places, taken = torch.zeros(out, 1, dtype=torch.long, device=pairs.device), [], []
+    while (place < width).any():
+        places.append(place)
+        taken.append(steps.gather(1, place))
+        place = place + taken[-1]
+    if not places:
+        return pairs.new_zeros(0, dtype=torch.int16), place[:, 0]
+    place, lengths = torch.cat(places, 1), torch.cat(taken, 1)
+    used = lengths > 0
+    row, column = used.nonzero(as_tuple=True)
+    place, lengths = place[row, column], lengths[row, column]
+    word = torch.full_like(place, EMPTY, dtype=torch.int32)
+    for done in range(PAIRS):
+        word = torch.where(done < lengths, longer[word * KINDS + pairs[row, place + done]], word)
+    return word.to(torch.int16), used.sum(1)  # 16 bits, the highest as the sign
+
+
+def _steps(pairs: Tensor, longer: Tensor, width: int) -> Tensor:
+    """Pairs of the sequence to take at each place, int64 [out, width], for pairs [out, width + 14]."""
+    length = torch.zeros(len(pairs), width, dtype=torch.long, device=pairs.device)  # of the longest sequence there
+    word = torch.full_like(length, EMPTY, dtype=torch.int32)
+    for done in range(PAIRS):
+        word = longer[word * KINDS + pairs[:, done : done + width]]
+        length += word != NONE
+    place = torch.arange(width, device=pairs.device)
+    length = torch.minimum(length, width - place)
+    reach = torch.nn.functional.pad(place + length, (0, PAIRS), value=width)
+    best, steps = torch.zeros_like(length), torch.zeros_like(length)
+    for step in range(1, PAIRS + 1):
+        better = (step <= length) & (reach[:, step : step + width] >= best)
+        best = torch.where(better, reach[:, step : step + width], best)
+        steps = torch.where(better, step, steps)
+    return steps
+
+
+def pairs_of(symbols: Tensor) -> Tensor:
+    """uint8 [out, ceil(in / 2)]: 3 * first + second."""
+    padded = torch.nn.functional.pad(symbols.to(torch.uint8), (0, symbols.shape[1] % 2))
+    return 3 * padded[:, ::2] + padded[:, 1::2]
+
+
+def decode_symbols(w: Ternary) -> Tensor:
+    """Symbols uint8 [out, in].
+
+    Raises:
+        ValueError: the words of some rows are more or fewer pairs than the rows have.
+    """
+    out, columns = w.shape
+    width = -(-columns // 2)
+    known = dictionary(w.p0, w.codes.device)
+    ends = torch.nn.functional.pad(w.counts.long().cumsum(0), (1, 0)).tolist()
+    rows = max(1, AT_ONCE // columns)
+    symbols = torch.empty(out, 2 * width, dtype=torch.uint8, device=w.codes.device)
+    for start, end in pairwise([*range(0, out, rows), out]):
+        words = w.codes[ends[start] : ends[end]].long() & (WORDS - 1)
+        inside = torch.arange(PAIRS, device=words.device) < known.lengths[words, None]
+        pairs = known.pairs[words][inside]
+        if len(pairs) != (end - start) * width:
+            raise ValueError(
+                f"`codes` of a ternary weight {w.shape}: rows {start} to {end} hold {len(pairs)} pairs instead of "
+                f"{(end - start) * width}; were they written with `p0` (={w.p0})?"
+            )
+        both = torch.stack([pairs // 3, pairs % 3], 1)
+        symbols[start:end] = both.view(end - start, 2 * width)
+    return symbols[:, :columns]

@@ -1,0 +1,121 @@
+"""Ternary matrices in words: the dictionary, the fewest words, exact symbols again, and the product."""
+
+import heapq
+from math import inf
+
+import pytest
+import torch
+
+from kernels.harness.cases import OWN
+from kernels.ternary_matmul import Ternary, decode, decode_symbols, dictionary, encode, ternary_matmul
+from kernels.ternary_matmul.cases import checks, contests
+
+CPU = torch.device("cpu")
+
+
+def drawn(out, columns, zeros, seed=0):
+    """Independent symbols, of which a share is 0."""
+    place = torch.rand(out, columns, generator=torch.Generator().manual_seed(seed))
+    return (place > zeros).to(torch.uint8) + (place > (1 + zeros) / 2).to(torch.uint8)
+
+
+def written(symbols, p0=0.885):
+    codes, counts = encode(symbols, p0)
+    ones = torch.ones(len(symbols))
+    return Ternary(codes, counts, -ones, 2 * ones, tuple(symbols.shape), p0)
+
+
+def sequences(p0):
+    known = dictionary(p0, CPU)
+    return [tuple(pairs[:n]) for pairs, n in zip(known.pairs.tolist(), known.lengths.tolist(), strict=True)]
+
+
+def test_the_dictionary_holds_the_most_probable_sequences():
+    """Against a search that always extends the most probable sequence so far."""
+    p0 = 0.8
+    probability = [a * b for a in (p0, 0.1, 0.1) for b in (p0, 0.1, 0.1)]
+    waiting, least, count = [(-1.0, ())], 1.0, -1  # the first is the empty one
+    while count < 1 << 16:
+        p, sequence = heapq.heappop(waiting)
+        least, count = -p, count + 1
+        if len(sequence) < 14:
+            for kind, one in enumerate(probability):
+                heapq.heappush(waiting, (p * one, (*sequence, kind)))
+    ours = sequences(p0)
+    assert len(set(ours)) == 1 << 16
+    products = torch.tensor([sum(torch.tensor(probability).log()[list(s)].tolist()) for s in ours[:: 1 << 6]])
+    assert products.min().exp() >= least * 0.999, "no less probable one is in, and as many are"
+
+
+@pytest.mark.parametrize("p0", [0.34, 0.885, 0.97])
+def test_every_single_pair_and_every_beginning_is_in(p0):
+    ours = set(sequences(p0))
+    assert {(kind,) for kind in range(9)} <= ours
+    assert all(s[:-1] in ours for s in ours if len(s) > 1)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 2), (7, 27), (5, 28), (40, 129), (2, 3001), (0, 8), (300, 64)])
+@pytest.mark.parametrize("zeros", [0.0, 0.3, 0.9, 1.0])
+@pytest.mark.parametrize("p0", [0.5, 0.885])
+def test_symbols_come_back_exactly(shape, zeros, p0, monkeypatch):
+    monkeypatch.setattr("kernels.ternary_matmul.layout.AT_ONCE", 1000)  # several portions of rows
+    symbols = drawn(*shape, zeros)
+    w = written(symbols, p0)
+    assert w.codes.dtype == torch.int16 and w.counts.sum() == len(w.codes) and len(w.counts) == shape[0]
+    assert torch.equal(decode_symbols(w), symbols)
+    expected = torch.tensor([0.0, -1, 2])[symbols.long()]
+    assert torch.equal(decode(w), expected)
+
+
+def test_no_parse_takes_fewer_words():
+    symbols, known = drawn(6, 400, 0.85), set(sequences(0.885))
+    counts = written(symbols).counts.tolist()
+    greedy = 0
+    for row, count in zip(symbols.tolist(), counts, strict=True):
+        pairs = [3 * a + b for a, b in zip(row[::2], row[1::2], strict=True)]
+        fewest = [0, *[inf] * len(pairs)]
+        for end in range(1, len(pairs) + 1):
+            starts = range(max(0, end - 14), end)
+            fewest[end] = min(fewest[s] + 1 for s in starts if tuple(pairs[s:end]) in known)
+        assert count == fewest[-1]
+        place = 0
+        while place < len(pairs):
+            place += max(n for n in range(1, 15) if tuple(pairs[place : place + n]) in known)
+            greedy += 1
+    assert sum(counts) < greedy
+
+
+def test_bits_for_each_weight():
+    """The entropy of 88.5 % zeros is 0.630 bits, and the least that 14 pairs a word allow 0.571."""
+    bits = 16 * len(written(drawn(64, 8192, 0.885)).codes) / (64 * 8192)
+    assert 0.63 < bits < 0.735
+    assert 16 * len(written(torch.zeros(4, 2800, dtype=torch.uint8)).codes) / (4 * 2800) == 16 / 28
+
+
+@pytest.mark.parametrize("check", checks(CPU), ids=lambda c: c.name)
+def test_products_are_right(check):
+    assert check.error("reference") <= check.tolerance
+
+
+def test_the_op_survives_the_compiler():
+    w, x = written(drawn(24, 64, 0.8)), torch.randn(3, 64)
+    torch.library.opcheck(torch.ops.workbench.ternary_matmul.default, (x, *w[:4], 64, w.p0))
+    y = torch.compile(lambda x: ternary_matmul(x, w) + 1, fullgraph=True)(x)
+    assert torch.allclose(y, x @ decode(w).t() + 1, atol=1e-5)
+
+
+def test_bad_arguments_say_what_would_do():
+    w = written(drawn(4, 6, 0.5))
+    with pytest.raises(ValueError, match=r"must end in in_features \(=6\)"):
+        ternary_matmul(torch.ones(1, 4), w)
+    with pytest.raises(ValueError, match="`impl`"):
+        ternary_matmul(torch.ones(1, 6), w, impl="triton")
+    with pytest.raises(ValueError, match="`codes`"):
+        decode(w._replace(shape=(4, 60)))
+
+
+def test_contests_have_the_dense_product_in_them():
+    (contest,) = contests(CPU, True, OWN)
+    assert {contest.ours, contest.baseline} == contest.contestants.keys()
+    for call in contest.contestants.values():
+        assert torch.isfinite(call(0)).all()
