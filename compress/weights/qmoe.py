@@ -88,9 +88,7 @@ def qmoe(
     section 4 (the code). Deviation: columns are taken by falling diag(H), which costs no bits where a row has one grid.
     """
     W = W.float()
-    low, high = (
-        (reach * edge).to(torch.bfloat16).float() for edge in (W.amin(1).clamp(max=0), W.amax(1).clamp(min=0))
-    )
+    low, high = ((reach * edge).to(torch.bfloat16).float() for edge in (W.amin(1).clamp(max=0), W.amax(1).clamp(min=0)))
     if factor is None:
         return TernaryWeight.from_symbols(_nearest(W, low[:, None], high[:, None]), low, high, p0=p0)
     order = factor.order

@@ -27,9 +27,7 @@ def checks(device: torch.device) -> list[Check]:
         name = f"{zeros:g} zeros, {tokens} x {out} x {columns}, {str(dtype).removeprefix('torch.')}"
         found.append(_check(name, x, w, W))
     wide = torch.randn(2 * 48, 11, generator=generator).to(device)
-    found.append(
-        _check("x transposed, every other column", wide.t()[:, ::2], *_weight(generator, 96, 48, 0.8, device))
-    )
+    found.append(_check("x transposed, every other column", wide.t()[:, ::2], *_weight(generator, 96, 48, 0.8, device)))
     return found
 
 

@@ -50,7 +50,7 @@ def dictionary(p0: float, device: torch.device) -> Dictionary:
     others are 1 and 2 equally often.
 
     Probabilities are compared as fractions, so that every machine makes the same dictionary. Equally probable sequences
-    are taken in lexicographic order. The beginning of a sequence is more probable than itself, so it is in, too.
+    are taken in lexicographic order. Beginnings and ends of a sequence are more probable than itself, so they are in, too.
 
     Source: QMoE (arXiv:2310.16795), section 4.2.
     """
@@ -89,7 +89,9 @@ def _taken(p0: float) -> dict[tuple[int, int], int]:
 
 
 def encode(symbols: Tensor, p0: float) -> tuple[Tensor, Tensor]:
-    """Write each row of symbols in as few words as its dictionary allows.
+    """Write each row of symbols in words, the longest sequence each time.
+
+    No other way takes fewer words, because the dictionary holds the ends of its sequences, too.
 
     Args:
         symbols: [out, in] of 0, 1 and 2, any integer dtype.
@@ -97,9 +99,7 @@ def encode(symbols: Tensor, p0: float) -> tuple[Tensor, Tensor]:
     Returns:
         codes int16 [n] and counts int64 [out], as in `Ternary`.
 
-    Source: arXiv:2310.16795, section 4.2. Deviation: the paper takes the longest sequence each time (greedy parsing).
-    Here a sequence ends where the one after it reaches farthest, which gives the fewest words with a dictionary that
-    holds the beginnings of its sequences (flexible parsing, Matias and Sahinalp, 1999); what decodes is the same.
+    Source: arXiv:2310.16795, section 4.2.
     """
     longer = dictionary(p0, symbols.device).longer.flatten()
     parts = [_encode(pairs_of(some), longer) for some in symbols.split(max(1, AT_ONCE // max(1, symbols.shape[1])))]
@@ -108,43 +108,19 @@ def encode(symbols: Tensor, p0: float) -> tuple[Tensor, Tensor]:
 
 
 def _encode(pairs: Tensor, longer: Tensor) -> tuple[Tensor, Tensor]:
-    """`encode` for pairs [out, width]; all places of all rows side by side."""
-    out, width = pairs.shape
-    pairs = torch.nn.functional.pad(pairs, (0, PAIRS)).int()
-    steps = torch.nn.functional.pad(_steps(pairs, longer, width), (0, 1))  # 0 at the end of the row
-    place, places, taken = torch.zeros(out, 1, dtype=torch.long, device=pairs.device), [], []
-    while (place < width).any():
-        places.append(place)
-        taken.append(steps.gather(1, place))
-        place = place + taken[-1]
-    if not places:
-        return pairs.new_zeros(0, dtype=torch.int16), place[:, 0]
-    place, lengths = torch.cat(places, 1), torch.cat(taken, 1)
-    used = lengths > 0
-    row, column = used.nonzero(as_tuple=True)
-    place, lengths = place[row, column], lengths[row, column]
-    word = torch.full_like(place, EMPTY, dtype=torch.int32)
-    for done in range(PAIRS):
-        word = torch.where(done < lengths, longer[word * KINDS + pairs[row, place + done]], word)
-    return word.to(torch.int16), used.sum(1)  # 16 bits, the highest as the sign
-
-
-def _steps(pairs: Tensor, longer: Tensor, width: int) -> Tensor:
-    """Pairs of the sequence to take at each place, int64 [out, width], for pairs [out, width + 14]."""
-    length = torch.zeros(len(pairs), width, dtype=torch.long, device=pairs.device)  # of the longest sequence there
-    word = torch.full_like(length, EMPTY, dtype=torch.int32)
-    for done in range(PAIRS):
-        word = longer[word * KINDS + pairs[:, done : done + width]]
-        length += word != NONE
-    place = torch.arange(width, device=pairs.device)
-    length = torch.minimum(length, width - place)
-    reach = torch.nn.functional.pad(place + length, (0, PAIRS), value=width)
-    best, steps = torch.zeros_like(length), torch.zeros_like(length)
-    for step in range(1, PAIRS + 1):
-        better = (step <= length) & (reach[:, step : step + width] >= best)
-        best = torch.where(better, reach[:, step : step + width], best)
-        steps = torch.where(better, step, steps)
-    return steps
+    """`encode` for pairs [out, width]: all rows side by side, pair after pair."""
+    pairs = pairs.t().contiguous().int()  # [width, out]
+    written = torch.full((len(pairs) + 1, pairs.shape[1]), NONE, dtype=torch.int32, device=pairs.device)
+    word = torch.full_like(written[0], EMPTY)
+    for place, pair in enumerate(pairs):
+        following = longer[word * KINDS + pair]
+        ends = following == NONE
+        written[place] = torch.where(ends, word, NONE)
+        word = torch.where(ends, longer[EMPTY * KINDS + pair], following)
+    written[-1] = word
+    rows = written.t()
+    used = rows < WORDS  # a row without columns has no word
+    return rows[used].to(torch.int16), used.sum(1)  # 16 bits, the highest as the sign
 
 
 def pairs_of(symbols: Tensor) -> Tensor:

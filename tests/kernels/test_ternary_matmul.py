@@ -48,10 +48,10 @@ def test_the_dictionary_holds_the_most_probable_sequences():
 
 
 @pytest.mark.parametrize("p0", [0.34, 0.885, 0.97])
-def test_every_single_pair_and_every_beginning_is_in(p0):
+def test_every_single_pair_and_all_beginnings_and_ends_are_in(p0):
     ours = set(sequences(p0))
     assert {(kind,) for kind in range(9)} <= ours
-    assert all(s[:-1] in ours for s in ours if len(s) > 1)
+    assert all(s[:-1] in ours and s[1:] in ours for s in ours if len(s) > 1)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 2), (7, 27), (5, 28), (40, 129), (2, 3001), (0, 8), (300, 64)])
@@ -69,26 +69,19 @@ def test_symbols_come_back_exactly(shape, zeros, p0, monkeypatch):
 
 def test_no_parse_takes_fewer_words():
     symbols, known = drawn(6, 400, 0.85), set(sequences(0.885))
-    counts = written(symbols).counts.tolist()
-    greedy = 0
-    for row, count in zip(symbols.tolist(), counts, strict=True):
+    for row, count in zip(symbols.tolist(), written(symbols).counts.tolist(), strict=True):
         pairs = [3 * a + b for a, b in zip(row[::2], row[1::2], strict=True)]
         fewest = [0, *[inf] * len(pairs)]
         for end in range(1, len(pairs) + 1):
             starts = range(max(0, end - 14), end)
             fewest[end] = min(fewest[s] + 1 for s in starts if tuple(pairs[s:end]) in known)
         assert count == fewest[-1]
-        place = 0
-        while place < len(pairs):
-            place += max(n for n in range(1, 15) if tuple(pairs[place : place + n]) in known)
-            greedy += 1
-    assert sum(counts) < greedy
 
 
 def test_bits_for_each_weight():
-    """The entropy of 88.5 % zeros is 0.630 bits, and the least that 14 pairs a word allow 0.571."""
+    """The entropy of 88.5 % zeros is 0.630 bits; a match of mean length would take 0.685, the parse takes more."""
     bits = 16 * len(written(drawn(64, 8192, 0.885)).codes) / (64 * 8192)
-    assert 0.63 < bits < 0.735
+    assert 0.685 < bits < 0.75
     assert 16 * len(written(torch.zeros(4, 2800, dtype=torch.uint8)).codes) / (4 * 2800) == 16 / 28
 
 
