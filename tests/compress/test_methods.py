@@ -52,6 +52,7 @@ EXACT = {
     "llm_int8": {"threshold": 0.0, "most": 0.25},  # as many columns in 16 bits as there may be
 }
 WEIGHTS = [name for name, method in METHODS.items() if method.stage != "cache"]
+COARSE = {"qmoe"}  # three values a row: far from the original in a tiny model
 AS_IT_WAS = {"rotate", "activations"}  # they keep what was stored before, or the weight itself
 STORING = [name for name, method in METHODS.items() if issubclass(method, LayerwiseMethod)]
 
@@ -104,7 +105,9 @@ def test_every_architecture(name, architecture, tiny, tokens):
     after = result.model(ids).logits
     assert result.model is model
     gone = sum(drop.parameters for drop in result.drops)
-    assert ((after - before).norm() / before.norm()).item() < (1.5 if gone else 0.5), "a layer of two is much"
+    assert ((after - before).norm() / before.norm()).item() < (1.5 if gone or name in COARSE else 0.5), (
+        "a layer of two is much"
+    )
     linears = [m for m in model.modules() if isinstance(m, CompressedLinear)]
     assert len(linears) == len(result.layers) and bool(linears) == (
         name in (*STORING, *AS_IT_WAS) or METHODS[name]().stage in BEFORE

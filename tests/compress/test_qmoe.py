@@ -40,7 +40,7 @@ def test_correction_lowers_the_error_of_the_output():
     W, H = correlated()
     factor = factorise(H, 0.01, torch.arange(80))
     stored, plain = qmoe(W, factor, reach=0.5), qmoe(W, None, reach=0.5)
-    assert loss(W, stored, H) < 0.7 * loss(W, plain, H)
+    assert loss(W, stored, H) < 0.8 * loss(W, plain, H)
     damped = H.double() + 0.01 * H.diagonal().mean().double() * torch.eye(80)
     U = torch.linalg.cholesky(torch.linalg.inv(damped), upper=True)
     left, expected = W.double().clone(), torch.zeros_like(W).double()

@@ -1,7 +1,7 @@
 """Ternary matrices in words: the dictionary, the fewest words, exact symbols again, and the product."""
 
 import heapq
-from math import inf
+from math import inf, prod
 
 import pytest
 import torch
@@ -43,8 +43,7 @@ def test_the_dictionary_holds_the_most_probable_sequences():
                 heapq.heappush(waiting, (p * one, (*sequence, kind)))
     ours = sequences(p0)
     assert len(set(ours)) == 1 << 16
-    products = torch.tensor([sum(torch.tensor(probability).log()[list(s)].tolist()) for s in ours[:: 1 << 6]])
-    assert products.min().exp() >= least * 0.999, "no less probable one is in, and as many are"
+    assert min(prod(probability[kind] for kind in s) for s in ours) >= least * 0.999, "no less probable one is in"
 
 
 @pytest.mark.parametrize("p0", [0.34, 0.885, 0.97])
@@ -93,7 +92,7 @@ def test_products_are_right(check):
 def test_the_op_survives_the_compiler():
     w, x = written(drawn(24, 64, 0.8)), torch.randn(3, 64)
     torch.library.opcheck(torch.ops.workbench.ternary_matmul.default, (x, *w[:4], 64, w.p0))
-    y = torch.compile(lambda x: ternary_matmul(x, w) + 1, fullgraph=True)(x)
+    y = torch.compile(lambda x: ternary_matmul(x, w) + 1, fullgraph=True, backend="aot_eager")(x)
     assert torch.allclose(y, x @ decode(w).t() + 1, atol=1e-5)
 
 
