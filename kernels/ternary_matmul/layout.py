@@ -50,7 +50,8 @@ def dictionary(p0: float, device: torch.device) -> Dictionary:
     others are 1 and 2 equally often.
 
     Probabilities are compared as fractions, so that every machine makes the same dictionary. Equally probable sequences
-    are taken in lexicographic order. Beginnings and ends of a sequence are more probable than itself, so they are in, too.
+    are taken in lexicographic order. Beginnings and ends of a sequence are more probable than itself, so they are in,
+    too.
 
     Source: QMoE (arXiv:2310.16795), section 4.2.
     """
