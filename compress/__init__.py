@@ -13,7 +13,7 @@ from compress.activations.int8 import Int8
 from compress.activations.llm_int8 import LLMInt8
 from compress.activations.smoothquant import SmoothQuant
 from compress.apply import apply
-from compress.checkpoint import load_compressed, save_compressed
+from compress.checkpoint import load_compressed, resize, save_compressed
 from compress.correction.low_rank import LowRank
 from compress.correction.outlier_entries import Outliers
 from compress.inputs.calibration import calibration, held_out
@@ -44,6 +44,7 @@ from compress.rotations.rotate import Rotate
 from compress.tuning.tune import Tune
 from compress.weights.any_precision import AnyPrecision
 from compress.weights.awq import AWQ
+from compress.weights.bitstack import BitStack
 from compress.weights.bnb_nf4 import BitsandbytesNF4
 from compress.weights.finequant import FineQuant
 from compress.weights.gptaq import GPTAQ
@@ -57,8 +58,8 @@ from compress.weights.squeezellm import SqueezeLLM
 
 METHODS: dict[str, type[Method]] = {
     "rtn": RTN, "gptq": GPTQ, "gptaq": GPTAQ, "awq": AWQ, "nf4": NF4, "bnb_nf4": BitsandbytesNF4,
-    "qtip": QTIP, "qmoe": QMoE, "squeezellm": SqueezeLLM, "any_precision": AnyPrecision, "finequant": FineQuant,
-    "mixed": Mixed, "tune": Tune,
+    "qtip": QTIP, "qmoe": QMoE, "squeezellm": SqueezeLLM, "any_precision": AnyPrecision, "bitstack": BitStack,
+    "finequant": FineQuant, "mixed": Mixed, "tune": Tune,
     "magnitude": Magnitude, "random": RandomChoice, "wanda": Wanda, "sparsegpt": SparseGPT, "layer_drop": LayerDrop,
     "low_rank": LowRank, "outlier_entries": Outliers,
     "rotate": Rotate, "activations": Activations,
@@ -72,5 +73,5 @@ METHODS: dict[str, type[Method]] = {
 
 __all__ = [
     "METHODS", "Method", "Result", "apply", "calibration", "held_out", "load_compressed", "load_model",
-    "save_compressed",
+    "resize", "save_compressed",
 ]  # fmt: skip

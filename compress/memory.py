@@ -20,7 +20,17 @@ import torch
 from torch import Tensor, nn
 
 from compress.checkpoint.fits import linears_to_be
-from compress.formats import Bitmap, BnbInt8, BnbNF4, CsrWeight, LowRank, RowTables, Sparse24Weight, TernaryWeight
+from compress.formats import (
+    Bitmap,
+    BnbInt8,
+    BnbNF4,
+    CsrWeight,
+    LowRank,
+    RowTables,
+    SignStack,
+    Sparse24Weight,
+    TernaryWeight,
+)
 from compress.formats.scales import INTEGERS, SHIFTS, SUPER_BLOCK
 from compress.formats.ternary.weight import expected_bits
 from compress.linear import is_linear
@@ -269,6 +279,8 @@ def spec_bits(part: dict[str, Any], float_bits: int, zeros: float) -> float:
         return part["bits"] + 16 * sum(1 << b for b in range(part["least"], part["bits"] + 1)) / part["shape"][1]
     if kind == TernaryWeight.name:
         return expected_bits(part)
+    if kind == SignStack.name:
+        return part["blocks"] * (1 + 16 * part["rank"] * sum(part["shape"]) / math.prod(part["shape"]))
     if "inner" in part:
         return spec_bits(part["inner"], float_bits, 0)
     if "dtype" in part:

@@ -12,11 +12,16 @@ import json
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
 
-from compress import apply, held_out, load_model
+from compress import apply, held_out, load_model, resize
+from compress.formats import SignStack
 from compress.inputs.calibration import beginning, calibration
+from compress.linear import sharing_copy
 from compress.recipe import parse_recipe
 from eval.machine.size import size
 from eval.run_record import provenance
@@ -29,7 +34,9 @@ def measure(given: argparse.Namespace, record: dict) -> None:
     """Fill `record["rows"]`: bytes, seconds to compress, and on each text perplexity and KL ± standard errors."""
     baseline, _ = load_model(given.model)
     for recipe in ("", *given.recipes):
-        if recipe in record["rows"]:
+        sizes = sorted(given.sizes, reverse=True) if stores_blocks(recipe) else []
+        names = {recipe: None} | {f"{recipe}, {size_mb:g} MB": size_mb for size_mb in sizes}
+        if names.keys() <= record["rows"].keys():
             continue
         model, tokenizer = load_model(given.model)
         seconds = 0.0
@@ -37,19 +44,38 @@ def measure(given: argparse.Namespace, record: dict) -> None:
             batches = calibration(tokenizer, corpus=given.corpus, samples=given.samples, seqlen=given.seqlen, seed=0)
             result = apply(parse_recipe(recipe), model, batches)
             model, seconds = result.model, result.seconds
-        scores, kls = {}, {}
-        for text, limit in zip(given.texts, given.windows, strict=True):
-            ids = held_out(tokenizer, corpus=text)
-            how = {"window": given.window, "limit": limit, "beginning": beginning(tokenizer)}
-            perplexities, divergences = compare_on_text(baseline, {"model": model} if recipe else {}, ids, **how)
-            p = perplexities["model" if recipe else "baseline"]
-            scores[text] = (p.value, p.stderr)
-            kls |= {text: (d.kl, d.kl_stderr) for d in divergences.values()}
-        stored = size(cast(model, torch.bfloat16)).stored_bytes
-        record["rows"][recipe] = {"bytes": stored, "seconds": round(seconds, 1), "perplexity": scores, "kl": kls}
-        if given.out:
-            given.out.write_text(json.dumps(record, indent=1) + "\n")
-        print(table(record), flush=True)
+        for name, size_mb in names.items():
+            if size_mb is not None:
+                resize(model, size_mb)
+            record["rows"][name] = {"seconds": round(seconds, 1)} | score(
+                given, baseline, model if recipe else None, tokenizer
+            )
+            if given.out:
+                given.out.write_text(json.dumps(record, indent=1) + "\n")
+            print(table(record), flush=True)
+
+
+def stores_blocks(recipe: str) -> bool:
+    """Do the weights that a recipe stores come in blocks, so that `resize` takes the model?"""
+    parts = [part for method in (parse_recipe(recipe) if recipe else []) for part in method.stores((64, 64)) or []]
+    return any(part["format"] == SignStack.name for part in parts)
+
+
+def score(
+    given: argparse.Namespace, baseline: nn.Module, model: nn.Module | None, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    """A row of the record: the bytes in bfloat16, perplexity and KL on each text, of the baseline itself if there is no
+    other model."""
+    scores, kls = {}, {}
+    for text, limit in zip(given.texts, given.windows, strict=True):
+        ids = held_out(tokenizer, corpus=text)
+        how = {"window": given.window, "limit": limit, "beginning": beginning(tokenizer)}
+        perplexities, divergences = compare_on_text(baseline, {"model": model} if model else {}, ids, **how)
+        p = perplexities["model" if model else "baseline"]
+        scores[text] = (p.value, p.stderr)
+        kls |= {text: (d.kl, d.kl_stderr) for d in divergences.values()}
+    stored = size(cast(sharing_copy(model or baseline), torch.bfloat16)).stored_bytes
+    return {"bytes": stored, "perplexity": scores, "kl": kls}
 
 
 def table(record: dict) -> str:
@@ -79,11 +105,13 @@ def main() -> None:
     parser.add_argument("--texts", nargs="+", default=["wikitext2", "essays"], help="to score on")
     parser.add_argument("--window", type=int, default=2048)
     parser.add_argument("--windows", type=int, nargs="+", default=[20, 8], help="of each text")
+    sizes = "megabytes at which recipes that store weights in blocks are scored, too, without compressing again"
+    parser.add_argument("--sizes", type=float, nargs="+", default=[], help=sizes)
     parser.add_argument("--out", type=Path, help="file for the JSON record")
     given = parser.parse_args()
     for recipe in given.recipes:
         parse_recipe(recipe)
-    settings = {key: value for key, value in vars(given).items() if key not in ("out", "recipes")}
+    settings = {key: value for key, value in vars(given).items() if key not in ("out", "recipes", "sizes")}
     about = provenance(shlex.join(["python", *sys.argv]), "cpu", "float32", "float32")
     record = {"settings": settings, "provenance": about, "rows": {}}
     if given.out and given.out.exists():

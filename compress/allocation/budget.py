@@ -20,6 +20,7 @@ def bytes_beside(model: nn.Module, shapes: Mapping[str, tuple[int, int]]) -> int
     linears, tables = compressed_linears(model), compressed_embeddings(model)
     shared = sum(out * columns for name, (out, columns) in shapes.items() if name not in linears | tables)
     floats = sum(parameter.numel() for parameter in model.parameters()) - shared
+    floats += sum(linear.bias.numel() for linear in linears.values() if linear.bias is not None)
     stored = {name: one for name, one in tables.items() if not one.tied} | linears
     bits = sum(one.bits_per_weight * prod(shape_of(one)) for name, one in stored.items() if name not in shapes)
     return HALF * floats + round(bits / 8)

@@ -9,13 +9,7 @@ from compress.walk.walk import quadratic
 
 
 class FisherLoss:
-    """½ Σ_i G_i · D_i E[x xᵀ] D_iᵀ with D = W - Ŵ: an estimate of the KL divergence in nats per token.
-
-    G_i is the mean squared gradient of the loss with respect to output i of the linear, taken from the weights' squared
-    gradients F and their inputs x as Σ_j F_ij / Σ_j E[x_j²]. The Fisher matrix of a linear is approximated by a
-    Kronecker product (arXiv:1503.05671) whose factor for the outputs is diagonal. The errors of a row's weights count
-    together, so that an error that later columns make up for counts as little as it should; Σ F D² would not see that.
-    """
+    """What `predicted_loss` says of the linears that are stored in another way."""
 
     statistics: tuple[str, ...] = ("gram",)
 
@@ -31,10 +25,8 @@ class FisherLoss:
         for name, (new, W, statistics) in solved.items():
             if not statistics.tokens:  # an expert that no token reached
                 continue
-            H = statistics.values["gram"]  # 2 E[x xᵀ]
-            G = self.F[name].to(W.device).sum(1) / H.diagonal().sum().clamp_min(1e-30)  # [out], half of G_i
-            D = (W - new.dequantize()) * G.sqrt()[:, None]
-            total += 0.5 * quadratic(D, H)
+            D = W - new.dequantize()
+            total += predicted_loss(D, self.F[name].to(W.device), statistics.values["gram"])
         return total
 
     def of_end(self, name: str, solved: Solved) -> float:
@@ -42,3 +34,19 @@ class FisherLoss:
 
     def leave(self, index: int) -> None:
         pass
+
+
+def predicted_loss(D: Tensor, F: Tensor, H: Tensor) -> float:
+    """½ Σ_i G_i · D_i E[x xᵀ] D_iᵀ: an estimate of the KL divergence, in nats per token, for an error D of a weight.
+
+    G_i is the mean squared gradient of the loss with respect to output i of the linear, taken from the weights' squared
+    gradients F and their inputs x as Σ_j F_ij / Σ_j E[x_j²]. The Fisher matrix of a linear is approximated by a
+    Kronecker product (arXiv:1503.05671) whose factor for the outputs is diagonal. The errors of a row's weights count
+    together, so that an error that later columns make up for counts as little as it should; Σ F D² would not see that.
+
+    Args:
+        D, F: [out, in].
+        H: [in, in], 2 E[x xᵀ].
+    """
+    G = F.sum(1) / H.diagonal().sum().clamp_min(1e-30)  # [out], half of G_i
+    return 0.5 * quadratic(D * G.sqrt()[:, None], H)

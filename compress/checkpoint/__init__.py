@@ -1,6 +1,7 @@
 """Compressed models on disk: saved, reloaded and compared before they are called saved."""
 
 from compress.checkpoint.load import load_compressed
+from compress.checkpoint.resize import resize
 from compress.checkpoint.save import save_compressed
 
-__all__ = ["load_compressed", "save_compressed"]
+__all__ = ["load_compressed", "resize", "save_compressed"]

@@ -88,6 +88,11 @@ class Shards:
         with safe_open(self.folder / self._where[name], framework="pt") as file:
             return file.get_tensor(name)
 
+    def read_rows(self, name: str, first: int, last: int) -> Tensor:
+        """A tensor's part from row `first` to the one before `last`; the others are not read."""
+        with safe_open(self.folder / self._where[name], framework="pt") as file:
+            return file.get_slice(name)[first:last]
+
 
 def _own_copy(tensor: Tensor) -> Tensor:
     """On the CPU, contiguous; safetensors refuses views that share memory."""

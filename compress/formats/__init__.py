@@ -11,6 +11,7 @@ from compress.formats.eight_bit import EightBit
 from compress.formats.int_group import IntGroup
 from compress.formats.low_rank import LowRank
 from compress.formats.row_tables import RowTables
+from compress.formats.sign_stack import SignStack
 from compress.formats.sparse24 import Sparse24Weight
 from compress.formats.ternary import TernaryWeight
 from compress.formats.trellis import TrellisWeight
@@ -20,10 +21,10 @@ FORMATS: dict[str, type[Format]] = {
     "codebook": CodebookGroup, "bnb_int8": BnbInt8, "bnb_nf4": BnbNF4,
     "bitmap": Bitmap, "sparse24": Sparse24Weight,
     "low_rank": LowRank, "csr": CsrWeight, "row_tables": RowTables, "trellis": TrellisWeight,
-    "ternary": TernaryWeight,
+    "ternary": TernaryWeight, "sign_stack": SignStack,
 }  # fmt: skip
 
 __all__ = [
     "FORMATS", "Bitmap", "BnbInt8", "BnbNF4", "CodebookGroup", "Columns", "CsrWeight", "Dense", "EightBit", "Format",
-    "IntGroup", "LowRank", "RowTables", "Sparse24Weight", "TernaryWeight", "TrellisWeight",
+    "IntGroup", "LowRank", "RowTables", "SignStack", "Sparse24Weight", "TernaryWeight", "TrellisWeight",
 ]  # fmt: skip

@@ -38,6 +38,7 @@ ROWS = {
     "bnb_int8": {},
     "squeezellm": {"largest": 0.02},
     "any_precision": {"bits": 4},
+    "bitstack": {"rank": 4, "blocks": 6},
     "qtip": {"bits": 4, "states": 12, "min_tokens": 8},
     "qmoe": {"reach": 0.7, "min_tokens": 8},
     "low_rank": {"rank": 4},

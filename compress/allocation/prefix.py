@@ -1,0 +1,58 @@
+"""In which order blocks are taken that build upon one another, and how many of each stack a budget takes."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+
+class Stack(NamedTuple):
+    """Blocks of equal cost: a block is of use only behind those before it. gains: what each takes off the loss."""
+
+    gains: Sequence[float]
+    cost: int
+
+
+def falling(gains: Sequence[float]) -> list[float]:
+    """Gains as a sequence that never rises: where one is larger than those before it, all of them share their mean.
+
+    Of all such sequences it is the nearest one (isotonic regression, by pooling neighbours), so that a block of little
+    gain is taken early enough if the block behind it gains much.
+    """
+    pools: list[tuple[float, int]] = []  # (mean, number of gains)
+    for gain in gains:
+        pool = (float(gain), 1)
+        while pools and pools[-1][0] < pool[0]:
+            mean, count = pools.pop()
+            pool = ((mean * count + pool[0] * pool[1]) / (count + pool[1]), count + pool[1])
+        pools.append(pool)
+    return [mean for mean, count in pools for _ in range(count)]
+
+
+def in_order(stacks: Mapping[str, Stack]) -> list[str]:
+    """The stacks' names, once for every block but the first of each, those first that gain most for their cost."""
+    rates = [
+        (-gain / stack.cost, number, name)
+        for name, stack in stacks.items()
+        for number, gain in enumerate(falling(stack.gains[1:]))
+    ]
+    return [name for _, _, name in sorted(rates)]
+
+
+def within(stacks: Mapping[str, Stack], budget: float) -> dict[str, int]:
+    """How many blocks of each stack are taken: the longest beginning of the one order that costs at most `budget`.
+
+    Every stack keeps its first block. A larger budget takes what a smaller one takes, and more; less than the next
+    block's cost is left over.
+
+    Raises:
+        ValueError: the first blocks alone cost more.
+    """
+    left = budget - sum(stack.cost for stack in stacks.values())
+    if left < 0:
+        raise ValueError(f"the budget (={budget:g}) is less than the first blocks cost, {budget - left:g}")
+    counts = dict.fromkeys(stacks, 1)
+    for name in in_order(stacks):
+        if stacks[name].cost > left:
+            break
+        left -= stacks[name].cost
+        counts[name] += 1
+    return counts

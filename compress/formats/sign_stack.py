@@ -1,0 +1,95 @@
+"""A stack of blocks, each a matrix of signs times a matrix of low rank; the blocks at its end can be left out."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from compress.formats.base import AsStored
+from kernels.int_matmul import pack_bits, unpack_bits
+from kernels.linear import linear
+
+BLOCKWISE = ("signs", "left", "right", "gains")  # buffers, whose first dimension counts blocks
+
+
+class SignStack(AsStored):
+    """W = Σ_b S_b ⊙ (left_b @ right_b) with S_b of ±1.
+
+    Buffers: `signs` uint8 [blocks, out, ceil(in/8)], a set bit for -1, low bits first; `left` float16 [blocks, out,
+    rank] and `right` float16 [blocks, rank, in]; and `gains` float32 [blocks], by how much the loss of the model falls
+    with each block behind those before it, in nats per token: what `compress.checkpoint.resize` sorts blocks by.
+
+    `matmul` dequantises W at every call and multiplies by it. It holds no more memory between calls than is stored, and
+    it is not fast: no kernel reads the blocks. A dense W (`CompressedLinear.dense`) is faster over many batches.
+
+    Attributes:
+        left_out: gains of the blocks that followed these ones before `first` left them out, on the CPU; not stored.
+    """
+
+    name: ClassVar[str] = "sign_stack"
+
+    def __init__(self, shape: tuple[int, int], signs: Tensor, left: Tensor, right: Tensor, gains: Tensor) -> None:
+        super().__init__()
+        self.shape, self.rank, self.blocks = shape, left.shape[2], len(left)
+        self.left_out = torch.zeros(0)
+        for name, tensor in zip(BLOCKWISE, (signs, left, right, gains), strict=True):
+            self.register_buffer(name, tensor)
+
+    @classmethod
+    def from_blocks(cls, blocks: Sequence[tuple[Tensor, Tensor, Tensor]], gains: Tensor) -> "SignStack":
+        """From (mask [out, in] of what is negative, left [out, rank], right [rank, in]) of each block."""
+        negative, left, right = zip(*blocks, strict=True)
+        signs = torch.stack([pack_bits(one.to(torch.uint8), 1) for one in negative])
+        return cls(tuple(negative[0].shape), signs, torch.stack(left).half(), torch.stack(right).half(), gains.float())
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes that one block takes."""
+        return self.nbytes // self.blocks
+
+    def block(self, number: int) -> Tensor:
+        """S ⊙ (left @ right) of one block, [out, in] in float32."""
+        signs = unpack_bits(self.signs[number], 1, self.shape[1]).float().mul_(-2).add_(1)
+        return signs.mul_(self.left[number].float() @ self.right[number].float())
+
+    def first(self, blocks: int) -> "SignStack":
+        """The same weight with only so many of its blocks, in memory of their own."""
+        kept = SignStack(self.shape, *(getattr(self, name)[:blocks].clone() for name in BLOCKWISE))
+        kept.left_out = torch.cat([self.gains[blocks:].cpu(), self.left_out])
+        return kept
+
+    def followed_by(self, more: dict[str, Tensor]) -> "SignStack":
+        """The same weight with further blocks behind these.
+
+        Args:
+            more: the four buffers of those blocks.
+        """
+        both = (torch.cat([own, more[name].to(own.device)]) for name, own in self.state_dict().items())
+        longer = SignStack(self.shape, *both)
+        longer.left_out = self.left_out[longer.blocks - self.blocks :]
+        return longer
+
+    def dequantize(self) -> Tensor:
+        W = self.block(0)
+        for number in range(1, self.blocks):
+            W += self.block(number)
+        return W
+
+    def matmul(self, x: Tensor) -> Tensor:
+        return linear(x, self.dequantize().to(x.dtype))
+
+    def lay_out(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        return {}
+
+    def spec(self) -> dict[str, Any]:
+        return self.spec_of(self.shape, rank=self.rank, blocks=self.blocks)
+
+    @classmethod
+    def spec_of(cls, shape: tuple[int, int], *, rank: int, blocks: int) -> dict[str, Any]:
+        """The `spec()` of a weight of this shape."""
+        return {"format": cls.name, "shape": list(shape), "rank": rank, "blocks": blocks}
+
+    @classmethod
+    def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "SignStack":
+        return cls((spec["shape"][0], spec["shape"][1]), *(tensors[name] for name in BLOCKWISE))
