@@ -10,7 +10,7 @@ from compress.allocation.budget import bytes_beside, megabytes
 from compress.allocation.prefix import Stack, within
 from compress.checkpoint.load import LAYOUT, read_layout
 from compress.checkpoint.shards import Shards
-from compress.formats.sign_stack import BLOCKWISE, SignStack
+from compress.formats.sizes.sign_stack import BLOCKWISE, SignStack
 from compress.linear import compressed_linears
 
 

@@ -10,8 +10,8 @@ from compress.formats.dense import Dense
 from compress.formats.eight_bit import EightBit
 from compress.formats.int_group import IntGroup
 from compress.formats.low_rank import LowRank
-from compress.formats.row_tables import RowTables
-from compress.formats.sign_stack import SignStack
+from compress.formats.sizes.row_tables import RowTables
+from compress.formats.sizes.sign_stack import SignStack
 from compress.formats.sparse24 import Sparse24Weight
 from compress.formats.ternary import TernaryWeight
 from compress.formats.trellis import TrellisWeight

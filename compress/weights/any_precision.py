@@ -17,7 +17,7 @@ class AnyPrecision(FisherMethod):
     """Gives each row nested tables, so that the upper bits of a code are its code in fewer bits.
 
     Source: arXiv:2402.10517, section 3 (incremental upscaling of a k-means seed, weighted by the Fisher matrix): each
-    cluster is cut in two where that gains most. `formats.row_tables.at_bits` takes a loaded model in fewer bits.
+    cluster is cut in two where that gains most. `formats.sizes.row_tables.at_bits` takes a loaded model in fewer bits.
     """
 
     name: ClassVar[str] = "any_precision"

@@ -7,7 +7,7 @@ import torch
 from compress import apply, load_compressed, save_compressed
 from compress.formats import FORMATS, RowTables
 from compress.formats.csr import entry_count
-from compress.formats.row_tables import at_bits
+from compress.formats.sizes.row_tables import at_bits
 from compress.grid.kmeans import kmeans_rows, nested_rows
 from compress.linear import compressed_linears
 from compress.method import settle
