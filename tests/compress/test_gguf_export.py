@@ -88,9 +88,25 @@ def test_a_table_of_IQ4_NL_and_4_bit_floats_go_into_blocks_of_codes():
     assert encode(own.dequantize(), grid_of([own])).kind == GGML.IQ4_NL
     floats = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     e2m1 = CodebookGroup.from_codes(codes, torch.cat([floats, -floats]), scale, group_size=32)
-    stored = encode(e2m1.dequantize(), grid_of([e2m1]))
-    assert stored.kind == GGML.Q5_0
-    np.testing.assert_array_equal(gguf.dequantize(stored.data, stored.kind), e2m1.dequantize().numpy())
+    powers = CodebookGroup.from_codes(codes, torch.cat([floats, -floats]), scale.log2().round().exp2(), group_size=32)
+    for part, kind in ((e2m1, GGML.Q5_0), (powers, GGML.MXFP4)):
+        stored = encode(part.dequantize(), grid_of([part]))
+        assert stored.kind == kind
+        np.testing.assert_array_equal(gguf.dequantize(stored.data, stored.kind), part.dequantize().numpy())
+
+
+def test_blocks_of_MXFP4_are_byte_for_byte_those_of_the_package():
+    data = gguf.quantize(torch.randn(4, 96).numpy(), GGML.MXFP4)
+    W = torch.from_numpy(gguf.dequantize(data, GGML.MXFP4).copy())
+    d = torch.from_numpy(np.exp2(data.reshape(4, 3, 17)[..., 0].astype(np.float32) - 128))
+    codes = (W.view(4, 3, 32) / d[..., None]).to(torch.int16).view(4, 96)
+    stored = encode(W, Grid(codes, d))
+    assert stored.kind == GGML.MXFP4 and stored.rounding == 0
+    np.testing.assert_array_equal(stored.data[..., ::17], data[..., ::17])
+    np.testing.assert_array_equal(gguf.dequantize(stored.data, GGML.MXFP4), W.numpy())
+    nonzero = (W != 0).view(4, 3, 2, 16)  # the package writes -0 where a small weight is below 0
+    same = (stored.data == data).reshape(4, 3, 17)[..., 1:]
+    assert same[nonzero.all(2).numpy()].all()
 
 
 def test_scales_may_be_negative_and_are_rounded_only_if_they_are_wider_than_16_bits():
@@ -173,6 +189,14 @@ def test_every_kind_of_weight_is_written(recipe, dtype, tiny, tokens, tmp_path):
     rounds = any("llama.cpp rounds activations" in remark for remark in verified.remarks)
     floats = any("no type of GGUF holds" in remark for remark in verified.remarks)
     assert (rounds, floats) == (recipe in ("int8", "fp8"), recipe in ("fp8", "nf4"))
+
+
+def test_a_file_of_mxfp4_names_its_type(tiny, tokens, tmp_path):
+    saved(apply([METHODS["rtn"](bits=4, grid="mxfp4", group_size=32)], tiny("llama"), tokens()), tmp_path)
+    reader = gguf.GGUFReader(next(tmp_path.glob("*.gguf")))
+    assert reader.fields["general.file_type"].contents() == gguf.LlamaFileType.MOSTLY_MXFP4_MOE
+    kinds = {tensor.tensor_type for tensor in reader.tensors if "blk.0.ffn" in tensor.name and "norm" not in tensor.name}
+    assert kinds == {GGML.MXFP4}
 
 
 def saved(result: Result, folder: Path, tokenizer: PreTrainedTokenizerFast | None = None):

@@ -3,6 +3,7 @@
 Every linear is written in the smallest type that holds its codes as they are, tensor by tensor:
 
     codes                                         type            bits per weight
+    4-bit floats times powers of two: mxfp4       MXFP4           4.25
     2, 3 and 4 bits symmetric; 2 and 3 bits not   Q4_0            4.5
     a table of 16 values, that of the type        IQ4_NL          4.5
     4 bits asymmetric                             Q4_1            5.0

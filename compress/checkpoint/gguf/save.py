@@ -153,7 +153,9 @@ def _file_type(nbytes: Counter) -> gguf.LlamaFileType:
     most = max((kind for kind in nbytes if kind != "F32"), key=lambda kind: nbytes[kind], default="F32")
     blocks = [kind for kind in nbytes if kind not in ("F32", "F16", "BF16")]
     most = max(blocks, key=lambda kind: nbytes[kind], default=most)
-    return gguf.LlamaFileType.ALL_F32 if most == "F32" else gguf.LlamaFileType[f"MOSTLY_{most}"]
+    if most == "F32":
+        return gguf.LlamaFileType.ALL_F32
+    return gguf.LlamaFileType["MOSTLY_MXFP4_MOE" if most == "MXFP4" else f"MOSTLY_{most}"]
 
 
 def _source(checkpoint: Checkpoint) -> Path | None:

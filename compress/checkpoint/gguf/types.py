@@ -23,6 +23,7 @@ from kernels.w8a8_matmul import to_rows as bytes_to_rows
 
 BLOCK = 32  # weights of a row that share a scale, in each of the types below
 ROUNDING = 2.0**-10  # by which a weight may change, relative to what its block can hold: that of 16-bit floats
+E2M1_HALVES = (0, 1, 2, 3, 4, 6, 8, 12)  # halves that the codes of MXFP4 stand for; the highest bit is the sign
 IQ4_NL_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
@@ -86,7 +87,10 @@ def encode(W: Tensor, grid: Grid | None, *, keep_zeros: bool = False) -> Encoded
         keep_zeros: refuse types that would turn a 0 into another value; for pruned weights.
     """
     for kind, low, high, offset in _TYPES if grid is not None else ():
-        data = _offset_blocks(grid, kind, high) if offset else _signed_blocks(grid, kind, low, high)
+        if kind == GGML.MXFP4:
+            data = _mx_blocks(grid)
+        else:
+            data = _offset_blocks(grid, kind, high) if offset else _signed_blocks(grid, kind, low, high)
         if data is None:
             continue
         if keep_zeros and decode(data, kind)[W.numpy() == 0].any():
@@ -143,6 +147,7 @@ def of_floats(parts: Sequence[Format]) -> bool:
 
 # (type, smallest code, largest code, whether a block has an offset beside its scale), by size
 _TYPES: tuple[tuple[GGML, int, int, bool], ...] = (
+    (GGML.MXFP4, -12, 12, False),
     (GGML.Q4_0, -8, 7, False),
     (GGML.IQ4_NL, -127, 113, False),
     (GGML.Q4_1, 0, 15, True),
@@ -150,7 +155,7 @@ _TYPES: tuple[tuple[GGML, int, int, bool], ...] = (
     (GGML.Q5_1, 0, 31, True),
     (GGML.Q8_0, -128, 127, False),
 )
-_LARGEST = {kind: max(-low, high) for kind, low, high, _ in _TYPES}
+_LARGEST = {kind: max(-low, high) for kind, low, high, _ in _TYPES if kind != GGML.MXFP4}  # whose scales are exact
 
 
 def _signed_blocks(grid: Grid, kind: GGML, low: int, high: int) -> np.ndarray | None:
@@ -171,6 +176,21 @@ def _signed_blocks(grid: Grid, kind: GGML, low: int, high: int) -> np.ndarray | 
     else:
         body = _packed(q - low, high - low)
     return _joined(grid, [_fp16(d), *body])
+
+
+def _mx_blocks(grid: Grid) -> np.ndarray | None:
+    """Blocks of w = d * q with d a power of two and |q| one of E2M1_HALVES; None if it is not so."""
+    q = grid.signed().numpy().reshape(-1, BLOCK)
+    d = _per_block(grid.scale, grid.codes.shape[1])
+    fraction, exponent = np.frexp(np.abs(d))
+    exponent = exponent - 1 + 128  # as it is stored, for halves
+    if (fraction != 0.5).any() or exponent.min() < 0 or exponent.max() > 254:
+        return None
+    places = np.searchsorted(E2M1_HALVES, np.abs(q)).clip(max=7)
+    if (np.take(E2M1_HALVES, places) != np.abs(q)).any():
+        return None
+    codes = places | np.where((q < 0) != (d < 0)[:, None], 8, 0)
+    return _joined(grid, [exponent.astype(np.uint8)[:, None], _halves(codes)])
 
 
 def _offset_blocks(grid: Grid, kind: GGML, high: int) -> np.ndarray | None:
