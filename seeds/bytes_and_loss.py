@@ -1,103 +1,303 @@
-"""Bytes of the whole model against perplexity and KL, recipe by recipe.
+"""Bytes of the whole model against perplexity, KL and tasks: recipes of the workbench beside models of other tools.
 
     python seeds/bytes_and_loss.py --out bytes.json "gptq(bits=4, group_size=32)" \\
-        "gptq(bits=4, group_size=32, grid=iq4_nl, scale_dtype=int6), rtn(bits=6, group_size=32, where=embedding)"
+        "gptq(bits=4, group_size=32, grid=iq4_nl, scale_dtype=int6), rtn(bits=6, group_size=32, where=embedding)" \\
+        --others runs/interop/smollm2-135m/gguf-peers/Q4_K_M-128.gguf --tasks piqa_local --limit 1000 \\
+        --write reports/published/bytes-and-loss.md
 
-Calibrated on C4, scored in float32 on windows of 2048 tokens of raw wikitext-2 and of the essays. Bytes are those of
-the model cast to bfloat16. The record is written after every recipe and continued where it is there already.
+Recipes are calibrated on C4, and their models are kept in `--keep` for later runs. `--others` are GGUF files or folders
+with a dense float32 checkpoint and a `peer.json` (name, bytes, seconds), as seeds/peers makes them. Texts are scored in
+float32 and tasks in bfloat16, with dequantised weights and by the same code for all. Bytes of a recipe are those of its
+model cast to bfloat16. The record is written after every few models and continued where it is there already.
 """
 
 import argparse
 import json
+import re
 import shlex
 import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM
 
-from compress import apply, held_out, load_model, resize
+from compress import apply, held_out, load_compressed, load_model, resize, save_compressed
 from compress.formats import SignStack
 from compress.inputs.calibration import beginning, calibration
-from compress.linear import sharing_copy
+from compress.linear import compressed_linears, sharing_copy
 from compress.recipe import parse_recipe
 from eval.machine.size import size
 from eval.run_record import provenance
 from eval.speed.deploy import cast
+from eval.tasks.tasks import answer_tasks
 from eval.text.divergence import compare_on_text
 
+BASELINE = ""  # the name of its row
 
-@torch.no_grad()
-def measure(given: argparse.Namespace, record: dict) -> None:
-    """Fill `record["rows"]`: bytes, seconds to compress, and on each text perplexity and KL ± standard errors."""
-    baseline, _ = load_model(given.model)
-    for recipe in ("", *given.recipes):
-        sizes = sorted(given.sizes, reverse=True) if stores_blocks(recipe) else []
-        names = {recipe: None} | {f"{recipe}, {size_mb:g} MB": size_mb for size_mb in sizes}
-        if names.keys() <= record["rows"].keys():
-            continue
-        model, tokenizer = load_model(given.model)
-        seconds = 0.0
-        if recipe:
-            batches = calibration(tokenizer, corpus=given.corpus, samples=given.samples, seqlen=given.seqlen, seed=0)
-            result = apply(parse_recipe(recipe), model, batches)
-            model, seconds = result.model, result.seconds
-        for name, size_mb in names.items():
-            if size_mb is not None:
-                resize(model, size_mb)
-            record["rows"][name] = {"seconds": round(seconds, 1)} | score(
-                given, baseline, model if recipe else None, tokenizer
-            )
-            if given.out:
-                given.out.write_text(json.dumps(record, indent=1) + "\n")
-            print(table(record), flush=True)
+
+@dataclass
+class Row:
+    """What was measured of one model.
+
+    seconds: to compress. is_recipe: of this workbench, not of another tool. perplexity, kl: {text: (value, standard
+    error)}. tasks: {task: what `eval.tasks.paired.compare` says of it beside the baseline}.
+    """
+
+    bytes: int
+    seconds: float | None = None
+    is_recipe: bool = True
+    perplexity: dict[str, Sequence[float]] = field(default_factory=dict)
+    kl: dict[str, Sequence[float]] = field(default_factory=dict)
+    tasks: dict[str, dict] = field(default_factory=dict)
+
+
+@dataclass
+class Record:
+    """All rows by name: the recipe of ours, the name of another tool's model, "" of the baseline."""
+
+    settings: dict
+    provenance: dict
+    rows: dict[str, Row]
+
+    @classmethod
+    def read(cls, path: Path) -> "Record":
+        kept = json.loads(path.read_text())
+        return cls(kept["settings"], kept["provenance"], {name: Row(**row) for name, row in kept["rows"].items()})
+
+    def write(self, path: Path | None) -> None:
+        if path:
+            path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+
+class Bench:
+    """The models of one run: made or read when they are needed."""
+
+    def __init__(self, given: argparse.Namespace, record: Record) -> None:
+        self.given, self.record = given, record
+        self.baseline, self.tokenizer = load_model(given.model)
+        record.rows.setdefault(BASELINE, Row(stored_bytes(self.baseline)))
+        self.others = {name_of(path): path for path in given.others}
+        self.sized: dict[str, tuple[str, float]] = {}  # recipe and megabytes of the rows that are a model made smaller
+
+    @property
+    def names(self) -> list[str]:
+        """Of all rows but the baseline's."""
+        return [*self.given.recipes, *self.sized, *self.others]
+
+    def make(self) -> None:
+        """Compress what is not kept yet, and note bytes and seconds of every model."""
+        rows = self.record.rows
+        for recipe in tqdm(self.given.recipes, desc="recipes", unit="recipe"):
+            if recipe not in rows or not self.folder(recipe).is_dir():
+                model, _ = load_model(self.given.model)
+                result = apply(parse_recipe(recipe), model, self.batches())
+                if not self.folder(recipe).is_dir():
+                    save_compressed(result, self.folder(recipe), self.tokenizer)
+                rows.setdefault(recipe, Row(stored_bytes(result.model), round(result.seconds, 1)))
+                self.record.write(self.given.out)
+            if self.given.sizes and stores_blocks(recipe):
+                model = load_compressed(self.folder(recipe))
+                for megabytes in self.given.sizes:
+                    name = f"{recipe}, {megabytes:g} MB"
+                    self.sized[name] = recipe, megabytes
+                    rows.setdefault(name, Row(stored_bytes(resize(model, megabytes)), rows[recipe].seconds))
+        for name, path in self.others.items():
+            about = json.loads((path / "peer.json").read_text()) if path.is_dir() else {"bytes": path.stat().st_size}
+            rows.setdefault(name, Row(about["bytes"], about.get("seconds"), is_recipe=False))
+
+    def batches(self) -> list[torch.Tensor]:
+        given = self.given
+        return calibration(self.tokenizer, corpus=given.corpus, samples=given.samples, seqlen=given.seqlen, seed=0)
+
+    def folder(self, recipe: str) -> Path:
+        """Where the model of a recipe is kept."""
+        given = self.given
+        parts = f"{Path(given.model).name} {given.corpus} {given.samples}x{given.seqlen}", recipe
+        return given.keep.joinpath(*(re.sub("[^a-z0-9]+", "-", part.lower()).strip("-") for part in parts))
+
+    @contextmanager
+    def loaded(self, name: str, dtype: torch.dtype) -> Iterator[nn.Module]:
+        """A model by its row's name, whose linears multiply dequantised weights."""
+        path = self.others.get(name)
+        recipe, megabytes = self.sized.get(name, (name, None))
+        if path is None:
+            model = load_compressed(self.folder(recipe), dtype=dtype)
+            if megabytes is not None:
+                resize(model, megabytes)
+        elif path.is_dir():
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype)
+        with ExitStack() as stack:
+            for linear in compressed_linears(model).values():
+                stack.enter_context(linear.dense())
+            yield model.eval()
+
+    def score_texts(self, names: Sequence[str]) -> None:
+        """Perplexity and KL of some models in one pass over each text."""
+        given, rows = self.given, self.record.rows
+        with ExitStack() as stack:
+            models = {name: stack.enter_context(self.loaded(name, torch.float32)) for name in names}
+            for text, limit in zip(given.texts, given.windows, strict=True):
+                ids = held_out(self.tokenizer, corpus=text)
+                how = {"window": given.window, "limit": limit, "beginning": beginning(self.tokenizer)}
+                perplexities, divergences = compare_on_text(self.baseline, models, ids, **how)
+                for name, p in perplexities.items():
+                    rows[BASELINE if name == "baseline" else name].perplexity[text] = p.value, p.stderr
+                for name, d in divergences.items():
+                    rows[name].kl[text] = d.kl, d.kl_stderr
+
+    def score_tasks(self, name: str) -> None:
+        """Answers of a model and of the baseline to the tasks."""
+        given = self.given
+        how = {"limit": given.limit, "batch_size": given.batch_size, "cache_path": given.keep / "answers"}
+        with self.loaded(name, torch.bfloat16) as model:
+            baseline = cast(self.baseline, torch.bfloat16)
+            scores = answer_tasks({"baseline": baseline, "model": model}, self.tokenizer, given.tasks, **how)
+        for task, compared in scores.compared["model"].items():
+            self.record.rows[name].tasks[task] = compared
+
+
+def stored_bytes(model: nn.Module) -> int:
+    """Of the whole model, its floats in 16 bits."""
+    return size(cast(sharing_copy(model), torch.bfloat16)).stored_bytes
 
 
 def stores_blocks(recipe: str) -> bool:
     """Do the weights that a recipe stores come in blocks, so that `resize` takes the model?"""
-    parts = [part for method in (parse_recipe(recipe) if recipe else []) for part in method.stores((64, 64)) or []]
+    parts = [part for method in parse_recipe(recipe) for part in method.stores((64, 64)) or []]
     return any(part["format"] == SignStack.name for part in parts)
 
 
-def score(
-    given: argparse.Namespace, baseline: nn.Module, model: nn.Module | None, tokenizer: PreTrainedTokenizerBase
-) -> dict[str, Any]:
-    """A row of the record: the bytes in bfloat16, perplexity and KL on each text, of the baseline itself if there is no
-    other model."""
-    scores, kls = {}, {}
-    for text, limit in zip(given.texts, given.windows, strict=True):
-        ids = held_out(tokenizer, corpus=text)
-        how = {"window": given.window, "limit": limit, "beginning": beginning(tokenizer)}
-        perplexities, divergences = compare_on_text(baseline, {"model": model} if model else {}, ids, **how)
-        p = perplexities["model" if model else "baseline"]
-        scores[text] = (p.value, p.stderr)
-        kls |= {text: (d.kl, d.kl_stderr) for d in divergences.values()}
-    stored = size(cast(sharing_copy(model or baseline), torch.bfloat16)).stored_bytes
-    return {"bytes": stored, "perplexity": scores, "kl": kls}
+def name_of(path: Path) -> str:
+    """What a model of another tool is called in the table."""
+    if path.is_dir():
+        return json.loads((path / "peer.json").read_text())["name"]
+    kind = re.fullmatch(r"(I?Q\d\w*|F16)(-\d+)?", path.stem)
+    return f"llama.cpp {kind[1]}, importance matrix" if kind else path.stem
 
 
-def table(record: dict) -> str:
-    """Markdown, a row for each recipe."""
-    texts = record["settings"]["texts"]
-    lines = [["recipe", "MB", *(x for text in texts for x in (text, f"KL, {text}")), "seconds"]]
-    lines.append(["---", *["---:"] * (2 + 2 * len(texts))])
-    for recipe, row in record["rows"].items():
-        values = []
+def measure(given: argparse.Namespace, record: Record) -> None:
+    """Fill in what the record lacks."""
+    bench = Bench(given, record)
+    bench.make()
+    unscored = [name for name in bench.names if set(given.texts) - set(record.rows[name].kl)]
+    for at in range(0, len(unscored), given.at_once):
+        bench.score_texts(unscored[at : at + given.at_once])
+        record.write(given.out)
+        print(table(record), flush=True)
+    for name in bench.names:
+        if set(given.tasks) - set(record.rows[name].tasks):
+            bench.score_tasks(name)
+            record.write(given.out)
+
+
+def table(record: Record) -> str:
+    """Markdown, a row for each model: the baseline, then the others by their bytes."""
+    texts = record.settings["texts"]
+    tasks = list(dict.fromkeys(task for row in record.rows.values() for task in row.tasks))
+    shown = [task.removesuffix("_local") for task in tasks]
+    columns = ["model", "MB", *(x for text in texts for x in (text, f"KL, {text}")), *shown]
+    lines = [columns + ["recovery"] * bool(tasks) + ["seconds"]]
+    lines.append(["---"] + ["---:"] * (len(lines[0]) - 1))
+    accuracies = {task: one["baseline"] for row in record.rows.values() for task, one in row.tasks.items()}
+    for name, row in sorted(record.rows.items(), key=lambda item: (item[0] != BASELINE, item[1].bytes)):
+        cells = ["uncompressed, 16 bits" if name == BASELINE else f"`{name}`" if row.is_recipe else name]
+        cells.append(f"{row.bytes / 1e6:.1f}")
         for text in texts:
-            (value, stderr), (base, _) = row["perplexity"][text], record["rows"][""]["perplexity"][text]
-            values.append(f"{value:,.2f} ± {stderr:,.2f}" + (f" ({value / base - 1:+,.1%})" if recipe else ""))
-            kl = row.get("kl", {}).get(text)
-            values.append(f"{kl[0]:.4f} ± {kl[1]:.4f}" if kl else "–")
-        name = f"`{recipe}`" if recipe else "uncompressed, 16 bits"
-        lines.append([name, f"{row['bytes'] / 1e6:.1f}", *values, f"{row['seconds']:.0f}"])
+            base = record.rows[BASELINE].perplexity.get(text)
+            cells += [
+                with_change(row.perplexity.get(text), None if name == BASELINE else base),
+                kl_of(row.kl.get(text)),
+            ]
+        if name == BASELINE:
+            cells += [f"{accuracies[task]:.1%}" for task in tasks] + ["100 %"] * bool(tasks)
+        else:
+            cells += [f"{row.tasks[task]['value']:.1%}" if task in row.tasks else "–" for task in tasks]
+            cells += [recovery_of(row.tasks) if tasks and set(row.tasks) == set(tasks) else "–"] * bool(tasks)
+        lines.append([*cells, "–" if row.seconds is None else f"{row.seconds:.0f}"])
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def with_change(value: Sequence[float] | None, base: Sequence[float] | None) -> str:
+    """A perplexity with its standard error and its change against the baseline."""
+    if value is None:
+        return "–"
+    return f"{value[0]:,.2f} ± {value[1]:,.2f}" + (f" ({value[0] / base[0] - 1:+,.1%})" if base else "")
+
+
+def kl_of(value: Sequence[float] | None) -> str:
+    return f"{value[0]:.4f} ± {value[1]:.4f}" if value else "–"
+
+
+def recovery_of(tasks: dict[str, dict]) -> str:
+    """The mean over tasks of the share of the baseline's accuracy."""
+    return f"{sum(one['recovery'] for one in tasks.values()) / len(tasks):.1%}"
+
+
+def page(record: Record, command: str, picture: str) -> str:
+    """The published note."""
+    s, about = record.settings, record.provenance
+    scored = ", ".join(f"{n} of {text}" for text, n in zip(s["texts"], s["windows"], strict=True))
+    lines = [
+        "## Bytes and loss: recipes of this workbench, and models of other tools",
+        "",
+        f"Measured on {time.strftime('%Y-%m-%d')} on {about['hardware']['cpu']}, {about['threads']} threads, with"
+        f" {s['model']}:",
+        "",
+        *("```", command, "```", ""),
+        f"All are calibrated on {s['samples']} × {s['seqlen']} tokens of {s['corpus']}. One scorer takes the"
+        f" dequantised weights of every model, in float32, without rounding of activations, on windows of {s['window']}"
+        f" tokens: {scored}. KL is from the uncompressed model, in nats per token. Bytes are those of the whole model."
+        " Rows in code type are recipes of this workbench; their seconds are what it took to compress the model."
+        + (
+            f" Tasks: zero-shot accuracy on the first {s['limit']} questions of each, in bfloat16; recovery is the mean"
+            " share of the uncompressed model's accuracy."
+            if s["tasks"]
+            else ""
+        ),
+        "",
+        f"![Bytes of the whole model against perplexity and KL on {s['texts'][0]}]({picture})",
+        "",
+        table(record),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def draw(record: Record, path: Path) -> None:
+    """Bytes against perplexity and against KL on the first text, ours and others."""
+    import matplotlib.pyplot as plt
+
+    text = record.settings["texts"][0]
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
+    base = record.rows[BASELINE].perplexity[text][0]
+    for axes, what in zip(panels, ("perplexity", "kl"), strict=True):
+        for ours, label, mark in ((True, "workbench", "o"), (False, "other tools", "s")):
+            rows = {n: r for n, r in record.rows.items() if n != BASELINE and r.is_recipe == ours and text in r.kl}
+            points = sorted((row.bytes / 1e6, getattr(row, what)[text][0], name) for name, row in rows.items())
+            axes.plot([p[0] for p in points], [p[1] for p in points], mark, label=label)
+            for x, y, name in points:
+                short = name.removeprefix("llama.cpp ").partition(",")[0].replace("(bits=", " ").strip(")")
+                up = -13 if ours else 7
+                axes.annotate(short, (x, y), fontsize=7, ha="center", xytext=(0, up), textcoords="offset points")
+        axes.set_yscale("log")
+        axes.set_xlabel("MB of the whole model")
+        axes.set_ylabel(f"{'perplexity' if what == 'perplexity' else 'KL, nats per token,'} on {text}")
+        axes.margins(x=0.1, y=0.12)
+    panels[0].axhline(base, color="gray", linewidth=0.8, label="16 bits")
+    panels[0].legend()
+    figure.savefig(path, metadata={"Date": None})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipes", nargs="+")
+    parser.add_argument("recipes", nargs="*")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--corpus", default="c4", help="to calibrate on")
     parser.add_argument("--samples", type=int, default=128, help="calibration windows")
@@ -106,19 +306,33 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=2048)
     parser.add_argument("--windows", type=int, nargs="+", default=[20, 8], help="of each text")
     sizes = "megabytes at which recipes that store weights in blocks are scored, too, without compressing again"
-    parser.add_argument("--sizes", type=float, nargs="+", default=[], help=sizes)
+    parser.add_argument("--sizes", type=float, nargs="*", default=[], help=sizes)
+    parser.add_argument("--others", type=Path, nargs="*", default=[], help="models of other tools")
+    parser.add_argument("--tasks", nargs="*", default=[], help="of lm-eval, by which models are scored, too")
+    parser.add_argument("--limit", type=int, default=1000, help="questions of each task")
+    parser.add_argument("--batch-size", type=int, default=1, help="texts of a task at a time")
+    parser.add_argument("--at-once", type=int, default=4, help="models in memory, which share the baseline's pass")
+    parser.add_argument("--keep", type=Path, default=Path("runs/bytes"), help="folder of compressed models and answers")
     parser.add_argument("--out", type=Path, help="file for the JSON record")
+    parser.add_argument("--write", type=Path, help="file for the note, with a figure beside it")
     given = parser.parse_args()
     for recipe in given.recipes:
         parse_recipe(recipe)
-    settings = {key: value for key, value in vars(given).items() if key not in ("out", "recipes", "sizes")}
-    about = provenance(shlex.join(["python", *sys.argv]), "cpu", "float32", "float32")
-    record = {"settings": settings, "provenance": about, "rows": {}}
+    fixed = ("model", "corpus", "samples", "seqlen", "texts", "window", "windows", "tasks", "limit")
+    settings = {key: getattr(given, key) for key in fixed}
+    command = shlex.join(["python", "seeds/bytes_and_loss.py", *sys.argv[1:]])
+    record = Record(settings, provenance(command, "cpu", "float32", "float32"), {})
     if given.out and given.out.exists():
-        record = json.loads(given.out.read_text())
-        if record["settings"] != settings:
-            raise ValueError(f"`--out` (={given.out}) holds a record of other settings: {record['settings']}")
-    measure(given, record)
+        record = Record.read(given.out)
+        if record.settings | {"tasks": given.tasks} != settings:
+            raise ValueError(f"`--out` (={given.out}) holds a record of other settings: {record.settings}")
+        record.settings = settings
+    with torch.no_grad():
+        measure(given, record)
+    print(table(record))
+    if given.write:
+        draw(record, given.write.with_suffix(".svg"))
+        given.write.write_text(page(record, command, given.write.with_suffix(".svg").name))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Bits shared out among layers against the same bits everywhere, at equal bytes of the whole model.
 
-$ python seeds/mixed_precision.py --uniform 4 --out mixed-4.json
-$ python seeds/mixed_precision.py --model gemma3-270m --uniform 4 --out mixed-gemma3-4.json
+$ python seeds/mixed_precision.py --out mixed.json
+$ python seeds/mixed_precision.py --model gemma3-270m --uniform "gptq(bits=4, group_size=32, scale_dtype=int6)" \
+    --choices "gptq(bits={3, 4, 5, 6}, group_size=32, scale_dtype=int6)" --out mixed-gemma3.json
 
-Every rule of `mixed` gets the bytes that the uniform choice takes, and all are solved from one calibration
+Every rule of `mixed` gets the bytes that the uniform recipe takes, and all are solved from one calibration
 (`calibrate="once"`) on a text that is not scored. A markdown table is printed, and a JSON record is written after every
 recipe; a record that is there already is continued, and so are the measured losses in `--work`.
 """
@@ -49,14 +50,12 @@ def measure(given: argparse.Namespace, record: dict[str, Any]) -> None:
         record.setdefault("baseline", {}).setdefault(text, None)
         record["baseline"][text] = record["baseline"][text] or scorers[text].score(model)
     rows = record.setdefault("recipes", {})
-    uniform = call(given.method, bits=given.uniform, group_size=given.group_size)
-    choices = call(given.method, group_size=given.group_size)[:-1] + f", bits={{{given.choices}}})"
     for rule in ("uniform", *given.rules):
         if rule in rows:
             continue
         budget = rows["uniform"]["bytes"] / 1e6 if rule != "uniform" else 0.0
-        how = {"budget_mb": budget, "choices": choices, "loss": rule, "tokens": given.tokens}
-        recipe = uniform if rule == "uniform" else call("mixed", **how)
+        how = {"budget_mb": budget, "choices": given.choices, "loss": rule, "tokens": given.tokens}
+        recipe = given.uniform if rule == "uniform" else call("mixed", **how)
         result = apply(parse_recipe(recipe), sharing_copy(model), batches, calibrate="once", work_path=given.work)
         scores = {text: scorer.score(result.model) for text, scorer in scorers.items()}
         stored = size(cast(result.model, torch.bfloat16)).stored_bytes
@@ -86,10 +85,10 @@ def table(record: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--method", default="gptq", help="whose bits are shared out")
-    parser.add_argument("--uniform", type=int, default=4, help="bits of the uniform choice, whose bytes are the budget")
-    parser.add_argument("--choices", default="3, 4, 5, 6", help="bits to choose among")
-    parser.add_argument("--group-size", type=int, default=32)
+    parser.add_argument(
+        "--uniform", default="gptq(bits=3, group_size=32, scale_dtype=int6)", help="its bytes are shared"
+    )
+    parser.add_argument("--choices", default="gptq(bits={2, 3, 4, 5}, group_size=32, scale_dtype=int6)")
     parser.add_argument("--rules", nargs="+", default=RULES, choices=RULES)
     parser.add_argument("--tokens", type=int, default=512, help="on which losses are measured")
     parser.add_argument("--corpus", default="c4", help="to calibrate and to measure losses on")

@@ -1,13 +1,10 @@
 """GGUF files of this workbench beside those that llama.cpp makes with an importance matrix from the same text.
 
     python seeds/peers/compare_gguf.py --write reports/published/interop-gguf.md
-    python seeds/bytes_and_loss.py --out bytes.json RECIPE ...
-    python seeds/peers/compare_gguf.py --models smollm2-135m --samples 128 --window 2048 --texts wikitext2 essays \\
-        --windows 20 8 --ours --recipes bytes.json --write reports/published/bytes-and-loss.md
 
 runs after `make interop`, whose environment of llama.cpp it uses, and whose checkpoints unless `--ours` names files or
 `--make` recipes, which are applied on the same calibration windows and saved as GGUF files.
-`--recipes` adds what seeds/bytes_and_loss.py measured on the same windows, and draws all of it beside the table.
+With `--make-only`, seeds/bytes_and_loss.py can score the files beside recipes of any format.
 Every file's weights are dequantised by gguf's decoder and scored by the same code in float32, without rounding of
 activations; speeds are those of llama-bench. What is there already is used again: files, and the scores beside them.
 """
@@ -49,7 +46,7 @@ OURS = (work.GPTQ32, work.AWQ)
 class File:
     """A GGUF file or the model of a recipe.
 
-    perplexity: {text: (value, standard error)}. seconds: to compress, of a recipe. decode, prefill: tokens/s of
+    perplexity: {text: (value, standard error)}. decode, prefill: tokens/s of
     llama-bench, of a file.
     """
 
@@ -57,14 +54,8 @@ class File:
     name: str
     nbytes: int
     perplexity: dict[str, tuple[float, float]]
-    seconds: float | None = None
     decode: float | None = None
     prefill: float | None = None
-
-    @property
-    def first(self) -> float:
-        """Perplexity on the first text."""
-        return next(iter(self.perplexity.values()))[0]
 
 
 def source_file(folder: Path, model_name: str) -> Path:
@@ -169,9 +160,7 @@ def table(rows: list[File], options: argparse.Namespace) -> str:
     shown = shlex.join(["python", "seeds/peers/compare_gguf.py", *sys.argv[1:]])
     scored = ", ".join(f"{n} of {text}" for text, n in zip(options.texts, options.windows, strict=True))
     out = [
-        "## Bytes and loss: ours, and llama.cpp's files with an importance matrix"
-        if options.recipes
-        else "## GGUF files: ours, and those of other tools",
+        "## GGUF files: ours, and those of other tools",
         "",
         f"Measured on {time.strftime('%Y-%m-%d')} on {hardware()['cpu']}, {options.threads} threads,"
         " after `make interop`:",
@@ -186,83 +175,15 @@ def table(rows: list[File], options: argparse.Namespace) -> str:
         f" medians of {options.rounds}: {work.SPEED_TOKENS} tokens after {work.SPEED_PROMPT}.",
         "",
     ]
-    if options.recipes:
-        out[-2] += (
-            " Rows in code type are recipes of this workbench, measured by `seeds/bytes_and_loss.py`; seconds are those"
-            " that they took to compress the model."
-        )
-        if options.write:
-            picture = options.write.with_suffix(".svg").name
-            out += [f"![Bytes of the whole model against perplexity on {options.texts[0]}]({picture})", ""]
     for model in dict.fromkeys(row.model for row in rows):
-        columns = ["model", "MB", *options.texts, "seconds", "decode, tokens/s", "prefill, tokens/s"]
+        columns = ["model", "MB", *options.texts, "decode, tokens/s", "prefill, tokens/s"]
         out += [f"**{model}**", "", "| " + " | ".join(columns) + " |", "| --- |" + " ---: |" * (len(columns) - 1)]
         for r in (row for row in rows if row.model == model):
-            figures = ["–" if figure is None else f"{figure:,.0f}" for figure in (r.seconds, r.decode, r.prefill)]
+            figures = ["–" if figure is None else f"{figure:,.0f}" for figure in (r.decode, r.prefill)]
             losses = [f"{value:.2f} ± {stderr:.2f}" for value, stderr in r.perplexity.values()]
             out.append("| " + " | ".join([r.name, f"{r.nbytes / 1e6:.1f}", *losses, *figures]) + " |")
         out.append("")
     return "\n".join(out).rstrip() + "\n"
-
-
-def of_recipes(path: Path, options: argparse.Namespace, baseline: File) -> list[File]:
-    """What seeds/bytes_and_loss.py measured of one model, smallest first.
-
-    Raises:
-        ValueError: on other windows than `baseline`, or with another baseline.
-    """
-    record = json.loads(path.read_text())
-    settings = record["settings"]
-    found = settings["model"], settings["window"], settings["texts"], settings["windows"]
-    if found != (baseline.model, options.window, options.texts, options.windows):
-        raise ValueError(f"`--recipes` (={path}) was measured on {found}, and the files on other windows or models")
-    for text, (there, _) in record["rows"][""]["perplexity"].items():
-        here = baseline.perplexity[text][0]
-        if abs(there / here - 1) > 1e-3:
-            raise ValueError(
-                f"`--recipes` (={path}): its baseline is {there:.3f} on {text}, that of the files {here:.3f}"
-            )
-    rows = {recipe: row for recipe, row in record["rows"].items() if recipe}
-    files = [
-        File(baseline.model, f"`{recipe}`", row["bytes"], row["perplexity"], row["seconds"])
-        for recipe, row in rows.items()
-    ]
-    return sorted(files, key=lambda file: file.nbytes)
-
-
-def draw(rows: list[File], path: Path) -> None:
-    """Bytes against perplexity, ours and llama.cpp's."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.2), constrained_layout=True)
-    base, *others = rows
-    for ours, label, mark in ((True, "workbench", "o"), (False, "llama.cpp, importance matrix", "s")):
-        mine = sorted((r for r in others if r.name.startswith("`") == ours), key=lambda r: r.nbytes)
-        axes.plot([r.nbytes / 1e6 for r in mine], [r.first for r in mine], mark, label=label)
-        for i, row in enumerate(mine):
-            kind = row.name.strip("`").removeprefix("llama.cpp ").partition(",")[0].replace("(bits=", " ")
-            above, below, left, right = ("center", 0, 7), ("center", 0, -13), ("right", -6, -3), ("left", 6, -3)
-            places = (below, above) if ours else (right, left, above)  # neighbours do not cover each other
-            side, across, up = above if not ours and row is mine[-1] else places[i % len(places)]
-            axes.annotate(
-                kind.strip(")"),
-                (row.nbytes / 1e6, row.first),
-                fontsize=7,
-                xytext=(across, up),
-                textcoords="offset points",
-                ha=side,
-            )
-    axes.axhline(base.first, color="gray", linewidth=0.8, label=f"16 bits, {base.nbytes / 1e6:.0f} MB")
-    axes.set_xlabel("MB of the whole model")
-    axes.set_ylabel(f"perplexity on {next(iter(base.perplexity))}")
-    axes.set_yscale("log")
-    most = max(row.first for row in others)
-    ticks = [round(base.first * (most / base.first) ** (i / 5), 1) for i in range(6)]
-    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.minorticks_off()
-    axes.margins(x=0.08, y=0.12)
-    axes.legend()
-    figure.savefig(path, metadata={"Date": None})
 
 
 def main() -> None:
@@ -282,7 +203,6 @@ def main() -> None:
     parser.add_argument(
         "--make", nargs="*", default=[], help="recipes whose GGUF files are made, if they are not there"
     )
-    parser.add_argument("--recipes", type=Path, help="record of seeds/bytes_and_loss.py, of the same model and windows")
     parser.add_argument("--make-only", action="store_true", help="make the files, and measure nothing")
     parser.add_argument("--write", type=Path)
     options = parser.parse_args()
@@ -303,10 +223,6 @@ def main() -> None:
         shell = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
         progress = tqdm(files.items(), desc=model, unit="file")
         found = [measured(options, model, name, file, shell) for name, file in progress]
-        if options.recipes:
-            found += of_recipes(options.recipes, options, found[0])
-            if options.write:
-                draw(found, options.write.with_suffix(".svg"))
         rows += found
     text = table(rows, options)
     print(text)
