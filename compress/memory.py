@@ -31,7 +31,7 @@ from compress.formats import (
     Sparse24Weight,
     TernaryWeight,
 )
-from compress.formats.scales import INTEGERS, SHIFTS, SUPER_BLOCK
+from compress.formats.scales import INTEGERS, SHIFTS, SUPER_BLOCK, TILES
 from compress.formats.ternary.weight import expected_bits
 from compress.linear import is_linear
 from compress.method import Method
@@ -46,7 +46,8 @@ from compress.walk.statistics import PAIRED
 
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
          "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}  # fmt: skip
-SCALE_BITS = {**INTEGERS, **SHIFTS, "e8m0": 8, "e4m3": 8}  # of scales that are not stored in 16 bits
+TILE_BITS = {kind: 8 / rows for kind, rows in TILES.items()}
+SCALE_BITS = {**INTEGERS, **SHIFTS, **TILE_BITS, "e8m0": 8, "e4m3": 8}  # of scales that are not stored in 16 bits
 SLACK = 1.03  # what allocators and libraries take beside what is counted
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from compress.formats.base import Format
-from compress.formats.scales import NestedScales, ScaleRule, read_scales, scales_spec
+from compress.formats.scales import TILES, NestedScales, ScaleRule, read_scales, scales_spec
 from compress.formats.trained import TrainedGroups
 from compress.transforms.rounding import Rounding
 from kernels.int_matmul import (
@@ -91,7 +91,7 @@ class IntGroup(Format):
 
     @classmethod
     def stacks(cls, spec: dict[str, Any]) -> bool:
-        return spec.get("scales") != "e4m3"  # which has one factor for the whole weight
+        return spec.get("scales") not in ("e4m3", *TILES)  # which rows share
 
     def look_up(self, ids: Tensor) -> Tensor:
         return look_up(self.packed, ids)

@@ -1,8 +1,8 @@
-"""Scales stored in a few bits: integers or shifts that share a 16-bit factor, powers of two, or 8-bit floats."""
+"""Scales stored in a few bits: integers or shifts that share a 16-bit factor, powers of two, also of tiles, or floats."""
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from kernels.int_matmul import pack_bits, unpack_bits
 SCALE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 INTEGERS = {"int6": 6, "int8": 8}  # signed codes, and a bfloat16 factor for each super-block of a row
 SHIFTS = {"shift4": 4}  # the factor of a super-block, the largest of its scales, divided by a power of two
-SCALE_KINDS = (*SCALE_DTYPES, *INTEGERS, *SHIFTS, "e8m0", "e4m3")
+TILES = {"tile16": 16}  # powers of two, each for the groups of so many rows at the same columns
+SCALE_KINDS = (*SCALE_DTYPES, *INTEGERS, *SHIFTS, "e8m0", *TILES, "e4m3")
 SUPER_BLOCK = 512  # columns at most that share the factor of their scales
 LARGEST_E4M3 = 448.0
 
@@ -29,7 +30,8 @@ class ScaleRule:
 
     Attributes:
         kind: one of SCALE_KINDS.
-        factor: of int6, int8 and shift4, bfloat16 [out, super-blocks]; of e4m3, float32 without dimensions; else None.
+        factor: of int6, int8 and shift4, bfloat16 [out, super-blocks]; of e4m3, float32 without dimensions; of tile16,
+            the scales themselves, float32 [out, groups]; else None.
         groups: of a row.
         half: of e8m0: a scale goes up to the next power of two where, times this, it would reach it.
     """
@@ -56,7 +58,12 @@ class ScaleRule:
         if kind == "e4m3":
             factor = cover.abs().amax() / LARGEST_E4M3
             return cls(kind, torch.where(factor > 0, factor, torch.ones_like(factor)), groups)
-        return cls(kind, None, groups, max(1.5, largest / 2 ** math.floor(math.log2(largest))))
+        power = cls("e8m0", None, groups, max(1.5, largest / 2 ** math.floor(math.log2(largest))))
+        if kind in TILES:
+            rows = TILES[kind]
+            tiles = torch.nn.functional.pad(cover.abs(), (0, 0, 0, -out % rows)).view(-1, rows, groups).amax(1)
+            return cls(kind, power.rounded(tiles).repeat_interleave(rows, 0)[:out], groups)
+        return replace(power, kind=kind)
 
     @classmethod
     def of(cls, scales: "NestedScales | None", scale: Tensor | None) -> "ScaleRule | None":
@@ -64,7 +71,8 @@ class ScaleRule:
         if scale is None:
             return None
         kind = str(scale.dtype).removeprefix("torch.") if scales is None else scales.kind
-        return cls(kind, None if scales is None else scales.factor, scale.shape[1])
+        factor = scale.float() if kind in TILES else None if scales is None else scales.factor
+        return cls(kind, factor, scale.shape[1])
 
     def rounded(self, scale: Tensor) -> Tensor:
         """Scales [..., out, groups], float32, as they will be stored; 1 in place of 0 in a floating dtype."""
@@ -87,8 +95,8 @@ class ScaleRule:
         if self.kind in SHIFTS:
             codes = (self._factors() / scale).log2().round()
             return NestedScales(self.kind, pack_bits(codes.reshape(1, -1), SHIFTS[self.kind])[0], self.factor)
-        if self.kind == "e8m0":
-            codes = (scale.log2().round() + 127).to(torch.uint8)
+        if self.kind == "e8m0" or self.kind in TILES:
+            codes = (scale[:: TILES.get(self.kind, 1)].log2().round() + 127).to(torch.uint8)
             return NestedScales(self.kind, codes.flatten(), None)
         codes = (scale / self.factor).to(torch.float8_e4m3fn).view(torch.uint8)
         return NestedScales(self.kind, codes.flatten(), self.factor)
@@ -110,6 +118,8 @@ class ScaleRule:
         if self.kind in SHIFTS:  # of two powers the lower one; a power itself, however its logarithm is rounded
             down = ((factor / scale.abs().clamp(min=2.0**-126)).log2() - 1e-4).ceil()
             return factor * torch.exp2(-down.clamp(0, (1 << SHIFTS[self.kind]) - 1))
+        if self.kind in TILES:
+            return factor.expand_as(scale)
         if self.kind == "e8m0":
             return torch.exp2((scale.abs().clamp(min=2.0**-126) * self.half).log2().floor().clamp(-127, 127))
         small = (scale.abs() / factor).clamp(2.0**-9, LARGEST_E4M3)
@@ -123,7 +133,8 @@ class NestedScales:
     Attributes:
         kind: one of SCALE_KINDS that is no floating dtype of 16 or 32 bits.
         codes: uint8, row by row of W: of int6 and int8 as `pack_bits` packs one row of them, with the middle added; of
-            shift4 likewise, the exponent of the divisor; of e8m0 the exponent plus 127; of e4m3 the bits of the float.
+            shift4 likewise, the exponent of the divisor; of e8m0 and, tile by tile, of tile16 the exponent plus 127; of
+            e4m3 the bits of the float.
         factor: as in `ScaleRule`.
     """
 
@@ -142,6 +153,9 @@ class NestedScales:
             return torch.exp2(-codes) * self.factor.float().repeat_interleave(groups // self.factor.shape[1], 1)
         if self.kind == "e8m0":
             return torch.exp2(self.codes.float() - 127).view(out, groups)
+        if self.kind in TILES:
+            tiles = torch.exp2(self.codes.float() - 127).view(-1, groups)
+            return tiles.repeat_interleave(TILES[self.kind], 0)[:out]
         return (self.codes.view(torch.float8_e4m3fn).float() * self.factor).view(out, groups)
 
     def tensors(self) -> dict[str, Tensor]:

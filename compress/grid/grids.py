@@ -191,7 +191,7 @@ def check_grid(method: Any, name: str, shape: tuple[int, int]) -> None:
     each other and a weight [out, in]."""
     check_group_size(method.group_size, name, shape)
     if method.grid == "int":
-        if method.scale_dtype in ("shift4", "e8m0", "e4m3") and not method.symmetric:
+        if method.scale_dtype in ("shift4", "e8m0", "tile16", "e4m3") and not method.symmetric:
             raise ValueError(f"`scale_dtype` (={method.scale_dtype!r}) needs `symmetric` (=False) to be True")
         return
     values = TABLES[method.grid]

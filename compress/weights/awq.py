@@ -55,7 +55,7 @@ class AWQ(FoldingMethod, LayerwiseMethod):
     scale_dtype: str = knob(
         "bfloat16",
         "how scales are stored: as floats; int6, int8: integers times a factor for 512 columns; shift4: such a factor "
-        "divided by powers of two; e8m0: powers of two",
+        "divided by powers of two; e8m0: powers of two; tile16: powers of two that 16 rows share",
         choices=SCALE_KINDS,
     )
     strengths: int = knob(20, "strengths of the scaling that are tried, from 0 up to 1", range=(1, 1000))

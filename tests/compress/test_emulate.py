@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from compress.grid.emulate import emulate
+from compress.grid.emulate import OPS, emulate, table_softmax
 from compress.grid.floats import E4M3
 from compress.linear import is_linear, weight_of
 
@@ -42,4 +42,54 @@ def test_inputs_are_rounded(tiny, tokens):
                                                   ("nf4", "up", "`rounding`")])  # fmt: skip
 def test_formats_that_there_are_not(grid, rounding, what, tiny):
     with pytest.raises(ValueError, match=what), emulate(tiny("llama"), grid, rounding=rounding):
+        pass
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text"])
+def test_each_operation_alone_and_all_in_integers(family, tiny, tokens):
+    model, ids = tiny(family), tokens(1)[0]
+    before, how = model(ids).logits, {"bits": 8, "group_size": 16, "scale_dtype": "tile16"}
+    implementation, weights = model.config._attn_implementation, {k: v.clone() for k, v in model.state_dict().items()}
+    for op in OPS:
+        with emulate(model, "int", ops=(op,), **how):
+            change = (model(ids).logits - before).norm() / before.norm()
+        assert 0 < change < 0.1, op
+    with emulate(model, "int", ops=OPS, inputs=True, **how):
+        changes = [(model(ids).logits - before).norm()]
+    with emulate(model, "int", ops=OPS, inputs=True, **how | {"bits": 4}):
+        changes.append((model(ids).logits - before).norm())
+    assert changes[0] < 0.2 * before.norm() and changes[0] < changes[1]
+    assert model.config._attn_implementation == implementation and torch.equal(model(ids).logits, before)
+    assert all(torch.equal(v, weights[k]) for k, v in model.state_dict().items())
+
+
+def test_what_norms_and_activations_give_lies_on_the_grid(tiny, tokens):
+    model, seen = tiny("llama"), []
+    with emulate(model, "e2m1", ops=("norms", "activations")):
+        for module in (model.model.norm, model.model.layers[0].mlp.act_fn):
+            module.register_forward_hook(lambda _, args, output: seen.extend([args[0], output]))
+        model(tokens(1)[0])
+    assert len(seen) == 4
+    for x in seen:
+        assert set(x.abs().unique().tolist()) <= {0, 0.5, 1, 1.5, 2, 3, 4, 6}
+
+
+def test_softmax_by_a_table():
+    scores = torch.randn(3, 5, 40, generator=torch.Generator().manual_seed(0)) * 4
+    scores[..., 30:] = torch.finfo(torch.float32).min
+    exact = scores.softmax(-1)
+    errors = [(table_softmax(scores, -1, 1 << bits) - exact).abs().sum(-1).mean() for bits in (4, 8, 12)]
+    assert errors[0] > errors[1] > errors[2] and errors[1] < 0.05
+    by_table = table_softmax(scores, -1, 256)
+    assert torch.allclose(by_table.sum(-1), torch.ones(3, 5)) and not by_table[..., 30:].any()
+    whole = by_table / by_table.amax(-1, keepdim=True) * 255
+    assert torch.allclose(whole, whole.round(), atol=1e-3)
+
+
+def test_operations_that_there_are_not(tiny):
+    with pytest.raises(ValueError, match="`ops`.*rope"), emulate(tiny("llama"), "int", ops=("rope",)):
+        pass
+    with pytest.raises(ValueError, match="`scale_dtype`"), emulate(tiny("llama"), "int", scale_dtype="e9"):
+        pass
+    with pytest.raises(ValueError, match=r"`group_size` \(=48\) must divide"), emulate(tiny("llama"), "int", group_size=48):
         pass

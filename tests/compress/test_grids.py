@@ -59,11 +59,28 @@ def test_scales_are_chosen_among_those_that_are_stored(name, scale_dtype):
     scale = (stored.packed if name == "int" else stored.rows()).scale.float()
     assert torch.equal(rule.rounded(scale), scale), "rounding them again changes nothing"
     assert torch.equal(rule.of_group(2)(scale[:, 2]), scale[:, 2])
-    scales = 24 * 6
+    scales = 2 * 6 if scale_dtype == "tile16" else 24 * 6
     factors = {"int6": 24 * 2, "int8": 24 * 2, "shift4": 24 * 2, "e4m3": 4}.get(scale_dtype, 0)
     bits = {"bfloat16": 16, "float16": 16, "float32": 32, "int6": 6, "shift4": 4}.get(scale_dtype, 8)
     table = 0 if name == "int" else 16 * 4
     assert stored.nbytes == 24 * 96 // 2 + scales * bits // 8 + factors + table
+
+
+def test_rows_of_a_tile_share_a_power_of_two():
+    W = weights(out=40)  # two tiles and a half
+    stored = rtn(W, bits=8, group_size=16, scale_dtype="tile16")
+    scale = stored.packed.scale
+    assert scale.shape == (40, 6) and torch.equal(scale.log2(), scale.log2().round())
+    for first in (0, 16, 32):
+        rows = slice(first, min(first + 16, 40))
+        assert (scale[rows] == scale[first]).all()
+        largest = W[rows].view(-1, 6, 16).abs().amax((0, 2))
+        assert (largest <= 129 * scale[first]).all() and (largest > 60 * scale[first]).all()
+    step = scale.repeat_interleave(16, 1)
+    inside = W.abs() < 127 * step
+    assert ((stored.dequantize() - W).abs() <= step / 2)[inside].all() and inside.float().mean() > 0.99
+    assert stored.bits_per_weight == 8 + 3 * 6 * 8 / W.numel()
+    assert rtn(weights(576, 576), bits=4, group_size=64, scale_dtype="tile16").bits_per_weight < 32 / 7.98
 
 
 def test_super_blocks_divide_rows():
@@ -161,6 +178,7 @@ def test_nested_scales_follow_the_model(kind, name):
         ({"grid": "nf3"}, r"`grid` \(='nf3'\) of gptq has codes of 3 bits: `bits` \(=4\) must be 3.*int, nf4"),
         ({"grid": "mxfp4"}, r"has groups of 32: `group_size` \(=16\) must be that"),
         ({"scale_dtype": "e8m0", "symmetric": False}, r"`scale_dtype` \(='e8m0'\) needs `symmetric`"),
+        ({"scale_dtype": "tile16", "symmetric": False}, r"`scale_dtype` \(='tile16'\) needs `symmetric`"),
         ({"grid": "fp5"}, r"`grid` \(='fp5'\) of gptq must be one of int, nf4"),
     ],
 )  # fmt: skip
