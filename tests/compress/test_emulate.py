@@ -91,5 +91,8 @@ def test_operations_that_there_are_not(tiny):
         pass
     with pytest.raises(ValueError, match="`scale_dtype`"), emulate(tiny("llama"), "int", scale_dtype="e9"):
         pass
-    with pytest.raises(ValueError, match=r"`group_size` \(=48\) must divide"), emulate(tiny("llama"), "int", group_size=48):
+    with (
+        pytest.raises(ValueError, match=r"`group_size` \(=48\) must divide"),
+        emulate(tiny("llama"), "int", group_size=48),
+    ):
         pass
