@@ -1,4 +1,4 @@
-"""Scales stored in a few bits: integers or shifts that share a 16-bit factor, powers of two, also of tiles, or floats."""
+"""Scales stored in a few bits: integers or shifts that share a 16-bit factor, powers of two, or 8-bit floats."""
 
 import math
 from collections.abc import Callable, Mapping

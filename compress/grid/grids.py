@@ -40,8 +40,8 @@ class Integers:
         return self.dequantize(self.quantize(w, scale, zero), scale, zero)
 
     def cover(self, w: Tensor) -> Tensor:
-        """Scales [...], not rounded, with which the grid just covers each group of w [..., group_size]."""
-        return integer.absmax(w, self.bits, self.symmetric, "float32")[0]
+        """Scales [...], not rounded, with which the grid just covers each group of w [..., group_size]; 0 for zeros."""
+        return integer.absmax(w, self.bits, self.symmetric, "float32")[0] * (w != 0).any(-1)
 
     @property
     def largest(self) -> float:

@@ -66,6 +66,19 @@ def test_scales_are_chosen_among_those_that_are_stored(name, scale_dtype):
     assert stored.nbytes == 24 * 96 // 2 + scales * bits // 8 + factors + table
 
 
+@pytest.mark.parametrize("scale_dtype", ["int6", "shift4", "e4m3", "tile16"])
+def test_groups_of_zeros_do_not_coarsen_others(scale_dtype):
+    """What groups share is made for weights, and zeros have none."""
+    W = weights() / 1000
+    half = W.clone()
+    half[:, :16] = 0
+    half[5] = 0
+    errors = [(rtn(w, bits=4, group_size=16, scale_dtype=scale_dtype).dequantize() - w)[6:, 16:] for w in (W, half)]
+    assert errors[1].norm() <= 1.05 * errors[0].norm()
+    Q = rtn(half, bits=4, group_size=16, scale_dtype=scale_dtype).dequantize()
+    assert not Q[5].any() and not Q[:, :16].any()
+
+
 def test_rows_of_a_tile_share_a_power_of_two():
     W = weights(out=40)  # two tiles and a half
     stored = rtn(W, bits=8, group_size=16, scale_dtype="tile16")
