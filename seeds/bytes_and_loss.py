@@ -246,10 +246,9 @@ def page(record: Record, command: str, picture: str) -> str:
     s, about = record.settings, record.provenance
     scored = ", ".join(f"{n} of {text}" for text, n in zip(s["texts"], s["windows"], strict=True))
     lines = [
-        "## Bytes and loss: recipes of this workbench, and models of other tools",
+        f"## Bytes and loss of {s['model']}: recipes of this workbench, and models of other tools",
         "",
-        f"Measured on {time.strftime('%Y-%m-%d')} on {about['hardware']['cpu']}, {about['threads']} threads, with"
-        f" {s['model']}:",
+        f"Measured on {time.strftime('%Y-%m-%d')} on {about['hardware']['cpu']}, threads: {about['threads']}.",
         "",
         *("```", command, "```", ""),
         f"All are calibrated on {s['samples']} × {s['seqlen']} tokens of {s['corpus']}. One scorer takes the"
@@ -287,6 +286,11 @@ def draw(record: Record, path: Path) -> None:
                 up = -13 if ours else 7
                 axes.annotate(short, (x, y), fontsize=7, ha="center", xytext=(0, up), textcoords="offset points")
         axes.set_yscale("log")
+        values = [value for line in axes.lines for value in line.get_ydata()]
+        low, high = min(values), max(values)
+        ticks = [float(f"{low * (high / low) ** (i / 5):.3g}") for i in range(6)]
+        axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
         axes.set_xlabel("MB of the whole model")
         axes.set_ylabel(f"{'perplexity' if what == 'perplexity' else 'KL, nats per token,'} on {text}")
         axes.margins(x=0.1, y=0.12)
