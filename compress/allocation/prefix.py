@@ -1,7 +1,9 @@
 """In which order blocks are taken that build upon one another, and how many of each stack a budget takes."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+Name = TypeVar("Name", bound=str | tuple)  # of a stack: anything that has an order
 
 
 class Stack(NamedTuple):
@@ -27,7 +29,7 @@ def falling(gains: Sequence[float]) -> list[float]:
     return [mean for mean, count in pools for _ in range(count)]
 
 
-def in_order(stacks: Mapping[str, Stack]) -> list[str]:
+def in_order(stacks: Mapping[Name, Stack]) -> list[Name]:
     """The stacks' names, once for every block but the first of each, those first that gain most for their cost."""
     rates = [
         (-gain / stack.cost, number, name)
@@ -37,7 +39,7 @@ def in_order(stacks: Mapping[str, Stack]) -> list[str]:
     return [name for _, _, name in sorted(rates)]
 
 
-def within(stacks: Mapping[str, Stack], budget: float) -> dict[str, int]:
+def within(stacks: Mapping[Name, Stack], budget: float) -> dict[Name, int]:
     """How many blocks of each stack are taken: the longest beginning of the one order that costs at most `budget`.
 
     Every stack keeps its first block. A larger budget takes what a smaller one takes, and more; less than the next

@@ -1,5 +1,6 @@
 """resize: a model that is stored in blocks, with as many of them as fit into a number of megabytes."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,23 +47,25 @@ def resize(model: nn.Module, size_mb: float, *, path: str | Path | None = None) 
         raise ValueError("`model` holds no weight that is stored in blocks, so that its size is what it is")
     beside = bytes_beside(model, {}) - sum(stack.nbytes for stack in stacks.values())
     checkpoint = _checkpoint_of(model, stacks, path)
-    names = {f"{place.linear} {place.part}": place for place in stacks}
-    gains = {name: checkpoint.gains(place) if checkpoint else _gains(stacks[place]) for name, place in names.items()}
-    known = {name: Stack(gains[name].tolist(), stacks[place].block_bytes) for name, place in names.items()}
+    gains = checkpoint.gains if checkpoint else {place: _gains(stack) for place, stack in stacks.items()}
+    known = {place: Stack(gains[place].tolist(), stack.block_bytes) for place, stack in stacks.items()}
     budget, least = round(size_mb * 1e6), beside + sum(stack.cost for stack in known.values())
     if least > budget:
         raise ValueError(
             f"`size_mb` (={size_mb:g}) is too small: with one block of every weight this model takes {megabytes(least)}"
         )
     counts = within(known, budget - beside)
-    lacking = next((place for name, place in names.items() if counts[name] > stacks[place].blocks), None)
-    if lacking and checkpoint is None:
+    missing = {place: slice(stacks[place].blocks, count) for place, count in counts.items()}
+    missing = {place: part for place, part in missing.items() if part.start < part.stop}
+    if missing and checkpoint is None:
         raise ValueError(
-            f"`path` (=None): blocks of {lacking.linear} that an earlier resize left out are needed, and this model "
-            "was not loaded from a checkpoint that holds them: save it before it is resized, and give that folder"
+            f"`path` (=None): blocks of {next(iter(missing)).linear} that an earlier resize left out are needed, and "
+            "this model was not loaded from a checkpoint that holds them: save it before it is resized, and give that "
+            "folder"
         )
-    for name, place in names.items():
-        _put(model, place, counts[name], stacks[place], checkpoint)
+    read = checkpoint.blocks(missing) if checkpoint else {}
+    for place, count in counts.items():
+        _put(model, place, count, stacks[place], read.get(place))
     return model
 
 
@@ -75,15 +78,12 @@ def _stacks(model: nn.Module) -> dict[Place, SignStack]:
     }
 
 
-def _put(model: nn.Module, place: Place, count: int, stack: SignStack, checkpoint: "_Checkpoint | None") -> None:
-    """Let a stack have so many blocks."""
+def _put(model: nn.Module, place: Place, count: int, stack: SignStack, more: dict[str, Tensor] | None) -> None:
+    """Let a stack have so many blocks, `more` behind its own."""
     if count == stack.blocks:
         return
     linear = model.get_submodule(place.linear)
-    if count < stack.blocks:
-        changed = stack.first(count)
-    else:
-        changed = stack.followed_by(checkpoint.blocks(place, stack.blocks, count))
+    changed = stack.first(count) if more is None else stack.followed_by(more)
     linear.parts[place.part] = changed
     changed.for_compute(linear.dtype, changed.signs.device)
 
@@ -94,29 +94,35 @@ def _gains(stack: SignStack) -> Tensor:
 
 
 class _Checkpoint:
-    """The stacks of a checkpoint of this workbench."""
+    """The stacks of a checkpoint of this workbench: `gains` has those of all blocks that are saved."""
 
     def __init__(self, folder: Path) -> None:
         """
         Raises:
             ValueError: the folder is not such a checkpoint.
         """
-        self._linears, self._shards = read_layout(folder)["linears"], Shards(folder)
+        linears, self._shards = read_layout(folder)["linears"], Shards(folder)
+        self._specs = {
+            Place(name, number): part
+            for name, linear in linears.items()
+            for number, part in enumerate(linear["parts"])
+            if part["format"] == SignStack.name
+        }
+        rows = self._shards.read_rows({_key(place, "gains"): slice(None) for place in self._specs})
+        self.gains = {place: rows[_key(place, "gains")] for place in self._specs}
 
     def holds(self, place: Place, stack: SignStack) -> bool:
         """Are the blocks of this stack, by their gains, the first ones of the stack that is saved there?"""
-        parts = self._linears.get(place.linear, {}).get("parts", [])
-        saved = parts[place.part] if place.part < len(parts) else {}
-        if saved | {"blocks": stack.blocks} != stack.spec() or saved["blocks"] < stack.blocks:
+        saved = self._specs.get(place)
+        if saved is None or saved | {"blocks": stack.blocks} != stack.spec() or saved["blocks"] < stack.blocks:
             return False
-        return self.gains(place)[: stack.blocks].equal(stack.gains.cpu())
+        return self.gains[place][: stack.blocks].equal(stack.gains.cpu())
 
-    def gains(self, place: Place) -> Tensor:
-        return self._shards.read(_key(place, "gains"))
-
-    def blocks(self, place: Place, first: int, last: int) -> dict[str, Tensor]:
-        """Blocks from number `first` to the one before `last`."""
-        return {name: self._shards.read_rows(_key(place, name), first, last) for name in BLOCKWISE}
+    def blocks(self, wanted: Mapping[Place, slice]) -> dict[Place, dict[str, Tensor]]:
+        """The buffers of some blocks of some stacks."""
+        rows = {_key(place, name): part for place, part in wanted.items() for name in BLOCKWISE}
+        read = self._shards.read_rows(rows)
+        return {place: {name: read[_key(place, name)] for name in BLOCKWISE} for place in wanted}
 
 
 def _key(place: Place, name: str) -> str:
