@@ -4,7 +4,8 @@
 
 Each operation is rounded by itself, in a float32 model, and then all of them at once. Weights have tiles of 16 rows by
 `--group-size` columns, activations groups of as many; exponentials of softmax come from a table of 2^bits entries.
-Residual sums, rotary embeddings and products of two activations are not rounded.
+Residual sums, rotary embeddings and products of two activations are not rounded. A head that is tied to the embedding
+counts with both.
 """
 
 import argparse
@@ -60,7 +61,8 @@ def main() -> None:
     print("| bits | operation | perplexity | KL |\n| ---: | --- | ---: | ---: |")
     print(f"| – | none | {perplexities['baseline'].value:.2f} | – |")
     for name, divergence in divergences.items():
-        print(f"| {name} | {perplexities[name].value:,.2f} | {divergence.kl:.4f} ± {divergence.kl_stderr or 0:.4f} |")
+        error = "" if divergence.kl_stderr is None else f" ± {divergence.kl_stderr:.4f}"  # one window has none
+        print(f"| {name} | {perplexities[name].value:,.2f} | {divergence.kl:.4f}{error} |")
 
 
 if __name__ == "__main__":
