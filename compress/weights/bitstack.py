@@ -29,6 +29,12 @@ class BitStack(FisherMethod):
     never differ by more than a block; here a block's place is the loss that it takes away per byte, by squared
     gradients (`compress.allocation.sensitivity`), which takes one pass backward instead of thousands forward. The
     scales go into the right factors.
+
+    Measured on SmolLM2-135M (`seeds/papers.yml` has the setting): the loss falls with every size of one file. With
+    2.2 bits per weight it is far below that of rounding to nearest in 2 bits (KL 4.2 against 11.2 nats per token),
+    with 3.2 bits level with rounding in 3. `gptq`, which makes up for errors in later columns, loses less at equal
+    bytes: 2.2, 0.52 and 0.14 nats in 2, 3 and 4 bits against 4.2, 2.0 and 0.96. That the paper finds otherwise at 2
+    bits is not reproduced. The method is for files that have to serve many sizes.
     """
 
     name: ClassVar[str] = "bitstack"
