@@ -194,6 +194,7 @@ def test_reference_errors_are_those_of_the_outputs(tiny, tokens):
     assert result.layers[0].error == pytest.approx(expected.item(), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_killed_runs_go_on_where_they_were(tiny, tokens, tmp_path, monkeypatch):
     recipe, batches = [METHODS["gptq"](bits=3, group_size=16, min_tokens=8)], tokens()
     expected = apply(recipe, tiny("llama", num_hidden_layers=4), batches)

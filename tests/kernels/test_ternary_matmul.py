@@ -89,6 +89,7 @@ def test_products_are_right(check):
     assert check.error("reference") <= check.tolerance
 
 
+@pytest.mark.slow
 def test_the_op_survives_the_compiler():
     w, x = written(drawn(24, 64, 0.8)), torch.randn(3, 64)
     torch.library.opcheck(torch.ops.workbench.ternary_matmul.default, (x, *w[:4], 64, w.p0))

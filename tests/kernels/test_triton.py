@@ -21,7 +21,7 @@ from kernels.harness.cases import OPS
 from kernels.interpreter import PATCHES, installed, interpreting
 
 ROOT = Path(__file__).resolve().parents[2]
-OF_A_LIBRARY = {"sparse24_matmul", "csr_matmul"}  # no kernel of our own
+NO_KERNEL = {"sparse24_matmul", "csr_matmul", "ternary_matmul"}  # of our own: of a library, or plain torch
 CPU_ONLY = {"trellis_matmul"}
 EVERY = "WORKBENCH_EVERY_CHECK"
 INSIDE = interpreting() and installed()
@@ -58,14 +58,14 @@ def test_every_kernel_is_right_in_the_interpreter(every, monkeypatch):
         "-m", "pytest", __file__, "-q", "-rN", "--tb=short", "--noconftest", "-p", "no:cacheprovider", "-W", "ignore"
     )
     passed = int(re.search(r"(\d+) passed", out).group(1))
-    assert passed > len(OPS) - len(OF_A_LIBRARY | CPU_ONLY), out
+    assert passed > len(OPS) - len(NO_KERNEL | CPU_ONLY), out
 
 
 @outside
 def test_every_op_has_cases_and_a_kernel():
     for op in OPS:
         assert (ROOT / "kernels" / op / "cases.py").exists(), f"{op} has no cases.py"
-    assert {op for op in OPS if not has_triton(op)} == OF_A_LIBRARY | CPU_ONLY
+    assert {op for op in OPS if not has_triton(op)} == NO_KERNEL | CPU_ONLY
 
 
 @pytest.mark.slow
@@ -92,7 +92,7 @@ def test_each_shim_of_the_interpreter_is_needed_and_enough():
 
 @needs_triton
 @outside
-@pytest.mark.parametrize("op", [op for op in OPS if op not in OF_A_LIBRARY])
+@pytest.mark.parametrize("op", [op for op in OPS if op not in NO_KERNEL])
 def test_machine_code_is_as_committed(op):
     """The first configuration of every kernel, and every tenth; all of them in the slow test."""
     every = shipped((op,))
@@ -103,7 +103,7 @@ def test_machine_code_is_as_committed(op):
 @needs_triton
 @outside
 @pytest.mark.slow
-@pytest.mark.parametrize("op", [op for op in OPS if op not in OF_A_LIBRARY])
+@pytest.mark.parametrize("op", [op for op in OPS if op not in NO_KERNEL])
 def test_all_machine_code_is_as_committed(op):
     compare(shipped((op,)))
 
