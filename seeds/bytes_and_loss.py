@@ -7,7 +7,8 @@
 
 Recipes are calibrated on C4, and their models are kept in `--keep` for later runs. `--others` are GGUF files or folders
 with a dense float32 checkpoint and a `peer.json` (name, bytes, seconds), as seeds/peers makes them. Texts are scored in
-float32 and tasks in bfloat16, with dequantised weights and by the same code for all. Bytes of a recipe are those of its
+float32 and tasks in bfloat16, with dequantised weights and by the same code for all; activations and caches are rounded
+where a recipe says so. Bytes of a recipe are those of its
 model cast to bfloat16. The record is written after every few models and continued where it is there already.
 """
 
@@ -252,9 +253,10 @@ def page(record: Record, command: str, picture: str) -> str:
         "",
         *("```", command, "```", ""),
         f"All are calibrated on {s['samples']} × {s['seqlen']} tokens of {s['corpus']}. One scorer takes the"
-        f" dequantised weights of every model, in float32, without rounding of activations, on windows of {s['window']}"
-        f" tokens: {scored}. KL is from the uncompressed model, in nats per token. Bytes are those of the whole model."
-        " Rows in code type are recipes of this workbench; their seconds are what it took to compress the model."
+        f" dequantised weights of every model, in float32, on windows of {s['window']} tokens: {scored}. Activations"
+        " and caches are rounded where a recipe says so, and only there. KL is from the uncompressed model, in nats per"
+        " token. Bytes are those of the whole model. Rows in code type are recipes of this workbench; their seconds"
+        " are what it took to compress the model."
         + (
             f" Tasks: zero-shot accuracy on the first {s['limit']} questions of each, in bfloat16; recovery is the mean"
             " share of the uncompressed model's accuracy."

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from compress.grid.integer import check_group_size
 from compress.grid.nearest import rtn
 
 OPS = ("linears", "embedding", "norms", "softmax", "activations")
+ACTIVATIONS = tuple(one[0] if isinstance(one, tuple) else one for one in ACT2CLS.values())
 EXP_RANGE = 16.0  # of the table of exponentials: scores so far below the largest one count as nothing
 
 
@@ -72,10 +74,11 @@ def emulate(
                 if id(module.weight) not in done:
                     done.add(id(module.weight))
                     _round_weight(module, number, stack)
-            if linear and inputs or _is_norm(module) and "norms" in ops or _is_activation(module, ops):
+            in_table = "norms" in ops and _is_norm(module) or "activations" in ops and isinstance(module, ACTIVATIONS)
+            if linear and inputs or in_table:
                 hook = module.register_forward_pre_hook(lambda _, args: (_like(args[0], number.of_inputs), *args[1:]))
                 stack.callback(hook.remove)
-            if _is_norm(module) and "norms" in ops or _is_activation(module, ops):
+            if in_table:
                 hook = module.register_forward_hook(lambda _, args, y: _like(y, number.of_inputs))
                 stack.callback(hook.remove)
         if "softmax" in ops:
@@ -98,11 +101,6 @@ def _round_weight(module: nn.Module, number: "_Number", stack: ExitStack) -> Non
 def _is_norm(module: nn.Module) -> bool:
     """By its name, as transformers has a class for each family."""
     return type(module).__name__.endswith(("Norm", "Norm1p"))
-
-
-def _is_activation(module: nn.Module, ops: Sequence[str]) -> bool:
-    classes = tuple(one[0] if isinstance(one, tuple) else one for one in ACT2CLS.values())
-    return "activations" in ops and isinstance(module, classes)
 
 
 class _TableSoftmax(TorchFunctionMode):
@@ -149,7 +147,7 @@ class _Number:
     scale_dtype: str
     seed: int
 
-    @property
+    @cached_property
     def as_float(self) -> Float | None:
         return float_named(self.grid) if isinstance(self.grid, str) else self.grid
 

@@ -22,41 +22,13 @@ HELD_BYTES = 1 << 29  # of the last group's input, over all micro-batches, that 
 Solve = Callable[[list[tuple[str, LayerStatistics]]], dict[str, CompressedLinear]]
 
 
-def run_in_step(
-    model: nn.Module,
-    block: nn.Module,
-    index: int,
-    linears: dict[str, nn.Module],
-    groups: list[list[str]],
-    calls: list[Call],
-    needs: Sequence[str],
-    device: torch.device,
-    solve: Solve,
-    *,
-    to_the_end: bool,
-    beside: Sequence[Call] = (),
-) -> None:
-    """Run the block over all micro-batches, solving each group of linears when all have arrived at it.
+class Lockstep:
+    """The passes of all micro-batches over a block, each a greenlet, and the gates at which they wait.
 
-    At the last group, whose input is the widest in most models, they wait only if that takes little memory; otherwise
-    they stop there, and the block runs a second time, with all its linears solved.
-
-    Args:
-        linears: by name in the model; none is called more than once in a pass.
-        groups: names of linears that read the same input, in the order in which they are reached.
-        solve: given the linears of a group, each with its statistics, returns what is to stand for each of them.
-        to_the_end: let the passes finish, and make their outputs the inputs of the next block; False: stop after the
-            last group, as nothing follows this block.
-        beside: the same micro-batches in the stream of the model as it was, which pass through the original linears.
-
-    Raises:
-        RuntimeError: a micro-batch reached the linears in another order.
+    `run` solves each group of linears when all passes have arrived at it. At the last group, whose input is the widest
+    in most models, they wait only if that takes little memory; otherwise they stop there, and the block runs a second
+    time, with all its linears solved.
     """
-    _Lockstep(model, block, index, linears, groups, calls, needs, device, to_the_end, beside).run(solve)
-
-
-class _Lockstep:
-    """The passes over one block, each a greenlet, and the gates at which they wait."""
 
     def __init__(
         self,
@@ -68,9 +40,19 @@ class _Lockstep:
         calls: list[Call],
         needs: Sequence[str],
         device: torch.device,
+        *,
         to_the_end: bool,
-        beside: Sequence[Call],
+        beside: Sequence[Call] = (),
     ) -> None:
+        """
+        Args:
+            linears: by name in the model; none is called more than once in a pass.
+            groups: names of linears that read the same input, in the order in which they are reached.
+            to_the_end: let the passes finish, and make their outputs the inputs of the next block; False: stop after
+                the last group, as nothing follows this block.
+            beside: the same micro-batches in the stream of the model as it was, which pass through the original
+                linears.
+        """
         self.model, self.block, self.index, self.linears, self.groups = model, block, index, linears, groups
         self.calls, self.needs, self.device, self.to_the_end, self.beside = calls, needs, device, to_the_end, beside
         self.gates = {name: _Gate(linear, name, self.pass_through) for name, linear in linears.items()}
@@ -86,7 +68,14 @@ class _Lockstep:
         self.read: dict[tuple[int, int], Tensor] = {}  # by group and micro-batch, the input of the original linears
 
     def run(self, solve: Solve) -> None:
-        """All passes, from group to group."""
+        """All passes, from group to group.
+
+        Args:
+            solve: given the linears of a group, each with its statistics, returns what is to stand for each of them.
+
+        Raises:
+            RuntimeError: a micro-batch reached the linears in another order.
+        """
         with ExitStack() as stack:
             stack.callback(self.gates.clear)  # they hold this object: without them it goes, and so do the weights
             for name, linear in self.linears.items():

@@ -25,7 +25,7 @@ from compress.walk.blocks import find_blocks, targets
 from compress.walk.capture import Call, advance, block_calls, on_device
 from compress.walk.chain import Chain
 from compress.walk.groups import collect, input_groups
-from compress.walk.lockstep import run_in_step
+from compress.walk.lockstep import Lockstep
 from compress.walk.parallel.ranks import current, progress_bar
 from compress.walk.resume import BlockStore
 from compress.walk.statistics import PAIRED, LayerStatistics
@@ -164,19 +164,8 @@ class Walking:
             groups, once = input_groups(block, linears, calls, index, self.device)
             in_step = method.sequential and once and self.calibrated
             if in_step:
-                run_in_step(
-                    self.model,
-                    block,
-                    index,
-                    linears,
-                    groups,
-                    calls,
-                    needs,
-                    self.device,
-                    solve,
-                    to_the_end=to_the_end,
-                    beside=self.beside,
-                )
+                how = {"to_the_end": to_the_end, "beside": self.beside}
+                Lockstep(self.model, block, index, linears, groups, calls, needs, self.device, **how).run(solve)
             else:
                 if self.beside:
                     notes.append("what its inputs would be in the model as it was is not known here")

@@ -35,7 +35,6 @@ from compress.walk.capture import (
 )
 from compress.walk.chain import Chain
 from compress.walk.fisher.saved import SavedFisher
-from compress.walk.offload import is_offloaded
 from compress.walk.parallel.ranks import current, progress_bar
 from compress.walk.resume import BlockStore
 from compress.walk.shards import WorkFolder
@@ -187,9 +186,8 @@ class _Backward:
             seen.append(args[0] if args else kwargs["hidden_states"])
             raise Stop
 
-        # Before a rotation of the stream turns it; a block on disk, whose stream is never rotated, is read first.
-        first = not is_offloaded(self.model)
-        handle = self.blocks[0].register_forward_pre_hook(hook, prepend=first, with_kwargs=True)
+        # First of all: before a rotation of the stream turns it, and before a block on disk is read.
+        handle = self.blocks[0].register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
         try:
             with suppress(Stop):
                 self.model(batch, use_cache=False)
