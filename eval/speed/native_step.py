@@ -31,8 +31,7 @@ MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 MODEL = {"embed_tokens", "layers", "norm", "rotary_emb"}
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
 CHANGING = ("dynamic", "longrope")  # rotary frequencies that depend on the length
-CAPS = ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling", "residual_multiplier",
-        "embedding_multiplier", "attention_multiplier")  # fmt: skip
+FACTORS = ("logit_scale", "logits_scaling", "residual_multiplier", "embedding_multiplier", "attention_multiplier")
 CHECKED = 4  # steps
 # Median relative difference of their logits from the model's, which rounds to 16 bits after every operation. A wrong
 # program gives about 1; a model in 3 bits that is 0.04 from float32 after one text may give 0.2 after another.
@@ -48,16 +47,24 @@ class NativeStep:
     """A step of decoding, like the function that `eval.speed.regional` compiles.
 
     Attributes:
+        cap: of the logits, cap * tanh(logit / cap), or 0 for none; it leaves the largest one the largest.
         kernels: {op: implementations that run}.
     """
 
     step: DecodeStep
     embedding: nn.Module | None  # that gives the hidden state, where the program has no embedding
+    cap: float = 0.0
     kernels: dict[str, set[str]] = field(default_factory=dict)
 
     def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
         hidden = None if self.embedding is None else self.embedding(tokens).float().flatten(0, 1)
         return self.step(tokens, int(positions[0, -1]), hidden)
+
+    @property
+    def logits(self) -> Tensor:
+        """float32 [tokens, vocabulary] of the last call."""
+        logits = self.step.logits
+        return self.cap * (logits / self.cap).tanh() if self.cap else logits
 
 
 @torch.no_grad()
@@ -76,7 +83,8 @@ def native_step(
     """
     program, embedding = assemble(model, cache, len(tokens))
     try:
-        step = NativeStep(DecodeStep(program, model.dtype), embedding)
+        cap = getattr(model.config, "final_logit_softcapping", None) or 0.0
+        step = NativeStep(DecodeStep(program, model.dtype), embedding, cap)
     except (ValueError, RuntimeError) as error:
         raise NotNative(str(error).splitlines()[0]) from error
     restore()
@@ -105,7 +113,7 @@ def assemble(model: nn.Module, cache: Cache, tokens: int) -> tuple[Program, nn.M
         raise NotNative("the loops have no vector instructions of this processor")
     if getattr(model.config, "_attn_implementation", None) not in ("sdpa", "sdpa_fast", "eager"):
         raise NotNative(f"attention of {model.config._attn_implementation!r}")
-    for name in CAPS:
+    for name in FACTORS:
         if getattr(model.config, name, None) not in (None, 1, 1.0):
             raise NotNative(f"the model has `{name}`")
     changed = next(
@@ -204,7 +212,7 @@ def _attention(
     cos, sin = tables.of(attention)
     return Attention(
         "qkv", heads, kv_heads, layer.keys, layer.values, layer.cumulative_length, cos, sin, attention.scaling,
-        window=window or 0, query_norm=norms[0], key_norm=norms[1],
+        softcap=getattr(attention, "attn_logit_softcapping", None) or 0.0, window=window or 0, query_norm=norms[0], key_norm=norms[1],
     )  # fmt: skip
 
 
@@ -321,7 +329,7 @@ def _check(step: NativeStep, model: nn.Module, cache: Cache, tokens: Tensor, pos
     differences = []
     for ids, at, logits in zip(given, places, expected, strict=False):
         step(ids, at)
-        found, wanted = (x - x.mean(-1, keepdim=True) for x in (step.step.logits, logits))
+        found, wanted = (x - x.mean(-1, keepdim=True) for x in (step.logits, logits))
         differences.append(float((found - wanted).norm() / wanted.norm()))
     if not statistics.median(differences) < MOST:  # not a number is refused, too
         raise NotNative(f"its logits differ from the model's by {statistics.median(differences):.2g}, more than {MOST}")
