@@ -22,7 +22,8 @@ from kernels.tuning import Compilation
 
 COMMITTED = Path(__file__).with_name("aot.json")
 SHARED_LIMIT = 232_448  # bytes that one block can have on sm_90; Triton compiles beyond them without a word
-MATRIX = ("HGMMA", "IGMMA", "QGMMA", "HMMA", "IMMA")  # wgmma in 16 bits, int8 and fp8; mma.sync in 16 bits and int8
+# wgmma in 16 bits, int8 and fp8; mma.sync in 16 bits and int8; dp4a, the dot product of four bytes
+MATRIX = ("HGMMA", "IGMMA", "QGMMA", "HMMA", "IMMA", "IDP")
 MARGIN = 1.03  # instructions may grow by this before it counts as a regression; nothing else may
 
 

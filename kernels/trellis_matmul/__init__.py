@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels import native
+from kernels.interpreter import triton_takes
 from kernels.linear import linear
 from kernels.registry import ran
 from kernels.trellis_matmul import reference
@@ -17,7 +18,7 @@ __all__ = [
     "viterbi", "walk_states",
 ]  # fmt: skip
 
-IMPLS = ("auto", "reference", "cpu")
+IMPLS = ("auto", "reference", "cpu", "triton")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FEW = 16  # tokens up to which weights are decoded in registers rather than into memory
 
@@ -29,7 +30,8 @@ def trellis_matmul(x: Tensor, w: Trellis, *, impl: str = "auto") -> Tensor:
         x: [..., in]; float32, bfloat16 or float16; any strides; may be empty.
         w: [out, in] (`Trellis`).
         impl: "reference" (decode and multiply; any device), "cpu" (C++: decodes in registers up to 16 tokens, and into
-            a float32 matrix beyond) or "auto": "cpu" where it can be had.
+            a float32 matrix beyond), "triton" (CUDA, or the interpreter: in registers up to 8 tokens) or "auto": "cpu"
+            or "triton" where it can be had.
 
     Returns:
         [..., out] in x's dtype
@@ -55,7 +57,7 @@ def viterbi(x: Tensor, table: Tensor, *, bits: int, window: int | None = None, i
         x: [n, length] float32; length at least 32 and a multiple of 16.
         table: [2^states] float32, the value of each state; states at least 2 * bits + 4.
         window: weights on either side of the seam by which the state there is chosen; None: four times `states`.
-        impl: "reference", "cpu" (C++) or "auto".
+        impl: "reference", "cpu" (C++) or "auto": "cpu" where it can be had.
 
     Returns:
         uint8 [n, length], symbols below 2^bits.
@@ -65,6 +67,8 @@ def viterbi(x: Tensor, table: Tensor, *, bits: int, window: int | None = None, i
     """
     window = min(4 * (len(table).bit_length() - 1) if window is None else window, x.shape[1] // 2)
     x, table = x.contiguous().float(), table.contiguous().float()
+    if impl == "triton":
+        raise ValueError("`impl` (='triton'): there is no such search; 'cpu' or 'reference' would do")
     if _which(impl, x.device, x.dtype) == "cpu":
         ran("viterbi", f"cpu {native.isa(torch.float32)}")
         return torch.ops.workbench.trellis_encode(x, table, bits, window, "auto")[0]
@@ -74,7 +78,12 @@ def viterbi(x: Tensor, table: Tensor, *, bits: int, window: int | None = None, i
 
 def decode(w: Trellis) -> Tensor:
     """W [out, in] in float32."""
-    if _which("auto", w.codes.device, torch.float32) == "cpu":
+    use = _which("auto", w.codes.device, torch.float32)
+    if use == "triton":
+        from kernels.trellis_matmul import triton
+
+        return triton.decode(w)
+    if use == "cpu":
         W = torch.ops.workbench.trellis_decode(w.codes, w.bits, w.states, "auto")
     else:
         W = reference.decode(w)
@@ -87,7 +96,14 @@ def _which(impl: str, device: torch.device, dtype: torch.dtype) -> str:
     cpu = device.type == "cpu" and dtype in DTYPES and native.why_not() is None
     if impl == "cpu" and not cpu:
         raise ValueError(f"`impl` (='cpu') needs the C++ kernels and a CPU, not {dtype} on {device}")
-    return "cpu" if cpu and impl != "reference" else "reference"
+    if impl == "triton" and not (dtype in DTYPES and triton_takes(device)):
+        raise ValueError(
+            f"`impl` (='triton') needs triton and a CUDA tensor, or TRITON_INTERPRET=1, not {dtype} on {device}"
+        )
+    if impl != "auto":
+        return impl
+    triton = device.type == "cuda" and dtype in DTYPES and triton_takes(device)
+    return "cpu" if cpu else "triton" if triton else "reference"
 
 
 @torch.library.custom_op("workbench::trellis_matmul", mutates_args=())
@@ -97,6 +113,10 @@ def _op(x: Tensor, codes: Tensor, scale: Tensor, bits: int, states: int, out_fea
     flat = x.reshape(-1, x.shape[-1])
     if use == "reference":
         y = reference.trellis_matmul(flat, w)
+    elif use == "triton":
+        from kernels.trellis_matmul import triton
+
+        y = triton.trellis_matmul(flat, w)
     elif len(flat) <= FEW:
         y = torch.ops.workbench.trellis_multiply(flat.float().contiguous(), codes, bits, states, "auto")
         y = (y[:, :out_features] * scale).to(x.dtype)

@@ -3,13 +3,18 @@
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import native
 from kernels.harness.cases import TOLERANCE, Asked, Check, Contest
+from kernels.int_matmul.cases import MOST
+from kernels.interpreter import triton_takes
 from kernels.linear.onednn import lay_out, product
 from kernels.trellis_matmul import UNIT, Trellis, length_for, trellis_matmul
 from kernels.trellis_matmul.layout import MULTIPLIER
+
+ROTATED = 256 << 20  # bytes of codes in rotation on a GPU
 
 
 def checks(device: torch.device) -> list[Check]:
@@ -53,20 +58,29 @@ def _weight(
 
 
 def _check(name: str, x: Tensor, w: Trellis, W: Tensor) -> Check:
-    cpu = w.codes.device.type == "cpu" and native.why_not() is None
+    impls = ("triton",) if triton_takes(w.codes.device) else ()
+    if w.codes.device.type == "cpu" and native.why_not() is None:
+        impls += ("cpu",)
     return Check(
         "trellis_matmul",
         name,
         lambda impl: trellis_matmul(x, w, impl=impl),
         lambda: x.double() @ W.t(),
         TOLERANCE[x.dtype],
-        ("cpu",) if cpu else (),
+        impls,
     )
 
 
 @torch.no_grad()
 def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]:
-    """On a CPU, against the dense product at its best."""
+    """Against the dense product at its best."""
+    if device.type == "cuda" or (toy and triton_takes(device)):
+        shapes = asked.shapes or (((96, 256),) if toy else ((4096, 4096), (14336, 4096)))
+        for shape in shapes:
+            for tokens in asked.tokens or ((2,) if toy else (1, 4, 8, 64)):
+                for bits in (3,) if toy else (2, 3, 4):
+                    yield _gpu(device, shape, tokens, bits, asked.dtype, 2 if toy else None)
+        return
     if device.type != "cpu" or native.why_not() or not torch.backends.mkldnn.is_available():
         return
     if asked.dtype == torch.float16:
@@ -77,16 +91,54 @@ def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]
                 yield _contest(shape, tokens, bits, asked.dtype)
 
 
+def _random(shape: tuple[int, int], bits: int, copies: int, device: torch.device) -> list[Trellis]:
+    """Weights of random bits, in walks of states of 14 bits."""
+    out, columns = shape
+    length = length_for(out)
+    size = (-(-out // length), columns, length * bits // 8)
+
+    def one() -> Trellis:
+        codes = torch.randint(256, size, dtype=torch.uint8, device=device)
+        return Trellis(codes, torch.rand(out, device=device) / UNIT, bits, 14, shape)
+
+    return [one() for _ in range(copies)]
+
+
+def _gpu(
+    device: torch.device, shape: tuple[int, int], tokens: int, bits: int, dtype: torch.dtype, copies: int | None
+) -> Contest:
+    from kernels.trellis_matmul.triton import FEW, candidates, key
+
+    out, columns = shape
+    copies = copies or min(MOST, max(2, -(-ROTATED // (out * columns * bits // 8))))
+    small = _random(shape, bits, copies, device)
+    dense = [torch.randn(out, columns, device=device, dtype=dtype) for _ in range(copies)]
+    x = torch.randn(tokens, columns, device=device, dtype=dtype)
+    name = str(dtype).removeprefix("torch.")
+    return Contest(
+        op="trellis_matmul",
+        detail=f"{bits} bits",
+        shape=shape,
+        tokens=tokens,
+        contestants={
+            "triton": lambda i: trellis_matmul(x, small[i], impl="triton"),
+            name: lambda i: F.linear(x, dense[i]),
+        },
+        copies=copies,
+        ours="triton",
+        baseline=name,
+        rate=name,
+        least_bytes=out * columns * bits // 8 + 4 * out + x.element_size() * tokens * (out + columns),
+        flops=2 * tokens * out * columns,
+        tune_key=key(small[0], tokens) if tokens <= FEW else None,
+        candidates=candidates(small[0], tokens) if tokens <= FEW else [],
+    )
+
+
 def _contest(shape: tuple[int, int], tokens: int, bits: int, dtype: torch.dtype) -> Contest:
     out, columns = shape
-    w, _ = _weight(torch.Generator().manual_seed(0), 32, 16, bits, 14, torch.device("cpu"))
-    length = length_for(out)
     copies = max(2, min(64, (128 << 20) // (2 * out * columns)))
-    size = (-(-out // length), columns, length * bits // 8)
-    small = [
-        w._replace(codes=torch.randint(256, size, dtype=torch.uint8), scale=torch.rand(out), shape=shape)
-        for _ in range(copies)
-    ]
+    small = _random(shape, bits, copies, torch.device("cpu"))
     packed = [lay_out(torch.randn(out, columns).to(dtype), tokens) for _ in range(copies)]
     x = torch.randn(tokens, columns).to(dtype)
     name = str(dtype).removeprefix("torch.")

@@ -133,7 +133,11 @@ def test_bad_arguments_say_what_would_do():
     with pytest.raises(ValueError, match=r"must end in in_features \(=3\)"):
         trellis_matmul(torch.ones(1, 4), w)
     with pytest.raises(ValueError, match="`impl`"):
+        trellis_matmul(torch.ones(1, 3), w, impl="cuda")
+    with pytest.raises(ValueError, match="`impl` .='triton'. needs triton and a CUDA tensor"):
         trellis_matmul(torch.ones(1, 3), w, impl="triton")
+    with pytest.raises(ValueError, match="`impl` .='triton'.: there is no such search"):
+        viterbi(torch.ones(1, 32), torch.ones(256), bits=2, impl="triton")
 
 
 def test_contests_have_the_dense_product_in_them():

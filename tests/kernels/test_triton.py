@@ -22,7 +22,6 @@ from kernels.interpreter import PATCHES, installed, interpreting
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_KERNEL = {"sparse24_matmul", "csr_matmul", "ternary_matmul"}  # of our own: of a library, or plain torch
-CPU_ONLY = {"trellis_matmul"}
 EVERY = "WORKBENCH_EVERY_CHECK"
 INSIDE = interpreting() and installed()
 needs_triton = pytest.mark.skipif(not installed(), reason="triton is not installed")
@@ -58,14 +57,14 @@ def test_every_kernel_is_right_in_the_interpreter(every, monkeypatch):
         "-m", "pytest", __file__, "-q", "-rN", "--tb=short", "--noconftest", "-p", "no:cacheprovider", "-W", "ignore"
     )
     passed = int(re.search(r"(\d+) passed", out).group(1))
-    assert passed > len(OPS) - len(NO_KERNEL | CPU_ONLY), out
+    assert passed > len(OPS) - len(NO_KERNEL), out
 
 
 @outside
 def test_every_op_has_cases_and_a_kernel():
     for op in OPS:
         assert (ROOT / "kernels" / op / "cases.py").exists(), f"{op} has no cases.py"
-    assert {op for op in OPS if not has_triton(op)} == NO_KERNEL | CPU_ONLY
+    assert {op for op in OPS if not has_triton(op)} == NO_KERNEL
 
 
 @pytest.mark.slow
