@@ -20,6 +20,7 @@ from compress.inputs.calibration import calibration, held_out
 from compress.inputs.model import load_model
 from compress.kv.eviction.d2o import D2O
 from compress.kv.eviction.expected_attention import ExpectedAttention
+from compress.kv.eviction.gemfilter import GemFilter
 from compress.kv.eviction.h2o import H2O
 from compress.kv.eviction.keydiff import KeyDiff
 from compress.kv.eviction.knorm import KNorm
@@ -65,7 +66,7 @@ METHODS: dict[str, type[Method]] = {
     "rotate": Rotate, "activations": Activations,
     "smoothquant": SmoothQuant, "int8": Int8, "fp8": FP8, "llm_int8": LLMInt8, "bnb_int8": BitsandbytesInt8,
     "random_kv": RandomEviction, "streaming": Streaming, "knorm": KNorm, "keydiff": KeyDiff, "h2o": H2O, "tova": TOVA,
-    "snapkv": SnapKV, "expected_attention": ExpectedAttention, "kvzip": KVzip, "kvzap": KVzap,
+    "snapkv": SnapKV, "gemfilter": GemFilter, "expected_attention": ExpectedAttention, "kvzip": KVzip, "kvzap": KVzap,
     "prefixkv": PrefixKV, "d2o": D2O,
     "kv_int": KVInt,
     "quest": Quest, "tidaldecode": TidalDecode,

@@ -1,7 +1,7 @@
-"""The tables of methods and knobs in the READMEs, generated from `METHODS`.
+"""The tables of families, methods and knobs in the READMEs, generated from `METHODS`.
 
-`python -m compress.guide` writes them again between the markers `<!-- methods -->` or `<!-- knobs -->` and
-`<!-- end -->`; a test holds that nothing would change.
+`python -m compress.guide` writes them again between the markers `<!-- families -->`, `<!-- methods -->` or
+`<!-- knobs -->` and `<!-- end -->`; a test holds that nothing would change.
 """
 
 import inspect
@@ -18,12 +18,31 @@ PAGES = ("README.md", "compress/README.md")
 MOST = 1 << 15  # an upper limit above this only guards against typing errors
 
 
+FAMILIES = {
+    "quantisation of weights": ("weights", "tuning"),
+    "quantisation of activations": ("activations", "rotations"),
+    "pruning": ("pruning",),
+    "parts that are added": ("correction",),
+    "KV cache": ("kv", "eviction", "reading"),
+}  # each with its folders
+
+
+def families_table() -> str:
+    """One row per family: its methods, with links to their files."""
+    rows = ["| family | methods |", "|---|---|"]
+    for family, folders in FAMILIES.items():
+        own = [f"[`{n}`]({_file(m)})" for n, m in METHODS.items() if _folder_of(m) in folders]
+        rows.append(f"| {family} | {', '.join(own)} |")
+    return "\n".join(rows)
+
+
 def methods_table() -> str:
-    """One row per method: its name, what it is for, its source and its file."""
+    """One row per method: its name, what it is for, its source and its file; links are from compress/README.md."""
     rows = ["| method | what it does | source | file |", "|---|---|---|---|"]
     for name, method in METHODS.items():
         source = re.sub(r"arXiv:(\d+\.\d+)", r"[arXiv:\1](https://arxiv.org/abs/\1)", method.source)
-        rows.append(f"| `{name}` | {_summary(method)} | {source} | [{_file(method)}]({_file(method)}) |")
+        file = _file(method).removeprefix("compress/")
+        rows.append(f"| `{name}` | {_summary(method)} | {source} | [{file}]({file}) |")
     return "\n".join(rows)
 
 
@@ -31,13 +50,17 @@ def knobs_table() -> str:
     """One table per folder of methods: each knob with the methods that have it."""
     folders: dict[str, dict[str, type[Method]]] = {}
     for name, method in METHODS.items():
-        folders.setdefault(Path(_file(method)).parent.name, {})[name] = method
+        folders.setdefault(_folder_of(method), {})[name] = method
     return "\n\n".join(_folder(folder, methods) for folder, methods in folders.items())
 
 
 def updated(text: str) -> str:
     """The text with its generated tables made again."""
-    tables: dict[str, Callable[[], str]] = {"methods": methods_table, "knobs": knobs_table}
+    tables: dict[str, Callable[[], str]] = {
+        "families": families_table,
+        "methods": methods_table,
+        "knobs": knobs_table,
+    }
     for name, table in tables.items():
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.S)
         text = pattern.sub(lambda match, table=table: f"{match[1]}\n{table()}\n\n{match[2]}", text)
@@ -70,6 +93,10 @@ def _summary(method: type[Method]) -> str:
 
 def _file(method: type[Method]) -> str:
     return method.__module__.replace(".", "/") + ".py"
+
+
+def _folder_of(method: type[Method]) -> str:
+    return Path(_file(method)).parent.name
 
 
 def main() -> None:

@@ -210,6 +210,13 @@ class CompressedCache(Cache):
         made.ids, made.masks, made.mask = list(self.ids), list(self.masks), self.mask
         if policy is None:
             return made
+        if policy.replaces:
+            for layer, other in zip(made.own, self.own, strict=True):
+                if layer.slabs:
+                    window = slice(-policy.window, None)
+                    layer.queries, layer.asked = other.queries[:, :, window], other.asked[:, window]
+            made._read_again()
+            return made
         if policy.remembers:
             self._recall(made)
         for layer, other in zip(made.own, self.own, strict=True):
@@ -288,7 +295,7 @@ class CompressedCache(Cache):
         policy, n = self.policy, q.shape[2]
         if policy is None and not self.observes:
             return
-        window = policy.window if policy is not None and policy.decoding else 0
+        window = policy.window if policy is not None and (policy.decoding or policy.runs_model) else 0
         before = (layer.queries, layer.asked) if layer.queries is not None else (q[:, :, :0], real[:, :0])
         queries, asked = packed(torch.cat([before[0], q], 2), torch.cat([before[1], real], 1))
         hidden = noted_hidden()
@@ -344,16 +351,34 @@ class CompressedCache(Cache):
             counts = uniform(target, tokens)
         layer.evict(scores, torch.where(due[:, None], counts, tokens), policy.merge if policy.merges else None)
 
+    def _read_again(self) -> None:
+        """Let the policy read the prompt again, then evict."""
+        self.policy.read_again(self.model, self)
+        if not self.policy.replaces:
+            self.ids, self.masks = [], []
+        for layer in self.filled:
+            self._score(layer)
+
+    def replace_by(self, other: "CompressedCache", places: Tensor | None) -> None:
+        """Keep what another cache of this model keeps, and go on counting from the tokens that were seen here.
+
+        Args:
+            other: it evicts nothing and stores everything as it came; of no more use after this.
+            places: [B, kept] where its tokens were, for a cache with `traces`.
+        """
+        for layer, new in zip(self.own, other.own, strict=True):
+            layer.slabs, layer.queries, layer.asked = new.slabs, None, None
+            if layer.positions is not None:
+                heads = layer.positions.view.shape[1]
+                layer.positions = Growing(places[:, None].expand(-1, heads, -1))
+
     def finish(self) -> None:
         """After a pass over all layers: what needs all of them."""
         policy = self.policy
         if policy is None:
             return
         if policy.runs_model and self.ids and not self.paused and self.ids[-1].shape[1] > 1:
-            policy.read_again(self.model, self)
-            self.ids, self.masks = [], []
-            for layer in self.filled:
-                self._score(layer)
+            self._read_again()
         if self._scores:
             layers = [self.layers[number] for number in self._scores]
             scores, due = zip(*self._scores.values(), strict=True)

@@ -142,9 +142,10 @@ class Policy(CacheMethod):
 
     slot: ClassVar[str] = "policy"
     reference: ClassVar[bool] = False  # is it what any other policy must beat?
-    window: ClassVar[int] = 0  # how many queries `scores` reads while text is generated; 0: none
+    window: ClassVar[int] = 0  # how many queries `scores` reads while text is generated, or `read_again`; 0: none
     remembers: ClassVar[bool] = False  # is there something to remember of each position from pass to pass?
     runs_model: ClassVar[bool] = False  # does scoring take passes of the whole model?
+    replaces: ClassVar[bool] = False  # does `read_again` put a shorter prompt in the place of the one that was read?
     reads_hidden: ClassVar[bool] = False  # does `remember` read `seen.hidden`? Then it is asked at every pass
     mass: ClassVar[bool] = False  # are scores attention, finite ones not negative, that can be summed up?
     merges: ClassVar[bool] = False  # does `merge` change what stays?
@@ -180,8 +181,12 @@ class Policy(CacheMethod):
     def read_again(self, model: nn.Module, cache: Cache) -> None:
         """For policies with `runs_model`, after a prompt: fill the `memory` of every layer with passes over it.
 
+        With `replaces` read a shorter prompt and let the cache hold that (`replace_by`), its tokens in `ids` and
+        `masks`.
+
         Args:
-            cache: the `compress.kv.cache.CompressedCache` that holds the prompt.
+            cache: the `compress.kv.cache.CompressedCache` that holds the prompt; its layers have the last `window`
+                queries.
         """
         raise NotImplementedError
 

@@ -210,9 +210,10 @@ def _attention(
         attention.sliding_window if hasattr(attention, "sliding_window") else getattr(config, "sliding_window", None)
     )
     cos, sin = tables.of(attention)
+    softcap = getattr(attention, "attn_logit_softcapping", None)
     return Attention(
         "qkv", heads, kv_heads, layer.keys, layer.values, layer.cumulative_length, cos, sin, attention.scaling,
-        softcap=getattr(attention, "attn_logit_softcapping", None) or 0.0, window=window or 0, query_norm=norms[0], key_norm=norms[1],
+        softcap=softcap or 0.0, window=window or 0, query_norm=norms[0], key_norm=norms[1],
     )  # fmt: skip
 
 

@@ -1,0 +1,88 @@
+"""GemFilter (Shi et al., 2024, arXiv:2409.17422): an early layer chooses tokens of the prompt; only they are kept."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import avg_pool1d
+
+from compress.kv.cache import CompressedCache
+from compress.kv.layer import KVLayer
+from compress.kv.policy import Policy
+from compress.kv.rotation import rotary_of
+from compress.kv.seen import Seen
+from compress.method import knob
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemFilter(Policy):
+    """Reads the prompt anew with the tokens alone to which its last token attends most in one early layer.
+
+    All layers and heads keep the same tokens, which know nothing of those that are gone: the cache is that of a shorter
+    prompt. The kept tokens get the positions directly before those of the text that follows, which gives rotary
+    attention what the paper's positions from 0 on give it. The paper stops its first pass at the layer that chooses,
+    which makes prefill shorter; here the prompt is read in full before, so that its next token is the whole prompt's.
+    Layers with a sliding window keep what they had.
+
+    Which layer chooses well is a property of the model: the paper takes 13 of 32 of Llama 3.1 8B; of SmolLM2-135M the
+    21st of 30 finds numbers in a context of 1,024 tokens, and those 3 layers before and behind it find few or none.
+    """
+
+    allocation: str = knob("uniform", "every head of every layer keeps the same tokens", choices=("uniform",))
+    depth: float = knob(0.7, "the layer that chooses, as a share of all layers", range=(0.0, 1.0))
+    pool: int = knob(5, "positions over which attention is averaged; odd", range=(1, 101))
+
+    name = "gemfilter"
+    source = "Shi et al. 2024, arXiv:2409.17422, algorithm 1"
+    runs_model = True
+    replaces = True
+    window = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pool % 2 == 0:
+            raise ValueError(f"`pool` (={self.pool}) of {self.name} must be odd, such as {self.pool + 1}")
+
+    def check(self, model: nn.Module) -> None:
+        super().check(model)
+        if rotary_of(model) is None:
+            raise ValueError(
+                f"{self.name} moves tokens to other positions, which needs rotary ones, and {type(model).__name__} has "
+                "none; snapkv would do"
+            )
+
+    def scores(self, seen: Seen) -> Tensor:
+        return torch.zeros(seen.valid.shape, device=seen.valid.device)  # what goes is gone already
+
+    def read_again(self, model: nn.Module, cache: CompressedCache) -> None:
+        layers = cache.filled
+        chosen = self._choose(layers[min(int(self.depth * len(layers)), len(layers) - 1)])  # [B, T]
+        ids, real = torch.cat(cache.ids, 1), torch.cat(cache.masks, 1).bool()
+        n = ids.shape[1]
+        if torch.equal(chosen, layers[0].valid[:, 0]):  # the whole prompt fits
+            cache.ids, cache.masks = [ids], [real]
+            return
+        order = real.to(torch.uint8).argsort(dim=1, stable=True)[:, n - chosen.shape[1] :]  # padding first
+        index = chosen.to(torch.uint8).argsort(dim=1, stable=True)[:, chosen.shape[1] - int(chosen.sum(1).max()) :]
+        stays = chosen.gather(1, index)
+        ids = ids.gather(1, order.gather(1, index))
+        tokens = layers[0].tokens[:, None]
+        positions = (tokens + stays.long().flip(1).cumsum(1).flip(1).neg()).clamp(min=0)
+        shorter = CompressedCache(model, traces=cache.traces)
+        how = {"attention_mask": stays.long(), "position_ids": positions, "past_key_values": shorter}
+        model(input_ids=ids, **how, logits_to_keep=1)
+        places = None if layers[0].positions is None else layers[0].positions.view[:, 0].gather(1, index)
+        cache.replace_by(shorter, places)
+        cache.ids, cache.masks = [ids], [stays]
+
+    def _choose(self, layer: KVLayer) -> Tensor:
+        """bool [B, T], right-packed as the layer's rows are: the tokens that stay, the last one among them."""
+        seen = layer.seen_by(layer.queries, layer.asked)
+        got = seen.attention(1).sum((1, 2, 3))  # [B, T]
+        valid = seen.valid[:, 0]
+        last = torch.zeros_like(valid)
+        last[:, -1] = True
+        got = avg_pool1d(got, self.pool, stride=1, padding=self.pool // 2)
+        got = got.masked_fill(last, torch.inf).masked_fill(~valid, -torch.inf)
+        rank = got.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+        return (rank < self.target(layer.tokens)[:, None]) & valid

@@ -1,0 +1,129 @@
+"""GemFilter's cache is that of a shorter prompt, of the tokens that one layer chose; against the same written out."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import avg_pool1d
+from torch.testing import assert_close
+
+from compress import METHODS, apply
+from compress.kv import attach, attached
+from compress.kv.eviction.gemfilter import GemFilter
+from compress.recipe import parse_recipe
+
+NEAR = {"rtol": 1e-3, "atol": 1e-4}
+HALF = GemFilter(budget=0.5, depth=0.5, pool=3)
+
+
+def read(model, cache, ids, mask=None) -> Tensor:
+    """Logits of a pass over further tokens; mask: of all tokens."""
+    mask = torch.ones(len(ids), cache.get_seq_length() + ids.shape[1], dtype=torch.long) if mask is None else mask
+    at = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    return model(ids, attention_mask=mask, position_ids=at, past_key_values=cache).logits
+
+
+def chosen_tokens(model, ids: Tensor, layer: int, count: int) -> Tensor:
+    """Indices of the tokens of one row, by attention as transformers writes it out."""
+    eager = copy.deepcopy(model)
+    eager.set_attn_implementation("eager")
+    got = eager(ids, output_attentions=True).attentions[layer][:, :, -1].sum(1)  # [1, T]
+    got = avg_pool1d(got, 3, stride=1, padding=1)[0]
+    got[-1] = torch.inf
+    return got.topk(count).indices.sort().values
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2_moe"])
+def test_what_follows_is_as_behind_the_chosen_tokens_alone(tiny, tokens, architecture):
+    """Also with their positions from 0 on, as the paper has them: rotary attention knows only distances."""
+    model, (prompt, more) = tiny(architecture), tokens(2, 40)
+    index = chosen_tokens(model, prompt, 1, 20)
+    expected = model(torch.cat([prompt[:, index], more], 1)).logits[:, 20:]
+    with attached(model, [HALF]) as attachment:
+        cache = attachment.cache(traces=True)
+        whole = read(model, cache, prompt)
+        assert_close(read(model, cache, more[:, :1]), expected[:, :1], **NEAR)
+        assert {int(n) for layer in cache.own for n in layer.lengths.flatten()} == {21}
+        for layer in cache.own:
+            assert all(torch.equal(row[:20].long(), index) for row in layer.kept_positions()[0])
+        for at in range(1, 8):
+            assert_close(read(model, cache, more[:, at : at + 1]), expected[:, at : at + 1], **NEAR)
+        assert cache.get_seq_length() == 48
+    assert_close(whole, model(prompt).logits, **NEAR)
+
+
+def test_a_batch_is_its_rows(tiny, tokens):
+    model, ids = tiny("llama"), torch.cat(tokens(2, 40))
+    mask = torch.ones(2, 40, dtype=torch.long)
+    mask[1, :9] = 0
+    following = torch.tensor([[5], [7]])
+    with attached(model, [HALF]) as attachment:
+        cache = attachment.cache(traces=True)
+        read(model, cache, ids, mask)
+        together = read(model, cache, following, torch.cat([mask, mask[:, -1:]], 1))
+        assert [int(n) for n in cache.own[0].lengths[:, 0]] == [21, 17]  # half of 31, rounded to even, and the new one
+        for row, begin in enumerate((0, 9)):
+            alone = attachment.cache(traces=True)
+            read(model, alone, ids[row : row + 1, begin:])
+            assert_close(together[row : row + 1], read(model, alone, following[row : row + 1]), **NEAR)
+            for a, b in zip(cache.own, alone.own, strict=True):
+                assert torch.equal(a.kept_positions()[row][0], b.kept_positions()[0][0])
+
+
+@pytest.mark.parametrize("traces", [False, True])
+def test_an_observing_cache_is_compressed_as_if_the_policy_had_been_there(tiny, tokens, traces):
+    model, (prompt,) = tiny("llama"), tokens(1, 40)
+    storage = METHODS["kv_int"](bits=8)
+    with attached(model) as attachment:
+        observed = attachment.cache(observes=True, traces=traces)
+        read(model, observed, prompt)
+        for budget in (0.5, 0.25, 7):
+            policy = GemFilter(budget=budget, depth=0.5, pool=3)
+            made = observed.compressed(policy, storage)
+            with attached(model, [policy, storage]) as other:
+                cache = other.cache(traces=traces)
+                read(model, cache, prompt)
+            following = torch.tensor([[5]])
+            assert_close(read(model, made, following), read(model, cache, following), **NEAR)
+            assert (
+                made.own[0].slabs[0].precision.bits == 8 and made.own[0].length == policy.target(torch.tensor(40)) + 1
+            )
+
+
+def test_a_further_turn_chooses_anew_among_what_was_kept(tiny, tokens):
+    """Of the second prompt, and of the reply between them, too; a prompt within the budget stays as it is."""
+    model, (prompt, reply, further) = tiny("llama"), tokens(3, 12)
+    policy = GemFilter(budget=10, depth=0.5, pool=3)
+    with attached(model, [policy]) as attachment:
+        cache = attachment.cache(traces=True)
+        read(model, cache, prompt)
+        first = cache.own[0].kept_positions()[0][0].long()
+        for at in range(3):
+            read(model, cache, reply[:, at : at + 1])
+        read(model, cache, further)
+        kept = cache.own[0].kept_positions()[0][0].long()
+        assert len(first) == len(kept) == 10 and set(kept.tolist()) <= {*first.tolist(), *range(12, 27)}
+        text = torch.cat([prompt, reply[:, :3], further], 1)
+        expected = model(torch.cat([text[:, kept], torch.tensor([[5]])], 1)).logits[:, -1:]
+        assert_close(read(model, cache, torch.tensor([[5]])), expected, **NEAR)
+        short = attachment.cache()
+        read(model, short, prompt[:, :8])
+        assert short.own[0].length == 8 and [len(ids[0]) for ids in short.ids] == [8]
+
+
+def test_a_recipe_generates(tiny, tokens):
+    (prompt,) = tokens(1, 24)
+    model = apply(parse_recipe("gemfilter(budget=0.5), kv_int(bits=8)"), tiny("gemma2")).model
+    with torch.no_grad():
+        text = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False)
+    assert text.shape == (1, 32)
+
+
+def test_bad_input_is_refused(tiny):
+    with pytest.raises(ValueError, match=r"`pool` \(=4\) of gemfilter must be odd, such as 5"):
+        GemFilter(pool=4)
+    with pytest.raises(ValueError, match="`allocation` .='ada'. of gemfilter must be one of uniform"):
+        GemFilter(allocation="ada")
+    with pytest.raises(ValueError, match="needs rotary ones, and GPT2LMHeadModel has none; snapkv would do"):
+        attach(tiny("gpt2"), [GemFilter()])
