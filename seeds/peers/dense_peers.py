@@ -23,7 +23,7 @@ from compare_gptq import BITS, gptq_weights, load_tensors, with_gptqmodel, with_
 from safetensors.torch import save_file
 from torch import Tensor
 
-LARGEST_LOSS = 0.15  # nats per token over the original's: 4 bits cost about 0.1; more is a wrongly read format
+LARGEST_LOSS = 0.3  # nats per token over the original's: 4 bits cost 0.05 to 0.2; more is a wrongly read format
 CHECKED = 4  # calibration windows
 
 

@@ -273,6 +273,7 @@ def test_tokenizers_come_back_through_transformers(pre, tiny, tmp_path):
     fields = gguf.GGUFReader(file).fields
     assert fields["tokenizer.ggml.pre"].contents() == pre
     assert len(fields["tokenizer.ggml.tokens"].contents()) == model.config.vocab_size
+    assert fields["tokenizer.ggml.token_type"].types[-1] == gguf.GGUFValueType.INT32, "llama.cpp takes no other"
     again = PreTrainedTokenizerFast.from_pretrained(tmp_path, gguf_file=file.name)
     same = [tokenizer(text).input_ids == again(text).input_ids for text in TEXT]
     said = any("splits" in remark for remark in verified.remarks)

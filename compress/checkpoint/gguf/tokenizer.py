@@ -177,7 +177,8 @@ def _kinds(part: dict[str, Any] | None) -> list[str]:
 
 def _typed(value: Any) -> tuple[Any, GGUFValueType, GGUFValueType | None]:
     if isinstance(value, list):
-        return value, GGUFValueType.ARRAY, _typed(value[0])[1] if value else GGUFValueType.STRING
+        inner = _typed(value[0])[1] if value else GGUFValueType.STRING
+        return value, GGUFValueType.ARRAY, GGUFValueType.INT32 if inner == GGUFValueType.UINT32 else inner
     if isinstance(value, bool):
         return value, GGUFValueType.BOOL, None
     if isinstance(value, int):
