@@ -183,13 +183,19 @@ def type_name(wanted: Any) -> str:
 
 
 def parse_value(text: str, wanted: Any) -> Any:
-    """A value given as text on a command line, as the declared type reads it; the text itself where it does not fit."""
+    """A value given as text on a command line, as the declared type reads it; the text itself where it does not fit.
+
+    A list may be written as JSON, or as its values between commas, with or without brackets.
+    """
     if wanted is str:
         return text
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         value = {"True": True, "False": False, "None": None}.get(text, text)
+    if typing.get_origin(wanted) is list and not isinstance(value, list):
+        inside = text.strip().removeprefix("[").removesuffix("]")
+        value = [parse_value(part.strip(), typing.get_args(wanted)[0]) for part in inside.split(",") if part.strip()]
     return _typed(value, wanted) if _fits(value, wanted) else text
 
 

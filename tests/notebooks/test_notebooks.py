@@ -512,6 +512,10 @@ def test_values_from_a_command_line():
     assert parse_value("1", float) == 1.0 and type(parse_value("1", float)) is float
     assert parse_value("true", bool) is True and parse_value("False", bool) is False
     assert parse_value("null", int | None) is None and parse_value("x", int) == "x"
+    for text in ('["a", "b"]', "[a, b]", "a,b", "a, b"):
+        assert parse_value(text, list[str]) == ["a", "b"]
+    assert parse_value("1024", list[int]) == [1024] and parse_value("0.5, 1", list[float]) == [0.5, 1.0]
+    assert parse_value("[]", list[int]) == [] == parse_value("", list[str]) and parse_value("1, x", list[int]) == "1, x"
 
 
 def test_injected_cells_are_found():
