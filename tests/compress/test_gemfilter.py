@@ -1,6 +1,6 @@
 """GemFilter's cache is that of a shorter prompt, of the tokens that one layer chose; against the same written out."""
 
-import copy
+import sys
 
 import pytest
 import torch
@@ -24,21 +24,26 @@ def read(model, cache, ids, mask=None) -> Tensor:
     return model(ids, attention_mask=mask, position_ids=at, past_key_values=cache).logits
 
 
-def chosen_tokens(model, ids: Tensor, layer: int, count: int) -> Tensor:
-    """Indices of the tokens of one row, by attention as transformers writes it out."""
-    eager = copy.deepcopy(model)
-    eager.set_attn_implementation("eager")
-    got = eager(ids, output_attentions=True).attentions[layer][:, :, -1].sum(1)  # [1, T]
+def chosen_tokens(model, monkeypatch, ids: Tensor, layer: int, count: int) -> Tensor:
+    """Indices of the tokens of one row, by what transformers' own rotation gives a layer's attention."""
+    where, turned = sys.modules[type(model).__module__], []
+    rotate = where.apply_rotary_pos_emb
+    with monkeypatch.context() as patch:
+        patch.setattr(where, "apply_rotary_pos_emb", lambda *args: turned.append(rotate(*args)) or turned[-1])
+        model(ids)
+    q, k = turned[layer]
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    got = (q[0, :, -1:] @ k[0].mT).sum(0)  # [1, T]
     got = avg_pool1d(got, 3, stride=1, padding=1)[0]
     got[-1] = torch.inf
     return got.topk(count).indices.sort().values
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2_moe"])
-def test_what_follows_is_as_behind_the_chosen_tokens_alone(tiny, tokens, architecture):
+def test_what_follows_is_as_behind_the_chosen_tokens_alone(tiny, tokens, monkeypatch, architecture):
     """Also with their positions from 0 on, as the paper has them: rotary attention knows only distances."""
     model, (prompt, more) = tiny(architecture), tokens(2, 40)
-    index = chosen_tokens(model, prompt, 1, 20)
+    index = chosen_tokens(model, monkeypatch, prompt, 1, 20)
     expected = model(torch.cat([prompt[:, index], more], 1)).logits[:, 20:]
     with attached(model, [HALF]) as attachment:
         cache = attachment.cache(traces=True)

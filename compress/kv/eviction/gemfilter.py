@@ -16,21 +16,22 @@ from compress.method import knob
 
 @dataclass(frozen=True, kw_only=True)
 class GemFilter(Policy):
-    """Reads the prompt anew with the tokens alone to which its last token attends most in one early layer.
+    """Reads the prompt anew with those tokens alone that one layer chooses by the last query of the prompt.
 
-    All layers and heads keep the same tokens, which know nothing of those that are gone: the cache is that of a shorter
-    prompt. The kept tokens get the positions directly before those of the text that follows, which gives rotary
-    attention what the paper's positions from 0 on give it. The paper stops its first pass at the layer that chooses,
-    which makes prefill shorter; here the prompt is read in full before, so that its next token is the whole prompt's.
-    Layers with a sliding window keep what they had.
+    It chooses by the products of the last query and all keys, summed over heads, without a softmax, and averaged over
+    neighbours. All layers and heads keep the same tokens, which know nothing of those that are gone: the cache is that
+    of a shorter prompt. The kept tokens get the positions directly before those of the text that follows, which gives
+    rotary attention what the paper's positions from 0 on give it. The paper stops its first pass at the layer that
+    chooses, which makes prefill shorter; here the prompt is read in full before, so that its next token is the whole
+    prompt's. Layers with a sliding window keep what they had.
 
     Which layer chooses well is a property of the model: the paper takes 13 of 32 of Llama 3.1 8B; of SmolLM2-135M the
-    21st of 30 finds numbers in a context of 1,024 tokens, and those 3 layers before and behind it find few or none.
+    22nd of 30 finds 4 of 4 numbers in 1,024 tokens, where those at a depth of 0.2 to 0.4 find none and 0.5 and 0.6 two.
     """
 
     allocation: str = knob("uniform", "every head of every layer keeps the same tokens", choices=("uniform",))
     depth: float = knob(0.7, "the layer that chooses, as a share of all layers", range=(0.0, 1.0))
-    pool: int = knob(5, "positions over which attention is averaged; odd", range=(1, 101))
+    pool: int = knob(5, "positions over which the products are averaged; odd", range=(1, 101))
 
     name = "gemfilter"
     source = "Shi et al. 2024, arXiv:2409.17422, algorithm 1"
@@ -78,11 +79,12 @@ class GemFilter(Policy):
     def _choose(self, layer: KVLayer) -> Tensor:
         """bool [B, T], right-packed as the layer's rows are: the tokens that stay, the last one among them."""
         seen = layer.seen_by(layer.queries, layer.asked)
-        got = seen.attention(1).sum((1, 2, 3))  # [B, T]
+        query = seen.queries[:, :, -1].unflatten(1, (seen.keys.shape[1], -1)).sum(2)  # [B, H_kv, D]
+        got = torch.einsum("bhd,bhtd->bt", query.float(), seen.keys.float())
         valid = seen.valid[:, 0]
         last = torch.zeros_like(valid)
         last[:, -1] = True
-        got = avg_pool1d(got, self.pool, stride=1, padding=self.pool // 2)
+        got = avg_pool1d(got.masked_fill(~valid, 0), self.pool, stride=1, padding=self.pool // 2)
         got = got.masked_fill(last, torch.inf).masked_fill(~valid, -torch.inf)
         rank = got.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
         return (rank < self.target(layer.tokens)[:, None]) & valid
