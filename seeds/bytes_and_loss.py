@@ -1,4 +1,4 @@
-"""Bytes of the whole model against perplexity, KL and tasks: recipes of the workbench beside models of other tools.
+"""Bytes of the whole model against perplexity, KL, tasks and speed: recipes of the workbench, models of other tools.
 
     python seeds/bytes_and_loss.py --out bytes.json "gptq(bits=4, group_size=32)" \\
         "gptq(bits=4, group_size=32, grid=iq4_nl, scale_dtype=int6), rtn(bits=6, group_size=32, where=embedding)" \\
@@ -9,21 +9,27 @@ Recipes are calibrated on C4, and their models are kept in `--keep` for later ru
 with a dense float32 checkpoint and a `peer.json` (name, bytes, seconds), as seeds/peers makes them. Texts are scored in
 float32 and tasks in bfloat16, with dequantised weights and by the same code for all; activations and caches are rounded
 where a recipe says so. Bytes of a recipe are those of its
-model cast to bfloat16. The record is written after every few models and continued where it is there already.
+model cast to bfloat16. With `--speed-rounds`, recipes are timed in turns with the uncompressed model, and GGUF files by
+llama-bench after them; other tools' folders are dense, and are not timed. The record is written after every few models
+and continued where it is there already.
 """
 
 import argparse
 import json
 import re
 import shlex
+import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
+sys.path.append(str(Path(__file__).with_name("peers")))
 import torch
+from compare_speed import llama_bench, tensor_bytes
 from torch import nn
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM
@@ -36,6 +42,7 @@ from compress.recipe import parse_recipe
 from eval.machine.size import size
 from eval.run_record import provenance
 from eval.speed.deploy import cast
+from eval.speed.speed import contestants, measure_speed, quartiles
 from eval.tasks.tasks import answer_tasks
 from eval.text.divergence import compare_on_text
 
@@ -47,7 +54,8 @@ class Row:
     """What was measured of one model.
 
     seconds: to compress. is_recipe: of this workbench, not of another tool. perplexity, kl: {text: (value, standard
-    error)}. tasks: {task: what `eval.tasks.paired.compare` says of it beside the baseline}.
+    error)}. tasks: {task: what `eval.tasks.paired.compare` says of it beside the baseline}. decode: tokens per second,
+    the median and the first and third quartile of the rounds; execution: how.
     """
 
     bytes: int
@@ -56,6 +64,8 @@ class Row:
     perplexity: dict[str, Sequence[float]] = field(default_factory=dict)
     kl: dict[str, Sequence[float]] = field(default_factory=dict)
     tasks: dict[str, dict] = field(default_factory=dict)
+    decode: Sequence[float] = ()
+    execution: str = ""
 
 
 @dataclass
@@ -109,7 +119,7 @@ class Bench:
                     self.sized[name] = recipe, megabytes
                     rows.setdefault(name, Row(stored_bytes(resize(model, megabytes)), rows[recipe].seconds))
         for name, path in self.others.items():
-            about = json.loads((path / "peer.json").read_text()) if path.is_dir() else {"bytes": path.stat().st_size}
+            about = json.loads((path / "peer.json").read_text()) if path.is_dir() else {"bytes": tensor_bytes(path)}
             rows.setdefault(name, Row(about["bytes"], about.get("seconds"), is_recipe=False))
 
     def batches(self) -> list[torch.Tensor]:
@@ -164,6 +174,27 @@ class Bench:
         for task, compared in scores.compared["model"].items():
             self.record.rows[name].tasks[task] = compared
 
+    def time_recipes(self) -> None:
+        """Decoding of the uncompressed model and of every recipe, in turns."""
+        given, rows = self.given, self.record.rows
+        models = {BASELINE: self.baseline}
+        models |= {name: load_compressed(self.folder(name), dtype=torch.bfloat16) for name in given.recipes}
+        how = {"prompt_tokens": given.prompt_tokens, "new_tokens": given.new_tokens, "rounds": given.speed_rounds}
+        for name, speed in measure_speed(contestants(models), **how).items():
+            rows[name].decode = speed.decode_tokens_per_s, *speed.decode_quartiles
+            rows[name].execution = speed.execution
+
+    def time_files(self) -> None:
+        """Decoding of the GGUF files by llama-bench, one after another."""
+        given = self.given
+        lengths = {"prompt_tokens": given.prompt_tokens, "new_tokens": given.new_tokens}
+        how = {**lengths, "repeats": given.speed_rounds, "threads": torch.get_num_threads()}
+        for name, path in self.others.items():
+            if path.suffix == ".gguf":
+                speeds = llama_bench(given.environments, path, **how)
+                self.record.rows[name].decode = statistics.median(speeds), *quartiles(speeds)
+                self.record.rows[name].execution = "llama-bench"
+
 
 def stored_bytes(model: nn.Module) -> int:
     """Of the whole model, its floats in 16 bits."""
@@ -197,6 +228,10 @@ def measure(given: argparse.Namespace, record: Record) -> None:
         if set(given.tasks) - set(record.rows[name].tasks):
             bench.score_tasks(name)
             record.write(given.out)
+    if given.speed_rounds:
+        bench.time_recipes()
+        bench.time_files()
+        record.write(given.out)
 
 
 def table(record: Record) -> str:
@@ -204,8 +239,9 @@ def table(record: Record) -> str:
     texts = record.settings["texts"]
     tasks = list(dict.fromkeys(task for row in record.rows.values() for task in row.tasks))
     shown = [task.removesuffix("_local") for task in tasks]
-    columns = ["model", "MB", *(x for text in texts for x in (text, f"KL, {text}")), *shown]
-    lines = [columns + ["recovery"] * bool(tasks) + ["seconds"]]
+    columns = ["model", "MB", *(x for text in map(titled, texts) for x in (text, f"KL, {text}")), *shown]
+    is_timed = any(row.decode for row in record.rows.values())
+    lines = [columns + ["recovery"] * bool(tasks) + ["decode, tokens/s"] * is_timed + ["seconds"]]
     lines.append(["---"] + ["---:"] * (len(lines[0]) - 1))
     accuracies = {task: one["baseline"] for row in record.rows.values() for task, one in row.tasks.items()}
     for name, row in sorted(record.rows.items(), key=lambda item: (item[0] != BASELINE, item[1].bytes)):
@@ -222,8 +258,14 @@ def table(record: Record) -> str:
         else:
             cells += [f"{row.tasks[task]['value']:.1%}" if task in row.tasks else "–" for task in tasks]
             cells += [recovery_of(row.tasks) if tasks and set(row.tasks) == set(tasks) else "–"] * bool(tasks)
+        cells += ["{:.0f} ({:.0f} to {:.0f})".format(*row.decode) if row.decode else "–"] * is_timed
         lines.append([*cells, "–" if row.seconds is None else f"{row.seconds:.0f}"])
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def titled(text: str) -> str:
+    """What a text is called: the folder of a file, else its name."""
+    return Path(text).parent.name if Path(text).suffix else text
 
 
 def with_change(value: Sequence[float] | None, base: Sequence[float] | None) -> str:
@@ -245,26 +287,32 @@ def recovery_of(tasks: dict[str, dict]) -> str:
 def page(record: Record, command: str, picture: str) -> str:
     """The published note."""
     s, about = record.settings, record.provenance
-    scored = ", ".join(f"{n} of {text}" for text, n in zip(s["texts"], s["windows"], strict=True))
+    scored = ", ".join(f"{n} of {titled(text)}" for text, n in zip(s["texts"], s["windows"], strict=True))
     lines = [
-        f"## Bytes and loss of {s['model']}: recipes of this workbench, and models of other tools",
+        f"## Bytes and loss of {Path(s['model']).name}: recipes of this workbench, and models of other tools",
         "",
         f"Measured on {time.strftime('%Y-%m-%d')} on {about['hardware']['cpu']}, threads: {about['threads']}.",
         "",
         *("```", command, "```", ""),
-        f"All are calibrated on {s['samples']} × {s['seqlen']} tokens of {s['corpus']}. One scorer takes the"
+        f"All are calibrated on {s['samples']} × {s['seqlen']} tokens of {titled(s['corpus'])}. One scorer takes the"
         f" dequantised weights of every model, in float32, on windows of {s['window']} tokens: {scored}. Activations"
         " and caches are rounded where a recipe says so, and only there. KL is from the uncompressed model, in nats per"
-        " token. Bytes are those of the whole model. Rows in code type are recipes of this workbench; their seconds"
-        " are what it took to compress the model."
+        " token. Bytes are those of the whole model without its tokenizer. Rows in code type are recipes of this"
+        " workbench; their seconds are what it took to compress the model."
         + (
             f" Tasks: zero-shot accuracy on the first {s['limit']} questions of each, in bfloat16; recovery is the mean"
             " share of the uncompressed model's accuracy."
             if s["tasks"]
             else ""
+        )
+        + (
+            f" Decode: {s['new_tokens']} tokens after {s['prompt_tokens']} in bfloat16, one sequence, the median and"
+            " quartiles of the rounds of recipes, which ran in turns, and of the repetitions of llama-bench after them."
+            if any(row.decode for row in record.rows.values())
+            else ""
         ),
         "",
-        f"![Bytes of the whole model against perplexity and KL on {s['texts'][0]}]({picture})",
+        f"![Bytes of the whole model against perplexity and KL on {titled(s['texts'][0])}]({picture})",
         "",
         table(record),
     ]
@@ -272,33 +320,46 @@ def page(record: Record, command: str, picture: str) -> str:
 
 
 def draw(record: Record, path: Path) -> None:
-    """Bytes against perplexity and against KL on the first text, ours and others."""
+    """Bytes against perplexity and KL on the first text, and against decode speed where that was measured."""
     import matplotlib.pyplot as plt
 
     text = record.settings["texts"][0]
-    figure, panels = plt.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
-    base = record.rows[BASELINE].perplexity[text][0]
-    for axes, what in zip(panels, ("perplexity", "kl"), strict=True):
+    shown: dict[str, Callable[[Row], float | None]] = {
+        f"perplexity on {titled(text)}": lambda row: row.perplexity.get(text, (None,))[0],
+        f"KL, nats per token, on {titled(text)}": lambda row: row.kl.get(text, (None,))[0],
+    }
+    if any(row.decode for row in record.rows.values()):
+        shown["decode, tokens per second"] = lambda row: row.decode[0] if row.decode else None
+    figure, panels = plt.subplots(1, len(shown), figsize=(5.5 * len(shown), 4.2), constrained_layout=True)
+    for axes, (what, value_of) in zip(panels, shown.items(), strict=True):
         for ours, label, mark in ((True, "workbench", "o"), (False, "other tools", "s")):
-            rows = {n: r for n, r in record.rows.items() if n != BASELINE and r.is_recipe == ours and text in r.kl}
-            points = sorted((row.bytes / 1e6, getattr(row, what)[text][0], name) for name, row in rows.items())
+            rows = {n: r for n, r in record.rows.items() if n != BASELINE and r.is_recipe == ours}
+            found = {name: value_of(row) for name, row in rows.items()}
+            points = sorted((rows[name].bytes / 1e6, y, name) for name, y in found.items() if y is not None)
             axes.plot([p[0] for p in points], [p[1] for p in points], mark, label=label)
             for x, y, name in points:
                 short = name.removeprefix("llama.cpp ").partition(",")[0].replace("(bits=", " ").strip(")")
                 up = -13 if ours else 7
                 axes.annotate(short, (x, y), fontsize=7, ha="center", xytext=(0, up), textcoords="offset points")
-        axes.set_yscale("log")
-        values = [value for line in axes.lines for value in line.get_ydata()]
-        low, high = min(values), max(values)
-        ticks = [float(f"{low * (high / low) ** (i / 5):.3g}") for i in range(6)]
-        axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-        axes.minorticks_off()
+        if "decode" not in what:
+            ticks_in_steps(axes, [value for line in axes.lines for value in line.get_ydata()])
+        baseline = value_of(record.rows[BASELINE])
+        if baseline is not None:
+            axes.axhline(baseline, color="gray", linewidth=0.8, label="16 bits")
         axes.set_xlabel("MB of the whole model")
-        axes.set_ylabel(f"{'perplexity' if what == 'perplexity' else 'KL, nats per token,'} on {text}")
+        axes.set_ylabel(what)
         axes.margins(x=0.1, y=0.12)
-    panels[0].axhline(base, color="gray", linewidth=0.8, label="16 bits")
     panels[0].legend()
     figure.savefig(path, metadata={"Date": None})
+
+
+def ticks_in_steps(axes: Any, values: list[float]) -> None:
+    """A logarithmic axis whose six ticks lie evenly between the lowest and the highest value."""
+    low, high = min(values), max(values)
+    axes.set_yscale("log")
+    ticks = [float(f"{low * (high / low) ** (i / 5):.3g}") for i in range(6)]
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
 
 
 def main() -> None:
@@ -317,6 +378,11 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="*", default=[], help="of lm-eval, by which models are scored, too")
     parser.add_argument("--limit", type=int, default=1000, help="questions of each task")
     parser.add_argument("--batch-size", type=int, default=1, help="texts of a task at a time")
+    parser.add_argument("--speed-rounds", type=int, default=0, help="of decoding; 0: nothing is timed")
+    parser.add_argument("--prompt-tokens", type=int, default=512, help="read before tokens are decoded")
+    parser.add_argument("--new-tokens", type=int, default=64, help="decoded in a round")
+    environments = "folder of `make interop`, for llama-bench"
+    parser.add_argument("--environments", type=Path, default=Path(".venv-interop"), help=environments)
     parser.add_argument("--at-once", type=int, default=4, help="models in memory, which share the baseline's pass")
     parser.add_argument("--keep", type=Path, default=Path("runs/bytes"), help="folder of compressed models and answers")
     parser.add_argument("--out", type=Path, help="file for the JSON record")
@@ -324,7 +390,19 @@ def main() -> None:
     given = parser.parse_args()
     for recipe in given.recipes:
         parse_recipe(recipe)
-    fixed = ("model", "corpus", "samples", "seqlen", "texts", "window", "windows", "tasks", "limit")
+    fixed = (
+        "model",
+        "corpus",
+        "samples",
+        "seqlen",
+        "texts",
+        "window",
+        "windows",
+        "tasks",
+        "limit",
+        "prompt_tokens",
+        "new_tokens",
+    )
     settings = {key: getattr(given, key) for key in fixed}
     command = shlex.join(["python", "seeds/bytes_and_loss.py", *sys.argv[1:]])
     record = Record(settings, provenance(command, "cpu", "float32", "float32"), {})

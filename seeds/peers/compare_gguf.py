@@ -68,21 +68,26 @@ def source_file(folder: Path, model_name: str) -> Path:
     return work.checkpoint_file(target)
 
 
-def made(folder: Path, model_name: str, corpus: str, samples: int, recipe: str) -> Path:
+def made(options: argparse.Namespace, folder: Path, model_name: str, recipe: str) -> Path:
     """The GGUF file of a recipe of ours."""
-    target = folder / f"ours-{samples}-{re.sub('[^a-z0-9]+', '-', recipe.lower()).strip('-')}"
+    target = folder / f"ours-{options.samples}-{re.sub('[^a-z0-9]+', '-', recipe.lower()).strip('-')}"
     if not target.is_dir():
         model, tokenizer = load_model(model_name)
-        batches = calibration(tokenizer, corpus=corpus, samples=samples, seqlen=work.SEQLEN)
+        batches = calibration(tokenizer, **calibrated(options))
         save_compressed(apply(parse_recipe(recipe), model, batches), target, tokenizer, save_format="gguf")
     return work.checkpoint_file(target)
 
 
-def calibration_text(folder: Path, model_name: str, corpus: str, samples: int) -> Path:
+def calibrated(options: argparse.Namespace) -> dict[str, str | int]:
+    """The tokens for our recipes and for the importance matrix."""
+    return {"corpus": options.calibration, "samples": options.samples, "seqlen": options.seqlen}
+
+
+def calibration_text(options: argparse.Namespace, folder: Path, model_name: str) -> Path:
     """The text of the calibration windows of our recipes."""
     _, tokenizer = load_model(model_name)
-    batches = calibration(tokenizer, corpus=corpus, samples=samples, seqlen=work.SEQLEN)
-    path = folder / f"calibration-{samples}.txt"
+    batches = calibration(tokenizer, **calibrated(options))
+    path = folder / f"calibration-{options.samples}.txt"
     path.write_text("\n\n".join(tokenizer.decode(batch[0], skip_special_tokens=True) for batch in batches))
     return path
 
@@ -92,8 +97,8 @@ def quantised(options: argparse.Namespace, folder: Path, model_name: str) -> dic
     source = source_file(folder, model_name)
     matrix = folder / f"importance-{options.samples}.gguf"
     if not matrix.is_file():
-        text = calibration_text(folder, model_name, options.calibration, options.samples)
-        program(options, "llama-imatrix", "-m", source, "-f", text, "-o", matrix, "-c", str(work.SEQLEN))
+        text = calibration_text(options, folder, model_name)
+        program(options, "llama-imatrix", "-m", source, "-f", text, "-o", matrix, "-c", str(options.seqlen))
     files = {}
     for kind in options.types:
         files[f"llama.cpp {kind}, importance matrix"] = file = folder / f"{kind}-{options.samples}.gguf"
@@ -169,7 +174,7 @@ def table(rows: list[File], options: argparse.Namespace) -> str:
         shown,
         "```",
         "",
-        f"The importance matrix is from the {options.samples} × {work.SEQLEN} tokens that calibrated our recipes."
+        f"The importance matrix is from the {options.samples} × {options.seqlen} tokens that calibrated our recipes."
         " The scorer is the same for all: a file's weights through gguf's decoder, float32, activations not rounded,"
         f" windows of {options.window} tokens: {scored}. Bytes are those of the whole model. Speeds are llama-bench's"
         f" medians of {options.rounds}: {work.SPEED_TOKENS} tokens after {work.SPEED_PROMPT}.",
@@ -195,7 +200,8 @@ def main() -> None:
     parser.add_argument("--environments", type=Path, default=Path(".venv-interop"))
     parser.add_argument("--work", type=Path, default=Path("runs/interop"))
     parser.add_argument("--types", nargs="+", default=TYPES, help="of llama-quantize")
-    parser.add_argument("--samples", type=int, default=work.SAMPLES, help=f"calibration windows of {work.SEQLEN}")
+    parser.add_argument("--samples", type=int, default=work.SAMPLES, help="calibration windows")
+    parser.add_argument("--seqlen", type=int, default=work.SEQLEN, help="tokens in each")
     parser.add_argument("--texts", nargs="+", default=["wikitext2"], help="to score on")
     parser.add_argument("--windows", type=int, nargs="+", default=[work.WINDOWS], help="of each text")
     parser.add_argument("--window", type=int, default=work.WINDOW)
@@ -217,7 +223,7 @@ def main() -> None:
             there = {r: options.work / model / work.FOLDERS[r] / "gguf" for r in OURS}
             files |= {f"`{recipe}`": work.checkpoint_file(place) for recipe, place in there.items()}
         for recipe in options.make:
-            files[f"`{recipe}`"] = made(folder, model, options.calibration, options.samples, recipe)
+            files[f"`{recipe}`"] = made(options, folder, model, recipe)
         files |= {file.stem: file for file in options.ours or ()}
         source = source_file(folder, model)
         shell = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)

@@ -15,6 +15,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import gguf
 import torch
 from interop_environments import environment_variables
 
@@ -43,7 +44,7 @@ TYPES = ("F16", "Q8_0", "Q4_0", "IQ4_NL", "IQ4_XS")
 
 @dataclass
 class Row:
-    """One contestant: its bytes, and the decoded tokens per second of each round."""
+    """One contestant: its bytes without the tokenizer, and the decoded tokens per second of each round."""
 
     name: str
     nbytes: int
@@ -75,27 +76,21 @@ def ours(model_name: str, recipe: str, prompt_tokens: int, new_tokens: int) -> t
     return variant, size(variant.model).stored_bytes
 
 
-def llama_bench(options: argparse.Namespace, file: Path) -> float:
-    """Tokens per second that llama-bench decodes after the prompt, the median of its repetitions."""
-    place = (options.environments / "llamacpp").absolute()
-    what = [
-        "-p",
-        "0",
-        "-n",
-        options.new_tokens,
-        "-d",
-        options.prompt_tokens,
-        "-r",
-        options.repeats,
-        "-t",
-        options.threads,
-        "-o",
-        "json",
-    ]
-    command = [place / "build" / "bin" / "llama-bench", "-m", file, *what]
-    variables = environment_variables(place, options.threads)
+def tensor_bytes(file: Path) -> int:
+    """Of a GGUF file without its tokenizer, which other formats keep beside the weights."""
+    return sum(int(tensor.n_bytes) for tensor in gguf.GGUFReader(file).tensors)
+
+
+def llama_bench(
+    environments: Path, file: Path, *, prompt_tokens: int, new_tokens: int, repeats: int, threads: int
+) -> list[float]:
+    """Tokens per second that llama-bench decodes after the prompt, of each repetition."""
+    place = (environments / "llamacpp").absolute()
+    what = {"-p": 0, "-n": new_tokens, "-d": prompt_tokens, "-r": repeats, "-t": threads, "-o": "json"}
+    command = [place / "build" / "bin" / "llama-bench", "-m", file, *(part for pair in what.items() for part in pair)]
+    variables = environment_variables(place, threads)
     done = subprocess.run([str(part) for part in command], env=variables, capture_output=True, text=True, check=True)
-    return statistics.median(json.loads(done.stdout)[0]["samples_ts"])
+    return json.loads(done.stdout)[0]["samples_ts"]
 
 
 def files(options: argparse.Namespace) -> dict[str, Path]:
@@ -148,13 +143,14 @@ def main() -> None:
         variants[name], nbytes = ours(options.model, OURS[name], options.prompt_tokens, options.new_tokens)
         rows[name] = Row(f"ours, {name}", nbytes)
     theirs = files(options)
-    rows |= {kind: Row(f"llama.cpp {kind}", file.stat().st_size) for kind, file in theirs.items()}
+    rows |= {kind: Row(f"llama.cpp {kind}", tensor_bytes(file)) for kind, file in theirs.items()}
     for _ in range(options.rounds):
         for name, variant in variants.items():
             runs = [serve(variant, options.prompt_tokens, options.new_tokens)[1] for _ in range(options.repeats)]
             rows[name].decode.append(statistics.median(len(seconds) / sum(seconds) for seconds in runs))
         for kind, file in theirs.items():
-            rows[kind].decode.append(llama_bench(options, file))
+            how = {key: getattr(options, key) for key in ("prompt_tokens", "new_tokens", "repeats", "threads")}
+            rows[kind].decode.append(statistics.median(llama_bench(options.environments, file, **how)))
     print(table(list(rows.values()), options))
     print(json.dumps([asdict(row) for row in rows.values()]))
 

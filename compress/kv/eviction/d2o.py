@@ -23,6 +23,9 @@ class D2O(Policy):
     the kept one's own cosine is 1. Rotated keys of distant positions are hardly alike, so merged keys may lie between
     rotations; with `merged=values` keys stay as they are. Layers share the budget by the variance of their attention
     (`allocation=variance`).
+
+    The authors' code differs from their paper, which is followed here: it takes plain means of rows scaled by their
+    cosines, decides for all heads together what is merged, and always keeps the first four tokens.
     """
 
     allocation: str = knob("variance", "how the budget is shared out", choices=(*ALLOCATIONS, *MASS_ALLOCATIONS))
