@@ -184,9 +184,9 @@ def heuristic(w: Trellis, tokens: int) -> dict[str, int]:
 
 
 def candidates(w: Trellis, tokens: int) -> list[dict[str, int]]:
-    """Configurations worth timing, the heuristic's first."""
-    first = heuristic(w, tokens)
-    tiles = ((4, 32), (2, 64), (2, 32), (8, 32), (1, 128))
+    """Configurations worth timing, the heuristic's first; registers hold at most 64 sums a thread."""
+    first, rows = heuristic(w, tokens), triton.next_power_of_2(tokens)
+    tiles = [(g, c) for g, c in ((4, 32), (2, 64), (2, 32), (8, 32), (1, 128)) if 16 * g * c * rows <= 128 * 64]
     others = [_with_parts(w, {"GROUPS": g, "COLUMNS": c, "num_warps": 4}) for g, c in tiles]
     return [first, *(o for o in others if o != first), {**first, "parts": 2 * first["parts"]}]
 
