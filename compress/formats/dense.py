@@ -9,15 +9,19 @@ from kernels.linear import linear
 
 
 class Dense(Format):
-    """Floats [out, in], 16 or 32 bits each."""
+    """Floats [out, in], 16 or 32 bits each.
+
+    Args:
+        pruned: its zeros were made by a pruning method, and have to stay when the weight is stored anew.
+    """
 
     name: ClassVar[str] = "dense"
     follows: ClassVar[tuple[str, ...]] = ("weight",)
     looks_up: ClassVar[bool] = True
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, *, pruned: bool = False) -> None:
         super().__init__()
-        self.shape = tuple(weight.shape)
+        self.shape, self.pruned = tuple(weight.shape), pruned
         self.register_buffer("weight", weight.contiguous())
 
     def dequantize(self) -> Tensor:
@@ -34,13 +38,13 @@ class Dense(Format):
         return self.weight[ids].float()
 
     def spec(self) -> dict[str, Any]:
-        return self.spec_of(self.shape)
+        return self.spec_of(self.shape, pruned=self.pruned)
 
     @classmethod
-    def spec_of(cls, shape: tuple[int, int]) -> dict[str, Any]:
+    def spec_of(cls, shape: tuple[int, int], *, pruned: bool = False) -> dict[str, Any]:
         """The `spec()` of a weight of this shape."""
-        return {"format": cls.name, "shape": list(shape)}
+        return {"format": cls.name, "shape": list(shape), **({"pruned": True} if pruned else {})}
 
     @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "Dense":
-        return cls(tensors["weight"])
+        return cls(tensors["weight"], pruned=spec.get("pruned", False))

@@ -25,7 +25,9 @@ def masked(plain: Format, keep: Tensor, *, two_of_four: bool = False) -> Format:
         return plain
     bits = plain.bits if isinstance(plain, IntGroup) else 16
     gone = 1 - keep.count_nonzero().item() / keep.numel()
-    return Bitmap.from_plain(plain, keep) if bits * gone > 1 else plain
+    if bits * gone > 1:
+        return Bitmap.from_plain(plain, keep)
+    return Dense(plain.weight, pruned=gone > 0) if isinstance(plain, Dense) else plain
 
 
 def masked_spec(plain: dict[str, Any], gone: float, *, two_of_four: bool = False) -> dict[str, Any]:
@@ -33,7 +35,9 @@ def masked_spec(plain: dict[str, Any], gone: float, *, two_of_four: bool = False
     if two_of_four:
         return Sparse24Weight.spec_of(plain)
     packs = plain["format"] in (Dense.name, IntGroup.name)
-    return Bitmap.spec_of(plain) if packs and plain.get("bits", 16) * gone > 1 else plain
+    if packs and plain.get("bits", 16) * gone > 1:
+        return Bitmap.spec_of(plain)
+    return {**plain, "pruned": True} if plain["format"] == Dense.name and gone > 0 else plain
 
 
 def masked_like_spec(before: list[dict[str, Any]], parts: list[dict[str, Any]], gone: float) -> list[dict[str, Any]]:
@@ -56,8 +60,9 @@ def kept_of(parts: Sequence[Format]) -> Tensor | None:
         return None
     if isinstance(parts[0], Bitmap | Sparse24Weight):
         return parts[0].keep()
-    zero = parts[0].weight == 0 if isinstance(parts[0], Dense) else None  # too little of it was 0 for a mask to pay
-    return None if zero is None else ~zero
+    if isinstance(parts[0], Dense) and parts[0].pruned:  # too little of it was 0 for a mask to pay
+        return parts[0].weight != 0
+    return None
 
 
 def masked_like(before: Sequence[Format], parts: list[Format], keep: Tensor) -> list[Format]:

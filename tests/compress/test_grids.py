@@ -17,6 +17,7 @@ from compress.grid.grids import GRIDS, TABLES, Table, make_grid, scale_rule
 from compress.grid.learned import learn_table
 from compress.grid.nearest import rtn
 from compress.linear import CompressedLinear, compressed_linears
+from compress.recipe import parse_recipe
 from compress.walk.hessian import factorise
 from compress.weights.gptq import column_order, gptq
 
@@ -208,6 +209,15 @@ def test_pruned_weights_need_a_zero(tiny, tokens):
         apply([pruned, METHODS["gptq"](scale_dtype="int6", group_size=16)], tiny("llama"), tokens())
     result = apply([pruned, METHODS["gptq"](grid="nf4", group_size=16, min_tokens=8)], tiny("llama"), tokens())
     assert all(record.sparsity >= 0.5 for record in result.layers)
+
+
+@torch.no_grad()
+def test_zeros_that_no_method_made_need_none(tiny, tokens):
+    """A rotation stores weights as floats; a row that was 0 before stays 0, and is no pruned one."""
+    model = tiny("llama")
+    model.model.layers[0].self_attn.q_proj.weight[3] = 0
+    recipe = "rotate(stream=none, heads=False, online=all), rtn(bits=4, group_size=16, grid=iq4_nl)"
+    apply(parse_recipe(recipe), model, tokens())
 
 
 @pytest.mark.parametrize("name, dtype", [("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)])
