@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from compress.transforms.rotation import widest_block
-from kernels.hadamard import hadamard
+from kernels.hadamard import hadamard, widest_block
 from kernels.kv_decode import KV, dequantize_kv, quantize_kv
 
 

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from compress.transforms.base import Transform
-from kernels.hadamard import hadamard
-from kernels.hadamard.matrix import base
+from kernels.hadamard import hadamard, widest_block
 from kernels.linear import linear
 
 
@@ -83,11 +82,6 @@ class Orthogonal(Rotation):
 
     def extra_repr(self) -> str:
         return str(len(self.matrix))
-
-
-def widest_block(n: int, most: int = 0) -> int:
-    """The widest divisor of n that has a Hadamard matrix, at most `most` where that is not 0."""
-    return next(d for d in range(min(n, most or n), 0, -1) if n % d == 0 and base(d))
 
 
 def random_hadamard(n: int, seed: int, block: int = 0) -> Hadamard:

@@ -7,6 +7,7 @@ of the model.
 """
 
 import copy
+import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,10 +19,13 @@ from transformers import Cache
 from transformers.activations import ACT2FN
 
 from kernels import native
+from kernels.hadamard import widest_block
 from kernels.int_matmul import Packed
 from kernels.lut_matmul import Codebook
 from kernels.registry import recording
-from kernels.step import Attention, DecodeStep, Norm, Products, Program, Weight, why_not
+from kernels.step import Attention, Change, DecodeStep, Norm, Products, Program, Weight, why_not
+from kernels.trellis_matmul import Trellis
+from kernels.w8a8_matmul import W8
 
 BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 FOUR_NORMS = BLOCK | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
@@ -31,6 +35,8 @@ MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 MODEL = {"embed_tokens", "layers", "norm", "rotary_emb"}
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
 CHANGING = ("dynamic", "longrope")  # rotary frequencies that depend on the length
+OPS = {Packed: "int_matmul", Codebook: "lut_matmul", W8: "w8a8_matmul", Trellis: "trellis_matmul"}
+STREAM = "rotated_stream"  # a model's module that keeps its residual stream rotated between its blocks
 FACTORS = ("logit_scale", "logits_scaling", "residual_multiplier", "embedding_multiplier", "attention_multiplier")
 CHECKED = 4  # steps
 # Median relative difference of their logits from the model's, which rounds to 16 bits after every operation. A wrong
@@ -94,8 +100,9 @@ def native_step(
     except RuntimeError as error:  # such as a cache that counts its positions in another way
         raise NotNative(str(error).splitlines()[0]) from error
     for weight in {id(w): w for i in program.instructions if isinstance(i, Products) for w in i.weights}.values():
-        op = {Packed: "int_matmul", Codebook: "lut_matmul"}.get(type(weight.stored), "linear")
-        step.kernels.setdefault(op, set()).add(f"cpu {native.isa(model.dtype)}")
+        op = OPS.get(type(weight.stored), "linear")
+        ran = "native" if op == "w8a8_matmul" else native.isa(model.dtype)
+        step.kernels.setdefault(op, set()).add(f"cpu {ran}")
     return step
 
 
@@ -116,13 +123,15 @@ def assemble(model: nn.Module, cache: Cache, tokens: int) -> tuple[Program, nn.M
     for name in FACTORS:
         if getattr(model.config, name, None) not in (None, 1, 1.0):
             raise NotNative(f"the model has `{name}`")
-    changed = next(
-        (n for n, m in model.named_modules() if m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m)), None
-    )
-    if changed is not None:
-        raise NotNative(f"{changed or 'the model'} has hooks")
+    stream = getattr(model, STREAM, None)
+    for name, module in model.named_modules():
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        if "forward" in vars(module) or any(
+            stream is None or getattr(h, "__self__", None) is not stream for h in hooks
+        ):
+            raise NotNative(f"{name or 'the model'} has hooks")
     body, head = getattr(model, "model", None), model.get_output_embeddings()
-    if body is None or head is None or {n for n, _ in model.named_children()} != {"model", "lm_head"}:
+    if body is None or head is None or {n for n, _ in model.named_children()} - {STREAM} != {"model", "lm_head"}:
         raise NotNative("the model is not a body and a head")
     _expect(body, MODEL, "the model")
     tables = _RotaryTables(body.rotary_emb, max(layer.max_cache_len for layer in cache.layers))
@@ -140,7 +149,8 @@ def assemble(model: nn.Module, cache: Cache, tokens: int) -> tuple[Program, nn.M
         after=_after(body.layers[-1]),
     )
     embedding, scale = _embedding(body.embed_tokens)
-    program = Program(body.norm.weight.numel(), tokens, embedding, (*instructions, final), scale)
+    turned = None if stream is None else _change(stream.rotation, STREAM, body.norm.weight.numel())
+    program = Program(body.norm.weight.numel(), tokens, embedding, (*instructions, final), scale, turned)
     return program, body.embed_tokens if embedding is None else None
 
 
@@ -270,18 +280,45 @@ def _weight(module: nn.Module, name: str) -> Weight:
         stored = module.weight.detach()
     else:
         parts = getattr(module, "parts", None)
-        if parts is None or len(parts) != 1 or getattr(module, "transform", None) is not None:
+        if parts is None or len(parts) != 1:
             raise NotNative(f"{name} ({type(module).__name__}) is not one stored weight")
         stored = _stored(parts[0], name)
+    change = _change(getattr(module, "transform", None), name, stored.shape[1])
     if isinstance(stored, Tensor) and (not stored.is_contiguous() or stored.dtype.itemsize != 2):
         raise NotNative(f"{name} is not in 16 bits, row by row")
-    return Weight(stored, bias)
+    if isinstance(stored, Trellis | W8) and change is not None:
+        raise NotNative(f"{name} has a transform beside that of its format")
+    if isinstance(stored, W8):
+        return Weight(stored, bias, x_scale=parts[0].x_scale)
+    if isinstance(stored, Trellis):
+        signs, gains = parts[0].flips, parts[0].gains
+        return Weight(stored, bias, Change(signs, widest_block(len(signs))), gains)
+    return Weight(stored, bias, change)
 
 
-def _stored(part: nn.Module, name: str) -> Tensor | Packed | Codebook:
+def _change(transform: nn.Module | None, name: str, columns: int) -> Change | None:
+    """What a transform of `compress.transforms` does to an input of so many columns."""
+    change = None
+    for step in getattr(transform, "steps", [] if transform is None else [transform]):
+        signs, block = getattr(step, "signs", None), getattr(step, "block", None)
+        if change is None and signs is not None and isinstance(block, int):
+            change = Change(signs.float(), block)
+        elif getattr(step, "in_integers", False) and not step.wide and not (change and change.bits):
+            group_size = columns if step.group_size == -1 else step.group_size
+            fixed = 0.0 if step.step is None else float(step.step)
+            change = dataclasses.replace(change or Change(), bits=step.bits, group_size=group_size, step=fixed)
+        else:
+            raise NotNative(f"{name} has a transform ({type(step).__name__}) that the step does not know")
+    return change
+
+
+def _stored(part: nn.Module, name: str) -> Tensor | Packed | Codebook | W8 | Trellis:
     packed = getattr(part, "packed", None)
-    if isinstance(packed, Packed | Codebook) and packed.layout == "panels":
+    if isinstance(packed, Packed | Codebook) and packed.layout == "panels" or isinstance(packed, Trellis):
         return packed
+    int8 = getattr(part, "w8", None)
+    if isinstance(int8, W8) and int8.layout == "panels":
+        return int8
     if packed is None and part.name == "dense":
         return part.weight
     raise NotNative(

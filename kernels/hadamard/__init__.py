@@ -51,6 +51,11 @@ def hadamard(x: Tensor, *, scale: float | None = None, impl: str = "auto") -> Te
     return _op(x, n**-0.5 if scale is None else scale, impl)
 
 
+def widest_block(n: int, most: int = 0) -> int:
+    """The widest divisor of n that has a Hadamard matrix, at most `most` where that is not 0."""
+    return next(d for d in range(min(n, most or n), 0, -1) if n % d == 0 and base(d))
+
+
 def hadamard_matrix(n: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None) -> Tensor:
     """H [n, n] of ±1, symmetric, H H = n I: Paley's matrix of order `base(n)`, doubled by Sylvester's rule.
 

@@ -15,6 +15,8 @@
 #include <string>
 #include <vector>
 
+#include "step_parts.inc"
+
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
 #include <immintrin.h>
 
@@ -182,14 +184,18 @@ Input input(const at::Tensor& x, const std::optional<at::Tensor>& fixed) {
           fixed ? fixed->const_data_ptr<float>() : nullptr};
 }
 
+bool able() {
+  static const bool found = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+  return found;
+}
+
 void check(const at::Tensor& x, const at::Tensor& scale) {
   const auto type = x.scalar_type();
   TORCH_CHECK((type == at::kFloat || type == at::kHalf || type == at::kBFloat16) && x.dim() > 0 && x.size(-1) > 0 &&
                   scale.scalar_type() == at::kFloat && scale.is_contiguous() && scale.dim() == 1,
               "int8_matmul: x ", type, " ", x.sizes(), " and scale ", scale.scalar_type(), " ", scale.sizes(), " cannot be read");
-  static const bool able = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-                           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
-  TORCH_CHECK(able, "int8_matmul: this CPU has no AVX512-VNNI");
+  TORCH_CHECK(able(), "int8_matmul: this CPU has no AVX512-VNNI");
 }
 
 at::Tensor result(const at::Tensor& x, int64_t out) {
@@ -293,9 +299,26 @@ at::Tensor by_onednn(const at::Tensor& x_, const at::Tensor& codes, const at::Te
   return y;
 }
 
+// Rows from `begin` to `end` of a weight, for a step of decoding; a thread rounds the few tokens for itself.
+void rows(const workbench::Stored& s, const workbench::Operand& x, int64_t begin, int64_t end, float* y) {
+  static thread_local std::vector<int8_t> codes;
+  float step[TOKENS];
+  int32_t above[TOKENS];
+  codes.resize(x.tokens * ceil_div(s.in, CHUNK) * CHUNK);
+  const Input in{x.values, Kind::float32, x.tokens, s.in, s.step};
+  const Weight w{static_cast<const uint8_t*>(s.data), static_cast<const float*>(s.scale), s.out, ceil_div(s.out, ROWS),
+                 ceil_div(s.in, STEP)};
+  const Block block{codes.data(), step, above};
+  vnni::quantize_block(in, 0, x.tokens, block);
+  for (int64_t panel = begin / ROWS; panel * ROWS < end; panel++) vnni::MULTIPLY[x.tokens - 1](block, w, panel, y, Kind::float32);
+}
+
 }  // namespace
 
+workbench::Product workbench::int8_product() { return {Items::widened, 1, able() ? rows : nullptr}; }
+
 #else
+workbench::Product workbench::int8_product() { return {Items::widened, 1, nullptr}; }
 namespace {
 at::Tensor by_panels(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&) {
   TORCH_CHECK(false, "int8_matmul: this build has no AVX512-VNNI");

@@ -38,9 +38,14 @@ Norm norm_of(const Maybe& weight, double eps) {
   return {*weight, float(eps)};
 }
 
+bool is_floats(const Maybe& x, int64_t count) {
+  return x && x->scalar_type() == at::kFloat && x->is_contiguous() && x->numel() == count;
+}
+
 int64_t DecodeStep::weight(const std::string& layout, const at::Tensor& data, const Maybe& scale, const Maybe& zero,
-                           const Maybe& table, const Maybe& bias, int64_t out, int64_t in) {
+                           const Maybe& table, const Maybe& bias, const Maybe& step, std::vector<int64_t> sizes) {
   auto w = std::make_unique<Weight>();
+  const int64_t out = sizes.at(0), in = sizes.at(1);
   w->data = data;
   w->stored = {data.const_data_ptr(), nullptr, 0, nullptr, nullptr, false, nullptr, out, in, 1};
   TORCH_CHECK(data.is_contiguous() && data.device().is_cpu(), "weights are contiguous, on a CPU");
@@ -50,8 +55,26 @@ int64_t DecodeStep::weight(const std::string& layout, const at::Tensor& data, co
     TORCH_CHECK(data.scalar_type() == (bfloat16_ ? at::kBFloat16 : at::kHalf) && data.numel() == out * in,
                 "rows: ", data.sizes(), " ", data.scalar_type(), " is no weight of ", out, " x ", in);
     w->bits = 0, w->product = half_product(isa_, bfloat16_), w->unit_bytes = UNIT * in * 2;
+  } else if (layout == "int8") {
+    w->product = int8_product();
+    TORCH_CHECK(w->product.rows, "int8: this CPU has no AVX512-VNNI");
+    TORCH_CHECK(data.dim() == 4 && data.scalar_type() == at::kChar && data.numel() == data.size(0) * data.size(1) * INT8_UNIT * 4 &&
+                    data.size(0) == (out + INT8_UNIT - 1) / INT8_UNIT && data.size(1) == (in + 3) / 4 && is_floats(scale, out) &&
+                    (!step || is_floats(step, 1)),
+                "int8: ", data.sizes(), " is no weight of ", out, " x ", in);
+    w->bits = 8, w->unit = INT8_UNIT, w->unit_bytes = INT8_UNIT * data.size(1) * 4;
+    w->scale = *scale, w->stored.scale = scale->const_data_ptr();
+    if (step) w->step = *step, w->stored.step = step->const_data_ptr<float>();
+  } else if (layout == "walks") {
+    const int bits = int(sizes.at(2)), length = data.dim() == 3 ? int(data.size(2) * 8 / bits) : 0;
+    TORCH_CHECK(length && length % UNIT == 0 && data.scalar_type() == at::kByte && data.size(1) == in &&
+                    data.size(0) == (out + length - 1) / length && is_floats(scale, out),
+                "walks: ", data.sizes(), " is no weight of ", out, " x ", in);
+    w->bits = bits, w->product = trellis_product(isa_), w->unit_bytes = UNIT * in * bits / 8;
+    w->scale = *scale, w->stored.scale = scale->const_data_ptr(), w->stored.loops = w->product.loops;
+    w->stored.bits = bits, w->stored.length = length, w->stored.states = int(sizes.at(3));
   } else {
-    TORCH_CHECK(layout == "panels", "`layout` (='", layout, "') must be 'rows' or 'panels'");
+    TORCH_CHECK(layout == "panels", "`layout` (='", layout, "') must be 'rows', 'panels', 'int8' or 'walks'");
     const int64_t panels = (out + UNIT - 1) / UNIT;
     const int bits = data.dim() == 3 ? width_of(data) : 0;
     const int64_t columns = bits == 4 || bits == 8 ? 8 : 16;
@@ -74,6 +97,32 @@ int64_t DecodeStep::weight(const std::string& layout, const at::Tensor& data, co
   return int64_t(weights_.size()) - 1;
 }
 
+int64_t DecodeStep::change(const Maybe& signs, std::vector<at::Tensor> factors, int64_t bits, int64_t group, double step) {
+  Change c;
+  c.bits = bits, c.group = group, c.step = float(step);
+  int64_t block = 1;
+  for (const at::Tensor& H : factors) {
+    TORCH_CHECK(H.dim() == 2 && is_floats(H, H.size(0) * H.size(0)), "factors of a transform are square");
+    block *= H.size(0);
+  }
+  if (signs) {
+    TORCH_CHECK(is_floats(signs, signs->numel()) && signs->numel() % block == 0, "signs: float32, of blocks of ", block);
+    c.signs = *signs, c.factors.assign(factors.rbegin(), factors.rend());
+  }
+  TORCH_CHECK(bits == 0 || (bits >= 2 && bits <= 8 && group > 0), "codes have 2 to 8 bits, in groups of columns");
+  changes_.push_back(std::move(c));
+  return int64_t(changes_.size()) - 1;
+}
+
+void DecodeStep::changes(int64_t weight, int64_t change, const Maybe& gains) {
+  Weight& w = *weights_.at(weight);
+  const Change& c = changes_.at(change);
+  TORCH_CHECK((!c.signs.defined() || c.signs.numel() == w.stored.in) && (c.bits == 0 || w.stored.in % c.group == 0) &&
+                  (!gains || is_floats(gains, w.stored.in)), "an input of ", w.stored.in, " columns cannot be changed so");
+  w.change = int(change);
+  if (gains) w.gains = *gains;
+}
+
 void DecodeStep::products(int64_t from, int64_t to, const std::vector<int64_t>& weights, int64_t activation, int64_t added,
                           const Maybe& after, double after_eps, const Maybe& before, double before_eps) {
   Products p{from, to, 0, {}, int(activation), added, norm_of(after, after_eps), norm_of(before, before_eps)};
@@ -84,7 +133,8 @@ void DecodeStep::products(int64_t from, int64_t to, const std::vector<int64_t>& 
   }
   p.in = p.weights.at(0)->stored.in;
   for (const Weight* w : p.weights) TORCH_CHECK(w->stored.in == p.in, "weights of one input have its columns");
-  TORCH_CHECK(activation == NONE || (p.weights.size() == 2 && p.weights[0]->stored.out == p.weights[1]->stored.out),
+  TORCH_CHECK(activation == NONE || (p.weights.size() == 2 && p.weights[0]->stored.out == p.weights[1]->stored.out &&
+                                     p.weights[0]->unit % p.weights[1]->unit == 0),
               "an activation needs a gate and another product of its size");
   TORCH_CHECK(from != RESIDUAL || (p.in == hidden_ && p.before.weight.defined()), "the residual stream is read through a norm");
   sizes_.resize(std::max<size_t>(sizes_.size(), to + 1));
@@ -124,7 +174,9 @@ void DecodeStep::prepare(int shares) {
     const int64_t room = tokens_ * widest_ + LINE;
     own->residual.make(tokens_ * hidden_ + LINE);
     for (auto* r : {&own->x, &own->values, &own->mixed}) r->make(room);
-    own->bits.make(room);
+    if (!changes_.empty())
+      for (auto* r : {&own->changed, &own->spare, &own->changed_values}) r->make(room);
+    own->bits.make(room), own->changed_bits.make(room);
     own->sums.make(tokens_ * groups_);
     own->q.make(rows_ * stride_ + 2 * stride_), own->q_bits.make(rows_ * stride_ + LINE);
     own->scratch.make(std::max(rows_ * SPAN_POSITIONS, stride_) + LINE);
@@ -217,6 +269,9 @@ TORCH_LIBRARY_FRAGMENT(workbench, m) {
   m.class_<DecodeStep>("DecodeStep")
       .def(torch::init<int64_t, int64_t, bool, std::string>())
       .def("weight", &DecodeStep::weight)
+      .def("change", &DecodeStep::change)
+      .def("changes", &DecodeStep::changes)
+      .def("rotates", &DecodeStep::rotates)
       .def("embed", &DecodeStep::embed)
       .def("products", &DecodeStep::products)
       .def("attend", static_cast<void (DecodeStep::*)(std::vector<int64_t>, double, double, const at::Tensor&, const at::Tensor&,

@@ -10,6 +10,8 @@
 #include <cstring>
 #include <string>
 
+#include "step_parts.inc"
+
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #include <immintrin.h>
 #define HAVE_X86
@@ -217,7 +219,31 @@ at::Tensor multiply(const at::Tensor& x, const at::Tensor& codes, int64_t bits, 
   return y;
 }
 
+// Rows from `begin` to `end` of a weight, for a step of decoding.
+void rows(const workbench::Stored& s, const workbench::Operand& x, int64_t begin, int64_t end, float* y) {
+  const Loops& loops = *static_cast<const Loops*>(s.loops);
+  const Weight w{static_cast<const uint8_t*>(s.data), s.in, int64_t(s.length) * s.bits / 8, s.length, s.states};
+  const float *scale = static_cast<const float*>(s.scale), *items = static_cast<const float*>(x.items);
+  float sums[PANELS * TOKENS * LANES];
+  for (int64_t row = begin, taken; row < end; row += taken) {
+    const int panel = int(row % s.length) / LANES;
+    const int64_t left = std::min(end - row, int64_t(s.length - panel * LANES));  // of the walk
+    const int panels = int(std::min<int64_t>(PANELS, (left + LANES - 1) / LANES));
+    taken = std::min<int64_t>(left, panels * LANES);
+    for (int t = 0; t < x.tokens; t += TOKENS) {
+      const int several = std::min(TOKENS, x.tokens - t);
+      loops.multiply(s.bits, w, row / s.length, panel, panels, items + t * s.in, several, sums);
+      for (int i = 0; i < several; i++)
+        for (int64_t r = 0; r < taken; r++) y[(t + i) * s.out + row + r] = sums[i * PANELS * LANES + r] * scale[row + r];
+    }
+  }
+}
+
 }  // namespace
+
+workbench::Product workbench::trellis_product(const std::string& isa) {
+  return {Items::widened, 1, rows, &loops_of(isa)};
+}
 
 TORCH_LIBRARY_FRAGMENT(workbench, m) {
   m.def("trellis_encode(Tensor x, Tensor table, int bits, int window, str isa) -> (Tensor, Tensor)");

@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from kernels import native
+from kernels.hadamard.cpu import factors
 from kernels.registry import ran
-from kernels.step.program import ACTIVATIONS, Attention, Norm, Products, Program, Weight
+from kernels.step.program import ACTIVATIONS, Attention, Change, Norm, Products, Program, Weight
 
 RESIDUAL, ATTENDED = -1, -2  # as native/step_types.inc numbers what a product reads
 MOST_TOKENS = 8
@@ -42,6 +43,9 @@ class DecodeStep:
         bfloat16 = dtype == torch.bfloat16
         self._native = torch.classes.workbench.DecodeStep(program.hidden, program.tokens, bfloat16, self.isa)
         self._buffers: dict[str, int] = {}
+        self._changes: list[Change] = []
+        if program.stream is not None:
+            self._native.rotates(self._change(program.stream))
         if program.embedding is not None:
             self._native.embed(self._weight(program.embedding), program.embedding_scale)
         for one in program.instructions:
@@ -68,7 +72,21 @@ class DecodeStep:
 
     def _weight(self, w: Weight) -> int:
         data, scale, zero, table = w.tensors()
-        return self._native.weight(w.layout, data, scale, zero, table, w.bias, *w.shape)
+        weight = self._native.weight(w.layout, data, scale, zero, table, w.bias, w.x_scale, w.sizes)
+        if w.change is not None:
+            self._native.changes(weight, self._change(w.change), w.gains)
+        return weight
+
+    def _change(self, change: Change) -> int:
+        """Its number; equal ones have the same, and are made once where weights share an input."""
+        for number, one in enumerate(self._changes):
+            if one.same(change):
+                return number
+        self._changes.append(change)
+        signs, matrices = None, []
+        if change.signs is not None:
+            signs, matrices = change.signs.float() * change.block**-0.5, list(factors(change.block))
+        return self._native.change(signs, matrices, change.bits, change.group_size, change.step)
 
     def _products(self, p: Products) -> None:
         reads = {"residual": RESIDUAL, "attention": ATTENDED}

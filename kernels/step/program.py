@@ -3,27 +3,72 @@
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
+from kernels.hadamard import hadamard
 from kernels.int_matmul import Packed
 from kernels.int_matmul import dequantize as dequantize_integers
 from kernels.int_matmul import to_rows as integer_rows
 from kernels.lut_matmul import Codebook
 from kernels.lut_matmul import dequantize as dequantize_codebook
 from kernels.lut_matmul import to_rows as codebook_rows
+from kernels.trellis_matmul import Trellis
+from kernels.trellis_matmul import decode as decode_trellis
+from kernels.w8a8_matmul import W8
+from kernels.w8a8_matmul import to_rows as w8a8_rows
 
 ACTIVATIONS = ("", "silu", "gelu_tanh", "relu")  # numbered as in native/step_types.inc
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is done to the input of a product before the weight meets it: a transform, then rounding to integer codes.
+
+    signs: [in], ±1 float32, by which x is multiplied before every `block` neighbouring columns go through a Hadamard
+        transform; None: x is not transformed. bits: of symmetric codes, 0 for no rounding. group_size: columns that
+        share a step, so that the largest of them has the largest code. step: of all codes, or 0.
+    """
+
+    signs: Tensor | None = None
+    block: int = 1
+    bits: int = 0
+    group_size: int = 1
+    step: float = 0.0
+
+    def same(self, other: "Change") -> bool:
+        """Do the two give the same of every input?"""
+        settings = (self.block, self.bits, self.group_size, self.step)
+        if settings != (other.block, other.bits, other.group_size, other.step):
+            return False
+        if self.signs is None or other.signs is None:
+            return self.signs is other.signs
+        return torch.equal(self.signs, other.signs)
+
+    def turn(self, x: Tensor) -> Tensor:
+        """The transform alone, which is orthogonal."""
+        return x if self.signs is None else hadamard((x * self.signs).unflatten(-1, (-1, self.block))).flatten(-2)
+
+    def turn_back(self, x: Tensor) -> Tensor:
+        """The inverse of `turn`."""
+        return x if self.signs is None else hadamard(x.unflatten(-1, (-1, self.block))).flatten(-2) * self.signs
 
 
 @dataclass(frozen=True)
 class Weight:
     """W [out, in], and the bias of its product.
 
-    stored: 16-bit floats [out, in], or codes in the layout "panels". bias: float32 [out], or None.
+    stored: 16-bit floats [out, in]; codes in the layout "panels"; int8 codes in the layout "panels", whose product
+        rounds x to 8 bits; or walks through a trellis. bias: float32 [out], or None. change: of the input, or None.
+    gains: float32 [in], what columns are multiplied by (of a trellis), or None. x_scale: the step of all inputs of int8
+        codes, float32 without dimensions; None: one for each token.
     """
 
-    stored: Tensor | Packed | Codebook
+    stored: Tensor | Packed | Codebook | W8 | Trellis
     bias: Tensor | None = None
+    change: Change | None = None
+    gains: Tensor | None = None
+    x_scale: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -32,20 +77,33 @@ class Weight:
 
     @property
     def layout(self) -> str:
-        """ "rows" or "panels"."""
-        return "rows" if isinstance(self.stored, Tensor) else self.stored.layout
+        """ "rows", "panels", "int8" or "walks"."""
+        kinds = {Tensor: "rows", Trellis: "walks", W8: "int8"}
+        return next((name for kind, name in kinds.items() if isinstance(self.stored, kind)), "panels")
+
+    @property
+    def sizes(self) -> list[int]:
+        """The shape; of walks also their bits, and those of a state."""
+        w = self.stored
+        return [*self.shape, *((w.bits, w.states) if isinstance(w, Trellis) else ())]
 
     def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """(data, scale, zero, table) as the loops read them."""
         w = self.stored
         if isinstance(w, Tensor):
             return w, None, None, None
+        if isinstance(w, Trellis):
+            return w.codes, w.scale, None, None
         if w.layout != "panels":
             raise ValueError(f"`stored` lies in {w.layout}; a step of decoding takes panels")
-        return (w.codes, w.scale, w.zero, None) if isinstance(w, Packed) else (w.codes, w.scale, None, w.table)
+        return w.codes, w.scale, getattr(w, "zero", None), getattr(w, "table", None)
 
     def dequantize(self) -> Tensor:
-        """W in float32."""
+        """W in float32, which meets the changed input."""
+        if isinstance(self.stored, Trellis):
+            return decode_trellis(self.stored) * (1 if self.gains is None else self.gains)
+        if isinstance(self.stored, W8):
+            return w8a8_rows(self.stored).codes.float() * self.stored.scale[:, None]
         if isinstance(self.stored, Packed):
             return dequantize_integers(integer_rows(self.stored)).float()
         if isinstance(self.stored, Codebook):
@@ -117,6 +175,7 @@ class Program:
 
     embedding: rows that tokens look up, multiplied by `embedding_scale`; None: the hidden state is given.
     instructions: the last one is the head's product, which gives the logits.
+    stream: how the residual stream is turned behind the embedding, and back before the head's norm; None: it is not.
     """
 
     hidden: int
@@ -124,3 +183,4 @@ class Program:
     embedding: Weight | None
     instructions: tuple[Products | Attention, ...]
     embedding_scale: float = 1.0
+    stream: Change | None = None

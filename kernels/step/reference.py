@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, relu, silu
 
-from kernels.step.program import Attention, Norm, Products, Program
+from kernels.step.program import Attention, Change, Norm, Products, Program, Weight
+from kernels.w8a8_matmul import W8
 
 ACTIVATION = {"silu": silu, "gelu_tanh": lambda x: gelu(x, approximate="tanh"), "relu": relu}
 
@@ -23,13 +24,16 @@ def decode_step(
     if hidden is None:
         rows = rounded(program.embedding.dequantize()[ids.flatten()])
         hidden = rounded(rows * program.embedding_scale)
-    residual, results, attended = hidden.clone(), {}, None
+    stream = program.stream or Change()
+    residual, results, attended = stream.turn(hidden), {}, None
     for one in program.instructions:
         if isinstance(one, Attention):
             attended = _attend(one, results[one.reads], position, rounded)
             continue
         if one.added is not None:
             residual = residual + _normed(results[one.added][0], one.after)
+        if one is program.instructions[-1]:
+            residual = stream.turn_back(residual)
         x = _normed(residual, one.before) if one.reads == "residual" else attended if one.reads == "attention" else None
         results[one.writes] = _products(one, rounded(results[one.reads][0] if x is None else x))
     return rounded(results[program.instructions[-1].writes][0])
@@ -40,8 +44,21 @@ def _normed(x: Tensor, norm: Norm | None) -> Tensor:
 
 
 def _products(p: Products, x: Tensor) -> list[Tensor]:
-    y = [x @ w.dequantize().t() + (0 if w.bias is None else w.bias) for w in p.weights]
+    y = [_met(w, x) @ w.dequantize().t() + (0 if w.bias is None else w.bias) for w in p.weights]
     return [ACTIVATION[p.activation](y[0]) * y[1]] if p.activation else y
+
+
+def _met(w: Weight, x: Tensor) -> Tensor:
+    """What a weight is multiplied by."""
+    change = w.change or Change()
+    if isinstance(w.stored, W8):
+        change = Change(bits=8, group_size=x.shape[-1], step=0.0 if w.x_scale is None else float(w.x_scale))
+    x = change.turn(x)
+    if not change.bits:
+        return x
+    most, groups = 2 ** (change.bits - 1) - 1, x.unflatten(-1, (-1, change.group_size))
+    step = change.step or groups.abs().amax(-1, keepdim=True).clamp_min(2.0**-100) / most
+    return ((groups / step).round().clamp(-most, most) * step).flatten(-2)
 
 
 def _attend(a: Attention, qkv: list[Tensor], position: int, rounded) -> Tensor:

@@ -1,9 +1,12 @@
 """The native step of a decoder writes what the decoder writes, or is refused with a reason."""
 
+import statistics
+
 import pytest
 import torch
 
 from compress import METHODS, apply
+from compress.recipe import parse_recipe
 from eval.speed.attention import fast_attention
 from eval.speed.native_step import NotNative, assemble, native_step
 from eval.speed.speed import static_cache
@@ -101,6 +104,35 @@ def test_compressed_weights_and_embeddings(tiny, name, knobs):
     differences, step = stepped(apply(recipe, model).model.bfloat16())
     assert max(differences) < 0.05 and step.embedding is None, "the tied embedding is looked up natively"
     assert "int_matmul" in step.kernels
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "recipe, op",
+    [
+        ("qtip(bits=3, states=12), rtn(bits=8, group_size=32, where=embedding)", "trellis_matmul"),
+        ("rotate, rtn(bits=4, group_size=16)", "int_matmul"),
+        ("rotate(stream=none, heads=False, online=all), rtn(bits=4, group_size=16), activations(bits=8)", "int_matmul"),
+        ("rtn(bits=4, group_size=16), activations(bits=4, group_size=16)", "int_matmul"),
+        ("int8", "w8a8_matmul"),
+    ],
+)
+def test_rotated_inputs_rounded_inputs_and_walks(tiny, recipe, op):
+    if op == "w8a8_matmul" and not native.w4a8_runs():
+        pytest.skip("no AVX512-VNNI")
+    model = varied(tiny("llama"))
+    batches = [torch.arange(32)[None] * 31 % 96]
+    differences, step = stepped(apply(parse_recipe(recipe), model, batches).model.bfloat16())
+    limit = 0.3 if "activations(bits=4" in recipe else 0.06  # a code of an input may differ, where two are equally near
+    assert statistics.median(differences) < limit
+    assert op in step.kernels
+
+
+@torch.no_grad()
+def test_transforms_that_are_not_known_are_refused(tiny):
+    rounded = apply(parse_recipe("rtn(bits=4, group_size=16), activations(format=fp8)"), tiny("llama"), []).model
+    with pytest.raises(NotNative, match="Rounding"):
+        stepped(rounded.bfloat16())
 
 
 @torch.no_grad()

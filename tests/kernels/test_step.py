@@ -10,14 +10,28 @@ from kernels import native
 from kernels.int_matmul import pack, to_panels
 from kernels.lut_matmul import NF4, pack_codebook
 from kernels.lut_matmul import to_panels as codebook_panels
-from kernels.step import Attention, DecodeStep, Norm, Products, Program, Weight
+from kernels.step import Attention, Change, DecodeStep, Norm, Products, Program, Weight
 from kernels.step.reference import decode_step
+from kernels.trellis_matmul import UNIT, Trellis, length_for
+from kernels.w8a8_matmul import W8
+from kernels.w8a8_matmul.layout import integer_dots
+from kernels.w8a8_matmul.panels import to_panels as int8_panels
 
 pytestmark = pytest.mark.skipif(native.why_not() is not None, reason="no C++ kernels here")
 ISAS = ("avx512bf16", "avx512", "avx2", "portable")
 
 
+def signs(n: int) -> torch.Tensor:
+    return torch.randint(2, (n,), generator=torch.Generator().manual_seed(n)) * 2.0 - 1  # the same for the same input
+
+
 def weight(kind: str, out: int, columns: int, dtype: torch.dtype, bias: bool = False) -> Weight:
+    kind, _, change = kind.partition(" ")
+    if change:
+        block = columns // 2 if change == "half" else columns
+        how = {"coded": Change(bits=8, group_size=columns), "both": Change(signs(columns), block, bits=8, group_size=8)}
+        changed = how.get(change) or Change(signs(columns), block)
+        return dataclasses.replace(weight(kind, out, columns, dtype, bias), change=changed)
     W, scale = torch.randn(out, columns) / columns**0.5, torch.rand(out, columns // 8) + 0.5
     b = torch.randn(out) if bias else None
     if kind == "rows":
@@ -25,6 +39,19 @@ def weight(kind: str, out: int, columns: int, dtype: torch.dtype, bias: bool = F
     if kind == "nf4":
         codes = torch.randint(16, (out, columns))
         return Weight(codebook_panels(pack_codebook(codes, NF4, scale.to(dtype) / columns**0.5, group_size=8)), b)
+    if kind in ("int8", "int8static"):
+        w = W8(
+            "panels",
+            int8_panels(torch.randint(-127, 128, (out, columns), dtype=torch.int8)),
+            scale[:, 0] / 900,
+            (out, columns),
+        )
+        return Weight(w, b, x_scale=torch.tensor(0.03) if kind == "int8static" else None)
+    if kind.startswith("walks"):
+        bits, length = int(kind[-1]), length_for(out)
+        codes = torch.randint(256, (-(-out // length), columns, length * bits // 8), dtype=torch.uint8)
+        walks = Trellis(codes, scale[:, 0].contiguous() / UNIT / columns**0.5, bits, 12, (out, columns))
+        return Weight(walks, b, Change(signs(columns), columns), torch.rand(columns) + 0.5)
     bits = {"nibbles": 4, "bytes": 8}.get(kind) or int(kind.removeprefix("planes"))
     group_size = 16 if kind.startswith("planes") else 8
     zero = torch.randint(1 << bits, (out, columns // group_size)) if bias else None
@@ -83,6 +110,26 @@ def test_every_instruction_set(isa, dtype):
     compare(decoder(mixed, dtype, bias=True, position=3), dtype, 3, isa)
     planes = {"qkv": "planes2", "mlp": "planes3", "down": "planes5", "head": "planes6"}
     compare(decoder(planes, dtype, bias=True, position=3), dtype, 3, isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_changed_inputs(isa):
+    if not native.runs(isa):
+        pytest.skip(f"no {isa} here")
+    for kinds in (
+        {"qkv": "walks2", "o": "nibbles turned", "mlp": "walks3", "down": "rows half"},
+        {"qkv": "nibbles both", "o": "walks4", "mlp": "bytes coded", "down": "planes3 turned"},
+    ):
+        program = decoder(kinds, torch.bfloat16, 3, bias=True, position=3)
+        compare(program, torch.bfloat16, 3, isa)
+        compare(dataclasses.replace(program, stream=Change(signs(48), 24)), torch.bfloat16, 5, isa)
+
+
+@pytest.mark.skipif(not integer_dots(torch.empty(0, dtype=torch.int8)), reason="no AVX512-VNNI")
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_int8_rounds_its_input(tokens):
+    kinds = {"qkv": "int8", "o": "int8static", "mlp": "int8", "down": "int8", "head": "rows"}
+    compare(decoder(kinds, torch.bfloat16, tokens, bias=True), torch.bfloat16, 0)
 
 
 @pytest.mark.parametrize("head", ["rows", "nibbles", "bytes", "nf4", "planes2", "planes3", "planes5", "planes6"])

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from compress.transforms.rotation import widest_block
-from kernels.hadamard import hadamard
+from kernels.hadamard import hadamard, widest_block
 
 
 def signs_for(n: int, seed: int) -> Tensor:

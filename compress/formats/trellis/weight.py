@@ -57,9 +57,14 @@ class TrellisWeight(AsStored):
         values = decode(self._trellis(self.row.float())) * self.column.float()
         return turn_back(values, self._signs())
 
+    @property
+    def packed(self) -> Trellis:
+        """What the product reads; it meets x rotated by `flips` and multiplied by `gains`."""
+        return self._trellis(self.factors)
+
     def matmul(self, x: Tensor) -> Tensor:
         rotated = turn(x.float(), self.flips) * self.gains
-        return trellis_matmul(rotated.to(x.dtype), self._trellis(self.factors))
+        return trellis_matmul(rotated.to(x.dtype), self.packed)
 
     def lay_out(self, dtype: torch.dtype) -> dict[str, Tensor]:
         return {"flips": self._signs(), "gains": self.column.float(), "factors": self.row.float()}
