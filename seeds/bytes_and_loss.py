@@ -187,7 +187,7 @@ class Bench:
     def time_files(self) -> None:
         """Decoding of the GGUF files by llama-bench, one after another."""
         given = self.given
-        lengths = {"prompt_tokens": given.prompt_tokens, "new_tokens": given.new_tokens}
+        lengths = {"prompt_tokens": 0, "new_tokens": given.new_tokens, "depth": given.prompt_tokens}
         how = {**lengths, "repeats": given.speed_rounds, "threads": torch.get_num_threads()}
         for name, path in self.others.items():
             if path.suffix == ".gguf":

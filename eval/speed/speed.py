@@ -368,9 +368,9 @@ def _round(variant: Variant, prompt_tokens: int, new_tokens: int, batch: int = 1
     return ttft, seconds
 
 
-def serve(variant: Variant, prompt_tokens: int, new_tokens: int) -> tuple[float, list[float]]:
-    """One request to a variant that is ready: seconds to its first token, and for each later one."""
-    return _round(variant, prompt_tokens, new_tokens)
+def serve(variant: Variant, prompt_tokens: int, new_tokens: int, batch: int = 1) -> tuple[float, list[float]]:
+    """One request to a variant that is ready: seconds to its first tokens, and for each later one of every row."""
+    return _round(variant, prompt_tokens, new_tokens, batch)
 
 
 def wait(device: torch.device) -> None:

@@ -1,79 +1,74 @@
-"""Decoding on a CPU beside llama.cpp: our models in 16, 4 and 8 bits in turns with llama-bench on its own files.
+"""Speed on a CPU beside llama.cpp, and what each variant loses: our models in turns with llama.cpp's own programs.
 
-    python seeds/peers/compare_speed.py --environments .venv-interop --work runs/interop
+    python seeds/peers/compare_speed.py --model smollm2-135m --accuracy 4 --out speed.json \\
+        --ours "4 bits: rtn(bits=4, group_size=32)" "4 bits, iq4_nl: runs/bytes/a-saved-model" \\
+        --files runs/interop/smollm2-135m/gguf-peers/{F16,Q4_0-128,IQ4_XS-128}.gguf --write speed.md
 
-runs after `compare_gguf.py`, whose environment and files of llama.cpp it uses. Ours are rounded to nearest: which codes
-a weight has does not change the speed. One round times every model of ours and every file of llama.cpp once, each after
-the same number of tokens read; the table shows medians over the rounds and the span. Prints a line of JSON last.
+The uncompressed model is always a contestant. `--ours` are names with recipes without calibration, or with folders of
+saved models.
+One round times every model of ours and every file once: a prompt, and tokens decoded after it; tables show medians
+over the rounds and their span. `--accuracy` scores all of them by the same code on windows of wikitext-2. `--grid`
+repeats the decoding with other numbers of threads and sequences and behind longer prompts. `--model random-1b` is of
+Llama-3.2-1B's shape with random weights; with `--files F16 Q4_0` it writes and quantises such files first. What is in
+`--out` already is not measured again.
 """
 
 import argparse
 import json
+import shlex
 import statistics
 import subprocess
+import sys
 import time
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import gguf
 import torch
 from interop_environments import environment_variables
+from torch import nn
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from compress import apply, load_model
+from compress import apply, held_out, load_compressed, load_model, save_compressed
+from compress.inputs.calibration import beginning
+from compress.inputs.model import located
+from compress.linear import compressed_linears
 from compress.recipe import parse_recipe
 from eval.machine.hardware import hardware
 from eval.machine.size import size
-from eval.speed.attention import fast_attention
-from eval.speed.deploy import deployed
-from eval.speed.native_step import native_step
-from eval.speed.speed import CompiledDecoder, Variant, make, serve, static_cache
-from eval.speed.speed import _step as eager_step
+from eval.speed.deploy import cast
+from eval.speed.speed import clear, contestants, make, make_ready, serve
+from eval.text.divergence import compare_on_text
 
-OURS = {
-    "16 bits": "",
-    "4 bits, embedding 8": "rtn(bits=4, group_size=32), rtn(bits=8, group_size=32, where=embedding)",
-    "4 bits, embedding 6": "rtn(bits=4, group_size=32), rtn(bits=6, group_size=32, where=embedding)",
-    "8 bits, embedding 8": "rtn(bits=8, group_size=32), rtn(bits=8, group_size=32, where=embedding)",
-    "3 bits, embedding 6": "rtn(bits=3, group_size=32), rtn(bits=6, group_size=32, where=embedding)",
-    "2 bits, embedding 6": "rtn(bits=2, group_size=32), rtn(bits=6, group_size=32, where=embedding)",
-    "iq4_nl with int6 scales, embedding 6": "rtn(bits=4, group_size=32, grid=iq4_nl, scale_dtype=int6), "
-    "rtn(bits=6, group_size=32, where=embedding)",
-}
-TYPES = ("F16", "Q8_0", "Q4_0", "IQ4_NL", "IQ4_XS")
+BASELINE = "ours, 16 bits"
+RANDOM = "random-1b"
+
+
+@dataclass(frozen=True)
+class Point:
+    """What is timed: threads, sequences at a time, tokens read before others are decoded."""
+
+    threads: int
+    batch: int
+    prompt_tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.threads} threads, {self.batch} sequences, {self.prompt_tokens} tokens before"
 
 
 @dataclass
 class Row:
-    """One contestant: its bytes without the tokenizer, and the decoded tokens per second of each round."""
+    """One contestant: bytes without the tokenizer, tokens per second of each round by point, perplexity and KL from
+    the uncompressed model (value, standard error), and how it ran."""
 
-    name: str
     nbytes: int
-    decode: list[float] = field(default_factory=list)
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.decode)
-
-
-def ours(model_name: str, recipe: str, prompt_tokens: int, new_tokens: int) -> tuple[Variant, int]:
-    """A model whose prompt is read eagerly and whose tokens are decoded by the native step; and its stored bytes."""
-    model, _ = load_model(model_name)
-    if recipe:
-        model = apply(parse_recipe(recipe), model).model
-    variant = Variant(model, True, lambda m: (fast_attention(deployed(m)),) * 2)
-    make(variant)
-    cache = variant.cache = static_cache(variant.model, -(-(prompt_tokens + new_tokens + 1) // 64) * 64)
-    prompt = eager_step(variant.model, cache)
-    ids, positions = torch.arange(prompt_tokens)[None] * 7919 % 1000, torch.arange(prompt_tokens)[None]
-
-    def restore() -> None:
-        cache.reset()
-        prompt(ids, positions)
-
-    restore()
-    step = native_step(variant.model, cache, ids[:, :1], torch.tensor([[prompt_tokens]]), restore)
-    variant.step = CompiledDecoder(prompt, step)
-    return variant, size(variant.model).stored_bytes
+    decode: dict[str, list[float]] = field(default_factory=dict)
+    prefill: dict[str, list[float]] = field(default_factory=dict)
+    perplexity: tuple[float, float] | None = None
+    kl: tuple[float, float] | None = None
+    execution: str = ""
 
 
 def tensor_bytes(file: Path) -> int:
@@ -81,78 +76,256 @@ def tensor_bytes(file: Path) -> int:
     return sum(int(tensor.n_bytes) for tensor in gguf.GGUFReader(file).tensors)
 
 
-def llama_bench(
-    environments: Path, file: Path, *, prompt_tokens: int, new_tokens: int, repeats: int, threads: int
-) -> list[float]:
-    """Tokens per second that llama-bench decodes after the prompt, of each repetition."""
+def llama(environments: Path, program: str, threads: int, *arguments: object) -> str:
+    """What a program of llama.cpp prints."""
     place = (environments / "llamacpp").absolute()
-    what = {"-p": 0, "-n": new_tokens, "-d": prompt_tokens, "-r": repeats, "-t": threads, "-o": "json"}
-    command = [place / "build" / "bin" / "llama-bench", "-m", file, *(part for pair in what.items() for part in pair)]
+    command = [str(part) for part in (place / "build" / "bin" / program, *arguments)]
     variables = environment_variables(place, threads)
-    done = subprocess.run([str(part) for part in command], env=variables, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout)[0]["samples_ts"]
+    return subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout
 
 
-def files(options: argparse.Namespace) -> dict[str, Path]:
-    """llama.cpp's files by type, of those that are there."""
-    folder = options.work / options.model / "gguf-peers"
-    source = next(iter(sorted((folder / "source").glob("*.gguf"))), None)
-    found = {kind: next(iter(sorted(folder.glob(f"{kind}-*.gguf"))), None) for kind in options.types if kind != "F16"}
-    named = ({"F16": folder / "F16.gguf"} if "F16" in options.types else {}) | found
-    if "F16" in named and not named["F16"].is_file() and source is not None:
-        place = (options.environments / "llamacpp").absolute()
-        quantise = [place / "build" / "bin" / "llama-quantize", source, named["F16"], "F16"]
-        variables = environment_variables(place, options.threads)
-        subprocess.run([str(part) for part in quantise], env=variables, capture_output=True, check=True)
-    return {kind: file for kind, file in named.items() if file is not None and file.is_file()}
+def llama_bench(
+    environments: Path, file: Path, *, prompt_tokens: int, new_tokens: int, repeats: int, threads: int, depth: int = 0
+) -> list[float]:
+    """Tokens per second of each repetition of llama-bench: a prompt read, or tokens decoded behind `depth` others."""
+    what = {"-p": prompt_tokens, "-n": new_tokens, "-d": depth, "-r": repeats, "-t": threads, "-o": "json"}
+    out = llama(environments, "llama-bench", threads, "-m", file, *(part for pair in what.items() for part in pair))
+    return json.loads(out)[0]["samples_ts"]
 
 
-def table(rows: list[Row], options: argparse.Namespace) -> str:
-    out = [
-        f"{time.strftime('%Y-%m-%d')}, {hardware()['cpu']}, {options.threads} threads:"
-        f" {options.new_tokens} tokens after {options.prompt_tokens}, {options.rounds} rounds in"
-        f" turns, {options.repeats} repetitions in each.",
+def file_speed(environments: Path, file: Path, point: Point, new_tokens: int) -> tuple[float, float]:
+    """Tokens per second of a GGUF file, (prefill, decode), in one repetition after llama.cpp's own warm-up."""
+    if point.batch == 1:
+        how = {"repeats": 1, "threads": point.threads}
+        read = llama_bench(environments, file, prompt_tokens=point.prompt_tokens, new_tokens=0, **how)[0]
+        behind = {"prompt_tokens": 0, "new_tokens": new_tokens, "depth": point.prompt_tokens}
+        return read, llama_bench(environments, file, **behind, **how)[0]
+    positions = point.batch * (point.prompt_tokens + new_tokens)
+    what = {"-c": positions, "-npp": point.prompt_tokens, "-ntg": new_tokens, "-npl": point.batch, "-t": point.threads}
+    arguments = ["-m", file, *(part for pair in what.items() for part in pair), "--output-format", "jsonl"]
+    out = llama(environments, "llama-batched-bench", point.threads, *arguments)
+    found = next(json.loads(line) for line in out.splitlines() if line.startswith("{"))
+    return found["speed_pp"], found["speed_tg"]
+
+
+def random_model() -> tuple[nn.Module, AutoTokenizer]:
+    """A decoder of Llama-3.2-1B's shape with random weights, and a tokenizer for files of it."""
+    tokenizer = AutoTokenizer.from_pretrained(located("smollm2-135m"))
+    config = LlamaConfig(
+        hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
+        head_dim=64, vocab_size=len(tokenizer), rope_theta=500000.0, max_position_embeddings=8192,
+        tie_word_embeddings=True, dtype="bfloat16",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).bfloat16().eval(), tokenizer
+
+
+def random_files(given: argparse.Namespace, model: nn.Module, tokenizer: AutoTokenizer) -> dict[str, Path]:
+    """GGUF files of the random model in the types that `--files` names."""
+    folder = given.work / RANDOM
+    made = {kind: folder / f"{kind}.gguf" for kind in map(str, given.files)}
+    if all(file.is_file() for file in made.values()):
+        return made
+    source = next(folder.glob("source/*.gguf"), None)
+    if source is None:
+        save_compressed(apply([], model), folder / "source", tokenizer, save_format="gguf")
+        source = next(folder.glob("source/*.gguf"))
+    for kind, file in made.items():
+        if not file.is_file():
+            llama(given.environments, "llama-quantize", given.threads, "--allow-requantize", source, file, kind)
+    return made
+
+
+class Comparison:
+    """The contestants of one run and what was measured of them."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.given = given
+        self.rows: dict[str, Row] = {}
+        if given.out and given.out.is_file():
+            self.rows = {name: Row(**row) for name, row in json.loads(given.out.read_text())["rows"].items()}
+        self.model, self.tokenizer = random_model() if given.model == RANDOM else load_model(given.model)
+        self.models = {BASELINE: self.model}
+        for one in tqdm(given.ours, desc="models", unit="model"):
+            name, _, what = one.partition(": ")
+            self.models[f"ours, {name}"] = self.ours(what)
+        named = {path.stem: path for path in map(Path, given.files)}
+        files = random_files(given, self.model, self.tokenizer) if given.model == RANDOM else named
+        self.files = {f"llama.cpp {stem.partition('-')[0]}": path for stem, path in files.items()}
+        for name, model in self.models.items():
+            self.rows.setdefault(name, Row(size(cast(model, torch.bfloat16)).stored_bytes))
+        for name, path in self.files.items():
+            self.rows.setdefault(name, Row(tensor_bytes(path)))
+
+    def ours(self, what: str) -> nn.Module:
+        """A model by its recipe or its folder."""
+        if Path(what).is_dir():
+            return load_compressed(what, dtype=torch.bfloat16)
+        model = random_model()[0] if self.given.model == RANDOM else load_model(self.given.model)[0]
+        return apply(parse_recipe(what), model).model
+
+    def score(self, windows: int) -> None:
+        """Perplexity and KL of every contestant, with dequantised weights in float32."""
+        ids = held_out(self.tokenizer, corpus="wikitext2")
+        how = {"window": self.given.window, "limit": windows, "beginning": beginning(self.tokenizer)}
+        for name in tqdm([*self.models, *self.files], desc="accuracy", unit="model"):
+            if self.rows[name].perplexity or name == BASELINE:
+                continue
+            if name in self.files:
+                path = self.files[name]
+                model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+            else:
+                model = cast(self.models[name], torch.float32)
+            with ExitStack() as stack:
+                for linear in compressed_linears(model).values():
+                    stack.enter_context(linear.dense())
+                perplexities, divergences = compare_on_text(self.model, {name: model.eval()}, ids, **how)
+            for scored, p in perplexities.items():
+                self.rows[BASELINE if scored == "baseline" else scored].perplexity = p.value, p.stderr
+            self.rows[name].kl = divergences[name].kl, divergences[name].kl_stderr
+            self.write()
+
+    def time(self, point: Point) -> None:
+        """All contestants in turns at one point."""
+        given, key = self.given, str(point)
+        if all(len(row.decode.get(key, [])) >= given.rounds for row in self.rows.values()):
+            return
+        torch.set_num_threads(point.threads)
+        variants = contestants(self.models)
+        for name, variant in tqdm(variants.items(), desc=f"compiling for {key}", unit="model"):
+            make_ready(variant, make(variant), point.prompt_tokens, given.new_tokens, point.batch)
+            self.rows[name].execution = variant.execution
+        for row in self.rows.values():
+            row.decode[key], row.prefill[key] = [], []
+        for _ in tqdm(range(given.rounds), desc=key, unit="round"):
+            for name, variant in variants.items():
+                first, later = serve(variant, point.prompt_tokens, given.new_tokens, point.batch)
+                self.rows[name].prefill[key].append(point.batch * point.prompt_tokens / first)
+                self.rows[name].decode[key].append(point.batch / statistics.median(later))
+            for name, file in self.files.items():
+                read, decoded = file_speed(given.environments, file, point, given.new_tokens)
+                self.rows[name].prefill[key].append(read)
+                self.rows[name].decode[key].append(decoded)
+            self.write()
+        for variant in variants.values():
+            clear(variant)
+
+    def write(self) -> None:
+        if self.given.out:
+            rows = {name: asdict(row) for name, row in self.rows.items()}
+            self.given.out.write_text(json.dumps({"command": shlex.join(sys.argv), "rows": rows}, indent=1) + "\n")
+
+
+def table(rows: dict[str, Row], point: Point) -> str:
+    """Markdown: bytes, loss and speeds at one point."""
+    key = str(point)
+    with_loss = any(row.kl for row in rows.values())
+    columns = ["", "MB", *["perplexity", "KL"] * with_loss, "decode, tokens/s", "prefill, tokens/s"]
+    lines = [columns, ["---"] + ["---:"] * (len(columns) - 1)]
+    for name, row in rows.items():
+        if key not in row.decode:
+            continue
+        loss = [f"{row.perplexity[0]:.2f}" if row.perplexity else "–"]
+        loss.append(f"{row.kl[0]:.4f} ± {row.kl[1]:.4f}" if row.kl else "–")
+        timed = (row.decode[key], row.prefill[key])
+        speeds = [f"{statistics.median(s):,.0f} ({min(s):,.0f} to {max(s):,.0f})" for s in timed]
+        lines.append([name, f"{row.nbytes / 1e6:.1f}", *loss * with_loss, *speeds])
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def grid(given: argparse.Namespace) -> dict[str, list[Point]]:
+    """What the panels of the figure vary: threads, sequences at a time, tokens before."""
+    at = {"threads": given.threads, "batch": 1, "prompt_tokens": given.prompt_tokens}
+    few = at | {"prompt_tokens": 128}
+    return {
+        "threads": [Point(**at | {"threads": n}) for n in range(1, given.threads + 1)],
+        "sequences": [Point(**few | {"batch": n}) for n in given.batches],
+        "tokens before": [Point(**at | {"prompt_tokens": n}) for n in given.contexts],
+    }
+
+
+def draw(rows: dict[str, Row], points: dict[str, list[Point]], path: Path) -> None:
+    """Decoded tokens per second against what each panel varies."""
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, len(points), figsize=(4.6 * len(points), 4), constrained_layout=True)
+    fields = {"threads": "threads", "sequences": "batch", "tokens before": "prompt_tokens"}
+    for axes, (what, many) in zip(panels, points.items(), strict=True):
+        for name, row in rows.items():
+            shown = [p for p in many if row.decode.get(str(p))]
+            speeds = [statistics.median(row.decode[str(p)]) for p in shown]
+            style = {"marker": "s", "linestyle": "--"} if name.startswith("llama.cpp") else {"marker": "o"}
+            axes.plot([getattr(p, fields[what]) for p in shown], speeds, label=name, **style)
+        axes.set_xlabel(what)
+        axes.set_ylabel("decode, tokens per second")
+        axes.set_ylim(bottom=0)
+        if what != "threads":
+            axes.set_xscale("log", base=2)
+        ticks = [getattr(p, fields[what]) for p in many]
+        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", fontsize=7)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def page(rows: dict[str, Row], given: argparse.Namespace) -> str:
+    """The note: the table at the chosen lengths, and the figure where other points were measured."""
+    first = Point(given.threads, 1, given.prompt_tokens)
+    scored = (
+        f" Perplexity and KL (from the uncompressed model, nats per token) are on {given.accuracy} windows of"
+        f" {given.window} tokens of wikitext-2, in float32, with the weights that each file or model holds."
+        if given.accuracy
+        else ""
+    )
+    lines = [
+        f"## Speed on a CPU beside llama.cpp: {given.model}",
         "",
-        "| | MB | decode, tokens/s | lowest to highest |",
-        "| --- | ---: | ---: | ---: |",
+        f"Measured on {time.strftime('%Y-%m-%d')} on {hardware()['cpu']}, {given.threads} threads.",
+        "",
+        *("```", "python " + shlex.join(sys.argv), "```", ""),
+        f"A prompt of {given.prompt_tokens} tokens and {given.new_tokens} tokens decoded after it, one sequence, in"
+        f" bfloat16: medians of {given.rounds} rounds in turns, with their span. Bytes are those of the whole model without"
+        f" its tokenizer.{scored}",
+        "",
+        table(rows, first),
     ]
-    for r in rows:
-        out.append(f"| {r.name} | {r.nbytes / 1e6:.1f} | {r.median:.1f} | {min(r.decode):.1f} to {max(r.decode):.1f} |")
-    return "\n".join(out)
+    if given.grid:
+        lines += ["", f"![Decoding against threads, sequences and context]({given.write.with_suffix('.svg').name})"]
+        draw(rows, grid(given), given.write.with_suffix(".svg"))
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--model", default="smollm2-135m", help=f"or {RANDOM}")
+    ours = "name: recipe without calibration, or name: folder of a saved model"
+    parser.add_argument("--ours", nargs="*", default=[], help=ours)
+    parser.add_argument("--files", nargs="*", default=[], help=f"GGUF files of llama.cpp; with {RANDOM}, their types")
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--repeats", type=int, default=3, help="of every contestant in a round, which takes their median"
-    )
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--grid", action="store_true", help="other threads, batches and contexts, too")
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 64])
+    parser.add_argument("--contexts", type=int, nargs="*", default=[512, 2048, 7680])
+    parser.add_argument("--accuracy", type=int, default=0, help="windows of wikitext-2 to score; 0: none")
+    parser.add_argument("--window", type=int, default=1024)
     parser.add_argument("--environments", type=Path, default=Path(".venv-interop"))
-    parser.add_argument("--work", type=Path, default=Path("runs/interop"))
-    parser.add_argument("--types", nargs="*", default=TYPES, help="of llama.cpp's files")
-    parser.add_argument("--ours", nargs="*", default=list(OURS), choices=list(OURS))
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    parser.add_argument("--work", type=Path, default=Path("runs/interop"), help="folder for files of the random model")
+    parser.add_argument("--out", type=Path, help="file for the JSON record, which is continued")
+    parser.add_argument("--write", type=Path, help="file for the note, with a figure beside it")
+    given = parser.parse_args()
     torch.set_grad_enabled(False)
-    variants, rows = {}, {}
-    for name in options.ours:
-        variants[name], nbytes = ours(options.model, OURS[name], options.prompt_tokens, options.new_tokens)
-        rows[name] = Row(f"ours, {name}", nbytes)
-    theirs = files(options)
-    rows |= {kind: Row(f"llama.cpp {kind}", tensor_bytes(file)) for kind, file in theirs.items()}
-    for _ in range(options.rounds):
-        for name, variant in variants.items():
-            runs = [serve(variant, options.prompt_tokens, options.new_tokens)[1] for _ in range(options.repeats)]
-            rows[name].decode.append(statistics.median(len(seconds) / sum(seconds) for seconds in runs))
-        for kind, file in theirs.items():
-            how = {key: getattr(options, key) for key in ("prompt_tokens", "new_tokens", "repeats", "threads")}
-            rows[kind].decode.append(statistics.median(llama_bench(options.environments, file, **how)))
-    print(table(list(rows.values()), options))
-    print(json.dumps([asdict(row) for row in rows.values()]))
+    comparison = Comparison(given)
+    if given.accuracy:
+        comparison.score(given.accuracy)
+    points = [Point(given.threads, 1, given.prompt_tokens)]
+    if given.grid:
+        points = list(dict.fromkeys([*points, *(point for many in grid(given).values() for point in many)]))
+    for point in points:
+        comparison.time(point)
+        print(table(comparison.rows, point), flush=True)
+    if given.write:
+        given.write.write_text(page(comparison.rows, given))
 
 
 if __name__ == "__main__":

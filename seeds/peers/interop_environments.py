@@ -12,7 +12,7 @@ from pathlib import Path
 READERS = Path(__file__).parent / "readers"
 TORCH = "torch==2.13.0"
 BINDINGS = "llama-cpp-python==0.3.36"
-PROGRAMS = ("llama-bench", "llama-quantize", "llama-imatrix", "llama-perplexity")
+PROGRAMS = ("llama-bench", "llama-batched-bench", "llama-quantize", "llama-imatrix", "llama-perplexity")
 
 
 @dataclass(frozen=True)
