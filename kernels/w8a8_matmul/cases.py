@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.harness.cases import TOLERANCE, Asked, Check, Contest
+from kernels.harness.cases import TOLERANCE, Asked, Check, Contest, Expected, times
 from kernels.interpreter import triton_takes
 from kernels.linear.onednn import lay_out, product
 from kernels.w8a8_matmul import BLOCK, W8, prepacked_fits, quantize_rows, quantize_weight, to_prepacked, w8a8_matmul
@@ -16,6 +16,7 @@ ROTATED = 256 << 20  # bytes of 8-bit weights in rotation
 MOST = 1024  # copies: small weights are in a cache anyway
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 SHORT = 2e-3  # fp8 on Hopper: sums of 128 products are kept in about 14 bits
+FAST = 1e-2  # libraries: sums of all products are
 
 
 def checks(device: torch.device) -> list[Check]:
@@ -123,7 +124,9 @@ def _gpu(
         "triton": lambda i: w8a8_matmul(x, small[i], impl="triton"),
         name: lambda i: F.linear(x, dense[i]),
     }
-    contestants |= _library(x, small)
+    library = _library(x, small)
+    contestants |= library
+    exactly = of_codes(x, lambda: small[0])
     from kernels.w8a8_matmul.triton import candidates, key
 
     return Contest(
@@ -141,7 +144,20 @@ def _gpu(
         goal=1.6 if tokens == 1 or tokens >= 256 else None,
         tune_key=key(tokens, out, columns, kind),
         candidates=candidates(tokens, kind),
+        expected={"triton": exactly, name: times(x, lambda: dense[0]), **dict.fromkeys(library, exactly)},
+        tolerance={} if kind == INT8 else {"triton": SHORT, **dict.fromkeys(library, FAST)},
     )
+
+
+def of_codes(x: Tensor, w: Callable[[], W8]) -> Expected:
+    """x Wᵀ in float64, from the codes of x, token by token, and those of w, whose scales are per channel."""
+
+    def expected(_: object) -> Tensor:
+        weight = w()
+        codes, scale = quantize_rows(x, weight.codes.dtype)
+        return (codes.double() @ weight.codes.double().t()) * weight.scale.double() * scale.double()
+
+    return expected
 
 
 def _library(x: Tensor, small: list[W8]) -> dict[str, Callable[[int], object]]:
@@ -205,4 +221,8 @@ def _cpu(shape: tuple[int, int], tokens: int, dtype: torch.dtype) -> Iterator[Co
         flops=2 * tokens * out * columns,
         rate="int8",
         goal=1.7 if tokens >= 256 or out >= 4096 else None,
+        expected={
+            **dict.fromkeys(("cpu", "cpu oneDNN", "cpu int_mm"), of_codes(x, lambda: rows[0])),
+            name: times(x, lambda: dense[0]),
+        },
     )

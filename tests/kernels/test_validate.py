@@ -7,6 +7,7 @@ import sys
 import time
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ import torch
 from kernels.harness import cases, jobs, roofline, timing, trial, validate
 from kernels.harness.cases import Check, Contest
 from kernels.harness.table import table
+from kernels.harness.verify import Verdict, verify
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[2]
@@ -139,7 +141,7 @@ def test_green_ops_are_timed_and_the_record_has_its_shape(ops, tmp_path, capsys)
     assert (tmp_path / "table.txt").read_text().strip() == table(record)
 
 
-def test_red_checks_stop_timing_of_their_op_alone(ops, tmp_path, capsys):
+def test_red_checks_mark_the_rows_of_their_op_alone(ops, tmp_path, capsys):
     written = iter([X * 2, X * 2, X * 2, torch.full((4,), float("nan"))])
     ops(
         wrong=op("wrong", [check, lambda n: check(n, "off", lambda impl: X * 2.002)], [contest]),
@@ -155,13 +157,78 @@ def test_red_checks_stop_timing_of_their_op_alone(ops, tmp_path, capsys):
     assert code == 1
     assert record["summary"]["red_ops"] == ["flaky", "raising", "unmade", "wrong"] and record["summary"]["red"] == 6
     status = {row["op"]: row["status"] for row in record["rows"]}
-    assert status.pop("good") == "timed" and status.pop("unchecked") == "not timed: no checks"
-    assert set(status.values()) == {"not timed: red check"} and len(status) == 4
+    assert status.pop("unchecked") == "not timed: no checks"
+    assert status.pop("unmade") == "not timed: its checks could not be made"
+    assert status == dict.fromkeys(("wrong", "raising", "flaky", "good"), "timed")
+    assert {r["op"]: r["red_checks"] for r in record["rows"]} == {
+        "wrong": 2, "raising": 2, "flaky": 1, "good": 0, "unchecked": 0, "unmade": 1,
+    }  # fmt: skip
+    lines = {line.split()[0]: line for line in (tmp_path / "table.txt").read_text().splitlines() if "4x4" in line}
+    assert "?" in lines["wrong"] and "?" not in lines["good"]
     why = {c["op"]: c["message"] for c in record["checks"] if not c["green"]}
     assert why["wrong"] == "relative RMS error 1.00e-03 is over 1e-05" and why["raising"] == "RuntimeError: no such"
     assert why["flaky"].startswith("NaN") and why["unmade"] == "RuntimeError: cannot be made"
     assert "RED  wrong: off (cpu)" in capsys.readouterr().out
     json.loads((tmp_path / "record.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+def expecting(**calls):
+    """A contest in which every contestant must return X twice."""
+
+    def made(op):
+        calls_ = {"ours": lambda i: X * 2, "torch": lambda i: X * 2, "other": lambda i: X, **calls}
+        expected = dict.fromkeys(("ours", "torch"), lambda found: X.double() * 2)
+        return contest(op, contestants=calls_, expected=expected)
+
+    return made
+
+
+@pytest.mark.parametrize("time_red", [False, True])
+def test_what_is_wrong_at_the_timed_shape_is_not_timed_or_marked(ops, tmp_path, time_red):
+    ops(
+        a=op(
+            "a",
+            [check],
+            [
+                expecting(),
+                expecting(ours=lambda i: X * 2.001),
+                expecting(ours=lambda i: torch.empty(4)),
+                expecting(torch=lambda i: X * 3),
+                expecting(ours=raises("no image")),
+            ],
+        )
+    )
+    code, record = run(tmp_path, *(["--time-red"] if time_red else []))
+    good, wrong, unwritten, rival, raising = record["rows"]
+    assert code == 1 and record["summary"]["red_rows"] == ["a toy 4x4 M=1"] * 3
+    assert good["status"] == "timed" and not good["unsound"] and good["unchecked"] == ["other"]
+    assert wrong["unsound"] == {"ours": "relative RMS error 5.00e-04 is over 1e-05"}
+    assert "never written" in unwritten["unsound"]["ours"] and "no image" in raising["unsound"]["ours"]
+    assert rival["status"] == "timed" and rival["speedup"] is None and set(rival["unsound"]) == {"torch"}
+    assert (rival["seconds"]["torch"] is None) != time_red and rival["strongest"] == "other"
+    text = (tmp_path / "table.txt").read_text()
+    assert "RED  a toy 4x4 M=1: ours: relative RMS" in text
+    if time_red:
+        assert wrong["status"] == "unsound" and wrong["seconds"]["ours"] and wrong["goal_met"] is None
+        assert "! UNSOUND" in text and raising["status"] == "error: RuntimeError: no image"
+    else:
+        assert {r["status"].partition(":")[0] for r in (wrong, unwritten, raising)} == {"not timed"}
+        assert wrong["seconds"] == {} and "UNSOUND" not in text
+
+
+def test_sums_in_place_begin_at_zero():
+    total = torch.full((4,), 7.0)
+    summing = contest("a", contestants={"ours": lambda i: total.add_(X)}, expected={"ours": lambda found: X.double()})
+    assert verify(summing, CPU) == Verdict({}, ())
+    twice = iter([X, X, X * 2, X * 2.000001])
+    flaky = contest("a", contestants={"ours": lambda i: next(twice)}, expected={"ours": lambda found: X.double() * 2})
+    assert "two runs" in verify(flaky, CPU).red["ours"]
+
+
+def test_the_contests_of_every_op_say_what_is_right():
+    for name in cases.OPS:
+        for c in import_module(f"kernels.{name}.cases").contests(CPU, True, cases.OWN):
+            assert verify(c, CPU) == Verdict({}, ()), c
 
 
 def test_what_is_asked_for_reaches_the_op(ops, tmp_path):
