@@ -6,6 +6,7 @@ HEAD = ("op", "detail", "shape", "M", "ours us", "baseline us", "speed-up", "goa
 MARKS = {
     "*": "timed by events around a loop: Python and launches count",
     "~": "quartiles more than 10% apart",
+    "^": "the clock of the multiprocessors changed by more than 3%",
     "!": "UNSOUND: its output is wrong at this shape, so its time counts for nothing",
     "?": "other checks of this op are red; what is timed here is right at this shape",
 }
@@ -79,11 +80,16 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         *head,
         _us(ours) + "*" * (row["how"][row["ours"]] == "loop") + _soundness(row),
         _us(baseline) if baseline else "-",
-        f"{'~' if _noisy(row) else ''}{row['speedup']:.2f}x" if row["speedup"] else "-",
+        f"{'~' * _noisy(row)}{'^' * _drifted(row)}{row['speedup']:.2f}x" if row["speedup"] else "-",
         _goal(row),
         f"{row['roofline']:.0%} {_short(row['bound'])}" if row["roofline"] else "-",
         f"{other} {_us(seconds[other])} ({seconds[other] / ours:.2f}x)" if other else "-",
     )
+
+
+def _drifted(row: dict[str, Any]) -> bool:
+    clocks = row["clocks"]
+    return bool(clocks) and max(clocks) > 1.03 * min(clocks)
 
 
 def _soundness(row: dict[str, Any]) -> str:

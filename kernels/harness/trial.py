@@ -241,6 +241,7 @@ def measure(
         "eager": {name: t.eager for name, t in took.items() if t.eager is not None},
         "notes": {name: t.note for name, t in took.items() if t.note} | left_out,
         "rounds": max(t.rounds for t in took.values()),
+        "clocks": list(next(iter(took.values())).clocks),
         "speedup": baseline / ours if ours and baseline else None,
         "strongest": min(others, key=lambda name: others[name]) if others else None,
         "goal_met": None if contest.ours in verdict.red else goal_met(contest, ours, baseline),
@@ -344,7 +345,10 @@ def read(path: Path) -> list[Line]:
 def ceilings_in(lines: list[Line]) -> Ceilings | None:
     """The ceilings among the lines of a run."""
     found = [line for line in lines if line["kind"] == "ceilings"]
-    return Ceilings(found[-1]["bandwidth"], found[-1]["rates"], tuple(found[-1]["notes"])) if found else None
+    if not found:
+        return None
+    last = found[-1]
+    return Ceilings(last["bandwidth"], last["rates"], tuple(last["notes"]), last["read"])
 
 
 def ceilings_line(ceilings: Ceilings) -> Line:
@@ -379,7 +383,7 @@ def _numbered(log: Log, device: torch.device, toy: bool, asked: Asked) -> Iterat
 def bare_row(op: str, status: str, detail: str = "") -> Line:
     """A row for what could not be timed."""
     empty = {"shape": [], "rounds": 0, "seconds": {}, "quartiles": {}, "how": {}, "eager": {}, "notes": {}}
-    empty |= {"unsound": {}, "unchecked": []}
+    empty |= {"unsound": {}, "unchecked": [], "clocks": []}
     return {"op": op, "detail": detail, "status": status, **dict.fromkeys(DECLARED), **dict.fromkeys(FOUND), **empty}
 
 

@@ -20,7 +20,8 @@ table.txt, <gpu>.json (with --tune; it is also written to kernels/tuned) and rec
                  time_red, meaningful (false in Triton's interpreter and for toy sizes: there times mean nothing)
     environment  python, torch, triton (null: none), cuda, system, cpu, cpu_capability, cores, threads, commit, dirty,
                  gpu: null or {name, capability, sms, l2_bytes, memory_bytes, shared_memory_bytes, driver}
-    ceilings     null or {bandwidth [bytes/s], rates: {type: operations/s}, notes}
+    ceilings     null or {bandwidth [bytes/s of a copy], read (the same of reading alone; null: not measured apart),
+                 rates: {type: operations/s}, notes}
     checks       [{op, index, name, impl, error, tolerance, green, message}]
     unfinished   [{op, phase, next}]   what the budget left undone
     rows         [{op, index, detail, shape, tokens, status, ...}]
@@ -38,6 +39,7 @@ table.txt, <gpu>.json (with --tune; it is also written to kernels/tuned) and rec
                  roofline = least_seconds / seconds[ours]
                  tune_key, configuration    null: the heuristic's, or what kernels/tuned has
                  copies, rounds
+                 clocks         MHz of the multiprocessors after the first round and the last; [] where not known
                  unsound        {contestant: what is wrong with its output at this shape}
                  unchecked      contestants whose right output is not known
                  red_checks     how many checks of this op are red
@@ -220,8 +222,9 @@ def _work(options: argparse.Namespace) -> int:
                 print(_machine(log.write("environment", **roofline.environment(device))), flush=True)
                 line = log.write("ceilings", **trial.ceilings_line(roofline.measure(device, toy=options.toy)))
                 rates = ", ".join(f"{name} {rate / 1e12:.4g} T/s" for name, rate in line["rates"].items())
+                read = f", read {line['read'] / 1e9:.4g} GB/s" if line["read"] else ""
                 print(
-                    f"ceilings: copy {line['bandwidth'] / 1e9:.4g} GB/s; {rates}",
+                    f"ceilings: copy {line['bandwidth'] / 1e9:.4g} GB/s{read}; {rates}",
                     *line["notes"],
                     sep="\n  ",
                     flush=True,
@@ -295,7 +298,12 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         prog="python -m kernels.harness.validate", description=(__doc__ or "").partition("\n\n")[0]
     )
     parser.add_argument("--budget", type=float, default=540, help="seconds for everything")
-    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="folder for what is found")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(os.environ.get("GPU_OUT") or os.environ.get("OUT") or "runs/gpu"),
+        help="folder for what is found, as it is found; without it $GPU_OUT, $OUT or runs/gpu",
+    )
     parser.add_argument("--ops", default=",".join(cases.OPS), help="some of them, with commas between")
     parser.add_argument(
         "--shapes", default="", help="of weights, out x in, instead of each op's own: 4096x4096,14336x4096"

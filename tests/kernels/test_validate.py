@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernels.harness import cases, jobs, roofline, timing, trial, validate
+from kernels.harness import cases, clock, jobs, roofline, timing, trial, validate
 from kernels.harness.cases import Check, Contest
-from kernels.harness.table import table
+from kernels.harness.table import rows_table, table
 from kernels.harness.verify import Verdict, verify
 
 CPU = torch.device("cpu")
@@ -466,6 +466,8 @@ class Cuda:
         ):
             monkeypatch.setattr(torch.cuda, name, stand_in)
         monkeypatch.setattr(timing, "settle", lambda device: None)
+        self.clocks = iter((1980, 1755))
+        monkeypatch.setattr(timing, "sm_clock", lambda device: next(self.clocks, None))
         monkeypatch.setattr(timing, "_forget_capture", lambda: setattr(cuda, "forgotten", cuda.forgotten + 1))
 
     def kernel(self, seconds, launch=20e-6):
@@ -486,19 +488,79 @@ def test_graphs_take_the_launches_out(monkeypatch):
     assert took["fast"].seconds == pytest.approx(5e-6) and took["slow"].seconds == pytest.approx(1e-3)
     assert took["fast"].eager == pytest.approx(20e-6), "the launch is told apart"
     assert took["fast"].calls % 8 == 0 and took["slow"].rounds == 15
+    assert took["fast"].calls * 5e-6 >= timing.SAMPLE, "sized by the graph's time, not by that of launches"
+    assert took["fast"].clocks == took["slow"].clocks == (1980, 1755)
     assert took["raises"].seconds is None and took["raises"].note == "RuntimeError: no kernel image"
 
 
 def test_without_graphs_ours_and_the_baseline_are_timed_alike(monkeypatch):
-    outcomes = iter([True, False, True])
+    outcomes = iter([True, True, False, True, True])  # a walk, and as many as a sample needs
     cuda = Cuda(monkeypatch, lambda: next(outcomes))
     calls = {"ours": cuda.kernel(5e-6), "baseline": cuda.kernel(40e-6), "other": cuda.kernel(10e-6)}
     took = timing.time_in_turns(calls, 8, "cuda", alike=("ours", "baseline"))
     assert {t.how for t in took.values()} == {"loop"} and took["ours"].seconds == pytest.approx(20e-6)
-    outcomes = iter([True, True, False])
+    outcomes = iter([True, True, True, True, False])
     took = timing.time_in_turns(calls, 8, "cuda", alike=("ours", "baseline"))
     assert [t.how for t in took.values()] == ["graph", "graph", "loop"] and "capturing" in took["other"].note
     assert cuda.forgotten == 2
+
+
+def test_a_gpu_is_warm_before_it_is_timed(monkeypatch):
+    cuda = Cuda(monkeypatch)
+    begun = []
+
+    def call(i):
+        begun.append(cuda.now)
+        cuda.kernel(1e-3)(i)
+
+    timing.time_in_turns({"a": call}, 1, "cuda", rounds=1, graph=False)
+    samples = len(begun) - 2  # two walks prepare; warming and the round take samples of alike length
+    assert samples * 1e-3 >= timing.WARMING + timing.SAMPLE and begun[-1] < timing.WARMING + 5 * timing.SAMPLE
+
+
+def test_the_clock_is_asked_of_whoever_knows_it(monkeypatch):
+    gpu, known = torch.device("cuda", 0), SimpleNamespace(returncode=0, stdout="1755\n")
+    assert clock.sm_clock(CPU) is None
+    monkeypatch.setattr(torch.cuda, "clock_rate", lambda device: 1980)
+    assert clock.sm_clock(gpu) == 1980
+    monkeypatch.setattr(torch.cuda, "clock_rate", raises("nvidia-ml-py is not installed"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="7-a"))
+    asked = []
+    monkeypatch.setattr(clock.subprocess, "run", lambda command, **_: asked.append(command) or known)
+    assert clock.sm_clock(gpu) == 1755 and asked[0][:3] == ["nvidia-smi", "-i", "GPU-7-a"]
+    known.stdout = "[N/A]"
+    assert clock.sm_clock(gpu) is None
+
+
+def test_rows_whose_clock_changed_are_marked():
+    row = {
+        **trial.bare_row("a", "timed"),
+        "ours": "x",
+        "baseline": "y",
+        "seconds": {"x": 1.0, "y": 2.0},
+        "speedup": 2.0,
+    }
+    row |= {"how": {"x": "graph"}, "quartiles": {"x": [1, 1], "y": [2, 2]}}
+    assert "^2.00x" in rows_table([{**row, "clocks": [1980, 1755]}]) and "^ the clock" in rows_table(
+        [{**row, "clocks": [1980, 1755]}]
+    )
+    assert "^" not in rows_table([{**row, "clocks": [1980, 1965]}]) + rows_table([row])
+
+
+def test_results_go_where_the_environment_says(monkeypatch):
+    for variable, value in (("OUT", "b"), ("GPU_OUT", "a")):
+        monkeypatch.setenv(variable, value)
+        assert validate._options(["--device", "cpu"]).out == Path(value)
+    assert validate._options(["--device", "cpu", "--out", "c"]).out == Path("c")
+
+
+def test_crashes_between_contests_that_went_well_are_not_counted_together(workers):
+    many = "pass\nn = int(a['--start'])\n[say(kind='begin', index=n), say(kind='contest', index=n, status='timed')]\n"
+    workers, lines = workers(many + "say(kind='begin', index=n + 1)\nif n < 12: os.kill(os.getpid(), 11)")
+    assert workers.run([jobs.Job("contests", "a")], time.monotonic() + 60, alone=True) == []
+    status = {x["index"]: x["status"] for x in trial.read(lines) if x["kind"] == "contest"}
+    assert [status[n] for n in (0, 2, 12)] == ["timed"] * 3
+    assert sum(s == "crashed: signal SIGSEGV" for s in status.values()) == 6 > jobs.RESTARTS
 
 
 def test_a_machine_with_only_torch_will_do():
