@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.capability import too_old
 from kernels.harness.cases import TOLERANCE, Asked, Check, Contest, Expected, times
 from kernels.interpreter import triton_takes
 from kernels.linear.onednn import lay_out, product
@@ -38,7 +39,7 @@ def checks(device: torch.device) -> list[Check]:
         ("empty", (2, 0), 32, 64, False, False, torch.bfloat16),
     )
     found = []
-    for kind in (INT8, FP8):
+    for kind in kinds(device):
         for name, tokens, out, columns, blocks, static, dtype in cases:
             W = torch.randn(out, columns, generator=g) * torch.rand(out, 1, generator=g)
             x = (torch.randn(*tokens, columns, generator=g) * 3).to(device, dtype)
@@ -55,6 +56,11 @@ def checks(device: torch.device) -> list[Check]:
     )
     found.append(_check("largest sums", torch.ones(2, 14336, device=device, dtype=torch.float32), extreme, None))
     return found
+
+
+def kinds(device: torch.device) -> tuple[torch.dtype, ...]:
+    """What this device multiplies: not every GPU has float8."""
+    return (INT8, FP8) if too_old(device, float8=True) is None else (INT8,)
 
 
 def _check(name: str, x: Tensor, w: W8, x_scale: Tensor | None) -> Check:
@@ -90,14 +96,14 @@ def _move(w: W8, device: torch.device) -> W8:
 
 def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]:
     if toy and triton_takes(device):
-        for kind in (INT8, FP8):
+        for kind in kinds(device):
             for tokens in (1, 80):
                 yield _gpu(device, kind, (160, 256), tokens, asked.dtype, 2)
     elif toy:
         yield from _cpu((160, 256), 16, asked.dtype)
     elif device.type == "cuda":
         for shape in asked.shapes or ((14336, 4096), (4096, 4096)):
-            for kind in (INT8, FP8):
+            for kind in kinds(device):
                 for tokens in asked.tokens or (1, 16, 64, 256, 2048):
                     yield _gpu(
                         device,
