@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || echo python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
-GPU_OUT ?= runs/gpu
+GPU_OUT ?= $(or $(OUT),runs/gpu)
 APT    := $(shell test "$$(id -u)" = 0 && echo apt-get || echo sudo apt-get)
 
 SWEEP ?= quickstart

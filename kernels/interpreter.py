@@ -12,6 +12,8 @@ from importlib.util import find_spec
 import numpy as np
 import torch
 
+from kernels.capability import too_old
+
 FLOAT8 = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
 PATCHES = ("binary_op", "create_fma", "cast_impl", "create_fp_to_fp", "create_dot", "get_bf16", "sum")
 
@@ -30,7 +32,8 @@ def installed() -> bool:
 
 def triton_takes(device: torch.device) -> bool:
     """Can a Triton kernel run on tensors of this device, here?"""
-    return installed() and (device.type == "cuda" or (device.type == "cpu" and interpreting()))
+    on_gpu = device.type == "cuda" and too_old(device) is None
+    return installed() and (on_gpu or (device.type == "cpu" and interpreting()))
 
 
 @cache

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.csr_matmul import Csr, csr_matmul, to_csr
-from kernels.harness.cases import TOLERANCE, Asked, Check, Contest
+from kernels.harness.cases import TOLERANCE, Asked, Check, Contest, times
 
 SHARE = 0.005  # of the weights that are stored
 
@@ -82,4 +82,5 @@ def _contest(device: torch.device, shape: tuple[int, int], tokens: int, dtype: t
         rate="float32",
         least_bytes=8 * len(w.values) + 4 * (out + 1) + x.element_size() * tokens * (out + columns),
         flops=2 * tokens * len(w.values),
+        expected={"library": times(x, lambda: W), name: times(x, lambda: dense[0])},
     )

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from kernels.capability import described
 from kernels.gptq_block import reference
 from kernels.interpreter import triton_takes
 from kernels.registry import ran
@@ -55,7 +56,7 @@ def gptq_block(
         raise ValueError(f"`impl` (={impl!r}) must be 'auto', 'reference', 'cpu' or 'triton'")
     if impl == "triton" and not triton_takes(W.device):
         raise ValueError(
-            f"`impl` (='triton') needs triton and a CUDA tensor, or TRITON_INTERPRET=1; `W` is on {W.device}"
+            f"`impl` (='triton') needs triton and a CUDA tensor, or TRITON_INTERPRET=1; `W` is on {described(W.device)}"
         )
     if impl == "cpu" and W.device.type != "cpu":
         raise ValueError(f"`impl` (='cpu') needs CPU tensors; `W` is on {W.device}: 'triton' or 'reference' would do")

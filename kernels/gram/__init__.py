@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from kernels.capability import described
 from kernels.gram import cpu, reference
 from kernels.interpreter import triton_takes
 from kernels.registry import ran
@@ -72,7 +73,7 @@ def _implementation(x: Tensor, impl: str) -> str:
     if impl == "triton" and not (triton_takes(x.device) and x.dtype in TRITON):
         raise ValueError(
             f"`impl` (='triton') needs triton and bfloat16, float16 or float32 on CUDA (on a CPU: TRITON_INTERPRET=1), "
-            f"not {x.dtype} on {x.device}"
+            f"not {x.dtype} on {described(x.device)}"
         )
     if impl != "auto":
         return impl

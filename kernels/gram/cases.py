@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.gram import gram, symmetric
-from kernels.harness.cases import Asked, Check, Contest
+from kernels.harness.cases import Asked, Check, Contest, Expected
 from kernels.interpreter import triton_takes
 from kernels.tuning import trying
 
@@ -113,4 +113,16 @@ def _contest(device: torch.device, tokens: int, columns: int, toy: bool) -> Cont
         rate="bfloat16" if ours == "triton" else "float32",
         tune_key=tune_key,
         candidates=candidates,
+        expected=dict.fromkeys(contestants, _upper(lambda: xs[0])),
+        tolerance=dict.fromkeys(contestants, TOLERANCE),
     )
+
+
+def _upper(x: Callable[[], Tensor]) -> Expected:
+    """XᵀX in the upper triangle, which alone is promised; below it, whatever was found."""
+
+    def expected(found: Tensor) -> Tensor:
+        exact = x().double().t() @ x().double()
+        return torch.where(torch.ones_like(exact, dtype=torch.bool).triu_(), exact, found)
+
+    return expected

@@ -1,5 +1,6 @@
 """Upper tiles of XᵀX on tensor cores, float32 sums, added to H in a fixed order. See README.md for layout and cost."""
 
+from kernels.capability import has_shared
 from kernels.interpreter import prepare
 
 prepare()
@@ -18,6 +19,7 @@ LEAST = 256  # tokens that a split must have to be worth a launch of the second 
 # nearest
 SQUARE = {"rows": 128, "columns": 128, "tokens": 64, "chunk": 4096, "num_warps": 4, "num_stages": 3}
 WIDE = {**SQUARE, "columns": 256, "num_warps": 8, "num_stages": 4}
+WIDE_SHARED = 114_688  # bytes that WIDE takes on sm_80 and sm_89; an RTX 4090 has 101,376 (sm_90 takes and has more)
 EXACT = {**SQUARE, "rows": 64, "columns": 64, "tokens": 32}  # float32 has no tensor core but TF32's
 CANDIDATES = [
     SQUARE,
@@ -118,7 +120,7 @@ def gram(x: Tensor, H: Tensor) -> None:
         x = F.pad(
             x, (0, -columns % 16)
         ).contiguous()  # 16-byte loads need it; a copy of X is little beside in products of it
-    c = configuration("gram", key(x.dtype, columns), heuristic(x.dtype, columns))
+    c = configuration("gram", key(x.dtype, columns), heuristic(x.dtype, columns, x.device))
     j = triton.cdiv(columns, c["columns"])
     tiles = c["columns"] // c["rows"] * j * (j + 1) // 2
     splits = max(1, min(2 * _processors(x.device) // tiles, tokens // LEAST))
@@ -149,10 +151,10 @@ def key(dtype: torch.dtype, columns: int) -> str:
     return f"{dtype.itemsize * 8} bits n{triton.next_power_of_2(columns)}"
 
 
-def heuristic(dtype: torch.dtype, columns: int) -> dict:
+def heuristic(dtype: torch.dtype, columns: int, device: torch.device | None = None) -> dict:
     if dtype == torch.float32:
         return EXACT
-    return WIDE if columns >= 8192 else SQUARE
+    return WIDE if columns >= 8192 and (device is None or has_shared(device, WIDE_SHARED)) else SQUARE
 
 
 def shipped() -> list[Compilation]:

@@ -4,9 +4,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.capability import described, has_shared
 from kernels.hadamard import cpu, reference
 from kernels.hadamard.matrix import base, near, paley, sylvester
-from kernels.hadamard.plan import plan
+from kernels.hadamard.plan import plan, shared_of
 from kernels.interpreter import triton_takes
 from kernels.registry import ran
 
@@ -36,13 +37,14 @@ def hadamard(x: Tensor, *, scale: float | None = None, impl: str = "auto") -> Te
     if x.dtype not in DTYPES:
         raise ValueError(f"`x` ({x.dtype}) must be float32, bfloat16, float16 or float64")
     wide = x.dtype == torch.float64
-    triton = triton_takes(x.device) and not wide and plan(n) is not None
+    triton = triton_takes(x.device) and not wide and plan(n) is not None and has_shared(x.device, shared_of(plan(n)))
     takes = {"reference": True, "cpu": x.device.type == "cpu" and not wide, "triton": triton}
     if impl != "auto" and impl not in takes:
         raise ValueError(f"`impl` (={impl!r}) must be 'auto', 'reference', 'cpu' or 'triton'")
     if impl != "auto" and not takes[impl]:
+        here = f"{x.dtype} on {described(x.device)} with n = {n}"
         other = ", ".join(repr(name) for name, able in takes.items() if able)
-        raise ValueError(f"`impl` (={impl!r}) does not take {x.dtype} on {x.device} with n = {n}; {other} would do")
+        raise ValueError(f"`impl` (={impl!r}) does not take {here}; {other} would do")
     if impl == "auto":
         impl = next(
             name for name in (*(["triton"] if x.device.type == "cuda" else []), "cpu", "reference") if takes[name]

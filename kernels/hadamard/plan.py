@@ -38,6 +38,11 @@ def plan(n: int) -> Plan | None:
     return found if max(a, b, c) <= WIDEST and found.pa * b * found.pc <= LARGEST_TILE else None
 
 
+def shared_of(plan: Plan) -> int:
+    """Bytes of shared memory through which a program passes its tile, in float32, and a little more."""
+    return 4 * plan.pa * plan.b * plan.pc + 3072
+
+
 def _shares(bits: int, parts: int) -> list[int]:
     """`bits` in equal parts, the larger ones last."""
     return [bits // parts + (i >= parts - bits % parts) for i in range(parts)]

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ class Asked:
 
 
 OWN = Asked()
+Expected = Callable[[Any], Tensor | tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,10 @@ class Contest:
     least_bytes: each operand read once, each output written once.
     flops:       floating-point (or integer) operations of the product itself; `rate` names the unit that does them.
     tune_key, candidates: what `tuning.configuration` is asked for, and at most 8 configurations to try.
+    expected:    contestant -> what it must return for the operands of copy 0, in float64 and by other means than its
+                 own; it is given what the contestant returned, which matters where several results are right.
+                 `kernels.harness.verify` compares them before anything is timed.
+    tolerance:   contestant -> relative RMS error allowed, where that of its output's dtype is too narrow.
     """
 
     op: str
@@ -98,6 +104,13 @@ class Contest:
     candidates: list[dict] = field(default_factory=list)
     rivals: tuple[str, ...] = ()
     graph: bool = True
+    expected: dict[str, Expected] = field(default_factory=dict)
+    tolerance: dict[str, float] = field(default_factory=dict)
+
+
+def times(x: Tensor, W: Callable[[], Tensor]) -> Expected:
+    """x Wᵀ [..., out] in float64; W [out, in] is made when it is needed, since it may be large."""
+    return lambda _: x.double() @ W().double().t()
 
 
 def relative_rms(y: Tensor, expected: Tensor) -> float:

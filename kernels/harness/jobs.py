@@ -116,7 +116,9 @@ class Workers:
         begun = [x for x in lines if x["kind"] == "begin"]
         last = begun[-1] if begun else {"index": job.start}
         done = {x["index"] for x in lines if x["kind"] in ("check", "contest")}
-        rest = replace(job, start=last["index"] + 1, restarts=job.restarts + 1)
+        timed = any(x["kind"] in ("check", "contest") and x["index"] != last["index"] for x in lines)
+        restarts = 0 if timed else job.restarts + 1  # what a crash follows may crash again; a dead device always does
+        rest = replace(job, start=last["index"] + 1, restarts=restarts)
         why = "over its time" if killed else f"crashed: {_status(one.process.returncode)}{', ' + said if said else ''}"
         if job.phase in ("ceilings", "warm"):
             print(f"{job.phase} {job.op} {why}", flush=True)

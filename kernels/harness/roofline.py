@@ -24,7 +24,8 @@ from kernels.linear.onednn import lay_out, product
 class Ceilings:
     """What one device reaches.
 
-    bandwidth: bytes read plus bytes written, per second.
+    bandwidth: bytes read plus bytes written, per second, of a copy (on a CPU: of a copy or a sum, the larger).
+    read:      bytes per second of a sum, which writes nothing; None where only the other was measured.
     rates:     operations per second (two for each multiply-add) of dense products with random operands, by type:
                "bfloat16", "float16", "float32" (never TF32), "int8", "float8".
     notes:     what could not be measured, and why.
@@ -33,11 +34,21 @@ class Ceilings:
     bandwidth: float
     rates: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    read: float | None = None
+
+    @property
+    def memory(self) -> float:
+        """Bytes per second beyond which nothing moves: copies turn the bus around, and reading alone may be faster."""
+        return max(self.bandwidth, self.read or 0.0)
 
 
 def measure(device: torch.device, *, toy: bool = False) -> Ceilings:
     """Ceilings of this device, in about two seconds; `toy` is quick and too small to mean anything."""
-    bandwidth = _cuda_bandwidth(device) if device.type == "cuda" else _cpu_bandwidth(16 << 20 if toy else 512 << 20)
+    read = None
+    if device.type == "cuda":
+        bandwidth, read = _cuda_bandwidth(device)
+    else:
+        bandwidth = _cpu_bandwidth(16 << 20 if toy else 512 << 20)
     products = _cuda_products(device) if device.type == "cuda" else _cpu_products(256 if toy else 2048)
     rates, notes = {}, []
     for name, (make, operations) in products.items():
@@ -52,7 +63,7 @@ def measure(device: torch.device, *, toy: bool = False) -> Ceilings:
             notes.append(f"no rate for {name}: {note}")
         else:
             rates[name] = operations / took.seconds
-    return Ceilings(bandwidth, rates, tuple(notes))
+    return Ceilings(bandwidth, rates, tuple(notes), read)
 
 
 def least_seconds(contest: Contest, ceilings: Ceilings) -> tuple[float, str]:
@@ -60,19 +71,28 @@ def least_seconds(contest: Contest, ceilings: Ceilings) -> tuple[float, str]:
 
     Where the contest's rate was not measured, only the bytes count.
     """
-    moving = contest.least_bytes / ceilings.bandwidth
+    moving = contest.least_bytes / ceilings.memory
     rate = ceilings.rates.get(contest.rate)
     computing = contest.flops / rate if rate else 0.0
     return (moving, "bytes") if moving >= computing else (computing, contest.rate)
 
 
-def _cuda_bandwidth(device: torch.device) -> float:
-    size = min(2 << 30, torch.cuda.mem_get_info(device)[0] // 4)
+def _cuda_bandwidth(device: torch.device) -> tuple[float, float | None]:
+    """Of a copy, and of reading alone: the faster of a sum and of a product with a vector."""
+    size = min(2 << 30, torch.cuda.mem_get_info(device)[0] // 4) // 16384 * 16384
     source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    took = time_in_turns({"copy": lambda i: target.copy_(source)}, 1, device, seconds=0.3)["copy"]
-    assert took.seconds is not None, took.note
-    return 2 * size / took.seconds
+    matrix = source.view(torch.int16).view(-1, 8192).view(torch.bfloat16)
+    vector = torch.zeros(8192, dtype=torch.bfloat16, device=device)
+    calls = {
+        "copy": lambda i: target.copy_(source),
+        "sum": lambda i: source.view(torch.int32).sum(dtype=torch.int32),
+        "product": lambda i: matrix @ vector,
+    }
+    took = time_in_turns(calls, 1, device, seconds=0.5)
+    copy, reading = took["copy"], [took[name].seconds for name in ("sum", "product") if took[name].seconds]
+    assert copy.seconds is not None, copy.note
+    return 2 * size / copy.seconds, size / min(reading) if reading else None
 
 
 def _cpu_bandwidth(size: int) -> float:

@@ -3,6 +3,13 @@
 from typing import Any
 
 HEAD = ("op", "detail", "shape", "M", "ours us", "baseline us", "speed-up", "goal", "roofline", "strongest other")
+MARKS = {
+    "*": "timed by events around a loop: Python and launches count",
+    "~": "quartiles more than 10% apart",
+    "^": "the clock of the multiprocessors changed by more than 3%",
+    "!": "UNSOUND: its output is wrong at this shape, so its time counts for nothing",
+    "?": "other checks of this op are red; what is timed here is right at this shape",
+}
 LEFT = {0, 1, 2, 9}  # columns of words; the others are figures
 
 
@@ -13,6 +20,7 @@ def table(record: dict[str, Any]) -> str:
         text.append("(toy sizes, or Triton's interpreter: times mean nothing)")
     red = [c for c in record["checks"] if not c["green"]]
     text += [f"RED  {c['op']}: {c['name']} ({c['impl']}): {c['message']}" for c in red]
+    text += [f"RED  {name(row)}: {who}: {why}" for row in record["rows"] for who, why in row["unsound"].items()]
     text.append(f"{len(record['checks']) - len(red)} of {len(record['checks'])} checks are green")
     for rest in record["unfinished"]:
         text.append(f"the budget left undone: {rest['phase']} of {rest['op']} from number {rest['next']} on")
@@ -29,11 +37,10 @@ def rows_table(rows: list[dict[str, Any]]) -> str:
     widths = [max(len(line[i]) for line in cells if len(line) > i) for i in range(len(HEAD))]
     widths = [min(width, 30) for width in widths[:-1]] + [0]
     text = "\n".join(_line(line, widths) for line in cells)
-    marks = {"*": "timed by events around a loop: Python and launches count", "~": "quartiles more than 10% apart"}
     used = [
         f"{mark} {meaning}"
-        for mark, meaning in marks.items()
-        if any(mark in c for line in cells[1:] for c in line[4:7])
+        for mark, meaning in MARKS.items()
+        if any(mark in c for line in cells[1:] if len(line) == len(HEAD) for c in line[4:7])
     ]
     return "\n".join([text, *used])
 
@@ -51,6 +58,7 @@ def summary(record: dict[str, Any]) -> dict[str, Any]:
         "checks": len(checks),
         "red": sum(not c["green"] for c in checks),
         "red_ops": sorted({c["op"] for c in checks if not c["green"]}),
+        "red_rows": [name(row) for row in rows if row["ours"] in row["unsound"]],
         "unfinished": sorted({rest["op"] for rest in record["unfinished"]}),
         "contests": sum(row["index"] >= 0 for row in rows),
         "timed": sum(row["status"] == "timed" for row in rows),
@@ -63,20 +71,29 @@ def summary(record: dict[str, Any]) -> dict[str, Any]:
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     head = (row["op"], row["detail"], _shape(row), _tokens(row))
-    if row["status"] != "timed":
+    if row["status"] not in ("timed", "unsound"):
         return (*head, row["status"] + (", and what follows" if row.get("rest") else ""))
     seconds, ours = row["seconds"], row["seconds"][row["ours"]]
     baseline = seconds.get(row["baseline"])
     other = row["strongest"]
     return (
         *head,
-        _us(ours) + ("" if row["how"][row["ours"]] != "loop" else "*"),
+        _us(ours) + "*" * (row["how"][row["ours"]] == "loop") + _soundness(row),
         _us(baseline) if baseline else "-",
-        f"{'~' if _noisy(row) else ''}{row['speedup']:.2f}x" if row["speedup"] else "-",
+        f"{'~' * _noisy(row)}{'^' * _drifted(row)}{row['speedup']:.2f}x" if row["speedup"] else "-",
         _goal(row),
         f"{row['roofline']:.0%} {_short(row['bound'])}" if row["roofline"] else "-",
         f"{other} {_us(seconds[other])} ({seconds[other] / ours:.2f}x)" if other else "-",
     )
+
+
+def _drifted(row: dict[str, Any]) -> bool:
+    clocks = row["clocks"]
+    return bool(clocks) and max(clocks) > 1.03 * min(clocks)
+
+
+def _soundness(row: dict[str, Any]) -> str:
+    return "!" if row["ours"] in row["unsound"] else "?" if row.get("red_checks") else ""
 
 
 def _noisy(row: dict[str, Any]) -> bool:

@@ -2,19 +2,22 @@
 
 Every sample is one walk (or several) over all copies of the operands, so that no cache holds them. On CUDA the walk is
 captured as a graph, which takes Python and launches out of the figure; where that fails it is a loop between events,
-and `how` says so. A time includes the gap between two nodes of the graph.
+and `how` says so. A time includes the gap between two nodes of the graph. A GPU is kept busy for WARMING seconds before
+the first sample, so that its clocks are those of work, and they are written down.
 """
 
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from kernels.errors import kind_and_first_line
+from kernels.harness.clock import sm_clock
 
 SAMPLE = 2e-3  # seconds that a sample should last, so that beginning and ending it do not count
+WARMING = 0.3  # seconds of work on a GPU before its samples
 LONG = 20e-3  # a sample this long needs no replay before it to hide its own launch
 CALLS = 4096  # in one graph, at most
 ROUNDS = (3, 15)
@@ -29,6 +32,7 @@ class Timing:
     rounds, calls: samples taken, and calls in each.
     how:      "graph" (CUDA graph replay), "loop" (CUDA events around calls from Python) or "clock" (CPU).
     eager:    on CUDA, seconds of one call from Python, launches and all: a single sample, to see what they cost.
+    clocks:   MHz of the multiprocessors after the first round and after the last; empty where they are not known.
     """
 
     seconds: float | None
@@ -39,6 +43,7 @@ class Timing:
     how: str
     note: str = ""
     eager: float | None = None
+    clocks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -82,12 +87,25 @@ def time_in_turns(
     if rounds is None:
         once = sum(timer.guess for timer in timers.values()) or 1.0
         rounds = min(max(int(seconds / once), ROUNDS[0] if once <= 3 * seconds else 1), ROUNDS[1])
+    if device.type == "cuda":
+        _warm_up(list(timers.values()))
     samples: dict[str, list[float]] = {name: [] for name in timers}
-    for _ in range(rounds):
+    clocks = []
+    for number in range(rounds):
         for name, timer in timers.items():
             samples[name].append(timer.sample() / timer.calls)
-    took = {name: _timing(samples[name], timer) for name, timer in timers.items()}
+        if number in (0, rounds - 1):
+            clocks.append(sm_clock(device))
+    known = tuple(clock for clock in clocks if clock is not None)
+    took = {name: replace(_timing(samples[name], timer), clocks=known) for name, timer in timers.items()}
     return {name: took.get(name) or failed[name] for name in contestants}
+
+
+def _warm_up(timers: list[_Timer]) -> None:
+    """Run all of them in turns until the device has worked for WARMING seconds."""
+    worked = 0.0
+    while timers and worked < WARMING:
+        worked += sum(timer.sample() for timer in timers)
 
 
 def settle(device: torch.device) -> None:
@@ -159,27 +177,35 @@ def _loop(call: Callable[[int], object], copies: int, note: str = "") -> _Timer:
 
 
 def _graph(call: Callable[[int], object], copies: int) -> _Timer:
-    loop = _loop(call, copies)  # raises what the call raises, and guesses how long it takes
-    walks = loop.calls // copies
-    graph = torch.cuda.CUDAGraph()
+    loop = _loop(call, copies)  # raises what the call raises
     try:
-        with torch.cuda.graph(graph):
-            _walk(call, copies, walks)
-        graph.replay()
-        torch.cuda.synchronize()
+        graph, guess = _captured(call, copies, 1)
+        walks = _walks(guess, copies)  # by the graph's own time: the loop's may be that of its launches
+        if walks > 1:
+            graph, guess = _captured(call, copies, walks)
     except Exception as error:
         torch.cuda.synchronize()
         _forget_capture()
         return _loop(call, copies, f"no graph: {kind_and_first_line(error)}")
-    guess = _between_events(graph.replay)
+    calls = walks * copies
     if guess >= LONG:
-        return _Timer(lambda: _between_events(graph.replay), loop.calls, guess, "graph", eager=loop.eager)
+        return _Timer(lambda: _between_events(graph.replay), calls, guess, "graph", eager=loop.eager)
 
     def sample() -> float:
         graph.replay()  # keeps the GPU busy while the next one is launched, which then starts without a gap
         return _between_events(graph.replay)
 
-    return _Timer(sample, loop.calls, 2 * guess, "graph", eager=loop.eager)
+    return _Timer(sample, calls, 2 * guess, "graph", eager=loop.eager)
+
+
+def _captured(call: Callable[[int], object], copies: int, walks: int) -> tuple[torch.cuda.CUDAGraph, float]:
+    """A graph of so many walks over the copies, and the seconds that it takes."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _walk(call, copies, walks)
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph, _between_events(graph.replay)
 
 
 def _forget_capture() -> None:

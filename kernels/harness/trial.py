@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kernels import tuning
 from kernels.errors import kind_and_first_line
-from kernels.harness.cases import OWN, TOLERANCE, Asked, Check, Contest, poisoned, relative_rms
+from kernels.harness.cases import OWN, Asked, Check, Contest
 from kernels.harness.roofline import Ceilings, least_seconds
 from kernels.harness.timing import settle, time_in_turns
+from kernels.harness.verify import Verdict, apart, fresh, verify
 from kernels.interpreter import interpreting
 
 Line = dict[str, Any]
@@ -139,12 +139,14 @@ def contests(
     ceilings: Ceilings | None,
     tune: Path | None,
     asked: Asked = OWN,
+    time_red: bool = False,
 ) -> None:
     """Time the op's contests from `start` on, while there is time.
 
     Args:
         tune: folder that gets the configurations too; None: nothing is tuned.
         asked: what the user wants timed.
+        time_red: time contestants whose outputs are wrong too.
     """
     began, done = time.monotonic(), 0
     tuned: dict[tuple[str, str], dict | None] = {
@@ -165,7 +167,7 @@ def contests(
                 tuned[key] = tune_contest(contest, log, device, tune)
             chosen = tuning.trying(*key, tuned[key]) if key in tuned else nullcontext()
             with chosen:
-                row = measure(contest, device, ceilings)
+                row = measure(contest, device, ceilings, time_red=time_red)
             row["configuration"] = tuned.get(key)
         except Exception as error:
             row = _row(contest, f"error: {kind_and_first_line(error)}")
@@ -193,11 +195,27 @@ def warm(log: Log, device: torch.device, toy: bool, part: tuple[int, int], tune:
     log.write("end", next=None)
 
 
-def measure(contest: Contest, device: torch.device, ceilings: Ceilings | None, *, rounds: int | None = None) -> Line:
-    """Time one contest; its row is described in kernels/harness/validate.py."""
-    named = (contest.baseline, *contest.rivals)
+def measure(
+    contest: Contest,
+    device: torch.device,
+    ceilings: Ceilings | None,
+    *,
+    rounds: int | None = None,
+    time_red: bool = False,
+) -> Line:
+    """Check the outputs of one contest and time those that are right; its row is described in
+    kernels/harness/validate.py.
+
+    Args:
+        time_red: time wrong ones too.
+    """
+    verdict = verify(contest, device)
+    checked = {"unsound": verdict.red, "unchecked": list(verdict.unchecked)}
+    if contest.ours in verdict.red and not time_red:
+        return {**_row(contest, f"not timed: red here: {verdict.red[contest.ours]}"), **checked}
+    named = [name for name in (contest.baseline, *contest.rivals) if name not in verdict.red]
     took = time_in_turns(
-        contest.contestants,
+        {name: call for name, call in contest.contestants.items() if time_red or name not in verdict.red},
         contest.copies,
         device,
         seconds=1.0,
@@ -205,29 +223,38 @@ def measure(contest: Contest, device: torch.device, ceilings: Ceilings | None, *
         graph=contest.graph,
         rounds=1 if interpreting() else rounds,
     )
-    seconds = {name: t.seconds for name, t in took.items()}
+    left_out = {name: f"not timed: red here: {why}" for name, why in verdict.red.items() if name not in took}
+    seconds = {name: took[name].seconds if name in took else None for name in contest.contestants}
     fastest = min(
         (name for name in named if seconds.get(name)), key=lambda name: seconds[name], default=contest.baseline
     )
-    ours, baseline = seconds[contest.ours], seconds.get(fastest)
-    others = {name: s for name, s in seconds.items() if s is not None and name != contest.ours}
+    ours, baseline = seconds[contest.ours], seconds.get(fastest) if fastest not in verdict.red else None
+    others = {n: s for n, s in seconds.items() if s is not None and n != contest.ours and n not in verdict.red}
     least, bound = least_seconds(contest, ceilings) if ceilings else (None, None)
     return {
-        **_row(contest, "timed" if ours else f"error: {took[contest.ours].note}"),
+        **_row(contest, _status(contest, ours, took[contest.ours].note, verdict)),
+        **checked,
         "baseline": fastest,
         "seconds": seconds,
         "quartiles": {name: [t.low, t.high] for name, t in took.items()},
         "how": {name: t.how for name, t in took.items()},
         "eager": {name: t.eager for name, t in took.items() if t.eager is not None},
-        "notes": {name: t.note for name, t in took.items() if t.note},
+        "notes": {name: t.note for name, t in took.items() if t.note} | left_out,
         "rounds": max(t.rounds for t in took.values()),
+        "clocks": list(next(iter(took.values())).clocks),
         "speedup": baseline / ours if ours and baseline else None,
         "strongest": min(others, key=lambda name: others[name]) if others else None,
-        "goal_met": goal_met(contest, ours, baseline),
+        "goal_met": None if contest.ours in verdict.red else goal_met(contest, ours, baseline),
         "least_seconds": least,
         "bound": bound,
         "roofline": least / ours if least and ours else None,
     }
+
+
+def _status(contest: Contest, ours: float | None, note: str, verdict: Verdict) -> str:
+    if ours is None:
+        return f"error: {note}"
+    return "unsound" if contest.ours in verdict.red else "timed"
 
 
 def goal_met(contest: Contest, ours: float | None, baseline: float | None) -> bool | None:
@@ -255,22 +282,12 @@ def tune_contest(contest: Contest, log: Log, device: torch.device, folder: Path)
 
         return call
 
-    kept, again = _tensors(under(None)(0)), _tensors(under(None)(0))
-    sums = [
-        a for a, b in zip(kept, again, strict=True) if a.numel() and a.data_ptr() == b.data_ptr()
-    ]  # added to in place
-
-    def result(configuration: dict | None) -> list[Tensor]:
-        for tensor in sums:
-            tensor.zero_()
-        with poisoned():
-            return [t.clone() for t in _tensors(under(configuration)(0))]
-
-    expected = result(None)
+    expected = fresh(under(None))()
     sound, rejected = {}, {}
     for number, candidate in enumerate(contest.candidates):
         try:
-            first, second = result(candidate), result(candidate)
+            result = fresh(under(candidate))
+            first, second = result(), result()
             difference = apart(first, expected) or (apart(first, second, exact=True) and "two runs differ")
         except Exception as error:
             settle(device)
@@ -304,28 +321,14 @@ def tune_contest(contest: Contest, log: Log, device: torch.device, folder: Path)
     return configuration
 
 
-def apart(outputs: object, expected: object, *, exact: bool = False) -> str | None:
-    """Why two results of the same call differ more than their type's rounding allows (`exact`: at all); None where they
-    do not."""
-    pairs = list(zip(_tensors(outputs), _tensors(expected), strict=True))
-    if not pairs:
-        return "it returns no tensor to compare"
-    for y, e in pairs:
-        if exact or not e.is_floating_point():
-            if not torch.equal(y, e):
-                return "differs"
-        elif not (error := relative_rms(y, e)) <= TOLERANCE.get(e.dtype, 1e-2):
-            return f"differs from the heuristic's result by {error:.1e}"
-    return None
-
-
 def sentence(row: Line) -> str:
     """A row in one line, for whoever is watching."""
     head = f"{row['op']:<15} {row['detail']:<14} {'x'.join(map(str, row['shape'])):<14} M={row['tokens'] or '-':<6}"
-    if row["status"] != "timed":
+    if row["status"] not in ("timed", "unsound"):
         return f"{head} {row['status']}"
     faster = f"{row['speedup']:.2f}x over {row['baseline']}" if row["speedup"] else "no baseline"
-    return f"{head} {row['seconds'][row['ours']] * 1e6:,.1f} us, {faster}"
+    wrong = "".join(f"; {name} is UNSOUND: {why}" for name, why in row["unsound"].items())
+    return f"{head} {row['seconds'][row['ours']] * 1e6:,.1f} us, {faster}{wrong}"
 
 
 def read(path: Path) -> list[Line]:
@@ -342,7 +345,10 @@ def read(path: Path) -> list[Line]:
 def ceilings_in(lines: list[Line]) -> Ceilings | None:
     """The ceilings among the lines of a run."""
     found = [line for line in lines if line["kind"] == "ceilings"]
-    return Ceilings(found[-1]["bandwidth"], found[-1]["rates"], tuple(found[-1]["notes"])) if found else None
+    if not found:
+        return None
+    last = found[-1]
+    return Ceilings(last["bandwidth"], last["rates"], tuple(last["notes"]), last["read"])
 
 
 def ceilings_line(ceilings: Ceilings) -> Line:
@@ -377,6 +383,7 @@ def _numbered(log: Log, device: torch.device, toy: bool, asked: Asked) -> Iterat
 def bare_row(op: str, status: str, detail: str = "") -> Line:
     """A row for what could not be timed."""
     empty = {"shape": [], "rounds": 0, "seconds": {}, "quartiles": {}, "how": {}, "eager": {}, "notes": {}}
+    empty |= {"unsound": {}, "unchecked": [], "clocks": []}
     return {"op": op, "detail": detail, "status": status, **dict.fromkeys(DECLARED), **dict.fromkeys(FOUND), **empty}
 
 
@@ -409,7 +416,3 @@ def _must_answer(device: torch.device) -> None:
         settle(device)
     except Exception as error:
         raise Broken(kind_and_first_line(error)) from error
-
-
-def _tensors(outputs: object) -> list[Tensor]:
-    return [t for t in (outputs if isinstance(outputs, tuple | list) else (outputs,)) if isinstance(t, Tensor)]

@@ -3,7 +3,9 @@
 `python -m kernels.harness.validate --budget 540 --out DIR` needs torch and nothing else, and triton for the Triton
 kernels. It runs these phases in order: it describes the machine, measures its two ceilings (bandwidth and arithmetic),
 runs the checks of every op (outputs are poisoned first, and every kernel runs twice and must give equal bits), searches
-launch configurations (only with --tune), and times the contests. An op with a red check is not timed.
+launch configurations (only with --tune), and times the contests. Each contest first compares the output of every
+contestant with what is right at that shape and in that configuration. What is wrong there is not timed; --time-red
+times it all the same, and its row says that it is unsound. A red check elsewhere marks the rows of its op.
 
 Each op runs in a process of its own. When a process crashes, the crash is recorded and a new process continues with
 the next case, so that one op cannot stop another. The remaining time is shared among the remaining ops, and a case
@@ -15,14 +17,16 @@ table.txt, <gpu>.json (with --tune; it is also written to kernels/tuned) and rec
 
     schema_version
     run          started, duration_s, budget_s, command, device, ops, shapes, tokens, dtype, toy, tuned, checks_only,
-                 meaningful (false in Triton's interpreter and for toy sizes: there times mean nothing)
+                 time_red, meaningful (false in Triton's interpreter and for toy sizes: there times mean nothing)
     environment  python, torch, triton (null: none), cuda, system, cpu, cpu_capability, cores, threads, commit, dirty,
                  gpu: null or {name, capability, sms, l2_bytes, memory_bytes, shared_memory_bytes, driver}
-    ceilings     null or {bandwidth [bytes/s], rates: {type: operations/s}, notes}
+    ceilings     null or {bandwidth [bytes/s of a copy], read (the same of reading alone; null: not measured apart),
+                 rates: {type: operations/s}, notes}
     checks       [{op, index, name, impl, error, tolerance, green, message}]
     unfinished   [{op, phase, next}]   what the budget left undone
     rows         [{op, index, detail, shape, tokens, status, ...}]
-                 status         "timed", "skipped: budget", "not timed: ...", "error: ...", "crashed: ..."
+                 status         "timed", "skipped: budget", "not timed: ...", "error: ...", "crashed: ...",
+                                "unsound" (timed with --time-red although ours is wrong)
                  rest           true where contests behind this one were left out too
                  ours, baseline names of contestants; `seconds` may lack the baseline (not installed)
                  seconds        {contestant: median of one call, null where it failed}
@@ -35,9 +39,13 @@ table.txt, <gpu>.json (with --tune; it is also written to kernels/tuned) and rec
                  roofline = least_seconds / seconds[ours]
                  tune_key, configuration    null: the heuristic's, or what kernels/tuned has
                  copies, rounds
+                 clocks         MHz of the multiprocessors after the first round and the last; [] where not known
+                 unsound        {contestant: what is wrong with its output at this shape}
+                 unchecked      contestants whose right output is not known
+                 red_checks     how many checks of this op are red
     tuning       [{op, key, configuration (null: the heuristic is as fast), seconds, candidates, rejected}]
-    summary      {checks, red (how many), red_ops, unfinished, contests, timed, goals_met, goals_missed,
-                 not_timed, duration_s}
+    summary      {checks, red (how many), red_ops, red_rows (ours is wrong there), unfinished, contests, timed,
+                 goals_met, goals_missed, not_timed, duration_s}
 """
 
 import argparse
@@ -106,7 +114,7 @@ class Validation:
         text = table(record)
         (options.out / "table.txt").write_text(text + "\n")
         print(f"\n{text}\n{json.dumps(record['summary'])}", flush=True)
-        return 1 if record["summary"]["red_ops"] else 0
+        return 1 if record["summary"]["red_ops"] or record["summary"]["red_rows"] else 0
 
     def save(self) -> dict[str, Any]:
         """Write record.json from the lines so far."""
@@ -116,6 +124,7 @@ class Validation:
 
     def record(self) -> dict[str, Any]:
         lines, options = trial.read(self.lines), self.options
+        red = [line for line in _latest(lines, "check", "impl") if not line["green"]]
         machine = {line["kind"]: _fields(line, "op") for line in lines if line["kind"] in ("environment", "ceilings")}
         made = {
             "schema_version": SCHEMA_VERSION,
@@ -132,13 +141,17 @@ class Validation:
                 "toy": options.toy,
                 "tuned": options.tune,
                 "checks_only": options.checks_only,
+                "time_red": options.time_red,
                 "meaningful": not (interpreting() or options.toy),
             },
             "environment": machine.get("environment") or roofline.environment(torch.device("cpu")),
             "ceilings": machine.get("ceilings"),
             "checks": _latest(lines, "check", "impl"),
             "unfinished": [{"op": job.op, "phase": job.phase, "next": job.start} for job in self.left],
-            "rows": _latest(lines, "contest") + self._untimed(lines),
+            "rows": [
+                {**row, "red_checks": sum(line["op"] == row["op"] for line in red)}
+                for row in _latest(lines, "contest") + self._untimed(lines)
+            ],
             "tuning": [_fields(line) for line in lines if line["kind"] == "tuned"],
         }
         return {**made, "summary": summary(made)}
@@ -155,7 +168,7 @@ class Validation:
         return taken
 
     def _sound(self, ops: list[str]) -> list[str]:
-        """Ops that have checks, all of which ran and are green."""
+        """Ops that have checks, all of which ran: what is red among them does not keep contests from their own."""
         unsound = self._unsound(trial.read(self.lines))
         return [op for op in ops if op not in unsound]
 
@@ -164,11 +177,11 @@ class Validation:
         checked = [line for line in lines if line["kind"] == "check"]
         none = set(self.options.ops) - {line["op"] for line in checked}
         late = {job.op for job in self.left if job.phase == "checks"}
-        red = {line["op"] for line in checked if not line["green"]}
+        unmade = {line["op"] for line in checked if line["index"] < 0}
         why = (
             (none, "not timed: no checks"),
             (late, "not timed: no time for all its checks"),
-            (red, "not timed: red check"),
+            (unmade, "not timed: its checks could not be made"),
         )
         return {op: reason for ops, reason in why for op in ops}
 
@@ -209,8 +222,9 @@ def _work(options: argparse.Namespace) -> int:
                 print(_machine(log.write("environment", **roofline.environment(device))), flush=True)
                 line = log.write("ceilings", **trial.ceilings_line(roofline.measure(device, toy=options.toy)))
                 rates = ", ".join(f"{name} {rate / 1e12:.4g} T/s" for name, rate in line["rates"].items())
+                read = f", read {line['read'] / 1e9:.4g} GB/s" if line["read"] else ""
                 print(
-                    f"ceilings: copy {line['bandwidth'] / 1e9:.4g} GB/s; {rates}",
+                    f"ceilings: copy {line['bandwidth'] / 1e9:.4g} GB/s{read}; {rates}",
                     *line["notes"],
                     sep="\n  ",
                     flush=True,
@@ -222,7 +236,9 @@ def _work(options: argparse.Namespace) -> int:
                 trial.warm(log, device, options.toy, part, options.tune, _asked(options))
             else:
                 tune, ceilings = options.out if options.tune else None, trial.ceilings_in(trial.read(lines))
-                trial.contests(log, device, options.toy, options.start, ceilings, tune, _asked(options))
+                trial.contests(
+                    log, device, options.toy, options.start, ceilings, tune, _asked(options), options.time_red
+                )
     except trial.Broken as error:
         print(error, file=sys.stderr)
         os._exit(trial.BROKEN)  # a broken device may hang whoever tidies up
@@ -260,7 +276,9 @@ def _asked(options: argparse.Namespace) -> cases.Asked:
 
 
 def _command(options: argparse.Namespace) -> list[str]:
-    flags = [flag for flag, on in (("--toy", options.toy), ("--tune", options.tune)) if on]
+    flags = [
+        flag for flag, on in (("--toy", options.toy), ("--tune", options.tune), ("--time-red", options.time_red)) if on
+    ]
     flags += [
         "--device",
         options.device,
@@ -280,7 +298,12 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         prog="python -m kernels.harness.validate", description=(__doc__ or "").partition("\n\n")[0]
     )
     parser.add_argument("--budget", type=float, default=540, help="seconds for everything")
-    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="folder for what is found")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(os.environ.get("GPU_OUT") or os.environ.get("OUT") or "runs/gpu"),
+        help="folder for what is found, as it is found; without it $GPU_OUT, $OUT or runs/gpu",
+    )
     parser.add_argument("--ops", default=",".join(cases.OPS), help="some of them, with commas between")
     parser.add_argument(
         "--shapes", default="", help="of weights, out x in, instead of each op's own: 4096x4096,14336x4096"
@@ -292,6 +315,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tune", action="store_true", help="find this GPU's fastest launch configurations first")
     parser.add_argument("--toy", action="store_true", help="tiny shapes, to see that it runs")
+    parser.add_argument("--time-red", action="store_true", help="time what is wrong too, marked as unsound")
     parser.add_argument("--checks-only", action="store_true", help="time nothing")
     hidden = {
         "only-op": "",

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from kernels import native
+from kernels.capability import described
 from kernels.int_matmul import panels, reference, tiles
 from kernels.int_matmul.layout import BITS, Packed, pack, pack_bits, unpack, unpack_bits
 from kernels.int_matmul.panels import panels_fit, to_panels
@@ -40,7 +41,7 @@ def int_matmul(x: Tensor, w: Packed, *, impl: str = "auto") -> Tensor:
         raise ValueError(f"`x` {tuple(x.shape)} must end in in_features (={w.shape[1]})")
     if impl not in IMPLS:
         raise ValueError(f"`impl` (={impl!r}) must be one of {', '.join(map(repr, IMPLS))}")
-    here = f"not {w.layout} with {x.dtype} on {x.device}"
+    here = f"not {w.layout} with {x.dtype} on {described(x.device)}"
     cpu = (w.layout == "panels" and panels_fit(w, x.dtype, x.device)) or (
         w.layout == "tiles" and x.dtype == w.scale.dtype and x.device.type == "cpu"
     )

@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.harness.cases import TOLERANCE, Asked, Check, Contest
+from kernels.harness.cases import TOLERANCE, Asked, Check, Contest, Expected, times
 from kernels.int_matmul import Packed, int_matmul, pack, panels_fit, tiles_fit, to_panels, to_tiles
+from kernels.int_matmul.layout import unpack_bits
+from kernels.int_matmul.reference import dequantize
 from kernels.interpreter import triton_takes
 from kernels.linear.onednn import lay_out, product
 
@@ -49,6 +51,13 @@ def checks(device: torch.device) -> list[Check]:
         (4, 48, 256, 128, False, (600,), BF16),
         (4, 32, 128, 64, True, (0,), BF16),
     )
+    if device.type == "cuda":  # loops over all columns, several blocks of tokens: too much for the interpreter
+        cases += tuple(
+            (bits, 1024, 4096, group_size, bits != 2, (tokens,), BF16)
+            for bits in (4, 8, 3, 2)
+            for group_size in (128, 4096)
+            for tokens in (33, 200)
+        )
     generator = torch.Generator().manual_seed(0)
     found = []
     for bits, out, columns, group_size, symmetric, tokens, dtype in cases:
@@ -158,8 +167,9 @@ def _gpu(
         "triton": lambda i: int_matmul(x, small[i], impl="triton"),
         name: lambda i: F.linear(x, dense[i]),
     }
+    expected = {"triton": times(x, lambda: dequantize(small[0])), name: times(x, lambda: dense[0])}
     if bits == 4 and dtype == BF16 and device.type == "cuda":
-        contestants |= _tinygemm(x, small) | _gemlite(x, small)
+        contestants |= _tinygemm(x, small, expected) | _gemlite(x, small, expected)
     goals = GOALS.get((bits, out), {})
     return Contest(
         op="int_matmul",
@@ -177,6 +187,7 @@ def _gpu(
         goal_us=8.8 if (bits, out, tokens) == (4, 14336, 1) else None,
         tune_key=key(small[0], tokens),
         candidates=candidates(small[0], tokens),
+        expected=expected,
     )
 
 
@@ -185,9 +196,8 @@ def _least(shape: tuple[int, int], tokens: int, bits: int, group_size: int) -> i
     return out * columns * bits // 8 + 2 * out * columns // group_size + 2 * tokens * (out + columns)
 
 
-def _tinygemm(x: Tensor, small: list[Packed]) -> dict[str, Callable[[int], object]]:
-    """torch's own int4 kernel, which torchao calls too; random codes in its order, since only its time is of
-    interest."""
+def _tinygemm(x: Tensor, small: list[Packed], expected: dict[str, Expected]) -> dict[str, Callable[[int], object]]:
+    """torch's own int4 kernel, which torchao calls too, on the same bytes in its order: even columns in high halves."""
     out, columns = small[0].shape
     pair = torch.rand(columns // small[0].group_size, out, 2, device=x.device, dtype=x.dtype)
     try:
@@ -195,10 +205,17 @@ def _tinygemm(x: Tensor, small: list[Packed]) -> dict[str, Callable[[int], objec
         torch.ops.aten._weight_int4pack_mm(x, packed[0], small[0].group_size, pair)
     except RuntimeError:  # another GPU, another torch, or a shape that it does not take
         return {}
+
+    def W() -> Tensor:
+        codes = unpack_bits(small[0].codes, 4, columns).view(out, -1, 2).flip(-1).reshape(out, -1, small[0].group_size)
+        scale, zero = (t.t()[..., None].float() for t in pair.unbind(-1))  # [out, groups, 1]
+        return ((codes.float() - 8) * scale + zero).view(out, columns)
+
+    expected["tinygemm"] = times(x, W)
     return {"tinygemm": lambda i: torch.ops.aten._weight_int4pack_mm(x, packed[i], small[i].group_size, pair)}
 
 
-def _gemlite(x: Tensor, small: list[Packed]) -> dict[str, Callable[[int], object]]:
+def _gemlite(x: Tensor, small: list[Packed], expected: dict[str, Expected]) -> dict[str, Callable[[int], object]]:
     if find_spec("gemlite") is None:
         return {}
     try:
@@ -208,7 +225,7 @@ def _gemlite(x: Tensor, small: list[Packed]) -> dict[str, Callable[[int], object
             made = GemLiteLinearTriton(
                 4, w.group_size, w.shape[1], w.shape[0], input_dtype=DType.BF16, output_dtype=DType.BF16
             )
-            codes = torch.randint(0, 16, w.shape, device=x.device, dtype=torch.uint8)
+            codes = unpack_bits(w.codes, 4, w.shape[1])
             made.pack(codes, w.scale.view(-1, 1), torch.full_like(w.scale, 8).view(-1, 1), bias=None)
             return made
 
@@ -216,6 +233,7 @@ def _gemlite(x: Tensor, small: list[Packed]) -> dict[str, Callable[[int], object
         layers[0](x)
     except Exception:  # whatever another version of it raises: it is left out
         return {}
+    expected["gemlite"] = times(x, lambda: dequantize(small[0]))
     return {"gemlite": lambda i: layers[i](x)}
 
 
@@ -230,17 +248,21 @@ def _cpu(shape: tuple[int, int], tokens: int, dtype: torch.dtype) -> Iterator[Co
     dense = [torch.randn(out, columns).to(dtype) for _ in range(copies)]
     name = str(dtype).removeprefix("torch.")
     contestants: dict[str, Callable[[int], object]] = {name: lambda i: F.linear(x, dense[i])}
+    expected = {name: times(x, lambda: dense[0])}
     baseline = name
     if torch.backends.mkldnn.is_available() and dtype != FP16:
         reordered = [lay_out(W, tokens) for W in dense]
         baseline = f"{name} prepacked"
         contestants[baseline] = lambda i: product(x, reordered[i])
+        expected[baseline] = expected[name]
     if tiles_fit(shape, 4, group_size, dtype, x.device):
         tiles = [to_tiles(w, dtype) for w in rows]
         contestants["tiles"] = lambda i: int_matmul(x, tiles[i], impl="cpu")
+        expected["tiles"] = times(x, lambda: dequantize(tiles[0]))
     if panels_fit(rows[0], dtype, x.device):
         panels = [to_panels(w) for w in rows]
         contestants["panels"] = lambda i: int_matmul(x, panels[i], impl="cpu")
+        expected["panels"] = times(x, lambda: dequantize(panels[0]))
     ours = next((name for name in ("panels", "tiles") if name in contestants), None)
     if ours is not None:
         yield Contest(
@@ -256,6 +278,7 @@ def _cpu(shape: tuple[int, int], tokens: int, dtype: torch.dtype) -> Iterator[Co
             least_bytes=_least(shape, tokens, 4, group_size),
             flops=2 * tokens * out * columns,
             goal=2.5 if tokens == 1 and dtype == BF16 and shape in ((8192, 2048), (14336, 4096)) else None,
+            expected=expected,
         )
 
 
@@ -293,4 +316,8 @@ def _widths(shape: tuple[int, int], bits: int, dtype: torch.dtype) -> Iterator[C
         least_bytes=_least(shape, 1, bits, group_size),
         flops=2 * out * columns,
         goal={2: 1.6, 3: 1.25}.get(bits) if dtype == BF16 else None,
+        expected={
+            "panels": times(x, lambda: dequantize(here[0])),
+            "4 bits": times(x, lambda: dequantize(four[0])),
+        },
     )

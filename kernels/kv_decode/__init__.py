@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from kernels import native
+from kernels.capability import described
 from kernels.interpreter import triton_takes
 from kernels.kv_decode.layout import GROUPS, KV, dequantize_kv, gathered, merge_parts, quantize_kv
 from kernels.kv_decode.pages import Listed, list_of, note_key, page_list, page_scores
@@ -79,7 +80,7 @@ def kv_decode(
     if impl == "triton" and not (fits and triton_takes(q.device)):
         raise ValueError(
             f"`impl` (='triton') needs a GPU with triton (on a CPU: TRITON_INTERPRET=1) and at most {MAX_D} channels; "
-            f"`q` is {tuple(q.shape)} on {q.device}"
+            f"`q` is {tuple(q.shape)} on {described(q.device)}"
         )
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     places = (lengths, starts, indices)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.harness.cases import TOLERANCE, Asked, Check, Contest
+from kernels.harness.cases import TOLERANCE, Asked, Check, Contest, Expected
 from kernels.interpreter import triton_takes
 from kernels.kv_decode import KV, kv_decode, quantize_kv
 
@@ -222,6 +222,18 @@ def elements(cache: KV, which: str, D: int) -> Tensor:
     return torch.cat([code * scale + offset, *([] if tail is None else [tail.double()])], 2)
 
 
+def right(q: Tensor, cache: KV, lengths: Tensor, starts: Tensor | None = None) -> Expected:
+    """y in float64 for one new token, in the shape of what was found: heads may be folded into tokens."""
+
+    def expected(found: Tensor) -> Tensor:
+        first = torch.zeros_like(lengths) if starts is None else starts
+        at = torch.arange(cache.k.shape[2], device=q.device)
+        visible = (at >= first[..., None]) & (at < (first + lengths)[..., None])  # [B, H_kv, S]
+        return exact(q, cache, visible, q.shape[-1] ** -0.5, None)[0].view(found.shape)
+
+    return expected
+
+
 def _contest(
     device: torch.device,
     detail: str,
@@ -284,4 +296,5 @@ def _contest(
         goal=goal,
         tune_key=tune_key,
         candidates=candidates,
+        expected={**dict.fromkeys(contestants, right(q, whole[0], full)), name: right(q, small[0], lengths, starts)},
     )

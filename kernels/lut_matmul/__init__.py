@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from kernels import native
+from kernels.capability import described
 from kernels.interpreter import triton_takes
 from kernels.lut_matmul import panels, reference
 from kernels.lut_matmul.layout import BITS, FP4, NF4, Codebook, normal_float, pack_codebook, unpack_codebook
@@ -42,7 +43,7 @@ def lut_matmul(x: Tensor, w: Codebook, *, impl: str = "auto") -> Tensor:
     if impl == "triton" and not triton:
         raise ValueError(
             f"`impl` (='triton') needs rows of 3 or 4 bits on a CUDA GPU, and triton installed, not {w.layout} of "
-            f"{w.bits} bits with {x.dtype} on {x.device}"
+            f"{w.bits} bits with {x.dtype} on {described(x.device)}"
         )
     cpu = w.layout == "panels" and panels_fit(w, x.dtype, x.device)
     if impl == "cpu" and not cpu:

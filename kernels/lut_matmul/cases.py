@@ -6,11 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.harness.cases import TOLERANCE, Asked, Check, Contest
+from kernels.harness.cases import TOLERANCE, Asked, Check, Contest, Expected, times
 from kernels.int_matmul.cases import MOST, group_size_of
 from kernels.interpreter import triton_takes
 from kernels.linear.onednn import lay_out, product
 from kernels.lut_matmul import FP4, NF4, Codebook, lut_matmul, pack_codebook, panels_fit, to_panels
+from kernels.lut_matmul.reference import dequantize
 
 ROTATED = 256 << 20  # bytes of packed weights in rotation
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -35,6 +36,9 @@ def checks(device: torch.device) -> list[Check]:
         ("NF4", 48, 256, 64, (600,), BF16),
         ("NF4", 32, 128, 64, (0,), BF16),
     )
+    if device.type == "cuda":  # loops over all columns, several blocks of tokens: too much for the interpreter
+        kinds = (("NF4", 64), ("16", 4096), ("16 a row", None), ("8 a row", None))
+        cases += tuple((table, 1024, 4096, group, (tokens,), BF16) for table, group in kinds for tokens in (33, 200))
     generator = torch.Generator().manual_seed(0)
     found = []
     for table, out, columns, group_size, tokens, dtype in cases:
@@ -124,8 +128,9 @@ def _gpu(
         "triton": lambda i: lut_matmul(x, small[i], impl="triton"),
         name: lambda i: F.linear(x, dense[i]),
     }
+    expected = {"triton": times(x, lambda: dequantize(small[0])), name: times(x, lambda: dense[0])}
     if kind == "NF4" and group_size == 64 and device.type == "cuda":
-        contestants |= _bitsandbytes(x, dense)
+        contestants |= _bitsandbytes(x, dense, expected)
     tables = 2 * out * columns // group_size if kind == "NF4" else 2 * out << bits
     return Contest(
         op="lut_matmul",
@@ -142,10 +147,11 @@ def _gpu(
         goal=3.0 if kind == "NF4" and tokens == 1 and out == 14336 else None,
         tune_key=key(small[0], tokens),
         candidates=candidates(small[0], tokens),
+        expected=expected,
     )
 
 
-def _bitsandbytes(x: Tensor, dense: list[Tensor]) -> dict[str, Callable[[int], object]]:
+def _bitsandbytes(x: Tensor, dense: list[Tensor], expected: dict[str, Expected]) -> dict[str, Callable[[int], object]]:
     """bitsandbytes' NF4 product, where it is installed with its CUDA library."""
     try:
         import bitsandbytes as bnb
@@ -154,6 +160,7 @@ def _bitsandbytes(x: Tensor, dense: list[Tensor]) -> dict[str, Callable[[int], o
         bnb.matmul_4bit(x, packed[0][0].t(), packed[0][1])
     except Exception:  # not installed, or without a library for this GPU
         return {}
+    expected["bitsandbytes"] = times(x, lambda: bnb.functional.dequantize_4bit(*packed[0]))
     return {"bitsandbytes": lambda i: bnb.matmul_4bit(x, packed[i][0].t(), packed[i][1])}
 
 
@@ -172,6 +179,10 @@ def _cpu(shape: tuple[int, int], tokens: int, dtype: torch.dtype) -> Iterator[Co
     dense = [torch.randn(out, columns).to(dtype) for _ in range(copies)]
     packed = [lay_out(W, tokens) for W in dense]
     name = str(dtype).removeprefix("torch.")
+    expected = {
+        "panels": times(x, lambda: dequantize(small[0])),
+        f"{name} prepacked": times(x, lambda: dense[0]),
+    }
     yield Contest(
         op="lut_matmul",
         detail=f"NF4 g{group_size}",
@@ -181,11 +192,12 @@ def _cpu(shape: tuple[int, int], tokens: int, dtype: torch.dtype) -> Iterator[Co
             "panels": lambda i: lut_matmul(x, small[i], impl="cpu"),
             f"{name} prepacked": lambda i: product(x, packed[i]),
         }
-        | _bitsandbytes(x, dense),
+        | _bitsandbytes(x, dense, expected),
         copies=copies,
         ours="panels",
         baseline=f"{name} prepacked",
         rate="bfloat16" if dtype == BF16 else "float32",
         least_bytes=out * columns // 2 + 2 * out * columns // group_size + 2 * tokens * (out + columns),
         flops=2 * tokens * out * columns,
+        expected=expected,
     )

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.harness.cases import TOLERANCE, Asked, Check, Contest
+from kernels.harness.cases import TOLERANCE, Asked, Check, Contest, times
 from kernels.sparse24_matmul import compress24, library, sparse24_matmul, to_library
 
 ROTATED = 256 << 20  # bytes of weights in rotation
@@ -85,4 +85,5 @@ def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]
                 flops=tokens
                 * out
                 * columns,  # two for each kept weight, at the dense rate: what sparse tensor cores reach
+                expected=dict.fromkeys(("2:4", "bfloat16"), times(x, lambda dense=dense: dense[0])),
             )

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.harness.cases import TOLERANCE, Asked, Check, Contest
+from kernels.harness.cases import TOLERANCE, Asked, Check, Contest, times
 from kernels.ternary_matmul import Ternary, encode, ternary_matmul
 
 P0 = 0.885
@@ -77,4 +77,5 @@ def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]
                 rate="float32",
                 least_bytes=2 * len(w.codes) + 4 * out + x.element_size() * tokens * (out + columns),
                 flops=2 * tokens * out * columns,
+                expected={"reference": times(x, lambda W=W: W), name: times(x, lambda dense=dense: dense)},
             )

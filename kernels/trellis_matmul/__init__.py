@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels import native
+from kernels.capability import described
 from kernels.interpreter import triton_takes
 from kernels.linear import linear
 from kernels.registry import ran
@@ -98,7 +99,8 @@ def _which(impl: str, device: torch.device, dtype: torch.dtype) -> str:
         raise ValueError(f"`impl` (='cpu') needs the C++ kernels and a CPU, not {dtype} on {device}")
     if impl == "triton" and not (dtype in DTYPES and triton_takes(device)):
         raise ValueError(
-            f"`impl` (='triton') needs triton and a CUDA tensor, or TRITON_INTERPRET=1, not {dtype} on {device}"
+            f"`impl` (='triton') needs triton and a CUDA tensor, or TRITON_INTERPRET=1, "
+            f"not {dtype} on {described(device)}"
         )
     if impl != "auto":
         return impl

@@ -7,12 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import native
-from kernels.harness.cases import TOLERANCE, Asked, Check, Contest
+from kernels.harness.cases import TOLERANCE, Asked, Check, Contest, times
 from kernels.int_matmul.cases import MOST
 from kernels.interpreter import triton_takes
 from kernels.linear.onednn import lay_out, product
 from kernels.trellis_matmul import UNIT, Trellis, length_for, trellis_matmul
 from kernels.trellis_matmul.layout import MULTIPLIER
+from kernels.trellis_matmul.reference import decode
 
 ROTATED = 256 << 20  # bytes of codes in rotation on a GPU
 
@@ -69,6 +70,11 @@ def _check(name: str, x: Tensor, w: Trellis, W: Tensor) -> Check:
         TOLERANCE[x.dtype],
         impls,
     )
+
+
+def weights(w: Trellis) -> Tensor:
+    """W [out, in] in float32."""
+    return decode(w)[:, : w.shape[0]].mul_(w.scale).t()
 
 
 @torch.no_grad()
@@ -132,6 +138,7 @@ def _gpu(
         flops=2 * tokens * out * columns,
         tune_key=key(small[0], tokens) if tokens <= FEW else None,
         candidates=candidates(small[0], tokens) if tokens <= FEW else [],
+        expected={"triton": times(x, lambda: weights(small[0])), name: times(x, lambda: dense[0])},
     )
 
 
@@ -139,7 +146,8 @@ def _contest(shape: tuple[int, int], tokens: int, bits: int, dtype: torch.dtype)
     out, columns = shape
     copies = max(2, min(64, (128 << 20) // (2 * out * columns)))
     small = _random(shape, bits, copies, torch.device("cpu"))
-    packed = [lay_out(torch.randn(out, columns).to(dtype), tokens) for _ in range(copies)]
+    dense = [torch.randn(out, columns).to(dtype) for _ in range(copies)]
+    packed = [lay_out(W, tokens) for W in dense]
     x = torch.randn(tokens, columns).to(dtype)
     name = str(dtype).removeprefix("torch.")
     return Contest(
@@ -157,4 +165,5 @@ def _contest(shape: tuple[int, int], tokens: int, bits: int, dtype: torch.dtype)
         rate="float32",
         least_bytes=out * columns * bits // 8 + 4 * out + x.element_size() * tokens * (out + columns),
         flops=2 * tokens * out * columns,
+        expected={"cpu": times(x, lambda: weights(small[0])), f"{name} prepacked": times(x, lambda: dense[0])},
     )

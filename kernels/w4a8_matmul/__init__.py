@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from kernels import native
+from kernels.capability import described
 from kernels.int_matmul import Packed
 from kernels.interpreter import triton_takes
 from kernels.registry import ran
@@ -87,7 +88,7 @@ def _check(x: Tensor, w: Packed, x_bits: int, x_group: int | None, x_scale: Tens
 def _implementation(x: Tensor, w: Packed, x_group: int | None, impl: str) -> str:
     if impl not in IMPLS:
         raise ValueError(f"`impl` (={impl!r}) must be one of {', '.join(map(repr, IMPLS))}")
-    here = f"not {w.layout} of {w.bits} bits in groups of {w.group_size} (x: {x_group}) on {x.device}"
+    here = f"not {w.layout} of {w.bits} bits in groups of {w.group_size} (x: {x_group}) on {described(x.device)}"
     cpu = native_takes(w, x_group) and x.device.type == "cpu" and native.w4a8_runs()
     if impl == "cpu" and not cpu:
         raise ValueError(f"`impl` (='cpu') needs panels on a CPU with AVX512-VNNI, and the C++ kernels, {here}")

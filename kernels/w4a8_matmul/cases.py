@@ -7,14 +7,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import native
-from kernels.harness.cases import TOLERANCE, Asked, Check, Contest
+from kernels.harness.cases import TOLERANCE, Asked, Check, Contest, Expected, times
 from kernels.int_matmul import Packed, int_matmul, pack, to_panels
 from kernels.int_matmul.cases import group_size_of
+from kernels.int_matmul.reference import dequantize
 from kernels.interpreter import triton_takes
 from kernels.linear.onednn import lay_out, product
 from kernels.w4a8_matmul import w4a8_matmul
 from kernels.w4a8_matmul.groups import native_takes, triton_reads
 from kernels.w8a8_matmul import prepacked_fits, quantize_rows, quantize_weight, to_prepacked, w8a8_matmul
+from kernels.w8a8_matmul.cases import of_codes
 
 ROTATED = 256 << 20  # bytes of packed weights in rotation
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -114,6 +116,16 @@ def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]
                 yield from _widths(shape, bits, asked.dtype)
 
 
+def rounded(x: Tensor, w: Callable[[], Packed], bits: int = 8) -> Expected:
+    """x Wᵀ in float64 with each token of x rounded to `bits`."""
+
+    def expected(_: object) -> Tensor:
+        codes, step = quantize_rows(x, torch.int8, bits=bits)
+        return (codes.double() * step.double()) @ dequantize(w()).double().t()
+
+    return expected
+
+
 def _least(shape: tuple[int, int], tokens: int, bits: int, group_size: int) -> int:
     out, columns = shape
     return out * columns * bits // 8 + 2 * out * columns // group_size + 2 * tokens * (out + columns)
@@ -150,6 +162,12 @@ def _gpu(device: torch.device, shape: tuple[int, int], tokens: int, dtype: torch
         rate="int8",
         tune_key=key(small[0], tokens),
         candidates=CANDIDATES,
+        expected={
+            "triton": rounded(x, lambda: small[0]),
+            "w8a8": of_codes(x, lambda: eight[0]),
+            "int_matmul": times(x, lambda: dequantize(small[0])),
+            name: times(x, lambda: dense[0]),
+        },
     )
 
 
@@ -181,6 +199,13 @@ def _cpu(shape: tuple[int, int], tokens: int, dtype: torch.dtype) -> Iterator[Co
         "int_matmul": lambda i: int_matmul(x, small[i], impl="cpu"),
         name: lambda i: product(x, reordered[i]),
     }
+    expected: dict[str, Expected] = {
+        "cpu": rounded(x, lambda: small[0]),
+        "A4": rounded(x, lambda: small[0], 4),
+        "int_matmul": times(x, lambda: dequantize(small[0])),
+        name: times(x, lambda: dense[0]),
+        "w8a8": of_codes(x, lambda: rows),
+    }
     rows = quantize_weight(dense[0], torch.int8)
     if prepacked_fits(rows):
         eight = [to_prepacked(quantize_weight(W, torch.int8)) for W in dense]
@@ -198,6 +223,7 @@ def _cpu(shape: tuple[int, int], tokens: int, dtype: torch.dtype) -> Iterator[Co
         least_bytes=_least(shape, tokens, 4, group_size),
         flops=2 * tokens * out * columns,
         goal=1.0 if tokens == 1 or tokens >= 256 else None,
+        expected=expected,
     )
 
 
@@ -236,4 +262,10 @@ def _widths(shape: tuple[int, int], bits: int, dtype: torch.dtype) -> Iterator[C
         least_bytes=_least(shape, 1, bits, group_size),
         flops=2 * out * columns,
         goal={2: 1.6, 3: 1.25}[bits],
+        expected={
+            "cpu": rounded(x, lambda: here[0]),
+            "4 bits": rounded(x, lambda: four[0]),
+            "A16": times(x, lambda: dequantize(here[0])),
+            "4 bits A16": times(x, lambda: dequantize(four[0])),
+        },
     )

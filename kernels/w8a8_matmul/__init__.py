@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from kernels.capability import described, too_old
 from kernels.interpreter import triton_takes
 from kernels.registry import ran
 from kernels.w8a8_matmul import cpu, reference
@@ -110,12 +111,15 @@ def _implementation(x: Tensor, w: W8, impl: str) -> str:
         kind = f"{w.codes.dtype} in {w.layout} with scale {tuple(w.scale.shape)} on {x.device}"
         needs = "needs int8 with a scale per output channel on a CPU with VNNI, and the C++ kernels for 'panels'"
         raise ValueError(f"`impl` (='cpu') {needs}, not {kind}")
-    if impl == "triton" and not (triton_takes(x.device) and w.layout == "rows"):
+    float8 = w.codes.dtype == torch.float8_e4m3fn
+    triton = triton_takes(x.device) and w.layout == "rows" and too_old(x.device, float8=float8) is None
+    if impl == "triton" and not triton:
         needs = "needs triton and layout 'rows' on CUDA (on a CPU: TRITON_INTERPRET=1)"
-        raise ValueError(f"`impl` (='triton') {needs}, not {w.layout!r} on {x.device}")
+        here = f"not {w.layout!r} on {described(x.device, float8=float8)}"
+        raise ValueError(f"`impl` (='triton') {needs}, {here}; 'reference' would do{', or int8' * float8}")
     if impl != "auto":
         return impl
-    if x.device.type == "cuda" and triton_takes(x.device) and w.layout == "rows":
+    if x.device.type == "cuda" and triton:
         return "triton"
     return "cpu" if on_cpu else "reference"
 

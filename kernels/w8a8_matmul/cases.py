@@ -1,12 +1,14 @@
 """What `w8a8_matmul` is checked and timed on."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.harness.cases import TOLERANCE, Asked, Check, Contest
+from kernels.capability import too_old
+from kernels.harness.cases import TOLERANCE, Asked, Check, Contest, Expected, times
 from kernels.interpreter import triton_takes
 from kernels.linear.onednn import lay_out, product
 from kernels.w8a8_matmul import BLOCK, W8, prepacked_fits, quantize_rows, quantize_weight, to_prepacked, w8a8_matmul
@@ -16,6 +18,7 @@ ROTATED = 256 << 20  # bytes of 8-bit weights in rotation
 MOST = 1024  # copies: small weights are in a cache anyway
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 SHORT = 2e-3  # fp8 on Hopper: sums of 128 products are kept in about 14 bits
+FAST = 1e-2  # libraries: sums of all products are
 
 
 def checks(device: torch.device) -> list[Check]:
@@ -36,7 +39,7 @@ def checks(device: torch.device) -> list[Check]:
         ("empty", (2, 0), 32, 64, False, False, torch.bfloat16),
     )
     found = []
-    for kind in (INT8, FP8):
+    for kind in kinds(device):
         for name, tokens, out, columns, blocks, static, dtype in cases:
             W = torch.randn(out, columns, generator=g) * torch.rand(out, 1, generator=g)
             x = (torch.randn(*tokens, columns, generator=g) * 3).to(device, dtype)
@@ -53,6 +56,11 @@ def checks(device: torch.device) -> list[Check]:
     )
     found.append(_check("largest sums", torch.ones(2, 14336, device=device, dtype=torch.float32), extreme, None))
     return found
+
+
+def kinds(device: torch.device) -> tuple[torch.dtype, ...]:
+    """What this device multiplies: not every GPU has float8."""
+    return (INT8, FP8) if too_old(device, float8=True) is None else (INT8,)
 
 
 def _check(name: str, x: Tensor, w: W8, x_scale: Tensor | None) -> Check:
@@ -88,14 +96,14 @@ def _move(w: W8, device: torch.device) -> W8:
 
 def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]:
     if toy and triton_takes(device):
-        for kind in (INT8, FP8):
+        for kind in kinds(device):
             for tokens in (1, 80):
                 yield _gpu(device, kind, (160, 256), tokens, asked.dtype, 2)
     elif toy:
         yield from _cpu((160, 256), 16, asked.dtype)
     elif device.type == "cuda":
         for shape in asked.shapes or ((14336, 4096), (4096, 4096)):
-            for kind in (INT8, FP8):
+            for kind in kinds(device):
                 for tokens in asked.tokens or (1, 16, 64, 256, 2048):
                     yield _gpu(
                         device,
@@ -123,7 +131,9 @@ def _gpu(
         "triton": lambda i: w8a8_matmul(x, small[i], impl="triton"),
         name: lambda i: F.linear(x, dense[i]),
     }
-    contestants |= _library(x, small)
+    library = _library(x, small)
+    contestants |= library
+    exactly = of_codes(x, lambda: small[0])
     from kernels.w8a8_matmul.triton import candidates, key
 
     return Contest(
@@ -141,7 +151,20 @@ def _gpu(
         goal=1.6 if tokens == 1 or tokens >= 256 else None,
         tune_key=key(tokens, out, columns, kind),
         candidates=candidates(tokens, kind),
+        expected={"triton": exactly, name: times(x, lambda: dense[0]), **dict.fromkeys(library, exactly)},
+        tolerance={} if kind == INT8 else {"triton": SHORT, **dict.fromkeys(library, FAST)},
     )
+
+
+def of_codes(x: Tensor, w: Callable[[], W8]) -> Expected:
+    """x Wᵀ in float64, from the codes of x, token by token, and those of w, whose scales are per channel."""
+
+    def expected(_: object) -> Tensor:
+        weight = w()
+        codes, scale = quantize_rows(x, weight.codes.dtype)
+        return (codes.double() @ weight.codes.double().t()) * weight.scale.double() * scale.double()
+
+    return expected
 
 
 def _library(x: Tensor, small: list[W8]) -> dict[str, Callable[[int], object]]:
@@ -151,12 +174,14 @@ def _library(x: Tensor, small: list[W8]) -> dict[str, Callable[[int], object]]:
         codes, scale = quantize_rows(x, INT8)
         return (torch._int_mm(codes, small[i].codes.t()).float() * small[i].scale * scale).to(x.dtype)
 
+    fast = partial(torch._scaled_mm, out_dtype=torch.bfloat16, use_fast_accum=True)  # as its users call it
+
     def scaled_mm(i: int) -> Tensor:
         codes, scale = quantize_rows(x, FP8)
-        return torch._scaled_mm(codes, small[i].codes.t(), scale, small[i].scale[None], out_dtype=torch.bfloat16)
+        return fast(codes, small[i].codes.t(), scale, small[i].scale[None])
 
     def product_only(i: int) -> Tensor:
-        return torch._scaled_mm(fixed, small[i].codes.t(), fixed_scale, small[i].scale[None], out_dtype=torch.bfloat16)
+        return fast(fixed, small[i].codes.t(), fixed_scale, small[i].scale[None])
 
     if x.device.type != "cuda":
         return {}
@@ -205,4 +230,8 @@ def _cpu(shape: tuple[int, int], tokens: int, dtype: torch.dtype) -> Iterator[Co
         flops=2 * tokens * out * columns,
         rate="int8",
         goal=1.7 if tokens >= 256 or out >= 4096 else None,
+        expected={
+            **dict.fromkeys(("cpu", "cpu oneDNN", "cpu int_mm"), of_codes(x, lambda: rows[0])),
+            name: times(x, lambda: dense[0]),
+        },
     )

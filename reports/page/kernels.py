@@ -38,7 +38,7 @@ def verdict(bench: Bench, timed: Sequence[Contest]) -> list[str]:
     red, count = bench.summary.red or 0, bench.summary.checks or 0
     said = ["No check was made, so nothing was timed." if not count else f"All {count} checks passed."]
     if red:
-        said = [f"{red} of {count} checks failed; what failed was not timed."]
+        said = [f"{red} of {count} checks failed; a row whose output was wrong at its own shape was not timed."]
     if late := sorted({rest.op for rest in bench.unfinished if rest.phase == "checks"}):
         said.append(f"The budget ended before all checks of {', '.join(late)} were made.")
     if not bench.run.meaningful:

@@ -15,6 +15,8 @@ def test_least_seconds_is_the_larger_of_two():
     assert roofline.least_seconds(contest(200, 1000), ceilings) == (2.0, "bytes")
     assert roofline.least_seconds(contest(200, 9000), ceilings) == (9.0, "bfloat16")
     assert roofline.least_seconds(contest(200, 9000, rate="int4"), ceilings) == (2.0, "bytes")
+    reading = roofline.Ceilings(100.0, read=200.0)
+    assert roofline.least_seconds(contest(200, 0), reading) == (1.0, "bytes")
 
 
 def test_ceilings_of_this_processor_are_plausible():

@@ -7,15 +7,17 @@ import sys
 import time
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from kernels.harness import cases, jobs, roofline, timing, trial, validate
+from kernels.harness import cases, clock, jobs, roofline, timing, trial, validate
 from kernels.harness.cases import Check, Contest
-from kernels.harness.table import table
+from kernels.harness.table import rows_table, table
+from kernels.harness.verify import Verdict, verify
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[2]
@@ -139,7 +141,7 @@ def test_green_ops_are_timed_and_the_record_has_its_shape(ops, tmp_path, capsys)
     assert (tmp_path / "table.txt").read_text().strip() == table(record)
 
 
-def test_red_checks_stop_timing_of_their_op_alone(ops, tmp_path, capsys):
+def test_red_checks_mark_the_rows_of_their_op_alone(ops, tmp_path, capsys):
     written = iter([X * 2, X * 2, X * 2, torch.full((4,), float("nan"))])
     ops(
         wrong=op("wrong", [check, lambda n: check(n, "off", lambda impl: X * 2.002)], [contest]),
@@ -155,13 +157,78 @@ def test_red_checks_stop_timing_of_their_op_alone(ops, tmp_path, capsys):
     assert code == 1
     assert record["summary"]["red_ops"] == ["flaky", "raising", "unmade", "wrong"] and record["summary"]["red"] == 6
     status = {row["op"]: row["status"] for row in record["rows"]}
-    assert status.pop("good") == "timed" and status.pop("unchecked") == "not timed: no checks"
-    assert set(status.values()) == {"not timed: red check"} and len(status) == 4
+    assert status.pop("unchecked") == "not timed: no checks"
+    assert status.pop("unmade") == "not timed: its checks could not be made"
+    assert status == dict.fromkeys(("wrong", "raising", "flaky", "good"), "timed")
+    assert {r["op"]: r["red_checks"] for r in record["rows"]} == {
+        "wrong": 2, "raising": 2, "flaky": 1, "good": 0, "unchecked": 0, "unmade": 1,
+    }  # fmt: skip
+    lines = {line.split()[0]: line for line in (tmp_path / "table.txt").read_text().splitlines() if "4x4" in line}
+    assert "?" in lines["wrong"] and "?" not in lines["good"]
     why = {c["op"]: c["message"] for c in record["checks"] if not c["green"]}
     assert why["wrong"] == "relative RMS error 1.00e-03 is over 1e-05" and why["raising"] == "RuntimeError: no such"
     assert why["flaky"].startswith("NaN") and why["unmade"] == "RuntimeError: cannot be made"
     assert "RED  wrong: off (cpu)" in capsys.readouterr().out
     json.loads((tmp_path / "record.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+def expecting(**calls):
+    """A contest in which every contestant must return X twice."""
+
+    def made(op):
+        calls_ = {"ours": lambda i: X * 2, "torch": lambda i: X * 2, "other": lambda i: X, **calls}
+        expected = dict.fromkeys(("ours", "torch"), lambda found: X.double() * 2)
+        return contest(op, contestants=calls_, expected=expected)
+
+    return made
+
+
+@pytest.mark.parametrize("time_red", [False, True])
+def test_what_is_wrong_at_the_timed_shape_is_not_timed_or_marked(ops, tmp_path, time_red):
+    ops(
+        a=op(
+            "a",
+            [check],
+            [
+                expecting(),
+                expecting(ours=lambda i: X * 2.001),
+                expecting(ours=lambda i: torch.empty(4)),
+                expecting(torch=lambda i: X * 3),
+                expecting(ours=raises("no image")),
+            ],
+        )
+    )
+    code, record = run(tmp_path, *(["--time-red"] if time_red else []))
+    good, wrong, unwritten, rival, raising = record["rows"]
+    assert code == 1 and record["summary"]["red_rows"] == ["a toy 4x4 M=1"] * 3
+    assert good["status"] == "timed" and not good["unsound"] and good["unchecked"] == ["other"]
+    assert wrong["unsound"] == {"ours": "relative RMS error 5.00e-04 is over 1e-05"}
+    assert "never written" in unwritten["unsound"]["ours"] and "no image" in raising["unsound"]["ours"]
+    assert rival["status"] == "timed" and rival["speedup"] is None and set(rival["unsound"]) == {"torch"}
+    assert (rival["seconds"]["torch"] is None) != time_red and rival["strongest"] == "other"
+    text = (tmp_path / "table.txt").read_text()
+    assert "RED  a toy 4x4 M=1: ours: relative RMS" in text
+    if time_red:
+        assert wrong["status"] == "unsound" and wrong["seconds"]["ours"] and wrong["goal_met"] is None
+        assert "! UNSOUND" in text and raising["status"] == "error: RuntimeError: no image"
+    else:
+        assert {r["status"].partition(":")[0] for r in (wrong, unwritten, raising)} == {"not timed"}
+        assert wrong["seconds"] == {} and "UNSOUND" not in text
+
+
+def test_sums_in_place_begin_at_zero():
+    total = torch.full((4,), 7.0)
+    summing = contest("a", contestants={"ours": lambda i: total.add_(X)}, expected={"ours": lambda found: X.double()})
+    assert verify(summing, CPU) == Verdict({}, ())
+    twice = iter([X, X, X * 2, X * 2.000001])
+    flaky = contest("a", contestants={"ours": lambda i: next(twice)}, expected={"ours": lambda found: X.double() * 2})
+    assert "two runs" in verify(flaky, CPU).red["ours"]
+
+
+def test_the_contests_of_every_op_say_what_is_right():
+    for name in cases.OPS:
+        for c in import_module(f"kernels.{name}.cases").contests(CPU, True, cases.OWN):
+            assert verify(c, CPU) == Verdict({}, ()), c
 
 
 def test_what_is_asked_for_reaches_the_op(ops, tmp_path):
@@ -399,6 +466,8 @@ class Cuda:
         ):
             monkeypatch.setattr(torch.cuda, name, stand_in)
         monkeypatch.setattr(timing, "settle", lambda device: None)
+        self.clocks = iter((1980, 1755))
+        monkeypatch.setattr(timing, "sm_clock", lambda device: next(self.clocks, None))
         monkeypatch.setattr(timing, "_forget_capture", lambda: setattr(cuda, "forgotten", cuda.forgotten + 1))
 
     def kernel(self, seconds, launch=20e-6):
@@ -419,19 +488,79 @@ def test_graphs_take_the_launches_out(monkeypatch):
     assert took["fast"].seconds == pytest.approx(5e-6) and took["slow"].seconds == pytest.approx(1e-3)
     assert took["fast"].eager == pytest.approx(20e-6), "the launch is told apart"
     assert took["fast"].calls % 8 == 0 and took["slow"].rounds == 15
+    assert took["fast"].calls * 5e-6 >= timing.SAMPLE, "sized by the graph's time, not by that of launches"
+    assert took["fast"].clocks == took["slow"].clocks == (1980, 1755)
     assert took["raises"].seconds is None and took["raises"].note == "RuntimeError: no kernel image"
 
 
 def test_without_graphs_ours_and_the_baseline_are_timed_alike(monkeypatch):
-    outcomes = iter([True, False, True])
+    outcomes = iter([True, True, False, True, True])  # a walk, and as many as a sample needs
     cuda = Cuda(monkeypatch, lambda: next(outcomes))
     calls = {"ours": cuda.kernel(5e-6), "baseline": cuda.kernel(40e-6), "other": cuda.kernel(10e-6)}
     took = timing.time_in_turns(calls, 8, "cuda", alike=("ours", "baseline"))
     assert {t.how for t in took.values()} == {"loop"} and took["ours"].seconds == pytest.approx(20e-6)
-    outcomes = iter([True, True, False])
+    outcomes = iter([True, True, True, True, False])
     took = timing.time_in_turns(calls, 8, "cuda", alike=("ours", "baseline"))
     assert [t.how for t in took.values()] == ["graph", "graph", "loop"] and "capturing" in took["other"].note
     assert cuda.forgotten == 2
+
+
+def test_a_gpu_is_warm_before_it_is_timed(monkeypatch):
+    cuda = Cuda(monkeypatch)
+    begun = []
+
+    def call(i):
+        begun.append(cuda.now)
+        cuda.kernel(1e-3)(i)
+
+    timing.time_in_turns({"a": call}, 1, "cuda", rounds=1, graph=False)
+    samples = len(begun) - 2  # two walks prepare; warming and the round take samples of alike length
+    assert samples * 1e-3 >= timing.WARMING + timing.SAMPLE and begun[-1] < timing.WARMING + 5 * timing.SAMPLE
+
+
+def test_the_clock_is_asked_of_whoever_knows_it(monkeypatch):
+    gpu, known = torch.device("cuda", 0), SimpleNamespace(returncode=0, stdout="1755\n")
+    assert clock.sm_clock(CPU) is None
+    monkeypatch.setattr(torch.cuda, "clock_rate", lambda device: 1980)
+    assert clock.sm_clock(gpu) == 1980
+    monkeypatch.setattr(torch.cuda, "clock_rate", raises("nvidia-ml-py is not installed"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="7-a"))
+    asked = []
+    monkeypatch.setattr(clock.subprocess, "run", lambda command, **_: asked.append(command) or known)
+    assert clock.sm_clock(gpu) == 1755 and asked[0][:3] == ["nvidia-smi", "-i", "GPU-7-a"]
+    known.stdout = "[N/A]"
+    assert clock.sm_clock(gpu) is None
+
+
+def test_rows_whose_clock_changed_are_marked():
+    row = {
+        **trial.bare_row("a", "timed"),
+        "ours": "x",
+        "baseline": "y",
+        "seconds": {"x": 1.0, "y": 2.0},
+        "speedup": 2.0,
+    }
+    row |= {"how": {"x": "graph"}, "quartiles": {"x": [1, 1], "y": [2, 2]}}
+    assert "^2.00x" in rows_table([{**row, "clocks": [1980, 1755]}]) and "^ the clock" in rows_table(
+        [{**row, "clocks": [1980, 1755]}]
+    )
+    assert "^" not in rows_table([{**row, "clocks": [1980, 1965]}]) + rows_table([row])
+
+
+def test_results_go_where_the_environment_says(monkeypatch):
+    for variable, value in (("OUT", "b"), ("GPU_OUT", "a")):
+        monkeypatch.setenv(variable, value)
+        assert validate._options(["--device", "cpu"]).out == Path(value)
+    assert validate._options(["--device", "cpu", "--out", "c"]).out == Path("c")
+
+
+def test_crashes_between_contests_that_went_well_are_not_counted_together(workers):
+    many = "pass\nn = int(a['--start'])\n[say(kind='begin', index=n), say(kind='contest', index=n, status='timed')]\n"
+    workers, lines = workers(many + "say(kind='begin', index=n + 1)\nif n < 12: os.kill(os.getpid(), 11)")
+    assert workers.run([jobs.Job("contests", "a")], time.monotonic() + 60, alone=True) == []
+    status = {x["index"]: x["status"] for x in trial.read(lines) if x["kind"] == "contest"}
+    assert [status[n] for n in (0, 2, 12)] == ["timed"] * 3
+    assert sum(s == "crashed: signal SIGSEGV" for s in status.values()) == 6 > jobs.RESTARTS
 
 
 def test_a_machine_with_only_torch_will_do():
