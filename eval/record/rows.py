@@ -187,6 +187,7 @@ class SpeedRow:
     execution: str
     kernels: dict[str, tuple[str, ...]]
     settings: Settings
+    memory_limit_tokens_per_s: float | None
 
 
 @dataclass(frozen=True)

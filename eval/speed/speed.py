@@ -28,7 +28,9 @@ from eval.speed.device_lock import undisturbed
 from eval.speed.native_step import NativeStep, NotNative, native_step
 from eval.speed.packing import Packing
 from eval.speed.regional import NotRegional, RegionalStep, Step, compile_regional
+from eval.speed.work import work
 from kernels.errors import first_line
+from kernels.harness.roofline import read_bandwidth
 from kernels.linear.prepacked import prepack
 from kernels.registry import recording
 
@@ -38,8 +40,9 @@ class Speed:
     """Medians over the rounds, with the first and third quartile.
 
     decode and prefill in tokens per second (of all rows of a batch together), time_to_first_token in seconds; dtype and
-    how the step was executed
-    (compiled or eager, and why); kernels: {op: implementations that ran}.
+    how the step was executed (compiled or eager, and why); kernels: {op: implementations that ran};
+    memory_limit: what decoding would reach if it took no longer than reading the weights and the cache once, at the
+    rate at which this machine reads memory.
     """
 
     decode_tokens_per_s: float
@@ -51,6 +54,7 @@ class Speed:
     execution: str
     kernels: dict[str, list[str]]
     settings: dict[str, int]
+    memory_limit_tokens_per_s: float | None = None
 
 
 @dataclass
@@ -72,6 +76,7 @@ class Variant:
     execution: str = "eager"
     ttft_s: list[float] = field(default_factory=list)
     token_s: list[float] = field(default_factory=list)
+    bytes_a_step: float | None = None  # that decoding a token reads of weights and cache
     kernels: dict[str, set[str]] = field(default_factory=dict)
 
 
@@ -139,6 +144,7 @@ def measure_speed(
     def prepare(name: str, variant: Variant) -> None:
         progress.set_postfix_str(f"{name}: {'compiling' if variant.compiled else 'warming up'}")
         make_ready(variant, make(variant), prompt_tokens, new_tokens, batch)
+        variant.bytes_a_step = _bytes_a_step(variant.model, prompt_tokens + new_tokens // 2, batch)
         progress.update()
 
     device = next(next(iter(variants.values())).source.parameters()).device
@@ -147,8 +153,9 @@ def measure_speed(
             progress.total += rounds * (groups > 0)  # the first once more
             groups += 1
             in_turns(held, prompt_tokens, new_tokens, rounds, batch, progress)
+        bandwidth = read_bandwidth(device)
     progress.close()
-    return {name: _speed(variant, counts | {"groups": groups}) for name, variant in variants.items()}
+    return {name: _speed(variant, counts | {"groups": groups}, bandwidth) for name, variant in variants.items()}
 
 
 def positions(model: nn.Module) -> int:
@@ -211,7 +218,16 @@ def _free_bytes(variant: Variant) -> int:
     return psutil.virtual_memory().available
 
 
-def _speed(v: Variant, settings: dict[str, int]) -> Speed:
+def _bytes_a_step(model: nn.Module, context: int, batch: int) -> float | None:
+    """Read of weights and cache in one step of decoding; None where they cannot be counted."""
+    try:
+        done = work(model)
+    except ValueError:  # experts of which nobody says how many a token takes
+        return None
+    return done.weight_bytes(batch) + done.cache_bytes(context, batch)
+
+
+def _speed(v: Variant, settings: dict[str, int], bandwidth: float) -> Speed:
     decode = [settings["batch"] / s for s in v.token_s]
     prefill = [settings["batch"] * settings["prompt_tokens"] / s for s in v.ttft_s]
     return Speed(
@@ -224,6 +240,7 @@ def _speed(v: Variant, settings: dict[str, int]) -> Speed:
         v.execution,
         {op: sorted(used) for op, used in v.kernels.items()},
         settings,
+        settings["batch"] * bandwidth / v.bytes_a_step if v.bytes_a_step else None,
     )
 
 

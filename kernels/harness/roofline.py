@@ -66,6 +66,14 @@ def measure(device: torch.device, *, toy: bool = False) -> Ceilings:
     return Ceilings(bandwidth, rates, tuple(notes), read)
 
 
+def read_bandwidth(device: torch.device, *, seconds: float = 0.2) -> float:
+    """Bytes per second that this device reads from memory: a sum over far more than caches hold."""
+    source = torch.ones(256 << 18, device=device)  # 256 MiB
+    took = time_in_turns({"sum": lambda i: source.sum()}, 1, device, seconds=seconds)["sum"]
+    assert took.seconds is not None, took.note
+    return source.nbytes / took.seconds
+
+
 def least_seconds(contest: Contest, ceilings: Ceilings) -> tuple[float, str]:
     """Seconds below which no implementation of the contest can go, and what rules: "bytes", or the rate's name.
 

@@ -247,9 +247,11 @@ def wrapped(text: str, width: int) -> str:
 
 @drawn
 def speed_bars(speed: dict[str, SpeedRow]) -> str:
-    """Decode speed of every variant, with quartiles."""
-    rows = [(name, one.decode_tokens_per_s, one.decode_quartiles) for name, one in speed.items()]
-    rows = [(name, value, ends if len(ends) == 2 else (value, value)) for name, value, ends in rows if finite(value)]
+    """Decode speed of every variant, with quartiles, and a line where reading its bytes once would be all that takes
+    time."""
+    shown = {name: one for name, one in speed.items() if finite(one.decode_tokens_per_s)}
+    rows = [(name, one.decode_tokens_per_s, one.decode_quartiles) for name, one in shown.items()]
+    rows = [(name, value, ends if len(ends) == 2 else (value, value)) for name, value, ends in rows]
     if not rows:
         return ""
     labels = [wrapped(name, 26) for name, *_ in rows]
@@ -262,8 +264,13 @@ def speed_bars(speed: dict[str, SpeedRow]) -> str:
     ax.errorbar(values, range(len(rows)), xerr=errors, fmt="none", ecolor=INK, elinewidth=1, capsize=2)
     for i, (_, value, ends) in enumerate(rows):
         ax.text(max(value, *ends), i, f"\u2002{value:,.{0 if value >= 20 else 1}f}", va="center")
+    limits = [(i, one.memory_limit_tokens_per_s) for i, one in enumerate(shown.values())]
+    limits = [(i, limit) for i, limit in limits if finite(limit)]
+    for i, limit in limits:
+        ax.plot([limit, limit], [i - 0.36, i + 0.36], color=INK, lw=1.4, ls=(0, (2, 1)))
     summary = "Decode speed of every variant in tokens per second."
-    return _finished(ax, labels, max(values) * 1.2, "decoded tokens per second", "speed", summary)
+    end = max(max(values) * 1.2, *(1.06 * limit for _, limit in limits), 0)
+    return _finished(ax, labels, end, "decoded tokens per second", "speed", summary)
 
 
 @drawn

@@ -283,8 +283,8 @@ def page(rows: dict[str, Row], given: argparse.Namespace) -> str:
         "",
         *("```", "python " + shlex.join(sys.argv), "```", ""),
         f"A prompt of {given.prompt_tokens} tokens and {given.new_tokens} tokens decoded after it, one sequence, in"
-        f" bfloat16: medians of {given.rounds} rounds in turns, with their span. Bytes are those of the whole model without"
-        f" its tokenizer.{scored}",
+        f" bfloat16: medians of {given.rounds} rounds in turns, with their span. Bytes are those of the whole model"
+        f" without its tokenizer.{scored}",
         "",
         table(rows, first),
     ]

@@ -14,7 +14,7 @@ from compress.method import settle
 from compress.recipe import parse_recipe
 from compress.walk.ends.inputs import head_statistics, token_weights
 from eval.machine import size as sizes
-from eval.speed.cost import work
+from eval.speed.work import work
 
 BOTH = "gptq(bits=4, group_size=16, min_tokens=8), rtn(bits=6, group_size=32, where=embedding)"
 

@@ -55,6 +55,8 @@ def test_what_is_timed_writes_what_plain_passes_write(tiny, written, monkeypatch
     variant = Variant(fast, compiled=compiled)
     one = measure_speed({"one": variant}, prompt_tokens=12, new_tokens=10, rounds=1)["one"]
     assert one.execution.startswith("compiled") == compiled
+    read = one.memory_limit_tokens_per_s * sum(p.nbytes for p in model.parameters())
+    assert 1e9 < read < 5e12, "bytes per second of some memory"
     assert ("attention" in one.kernels) == in_rows, "no mask is made for a prompt, in a compiled pass either"
     assert written[id(variant)] == greedy(model, (torch.arange(12) * 7919 % 96)[None], 11), (
         "beyond Gemma's window of 8, too"

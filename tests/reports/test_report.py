@@ -355,6 +355,15 @@ def test_the_page_of_a_kernel_benchmark_says_what_was_found():
     assert "<svg" not in page(made)
 
 
+def test_speed_stands_beside_what_memory_allows():
+    made = make_record()
+    assert "of the memory" not in page(made), "an older record"
+    for row, limit in zip(made["speed"].values(), (100.0, 210.0), strict=True):
+        row["memory_limit_tokens_per_s"] = limit
+    text = page(made)
+    assert "<td>70</td>" in text and "<td>60</td>" in text and "A dashed line is" in text
+
+
 def test_the_page_of_a_kernel_benchmark_says_what_is_not_there():
     made = make_kernel_record()
     made["bench"] |= {"rows": [], "checks": [], "summary": {"checks": 0, "red": 0}}

@@ -1,0 +1,195 @@
+"""What a step of decoding reads and multiplies, counted from a model."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Some weights of which each row reads `active` of `count` equal parts. bytes, macs: of all parts."""
+
+    bytes: float
+    macs: float
+    count: int
+    active: int
+
+    def reached(self, batch: int) -> float:
+        """The share of the parts that a batch reads, if rows choose at random: 1 - (1 - active/count)^batch."""
+        return 1 - (1 - self.active / self.count) ** batch
+
+
+@dataclass(frozen=True)
+class CacheLayer:
+    """What a layer keeps of each position: bytes; and multiply-adds of a query with it. window: positions at most,
+    None: all."""
+
+    bytes: int
+    macs: int
+    window: int | None
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step of decoding does, counted from a model.
+
+    Attributes:
+        bytes_once: weights that are read whole. bytes_a_row: embeddings that are looked up for each row of a batch.
+        macs: multiply-adds of a row with weights, experts left out.
+        dtype: in which it computes.
+    """
+
+    bytes_once: float
+    bytes_a_row: float
+    macs: float
+    experts: tuple[Experts, ...]
+    cache: tuple[CacheLayer, ...]
+    dtype: str
+
+    def weight_bytes(self, batch: int) -> float:
+        """Read of the weights in one step."""
+        reached = sum(e.bytes * e.reached(batch) for e in self.experts)
+        return self.bytes_once + batch * self.bytes_a_row + reached
+
+    def cache_bytes(self, context: int, batch: int) -> float:
+        """Read of keys and values in one step, `context` positions a row (a window's at most)."""
+        return batch * sum(layer.bytes * min(context, layer.window or context) for layer in self.cache)
+
+    def flops(self, context: int, batch: int) -> float:
+        """Two for each multiply-add of one step: of weights, and of queries with keys and of what they weigh with
+        values."""
+        attention = sum(layer.macs * min(context, layer.window or context) for layer in self.cache)
+        return 2.0 * batch * (self.macs + sum(e.macs * e.active / e.count for e in self.experts) + attention)
+
+
+@torch.no_grad()
+def work(model: nn.Module) -> Work:
+    """Count what a step of decoding reads and multiplies; the model reads two tokens to show what it caches."""
+    counter = _Counter(getattr(model.config.get_text_config(decoder=True), "num_experts_per_tok", None))
+    counter.count(model)
+    dtype = str(next(p.dtype for p in model.parameters() if p.is_floating_point())).removeprefix("torch.")
+    return Work(counter.once, counter.a_row, counter.macs, tuple(counter.experts), _cache_layers(model), dtype)
+
+
+class _Counter:
+    """Walks over a model's modules; what it finds adds up in its attributes."""
+
+    def __init__(self, active: int | None) -> None:
+        self.active = active  # experts of a token, where routers do not say
+        self.once = self.a_row = self.macs = 0.0
+        self.experts: list[Experts] = []
+
+    def count(self, module: nn.Module, active: int | None = None) -> None:
+        """Of a module and what it holds. active: experts of a token, as a router beside it says."""
+        if isinstance(module, nn.Embedding):
+            self.a_row += module.weight[0].nbytes
+            return
+        if hasattr(module, "num_embeddings"):  # stored compressed, and looked up row by row
+            self.a_row += module.nbytes / module.num_embeddings
+            return
+        if isinstance(getattr(module, "nbytes", None), int) and hasattr(
+            module, "out_features"
+        ):  # stored compressed, it says itself
+            beside = sum(t.nbytes for name, t in _stored(module).items() if not name.startswith("parts."))
+            self.once += module.nbytes + beside
+            self.macs += module.out_features * module.in_features
+            return
+        routed = _routed(module)
+        tensors = {name: t for name, t in _stored(module, recurse=False).items() if name not in routed}
+        self.once += sum(t.nbytes for t in tensors.values())
+        self.macs += sum(
+            t.numel() for t in tensors.values() if t.dim() == 2
+        )  # routers keep bare matrices, as linears do
+        top_k = next(
+            (m.top_k for m in (module, *module.children()) if isinstance(getattr(m, "top_k", None), int)), active
+        )
+        for name, child in module.named_children():
+            if name not in routed:
+                self.count(child, top_k)
+        if routed:
+            self._count_experts(module, routed, top_k or self.active)
+
+    def _count_experts(self, module: nn.Module, routed: set[str], active: int | None) -> None:
+        parts = _Counter(None)
+        for name in routed:
+            part = getattr(module, name)
+            if isinstance(part, Tensor):
+                parts.once += part.nbytes
+                parts.macs += part.numel() if part.dim() == 3 else 0
+            else:
+                parts.count(part)
+        if not active:
+            raise ValueError(
+                f"`model`: neither a router beside its {type(module).__name__} nor its config (num_experts_per_tok) "
+                "says how many experts a token takes"
+            )
+        self.experts.append(Experts(parts.once, parts.macs, module.num_experts, min(active, module.num_experts)))
+
+
+def _stored(module: nn.Module, recurse: bool = True) -> dict[str, Tensor]:
+    """Parameters, and buffers that a checkpoint holds (not those that are computed: rotary frequencies, masks)."""
+    if recurse:
+        return module.state_dict()
+    computed = module._non_persistent_buffers_set
+    tensors = {**module._parameters, **{name: t for name, t in module._buffers.items() if name not in computed}}
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
+def _routed(module: nn.Module) -> set[str]:
+    """Names of the parameters and lists of a module of which each token takes some experts' parts."""
+    count = getattr(module, "num_experts", None)
+    if not isinstance(count, int) or count < 2:
+        return set()
+    lists = {
+        name for name, child in module.named_children() if isinstance(child, nn.ModuleList) and len(child) == count
+    }
+    fused = {name for name, p in module._parameters.items() if p is not None and p.dim() == 3 and len(p) == count}
+    biases = {
+        name for name, p in module._parameters.items() if fused and p is not None and p.dim() == 2 and len(p) == count
+    }
+    return lists | fused | biases
+
+
+def cache_bytes_per_token(config: PreTrainedConfig, *, bits: float = 16, kept: float = 1.0) -> float:
+    """Bytes by which a model's cache grows with each token, from its configuration alone, so for models of any size.
+
+    Layers with a window do not grow and are not counted. Latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1)
+    keeps one compressed vector and one rotated key for all heads.
+
+    Args:
+        config: of a transformers decoder.
+        bits: of a number, scales included (`kv_int` in 4 bits with groups of 64: 4.5 for keys and, with 64 channels,
+            for values).
+        kept: share of the positions that an eviction leaves.
+    """
+    config = config.get_text_config(decoder=True)
+    kinds, _ = get_layer_types_and_kwargs(config)
+    if getattr(config, "kv_lora_rank", None):
+        numbers = config.kv_lora_rank + config.qk_rope_head_dim
+    else:
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        numbers = 2 * heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    return kinds.count("full_attention") * numbers * bits / 8 * kept
+
+
+def _cache_layers(model: nn.Module) -> tuple[CacheLayer, ...]:
+    """Of every layer that keeps keys and values, as a pass over two tokens leaves them."""
+    ids = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
+    cache = model(ids, use_cache=True).past_key_values
+    heads = model.config.get_text_config(decoder=True).num_attention_heads
+    layers = []
+    for layer in cache.layers:
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if keys is None or not keys.numel():
+            continue
+        kept = keys[:, :, 0].nbytes + values[:, :, 0].nbytes
+        attends = keys.shape[-1] > 1  # where attention was dropped, a single number holds a position's place
+        layers.append(
+            CacheLayer(
+                kept, heads * (keys.shape[-1] + values.shape[-1]) * attends, getattr(layer, "sliding_window", None)
+            )
+        )
+    return tuple(layers)
