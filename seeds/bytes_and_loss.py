@@ -54,8 +54,8 @@ class Row:
     """What was measured of one model.
 
     seconds: to compress. is_recipe: of this workbench, not of another tool. perplexity, kl: {text: (value, standard
-    error)}. tasks: {task: what `eval.tasks.paired.compare` says of it beside the baseline}. decode: tokens per second,
-    the median and the first and third quartile of the rounds; execution: how.
+    error)}. tasks: {task: what `eval.tasks.paired.compare` says of it beside the baseline}. decode, prefill: tokens
+    per second, the median and the first and third quartile of the rounds; execution: how.
     """
 
     bytes: int
@@ -65,6 +65,7 @@ class Row:
     kl: dict[str, Sequence[float]] = field(default_factory=dict)
     tasks: dict[str, dict] = field(default_factory=dict)
     decode: Sequence[float] = ()
+    prefill: Sequence[float] = ()
     execution: str = ""
 
 
@@ -175,13 +176,15 @@ class Bench:
             self.record.rows[name].tasks[task] = compared
 
     def time_recipes(self) -> None:
-        """Decoding of the uncompressed model and of every recipe, in turns."""
+        """Decoding of the uncompressed model and of the recipes, in turns."""
         given, rows = self.given, self.record.rows
+        timed = given.recipes if given.timed is None else given.timed
         models = {BASELINE: self.baseline}
-        models |= {name: load_compressed(self.folder(name), dtype=torch.bfloat16) for name in given.recipes}
+        models |= {name: load_compressed(self.folder(name), dtype=torch.bfloat16) for name in timed}
         how = {"prompt_tokens": given.prompt_tokens, "new_tokens": given.new_tokens, "rounds": given.speed_rounds}
         for name, speed in measure_speed(contestants(models), **how).items():
             rows[name].decode = speed.decode_tokens_per_s, *speed.decode_quartiles
+            rows[name].prefill = speed.prefill_tokens_per_s, *speed.prefill_quartiles
             rows[name].execution = speed.execution
 
     def time_files(self) -> None:
@@ -362,8 +365,10 @@ def ticks_in_steps(axes: Any, values: list[float]) -> None:
     axes.minorticks_off()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options(description: str | None) -> argparse.ArgumentParser:
+    """What a run is asked for."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.set_defaults(timed=None)  # recipes; None: all
     parser.add_argument("recipes", nargs="*")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--corpus", default="c4", help="to calibrate on")
@@ -387,7 +392,15 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, default=Path("runs/bytes"), help="folder of compressed models and answers")
     parser.add_argument("--out", type=Path, help="file for the JSON record")
     parser.add_argument("--write", type=Path, help="file for the note, with a figure beside it")
-    given = parser.parse_args()
+    return parser
+
+
+def run(given: argparse.Namespace) -> Record:
+    """Everything that was asked for; continues the record of `out`.
+
+    Raises:
+        ValueError: a recipe that is none, or a record of other settings.
+    """
     for recipe in given.recipes:
         parse_recipe(recipe)
     fixed = (
@@ -404,8 +417,7 @@ def main() -> None:
         "new_tokens",
     )
     settings = {key: getattr(given, key) for key in fixed}
-    command = shlex.join(["python", "seeds/bytes_and_loss.py", *sys.argv[1:]])
-    record = Record(settings, provenance(command, "cpu", "float32", "float32"), {})
+    record = Record(settings, provenance(command(), "cpu", "float32", "float32"), {})
     if given.out and given.out.exists():
         record = Record.read(given.out)
         if record.settings | {"tasks": given.tasks} != settings:
@@ -413,10 +425,21 @@ def main() -> None:
         record.settings = settings
     with torch.no_grad():
         measure(given, record)
+    return record
+
+
+def command() -> str:
+    """What this process was started by."""
+    return shlex.join(["python", *sys.argv])
+
+
+def main() -> None:
+    given = options(__doc__).parse_args()
+    record = run(given)
     print(table(record))
     if given.write:
         draw(record, given.write.with_suffix(".svg"))
-        given.write.write_text(page(record, command, given.write.with_suffix(".svg").name))
+        given.write.write_text(page(record, command(), given.write.with_suffix(".svg").name))
 
 
 if __name__ == "__main__":
