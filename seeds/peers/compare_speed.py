@@ -14,6 +14,7 @@ Llama-3.2-1B's shape with random weights; with `--files F16 Q4_0` it writes and 
 """
 
 import argparse
+import copy
 import json
 import shlex
 import statistics
@@ -128,7 +129,8 @@ def random_files(given: argparse.Namespace, model: nn.Module, tokenizer: AutoTok
         return made
     source = next(folder.glob("source/*.gguf"), None)
     if source is None:
-        save_compressed(apply([], model), folder / "source", tokenizer, save_format="gguf")
+        eight = apply(parse_recipe("rtn(bits=8, group_size=32)"), copy.deepcopy(model))
+        save_compressed(eight, folder / "source", tokenizer, save_format="gguf")
         source = next(folder.glob("source/*.gguf"))
     for kind, file in made.items():
         if not file.is_file():
