@@ -1,13 +1,15 @@
 """Compile every shipped Triton kernel for sm_90 without a GPU, and read what the compiler made of it.
 
 `python -m kernels.harness.aot` prints a table, `--write` commits its figures to `kernels/harness/aot.json`, which the
-tests hold every later compile against. It needs triton (3.6 or later), whose wheel brings ptxas, cuobjdump and
-nvdisasm.
+tests hold every later compile by the same triton against. It needs triton (3.6 or later), whose wheel brings ptxas,
+cuobjdump and nvdisasm. `--triton 3.6.0` does the same with another triton than the installed one, which pip puts into a
+folder of its own in the user's cache: a GPU machine's torch 2.11 has 3.6.0, torch 2.13 has 3.7.1, and both must do.
 """
 
 import argparse
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -17,8 +19,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kernels.harness.cases import OPS
+from kernels.harness.hazards import rewritten_in_flight
 from kernels.interpreter import interpreting
 from kernels.tuning import Compilation
+from kernels.user_cache import cache_folder
 
 COMMITTED = Path(__file__).with_name("aot.json")
 SHARED_LIMIT = 232_448  # bytes that one block can have on sm_90; Triton compiles beyond them without a word
@@ -42,8 +46,8 @@ def shipped(ops: tuple[str, ...] = OPS) -> dict[str, Compilation]:
     return found
 
 
-def cubin(c: Compilation) -> tuple[bytes, int]:
-    """Machine code for sm_90 and the bytes of shared memory that a launch asks for."""
+def cubin(c: Compilation) -> tuple[bytes, int, str]:
+    """Machine code for sm_90, the bytes of shared memory that a launch asks for, and the PTX."""
     if interpreting():
         raise ValueError("`TRITON_INTERPRET` (=1) keeps Triton from compiling; unset it before Python starts")
     import triton
@@ -63,7 +67,7 @@ def cubin(c: Compilation) -> tuple[bytes, int]:
     )
     options = {"num_warps": c.num_warps, "num_stages": c.num_stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    return compiled.asm["cubin"], compiled.metadata.shared
+    return compiled.asm["cubin"], compiled.metadata.shared, compiled.asm["ptx"]
 
 
 def figures(c: Compilation) -> dict[str, int]:
@@ -76,8 +80,10 @@ def figures(c: Compilation) -> dict[str, int]:
         shared:       bytes of shared memory per block, static and dynamic.
         instructions: machine instructions without padding.
         and how many of them are matrix instructions, by mnemonic, where there are any.
+        in_flight:    registers rewritten under a product that reads them, where there are any.
     """
-    code, dynamic = cubin(c)
+    code, dynamic, ptx = cubin(c)
+    hazards = rewritten_in_flight(ptx)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(code)
@@ -95,6 +101,7 @@ def figures(c: Compilation) -> dict[str, int]:
         "shared": found["SHARED"] + dynamic,
         "instructions": len(mnemonics) - count["NOP"],
         **{m: count[m] for m in MATRIX if count[m]},
+        **({"in_flight": len(hazards)} if hazards else {}),
     }
 
 
@@ -109,6 +116,8 @@ def regressions(c: Compilation, now: dict[str, int], before: dict[str, int] | No
     wrong = [f"no {m}" for m in c.expects if not any(found.startswith(m) for found in now)]
     if now["shared"] > SHARED_LIMIT:
         wrong.append(f"shared memory {now['shared']} > {SHARED_LIMIT}")
+    if now.get("in_flight"):
+        wrong.append(f"{now['in_flight']} registers are rewritten while a product reads them: see hazards.py")
     if before is not None:
         for key in ("registers", "stack", "spills", "shared"):
             if now[key] > before[key]:
@@ -119,9 +128,9 @@ def regressions(c: Compilation, now: dict[str, int], before: dict[str, int] | No
     return [f"{c.name}: {w}" for w in wrong]
 
 
-def committed() -> dict:
-    """`{"triton": version, "kernels": {name: figures}}`, as last written."""
-    return json.loads(COMMITTED.read_text()) if COMMITTED.exists() else {"triton": None, "kernels": {}}
+def committed() -> dict[str, dict[str, dict[str, int]]]:
+    """{version of triton: {name: figures}}, as last written."""
+    return json.loads(COMMITTED.read_text()) if COMMITTED.exists() else {}
 
 
 def compiler() -> str:
@@ -149,28 +158,51 @@ def main() -> None:
     )
     parser.add_argument("--write", action="store_true", help="commit the figures to kernels/harness/aot.json")
     parser.add_argument("--ops", nargs="*", default=OPS, choices=OPS, help="these ops only")
+    parser.add_argument("--triton", help="with this version of triton: 3.6.0")
     options = parser.parse_args()
-    compilations, before = shipped(tuple(options.ops)), committed()
-    same = before["triton"] == compiler()
+    if options.triton and options.triton != compiler():
+        sys.exit(elsewhere(options.triton, sys.argv[1:]))
+    compilations, every = shipped(tuple(options.ops)), committed()
+    before = every.get(compiler(), {})
     found, wrong = {}, []
     for name, now, line in table(compilations):
         print(line, flush=True)
         found[name] = now
-        if options.write or not same:
+        if options.write or not before:
             wrong += regressions(compilations[name], now, None)
-        elif name in before["kernels"]:
-            wrong += regressions(compilations[name], now, before["kernels"][name])
+        elif name in before:
+            wrong += regressions(compilations[name], now, before[name])
         else:
             wrong.append(f"{name}: not in {COMMITTED.name}; --write puts it there")
     print(
         f"{len(found)} kernels, triton {compiler()}"
-        + ("" if same else f" (committed figures are of {before['triton']})")
+        + ("" if before else f" (committed figures are of {', '.join(every) or 'none'})")
     )
     if options.write and not wrong:
-        kept = {n: f for n, f in before["kernels"].items() if same and not n.startswith(tuple(options.ops))}
-        rows = ",\n".join(f"    {json.dumps(n)}: {json.dumps(f)}" for n, f in sorted({**kept, **found}.items()))
-        COMMITTED.write_text(f'{{\n  "triton": "{compiler()}",\n  "kernels": {{\n{rows}\n  }}\n}}\n')
+        kept = {n: f for n, f in before.items() if not n.startswith(tuple(options.ops))}
+        write({**every, compiler(): {**kept, **found}})
     sys.exit("\n".join(wrong) or None)
+
+
+def write(every: dict[str, dict[str, dict[str, int]]]) -> None:
+    """Commit these figures, a kernel to a line."""
+    parts = []
+    for version, kernels in sorted(every.items()):
+        rows = ",\n".join(f"    {json.dumps(n)}: {json.dumps(f)}" for n, f in sorted(kernels.items()))
+        parts.append(f"  {json.dumps(version)}: {{\n{rows}\n  }}")
+    COMMITTED.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+
+
+def elsewhere(version: str, arguments: list[str]) -> int:
+    """Run this module with another triton, installed beside the others on first use; its exit status."""
+    folder = cache_folder(f"triton-{version}")
+    if not (folder / "triton").exists():
+        install = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps"]
+        subprocess.run([*install, "--target", str(folder), f"triton=={version}"], check=True)
+    paths = [str(folder), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    command = [sys.executable, "-m", "kernels.harness.aot", *arguments]
+    return subprocess.run(command, env=environment).returncode
 
 
 def _tool(name: str, *arguments: str) -> str:
