@@ -70,6 +70,7 @@ from kernels.interpreter import interpreting
 SCHEMA_VERSION = 1
 PREPARING = 0.5  # of the budget may go into checks and compilation; with --tune, more is compiled
 PREPARING_TUNED = 0.65
+LARGE = ("decoder",)  # its weights are too large for several processes at a time
 CLOSING = 3.0  # seconds kept for the table
 
 
@@ -102,7 +103,7 @@ class Validation:
         self._do(self._shards("checks", ops), self.deadline if options.checks_only else ready)
         if not options.checks_only:
             if options.device == "cuda":
-                self._do(self._shards("warm", self._sound(ops)), ready)
+                self._do(self._shards("warm", [op for op in self._sound(ops) if op not in LARGE]), ready)
             self._do([Job("contests", op) for op in self._sound(ops)], self.deadline)
             # What the shares were too small for is taken up with what the others did not need.
             if late := self._taken("checks"):
@@ -315,6 +316,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tune", action="store_true", help="find this GPU's fastest launch configurations first")
     parser.add_argument("--toy", action="store_true", help="tiny shapes, to see that it runs")
+    parser.add_argument("--decode", action="store_true", help="the whole decoder alone: as --ops decoder")
     parser.add_argument("--time-red", action="store_true", help="time what is wrong too, marked as unsound")
     parser.add_argument("--checks-only", action="store_true", help="time nothing")
     hidden = {
@@ -329,6 +331,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.only_op and not options.phase:
         options.ops = options.only_op
+    if options.decode:
+        options.ops = "decoder"
     options.ops = tuple(dict.fromkeys(op for op in options.ops.split(",") if op))
     if options.phase == "" and (
         unknown := [op for op in options.ops if op not in cases.OPS] or (not options.ops and ["nothing"])
