@@ -25,7 +25,9 @@ from kernels.tuning import Compilation
 from kernels.user_cache import cache_folder
 
 COMMITTED = Path(__file__).with_name("aot.json")
-SHARED_LIMIT = 232_448  # bytes that one block can have on sm_90; Triton compiles beyond them without a word
+# Bytes that one block can have, by compute capability; Triton compiles beyond them without a word.
+SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448}
+SHARED_LIMIT = SHARED[90]
 # wgmma in 16 bits, int8 and fp8; mma.sync in 16 bits and int8; dp4a, the dot product of four bytes
 MATRIX = ("HGMMA", "IGMMA", "QGMMA", "HMMA", "IMMA", "IDP")
 MARGIN = 1.03  # instructions may grow by this before it counts as a regression; nothing else may
@@ -46,8 +48,8 @@ def shipped(ops: tuple[str, ...] = OPS) -> dict[str, Compilation]:
     return found
 
 
-def cubin(c: Compilation) -> tuple[bytes, int, str]:
-    """Machine code for sm_90, the bytes of shared memory that a launch asks for, and the PTX."""
+def cubin(c: Compilation, capability: int = 90) -> tuple[bytes, int, str]:
+    """Machine code, the bytes of shared memory that a launch asks for, and the PTX."""
     if interpreting():
         raise ValueError("`TRITON_INTERPRET` (=1) keeps Triton from compiling; unset it before Python starts")
     import triton
@@ -66,7 +68,7 @@ def cubin(c: Compilation) -> tuple[bytes, int, str]:
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
     )
     options = {"num_warps": c.num_warps, "num_stages": c.num_stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return compiled.asm["cubin"], compiled.metadata.shared, compiled.asm["ptx"]
 
 
@@ -103,6 +105,16 @@ def figures(c: Compilation) -> dict[str, int]:
         **{m: count[m] for m in MATRIX if count[m]},
         **({"in_flight": len(hazards)} if hazards else {}),
     }
+
+
+def why_not(c: Compilation, capability: int) -> str | None:
+    """Why a kernel does not run on GPUs of this capability (89: 8.9): it does not compile, or takes too much shared
+    memory. None where it does run."""
+    try:
+        shared = cubin(c, capability)[1]
+    except Exception as error:  # of Triton's compiler, whose kinds differ from version to version
+        return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+    return f"shared memory {shared} > {SHARED[capability]}" if shared > SHARED[capability] else None
 
 
 def mnemonics_of(listing: str) -> list[str]:
@@ -159,10 +171,18 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="commit the figures to kernels/harness/aot.json")
     parser.add_argument("--ops", nargs="*", default=OPS, choices=OPS, help="these ops only")
     parser.add_argument("--triton", help="with this version of triton: 3.6.0")
+    parser.add_argument(
+        "--capability", type=int, choices=SHARED, default=90, help="say what does not run on other GPUs: 89 is 8.9"
+    )
     options = parser.parse_args()
     if options.triton and options.triton != compiler():
         sys.exit(elsewhere(options.triton, sys.argv[1:]))
     compilations, every = shipped(tuple(options.ops)), committed()
+    if options.capability != 90:
+        lacking = {name: why_not(c, options.capability) for name, c in compilations.items()}
+        print(*(f"{name}: {why}" for name, why in lacking.items() if why), sep="\n")
+        print(f"{sum(why is None for why in lacking.values())} of {len(lacking)} kernels run on {options.capability}")
+        sys.exit()
     before = every.get(compiler(), {})
     found, wrong = {}, []
     for name, now, line in table(compilations):

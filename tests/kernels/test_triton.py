@@ -134,6 +134,15 @@ def test_regressions_are_told():
 
 @needs_triton
 @outside
+def test_what_another_gpu_lacks_is_told():
+    every = shipped(("w8a8_matmul", "hadamard"))
+    assert "fp8e4nv" in aot.why_not(every["w8a8_matmul fp8 quantize by 128 bf16"], 80)
+    assert aot.why_not(every["w8a8_matmul int8 quantize by 128 bf16"], 80) is None
+    assert "shared memory" in aot.why_not(every["hadamard 28672 bf16"], 89)
+
+
+@needs_triton
+@outside
 @pytest.mark.slow
 def test_all_machine_code_of_the_other_compiler_is_as_committed():
     """Slow: it installs triton 3.6.0 beside the installed one, and every kernel takes some seconds."""
