@@ -283,13 +283,25 @@ def test_late_ops_get_their_share(ops, tmp_path):
     assert "and what follows" in table(record) and "from number" in table(record)
 
 
-def test_unfinished_checks_are_neither_red_nor_enough(monkeypatch, ops, tmp_path):
+def test_unfinished_checks_are_told(monkeypatch, ops, tmp_path):
     slow = [lambda n, i=i: check(n, str(i), lambda impl: (time.sleep(0.3), X * 2)[1], ("cpu",)) for i in range(12)]
     ops(a=op("a", slow, [contest]))
     code, record = run(tmp_path, "--budget", "5")
-    assert code == 0 and record["summary"]["red"] == 0
-    assert [row["status"] for row in record["rows"]] == ["not timed: no time for all its checks"]
-    assert [(r["op"], r["phase"]) for r in record["unfinished"]] == [("a", "checks")]
+    assert code == 0 and record["summary"]["red"] == 0 and record["summary"]["checks"] < 24
+    assert ("a", "checks") in [(r["op"], r["phase"]) for r in record["unfinished"]]
+
+
+def test_contests_wait_for_nothing_that_is_late_or_red(tmp_path):
+    names = ["gram", "hadamard", "kv_decode", "int_matmul"]
+    flags = ["--device", "cpu", "--out", str(tmp_path), "--ops", ",".join(names)]
+    validation = validate.Validation(validate._options(flags))
+    log = trial.Log(validation.lines, "checks", "gram", "0/1", 0)
+    log.write("check", index=0, green=False, name="c", impl="triton")
+    for name in ("hadamard", "kv_decode"):
+        validation.left.append(jobs.Job("checks", name))
+    log.common["op"] = "kv_decode"
+    log.write("check", index=-1, green=False, name="(making the checks)", impl="")
+    assert validation._sound(names) == ["gram", "hadamard"], "one has no checks at all, one could not make its own"
 
 
 def test_a_failing_contestant_or_contest_is_a_note_or_an_error(monkeypatch, log):
