@@ -9,7 +9,7 @@ APT    := $(shell test "$$(id -u)" = 0 && echo apt-get || echo sudo apt-get)
 SWEEP ?= quickstart
 JOBS   ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n > 4 ? 4 : n )))  # tests at once
 
-.PHONY: demo sweep test test-all lab bench gpu interop constraints clean compiler browser
+.PHONY: demo sweep test test-all lab bench gpu rivals interop constraints clean compiler browser
 
 demo: $(READY) compiler                  ## a recipe of each family on the embedded model, and a page that compares them
 	$(BIN)/workbench run quickstart
@@ -32,7 +32,11 @@ bench: $(READY) compiler                 ## kernels against the strongest baseli
 # On a machine with a GPU, torch and triton are enough, and nothing is installed.
 # GPU_FLAGS="--tune --ops int_matmul" searches launch configurations first.
 gpu:                                     ## checks every kernel, then times it on this GPU, within nine minutes
-	$(if $(wildcard $(BIN)/python),$(BIN)/python,python3) -m kernels.harness.validate --budget 540 --out $(GPU_OUT) $(GPU_FLAGS)
+	PYTHONPATH=$(CURDIR)/.rivals:$$PYTHONPATH $(if $(wildcard $(BIN)/python),$(BIN)/python,python3) -m kernels.harness.validate --budget 540 --out $(GPU_OUT) $(GPU_FLAGS)
+
+# For a GPU machine without a network: kernels of others that are timed beside ours where they can be imported, and NVML.
+rivals:                                  ## gemlite and nvidia-ml-py into .rivals, 7 MB, to be copied with the checkout
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m pip install -q --disable-pip-version-check --upgrade --no-deps --target .rivals gemlite==0.6.0.post2 nvidia-ml-py==13.615.71 tqdm
 
 # About two hours on two cores the first time, and 8 GB of disk: llama.cpp is built, and the environments of vLLM and
 # GPTQModel are large. INTEROP="--models smollm2-135m --formats gguf" does a part of it.

@@ -1,13 +1,15 @@
 """Compile every shipped Triton kernel for sm_90 without a GPU, and read what the compiler made of it.
 
 `python -m kernels.harness.aot` prints a table, `--write` commits its figures to `kernels/harness/aot.json`, which the
-tests hold every later compile against. It needs triton (3.6 or later), whose wheel brings ptxas, cuobjdump and
-nvdisasm.
+tests hold every later compile by the same triton against. It needs triton (3.6 or later), whose wheel brings ptxas,
+cuobjdump and nvdisasm. `--triton 3.6.0` does the same with another triton than the installed one, which pip puts into a
+folder of its own in the user's cache: a GPU machine's torch 2.11 has 3.6.0, torch 2.13 has 3.7.1, and both must do.
 """
 
 import argparse
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -17,11 +19,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kernels.harness.cases import OPS
+from kernels.harness.hazards import rewritten_in_flight
 from kernels.interpreter import interpreting
 from kernels.tuning import Compilation
+from kernels.user_cache import cache_folder
 
 COMMITTED = Path(__file__).with_name("aot.json")
-SHARED_LIMIT = 232_448  # bytes that one block can have on sm_90; Triton compiles beyond them without a word
+# Bytes that one block can have, by compute capability; Triton compiles beyond them without a word.
+SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448}
+SHARED_LIMIT = SHARED[90]
 # wgmma in 16 bits, int8 and fp8; mma.sync in 16 bits and int8; dp4a, the dot product of four bytes
 MATRIX = ("HGMMA", "IGMMA", "QGMMA", "HMMA", "IMMA", "IDP")
 MARGIN = 1.03  # instructions may grow by this before it counts as a regression; nothing else may
@@ -42,8 +48,8 @@ def shipped(ops: tuple[str, ...] = OPS) -> dict[str, Compilation]:
     return found
 
 
-def cubin(c: Compilation) -> tuple[bytes, int]:
-    """Machine code for sm_90 and the bytes of shared memory that a launch asks for."""
+def cubin(c: Compilation, capability: int = 90) -> tuple[bytes, int, str]:
+    """Machine code, the bytes of shared memory that a launch asks for, and the PTX."""
     if interpreting():
         raise ValueError("`TRITON_INTERPRET` (=1) keeps Triton from compiling; unset it before Python starts")
     import triton
@@ -62,8 +68,8 @@ def cubin(c: Compilation) -> tuple[bytes, int]:
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
     )
     options = {"num_warps": c.num_warps, "num_stages": c.num_stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    return compiled.asm["cubin"], compiled.metadata.shared
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return compiled.asm["cubin"], compiled.metadata.shared, compiled.asm["ptx"]
 
 
 def figures(c: Compilation) -> dict[str, int]:
@@ -76,8 +82,10 @@ def figures(c: Compilation) -> dict[str, int]:
         shared:       bytes of shared memory per block, static and dynamic.
         instructions: machine instructions without padding.
         and how many of them are matrix instructions, by mnemonic, where there are any.
+        in_flight:    registers rewritten under a product that reads them, where there are any.
     """
-    code, dynamic = cubin(c)
+    code, dynamic, ptx = cubin(c)
+    hazards = rewritten_in_flight(ptx)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(code)
@@ -95,7 +103,18 @@ def figures(c: Compilation) -> dict[str, int]:
         "shared": found["SHARED"] + dynamic,
         "instructions": len(mnemonics) - count["NOP"],
         **{m: count[m] for m in MATRIX if count[m]},
+        **({"in_flight": len(hazards)} if hazards else {}),
     }
+
+
+def why_not(c: Compilation, capability: int) -> str | None:
+    """Why a kernel does not run on GPUs of this capability (89: 8.9): it does not compile, or takes too much shared
+    memory. None where it does run."""
+    try:
+        shared = cubin(c, capability)[1]
+    except Exception as error:  # of Triton's compiler, whose kinds differ from version to version
+        return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+    return f"shared memory {shared} > {SHARED[capability]}" if shared > SHARED[capability] else None
 
 
 def mnemonics_of(listing: str) -> list[str]:
@@ -109,6 +128,8 @@ def regressions(c: Compilation, now: dict[str, int], before: dict[str, int] | No
     wrong = [f"no {m}" for m in c.expects if not any(found.startswith(m) for found in now)]
     if now["shared"] > SHARED_LIMIT:
         wrong.append(f"shared memory {now['shared']} > {SHARED_LIMIT}")
+    if now.get("in_flight"):
+        wrong.append(f"{now['in_flight']} registers are rewritten while a product reads them: see hazards.py")
     if before is not None:
         for key in ("registers", "stack", "spills", "shared"):
             if now[key] > before[key]:
@@ -119,9 +140,9 @@ def regressions(c: Compilation, now: dict[str, int], before: dict[str, int] | No
     return [f"{c.name}: {w}" for w in wrong]
 
 
-def committed() -> dict:
-    """`{"triton": version, "kernels": {name: figures}}`, as last written."""
-    return json.loads(COMMITTED.read_text()) if COMMITTED.exists() else {"triton": None, "kernels": {}}
+def committed() -> dict[str, dict[str, dict[str, int]]]:
+    """{version of triton: {name: figures}}, as last written."""
+    return json.loads(COMMITTED.read_text()) if COMMITTED.exists() else {}
 
 
 def compiler() -> str:
@@ -149,28 +170,59 @@ def main() -> None:
     )
     parser.add_argument("--write", action="store_true", help="commit the figures to kernels/harness/aot.json")
     parser.add_argument("--ops", nargs="*", default=OPS, choices=OPS, help="these ops only")
+    parser.add_argument("--triton", help="with this version of triton: 3.6.0")
+    parser.add_argument(
+        "--capability", type=int, choices=SHARED, default=90, help="say what does not run on other GPUs: 89 is 8.9"
+    )
     options = parser.parse_args()
-    compilations, before = shipped(tuple(options.ops)), committed()
-    same = before["triton"] == compiler()
+    if options.triton and options.triton != compiler():
+        sys.exit(elsewhere(options.triton, sys.argv[1:]))
+    compilations, every = shipped(tuple(options.ops)), committed()
+    if options.capability != 90:
+        lacking = {name: why_not(c, options.capability) for name, c in compilations.items()}
+        print(*(f"{name}: {why}" for name, why in lacking.items() if why), sep="\n")
+        print(f"{sum(why is None for why in lacking.values())} of {len(lacking)} kernels run on {options.capability}")
+        sys.exit()
+    before = every.get(compiler(), {})
     found, wrong = {}, []
     for name, now, line in table(compilations):
         print(line, flush=True)
         found[name] = now
-        if options.write or not same:
+        if options.write or not before:
             wrong += regressions(compilations[name], now, None)
-        elif name in before["kernels"]:
-            wrong += regressions(compilations[name], now, before["kernels"][name])
+        elif name in before:
+            wrong += regressions(compilations[name], now, before[name])
         else:
             wrong.append(f"{name}: not in {COMMITTED.name}; --write puts it there")
     print(
         f"{len(found)} kernels, triton {compiler()}"
-        + ("" if same else f" (committed figures are of {before['triton']})")
+        + ("" if before else f" (committed figures are of {', '.join(every) or 'none'})")
     )
     if options.write and not wrong:
-        kept = {n: f for n, f in before["kernels"].items() if same and not n.startswith(tuple(options.ops))}
-        rows = ",\n".join(f"    {json.dumps(n)}: {json.dumps(f)}" for n, f in sorted({**kept, **found}.items()))
-        COMMITTED.write_text(f'{{\n  "triton": "{compiler()}",\n  "kernels": {{\n{rows}\n  }}\n}}\n')
+        kept = {n: f for n, f in before.items() if not n.startswith(tuple(options.ops))}
+        write({**every, compiler(): {**kept, **found}})
     sys.exit("\n".join(wrong) or None)
+
+
+def write(every: dict[str, dict[str, dict[str, int]]]) -> None:
+    """Commit these figures, a kernel to a line."""
+    parts = []
+    for version, kernels in sorted(every.items()):
+        rows = ",\n".join(f"    {json.dumps(n)}: {json.dumps(f)}" for n, f in sorted(kernels.items()))
+        parts.append(f"  {json.dumps(version)}: {{\n{rows}\n  }}")
+    COMMITTED.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+
+
+def elsewhere(version: str, arguments: list[str]) -> int:
+    """Run this module with another triton, installed beside the others on first use; its exit status."""
+    folder = cache_folder(f"triton-{version}")
+    if not (folder / "triton").exists():
+        install = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps"]
+        subprocess.run([*install, "--target", str(folder), f"triton=={version}"], check=True)
+    paths = [str(folder), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    command = [sys.executable, "-m", "kernels.harness.aot", *arguments]
+    return subprocess.run(command, env=environment).returncode
 
 
 def _tool(name: str, *arguments: str) -> str:

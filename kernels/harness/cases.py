@@ -16,7 +16,7 @@ from torch import Tensor
 
 OPS = (
     "int_matmul", "lut_matmul", "w8a8_matmul", "kv_decode", "hadamard", "gptq_block", "gram", "sparse24_matmul",
-    "csr_matmul", "trellis_matmul", "ternary_matmul", "w4a8_matmul",
+    "csr_matmul", "trellis_matmul", "ternary_matmul", "w4a8_matmul", "decoder",
 )  # fmt: skip
 
 # Relative root mean square errors allowed against float64 on the same quantised operands.

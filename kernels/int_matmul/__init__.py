@@ -41,15 +41,17 @@ def int_matmul(x: Tensor, w: Packed, *, impl: str = "auto") -> Tensor:
         raise ValueError(f"`x` {tuple(x.shape)} must end in in_features (={w.shape[1]})")
     if impl not in IMPLS:
         raise ValueError(f"`impl` (={impl!r}) must be one of {', '.join(map(repr, IMPLS))}")
-    here = f"not {w.layout} with {x.dtype} on {described(x.device)}"
+    here = f"not {w.layout} with {x.dtype} on"
     cpu = (w.layout == "panels" and panels_fit(w, x.dtype, x.device)) or (
         w.layout == "tiles" and x.dtype == w.scale.dtype and x.device.type == "cpu"
     )
     if impl == "cpu" and not cpu:
-        raise ValueError(f"`impl` (='cpu') needs panels, or tiles of x's dtype, on a CPU, {here}")
+        raise ValueError(f"`impl` (='cpu') needs panels, or tiles of x's dtype, on a CPU, {here} {x.device}")
     triton = w.layout == "rows" and triton_takes(x.device) and x.dtype in panels.DTYPES
     if impl == "triton" and not triton:
-        raise ValueError(f"`impl` (='triton') needs rows on a CUDA GPU, and triton installed, {here}")
+        raise ValueError(
+            f"`impl` (='triton') needs rows on a CUDA GPU, and triton installed, {here} {described(x.device)}"
+        )
     if impl == "triton" or (impl == "auto" and triton and x.is_cuda):
         return _opaque(x, w, "triton")
     if impl == "reference" or not cpu:

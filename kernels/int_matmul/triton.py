@@ -42,6 +42,7 @@ def shipped() -> list[Compilation]:
         (4, 64, True, FP16),
         (4, 32, True, BF16),
         (4, 4096, False, FP16),
+        (4, 4096, True, BF16),
         (8, 128, True, BF16),
         (8, 4096, False, FP16),
         (3, 128, True, BF16),

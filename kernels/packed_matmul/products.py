@@ -192,10 +192,14 @@ def large_batch(
         else:
             w = look_up(words, planes, magic, BITS, 1, DTYPE, PRMT)
         w = w.reshape(BLOCK_N, BLOCK_K)
+        # Never `tl.dot(w, x, acc)`: triton 3.6.0 and 3.7.1 let such products run on into the next round, which rewrites
+        # their w in registers (triton-lang/triton 9433; `kernels.harness.hazards` finds it). Each sum is waited for
+        # instead, and `max_num_imprecise_acc`, which means something for float8 alone, keeps sum and dot unfused.
+        product = tl.dot(w, xv.trans(1, 0), max_num_imprecise_acc=BLOCK_K)
         if GROUP == 0:
-            acc = tl.dot(w, xv.trans(1, 0), acc)
+            acc += product
         else:
-            acc += tl.dot(w, xv.trans(1, 0)) * s.to(tl.float32)[:, None]
+            acc += product * s.to(tl.float32)[:, None]
         s, z = s_next, z_next
         k += BLOCK_K
         word += BLOCK_K // RUN

@@ -88,16 +88,18 @@ def _check(x: Tensor, w: Packed, x_bits: int, x_group: int | None, x_scale: Tens
 def _implementation(x: Tensor, w: Packed, x_group: int | None, impl: str) -> str:
     if impl not in IMPLS:
         raise ValueError(f"`impl` (={impl!r}) must be one of {', '.join(map(repr, IMPLS))}")
-    here = f"not {w.layout} of {w.bits} bits in groups of {w.group_size} (x: {x_group}) on {described(x.device)}"
+    here = f"not {w.layout} of {w.bits} bits in groups of {w.group_size} (x: {x_group}) on"
     cpu = native_takes(w, x_group) and x.device.type == "cpu" and native.w4a8_runs()
     if impl == "cpu" and not cpu:
-        raise ValueError(f"`impl` (='cpu') needs panels on a CPU with AVX512-VNNI, and the C++ kernels, {here}")
+        raise ValueError(
+            f"`impl` (='cpu') needs panels on a CPU with AVX512-VNNI, and the C++ kernels, {here} {x.device}"
+        )
     triton = triton_takes(x.device) and triton_reads(w, x_group)
     if impl == "triton" and not triton:
         needs = (
             "needs triton, CUDA (on a CPU: TRITON_INTERPRET=1) and symmetric 4-bit rows in groups of a multiple of 64"
         )
-        raise ValueError(f"`impl` (='triton') {needs}, {here}")
+        raise ValueError(f"`impl` (='triton') {needs}, {here} {described(x.device)}")
     if impl != "auto":
         return impl
     if triton and x.is_cuda:

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernels.harness import cases, clock, jobs, roofline, timing, trial, validate
+from kernels.harness import agree, cases, clock, jobs, roofline, timing, trial, validate
 from kernels.harness.cases import Check, Contest
 from kernels.harness.table import rows_table, table
 from kernels.harness.verify import Verdict, verify
@@ -283,13 +283,25 @@ def test_late_ops_get_their_share(ops, tmp_path):
     assert "and what follows" in table(record) and "from number" in table(record)
 
 
-def test_unfinished_checks_are_neither_red_nor_enough(monkeypatch, ops, tmp_path):
+def test_unfinished_checks_are_told(monkeypatch, ops, tmp_path):
     slow = [lambda n, i=i: check(n, str(i), lambda impl: (time.sleep(0.3), X * 2)[1], ("cpu",)) for i in range(12)]
     ops(a=op("a", slow, [contest]))
     code, record = run(tmp_path, "--budget", "5")
-    assert code == 0 and record["summary"]["red"] == 0
-    assert [row["status"] for row in record["rows"]] == ["not timed: no time for all its checks"]
-    assert [(r["op"], r["phase"]) for r in record["unfinished"]] == [("a", "checks")]
+    assert code == 0 and record["summary"]["red"] == 0 and record["summary"]["checks"] < 24
+    assert ("a", "checks") in [(r["op"], r["phase"]) for r in record["unfinished"]]
+
+
+def test_contests_wait_for_nothing_that_is_late_or_red(tmp_path):
+    names = ["gram", "hadamard", "kv_decode", "int_matmul"]
+    flags = ["--device", "cpu", "--out", str(tmp_path), "--ops", ",".join(names)]
+    validation = validate.Validation(validate._options(flags))
+    log = trial.Log(validation.lines, "checks", "gram", "0/1", 0)
+    log.write("check", index=0, green=False, name="c", impl="triton")
+    for name in ("hadamard", "kv_decode"):
+        validation.left.append(jobs.Job("checks", name))
+    log.common["op"] = "kv_decode"
+    log.write("check", index=-1, green=False, name="(making the checks)", impl="")
+    assert validation._sound(names) == ["gram", "hadamard"], "one has no checks at all, one could not make its own"
 
 
 def test_a_failing_contestant_or_contest_is_a_note_or_an_error(monkeypatch, log):
@@ -547,11 +559,27 @@ def test_rows_whose_clock_changed_are_marked():
     assert "^" not in rows_table([{**row, "clocks": [1980, 1965]}]) + rows_table([row])
 
 
+def test_two_runs_agree_or_are_told_where_they_do_not(tmp_path, capsys):
+    def run(name, ours, clock):
+        row = {**trial.bare_row("a", "timed", "W4"), "shape": [4, 4], "tokens": 1, "clocks": [clock, clock - 15]}
+        row["seconds"] = {"ours": ours, "torch": 2e-5, "broken": None}
+        (tmp_path / name).write_text(json.dumps({"rows": [row]}))
+        return str(tmp_path / name)
+
+    first, near, far = run("a", 1e-5, 1980), run("b", 1.02e-5, 1980), run("c", 1.1e-5, 1755)
+    assert agree.main([first, near]) == 0 and "2 of 2 times agree within 3.0%" in capsys.readouterr().out
+    assert agree.main([first, far]) == 1
+    assert "a W4 4x4 M=1 ours: 10.0 and 11.0 us at 1980 / 1755 MHz" in capsys.readouterr().out
+    (tmp_path / "d").write_text(json.dumps({"rows": []}))
+    assert agree.main([first, str(tmp_path / "d")]) == 1, "nothing in common is no agreement"
+
+
 def test_results_go_where_the_environment_says(monkeypatch):
     for variable, value in (("OUT", "b"), ("GPU_OUT", "a")):
         monkeypatch.setenv(variable, value)
         assert validate._options(["--device", "cpu"]).out == Path(value)
     assert validate._options(["--device", "cpu", "--out", "c"]).out == Path("c")
+    assert validate._options(["--device", "cpu", "--decode"]).ops == ("decoder",)
 
 
 def test_crashes_between_contests_that_went_well_are_not_counted_together(workers):

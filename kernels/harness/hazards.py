@@ -1,0 +1,47 @@
+"""Registers that are rewritten while a matrix product still reads them, found in PTX.
+
+wgmma works on its own while the warps go on. Its left operand may lie in registers, which nothing may write until a
+`wait_group` has waited for the product (PTX ISA, `wgmma.wait_group`). Triton lets such products of a pipelined loop run
+on into the next round, which writes the same registers: triton-lang/triton, issue 9433. Pull request 9514, which mends
+it, is in 3.7; all the same, the PTX of 3.7.1 for `acc = tl.dot(w, x, acc)` with w from registers still shows it.
+"""
+
+import re
+
+_PRODUCT = re.compile(r"wgmma\.mma_async\.\S+\s+\{[^}]*\},\s*\{([^}]*)\}")  # the second braces: registers of the left
+_WAIT = re.compile(r"wgmma\.wait_group\.sync\.aligned\s+(\d+)")
+_LABEL = re.compile(r"^\s*(\$\w+):")
+_BRANCH = re.compile(r"\bbra(?:\.uni)?\s+(\$\w+)")
+_WRITES = re.compile(r"^\s*(?:@!?%\w+\s+)?(?!st\.|red\.|bra|wgmma)[a-z][\w.:]*\s+(\{[^}]*\}|%\w+(?:\|%\w+)?)\s*,")
+_REGISTER = re.compile(r"%\w+")
+
+
+def rewritten_in_flight(ptx: str) -> list[str]:
+    """Registers of left operands that a later round of the loop writes before their product was waited for."""
+    lines = [statement for line in ptx.splitlines() for statement in line.partition("//")[0].split(";")]
+    places = {match[1]: i for i, line in enumerate(lines) if (match := _LABEL.match(line))}
+    back = [
+        (places[match[1]], i)
+        for i, line in enumerate(lines)
+        if (match := _BRANCH.search(line)) and places.get(match[1], i) < i
+    ]
+    found = []
+    for i, line in enumerate(lines):
+        around = [loop for loop in back if loop[0] < i < loop[1]]
+        if (match := _PRODUCT.search(line)) and around:
+            start, end = max(around)  # the innermost
+            found += _written(set(_REGISTER.findall(match[1])), [*lines[i + 1 : end], *lines[start:i]])
+    return sorted(set(found))
+
+
+def _written(registers: set[str], ahead: list[str]) -> list[str]:
+    """Those that are written before the wait; `ahead` are the statements that follow a product, once around."""
+    committed = 0
+    for line in ahead:
+        if "wgmma.commit_group" in line:
+            committed += 1
+        elif (match := _WAIT.search(line)) and int(match[1]) < committed:
+            return []
+        elif (match := _WRITES.match(line)) and (hit := registers & set(_REGISTER.findall(match[1]))):
+            return sorted(hit)
+    return []
