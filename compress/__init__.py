@@ -16,6 +16,7 @@ from compress.apply import apply
 from compress.checkpoint import load_compressed, resize, save_compressed
 from compress.correction.low_rank import LowRank
 from compress.correction.outlier_entries import Outliers
+from compress.correction.svdquant import SVDQuant
 from compress.inputs.calibration import calibration, held_out
 from compress.inputs.model import load_model
 from compress.kv.eviction.d2o import D2O
@@ -34,6 +35,7 @@ from compress.kv.eviction.tova import TOVA
 from compress.kv.kv_int import KVInt
 from compress.kv.reading.quest import Quest
 from compress.kv.reading.tidaldecode import TidalDecode
+from compress.kv.smooth_keys import SmoothKeys
 from compress.method import Method
 from compress.pruning.layer_drop import LayerDrop
 from compress.pruning.magnitude import Magnitude
@@ -68,7 +70,7 @@ METHODS: dict[str, type[Method]] = {
     "random_kv": RandomEviction, "streaming": Streaming, "knorm": KNorm, "keydiff": KeyDiff, "h2o": H2O, "tova": TOVA,
     "snapkv": SnapKV, "gemfilter": GemFilter, "expected_attention": ExpectedAttention, "kvzip": KVzip, "kvzap": KVzap,
     "prefixkv": PrefixKV, "d2o": D2O,
-    "kv_int": KVInt,
+    "svdquant": SVDQuant, "smooth_keys": SmoothKeys, "kv_int": KVInt,
     "quest": Quest, "tidaldecode": TidalDecode,
 }  # fmt: skip
 

@@ -15,7 +15,7 @@ from kernels.linear import linear
 
 
 class CompressedLinear(nn.Module):
-    """y = Σ parts.matmul(transform(x)) + bias.
+    """y = Σ parts.matmul(transform(x)) + bias; parts that are `exact` meet x before a rounding that ends the transform.
 
     Args:
         parts: stored weights [out, in] whose sum is W (dense codes, sparse outliers, a low-rank correction, ...).
@@ -41,8 +41,10 @@ class CompressedLinear(nn.Module):
         for step in before:
             x = step(x)
         if self._dense is not None:
-            return linear(x if rounding is None else rounding(x), self._dense, self.bias)
-        products = [p.matmul(x) if rounding is None else p.matmul_rounded(x, rounding) for p in self.parts]
+            y = linear(x if rounding is None else rounding(x), self._dense, self.bias)
+            return y if rounding is None else sum((p.matmul(x) for p in self.parts if p.exact), y)
+        rounds = rounding is not None
+        products = [p.matmul_rounded(x, rounding) if rounds and not p.exact else p.matmul(x) for p in self.parts]
         y = sum(products[1:], products[0])
         return y if self.bias is None else y + self.bias
 
@@ -79,8 +81,9 @@ class CompressedLinear(nn.Module):
 
         Where a part rounds its activations nothing changes: a product with the weight alone would not give the same.
         """
-        if all(part.activation_bits is None for part in self.parts):
-            self._dense = self.weight
+        rounded = [part for part in self.parts if not (part.exact and parted(self.transform)[1] is not None)]
+        if rounded and all(part.activation_bits is None for part in self.parts):
+            self._dense = sum(part.dequantize() for part in rounded).to(self.dtype)
         try:
             yield
         finally:

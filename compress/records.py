@@ -77,7 +77,8 @@ class FoldRecord:
     alpha: strength of the migration, None where all scales stayed 1, and for rotations.
     x_*, w_*: the largest magnitudes, channel by channel, of the consumers' input over the calibration tokens and of
         their weights' columns, as {"max", "p99", "median"} over the channels. For rotations the inputs are those of the
-        first calibration window, and x_* has "kurtosis" too, the mean of that of a token's values.
+        first calibration window, and x_* has "kurtosis" too, the mean of that of a token's values. For keys x_* are
+        the lengths of the keys' pairs, and w_* those of the rows of what gives the queries.
     error_*: ||WX - Q(W)Q(X)||² / ||WX||² over all consumers, rounded to nearest as the method aims at, without and with
         the scales; None where it was not measured.
     difference: ||y - y'|| / ||y|| of the block's output y without quantisation.
@@ -85,7 +86,7 @@ class FoldRecord:
     """
 
     name: str
-    kind: str  # "norm", "linear", "rotation of the stream", "rotation of heads" or "online rotation"
+    kind: str  # "norm", "linear", "keys", "rotation of the stream", "rotation of heads" or "online rotation"
     consumers: tuple[str, ...]
     alpha: float | None
     x_before: dict[str, float]

@@ -119,6 +119,45 @@ def tokens() -> Callable[..., list[Tensor]]:
     return make
 
 
+@pytest.fixture
+def with_outliers() -> Callable[..., nn.Module]:
+    """Copies of Llamas that compute the same with a few channels far larger than the others, of what norms give to
+    linears, and with `inside` of what up_proj gives to down_proj: producers are scaled up there, and readers down."""
+
+    def make(
+        model: nn.Module, factor: float, *, channels: tuple[int, ...] = (3, 17, 40), inside: bool = False
+    ) -> nn.Module:
+        model, chosen = copy.deepcopy(model), list(channels)
+        for layer in model.model.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            links = {
+                layer.input_layernorm: (attention.q_proj, attention.k_proj, attention.v_proj),
+                layer.post_attention_layernorm: (mlp.gate_proj, mlp.up_proj),
+                **({mlp.up_proj: (mlp.down_proj,)} if inside else {}),
+            }
+            for producer, readers in links.items():
+                producer.weight[chosen] *= factor
+                for linear in readers:
+                    linear.weight[:, chosen] /= factor
+        return model
+
+    return make
+
+
+@pytest.fixture
+def with_massive() -> Callable[..., nn.Module]:
+    """Copies of models for which one channel of the residual stream is massive at token 0, and at no other, as it is at
+    the first token of real ones (arXiv:2402.17762)."""
+
+    def make(model: nn.Module, factor: float = 1000.0, *, channel: int = 5) -> nn.Module:
+        model = copy.deepcopy(model)
+        embedding = model.get_input_embeddings().weight
+        embedding[0, channel] = factor * embedding.std()
+        return model
+
+    return make
+
+
 @pytest.fixture(scope="session")
 def _real():
     from compress import load_model

@@ -19,6 +19,9 @@ The codes, scales and zero points are ours as they are: nothing is quantised aga
   dtype, those of 8-bit weights in float32. Where a cast rounds them, a remark of the verification says so.
 - **Zero points**: vLLM takes them packed, as they are specified; transformers 5.23 with compressed-tensors 0.20 only
   where it dequantises on the way in (`load_with_transformers` says why).
+- **Rotations**: compressed-tensors 0.20 describes them in a `transform_config`, which transformers 5.23 does not read:
+  it would load the rotated weights without their rotations, and say nothing. Linears that rotate their inputs are
+  refused.
 - **Steps of activations per token**: transformers takes max|x| / 127.5 for int8, in the model's dtype; vLLM and this
   workbench take max|x| / 127, in float32. The weights are the same, the products differ by that rounding.
 """

@@ -8,7 +8,7 @@ from torch import nn
 
 from compress.checkpoint.save import check_holds, format_named
 from compress.embedding import find_ends, stored_specs
-from compress.formats import Bitmap, Sparse24Weight
+from compress.formats import FORMATS, Bitmap, Sparse24Weight
 from compress.formats.masked import masked_like_spec
 from compress.linear import CompressedLinear, is_linear, sharing_copy
 from compress.method import Method, settle
@@ -54,8 +54,12 @@ def linears_to_be(recipe: Sequence[Method], model: nn.Module) -> tuple[dict[str,
                 continue
             if method.adds:
                 parts = [*specs[name]["parts"], *parts]
-            elif zeros.get(name):
-                parts = masked_like_spec(specs[name]["parts"], parts, zeros[name])
+            else:
+                before = specs[name]["parts"] if name in specs else []
+                exact = [part for part in before if FORMATS[part["format"]].exact]
+                if zeros.get(name):
+                    parts = masked_like_spec(before, parts, zeros[name])
+                parts = [*parts, *exact]
             bias = has_bias(model, name)
             specs[name] = CompressedLinear.spec_of(parts, bias=bias, looked_up=name in looked_up)
             zeros[name] = zeros.get(name, 0.0) or method.zeros

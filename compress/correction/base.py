@@ -42,7 +42,7 @@ class Correction(LayerwiseMethod):
                 "weights: rtn or gptq before it would do"
             )
         for method in after:
-            if method.stage == "quantize_activations":
+            if method.stage == "quantize_activations" and method.stores((64, 64)) is not None:
                 raise ValueError(
                     f"`recipe`: {method} would store weights anew, and what {self} added with them: leave one out"
                 )

@@ -23,7 +23,8 @@ class LowRank(Correction):
     (arXiv:2402.02446, equation 9) scales its columns by the mean magnitudes of the inputs (scale); EoRA
     (arXiv:2410.21271, algorithm 1) by a square root of the Gram matrix, which minimises the error of the layer's output
     (hessian). Deviations: the first tokens' weight in H, and int8 factors that are rounded to nearest, the second
-    fitted to the first as it was rounded.
+    fitted to the first as it was rounded. Where a later method of the recipe rounds what the linears read, this part
+    meets it before that, in 16 bits.
     """
 
     name: ClassVar[str] = "low_rank"

@@ -44,6 +44,9 @@ class Format(nn.Module):
     shape: tuple[int, int]  # (out, in)
     follows: ClassVar[tuple[str, ...]] = ()  # buffers of floats that are cast with the model
     looks_up: ClassVar[bool] = False  # has it `look_up`, so that it can be a token embedding?
+    # Is it multiplied by x as it was before it is rounded for the other parts? Such a part in 16 bits stays as it is
+    # when a later method of a recipe stores the rest of the weight.
+    exact: ClassVar[bool] = False
     activation_bits: int | None = None  # to which `matmul` rounds x; None: it takes x as it comes
 
     def dequantize(self) -> Tensor:

@@ -18,6 +18,7 @@ class CsrWeight(AsStored):
     """
 
     name: ClassVar[str] = "csr"
+    exact: ClassVar[bool] = True
 
     def __init__(self, shape: tuple[int, int], values: Tensor, columns: Tensor, counts: Tensor) -> None:
         super().__init__()

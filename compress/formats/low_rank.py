@@ -20,6 +20,7 @@ class LowRank(AsStored):
     """
 
     name: ClassVar[str] = "low_rank"
+    exact: ClassVar[bool] = True
 
     def __init__(self, left: Tensor, right: Tensor, scale: Tensor | None = None) -> None:
         super().__init__()

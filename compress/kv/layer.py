@@ -258,7 +258,7 @@ class KVLayer(DynamicLayer):
         for i, (slab, of) in enumerate(zip(self.slabs, self.split(q), strict=True)):
             indices, lengths = lists[i] if lists else (None, slab.lengths)
             out = kv_decode(
-                slab.precision.turned(of),
+                slab.queries(of),
                 slab.kv(),
                 lengths,
                 starts=None if lists else slab.starts,

@@ -13,19 +13,19 @@ from compress.kv.layer import EXACT, KVLayer
 from compress.kv.policy import Policy, Storage
 from compress.kv.reading.fixed import FixedReading, room_for
 from compress.kv.reading.method import Glance, Reading
-from compress.kv.storage import Growing, Precision, Slab
+from compress.kv.storage import Growing, Precision, ScaledKeys, Slab
 from compress.kv.support import check_model
 from kernels.kv_decode import KV, Listed, dequantize_kv, kv_decode
 
 NAME = "workbench_kv_static"
 
 
-class StaticSlab:
+class StaticSlab(ScaledKeys):
     """A `Slab` with room: codes as they are, and a dense tail that is written to at `at`."""
 
-    def __init__(self, kv: KV, starts: Tensor, used: int, precision: Precision) -> None:
-        """kv: with room behind position `used`. starts: [B, H] int32."""
-        self.kv, self.starts, self.used, self.precision = kv, starts, used, precision
+    def __init__(self, kv: KV, starts: Tensor, used: int, precision: Precision, factors: Growing | None = None) -> None:
+        """kv: with room behind position `used`. starts: [B, H] int32. factors: of the slab that it stands for."""
+        self.kv, self.starts, self.used, self.precision, self.factors = kv, starts, used, precision, factors
         self.tail = (kv.k, kv.v) if kv.bits == 16 else (kv.tail_k, kv.tail_v)
         coded = 0 if kv.bits == 16 else kv.k.shape[2]
         self.coded, self.length = coded, coded + self.tail[0].shape[2]
@@ -40,7 +40,7 @@ class StaticSlab:
         self.sparse = sparse
         if sparse.role.chooses and not sparse.role.reads_all:
             k, _ = dequantize_kv(self.kv, self.tail[0].dtype)
-            k = self.precision.turned(k)
+            k = self.outwards(k)
             whole = Slab(k, k, torch.zeros_like(self.starts), EXACT)
             sparse.reading.scores(Glance(whole, k[:, :, :1], 1.0))
             self.notes = whole.notes
@@ -49,12 +49,12 @@ class StaticSlab:
         """q [B, H_q, 1, D] -> the same shape."""
         if self.sparse is not None:
             return self.sparse.attend(self, q, scale, softcap)
-        q = self.precision.turned(q)
+        q = self.queries(q)
         return kv_decode(q, self.kv, self.lengths, starts=self.starts, scale=scale, softcap=softcap)
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """k, v: [B, H, 1, D]"""
-        for buffer, new in zip(self.tail, (self.precision.turned(k), v), strict=True):
+        for buffer, new in zip(self.tail, (self.inwards(k), v), strict=True):
             buffer.index_copy_(2, self.at, new)
         self.at.add_(1)
         self.lengths.add_(1)
@@ -214,7 +214,7 @@ def _fixed(slab: Slab, room: int) -> StaticSlab:
     tail = roomy(slab.k.view), roomy(slab.v.view)
     codes = [one.view.contiguous() for one in slab.codes]
     kv = KV(*codes, *tail, slab.precision.bits, slab.precision.group) if codes else KV(*tail)
-    return StaticSlab(kv, slab.starts.clone(), slab.length, slab.precision)
+    return StaticSlab(kv, slab.starts.clone(), slab.length, slab.precision, slab.factors)
 
 
 def _attention(

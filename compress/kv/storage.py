@@ -10,15 +10,22 @@ from compress.transforms.rotation import widest_block
 from kernels.hadamard import hadamard, widest_block
 from kernels.kv_decode import KV, dequantize_kv, quantize_kv
 
+MOST = 8  # a channel is scaled to 2 ** -MOST at most
+
 
 class Precision(NamedTuple):
     """How keys and values are kept: codes of 8, 4 or 2 bits for groups of positions, `residual` positions at least in
-    the dtype in which they came; with `rotates`, keys as `turned` gives them, codes or not."""
+    the dtype in which they came; with `rotates`, keys as `turned` gives them, codes or not; `by_token`: keys with one
+    scale a position, around 0 if `symmetric`; `scaled`: how many channels of a head are scaled before keys become
+    codes."""
 
     bits: int = 16
     group: int = 64
     residual: int = 0
     rotates: bool = False
+    by_token: bool = False
+    symmetric: bool = False
+    scaled: int = 0
 
     def turned(self, x: Tensor) -> Tensor:
         """Keys or queries [..., D], as keys are kept, or back from that: x, or with `rotates` x H.
@@ -68,13 +75,62 @@ class Growing:
         self.buffer = change(self.buffer).contiguous()
 
 
-class Slab:
+class ScaledKeys:
+    """Keys as a cache holds them: turned by its precision, and some channels times factors that queries are divided by.
+
+    Attributes:
+        factors: [B, H, 1, D], powers of two, so that nothing but codes is rounded; None: nothing is scaled.
+    """
+
+    precision: Precision
+    factors: Growing | None = None
+
+    def inwards(self, k: Tensor) -> Tensor:
+        """Keys [B, H, n, D] as they are held."""
+        k = self.precision.turned(k)
+        return k if self.factors is None else k * self.factors.view.to(k.dtype)
+
+    def outwards(self, k: Tensor) -> Tensor:
+        """Held keys [B, H, n, D] as they came."""
+        return self.precision.turned(k if self.factors is None else k / self.factors.view.to(k.dtype))
+
+    def queries(self, q: Tensor) -> Tensor:
+        """Queries [B, H_q, n, D] as held keys meet them."""
+        q = self.precision.turned(q)
+        if self.factors is None:
+            return q
+        factors = self.factors.view.to(q.dtype)
+        return q / factors.repeat_interleave(q.shape[1] // factors.shape[1], 1)
+
+
+def outlier_factors(k: Tensor, starts: Tensor, count: int) -> Tensor:
+    """By what channels of keys are multiplied so that none is much larger than the others.
+
+    The `count` largest channels of a head get the power of two, at most 1, that brings their largest magnitude nearest
+    to that of the largest channel behind them, and no further: they are the channels that scores depend on most. The
+    others get 1.
+
+    Args:
+        k: [B, H, n, D]; what lies before a row's start [B, H] is not looked at.
+
+    Returns:
+        [B, H, 1, D], float32.
+    """
+    before = torch.arange(k.shape[2], device=k.device) < starts[..., None]  # [B, H, n]
+    largest = k.float().abs().masked_fill(before[..., None], 0).amax(2, keepdim=True)
+    top, channels = largest.topk(min(count + 1, k.shape[-1]), -1)
+    distance = (top[..., -1:] / top).log2().ceil().nan_to_num(0, 0, 0).clamp(-MOST, 0)
+    return torch.ones_like(largest).scatter(-1, channels, distance.exp2())
+
+
+class Slab(ScaledKeys):
     """Keys and values of some kv heads, all rows of which end together: row (b, h) is positions starts[b, h] to
     `length`.
 
     With fewer than 16 bits the first positions are codes (`kernels.kv_decode.KV` has the layout) and the rest a dense
     tail. Where its precision `rotates`, codes and tail hold rotated keys, which the kernels multiply by rotated
-    queries; `dense` and `keys_from` give keys as they came.
+    queries; where it scales channels, so do they from the first codes on, which settle the factors. `dense` and
+    `keys_from` give keys as they came.
     """
 
     def __init__(self, k: Tensor, v: Tensor, starts: Tensor, precision: Precision) -> None:
@@ -103,11 +159,11 @@ class Slab:
 
     @property
     def tensors(self) -> list[Growing]:
-        return [*self.codes, *self.notes, self.k, self.v]
+        return [*self.codes, *self.notes, self.k, self.v, *([] if self.factors is None else [self.factors])]
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """k, v: [B, H, m, D], for every row."""
-        self.k.append(self.precision.turned(k))
+        self.k.append(self.inwards(k))
         self.v.append(v)
         self._settle()
 
@@ -124,7 +180,7 @@ class Slab:
         self.notes, self.noted = [], 0
 
     def kv(self) -> KV:
-        """As the kernels take it, with queries that `precision.turned` has turned."""
+        """As the kernels take it, with what `queries` makes of queries."""
         if not self.codes:
             return KV(self.k.view, self.v.view)
         tail = (self.k.view, self.v.view) if self.k.length else (None, None)
@@ -133,21 +189,25 @@ class Slab:
     def dense(self) -> tuple[Tensor, Tensor]:
         """k, v [B, H, length, D]; what lies before a row's start means nothing."""
         k, v = dequantize_kv(self.kv(), self.k.buffer.dtype)
-        return self.precision.turned(k), v
+        return self.outwards(k), v
 
     def keys_from(self, position: int) -> Tensor:
         """The keys from this position on, [B, H, n, D]."""
         if position >= self.coded:
-            return self.precision.turned(self.k.view[:, :, position - self.coded :])
+            return self.outwards(self.k.view[:, :, position - self.coded :])
         return self.dense()[0][:, :, position:]
 
     def _settle(self) -> None:
         """Turn whole groups into codes as soon as `residual` positions stay behind them."""
-        bits, group, residual, _ = self.precision
+        bits, group, residual, _, by_token, symmetric, scaled = self.precision
         full = (self.k.length - residual) // group * group
         if bits == 16 or full <= 0:
             return
-        coded = quantize_kv(self.k.view[:, :, :full], self.v.view[:, :, :full], bits, group)
+        if scaled and self.factors is None:
+            factors = outlier_factors(self.k.view, self.starts, scaled)
+            self.k, self.factors = Growing(self.k.view * factors.to(self.k.buffer.dtype)), Growing(factors)
+        k, v = (one.view[:, :, :full] for one in (self.k, self.v))
+        coded = quantize_kv(k, v, bits, group, by_token=by_token, symmetric=symmetric)
         if self.codes:
             for one, more in zip(self.codes, coded[:4], strict=True):
                 one.append(more)

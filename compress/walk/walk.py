@@ -233,9 +233,12 @@ def solve_linear(
     rounding = method.rounding(statistics)
     new.transform = followed_by(new.transform, rounding)
     seconds = time.perf_counter() - start
-    peer = method.peer(W, statistics)
+    exact = [] if method.adds else exact_parts(linear)
+    peer = method.peer(without(W, exact), statistics)
     if peer is not None and statistics.keep is not None:
         peer = masked_like(statistics.stored, peer, statistics.keep)
+    if peer is not None:
+        peer = [*peer, *exact]
     if last:
         statistics.shared.clear()  # a factor is as large as H; its memory is needed to measure the errors
     if not statistics.tokens:
@@ -289,15 +292,17 @@ def stored_as(
         target: [out, in], what a method that `adds` aims at: the weight as it was before anything of it was stored.
     """
     statistics.name, statistics.dtype = name, dtype_of(linear)
+    exact = exact_parts(linear)
     if isinstance(linear, CompressedLinear):
-        statistics.stored = list(linear.parts)
+        statistics.stored = [part for part in linear.parts if not part.exact]
         statistics.keep = kept_of(statistics.stored)
     if method.adds:
-        parts = [*statistics.stored, *method.solve(target - W, statistics)]
+        parts = [*statistics.stored, *exact, *method.solve(target - W, statistics)]
     else:
-        parts = method.solve(W, statistics)
+        parts = method.solve(without(W, exact), statistics)
         if statistics.keep is not None:  # zeros stay zeros, whatever the method made of them
             parts = masked_like(statistics.stored, parts, statistics.keep)
+        parts = [*parts, *exact]
     parts = [part.to(statistics.dtype) for part in parts]  # as the model is cast: codes and scales stay as they are
     return CompressedLinear(parts, linear.bias, dtype=statistics.dtype, transform=getattr(linear, "transform", None))
 
@@ -330,8 +335,18 @@ def error_of(
     if statistics.tokens and "rows" in statistics.values and rounds:
         rows = statistics.values["rows"]
         x = rows if rounding is None else rounding(rows)
-        return (rows @ W.t() - sum(part.matmul(x) for part in parts)).square().sum().item()
+        return (rows @ W.t() - sum(part.matmul(rows if part.exact else x) for part in parts)).square().sum().item()
     return energy_of(W - sum(part.dequantize() for part in parts), statistics)
+
+
+def exact_parts(linear: nn.Module) -> list[Format]:
+    """The parts of a linear that stay as they are while the rest of its weight is stored."""
+    return [part for part in linear.parts if part.exact] if isinstance(linear, CompressedLinear) else []
+
+
+def without(W: Tensor, parts: Sequence[Format]) -> Tensor:
+    """What these parts leave of W [out, in]."""
+    return W - sum(part.dequantize() for part in parts) if parts else W
 
 
 @contextmanager

@@ -54,7 +54,8 @@ def kv_decode(
         return_mass: also return the attention that each position got, which eviction policies score with.
         return_lse: also return the log-sum-exp of the scores, by which `merge_parts` adds up parts of a cache.
         impl: "reference" (float32, any device), "cpu" (C++ kernels, or plain torch where they cannot be built; reads
-            the ranges only), "triton" (a GPU; D up to 256) or "auto". A cache of 2 bits has only the reference.
+            the ranges only), "triton" (a GPU; D up to 256) or "auto". A cache of 2 bits, or whose keys have a scale per
+            token, has only the reference.
 
     Returns:
         y [B, H_q, T_q, D] in q's dtype; with `return_mass` then mass [B, H_kv, positions, or n], float32: probabilities
@@ -66,9 +67,10 @@ def kv_decode(
     """
     _check(q, cache, lengths, starts, indices, softcap)
     fits = q.shape[-1] <= MAX_D
-    if cache.bits == 2:
+    if cache.bits == 2 or cache.by_token:
         if impl not in ("auto", "reference"):
-            raise ValueError(f"`impl` (={impl!r}) has no kernel for 2 bits; 'reference' would do, or 4 bits")
+            what, other = ("scales per token", "scales per channel") if cache.by_token else ("2 bits", "4 bits")
+            raise ValueError(f"`impl` (={impl!r}) has no kernel for {what}; 'reference' would do, or {other}")
         impl = "reference"
     if impl == "auto":
         chosen = "triton" if q.device.type == "cuda" and triton_takes(q.device) and fits else None
@@ -179,7 +181,7 @@ def _check(
         groups, halves = S // cache.group, 8 // cache.bits
         wanted["k"] = ((B, H_kv, S, D // halves), torch.uint8)
         wanted["v"] = ((B, H_kv, groups, D, cache.group // halves), torch.uint8)
-        wanted["params_k"] = ((B, H_kv, groups, D, 2), torch.bfloat16)
+        wanted["params_k"] = ((B, H_kv, S, 2) if cache.by_token else (B, H_kv, groups, D, 2), torch.bfloat16)
         wanted["params_v"] = ((B, H_kv, S, 2), torch.bfloat16)
         if cache.tail_k is not None:
             wanted["tail_k"] = wanted["tail_v"] = ((B, H_kv, cache.tail_k.shape[2], D), q.dtype)

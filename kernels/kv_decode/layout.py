@@ -21,7 +21,8 @@ class KV(NamedTuple):
              v uint8 [B, H_kv, S / group, D, group / 2]: position i of the group low, i + group / 2 high.
     bits 2:  likewise in quarters: k uint8 [B, H_kv, S, D / 4], channel i + j D / 4 in bits 2j and 2j + 1 of byte i.
 
-    params_k: bfloat16 [B, H_kv, S / group, D, 2], pairs (scale, offset): key = scale * code + offset.
+    params_k: bfloat16 [B, H_kv, S / group, D, 2], pairs (scale, offset): key = scale * code + offset; or, for keys by
+        token, [B, H_kv, S, 2], one pair a position.
     params_v: bfloat16 [B, H_kv, S, 2], likewise, one pair a position.
     tail_k, tail_v: [B, H_kv, R, D] in the dtype of the queries, or None: what is not quantised yet; follows position S
         - 1.
@@ -36,6 +37,11 @@ class KV(NamedTuple):
     tail_v: Tensor | None = None
     bits: int = 16
     group: int = 0
+
+    @property
+    def by_token(self) -> bool:
+        """Does each position have one scale for its whole key?"""
+        return self.params_k is not None and self.params_k.dim() == 4
 
     @property
     def positions(self) -> int:
@@ -76,7 +82,9 @@ def merge_parts(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]
     return y.to(parts[0][0].dtype), whole
 
 
-def quantize_kv(k: Tensor, v: Tensor, bits: int, group: int = 64) -> KV:
+def quantize_kv(
+    k: Tensor, v: Tensor, bits: int, group: int = 64, *, by_token: bool = False, symmetric: bool = False
+) -> KV:
     """Keys per channel and group of positions, values per position, asymmetric (KIVI, arXiv:2402.02750, section 3.2).
 
     The last S % group positions stay as they are, as the tail. Scales and offsets are rounded outwards to bfloat16
@@ -87,6 +95,9 @@ def quantize_kv(k: Tensor, v: Tensor, bits: int, group: int = 64) -> KV:
         k, v: [B, H_kv, S, D], any floating dtype.
         bits: 8, 4 or 2.
         group: 32, 64 or 128.
+        by_token: keys per position, too, with one scale for all D channels.
+        symmetric: keys on a grid around 0 (-8 to 7 in 4 bits), as FireQ has them (arXiv:2505.20839); else on one from
+            the smallest to the largest.
 
     Raises:
         ValueError: bits, group or D that the layout does not have.
@@ -101,8 +112,10 @@ def quantize_kv(k: Tensor, v: Tensor, bits: int, group: int = 64) -> KV:
         )
     B, H, S, D = k.shape
     full = S // group * group
-    grouped = k[:, :, :full].reshape(B, H, full // group, group, D)
-    k_codes, params_k = _encode(grouped, 3, bits)  # params [B, H, groups, 1, D, 2]
+    grouped = k[:, :, :full] if by_token else k[:, :, :full].reshape(B, H, full // group, group, D)
+    k_codes, params_k = (_encode_around_0 if symmetric else _encode)(
+        grouped, 3, bits
+    )  # params [B, H, groups, 1, D, 2], or [B, H, full, 1, 2]
     v_codes, params_v = _encode(v[:, :, :full], 3, bits)  # params [B, H, full, 1, 2]
     v_codes = v_codes.view(B, H, full // group, group, D).transpose(3, 4)
     tail = (k[:, :, full:].clone(), v[:, :, full:].clone()) if full < S else (None, None)
@@ -125,8 +138,10 @@ def dequantize_kv(cache: KV, dtype: torch.dtype = torch.float32) -> tuple[Tensor
 def dequantized_keys(cache: KV, dtype: torch.dtype) -> Tensor:
     if cache.bits == 16:
         return cache.k.to(dtype)
+    scale, offset = cache.params_k.float().unsqueeze(3).unbind(-1)  # [B, H, groups, 1, D] each, or [B, H, S, 1]
+    if cache.by_token:
+        return _with_tail(torch.addcmul(offset, unpack(cache.k, cache.bits).float(), scale), cache.tail_k, dtype)
     groups = cache.v.shape[2]
-    scale, offset = cache.params_k.float().unsqueeze(3).unbind(-1)  # [B, H, groups, 1, D] each
     codes = unpack(cache.k, cache.bits).unflatten(2, (groups, cache.group)).float()
     return _with_tail(torch.addcmul(offset, codes, scale).flatten(2, 3), cache.tail_k, dtype)
 
@@ -171,6 +186,15 @@ def _encode(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor]:
     scale = torch.where(scale > 0, scale, 1)  # a range of one value
     codes = ((x - offset.float()) / scale.float()).round_().clamp_(0, levels).to(torch.uint8)
     return codes, torch.stack([scale, offset], -1)
+
+
+def _encode_around_0(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor]:
+    """`_encode` with an offset that makes the middle code 0."""
+    x, middle = x.float(), 1 << (bits - 1)
+    scale = _towards(x.abs().amax(dim, keepdim=True) / (middle - 1), torch.inf)
+    scale = torch.where(scale > 0, scale, 1)
+    codes = ((x / scale.float()).round_() + middle).clamp_(0, 2 * middle - 1).to(torch.uint8)
+    return codes, torch.stack([scale, -middle * scale], -1)
 
 
 def _towards(x: Tensor, limit: float) -> Tensor:

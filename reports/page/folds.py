@@ -35,7 +35,7 @@ def context(folds: Sequence[Fold]) -> dict[str, Any]:
         kinds[title(fold)].append((plots.place_of(fold.name, i)[0], fold))
     moved = [fold.alpha for fold in folds if fold.alpha is not None]
     return {
-        "said": " ".join(filter(None, (_said(folds, moved), _said_of_rotations(folds)))),
+        "said": " ".join(filter(None, (_said(folds), _said_of_rotations(folds), _said_of_keys(folds)))),
         "rotated": any(map(_is_rotation, folds)),
         "channels": _channels(folds),
         "magnitudes": _magnitudes(kinds),
@@ -60,6 +60,10 @@ def consumers(fold: Fold) -> str:
 
 def _is_rotation(fold: Fold) -> bool:
     return "rotation" in fold.kind
+
+
+def _is_of_keys(fold: Fold) -> bool:
+    return fold.kind == "keys"
 
 
 def _said_of_rotations(folds: Sequence[Fold]) -> str:
@@ -89,13 +93,27 @@ def _outliers(folds: Sequence[Fold]) -> str:
         fmt(statistics.median(getattr(fold, f"x_{when}").outlier for fold in folds), ".1f")
         for when in ("before", "after")
     )
+    return f"Over them, the median of the largest input channel against the typical one goes from {before}× to {after}×"
+
+
+def _said_of_keys(folds: Sequence[Fold]) -> str:
+    """In how many blocks keys were scaled, and what became of their largest channels; "" for none."""
+    keys = [fold for fold in folds if _is_of_keys(fold)]
+    if not keys:
+        return ""
+    before, after = (
+        fmt(statistics.median(getattr(fold, f"x_{when}").outlier for fold in keys), ".1f")
+        for when in ("before", "after")
+    )
     return (
-        f"Over them, the median of the largest input channel against the typical one goes from {before}× to {after}×"
+        f"The keys of {len(keys)} blocks are scaled pair by pair before RoPE, and their queries inversely. The median "
+        f"of the largest channel of keys against the typical one goes from {before}× to {after}×."
     )
 
 
-def _said(folds: Sequence[Fold], moved: list[float]) -> str:
-    folds = [fold for fold in folds if not _is_rotation(fold)]
+def _said(folds: Sequence[Fold]) -> str:
+    folds = [fold for fold in folds if not _is_rotation(fold) and not _is_of_keys(fold)]
+    moved = [fold.alpha for fold in folds if fold.alpha is not None]
     if not folds:
         return ""
     if not moved:

@@ -44,6 +44,8 @@ ROWS = {
     "low_rank": {"rank": 4},
     "outlier_entries": {"share": 0.01},
     "tune": {"steps": 4},
+    "svdquant": {"rank": 4},
+    "smooth_keys": {},
 }
 RTN = METHODS["rtn"](bits=4, group_size=16)
 BEFORE = {"correct": [RTN], "tune": [RTN]}  # by stage: what must be stored already

@@ -18,26 +18,9 @@ from compress.walk.folds import folding
 from compress.walk.folds.links import Link, find_links
 from compress.walk.statistics import STATISTICS, LayerStatistics
 
-OUTLIERS = [3, 17, 40]
-
 
 def smoothquant(**knobs):
     return METHODS["smoothquant"](**knobs)
-
-
-def with_outliers(model: nn.Module, factor: float) -> nn.Module:
-    """The same function, with a few channels of what a Llama's norms give far larger than the others."""
-    model = copy.deepcopy(model)
-    for layer in model.model.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        for norm, linears in (
-            (layer.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
-            (layer.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)),
-        ):
-            norm.weight[OUTLIERS] *= factor
-            for linear in linears:
-                linear.weight[:, OUTLIERS] /= factor
-    return model
 
 
 def error(model: nn.Module, y: Tensor, ids: Tensor) -> float:
@@ -123,7 +106,7 @@ def test_every_block_sees_what_the_model_gives(tiny, tokens):
         assert records[name].x_after["max"] < largest
 
 
-def test_outliers_break_int8_and_smoothing_repairs_it(tiny, tokens):
+def test_outliers_break_int8_and_smoothing_repairs_it(tiny, tokens, with_outliers):
     # Many tokens: a static step, once smoothed, clips every channel beyond what was seen of it.
     plain, batches, ids = tiny("llama"), tokens(20, 60), torch.cat(tokens(4, 30, seed=7))
     spiky, y = with_outliers(plain, 60), plain(ids).logits
@@ -144,7 +127,7 @@ def test_outliers_break_int8_and_smoothing_repairs_it(tiny, tokens):
 
 
 @pytest.mark.slow
-def test_outliers_on_the_real_model(real):
+def test_outliers_on_the_real_model(real, with_outliers):
     model, tokenizer = real
     ids, *batches = calibration(tokenizer, samples=3, seqlen=128)
     y, spiky = model(ids).logits, with_outliers(model, 50)
@@ -185,7 +168,7 @@ def test_a_choice_is_tried_on_tokens_that_had_no_part_in_it():
     assert torch.equal(choice.s, smoothing_scales(X.abs().amax(0), W.abs().amax(0), 1.0))
 
 
-def test_search_is_never_worse_than_a_half_or_nothing_by_its_own_measure(tiny, tokens):
+def test_search_is_never_worse_than_a_half_or_nothing_by_its_own_measure(tiny, tokens, with_outliers):
     batches = tokens()
     for activations in ("token", "tensor"):
         recipe = [METHODS["int8"](activations=activations)]
@@ -250,7 +233,7 @@ def test_only_what_is_asked_for_is_smoothed(tiny, tokens):
     assert {r.kind for r in result.folds} == {"norm"} and len(result.folds) == 4
 
 
-def test_an_interrupted_run_goes_on_with_the_same_weights(tiny, tokens, tmp_path, monkeypatch):
+def test_an_interrupted_run_goes_on_with_the_same_weights(tiny, tokens, tmp_path, monkeypatch, with_outliers):
     recipe, batches, model = [smoothquant(alpha="search", target="token")], tokens(), with_outliers(tiny("llama"), 30)
     expected = apply(recipe, copy.deepcopy(model), batches)
     choose, chosen = METHODS["smoothquant"].choose, []
@@ -280,7 +263,7 @@ def test_an_interrupted_run_goes_on_with_the_same_weights(tiny, tokens, tmp_path
             )
 
 
-def test_a_wrong_fold_is_found_and_undone(tiny, tokens, monkeypatch):
+def test_a_wrong_fold_is_found_and_undone(tiny, tokens, monkeypatch, with_outliers):
     model = with_outliers(tiny("qwen2"), 10)
     weights = copy.deepcopy(model.state_dict())
     right = folding.fold
@@ -331,7 +314,7 @@ def test_a_model_in_16_bits_passes_the_check(tiny, tokens):
         assert all(0 < r.difference < 0.02 for r in records) and model.dtype == torch.bfloat16
 
 
-def test_smoothing_then_storing_measures_the_whole_recipe(tiny, tokens):
+def test_smoothing_then_storing_measures_the_whole_recipe(tiny, tokens, with_outliers):
     """Errors of the last step are against the smoothed weights, and 8-bit GPTQ under int8 is no worse than rounding
     alone."""
     model, batches = with_outliers(tiny("llama"), 30), tokens(12)

@@ -5,7 +5,7 @@ from typing import Protocol
 from torch import Tensor
 
 from compress.kv.reading.method import Glance, Reading, Role
-from compress.kv.storage import Growing, Precision, from_start
+from compress.kv.storage import Growing, from_start
 from kernels.kv_decode import KV, Listed, kv_decode
 
 
@@ -14,16 +14,18 @@ class FixedSlab(Protocol):
 
     Attributes:
         length: positions, the room among them.
-        precision, notes, noted: as of `compress.kv.storage.Slab`.
+        notes, noted: as of `compress.kv.storage.Slab`.
     """
 
     kv: KV
     starts: Tensor
     lengths: Tensor
     length: int
-    precision: Precision
     notes: list[Growing]
     noted: int
+
+    def queries(self, q: Tensor) -> Tensor:
+        """Queries [B, H_q, n, D] as held keys meet them."""
 
 
 class FixedReading:
@@ -38,7 +40,7 @@ class FixedReading:
 
     def attend(self, slab: FixedSlab, q: Tensor, scale: float | None, softcap: float | None) -> Tensor:
         """q [B, H_q, 1, D] -> the same shape."""
-        turned, more = slab.precision.turned(q), {"scale": scale, "softcap": softcap}
+        turned, more = slab.queries(q), {"scale": scale, "softcap": softcap}
         scaling = q.shape[-1] ** -0.5 if scale is None else scale
         if self.role.reads_all:
             if not self.role.chooses:

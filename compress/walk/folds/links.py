@@ -151,20 +151,27 @@ def fold(model: nn.Module, link: Link, s: Tensor) -> Tensor:
     if link.kind == "norm":
         offset = gain_offset(producer)
         gain = producer.weight.float() + offset
-        _renew(producer, "weight", gain / s - offset)
+    divide_outputs(producer, s)
+    if link.kind == "norm":
         now = producer.weight.float() + offset
         s = torch.where((gain == 0) | (now == 0), s, gain / now)
-    else:
-        _renew(producer, "weight", producer.weight.float() / (s if isinstance(producer, Conv1D) else s[:, None]))
-    bias = getattr(producer, "bias", None)
-    if bias is not None:
-        _renew(producer, "bias", bias.float() / s)
     columns = s[link.channels.to(s.device)]  # [in]
     for name in link.consumers:
         consumer = model.get_submodule(name)
         factor = columns[:, None] if isinstance(consumer, Conv1D) else columns
         _renew(consumer, "weight", consumer.weight.float() * factor.to(consumer.weight.device))
     return columns
+
+
+def divide_outputs(module: nn.Module, s: Tensor) -> None:
+    """Divide what a linear or a norm gives by s [out], through its weight and its bias."""
+    if is_linear(module):
+        _renew(module, "weight", module.weight.float() / (s if isinstance(module, Conv1D) else s[:, None]))
+    else:
+        offset = gain_offset(module)
+        _renew(module, "weight", (module.weight.float() + offset) / s - offset)
+    if getattr(module, "bias", None) is not None:
+        _renew(module, "bias", module.bias.float() / s)
 
 
 def _renew(module: nn.Module, name: str, value: Tensor) -> None:
@@ -215,7 +222,7 @@ class _Trial:
             _noise(call.hidden.shape, call.hidden.device, seed=1), [mapped(call.arguments[index], _in_float32)]
         )
         self.linears = {name: m for name, m in self.block.named_modules() if is_linear(m)}
-        self.norms = {name: m for name, m in self.block.named_modules() if _is_norm(m)}
+        self.norms = {name: m for name, m in self.block.named_modules() if is_norm(m)}
 
     def run(self, producer: str = "", give: Tensor | None = None, undo: Mapping[str, Tensor] | None = None) -> _Seen:
         """One pass; the producer gives `give` instead of its output, and the inputs of linears in `undo` are divided by
@@ -358,7 +365,7 @@ def _refused(trial: _Trial, link: Link, readers: dict[str, Tensor], give: Tensor
     return ""
 
 
-def _is_norm(module: nn.Module) -> bool:
+def is_norm(module: nn.Module) -> bool:
     """Might this be a norm: a function of x alone, with a weight and perhaps a bias, one number for each channel, and
     no more?"""
     own = dict(module.named_parameters())

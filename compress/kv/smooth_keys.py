@@ -1,0 +1,171 @@
+"""Scaling of keys before RoPE, so that no pair of channels is larger than the others (FireQ, Baek et al., 2025,
+arXiv:2505.20839)."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from compress.linear import is_linear, weight_of
+from compress.method import Method, knob
+from compress.records import FoldRecord
+from compress.walk.blocks import find_blocks
+from compress.walk.capture import Call, advance, block_calls, on_device, run_block
+from compress.walk.folds.checks import binned, difference, logits_of, show_largest, summary, tolerance
+from compress.walk.folds.keys import KeyLink, key_link
+from compress.walk.folds.links import made_up_batch
+from compress.walk.once.saved import SavedStatistics
+from compress.walk.parallel.ranks import progress_bar
+from compress.walk.resume import BlockStore
+
+LARGEST = 1e4  # of a factor, and the inverse of the smallest
+CHECKED = 128  # tokens of the first batch on which each fold is checked
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmoothKeys(Method):
+    """Scales the pairs of channels that RoPE turns together to one magnitude in the keys, and back in the queries.
+
+    The factors are folded into what gives keys and queries (their linears, or norms behind these), so that the model
+    computes the same and takes no more time. All channels of a key can then share a scale: `kv_int(keys="token",
+    symmetric=True)`. With alpha=0.5 it is SmoothAttention of QServe (arXiv:2405.04532, section 4.2). With `leave` the
+    largest pairs are left to the storage, which scales single channels after RoPE: one factor for a pair cannot mend
+    that one of its channels is far larger than the other.
+    """
+
+    name: ClassVar[str] = "smooth_keys"
+    stage: ClassVar[str] = "transform"
+    source: ClassVar[str] = "arXiv:2505.20839; with alpha=0.5 arXiv:2405.04532, section 4.2"
+    needs_calibration: ClassVar[bool] = True
+
+    alpha: float = knob(
+        1.0,
+        "how far the largest magnitudes of pairs are brought together: 1, to one magnitude (FireQ); 0.5, by half of "
+        "their distance on a logarithmic scale (QServe)",
+        range=(0.0, 1.0),
+        describes=True,
+    )
+
+    leave: int = knob(
+        0, "pairs of each head, the largest, that are left as they are for a scaling after RoPE", range=(0, 128)
+    )
+
+    def own_passes(self) -> str:
+        return "the ranges of keys"
+
+    def check(self, model: nn.Module) -> None:
+        self.links_of(model)
+
+    def links_of(self, model: nn.Module) -> list[KeyLink | str]:
+        """For each block where its keys can be scaled, or why they cannot.
+
+        Raises:
+            ValueError: no block has keys that can be scaled.
+        """
+        _, blocks = find_blocks(model)
+        call = block_calls(model, blocks, [made_up_batch(model)])[0]
+        device = call.hidden.device
+        found = [key_link(model, block, call, index, device) for index, block in enumerate(blocks)]
+        if all(isinstance(one, str) for one in found):
+            raise ValueError(f"`model` has no block whose keys {self.name} could scale; the first one, say: {found[0]}")
+        return found
+
+    @torch.no_grad()
+    def apply(
+        self,
+        model: nn.Module,
+        batches: Sequence[Tensor],
+        *,
+        device: torch.device,
+        store: BlockStore | None = None,
+        originals: Mapping[str, nn.Module] | None = None,
+        saved: SavedStatistics | None = None,
+    ) -> list[FoldRecord]:
+        """Scale block by block; one pass over each gives the ranges of its keys and the inputs of the next.
+
+        Raises:
+            RuntimeError: a block, or the model, gives something else afterwards.
+        """
+        links, before = self.links_of(model), logits_of(model)
+        prefix, blocks = find_blocks(model)
+        calls = block_calls(model, blocks, batches)
+        calls += block_calls(model, blocks, [batches[0][:, :CHECKED]])  # a short one, on which folds are checked
+        records = []
+        for index in progress_bar(range(len(blocks)), desc=self.name, unit="block"):
+            with on_device(blocks[index], device):
+                record = self._block(blocks[index], links[index], f"{prefix}.{index}.", calls, index, device)
+            records += [] if record is None else [record]
+        moved, most = difference(logits_of(model), before), 25 * tolerance(blocks[0])
+        if not moved <= most:
+            raise RuntimeError(
+                f"{self.name}: each block gives what it gave, but the model's logits differ by {moved:.1e} (at most "
+                f"{most:.0e}): a module that was scaled is used elsewhere, too; load the model again"
+            )
+        return show_largest(records)
+
+    def _block(
+        self, block: nn.Module, link: KeyLink | str, own: str, calls: list[Call], index: int, device: torch.device
+    ) -> FoldRecord | None:
+        """Measure, scale and check one block, and move the calls on to the next one."""
+        start, check = time.perf_counter(), Call(calls[-1].hidden, calls[-1].arguments)
+        if isinstance(link, str):
+            advance(block, calls, index, device)
+            return None
+        ranges: list[Tensor] = []
+        module = block.get_submodule(link.keys)
+        handle = module.register_forward_hook(lambda _, __, given: ranges.append(link.largest(given)))
+        try:
+            advance(block, calls, index, device)
+        finally:
+            handle.remove()
+        x = torch.stack(ranges).amax(0)  # [key_heads, D]
+        s = key_factors(x, self.alpha, link.pairs, self.leave)
+        rows = row_norms(block.get_submodule(link.queries))
+        link.scale(block, s)
+        moved = difference(run_block(block, check, index, device), calls[-1].hidden.to(device))
+        if not moved <= tolerance(block):
+            raise RuntimeError(
+                f"{self.name}: with {own}{link.keys} scaled and {own}{link.queries} undoing it, block {index} gives "
+                f"something else, by {moved:.1e} (at most {tolerance(block):.0e}); load the model again"
+            )
+        now = row_norms(block.get_submodule(link.queries))
+        magnitudes = {"x_before": x.flatten(), "x_after": (x * s).flatten(), "w_before": rows, "w_after": now}
+        return FoldRecord(
+            name=own + link.keys,
+            kind="keys",
+            consumers=(own + link.queries,),
+            alpha=self.alpha,
+            **{key: summary(values) for key, values in magnitudes.items()},
+            error_before=None,
+            error_after=None,
+            difference=moved,
+            seconds=time.perf_counter() - start,
+            channels={key: binned(values) for key, values in magnitudes.items()},
+        )
+
+
+def key_factors(x: Tensor, alpha: float, pairs: Tensor, leave: int = 0) -> Tensor:
+    """s = (m / x)^alpha, with m the geometric mean of a head, so that the head's keys stay as large as they were.
+
+    Args:
+        x: [heads, D], the largest length that the pair of each channel reaches.
+        pairs: [D], the number of each channel's pair, which is that of its first channel.
+        leave: pairs of each head, the largest, whose factor is 1, and which do not count.
+
+    Returns:
+        [heads, D], float32, one factor for both channels of a pair; 1 where x is 0, and never beyond 1e-4 to 1e4.
+    """
+    firsts = pairs.unique().to(x.device)
+    left = firsts[x[:, firsts].topk(min(leave, len(firsts)), -1).indices]  # [heads, leave]
+    scaled = (x > 0) & ~(pairs.to(x.device)[:, None] == left[:, None]).any(-1)
+    logs = x.float().clamp_min(1e-30).log()
+    middle = torch.where(scaled, logs, 0).sum(-1, keepdim=True) / scaled.sum(-1, keepdim=True).clamp_min(1)
+    return torch.where(scaled, (alpha * (middle - logs)).exp().clamp(1 / LARGEST, LARGEST), 1.0)
+
+
+def row_norms(module: nn.Module) -> Tensor:
+    """How much of each output channel of a linear or a norm is in its weight, [out]."""
+    return weight_of(module).norm(dim=1) if is_linear(module) else module.weight.float().abs()
