@@ -6,14 +6,23 @@ from typing import Any
 
 from torch import nn
 
-from compress.embedding import find_ends
-from compress.linear import is_linear, shape_of
+from compress.embedding import CompressedEmbedding, find_ends
+from compress.linear import CompressedLinear, is_linear, shape_of
 from compress.walk.experts import cannot_be_split, expert_count, is_fused_experts, split_shapes
 
 
 def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Name and list of the model's blocks: the outermost ModuleList that holds the most parameters."""
-    lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 0]
+    """Name and list of the model's blocks: the outermost ModuleList that holds the most parameters.
+
+    The parts of stored weights are lists, too; those of an embedding may hold more numbers than packed blocks.
+    """
+    stored = [m for m in model.modules() if isinstance(m, CompressedLinear | CompressedEmbedding)]
+    parts = {id(inner) for module in stored for inner in module.modules()}
+    lists = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) > 0 and id(module) not in parts
+    ]
     if not lists:
         raise ValueError(
             f"`model` ({type(model).__name__}) has no list of blocks: only decoders of blocks can be walked"

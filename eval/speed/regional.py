@@ -246,13 +246,14 @@ def compile_regional(
 
 
 def find_layers(model: nn.Module) -> nn.ModuleList:
-    """The blocks of a decoder: the outermost list of modules.
+    """The blocks of a decoder: the outermost list of modules, but for the parts of a stored embedding.
 
     Raises:
         NotRegional: there is none.
     """
+    parts = {id(module.parts) for module in model.modules() if hasattr(module, "parts")}
     for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module):
+        if isinstance(module, nn.ModuleList) and len(module) and id(module) not in parts:
             return module
     raise NotRegional("the model has no list of blocks")
 

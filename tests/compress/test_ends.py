@@ -9,11 +9,13 @@ from safetensors.torch import load_file
 from compress import METHODS, apply, load_compressed, save_compressed
 from compress.checkpoint.on_disk import load_compressed_on_disk
 from compress.embedding import CompressedEmbedding, find_ends, store_end
-from compress.linear import CompressedLinear, parameter_count, replace, sharing_copy
+from compress.linear import CompressedLinear, compressed_linears, parameter_count, replace, sharing_copy
 from compress.method import settle
 from compress.recipe import parse_recipe
+from compress.walk.blocks import find_blocks
 from compress.walk.ends.inputs import head_statistics, token_weights
 from eval.machine import size as sizes
+from eval.speed.regional import find_layers
 from eval.speed.work import work
 
 BOTH = "gptq(bits=4, group_size=16, min_tokens=8), rtn(bits=6, group_size=32, where=embedding)"
@@ -80,6 +82,17 @@ def test_the_head_is_solved_on_what_the_compressed_blocks_give(tiny, tokens):
     one = apply(parse_recipe(all_at_once), again, batches)
     two = apply(parse_recipe("gptq(bits=3, group_size=16, min_tokens=8, where=embedding)"), model, batches)
     assert [r.error for r in one.layers[-2:]] == pytest.approx([r.error for r in two.layers], rel=1e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tied", [True, False])
+def test_blocks_are_found_beside_a_stored_embedding_that_is_larger(tiny, tied):
+    model = tiny("llama", vocab_size=4096, tie_word_embeddings=tied)
+    stored = apply([METHODS["rtn"](bits=8, group_size=32, where="embedding")], model).model
+    assert find_blocks(stored)[1] is stored.model.layers is find_layers(stored)
+    apply([METHODS["rtn"](bits=4, group_size=32), METHODS["activations"](bits=8)], stored)
+    linears = compressed_linears(stored.model)
+    assert len(linears) == 14 and all(linear.transform is not None for linear in linears.values())
 
 
 def test_rare_tokens_count_once():
