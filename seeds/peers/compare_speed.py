@@ -158,6 +158,7 @@ class Comparison:
             self.rows.setdefault(name, Row(size(cast(model, torch.bfloat16)).stored_bytes))
         for name, path in self.files.items():
             self.rows.setdefault(name, Row(tensor_bytes(path)))
+        self.rows = {name: self.rows[name] for name in (*self.models, *self.files)}
 
     def ours(self, what: str) -> nn.Module:
         """A model by its recipe or its folder."""
