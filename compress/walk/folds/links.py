@@ -147,14 +147,7 @@ def fold(model: nn.Module, link: Link, s: Tensor) -> Tensor:
         [in]: by what the consumers' columns were multiplied, and their inputs divided.
     """
     producer = model.get_submodule(link.producer)
-    s = s.to(producer.weight.device, torch.float32)
-    if link.kind == "norm":
-        offset = gain_offset(producer)
-        gain = producer.weight.float() + offset
-    divide_outputs(producer, s)
-    if link.kind == "norm":
-        now = producer.weight.float() + offset
-        s = torch.where((gain == 0) | (now == 0), s, gain / now)
+    s = divide_outputs(producer, s.to(producer.weight.device, torch.float32))
     columns = s[link.channels.to(s.device)]  # [in]
     for name in link.consumers:
         consumer = model.get_submodule(name)
@@ -163,15 +156,23 @@ def fold(model: nn.Module, link: Link, s: Tensor) -> Tensor:
     return columns
 
 
-def divide_outputs(module: nn.Module, s: Tensor) -> None:
-    """Divide what a linear or a norm gives by s [out], through its weight and its bias."""
+def divide_outputs(module: nn.Module, s: Tensor) -> Tensor:
+    """Divide what a linear or a norm gives by s [out], through its weight and its bias.
+
+    Returns:
+        [out], what its outputs were divided by: of a norm, whose gain is rounded to its dtype, not quite s.
+    """
     if is_linear(module):
         _renew(module, "weight", module.weight.float() / (s if isinstance(module, Conv1D) else s[:, None]))
     else:
         offset = gain_offset(module)
-        _renew(module, "weight", (module.weight.float() + offset) / s - offset)
+        gain = module.weight.float() + offset
+        _renew(module, "weight", gain / s - offset)
+        now = module.weight.float() + offset
+        s = torch.where((gain == 0) | (now == 0), s, gain / now)
     if getattr(module, "bias", None) is not None:
         _renew(module, "bias", module.bias.float() / s)
+    return s
 
 
 def _renew(module: nn.Module, name: str, value: Tensor) -> None:
