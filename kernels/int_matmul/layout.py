@@ -15,7 +15,7 @@ class Packed(NamedTuple):
                      zero uint8 [out, ceil(groups/8) * bits], or None for the middle code 2^(bits-1).
     layout "panels": codes int32 [out/16, in/8, 16], nibbles code - middle + 8; of 2, 3, 5 and 6 bits
                      uint8 [out/16, in/16, 32 * bits], bit planes; of 8 bits int8 [out/16, in/8, 8 * 16], code - middle;
-                     scale [groups, out]; zero int8 [groups, out], zero - middle, or None. `out` is rounded up to 16.
+                     scale [out/16, groups, 16]; zero int8 alike, zero - middle, or None. `out` is rounded up to 16.
                      See `panels`.
     layout "tiles":  codes uint8 [out, in/2] in the order of torch's int4 CPU kernel;
                      scale [groups, out, 2], a 16-bit pair (s, offset) with w = s (nibble - 8) + offset; zero as in

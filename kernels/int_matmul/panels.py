@@ -41,8 +41,8 @@ def to_panels(w: Packed) -> Packed:
     return w._replace(
         layout="panels",
         codes=stored,
-        scale=by_group(w.scale),
-        zero=None if centred is None else by_group(centred),
+        scale=by_panel(w.scale),
+        zero=None if centred is None else by_panel(centred),
     )
 
 
@@ -60,8 +60,8 @@ def take_rows(w: Packed, ids: Tensor) -> Packed:
         codes = from_words(w.codes, ids) - (MIDDLE - middle)
     else:
         codes = from_bytes(w.codes, middle, ids)
-    zero = None if w.zero is None else w.zero[:, ids].t().to(torch.int16) + middle
-    return pack(codes, w.scale[:, ids].t().contiguous(), zero, bits=w.bits, group_size=w.group_size)
+    zero = None if w.zero is None else rows_of(w.zero, ids).to(torch.int16) + middle
+    return pack(codes, rows_of(w.scale, ids), zero, bits=w.bits, group_size=w.group_size)
 
 
 def in_planes(bits: int, group_size: int) -> bool:
@@ -163,12 +163,18 @@ def from_bytes(stored: Tensor, middle: int, ids: Tensor) -> Tensor:
     return (codes ^ 128 if middle == 128 else codes + middle).flatten(1)
 
 
-def by_group(values: Tensor) -> Tensor:
-    """[out, groups] -> [groups, 16 panels], zeros beyond `out`."""
+def by_panel(values: Tensor) -> Tensor:
+    """[out, groups] -> [panels, groups, 16], zeros beyond `out`: in the order in which a product reads them."""
     out, groups = values.shape
-    padded = values.new_zeros(groups, -(-out // ROWS) * ROWS)
-    padded[:, :out] = values.t()
-    return padded
+    panels = -(-out // ROWS)
+    padded = values.new_zeros(panels * ROWS, groups)
+    padded[:out] = values
+    return padded.view(panels, ROWS, groups).transpose(1, 2).contiguous()
+
+
+def rows_of(values: Tensor, ids: Tensor) -> Tensor:
+    """Rows `ids` [n] of what `by_panel` made: [n, groups]."""
+    return values[ids // ROWS, :, ids % ROWS]
 
 
 def matmul(x: Tensor, w: Packed, isa: str = "auto") -> Tensor:

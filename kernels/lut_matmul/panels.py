@@ -5,7 +5,17 @@ from torch import Tensor
 
 from kernels import native
 from kernels.int_matmul.layout import pack_bits
-from kernels.int_matmul.panels import DTYPES, WORD, by_group, from_planes, from_words, in_planes, to_planes, to_words
+from kernels.int_matmul.panels import (
+    DTYPES,
+    WORD,
+    by_panel,
+    from_planes,
+    from_words,
+    in_planes,
+    rows_of,
+    to_planes,
+    to_words,
+)
 from kernels.lut_matmul.layout import Codebook, unpack_codebook
 
 
@@ -24,16 +34,16 @@ def panels_fit(w: Codebook, dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def to_panels(w: Codebook) -> Codebook:
-    """`rows` -> `panels`: codes as of integers; table float32; scale [groups, out], ones where there was none.
+    """`rows` -> `panels`: codes as of integers; table float32; scale [panels, groups, 16], ones where there was none.
 
     Bit for bit the same weight. Where codes of 2 and 3 bits take 4, the table is repeated; `out` is rounded up to 16.
     """
     scale = torch.ones(w.shape[0], w.shape[1] // w.group_size, device=w.codes.device) if w.scale is None else w.scale
     codes, table = unpack_codebook(w), w.table.float()
     if in_planes(w.bits, w.group_size):
-        return w._replace(layout="panels", codes=to_planes(codes, w.bits), table=table, scale=by_group(scale))
+        return w._replace(layout="panels", codes=to_planes(codes, w.bits), table=table, scale=by_panel(scale))
     table = table.repeat(16 // table.numel())
-    return w._replace(layout="panels", codes=to_words(codes), table=table, scale=by_group(scale))
+    return w._replace(layout="panels", codes=to_words(codes), table=table, scale=by_panel(scale))
 
 
 def to_rows(w: Codebook) -> Codebook:
@@ -46,7 +56,7 @@ def take_rows(w: Codebook, ids: Tensor) -> Codebook:
     """These rows [n] of `panels` as `rows`."""
     planes = w.codes.dtype == torch.uint8
     codes = from_planes(w.codes, w.bits, ids) if planes else from_words(w.codes, ids)  # [n, in]
-    scale = w.scale[:, ids].t().contiguous()
+    scale = rows_of(w.scale, ids)
     table, shape = w.table[: 1 << w.bits], (len(ids), w.shape[1])
     return Codebook("rows", pack_bits(codes, w.bits), table, scale, w.bits, w.group_size, shape)
 

@@ -21,9 +21,7 @@
 
 namespace {
 
-constexpr int ROWS = 4;          // of W that a thread takes at once
-constexpr int64_t LONG = 2048;   // columns from which on it reads them side by side; prefetchers follow short rows better
-                                 // one after the other, because these are one stream
+constexpr int ROWS = 4;          // of W in a share of a thread
 constexpr int TOKENS = 4;        // that share what was loaded of W
 constexpr int64_t GRAIN = 32768;  // weights worth a thread
 
@@ -62,6 +60,7 @@ constexpr bool BFLOAT16 = true;
 using Acc = __m512;
 using Word = __m512bh;
 INLINE Acc zero() { return _mm512_setzero_ps(); }
+INLINE Acc add(Acc a, Acc b) { return _mm512_add_ps(a, b); }
 INLINE Word load(const uint16_t* w) { return (__m512bh)_mm512_loadu_si512(w); }
 INLINE Acc madd(Acc acc, Word w, const char* x) { return _mm512_dpbf16_ps(acc, w, (__m512bh)_mm512_loadu_si512(x)); }
 INLINE float total(Acc acc) { return _mm512_reduce_add_ps(acc); }
@@ -77,6 +76,7 @@ constexpr bool BFLOAT16 = true;
 using Acc = __m512;
 using Word = __m512i;
 INLINE Acc zero() { return _mm512_setzero_ps(); }
+INLINE Acc add(Acc a, Acc b) { return _mm512_add_ps(a, b); }
 INLINE Word load(const uint16_t* w) { return _mm512_loadu_si512(w); }
 INLINE Acc madd(Acc acc, Word w, const char* x) {
   const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(w, 16));
@@ -93,6 +93,7 @@ constexpr bool BFLOAT16 = false;
 using Acc = __m512;
 using Word = __m512;
 INLINE Acc zero() { return _mm512_setzero_ps(); }
+INLINE Acc add(Acc a, Acc b) { return _mm512_add_ps(a, b); }
 INLINE Word load(const uint16_t* w) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w))); }
 INLINE Acc madd(Acc acc, Word w, const char* x) { return _mm512_fmadd_ps(w, _mm512_loadu_ps(x), acc); }
 INLINE float total(Acc acc) { return _mm512_reduce_add_ps(acc); }
@@ -108,6 +109,7 @@ constexpr bool BFLOAT16 = true;
 using Acc = __m256;
 using Word = __m256i;
 INLINE Acc zero() { return _mm256_setzero_ps(); }
+INLINE Acc add(Acc a, Acc b) { return _mm256_add_ps(a, b); }
 INLINE Word load(const uint16_t* w) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w)); }
 INLINE Acc madd(Acc acc, Word w, const char* x) {
   const __m256 even = _mm256_castsi256_ps(_mm256_slli_epi32(w, 16));
@@ -128,6 +130,7 @@ constexpr bool BFLOAT16 = false;
 using Acc = __m256;
 using Word = __m256;
 INLINE Acc zero() { return _mm256_setzero_ps(); }
+INLINE Acc add(Acc a, Acc b) { return _mm256_add_ps(a, b); }
 INLINE Word load(const uint16_t* w) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w))); }
 INLINE Acc madd(Acc acc, Word w, const char* x) {
   return _mm256_fmadd_ps(w, _mm256_loadu_ps(reinterpret_cast<const float*>(x)), acc);

@@ -281,7 +281,7 @@ at::Tensor panels_matmul(const at::Tensor& x_, const at::Tensor& codes, const at
   const at::Tensor y = at::empty(sizes, x.options());
   const int bits = codes.dim() == 3 ? workbench::width_of(codes) : 0;
   TORCH_CHECK(one_of_ours(x) && one_of_ours(scale) && x.device().is_cpu() && codes.is_contiguous() && scale.is_contiguous() && bits &&
-                  scale.dim() == 2 && (!zero || (zero->is_contiguous() && zero->sizes() == scale.sizes())) &&
+                  scale.dim() == 3 && (!zero || (zero->is_contiguous() && zero->sizes() == scale.sizes())) &&
                   workbench::table_fits(table, bits),
               "panels_matmul: x ", x.scalar_type(), ", codes ", codes.scalar_type(), " ", codes.sizes(), ", scale ",
               scale.scalar_type(), " ", scale.sizes(), " or the table cannot be read");
@@ -303,10 +303,10 @@ at::Tensor panels_matmul(const at::Tensor& x_, const at::Tensor& codes, const at
   w.table = values, w.integers = !table;
   w.panels = codes.size(0);
   w.units_per_row = codes.size(1);
-  w.groups = scale.size(0);
+  w.groups = scale.size(1);
   w.group_units = w.groups ? w.units_per_row / w.groups : 0;
   TORCH_CHECK(in == loops.columns * w.units_per_row && w.group_units * w.groups == w.units_per_row &&
-                  scale.size(1) == w.panels * ROWS && (out + ROWS - 1) / ROWS == w.panels,
+                  scale.size(0) == w.panels && scale.size(2) == ROWS && (out + ROWS - 1) / ROWS == w.panels,
               "panels_matmul: x ", x.sizes(), ", codes ", codes.sizes(), " and scale ", scale.sizes(), " do not fit");
 
   Tokens t{};

@@ -79,12 +79,12 @@ int64_t DecodeStep::weight(const std::string& layout, const at::Tensor& data, co
     const int bits = data.dim() == 3 ? width_of(data) : 0;
     const int64_t columns = bits == 4 || bits == 8 ? 8 : 16;
     TORCH_CHECK(bits && in % columns == 0 && data.size(0) == panels && data.size(1) == in / columns && scale && scale->is_contiguous() &&
-                    scale->dim() == 2 && scale->size(1) == panels * UNIT && (in / columns) % scale->size(0) == 0 &&
+                    scale->dim() == 3 && scale->size(0) == panels && scale->size(2) == UNIT && (in / columns) % scale->size(1) == 0 &&
                     (!zero || (zero->is_contiguous() && zero->scalar_type() == at::kChar && zero->sizes() == scale->sizes())) &&
                     table_fits(table, bits),
                 layout, ": ", data.sizes(), " is no weight of ", out, " x ", in);
     w->scale = *scale;
-    w->stored.scale = scale->const_data_ptr(), w->stored.groups = scale->size(0);
+    w->stored.scale = scale->const_data_ptr(), w->stored.groups = scale->size(1);
     w->stored.scale_kind = scale->scalar_type() == at::kFloat ? 0 : scale->scalar_type() == at::kBFloat16 ? 1 : 2;
     if (zero) w->zero = *zero, w->stored.zero = zero->const_data_ptr<int8_t>();
     fill_table(table, bits, w->table);

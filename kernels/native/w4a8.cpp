@@ -203,7 +203,7 @@ class Many {
     }
   }
 
-  // The `part`th of so many parts of a tile's codes and scales into the second cache, while another tile is multiplied.
+  // The `part`th of so many parts of a tile's codes into the second cache, while another tile is multiplied.
   void fetch(int64_t panel, int64_t group, int64_t part, int64_t parts) const {
     const int64_t row_bytes = c.w.units_per_row * c.coder->bytes, group_bytes = row_bytes / c.plan.groups;
     const int64_t bytes = group_bytes * std::min(tile_groups, c.plan.groups - group);
@@ -212,9 +212,6 @@ class Many {
       const uint8_t* at = c.w.units + p * row_bytes + group_bytes * group;
       for (int64_t i = part * share; i < std::min(bytes, (part + 1) * share); i += 64) _mm_prefetch(at + i, _MM_HINT_T1);
     }
-    const int64_t scale_group = group / c.plan.per_scale + part, element = c.w.kind == Kind::float32 ? 4 : 2;
-    if (part * c.plan.per_scale < tile_groups && scale_group < c.w.groups && panel < c.w.panels)
-      _mm_prefetch(static_cast<const char*>(c.w.scale) + (scale_group * c.w.panels + panel) * ROWS * element, _MM_HINT_T1);
   }
 
   const Call& c;
@@ -243,7 +240,7 @@ at::Tensor panels_w4a8(const at::Tensor& x_, const at::Tensor& codes, const at::
   };
   TORCH_CHECK(able(), "panels_w4a8: this CPU has no AVX512-VNNI");
   TORCH_CHECK(x.dim() > 0 && x.size(-1) > 0 && one_of_ours(x) && one_of_ours(scale) && codes.is_contiguous() && scale.is_contiguous() &&
-                  bits && scale.dim() == 2 && scale.size(0) > 0 && (!zero || (zero->is_contiguous() && zero->sizes() == scale.sizes())) &&
+                  bits && scale.dim() == 3 && scale.size(1) > 0 && (!zero || (zero->is_contiguous() && zero->sizes() == scale.sizes())) &&
                   (x_bits == 4 || x_bits == 8) && (!x_scale || (x_scale->scalar_type() == at::kFloat && x_scale->is_contiguous())),
               "panels_w4a8: x ", x.scalar_type(), ", codes ", codes.scalar_type(), " ", codes.sizes(), ", scale ", scale.scalar_type(),
               " ", scale.sizes(), " or x_scale cannot be read");
@@ -252,15 +249,15 @@ at::Tensor panels_w4a8(const at::Tensor& x_, const at::Tensor& codes, const at::
   const at::Tensor y = at::empty(sizes, x.options());
   if (y.numel() == 0) return y;
   const vnni::Coder& coder = vnni::coder_of(bits);
-  const int64_t in = x.size(-1), share = in / scale.size(0), columns = x_group ? std::min(share, x_group) : share;
+  const int64_t in = x.size(-1), share = in / scale.size(1), columns = x_group ? std::min(share, x_group) : share;
   Weight w{};
   w.units = static_cast<const uint8_t*>(codes.const_data_ptr());
   w.scale = scale.const_data_ptr(), w.kind = kind_of(scale);
   w.zero = zero ? zero->const_data_ptr<int8_t>() : nullptr;
-  w.panels = codes.size(0), w.units_per_row = codes.size(1), w.groups = scale.size(0);
+  w.panels = codes.size(0), w.units_per_row = codes.size(1), w.groups = scale.size(1);
   TORCH_CHECK(in == coder.columns * w.units_per_row && share * w.groups == in && columns % coder.columns == 0 &&
                   columns <= MOST_COLUMNS && share % columns == 0 && (!x_group || (x_group % columns == 0 && in % x_group == 0)) &&
-                  scale.size(1) == w.panels * ROWS && (out + ROWS - 1) / ROWS == w.panels &&
+                  scale.size(0) == w.panels && scale.size(2) == ROWS && (out + ROWS - 1) / ROWS == w.panels &&
                   (!x_scale || x_scale->numel() == 1 || (x_group && x_scale->numel() == in / x_group)),
               "panels_w4a8: x ", x.sizes(), ", codes ", codes.sizes(), ", scale ", scale.sizes(), " and x_group ", x_group, " do not fit");
   Plan plan{in, in / columns, columns, share / columns, x_group ? x_group : in, x_group ? in / x_group : 1, piece_of(columns),

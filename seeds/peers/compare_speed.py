@@ -138,6 +138,16 @@ def random_files(given: argparse.Namespace, model: nn.Module, tokenizer: AutoTok
     return made
 
 
+def named_model(text: str) -> tuple[str, str]:
+    """(name, recipe or folder) of a value of `--ours`."""
+    name, colon, what = text.partition(": ")
+    if not colon or not name or not what:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be a name and a recipe or a folder, as in '4 bits: rtn(bits=4)' or '4 bits: runs/my-model'"
+        )
+    return name, what
+
+
 class Comparison:
     """The contestants of one run and what was measured of them."""
 
@@ -148,8 +158,7 @@ class Comparison:
             self.rows = {name: Row(**row) for name, row in json.loads(given.out.read_text())["rows"].items()}
         self.model, self.tokenizer = random_model() if given.model == RANDOM else load_model(given.model)
         self.models = {BASELINE: self.model}
-        for one in tqdm(given.ours, desc="models", unit="model"):
-            name, _, what = one.partition(": ")
+        for name, what in tqdm(given.ours, desc="models", unit="model"):
             self.models[f"ours, {name}"] = self.ours(what)
         named = {path.stem: path for path in map(Path, given.files)}
         files = random_files(given, self.model, self.tokenizer) if given.model == RANDOM else named
@@ -301,7 +310,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m", help=f"or {RANDOM}")
     ours = "name: recipe without calibration, or name: folder of a saved model"
-    parser.add_argument("--ours", nargs="*", default=[], help=ours)
+    parser.add_argument("--ours", nargs="*", type=named_model, default=[], help=ours)
     parser.add_argument("--files", nargs="*", default=[], help=f"GGUF files of llama.cpp; with {RANDOM}, their types")
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, default=64)

@@ -154,7 +154,8 @@ def test_the_native_op_refuses_what_it_would_misread():
         w._replace(scale=w.scale.double()),
         w._replace(zero=w.zero[:1]),
         w._replace(codes=w.codes[..., :8].contiguous()),
-        w._replace(scale=w.scale.t().contiguous().t()),
+        w._replace(scale=w.scale.mT.contiguous().mT),
+        w._replace(scale=w.scale.flatten(1), zero=w.zero.flatten(1)),
         w._replace(codes=w.codes.transpose(0, 1)),
     ):
         with pytest.raises(RuntimeError, match="cannot be read"):
