@@ -5,14 +5,15 @@
 
 Every cell of the table is a recipe: weights in 8 or 4 bits, activations in 8 or 4, the cache in 16 or 4, and a
 treatment: none, smoothing, a rotation, a trained rotation, the largest channels gathered in groups of 8 bits, a branch
-of low rank, scaled keys. Recipes are calibrated on C4 and scored by seeds/bytes_and_loss.py, whose `--keep`, record
-and options these are: models that are there are not made again.
+of low rank, scaled keys. Recipes are calibrated on C4 and scored by seeds/scoring.py, as
+those of seeds/bytes_and_loss.py, whose options these are: what `--keep` holds is not made again, and recipes that store
+the same weights share them.
 """
 
 import time
 from pathlib import Path
 
-import bytes_and_loss as scoring
+import scoring
 
 WEIGHTS = "gptq(bits=4, group_size=16, scale_dtype=int6)"
 A8, A4 = "activations(bits=8)", "activations(bits=4, group_size=32)"
@@ -140,7 +141,7 @@ def note(record: scoring.Record, path: Path) -> str:
 
 
 def main() -> None:
-    """Options of seeds/bytes_and_loss.py; without recipes, those of the table."""
+    """Options of seeds/scoring.py; without recipes, those of the table."""
     parser = scoring.options(__doc__)
     parser.set_defaults(samples=32, texts=["wikitext2", "essays"], window=1024, windows=[6, 3])
     parser.add_argument(

@@ -1,0 +1,315 @@
+"""Models of one comparison, made or read when they are needed, and what is measured of each: what
+seeds/bytes_and_loss.py and seeds/activation_precision.py share."""
+
+import argparse
+import json
+import re
+import shlex
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).with_name("peers")))
+import torch
+from compare_speed import llama_bench, tensor_bytes
+from torch import nn
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM
+
+from compress import apply, held_out, load_compressed, load_model, resize, save_compressed
+from compress.formats import SignStack
+from compress.inputs.calibration import beginning, calibration
+from compress.linear import compressed_linears, sharing_copy
+from compress.recipe import parse_recipe
+from eval.machine.size import size
+from eval.run_record import provenance
+from eval.speed.deploy import cast
+from eval.speed.speed import contestants, measure_speed, quartiles
+from eval.tasks.tasks import answer_tasks
+from eval.text.divergence import compare_on_text
+
+BASELINE = ""  # the name of its row
+
+
+@dataclass
+class Row:
+    """What was measured of one model.
+
+    seconds: to compress. is_recipe: of this workbench, not of another tool. perplexity, kl: {text: (value, standard
+    error)}. tasks: {task: what `eval.tasks.paired.compare` says of it beside the baseline}. decode, prefill: tokens
+    per second, the median and the first and third quartile of the rounds; execution: how.
+    """
+
+    bytes: int
+    seconds: float | None = None
+    is_recipe: bool = True
+    perplexity: dict[str, Sequence[float]] = field(default_factory=dict)
+    kl: dict[str, Sequence[float]] = field(default_factory=dict)
+    tasks: dict[str, dict] = field(default_factory=dict)
+    decode: Sequence[float] = ()
+    prefill: Sequence[float] = ()
+    execution: str = ""
+
+
+@dataclass
+class Record:
+    """All rows by name: the recipe of ours, the name of another tool's model, "" of the baseline."""
+
+    settings: dict
+    provenance: dict
+    rows: dict[str, Row]
+
+    @classmethod
+    def read(cls, path: Path) -> "Record":
+        kept = json.loads(path.read_text())
+        return cls(kept["settings"], kept["provenance"], {name: Row(**row) for name, row in kept["rows"].items()})
+
+    def write(self, path: Path | None) -> None:
+        if path:
+            path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+
+class Bench:
+    """The models of one run: made or read when they are needed."""
+
+    def __init__(self, given: argparse.Namespace, record: Record) -> None:
+        self.given, self.record = given, record
+        self.baseline, self.tokenizer = load_model(given.model)
+        record.rows.setdefault(BASELINE, Row(stored_bytes(self.baseline)))
+        self.others = {name_of(path): path for path in given.others}
+        self.seconds: dict[str, float | None] = {}  # that each recipe of this run took
+        self.sized: dict[str, tuple[str, float]] = {}  # recipe and megabytes of the rows that are a model made smaller
+
+    @property
+    def names(self) -> list[str]:
+        """Of all rows but the baseline's."""
+        return [*self.given.recipes, *self.sized, *self.others]
+
+    def make(self) -> None:
+        """Compress what is not kept yet, and note bytes and seconds of every model."""
+        rows = self.record.rows
+        for recipe in tqdm(self.given.recipes, desc="recipes", unit="recipe"):
+            if recipe not in rows or not self.folder(recipe).is_dir():
+                model, seconds = self.compress(recipe)
+                rows.setdefault(recipe, Row(stored_bytes(model), seconds))
+                self.record.write(self.given.out)
+            if self.given.sizes and stores_blocks(recipe):
+                model = load_compressed(self.folder(recipe))
+                for megabytes in self.given.sizes:
+                    name = f"{recipe}, {megabytes:g} MB"
+                    self.sized[name] = recipe, megabytes
+                    rows.setdefault(name, Row(stored_bytes(resize(model, megabytes)), rows[recipe].seconds))
+        for name, path in self.others.items():
+            about = json.loads((path / "peer.json").read_text()) if path.is_dir() else {"bytes": tensor_bytes(path)}
+            rows.setdefault(name, Row(about["bytes"], about.get("seconds"), is_recipe=False))
+
+    def compress(self, recipe: str) -> tuple[nn.Module, float | None]:
+        """The model of a recipe, kept in its folder, and how many seconds it took (None: a part was kept from before).
+
+        What a recipe does to inputs and caches after its weights are stored follows a model that is kept by itself, so
+        that recipes with the same weights share them.
+        """
+        methods = parse_recipe(recipe)
+        stored = max((i for i, method in enumerate(methods, 1) if method.stores((64, 64))), default=0)
+        first, then = ", ".join(map(str, methods[:stored])), methods[stored:]
+        if not stored or not then:
+            model, taken = load_model(self.given.model)[0], 0.0
+            then = methods
+        elif self.folder(first).is_dir():
+            model, taken = load_compressed(self.folder(first)), self.seconds.get(first)
+        else:
+            model, taken = self.compress(first)
+        result = apply(then, model, self.batches())
+        seconds = None if taken is None else round(taken + result.seconds, 1)
+        self.seconds[recipe] = seconds
+        if not self.folder(recipe).is_dir():
+            save_compressed(result, self.folder(recipe), self.tokenizer)
+        return result.model, seconds
+
+    def batches(self) -> list[torch.Tensor]:
+        given = self.given
+        return calibration(self.tokenizer, corpus=given.corpus, samples=given.samples, seqlen=given.seqlen, seed=0)
+
+    def folder(self, recipe: str) -> Path:
+        """Where the model of a recipe is kept."""
+        given = self.given
+        parts = f"{Path(given.model).name} {given.corpus} {given.samples}x{given.seqlen}", recipe
+        return given.keep.joinpath(*(re.sub("[^a-z0-9]+", "-", part.lower()).strip("-") for part in parts))
+
+    @contextmanager
+    def loaded(self, name: str, dtype: torch.dtype) -> Iterator[nn.Module]:
+        """A model by its row's name, whose linears multiply dequantised weights."""
+        path = self.others.get(name)
+        recipe, megabytes = self.sized.get(name, (name, None))
+        if path is None:
+            model = load_compressed(self.folder(recipe), dtype=dtype)
+            if megabytes is not None:
+                resize(model, megabytes)
+        elif path.is_dir():
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype)
+        with ExitStack() as stack:
+            for linear in compressed_linears(model).values():
+                stack.enter_context(linear.dense())
+            yield model.eval()
+
+    def score_texts(self, names: Sequence[str]) -> None:
+        """Perplexity and KL of some models in one pass over each text."""
+        given, rows = self.given, self.record.rows
+        with ExitStack() as stack:
+            models = {name: stack.enter_context(self.loaded(name, torch.float32)) for name in names}
+            for text, limit in zip(given.texts, given.windows, strict=True):
+                ids = held_out(self.tokenizer, corpus=text)
+                how = {"window": given.window, "limit": limit, "beginning": beginning(self.tokenizer)}
+                perplexities, divergences = compare_on_text(self.baseline, models, ids, **how)
+                for name, p in perplexities.items():
+                    rows[BASELINE if name == "baseline" else name].perplexity[text] = p.value, p.stderr
+                for name, d in divergences.items():
+                    rows[name].kl[text] = d.kl, d.kl_stderr
+
+    def score_tasks(self, name: str) -> None:
+        """Answers of a model and of the baseline to the tasks."""
+        given = self.given
+        how = {"limit": given.limit, "batch_size": given.batch_size, "cache_path": given.keep / "answers"}
+        with self.loaded(name, torch.bfloat16) as model:
+            baseline = cast(self.baseline, torch.bfloat16)
+            scores = answer_tasks({"baseline": baseline, "model": model}, self.tokenizer, given.tasks, **how)
+        for task, compared in scores.compared["model"].items():
+            self.record.rows[name].tasks[task] = compared
+
+    def time_recipes(self) -> None:
+        """Decoding of the uncompressed model and of the recipes, in turns."""
+        given, rows = self.given, self.record.rows
+        timed = given.recipes if given.timed is None else given.timed
+        models = {BASELINE: self.baseline}
+        models |= {name: load_compressed(self.folder(name), dtype=torch.bfloat16) for name in timed}
+        how = {"prompt_tokens": given.prompt_tokens, "new_tokens": given.new_tokens, "rounds": given.speed_rounds}
+        for name, speed in measure_speed(contestants(models), **how).items():
+            rows[name].decode = speed.decode_tokens_per_s, *speed.decode_quartiles
+            rows[name].prefill = speed.prefill_tokens_per_s, *speed.prefill_quartiles
+            rows[name].execution = speed.execution
+
+    def time_files(self) -> None:
+        """Decoding of the GGUF files by llama-bench, one after another."""
+        given = self.given
+        lengths = {"prompt_tokens": 0, "new_tokens": given.new_tokens, "depth": given.prompt_tokens}
+        how = {**lengths, "repeats": given.speed_rounds, "threads": torch.get_num_threads()}
+        for name, path in self.others.items():
+            if path.suffix == ".gguf":
+                speeds = llama_bench(given.environments, path, **how)
+                self.record.rows[name].decode = statistics.median(speeds), *quartiles(speeds)
+                self.record.rows[name].execution = "llama-bench"
+
+
+def stored_bytes(model: nn.Module) -> int:
+    """Of the whole model, its floats in 16 bits."""
+    return size(cast(sharing_copy(model), torch.bfloat16)).stored_bytes
+
+
+def stores_blocks(recipe: str) -> bool:
+    """Do the weights that a recipe stores come in blocks, so that `resize` takes the model?"""
+    parts = [part for method in parse_recipe(recipe) for part in method.stores((64, 64)) or []]
+    return any(part["format"] == SignStack.name for part in parts)
+
+
+def name_of(path: Path) -> str:
+    """What a model of another tool is called in the table."""
+    if path.is_dir():
+        return json.loads((path / "peer.json").read_text())["name"]
+    kind = re.fullmatch(r"(I?Q\d\w*|F16)(-\d+)?", path.stem)
+    return f"llama.cpp {kind[1]}, importance matrix" if kind else path.stem
+
+
+def titled(text: str) -> str:
+    """What a text is called: the folder of a file, else its name."""
+    return Path(text).parent.name if Path(text).suffix else text
+
+
+def measure(given: argparse.Namespace, record: Record) -> None:
+    """Fill in what the record lacks."""
+    bench = Bench(given, record)
+    bench.make()
+    unscored = [name for name in bench.names if set(given.texts) - set(record.rows[name].kl)]
+    for at in range(0, len(unscored), given.at_once):
+        bench.score_texts(unscored[at : at + given.at_once])
+        record.write(given.out)
+    for name in bench.names:
+        if set(given.tasks) - set(record.rows[name].tasks):
+            bench.score_tasks(name)
+            record.write(given.out)
+    if given.speed_rounds:
+        bench.time_recipes()
+        bench.time_files()
+        record.write(given.out)
+
+
+def options(description: str | None) -> argparse.ArgumentParser:
+    """What a run is asked for."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.set_defaults(timed=None)  # recipes; None: all
+    parser.add_argument("recipes", nargs="*")
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--corpus", default="c4", help="to calibrate on")
+    parser.add_argument("--samples", type=int, default=128, help="calibration windows")
+    parser.add_argument("--seqlen", type=int, default=512, help="tokens in each")
+    parser.add_argument("--texts", nargs="+", default=["wikitext2", "essays"], help="to score on")
+    parser.add_argument("--window", type=int, default=2048)
+    parser.add_argument("--windows", type=int, nargs="+", default=[20, 8], help="of each text")
+    sizes = "megabytes at which recipes that store weights in blocks are scored, too, without compressing again"
+    parser.add_argument("--sizes", type=float, nargs="*", default=[], help=sizes)
+    parser.add_argument("--others", type=Path, nargs="*", default=[], help="models of other tools")
+    parser.add_argument("--tasks", nargs="*", default=[], help="of lm-eval, by which models are scored, too")
+    parser.add_argument("--limit", type=int, default=1000, help="questions of each task")
+    parser.add_argument("--batch-size", type=int, default=1, help="texts of a task at a time")
+    parser.add_argument("--speed-rounds", type=int, default=0, help="of decoding; 0: nothing is timed")
+    parser.add_argument("--prompt-tokens", type=int, default=512, help="read before tokens are decoded")
+    parser.add_argument("--new-tokens", type=int, default=64, help="decoded in a round")
+    environments = "folder of `make interop`, for llama-bench"
+    parser.add_argument("--environments", type=Path, default=Path(".venv-interop"), help=environments)
+    parser.add_argument("--at-once", type=int, default=4, help="models in memory, which share the baseline's pass")
+    parser.add_argument("--keep", type=Path, default=Path("runs/bytes"), help="folder of compressed models and answers")
+    parser.add_argument("--out", type=Path, help="file for the JSON record")
+    parser.add_argument("--write", type=Path, help="file for the note, with a figure beside it")
+    return parser
+
+
+def run(given: argparse.Namespace) -> Record:
+    """Everything that was asked for; continues the record of `out`.
+
+    Raises:
+        ValueError: a recipe that is none, or a record of other settings.
+    """
+    for recipe in given.recipes:
+        parse_recipe(recipe)
+    fixed = (
+        "model",
+        "corpus",
+        "samples",
+        "seqlen",
+        "texts",
+        "window",
+        "windows",
+        "tasks",
+        "limit",
+        "prompt_tokens",
+        "new_tokens",
+    )
+    settings = {key: getattr(given, key) for key in fixed}
+    record = Record(settings, provenance(command(), "cpu", "float32", "float32"), {})
+    if given.out and given.out.exists():
+        record = Record.read(given.out)
+        if record.settings | {"tasks": given.tasks} != settings:
+            raise ValueError(f"`--out` (={given.out}) holds a record of other settings: {record.settings}")
+        record.settings = settings
+    with torch.no_grad():
+        measure(given, record)
+    return record
+
+
+def command() -> str:
+    """What this process was started by."""
+    return shlex.join(["python", *sys.argv])
