@@ -9,6 +9,7 @@ from torch import Tensor
 from compress.formats.base import Format
 from compress.formats.scales import SCALE_DTYPES, NestedScales, ScaleRule, read_scales, scales_spec
 from compress.formats.trained import TrainedGroups
+from compress.transforms.rounding import Rounding
 from kernels.lut_matmul import (
     Codebook,
     dequantize,
@@ -20,6 +21,7 @@ from kernels.lut_matmul import (
     to_rows,
     unpack_codebook,
 )
+from kernels.w4a8_matmul import fast, holds_integers, w4a8_matmul
 
 SCALES = 256  # scales that share an absmax
 
@@ -62,6 +64,7 @@ class CodebookGroup(Format):
         super().__init__()
         self.bits, self.group_size, self.shape = packed.bits, packed.group_size, packed.shape
         self._laid_out_for: tuple[torch.dtype, torch.device] | None = None
+        self.of_integers = False  # the table's values, where the kernel for rounded inputs reads the layout
         self._kind = getattr(scales, "kind", None)
         for name in BUFFERS:
             self.register_buffer(name, None if scales is None else scales.tensors().get(name))
@@ -107,6 +110,12 @@ class CodebookGroup(Format):
     def matmul(self, x: Tensor) -> Tensor:
         return lut_matmul(x, self.packed)
 
+    def matmul_rounded(self, x: Tensor, rounding: Rounding) -> Tensor:
+        group = None if rounding.group_size == -1 else rounding.group_size
+        if self.of_integers and rounding.in_integers and fast(x, self.packed, group):
+            return w4a8_matmul(x, self.packed, x_bits=rounding.bits, x_group=group, x_scale=rounding.step)
+        return super().matmul_rounded(x, rounding)
+
     def look_up(self, ids: Tensor) -> Tensor:
         return look_up(self.packed, ids)
 
@@ -117,6 +126,7 @@ class CodebookGroup(Format):
         if self.scales is not None and dtype.itemsize == 2:
             rows = rows._replace(scale=rows.scale.to(dtype))
         self._set(to_panels(rows) if panels_fit(rows, dtype, device) else rows)
+        self.of_integers = self.layout == "panels" and holds_integers(self.table)
         self._laid_out_for = dtype, device
 
     def spec(self) -> dict[str, Any]:

@@ -229,10 +229,10 @@ int64_t piece_of(int64_t columns) {
   return piece;
 }
 
-// x [..., in]; codes, scale and zero of a weight in panels; x_group: columns that share a step, or 0; x_scale: one step, or one for
+// x [..., in]; codes, scale and zero of a weight in panels; table: the integers that nibbles stand for; x_group: columns that share a step, or 0; x_scale: one step, or one for
 // each such group.
 at::Tensor panels_w4a8(const at::Tensor& x_, const at::Tensor& codes, const at::Tensor& scale, const std::optional<at::Tensor>& zero,
-                       int64_t out, int64_t x_bits, int64_t x_group, const std::optional<at::Tensor>& x_scale) {
+                       const std::optional<at::Tensor>& table, int64_t out, int64_t x_bits, int64_t x_group, const std::optional<at::Tensor>& x_scale) {
   const at::Tensor x = x_.contiguous();
   const int bits = codes.dim() == 3 ? workbench::width_of(codes) : 0;
   const auto one_of_ours = [](const at::Tensor& t) {
@@ -241,6 +241,7 @@ at::Tensor panels_w4a8(const at::Tensor& x_, const at::Tensor& codes, const at::
   TORCH_CHECK(able(), "panels_w4a8: this CPU has no AVX512-VNNI");
   TORCH_CHECK(x.dim() > 0 && x.size(-1) > 0 && one_of_ours(x) && one_of_ours(scale) && codes.is_contiguous() && scale.is_contiguous() &&
                   bits && scale.dim() == 3 && scale.size(1) > 0 && (!zero || (zero->is_contiguous() && zero->sizes() == scale.sizes())) &&
+                  (!table || (bits == 4 && table->numel() == ROWS && workbench::table_fits(table, bits))) &&
                   (x_bits == 4 || x_bits == 8) && (!x_scale || (x_scale->scalar_type() == at::kFloat && x_scale->is_contiguous())),
               "panels_w4a8: x ", x.scalar_type(), ", codes ", codes.scalar_type(), " ", codes.sizes(), ", scale ", scale.scalar_type(),
               " ", scale.sizes(), " or x_scale cannot be read");
@@ -248,12 +249,17 @@ at::Tensor panels_w4a8(const at::Tensor& x_, const at::Tensor& codes, const at::
   sizes.back() = out;
   const at::Tensor y = at::empty(sizes, x.options());
   if (y.numel() == 0) return y;
-  const vnni::Coder& coder = vnni::coder_of(bits);
+  for (int64_t i = 0; table && i < ROWS; i++) {
+    const float value = table->const_data_ptr<float>()[i];
+    TORCH_CHECK(value == std::nearbyint(value) && std::fabs(value) <= 127, "panels_w4a8: `table` holds ", value, ", not integers from -127 to 127");
+  }
+  const vnni::Coder& coder = vnni::coder_of(bits, table.has_value());
   const int64_t in = x.size(-1), share = in / scale.size(1), columns = x_group ? std::min(share, x_group) : share;
   Weight w{};
   w.units = static_cast<const uint8_t*>(codes.const_data_ptr());
   w.scale = scale.const_data_ptr(), w.kind = kind_of(scale);
   w.zero = zero ? zero->const_data_ptr<int8_t>() : nullptr;
+  w.table = table ? table->const_data_ptr<float>() : nullptr;
   w.panels = codes.size(0), w.units_per_row = codes.size(1), w.groups = scale.size(1);
   TORCH_CHECK(in == coder.columns * w.units_per_row && share * w.groups == in && columns % coder.columns == 0 &&
                   columns <= MOST_COLUMNS && share % columns == 0 && (!x_group || (x_group % columns == 0 && in % x_group == 0)) &&
@@ -270,8 +276,8 @@ at::Tensor panels_w4a8(const at::Tensor& x_, const at::Tensor& codes, const at::
 
 #else
 bool able() { return false; }
-at::Tensor panels_w4a8(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, int64_t, int64_t, int64_t,
-                       const std::optional<at::Tensor>&) {
+at::Tensor panels_w4a8(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
+                       const std::optional<at::Tensor>&, int64_t, int64_t, int64_t, const std::optional<at::Tensor>&) {
   TORCH_CHECK(false, "panels_w4a8: this build has no AVX512-VNNI");
 }
 #endif
@@ -279,7 +285,7 @@ at::Tensor panels_w4a8(const at::Tensor&, const at::Tensor&, const at::Tensor&, 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(workbench, m) {
-  m.def("panels_w4a8(Tensor x, Tensor codes, Tensor scale, Tensor? zero, int out, int x_bits, int x_group, Tensor? x_scale) -> Tensor");
+  m.def("panels_w4a8(Tensor x, Tensor codes, Tensor scale, Tensor? zero, Tensor? table, int out, int x_bits, int x_group, Tensor? x_scale) -> Tensor");
   m.def("panels_w4a8_runs() -> bool", able);
 }
 TORCH_LIBRARY_IMPL(workbench, CPU, m) { m.impl("panels_w4a8", panels_w4a8); }

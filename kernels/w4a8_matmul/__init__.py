@@ -7,11 +7,12 @@ from kernels import native
 from kernels.capability import described
 from kernels.int_matmul import Packed
 from kernels.interpreter import triton_takes
+from kernels.lut_matmul import Codebook
 from kernels.registry import ran
 from kernels.w4a8_matmul import reference
-from kernels.w4a8_matmul.groups import check_groups, native_takes, triton_reads
+from kernels.w4a8_matmul.groups import check_groups, holds_integers, native_takes, triton_reads
 
-__all__ = ["fast", "w4a8_matmul"]
+__all__ = ["fast", "holds_integers", "w4a8_matmul"]
 
 IMPLS = ("auto", "reference", "cpu", "triton")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -19,7 +20,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def w4a8_matmul(
     x: Tensor,
-    w: Packed,
+    w: Packed | Codebook,
     *,
     x_bits: int = 8,
     x_group: int | None = None,
@@ -33,15 +34,16 @@ def w4a8_matmul(
     Args:
         x: [..., in]; float32, bfloat16 or float16; any strides; may be empty. Rounded symmetrically, see
             `kernels.w8a8_matmul.quantize_rows`: codes are -127 to 127, or -7 to 7.
-        w: [out, in], packed (`kernels.int_matmul.Packed`): the same panels that `int_matmul` reads.
+        w: [out, in], packed (`kernels.int_matmul.Packed`): the same panels that `int_matmul` reads; or indices into
+            one table of integers from -127 to 127 (`kernels.lut_matmul.Codebook`, `holds_integers`), with scales.
         x_bits: 8 or 4.
         x_group: columns of a token that share a step, or None for all of them. It divides `in`, and divides the
             weight's group_size or is a multiple of it.
         x_scale: None (steps are found in the call), one positive float32 step for all of x, or with x_group one for
             each group of columns [in / x_group]; codes beyond the largest are clamped to it.
-        impl: "reference" (exact integer sums; any layout, any device), "cpu" (panels, on a CPU with AVX512-VNNI),
-            "triton" (rows, with symmetric 4-bit codes) or "auto": triton on CUDA, "cpu" where it takes the weight, else
-            "reference".
+        impl: "reference" (exact integer sums; any layout, any device), "cpu" (panels, and tables of 16 values, on a
+            CPU with AVX512-VNNI), "triton" (rows, with symmetric 4-bit codes) or "auto": triton on CUDA, "cpu" where it
+            takes the weight, else "reference".
 
     Returns:
         [..., out] in x's dtype
@@ -52,23 +54,26 @@ def w4a8_matmul(
     """
     _check(x, w, x_bits, x_group, x_scale)
     use = _implementation(x, w, x_group, impl)
+    zero, table = (None, w.table) if isinstance(w, Codebook) else (w.zero, None)
     if use == "cpu" and x.numel():
         ran("w4a8_matmul", "cpu native")
-        return torch.ops.workbench.panels_w4a8(x, w.codes, w.scale, w.zero, w.shape[0], x_bits, x_group or 0, x_scale)
+        return torch.ops.workbench.panels_w4a8(
+            x, w.codes, w.scale, zero, table, w.shape[0], x_bits, x_group or 0, x_scale
+        )
     use = use if use == "triton" and x.numel() else "reference"
     ran("w4a8_matmul", use)
     return _op(
-        x, w.codes, w.scale, w.zero, x_scale, w.layout, w.bits, w.group_size, list(w.shape), x_bits, x_group, use
+        x, w.codes, w.scale, zero, table, x_scale, w.layout, w.bits, w.group_size, list(w.shape), x_bits, x_group, use
     )
 
 
-def fast(x: Tensor, w: Packed, x_group: int | None) -> bool:
+def fast(x: Tensor, w: Packed | Codebook, x_group: int | None) -> bool:
     """Is there a kernel for these, on this device, so that "auto" does not take the reference?"""
     nested = x_group is None or not (w.shape[1] % x_group or (x_group % w.group_size and w.group_size % x_group))
     return nested and _implementation(x, w, x_group, "auto") != "reference"
 
 
-def _check(x: Tensor, w: Packed, x_bits: int, x_group: int | None, x_scale: Tensor | None) -> None:
+def _check(x: Tensor, w: Packed | Codebook, x_bits: int, x_group: int | None, x_scale: Tensor | None) -> None:
     columns = w.shape[1]
     if x.dim() == 0 or x.shape[-1] != columns:
         raise ValueError(f"`x` {tuple(x.shape)} must end in in_features (={columns})")
@@ -77,6 +82,8 @@ def _check(x: Tensor, w: Packed, x_bits: int, x_group: int | None, x_scale: Tens
     if x_bits not in (4, 8):
         raise ValueError(f"`x_bits` (={x_bits}) must be 4 or 8")
     check_groups(w, x_group)
+    if isinstance(w, Codebook) and (w.scale is None or w.table.dim() != 1):
+        raise ValueError("`w` is a codebook without scales or with a table for each row; one table and scales would do")
     if x_scale is None:
         return
     sizes = (1,) if x_group is None else (1, columns // x_group)
@@ -85,7 +92,7 @@ def _check(x: Tensor, w: Packed, x_bits: int, x_group: int | None, x_scale: Tens
         raise ValueError(f"`x_scale` must be None or {' or '.join(map(str, sizes))} float32 on {x.device}, not {kind}")
 
 
-def _implementation(x: Tensor, w: Packed, x_group: int | None, impl: str) -> str:
+def _implementation(x: Tensor, w: Packed | Codebook, x_group: int | None, impl: str) -> str:
     if impl not in IMPLS:
         raise ValueError(f"`impl` (={impl!r}) must be one of {', '.join(map(repr, IMPLS))}")
     here = f"not {w.layout} of {w.bits} bits in groups of {w.group_size} (x: {x_group}) on"
@@ -113,6 +120,7 @@ def _op(
     codes: Tensor,
     scale: Tensor,
     zero: Tensor | None,
+    table: Tensor | None,
     x_scale: Tensor | None,
     layout: str,
     bits: int,
@@ -123,7 +131,10 @@ def _op(
     use: str,
 ) -> Tensor:
     # Opaque to the compiler on purpose: were the unpacking traced, freezing would fold it into a dense weight.
-    w = Packed(layout, codes, scale, zero, bits, group_size, (shape[0], shape[1]))
+    size = shape[0], shape[1]
+    w: Packed | Codebook = Packed(layout, codes, scale, zero, bits, group_size, size)
+    if table is not None:
+        w = Codebook(layout, codes, table, scale, bits, group_size, size)
     flat = x.reshape(-1, shape[1])
     if use == "triton":
         from kernels.w4a8_matmul import triton
@@ -135,5 +146,5 @@ def _op(
 
 
 @_op.register_fake
-def _(x, codes, scale, zero, x_scale, layout, bits, group_size, shape, x_bits, x_group, use):
+def _(x, codes, scale, zero, table, x_scale, layout, bits, group_size, shape, x_bits, x_group, use):
     return x.new_empty(*x.shape[:-1], shape[0])

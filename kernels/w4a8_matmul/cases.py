@@ -13,6 +13,8 @@ from kernels.int_matmul.cases import group_size_of
 from kernels.int_matmul.reference import dequantize
 from kernels.interpreter import triton_takes
 from kernels.linear.onednn import lay_out, product
+from kernels.lut_matmul import Codebook, pack_codebook
+from kernels.lut_matmul import to_panels as codebook_panels
 from kernels.w4a8_matmul import w4a8_matmul
 from kernels.w4a8_matmul.groups import native_takes, triton_reads
 from kernels.w8a8_matmul import prepacked_fits, quantize_rows, quantize_weight, to_prepacked, w8a8_matmul
@@ -53,6 +55,15 @@ def checks(device: torch.device) -> list[Check]:
         zeros = "symmetric" if symmetric else "zero points"
         name = f"W{bits} g{group_size} {zeros} A{x_bits} g{x_group}{' static' * static}, {tokens} x {out} x {columns}"
         found.append(_check(name, x, _moved(w, device), W.to(device), x_bits, x_group, scale))
+    for group_size, tokens, dtype, x_bits, x_group in (
+        (16, 3, BF16, 8, None),
+        (32, 35, FP32, 4, 32),
+        (64, 130, FP16, 8, None),
+    ):
+        x = torch.randn(tokens, 192, generator=generator).to(device, dtype)
+        w, W = _looked_up(generator, (37, 192), group_size)
+        name = f"a table of integers g{group_size} A{x_bits} g{x_group}, {tokens} x 37 x 192"
+        found.append(_check(name, x, _moved(w, device), W.to(device), x_bits, x_group, None))
     w, W = _weight(generator, (48, 256), 4, 64, True)
     wide = torch.randn(2 * 256, 11, generator=generator).to(device, BF16).t()[:, ::2]
     found.append(_check("x transposed, every other column", wide, _moved(w, device), W.to(device), 8, None, None))
@@ -72,16 +83,25 @@ def _weight(
     return pack(codes, scale, zero, bits=bits, group_size=group_size), W
 
 
-def _moved(w: Packed, device: torch.device) -> Packed:
-    return w._replace(
-        codes=w.codes.to(device), scale=w.scale.to(device), zero=None if w.zero is None else w.zero.to(device)
-    )
+def _looked_up(generator: torch.Generator, shape: tuple[int, int], group_size: int) -> tuple[Codebook, Tensor]:
+    """Indices into a table of integers, in rows, and W in float64."""
+    table = torch.randint(-127, 128, (16,), generator=generator).float()
+    codes = torch.randint(0, 16, shape, generator=generator)
+    scale = ((torch.rand(shape[0], shape[1] // group_size, generator=generator) - 0.3) * 0.01).to(BF16)
+    W = table.double()[codes] * scale.double().repeat_interleave(group_size, 1)
+    return pack_codebook(codes, table, scale, group_size=group_size), W
+
+
+def _moved(w: Packed | Codebook, device: torch.device) -> Packed | Codebook:
+    moved = {name: part.to(device) for name, part in w._asdict().items() if isinstance(part, Tensor)}
+    return w._replace(**moved)
 
 
 def _check(
-    name: str, x: Tensor, w: Packed, W: Tensor, x_bits: int, x_group: int | None, x_scale: Tensor | None
+    name: str, x: Tensor, w: Packed | Codebook, W: Tensor, x_bits: int, x_group: int | None, x_scale: Tensor | None
 ) -> Check:
-    panels = to_panels(w) if w.group_size % 8 == 0 and x.device.type == "cpu" and native.w4a8_runs() else None
+    in_panels = codebook_panels if isinstance(w, Codebook) else to_panels
+    panels = in_panels(w) if w.group_size % 8 == 0 and x.device.type == "cpu" and native.w4a8_runs() else None
     cpu = panels is not None and native_takes(panels, x_group)
 
     def run(impl: str) -> Tensor:

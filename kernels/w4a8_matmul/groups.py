@@ -1,18 +1,22 @@
 """Which columns share a scale of the weight and a step of the activations, and what the implementations can take."""
 
+import torch
+from torch import Tensor
+
 from kernels.int_matmul import Packed
 from kernels.int_matmul.panels import UNIT, WORD, in_planes
+from kernels.lut_matmul import Codebook
 
 MOST_COLUMNS = 1 << 16  # of a group: 2^16 products of at most 2^15 are below 2^31
 SHORTEST = 64  # columns of a group: half of them, those of one nibble, are what the tensor cores multiply at once
 
 
-def common_group(w: Packed, x_group: int | None) -> int:
+def common_group(w: Packed | Codebook, x_group: int | None) -> int:
     """Columns over which codes are summed as integers: they share a scale of W and a step of x."""
     return min(w.group_size, x_group or w.shape[1])
 
 
-def check_groups(w: Packed, x_group: int | None) -> None:
+def check_groups(w: Packed | Codebook, x_group: int | None) -> None:
     """ValueError where groups of columns of x and W do not nest, or x's do not divide `in`."""
     if x_group is None:
         return
@@ -22,14 +26,23 @@ def check_groups(w: Packed, x_group: int | None) -> None:
         raise ValueError(f"`x_group` (={x_group}) must divide the weight's group_size (={w.group_size}) or a multiple")
 
 
-def native_takes(w: Packed, x_group: int | None) -> bool:
-    """Are these panels in groups of whole units? (A unit of bit planes has 16 columns, any other 8.)"""
+def holds_integers(table: Tensor) -> bool:
+    """Are these values integers that a byte holds, so that products with them can be summed as integers?"""
+    return table.dim() == 1 and bool(((table == table.round()) & (table.abs() <= 127)).all())
+
+
+def native_takes(w: Packed | Codebook, x_group: int | None) -> bool:
+    """Are these panels in groups of whole units? (A unit of bit planes has 16 columns, any other 8.) Of tables, whose
+    values must be integers, the kernel reads those of 16."""
+    if isinstance(w, Codebook) and (w.bits != 4 or w.codes.dtype != torch.int32):
+        return False
     group = common_group(w, x_group)
     unit = UNIT if in_planes(w.bits, w.group_size) else WORD
     return w.layout == "panels" and w.group_size % WORD == 0 and group % unit == 0 and group <= MOST_COLUMNS
 
 
-def triton_reads(w: Packed, x_group: int | None) -> bool:
+def triton_reads(w: Packed | Codebook, x_group: int | None) -> bool:
     """Are these rows of symmetric nibbles in groups that the Triton kernel takes?"""
     group = common_group(w, x_group)
-    return w.layout == "rows" and w.bits == 4 and w.zero is None and group % SHORTEST == 0
+    integers = isinstance(w, Packed) and w.zero is None
+    return integers and w.layout == "rows" and w.bits == 4 and group % SHORTEST == 0

@@ -4,25 +4,44 @@ import torch
 from torch import Tensor
 
 from kernels.int_matmul import Packed, to_rows, unpack
-from kernels.w4a8_matmul.groups import common_group
+from kernels.lut_matmul import Codebook, unpack_codebook
+from kernels.lut_matmul import to_rows as codebook_rows
+from kernels.w4a8_matmul.groups import common_group, holds_integers
 from kernels.w8a8_matmul import quantize_rows
 from kernels.w8a8_matmul.reference import product
 
 
-def w4a8_matmul(x: Tensor, w: Packed, x_bits: int, x_group: int | None, x_scale: Tensor | None) -> Tensor:
+def w4a8_matmul(x: Tensor, w: Packed | Codebook, x_bits: int, x_group: int | None, x_scale: Tensor | None) -> Tensor:
     """y [tokens, out] = x [tokens, in] Wᵀ in x's dtype: float32 sums of scale · step · (an exact sum of a group)."""
-    w = to_rows(w)
     codes, step = quantize_rows(x, torch.int8, scale=x_scale, block=x_group, bits=x_bits)  # step [tokens, in / x_group]
-    weights, zero = unpack(w)
-    middle = 1 << (w.bits - 1)
-    weights = (weights.to(torch.int16) - middle).to(torch.int8)  # [out, in]
+    weights, zero, scale = integers_of(w)
     group, wide = common_group(w, x_group), x_group or w.shape[1]
     y = torch.zeros(x.shape[0], w.shape[0], device=x.device)
     for start in range(0, w.shape[1], group):
         columns, g = slice(start, start + group), start // w.group_size
         sums = product(codes[:, columns], weights[:, columns])  # [tokens, out], int32
-        if w.zero is not None:
+        if zero is not None:
             total = codes[:, columns].sum(1, dtype=torch.int32)
-            sums = sums - total[:, None] * (zero[:, g].int() - middle)
-        y += sums.float() * w.scale[:, g].float() * step[:, start // wide, None]
+            sums = sums - total[:, None] * zero[:, g]
+        y += sums.float() * scale[:, g].float() * step[:, start // wide, None]
     return y.to(x.dtype)
+
+
+def integers_of(w: Packed | Codebook) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(int8 [out, in], what to subtract from them int32 [out, groups] or None, scale [out, groups]).
+
+    Raises:
+        ValueError: a table of other values.
+    """
+    if isinstance(w, Codebook):
+        if not holds_integers(w.table):
+            raise ValueError(
+                "`w` is a codebook whose table does not hold integers from -127 to 127; lut_matmul takes it"
+            )
+        w = codebook_rows(w) if w.layout == "panels" else w
+        return w.table[unpack_codebook(w).long()].to(torch.int8), None, w.scale
+    w = to_rows(w)
+    codes, zero = unpack(w)
+    middle = 1 << (w.bits - 1)
+    centred = (codes.to(torch.int16) - middle).to(torch.int8)
+    return centred, None if w.zero is None else zero.int() - middle, w.scale

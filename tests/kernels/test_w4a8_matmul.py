@@ -6,6 +6,8 @@ import torch
 from kernels import native
 from kernels.harness.cases import OWN
 from kernels.int_matmul import int_matmul, pack, to_panels
+from kernels.lut_matmul import NF4, pack_codebook
+from kernels.lut_matmul import to_panels as codebook_panels
 from kernels.registry import recording
 from kernels.w4a8_matmul import w4a8_matmul
 from kernels.w4a8_matmul.cases import checks, contests
@@ -103,12 +105,12 @@ def test_results_do_not_depend_on_threads_or_on_other_tokens():
 
 def test_it_passes_opcheck_and_survives_torch_compile():
     x, w = torch.randn(2, 3, 128), weight()
-    arguments = (x, w.codes, w.scale, None, None, "rows", 4, 32, [40, 128], 8, None, "reference")
+    arguments = (x, w.codes, w.scale, None, None, None, "rows", 4, 32, [40, 128], 8, None, "reference")
     torch.library.opcheck(torch.ops.workbench.w4a8_matmul.default, arguments)
     if NATIVE:
         w = to_panels(w)
         torch.library.opcheck(
-            torch.ops.workbench.panels_w4a8.default, (x, w.codes, w.scale, None, 40, 8, 0, None),
+            torch.ops.workbench.panels_w4a8.default, (x, w.codes, w.scale, None, None, 40, 8, 0, None),
             test_utils=("test_schema", "test_faketensor"),
         )  # fmt: skip
     compiled = torch.compile(lambda x: w4a8_matmul(x, w, x_group=64) + 1, fullgraph=True, backend="aot_eager")(x)
@@ -125,6 +127,12 @@ def test_what_cannot_be_is_refused_by_name():
             w4a8_matmul(x, w, **options)
     with pytest.raises(ValueError, match="`x`"):
         w4a8_matmul(x[:, :95], w)
+    nf4 = pack_codebook(torch.zeros(8, 96, dtype=torch.uint8), NF4, torch.ones(8, 4), group_size=24)
+    with pytest.raises(ValueError, match="`w`.*integers"):
+        w4a8_matmul(x, nf4)
+    if NATIVE:
+        with pytest.raises(RuntimeError, match="integers"):
+            w4a8_matmul(x, codebook_panels(nf4))
     assert w4a8_matmul(x, w, x_group=8).isfinite().all() and w4a8_matmul(x, w, x_group=48).isfinite().all()
 
 
