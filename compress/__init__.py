@@ -33,6 +33,7 @@ from compress.kv.eviction.snapkv import SnapKV
 from compress.kv.eviction.streaming import Streaming
 from compress.kv.eviction.tova import TOVA
 from compress.kv.kv_int import KVInt
+from compress.kv.projecting.matryoshka import Matryoshka
 from compress.kv.reading.quest import Quest
 from compress.kv.reading.tidaldecode import TidalDecode
 from compress.kv.smooth_keys import SmoothKeys
@@ -71,7 +72,7 @@ METHODS: dict[str, type[Method]] = {
     "snapkv": SnapKV, "gemfilter": GemFilter, "expected_attention": ExpectedAttention, "kvzip": KVzip, "kvzap": KVzap,
     "prefixkv": PrefixKV, "d2o": D2O,
     "svdquant": SVDQuant, "smooth_keys": SmoothKeys, "kv_int": KVInt,
-    "quest": Quest, "tidaldecode": TidalDecode,
+    "matryoshka": Matryoshka, "quest": Quest, "tidaldecode": TidalDecode,
 }  # fmt: skip
 
 __all__ = [

@@ -23,12 +23,13 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from compress.dropped import dropped_parts
 from compress.kv.allocation import ada, by_prefix, by_variance, over_layers, pyramid, uniform
 from compress.kv.attention import expect, noted_hidden
+from compress.kv.growing import Growing
 from compress.kv.layer import EXACT, KVLayer, packed
-from compress.kv.policy import Policy, Storage
+from compress.kv.policy import Policy, Projecting, Storage, precision_of
 from compress.kv.reading.method import Reading
 from compress.kv.reading.reader import Reader
 from compress.kv.rotation import turn_of
-from compress.kv.storage import Growing, joined, slabs_of
+from compress.kv.storage import joined, slabs_of
 
 OF_ALL_LAYERS = {"global": over_layers, "prefix": by_prefix, "variance": by_variance}
 INTERVAL = 8  # while text is generated, evict after so many tokens, or an eighth of the budget
@@ -37,14 +38,14 @@ OWN = ("slabs", "queries", "asked", "hidden", "positions", "precision", "evicts"
 
 
 class CompressedCache(Cache):
-    """The cache of one conversation, batch or beam: evicts by `policy`, stores by `storage`, and reads by `reading`,
-    what it is given.
+    """The cache of one conversation, batch or beam: of what it is given it evicts by `policy`, stores by `storage`,
+    reads by `reading`, and keeps the channels that `projecting` says.
 
     Give it to `generate(past_key_values=...)` of an attached model to go on with it in a later turn.
 
     Args:
         model: a transformers decoder, attached (`compress.kv.attach`).
-        policy, storage, reading: None: everything is kept, as it is, and read.
+        policy, storage, reading, projecting: None: everything is kept, as it is, and read.
         observes: keep the queries and evict nothing, so that `compressed` can try many policies on the same prompt.
         traces: remember where each kept position was.
         reads_pieces: tokens that come several at once behind a prompt read sparsely, as single ones do.
@@ -56,12 +57,14 @@ class CompressedCache(Cache):
         policy: Policy | None = None,
         storage: Storage | None = None,
         reading: Reading | None = None,
+        projecting: Projecting | None = None,
         *,
         observes: bool = False,
         traces: bool = False,
         reads_pieces: bool = False,
     ) -> None:
-        self.policy, self.storage, self.observes, self.traces = policy, storage, observes, traces
+        self.policy, self.storage, self.projecting = policy, storage, projecting
+        self.observes, self.traces = observes, traces
         self.model, self.paused, self.reads_pieces, self.by_kernel = model, False, reads_pieces, True
         self.listener: Callable[[KVLayer, Tensor, Tensor, Tensor], None] | None = None
         self.ids: list[Tensor] = []  # of the prompt, [B, n] each, for policies that read it again
@@ -82,7 +85,7 @@ class CompressedCache(Cache):
         policy = self.policy
         return KVLayer(
             number,
-            precision=EXACT if self.storage is None else self.storage.precision,
+            precision=precision_of(number, self.storage, self.projecting),
             evicts=policy is not None,
             remembers=policy is not None and policy.remembers,
             traces=self.traces or (policy is not None and policy.decoding and policy.window > 1),
@@ -190,12 +193,16 @@ class CompressedCache(Cache):
                 vars(layer).update(before)
 
     def compressed(
-        self, policy: Policy | None, storage: Storage | None = None, reading: Reading | None = None
+        self,
+        policy: Policy | None,
+        storage: Storage | None = None,
+        reading: Reading | None = None,
+        projecting: Projecting | None = None,
     ) -> "CompressedCache":
         """A copy of a cache that `observes`, compressed as if the policy had been there when the prompt was read."""
         if not self.observes:
             raise ValueError("`observes` (=False): only a cache that observes keeps what policies score with")
-        made = CompressedCache(self.model, policy, storage, reading, traces=self.traces)
+        made = CompressedCache(self.model, policy, storage, reading, projecting, traces=self.traces)
         for layer, other in zip(made.layers, self.layers, strict=True):
             if not isinstance(layer, KVLayer):
                 vars(layer).update({k: v.clone() if isinstance(v, Tensor) else v for k, v in vars(other).items()})

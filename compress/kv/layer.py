@@ -9,9 +9,11 @@ from transformers.cache_utils import DynamicLayer
 
 from compress.kv.allocation import kept
 from compress.kv.attention import attend
+from compress.kv.growing import Growing
 from compress.kv.policy import Evicting
+from compress.kv.precision import Precision
 from compress.kv.seen import Seen
-from compress.kv.storage import Growing, Precision, Slab, joined, right_packed, slabs_of, taken
+from compress.kv.storage import Slab, joined, right_packed, slabs_of, taken
 from kernels.kv_decode import MAX_TOKENS as KERNEL_TOKENS
 from kernels.kv_decode import Listed, kv_decode
 
@@ -267,7 +269,7 @@ class KVLayer(DynamicLayer):
                 softcap=softcap,
                 return_mass=count,
             )
-            ys.append(out[0] if count else out)
+            ys.append(slab.lifted(out[0] if count else out))
             if count:
                 mass = out[1]
                 if indices is not None:  # entries outside the range have none, wherever they point

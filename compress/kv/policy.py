@@ -1,8 +1,7 @@
 """What a policy of the KV cache is: a rule that scores cached positions, a budget, and how the budget is shared out.
 
-How others fit: low rank (xKV, MatryoshkaKV) is a stage of storage, after eviction (`Storage.precision` grows); ZipVL
-and Locret are `scores` and `allocation`s; ShadowKV chooses at every token what is read, which is a
-`compress.kv.reading`.
+How others fit: Locret is `scores` and an `allocation`; ShadowKV chooses at every token what is read, which is a
+`compress.kv.reading`; xKV would be a `Projecting` whose rows several layers share.
 """
 
 import math
@@ -14,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
+from compress.kv.precision import Precision, Projection
 from compress.kv.seen import Seen
-from compress.kv.storage import Precision
 from compress.kv.support import check_model
 from compress.method import Method, knob
 
@@ -47,8 +46,8 @@ class CacheMethod(Method):
     """
 
     stage: ClassVar[str] = "cache"
-    # Of the three that a cache has: which positions stay (policy), how they are stored (storage), and which of them a
-    # query reads (reading).
+    # Of the four that a cache has: which positions stay (policy), in which of their channels (projecting), how these
+    # are stored (storage), and which positions a query reads (reading).
     slot: ClassVar[str]
 
     def apply(self, model: nn.Module, batches=(), *, device=None, store=None, originals=None, saved=None) -> list:
@@ -122,6 +121,28 @@ class Storage(CacheMethod):
     @property
     def precision(self) -> Precision:
         raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Projecting(CacheMethod):
+    """In which channels keys and values are kept."""
+
+    slot: ClassVar[str] = "projecting"
+
+    def within(self, before: Sequence[Method], after: Sequence[Method]) -> Method:
+        if others := [other for other in (*before, *after) if isinstance(other, Projecting)]:
+            raise ValueError(f"`recipe`: {self} and {others[0]} both decide which channels are kept; keep one")
+        return self
+
+    def projection(self, layer: int) -> Projection:
+        """Of the layer of this number."""
+        raise NotImplementedError
+
+
+def precision_of(layer: int, storage: Storage | None, projecting: Projecting | None) -> Precision:
+    """How a layer holds what stays for good."""
+    precision = Precision() if storage is None else storage.precision
+    return precision if projecting is None else precision._replace(projection=projecting.projection(layer))
 
 
 @dataclass(frozen=True, kw_only=True)
