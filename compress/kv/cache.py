@@ -21,7 +21,7 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING as LAYER_TYPES
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from compress.dropped import dropped_parts
-from compress.kv.allocation import ada, by_prefix, by_variance, over_layers, pyramid, uniform
+from compress.kv.allocation import OF_ALL_LAYERS, of_layer
 from compress.kv.attention import expect, noted_hidden
 from compress.kv.growing import Growing
 from compress.kv.layer import EXACT, KVLayer, packed
@@ -31,7 +31,6 @@ from compress.kv.reading.reader import Reader
 from compress.kv.rotation import turn_of
 from compress.kv.storage import joined, slabs_of
 
-OF_ALL_LAYERS = {"global": over_layers, "prefix": by_prefix, "variance": by_variance}
 INTERVAL = 8  # while text is generated, evict after so many tokens, or an eighth of the budget
 # What a copy of an observing cache's layer has of its own.
 OWN = ("slabs", "queries", "asked", "hidden", "positions", "precision", "evicts", "remembers", "traces")
@@ -346,17 +345,13 @@ class CompressedCache(Cache):
     def _evict(self, layer: KVLayer, scores: Tensor, due: Tensor) -> None:
         """Evict from the rows of a layer that are `due` [B], now, or in `finish`, when the scores of all are known."""
         policy = self.policy
-        target, tokens = policy.target(layer.tokens), layer.lengths.long()
         if policy.allocation in OF_ALL_LAYERS:
             self._scores[layer.number] = scores, due
             return
-        if policy.allocation == "ada":
-            counts = ada(scores, layer.valid, target)
-        elif policy.allocation == "pyramid":
-            counts = pyramid(target, tokens, layer.tokens, self._keeping.index(layer.number), len(self._keeping))
-        else:
-            counts = uniform(target, tokens)
-        layer.evict(scores, torch.where(due[:, None], counts, tokens), policy.merge if policy.merges else None)
+        target, place = policy.target(layer.tokens), (self._keeping.index(layer.number), len(self._keeping))
+        counts = of_layer(policy.allocation, scores, layer.valid, target, layer.tokens, *place)
+        counts = torch.where(due[:, None], counts, layer.lengths)
+        layer.evict(scores, counts, policy.merge if policy.merges else None)
 
     def _read_again(self) -> None:
         """Let the policy read the prompt again, then evict."""

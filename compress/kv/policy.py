@@ -19,7 +19,7 @@ from compress.kv.support import check_model
 from compress.method import Method, knob
 
 ALLOCATIONS = ("uniform", "pyramid", "ada", "global")
-MASS_ALLOCATIONS = ("prefix", "variance")  # for policies whose scores are attention, `Policy.mass`
+MASS_ALLOCATIONS = ("prefix", "variance", "drafters")  # for policies whose scores are attention, `Policy.mass`
 
 
 class Evicting(NamedTuple):
@@ -156,7 +156,8 @@ class Policy(CacheMethod):
         "uniform",
         "how the budget is shared out: as much for every head; more for early layers (pyramid); "
         "to the highest scores of a layer (ada) or of all (global); for policies of attention also to the same share "
-        "of every layer's attention (prefix), or more for layers of even attention (variance)",
+        "of every layer's attention (prefix), or more for layers of even attention (variance), or half as much for the "
+        "half of the layers whose attention is most concentrated (drafters)",
         choices=(*ALLOCATIONS, *MASS_ALLOCATIONS),
     )
     decoding: bool = knob(False, "evict while text is generated too, every eighth of the budget (8 tokens at least)")
