@@ -24,8 +24,8 @@ from compress.dropped import dropped_parts
 from compress.kv.allocation import OF_ALL_LAYERS, of_layer
 from compress.kv.attention import expect, noted_hidden
 from compress.kv.growing import Growing
-from compress.kv.layer import EXACT, KVLayer, packed
-from compress.kv.policy import Policy, Projecting, Storage, precision_of
+from compress.kv.layer import EXACT, KERNEL_TOKENS, KVLayer, packed
+from compress.kv.policy import Policy, Projecting, Storage, precisions_of
 from compress.kv.reading.method import Reading
 from compress.kv.reading.reader import Reader
 from compress.kv.rotation import turn_of
@@ -33,7 +33,7 @@ from compress.kv.storage import joined, slabs_of
 
 INTERVAL = 8  # while text is generated, evict after so many tokens, or an eighth of the budget
 # What a copy of an observing cache's layer has of its own.
-OWN = ("slabs", "queries", "asked", "hidden", "positions", "precision", "evicts", "remembers", "traces")
+OWN = ("slabs", "queries", "asked", "hidden", "positions", "precision", "lesser", "evicts", "remembers", "traces")
 
 
 class CompressedCache(Cache):
@@ -84,7 +84,7 @@ class CompressedCache(Cache):
         policy = self.policy
         return KVLayer(
             number,
-            precision=precision_of(number, self.storage, self.projecting),
+            **precisions_of(number, self.storage, self.projecting),
             evicts=policy is not None,
             remembers=policy is not None and policy.remembers,
             traces=self.traces or (policy is not None and policy.decoding and policy.window > 1),
@@ -210,7 +210,10 @@ class CompressedCache(Cache):
             layer.positions = copy.deepcopy(other.positions)
             if other.slabs:
                 k, v, _ = joined(other.slabs)
-                layer.slabs = slabs_of(k, v, other.valid, layer.precision if policy is None else EXACT)
+                late = policy is not None or layer.lesser is not None
+                layer.slabs = slabs_of(k, v, other.valid, EXACT if late else layer.precision)
+                if layer.lesser is not None:
+                    layer.divide(storage.important(layer.seen_by(other.queries, other.asked)))
                 if policy is not None and policy.remembers:
                     layer.memory = Growing(torch.zeros(k.shape[:3], device=k.device))
         made.ids, made.masks, made.mask = list(self.ids), list(self.masks), self.mask
@@ -299,6 +302,8 @@ class CompressedCache(Cache):
             q: [B, H_q, n, D]. real: [B, n]. mass: [B, H_kv, length], attention that was counted on the way, or None.
         """
         policy, n = self.policy, q.shape[2]
+        if layer.lesser is not None and not self.paused and (n > KERNEL_TOKENS or layer.seen == n):
+            layer.divide(self.storage.important(layer.seen_by(*packed(q, real))))
         if policy is None and not self.observes:
             return
         window = policy.window if policy is not None and (policy.decoding or policy.runs_model) else 0

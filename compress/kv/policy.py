@@ -114,12 +114,29 @@ class Storage(CacheMethod):
     slot: ClassVar[str] = "storage"
 
     def within(self, before: Sequence[Method], after: Sequence[Method]) -> Method:
-        if others := [other for other in (*before, *after) if isinstance(other, Storage)]:
-            raise ValueError(f"`recipe`: {self} and {others[0]} both decide how positions are stored; keep one")
+        for other in (*before, *after):
+            if isinstance(other, Storage):
+                raise ValueError(f"`recipe`: {self} and {other} both decide how positions are stored; keep one")
+            if self.lesser is not None and other.stage == self.stage and other.slot in ("policy", "reading"):
+                raise ValueError(
+                    f"`recipe`: {self} stores positions apart by the attention that they get, and {other} needs "
+                    "positions that lie together; leave one out"
+                )
         return self
 
     @property
     def precision(self) -> Precision:
+        """Of what is kept, but for `lesser` positions."""
+        raise NotImplementedError
+
+    @property
+    def lesser(self) -> Precision | None:
+        """Of positions that are not `important`; None: all are kept alike."""
+        return None
+
+    def important(self, seen: Seen) -> Tensor:
+        """For storages with `lesser`, after a prompt: which positions are kept in `precision`, bool [B, H_kv, T]. Those
+        of earlier prompts that are lesser ones stay so."""
         raise NotImplementedError
 
 
@@ -139,10 +156,15 @@ class Projecting(CacheMethod):
         raise NotImplementedError
 
 
-def precision_of(layer: int, storage: Storage | None, projecting: Projecting | None) -> Precision:
-    """How a layer holds what stays for good."""
-    precision = Precision() if storage is None else storage.precision
-    return precision if projecting is None else precision._replace(projection=projecting.projection(layer))
+def precisions_of(layer: int, storage: Storage | None, projecting: Projecting | None) -> dict[str, Precision | None]:
+    """How a layer holds what stays for good: `precision`, and `lesser` of lesser positions, or None."""
+    both = {"precision": Precision(), "lesser": None}
+    if storage is not None:
+        both = {"precision": storage.precision, "lesser": storage.lesser}
+    if projecting is None:
+        return both
+    own = projecting.projection(layer)
+    return {name: None if one is None else one._replace(projection=own) for name, one in both.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

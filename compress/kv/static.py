@@ -11,7 +11,7 @@ from compress.kv.attention import attend
 from compress.kv.cache import CompressedCache
 from compress.kv.growing import Growing
 from compress.kv.layer import KVLayer
-from compress.kv.policy import Policy, Projecting, Storage, precision_of
+from compress.kv.policy import Policy, Projecting, Storage, precisions_of
 from compress.kv.precision import Held, Precision
 from compress.kv.reading.fixed import FixedReading, room_for
 from compress.kv.reading.method import Glance, Reading
@@ -20,6 +20,15 @@ from compress.kv.support import check_model
 from kernels.kv_decode import KV, Listed, dequantize_kv, kv_decode
 
 NAME = "workbench_kv_static"
+
+
+def check_timed(storage: Storage | None) -> None:
+    """Raise ValueError if fixed tensors cannot hold what a storage keeps."""
+    if storage is not None and storage.lesser is not None:
+        raise ValueError(
+            f"`recipe`: {storage} keeps positions in two precisions, which compiled steps do not read; leave out the "
+            "timing (`speed_contexts`), or take a storage of one"
+        )
 
 
 class StaticSlab(Held):
@@ -124,10 +133,12 @@ def static(cache: CompressedCache, room: int) -> Cache:
     """What a cache of full-attention layers holds, in fixed tensors with room for so many tokens more.
 
     Raises:
-        ValueError: a cache that reads sparsely, which fixed tensors do for timing alone (`MadeUpCache`).
+        ValueError: a cache that reads sparsely, which fixed tensors do for timing alone (`MadeUpCache`), or that keeps
+            positions in two precisions.
     """
     if cache.reader is not None:
         raise ValueError(f"`cache` reads sparsely ({cache.reader.reading}); one without a reading would do")
+    check_timed(cache.storage)
     return Cache(
         layers=[StaticKVLayer([_fixed(slab, room) for slab in layer.slabs], layer.seen) for layer in cache.layers]
     )
@@ -154,6 +165,7 @@ class MadeUpCache(Cache):
         *,
         room: int = 64,
     ) -> None:
+        check_timed(storage)
         self.policy, self.capacity = policy, capacity
         parameter = next(model.parameters())
         config = model.config.get_text_config(decoder=True)
@@ -169,7 +181,7 @@ class MadeUpCache(Cache):
                 torch.randn(1, heads, most, channels, dtype=parameter.dtype, device=parameter.device) for _ in range(2)
             )
             starts = torch.zeros(1, heads, dtype=torch.int32, device=parameter.device)
-            held = precision_of(len(layers), storage, projecting)
+            held = precisions_of(len(layers), storage, projecting)["precision"]
             layers.append(StaticKVLayer([_fixed(Slab(k, v, starts, held), room)], capacity))
         if reading is not None:
             _read_sparsely([layer for layer in layers if isinstance(layer, StaticKVLayer)], reading)

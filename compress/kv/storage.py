@@ -1,12 +1,14 @@
 """Where cached keys and values lie: rows of their own length, right-packed, in 16 bits or in codes, appended to in
 place."""
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
 from compress.kv.growing import Growing
 from compress.kv.precision import Held, Precision, outlier_factors
-from kernels.kv_decode import KV, dequantize_kv, quantize_kv
+from kernels.kv_decode import KV, Listed, dequantize_kv, kv_decode, merge_parts, quantize_kv
 
 
 class Slab(Held):
@@ -48,11 +50,23 @@ class Slab(Held):
     def tensors(self) -> list[Growing]:
         return [*self.codes, *self.notes, self.k, self.v, *([] if self.factors is None else [self.factors])]
 
-    def append(self, k: Tensor, v: Tensor) -> None:
-        """k, v: [B, H, m, D], for every row."""
+    @property
+    def held(self) -> list[Tensor]:
+        """Every tensor that it holds."""
+        return [*(one.buffer for one in self.tensors), self.starts]
+
+    def rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Another choice or order of batch rows."""
+        self.starts = change(self.starts).contiguous()
+        for one in self.tensors:
+            one.rows(change)
+
+    def append(self, k: Tensor, v: Tensor, settle: bool = True) -> None:
+        """k, v: [B, H, m, D], for every row; settle: make codes of what is due."""
         self.k.append(self.inwards(k))
         self.v.append(self.values_inwards(v))
-        self._settle()
+        if settle:
+            self._settle()
 
     def drop_last(self, count: int) -> None:
         """Forget the last positions, which must not be codes yet."""
@@ -77,6 +91,28 @@ class Slab(Held):
         """k, v [B, H, length, D]; what lies before a row's start means nothing."""
         k, v = dequantize_kv(self.kv(), self.k.buffer.dtype)
         return self.outwards(k), self.lifted(v)
+
+    def attend(
+        self,
+        q: Tensor,
+        *,
+        scale: float,
+        softcap: float | None,
+        count: bool = False,
+        listed: Listed | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The decode kernel, for the last tokens: y [B, H_q, n, D] of q [B, H_q, n, D], and with `count` the attention
+        that each position got, [B, H, length]; of the positions that are listed, or of all."""
+        indices, lengths = (None, self.lengths) if listed is None else listed
+        starts = self.starts if listed is None else None
+        more = {"scale": scale, "softcap": softcap, "return_mass": count}
+        out = kv_decode(self.queries(q), self.kv(), lengths, starts=starts, indices=indices, **more)
+        if not count:
+            return self.lifted(out), None
+        y, mass = out
+        if indices is not None:  # entries outside the range have none, wherever they point
+            mass = mass.new_zeros(*mass.shape[:2], self.length).scatter_add_(2, indices, mass)
+        return self.lifted(y), mass
 
     def keys_from(self, position: int) -> Tensor:
         """The keys from this position on, [B, H, n, D]."""
@@ -103,17 +139,108 @@ class Slab(Held):
         self.k, self.v = Growing(self.k.view[:, :, full:].clone()), Growing(self.v.view[:, :, full:].clone())
 
 
+class DividedSlab:
+    """A slab in two parts of different precision: the lesser positions, and behind them the others, to which is
+    appended.
+
+    Positions count over the lesser ones of a row, and then over its others. Attention reads the parts one after the
+    other, and adds them up exactly (`kernels.kv_decode.merge_parts`).
+    """
+
+    def __init__(self, k: Tensor, v: Tensor, part: Tensor, lesser: Precision, precision: Precision) -> None:
+        """k, v: [B, H, n, D]. part: uint8 [B, H, n], 1 for lesser positions, 2 for the others, 0 for what goes."""
+        self.lesser, self.others = (
+            Slab(*(taken(x, index) for x in (k, v)), starts, one)
+            for one, (index, starts) in ((lesser, right_packed(part == 1)), (precision, right_packed(part == 2)))
+        )
+
+    @property
+    def parts(self) -> tuple[Slab, Slab]:
+        return self.lesser, self.others
+
+    @property
+    def precision(self) -> Precision:
+        """Of the positions that are not lesser ones."""
+        return self.others.precision
+
+    @property
+    def lengths(self) -> Tensor:
+        """[B, H] int32"""
+        return self.lesser.lengths + self.others.lengths
+
+    @property
+    def length(self) -> int:
+        """Positions, of the longest row."""
+        return max(int(self.lengths.max()), 1)
+
+    @property
+    def starts(self) -> Tensor:
+        """[B, H] int32, as of rows of one length."""
+        return self.length - self.lengths
+
+    @property
+    def part(self) -> Tensor:
+        """uint8 [B, H, length]: as it was given, of what is kept."""
+        at, starts = torch.arange(self.length, device=self.starts.device), self.starts[..., None]
+        lesser = (at >= starts) & (at < starts + self.lesser.lengths[..., None])
+        return torch.where(lesser, 1, torch.where(at >= starts, 2, 0)).to(torch.uint8)
+
+    @property
+    def held(self) -> list[Tensor]:
+        return [*self.lesser.held, *self.others.held]
+
+    def rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        for one in self.parts:
+            one.rows(change)
+
+    def append(self, k: Tensor, v: Tensor) -> None:
+        """k, v: [B, H, m, D], for every row; several at once may be divided yet, and are no codes before."""
+        self.others.append(k, v, settle=k.shape[2] == 1)
+
+    def drop_last(self, count: int) -> None:
+        """Forget the last positions, which must not be codes yet."""
+        self.others.drop_last(count)
+
+    def dense(self) -> tuple[Tensor, Tensor]:
+        """k, v [B, H, length, D]; what lies before a row's start means nothing."""
+        k, v = (torch.cat(pair, 2) for pair in zip(*(one.dense() for one in self.parts), strict=True))
+        at = [torch.arange(one.length, device=k.device) >= one.starts[..., None] for one in self.parts]
+        index, _ = right_packed(torch.cat(at, 2))
+        return taken(k, index), taken(v, index)
+
+    def attend(
+        self,
+        q: Tensor,
+        *,
+        scale: float,
+        softcap: float | None,
+        count: bool = False,
+        listed: Listed | None = None,
+    ) -> tuple[Tensor, None]:
+        """As of `Slab`, of all positions, without counting."""
+        assert not count and listed is None, "methods that need these refuse a storage that divides"
+        parts, (B, H_q, n, D) = [], q.shape
+        for one in self.parts:
+            new = one is self.others
+            # All tokens of the pass see all lesser positions: they are rows, like heads that share keys.
+            rows = q if new else q.reshape(B, H_q * n, 1, D)
+            more = {"starts": one.starts, "scale": scale, "softcap": softcap, "return_lse": True}
+            y, lse = kv_decode(one.queries(rows), one.kv(), one.lengths, **more)
+            parts.append((one.lifted(y).reshape(B, H_q, n, -1), lse.reshape(B, H_q, n)))
+        return merge_parts(parts)[0], None
+
+
 def right_packed(keep: Tensor) -> tuple[Tensor, Tensor]:
     """Where the kept positions of every row are, at the end of rows of one length, in their order.
 
     Args:
-        keep: bool [B, H, n].
+        keep: bool [B, H, n]; or uint8, the parts in whose order they come, 0 for what goes.
 
     Returns:
         index [B, H, m], m the largest count of a row (rows with fewer begin with their first position, repeated);
         starts [B, H].
     """
-    counts = keep.sum(-1)  # [B, H]
+    counts = (keep > 0).sum(-1)  # [B, H]
     longest = max(int(counts.max()), 1)
     order = keep.to(torch.uint8).argsort(dim=-1, stable=True)[
         ..., -longest:
@@ -153,7 +280,7 @@ def slabs_of(k: Tensor, v: Tensor, keep: Tensor, precision: Precision) -> list[S
     return slabs
 
 
-def joined(slabs: list[Slab]) -> tuple[Tensor, Tensor, Tensor]:
+def joined(slabs: Sequence[Slab | DividedSlab]) -> tuple[Tensor, Tensor, Tensor]:
     """All slabs of a layer as one: k, v [B, H, n, D], starts [B, H], right-packed to the longest row."""
     dense = [slab.dense() for slab in slabs]
     longest = max(slab.length for slab in slabs)

@@ -20,7 +20,7 @@ from compress.inputs.model import weights_sha256
 from compress.kv import CompressedCache, attached, left_alone
 from compress.kv.policy import CacheMethod, Policy, Projecting, Storage
 from compress.kv.reading.method import Reading
-from compress.kv.static import MadeUpCache, decoder
+from compress.kv.static import MadeUpCache, check_timed, decoder
 from compress.method import Method, settle
 from compress.recipe import parse_recipe, parse_recipes
 from eval.contexts.haystack import NOISE, Sample, samples
@@ -251,6 +251,8 @@ def check_caches(model: nn.Module, recipes: CacheRecipes, contexts: Sequence[int
     for methods in recipes.recipes.values():
         for method in methods:
             method.check(model)
+    for name in recipes.timed if contexts else ():
+        check_timed(parts(recipes.recipes[name])[1])
 
 
 def cache_scores(model: nn.Module, found: LongContextScores, speed: CacheSpeed | None) -> Scores:
