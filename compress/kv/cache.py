@@ -20,7 +20,6 @@ from transformers import Cache
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING as LAYER_TYPES
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from compress.dropped import dropped_parts
 from compress.kv.allocation import OF_ALL_LAYERS, of_layer
 from compress.kv.attention import expect, noted_hidden
 from compress.kv.growing import Growing
@@ -30,6 +29,7 @@ from compress.kv.reading.method import Reading
 from compress.kv.reading.reader import Reader
 from compress.kv.rotation import turn_of
 from compress.kv.storage import joined, slabs_of
+from compress.kv.support import keeping_layers
 
 INTERVAL = 8  # while text is generated, evict after so many tokens, or an eighth of the budget
 # What a copy of an observing cache's layer has of its own.
@@ -76,8 +76,7 @@ class CompressedCache(Cache):
         for kind, more in zip(kinds, settings, strict=True):
             layers.append(self._layer(len(layers)) if kind == "full_attention" else LAYER_TYPES[kind](**more))
         super().__init__(layers=layers)
-        gone = {part.layer_idx for part in dropped_parts(model).values()}
-        self._keeping = [layer.number for layer in self.own if layer.number not in gone]
+        self._keeping = keeping_layers(model)
         self.reader = None if reading is None else Reader(reading, self._keeping)
 
     def _layer(self, number: int) -> KVLayer:
@@ -210,8 +209,7 @@ class CompressedCache(Cache):
             layer.positions = copy.deepcopy(other.positions)
             if other.slabs:
                 k, v, _ = joined(other.slabs)
-                late = policy is not None or layer.lesser is not None
-                layer.slabs = slabs_of(k, v, other.valid, EXACT if late else layer.precision)
+                layer.slabs = slabs_of(k, v, other.valid, EXACT if policy or layer.lesser else layer.precision)
                 if layer.lesser is not None:
                     layer.divide(storage.important(layer.seen_by(other.queries, other.asked)))
                 if policy is not None and policy.remembers:

@@ -151,8 +151,8 @@ class Projecting(CacheMethod):
             raise ValueError(f"`recipe`: {self} and {others[0]} both decide which channels are kept; keep one")
         return self
 
-    def projection(self, layer: int) -> Projection:
-        """Of the layer of this number."""
+    def projection(self, layer: int) -> Projection | None:
+        """Of the layer of this number; None for one that keeps no keys."""
         raise NotImplementedError
 
 
@@ -164,7 +164,7 @@ def precisions_of(layer: int, storage: Storage | None, projecting: Projecting | 
     if projecting is None:
         return both
     own = projecting.projection(layer)
-    return {name: None if one is None else one._replace(projection=own) for name, one in both.items()}
+    return {name: one and one._replace(projection=own) for name, one in both.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

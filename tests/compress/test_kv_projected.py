@@ -236,6 +236,10 @@ def test_saved_with_the_recipe_and_refused_for_another_model(found, tiny, tokens
             attach(model, [method])
     with pytest.raises(ValueError, match="2 kv heads of 16 channels.*has 4 of 16"):
         attach(tiny("llama", num_key_value_heads=4), [half])
+    one = {f"0.{kind}": getattr(components(half.path)[0], kind).contiguous() for kind in ("keys", "values")}
+    save_file(one, str(tmp_path / "one.safetensors"))
+    with pytest.raises(ValueError, match="no components of layer 1"):
+        attach(model, [MATRYOSHKA(path=str(tmp_path / "one.safetensors"))])
     with pytest.raises(ValueError, match="`key_rank` .=0. of matryoshka must be above 0"):
         MATRYOSHKA(key_rank=0.0)
     with pytest.raises(ValueError, match="both decide which channels are kept"):

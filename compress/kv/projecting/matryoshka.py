@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from compress.kv.policy import Projecting
 from compress.kv.precision import Projection
+from compress.kv.support import keeping_layers
 from compress.method import knob
 
 STEP = 4  # ranks are multiples of it, so that codes of 2 bits fill their bytes
@@ -74,8 +75,12 @@ class Matryoshka(Projecting):
                 f"`path` (={self.path!r}) of {self.name} is of a model with {heads} kv heads of {channels} channels "
                 f"and {max(found) + 1} layers or more; this one has {own_heads} of {own} and {config.num_hidden_layers}"
             )
+        if lacking := [i for i in keeping_layers(model) if i not in found]:
+            raise ValueError(
+                f"`path` (={self.path!r}) of {self.name} has no components of layer {lacking[0]}; {command}"
+            )
 
-    def projection(self, layer: int) -> Projection:
+    def projection(self, layer: int) -> Projection | None:
         return _leading(self.path, Path(self.path).stat().st_mtime_ns, layer, self.key_rank, self.value_rank)
 
 
@@ -90,8 +95,10 @@ def components(path: str) -> dict[int, Projection]:
 
 
 @lru_cache(maxsize=256)
-def _leading(path: str, changed: int, layer: int, key_rank: float, value_rank: float) -> Projection:
-    whole = _read(path, changed)[layer]
+def _leading(path: str, changed: int, layer: int, key_rank: float, value_rank: float) -> Projection | None:
+    whole = _read(path, changed).get(layer)
+    if whole is None:  # a layer whose attention was dropped
+        return None
 
     def first(x: Tensor, share: float) -> Tensor:
         return x[..., : rank_of(share, x.shape[1])]
