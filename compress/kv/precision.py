@@ -1,6 +1,6 @@
 """In which form keys and values are held: in few bits or many, turned, scaled, or projected."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -22,10 +22,14 @@ class Projection:
 
     keys: Tensor
     values: Tensor
+    _like: dict[tuple[torch.dtype, torch.device], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
 
     def of(self, heads: slice, like: Tensor) -> "Projection":
-        """That of some heads, in the dtype and on the device of a tensor."""
-        return Projection(self.keys[heads].to(like), self.values[heads].to(like))
+        """That of some heads, in the dtype and on the device of a tensor, made once for all caches."""
+        key = (like.dtype, like.device)
+        if key not in self._like:
+            self._like[key] = self.keys.to(like), self.values.to(like)
+        return Projection(*(x[heads] for x in self._like[key]))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Projection":
         return self  # caches share it

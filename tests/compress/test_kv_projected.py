@@ -144,6 +144,18 @@ def test_bytes_fall_with_the_ranks_and_eviction_and_codes(found, tokens):
         assert 0 < cache.nbytes - rows * expected < 16 * rows  # starts, and tokens of each row
 
 
+def test_caches_share_the_components(found, tokens):
+    """In another dtype, too."""
+    model, half = found("llama", 0.5, 0.5)
+    with attached(model.bfloat16(), [half]) as attachment:
+        caches = [attachment.cache() for _ in range(2)]
+        for cache in caches:
+            read(model, cache, tokens(1, 40)[0])
+    for a, b in zip(caches[0].own, copy.deepcopy(caches[1]).own, strict=True):
+        own = [layer.slabs[0].projection.keys for layer in (a, b)]
+        assert own[0].dtype == torch.bfloat16 and own[0].data_ptr() == own[1].data_ptr()
+
+
 def test_generation_of_a_padded_batch_is_that_of_its_rows(found, padded):
     model, half = found("llama", 0.5, 0.75)
     ids, mask = padded
