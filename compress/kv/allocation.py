@@ -6,6 +6,7 @@ from torch import Tensor
 
 ADA_FLOOR = 0.2  # of a head's even share, which it keeps at least
 PYRAMID = 20  # the last layer's share is the even one over this
+REFINER = 0.5  # of the even share, which layers of concentrated attention keep
 
 
 def uniform(target: Tensor, tokens: Tensor) -> Tensor:
@@ -73,6 +74,37 @@ def by_variance(scores: list[Tensor], valid: list[Tensor], target: Tensor) -> li
     weights = (-spread / spread.mean(-1, keepdim=True).clamp(min=1e-30)).softmax(-1).masked_fill(exempt, 0)
     free = (~exempt).sum() / layers
     weights = torch.where(exempt, 1 / layers, weights / weights.sum(-1, keepdim=True).clamp(min=1e-30) * free)
+    return _in_proportion(weights, scores, valid, target)
+
+
+def by_spread(scores: list[Tensor], valid: list[Tensor], target: Tensor) -> list[Tensor]:
+    """Layers of spread attention (drafters) get more, layers of concentrated attention (refiners) get less.
+
+    An analogue of ScaleKV (Li et al., 2025, arXiv:2505.19602), which is about models that draw images scale by scale:
+    there the layers that attend across all scales are drafters, and those that attend to the current one refiners,
+    found for each scale. A decoder of text has no scales. Here a layer's spread is the entropy of the attention that
+    positions got in each head, over the largest that it could be; the half of the layers with the largest spread are
+    drafters. Refiners keep half of the even share, and drafters share out what that leaves.
+    """
+    spread = torch.stack([_spread(one, real) for one, real in zip(scores, valid, strict=True)], -1)  # [B, layers]
+    layers = spread.shape[-1]
+    refiners = layers // 2
+    rank = spread.argsort(dim=-1, stable=True).argsort(dim=-1)
+    drafter = (layers - refiners * REFINER) / (layers - refiners)
+    return _in_proportion(torch.where(rank < refiners, REFINER, drafter), scores, valid, target)
+
+
+def _spread(scores: Tensor, valid: Tensor) -> Tensor:
+    """[B]: the entropy of a layer's finite scores [B, H, T], as shares of each head's sum, over that of even ones."""
+    used = valid & torch.isfinite(scores)
+    mass = scores.float().masked_fill(~used, 0)
+    mass = mass / mass.sum(-1, keepdim=True).clamp(min=1e-30)
+    entropy = -(mass * mass.clamp(min=1e-30).log()).sum(-1)
+    return (entropy / used.sum(-1).clamp(min=2).log()).mean(-1)
+
+
+def _in_proportion(weights: Tensor, scores: list[Tensor], valid: list[Tensor], target: Tensor) -> list[Tensor]:
+    """Counts of each layer in proportion to weights [B, layers], as far as there are so many positions."""
     ranked = []
     for i, one in enumerate(scores):
         # Places are taken in the order of n / weight, so that their number is in proportion to the weight.
@@ -88,6 +120,30 @@ def _variance(scores: Tensor, valid: Tensor) -> Tensor:
     count = used.sum(-1, keepdim=True).clamp(min=1)
     mass = mass / mass.sum(-1, keepdim=True).clamp(min=1e-30) * count  # 1 on average
     return ((mass - 1).square() * used).sum((1, 2)) / used.sum((1, 2)).clamp(min=1)
+
+
+OF_ALL_LAYERS = {"global": over_layers, "prefix": by_prefix, "variance": by_variance, "drafters": by_spread}
+
+
+def of_layer(
+    allocation: str,
+    scores: Tensor,
+    valid: Tensor,
+    target: Tensor,
+    seen: Tensor,
+    layer: int,
+    layers: int,
+) -> Tensor:
+    """Counts [B, H] of one layer by an allocation that is not one of OF_ALL_LAYERS.
+
+    Args:
+        scores, valid: [B, H, T]. target, seen: [B]. layer: its number among so many `layers`.
+    """
+    if allocation == "ada":
+        return ada(scores, valid, target)
+    if allocation == "pyramid":
+        return pyramid(target, valid.sum(-1), seen, layer, layers)
+    return uniform(target, valid.sum(-1))
 
 
 def _by_layer(ranked: list[Tensor], valid: list[Tensor], target: Tensor) -> list[Tensor]:

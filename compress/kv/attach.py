@@ -14,20 +14,20 @@ from compress.kv.cache import CompressedCache
 from compress.kv.policy import CacheMethod
 from compress.kv.support import check_model
 
-SLOTS = ("policy", "storage", "reading")
+SLOTS = ("policy", "storage", "reading", "projecting")
 
 
 class Attachment:
     """What `attach` put on a model.
 
     Attributes:
-        policy, storage, reading: what new caches evict, store and read by; None: nothing is evicted, it is kept as it
-            is, and read.
+        policy, storage, reading, projecting: what new caches evict, store and read by, and the channels that they keep;
+            None: nothing is evicted, it is kept as it is, and read.
     """
 
     def __init__(self, model: nn.Module) -> None:
         register()
-        self.model, self.policy, self.storage, self.reading = model, None, None, None
+        self.model, self.policy, self.storage, self.reading, self.projecting = model, None, None, None, None
         self._stands_for: weakref.WeakKeyDictionary[Cache, CompressedCache] = weakref.WeakKeyDictionary()
         self._before = model.config._attn_implementation
         enter = model.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -44,7 +44,7 @@ class Attachment:
         Args:
             more: `observes`, `traces`, `reads_pieces` of `CompressedCache`.
         """
-        return CompressedCache(self.model, self.policy, self.storage, self.reading, **more)
+        return CompressedCache(self.model, *(getattr(self, slot) for slot in SLOTS), **more)
 
     def undo(self) -> None:
         """Leave the model as it was before. Caches that were made are of no more use."""
@@ -99,7 +99,7 @@ def attach(model: nn.Module, methods: Sequence[CacheMethod] = ()) -> Attachment:
 
     Args:
         model: a transformers decoder; batches, left padding, beams, chunked prefill and further turns are all right.
-        methods: at most one `Policy`, one `Storage` and one `Reading`; beside those of an earlier `attach`.
+        methods: at most one `Policy`, `Storage`, `Reading` and `Projecting`; beside those of an earlier `attach`.
 
     Raises:
         ValueError: the model's attention or cache is of a kind that cannot be served, or there are two methods of one

@@ -20,31 +20,31 @@ from transformers import Cache
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING as LAYER_TYPES
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from compress.dropped import dropped_parts
-from compress.kv.allocation import ada, by_prefix, by_variance, over_layers, pyramid, uniform
+from compress.kv.allocation import OF_ALL_LAYERS, of_layer
 from compress.kv.attention import expect, noted_hidden
-from compress.kv.layer import EXACT, KVLayer, packed
-from compress.kv.policy import Policy, Storage
+from compress.kv.growing import Growing
+from compress.kv.layer import EXACT, KERNEL_TOKENS, KVLayer, packed
+from compress.kv.policy import Policy, Projecting, Storage, precisions_of
 from compress.kv.reading.method import Reading
 from compress.kv.reading.reader import Reader
 from compress.kv.rotation import turn_of
-from compress.kv.storage import Growing, joined, slabs_of
+from compress.kv.storage import joined, slabs_of
+from compress.kv.support import keeping_layers
 
-OF_ALL_LAYERS = {"global": over_layers, "prefix": by_prefix, "variance": by_variance}
 INTERVAL = 8  # while text is generated, evict after so many tokens, or an eighth of the budget
 # What a copy of an observing cache's layer has of its own.
-OWN = ("slabs", "queries", "asked", "hidden", "positions", "precision", "evicts", "remembers", "traces")
+OWN = ("slabs", "queries", "asked", "hidden", "positions", "precision", "lesser", "evicts", "remembers", "traces")
 
 
 class CompressedCache(Cache):
-    """The cache of one conversation, batch or beam: evicts by `policy`, stores by `storage`, and reads by `reading`,
-    what it is given.
+    """The cache of one conversation, batch or beam: of what it is given it evicts by `policy`, stores by `storage`,
+    reads by `reading`, and keeps the channels that `projecting` says.
 
     Give it to `generate(past_key_values=...)` of an attached model to go on with it in a later turn.
 
     Args:
         model: a transformers decoder, attached (`compress.kv.attach`).
-        policy, storage, reading: None: everything is kept, as it is, and read.
+        policy, storage, reading, projecting: None: everything is kept, as it is, and read.
         observes: keep the queries and evict nothing, so that `compressed` can try many policies on the same prompt.
         traces: remember where each kept position was.
         reads_pieces: tokens that come several at once behind a prompt read sparsely, as single ones do.
@@ -56,12 +56,14 @@ class CompressedCache(Cache):
         policy: Policy | None = None,
         storage: Storage | None = None,
         reading: Reading | None = None,
+        projecting: Projecting | None = None,
         *,
         observes: bool = False,
         traces: bool = False,
         reads_pieces: bool = False,
     ) -> None:
-        self.policy, self.storage, self.observes, self.traces = policy, storage, observes, traces
+        self.policy, self.storage, self.projecting = policy, storage, projecting
+        self.observes, self.traces = observes, traces
         self.model, self.paused, self.reads_pieces, self.by_kernel = model, False, reads_pieces, True
         self.listener: Callable[[KVLayer, Tensor, Tensor, Tensor], None] | None = None
         self.ids: list[Tensor] = []  # of the prompt, [B, n] each, for policies that read it again
@@ -74,15 +76,14 @@ class CompressedCache(Cache):
         for kind, more in zip(kinds, settings, strict=True):
             layers.append(self._layer(len(layers)) if kind == "full_attention" else LAYER_TYPES[kind](**more))
         super().__init__(layers=layers)
-        gone = {part.layer_idx for part in dropped_parts(model).values()}
-        self._keeping = [layer.number for layer in self.own if layer.number not in gone]
+        self._keeping = keeping_layers(model)
         self.reader = None if reading is None else Reader(reading, self._keeping)
 
     def _layer(self, number: int) -> KVLayer:
         policy = self.policy
         return KVLayer(
             number,
-            precision=EXACT if self.storage is None else self.storage.precision,
+            **precisions_of(number, self.storage, self.projecting),
             evicts=policy is not None,
             remembers=policy is not None and policy.remembers,
             traces=self.traces or (policy is not None and policy.decoding and policy.window > 1),
@@ -190,12 +191,16 @@ class CompressedCache(Cache):
                 vars(layer).update(before)
 
     def compressed(
-        self, policy: Policy | None, storage: Storage | None = None, reading: Reading | None = None
+        self,
+        policy: Policy | None,
+        storage: Storage | None = None,
+        reading: Reading | None = None,
+        projecting: Projecting | None = None,
     ) -> "CompressedCache":
         """A copy of a cache that `observes`, compressed as if the policy had been there when the prompt was read."""
         if not self.observes:
             raise ValueError("`observes` (=False): only a cache that observes keeps what policies score with")
-        made = CompressedCache(self.model, policy, storage, reading, traces=self.traces)
+        made = CompressedCache(self.model, policy, storage, reading, projecting, traces=self.traces)
         for layer, other in zip(made.layers, self.layers, strict=True):
             if not isinstance(layer, KVLayer):
                 vars(layer).update({k: v.clone() if isinstance(v, Tensor) else v for k, v in vars(other).items()})
@@ -204,7 +209,9 @@ class CompressedCache(Cache):
             layer.positions = copy.deepcopy(other.positions)
             if other.slabs:
                 k, v, _ = joined(other.slabs)
-                layer.slabs = slabs_of(k, v, other.valid, layer.precision if policy is None else EXACT)
+                layer.slabs = slabs_of(k, v, other.valid, EXACT if policy or layer.lesser else layer.precision)
+                if layer.lesser is not None:
+                    layer.divide(storage.important(layer.seen_by(other.queries, other.asked)))
                 if policy is not None and policy.remembers:
                     layer.memory = Growing(torch.zeros(k.shape[:3], device=k.device))
         made.ids, made.masks, made.mask = list(self.ids), list(self.masks), self.mask
@@ -293,6 +300,8 @@ class CompressedCache(Cache):
             q: [B, H_q, n, D]. real: [B, n]. mass: [B, H_kv, length], attention that was counted on the way, or None.
         """
         policy, n = self.policy, q.shape[2]
+        if layer.lesser is not None and not self.paused and (n > KERNEL_TOKENS or layer.seen == n):
+            layer.divide(self.storage.important(layer.seen_by(*packed(q, real))))
         if policy is None and not self.observes:
             return
         window = policy.window if policy is not None and (policy.decoding or policy.runs_model) else 0
@@ -339,17 +348,13 @@ class CompressedCache(Cache):
     def _evict(self, layer: KVLayer, scores: Tensor, due: Tensor) -> None:
         """Evict from the rows of a layer that are `due` [B], now, or in `finish`, when the scores of all are known."""
         policy = self.policy
-        target, tokens = policy.target(layer.tokens), layer.lengths.long()
         if policy.allocation in OF_ALL_LAYERS:
             self._scores[layer.number] = scores, due
             return
-        if policy.allocation == "ada":
-            counts = ada(scores, layer.valid, target)
-        elif policy.allocation == "pyramid":
-            counts = pyramid(target, tokens, layer.tokens, self._keeping.index(layer.number), len(self._keeping))
-        else:
-            counts = uniform(target, tokens)
-        layer.evict(scores, torch.where(due[:, None], counts, tokens), policy.merge if policy.merges else None)
+        target, place = policy.target(layer.tokens), (self._keeping.index(layer.number), len(self._keeping))
+        counts = of_layer(policy.allocation, scores, layer.valid, target, layer.tokens, *place)
+        counts = torch.where(due[:, None], counts, layer.lengths)
+        layer.evict(scores, counts, policy.merge if policy.merges else None)
 
     def _read_again(self) -> None:
         """Let the policy read the prompt again, then evict."""

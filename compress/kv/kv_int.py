@@ -4,7 +4,7 @@ is."""
 from dataclasses import dataclass
 
 from compress.kv.policy import Storage
-from compress.kv.storage import Precision
+from compress.kv.precision import Precision
 from compress.method import knob
 from kernels.kv_decode import GROUPS
 

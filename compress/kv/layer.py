@@ -9,11 +9,13 @@ from transformers.cache_utils import DynamicLayer
 
 from compress.kv.allocation import kept
 from compress.kv.attention import attend
+from compress.kv.growing import Growing
 from compress.kv.policy import Evicting
+from compress.kv.precision import Precision
 from compress.kv.seen import Seen
-from compress.kv.storage import Growing, Precision, Slab, joined, right_packed, slabs_of, taken
+from compress.kv.storage import DividedSlab, Slab, joined, right_packed, slabs_of, taken
 from kernels.kv_decode import MAX_TOKENS as KERNEL_TOKENS
-from kernels.kv_decode import Listed, kv_decode
+from kernels.kv_decode import Listed
 
 EXACT = Precision()
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -28,6 +30,7 @@ class KVLayer(DynamicLayer):
     Args:
         number: of the layer in the model.
         precision: in which positions are stored that stay for good.
+        lesser: in which those are stored that `divide` sets apart; None: there are none.
         evicts: an eviction comes after the prompt; until then positions are kept as they came.
         remembers: keep a number for every position, `memory`, for a policy to fill.
         traces: keep the place of every position, `positions`.
@@ -38,18 +41,19 @@ class KVLayer(DynamicLayer):
         number: int,
         *,
         precision: Precision = EXACT,
+        lesser: Precision | None = None,
         evicts: bool = False,
         remembers: bool = False,
         traces: bool = False,
     ) -> None:
         super().__init__()
-        self.number, self.precision = number, precision
+        self.number, self.precision, self.lesser = number, precision, lesser
         self.evicts, self.remembers, self.traces = evicts, remembers, traces
         self.reset()
 
     def reset(self) -> None:
         """Forget all tokens."""
-        self.slabs: list[Slab] = []
+        self.slabs: list[Slab | DividedSlab] = []
         self.seen, self.fresh = 0, 0  # fresh: how many of the last tokens no eviction has looked at
         self.tokens: Tensor | None = None
         self.since: Tensor | None = None  # [B] tokens of each row since its last eviction
@@ -127,9 +131,7 @@ class KVLayer(DynamicLayer):
 
     def _rows(self, change: Callable[[Tensor], Tensor]) -> None:
         for slab in self.slabs:
-            slab.starts = change(slab.starts).contiguous()
-            for one in slab.tensors:
-                one.rows(change)
+            slab.rows(change)
         for one in filter(None, (self.memory, self.positions)):
             one.rows(change)
         for name in ("tokens", "since", "queries", "asked", "carried", "hidden"):
@@ -157,7 +159,7 @@ class KVLayer(DynamicLayer):
     @property
     def held(self) -> list[Tensor]:
         """Every tensor that this layer holds from one pass to the next."""
-        buffers = [one.buffer for slab in self.slabs for one in slab.tensors] + [slab.starts for slab in self.slabs]
+        buffers = [x for slab in self.slabs for x in slab.held]
         more = [one.buffer for one in (self.memory, self.positions) if one is not None]
         single = (self.queries, self.asked, self.tokens, self.since, self.carried, self.hidden)
         return [*buffers, *more, *(x for x in single if x is not None)]
@@ -256,22 +258,10 @@ class KVLayer(DynamicLayer):
         """
         ys, masses = [], []
         for i, (slab, of) in enumerate(zip(self.slabs, self.split(q), strict=True)):
-            indices, lengths = lists[i] if lists else (None, slab.lengths)
-            out = kv_decode(
-                slab.queries(of),
-                slab.kv(),
-                lengths,
-                starts=None if lists else slab.starts,
-                indices=indices,
-                scale=scaling,
-                softcap=softcap,
-                return_mass=count,
-            )
-            ys.append(out[0] if count else out)
+            listed = lists[i] if lists else None
+            y, mass = slab.attend(of, scale=scaling, softcap=softcap, count=count, listed=listed)
+            ys.append(y)
             if count:
-                mass = out[1]
-                if indices is not None:  # entries outside the range have none, wherever they point
-                    mass = mass.new_zeros(*mass.shape[:2], slab.length).scatter_add_(2, indices, mass)
                 masses.append(nn.functional.pad(mass, (self.length - slab.length, 0)))
         y = torch.cat(ys, 1) if len(ys) > 1 else ys[0]
         return y.transpose(1, 2).contiguous(), torch.cat(masses, 1) if count else None
@@ -286,8 +276,8 @@ class KVLayer(DynamicLayer):
         )
         place = (self.tokens[:, None] - real.flip(1).cumsum(1).flip(1)).to(torch.int32)[:, None].expand(B, H, n)
         if not self.slabs:
-            # Codes are made of what the eviction leaves.
-            self.slabs = slabs_of(k, v, new, EXACT if self.evicts else self.precision)
+            # Codes are made of what the eviction leaves, or when it is known what is stored in which bits.
+            self.slabs = slabs_of(k, v, new, EXACT if self.evicts or self.lesser else self.precision)
             self._start_traces(place, new)
         else:
             for slab, (a, b) in self._heads():
@@ -340,7 +330,29 @@ class KVLayer(DynamicLayer):
         k, v, _ = joined(self.slabs)
         if merge is not None:
             k, v, _, _, self.carried = merge(Evicting(k, v, keep, self.valid, self.carried))
-        self.slabs = slabs_of(k, v, keep, self.precision)
+        if self.divided:
+            keep = self.slabs[0].part.masked_fill(~keep, 0)
+            self.slabs = [DividedSlab(k, v, keep, self.lesser, self.precision)]
+        else:
+            self.slabs = slabs_of(k, v, keep, self.precision if self.lesser is None else EXACT)
+        self._follow(keep)
+
+    @property
+    def divided(self) -> bool:
+        """Are positions stored in two precisions?"""
+        return bool(self.slabs) and isinstance(self.slabs[0], DividedSlab)
+
+    def divide(self, important: Tensor) -> None:
+        """Store the positions that are not important, bool [B, H_kv, length], in the lesser precision, for good."""
+        k, v, _ = joined(self.slabs)
+        part = torch.where(important, 2, 1).to(torch.uint8).masked_fill(~self.valid, 0)
+        if self.divided:
+            part = torch.minimum(part, self.slabs[0].part)
+        self.slabs = [DividedSlab(k, v, part, self.lesser, self.precision)]
+        self._follow(part)
+
+    def _follow(self, keep: Tensor) -> None:
+        """Bring what goes with positions into the order in which slabs were packed by this, [B, H_kv, length]."""
         index, _ = right_packed(keep)
         for name in ("memory", "positions"):
             one = getattr(self, name)

@@ -1,8 +1,7 @@
 """What a policy of the KV cache is: a rule that scores cached positions, a budget, and how the budget is shared out.
 
-How others fit: low rank (xKV, MatryoshkaKV) is a stage of storage, after eviction (`Storage.precision` grows); ZipVL
-and Locret are `scores` and `allocation`s; ShadowKV chooses at every token what is read, which is a
-`compress.kv.reading`.
+How others fit: Locret is `scores` and an `allocation`; ShadowKV chooses at every token what is read, which is a
+`compress.kv.reading`; xKV would be a `Projecting` whose rows several layers share.
 """
 
 import math
@@ -14,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
+from compress.kv.precision import Precision, Projection
 from compress.kv.seen import Seen
-from compress.kv.storage import Precision
 from compress.kv.support import check_model
 from compress.method import Method, knob
 
 ALLOCATIONS = ("uniform", "pyramid", "ada", "global")
-MASS_ALLOCATIONS = ("prefix", "variance")  # for policies whose scores are attention, `Policy.mass`
+MASS_ALLOCATIONS = ("prefix", "variance", "drafters")  # for policies whose scores are attention, `Policy.mass`
 
 
 class Evicting(NamedTuple):
@@ -47,8 +46,8 @@ class CacheMethod(Method):
     """
 
     stage: ClassVar[str] = "cache"
-    # Of the three that a cache has: which positions stay (policy), how they are stored (storage), and which of them a
-    # query reads (reading).
+    # Of the four that a cache has: which positions stay (policy), in which of their channels (projecting), how these
+    # are stored (storage), and which positions a query reads (reading).
     slot: ClassVar[str]
 
     def apply(self, model: nn.Module, batches=(), *, device=None, store=None, originals=None, saved=None) -> list:
@@ -115,13 +114,57 @@ class Storage(CacheMethod):
     slot: ClassVar[str] = "storage"
 
     def within(self, before: Sequence[Method], after: Sequence[Method]) -> Method:
-        if others := [other for other in (*before, *after) if isinstance(other, Storage)]:
-            raise ValueError(f"`recipe`: {self} and {others[0]} both decide how positions are stored; keep one")
+        for other in (*before, *after):
+            if isinstance(other, Storage):
+                raise ValueError(f"`recipe`: {self} and {other} both decide how positions are stored; keep one")
+            if self.lesser is not None and other.stage == self.stage and other.slot in ("policy", "reading"):
+                raise ValueError(
+                    f"`recipe`: {self} stores positions apart by the attention that they get, and {other} needs "
+                    "positions that lie together; leave one out"
+                )
         return self
 
     @property
     def precision(self) -> Precision:
+        """Of what is kept, but for `lesser` positions."""
         raise NotImplementedError
+
+    @property
+    def lesser(self) -> Precision | None:
+        """Of positions that are not `important`; None: all are kept alike."""
+        return None
+
+    def important(self, seen: Seen) -> Tensor:
+        """For storages with `lesser`, after a prompt: which positions are kept in `precision`, bool [B, H_kv, T]. Those
+        of earlier prompts that are lesser ones stay so."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Projecting(CacheMethod):
+    """In which channels keys and values are kept."""
+
+    slot: ClassVar[str] = "projecting"
+
+    def within(self, before: Sequence[Method], after: Sequence[Method]) -> Method:
+        if others := [other for other in (*before, *after) if isinstance(other, Projecting)]:
+            raise ValueError(f"`recipe`: {self} and {others[0]} both decide which channels are kept; keep one")
+        return self
+
+    def projection(self, layer: int) -> Projection | None:
+        """Of the layer of this number; None for one that keeps no keys."""
+        raise NotImplementedError
+
+
+def precisions_of(layer: int, storage: Storage | None, projecting: Projecting | None) -> dict[str, Precision | None]:
+    """How a layer holds what stays for good: `precision`, and `lesser` of lesser positions, or None."""
+    both = {"precision": Precision(), "lesser": None}
+    if storage is not None:
+        both = {"precision": storage.precision, "lesser": storage.lesser}
+    if projecting is None:
+        return both
+    own = projecting.projection(layer)
+    return {name: one and one._replace(projection=own) for name, one in both.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +178,8 @@ class Policy(CacheMethod):
         "uniform",
         "how the budget is shared out: as much for every head; more for early layers (pyramid); "
         "to the highest scores of a layer (ada) or of all (global); for policies of attention also to the same share "
-        "of every layer's attention (prefix), or more for layers of even attention (variance)",
+        "of every layer's attention (prefix), or more for layers of even attention (variance), or half as much for the "
+        "half of the layers whose attention is most concentrated (drafters)",
         choices=(*ALLOCATIONS, *MASS_ALLOCATIONS),
     )
     decoding: bool = knob(False, "evict while text is generated too, every eighth of the budget (8 tokens at least)")

@@ -61,12 +61,7 @@ class Seen:
         scores = torch.einsum("bhgnd,bhtd->bhgnt", q, self.keys.float()) * self.scaling
         if self.softcap:
             scores = self.softcap * torch.tanh(scores / self.softcap)
-        if self.places is None:
-            at = torch.arange(T, device=scores.device)
-            visible = at <= at[T - n :, None]  # [n, T]
-        else:
-            visible = self.places[:, :, None, None] <= self.positions[:, None, None, -n:, None]
-        visible = visible & self.valid[:, :, None, None]
+        visible = self.visible(n)
         scores = scores.masked_fill(~visible, -torch.inf)
         if self.sinks is not None:
             sinks = self.sinks.float().view(1, H, -1, 1, 1).expand(*scores.shape[:-1], 1)
@@ -74,6 +69,20 @@ class Seen:
         else:
             weights = scores.softmax(-1)
         return weights.masked_fill(~(visible & self.asked[:, None, None, -n:, None]), 0.0)
+
+    def visible(self, last: int) -> Tensor:
+        """bool [B, H_kv, 1, last, T]: does each of the last queries see a position?"""
+        if self.places is None:
+            at = torch.arange(self.keys.shape[2], device=self.keys.device)
+            seen = at <= at[len(at) - last :, None]  # [last, T]
+        else:
+            seen = self.places[:, :, None, None] <= self.positions[:, None, None, -last:, None]
+        return seen & self.valid[:, :, None, None]
+
+    def probes(self, last: int) -> Tensor:
+        """How many of the last queries that are no padding see a position, [B, H_kv, T]."""
+        n = min(last, self.queries.shape[2])
+        return (self.visible(n) & self.asked[:, None, None, -n:, None]).sum((2, 3))
 
     def summed_attention(self) -> Tensor:
         """Attention that each position got, summed over the queries and the heads that share its kv head, [B, H_kv,

@@ -9,29 +9,41 @@ from transformers.masking_utils import sdpa_mask
 
 from compress.kv.attention import attend
 from compress.kv.cache import CompressedCache
-from compress.kv.layer import EXACT, KVLayer
-from compress.kv.policy import Policy, Storage
+from compress.kv.growing import Growing
+from compress.kv.layer import KVLayer
+from compress.kv.policy import Policy, Projecting, Storage, precisions_of
+from compress.kv.precision import Held, Precision
 from compress.kv.reading.fixed import FixedReading, room_for
 from compress.kv.reading.method import Glance, Reading
-from compress.kv.storage import Growing, Precision, ScaledKeys, Slab
+from compress.kv.storage import Slab
 from compress.kv.support import check_model
 from kernels.kv_decode import KV, Listed, dequantize_kv, kv_decode
 
 NAME = "workbench_kv_static"
 
 
-class StaticSlab(ScaledKeys):
+def check_timed(storage: Storage | None) -> None:
+    """Raise ValueError if fixed tensors cannot hold what a storage keeps."""
+    if storage is not None and storage.lesser is not None:
+        raise ValueError(
+            f"`recipe`: {storage} keeps positions in two precisions, which compiled steps do not read; leave out the "
+            "timing (`speed_contexts`), or take a storage of one"
+        )
+
+
+class StaticSlab(Held):
     """A `Slab` with room: codes as they are, and a dense tail that is written to at `at`."""
 
-    def __init__(self, kv: KV, starts: Tensor, used: int, precision: Precision, factors: Growing | None = None) -> None:
-        """kv: with room behind position `used`. starts: [B, H] int32. factors: of the slab that it stands for."""
-        self.kv, self.starts, self.used, self.precision, self.factors = kv, starts, used, precision, factors
+    def __init__(self, kv: KV, slab: Slab) -> None:
+        """kv: what the slab holds, with room behind its last position."""
+        self.kv, self.starts, self.used = kv, slab.starts.clone(), slab.length
+        self.precision, self.factors, self.projection = slab.precision, slab.factors, slab.projection
         self.tail = (kv.k, kv.v) if kv.bits == 16 else (kv.tail_k, kv.tail_v)
         coded = 0 if kv.bits == 16 else kv.k.shape[2]
         self.coded, self.length = coded, coded + self.tail[0].shape[2]
-        self.begin = torch.tensor([used - coded], device=starts.device)
-        self.at, self.lengths = self.begin.clone(), (used - starts).to(torch.int32)
-        self.heads = starts.shape[1]
+        self.begin = torch.tensor([self.used - coded], device=self.starts.device)
+        self.at, self.lengths = self.begin.clone(), (self.used - self.starts).to(torch.int32)
+        self.heads = self.starts.shape[1]
         self.notes: list[Growing] = []  # what a reading keeps of every page
         self.noted, self.sparse = self.length, None
 
@@ -41,7 +53,7 @@ class StaticSlab(ScaledKeys):
         if sparse.role.chooses and not sparse.role.reads_all:
             k, _ = dequantize_kv(self.kv, self.tail[0].dtype)
             k = self.outwards(k)
-            whole = Slab(k, k, torch.zeros_like(self.starts), EXACT)
+            whole = Slab(k, k, torch.zeros_like(self.starts), Precision())
             sparse.reading.scores(Glance(whole, k[:, :, :1], 1.0))
             self.notes = whole.notes
 
@@ -49,12 +61,13 @@ class StaticSlab(ScaledKeys):
         """q [B, H_q, 1, D] -> the same shape."""
         if self.sparse is not None:
             return self.sparse.attend(self, q, scale, softcap)
-        q = self.queries(q)
-        return kv_decode(q, self.kv, self.lengths, starts=self.starts, scale=scale, softcap=softcap)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        y = kv_decode(self.queries(q), self.kv, self.lengths, starts=self.starts, scale=scale, softcap=softcap)
+        return self.lifted(y)
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """k, v: [B, H, 1, D]"""
-        for buffer, new in zip(self.tail, (self.inwards(k), v), strict=True):
+        for buffer, new in zip(self.tail, (self.inwards(k), self.values_inwards(v)), strict=True):
             buffer.index_copy_(2, self.at, new)
         self.at.add_(1)
         self.lengths.add_(1)
@@ -120,10 +133,12 @@ def static(cache: CompressedCache, room: int) -> Cache:
     """What a cache of full-attention layers holds, in fixed tensors with room for so many tokens more.
 
     Raises:
-        ValueError: a cache that reads sparsely, which fixed tensors do for timing alone (`MadeUpCache`).
+        ValueError: a cache that reads sparsely, which fixed tensors do for timing alone (`MadeUpCache`), or that keeps
+            positions in two precisions.
     """
     if cache.reader is not None:
         raise ValueError(f"`cache` reads sparsely ({cache.reader.reading}); one without a reading would do")
+    check_timed(cache.storage)
     return Cache(
         layers=[StaticKVLayer([_fixed(slab, room) for slab in layer.slabs], layer.seen) for layer in cache.layers]
     )
@@ -146,15 +161,16 @@ class MadeUpCache(Cache):
         policy: Policy | None = None,
         storage: Storage | None = None,
         reading: Reading | None = None,
+        projecting: Projecting | None = None,
         *,
         room: int = 64,
     ) -> None:
+        check_timed(storage)
         self.policy, self.capacity = policy, capacity
         parameter = next(model.parameters())
         config = model.config.get_text_config(decoder=True)
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         channels = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        precision = EXACT if storage is None else storage.precision
         most = self.kept(capacity)
         layers, plain = [], CompressedCache(model)
         for layer in plain.layers:
@@ -165,7 +181,8 @@ class MadeUpCache(Cache):
                 torch.randn(1, heads, most, channels, dtype=parameter.dtype, device=parameter.device) for _ in range(2)
             )
             starts = torch.zeros(1, heads, dtype=torch.int32, device=parameter.device)
-            layers.append(StaticKVLayer([_fixed(Slab(k, v, starts, precision), room)], capacity))
+            held = precisions_of(len(layers), storage, projecting)["precision"]
+            layers.append(StaticKVLayer([_fixed(Slab(k, v, starts, held), room)], capacity))
         if reading is not None:
             _read_sparsely([layer for layer in layers if isinstance(layer, StaticKVLayer)], reading)
         super().__init__(layers=layers)
@@ -214,7 +231,7 @@ def _fixed(slab: Slab, room: int) -> StaticSlab:
     tail = roomy(slab.k.view), roomy(slab.v.view)
     codes = [one.view.contiguous() for one in slab.codes]
     kv = KV(*codes, *tail, slab.precision.bits, slab.precision.group) if codes else KV(*tail)
-    return StaticSlab(kv, slab.starts.clone(), slab.length, slab.precision, slab.factors)
+    return StaticSlab(kv, slab)
 
 
 def _attention(

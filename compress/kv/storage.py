@@ -1,145 +1,34 @@
 """Where cached keys and values lie: rows of their own length, right-packed, in 16 bits or in codes, appended to in
 place."""
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from compress.transforms.rotation import widest_block
-from kernels.hadamard import hadamard, widest_block
-from kernels.kv_decode import KV, dequantize_kv, quantize_kv
-
-MOST = 8  # a channel is scaled to 2 ** -MOST at most
+from compress.kv.growing import Growing
+from compress.kv.precision import Held, Precision, outlier_factors
+from kernels.kv_decode import KV, Listed, dequantize_kv, kv_decode, merge_parts, quantize_kv
 
 
-class Precision(NamedTuple):
-    """How keys and values are kept: codes of 8, 4 or 2 bits for groups of positions, `residual` positions at least in
-    the dtype in which they came; with `rotates`, keys as `turned` gives them, codes or not; `by_token`: keys with one
-    scale a position, around 0 if `symmetric`; `scaled`: how many channels of a head are scaled before keys become
-    codes."""
-
-    bits: int = 16
-    group: int = 64
-    residual: int = 0
-    rotates: bool = False
-    by_token: bool = False
-    symmetric: bool = False
-    scaled: int = 0
-
-    def turned(self, x: Tensor) -> Tensor:
-        """Keys or queries [..., D], as keys are kept, or back from that: x, or with `rotates` x H.
-
-        H is the normalised Hadamard rotation of D channels, or of the widest divisor of D that has a matrix, block by
-        block. It is its own inverse, and q H · k H = q · k.
-        """
-        if not self.rotates:
-            return x
-        return hadamard(x.unflatten(-1, (-1, widest_block(x.shape[-1])))).view(x.shape)
-
-
-class Growing:
-    """A tensor [B, H, n, ...] that is appended to along n in place; when it is full it grows by an eighth, or `least`
-    at least."""
-
-    def __init__(self, x: Tensor, least: int = 16) -> None:
-        self.buffer, self.length, self.least = x.contiguous(), x.shape[2], least
-
-    @property
-    def view(self) -> Tensor:
-        """[B, H, n, ...], what was appended so far."""
-        return self.buffer[:, :, : self.length]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held, with what is not used yet."""
-        return self.buffer.numel() * self.buffer.element_size()
-
-    def append(self, x: Tensor) -> None:
-        """x [B, H, m, ...]"""
-        end = self.length + x.shape[2]
-        if end > self.buffer.shape[2]:
-            B, H, _, *rest = self.buffer.shape
-            larger = self.buffer.new_empty(B, H, end + max(self.least, end // 8), *rest)
-            larger[:, :, : self.length] = self.view
-            self.buffer = larger
-        self.buffer[:, :, self.length : end] = x
-        self.length = end
-
-    def drop_last(self, count: int) -> None:
-        """Forget the last `count` of them."""
-        self.length -= count
-
-    def rows(self, change) -> None:
-        """Put change(buffer) in the buffer's place: another choice or order of batch rows."""
-        self.buffer = change(self.buffer).contiguous()
-
-
-class ScaledKeys:
-    """Keys as a cache holds them: turned by its precision, and some channels times factors that queries are divided by.
-
-    Attributes:
-        factors: [B, H, 1, D], powers of two, so that nothing but codes is rounded; None: nothing is scaled.
-    """
-
-    precision: Precision
-    factors: Growing | None = None
-
-    def inwards(self, k: Tensor) -> Tensor:
-        """Keys [B, H, n, D] as they are held."""
-        k = self.precision.turned(k)
-        return k if self.factors is None else k * self.factors.view.to(k.dtype)
-
-    def outwards(self, k: Tensor) -> Tensor:
-        """Held keys [B, H, n, D] as they came."""
-        return self.precision.turned(k if self.factors is None else k / self.factors.view.to(k.dtype))
-
-    def queries(self, q: Tensor) -> Tensor:
-        """Queries [B, H_q, n, D] as held keys meet them."""
-        q = self.precision.turned(q)
-        if self.factors is None:
-            return q
-        factors = self.factors.view.to(q.dtype)
-        return q / factors.repeat_interleave(q.shape[1] // factors.shape[1], 1)
-
-
-def outlier_factors(k: Tensor, starts: Tensor, count: int) -> Tensor:
-    """By what channels of keys are multiplied so that none is much larger than the others.
-
-    The `count` largest channels of a head get the power of two, at most 1, that brings their largest magnitude nearest
-    to that of the largest channel behind them, and no further: they are the channels that scores depend on most. The
-    others get 1.
-
-    Args:
-        k: [B, H, n, D]; what lies before a row's start [B, H] is not looked at.
-
-    Returns:
-        [B, H, 1, D], float32.
-    """
-    before = torch.arange(k.shape[2], device=k.device) < starts[..., None]  # [B, H, n]
-    largest = k.float().abs().masked_fill(before[..., None], 0).amax(2, keepdim=True)
-    top, channels = largest.topk(min(count + 1, k.shape[-1]), -1)
-    distance = (top[..., -1:] / top).log2().ceil().nan_to_num(0, 0, 0).clamp(-MOST, 0)
-    return torch.ones_like(largest).scatter(-1, channels, distance.exp2())
-
-
-class Slab(ScaledKeys):
+class Slab(Held):
     """Keys and values of some kv heads, all rows of which end together: row (b, h) is positions starts[b, h] to
     `length`.
 
     With fewer than 16 bits the first positions are codes (`kernels.kv_decode.KV` has the layout) and the rest a dense
-    tail. Where its precision `rotates`, codes and tail hold rotated keys, which the kernels multiply by rotated
-    queries; where it scales channels, so do they from the first codes on, which settle the factors. `dense` and
-    `keys_from` give keys as they came.
+    tail. Where its precision projects or `rotates`, codes and tail hold keys like that, which the kernels multiply by
+    queries like that; where it scales channels, so do they from the first codes on, which settle the factors. `dense`
+    and `keys_from` give keys as they came.
     """
 
-    def __init__(self, k: Tensor, v: Tensor, starts: Tensor, precision: Precision) -> None:
-        """k, v: [B, H, n, D]. starts: [B, H] int32."""
+    def __init__(self, k: Tensor, v: Tensor, starts: Tensor, precision: Precision, heads: slice = slice(None)) -> None:
+        """k, v: [B, H, n, D]. starts: [B, H] int32. heads: which of the layer's these are."""
         self.starts, self.precision = starts.to(torch.int32).contiguous(), precision
         self.codes: list[Growing] = []  # k, v, params_k, params_v
         self.notes: list[Growing] = []  # [B, H, pages, ...]: what a reading keeps of the first `noted` positions
         self.noted = 0
-        self.k, self.v = Growing(precision.turned(k)), Growing(v)
+        self.projection = None if precision.projection is None else precision.projection.of(heads, k)
+        self.k, self.v = Growing(self.inwards(k)), Growing(self.values_inwards(v))
         self._settle()
 
     @property
@@ -161,11 +50,23 @@ class Slab(ScaledKeys):
     def tensors(self) -> list[Growing]:
         return [*self.codes, *self.notes, self.k, self.v, *([] if self.factors is None else [self.factors])]
 
-    def append(self, k: Tensor, v: Tensor) -> None:
-        """k, v: [B, H, m, D], for every row."""
+    @property
+    def held(self) -> list[Tensor]:
+        """Every tensor that it holds."""
+        return [*(one.buffer for one in self.tensors), self.starts]
+
+    def rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Another choice or order of batch rows."""
+        self.starts = change(self.starts).contiguous()
+        for one in self.tensors:
+            one.rows(change)
+
+    def append(self, k: Tensor, v: Tensor, settle: bool = True) -> None:
+        """k, v: [B, H, m, D], for every row; settle: make codes of what is due."""
         self.k.append(self.inwards(k))
-        self.v.append(v)
-        self._settle()
+        self.v.append(self.values_inwards(v))
+        if settle:
+            self._settle()
 
     def drop_last(self, count: int) -> None:
         """Forget the last positions, which must not be codes yet."""
@@ -180,7 +81,7 @@ class Slab(ScaledKeys):
         self.notes, self.noted = [], 0
 
     def kv(self) -> KV:
-        """As the kernels take it, with what `queries` makes of queries."""
+        """As the kernels take it, with what `queries` makes of queries; `lifted` takes what they give."""
         if not self.codes:
             return KV(self.k.view, self.v.view)
         tail = (self.k.view, self.v.view) if self.k.length else (None, None)
@@ -189,7 +90,29 @@ class Slab(ScaledKeys):
     def dense(self) -> tuple[Tensor, Tensor]:
         """k, v [B, H, length, D]; what lies before a row's start means nothing."""
         k, v = dequantize_kv(self.kv(), self.k.buffer.dtype)
-        return self.outwards(k), v
+        return self.outwards(k), self.lifted(v)
+
+    def attend(
+        self,
+        q: Tensor,
+        *,
+        scale: float,
+        softcap: float | None,
+        count: bool = False,
+        listed: Listed | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The decode kernel, for the last tokens: y [B, H_q, n, D] of q [B, H_q, n, D], and with `count` the attention
+        that each position got, [B, H, length]; of the positions that are listed, or of all."""
+        indices, lengths = (None, self.lengths) if listed is None else listed
+        starts = self.starts if listed is None else None
+        more = {"scale": scale, "softcap": softcap, "return_mass": count}
+        out = kv_decode(self.queries(q), self.kv(), lengths, starts=starts, indices=indices, **more)
+        if not count:
+            return self.lifted(out), None
+        y, mass = out
+        if indices is not None:  # entries outside the range have none, wherever they point
+            mass = mass.new_zeros(*mass.shape[:2], self.length).scatter_add_(2, indices, mass)
+        return self.lifted(y), mass
 
     def keys_from(self, position: int) -> Tensor:
         """The keys from this position on, [B, H, n, D]."""
@@ -199,7 +122,7 @@ class Slab(ScaledKeys):
 
     def _settle(self) -> None:
         """Turn whole groups into codes as soon as `residual` positions stay behind them."""
-        bits, group, residual, _, by_token, symmetric, scaled = self.precision
+        bits, group, residual, _, by_token, symmetric, scaled, _ = self.precision
         full = (self.k.length - residual) // group * group
         if bits == 16 or full <= 0:
             return
@@ -216,17 +139,108 @@ class Slab(ScaledKeys):
         self.k, self.v = Growing(self.k.view[:, :, full:].clone()), Growing(self.v.view[:, :, full:].clone())
 
 
+class DividedSlab:
+    """A slab in two parts of different precision: the lesser positions, and behind them the others, to which is
+    appended.
+
+    Positions count over the lesser ones of a row, and then over its others. Attention reads the parts one after the
+    other, and adds them up exactly (`kernels.kv_decode.merge_parts`).
+    """
+
+    def __init__(self, k: Tensor, v: Tensor, part: Tensor, lesser: Precision, precision: Precision) -> None:
+        """k, v: [B, H, n, D]. part: uint8 [B, H, n], 1 for lesser positions, 2 for the others, 0 for what goes."""
+        self.lesser, self.others = (
+            Slab(*(taken(x, index) for x in (k, v)), starts, one)
+            for one, (index, starts) in ((lesser, right_packed(part == 1)), (precision, right_packed(part == 2)))
+        )
+
+    @property
+    def parts(self) -> tuple[Slab, Slab]:
+        return self.lesser, self.others
+
+    @property
+    def precision(self) -> Precision:
+        """Of the positions that are not lesser ones."""
+        return self.others.precision
+
+    @property
+    def lengths(self) -> Tensor:
+        """[B, H] int32"""
+        return self.lesser.lengths + self.others.lengths
+
+    @property
+    def length(self) -> int:
+        """Positions, of the longest row."""
+        return max(int(self.lengths.max()), 1)
+
+    @property
+    def starts(self) -> Tensor:
+        """[B, H] int32, as of rows of one length."""
+        return self.length - self.lengths
+
+    @property
+    def part(self) -> Tensor:
+        """uint8 [B, H, length]: as it was given, of what is kept."""
+        at, starts = torch.arange(self.length, device=self.starts.device), self.starts[..., None]
+        lesser = (at >= starts) & (at < starts + self.lesser.lengths[..., None])
+        return torch.where(lesser, 1, torch.where(at >= starts, 2, 0)).to(torch.uint8)
+
+    @property
+    def held(self) -> list[Tensor]:
+        return [*self.lesser.held, *self.others.held]
+
+    def rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        for one in self.parts:
+            one.rows(change)
+
+    def append(self, k: Tensor, v: Tensor) -> None:
+        """k, v: [B, H, m, D], for every row; several at once may be divided yet, and are no codes before."""
+        self.others.append(k, v, settle=k.shape[2] == 1)
+
+    def drop_last(self, count: int) -> None:
+        """Forget the last positions, which must not be codes yet."""
+        self.others.drop_last(count)
+
+    def dense(self) -> tuple[Tensor, Tensor]:
+        """k, v [B, H, length, D]; what lies before a row's start means nothing."""
+        k, v = (torch.cat(pair, 2) for pair in zip(*(one.dense() for one in self.parts), strict=True))
+        at = [torch.arange(one.length, device=k.device) >= one.starts[..., None] for one in self.parts]
+        index, _ = right_packed(torch.cat(at, 2))
+        return taken(k, index), taken(v, index)
+
+    def attend(
+        self,
+        q: Tensor,
+        *,
+        scale: float,
+        softcap: float | None,
+        count: bool = False,
+        listed: Listed | None = None,
+    ) -> tuple[Tensor, None]:
+        """As of `Slab`, of all positions, without counting."""
+        assert not count and listed is None, "methods that need these refuse a storage that divides"
+        parts, (B, H_q, n, D) = [], q.shape
+        for one in self.parts:
+            new = one is self.others
+            # All tokens of the pass see all lesser positions: they are rows, like heads that share keys.
+            rows = q if new else q.reshape(B, H_q * n, 1, D)
+            more = {"starts": one.starts, "scale": scale, "softcap": softcap, "return_lse": True}
+            y, lse = kv_decode(one.queries(rows), one.kv(), one.lengths, **more)
+            parts.append((one.lifted(y).reshape(B, H_q, n, -1), lse.reshape(B, H_q, n)))
+        return merge_parts(parts)[0], None
+
+
 def right_packed(keep: Tensor) -> tuple[Tensor, Tensor]:
     """Where the kept positions of every row are, at the end of rows of one length, in their order.
 
     Args:
-        keep: bool [B, H, n].
+        keep: bool [B, H, n]; or uint8, the parts in whose order they come, 0 for what goes.
 
     Returns:
         index [B, H, m], m the largest count of a row (rows with fewer begin with their first position, repeated);
         starts [B, H].
     """
-    counts = keep.sum(-1)  # [B, H]
+    counts = (keep > 0).sum(-1)  # [B, H]
     longest = max(int(counts.max()), 1)
     order = keep.to(torch.uint8).argsort(dim=-1, stable=True)[
         ..., -longest:
@@ -262,11 +276,11 @@ def slabs_of(k: Tensor, v: Tensor, keep: Tensor, precision: Precision) -> list[S
     slabs = []
     for heads in [slice(h, h + 1) for h in range(H)] if apart else [slice(0, H)]:
         index, starts = right_packed(keep[:, heads])
-        slabs.append(Slab(taken(k[:, heads], index), taken(v[:, heads], index), starts, precision))
+        slabs.append(Slab(taken(k[:, heads], index), taken(v[:, heads], index), starts, precision, heads))
     return slabs
 
 
-def joined(slabs: list[Slab]) -> tuple[Tensor, Tensor, Tensor]:
+def joined(slabs: Sequence[Slab | DividedSlab]) -> tuple[Tensor, Tensor, Tensor]:
     """All slabs of a layer as one: k, v [B, H, n, D], starts [B, H], right-packed to the longest row."""
     dense = [slab.dense() for slab in slabs]
     longest = max(slab.length for slab in slabs)

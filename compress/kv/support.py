@@ -4,6 +4,8 @@ from torch import nn
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING as LAYER_TYPES
 from transformers.cache_utils import get_layer_types_and_kwargs
 
+from compress.dropped import dropped_parts
+
 
 def check_model(model: nn.Module) -> None:
     """Raise ValueError if a compressed cache cannot serve this model."""
@@ -20,6 +22,13 @@ def check_model(model: nn.Module) -> None:
         raise ValueError(f"`model` ({name}) has no layer that keeps all positions (it has {found}): nothing to evict")
     if unknown := sorted(set(kinds) - set(LAYER_TYPES)):
         raise ValueError(f"`model` ({name}) has layers of a kind that is not known here: {', '.join(unknown)}")
+
+
+def keeping_layers(model: nn.Module) -> list[int]:
+    """Numbers of the layers that keep all positions; those whose attention was dropped keep none."""
+    kinds, _ = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
+    gone = {part.layer_idx for part in dropped_parts(model).values()}
+    return [i for i, kind in enumerate(kinds) if kind == "full_attention" and i not in gone]
 
 
 def left_alone(model: nn.Module) -> dict[str, int]:

@@ -186,9 +186,10 @@ def _decode(step: Step, cache: TimedCache, context: int, count: int, device: tor
 def _attention(model: nn.Module, cache: TimedCache, attend: Callable[[Tensor, Slab], Tensor]) -> float:
     """Seconds of the attention of all layers, one after the other, for one token; the best of three."""
     slabs = cache.layer_slabs()
-    heads = model.config.get_text_config(decoder=True).num_attention_heads
-    kv, device = slabs[0].kv, model.device
-    q = torch.randn(1, heads, 1, (kv.k if kv.tail_k is None else kv.tail_k).shape[-1], dtype=model.dtype, device=device)
+    config, device = model.config.get_text_config(decoder=True), model.device
+    heads = config.num_attention_heads
+    channels = getattr(config, "head_dim", None) or config.hidden_size // heads  # a cache may hold fewer of them
+    q = torch.randn(1, heads, 1, channels, dtype=model.dtype, device=device)
     best = float("inf")
     for _ in range(3):
         wait(device)

@@ -43,7 +43,8 @@ def kv_decode(
     Args:
         q: [B, H_q, T_q, D], float32, float16 or bfloat16; any strides, D contiguous; T_q from 1 to 8; query head i uses
             kv head i // (H_q / H_kv).
-        cache: `KV`; where it is not quantised, and in its tail, in q's dtype.
+        cache: `KV`; where it is not quantised, and in its tail, in q's dtype. Values may have another number of
+            channels than keys, D_v.
         lengths: [B, H_kv], int32 or int64: positions in use; 0 gives zeros.
         starts: the same, or None for zeros.
         indices: [B, H_kv, n], int32 or int64, positions that are read (sparse reading): ranges, and the tokens of the
@@ -55,21 +56,21 @@ def kv_decode(
         return_lse: also return the log-sum-exp of the scores, by which `merge_parts` adds up parts of a cache.
         impl: "reference" (float32, any device), "cpu" (C++ kernels, or plain torch where they cannot be built; reads
             the ranges only), "triton" (a GPU; D up to 256) or "auto". A cache of 2 bits, or whose keys have a scale per
-            token, has only the reference.
+            token, or whose values have other channels, has only the reference.
 
     Returns:
-        y [B, H_q, T_q, D] in q's dtype; with `return_mass` then mass [B, H_kv, positions, or n], float32: probabilities
-        summed over the query heads of a kv head and over T_q, 0 outside the range; with `return_lse` then lse [B, H_q,
-        T_q], float32: ln Σ exp(score), -inf where nothing is seen.
+        y [B, H_q, T_q, D_v] in q's dtype; with `return_mass` then mass [B, H_kv, positions, or n], float32:
+        probabilities summed over the query heads of a kv head and over T_q, 0 outside the range; with `return_lse`
+        then lse [B, H_q, T_q], float32: ln Σ exp(score), -inf where nothing is seen.
 
     Raises:
         ValueError: arguments that do not fit each other, or an implementation that does not exist or cannot take them.
     """
     _check(q, cache, lengths, starts, indices, softcap)
     fits = q.shape[-1] <= MAX_D
-    if cache.bits == 2 or cache.by_token:
+    if only := _only_reference(cache, q.shape[-1]):
         if impl not in ("auto", "reference"):
-            what, other = ("scales per token", "scales per channel") if cache.by_token else ("2 bits", "4 bits")
+            what, other = only
             raise ValueError(f"`impl` (={impl!r}) has no kernel for {what}; 'reference' would do, or {other}")
         impl = "reference"
     if impl == "auto":
@@ -145,7 +146,23 @@ def _(q, k, v, params_k, params_v, tail_k, tail_v, lengths, starts, indices, bit
     held = k.shape[2] + (0 if tail_k is None else tail_k.shape[2])
     mass = (k.shape[0], k.shape[1], held if indices is None else indices.shape[2]) if return_mass else (0,)
     lse = q.shape[:3] if return_lse else (0,)
-    return q.new_empty(q.shape), *(q.new_empty(shape, dtype=torch.float32) for shape in (mass, lse))
+    y = q.new_empty(*q.shape[:3], _value_channels(KV(k, v, bits=bits)))
+    return y, *(q.new_empty(shape, dtype=torch.float32) for shape in (mass, lse))
+
+
+def _value_channels(cache: KV) -> int:
+    return cache.v.shape[3]
+
+
+def _only_reference(cache: KV, D: int) -> tuple[str, str] | None:
+    """What of a cache no kernel reads, and what would do; None if they read it."""
+    if cache.by_token:
+        return "scales per token", "scales per channel"
+    if cache.bits == 2:
+        return "2 bits", "4 bits"
+    if _value_channels(cache) != D:
+        return f"values of {_value_channels(cache)} channels beside keys of {D}", "as many of both"
+    return None
 
 
 def _check(
@@ -165,11 +182,12 @@ def _check(
     if cache.bits not in (16, 8, 4, 2):
         raise ValueError(f"`cache.bits` (={cache.bits}) must be 16 (not quantised), 8, 4 or 2")
     H_kv, S = cache.k.shape[1:3]
+    D_v = _value_channels(cache) if cache.v.dim() > 3 else D
     if H_kv == 0 or H_q % H_kv:
         raise ValueError(f"`q`'s heads (={H_q}) must be a multiple of the cache's (={H_kv})")
     wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     if cache.bits == 16:
-        wanted["k"] = wanted["v"] = ((B, H_kv, S, D), q.dtype)
+        wanted["k"], wanted["v"] = ((B, H_kv, S, D), q.dtype), ((B, H_kv, S, D_v), q.dtype)
         if cache.tail_k is not None or cache.params_k is not None:
             raise ValueError("`cache.bits` (=16) goes without `params_k` and `tail_k`: append to k and v themselves")
     else:
@@ -180,11 +198,11 @@ def _check(
             )
         groups, halves = S // cache.group, 8 // cache.bits
         wanted["k"] = ((B, H_kv, S, D // halves), torch.uint8)
-        wanted["v"] = ((B, H_kv, groups, D, cache.group // halves), torch.uint8)
+        wanted["v"] = ((B, H_kv, groups, D_v, cache.group // halves), torch.uint8)
         wanted["params_k"] = ((B, H_kv, S, 2) if cache.by_token else (B, H_kv, groups, D, 2), torch.bfloat16)
         wanted["params_v"] = ((B, H_kv, S, 2), torch.bfloat16)
         if cache.tail_k is not None:
-            wanted["tail_k"] = wanted["tail_v"] = ((B, H_kv, cache.tail_k.shape[2], D), q.dtype)
+            wanted |= {f"tail_{x}": ((B, H_kv, cache.tail_k.shape[2], n), q.dtype) for x, n in (("k", D), ("v", D_v))}
     for name, (shape, dtype) in wanted.items():
         t = getattr(cache, name)
         if t is None or t.shape != shape or t.dtype != dtype or t.device != q.device:

@@ -92,7 +92,7 @@ def quantize_kv(
     for all D channels is what the kernel can multiply into the probabilities.
 
     Args:
-        k, v: [B, H_kv, S, D], any floating dtype.
+        k, v: [B, H_kv, S, D], any floating dtype; values may have another D than keys.
         bits: 8, 4 or 2.
         group: 32, 64 or 128.
         by_token: keys per position, too, with one scale for all D channels.
@@ -117,7 +117,7 @@ def quantize_kv(
         grouped, 3, bits
     )  # params [B, H, groups, 1, D, 2], or [B, H, full, 1, 2]
     v_codes, params_v = _encode(v[:, :, :full], 3, bits)  # params [B, H, full, 1, 2]
-    v_codes = v_codes.view(B, H, full // group, group, D).transpose(3, 4)
+    v_codes = v_codes.view(B, H, full // group, group, v.shape[3]).transpose(3, 4)
     tail = (k[:, :, full:].clone(), v[:, :, full:].clone()) if full < S else (None, None)
     return KV(
         _pack(k_codes.view(B, H, full, D), bits),

@@ -9,7 +9,7 @@ from kernels.kv_decode.layout import KV, dequantize_kv
 def kv_decode(
     q: Tensor, cache: KV, lengths: Tensor, starts: Tensor | None, scale: float, softcap: float, return_mass: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """y [B, H_q, T_q, D] in q's dtype, mass [B, H_kv, S + R] in float32 or None, lse [B, H_q, T_q] in float32."""
+    """y [B, H_q, T_q, D_v] in q's dtype, mass [B, H_kv, S + R] in float32 or None, lse [B, H_q, T_q] in float32."""
     B, H_q, T_q, D = q.shape
     k, v = dequantize_kv(cache)
     H_kv, positions = k.shape[1:3]
@@ -26,4 +26,4 @@ def kv_decode(
     p = scores.softmax(-1).masked_fill(~visible[:, :, None], 0)  # rows without a position: zeros instead of NaN
     y = torch.einsum("bhgts,bhsd->bhgtd", p, v)
     lse = scores.logsumexp(-1) if positions else scores.new_full(scores.shape[:-1], -torch.inf)
-    return y.reshape(B, H_q, T_q, D).to(q.dtype), p.sum((2, 3)) if return_mass else None, lse.reshape(B, H_q, T_q)
+    return y.flatten(1, 2).to(q.dtype), p.sum((2, 3)) if return_mass else None, lse.reshape(B, H_q, T_q)

@@ -18,9 +18,9 @@ from compress.inputs.calibration import tokens_sha256
 from compress.inputs.corpus import load_text
 from compress.inputs.model import weights_sha256
 from compress.kv import CompressedCache, attached, left_alone
-from compress.kv.policy import CacheMethod, Policy, Storage
+from compress.kv.policy import CacheMethod, Policy, Projecting, Storage
 from compress.kv.reading.method import Reading
-from compress.kv.static import MadeUpCache, decoder
+from compress.kv.static import MadeUpCache, check_timed, decoder
 from compress.method import Method, settle
 from compress.recipe import parse_recipe, parse_recipes
 from eval.contexts.haystack import NOISE, Sample, samples
@@ -146,12 +146,12 @@ def cache_recipes(recipe: str, compare: str = "", curves: str = "") -> CacheReci
     return CacheRecipes(recipes, [MAIN, *others], points)
 
 
-def parts(methods: Sequence[Method]) -> tuple[Policy | None, Storage | None, Reading | None]:
-    """The policy, the storage and the reading of a recipe."""
-    policy, storage, reading = (
-        next((m for m in methods if isinstance(m, kind)), None) for kind in (Policy, Storage, Reading)
+def parts(methods: Sequence[Method]) -> tuple[Policy | None, Storage | None, Reading | None, Projecting | None]:
+    """The policy, the storage, the reading and the projection of a recipe."""
+    policy, storage, reading, projecting = (
+        next((m for m in methods if isinstance(m, kind)), None) for kind in (Policy, Storage, Reading, Projecting)
     )
-    return policy, storage, reading
+    return policy, storage, reading, projecting
 
 
 class Finished(MutableMapping[int, dict[str, Any]]):
@@ -251,6 +251,8 @@ def check_caches(model: nn.Module, recipes: CacheRecipes, contexts: Sequence[int
     for methods in recipes.recipes.values():
         for method in methods:
             method.check(model)
+    for name in recipes.timed if contexts else ():
+        check_timed(parts(recipes.recipes[name])[1])
 
 
 def cache_scores(model: nn.Module, found: LongContextScores, speed: CacheSpeed | None) -> Scores:

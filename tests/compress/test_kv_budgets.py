@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from compress import METHODS
 from compress.kv import attached
-from compress.kv.allocation import by_prefix, by_variance
+from compress.kv.allocation import by_prefix, by_spread, by_variance
 from compress.kv.eviction.d2o import merge_into, most_similar
 from compress.kv.policy import ALLOCATIONS, MASS_ALLOCATIONS, Evicting
 from compress.kv.storage import joined
@@ -76,6 +76,37 @@ def test_budgets_follow_the_variance_of_attention(layers):
         weights = [math.exp(-s / mean) for s in spread[2:5]]
         expected = [3 * target * w / sum(weights) for w in weights]
         assert all(abs(n - e) <= 1 for n, e in zip(found[2:5], expected, strict=True))
+
+
+def test_layers_of_concentrated_attention_keep_half_of_the_even_share(layers):
+    """ScaleKV's refiners, told by entropies written out; the others share the rest, and the sum is the uniform one."""
+    scores, valid = layers
+    scores, valid = scores[::-1], valid[::-1]  # the most even first, where a pyramid would give more as well
+    scores[1], scores[4] = scores[4], scores[1]
+    counts = by_spread(scores, valid, torch.tensor([20, 12]))
+    for row, target, tokens in ((0, 20, 50), (1, 12, 41)):
+        spread = []
+        for one in scores:
+            heads = [h[torch.isfinite(h)] for h in one[row, :, 50 - tokens :]]
+            shares = [[x / sum(h.tolist()) for x in h.tolist()] for h in heads]
+            spread.append(sum(-sum(p * math.log(p) for p in h) / math.log(len(h)) for h in shares) / 3)
+        found = [int(one[row, 0]) for one in counts]
+        refiners = sorted(range(6), key=spread.__getitem__)[:3]
+        assert refiners != [3, 4, 5] and 1 in refiners
+        assert sum(found) == 6 * target and all(torch.all(one[row] == one[row, 0]) for one in counts)
+        for i, n in enumerate(found):
+            assert abs(n - target * (0.5 if i in refiners else 1.5)) <= 1
+
+
+def test_drafters_take_no_more_than_there_is(layers):
+    """What they cannot use goes to the others."""
+    scores, valid = layers
+    counts = by_spread(scores, valid, torch.tensor([40, 36]))
+    for row, target, tokens in ((0, 40, 50), (1, 36, 41)):
+        found = sorted(int(one[row, 0]) for one in counts)
+        assert sum(found) == 6 * target and found[3:] == [tokens] * 3
+    (alone,) = by_spread(scores[:1], valid[:1], torch.tensor([20, 12]))
+    assert torch.equal(alone, torch.tensor([[20] * 3, [12] * 3]))
 
 
 def test_only_attention_is_shared_out_by_its_sum():

@@ -11,7 +11,8 @@ from transformers import DynamicCache
 
 from compress import METHODS, apply, load_compressed, save_compressed
 from compress.kv import attached, attachment_of
-from compress.kv.storage import Precision, slabs_of
+from compress.kv.precision import Precision
+from compress.kv.storage import slabs_of
 from kernels.kv_decode import dequantize_kv, quantize_kv
 from kernels.registry import recording
 

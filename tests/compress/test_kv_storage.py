@@ -11,7 +11,8 @@ from transformers import DynamicCache
 from compress import METHODS
 from compress.kv import attached
 from compress.kv.eviction.knorm import KNorm
-from compress.kv.storage import Precision, joined, slabs_of
+from compress.kv.precision import Precision
+from compress.kv.storage import joined, slabs_of
 from kernels.kv_decode import dequantize_kv, quantize_kv
 
 KV_INT, SNAPKV, H2O = (METHODS[name] for name in ("kv_int", "snapkv", "h2o"))

@@ -8,8 +8,9 @@ from torch.testing import assert_close
 
 from compress import METHODS, apply, load_compressed, save_compressed
 from compress.kv import attached
+from compress.kv.precision import Precision
 from compress.kv.static import _fixed as fixed
-from compress.kv.storage import Precision, slabs_of
+from compress.kv.storage import slabs_of
 from compress.linear import CompressedLinear
 from eval.text.through_cache import logits_through_cache
 from kernels.kv_decode import dequantize_kv, kv_decode, quantize_kv

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.testing import assert_close
 
 from kernels import native
 from kernels.kv_decode import KV, dequantize_kv, kv_decode, merge_parts, quantize_kv
@@ -329,6 +330,22 @@ def test_a_list_of_all_positions_is_the_cache(impl):
     listed, of_entries = kv_decode(q, cache, full, indices=order, return_mass=True, impl=impl)
     assert rms(listed, y) < 1e-5
     assert torch.allclose(of_entries, mass.gather(2, order), atol=1e-5)
+
+
+@pytest.mark.parametrize("bits, group", STORED)
+def test_values_may_have_other_channels_than_keys(bits, group):
+    """By the reference alone, as a product written out over dequantised rows says."""
+    q, k, v = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 70, 16), torch.randn(1, 2, 70, 24)
+    cache = KV(k, v) if bits == 16 else quantize_kv(k, v, bits, group)
+    with recording() as ran:
+        y, lse = kv_decode(q, cache, torch.full((1, 2), 70), return_lse=True)
+    dense_k, dense_v = (x.repeat_interleave(2, 1) for x in dequantize_kv(cache))
+    scores = q @ dense_k.mT / 4
+    assert_close(y, scores.softmax(-1) @ dense_v, rtol=1e-4, atol=1e-4)
+    assert_close(lse, scores.logsumexp(-1), rtol=1e-4, atol=1e-4)
+    assert ran["kv_decode"] == {"reference"}
+    with pytest.raises(ValueError, match="no kernel for values of 24 channels beside keys of 16"):
+        kv_decode(q, cache, torch.full((1, 2), 70), impl="cpu")
 
 
 @pytest.mark.parametrize("bits, group", [(16, 0), (8, 32)])

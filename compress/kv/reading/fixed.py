@@ -4,8 +4,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from compress.kv.growing import Growing
 from compress.kv.reading.method import Glance, Reading, Role
-from compress.kv.storage import Growing, from_start
+from compress.kv.storage import from_start
 from kernels.kv_decode import KV, Listed, kv_decode
 
 
@@ -27,6 +28,9 @@ class FixedSlab(Protocol):
     def queries(self, q: Tensor) -> Tensor:
         """Queries [B, H_q, n, D] as held keys meet them."""
 
+    def lifted(self, y: Tensor) -> Tensor:
+        """Sums of held values [B, H_q, n, R] in all channels."""
+
 
 class FixedReading:
     """How one layer of fixed tensors reads. The bounds of pages are not brought up to date: this is for timing.
@@ -40,18 +44,18 @@ class FixedReading:
 
     def attend(self, slab: FixedSlab, q: Tensor, scale: float | None, softcap: float | None) -> Tensor:
         """q [B, H_q, 1, D] -> the same shape."""
-        turned, more = slab.queries(q), {"scale": scale, "softcap": softcap}
         scaling = q.shape[-1] ** -0.5 if scale is None else scale
+        turned, more = slab.queries(q), {"scale": scaling, "softcap": softcap}
         if self.role.reads_all:
             if not self.role.chooses:
-                return kv_decode(turned, slab.kv, slab.lengths, starts=slab.starts, **more)
+                return slab.lifted(kv_decode(turned, slab.kv, slab.lengths, starts=slab.starts, **more))
             y, mass = kv_decode(turned, slab.kv, slab.lengths, starts=slab.starts, return_mass=True, **more)
             self._leave(self._list(slab, Glance(slab, q, scaling, from_start(mass, slab.starts)[:, :, None])))
-            return y
+            return slab.lifted(y)
         chosen = self.shared
         if self.role.chooses:
             chosen = self._list(slab, Glance(slab, q, scaling))
-        return kv_decode(turned, slab.kv, chosen.lengths, indices=chosen.indices, **more)
+        return slab.lifted(kv_decode(turned, slab.kv, chosen.lengths, indices=chosen.indices, **more))
 
     def _leave(self, chosen: Listed) -> None:
         for held, new in zip(self.shared, chosen, strict=True):

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compress.kv.growing import Growing
 from compress.kv.reading.method import Glance, Reading, Role
-from compress.kv.storage import Growing, Slab, from_start
+from compress.kv.storage import Slab, from_start
 from compress.method import knob
 from kernels.kv_decode import Listed, note_key, page_list, page_scores
 

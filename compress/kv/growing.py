@@ -1,0 +1,40 @@
+"""Tensors that are appended to in place."""
+
+from torch import Tensor
+
+
+class Growing:
+    """A tensor [B, H, n, ...] that is appended to along n in place; when it is full it grows by an eighth, or `least`
+    at least."""
+
+    def __init__(self, x: Tensor, least: int = 16) -> None:
+        self.buffer, self.length, self.least = x.contiguous(), x.shape[2], least
+
+    @property
+    def view(self) -> Tensor:
+        """[B, H, n, ...], what was appended so far."""
+        return self.buffer[:, :, : self.length]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, with what is not used yet."""
+        return self.buffer.numel() * self.buffer.element_size()
+
+    def append(self, x: Tensor) -> None:
+        """x [B, H, m, ...]"""
+        end = self.length + x.shape[2]
+        if end > self.buffer.shape[2]:
+            B, H, _, *rest = self.buffer.shape
+            larger = self.buffer.new_empty(B, H, end + max(self.least, end // 8), *rest)
+            larger[:, :, : self.length] = self.view
+            self.buffer = larger
+        self.buffer[:, :, self.length : end] = x
+        self.length = end
+
+    def drop_last(self, count: int) -> None:
+        """Forget the last `count` of them."""
+        self.length -= count
+
+    def rows(self, change) -> None:
+        """Put change(buffer) in the buffer's place: another choice or order of batch rows."""
+        self.buffer = change(self.buffer).contiguous()

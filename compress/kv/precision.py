@@ -1,0 +1,127 @@
+"""In which form keys and values are held: in few bits or many, turned, scaled, or projected."""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from compress.kv.growing import Growing
+from kernels.hadamard import hadamard, widest_block
+
+MOST = 8  # a channel is scaled to 2 ** -MOST at most
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """Orthonormal columns for every kv head of a layer: keys k are held as k U, values v as v W.
+
+    Attributes:
+        keys: U, [H_kv, D, R]. values: W, [H_kv, D, R'].
+    """
+
+    keys: Tensor
+    values: Tensor
+    _like: dict[tuple[torch.dtype, torch.device], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+
+    def of(self, heads: slice, like: Tensor) -> "Projection":
+        """That of some heads, in the dtype and on the device of a tensor, made once for all caches."""
+        key = (like.dtype, like.device)
+        if key not in self._like:
+            self._like[key] = self.keys.to(like), self.values.to(like)
+        return Projection(*(x[heads] for x in self._like[key]))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Projection":
+        return self  # caches share it
+
+
+class Precision(NamedTuple):
+    """How keys and values are kept: codes of 8, 4 or 2 bits for groups of positions, `residual` positions at least in
+    the dtype in which they came; with `rotates`, keys as `turned` gives them, codes or not; `by_token`: keys with one
+    scale a position, around 0 if `symmetric`; `scaled`: how many channels of a head are scaled before keys become
+    codes; `projection`: of this layer, which comes before all else."""
+
+    bits: int = 16
+    group: int = 64
+    residual: int = 0
+    rotates: bool = False
+    by_token: bool = False
+    symmetric: bool = False
+    scaled: int = 0
+    projection: Projection | None = None
+
+    def turned(self, x: Tensor) -> Tensor:
+        """Keys or queries [..., D], as keys are kept, or back from that: x, or with `rotates` x H.
+
+        H is the normalised Hadamard rotation of D channels, or of the widest divisor of D that has a matrix, block by
+        block. It is its own inverse, and q H · k H = q · k.
+        """
+        if not self.rotates:
+            return x
+        return hadamard(x.unflatten(-1, (-1, widest_block(x.shape[-1])))).view(x.shape)
+
+
+class Held:
+    """How a cache holds keys and values: projected, then keys turned by its precision, and some channels of them times
+    factors that queries are divided by.
+
+    Attributes:
+        factors: [B, H, 1, D], powers of two, so that nothing but codes is rounded; None: nothing is scaled.
+        projection: of the heads that are held; None: all channels are.
+    """
+
+    precision: Precision
+    factors: Growing | None = None
+    projection: Projection | None = None
+
+    def inwards(self, k: Tensor) -> Tensor:
+        """Keys [B, H, n, D] as they are held."""
+        k = self.precision.turned(k if self.projection is None else k @ self.projection.keys)
+        return k if self.factors is None else k * self.factors.view.to(k.dtype)
+
+    def outwards(self, k: Tensor) -> Tensor:
+        """Held keys [B, H, n, R] as they came, but for what a projection has lost."""
+        k = self.precision.turned(k if self.factors is None else k / self.factors.view.to(k.dtype))
+        return k if self.projection is None else k @ self.projection.keys.mT
+
+    def queries(self, q: Tensor) -> Tensor:
+        """Queries [B, H_q, n, D] as held keys meet them: q · (k U Uᵀ) = (q U) · (k U)."""
+        if self.projection is not None:
+            keys = self.projection.keys
+            q = q @ keys.repeat_interleave(q.shape[1] // len(keys), 0)
+        q = self.precision.turned(q)
+        if self.factors is None:
+            return q
+        factors = self.factors.view.to(q.dtype)
+        return q / factors.repeat_interleave(q.shape[1] // factors.shape[1], 1)
+
+    def values_inwards(self, v: Tensor) -> Tensor:
+        """Values [B, H, n, D] as they are held."""
+        return v if self.projection is None else v @ self.projection.values
+
+    def lifted(self, y: Tensor) -> Tensor:
+        """Held values [B, H, n, R], or sums of them for each query head, back in all channels."""
+        if self.projection is None:
+            return y
+        values = self.projection.values
+        return y @ values.repeat_interleave(y.shape[1] // len(values), 0).mT
+
+
+def outlier_factors(k: Tensor, starts: Tensor, count: int) -> Tensor:
+    """By what channels of keys are multiplied so that none is much larger than the others.
+
+    The `count` largest channels of a head get the power of two, at most 1, that brings their largest magnitude nearest
+    to that of the largest channel behind them, and no further: they are the channels that scores depend on most. The
+    others get 1.
+
+    Args:
+        k: [B, H, n, D]; what lies before a row's start [B, H] is not looked at.
+
+    Returns:
+        [B, H, 1, D], float32.
+    """
+    before = torch.arange(k.shape[2], device=k.device) < starts[..., None]  # [B, H, n]
+    largest = k.float().abs().masked_fill(before[..., None], 0).amax(2, keepdim=True)
+    top, channels = largest.topk(min(count + 1, k.shape[-1]), -1)
+    distance = (top[..., -1:] / top).log2().ceil().nan_to_num(0, 0, 0).clamp(-MOST, 0)
+    return torch.ones_like(largest).scatter(-1, channels, distance.exp2())

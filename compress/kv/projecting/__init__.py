@@ -1,0 +1,1 @@
+"""Projecting: in which channels keys and values are kept. One file each."""

@@ -1,0 +1,102 @@
+"""Find the principal components of keys and values that `matryoshka` projects onto.
+
+$ python -m compress.kv.projecting.find_components --model smollm2-135m --out components.safetensors
+"""
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from compress.inputs.calibration import calibration
+from compress.inputs.model import load_model
+from compress.kv.attach import attached
+from compress.kv.projecting.matryoshka import rank_of
+from compress.kv.storage import joined
+
+SHARES = (0.75, 0.5, 0.375, 0.25)  # of the channels, of which the command tells what they keep
+KINDS = ("keys", "values", "keys before RoPE")
+
+
+@torch.no_grad()
+def second_moments(model: nn.Module, batches: Sequence[Tensor]) -> dict[str, dict[int, Tensor]]:
+    """Σ x xᵀ of each kv head, [H_kv, D, D] float64: {kind: {layer: of it}} for every kind in KINDS.
+
+    Args:
+        batches: tokens, LongTensors [1, T].
+    """
+    found: dict[str, dict[int, Tensor]] = {kind: {} for kind in KINDS}
+    for ids in tqdm(batches, desc="keys and values", unit="text"):
+        with attached(model) as attachment:
+            cache = attachment.cache()
+            model(ids.to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        for layer in cache.filled:
+            keys, values, _ = joined(layer.slabs)
+            places = torch.arange(keys.shape[2], device=keys.device)[None]
+            turned_back = layer.about["turn"](keys.float(), places, True)
+            for kind, x in zip(KINDS, (keys, values, turned_back), strict=True):
+                x = x[0].double().cpu()
+                found[kind][layer.number] = found[kind].get(layer.number, 0) + x.mT @ x
+    return found
+
+
+def principal(moment: Tensor) -> tuple[Tensor, Tensor]:
+    """The eigenvectors of second moments [H, D, D] as columns, the largest first, and their eigenvalues [H, D]."""
+    values, vectors = torch.linalg.eigh(moment)
+    return vectors.flip(-1), values.flip(-1).clamp(min=0)
+
+
+def kept_share(moment: Tensor, share: float) -> float:
+    """Of the squares of what these second moments [H, D, D] are of, what the first components keep, mean over heads."""
+    values = principal(moment)[1]
+    kept = values[:, : rank_of(share, values.shape[1])].sum(1) / values.sum(1).clamp(min=1e-30)
+    return kept.mean().item()
+
+
+def find(model: nn.Module, batches: Sequence[Tensor], path: str | Path) -> dict[str, dict[float, float]]:
+    """Write the file that `matryoshka(path=...)` takes.
+
+    Returns:
+        {kind: {share of the channels: share of the squares that the first components keep, mean over layers}}
+    """
+    moments = second_moments(model, batches)
+    tensors = {
+        f"{layer}.{kind}": principal(moment)[0].float().contiguous()
+        for kind in ("keys", "values")
+        for layer, moment in moments[kind].items()
+    }
+    save_file(tensors, str(path))
+    return {
+        kind: {share: sum(kept_share(m, share) for m in of.values()) / len(of) for share in SHARES}
+        for kind, of in moments.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", default="smollm2-135m", help="what `load_model` takes")
+    parser.add_argument("--out", required=True, help="file to write")
+    parser.add_argument("--corpus", default="pydocs", help="what `calibration` takes")
+    parser.add_argument("--samples", type=int, default=16, help="texts")
+    parser.add_argument("--seqlen", type=int, default=512, help="tokens of each")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    start = time.perf_counter()
+    model, tokenizer = load_model(options.model)
+    batches = calibration(
+        tokenizer, corpus=options.corpus, samples=options.samples, seqlen=options.seqlen, seed=options.seed
+    )
+    kept = find(model, batches, options.out)
+    print(f"{options.out}: share of the squares that the first components keep, {time.perf_counter() - start:.0f} s")
+    print(f"{'channels':>18}", *(f"{share:>7.1%}" for share in SHARES))
+    for kind, of in kept.items():
+        print(f"{kind:>18}", *(f"{of[share]:>7.1%}" for share in SHARES))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""ZipVL (He et al., 2024, arXiv:2410.08584): more bits for the tokens that make up most of a layer's attention."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from compress.kv.allocation import kept
+from compress.kv.policy import Storage
+from compress.kv.precision import Precision
+from compress.kv.seen import Seen
+from compress.method import knob
+from kernels.kv_decode import GROUPS
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZipVL(Storage):
+    """Stores the fewest tokens that make up a share of a layer's attention in more bits, and the others in fewer.
+
+    After a prompt, the attention of its last tokens (probes) is summed up. A layer's number of important tokens is the
+    fewest that get the share `mass` of it, mean over kv heads, so that layers of concentrated attention keep few. Each
+    kv head then takes so many by the attention per probe that sees the token. New tokens are stored in more bits, the
+    last ones as they are. Keys have scales per channel and group of positions, values per position, as in `kv_int`;
+    a part's positions that fill no group stay in 16 bits.
+
+    Deviations: the paper also leaves unimportant tokens out of the attention of the prompt, which saves time there; its
+    second version drops them instead of storing them in 2 bits. Its probes are the last tokens and random ones, here
+    they are the last. Of a prompt in pieces of more than 8 tokens each piece is divided as it comes: what is in fewer
+    bits stays so, and the codes of the others are made anew of codes, which adds to their error. Attention reads both
+    parts and adds them up exactly; 2 bits are read by plain torch. It goes with a projection, and not with policies
+    or readings.
+    """
+
+    bits: int = knob(4, "of a code of important tokens", choices=(8, 4), describes=True)
+    low_bits: int = knob(2, "of a code of the others", choices=(4, 2), describes=True)
+    mass: float = knob(
+        0.975, "share of a layer's attention that important tokens make up", range=(0.0, 1.0), describes=True
+    )
+    probes: int = knob(64, "tokens at the end of a prompt whose attention counts", range=(1, 4096))
+    group_size: int = knob(32, "positions that share the scales of their keys", choices=GROUPS)
+    residual: int = knob(32, "last tokens at least that stay in 16 bits", range=(0, 65536))
+    rotate_keys: bool = knob(
+        False, "rotate each head's keys after RoPE by a Hadamard matrix before they become codes, and its queries alike"
+    )
+
+    name = "zipvl"
+    source = "He et al. 2024, arXiv:2410.08584, version 1"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.low_bits >= self.bits:
+            raise ValueError(f"`low_bits` (={self.low_bits}) of {self.name} must be below `bits` (={self.bits})")
+
+    @property
+    def precision(self) -> Precision:
+        return Precision(self.bits, self.group_size, self.residual, self.rotate_keys)
+
+    @property
+    def lesser(self) -> Precision:
+        return Precision(self.low_bits, self.group_size, 0, self.rotate_keys)
+
+    def important(self, seen: Seen) -> Tensor:
+        got = seen.attention(self.probes).sum((2, 3))  # [B, H, T]
+        count = fewest(got, self.mass)[:, None].expand(got.shape[:2])
+        per_probe = got / seen.probes(self.probes).clamp(min=1)
+        return kept(per_probe, seen.valid, count)
+
+
+def fewest(got: Tensor, mass: float) -> Tensor:
+    """[B]: the least n for which the n largest of attention [B, H, T] make up this share of it, mean over heads."""
+    ranked = got.sort(-1, descending=True).values
+    share = (ranked / ranked.sum(-1, keepdim=True).clamp(min=1e-30)).mean(1).cumsum(-1)  # [B, T]
+    return ((share < mass - 1e-6).sum(-1) + 1).clamp(max=got.shape[-1])
