@@ -178,12 +178,13 @@ def _alphas(kinds: _Kinds) -> str:
 
 def _errors(kinds: _Kinds) -> str:
     measured = {kind: [(b, f) for b, f in of if f.error_before and f.error_after] for kind, of in kinds.items()}
+    moved = "transform" if any(_is_rotation(fold) for of in kinds.values() for _, fold in of) else "scales"
     panels = {
         kind: [
-            Line("with the transform", ACCENT, [(block, fold.error_after) for block, fold in of]),
+            Line(f"with the {moved}", ACCENT, [(block, fold.error_after) for block, fold in of]),
             Line("without", SECOND, [(block, fold.error_before) for block, fold in of], "--"),
         ]
         for kind, of in measured.items()
     }
-    summary = "Relative error of the rounded outputs of every link by block, with and without the transform, log scale."
+    summary = f"Relative error of the rounded outputs of every link by block, with and without the {moved}, log scale."
     return plots.by_depth(panels, key="fold-errors", label="relative error of the outputs", summary=summary)

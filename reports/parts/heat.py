@@ -29,7 +29,7 @@ def heat(rows: Mapping[str, Mapping[str, np.ndarray]], *, key: str, summary: str
                               interpolation="nearest")  # fmt: skip
             ax.set_title(clean(name, 40), fontsize=9, loc="left")
             ax.tick_params(labelsize=8)
-        line[0].set_ylabel(clean(title, 40), fontsize=9)
+        line[0].set_ylabel(clean(title, 60), fontsize=9)
     figure.supxlabel("channels; tokens from top to bottom", fontsize=10)
     bar = figure.colorbar(image, ax=axes, shrink=0.8, aspect=40, extend="max")
     bar.ax.tick_params(labelsize=8)
