@@ -19,7 +19,7 @@ A8, A4 = "activations(bits=8)", "activations(bits=4, group_size=32)"
 GATHERED = "activations(bits=4, group_size=32, outliers=0.1)"
 KV4 = "kv_int(bits=4)"
 TRAINED = "rotate(steps=24)"
-FLAT = "flatquant(steps=16)"
+FLAT = "flatquant"
 RECIPES = {
     "W8A8": {
         "plain": "int8",
@@ -41,6 +41,7 @@ RECIPES = {
         "rotated": f"rotate, {WEIGHTS}, {A4}",
         "rotated, trained": f"{TRAINED}, {WEIGHTS}, {A4}",
         "FlatQuant": f"{FLAT}, {WEIGHTS}, {A4}",
+        "FlatQuant, trained": f"flatquant(steps=64), {WEIGHTS}, {A4}",
         "low-rank branch": f"smoothquant, svdquant(rank=16), {WEIGHTS}, {A4}",
         "gathered": f"{WEIGHTS}, {GATHERED}",
         "smoothed, gathered": f"smoothquant, {WEIGHTS}, {GATHERED}",
