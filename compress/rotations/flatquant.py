@@ -15,7 +15,7 @@ from compress.linear import CompressedLinear, is_linear, weight_of
 from compress.linear import replace as put
 from compress.method import Method, knob
 from compress.records import FoldRecord, LayerRecord
-from compress.rotations.flattening import Aim, Flat, FlatLinear, balance, round_through, start_of, train
+from compress.rotations.flattening import Aim, Flat, FlatLinear, balance, errors_of, start_of, train
 from compress.rotations.ranges import Turn, dense_record, fold_record, ranges_of
 from compress.transforms import Kronecker
 from compress.walk.blocks import check_experts, find_blocks, targets
@@ -27,7 +27,7 @@ from compress.walk.groups import input_groups
 from compress.walk.once.saved import SavedStatistics
 from compress.walk.parallel.ranks import current, progress_bar
 from compress.walk.resume import BlockStore
-from kernels.linear import fast_linear, linear
+from kernels.linear import fast_linear
 
 WINDOW = 512  # tokens of an update
 AUTO = "auto"
@@ -107,9 +107,17 @@ class FlatQuant(Method):
             "weight_columns": getattr(weights, "group_size", -1),
         }
         defaults = {"learn_bits": 8, "learn_columns": -1, "weight_bits": 4, "weight_columns": -1}
-        fitting = {k: v if type(v) is int and v in (self.knobs()[k].metadata["choices"] or (v,)) else defaults[k]
-                   for k, v in found.items()}  # fmt: skip
+        choices = {k: self.knobs()[k].metadata["choices"] or (v,) for k, v in found.items()}
+        fitting = {k: v if type(v) is int and v in choices[k] else defaults[k] for k, v in found.items()}
         return replace(self, **{k: v for k, v in fitting.items() if getattr(self, k) == AUTO})
+
+    @property
+    def aim(self) -> Aim:
+        """At what training aims, once `within` has settled it."""
+        return Aim(
+            bits=self.learn_bits, group_size=self.learn_columns, weight_bits=self.weight_bits,
+            weight_group_size=self.weight_columns, steps=self.steps, rate=self.rate, scales=self.scales,
+        )  # fmt: skip
 
     def own_passes(self) -> str:
         return "the training of each block"
@@ -229,14 +237,11 @@ class _Block:
                 f"{moved:.1e} of its output (at most {most:.0e}); load the model again, and try a smaller `rate`"
             )
         calls[:] = passed
-        first, last = losses
-        note = f"its block's loss with rounding went from {first:.4g} to {last:.4g}"
-        if not last < first:
-            note = f"as drawn: its block's loss with rounding would have gone from {first:.4g} to {last:.4g}"
+        notes = (_note(*losses),) if self.method.steps else ()
         seconds = (time.perf_counter() - start) / max(len(turns), 1)
         return [
-            fold_record(turns[i], was[i], now[i], difference=moved, seconds=seconds, notes=(note,),
-                        errors=self._errors(was[i][0], weights[i], maps[i]))
+            fold_record(turns[i], was[i], now[i], difference=moved, seconds=seconds, notes=notes,
+                        errors=errors_of(was[i][0], weights[i], maps[i], self.method.aim))
             for i in range(len(turns))
         ]  # fmt: skip
 
@@ -248,8 +253,7 @@ class _Block:
         wanted: Sequence[Call],
         store: BlockStore | None,
     ) -> tuple[list[Kronecker], tuple[float, float]]:
-        """The map of each group, from the store if they are there, and the block's loss with rounding before and after
-        the training. The first of several processes trains, and the others get what it made."""
+        """The map of each group, from the store or trained by the first of several processes, and the block's losses."""
         ranks, made = current(), None
         if ranks.rank == 0:
             kept = store.get(self.index) if store else None
@@ -264,11 +268,7 @@ class _Block:
         self, groups: list[list[str]], starts: Sequence[Kronecker], calls: Sequence[Call], wanted: Sequence[Call]
     ) -> tuple[dict[str, Tensor], list[float]]:
         """Tensors of the maps by number of the group, and the losses."""
-        m, block = self.method, find_blocks(self.model)[1][self.index]
-        aim = Aim(
-            bits=m.learn_bits, group_size=m.learn_columns, weight_bits=m.weight_bits,
-            weight_group_size=m.weight_columns, steps=m.steps, rate=m.rate, scales=m.scales,
-        )  # fmt: skip
+        aim, block = self.method.aim, find_blocks(self.model)[1][self.index]
         originals = {name: self.model.get_submodule(name) for group in groups for name in group}
         flats = [Flat(start) for start in starts]
         standing = {
@@ -283,18 +283,13 @@ class _Block:
         finally:
             for name, one in originals.items():
                 put(self.model, name, one)
-        better = losses[1] < losses[0]  # else the block keeps what training started from
-        results = [flat.result() for flat in flats] if better else starts
+        results = [flat.result() for flat in flats] if losses[1] < losses[0] else starts
         return {f"{i}.{part}": getattr(one, part) for i, one in enumerate(results) for part in PARTS}, list(losses)
 
-    def _errors(self, x: Tensor, W: Tensor, transform: Kronecker) -> tuple[float, float]:
-        """||xWᵀ - Q(x)Q(W)ᵀ||² / ||xWᵀ||² as the training rounds, without the map and with it."""
-        m, y, found = self.method, linear(x, W), []
-        for rows, weight in ((x, W), (transform(x), transform.fold(W))):
-            rounded = round_through(weight, m.weight_bits, m.weight_columns) if m.weight_bits else weight
-            left = y - linear(round_through(rows, m.learn_bits, m.learn_columns), rounded)
-            found.append((left.square().sum() / y.square().sum().clamp_min(1e-30)).item())
-        return found[0], found[1]
+
+def _note(first: float, last: float) -> str:
+    went = "went" if last < first else "would have gone (so that its maps stay as they were at the start)"
+    return f"its block's loss with rounding {went} from {first:.4g} to {last:.4g}"
 
 
 def _transformed(linear: nn.Module, transform: Kronecker) -> CompressedLinear:

@@ -16,6 +16,7 @@ from compress.transforms.rounding import SMALLEST, largest_code
 from compress.tuning.training import token_loss
 from compress.walk.capture import Call, run_block
 from kernels.hadamard import widest_block
+from kernels.linear import linear
 
 LIMIT = 4.0  # of the logarithm of a singular value: none is beyond 1 / 55 to 55
 EPSILON = 1e-4  # of a typical channel's size: smaller ones count as if they had it
@@ -185,6 +186,8 @@ def train(
             return sum(loss_of(i).item() for i in order[:2]) / len(order[:2])
 
     before = total()
+    if not aim.steps:
+        return before, before
     for step in range(aim.steps):
         for group in optimizer.param_groups:
             group["lr"] = aim.rate * (1 + math.cos(math.pi * step / aim.steps)) / 2
@@ -208,6 +211,16 @@ def round_through(x: Tensor, bits: int, group_size: int) -> Tensor:
         units = groups / step
         error = units.round() - units
     return (groups + error * step).flatten(-2)
+
+
+def errors_of(x: Tensor, W: Tensor, transform: Kronecker, aim: Aim) -> tuple[float, float]:
+    """||xWᵀ - Q(x)Q(W)ᵀ||² / ||xWᵀ||² without the transform and with it."""
+    y, found = linear(x, W), []
+    for rows, weight in ((x, W), (transform(x), transform.fold(W))):
+        rounded = round_through(weight, aim.weight_bits, aim.weight_group_size) if aim.weight_bits else weight
+        left = y - linear(round_through(rows, aim.bits, aim.group_size), rounded)
+        found.append((left.square().sum() / y.square().sum().clamp_min(1e-30)).item())
+    return found[0], found[1]
 
 
 def _cayley(free: Tensor) -> Tensor:
