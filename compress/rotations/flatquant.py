@@ -253,7 +253,7 @@ class _Block:
         wanted: Sequence[Call],
         store: BlockStore | None,
     ) -> tuple[list[Kronecker], tuple[float, float]]:
-        """The map of each group, from the store or trained by the first of several processes, and the block's losses."""
+        """The map of each group, from the store or trained by the first of several processes, and the losses."""
         ranks, made = current(), None
         if ranks.rank == 0:
             kept = store.get(self.index) if store else None
