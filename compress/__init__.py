@@ -45,6 +45,7 @@ from compress.pruning.random_choice import RandomChoice
 from compress.pruning.sparsegpt import SparseGPT
 from compress.pruning.wanda import Wanda
 from compress.result import Result
+from compress.rotations.flatquant import FlatQuant
 from compress.rotations.rotate import Rotate
 from compress.tuning.tune import Tune
 from compress.weights.any_precision import AnyPrecision
@@ -67,7 +68,7 @@ METHODS: dict[str, type[Method]] = {
     "finequant": FineQuant, "mixed": Mixed, "tune": Tune,
     "magnitude": Magnitude, "random": RandomChoice, "wanda": Wanda, "sparsegpt": SparseGPT, "layer_drop": LayerDrop,
     "low_rank": LowRank, "outlier_entries": Outliers,
-    "rotate": Rotate, "activations": Activations,
+    "rotate": Rotate, "flatquant": FlatQuant, "activations": Activations,
     "smoothquant": SmoothQuant, "int8": Int8, "fp8": FP8, "llm_int8": LLMInt8, "bnb_int8": BitsandbytesInt8,
     "random_kv": RandomEviction, "streaming": Streaming, "knorm": KNorm, "keydiff": KeyDiff, "h2o": H2O, "tova": TOVA,
     "snapkv": SnapKV, "gemfilter": GemFilter, "expected_attention": ExpectedAttention, "kvzip": KVzip, "kvzap": KVzap,

@@ -86,7 +86,9 @@ class FoldRecord:
     """
 
     name: str
-    kind: str  # "norm", "linear", "keys", "rotation of the stream", "rotation of heads" or "online rotation"
+    kind: (
+        str  # "norm", "linear", "keys", "rotation of the stream", "rotation of heads", "online rotation", "online map"
+    )
     consumers: tuple[str, ...]
     alpha: float | None
     x_before: dict[str, float]

@@ -4,10 +4,10 @@
         --speed-rounds 3 --write reports/published/activations.md
 
 Every cell of the table is a recipe: weights in 8 or 4 bits, activations in 8 or 4, the cache in 16 or 4, and a
-treatment: none, smoothing, a rotation, a trained rotation, the largest channels gathered in groups of 8 bits, a branch
-of low rank, scaled keys. Recipes are calibrated on C4 and scored by seeds/scoring.py, as
-those of seeds/bytes_and_loss.py, whose options these are: what `--keep` holds is not made again, and recipes that store
-the same weights share them.
+treatment: none, smoothing, a rotation, a trained rotation, a map of each input, the largest channels gathered in groups
+of 8 bits, a branch of low rank, scaled keys. Recipes are calibrated on C4 and scored by seeds/scoring.py, as those of
+seeds/bytes_and_loss.py, whose options these are: what `--keep` holds is not made again, and recipes that store the same
+weights share them.
 """
 
 import time
@@ -20,6 +20,7 @@ A8, A4 = "activations(bits=8)", "activations(bits=4, group_size=32)"
 GATHERED = "activations(bits=4, group_size=32, outliers=0.1)"
 KV4 = "kv_int(bits=4)"
 TRAINED = "rotate(steps=24)"
+FLAT = "flatquant"
 RECIPES = {
     "W8A8": {
         "plain": "int8",
@@ -31,6 +32,7 @@ RECIPES = {
         "smoothed": f"smoothquant, {WEIGHTS}, {A8}",
         "rotated": f"rotate, {WEIGHTS}, {A8}",
         "rotated, trained": f"{TRAINED}, {WEIGHTS}, {A8}",
+        "FlatQuant": f"{FLAT}, {WEIGHTS}, {A8}",
         "IQ4_NL's table": f"{WEIGHTS.replace('group_size=16', 'group_size=16, grid=iq4_nl')}, {A8}",
         "rotated, IQ4_NL's table": f"rotate, {WEIGHTS.replace('group_size=16', 'group_size=16, grid=iq4_nl')}, {A8}",
     },
@@ -39,6 +41,8 @@ RECIPES = {
         "smoothed": f"smoothquant, {WEIGHTS}, {A4}",
         "rotated": f"rotate, {WEIGHTS}, {A4}",
         "rotated, trained": f"{TRAINED}, {WEIGHTS}, {A4}",
+        "FlatQuant": f"{FLAT}, {WEIGHTS}, {A4}",
+        "FlatQuant, trained": f"flatquant(steps=64), {WEIGHTS}, {A4}",
         "low-rank branch": f"smoothquant, svdquant(rank=16), {WEIGHTS}, {A4}",
         "gathered": f"{WEIGHTS}, {GATHERED}",
         "smoothed, gathered": f"smoothquant, {WEIGHTS}, {GATHERED}",
@@ -48,6 +52,7 @@ RECIPES = {
         "plain": f"{WEIGHTS}, {A4}, {KV4}",
         "smoothed": f"smoothquant, {WEIGHTS}, {A4}, {KV4}",
         "rotated": f"rotate, {WEIGHTS}, {A4}, kv_int(bits=4, rotate_keys=True)",
+        "FlatQuant": f"{FLAT}, {WEIGHTS}, {A4}, kv_int(bits=4, rotate_keys=True)",
         "gathered": f"{WEIGHTS}, {GATHERED}, {KV4}",
     },
 }

@@ -79,6 +79,11 @@ class Activations(LayerwiseMethod):
             )
 
     @property
+    def code_bits(self) -> int:
+        """Bits of a code, whatever the format."""
+        return BITS.get(self.format, self.bits)
+
+    @property
     def needs_calibration(self) -> bool:
         return self.static or self.outliers > 0
 
@@ -95,7 +100,7 @@ class Activations(LayerwiseMethod):
         return list(statistics.stored) or [Dense(W.to(statistics.dtype))]
 
     def rounding(self, statistics: LayerStatistics) -> Transform:
-        bits = BITS.get(self.format, self.bits)
+        bits = self.code_bits
         made = Rounding(bits, self.format, group_size=self.group_size, clip=self.clip)
         if self.outliers:
             absmax = statistics.values["absmax"]

@@ -10,18 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from compress.formats import Dense
-from compress.linear import CompressedLinear, is_linear, met_by, replace, weight_of
+from compress.linear import CompressedLinear, is_linear, replace, weight_of
 from compress.method import Method, knob
 from compress.records import FoldRecord, LayerRecord
 from compress.rotations.folds import StreamUse, fold_heads, fold_stream, heads_of, trial_of, writers
 from compress.rotations.learned import Rotations, learn
+from compress.rotations.ranges import Turn, dense_record, fold_record, ranges_of
 from compress.transforms import Rotation
 from compress.transforms.rotation import random_hadamard, random_orthogonal
 from compress.transforms.stream import rotate_stream, stream_of
 from compress.walk.blocks import find_blocks, targets
 from compress.walk.capture import Call, block_calls, on_device, run_block
 from compress.walk.experts import split_experts
-from compress.walk.folds.checks import binned, column_absmax, difference, logits_of, show_largest, summary, tolerance
+from compress.walk.folds.checks import difference, logits_of, show_largest, tolerance
 from compress.walk.folds.links import Link, find_links, made_up_batch
 from compress.walk.offload import is_offloaded
 from compress.walk.once.saved import SavedStatistics
@@ -147,7 +148,10 @@ class Rotate(Method):
                 f"{self.name}: each block gives what it gave, but the model's logits differ by {moved:.1e} (at most "
                 f"{most:.0e}): something outside the blocks reads what was rotated; load the model again"
             )
-        return [*show_largest(records), *(_dense_record(model, name) for name in plan.left)]
+        return [
+            *show_largest(records),
+            *(dense_record(model, name, "its input is rotated while the model runs") for name in plan.left),
+        ]
 
     def _plan(self, model: nn.Module, call: Call, device: torch.device) -> "_Plan":
         """What can be folded where, and which inputs are left to be rotated while the model runs."""
@@ -196,11 +200,11 @@ class Rotate(Method):
         start = time.perf_counter()
         prefix, blocks = find_blocks(model)
         block, own = blocks[index], f"{prefix}.{index}."
-        turned = [_Turn(link.producer, "rotation of the stream", link.consumers) for link in plan.readers]
-        turned += [_Turn(link.producer, "rotation of heads", link.consumers) for link in plan.heads]
-        turned += [_Turn(name, "online rotation", (name,)) for name in plan.left]
+        turned = [Turn(link.producer, "rotation of the stream", link.consumers) for link in plan.readers]
+        turned += [Turn(link.producer, "rotation of heads", link.consumers) for link in plan.heads]
+        turned += [Turn(name, "online rotation", (name,)) for name in plan.left]
         turned = [turn for turn in turned if turn.name.startswith(own)]
-        y, ranges = _ranges(model, block, turned, call, index, device)
+        y, ranges = ranges_of(model, block, turned, call, index, device)
         rotation = plan.rotations.stream
         if rotation is not None:
             fold_stream(block, plan.uses[index], rotation)
@@ -210,7 +214,7 @@ class Rotate(Method):
         for name in (name for name in plan.left if name.startswith(own)):
             _rotate_online(model, name, self._online(model, name))
         entering = call if rotation is None else Call(rotation(call.hidden), call.arguments)
-        now, after = _ranges(model, block, turned, entering, index, device)
+        now, after = ranges_of(model, block, turned, entering, index, device)
         moved = difference(now if rotation is None else rotation.back(now), y)
         if not moved <= 5 * tolerance(block):
             raise RuntimeError(
@@ -221,27 +225,9 @@ class Rotate(Method):
         notes = (f"the residual stream is not rotated: {plan.problem}",) if plan.problem else ()
         seconds = (time.perf_counter() - start) / max(len(turned), 1)
         return [
-            FoldRecord(
-                name=turn.name,
-                kind=turn.kind,
-                consumers=turn.consumers,
-                alpha=None,
-                x_before=_summary(was[0]),
-                x_after=_summary(is_now[0]),
-                w_before=summary(was[1]),
-                w_after=summary(is_now[1]),
-                error_before=None,
-                error_after=None,
-                difference=moved,
-                seconds=seconds,
-                notes=notes,
-                channels={
-                    "x_before": binned(was[0].abs().amax(0)), "x_after": binned(is_now[0].abs().amax(0)),
-                    "w_before": binned(was[1]), "w_after": binned(is_now[1]),
-                },
-            )
+            fold_record(turn, was, is_now, difference=moved, seconds=seconds, notes=notes)
             for turn, was, is_now in zip(turned, ranges, after, strict=True)
-        ]  # fmt: skip
+        ]
 
 
 @dataclass
@@ -260,66 +246,10 @@ class _Plan:
     left: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class _Turn:
-    """One place where a rotation acts: a row of the record."""
-
-    name: str
-    kind: str
-    consumers: tuple[str, ...]
-
-
-def _ranges(
-    model: nn.Module, block: nn.Module, turns: Sequence[_Turn], call: Call, index: int, device: torch.device
-) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """What a block gives, and for each place what its linears read [tokens, in] and their weights' columns [in]."""
-    read: dict[str, Tensor] = {}
-    handles = []
-    for turn in turns:
-        module = model.get_submodule(turn.consumers[0])
-
-        def keep(linear: nn.Module, args: tuple, name: str = turn.name) -> None:
-            read[name] = met_by(linear, args[0]).reshape(-1, args[0].shape[-1]).float()
-
-        handles.append(module.register_forward_pre_hook(keep))
-    try:
-        y = run_block(block, call, index, device)
-    finally:
-        for handle in handles:
-            handle.remove()
-    found = []
-    for turn in turns:
-        columns = column_absmax([weight_of(model.get_submodule(name)) for name in turn.consumers])
-        found.append((read.get(turn.name, columns.new_zeros(1, len(columns))), columns))
-    return y, found
-
-
-def _summary(x: Tensor) -> dict[str, float]:
-    """Ranges of the channels of inputs x [tokens, in], and the mean kurtosis of a token's values (3: normal)."""
-    centred = x - x.mean(-1, keepdim=True)
-    variance = centred.square().mean(-1).clamp_min(1e-30)
-    return {**summary(x.abs().amax(0)), "kurtosis": (centred.pow(4).mean(-1) / variance.square()).mean().item()}
-
-
 def _rotate_online(model: nn.Module, name: str, rotation: Rotation) -> None:
     linear = model.get_submodule(name)
     W = rotation(weight_of(linear)).to(linear.weight.dtype)
     replace(model, name, CompressedLinear([Dense(W)], linear.bias, dtype=linear.weight.dtype, transform=rotation))
-
-
-def _dense_record(model: nn.Module, name: str) -> LayerRecord:
-    linear = model.get_submodule(name)
-    return LayerRecord(
-        name=name,
-        shape=(linear.out_features, linear.in_features),
-        format=linear.parts[0].name,
-        bits_per_weight=linear.bits_per_weight,
-        error=0.0,
-        rtn_error=None,
-        seconds=0.0,
-        tokens=0,
-        notes=("its input is rotated while the model runs",),
-    )
 
 
 def _stream_problem(

@@ -6,12 +6,13 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from compress.transforms.base import Transform, same_transform
+from compress.transforms.kronecker import Kronecker
 from compress.transforms.rotation import Hadamard, Orthogonal, Rotation
 from compress.transforms.rounding import Rounding
 
 __all__ = [
-    "TRANSFORMS", "Chain", "Hadamard", "Orthogonal", "Rotation", "Rounding", "Transform", "followed_by",
-    "make_transform", "parted", "same_transform",
+    "TRANSFORMS", "Chain", "Hadamard", "Kronecker", "Orthogonal", "Rotation", "Rounding", "Transform",
+    "followed_by", "make_transform", "parted", "same_transform",
 ]  # fmt: skip
 
 
@@ -38,7 +39,7 @@ class Chain(Transform):
 
 
 # By the names that checkpoints use.
-TRANSFORMS: dict[str, type[Transform]] = {one.name: one for one in (Chain, Hadamard, Orthogonal, Rounding)}
+TRANSFORMS: dict[str, type[Transform]] = {one.name: one for one in (Chain, Hadamard, Kronecker, Orthogonal, Rounding)}
 
 
 def followed_by(first: Transform | None, second: Transform | None) -> Transform | None:

@@ -229,6 +229,7 @@ class RunRecord:
     model: ModelRef
     calibration: Calibration | None
     layers: tuple[LayerRow, ...]
+    inputs: dict[str, dict[str, Magnitudes]]
     folds: tuple[Fold, ...]
     drops: tuple[Drop, ...]
     allocation: Allocation | None

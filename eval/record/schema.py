@@ -10,6 +10,7 @@ Its shape (more keys are welcome, these keep their names):
     calibration  corpus, samples, seqlen, seed, sha256          (null where none was needed)
     layers       [{name, shape, format, bits_per_weight, error, rtn_error, seconds, notes, sparsity, distortion,
                    choice, choices}]                  the method chosen for it, {method: predicted loss}
+    inputs       {model: {linear: {max, p99, median, kurtosis}}}   of what its weight meets before rounding
     folds        [{name, kind, consumers, alpha, x_before, ...}]        scales moved from norms and linears into the
                  linears that read them (`compress.records.FoldRecord` has the shape)
     drops        [{name, kind, block, importance, order, parameters}]   parts of blocks that were, or might be, dropped

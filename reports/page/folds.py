@@ -1,4 +1,4 @@
-"""Scales and rotations that were moved from activations into weights: ranges before and after, errors, the check."""
+"""Scales and transforms that were moved from activations into weights: ranges before and after, errors, the check."""
 
 import statistics
 from collections import Counter, defaultdict
@@ -59,7 +59,7 @@ def consumers(fold: Fold) -> str:
 
 
 def _is_rotation(fold: Fold) -> bool:
-    return "rotation" in fold.kind
+    return "rotation" in fold.kind or fold.kind == "online map"
 
 
 def _is_of_keys(fold: Fold) -> bool:
@@ -73,7 +73,7 @@ def _said_of_rotations(folds: Sequence[Fold]) -> str:
         return ""
     kinds = Counter(fold.kind for fold in rotations)
     counted = ", ".join(f"{count} by {kind}" for kind, count in kinds.items())
-    text = f"The inputs of {len(rotations)} groups of linears are rotated ({counted}). {_outliers(rotations)}."
+    text = f"The inputs of {len(rotations)} groups of linears are transformed ({counted}). {_outliers(rotations)}."
     before, after = (
         [k for fold in rotations if (k := getattr(fold, f"x_{when}").kurtosis) is not None]
         for when in ("before", "after")
@@ -83,7 +83,10 @@ def _said_of_rotations(folds: Sequence[Fold]) -> str:
             f" The median kurtosis of what a token gives them goes from {fmt(statistics.median(before), '.1f')} to "
             f"{fmt(statistics.median(after), '.1f')}, where 3 is that of a normal distribution."
         )
-    reasons = dict.fromkeys(note for fold in rotations for note in fold.notes)
+    text += _error_ratio(
+        rotations, " The error of the rounded outputs goes to {:.2f}× of what it was (geometric mean)."
+    )
+    reasons = dict.fromkeys(note for fold in rotations if fold.kind != "online map" for note in fold.notes)
     return text + "".join(f" Note: {reason}." for reason in reasons)
 
 
@@ -121,14 +124,19 @@ def _said(folds: Sequence[Fold]) -> str:
     low, high = min(moved), max(moved)
     strength = f"alpha {low:g}" if low == high else f"alpha {low:g} to {high:g}, median {statistics.median(moved):g}"
     text = f"{len(moved)} of {len(folds)} links were scaled ({strength}). {_outliers(folds)}"
+    text += _error_ratio(folds, ", and the error of the rounded outputs to {:.2f}× of what it was (geometric mean)")
+    moved_by = max((fold.difference for fold in folds if fold.difference is not None), default=None)
+    return f"{text}. Without rounding, no block's output moved by more than {fmt(moved_by, '.1e')} of itself."
+
+
+def _error_ratio(folds: Sequence[Fold], sentence: str) -> str:
+    """A sentence with the mean ratio of the errors after and before; "" where they were not measured."""
     measured = [
         (f.error_before, f.error_after) for f in folds if finite(f.error_before, f.error_after) and f.error_before > 0
     ]
-    if measured:
-        ratio = statistics.geometric_mean([max(after, 1e-30) / before for before, after in measured])
-        text += f", and the error of the rounded outputs to {ratio:.2f}× of what it was (geometric mean)"
-    moved_by = max((fold.difference for fold in folds if fold.difference is not None), default=None)
-    return f"{text}. Without rounding, no block's output moved by more than {fmt(moved_by, '.1e')} of itself."
+    if not measured:
+        return ""
+    return sentence.format(statistics.geometric_mean([max(after, 1e-30) / before for before, after in measured]))
 
 
 def _channels(folds: Sequence[Fold]) -> str:
@@ -170,12 +178,13 @@ def _alphas(kinds: _Kinds) -> str:
 
 def _errors(kinds: _Kinds) -> str:
     measured = {kind: [(b, f) for b, f in of if f.error_before and f.error_after] for kind, of in kinds.items()}
+    moved = "transform" if any(_is_rotation(fold) for of in kinds.values() for _, fold in of) else "scales"
     panels = {
         kind: [
-            Line("with the scales", ACCENT, [(block, fold.error_after) for block, fold in of]),
+            Line(f"with the {moved}", ACCENT, [(block, fold.error_after) for block, fold in of]),
             Line("without", SECOND, [(block, fold.error_before) for block, fold in of], "--"),
         ]
         for kind, of in measured.items()
     }
-    summary = "Relative error of the rounded outputs of every link by block, with and without the scales, log scale."
+    summary = f"Relative error of the rounded outputs of every link by block, with and without the {moved}, log scale."
     return plots.by_depth(panels, key="fold-errors", label="relative error of the outputs", summary=summary)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from eval.record.rows import LayerRow, RunRecord, typed
-from reports.page import allocation, evaluation, folds, kernels, kv, pruning, resources
+from reports.page import allocation, evaluation, folds, inputs, kernels, kv, pruning, resources
 from reports.page.verdict import verdict
 from reports.parts import plots, table
 from reports.parts.files import Report, environment, write_page
@@ -37,6 +37,7 @@ def page(record: table.Record) -> str:
         verdict=verdict(run),
         table=metric_table(run),
         compared=compared(run),
+        inputs=inputs.context(run.inputs),
         folds=folds.context(run.folds),
         pruned=pruning.context(run),
         allocated=allocation.context(run),

@@ -116,14 +116,29 @@ def expect_pruning(made, scores, html):
     assert "Removed parts and weights" in html and "50.0 % of the weights of 70 linears are 0" in html
 
 
+def expect_rotations(made, scores, html):
+    """Of one block, whose inputs go through maps that are hardly trained."""
+    base, small, plain = (scores[k] for k in ("baseline", "compressed", "unsmoothed"))
+    assert 0 < small["kl_pydocs"] < plain["kl_pydocs"] and base["stored_bytes"] < small["stored_bytes"]
+    assert {fold["kind"] for fold in made["folds"]} == {"online map"} and len(made["folds"]) == 4
+    assert all(fold["error_after"] < fold["error_before"] for fold in made["folds"])
+    seen = made["inputs"]
+    assert list(seen) == ["16 bits", "unsmoothed", "compressed"] and {len(one) for one in seen.values()} == {120}
+    first = [name for name in seen["compressed"] if ".layers.0." in name]
+    assert sum(seen["compressed"][n]["kurtosis"] < seen["16 bits"][n]["kurtosis"] for n in first) > 2
+    assert "4 groups of linears are transformed (4 by online map)" in html
+
+
 FIRST = "*.[12]?.*"  # leaves the first 10 of 30 blocks, where that proves the same
 FEW = "*.[1-9].*,*.[12]?.*"  # leaves the first one
-METHOD_OF = {"start_here": "gptq", "pruning": "wanda"}  # where the notebook is not called after its method
+METHOD_OF = {"start_here": "gptq", "pruning": "wanda", "rotations": "flatquant"}  # where the notebook is not called after its method
 # Per notebook: parameters beside SMALL, the format of its linears and their number, and what else must hold.
 EXPECTED = {
     "start_here": ({"samples": 1, "group_size": -1}, "int_group", 210, expect_start),
     "gptq": ({"skip": FEW, "write_tokens": 0}, "int_group", 7, expect_gptq),
     "smoothquant": ({"compare": "", "skip": FIRST, "write_tokens": 0}, "eight_bit", 70, expect_smoothquant),
+    "rotations": ({"transform": f"flatquant(steps=1, skip={FEW!r})", "weight_bits": 16, "skip": FEW, "beside": "",
+                   "samples": 1, "seqlen": 64, "window": 128, "write_tokens": 0}, "dense", 7, expect_rotations),
     "pruning": ({"recipe": f"wanda(skip='{FIRST}')", "compare": "", "write_tokens": 0}, "bitmap", 70, expect_pruning),
 }  # fmt: skip
 
