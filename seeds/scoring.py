@@ -23,6 +23,7 @@ from compress import apply, held_out, load_compressed, load_model, resize, save_
 from compress.formats import SignStack
 from compress.inputs.calibration import beginning, calibration
 from compress.linear import compressed_linears, sharing_copy
+from compress.method import settle
 from compress.recipe import parse_recipe
 from eval.machine.size import size
 from eval.run_record import provenance
@@ -32,6 +33,7 @@ from eval.tasks.tasks import answer_tasks
 from eval.text.divergence import compare_on_text
 
 BASELINE = ""  # the name of its row
+AFTER_WEIGHTS = ("quantize_activations", "cache")  # stages whose methods leave weights alone, if they store none
 
 
 @dataclass
@@ -112,10 +114,10 @@ class Bench:
         What a recipe does to inputs and caches after its weights are stored follows a model that is kept by itself, so
         that recipes with the same weights share them.
         """
-        methods = parse_recipe(recipe)
-        stored = max((i for i, method in enumerate(methods, 1) if method.stores((64, 64))), default=0)
-        first, then = ", ".join(map(str, methods[:stored])), methods[stored:]
-        if not stored or not then:
+        methods = settle(parse_recipe(recipe))  # a method may look at those behind it
+        weights = [method for method in methods if method.stage not in AFTER_WEIGHTS or method.stores((64, 64))]
+        first, then = ", ".join(map(str, weights)), methods[len(weights) :]
+        if not then or not any(method.stores((64, 64)) for method in weights):
             model, taken = load_model(self.given.model)[0], 0.0
             then = methods
         elif self.folder(first).is_dir():
