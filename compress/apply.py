@@ -115,9 +115,10 @@ def _apply(
     work_path: str | Path | None,
     shared: Shared | None,
     max_memory: int | str | None = None,
+    checked: bool = False,
 ) -> Result:
     """`apply` in every process; `shared`: the place for statistics that recipes share, None: each method has its
-    own."""
+    own; `checked`: whether the methods have checked this model already."""
     asked, recipe, batches = list(recipe), settle(list(recipe)), () if batches is None else batches
     if shared:
         recipe = [replace(m, sequential=False) if isinstance(m, LayerwiseMethod) else m for m in recipe]
@@ -125,7 +126,7 @@ def _apply(
     _check_once(recipe, shared)
     start = time.perf_counter()
     identity, tokens = _model_identity(model), _tokens_identity(batches)
-    for method in recipe:
+    for method in () if checked else recipe:
         method.check(model)
     on_cache = [method for method in recipe if isinstance(method, CacheMethod)]
     check_slots(model, on_cache)
@@ -243,7 +244,7 @@ def apply_each(
     ):
         for name, recipe in progress:
             progress.set_postfix_str(name)
-            results[name] = _apply(recipe, sharing_copy(model), batches, where, work_path, shared)
+            results[name] = _apply(recipe, sharing_copy(model), batches, where, work_path, shared, checked=True)
     return results
 
 

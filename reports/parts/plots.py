@@ -1,6 +1,8 @@
 """Figures as inline SVG that follow the page's colours, light or dark."""
 
+import hashlib
 import math
+import pickle
 import re
 import textwrap
 import warnings
@@ -34,22 +36,42 @@ STYLE = {
     "text.parse_math": False,  # a dollar in a name is a dollar
 }  # fmt: skip
 MAX_PANELS = 12
+_MOST_KEPT = 256  # figures, of some 35 kB each
+_kept: dict[bytes, str] = {}  # the SVG of a drawing, by its function and arguments
 
 
 def drawn(draw: Callable[..., str]) -> Callable[..., str]:
     """A function that draws a figure, in the style of the pages. A figure that matplotlib refuses is replaced by a
-    sentence, so that it does not cost the rest of the page."""
+    sentence, so that it does not cost the rest of the page. A figure that was drawn before, in a notebook's cell for
+    example, is not drawn again for the page."""
 
     @wraps(draw)
     def safely(*args: Any, **kwargs: Any) -> str:
+        key = _key_of(draw, args, kwargs)
+        if key in _kept:
+            return _kept[key]
         with matplotlib.rc_context(STYLE), np.errstate(all="ignore"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                return draw(*args, **kwargs)
+                figure = draw(*args, **kwargs)
             except Exception as error:
                 return f"<p>This figure could not be drawn ({type(error).__name__}).</p>"
+        if key is not None:
+            if len(_kept) >= _MOST_KEPT:
+                _kept.pop(next(iter(_kept)), None)  # the oldest
+            _kept[key] = figure
+        return figure
 
     return safely
+
+
+def _key_of(draw: Callable[..., str], args: tuple, kwargs: dict[str, Any]) -> bytes | None:
+    """A hash of a drawing's function and arguments; None where an argument cannot be pickled, as a generator."""
+    try:
+        content = pickle.dumps((draw.__module__, draw.__qualname__, args, kwargs))
+    except Exception:
+        return None
+    return hashlib.sha256(content).digest()
 
 
 def finite(*numbers: float | None) -> bool:

@@ -124,7 +124,12 @@ def test_every_architecture(name, architecture, tiny, tokens):
     assert result._repr_html_() and str(result)
 
 
-@pytest.mark.parametrize("name", WEIGHTS)
+# Whatever differs from run to run differs in test_weights_on_disk_give_the_same_bits, too, which takes all but these.
+NOT_ON_DISK = ("rotate",)  # which refuses weights on disk
+TWICE = [pytest.param(name, marks=[pytest.mark.slow] * (name not in NOT_ON_DISK)) for name in WEIGHTS]
+
+
+@pytest.mark.parametrize("name", TWICE)
 def test_two_runs_give_the_same(name, tiny, tokens):
     one, two = (apply(recipe_of(name), tiny("llama"), tokens()) for _ in range(2))
     for a, b in zip(one.model.state_dict().values(), two.model.state_dict().values(), strict=True):
@@ -169,7 +174,7 @@ def test_group_sizes_that_divide_nothing(name, tiny, tokens):
     assert all(getattr(m.transform or m.parts[0], "group_size", None) in (-1, shape_of(m)[1]) for m in linears)
 
 
-@pytest.mark.parametrize("name", [name for name in WEIGHTS if name != "rotate"])  # which refuses them
+@pytest.mark.parametrize("name", [name for name in WEIGHTS if name not in NOT_ON_DISK])
 def test_weights_on_disk_give_the_same_bits(name, tiny, tokens):
     model, ids = tiny("llama"), tokens(1, 17)[0]
     recipe = recipe_of(name)

@@ -38,12 +38,13 @@ def written(monkeypatch) -> dict[int, list[int]]:
     return said
 
 
-ALSO = [pytest.param(a, True, marks=pytest.mark.slow) for a in ("qwen2", "gpt2", "gemma3_text")]  # compiling takes time
+# compiling takes time; the next test compiles Llama, in rows
+COMPILED = [pytest.param(a, True, marks=pytest.mark.slow) for a in ("llama", "qwen2", "gpt2", "gemma3_text")]
 
 
 @pytest.mark.parametrize("in_rows", [False, True])
 @pytest.mark.parametrize(
-    "architecture, compiled", [*((a, False) for a in ("llama", "qwen2", "gpt2", "gemma3_text")), ("llama", True), *ALSO]
+    "architecture, compiled", [*((a, False) for a in ("llama", "qwen2", "gpt2", "gemma3_text")), *COMPILED]
 )
 def test_what_is_timed_writes_what_plain_passes_write(tiny, written, monkeypatch, architecture, compiled, in_rows):
     """The static cache, the fast attention and the compiler must not change a token."""
@@ -66,9 +67,10 @@ def test_what_is_timed_writes_what_plain_passes_write(tiny, written, monkeypatch
 @pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="no 16-bit products in oneDNN on this processor"
 )
-def test_compiled_passes_are_packed_and_write_what_the_models_write(tiny, written):
+def test_compiled_passes_are_packed_and_write_what_the_models_write(tiny, written, monkeypatch):
     """The very passes that are timed, after all of them were compiled, as they are timed; the baseline's weights
-    prepacked."""
+    prepacked, and attention in rows."""
+    monkeypatch.setattr(attention, "_rows_win", lambda *_: True)
     model = tiny("llama").bfloat16()
     small = apply([METHODS["rtn"](bits=4, group_size=32)], copy.deepcopy(model)).model
     plain = {"baseline": model, "compressed": small}
@@ -81,6 +83,7 @@ def test_compiled_passes_are_packed_and_write_what_the_models_write(tiny, writte
     assert speeds["compressed"].execution == f"compiled, 1 dense weights in fast products{step}"
     for name, variant in variants.items():
         assert written[id(variant)] == greedy(plain[name], (torch.arange(12) * 7919 % 96)[None], 6)
+        assert "attention" in speeds[name].kernels, "in a compiled pass, too"
 
 
 @pytest.mark.parametrize("heads, kv_heads, tokens", [(9, 3, 300), (4, 4, 128), (4, 1, 5)])

@@ -1,5 +1,6 @@
 """A notebook that takes no time and loads no model, and sweeps of it: for what happens around runs."""
 
+import json
 import os
 import subprocess
 import sys
@@ -11,10 +12,14 @@ import nbformat
 import pytest
 import yaml
 
+from eval.record.schema import read_record
 from notebooks.batch.processes import marked, place_of
-from notebooks.study.parameters import FOLDER
+from notebooks.study.parameters import FOLDER, read_parameters
 
 ROOT = Path(__file__).resolve().parents[2]
+
+# `python -m papermill`, without two seconds of a grammar that no notebook's schema asks for
+PAPERMILL = "import sys; sys.modules['rfc3987_syntax'] = None; from papermill.cli import papermill; papermill()"
 
 _PARAMETERS = """
 number: int = 0  # by which runs are told apart
@@ -124,3 +129,25 @@ def run_cells():
         return namespace
 
     return run_cells
+
+
+@pytest.fixture
+def papermill(tmp_path):
+    """`papermill(name, given)` runs a notebook by papermill's own command: its output is `out.ipynb` of the test's
+    folder, its run the folder `run`. Gives the record, if one was written."""
+
+    def execute(name: str, given: dict, *, compiled: bool = False):
+        if "run_path" in read_parameters(name):
+            given = {**given, "run_path": tmp_path / "run"}
+        arguments = [
+            part
+            for key, value in given.items()
+            for part in (("-y", f"{key}: {json.dumps(value)}") if isinstance(value, list) else ("-p", key, str(value)))
+        ]
+        command = [sys.executable, "-c", PAPERMILL, f"notebooks/{name}.ipynb", str(tmp_path / "out.ipynb"), *arguments]
+        environment = os.environ | {"TORCHDYNAMO_DISABLE": str(int(not compiled))}
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=600, env=environment)
+        written = tmp_path / "run" / "record.json"
+        return read_record(written) if written.exists() else None
+
+    return execute

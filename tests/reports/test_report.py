@@ -553,6 +553,26 @@ def test_channels_keep_their_peaks():
     assert len(at) <= 320 and max(largest) == 77.0 and abs(at[largest.index(77.0)] - 1234) < 20
 
 
+def test_a_figure_is_drawn_once(monkeypatch):
+    """The same arguments give the figure that was drawn; others, failures and what cannot be pickled are drawn."""
+    monkeypatch.setattr(plots, "_kept", {})
+    monkeypatch.setattr(plots, "_MOST_KEPT", 2)
+    calls = []
+
+    @plots.drawn
+    def draw(values):
+        calls.append(list(values))
+        return f"<svg>{1 / len(calls[-1])}</svg>"
+
+    assert draw([1.0, 2.0]) == draw([1.0, 2.0]) == "<svg>0.5</svg>" and len(calls) == 1
+    assert draw([1.0]) == "<svg>1.0</svg>" and len(calls) == 2
+    assert "ZeroDivisionError" in draw([]) and "ZeroDivisionError" in draw([]) and len(calls) == 4
+    assert draw(iter([3.0])) == draw(iter([3.0])) and draw(x for x in [3.0]) == draw(x for x in [3.0])
+    assert len(calls) == 7 and len(plots._kept) == 2, "a list's iterator is pickled, a generator is not"
+    draw([1.0, 2.0])
+    assert len(calls) == 8, "the oldest was forgotten"
+
+
 def test_folds_show_themselves_in_a_notebook():
     shown = figures(make_smoothed_record()["folds"])._repr_html_()
     assert shown.count("<svg") == 4 and shown.count("<svg") == shown.count("<h4>")
