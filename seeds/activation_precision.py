@@ -20,7 +20,6 @@ A8, A4 = "activations(bits=8)", "activations(bits=4, group_size=32)"
 GATHERED = "activations(bits=4, group_size=32, outliers=0.1)"
 KV4 = "kv_int(bits=4)"
 TRAINED = "rotate(steps=24)"
-FLAT = "flatquant"
 RECIPES = {
     "W8A8": {
         "plain": "int8",
@@ -32,7 +31,7 @@ RECIPES = {
         "smoothed": f"smoothquant, {WEIGHTS}, {A8}",
         "rotated": f"rotate, {WEIGHTS}, {A8}",
         "rotated, trained": f"{TRAINED}, {WEIGHTS}, {A8}",
-        "FlatQuant": f"{FLAT}, {WEIGHTS}, {A8}",
+        "flatquant, untrained": f"flatquant, {WEIGHTS}, {A8}",
         "IQ4_NL's table": f"{WEIGHTS.replace('group_size=16', 'group_size=16, grid=iq4_nl')}, {A8}",
         "rotated, IQ4_NL's table": f"rotate, {WEIGHTS.replace('group_size=16', 'group_size=16, grid=iq4_nl')}, {A8}",
     },
@@ -41,8 +40,8 @@ RECIPES = {
         "smoothed": f"smoothquant, {WEIGHTS}, {A4}",
         "rotated": f"rotate, {WEIGHTS}, {A4}",
         "rotated, trained": f"{TRAINED}, {WEIGHTS}, {A4}",
-        "FlatQuant": f"{FLAT}, {WEIGHTS}, {A4}",
-        "FlatQuant, trained": f"flatquant(steps=64), {WEIGHTS}, {A4}",
+        "flatquant, untrained": f"flatquant, {WEIGHTS}, {A4}",
+        "flatquant, untrained, gathered": f"flatquant, {WEIGHTS}, {GATHERED}",
         "low-rank branch": f"smoothquant, svdquant(rank=16), {WEIGHTS}, {A4}",
         "gathered": f"{WEIGHTS}, {GATHERED}",
         "smoothed, gathered": f"smoothquant, {WEIGHTS}, {GATHERED}",
@@ -52,7 +51,8 @@ RECIPES = {
         "plain": f"{WEIGHTS}, {A4}, {KV4}",
         "smoothed": f"smoothquant, {WEIGHTS}, {A4}, {KV4}",
         "rotated": f"rotate, {WEIGHTS}, {A4}, kv_int(bits=4, rotate_keys=True)",
-        "FlatQuant": f"{FLAT}, {WEIGHTS}, {A4}, kv_int(bits=4, rotate_keys=True)",
+        "flatquant, untrained": f"flatquant, {WEIGHTS}, {A4}, kv_int(bits=4, rotate_keys=True)",
+        "flatquant, untrained, gathered": f"flatquant, {WEIGHTS}, {GATHERED}, kv_int(bits=4, rotate_keys=True)",
         "gathered": f"{WEIGHTS}, {GATHERED}, {KV4}",
     },
 }
