@@ -124,7 +124,7 @@ class Bench:
             model, taken = load_compressed(self.folder(first)), self.seconds.get(first)
         else:
             model, taken = self.compress(first)
-        result = apply(then, model, self.batches())
+        result = apply(then, model, self.batches() if any(method.needs_calibration for method in then) else None)
         seconds = None if taken is None else round(taken + result.seconds, 1)
         self.seconds[recipe] = seconds
         if not self.folder(recipe).is_dir():
