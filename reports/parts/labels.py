@@ -32,7 +32,7 @@ def scatter(points: list[Point], *, key: str, x_label: str, y_label: str, summar
     ax.set_xlim(low - room, high + room)
     if max(abs(p.y) for p in points) > 20:
         ax.set_yscale("symlog", linthresh=1, linscale=0.6)
-    ax.yaxis.set_major_formatter(lambda y, _: f"{y:+g} %".replace("-", "−") if y else "0 %")
+    ax.yaxis.set_major_formatter(_percent)
     ax.axhline(0, color=MUTED, lw=1)
     for point in points:
         ax.plot(point.x, point.y, "o", ms=7 if point.main else 5.5, color=ACCENT if point.main else SECOND, zorder=5)
@@ -42,8 +42,17 @@ def scatter(points: list[Point], *, key: str, x_label: str, y_label: str, summar
     ax.set_xlabel(x_label)
     ax.set_ylabel(y_label)
     ax.autoscale_view()  # now: labels are placed where the points will be
+    widest = max(len(label.get_text()) for label in ax.get_yticklabels())
+    left = max(0.105, 0.06 + 0.009 * widest)  # of the figure's width: the label and the widest number beside the axis
+    ax.set_position((left, 0.13, 0.985 - left, 0.84))
     label_points(ax, points)
     return svg(figure, key, summary)
+
+
+def _percent(y: float, _: int) -> str:
+    """A tick of an axis in per cent."""
+    number = f"{y:+,.0f}" if abs(y) >= 1000 else f"{y:+g}"
+    return f"{number} %".replace("-", "−") if y else "0 %"
 
 
 @dataclass
