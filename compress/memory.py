@@ -168,7 +168,8 @@ class _Case:
         before = alive = self.resident - self.mapped  # bytes of the blocks' weights that are freed with them
         originals: int | None = None  # bytes of those that later methods measure their errors against
         for i, method in enumerate(self.recipe):
-            replaces = not self.on_disk and isinstance(method, FoldingMethod | LayerwiseMethod)
+            makes = isinstance(method, FoldingMethod | LayerwiseMethod) or method.stage == "transform"
+            replaces = makes and not self.on_disk
             made = int(self.resident * self._share_stored(i + 1)) if replaces else alive
             if originals is None and isinstance(method, LayerwiseMethod) and method is not self.recipe[-1]:
                 originals, alive = alive, 0
@@ -180,8 +181,8 @@ class _Case:
                 yield block + copies + flowing + self._folding(method, shapes)
             if isinstance(method, LayerwiseMethod):
                 yield block + copies + flowing + self._solving(method, shapes, self._share_stored(i + 1))
-            elif method.reads_originals:
-                yield block + copies + 2 * flowing + self._training(method, shapes)
+            elif trained := method.trains(max(self.batches, default=0)):
+                yield block + copies + 2 * flowing + self._training(method, shapes, *trained)
             elif not isinstance(method, FoldingMethod) and method.stage != "cache":
                 yield block + copies + flowing + self._pass(shapes)
 
@@ -232,12 +233,14 @@ class _Case:
             most += sum(4 * columns**2 for columns in _inputs(self.model, method.skip)) - 4 * wide**2
         return held + most
 
-    def _training(self, method: Method, shapes: Sequence[tuple[int, int]]) -> int:
+    def _training(self, method: Method, shapes: Sequence[tuple[int, int]], scope: str, tokens: int) -> int:
         """All linears of a block, with what is trained of them, and the passes whose gradients are taken."""
         weights = sum(out * columns for out, columns in shapes)
         wide = sum(max(shape) for shape in shapes)
-        passes = 3 * 4 * getattr(method, "batch", 1) * max(self.batches, default=0) * (8 * self._hidden + wide)
-        return int(4 * weights * method.working_set[0]) + passes
+        if scope == "model":  # every block keeps what its gradient needs, and the loss the logits in float32
+            saved = len(find_blocks(self.model)[1]) * (12 * self._hidden + wide)
+            return 4 * tokens * (saved + 4 * self.model.get_input_embeddings().num_embeddings)
+        return int(4 * weights * method.working_set[0]) + 3 * 4 * tokens * (8 * self._hidden + wide)
 
     def _folding(self, method: FoldingMethod, shapes: Sequence[tuple[int, int]]) -> int:
         weights = sum(out * columns for out, columns in shapes)

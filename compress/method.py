@@ -89,6 +89,11 @@ class Method:
         """For what this method runs the model by itself, whether or not statistics are saved; "" if for nothing."""
         return ""
 
+    def trains(self, longest: int) -> tuple[str, int] | None:
+        """Through what gradients are taken, "block" or "model", and the tokens of an update where the longest
+        calibration batch has `longest`; None where nothing is trained. From it peak memory is predicted."""
+        return None
+
     def within(self, before: Sequence["Method"], after: Sequence["Method"]) -> "Method":
         """This method as it acts between these others of a recipe: itself, or one with knobs settled by them.
 

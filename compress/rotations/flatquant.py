@@ -122,6 +122,9 @@ class FlatQuant(Method):
     def own_passes(self) -> str:
         return "the training of each block"
 
+    def trains(self, longest: int) -> tuple[str, int] | None:
+        return ("block", min(longest, WINDOW)) if self.steps else None
+
     def check(self, model: nn.Module) -> None:
         check_experts(model, self.skip, self.name)
         linears = [module for module in find_blocks(model)[1].modules() if is_linear(module)]

@@ -14,7 +14,7 @@ from compress.linear import CompressedLinear, is_linear, replace, weight_of
 from compress.method import Method, knob
 from compress.records import FoldRecord, LayerRecord
 from compress.rotations.folds import StreamUse, fold_heads, fold_stream, heads_of, trial_of, writers
-from compress.rotations.learned import Rotations, learn
+from compress.rotations.learned import WINDOW, Rotations, learn
 from compress.rotations.ranges import Turn, dense_record, fold_record, ranges_of
 from compress.transforms import Rotation
 from compress.transforms.rotation import random_hadamard, random_orthogonal
@@ -90,6 +90,9 @@ class Rotate(Method):
     @property
     def needs_calibration(self) -> bool:
         return self.steps > 0
+
+    def trains(self, longest: int) -> tuple[str, int] | None:
+        return ("model", min(longest, WINDOW)) if self.steps else None
 
     def check(self, model: nn.Module) -> None:
         if is_offloaded(model):

@@ -67,6 +67,9 @@ class Tune(Method):
     def own_passes(self) -> str:
         return "the training of each block"
 
+    def trains(self, longest: int) -> tuple[str, int]:
+        return "block", self.batch * longest
+
     def apply(
         self,
         model: nn.Module,

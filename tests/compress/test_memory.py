@@ -32,6 +32,9 @@ def test_the_prediction_follows_what_is_asked(tiny, tokens):
 
     assert added(GPTQ, few) < added(GPTQ, many)
     assert added(GPTQ.replace(")", ", sequential=False)"), many) < added(GPTQ, many)
+    assert added("rotate", few) < added("rotate(steps=1)", few)
+    assert added("flatquant", few) < added("flatquant(steps=1)", few)
+    assert added("rotate(steps=1)", few) == added("rotate(steps=9)", few) < added("rotate(steps=1)", tokens(4, 200))
     on_disk = put_on_disk(tiny("llama"))
     bits = [plan(parse_recipe(f"rtn(bits={b}, group_size=16)"), on_disk, ()).predicted_disk for b in (2, 4, 8)]
     assert bits == sorted(bits) and bits[0] < bits[2]
@@ -89,7 +92,7 @@ print(json.dumps([usage.peak, usage.predicted_peak, usage.disk, usage.predicted_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["memory", "disk"])
-@pytest.mark.parametrize("recipe", ["gptq", "smoothquant, int8"])
+@pytest.mark.parametrize("recipe", ["gptq", "smoothquant, int8", "rotate(steps=2)", "flatquant(steps=2)"])
 def test_the_embedded_model_takes_what_was_predicted(recipe, weights, data):
     told = subprocess.check_output([sys.executable, "-c", MEASURE, recipe, weights], text=True).splitlines()[-1]
     peak, predicted, disk, predicted_disk = json.loads(told)
