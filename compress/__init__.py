@@ -9,6 +9,7 @@
 from compress.activations.activations import Activations
 from compress.activations.bnb_int8 import BitsandbytesInt8
 from compress.activations.fp8 import FP8
+from compress.activations.gather import Gather
 from compress.activations.int8 import Int8
 from compress.activations.llm_int8 import LLMInt8
 from compress.activations.smoothquant import SmoothQuant
@@ -68,7 +69,7 @@ METHODS: dict[str, type[Method]] = {
     "finequant": FineQuant, "mixed": Mixed, "tune": Tune,
     "magnitude": Magnitude, "random": RandomChoice, "wanda": Wanda, "sparsegpt": SparseGPT, "layer_drop": LayerDrop,
     "low_rank": LowRank, "outlier_entries": Outliers,
-    "rotate": Rotate, "flatquant": FlatQuant, "activations": Activations,
+    "rotate": Rotate, "flatquant": FlatQuant, "gather": Gather, "activations": Activations,
     "smoothquant": SmoothQuant, "int8": Int8, "fp8": FP8, "llm_int8": LLMInt8, "bnb_int8": BitsandbytesInt8,
     "random_kv": RandomEviction, "streaming": Streaming, "knorm": KNorm, "keydiff": KeyDiff, "h2o": H2O, "tova": TOVA,
     "snapkv": SnapKV, "gemfilter": GemFilter, "expected_attention": ExpectedAttention, "kvzip": KVzip, "kvzap": KVzap,

@@ -26,8 +26,8 @@ BITS = {"fp8": 8, "mxfp4": 4, "nvfp4": 4}  # of a code, where the format says it
 class Activations(LayerwiseMethod):
     """Rounds the inputs of linears to few bits; the weights stay as the methods before it stored them.
 
-    With 4-bit integer weights a CPU with VNNI multiplies the codes themselves. Everywhere else the rounding is
-    emulated: the result is the same, and not faster.
+    With 4-bit integer weights a CPU with VNNI multiplies the codes themselves. Everywhere else, and with `outliers`
+    of channels that nothing has put in order before, the rounding is emulated: the result is the same, and not faster.
     """
 
     name: ClassVar[str] = "activations"
@@ -48,7 +48,7 @@ class Activations(LayerwiseMethod):
     outliers: float = knob(
         0.0,
         "share of a token's groups that keep 8 bits: the channels that were the largest on the calibration tokens are "
-        "gathered in them",
+        "gathered in them; the first groups where an earlier method of the recipe has put the largest channels first",
         range=(0.0, 1.0),
     )
 
@@ -105,7 +105,8 @@ class Activations(LayerwiseMethod):
         if self.outliers:
             absmax = statistics.values["absmax"]
             wide = math.ceil(self.outliers * len(absmax) / self.group_size)
-            order = absmax.argsort(descending=True, stable=True)
+            # What is ordered already has its largest channels first, and its groups are those of the product.
+            order = None if statistics.ordered else absmax.argsort(descending=True, stable=True)
             return Rounding(bits, group_size=self.group_size, clip=self.clip, order=order, wide=wide)
         if not self.static:
             return made

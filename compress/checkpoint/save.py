@@ -142,7 +142,7 @@ def check_holds(
 
 def _problem(writer: SaveFormat, model: nn.Module, linears: Mapping[str, dict[str, Any]]) -> str:
     if not writer.holds_rotations and (stream_of(model) is not None or getattr(model, "to_be_rotated", False)):
-        return f"`save_format` (={writer.name!r}) has no place for rotations that act while the model runs"
+        return f"`save_format` (={writer.name!r}) has no place for transforms of inputs that act while the model runs"
     return writer.problem_of_model(model) or next(filter(None, map(writer.problem, linears.values())), "")
 
 

@@ -7,12 +7,13 @@ from torch import Tensor, nn
 
 from compress.transforms.base import Transform, same_transform
 from compress.transforms.kronecker import Kronecker
+from compress.transforms.permutation import Permutation
 from compress.transforms.rotation import Hadamard, Orthogonal, Rotation
 from compress.transforms.rounding import Rounding
 
 __all__ = [
-    "TRANSFORMS", "Chain", "Hadamard", "Kronecker", "Orthogonal", "Rotation", "Rounding", "Transform",
-    "followed_by", "make_transform", "parted", "same_transform",
+    "TRANSFORMS", "Chain", "Hadamard", "Kronecker", "Orthogonal", "Permutation", "Rotation", "Rounding",
+    "Transform", "followed_by", "make_transform", "orders", "parted", "same_transform",
 ]  # fmt: skip
 
 
@@ -39,7 +40,9 @@ class Chain(Transform):
 
 
 # By the names that checkpoints use.
-TRANSFORMS: dict[str, type[Transform]] = {one.name: one for one in (Chain, Hadamard, Kronecker, Orthogonal, Rounding)}
+TRANSFORMS: dict[str, type[Transform]] = {
+    one.name: one for one in (Chain, Hadamard, Kronecker, Orthogonal, Permutation, Rounding)
+}
 
 
 def followed_by(first: Transform | None, second: Transform | None) -> Transform | None:
@@ -56,6 +59,12 @@ def parted(transform: Transform | None) -> tuple[list[Transform], Rounding | Non
         return [], None
     steps = list(transform.steps) if isinstance(transform, Chain) else [transform]
     return (steps[:-1], steps[-1]) if isinstance(steps[-1], Rounding) else (steps, None)
+
+
+def orders(transform: Transform | None) -> bool:
+    """Is the last thing that a transform does, but for rounding, to put the channels into another order?"""
+    before, _ = parted(transform)
+    return bool(before) and isinstance(before[-1], Permutation)
 
 
 def make_transform(spec: dict[str, Any] | None, tensors: dict[str, Tensor]) -> Transform | None:

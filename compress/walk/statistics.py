@@ -259,6 +259,7 @@ class LayerStatistics:
         name: of the linear in the model.
         dtype: of the model's activations, in which stored floats are kept.
         stored: the parts that an earlier method of the recipe stored for this linear; empty if none did.
+        ordered: an earlier method put the channels that the linear reads into another order.
         keep: [out, in] bool, False for weights that an earlier method set to 0, which the walk keeps at 0; None if none
             did.
         notes: what the method has to say about this layer; goes into the record.
@@ -271,6 +272,7 @@ class LayerStatistics:
         self.name = ""
         self.dtype = torch.float32
         self.stored: list[Format] = []
+        self.ordered = False
         self.keep: Tensor | None = None
         self.notes: list[str] = []
 

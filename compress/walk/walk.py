@@ -20,7 +20,7 @@ from compress.formats import Format
 from compress.formats.masked import kept_of, masked_like
 from compress.linear import CompressedLinear, replace, weight_of
 from compress.records import LayerRecord
-from compress.transforms import Transform, followed_by
+from compress.transforms import Transform, followed_by, orders
 from compress.walk.blocks import find_blocks, targets
 from compress.walk.capture import Call, advance, block_calls, on_device
 from compress.walk.chain import Chain
@@ -296,6 +296,7 @@ def stored_as(
     if isinstance(linear, CompressedLinear):
         statistics.stored = [part for part in linear.parts if not part.exact]
         statistics.keep = kept_of(statistics.stored)
+        statistics.ordered = orders(linear.transform)
     if method.adds:
         parts = [*statistics.stored, *exact, *method.solve(target - W, statistics)]
     else:

@@ -32,6 +32,7 @@ ROWS = {
     "smoothquant": {"alpha": 0.6},
     "rotate": {},
     "flatquant": {"steps": 2},
+    "gather": {},
     "activations": {"bits": 8, "group_size": 16},
     "int8": {"activations": "tensor"},
     "fp8": {"weights": "block"},
@@ -57,7 +58,7 @@ EXACT = {
 }
 WEIGHTS = [name for name, method in METHODS.items() if method.stage != "cache"]
 COARSE = {"qmoe"}  # three values a row: far from the original in a tiny model
-AS_IT_WAS = {"rotate", "flatquant", "activations"}  # they keep what was stored before, or the weight itself
+AS_IT_WAS = {"rotate", "flatquant", "gather", "activations"}  # they keep what was stored before, or the weight itself
 STORING = [name for name, method in METHODS.items() if issubclass(method, LayerwiseMethod)]
 
 

@@ -189,7 +189,7 @@ def test_what_cannot_be_is_said_before_any_work(tiny, tokens, tmp_path):
     with pytest.raises(ValueError, match="rotated already"):
         apply([ROTATE()], model)
     for name in ("gguf", "compressed-tensors", "gptq"):
-        with pytest.raises(ValueError, match="no place for rotations"):
+        with pytest.raises(ValueError, match="no place for transforms"):
             save_compressed(result, tmp_path / name, save_format=name)
     with pytest.raises(ValueError, match="`target` \\(='block'\\) of layer_drop cannot drop blocks"):
         apply([METHODS["layer_drop"](target="block", count=1)], model, tokens())
