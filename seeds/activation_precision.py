@@ -5,7 +5,7 @@
 
 Every cell of the table is a recipe: weights in 8 or 4 bits, activations in 8 or 4, the cache in 16 or 4, and a
 treatment: none, smoothing, a rotation, a trained rotation, a map of each input, the largest channels gathered in groups
-of 8 bits, a branch of low rank, scaled keys. Recipes are calibrated on C4 and scored by seeds/scoring.py, as those of
+of 8 bits, a branch of low rank, FireQ's scalings. Recipes are calibrated on C4 and scored by seeds/scoring.py, as those of
 seeds/bytes_and_loss.py, whose options these are: what `--keep` holds is not made again, and recipes that store the same
 weights share them.
 """
@@ -19,7 +19,12 @@ WEIGHTS = "gptq(bits=4, group_size=16, scale_dtype=int6)"
 A8, A4 = "activations(bits=8)", "activations(bits=4, group_size=32)"
 GATHERED = "activations(bits=4, group_size=32, outliers=0.1)"
 KV4 = "kv_int(bits=4)"
+TURNED4 = "kv_int(bits=4, rotate_keys=True)"
 TRAINED = "rotate(steps=24)"
+TABLE = WEIGHTS.replace("group_size=16", "group_size=16, grid=iq4_nl")
+# Channels scaled, integers with scales in fp8, inputs in fp8, keys scaled before and after RoPE.
+FIREQ = "smooth_keys(leave=2), smoothquant, gptq(bits=4, group_size=16, symmetric=True, scale_dtype=e4m3)"
+FIREQ_A8 = "activations(format=fp8)"
 RECIPES = {
     "W8A8": {
         "plain": "int8",
@@ -32,8 +37,18 @@ RECIPES = {
         "rotated": f"rotate, {WEIGHTS}, {A8}",
         "rotated, trained": f"{TRAINED}, {WEIGHTS}, {A8}",
         "flatquant, untrained": f"flatquant, {WEIGHTS}, {A8}",
-        "IQ4_NL's table": f"{WEIGHTS.replace('group_size=16', 'group_size=16, grid=iq4_nl')}, {A8}",
-        "rotated, IQ4_NL's table": f"rotate, {WEIGHTS.replace('group_size=16', 'group_size=16, grid=iq4_nl')}, {A8}",
+        "gathered": f"gather, {WEIGHTS}, {A8}",
+        "FireQ": f"{FIREQ}, {FIREQ_A8}",
+        "IQ4_NL's table": f"{TABLE}, {A8}",
+        "rotated, IQ4_NL's table": f"rotate, {TABLE}, {A8}",
+    },
+    "W4A8KV4": {
+        "plain": f"{WEIGHTS}, {A8}, {KV4}",
+        "smoothed": f"smoothquant, {WEIGHTS}, {A8}, {KV4}",
+        "rotated": f"rotate, {WEIGHTS}, {A8}, {TURNED4}",
+        "rotated, trained": f"{TRAINED}, {WEIGHTS}, {A8}, {TURNED4}",
+        "flatquant, untrained": f"flatquant, {WEIGHTS}, {A8}, {TURNED4}",
+        "FireQ": f"{FIREQ}, {FIREQ_A8}, kv_int(bits=4, keys=token, symmetric=True, outlier_channels=4)",
     },
     "W4A4": {
         "plain": f"{WEIGHTS}, {A4}",
@@ -44,15 +59,14 @@ RECIPES = {
         "flatquant, untrained, gathered": f"flatquant, gather, {WEIGHTS}, {GATHERED}",
         "low-rank branch": f"smoothquant, svdquant(rank=16), {WEIGHTS}, {A4}",
         "gathered": f"gather, {WEIGHTS}, {GATHERED}",
-        "smoothed, gathered": f"smoothquant, gather, {WEIGHTS}, {GATHERED}",
-        "rotated, gathered": f"rotate, gather, {WEIGHTS}, {GATHERED}",
     },
     "W4A4KV4": {
         "plain": f"{WEIGHTS}, {A4}, {KV4}",
         "smoothed": f"smoothquant, {WEIGHTS}, {A4}, {KV4}",
-        "rotated": f"rotate, {WEIGHTS}, {A4}, kv_int(bits=4, rotate_keys=True)",
-        "flatquant, untrained": f"flatquant, {WEIGHTS}, {A4}, kv_int(bits=4, rotate_keys=True)",
-        "flatquant, untrained, gathered": f"flatquant, gather, {WEIGHTS}, {GATHERED}, kv_int(bits=4, rotate_keys=True)",
+        "rotated": f"rotate, {WEIGHTS}, {A4}, {TURNED4}",
+        "rotated, trained": f"{TRAINED}, {WEIGHTS}, {A4}, {TURNED4}",
+        "flatquant, untrained": f"flatquant, {WEIGHTS}, {A4}, {TURNED4}",
+        "flatquant, untrained, gathered": f"flatquant, gather, {WEIGHTS}, {GATHERED}, {TURNED4}",
         "gathered": f"gather, {WEIGHTS}, {GATHERED}, {KV4}",
     },
 }
@@ -118,7 +132,7 @@ def note(record: scoring.Record, path: Path) -> str:
         " sequence, medians and quartiles of rounds in turns:"
     )
     recipes = [
-        f"- {p}, {t}: `{recipe}`"
+        f"- {p}, {t}, {record.rows[recipe].bytes / 1e6:.1f} MB: `{recipe}`"
         for p, cells in RECIPES.items()
         for t, recipe in cells.items()
         if recipe in record.rows
@@ -137,7 +151,7 @@ def note(record: scoring.Record, path: Path) -> str:
         f"![KL by precision and treatment]({path.with_suffix('.svg').name})",
         "",
         *([timed, "", fast, ""] if fast else []),
-        "The recipes:",
+        f"The recipes, and the bytes of the whole model (16 bits: {record.rows[scoring.BASELINE].bytes / 1e6:.1f} MB):",
         "",
         *recipes,
     ]
@@ -150,7 +164,7 @@ def main() -> None:
     parser = scoring.options(__doc__)
     parser.set_defaults(samples=32, texts=["wikitext2", "essays"], window=1024, windows=[6, 3])
     parser.add_argument(
-        "--timed", nargs="*", default=["plain", "rotated"], help="treatments to time, with --speed-rounds"
+        "--timed", nargs="*", default=["plain", "rotated", "gathered"], help="treatments to time, with --speed-rounds"
     )
     given = parser.parse_args()
     timed = {cells[t] for cells in RECIPES.values() for t in given.timed if t in cells}
