@@ -7,6 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from compress.transforms.rounding import Rounding
+from kernels.int_matmul import Packed
+from kernels.lut_matmul import Codebook
+from kernels.w4a8_matmul import fast, w4a8_matmul
 
 
 class Trainable(nn.Module):
@@ -57,9 +60,22 @@ class Format(nn.Module):
         """y [..., out] = x [..., in] Wᵀ, in x's dtype."""
         raise NotImplementedError
 
-    def matmul_rounded(self, x: Tensor, rounding: Rounding) -> Tensor:
-        """`matmul` of what `rounding` makes of x; formats of integers multiply the codes of both where that is fast."""
-        return self.matmul(rounding(x))
+    @property
+    def integers(self) -> Packed | Codebook | None:
+        """The weight as products of integers read it; None where it is not stored in integers."""
+        return None
+
+    def matmul_rounded(self, x: Tensor, rounding: Rounding, order: Tensor | None = None) -> Tensor:
+        """`matmul` of what `rounding` makes of x; integers are multiplied by integers where that is fast.
+
+        Args:
+            order: int32 [in], the order in which the columns of x are rounded and multiplied; None: as they lie.
+        """
+        w, group = self.integers, None if rounding.group_size == -1 else rounding.group_size
+        if w is not None and rounding.in_integers and fast(x, w, group):
+            how = {"x_bits": rounding.bits, "x_group": group, "x_scale": rounding.step, "x_wide": rounding.wide}
+            return w4a8_matmul(x, w, **how, x_order=order)
+        return self.matmul(rounding(x if order is None else x.index_select(-1, order)))
 
     def look_up(self, ids: Tensor) -> Tensor:
         """Rows [n, in] of W in float32, for ids [n]; the other rows are not dequantised. Only where `looks_up`."""

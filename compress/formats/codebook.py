@@ -9,7 +9,6 @@ from torch import Tensor
 from compress.formats.base import Format
 from compress.formats.scales import SCALE_DTYPES, NestedScales, ScaleRule, read_scales, scales_spec
 from compress.formats.trained import TrainedGroups
-from compress.transforms.rounding import Rounding
 from kernels.lut_matmul import (
     Codebook,
     dequantize,
@@ -21,7 +20,7 @@ from kernels.lut_matmul import (
     to_rows,
     unpack_codebook,
 )
-from kernels.w4a8_matmul import fast, holds_integers, w4a8_matmul
+from kernels.w4a8_matmul import holds_integers
 
 SCALES = 256  # scales that share an absmax
 
@@ -98,6 +97,10 @@ class CodebookGroup(Format):
         return Codebook(self.layout, self.codes, self.table, self.scale, self.bits, self.group_size, self.shape)
 
     @property
+    def integers(self) -> Codebook | None:
+        return self.packed if self.of_integers else None
+
+    @property
     def scales(self) -> ScaleCodes | NestedScales | None:
         """The scales as they are stored, if not as floats of 16 or 32 bits."""
         if self._kind is not None:
@@ -109,12 +112,6 @@ class CodebookGroup(Format):
 
     def matmul(self, x: Tensor) -> Tensor:
         return lut_matmul(x, self.packed)
-
-    def matmul_rounded(self, x: Tensor, rounding: Rounding) -> Tensor:
-        group = None if rounding.group_size == -1 else rounding.group_size
-        if self.of_integers and rounding.in_integers and fast(x, self.packed, group):
-            return w4a8_matmul(x, self.packed, x_bits=rounding.bits, x_group=group, x_scale=rounding.step)
-        return super().matmul_rounded(x, rounding)
 
     def look_up(self, ids: Tensor) -> Tensor:
         return look_up(self.packed, ids)

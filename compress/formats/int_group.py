@@ -8,7 +8,6 @@ from torch import Tensor
 from compress.formats.base import Format
 from compress.formats.scales import TILES, NestedScales, ScaleRule, read_scales, scales_spec
 from compress.formats.trained import TrainedGroups
-from compress.transforms.rounding import Rounding
 from kernels.int_matmul import (
     Packed,
     dequantize,
@@ -22,7 +21,6 @@ from kernels.int_matmul import (
     to_tiles,
     unpack,
 )
-from kernels.w4a8_matmul import fast, w4a8_matmul
 
 
 class IntGroup(Format):
@@ -77,17 +75,15 @@ class IntGroup(Format):
     def packed(self) -> Packed:
         return Packed(self.layout, self.codes, self.scale, self.zero, self.bits, self.group_size, self.shape)
 
+    @property
+    def integers(self) -> Packed:
+        return self.packed
+
     def dequantize(self) -> Tensor:
         return dequantize(self._rows())
 
     def matmul(self, x: Tensor) -> Tensor:
         return int_matmul(x, self.packed)
-
-    def matmul_rounded(self, x: Tensor, rounding: Rounding) -> Tensor:
-        group = None if rounding.group_size == -1 else rounding.group_size
-        if rounding.in_integers and fast(x, self.packed, group):
-            return w4a8_matmul(x, self.packed, x_bits=rounding.bits, x_group=group, x_scale=rounding.step)
-        return super().matmul_rounded(x, rounding)
 
     @classmethod
     def stacks(cls, spec: dict[str, Any]) -> bool:

@@ -33,7 +33,10 @@ class Permutation(Transform):
 
     @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "Permutation":
-        return cls(tensors["order"])
+        order = tensors["order"]
+        if not torch.equal(order.sort().values, torch.arange(len(order), dtype=order.dtype, device=order.device)):
+            raise ValueError("a stored permutation does not name every channel once; the file is damaged")
+        return cls(order)
 
     def extra_repr(self) -> str:
         return str(len(self.order))

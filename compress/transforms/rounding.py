@@ -55,7 +55,7 @@ class Rounding(Transform):
     @property
     def in_integers(self) -> bool:
         """Is x' nothing but the integers that `kernels.w4a8_matmul` makes of x, times their steps?"""
-        return self.format == "int" and self.clip == 1.0 and self.order is None and not self.wide
+        return self.format == "int" and self.clip == 1.0 and self.order is None
 
     def forward(self, x: Tensor) -> Tensor:
         columns = x if self.order is None else x[..., self.order]

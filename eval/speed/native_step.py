@@ -301,12 +301,16 @@ def _change(transform: nn.Module | None, name: str, columns: int) -> Change | No
     change = None
     for step in getattr(transform, "steps", [] if transform is None else [transform]):
         signs, block = getattr(step, "signs", None), getattr(step, "block", None)
+        rounded = bool(change and change.bits)
         if change is None and signs is not None and isinstance(block, int):
             change = Change(signs.float(), block)
-        elif getattr(step, "in_integers", False) and not step.wide and not (change and change.bits):
+        elif getattr(step, "name", "") == "permutation" and not rounded and (change is None or change.order is None):
+            change = dataclasses.replace(change or Change(), order=step.order)
+        elif getattr(step, "in_integers", False) and not rounded:
             group_size = columns if step.group_size == -1 else step.group_size
             fixed = 0.0 if step.step is None else float(step.step)
-            change = dataclasses.replace(change or Change(), bits=step.bits, group_size=group_size, step=fixed)
+            how = {"bits": step.bits, "group_size": group_size, "step": fixed, "wide": step.wide}
+            change = dataclasses.replace(change or Change(), **how)
         else:
             raise NotNative(f"{name} has a transform ({type(step).__name__}) that the step does not know")
     return change

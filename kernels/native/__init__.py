@@ -153,7 +153,7 @@ def _register_fakes() -> None:
         return x.new_empty(*x.shape[:-1], scale.shape[0])
 
     @torch.library.register_fake("workbench::panels_w4a8")
-    def _(x, codes, scale, zero, table, out, x_bits, x_group, x_scale):
+    def _(x, codes, scale, zero, table, out, x_bits, x_group, x_scale, x_wide=0, x_order=None):
         return x.new_empty(*x.shape[:-1], out)
 
     @torch.library.register_fake("workbench::kv_decode_native")

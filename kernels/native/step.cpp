@@ -97,9 +97,10 @@ int64_t DecodeStep::weight(const std::string& layout, const at::Tensor& data, co
   return int64_t(weights_.size()) - 1;
 }
 
-int64_t DecodeStep::change(const Maybe& signs, std::vector<at::Tensor> factors, int64_t bits, int64_t group, double step) {
+int64_t DecodeStep::change(const Maybe& signs, std::vector<at::Tensor> factors, const Maybe& order, int64_t bits, int64_t group, int64_t wide,
+                           double step) {
   Change c;
-  c.bits = bits, c.group = group, c.step = float(step);
+  c.bits = bits, c.group = group, c.wide = wide, c.step = float(step);
   int64_t block = 1;
   for (const at::Tensor& H : factors) {
     TORCH_CHECK(H.dim() == 2 && is_floats(H, H.size(0) * H.size(0)), "factors of a transform are square");
@@ -109,6 +110,12 @@ int64_t DecodeStep::change(const Maybe& signs, std::vector<at::Tensor> factors, 
     TORCH_CHECK(is_floats(signs, signs->numel()) && signs->numel() % block == 0, "signs: float32, of blocks of ", block);
     c.signs = *signs, c.factors.assign(factors.rbegin(), factors.rend());
   }
+  if (order) {
+    TORCH_CHECK(order->scalar_type() == at::kInt && order->is_contiguous() && order->dim() == 1, "order: int32 [in]");
+    for (int64_t k = 0; k < order->numel(); k++)
+      TORCH_CHECK(uint32_t(order->const_data_ptr<int32_t>()[k]) < order->numel(), "order: numbers of columns");
+    c.order = *order;
+  }
   TORCH_CHECK(bits == 0 || (bits >= 2 && bits <= 8 && group > 0), "codes have 2 to 8 bits, in groups of columns");
   changes_.push_back(std::move(c));
   return int64_t(changes_.size()) - 1;
@@ -117,7 +124,7 @@ int64_t DecodeStep::change(const Maybe& signs, std::vector<at::Tensor> factors, 
 void DecodeStep::changes(int64_t weight, int64_t change, const Maybe& gains) {
   Weight& w = *weights_.at(weight);
   const Change& c = changes_.at(change);
-  TORCH_CHECK((!c.signs.defined() || c.signs.numel() == w.stored.in) && (c.bits == 0 || w.stored.in % c.group == 0) &&
+  TORCH_CHECK((!c.signs.defined() || c.signs.numel() == w.stored.in) && (!c.order.defined() || c.order.numel() == w.stored.in) && (c.bits == 0 || w.stored.in % c.group == 0) &&
                   (!gains || is_floats(gains, w.stored.in)), "an input of ", w.stored.in, " columns cannot be changed so");
   w.change = int(change);
   if (gains) w.gains = *gains;

@@ -46,7 +46,8 @@ struct Plan {
   int64_t per_scale;            // groups that share a scale of W
   int64_t step_columns, steps;  // columns that share a step of x, and steps of a token
   int64_t piece;                // columns of a token that lie together, a divisor of `columns`
-  float bound;                  // the largest code of x
+  float bound;                  // the largest code of x, but for
+  int64_t wide;                 // so many steps of a token, the first ones, whose codes go up to 127
   const float* fixed;           // steps that are given, `fixed_each` for each group; null: found here
   bool fixed_each;
   const uint8_t* order;         // of sixteen columns, a coder's ORDER
@@ -89,6 +90,7 @@ Kind kind_of(const at::Tensor& t) {
 // All that a call works on.
 struct Call {
   const void* x;
+  const int32_t* from;  // the columns of x in the order in which they are met; null: as they lie
   Kind kind;
   int64_t tokens;
   Weight w;
@@ -98,13 +100,42 @@ struct Call {
   int64_t element;  // bytes of one of y's
 };
 
+// Rows of x as they are rounded. Those in another order are put together in memory of its own.
+class Reader {
+ public:
+  explicit Reader(const Call& call) : c(call), bytes(c.kind == Kind::float32 ? 4 : 2) {
+    if (c.from) room.reset(new char[c.plan.in * bytes]);
+  }
+
+  const void* row(int64_t token) {
+    const char* at = static_cast<const char*>(c.x) + token * c.plan.in * bytes;
+    if (!c.from) return at;
+    if (bytes == 4) gather<uint32_t>(at);
+    else gather<uint16_t>(at);
+    return room.get();
+  }
+
+ private:
+  template <class T>
+  void gather(const char* row) {
+    const T* x = reinterpret_cast<const T*>(row);
+    T* to = reinterpret_cast<T*>(room.get());
+    for (int64_t k = 0; k < c.plan.in; k++) to[k] = x[c.from[k]];
+  }
+
+  const Call& c;
+  const int64_t bytes;
+  std::unique_ptr<char[]> room;
+};
+
 void some_tokens(const Call& c) {
   std::vector<int32_t> sums(c.tokens * c.plan.groups);
   std::vector<float> step(c.tokens * (c.plan.steps > 1 ? c.plan.groups : 1));
   std::unique_ptr<uint8_t[]> codes(new uint8_t[c.tokens * c.plan.in]);
   const auto round = [&](int64_t begin, int64_t end) {
+    Reader x(c);
     for (int64_t m = begin; m < end; m++)
-      vnni::round_token(c.x, c.kind, m, c.plan, 0, codes.get() + m * c.plan.in, 64, step.data() + m * (step.size() / c.tokens),
+      vnni::round_token(x.row(m), c.kind, c.plan, 0, codes.get() + m * c.plan.in, 64, step.data() + m * (step.size() / c.tokens),
                         sums.data() + m * c.plan.groups);
   };
   at::parallel_for(0, c.tokens, std::max<int64_t>(1, PART / c.plan.in), round);
@@ -170,12 +201,13 @@ class Many {
   void round(int64_t begin, int64_t end) {
     const int64_t piece = c.plan.piece;
     std::unique_ptr<uint8_t[]> row(new uint8_t[c.plan.in]);
+    Reader x(c);
     for (int64_t b = begin; b < end; b++) {
       const int64_t from = first(b), size = first(b + 1) - from;
       for (int64_t m = 0; m < size; m++) {
         uint8_t* to = codes.get() + from * c.plan.in + m * piece;
         const bool straight = piece == PIECE;
-        vnni::round_token(c.x, c.kind, from + m, c.plan, 0x80, straight ? to : row.get(), straight ? size * PIECE : PIECE,
+        vnni::round_token(x.row(from + m), c.kind, c.plan, 0x80, straight ? to : row.get(), straight ? size * PIECE : PIECE,
                           step.data() + (from + m) * per_token, nullptr);
         for (int64_t k = 0; !straight && k < c.plan.in; k += piece, to += size * piece) std::memcpy(to, row.get() + k, piece);
       }
@@ -230,9 +262,10 @@ int64_t piece_of(int64_t columns) {
 }
 
 // x [..., in]; codes, scale and zero of a weight in panels; table: the integers that nibbles stand for; x_group: columns that share a step, or 0; x_scale: one step, or one for
-// each such group.
+// each such group; x_wide: such groups, the first ones, whose codes have 8 bits; x_order: int32 [in], the columns of x in the order of W's.
 at::Tensor panels_w4a8(const at::Tensor& x_, const at::Tensor& codes, const at::Tensor& scale, const std::optional<at::Tensor>& zero,
-                       const std::optional<at::Tensor>& table, int64_t out, int64_t x_bits, int64_t x_group, const std::optional<at::Tensor>& x_scale) {
+                       const std::optional<at::Tensor>& table, int64_t out, int64_t x_bits, int64_t x_group, const std::optional<at::Tensor>& x_scale,
+                       int64_t x_wide, const std::optional<at::Tensor>& x_order) {
   const at::Tensor x = x_.contiguous();
   const int bits = codes.dim() == 3 ? workbench::width_of(codes) : 0;
   const auto one_of_ours = [](const at::Tensor& t) {
@@ -242,9 +275,10 @@ at::Tensor panels_w4a8(const at::Tensor& x_, const at::Tensor& codes, const at::
   TORCH_CHECK(x.dim() > 0 && x.size(-1) > 0 && one_of_ours(x) && one_of_ours(scale) && codes.is_contiguous() && scale.is_contiguous() &&
                   bits && scale.dim() == 3 && scale.size(1) > 0 && (!zero || (zero->is_contiguous() && zero->sizes() == scale.sizes())) &&
                   (!table || (bits == 4 && table->numel() == ROWS && workbench::table_fits(table, bits))) &&
-                  (x_bits == 4 || x_bits == 8) && (!x_scale || (x_scale->scalar_type() == at::kFloat && x_scale->is_contiguous())),
+                  (x_bits == 4 || x_bits == 8) && (!x_scale || (x_scale->scalar_type() == at::kFloat && x_scale->is_contiguous())) &&
+                  (!x_order || (x_order->scalar_type() == at::kInt && x_order->is_contiguous() && x_order->numel() == x.size(-1))),
               "panels_w4a8: x ", x.scalar_type(), ", codes ", codes.scalar_type(), " ", codes.sizes(), ", scale ", scale.scalar_type(),
-              " ", scale.sizes(), " or x_scale cannot be read");
+              " ", scale.sizes(), ", x_scale or x_order cannot be read");
   auto sizes = x.sizes().vec();
   sizes.back() = out;
   const at::Tensor y = at::empty(sizes, x.options());
@@ -264,11 +298,17 @@ at::Tensor panels_w4a8(const at::Tensor& x_, const at::Tensor& codes, const at::
   TORCH_CHECK(in == coder.columns * w.units_per_row && share * w.groups == in && columns % coder.columns == 0 &&
                   columns <= MOST_COLUMNS && share % columns == 0 && (!x_group || (x_group % columns == 0 && in % x_group == 0)) &&
                   scale.size(0) == w.panels && scale.size(2) == ROWS && (out + ROWS - 1) / ROWS == w.panels &&
-                  (!x_scale || x_scale->numel() == 1 || (x_group && x_scale->numel() == in / x_group)),
-              "panels_w4a8: x ", x.sizes(), ", codes ", codes.sizes(), ", scale ", scale.sizes(), " and x_group ", x_group, " do not fit");
+                  (!x_scale || x_scale->numel() == 1 || (x_group && x_scale->numel() == in / x_group)) &&
+                  x_wide >= 0 && x_wide <= (x_group ? in / x_group : 1),
+              "panels_w4a8: x ", x.sizes(), ", codes ", codes.sizes(), ", scale ", scale.sizes(), ", x_group ", x_group, " and x_wide ", x_wide,
+              " do not fit");
+  const int32_t* from = x_order ? x_order->const_data_ptr<int32_t>() : nullptr;
+  bool inside = true;
+  for (int64_t k = 0; from && k < in; k++) inside &= uint32_t(from[k]) < in;
+  TORCH_CHECK(inside, "panels_w4a8: `x_order` holds numbers that are no columns");
   Plan plan{in, in / columns, columns, share / columns, x_group ? x_group : in, x_group ? in / x_group : 1, piece_of(columns),
-            x_bits == 8 ? 127.0f : 7.0f, x_scale ? x_scale->const_data_ptr<float>() : nullptr, x_scale && x_scale->numel() > 1, coder.order};
-  const Call call{x.const_data_ptr(), kind_of(x), x.numel() / in, w, plan, &coder, {y.mutable_data_ptr(), kind_of(y), out}, y.element_size()};
+            x_bits == 8 ? 127.0f : 7.0f, x_wide, x_scale ? x_scale->const_data_ptr<float>() : nullptr, x_scale && x_scale->numel() > 1, coder.order};
+  const Call call{x.const_data_ptr(), from, kind_of(x), x.numel() / in, w, plan, &coder, {y.mutable_data_ptr(), kind_of(y), out}, y.element_size()};
   if (call.tokens <= SOME || (bits == 8 && zero)) some_tokens(call);
   else Many(call).run();
   return y;
@@ -277,7 +317,8 @@ at::Tensor panels_w4a8(const at::Tensor& x_, const at::Tensor& codes, const at::
 #else
 bool able() { return false; }
 at::Tensor panels_w4a8(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
-                       const std::optional<at::Tensor>&, int64_t, int64_t, int64_t, const std::optional<at::Tensor>&) {
+                       const std::optional<at::Tensor>&, int64_t, int64_t, int64_t, const std::optional<at::Tensor>&, int64_t,
+                       const std::optional<at::Tensor>&) {
   TORCH_CHECK(false, "panels_w4a8: this build has no AVX512-VNNI");
 }
 #endif
@@ -285,7 +326,7 @@ at::Tensor panels_w4a8(const at::Tensor&, const at::Tensor&, const at::Tensor&, 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(workbench, m) {
-  m.def("panels_w4a8(Tensor x, Tensor codes, Tensor scale, Tensor? zero, Tensor? table, int out, int x_bits, int x_group, Tensor? x_scale) -> Tensor");
+  m.def("panels_w4a8(Tensor x, Tensor codes, Tensor scale, Tensor? zero, Tensor? table, int out, int x_bits, int x_group, Tensor? x_scale, int x_wide=0, Tensor? x_order=None) -> Tensor");
   m.def("panels_w4a8_runs() -> bool", able);
 }
 TORCH_LIBRARY_IMPL(workbench, CPU, m) { m.impl("panels_w4a8", panels_w4a8); }

@@ -86,7 +86,8 @@ class DecodeStep:
         signs, matrices = None, []
         if change.signs is not None:
             signs, matrices = change.signs.float() * change.block**-0.5, list(factors(change.block))
-        return self._native.change(signs, matrices, change.bits, change.group_size, change.step)
+        order = None if change.order is None else change.order.int().contiguous()
+        return self._native.change(signs, matrices, order, change.bits, change.group_size, change.wide, change.step)
 
     def _products(self, p: Products) -> None:
         reads = {"residual": RESIDUAL, "attention": ATTENDED}

@@ -23,11 +23,13 @@ ACTIVATIONS = ("", "silu", "gelu_tanh", "relu")  # numbered as in native/step_ty
 
 @dataclass(frozen=True)
 class Change:
-    """What is done to the input of a product before the weight meets it: a transform, then rounding to integer codes.
+    """What is done to the input of a product before the weight meets it: a transform, another order of the columns, then
+    rounding to integer codes.
 
     signs: [in], ±1 float32, by which x is multiplied before every `block` neighbouring columns go through a Hadamard
-        transform; None: x is not transformed. bits: of symmetric codes, 0 for no rounding. group_size: columns that
-        share a step, so that the largest of them has the largest code. step: of all codes, or 0.
+        transform; None: x is not transformed. order: [in] integers, the column that comes to each place; None: all
+        stay. bits: of symmetric codes, 0 for no rounding. group_size: columns that share a step, so that the largest of
+        them has the largest code. step: of all codes, or 0. wide: groups, the first ones, whose codes have 8 bits.
     """
 
     signs: Tensor | None = None
@@ -35,18 +37,19 @@ class Change:
     bits: int = 0
     group_size: int = 1
     step: float = 0.0
+    order: Tensor | None = None
+    wide: int = 0
 
     def same(self, other: "Change") -> bool:
         """Do the two give the same of every input?"""
-        settings = (self.block, self.bits, self.group_size, self.step)
-        if settings != (other.block, other.bits, other.group_size, other.step):
+        settings = (self.block, self.bits, self.group_size, self.step, self.wide)
+        if settings != (other.block, other.bits, other.group_size, other.step, other.wide):
             return False
-        if self.signs is None or other.signs is None:
-            return self.signs is other.signs
-        return torch.equal(self.signs, other.signs)
+        tensors = (self.signs, other.signs), (self.order, other.order)
+        return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in tensors)
 
     def turn(self, x: Tensor) -> Tensor:
-        """The transform alone, which is orthogonal."""
+        """The transform alone, without the order: it is orthogonal."""
         return x if self.signs is None else hadamard((x * self.signs).unflatten(-1, (-1, self.block))).flatten(-2)
 
     def turn_back(self, x: Tensor) -> Tensor:

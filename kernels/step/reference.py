@@ -54,9 +54,12 @@ def _met(w: Weight, x: Tensor) -> Tensor:
     if isinstance(w.stored, W8):
         change = Change(bits=8, group_size=x.shape[-1], step=0.0 if w.x_scale is None else float(w.x_scale))
     x = change.turn(x)
+    x = x if change.order is None else x[..., change.order.long()]
     if not change.bits:
         return x
-    most, groups = 2 ** (change.bits - 1) - 1, x.unflatten(-1, (-1, change.group_size))
+    groups = x.unflatten(-1, (-1, change.group_size))
+    most = torch.full((groups.shape[-2], 1), 2.0 ** (change.bits - 1) - 1)
+    most[: change.wide] = 127
     step = change.step or groups.abs().amax(-1, keepdim=True).clamp_min(2.0**-100) / most
     return ((groups / step).round().clamp(-most, most) * step).flatten(-2)
 

@@ -25,6 +25,8 @@ def w4a8_matmul(
     x_bits: int = 8,
     x_group: int | None = None,
     x_scale: Tensor | None = None,
+    x_wide: int = 0,
+    x_order: Tensor | None = None,
     impl: str = "auto",
 ) -> Tensor:
     """Product of activations, rounded to 8 or 4 bits on the way, with an integer-quantised weight.
@@ -41,6 +43,9 @@ def w4a8_matmul(
             weight's group_size or is a multiple of it.
         x_scale: None (steps are found in the call), one positive float32 step for all of x, or with x_group one for
             each group of columns [in / x_group]; codes beyond the largest are clamped to it.
+        x_wide: how many groups of x_group columns, the first ones, have codes of 8 bits whatever `x_bits` says.
+        x_order: int32 [in], the column of x that W's first column meets, that its second one meets, and so on; each
+            column once. Groups and steps are those of x in this order. None: as they lie.
         impl: "reference" (exact integer sums; any layout, any device), "cpu" (panels, and tables of 16 values, on a
             CPU with AVX512-VNNI), "triton" (rows, with symmetric 4-bit codes) or "auto": triton on CUDA, "cpu" where it
             takes the weight, else "reference".
@@ -53,18 +58,20 @@ def w4a8_matmul(
             these tensors.
     """
     _check(x, w, x_bits, x_group, x_scale)
+    _check_order(x, w, x_group, x_wide, x_order)
     use = _implementation(x, w, x_group, impl)
     zero, table = (None, w.table) if isinstance(w, Codebook) else (w.zero, None)
     if use == "cpu" and x.numel():
         ran("w4a8_matmul", "cpu native")
         return torch.ops.workbench.panels_w4a8(
-            x, w.codes, w.scale, zero, table, w.shape[0], x_bits, x_group or 0, x_scale
+            x, w.codes, w.scale, zero, table, w.shape[0], x_bits, x_group or 0, x_scale, x_wide, x_order
         )
     use = use if use == "triton" and x.numel() else "reference"
     ran("w4a8_matmul", use)
     return _op(
-        x, w.codes, w.scale, zero, table, x_scale, w.layout, w.bits, w.group_size, list(w.shape), x_bits, x_group, use
-    )
+        x, w.codes, w.scale, zero, table, x_scale, x_order, w.layout, w.bits, w.group_size, list(w.shape), x_bits, x_group,
+        x_wide, use,
+    )  # fmt: skip
 
 
 def fast(x: Tensor, w: Packed | Codebook, x_group: int | None) -> bool:
@@ -90,6 +97,18 @@ def _check(x: Tensor, w: Packed | Codebook, x_bits: int, x_group: int | None, x_
     if x_scale.dtype != torch.float32 or x_scale.numel() not in sizes or x_scale.device != x.device:
         kind = f"{x_scale.dtype} {tuple(x_scale.shape)} on {x_scale.device}"
         raise ValueError(f"`x_scale` must be None or {' or '.join(map(str, sizes))} float32 on {x.device}, not {kind}")
+
+
+def _check_order(x: Tensor, w: Packed | Codebook, x_group: int | None, x_wide: int, x_order: Tensor | None) -> None:
+    columns = w.shape[1]
+    groups = columns // (x_group or columns)
+    if not 0 <= x_wide <= groups:
+        raise ValueError(f"`x_wide` (={x_wide}) must lie between 0 and the groups of a token (={groups})")
+    if x_order is not None and (
+        x_order.dtype != torch.int32 or x_order.shape != (columns,) or x_order.device != x.device
+    ):
+        kind = f"{x_order.dtype} {tuple(x_order.shape)} on {x_order.device}"
+        raise ValueError(f"`x_order` must be None or int32 [{columns}] on {x.device}, not {kind}")
 
 
 def _implementation(x: Tensor, w: Packed | Codebook, x_group: int | None, impl: str) -> str:
@@ -122,12 +141,14 @@ def _op(
     zero: Tensor | None,
     table: Tensor | None,
     x_scale: Tensor | None,
+    x_order: Tensor | None,
     layout: str,
     bits: int,
     group_size: int,
     shape: list[int],
     x_bits: int,
     x_group: int | None,
+    x_wide: int,
     use: str,
 ) -> Tensor:
     # Opaque to the compiler on purpose: were the unpacking traced, freezing would fold it into a dense weight.
@@ -139,12 +160,12 @@ def _op(
     if use == "triton":
         from kernels.w4a8_matmul import triton
 
-        y = triton.w4a8_matmul(flat, w, x_bits, x_group, x_scale)
+        y = triton.w4a8_matmul(flat, w, x_bits, x_group, x_scale, x_wide, x_order)
     else:
-        y = reference.w4a8_matmul(flat, w, x_bits, x_group, x_scale)
+        y = reference.w4a8_matmul(flat, w, x_bits, x_group, x_scale, x_wide, x_order)
     return y.view(*x.shape[:-1], shape[0])
 
 
 @_op.register_fake
-def _(x, codes, scale, zero, table, x_scale, layout, bits, group_size, shape, x_bits, x_group, use):
+def _(x, codes, scale, zero, table, x_scale, x_order, layout, bits, group_size, shape, x_bits, x_group, x_wide, use):
     return x.new_empty(*x.shape[:-1], shape[0])

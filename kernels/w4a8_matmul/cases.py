@@ -64,6 +64,21 @@ def checks(device: torch.device) -> list[Check]:
         w, W = _looked_up(generator, (37, 192), group_size)
         name = f"a table of integers g{group_size} A{x_bits} g{x_group}, {tokens} x 37 x 192"
         found.append(_check(name, x, _moved(w, device), W.to(device), x_bits, x_group, None))
+    for bits, out, columns, group_size, tokens, dtype, x_group, wide, static in (
+        (4, 48, 512, 128, 5, BF16, 64, 3, False),
+        (4, 37, 256, 64, 40, FP32, 128, 1, True),
+        (4, 50, 576, 64, 19, FP16, 64, 9, False),
+        (4, 70, 192, 16, 33, FP32, 32, 1, False),
+        (3, 20, 96, 48, 130, BF16, 16, 2, False),
+    ):
+        w, W = _weight(generator, (out, columns), bits, group_size, True)
+        x = torch.randn(tokens, columns, generator=generator).to(device, dtype)
+        scale = (torch.rand(columns // x_group, generator=generator) * 0.5 + 0.01).to(device) if static else None
+        order = torch.randperm(columns, generator=generator).int().to(device) if wide != 9 else None
+        how = {"x_wide": wide, "x_order": order}
+        name = f"W{bits} g{group_size} A4 g{x_group} of which {wide} in 8 bits{', ordered' * (order is not None)}"
+        name = f"{name}{' static' * static}, {tokens} x {out} x {columns}"
+        found.append(_check(name, x, _moved(w, device), W.to(device), 4, x_group, scale, **how))
     w, W = _weight(generator, (48, 256), 4, 64, True)
     wide = torch.randn(2 * 256, 11, generator=generator).to(device, BF16).t()[:, ::2]
     found.append(_check("x transposed, every other column", wide, _moved(w, device), W.to(device), 8, None, None))
@@ -98,7 +113,15 @@ def _moved(w: Packed | Codebook, device: torch.device) -> Packed | Codebook:
 
 
 def _check(
-    name: str, x: Tensor, w: Packed | Codebook, W: Tensor, x_bits: int, x_group: int | None, x_scale: Tensor | None
+    name: str,
+    x: Tensor,
+    w: Packed | Codebook,
+    W: Tensor,
+    x_bits: int,
+    x_group: int | None,
+    x_scale: Tensor | None,
+    x_wide: int = 0,
+    x_order: Tensor | None = None,
 ) -> Check:
     in_panels = codebook_panels if isinstance(w, Codebook) else to_panels
     panels = in_panels(w) if w.group_size % 8 == 0 and x.device.type == "cpu" and native.w4a8_runs() else None
@@ -106,16 +129,31 @@ def _check(
 
     def run(impl: str) -> Tensor:
         return w4a8_matmul(
-            x, panels if impl == "cpu" else w, x_bits=x_bits, x_group=x_group, x_scale=x_scale, impl=impl
-        )
+            x, panels if impl == "cpu" else w, x_bits=x_bits, x_group=x_group, x_scale=x_scale, x_wide=x_wide,
+            x_order=x_order, impl=impl,
+        )  # fmt: skip
 
     def expected() -> Tensor:
-        codes, step = quantize_rows(x, torch.int8, scale=x_scale, block=x_group, bits=x_bits)
+        codes, step = _codes(x, x_bits, x_group, x_scale, x_wide, x_order)
         return (codes.double() * step.double().repeat_interleave(x_group or x.shape[-1], -1)) @ W.t()
 
     impls = ("triton",) * triton_reads(w, x_group) + ("cpu",) * cpu
     dtype = str(x.dtype).removeprefix("torch.")
     return Check("w4a8_matmul", f"{name}, {dtype}", run, expected, TOLERANCE[x.dtype], impls)
+
+
+def _codes(
+    x: Tensor, x_bits: int, x_group: int | None, x_scale: Tensor | None, x_wide: int, x_order: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Codes and steps, the first `x_wide` groups in 8 bits and the others in `x_bits`."""
+    x = x if x_order is None else x[..., x_order.long()]
+    found = [quantize_rows(x, torch.int8, scale=x_scale, block=x_group, bits=bits) for bits in (8, x_bits)]
+    border = (x_wide * (x_group or 0), x_wide)
+    codes, step = (
+        torch.cat([first[..., :at], second[..., at:]], -1)
+        for at, first, second in zip(border, *found, strict=True)
+    )
+    return codes, step
 
 
 def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]:

@@ -11,9 +11,17 @@ from kernels.w8a8_matmul import quantize_rows
 from kernels.w8a8_matmul.reference import product
 
 
-def w4a8_matmul(x: Tensor, w: Packed | Codebook, x_bits: int, x_group: int | None, x_scale: Tensor | None) -> Tensor:
+def w4a8_matmul(
+    x: Tensor,
+    w: Packed | Codebook,
+    x_bits: int,
+    x_group: int | None,
+    x_scale: Tensor | None,
+    x_wide: int = 0,
+    x_order: Tensor | None = None,
+) -> Tensor:
     """y [tokens, out] = x [tokens, in] Wᵀ in x's dtype: float32 sums of scale · step · (an exact sum of a group)."""
-    codes, step = quantize_rows(x, torch.int8, scale=x_scale, block=x_group, bits=x_bits)  # step [tokens, in / x_group]
+    codes, step = rounded(x, x_bits, x_group, x_scale, x_wide, x_order)
     weights, zero, scale = integers_of(w)
     group, wide = common_group(w, x_group), x_group or w.shape[1]
     y = torch.zeros(x.shape[0], w.shape[0], device=x.device)
@@ -25,6 +33,27 @@ def w4a8_matmul(x: Tensor, w: Packed | Codebook, x_bits: int, x_group: int | Non
             sums = sums - total[:, None] * zero[:, g]
         y += sums.float() * scale[:, g].float() * step[:, start // wide, None]
     return y.to(x.dtype)
+
+
+def rounded(
+    x: Tensor,
+    x_bits: int,
+    x_group: int | None,
+    x_scale: Tensor | None = None,
+    x_wide: int = 0,
+    x_order: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """int8 codes [tokens, in], in the order of W's columns, and steps [tokens, in / x_group]."""
+    x = x if x_order is None else x.index_select(-1, x_order)
+    border = x_wide * (x_group or x.shape[-1])
+    parts = []
+    for bits, columns, groups in (8, slice(border), slice(x_wide)), (x_bits, slice(border, None), slice(x_wide, None)):
+        part = x[..., columns]
+        scale = x_scale if x_scale is None or x_scale.numel() == 1 else x_scale.flatten()[groups]
+        if part.shape[-1]:
+            parts.append(quantize_rows(part, torch.int8, scale=scale, block=x_group, bits=bits))
+    codes, steps = zip(*parts, strict=True)
+    return torch.cat(codes, -1), torch.cat(steps, -1)
 
 
 def integers_of(w: Packed | Codebook) -> tuple[Tensor, Tensor | None, Tensor]:

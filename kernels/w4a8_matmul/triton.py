@@ -18,31 +18,42 @@ PROCESSORS = 132
 
 
 @triton.jit
+def read(row, order, column, end, ORDERED: tl.constexpr):
+    """float32 of the columns of a row, or of those that come to these places; 0 from `end` on."""
+    inside = column < end
+    at = tl.load(order + column, mask=inside, other=0) if ORDERED else column
+    return tl.load(row + at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def round_tokens(
     x,
     fixed,
+    order,
     codes,
     step,
     columns,
     stride,
     group,
     groups,
+    wide,
     LARGEST: tl.constexpr,
     STATIC: tl.constexpr,
     EACH: tl.constexpr,
+    ORDERED: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     """One program: one token, `group` columns that share a step. Codes of the even columns lie in the first half of a
-    row, those of the odd ones in the second, as the two nibbles of a byte of W meet them."""
+    row, those of the odd ones in the second, as the two nibbles of a byte of W meet them. The first `wide` groups have
+    codes of 8 bits."""
     token, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, end = g * group, (g + 1) * group
     top = tl.zeros((WIDTH,), dtype=tl.int32)
     for k in range(start, end, WIDTH):
         column = k + tl.arange(0, WIDTH)
-        top = tl.maximum(
-            top, magnitude(tl.load(x + token * stride + column, mask=column < end, other=0.0).to(tl.float32))
-        )
-    size, inverse = steps(tl.max(top, 0), LARGEST)
+        top = tl.maximum(top, magnitude(read(x + token * stride, order, column, end, ORDERED)))
+    largest = tl.where(g < wide, 127.0, LARGEST)
+    size, inverse = steps(tl.max(top, 0), largest)
     if STATIC:
         given = tl.load(fixed + (g if EACH else 0))
         size = given + (size - size)  # NaN stays NaN
@@ -50,8 +61,8 @@ def round_tokens(
     tl.store(step + token * groups + g, size)
     for k in range(start, end, WIDTH):
         column = k + tl.arange(0, WIDTH)
-        v = tl.load(x + token * stride + column, mask=column < end, other=0.0).to(tl.float32) * inverse
-        v = tl.minimum(tl.maximum(v, -LARGEST), LARGEST)
+        v = read(x + token * stride, order, column, end, ORDERED) * inverse
+        v = tl.minimum(tl.maximum(v, -largest), largest)
         code = (v + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)  # the sum's last byte is v to nearest even
         place = column // 2 + (column % 2) * (columns // 2)
         tl.store(codes + token * columns + place, code, mask=column < end)
@@ -135,24 +146,33 @@ WIDE = {"rows": 128, "tokens": 128, "num_warps": 8, "num_stages": 3}
 CANDIDATES = [NARROW, {**NARROW, "rows": 128}, SOME, {**SOME, "rows": 128}, WIDE, {**WIDE, "num_stages": 4}]
 
 
-def w4a8_matmul(x: Tensor, w: Packed, x_bits: int, x_group: int | None, x_scale: Tensor | None) -> Tensor:
+def w4a8_matmul(
+    x: Tensor,
+    w: Packed,
+    x_bits: int,
+    x_group: int | None,
+    x_scale: Tensor | None,
+    x_wide: int = 0,
+    x_order: Tensor | None = None,
+) -> Tensor:
     """y [tokens, out] = x [tokens, in] Wᵀ in x's dtype; w in symmetric 4-bit rows."""
     (tokens, columns), out = x.shape, w.shape[0]
-    wide = x_group or columns
+    shared = x_group or columns
     x = x if x.stride(1) == 1 else x.contiguous()
     codes = torch.empty(tokens, columns, dtype=torch.int8, device=x.device)
-    step = torch.empty(tokens, columns // wide, dtype=torch.float32, device=x.device)
-    width = min(triton.next_power_of_2(wide), WIDTH)
-    round_tokens[(tokens, columns // wide)](
-        x, step if x_scale is None else x_scale, codes, step, columns, x.stride(0), wide, columns // wide,
-        LARGEST=127.0 if x_bits == 8 else 7.0, STATIC=x_scale is not None,
-        EACH=x_scale is not None and x_scale.numel() > 1, WIDTH=width, num_warps=min(8, max(1, width // 512)),
+    step = torch.empty(tokens, columns // shared, dtype=torch.float32, device=x.device)
+    width = min(triton.next_power_of_2(shared), WIDTH)
+    round_tokens[(tokens, columns // shared)](
+        x, step if x_scale is None else x_scale, codes if x_order is None else x_order, codes, step, columns,
+        x.stride(0), shared, columns // shared, x_wide, LARGEST=127.0 if x_bits == 8 else 7.0,
+        STATIC=x_scale is not None, EACH=x_scale is not None and x_scale.numel() > 1, ORDERED=x_order is not None,
+        WIDTH=width, num_warps=min(8, max(1, width // 512)),
     )  # fmt: skip
     y = x.new_empty(tokens, out)
     c = settings(w, tokens, x_group)
     product[(triton.cdiv(out, c["rows"]), triton.cdiv(tokens, c["tokens"]))](
-        codes, step, w.codes, w.scale, y, tokens, out, columns, w.group_size, wide,
-        STEPS=wide < columns, ASM=not interpreting(), ROWS=c["rows"], TOKENS=c["tokens"],
+        codes, step, w.codes, w.scale, y, tokens, out, columns, w.group_size, shared,
+        STEPS=shared < columns, ASM=not interpreting(), ROWS=c["rows"], TOKENS=c["tokens"],
         DEPTH=depth_of(common_group(w, x_group)), num_warps=c["num_warps"], num_stages=c["num_stages"],
     )  # fmt: skip
     return y
@@ -177,16 +197,16 @@ def key(w: Packed, tokens: int) -> str:
 
 def shipped() -> list[Compilation]:
     found = []
-    for kind, static in (("bf16", False), ("fp32", True)):
+    for kind, static, ordered in (("bf16", False, False), ("fp32", True, False), ("bf16", False, True)):
         found.append(
             Compilation(
-                name=f"w4a8_matmul round {kind}{' static' * static}",
+                name=f"w4a8_matmul round {kind}{' static' * static}{' ordered' * ordered}",
                 kernel=round_tokens,
                 arguments={
-                    "x": f"*{kind}", "fixed": "*fp32", "codes": "*i8", "step": "*fp32",
-                    "columns": "i32", "stride": "i32", "group": "i32", "groups": "i32",
+                    "x": f"*{kind}", "fixed": "*fp32", "order": "*i32", "codes": "*i8", "step": "*fp32",
+                    "columns": "i32", "stride": "i32", "group": "i32", "groups": "i32", "wide": "i32",
                 },
-                constants={"LARGEST": 127.0, "STATIC": static, "EACH": False, "WIDTH": WIDTH},
+                constants={"LARGEST": 7.0, "STATIC": static, "EACH": False, "ORDERED": ordered, "WIDTH": WIDTH},
                 num_warps=8,
                 multiple_of_16=("columns", "stride", "group"),
             )

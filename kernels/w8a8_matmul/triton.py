@@ -19,11 +19,11 @@ EVERY = tl.constexpr(128)  # columns of fp8 products that Hopper sums in its sho
 
 
 @triton.jit
-def steps(bits, LARGEST: tl.constexpr):
+def steps(bits, largest):
     """Step and inverse step from the bits of the largest |x|; NaN and 0 where it is not finite."""
     top = tl.maximum(bits.to(tl.float32, bitcast=True), 7.888609052210118e-31)  # 2^-100
     finite = bits < 0x7F800000
-    return tl.where(finite, tl.div_rn(top, LARGEST), float("nan")), tl.where(finite, tl.div_rn(LARGEST, top), 0.0)
+    return tl.where(finite, tl.div_rn(top, largest), float("nan")), tl.where(finite, tl.div_rn(largest, top), 0.0)
 
 
 @triton.jit

@@ -10,6 +10,8 @@ from compress.linear import compressed_linears
 from compress.method import settle
 from compress.recipe import parse_recipe
 from compress.transforms import Permutation, Rounding, parted
+from kernels import native
+from kernels.registry import recording
 
 GATHER = METHODS["gather"]
 ROUNDED = "rtn(bits=8, group_size=16), "
@@ -79,6 +81,25 @@ def test_rounding_after_it_gives_what_gathering_in_the_rounding_gives(tiny, toke
     )
     x = torch.randn(2, 7, 64)
     assert torch.equal(ordered.steps[0].back(ordered(x)), other(x))
+
+
+@pytest.mark.parametrize("between", ["rtn(bits=4, group_size=16)", "svdquant(rank=4), rtn(bits=4, group_size=16)"])
+@pytest.mark.parametrize("grid", ["", ", grid=iq4_nl"])
+def test_integers_are_multiplied_by_integers_and_give_what_rounding_says(between, grid, tiny, tokens):
+    """The product of codes, in the order of the channels, is that of the rounded input and the stored weight."""
+    recipe = f"gather, {between.replace('=16', f'=16{grid}')}, {WIDE}"
+    model, g = apply(parse_recipe(recipe), tiny("llama"), tokens(3)).model, torch.Generator().manual_seed(0)
+    for linear in compressed_linears(model).values():
+        x = torch.randn(2, 9, linear.in_features, generator=g)
+        (order,), rounding = parted(linear.transform)
+        expected = sum(
+            order(x) @ part.dequantize().t() if part.exact else rounding(order(x)) @ part.dequantize().t()
+            for part in linear.parts
+        )
+        with recording() as ran:
+            y = linear(x)
+        assert relative(y, expected) < 1e-5
+        assert not native.w4a8_runs() or ran["w4a8_matmul"] == {"cpu native"}
 
 
 def test_it_mends_four_bits_on_a_model_with_outliers(tiny, tokens, with_outliers):

@@ -114,6 +114,8 @@ def test_compressed_weights_and_embeddings(tiny, name, knobs):
         ("rotate, rtn(bits=4, group_size=16)", "int_matmul"),
         ("rotate(stream=none, heads=False, online=all), rtn(bits=4, group_size=16), activations(bits=8)", "int_matmul"),
         ("rtn(bits=4, group_size=16), activations(bits=4, group_size=16)", "int_matmul"),
+        ("gather, rtn(bits=4, group_size=16)", "int_matmul"),
+        ("rotate, gather, rtn(bits=4, group_size=16), activations(bits=4, group_size=16, outliers=0.5)", "int_matmul"),
         ("int8", "w8a8_matmul"),
     ],
 )

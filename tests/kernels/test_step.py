@@ -29,7 +29,14 @@ def weight(kind: str, out: int, columns: int, dtype: torch.dtype, bias: bool = F
     kind, _, change = kind.partition(" ")
     if change:
         block = columns // 2 if change == "half" else columns
-        how = {"coded": Change(bits=8, group_size=columns), "both": Change(signs(columns), block, bits=8, group_size=8)}
+        order = torch.randperm(columns, generator=torch.Generator().manual_seed(columns)).int()
+        how = {
+            "coded": Change(bits=8, group_size=columns),
+            "both": Change(signs(columns), block, bits=8, group_size=8),
+            "ordered": Change(order=order),
+            "gathered": Change(order=order, bits=4, group_size=8, wide=columns // 8 - 1),
+            "all": Change(signs(columns), block, bits=4, group_size=8, order=order, wide=columns // 8 - 1),
+        }
         changed = how.get(change) or Change(signs(columns), block)
         return dataclasses.replace(weight(kind, out, columns, dtype, bias), change=changed)
     W, scale = torch.randn(out, columns) / columns**0.5, torch.rand(out, columns // 8) + 0.5
@@ -119,6 +126,7 @@ def test_changed_inputs(isa):
     for kinds in (
         {"qkv": "walks2", "o": "nibbles turned", "mlp": "walks3", "down": "rows half"},
         {"qkv": "nibbles both", "o": "walks4", "mlp": "bytes coded", "down": "planes3 turned"},
+        {"qkv": "nibbles gathered", "o": "rows ordered", "mlp": "nf4 all", "down": "nibbles ordered"},
     ):
         program = decoder(kinds, torch.bfloat16, 3, bias=True, position=3)
         compare(program, torch.bfloat16, 3, isa)

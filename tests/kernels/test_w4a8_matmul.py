@@ -6,7 +6,7 @@ import torch
 from kernels import native
 from kernels.harness.cases import OWN
 from kernels.int_matmul import int_matmul, pack, to_panels
-from kernels.lut_matmul import NF4, pack_codebook
+from kernels.lut_matmul import NF4, dequantize, pack_codebook
 from kernels.lut_matmul import to_panels as codebook_panels
 from kernels.registry import recording
 from kernels.w4a8_matmul import w4a8_matmul
@@ -16,6 +16,7 @@ from kernels.w8a8_matmul import quantize_rows
 CPU = torch.device("cpu")
 NATIVE = native.w4a8_runs()
 needs_native = pytest.mark.skipif(not NATIVE, reason="needs a CPU with AVX512-VNNI and a C++ compiler")
+IMPLS = ["reference", pytest.param("cpu", marks=needs_native)]
 
 
 def weight(out=40, columns=128, bits=4, group_size=32, zeros=False, seed=0):
@@ -68,7 +69,7 @@ def test_largest_sums(tokens):
     assert (w4a8_matmul(-x, w, impl="cpu") == 128.0 * columns).all()
 
 
-@pytest.mark.parametrize("impl", ["reference", pytest.param("cpu", marks=needs_native)])
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("tokens", [4, 40])
 def test_a_token_that_is_not_finite_gives_nan_and_no_other_does(impl, tokens):
     x = torch.randn(tokens, 128)
@@ -77,6 +78,68 @@ def test_a_token_that_is_not_finite_gives_nan_and_no_other_does(impl, tokens):
     for options in ({}, {"x_group": 32}, {"x_scale": torch.tensor(0.1)}):
         y = w4a8_matmul(x, w, impl=impl, **options)
         assert y[:2].isnan().all() and y[3:].isfinite().all() and (y[2] == 0).all()
+
+
+def looked_up(out, columns, group_size):
+    g = torch.Generator().manual_seed(2)
+    codes, table = torch.randint(16, (out, columns), generator=g), torch.randint(-127, 128, (16,), generator=g).float()
+    return pack_codebook(codes, table, torch.rand(out, columns // group_size, generator=g) + 0.1, group_size=group_size)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("tokens", [1, 9, 100])
+@pytest.mark.parametrize("table", [False, True])
+def test_wide_groups_are_those_of_eight_bits_and_the_others_those_of_four(impl, tokens, table):
+    """Of x that is 0 outside of some groups, the product is that of a call in which all groups have their bits."""
+    g = torch.Generator().manual_seed(3)
+    x, group, wide = torch.randn(tokens, 192, generator=g), 32, 2
+    rows = looked_up(37, 192, 32) if table else weight(37, 192, 4, 32)
+    w = rows if impl == "reference" else (codebook_panels if table else to_panels)(rows)
+    for columns, bits in ((slice(wide * group), 8), (slice(wide * group, None), 4)):
+        part = torch.zeros_like(x)
+        part[:, columns] = x[:, columns]
+        y = w4a8_matmul(part, w, x_bits=4, x_group=group, x_wide=wide, impl=impl)
+        assert torch.equal(y, w4a8_matmul(part, w, x_bits=bits, x_group=group, impl=impl))
+    none, every = (w4a8_matmul(x, w, x_bits=4, x_group=group, x_wide=n, impl=impl) for n in (0, 6))
+    assert torch.equal(none, w4a8_matmul(x, w, x_bits=4, x_group=group, impl=impl))
+    assert torch.equal(every, w4a8_matmul(x, w, x_bits=8, x_group=group, impl=impl))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_an_order_is_that_of_the_columns_of_x(impl, tokens, dtype):
+    g = torch.Generator().manual_seed(4)
+    x, order = torch.randn(tokens, 128, generator=g).to(dtype), torch.randperm(128, generator=g).int()
+    w = to_panels(weight()) if impl == "cpu" else weight()
+    for how in ({"x_group": 16, "x_wide": 3, "x_bits": 4}, {}, {"x_group": 64, "x_scale": torch.tensor([0.1, 0.2])}):
+        y = w4a8_matmul(x, w, x_order=order, impl=impl, **how)
+        assert torch.equal(y, w4a8_matmul(x[:, order.long()], w, impl=impl, **how))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_what_is_not_finite_in_one_group_of_an_order_gives_nan(impl):
+    x = torch.randn(5, 128)
+    x[0, 3], x[1, 60], x[2] = float("nan"), float("inf"), 0.0
+    w = to_panels(weight()) if impl == "cpu" else weight()
+    y = w4a8_matmul(x, w, x_bits=4, x_group=32, x_wide=1, x_order=torch.arange(127, -1, -1).int(), impl=impl)
+    assert y[:2].isnan().all() and y[3:].isfinite().all() and (y[2] == 0).all()
+
+
+@needs_native
+@pytest.mark.parametrize("tokens", [1, 7, 50])
+def test_codes_in_two_widths_give_the_sums_of_the_reference(tokens):
+    """Scales of 1 and steps that are given: every number is an integer, and sums are exact."""
+    g = torch.Generator().manual_seed(5)
+    w = looked_up(53, 192, 16)
+    w = w._replace(scale=torch.ones_like(w.scale))
+    x = torch.randint(-300, 300, (tokens, 192), generator=g).float()
+    how = {"x_bits": 4, "x_group": 32, "x_wide": 1, "x_scale": torch.ones(6), "x_order": torch.randperm(192).int()}
+    y = w4a8_matmul(x, codebook_panels(w), impl="cpu", **how)
+    assert torch.equal(y, w4a8_matmul(x, w, impl="reference", **how))
+    ordered = x[:, how["x_order"].long()]
+    codes = torch.cat([ordered[:, :32].clamp(-127, 127), ordered[:, 32:].clamp(-7, 7)], 1)
+    assert torch.equal(y, codes @ dequantize(w).t())
 
 
 def test_four_bits_are_coarser_than_eight_and_small_groups_finer_than_rows():
@@ -105,12 +168,13 @@ def test_results_do_not_depend_on_threads_or_on_other_tokens():
 
 def test_it_passes_opcheck_and_survives_torch_compile():
     x, w = torch.randn(2, 3, 128), weight()
-    arguments = (x, w.codes, w.scale, None, None, None, "rows", 4, 32, [40, 128], 8, None, "reference")
+    order = torch.randperm(128).int()
+    arguments = (x, w.codes, w.scale, None, None, None, order, "rows", 4, 32, [40, 128], 4, 32, 2, "reference")
     torch.library.opcheck(torch.ops.workbench.w4a8_matmul.default, arguments)
     if NATIVE:
         w = to_panels(w)
         torch.library.opcheck(
-            torch.ops.workbench.panels_w4a8.default, (x, w.codes, w.scale, None, None, 40, 8, 0, None),
+            torch.ops.workbench.panels_w4a8.default, (x, w.codes, w.scale, None, None, 40, 4, 32, None, 2, order),
             test_utils=("test_schema", "test_faketensor"),
         )  # fmt: skip
     compiled = torch.compile(lambda x: w4a8_matmul(x, w, x_group=64) + 1, fullgraph=True, backend="aot_eager")(x)
@@ -121,6 +185,8 @@ def test_what_cannot_be_is_refused_by_name():
     x, w = torch.randn(2, 96), weight(8, 96, 4, 24)
     for options, name in (
         ({"x_bits": 6}, "x_bits"), ({"x_group": 36}, "x_group"), ({"x_group": 50}, "x_group"),
+        ({"x_wide": 2}, "x_wide"), ({"x_wide": -1}, "x_wide"), ({"x_wide": 5, "x_group": 24}, "x_wide"),
+        ({"x_order": torch.arange(95).int()}, "x_order"), ({"x_order": torch.arange(96)}, "x_order"),
         ({"x_scale": torch.ones(4)}, "x_scale"), ({"impl": "cpu"}, "impl"), ({"impl": "fast"}, "impl"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f"`{name}`"):
@@ -131,6 +197,8 @@ def test_what_cannot_be_is_refused_by_name():
     with pytest.raises(ValueError, match="`w`.*integers"):
         w4a8_matmul(x, nf4)
     if NATIVE:
+        with pytest.raises(RuntimeError, match="`x_order` holds numbers that are no columns"):
+            w4a8_matmul(x, to_panels(weight(8, 96, 4, 24)), x_order=torch.arange(1, 97).int())
         with pytest.raises(RuntimeError, match="integers"):
             w4a8_matmul(x, codebook_panels(nf4))
     assert w4a8_matmul(x, w, x_group=8).isfinite().all() and w4a8_matmul(x, w, x_group=48).isfinite().all()
