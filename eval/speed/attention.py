@@ -9,10 +9,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from kernels.registry import ran
+from kernels.prompt_attention import prompt_attention
 
-ROWS = 128  # queries of a prompt at a time: their scores stay in a core's cache
-_in_rows: dict[tuple, bool] = {}  # by shapes and dtype: is `attend_in_rows` the faster one here?
+_own: dict[tuple, bool] = {}  # by shapes and dtype: is `prompt_attention` faster here than torch's fused attention?
 
 
 def fast_attention(model: nn.Module) -> nn.Module:
@@ -42,9 +41,8 @@ def _attention(module, query, key, value, attention_mask=None, scaling=None, **k
     plain = all(kwargs.get(name) is None for name in ("is_causal", "position_bias", "softcap", "s_aux"))
     if tokens > 1 and plain and attention_mask is None and query.device.type == "cpu":
         prompt = key[:, :, :tokens], value[:, :, :tokens], channels**-0.5 if scaling is None else scaling
-        if _rows_win(query, *prompt):
-            ran("attention", "cpu in rows")
-            return attend_in_rows(query, *prompt).transpose(1, 2).contiguous(), None
+        if _own_wins(query, *prompt):
+            return prompt_attention(query, *prompt[:2], scale=prompt[2]), None
     if tokens > 1 or not plain or heads == kv_heads or (attention_mask is not None and attention_mask.shape[1] != 1):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     folded = query.reshape(batch, kv_heads, heads // kv_heads, channels)
@@ -52,51 +50,16 @@ def _attention(module, query, key, value, attention_mask=None, scaling=None, **k
     return y.reshape(batch, 1, heads, channels), None
 
 
-@torch.library.custom_op("workbench::attend_in_rows", mutates_args=())
-def attend_in_rows(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Causal attention, 128 queries after another, each only with the keys that it sees.
-
-    Scores are rounded to the dtype between the products, as in transformers' eager attention.
-
-    Args:
-        query: [batch, heads, tokens, channels]. key, value: [batch, kv heads, tokens, channels], same dtype.
-        scale: of the scores.
-
-    Returns:
-        [batch, heads, tokens, channels]
-    """
-    batch, heads, tokens, channels = query.shape
-    groups, of_values = batch * key.shape[1], value.shape[-1]
-    q = (query * scale).reshape(groups, -1, tokens, channels)  # [kv heads, heads that share one, tokens, channels]
-    k, v = key.reshape(groups, tokens, channels).transpose(1, 2), value.reshape(groups, tokens, of_values)
-    y = query.new_empty(*q.shape[:3], of_values)
-    later = torch.ones(ROWS, ROWS, dtype=torch.bool, device=query.device).triu(1)
-    for start in range(0, tokens, ROWS):
-        end = min(start + ROWS, tokens)
-        rows = q[:, :, start:end].flatten(1, 2)
-        scores = torch.bmm(rows, k[..., :end]).view(groups, -1, end - start, end)
-        scores[..., start:].masked_fill_(later[: end - start, : end - start], -torch.inf)
-        y[:, :, start:end] = torch.bmm(scores.softmax(-1).flatten(1, 2), v[:, :end]).view(
-            groups, -1, end - start, of_values
-        )
-    return y.view(batch, heads, tokens, of_values)
-
-
-@attend_in_rows.register_fake
-def _(query, key, value, scale):
-    return query.new_empty(*query.shape[:3], value.shape[-1])
-
-
-def _rows_win(query: Tensor, key: Tensor, value: Tensor, scale: float) -> bool:
+def _own_wins(query: Tensor, key: Tensor, value: Tensor, scale: float) -> bool:
     asked = (tuple(query.shape), tuple(key.shape), query.dtype)
-    if asked not in _in_rows and not torch.compiler.is_compiling():
+    if asked not in _own and not torch.compiler.is_compiling():
         ways = (
             lambda: scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True),
-            lambda: attend_in_rows(query, key, value, scale),
+            lambda: prompt_attention(query, key, value, scale=scale),
         )
-        fused, rows = ([_seconds(way) for _ in range(5)] for way in ways)
-        _in_rows[asked] = min(rows) < min(fused)
-    return _in_rows.get(asked, False)
+        fused, own = ([_seconds(way) for _ in range(5)] for way in ways)
+        _own[asked] = min(own) < min(fused)
+    return _own.get(asked, False)
 
 
 def _seconds(way) -> float:

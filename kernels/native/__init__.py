@@ -23,7 +23,7 @@ from kernels.errors import kind_and_first_line
 from kernels.user_cache import cache_folder
 
 HERE = Path(__file__).parent
-SOURCES = ("panels.cpp", "half.cpp", "int8.cpp", "kv_decode.cpp", "step.cpp", "trellis.cpp", "w4a8.cpp")
+SOURCES = ("panels.cpp", "half.cpp", "int8.cpp", "kv_decode.cpp", "prompt_attention.cpp", "step.cpp", "trellis.cpp", "w4a8.cpp")
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fopenmp", "-DAT_PARALLEL_OPENMP=1", "-w")
 _LOCK = threading.Lock()
 
@@ -95,6 +95,17 @@ def _w4a8_runs() -> bool:
     return why_not() is None and torch.ops.workbench.panels_w4a8_runs()
 
 
+@torch.compiler.assume_constant_result
+def prompt_attention_runs() -> bool:
+    """Are the kernels loaded, on a CPU with AVX512-BF16, which multiplies pairs of bfloat16?"""
+    return _prompt_attention_runs()
+
+
+@cache
+def _prompt_attention_runs() -> bool:
+    return why_not() is None and torch.ops.workbench.prompt_attention_runs()
+
+
 def runs(isa: str) -> bool:
     """Does this machine have the instruction set, and the build the loops for it?"""
     return torch.ops.workbench.panels_runs(isa)
@@ -155,6 +166,10 @@ def _register_fakes() -> None:
     @torch.library.register_fake("workbench::panels_w4a8")
     def _(x, codes, scale, zero, table, out, x_bits, x_group, x_scale, x_wide=0, x_order=None):
         return x.new_empty(*x.shape[:-1], out)
+
+    @torch.library.register_fake("workbench::prompt_attention_native")
+    def _(q, k, v, scale):
+        return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
     @torch.library.register_fake("workbench::kv_decode_native")
     def _(q, k, v, params_k, params_v, tail_k, tail_v, lengths, starts, indices, bits, group, scale, softcap,

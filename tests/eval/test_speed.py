@@ -9,7 +9,7 @@ from transformers import StaticCache
 
 from compress import METHODS, apply
 from eval.speed import attention, speed
-from eval.speed.attention import attend_in_rows, fast_attention
+from eval.speed.attention import fast_attention
 from eval.speed.speed import Variant, _round, measure_speed, standard_variants
 from kernels import native
 
@@ -38,19 +38,19 @@ def written(monkeypatch) -> dict[int, list[int]]:
     return said
 
 
-# compiling takes time; the next test compiles Llama, in rows
+# compiling takes time; the next test compiles Llama
 COMPILED = [pytest.param(a, True, marks=pytest.mark.slow) for a in ("llama", "qwen2", "gpt2", "gemma3_text")]
 
 
-@pytest.mark.parametrize("in_rows", [False, True])
+@pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize(
     "architecture, compiled", [*((a, False) for a in ("llama", "qwen2", "gpt2", "gemma3_text")), *COMPILED]
 )
-def test_what_is_timed_writes_what_plain_passes_write(tiny, written, monkeypatch, architecture, compiled, in_rows):
+def test_what_is_timed_writes_what_plain_passes_write(tiny, written, monkeypatch, architecture, compiled, own):
     """The static cache, the fast attention and the compiler must not change a token."""
-    if compiled and (architecture, in_rows) not in (("llama", True), ("gemma3_text", False)):
+    if compiled and (architecture, own) not in (("llama", True), ("gemma3_text", False)):
         pytest.skip("one compile of each kind of attention is enough")
-    monkeypatch.setattr(attention, "_rows_win", lambda *_: in_rows)
+    monkeypatch.setattr(attention, "_own_wins", lambda *_: own)
     model = tiny(architecture)
     fast = fast_attention(copy.deepcopy(model))
     variant = Variant(fast, compiled=compiled)
@@ -58,7 +58,7 @@ def test_what_is_timed_writes_what_plain_passes_write(tiny, written, monkeypatch
     assert one.execution.startswith("compiled") == compiled
     read = one.memory_limit_tokens_per_s * sum(p.nbytes for p in model.parameters())
     assert 1e9 < read < 5e12, "bytes per second of some memory"
-    assert ("attention" in one.kernels) == in_rows, "no mask is made for a prompt, in a compiled pass either"
+    assert ("prompt_attention" in one.kernels) == own, "no mask is made for a prompt, in a compiled pass either"
     assert written[id(variant)] == greedy(model, (torch.arange(12) * 7919 % 96)[None], 11), (
         "beyond Gemma's window of 8, too"
     )
@@ -69,8 +69,8 @@ def test_what_is_timed_writes_what_plain_passes_write(tiny, written, monkeypatch
 )
 def test_compiled_passes_are_packed_and_write_what_the_models_write(tiny, written, monkeypatch):
     """The very passes that are timed, after all of them were compiled, as they are timed; the baseline's weights
-    prepacked, and attention in rows."""
-    monkeypatch.setattr(attention, "_rows_win", lambda *_: True)
+    prepacked, and attention by our kernel."""
+    monkeypatch.setattr(attention, "_own_wins", lambda *_: True)
     model = tiny("llama").bfloat16()
     small = apply([METHODS["rtn"](bits=4, group_size=32)], copy.deepcopy(model)).model
     plain = {"baseline": model, "compressed": small}
@@ -83,21 +83,7 @@ def test_compiled_passes_are_packed_and_write_what_the_models_write(tiny, writte
     assert speeds["compressed"].execution == f"compiled, 1 dense weights in fast products{step}"
     for name, variant in variants.items():
         assert written[id(variant)] == greedy(plain[name], (torch.arange(12) * 7919 % 96)[None], 6)
-        assert "attention" in speeds[name].kernels, "in a compiled pass, too"
-
-
-@pytest.mark.parametrize("heads, kv_heads, tokens", [(9, 3, 300), (4, 4, 128), (4, 1, 5)])
-@pytest.mark.parametrize("dtype, most", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
-def test_attention_in_rows(heads, kv_heads, tokens, dtype, most):
-    query, key, value = (
-        torch.randn(2, h, tokens, c).to(dtype) for h, c in ((heads, 16), (kv_heads, 16), (kv_heads, 24))
-    )
-    y = attend_in_rows(query, key, value, 0.3)
-    expected = scaled_dot_product_attention(
-        *(t.double() for t in (query, key, value)), is_causal=True, scale=0.3, enable_gqa=True
-    )
-    assert y.dtype == dtype and (y - expected).norm() / expected.norm() < most
-    torch.library.opcheck(attend_in_rows, (query, key, value, 0.3))
+        assert "prompt_attention" in speeds[name].kernels, "in a compiled pass, too"
 
 
 def test_variants_run_in_turns_and_name_their_kernels(tiny):

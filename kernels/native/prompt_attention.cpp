@@ -1,0 +1,111 @@
+// Causal attention of a prompt in bfloat16, on a CPU that multiplies pairs of them (AVX512-BF16).
+// kernels/prompt_attention/README.md says how it goes and what it costs.
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+
+#if defined(__x86_64__) && !defined(__clang__)
+#include <immintrin.h>
+#define HAVE_X86 1
+#endif
+
+namespace {
+
+constexpr int ROWS = 6;    // queries whose scores are computed together: with four vectors of keys 24 sums in registers
+constexpr int TILES = 16;  // of so many rows, for which a block of keys and values is read from the second cache
+constexpr int KEYS = 512;  // in a block
+constexpr int WIDE = 4;    // vectors of keys, or of channels, that are multiplied together
+constexpr int LANE = 16;
+
+// Strides in elements.
+struct Rows {
+  const uint16_t* at;
+  int64_t b, h, n;
+};
+
+struct Problem {
+  Rows q, k, v;
+  int64_t batch, heads, shared, tokens, pairs, of_values;  // shared: query heads of a kv head; pairs: of channels of q and k
+  int64_t key_blocks, value_vectors;                       // blocks of 16 keys, vectors of 16 channels: whole fours of them
+  float scale;
+  uint16_t* y;  // [batch, tokens, heads, of_values]
+};
+
+#ifdef HAVE_X86
+#define INLINE static inline __attribute__((always_inline))
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma,avx2,f16c")
+namespace pairs {
+using Vec = __m512;
+constexpr int LANES = LANE;
+#include "vectors.inc"
+#include "prompt_attention.inc"
+}  // namespace pairs
+#pragma GCC pop_options
+#endif
+
+bool runs() {
+#ifdef HAVE_X86
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16");
+#else
+  return false;
+#endif
+}
+
+Rows rows_of(const at::Tensor& t) {
+  return {static_cast<const uint16_t*>(t.const_data_ptr()), t.stride(0), t.stride(1), t.stride(2)};
+}
+
+at::Tensor prompt_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, double scale) {
+  TORCH_CHECK(runs(), "prompt_attention: this CPU has no AVX512-BF16");
+  for (const at::Tensor* t : {&query, &key, &value})
+    TORCH_CHECK(t->dim() == 4 && t->scalar_type() == at::kBFloat16, "prompt_attention: bfloat16 [batch, heads, tokens, channels], not ",
+                t->scalar_type(), " ", t->sizes());
+  const auto unit = [](const at::Tensor& t) { return t.stride(3) == 1 ? t : t.contiguous(); };
+  const at::Tensor q = unit(query), k = unit(key), v = unit(value);
+  const int64_t batch = q.size(0), heads = q.size(1), tokens = q.size(2), channels = q.size(3), of_values = v.size(3);
+  TORCH_CHECK(k.size(0) == batch && v.size(0) == batch && k.size(2) == tokens && v.size(2) == tokens && k.size(3) == channels &&
+                  channels % 2 == 0 && k.size(1) == v.size(1) && k.size(1) > 0 && heads % k.size(1) == 0,
+              "prompt_attention: q ", q.sizes(), ", k ", k.sizes(), " and v ", v.sizes(), " do not fit");
+  at::Tensor y = at::empty({batch, tokens, heads, of_values}, q.options());
+  if (y.numel() == 0) return y;
+#ifdef HAVE_X86
+  const int64_t of_wide = WIDE * LANE, kv_heads = k.size(1);
+  Problem p{rows_of(q), rows_of(k), rows_of(v), batch, heads, heads / kv_heads, tokens, channels / 2, of_values,
+            (tokens + of_wide - 1) / of_wide * WIDE, (of_values + of_wide - 1) / of_wide * WIDE, float(scale),
+            static_cast<uint16_t*>(y.data_ptr())};
+  const int64_t of_keys = p.key_blocks * p.pairs * LANE, of_packed = (tokens + 1) / 2 * p.value_vectors * LANE;
+  const std::unique_ptr<uint32_t[]> keys(new uint32_t[batch * kv_heads * of_keys]);
+  const std::unique_ptr<uint32_t[]> values(new uint32_t[batch * kv_heads * of_packed]);
+  at::parallel_for(0, batch * kv_heads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) {
+      pairs::pack_keys(p, i / kv_heads, i % kv_heads, keys.get() + i * of_keys);
+      pairs::pack_values(p, i / kv_heads, i % kv_heads, values.get() + i * of_packed);
+    }
+  });
+  const int64_t of_item = ROWS * TILES, items = (tokens + of_item - 1) / of_item;
+  at::parallel_for(0, batch * heads * items, 1, [&](int64_t begin, int64_t end) {
+    pairs::Scratch scratch(p);
+    for (int64_t i = begin; i < end; i++) {
+      const int64_t head = i / items, at = i % items;  // late queries see more keys: late and early ones take turns
+      const int64_t item = at % 2 ? items - 1 - at / 2 : at / 2, kv = head / heads * kv_heads + head % heads / p.shared;
+      pairs::attend(p, head / heads, head % heads, item * of_item, keys.get() + kv * of_keys, values.get() + kv * of_packed, scratch);
+    }
+  });
+#endif
+  return y;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(workbench, m) {
+  m.def("prompt_attention_native(Tensor q, Tensor k, Tensor v, float scale) -> Tensor");
+  m.def("prompt_attention_runs() -> bool", runs);
+}
+TORCH_LIBRARY_IMPL(workbench, CPU, m) { m.impl("prompt_attention_native", prompt_attention); }

@@ -1,0 +1,107 @@
+"""Causal attention of a prompt against float64, over shapes, strides and what is refused."""
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from kernels import native
+from kernels.prompt_attention import prompt_attention
+from kernels.registry import recording
+
+WAYS = ["reference", "rows", "cpu"]
+
+
+def made(batch, heads, kv_heads, tokens, channels, of_values, dtype=torch.bfloat16):
+    """Queries, keys and values as projections leave them, and values that are a part of a longer cache."""
+    shapes = ((tokens, heads, channels), (tokens, kv_heads, channels), (tokens + 3, kv_heads, of_values))
+    q, k, v = (torch.randn(batch, *shape).to(dtype).transpose(1, 2) for shape in shapes)
+    return q, k, v[:, :, :tokens]
+
+
+def expected(q, k, v, scale):
+    how = {"is_causal": True, "scale": scale, "enable_gqa": True}
+    return scaled_dot_product_attention(q.double(), k.double(), v.double(), **how).transpose(1, 2)
+
+
+def skip_without_kernel(impl):
+    if impl == "cpu" and not native.prompt_attention_runs():
+        pytest.skip("no C++ kernels, or no AVX512-BF16 on this processor")
+
+
+@pytest.mark.parametrize("impl", WAYS)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1, 1, 1, 1, 2, 1),
+        (2, 6, 2, 63, 18, 33),
+        (2, 9, 3, 300, 64, 64),
+        (1, 4, 4, 128, 16, 24),
+        (1, 4, 1, 700, 256, 256),
+        (1, 2, 1, 1100, 80, 48),
+    ],
+)
+def test_it_is_attention(impl, shape):
+    """With one to three blocks of keys, tiles that are not full, widths that fill no vector, and heads that share."""
+    skip_without_kernel(impl)
+    q, k, v = made(*shape)
+    with recording() as ran:
+        y = prompt_attention(q, k, v, scale=0.3, impl=impl)
+    right = expected(q, k, v, 0.3)
+    assert y.dtype == q.dtype and y.shape == right.shape and y.is_contiguous()
+    assert (y - right).norm() <= 1e-2 * right.norm()
+    assert ran == {"prompt_attention": {"cpu native" if impl == "cpu" else impl}}
+
+
+@pytest.mark.parametrize("impl", ["reference", "rows", "auto"])
+@pytest.mark.parametrize("dtype, most", [(torch.float32, 1e-6), (torch.float16, 2e-3)])
+def test_other_dtypes(impl, dtype, most):
+    q, k, v = made(2, 4, 2, 140, 16, 24, dtype)
+    right = expected(q, k, v, 16**-0.5)
+    assert (prompt_attention(q, k, v, impl=impl) - right).norm() <= most * right.norm()
+
+
+@pytest.mark.parametrize("impl", WAYS)
+def test_large_scores_and_what_is_not_a_number(impl):
+    """A token sees no later one, whatever that holds; exponentials neither overflow nor lose the largest score."""
+    skip_without_kernel(impl)
+    q, k, v = made(1, 2, 1, 600, 32, 32)
+    q = q * 60
+    right = expected(q, k, v, 1.0)
+    most = 0.1 if impl == "rows" else 1e-2  # whose scores have 8 bits, too
+    assert (prompt_attention(q, k, v, scale=1.0, impl=impl) - right).norm() <= most * right.norm()
+    broken = k.clone()
+    broken[0, 0, 550] = torch.nan
+    y = prompt_attention(q, broken, v, scale=1.0, impl=impl)
+    assert torch.equal(y[:, :550], prompt_attention(q, k, v, scale=1.0, impl=impl)[:, :550])
+    assert y[:, 550:].isnan().all()
+
+
+def test_nothing_to_attend_to():
+    q, k, v = made(2, 4, 2, 0, 16, 8)
+    assert prompt_attention(q, k, v).shape == (2, 0, 4, 8)
+
+
+def test_what_does_not_fit_is_refused():
+    q, k, v = made(1, 4, 2, 5, 16, 8)
+    for wrong, message in [
+        ((q[0], k, v), "four dimensions"),
+        ((q, k[:, :, :4], v), "must be \\[1, kv heads, 5, 16\\] and alike"),
+        ((q[:, :3], k, v), "divide the 3 heads"),
+        ((q, k.float(), v), "must be all float32, bfloat16 or float16"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            prompt_attention(*wrong)
+    with pytest.raises(ValueError, match="`impl` \\(='flash'\\) must be one of"):
+        prompt_attention(q, k, v, impl="flash")
+    with pytest.raises(ValueError, match="'rows' would do"):
+        prompt_attention(q.float(), k.float(), v.float(), impl="cpu")
+
+
+@pytest.mark.parametrize("impl", WAYS)
+def test_it_passes_opcheck(impl):
+    skip_without_kernel(impl)
+    q, k, v = made(2, 4, 2, 70, 16, 24)
+    if impl == "cpu":
+        torch.library.opcheck(torch.ops.workbench.prompt_attention_native, (q, k, v, 0.25))
+    else:
+        torch.library.opcheck(torch.ops.workbench.prompt_attention, (q, k, v, 0.25, impl))
