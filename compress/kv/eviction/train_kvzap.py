@@ -3,7 +3,6 @@
 $ python -m compress.kv.eviction.train_kvzap --model smollm2-135m --out kvzap.safetensors
 """
 
-import argparse
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,8 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from compress.inputs.calibration import calibration
-from compress.inputs.model import load_model
+from compress.inputs.command import given
 from compress.kv.attach import attached
 from compress.kv.eviction.kvzap import Scorer
 from compress.kv.eviction.kvzip import KVzip
@@ -97,22 +95,11 @@ def train(model: nn.Module, batches: Sequence[Tensor], path: str | Path, **more:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", default="smollm2-135m", help="what `load_model` takes")
-    parser.add_argument("--out", required=True, help="file to write")
-    parser.add_argument("--corpus", default="pydocs", help="what `calibration` takes")
-    parser.add_argument("--samples", type=int, default=24, help="texts")
-    parser.add_argument("--seqlen", type=int, default=512, help="tokens of each")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
     start = time.perf_counter()
-    model, tokenizer = load_model(options.model)
-    batches = calibration(
-        tokenizer, corpus=options.corpus, samples=options.samples, seqlen=options.seqlen, seed=options.seed
-    )
-    explained = train(model, batches, options.out)
+    model, batches, out = given(__doc__, samples=24)
+    explained = train(model, batches, out)
     mean = sum(explained.values()) / len(explained)
-    print(f"{options.out}: {len(explained)} layers, R² {mean:.3f} on average, {min(explained.values()):.3f} at least, "
+    print(f"{out}: {len(explained)} layers, R² {mean:.3f} on average, {min(explained.values()):.3f} at least, "
           f"{time.perf_counter() - start:.0f} s")  # fmt: skip
 
 

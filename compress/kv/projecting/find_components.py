@@ -3,7 +3,6 @@
 $ python -m compress.kv.projecting.find_components --model smollm2-135m --out components.safetensors
 """
 
-import argparse
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,8 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from compress.inputs.calibration import calibration
-from compress.inputs.model import load_model
+from compress.inputs.command import given
 from compress.kv.attach import attached
 from compress.kv.projecting.matryoshka import rank_of
 from compress.kv.storage import joined
@@ -78,21 +76,10 @@ def find(model: nn.Module, batches: Sequence[Tensor], path: str | Path) -> dict[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", default="smollm2-135m", help="what `load_model` takes")
-    parser.add_argument("--out", required=True, help="file to write")
-    parser.add_argument("--corpus", default="pydocs", help="what `calibration` takes")
-    parser.add_argument("--samples", type=int, default=16, help="texts")
-    parser.add_argument("--seqlen", type=int, default=512, help="tokens of each")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
     start = time.perf_counter()
-    model, tokenizer = load_model(options.model)
-    batches = calibration(
-        tokenizer, corpus=options.corpus, samples=options.samples, seqlen=options.seqlen, seed=options.seed
-    )
-    kept = find(model, batches, options.out)
-    print(f"{options.out}: share of the squares that the first components keep, {time.perf_counter() - start:.0f} s")
+    model, batches, out = given(__doc__, samples=16)
+    kept = find(model, batches, out)
+    print(f"{out}: share of the squares that the first components keep, {time.perf_counter() - start:.0f} s")
     print(f"{'channels':>18}", *(f"{share:>7.1%}" for share in SHARES))
     for kind, of in kept.items():
         print(f"{kind:>18}", *(f"{of[share]:>7.1%}" for share in SHARES))
