@@ -38,8 +38,8 @@ class CompressedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         before, rounding = parted(self.transform)
-        order = None
-        if self._dense is None and rounding is not None and orders(self.transform) and not any(part.exact for part in self.parts):
+        order, exact = None, any(part.exact for part in self.parts)
+        if self._dense is None and rounding is not None and orders(self.transform) and not exact:
             *before, last = before
             order = last.order  # in which the product of integers reads x
         for step in before:

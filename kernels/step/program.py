@@ -23,8 +23,8 @@ ACTIVATIONS = ("", "silu", "gelu_tanh", "relu")  # numbered as in native/step_ty
 
 @dataclass(frozen=True)
 class Change:
-    """What is done to the input of a product before the weight meets it: a transform, another order of the columns, then
-    rounding to integer codes.
+    """What is done to the input of a product before the weight meets it: a transform, another order of the columns, and
+    then rounding to integer codes.
 
     signs: [in], ±1 float32, by which x is multiplied before every `block` neighbouring columns go through a Hadamard
         transform; None: x is not transformed. order: [in] integers, the column that comes to each place; None: all

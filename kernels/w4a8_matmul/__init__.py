@@ -68,10 +68,8 @@ def w4a8_matmul(
         )
     use = use if use == "triton" and x.numel() else "reference"
     ran("w4a8_matmul", use)
-    return _op(
-        x, w.codes, w.scale, zero, table, x_scale, x_order, w.layout, w.bits, w.group_size, list(w.shape), x_bits, x_group,
-        x_wide, use,
-    )  # fmt: skip
+    about = (w.layout, w.bits, w.group_size, list(w.shape), x_bits, x_group, x_wide, use)
+    return _op(x, w.codes, w.scale, zero, table, x_scale, x_order, *about)
 
 
 def fast(x: Tensor, w: Packed | Codebook, x_group: int | None) -> bool:
