@@ -23,7 +23,9 @@ from kernels.errors import kind_and_first_line
 from kernels.user_cache import cache_folder
 
 HERE = Path(__file__).parent
-SOURCES = ("panels.cpp", "half.cpp", "int8.cpp", "kv_decode.cpp", "prompt_attention.cpp", "step.cpp", "trellis.cpp", "w4a8.cpp")
+SOURCES = tuple(
+    f"{name}.cpp" for name in ("panels", "half", "int8", "kv_decode", "prompt_attention", "step", "trellis", "w4a8")
+)
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fopenmp", "-DAT_PARALLEL_OPENMP=1", "-w")
 _LOCK = threading.Lock()
 

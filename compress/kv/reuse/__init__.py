@@ -1,0 +1,11 @@
+"""Caches of texts that are read once and put together for many prompts, as retrieval makes them.
+
+>>> store = ChunkStore(model, prefix=tokenizer(system, return_tensors="pt").input_ids)
+>>> blended = blend(model, [store.read(ids) for ids in documents], question, share=0.15)
+>>> blended.logits, blended.cache
+"""
+
+from compress.kv.reuse.blend import Blended, blend
+from compress.kv.reuse.chunks import Chunk, ChunkStore
+
+__all__ = ["Blended", "Chunk", "ChunkStore", "blend"]

@@ -1,0 +1,186 @@
+"""A prompt out of chunks that were read apart, of whose tokens a share is computed again (CacheBlend, Yao et al., 2024,
+arXiv:2405.16444; Cache-Craft, Agarwal et al., 2025, arXiv:2502.15734)."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.cache_utils import Cache, DynamicLayer
+
+from compress.kv.reuse.chunks import Chunk, kinds_of
+from compress.kv.rotation import turn_of
+from compress.walk.capture import device_of
+
+CHOICES = ("deviation", "first", "drawn")
+
+
+@dataclass(frozen=True)
+class Blended:
+    """What a prompt of chunks gave.
+
+    Attributes:
+        ids: [1, tokens] of the whole prompt.
+        cache: of the whole prompt: `generate`, given `ids` and the next token, and further passes go on from it.
+        logits: [1, q, vocabulary] behind each token of the question.
+        places: [m], positions of the chunks' tokens that were computed again.
+        share: of the prompt's tokens that went through the model.
+    """
+
+    ids: Tensor
+    cache: DynamicCache
+    logits: Tensor
+    places: Tensor
+    share: float
+
+
+@torch.no_grad()
+def blend(
+    model: nn.Module,
+    chunks: Sequence[Chunk],
+    question: Tensor,
+    *,
+    share: float = 0.15,
+    choose: str = "deviation",
+    seed: int = 0,
+) -> Blended:
+    """Read a question behind chunks that were read apart.
+
+    Keys are rotated to their places in the prompt. Then a share of the tokens goes through the model again, together
+    with the question, and attends to all that stands before it, so that what one chunk says of another reaches the
+    cache. Keys and values of the other tokens stay as they were read. With share=1 the result is that of the whole
+    prompt.
+
+    Args:
+        chunks: the first one stays as it is, because it was read at its place: the store's `prefix`, usually.
+        question: [1, q] tokens behind the chunks.
+        share: of the tokens of the other chunks that are computed again, 0 to 1.
+        choose: which. "deviation": those whose keys and values in the second layer change most once the chunks see
+            each other, for which all tokens go through the first layer (CacheBlend; its choice is narrowed in every
+            layer, this one is made once). "first": the first ones of each chunk (EPIC, Hu et al., 2024,
+            arXiv:2410.15332). "drawn": by `seed`.
+
+    Raises:
+        ValueError: a share, a choice or a batch that there is not.
+    """
+    _check(chunks, question, share, choose)
+    kinds = kinds_of(model)
+    device, total = device_of(model), sum(len(chunk.ids) for chunk in chunks)
+    ids = torch.cat([*(chunk.ids.to(device) for chunk in chunks), question[0].to(device)])
+    keys, values = _placed(model, chunks)
+    fixed, count = len(chunks[0].ids), math.ceil(share * (total - len(chunks[0].ids)))
+    changed: Callable[[], Tensor] = {
+        "deviation": lambda: _deviation(model, ids[:total], keys[1], values[1]),
+        "first": lambda: -torch.cat([torch.arange(len(chunk.ids), device=device) for chunk in chunks]).float(),
+        "drawn": lambda: torch.rand(total, generator=torch.Generator().manual_seed(seed)).to(device),
+    }[choose]
+    again = torch.arange(0, device=device)
+    if 0 < count < total - fixed:
+        again = (changed()[fixed:].argsort(descending=True, stable=True)[:count] + fixed).sort().values
+    elif count:
+        again = torch.arange(fixed, total, device=device)
+    places = torch.cat([again, torch.arange(total, len(ids), device=device)])
+    cache = _Scattered(keys, values, places, len(ids))
+    out = model(
+        ids[places][None], position_ids=places[None], past_key_values=cache, use_cache=True,
+        attention_mask=_masks(model, kinds, places, len(ids)), logits_to_keep=question.shape[1],
+    )  # fmt: skip
+    made = DynamicCache(config=model.config)
+    for number, layer in enumerate(cache.layers):
+        made.update(layer.keys, layer.values, number)
+    return Blended(ids[None], made, out.logits, again, len(places) / len(ids))
+
+
+def _check(chunks: Sequence[Chunk], question: Tensor, share: float, choose: str) -> None:
+    if not chunks or chunks[0].start:
+        raise ValueError("`chunks` must begin with one that was read at position 0, such as the store's `prefix`")
+    if question.dim() != 2 or question.shape[0] != 1 or not question.shape[1]:
+        raise ValueError(f"`question` {tuple(question.shape)} must be [1, q]: one prompt at a time, at least one token")
+    if not 0 <= share <= 1:
+        raise ValueError(f"`share` (={share}) must be from 0 to 1")
+    if choose not in CHOICES:
+        raise ValueError(f"`choose` (={choose!r}) must be one of {', '.join(map(repr, CHOICES))}")
+
+
+def _placed(model: nn.Module, chunks: Sequence[Chunk]) -> tuple[list[Tensor], list[Tensor]]:
+    """Keys and values [1, H_kv, total, D] of each layer, keys rotated to the places of their tokens in the prompt."""
+    attentions = {m.layer_idx: m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "config")}
+    keys, values = [], []
+    for number in range(len(chunks[0].keys)):
+        turn, moved, at = turn_of(model, attentions[number]), [], 0
+        for chunk in chunks:
+            k = chunk.keys[number]
+            if at != chunk.start:  # in float32, and rounded once
+                before = torch.arange(chunk.start, chunk.start + k.shape[2], device=k.device)[None]
+                k = turn(turn(k.float(), before, True), before - chunk.start + at, False).to(k.dtype)
+            moved.append(k)
+            at += k.shape[2]
+        keys.append(torch.cat(moved, 2))
+        values.append(torch.cat([chunk.values[number] for chunk in chunks], 2))
+    return keys, values
+
+
+def _deviation(model: nn.Module, ids: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """[total]: how far each token's key and value in the second layer are from those of its chunk, squared, relative to
+    the mean square of all."""
+    seen = _SecondLayer()
+    try:
+        model(ids[None], past_key_values=seen, use_cache=True, logits_to_keep=1)
+    except _Enough:
+        pass
+    far = torch.zeros(len(ids), device=ids.device)
+    for was, now in ((key, seen.key), (value, seen.value)):
+        far += (now.float() - was.float()).square().sum((0, 1, 3)) / now.float().square().sum((0, 1, 3)).mean()
+    return far
+
+
+def _masks(model: nn.Module, kinds: set[str], places: Tensor, total: int) -> Tensor | dict[str, Tensor]:
+    """[1, 1, computed tokens, total]: 0 for what a token sees, the smallest number for the rest; by kind of layer where
+    there are several."""
+    keys = torch.arange(total, device=places.device)
+    seen = {"full_attention": keys <= places[:, None]}
+    if "sliding_attention" in kinds:
+        window = model.config.get_text_config(decoder=True).sliding_window
+        seen["sliding_attention"] = seen["full_attention"] & (keys > places[:, None] - window)
+    shape = len(places), total
+    masks = {
+        kind: torch.zeros(shape, dtype=model.dtype, device=places.device).masked_fill_(
+            ~seen[kind], torch.finfo(model.dtype).min
+        )[None, None]
+        for kind in kinds
+    }
+    return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+class _Scattered(Cache):
+    """A cache of the whole prompt, into which keys and values of some places are written."""
+
+    def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor], places: Tensor, total: int) -> None:
+        super().__init__(layers=[DynamicLayer() for _ in keys])
+        self.places = places
+        for layer, k, v in zip(self.layers, keys, values, strict=True):
+            layer.lazy_initialization(k, v)
+            room = total - k.shape[2]
+            layer.keys, layer.values = (nn.functional.pad(t, (0, 0, 0, room)) for t in (k, v))
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
+        layer = self.layers[layer_idx]
+        layer.keys.index_copy_(2, self.places, key_states)
+        layer.values.index_copy_(2, self.places, value_states)
+        return layer.keys, layer.values
+
+
+class _Enough(Exception):
+    """The second layer has its keys and values."""
+
+
+class _SecondLayer(DynamicCache):
+    """Notes the keys and values of the second layer, and goes no further."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
+        if layer_idx == 1:
+            self.key, self.value = key_states, value_states
+            raise _Enough
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
