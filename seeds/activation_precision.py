@@ -5,8 +5,8 @@
 
 Every cell of the table is a recipe: weights in 8 or 4 bits, activations in 8 or 4, the cache in 16 or 4, and a
 treatment: none, smoothing, a rotation, a trained rotation, a map of each input, the largest channels gathered in groups
-of 8 bits, a branch of low rank, FireQ's scalings. Recipes are calibrated on C4 and scored by seeds/scoring.py, as those of
-seeds/bytes_and_loss.py, whose options these are: what `--keep` holds is not made again, and recipes that store the same
+of 8 bits, a branch of low rank, FireQ's scalings. Recipes are calibrated on C4 and scored by seeds/scoring.py, whose
+options these are, as of seeds/bytes_and_loss.py: what `--keep` holds is not made again, and recipes that store the same
 weights share them.
 """
 
