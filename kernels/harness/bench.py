@@ -23,11 +23,11 @@ from kernels.harness.trial import bare_row, measure, sentence
 from kernels.linear import linear
 
 CPU = torch.device("cpu")
+CPU_OPS = ("linear", "prompt_attention")  # no ops of kernels.harness.cases, since a GPU has torch's own
 
 
 def linear_contest(tokens: int, columns: int) -> Contest:
-    """float32 products against torch's own; `linear` is no op of kernels.harness.cases, since it is torch's own on a
-    GPU."""
+    """float32 products against torch's own."""
     x, W = torch.randn(tokens, columns), torch.randn(columns, columns)
     calls = {"cpu": lambda i: linear(x, W, impl="cpu"), "torch": lambda i: F.linear(x, W)}
     least, flops = 4 * (2 * tokens * columns + columns * columns), 2 * tokens * columns * columns
@@ -44,7 +44,7 @@ def contests_of(op: str, quick: bool) -> Iterator[Contest]:
 
 @torch.no_grad()
 def main(arguments: list[str] | None = None) -> int:
-    every = (*cases.OPS, "linear")
+    every = (*cases.OPS, *CPU_OPS)
     parser = argparse.ArgumentParser(
         prog="python -m kernels.harness.bench", description="Benchmark the kernels on this machine's CPU."
     )
