@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from compress.formats import FORMATS, Format
-from compress.transforms import Transform, below, make_transform, orders, parted
+from compress.transforms import Transform, below, make_transform, parted
 from kernels.linear import linear
 
 
@@ -38,17 +38,16 @@ class CompressedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         before, rounding = parted(self.transform)
-        order, exact = None, any(part.exact for part in self.parts)
-        if self._dense is None and rounding is not None and orders(self.transform) and not exact:
+        last = None  # which the product does together with the rounding
+        if self._dense is None and rounding is not None and before and len(self.parts) == 1 and not self.parts[0].exact:
             *before, last = before
-            order = last.order  # in which the product of integers reads x
         for step in before:
             x = step(x)
         if self._dense is not None:
             y = linear(x if rounding is None else rounding(x), self._dense, self.bias)
             return y if rounding is None else sum((p.matmul(x) for p in self.parts if p.exact), y)
         rounds = rounding is not None
-        products = [p.matmul_rounded(x, rounding, order) if rounds and not p.exact else p.matmul(x) for p in self.parts]
+        products = [p.matmul_rounded(x, rounding, last) if rounds and not p.exact else p.matmul(x) for p in self.parts]
         y = sum(products[1:], products[0])
         return y if self.bias is None else y + self.bias
 

@@ -6,10 +6,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from compress.transforms import Hadamard, Permutation, Transform
 from compress.transforms.rounding import Rounding
+from kernels.hadamard.codes import hadamard_codes, rotates_into_codes
 from kernels.int_matmul import Packed
 from kernels.lut_matmul import Codebook
 from kernels.w4a8_matmul import fast, w4a8_matmul
+from kernels.w4a8_matmul.codes import multiplies_codes, w4a8_codes_matmul
 
 
 class Trainable(nn.Module):
@@ -65,17 +68,26 @@ class Format(nn.Module):
         """The weight as products of integers read it; None where it is not stored in integers."""
         return None
 
-    def matmul_rounded(self, x: Tensor, rounding: Rounding, order: Tensor | None = None) -> Tensor:
+    def matmul_rounded(self, x: Tensor, rounding: Rounding, before: Transform | None = None) -> Tensor:
         """`matmul` of what `rounding` makes of x; integers are multiplied by integers where that is fast.
 
         Args:
-            order: int32 [in], the order in which the columns of x are rounded and multiplied; None: as they lie.
+            before: what is done to x before it is rounded, which some kernels do in the same pass; None: nothing.
         """
-        w, group = self.integers, None if rounding.group_size == -1 else rounding.group_size
-        if w is not None and rounding.in_integers and fast(x, w, group):
+        w, group, order = self.integers, None if rounding.group_size == -1 else rounding.group_size, None
+        integers = w is not None and rounding.in_integers and fast(x, w, group)
+        if integers and isinstance(before, Hadamard) and rounding.step is None:
+            if rotates_into_codes(x, before.block, group) and multiplies_codes(w, group, x.device):
+                how = {"block": before.block, "bits": rounding.bits, "group": group, "wide": rounding.wide}
+                return w4a8_codes_matmul(*hadamard_codes(x, before.signs, **how), w, dtype=x.dtype)
+        if integers and isinstance(before, Permutation):
+            order = before.order
+        elif before is not None:
+            x = before(x)
+        if integers:
             how = {"x_bits": rounding.bits, "x_group": group, "x_scale": rounding.step, "x_wide": rounding.wide}
             return w4a8_matmul(x, w, **how, x_order=order)
-        return self.matmul(rounding(x if order is None else x.index_select(-1, order)))
+        return self.matmul(rounding(x))
 
     def look_up(self, ids: Tensor) -> Tensor:
         """Rows [n, in] of W in float32, for ids [n]; the other rows are not dequantised. Only where `looks_up`."""

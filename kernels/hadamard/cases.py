@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.hadamard import hadamard, hadamard_matrix
+from kernels.hadamard.codes import hadamard_codes
 from kernels.hadamard.matrix import base
 from kernels.harness.cases import TOLERANCE, Asked, Check, Contest
 from kernels.interpreter import triton_takes
@@ -44,7 +45,49 @@ def checks(device: torch.device) -> list[Check]:
     uneven = torch.randn(4, 512, generator=generator) * torch.logspace(-3, 3, 512)
     found.append(_check("outliers", uneven.to(device)))
     found.append(_check("another scale", wide[:4, :32].half(), scale=0.25))
+    for shape, dtype, block, group, wide in (
+        ((5, 576), torch.bfloat16, 576, None, 0),
+        ((3, 1536), torch.float16, 1536, None, 1),
+        ((2, 3, 4096), torch.bfloat16, 4096, 64, 0),
+        ((3, 4096), torch.float16, 4096, 128, 3),
+        ((3, 1024), torch.float32, 256, 64, 2),
+        ((67, 128), torch.bfloat16, 64, 64, 1),
+        ((2, 14336), torch.bfloat16, 14336, 64, 20),
+        ((0, 64), torch.bfloat16, 64, None, 0),
+    ):
+        found.append(_codes(generator, device, shape, dtype, block, group, wide))
     return found
+
+
+def _codes(
+    generator: torch.Generator,
+    device: torch.device,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    block: int,
+    group: int | None,
+    wide: int,
+) -> Check:
+    """Of codes times their steps. A code may differ where the rotated value lies between two."""
+    x = (torch.randn(shape, generator=generator) * 3).to(device, dtype)
+    signs = (torch.randint(2, shape[-1:], generator=generator) * 2 - 1).to(device, torch.int8)
+
+    def run(impl: str) -> Tensor:
+        codes, step = hadamard_codes(x, signs, block=block, bits=4, group=group, wide=wide, impl=impl)
+        half = shape[-1] // 2
+        codes = torch.stack([codes[..., :half], codes[..., half:]], -1).flatten(-2).float()
+        return (codes.unflatten(-1, (step.shape[-1], -1)) * step[..., None]).flatten(-2)
+
+    def expected() -> Tensor:
+        turned = in_two((x.double() * signs).unflatten(-1, (-1, block)).flatten(0, -2)).view(shape).to(dtype)
+        v = turned.double().unflatten(-1, (-1, group or shape[-1]))
+        largest = torch.full((v.shape[-2], 1), 7.0, dtype=torch.float64, device=device)
+        largest[:wide] = 127
+        step = v.abs().amax(-1, keepdim=True) / largest
+        return ((v / step).round() * step).flatten(-2)
+
+    name = f"codes of {shape[-1]} columns, {block} together, g{group} of which {wide} in 8 bits, {shape[0]} rows"
+    return Check("hadamard", f"{name}, {str(dtype).removeprefix('torch.')}", run, expected, 0.03)
 
 
 def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]:

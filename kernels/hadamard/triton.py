@@ -15,6 +15,7 @@ from torch import Tensor  # noqa: E402
 from kernels.hadamard.matrix import base, paley, sylvester  # noqa: E402
 from kernels.hadamard.plan import LARGEST_TILE, Plan, plan  # noqa: E402
 from kernels.tuning import Compilation, configuration  # noqa: E402
+from kernels.w8a8_matmul.triton import magnitude, steps  # noqa: E402
 
 
 @triton.jit
@@ -28,6 +29,37 @@ def times(t, H, PIECES: tl.constexpr):
         low = (t - middle.to(tl.float32)).to(tl.bfloat16)
         y = tl.dot(low, H, y)
     return tl.dot(high, H, y)
+
+
+@triton.jit
+def transformed(
+    t, HA, HB, HC, scale, PA: tl.constexpr, B: tl.constexpr, PC: tl.constexpr, R: tl.constexpr, PIECES: tl.constexpr
+):
+    """scale t (H_A ⊗ H_B ⊗ H_C) in float32, of a tile t [R PA B, PC] of R rows, in 16 bits, whose products are exact,
+    or in float32."""
+    c = tl.arange(0, PC)
+    hc = tl.load(HC + c[:, None] * PC + c[None, :])
+    t = times(t, hc, PIECES) if t.dtype == tl.float32 else tl.dot(t, hc.to(t.dtype))
+    if B > 1:
+        b = tl.arange(0, B)
+        t = tl.reshape(tl.permute(tl.reshape(t, (R * PA, B, PC)), (0, 2, 1)), (R * PA * PC, B))
+        t = times(t, tl.load(HB + b[:, None] * B + b[None, :]), PIECES)  # [R PA PC, B]
+    if PA > 1:
+        a = tl.arange(0, PA)
+        t = tl.reshape(tl.permute(tl.reshape(t, (R, PA, PC * B)), (0, 2, 1)), (R * PC * B, PA))
+        t = times(t, tl.load(HA + a[:, None] * PA + a[None, :]), PIECES)  # [R PC B, PA]
+    t = t * scale
+    return t
+
+
+@triton.jit
+def in_rows(t, PA: tl.constexpr, B: tl.constexpr, PC: tl.constexpr, R: tl.constexpr):
+    """What `transformed` gave, [R PA B, PC] again."""
+    if PA > 1:
+        t = tl.permute(tl.reshape(t, (R, PC, B, PA)), (0, 3, 2, 1))
+    elif B > 1:
+        t = tl.permute(tl.reshape(t, (R, PC, B)), (0, 2, 1))
+    return tl.reshape(t, (R * PA * B, PC))
 
 
 @triton.jit
@@ -57,23 +89,90 @@ def hadamard_kernel(
     here = ((row < rows) & (ab < A * B))[:, None] & (c < C)[None, :]
     inside = ab[:, None] * C + c[None, :]
     t = tl.load(x + row[:, None] * x_row + inside, mask=here, other=0.0)
-    hc = tl.load(HC + tl.arange(0, PC)[:, None] * PC + c[None, :])
-    t = times(t, hc, PIECES) if x.dtype.element_ty == tl.float32 else tl.dot(t, hc.to(t.dtype))  # products are exact
-    if B > 1:
-        b = tl.arange(0, B)
-        t = tl.reshape(tl.permute(tl.reshape(t, (R * PA, B, PC)), (0, 2, 1)), (R * PA * PC, B))
-        t = times(t, tl.load(HB + b[:, None] * B + b[None, :]), PIECES)  # [R PA PC, B]
-    if PA > 1:
-        a = tl.arange(0, PA)
-        t = tl.reshape(tl.permute(tl.reshape(t, (R, PA, PC * B)), (0, 2, 1)), (R * PC * B, PA))
-        t = times(t, tl.load(HA + a[:, None] * PA + a[None, :]), PIECES)  # [R PC B, PA]
-    t = (t * scale).to(y.dtype.element_ty)
-    if PA > 1:
-        t = tl.permute(tl.reshape(t, (R, PC, B, PA)), (0, 3, 2, 1))
-    elif B > 1:
-        t = tl.permute(tl.reshape(t, (R, PC, B)), (0, 2, 1))
-    t = tl.reshape(t, (R * PA * B, PC))
+    t = transformed(t, HA, HB, HC, scale, PA, B, PC, R, PIECES).to(y.dtype.element_ty)
+    t = in_rows(t, PA, B, PC, R)
     tl.store(y + row[:, None] * (A * B * C) + inside, t, mask=here)
+
+
+@triton.jit
+def codes_kernel(
+    x,
+    signs,
+    codes,
+    step,
+    HA,
+    HB,
+    HC,
+    rows,
+    blocks,
+    wide,
+    scale,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    C: tl.constexpr,
+    PA: tl.constexpr,
+    PC: tl.constexpr,
+    R: tl.constexpr,
+    GROUP: tl.constexpr,
+    LARGEST: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    """int8 codes and steps of scale (signs x) H, rounded to x's dtype first as `hadamard_kernel` stores it.
+
+    x: [rows, A B C], `blocks` rows of which are a token. codes: [tokens, blocks A B C], even columns first, then the
+    odd ones. step: [rows, groups]; GROUP columns share one, or with 0 a whole row. The first `wide` groups of a token
+    have codes of 8 bits.
+    """
+    N: tl.constexpr = A * B * C
+    EACH: tl.constexpr = PA * B * PC if GROUP == 0 else GROUP  # elements of a tile that share a step
+    HELD: tl.constexpr = PA * B * PC // EACH  # groups of a row of the tile
+    GROUPS: tl.constexpr = 1 if GROUP == 0 else N // GROUP  # of them that are there
+    i = tl.arange(0, R * PA * B)
+    row = tl.program_id(0) * R + i // (PA * B)  # [R PA B]
+    ab, part = i % (PA * B), row % blocks
+    start = (row - part).to(tl.int64) * N  # of the token
+    c = tl.arange(0, PC)
+    there = (row < rows) & (ab < A * B)
+    here = there[:, None] & (c < C)[None, :]
+    column = (part * N + ab * C)[:, None] + c[None, :]
+    t = tl.load(x + start[:, None] + column, mask=here, other=0.0)
+    t = (t.to(tl.float32) * tl.load(signs + column, mask=here, other=0).to(tl.float32)).to(t.dtype)
+    kind: tl.constexpr = x.dtype.element_ty
+    v = in_rows(transformed(t, HA, HB, HC, scale, PA, B, PC, R, PIECES).to(kind), PA, B, PC, R)
+    v = tl.reshape(v.to(tl.float32), (R * HELD, EACH))
+    j = tl.arange(0, R * HELD)
+    first, group = tl.program_id(0) * R + j // HELD, j % HELD
+    largest = tl.where((first % blocks) * GROUPS + group < wide, 127.0, LARGEST)
+    size, inverse = steps(tl.max(magnitude(v), 1), largest)
+    tl.store(step + first.to(tl.int64) * GROUPS + group, size, mask=(first < rows) & (group < GROUPS))
+    v = tl.minimum(tl.maximum(v * inverse[:, None], -largest[:, None]), largest[:, None])
+    code = (v + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)  # the sum's last byte is v to nearest even
+    even, odd = tl.split(tl.reshape(code, (R * PA * B, PC // 2, 2)))  # each is stored side by side
+    half = tl.arange(0, PC // 2)
+    place = (start + part * (N // 2) + ab * (C // 2))[:, None] + half[None, :]
+    here = there[:, None] & (half < C // 2)[None, :]
+    tl.store(codes + place, even, mask=here)
+    tl.store(codes + place + blocks * (N // 2), odd, mask=here)
+
+
+def hadamard_codes(
+    x: Tensor, signs: Tensor, block: int, bits: int, group: int | None, wide: int
+) -> tuple[Tensor, Tensor]:
+    """int8 codes [tokens, in] and steps [tokens, in / group] of x [tokens, in]; `takes` must be true."""
+    tokens, columns = x.shape
+    rows, blocks, p, device = tokens * (columns // block), columns // block, plan(block), x.device
+    codes = torch.empty(tokens, columns, dtype=torch.int8, device=device)
+    step = torch.empty(tokens, columns // (group or columns), dtype=torch.float32, device=device)
+    if rows:
+        chosen = dict(configuration("hadamard", key(block, x.dtype), heuristic(p)))
+        warps = chosen.pop("num_warps")
+        factors = (_factor(p.a, p.pa, device), _factor(p.b, p.b, device), _factor(p.c, p.pc, device))
+        codes_kernel[(triton.cdiv(rows, chosen["R"]),)](
+            x.contiguous(), signs, codes, step, *factors, rows, blocks, wide, block**-0.5, A=p.a, B=p.b, C=p.c,
+            PA=p.pa, PC=p.pc, GROUP=0 if group in (None, block) else group, LARGEST=127.0 if bits == 8 else 7.0,
+            PIECES=pieces(x.dtype), **chosen, num_warps=warps,
+        )  # fmt: skip
+    return codes, step
 
 
 def hadamard(x: Tensor, scale: float) -> Tensor:
@@ -158,7 +257,8 @@ def shipped() -> list[Compilation]:
         (28672, "bf16"),
         (32768, "fp32"),
     )
-    return [_compilation(n, dtype) for n, dtype in sizes]
+    rounded = ((576, "bf16", 0), (4096, "bf16", 64), (4096, "bf16", 0), (14336, "bf16", 128))
+    return [_compilation(n, dtype) for n, dtype in sizes] + [_codes_compilation(*each) for each in rounded]
 
 
 def _compilation(n: int, dtype: str) -> Compilation:
@@ -182,5 +282,19 @@ def _compilation(n: int, dtype: str) -> Compilation:
         constants,
         num_warps=chosen["num_warps"],
         multiple_of_16=("x_row",),
+        expects=("HGMMA",),
+    )
+
+
+def _codes_compilation(n: int, dtype: str, group: int) -> Compilation:
+    plain = _compilation(n, dtype)
+    arguments = {"x": f"*{dtype}", "signs": "*i8", "codes": "*i8", "step": "*fp32", "HA": "*bf16", "HB": "*bf16"}
+    arguments |= {"HC": "*bf16", "rows": "i32", "blocks": "i32", "wide": "i32", "scale": "fp32"}
+    return Compilation(
+        f"hadamard {n} {dtype} to codes{f' g{group}' * (group > 0)}",
+        codes_kernel,
+        arguments,
+        {**plain.constants, "GROUP": group, "LARGEST": 7.0},
+        num_warps=plain.num_warps,
         expects=("HGMMA",),
     )

@@ -16,6 +16,7 @@ from kernels.linear.onednn import lay_out, product
 from kernels.lut_matmul import Codebook, pack_codebook
 from kernels.lut_matmul import to_panels as codebook_panels
 from kernels.w4a8_matmul import w4a8_matmul
+from kernels.w4a8_matmul.codes import even_first, w4a8_codes_matmul
 from kernels.w4a8_matmul.groups import native_takes, triton_reads
 from kernels.w8a8_matmul import prepacked_fits, quantize_rows, quantize_weight, to_prepacked, w8a8_matmul
 from kernels.w8a8_matmul.cases import of_codes
@@ -79,6 +80,9 @@ def checks(device: torch.device) -> list[Check]:
         name = f"W{bits} g{group_size} A4 g{x_group} of which {wide} in 8 bits{', ordered' * (order is not None)}"
         name = f"{name}{' static' * static}, {tokens} x {out} x {columns}"
         found.append(_check(name, x, _moved(w, device), W.to(device), 4, x_group, scale, **how))
+    for tokens, group_size, x_group, dtype in ((3, 64, None, BF16), (33, 128, 64, FP32)):
+        w, W = _weight(generator, (37, 256), 4, group_size, True)
+        found.append(_check_codes(generator, device, tokens, _moved(w, device), W.to(device), x_group, dtype))
     w, W = _weight(generator, (48, 256), 4, 64, True)
     wide = torch.randn(2 * 256, 11, generator=generator).to(device, BF16).t()[:, ::2]
     found.append(_check("x transposed, every other column", wide, _moved(w, device), W.to(device), 8, None, None))
@@ -140,6 +144,31 @@ def _check(
     impls = ("triton",) * triton_reads(w, x_group) + ("cpu",) * cpu
     dtype = str(x.dtype).removeprefix("torch.")
     return Check("w4a8_matmul", f"{name}, {dtype}", run, expected, TOLERANCE[x.dtype], impls)
+
+
+def _check_codes(
+    generator: torch.Generator,
+    device: torch.device,
+    tokens: int,
+    w: Packed,
+    W: Tensor,
+    x_group: int | None,
+    dtype: torch.dtype,
+) -> Check:
+    columns = w.shape[1]
+    codes = torch.randint(-127, 128, (tokens, columns), generator=generator).to(device, torch.int8)
+    groups = columns // (x_group or columns)
+    step = (torch.rand(tokens, groups, generator=generator) + 0.1).to(device)
+
+    def run(impl: str) -> Tensor:
+        return w4a8_codes_matmul(even_first(codes), step, w, dtype=dtype, impl=impl)
+
+    def expected() -> Tensor:
+        return (codes.double() * step.double().repeat_interleave(columns // groups, -1)) @ W.t()
+
+    kind = str(dtype).removeprefix("torch.")
+    name = f"given codes, W4 g{w.group_size} A8 g{x_group}, {tokens} x {w.shape[0]} x {columns}, {kind}"
+    return Check("w4a8_matmul", name, run, expected, TOLERANCE[dtype])
 
 
 def _codes(

@@ -22,9 +22,15 @@ def w4a8_matmul(
 ) -> Tensor:
     """y [tokens, out] = x [tokens, in] Wᵀ in x's dtype: float32 sums of scale · step · (an exact sum of a group)."""
     codes, step = rounded(x, x_bits, x_group, x_scale, x_wide, x_order)
+    return multiplied(codes, step, w, x.dtype)
+
+
+def multiplied(codes: Tensor, step: Tensor, w: Packed | Codebook, dtype: torch.dtype) -> Tensor:
+    """y [tokens, out] of codes [tokens, in] and steps [tokens, groups]."""
     weights, zero, scale = integers_of(w)
-    group, wide = common_group(w, x_group), x_group or w.shape[1]
-    y = torch.zeros(x.shape[0], w.shape[0], device=x.device)
+    wide = w.shape[1] // step.shape[1]  # columns that share a step
+    group = common_group(w, wide)
+    y = torch.zeros(codes.shape[0], w.shape[0], device=codes.device)
     for start in range(0, w.shape[1], group):
         columns, g = slice(start, start + group), start // w.group_size
         sums = product(codes[:, columns], weights[:, columns])  # [tokens, out], int32
@@ -32,7 +38,7 @@ def w4a8_matmul(
             total = codes[:, columns].sum(1, dtype=torch.int32)
             sums = sums - total[:, None] * zero[:, g]
         y += sums.float() * scale[:, g].float() * step[:, start // wide, None]
-    return y.to(x.dtype)
+    return y.to(dtype)
 
 
 def rounded(

@@ -156,7 +156,7 @@ def w4a8_matmul(
     x_order: Tensor | None = None,
 ) -> Tensor:
     """y [tokens, out] = x [tokens, in] Wᵀ in x's dtype; w in symmetric 4-bit rows."""
-    (tokens, columns), out = x.shape, w.shape[0]
+    tokens, columns = x.shape
     shared = x_group or columns
     x = x if x.stride(1) == 1 else x.contiguous()
     codes = torch.empty(tokens, columns, dtype=torch.int8, device=x.device)
@@ -168,8 +168,16 @@ def w4a8_matmul(
         STATIC=x_scale is not None, EACH=x_scale is not None and x_scale.numel() > 1, ORDERED=x_order is not None,
         WIDTH=width, num_warps=min(8, max(1, width // 512)),
     )  # fmt: skip
-    y = x.new_empty(tokens, out)
-    c = settings(w, tokens, x_group)
+    return multiplied(codes, step, w, x.dtype)
+
+
+def multiplied(codes: Tensor, step: Tensor, w: Packed, dtype: torch.dtype) -> Tensor:
+    """y [tokens, out] in this dtype, of codes [tokens, in], even columns first, and steps [tokens, groups]."""
+    (tokens, columns), out = codes.shape, w.shape[0]
+    shared = columns // step.shape[1]
+    x_group = shared if shared < columns else None
+    y = torch.empty(tokens, out, dtype=dtype, device=codes.device)
+    c = settings(w, tokens)
     product[(triton.cdiv(out, c["rows"]), triton.cdiv(tokens, c["tokens"]))](
         codes, step, w.codes, w.scale, y, tokens, out, columns, w.group_size, shared,
         STEPS=shared < columns, ASM=not interpreting(), ROWS=c["rows"], TOKENS=c["tokens"],
@@ -183,7 +191,7 @@ def depth_of(group: int) -> int:
     return 128 if group % 128 == 0 else 64
 
 
-def settings(w: Packed, tokens: int, x_group: int | None) -> dict:
+def settings(w: Packed, tokens: int) -> dict:
     """The configuration for a call."""
     full = triton.cdiv(tokens, WIDE["tokens"]) * triton.cdiv(w.shape[0], WIDE["rows"])
     wanted = NARROW if tokens <= NARROW["tokens"] else WIDE if full >= PROCESSORS else SOME

@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy
 from compress import METHODS, apply, load_compressed, save_compressed
 from compress.checkpoint.on_disk import load_compressed_on_disk
 from compress.grid.nearest import rtn
+from compress.recipe import parse_recipe
 from compress.transforms import Hadamard, Rounding
 from compress.transforms.rotation import random_hadamard, random_orthogonal
 from compress.transforms.stream import stream_of
@@ -211,3 +212,17 @@ def test_codes_are_multiplied_where_weights_are_integers(tiny, tokens, knobs, gr
         y = linear(x)
     assert y.dtype == torch.bfloat16 and relative(y.float(), expected) < 1e-2
     assert ("w4a8_matmul" in kernels) == (grid != "nf4" and fast(x, linear.parts[0].packed, None))
+
+
+@pytest.mark.parametrize("inputs", ["activations(bits=8)", "activations(bits=4, group_size=16)"])
+def test_a_rotation_and_the_rounding_after_it_in_one_kernel_give_the_same(inputs, tiny, tokens, monkeypatch):
+    """As on a GPU, where they are one; here by the reference of that kernel."""
+    recipe = f"rotate(stream=none, heads=False, online=all), rtn(bits=4, group_size=16), {inputs}"
+    model, ids = apply(parse_recipe(recipe), tiny("llama"), []).model, tokens(2)[0]
+    expected = model(ids).logits
+    for name in ("rotates_into_codes", "multiplies_codes"):
+        monkeypatch.setattr(f"compress.formats.base.{name}", lambda *_: True)
+    with recording() as ran:
+        y = model(ids).logits
+    assert ran["hadamard_codes"] == ran["w4a8_codes_matmul"] == {"reference"}
+    assert ((y - expected).norm() / expected.norm()).item() < 1e-4

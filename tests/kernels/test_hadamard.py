@@ -6,9 +6,13 @@ import torch
 
 from kernels.hadamard import hadamard, hadamard_matrix
 from kernels.hadamard.cases import checks, exact
+from kernels.hadamard.codes import hadamard_codes
 from kernels.hadamard.matrix import base, near
 from kernels.hadamard.plan import LARGEST_TILE, plan
+from kernels.int_matmul import pack
 from kernels.registry import recording
+from kernels.w4a8_matmul import w4a8_matmul
+from kernels.w4a8_matmul.codes import w4a8_codes_matmul
 
 MODELS = {
     576: 36,
@@ -57,7 +61,40 @@ def test_plans_take_sizes_apart(n):
 @pytest.mark.parametrize("check", checks(torch.device("cpu")), ids=lambda c: c.name)
 @pytest.mark.parametrize("impl", ["reference", "cpu"])
 def test_agrees_with_float64(check, impl):
-    assert check.error(impl) <= check.tolerance
+    if impl in ("reference", *check.impls):
+        assert check.error(impl) <= check.tolerance
+
+
+def test_codes_are_those_of_the_rotated_values_and_what_cannot_be_is_refused():
+    x, signs = torch.randn(3, 4, 96).bfloat16(), (torch.randint(2, (96,)) * 2 - 1).to(torch.int8)
+    w = pack(torch.randint(16, (20, 96)), torch.rand(20, 6) + 0.1, None, bits=4, group_size=16)
+    turned = hadamard((x * signs).unflatten(-1, (-1, 24))).flatten(-2)
+    for how in ({"bits": 8}, {"bits": 4, "group": 16, "wide": 2}):
+        codes, step = hadamard_codes(x, signs, block=24, **how)
+        kernel = {"x_bits": how["bits"], "x_group": how.get("group"), "x_wide": how.get("wide", 0)}
+        y = w4a8_codes_matmul(codes, step, w, dtype=x.dtype)
+        assert torch.equal(y, w4a8_matmul(turned, w, impl="reference", **kernel))
+    for how, said in (
+        ({"block": 36}, "`block`"), ({"block": 24, "group": 36}, "`group`"), ({"block": 24, "wide": 2}, "`wide`"),
+        ({"block": 24, "bits": 5}, "`bits`"), ({"block": 24, "impl": "triton"}, "`impl`"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            hadamard_codes(x, signs, **how)
+    with pytest.raises(ValueError, match="`signs`"):
+        hadamard_codes(x, signs[:5], block=24)
+    with pytest.raises(ValueError, match="`step`"):
+        w4a8_codes_matmul(codes, step[..., :5].contiguous(), w, dtype=x.dtype)
+    with pytest.raises(ValueError, match="`codes`"):
+        w4a8_codes_matmul(codes.short(), step, w, dtype=x.dtype)
+
+
+def test_codes_pass_opcheck():
+    x, signs = torch.randn(2, 3, 64), torch.ones(64, dtype=torch.int8)
+    torch.library.opcheck(torch.ops.workbench.hadamard_codes.default, (x, signs, 32, 4, 16, 1, "reference"))
+    w = pack(torch.randint(16, (20, 64)), torch.rand(20, 4), None, bits=4, group_size=16)
+    codes, step = hadamard_codes(x, signs, block=32, group=16)
+    arguments = (codes, step, w.codes, w.scale, None, None, "rows", 4, 16, [20, 64], torch.float32, "reference")
+    torch.library.opcheck(torch.ops.workbench.w4a8_codes_matmul.default, arguments)
 
 
 @pytest.mark.parametrize("n", [12, 64, 576, 688])

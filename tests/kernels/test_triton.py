@@ -15,11 +15,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels.hadamard import hadamard
+from kernels.hadamard.codes import hadamard_codes
 from kernels.harness import aot
 from kernels.harness.aot import committed, compiler, figures, has_triton, mnemonics_of, regressions, shipped
 from kernels.harness.cases import OPS
 from kernels.harness.hazards import rewritten_in_flight
 from kernels.interpreter import PATCHES, installed, interpreting
+from kernels.w4a8_matmul.codes import even_first
+from kernels.w4a8_matmul.reference import rounded
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_KERNEL = {"sparse24_matmul", "csr_matmul", "ternary_matmul"}  # of our own: of a library, or plain torch
@@ -46,6 +50,20 @@ def test_check(check, impl):
     error = check.error(impl)
     assert error == error, "an element was never written, or two runs of the same call differ"
     assert error <= check.tolerance
+
+
+@inside
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("columns, block, group", [(576, 576, None), (512, 256, 64), (1024, 1024, 128), (128, 64, 64)])
+def test_codes_of_a_transform_are_those_of_what_it_would_have_stored(dtype, columns, block, group):
+    x, signs = torch.randn(5, columns).to(dtype), (torch.randint(2, (columns,)) * 2 - 1).to(torch.int8)
+    x[3, 7] = float("nan")
+    codes, step = hadamard_codes(x, signs, block=block, bits=4, group=group, wide=1, impl="triton")
+    stored = hadamard((x * signs).unflatten(-1, (-1, block)), impl="triton").flatten(-2)
+    expected, steps = rounded(stored, 4, group, None, 1)
+    assert torch.equal(step.nan_to_num(-1), steps.nan_to_num(-1)) and step[3].isnan().any()
+    finite = [0, 1, 2, 4]
+    assert torch.equal(codes[finite], even_first(expected)[finite])
 
 
 @needs_triton

@@ -1,0 +1,104 @@
+"""A Hadamard transform whose results are rounded to integer codes before they leave the processor."""
+
+import torch
+from torch import Tensor
+
+from kernels.capability import described, has_shared
+from kernels.hadamard import hadamard
+from kernels.hadamard.plan import plan, shared_of
+from kernels.interpreter import triton_takes
+from kernels.registry import ran
+from kernels.w4a8_matmul.codes import even_first
+from kernels.w4a8_matmul.reference import rounded
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def hadamard_codes(
+    x: Tensor,
+    signs: Tensor,
+    *,
+    block: int,
+    bits: int = 8,
+    group: int | None = None,
+    wide: int = 0,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Codes of a rotated input: of `hadamard` of every `block` columns of x times `signs`, in x's dtype, rounded as
+    `kernels.w4a8_matmul` rounds it. They are what `w4a8_codes_matmul` multiplies.
+
+    Args:
+        x: [..., in]; float32, bfloat16 or float16; any strides; may be empty.
+        signs: int8 [in], ±1.
+        block: columns that are transformed together; it divides `in`, which is even.
+        bits: 8 or 4.
+        group: columns that share a step, or None for all of a token.
+        wide: groups, the first ones of a token, whose codes have 8 bits whatever `bits` says.
+        impl: "reference" (`hadamard` and then the rounding), "triton" (both in one kernel; CUDA, or the interpreter) or
+            "auto": triton, where it `takes` these, on CUDA; else "reference".
+
+    Returns:
+        codes: int8 [..., in], those of the even columns first and then those of the odd ones; step: float32
+        [..., in / group]. The step of a group that holds a NaN or an infinity is NaN.
+
+    Raises:
+        ValueError: sizes that do not fit, or an implementation that cannot take x.
+    """
+    columns = x.shape[-1] if x.dim() else 0
+    groups = columns // (group or columns or 1)
+    if x.dtype not in DTYPES:
+        raise ValueError(f"`x` (={x.dtype}) must be float32, bfloat16 or float16")
+    if not columns or columns % 2:
+        raise ValueError(f"`x` {tuple(x.shape)} must end in an even number of columns")
+    if block < 1 or columns % block or columns % (group or columns):
+        raise ValueError(f"`block` (={block}) and `group` (={group}) must divide in_features (={columns})")
+    if signs.shape != (columns,) or signs.dtype != torch.int8:
+        raise ValueError(f"`signs` ({signs.dtype} {tuple(signs.shape)}) must be int8 [{columns}]")
+    if bits not in (4, 8) or not 0 <= wide <= groups:
+        raise ValueError(f"`bits` (={bits}) must be 4 or 8, and `wide` (={wide}) lie between 0 and {groups}")
+    able = triton_takes(x.device) and takes(x, block, group)
+    if impl not in ("auto", "reference", "triton") or impl == "triton" and not able:
+        here = f"blocks of {block} and groups of {group} on {described(x.device)}"
+        raise ValueError(f"`impl` (={impl!r}) must be 'auto' or 'reference', or 'triton' where that takes {here}")
+    use = ("triton" if able and x.is_cuda else "reference") if impl == "auto" else impl
+    ran("hadamard_codes", use)
+    return _op(x, signs, block, bits, group, wide, use)
+
+
+def rotates_into_codes(x: Tensor, block: int, group: int | None) -> bool:
+    """Is there one kernel for the transform and the rounding of x, on its device?"""
+    return x.is_cuda and triton_takes(x.device) and takes(x, block, group)
+
+
+def takes(x: Tensor, block: int, group: int | None) -> bool:
+    """Does the Triton kernel take these? A program holds whole groups: of a row that it transforms, where the last
+    factor of the matrix is not padded, or the row itself."""
+    p = plan(block)
+    if p is None or p.c % 2 or not has_shared(x.device, shared_of(p)):
+        return False
+    if group is None or group == block:
+        return block == (x.shape[-1] if group is None else group)
+    power = group & (group - 1) == 0
+    return power and p.c == p.pc and (p.c % group == 0 or group % p.c == 0 and p.b % (group // p.c) == 0)
+
+
+@torch.library.custom_op("workbench::hadamard_codes", mutates_args=())
+def _op(
+    x: Tensor, signs: Tensor, block: int, bits: int, group: int | None, wide: int, use: str
+) -> tuple[Tensor, Tensor]:
+    flat = x.reshape(-1, x.shape[-1])
+    if use == "triton":
+        from kernels.hadamard import triton
+
+        codes, step = triton.hadamard_codes(flat, signs, block, bits, group, wide)
+    else:
+        turned = hadamard((flat * signs.to(x.dtype)).unflatten(-1, (-1, block))).flatten(-2)
+        codes, step = rounded(turned, bits, group, None, wide)
+        codes = even_first(codes)
+    return codes.view(x.shape), step.view(*x.shape[:-1], step.shape[-1])
+
+
+@_op.register_fake
+def _(x, signs, block, bits, group, wide, use):
+    groups = x.shape[-1] // (group or x.shape[-1])
+    return x.new_empty(x.shape, dtype=torch.int8), x.new_empty(*x.shape[:-1], groups, dtype=torch.float32)

@@ -1,0 +1,96 @@
+"""Products of codes that were made elsewhere, such as by `kernels.hadamard.codes`, with an integer-quantised weight."""
+
+import torch
+from torch import Tensor
+
+from kernels.capability import described
+from kernels.int_matmul import Packed
+from kernels.interpreter import triton_takes
+from kernels.lut_matmul import Codebook
+from kernels.registry import ran
+from kernels.w4a8_matmul import reference
+from kernels.w4a8_matmul.groups import check_groups, triton_reads
+
+
+def w4a8_codes_matmul(
+    codes: Tensor, step: Tensor, w: Packed | Codebook, *, dtype: torch.dtype, impl: str = "auto"
+) -> Tensor:
+    """The product that `w4a8_matmul` makes of the codes and steps of its activations, where these are at hand.
+
+    Args:
+        codes: int8 [..., in], those of the even columns first and then those of the odd ones.
+        step: float32 [..., groups]; so many groups of columns of equal width, in the columns' own order, share a step.
+        w: [out, in], as `w4a8_matmul` takes it.
+        dtype: of the result.
+        impl: "reference", "triton" (rows, with symmetric 4-bit codes; CUDA, or the interpreter) or "auto": triton,
+            where it takes the weight, on CUDA; else "reference".
+
+    Returns:
+        [..., out]
+
+    Raises:
+        ValueError: shapes, dtypes or groups that do not fit, or an implementation that cannot take these tensors.
+    """
+    columns, groups = w.shape[1], step.shape[-1] if step.dim() else 0
+    if codes.dtype != torch.int8 or codes.dim() == 0 or codes.shape[-1] != columns or columns % 2:
+        raise ValueError(f"`codes` ({codes.dtype} {tuple(codes.shape)}) must be int8 [..., {columns}], even")
+    if step.dtype != torch.float32 or step.shape[:-1] != codes.shape[:-1] or not groups or columns % groups:
+        kind = f"{step.dtype} {tuple(step.shape)}"
+        raise ValueError(f"`step` ({kind}) must be float32 {list(codes.shape[:-1])} and groups")
+    group = columns // groups
+    check_groups(w, group)
+    able = triton_takes(codes.device) and triton_reads(w, group)
+    if impl not in ("auto", "reference", "triton") or impl == "triton" and not able:
+        here = f"{w.layout} of {w.bits} bits in groups of {w.group_size} (x: {group}) on {described(codes.device)}"
+        raise ValueError(f"`impl` (={impl!r}) must be 'auto' or 'reference', or 'triton' where that takes {here}")
+    use = ("triton" if able and codes.is_cuda else "reference") if impl == "auto" else impl
+    ran("w4a8_codes_matmul", use)
+    zero, table = (None, w.table) if isinstance(w, Codebook) else (w.zero, None)
+    about = (w.layout, w.bits, w.group_size, list(w.shape), dtype, use)
+    return _op(codes, step, w.codes, w.scale, zero, table, *about)
+
+
+def multiplies_codes(w: Packed | Codebook, group: int | None, device: torch.device) -> bool:
+    """Is there a kernel that multiplies this weight by given codes, on this device?"""
+    return device.type == "cuda" and triton_takes(device) and triton_reads(w, group)
+
+
+def even_first(codes: Tensor) -> Tensor:
+    """Codes [..., in] with those of the even columns first, as the two nibbles of a byte of W meet them."""
+    return torch.cat([codes[..., ::2], codes[..., 1::2]], -1)
+
+
+@torch.library.custom_op("workbench::w4a8_codes_matmul", mutates_args=())
+def _op(
+    x: Tensor,
+    step: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    table: Tensor | None,
+    layout: str,
+    bits: int,
+    group_size: int,
+    shape: list[int],
+    dtype: torch.dtype,
+    use: str,
+) -> Tensor:
+    size = shape[0], shape[1]
+    w: Packed | Codebook = Packed(layout, codes, scale, zero, bits, group_size, size)
+    if table is not None:
+        w = Codebook(layout, codes, table, scale, bits, group_size, size)
+    flat, steps = x.reshape(-1, size[1]), step.reshape(-1, step.shape[-1])
+    if use == "triton":
+        from kernels.w4a8_matmul import triton
+
+        y = triton.multiplied(flat, steps, w, dtype)
+    else:
+        half = size[1] // 2
+        columns = torch.stack([flat[:, :half], flat[:, half:]], -1).flatten(1)  # in their own order
+        y = reference.multiplied(columns, steps, w, dtype)
+    return y.view(*x.shape[:-1], size[0])
+
+
+@_op.register_fake
+def _(x, step, codes, scale, zero, table, layout, bits, group_size, shape, dtype, use):
+    return x.new_empty(*x.shape[:-1], shape[0], dtype=dtype)
