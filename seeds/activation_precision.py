@@ -37,7 +37,6 @@ RECIPES = {
         "rotated": f"rotate, {WEIGHTS}, {A8}",
         "rotated, trained": f"{TRAINED}, {WEIGHTS}, {A8}",
         "flatquant, untrained": f"flatquant, {WEIGHTS}, {A8}",
-        "gathered": f"gather, {WEIGHTS}, {A8}",
         "FireQ": f"{FIREQ}, {FIREQ_A8}",
         "IQ4_NL's table": f"{TABLE}, {A8}",
         "rotated, IQ4_NL's table": f"rotate, {TABLE}, {A8}",
@@ -58,7 +57,8 @@ RECIPES = {
         "flatquant, untrained": f"flatquant, {WEIGHTS}, {A4}",
         "flatquant, untrained, gathered": f"flatquant, gather, {WEIGHTS}, {GATHERED}",
         "low-rank branch": f"smoothquant, svdquant(rank=16), {WEIGHTS}, {A4}",
-        "gathered": f"gather, {WEIGHTS}, {GATHERED}",
+        "gathered": f"{WEIGHTS}, {GATHERED}",
+        "gathered before the weights": f"gather, {WEIGHTS}, {GATHERED}",
     },
     "W4A4KV4": {
         "plain": f"{WEIGHTS}, {A4}, {KV4}",
@@ -67,7 +67,8 @@ RECIPES = {
         "rotated, trained": f"{TRAINED}, {WEIGHTS}, {A4}, {TURNED4}",
         "flatquant, untrained": f"flatquant, {WEIGHTS}, {A4}, {TURNED4}",
         "flatquant, untrained, gathered": f"flatquant, gather, {WEIGHTS}, {GATHERED}, {TURNED4}",
-        "gathered": f"gather, {WEIGHTS}, {GATHERED}, {KV4}",
+        "gathered": f"{WEIGHTS}, {GATHERED}, {KV4}",
+        "gathered before the weights": f"gather, {WEIGHTS}, {GATHERED}, {KV4}",
     },
 }
 TREATMENTS = list(dict.fromkeys(name for cells in RECIPES.values() for name in cells))
@@ -163,9 +164,8 @@ def main() -> None:
     """Options of seeds/scoring.py; without recipes, those of the table."""
     parser = scoring.options(__doc__)
     parser.set_defaults(samples=32, texts=["wikitext2", "essays"], window=1024, windows=[6, 3])
-    parser.add_argument(
-        "--timed", nargs="*", default=["plain", "rotated", "gathered"], help="treatments to time, with --speed-rounds"
-    )
+    what = "treatments to time, with --speed-rounds"
+    parser.add_argument("--timed", nargs="*", default=["plain", "rotated", "gathered before the weights"], help=what)
     given = parser.parse_args()
     timed = {cells[t] for cells in RECIPES.values() for t in given.timed if t in cells}
     given.recipes = given.recipes or [recipe for cells in RECIPES.values() for recipe in cells.values()]
