@@ -1,10 +1,16 @@
 """A notebook that takes no time and loads no model, and sweeps of it: for what happens around runs."""
 
+import fcntl
 import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
+import time
+import uuid
 from itertools import takewhile
 from pathlib import Path
 
@@ -17,9 +23,7 @@ from notebooks.batch.processes import marked, place_of
 from notebooks.study.parameters import FOLDER, read_parameters
 
 ROOT = Path(__file__).resolve().parents[2]
-
-# `python -m papermill`, without two seconds of a grammar that no notebook's schema asks for
-PAPERMILL = "import sys; sys.modules['rfc3987_syntax'] = None; from papermill.cli import papermill; papermill()"
+WARM = str(Path(__file__).with_name("warm.py"))
 
 _PARAMETERS = """
 number: int = 0  # by which runs are told apart
@@ -131,10 +135,51 @@ def run_cells():
     return run_cells
 
 
+@pytest.fixture(scope="session")
+def forked():
+    """The command that starts a module as `python -m` does, in a fork of a process that has imported what notebooks
+    import, and the variables with which Jupyter starts kernels so. The processes of one pytest share that process."""
+    name = os.environ.get("PYTEST_XDIST_TESTRUNUID") or uuid.uuid4().hex
+    place = Path(tempfile.gettempdir(), f"workbench-{name[:16]}")
+    place.mkdir(exist_ok=True)
+    address, started = str(place / "socket"), None
+    with open(place / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (lease := _leased(address)) is None:
+            command = [sys.executable, WARM, "serve", address]
+            started = subprocess.Popen(
+                command, cwd=ROOT, stdout=subprocess.DEVNULL, env=os.environ | {"TORCHDYNAMO_DISABLE": "1"}
+            )
+            while (lease := _leased(address)) is None:
+                assert started.poll() is None, "the process that imports what notebooks import has ended"
+                time.sleep(0.05)
+            subprocess.run([sys.executable, WARM, "kernels", place, address], check=True)
+    yield [sys.executable, "-I", "-S", WARM, "run", address], {"JUPYTER_PATH": str(place)}
+    lease.close()
+    if started is not None:
+        started.wait()
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _leased(address: str) -> socket.socket | None:
+    """A connection for which the process at that address stays; None if there is none."""
+    lease = socket.socket(socket.AF_UNIX)
+    try:
+        lease.connect(address)
+        lease.sendall(bytes(8))
+        if lease.recv(1):
+            return lease
+    except OSError:
+        pass
+    lease.close()
+    return None
+
+
 @pytest.fixture
-def papermill(tmp_path):
+def papermill(tmp_path, request):
     """`papermill(name, given)` runs a notebook by papermill's own command: its output is `out.ipynb` of the test's
-    folder, its run the folder `run`. Gives the record, if one was written."""
+    folder, its run the folder `run`. Gives the record, if one was written. With `compiled` papermill and its kernel are
+    processes of their own, as a user's are; without it both are forked (see `warm.py`)."""
 
     def execute(name: str, given: dict, *, compiled: bool = False):
         if "run_path" in read_parameters(name):
@@ -144,8 +189,11 @@ def papermill(tmp_path):
             for key, value in given.items()
             for part in (("-y", f"{key}: {json.dumps(value)}") if isinstance(value, list) else ("-p", key, str(value)))
         ]
-        command = [sys.executable, "-c", PAPERMILL, f"notebooks/{name}.ipynb", str(tmp_path / "out.ipynb"), *arguments]
-        environment = os.environ | {"TORCHDYNAMO_DISABLE": str(int(not compiled))}
+        start, environment = [sys.executable, "-m"], {"TORCHDYNAMO_DISABLE": "0"}
+        if not compiled:
+            start, environment = request.getfixturevalue("forked")
+        command = [*start, "papermill", f"notebooks/{name}.ipynb", str(tmp_path / "out.ipynb"), *arguments]
+        environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1", **environment}
         subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=600, env=environment)
         written = tmp_path / "run" / "record.json"
         return read_record(written) if written.exists() else None
