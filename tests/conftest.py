@@ -5,11 +5,16 @@ from __future__ import annotations
 
 import atexit
 import copy
+import fcntl
 import gc
 import os
 import shutil
+import socket
+import subprocess
 import sys
 import tempfile
+import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,6 +44,7 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / "shared" / "data"
 MODELS = ROOT.parent / "shared" / "models"
+WARM = str(Path(__file__).with_name("warm.py"))
 
 _COMMON = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
            "num_key_value_heads": 2, "max_position_embeddings": 128}  # fmt: skip
@@ -191,3 +197,43 @@ def stories() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no model in {folder}")
     return folder
+
+
+@pytest.fixture(scope="session")
+def forked():
+    """The command that starts a module as `python -m` does, in a fork of a process that has imported what notebooks
+    import, and the variables with which Jupyter starts kernels so. The processes of one pytest share that process."""
+    name = os.environ.get("PYTEST_XDIST_TESTRUNUID") or uuid.uuid4().hex
+    place = Path(tempfile.gettempdir(), f"workbench-{name[:16]}")
+    place.mkdir(exist_ok=True)
+    address, started = str(place / "socket"), None
+    with open(place / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (lease := _leased(address)) is None:
+            command = [sys.executable, WARM, "serve", address]
+            started = subprocess.Popen(
+                command, cwd=ROOT, stdout=subprocess.DEVNULL, env=os.environ | {"TORCHDYNAMO_DISABLE": "1"}
+            )
+            while (lease := _leased(address)) is None:
+                assert started.poll() is None, "the process that imports what notebooks import has ended"
+                time.sleep(0.05)
+            subprocess.run([sys.executable, WARM, "kernels", place, address], check=True)
+    yield [sys.executable, "-I", "-S", WARM, "run", address], {"JUPYTER_PATH": str(place)}
+    lease.close()
+    if started is not None:
+        started.wait()
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _leased(address: str) -> socket.socket | None:
+    """A connection for which the process at that address stays; None if there is none."""
+    lease = socket.socket(socket.AF_UNIX)
+    try:
+        lease.connect(address)
+        lease.sendall(bytes(8))
+        if lease.recv(1):
+            return lease
+    except OSError:
+        pass
+    lease.close()
+    return None

@@ -1,16 +1,10 @@
 """A notebook that takes no time and loads no model, and sweeps of it: for what happens around runs."""
 
-import fcntl
 import json
 import os
-import shutil
-import socket
 import subprocess
 import sys
-import tempfile
 import textwrap
-import time
-import uuid
 from itertools import takewhile
 from pathlib import Path
 
@@ -23,7 +17,6 @@ from notebooks.batch.processes import marked, place_of
 from notebooks.study.parameters import FOLDER, read_parameters
 
 ROOT = Path(__file__).resolve().parents[2]
-WARM = str(Path(__file__).with_name("warm.py"))
 
 _PARAMETERS = """
 number: int = 0  # by which runs are told apart
@@ -133,46 +126,6 @@ def run_cells():
         return namespace
 
     return run_cells
-
-
-@pytest.fixture(scope="session")
-def forked():
-    """The command that starts a module as `python -m` does, in a fork of a process that has imported what notebooks
-    import, and the variables with which Jupyter starts kernels so. The processes of one pytest share that process."""
-    name = os.environ.get("PYTEST_XDIST_TESTRUNUID") or uuid.uuid4().hex
-    place = Path(tempfile.gettempdir(), f"workbench-{name[:16]}")
-    place.mkdir(exist_ok=True)
-    address, started = str(place / "socket"), None
-    with open(place / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if (lease := _leased(address)) is None:
-            command = [sys.executable, WARM, "serve", address]
-            started = subprocess.Popen(
-                command, cwd=ROOT, stdout=subprocess.DEVNULL, env=os.environ | {"TORCHDYNAMO_DISABLE": "1"}
-            )
-            while (lease := _leased(address)) is None:
-                assert started.poll() is None, "the process that imports what notebooks import has ended"
-                time.sleep(0.05)
-            subprocess.run([sys.executable, WARM, "kernels", place, address], check=True)
-    yield [sys.executable, "-I", "-S", WARM, "run", address], {"JUPYTER_PATH": str(place)}
-    lease.close()
-    if started is not None:
-        started.wait()
-        shutil.rmtree(place, ignore_errors=True)
-
-
-def _leased(address: str) -> socket.socket | None:
-    """A connection for which the process at that address stays; None if there is none."""
-    lease = socket.socket(socket.AF_UNIX)
-    try:
-        lease.connect(address)
-        lease.sendall(bytes(8))
-        if lease.recv(1):
-            return lease
-    except OSError:
-        pass
-    lease.close()
-    return None
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 starts without the seven seconds that these imports take.
 
 `python warm.py serve ADDRESS` is that process. `python warm.py run ADDRESS MODULE ARGUMENTS` does what `python -m
-MODULE ARGUMENTS` does, in a fork of it: with the standard streams, the environment and the working directory of the
-caller, to which signals are passed on, and with which it ends. Both sides use the standard library alone, so that the
+MODULE ARGUMENTS` does (or `python SCRIPT.py ARGUMENTS`), in a fork of it: with the standard streams, the environment
+and the working directory of the caller, which passes signals on to it, and with which it ends. Both sides use the standard library alone, so that the
 caller starts in 30 milliseconds. `python warm.py kernels FOLDER ADDRESS` writes the kernel specification that makes
 Jupyter start its Python kernels so, where `JUPYTER_PATH` names the folder.
 """
@@ -21,8 +21,8 @@ LENGTH = 8  # bytes of a request's length, which comes first; 0: a lease, for wh
 NEEDED_FIRST = ("papermill.cli", "papermill.engines", "nbclient", "jupyter_client.asynchronous", "click")
 NEEDED = (
     "ipykernel.kernelapp", "ipykernel.ipkernel", "matplotlib_inline.backend_inline", "ipywidgets", "torch",
-    "transformers.models.llama.modeling_llama", "transformers.models.llama.tokenization_llama", "transformers.generation.utils", "compress", "compress.apply",
-    "compress.recipe", "compress.inputs.gguf", "compress.walk.streaming", "compress.checkpoint.save", "eval.evaluate",
+    "torch.distributed", "transformers.models.llama.modeling_llama", "transformers.models.llama.tokenization_llama",
+    "transformers.generation.utils", "compress", "compress.apply", "compress.recipe", "compress.inputs.gguf", "compress.walk.streaming", "compress.checkpoint.save", "eval.evaluate",
     "eval.run_record", "eval.speed.kernel_bench", "notebooks.study.run", "notebooks.study.measures",
     "notebooks.study.caches", "notebooks.study.strengths", "notebooks.study.inputs", "notebooks.batch.pages",
     "reports.page.render", "reports.page.folds", "reports.page.kv", "reports.page.pruning",
@@ -47,7 +47,7 @@ def run(address: str, module: str, *arguments: str) -> int:
 def write_kernels(folder: str, address: str) -> None:
     """Write the specification of a kernel `python3` that is forked; Jupyter prefers it to the one of ipykernel."""
     place = Path(folder, "kernels", "python3")
-    place.mkdir(parents=True)
+    place.mkdir(parents=True, exist_ok=True)
     argv = [sys.executable, "-I", "-S", __file__, "run", address, "ipykernel_launcher", "-f", "{connection_file}"]
     (place / "kernel.json").write_text(json.dumps({"argv": argv, "display_name": "Python 3", "language": "python"}))
 
@@ -146,8 +146,12 @@ def _become(caller: socket.socket, length: int, streams: list[int]) -> None:
     threading.Thread(target=end_with_caller, daemon=True).start()
     status = 0
     try:
-        sys.argv, sys.path[0] = [module, *arguments], ""
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        sys.argv = [module, *arguments]
+        if module.endswith(".py"):
+            sys.path[0] = os.path.dirname(module)
+            runpy.run_path(module, run_name="__main__")
+        else:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
