@@ -64,7 +64,7 @@ ARCHITECTURES: dict[str, dict] = {
                  "num_attention_heads": 4, "max_position_embeddings": 128},
     "mixtral": {**_COMMON, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {**_COMMON, "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-    "qwen2_moe": {**_COMMON, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "qwen2_moe": {**_COMMON, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
                   "shared_expert_intermediate_size": 48},
     "gpt_oss": {**_COMMON, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
 }  # fmt: skip
@@ -108,6 +108,23 @@ ALIKE = {"mistral", "qwen2", "qwen3", "gemma2", "phi3", "gpt_neox", "qwen3_moe",
 @pytest.fixture(params=[pytest.param(a, marks=[pytest.mark.slow] * (a in ALIKE)) for a in ARCHITECTURES])
 def any_model(request) -> nn.Module:
     return tiny_model(request.param)
+
+
+# Of each kind one: what is proven of them by more than one case needs no more here, and `make test-all` takes all.
+OF_A_KIND = {"llama", "gpt2", "qwen2_moe"}
+
+
+@pytest.fixture(params=[pytest.param(a, marks=[pytest.mark.slow] * (a not in OF_A_KIND)) for a in ARCHITECTURES])
+def one_of_each_kind(request) -> nn.Module:
+    return tiny_model(request.param)
+
+
+@pytest.fixture(params=["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def backend(request) -> str:
+    """What compiles a graph that holds an op of ours. Whether the op can be traced and what it does in a graph show
+    without code being generated; `make test` has that generated for graphs that are timed and for frozen ones."""
+    torch._dynamo.reset()  # other tests have compiled the same code, and the compiler counts
+    return request.param
 
 
 @pytest.fixture

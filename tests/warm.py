@@ -3,9 +3,9 @@ starts without the seven seconds that these imports take.
 
 `python warm.py serve ADDRESS` is that process. `python warm.py run ADDRESS MODULE ARGUMENTS` does what `python -m
 MODULE ARGUMENTS` does (or `python SCRIPT.py ARGUMENTS`), in a fork of it: with the standard streams, the environment
-and the working directory of the caller, which passes signals on to it, and with which it ends. Both sides use the standard library alone, so that the
-caller starts in 30 milliseconds. `python warm.py kernels FOLDER ADDRESS` writes the kernel specification that makes
-Jupyter start its Python kernels so, where `JUPYTER_PATH` names the folder.
+and the working directory of the caller, which passes signals on to it, and with which it ends. Both sides use the
+standard library alone, so that the caller starts in 30 milliseconds. `python warm.py kernels FOLDER ADDRESS` writes the
+kernel specification that makes Jupyter start its Python kernels so, where `JUPYTER_PATH` names the folder.
 """
 
 import array
@@ -22,7 +22,8 @@ NEEDED_FIRST = ("papermill.cli", "papermill.engines", "nbclient", "jupyter_clien
 NEEDED = (
     "ipykernel.kernelapp", "ipykernel.ipkernel", "matplotlib_inline.backend_inline", "ipywidgets", "torch",
     "torch.distributed", "transformers.models.llama.modeling_llama", "transformers.models.llama.tokenization_llama",
-    "transformers.generation.utils", "compress", "compress.apply", "compress.recipe", "compress.inputs.gguf", "compress.walk.streaming", "compress.checkpoint.save", "eval.evaluate",
+    "transformers.generation.utils", "compress", "compress.apply", "compress.recipe", "compress.inputs.gguf",
+    "compress.walk.streaming", "compress.checkpoint.save", "eval.evaluate",
     "eval.run_record", "eval.speed.kernel_bench", "notebooks.study.run", "notebooks.study.measures",
     "notebooks.study.caches", "notebooks.study.strengths", "notebooks.study.inputs", "notebooks.batch.pages",
     "reports.page.render", "reports.page.folds", "reports.page.kv", "reports.page.pruning",

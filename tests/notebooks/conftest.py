@@ -131,10 +131,10 @@ def run_cells():
 @pytest.fixture
 def papermill(tmp_path, request):
     """`papermill(name, given)` runs a notebook by papermill's own command: its output is `out.ipynb` of the test's
-    folder, its run the folder `run`. Gives the record, if one was written. With `compiled` papermill and its kernel are
-    processes of their own, as a user's are; without it both are forked (see `warm.py`)."""
+    folder, its run the folder `run`. Gives the record, if one was written. With `plain` papermill and its kernel are
+    processes of their own, as a user's are; without it both are forked (see `warm.py`), and nothing is compiled."""
 
-    def execute(name: str, given: dict, *, compiled: bool = False):
+    def execute(name: str, given: dict, *, plain: bool = False, compiled: bool = False):
         if "run_path" in read_parameters(name):
             given = {**given, "run_path": tmp_path / "run"}
         arguments = [
@@ -142,11 +142,11 @@ def papermill(tmp_path, request):
             for key, value in given.items()
             for part in (("-y", f"{key}: {json.dumps(value)}") if isinstance(value, list) else ("-p", key, str(value)))
         ]
-        start, environment = [sys.executable, "-m"], {"TORCHDYNAMO_DISABLE": "0"}
-        if not compiled:
-            start, environment = request.getfixturevalue("forked")
+        start, variables = [sys.executable, "-m"], {}
+        if not plain and not compiled:
+            start, variables = request.getfixturevalue("forked")
         command = [*start, "papermill", f"notebooks/{name}.ipynb", str(tmp_path / "out.ipynb"), *arguments]
-        environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1", **environment}
+        environment = {**os.environ, "TORCHDYNAMO_DISABLE": str(int(not compiled)), **variables}
         subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=600, env=environment)
         written = tmp_path / "run" / "record.json"
         return read_record(written) if written.exists() else None
