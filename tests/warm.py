@@ -11,6 +11,7 @@ kernel specification that makes Jupyter start its Python kernels so, where `JUPY
 import array
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -42,6 +43,10 @@ def run(address: str, module: str, *arguments: str) -> int:
         pid = int(answers.readline())
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: os.kill(pid, number))
+        parent = os.getppid()
+        while not select.select([server], [], [], 1.0)[0]:
+            if os.getppid() != parent:  # nobody waits any more: the fork ends with this connection
+                return 1
         return int(answers.read() or -signal.SIGKILL)  # it ended without a word
 
 
