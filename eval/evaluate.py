@@ -100,8 +100,8 @@ def evaluate(
         others: further models to score on the same texts (round-to-nearest on the same grid, say).
         window, stride, max_windows, beginning, bos: how texts are cut (`eval.text.windows.windows`).
         prompts, write_tokens: greedy generations shown side by side; none with 0 tokens.
-        speed_*: see `eval.speed.speed.measure_speed`; a prompt of 512 tokens, or half of what the model takes, unless
-            given; with 0 rounds nothing is timed.
+        speed_*: see `eval.speed.speed.measure_speed`; with 0 rounds nothing is timed. The prompt of speed and memory
+            has 512 tokens unless its length is given, or `window`, or half of what the model takes, where that is less.
         timed: names among `others` to time and weigh too, in turns with the rest, on bfloat16 copies.
 
     What is written, speed, memory and size are those of bfloat16 copies, the dtype in which such models are deployed;
@@ -124,7 +124,8 @@ def evaluate(
         timed=timed,
     )
     start = time.perf_counter()
-    prompt_tokens = speed_prompt_tokens or max(1, min(512, positions(model) // 2, positions(model) - speed_new_tokens))
+    longest = min(512, window, positions(model) // 2, positions(model) - speed_new_tokens)
+    prompt_tokens = speed_prompt_tokens or max(1, longest)
     parameters = parameter_count(baseline)
     metrics: dict[str, dict[str, float]] = {name: {} for name in ("baseline", "compressed", *others)}
     scores = Scores(

@@ -5,11 +5,16 @@ from __future__ import annotations
 
 import atexit
 import copy
+import fcntl
 import gc
 import os
 import shutil
+import socket
+import subprocess
 import sys
 import tempfile
+import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,6 +44,7 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / "shared" / "data"
 MODELS = ROOT.parent / "shared" / "models"
+WARM = str(Path(__file__).with_name("warm.py"))
 
 _COMMON = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
            "num_key_value_heads": 2, "max_position_embeddings": 128}  # fmt: skip
@@ -58,7 +64,7 @@ ARCHITECTURES: dict[str, dict] = {
                  "num_attention_heads": 4, "max_position_embeddings": 128},
     "mixtral": {**_COMMON, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {**_COMMON, "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-    "qwen2_moe": {**_COMMON, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "qwen2_moe": {**_COMMON, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
                   "shared_expert_intermediate_size": 48},
     "gpt_oss": {**_COMMON, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
 }  # fmt: skip
@@ -102,6 +108,23 @@ ALIKE = {"mistral", "qwen2", "qwen3", "gemma2", "phi3", "gpt_neox", "qwen3_moe",
 @pytest.fixture(params=[pytest.param(a, marks=[pytest.mark.slow] * (a in ALIKE)) for a in ARCHITECTURES])
 def any_model(request) -> nn.Module:
     return tiny_model(request.param)
+
+
+# Of each kind one: what is proven of them by more than one case needs no more here, and `make test-all` takes all.
+OF_A_KIND = {"llama", "gpt2", "qwen2_moe"}
+
+
+@pytest.fixture(params=[pytest.param(a, marks=[pytest.mark.slow] * (a not in OF_A_KIND)) for a in ARCHITECTURES])
+def one_of_each_kind(request) -> nn.Module:
+    return tiny_model(request.param)
+
+
+@pytest.fixture(params=["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def backend(request) -> str:
+    """What compiles a graph that holds an op of ours. Whether the op can be traced and what it does in a graph show
+    without code being generated; `make test` has that generated for graphs that are timed and for frozen ones."""
+    torch._dynamo.reset()  # other tests have compiled the same code, and the compiler counts
+    return request.param
 
 
 @pytest.fixture
@@ -191,3 +214,43 @@ def stories() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no model in {folder}")
     return folder
+
+
+@pytest.fixture(scope="session")
+def forked():
+    """The command that starts a module as `python -m` does, in a fork of a process that has imported what notebooks
+    import, and the variables with which Jupyter starts kernels so. The processes of one pytest share that process."""
+    name = os.environ.get("PYTEST_XDIST_TESTRUNUID") or uuid.uuid4().hex
+    place = Path(tempfile.gettempdir(), f"workbench-{name[:16]}")
+    place.mkdir(exist_ok=True)
+    address, started = str(place / "socket"), None
+    with open(place / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (lease := _leased(address)) is None:
+            command = [sys.executable, WARM, "serve", address]
+            started = subprocess.Popen(
+                command, cwd=ROOT, stdout=subprocess.DEVNULL, env=os.environ | {"TORCHDYNAMO_DISABLE": "1"}
+            )
+            while (lease := _leased(address)) is None:
+                assert started.poll() is None, "the process that imports what notebooks import has ended"
+                time.sleep(0.05)
+            subprocess.run([sys.executable, WARM, "kernels", place, address], check=True)
+    yield [sys.executable, "-I", "-S", WARM, "run", address], {"JUPYTER_PATH": str(place)}
+    lease.close()
+    if started is not None:
+        started.wait()
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _leased(address: str) -> socket.socket | None:
+    """A connection for which the process at that address stays; None if there is none."""
+    lease = socket.socket(socket.AF_UNIX)
+    try:
+        lease.connect(address)
+        lease.sendall(bytes(8))
+        if lease.recv(1):
+            return lease
+    except OSError:
+        pass
+    lease.close()
+    return None

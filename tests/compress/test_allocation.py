@@ -79,7 +79,9 @@ def test_global_compares_all_linears(tiny, name):
         assert ratios["model.layers.0.mlp.up_proj"] == max(ratios.values()) > 0.6
 
 
-@pytest.mark.parametrize("name", ["magnitude", "wanda", "sparsegpt"])
+@pytest.mark.parametrize(
+    "name", ["wanda", *(pytest.param(name, marks=pytest.mark.slow) for name in ("magnitude", "sparsegpt"))]
+)
 def test_adaptive(tiny, tokens, name):
     """As many go as asked; the measured distortions add up to less than the same ratio everywhere; the record has the
     curves."""
@@ -116,10 +118,10 @@ def test_a_curve_is_what_pruning_that_linear_alone_does(tiny, tokens):
     assert curves[name][0.4] == pytest.approx(torch.cat(kls).mean().item(), rel=1e-3)
 
 
-def test_every_architecture_has_curves(any_model, tokens):
-    ids = tokens(1, 9)[0]
-    before = any_model(ids).logits
-    result = apply([METHODS["magnitude"](ratio=0.1, allocation="adaptive", curve_tokens=16)], any_model, tokens(2, 16))
+def test_every_architecture_has_curves(one_of_each_kind, tokens):
+    ids, model = tokens(1, 9)[0], one_of_each_kind
+    before = model(ids).logits
+    result = apply([METHODS["magnitude"](ratio=0.1, allocation="adaptive", curve_tokens=16)], model, tokens(2, 16))
     assert result.layers and all(layer.distortion for layer in result.layers)
     assert ((result.model(ids).logits - before).norm() / before.norm()).item() < 0.5
 

@@ -69,7 +69,9 @@ def test_saved_statistics_are_those_of_whole_passes_over_the_model(any_model, to
         assert torch.allclose(statistics.values["absmean"], X.abs().mean(0), rtol=1e-4, atol=1e-5), name
 
 
-@pytest.mark.parametrize("architecture", [pytest.param("llama", marks=pytest.mark.slow), "gpt2", "qwen2_moe"])
+@pytest.mark.parametrize(
+    "architecture", [*(pytest.param(a, marks=pytest.mark.slow) for a in ("llama", "gpt2")), "qwen2_moe"]
+)
 def test_recipes_that_share_a_pass_give_what_each_gives_alone(tiny, tokens, tmp_path, monkeypatch, architecture):
     few = {"num_experts": 3} if architecture == "qwen2_moe" else {}
     model, batches, passes = tiny(architecture, **few), tokens(), []

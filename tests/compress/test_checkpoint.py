@@ -29,7 +29,9 @@ CHECKPOINTS = Path(__file__).parent / "checkpoints"
 
 
 @pytest.mark.parametrize(
-    "bits, symmetric, dtype", [(4, True, torch.float32), (3, False, torch.bfloat16), (8, True, torch.bfloat16)]
+    "bits, symmetric, dtype",
+    [(4, True, torch.float32), (3, False, torch.bfloat16)]
+    + [pytest.param(8, True, torch.bfloat16, marks=pytest.mark.slow)],
 )
 def test_every_architecture_comes_back_bit_for_bit(any_model, tokens, tmp_path, bits, symmetric, dtype):
     any_model.to(dtype)

@@ -101,7 +101,7 @@ def test_layers_with_added_parts_compile():
 @pytest.mark.parametrize(
     "added", ["low_rank(rank=4, bits=8)", "outlier_entries(share=0.05)", "low_rank(rank=4, weights=none)"]
 )
-@pytest.mark.parametrize("calibrate", ["sequential", "once"])
+@pytest.mark.parametrize("calibrate", ["sequential", pytest.param("once", marks=pytest.mark.slow)])
 def test_corrections_lower_the_error_of_every_layer_and_are_saved(added, calibrate, tiny, tokens, tmp_path):
     recipe = parse_recipe(f"rtn(bits=3, group_size=16), {added}")
     before = apply(recipe[:1], tiny("llama"), tokens(), calibrate=calibrate)

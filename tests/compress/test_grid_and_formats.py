@@ -59,7 +59,7 @@ def test_int_group_counts_its_bytes_and_comes_back(bits, symmetric):
 
 
 @pytest.mark.parametrize("part", ["int4", "int3_asymmetric", "int8", "dense", "sum"])
-def test_compressed_linear_is_a_module_like_any_other(part):
+def test_compressed_linear_is_a_module_like_any_other(part, backend):
     W, bias = torch.randn(64, 128), torch.randn(64)
     parts = {
         "int4": lambda: [rtn(W, bits=4, group_size=32)],
@@ -89,7 +89,7 @@ def test_compressed_linear_is_a_module_like_any_other(part):
     assert torch.equal(other.to(torch.float32)(x).float(), y) or part in ("sum", "dense")
     again = CompressedLinear.from_tensors(layer.spec(), state, torch.float32)
     assert torch.equal(again(x), y)
-    compiled = torch.compile(half, fullgraph=True)
+    compiled = torch.compile(half, fullgraph=True, backend=backend)
     expected = half(x.bfloat16()).float()
     assert (compiled(x.bfloat16()).float() - expected).norm() / expected.norm() < 1e-2
     assert layer.weight.shape == (64, 128) and "bits=" in repr(layer)

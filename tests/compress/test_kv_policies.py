@@ -183,7 +183,7 @@ def test_expected_attention_by_brute_force(observed):
             assert_close(found[head, 3:], (expected + 0.02) * values[3:].norm(dim=-1), rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("traces", [False, True])
+@pytest.mark.parametrize("traces", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("name", POLICIES)
 def test_an_observing_cache_is_compressed_as_if_the_policy_had_been_there(tiny, padded, name, traces):
     """Also once more was read."""
@@ -222,8 +222,14 @@ def test_an_observing_cache_forgets(tiny, padded, name, again):
             assert a.memory is None or torch.equal(a.memory.view, b.memory.view)
 
 
-@pytest.mark.parametrize("allocation", ALLOCATIONS)
-@pytest.mark.parametrize("name", [name for name in POLICIES if not METHODS[name].runs_model])
+@pytest.mark.parametrize(
+    "name, allocation",
+    [
+        pytest.param(name, one, marks=[pytest.mark.slow] * ((turn + at) % 2))
+        for turn, name in enumerate(name for name in POLICIES if not METHODS[name].runs_model)
+        for at, one in enumerate(ALLOCATIONS)
+    ],
+)
 def test_a_budget_is_kept_while_text_is_generated(tiny, padded, tokens, name, allocation):
     """To within the eight tokens between two evictions, however often they come."""
     model, (ids, mask), more, totals = tiny("llama"), padded, tokens(1, 60, seed=9)[0], []

@@ -3,13 +3,14 @@ output."""
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 
 from compress import METHODS, apply
 from compress.walk.blocks import find_blocks
 from compress.walk.experts import split_experts
-from compress.walk.folds.links import compared_by_attention, find_links, fold, gain_offset
+from compress.walk.folds.links import _links_of, compared_by_attention, find_links, fold, gain_offset
 
 LLAMA = {
     "input_layernorm": "q_proj k_proj v_proj",
@@ -186,6 +187,20 @@ def test_rounding_a_gain_to_16_bits_changes_no_output(tiny):
     after = (1 + norm.weight.float()) * up.weight.float()
     assert norm.weight.dtype == torch.bfloat16 and norm.weight.max() < -0.85
     assert ((after - before).abs() <= 2**-8 * before.abs()).all(), "only the columns' own rounding is left"
+
+
+def test_a_check_looks_no_further_than_the_first_link_where_any_will_do(tiny, monkeypatch):
+    looked = []
+    monkeypatch.setattr(
+        "compress.walk.folds.links._links_of", lambda trial, shared: looked.append(trial) or _links_of(trial, shared)
+    )
+    model = tiny("llama")
+    METHODS["smoothquant"]().check(model)
+    assert len(looked) == 1
+    METHODS["smoothquant"](layers="model.layers.1.mlp.up_proj").check(model)
+    assert len(looked) == 3
+    with pytest.raises(ValueError, match=r"`layers` \(='\*.9.\*'\) of smoothquant: no linear of the blocks is named"):
+        METHODS["smoothquant"](layers="*.9.*").check(model)
 
 
 def test_a_norms_bias_in_16_bits_is_divided_by_what_its_gain_really_lost(tiny):

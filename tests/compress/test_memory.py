@@ -68,7 +68,9 @@ def test_activations_go_to_disk_where_they_would_not_fit(tiny, tokens, monkeypat
         apply(recipe, put_on_disk(tiny("llama")), tokens(), max_memory=500)
 
 
-@pytest.mark.parametrize("recipe", ["rtn(group_size=16)", GPTQ, "smoothquant", f"wanda, {GPTQ}"])
+@pytest.mark.parametrize(
+    "recipe", ["rtn(group_size=16)", pytest.param(GPTQ, marks=pytest.mark.slow), "smoothquant", f"wanda, {GPTQ}"]
+)
 def test_disk_is_predicted_within_what_blocks_round(recipe, tiny, tokens):
     """A file has a header, and a tiny block hardly more; the prediction never says too little."""
     usage = apply(

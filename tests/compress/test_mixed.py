@@ -100,7 +100,7 @@ def test_a_budget_that_cannot_be_reached_names_one_that_can(tiny, tokens):
     assert stored(apply([mixed(smallest + 0.005)], model, tokens())) <= (smallest + 0.005) * 1e6
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+@pytest.mark.parametrize("architecture", [pytest.param("llama", marks=pytest.mark.slow), "gpt2"])
 def test_the_estimate_ranks_as_the_measured_loss(tiny, tokens, architecture):
     model, batches = (
         tiny(architecture, num_hidden_layers=3) if architecture == "llama" else tiny(architecture),
@@ -167,7 +167,9 @@ def test_once_and_resume_and_other_budgets(tiny, tokens, tmp_path, monkeypatch, 
     assert any("mixed: the losses" in note for note in once.notes)
 
 
-@pytest.mark.parametrize("loss, tied", [("kl", True), ("kl_scaled", False), ("fisher", True)])
+@pytest.mark.parametrize(
+    "loss, tied", [pytest.param("kl", True, marks=pytest.mark.slow), ("kl_scaled", False), ("fisher", True)]
+)
 def test_the_embedding_takes_part(tiny, tokens, loss, tied):
     """In the same budget, with choices of its own."""
     model = tiny("llama", tie_word_embeddings=tied)
@@ -183,7 +185,7 @@ def test_the_embedding_takes_part(tiny, tokens, loss, tied):
         mixed(1, choices=choices, loss="shuffled")
 
 
-@pytest.mark.parametrize("rule", ["cosine", "zscore", "shuffled"])
+@pytest.mark.parametrize("rule", ["cosine", pytest.param("zscore", marks=pytest.mark.slow), "shuffled"])
 def test_rules_give_whole_blocks_their_bits(tiny, tokens, rule):
     model = tiny("llama", num_hidden_layers=4)
     half = sum(p.numel() for p in model.parameters()) * 2e-6

@@ -72,7 +72,7 @@ def test_folders_of_transformers_are_read_as_it_reads_them(any_model, tokens, tm
     [
         f"smoothquant, wanda, {GPTQ}",
         pytest.param("awq(group_size=16), rtn(group_size=16)", marks=pytest.mark.slow),
-        "wanda(pattern='2:4'), int8",
+        pytest.param("wanda(pattern='2:4'), int8", marks=pytest.mark.slow),
         "magnitude(allocation='global')",
         pytest.param("wanda(ratio=0.4, allocation='adaptive')", marks=pytest.mark.slow),
         f"layer_drop(count=1, target='block'), {GPTQ}",
@@ -184,7 +184,7 @@ def test_safetensors_are_written_as_the_library_reads_them(tmp_path):
     assert list(offloaded_parts(torch.nn.Linear(2, 2))) == []
 
 
-@pytest.mark.parametrize("stride", [None, 7])
+@pytest.mark.parametrize("stride", [pytest.param(None, marks=pytest.mark.slow), 7])
 def test_texts_are_scored_block_by_block_to_the_same_bits(any_model, tokens, tmp_path, stride):
     """All windows go through one block after the other, with what flows between them in memory or on disk."""
     other = copy.deepcopy(any_model)
@@ -223,9 +223,7 @@ def test_activations_on_disk_change_nothing(tiny, tokens, tmp_path, sequential):
 @pytest.mark.parametrize(
     "architecture, recipe",
     [
-        pytest.param(
-            architecture, recipe, marks=[] if (turn + at) % 2 and architecture != "opt" else [pytest.mark.slow]
-        )
+        pytest.param(architecture, recipe, marks=[pytest.mark.slow] * (1 - (turn + at) % 2 * (turn in (1, 2))))
         for turn, architecture in enumerate(("llama", "mixtral", "gpt2", "opt"))
         for at, recipe in enumerate((GPTQ, f"layer_drop(count=1, target='block'), wanda(skip='*down_proj'), {GPTQ}"))
     ],

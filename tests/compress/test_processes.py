@@ -1,5 +1,6 @@
 """One compression in several processes: the same codes as in one, and an error in one ends all."""
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -103,18 +104,38 @@ def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(tensor, b[name]) for name, tensor in a.items())
 
 
-@pytest.mark.long
+def _run_forked(start: list[str], folder: Path) -> None:
+    """The script in two processes that meet at a store of this one."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    running = []
+    for rank in ("0", "1"):
+        environment = {**os.environ, **where, "WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank}
+        command = [*start, folder / "script.py", folder]
+        running.append(subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment))
+    try:
+        said = [process.communicate(timeout=300)[1] for process in running]
+        assert [process.returncode for process in running] == [0, 0], "\n".join(said)[-3000:]
+    finally:
+        for process in running:
+            process.kill()
+
+
 @pytest.mark.parametrize(
     "cases", [pytest.param([CASES[0], CASES[3]], id="few"), pytest.param(CASES, marks=pytest.mark.slow, id="all")]
 )
-def test_two_processes_give_the_codes_of_one_and_end_together(cases, batches, tiny, one_thread, tmp_path):
+def test_two_processes_give_the_codes_of_one_and_end_together(cases, batches, tiny, one_thread, tmp_path, request):
+    """All cases in processes of torchrun; few in processes that are forked, and joined as torchrun's are."""
     torch.save({"cases": cases, "batches": batches}, tmp_path / "cases.pt")
     (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, tmp_path / "script.py", tmp_path], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    if cases is CASES:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        done = subprocess.run(
+            [*command, tmp_path / "script.py", tmp_path], cwd=ROOT, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+    else:
+        _run_forked(request.getfixturevalue("forked")[0], tmp_path)
     (first, first_errors), (second, second_errors) = (torch.load(tmp_path / f"rank-{rank}.pt") for rank in range(2))
     for (architecture, text, options), there, also in zip(cases, first, second, strict=True):
         result = apply(parse_recipe(text), tiny(architecture), batches, **options)

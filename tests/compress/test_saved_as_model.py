@@ -40,11 +40,11 @@ BEFORE_AND_AFTER = [
             ("rtn(bits=8, group_size=-1)", "int8"),
             ("layer_drop(target='mlp', count=1)", "rtn(group_size=32)"),
             ("magnitude(ratio=0.5)", "rtn(bits=4, group_size=32)"),
+            ("int8", "layer_drop(target='mlp', count=1)"),
         )
     ),
     ("rtn(bits=4, group_size=32)", "knorm(budget=0.5)"),
     ("rtn(bits=4, group_size=32, skip='*.mlp.*')", "rtn(bits=3, group_size=32, skip='*.self_attn.*')"),
-    ("int8", "layer_drop(target='mlp', count=1)"),
 ]
 
 
@@ -81,12 +81,17 @@ def test_what_is_compressed_further(before, after, folder):
             "gptq(bits=4, group_size=32)",
             r"q_proj compressed already \(int_group\), and gptq",
         ),
-        ("rtn(bits=4, group_size=32)", "magnitude", "cannot take what is stored"),
-        ("rtn(bits=4, group_size=32)", "int8", "cannot take what is stored"),
         ("rtn(bits=4, group_size=32)", "smoothquant", "smoothquant can fold nothing"),
         ("rtn(bits=4, group_size=32)", "awq, rtn(group_size=32)", "awq.* cannot take what is stored"),
-        ("magnitude(ratio=0.5)", "magnitude(ratio=0.7)", "cannot take what is stored"),
-        ("magnitude(ratio=0.5)", "smoothquant, int8", "smoothquant can fold nothing"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("rtn(bits=4, group_size=32)", "magnitude", "cannot take what is stored"),
+                ("rtn(bits=4, group_size=32)", "int8", "cannot take what is stored"),
+                ("magnitude(ratio=0.5)", "magnitude(ratio=0.7)", "cannot take what is stored"),
+                ("magnitude(ratio=0.5)", "smoothquant, int8", "smoothquant can fold nothing"),
+            )
+        ),
     ],
 )
 def test_what_is_not_is_refused_at_plan_and_before_work(before, after, said, folder):

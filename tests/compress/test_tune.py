@@ -88,7 +88,13 @@ def loss(model, original, batches, index):
     return sum(losses) / len(losses)
 
 
-@pytest.mark.parametrize("recipe", ["gptq(bits=3, group_size=16, min_tokens=8)", "rtn(bits=2, group_size=16)"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "gptq(bits=3, group_size=16, min_tokens=8)",
+        pytest.param("rtn(bits=2, group_size=16)", marks=pytest.mark.slow),
+    ],
+)
 def test_blocks_come_nearer_and_the_record_says_how_near(recipe, tiny, tokens):
     batches, original = tokens(), tiny("llama")
     before = apply(parse_recipe(recipe), tiny("llama"), batches)

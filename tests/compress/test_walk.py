@@ -312,7 +312,7 @@ def test_an_unreadable_finished_block_counts_as_absent(tmp_path):
         assert store.get(0) is None
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mixtral"])
+@pytest.mark.parametrize("architecture", ["llama", pytest.param("mixtral", marks=pytest.mark.slow)])
 def test_stopping_at_a_wide_last_group_gives_the_same(tiny, tokens, monkeypatch, architecture):
     recipe, batches = [METHODS["gptq"](bits=3, group_size=16, min_tokens=8)], tokens()
     monkeypatch.setattr(capture, "MICRO_BATCH_TOKENS", 48)

@@ -63,10 +63,16 @@ RECIPES = {
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-@pytest.mark.parametrize("architecture", ["qwen2", "gpt2", "mixtral"])
+@pytest.mark.parametrize(
+    "architecture, recipe",
+    [
+        pytest.param(architecture, recipe, marks=[pytest.mark.slow] * ((turn + at) % 3 > 0))
+        for turn, architecture in enumerate(("qwen2", "gpt2", "mixtral"))
+        for at, recipe in enumerate(RECIPES)
+    ],
+)
 def test_compressed_models(tiny, tokens, architecture, recipe):
-    small = apply(recipe, tiny(architecture), tokens(4)).model
+    small = apply(RECIPES[recipe], tiny(architecture), tokens(4)).model
     wide, half, cast = deployed(small).float(), deployed(small), layercast(small)
     inputs = padded(small, tokens)
     assert torch.equal(cast(**inputs).logits, wide(**inputs).logits)

@@ -170,6 +170,17 @@ def test_others_are_timed_and_weighed_if_asked(tiny, tokens, uncompiled):
     assert scores.metrics["four"]["bits_per_weight"] < scores.metrics["compressed"]["bits_per_weight"] < 16
 
 
+@pytest.mark.parametrize("window, expected", [(24, 24), (100, 64)])
+def test_the_prompt_of_memory_and_speed_is_no_longer_than_a_window(tiny, tokens, monkeypatch, window, expected):
+    """Nor than half of the 128 positions that the model has."""
+    asked = []
+    monkeypatch.setattr("eval.evaluate.peak_memory", lambda _, prompt_tokens: asked.append(prompt_tokens) or 1)
+    model = tiny("llama")
+    more = {"texts": {"t": tokens(1, 100)[0]}, "window": window, "speed_rounds": 0, "write_tokens": 0}
+    evaluate(copy.deepcopy(model), None, baseline=model, **more)
+    assert asked == [expected] * 2
+
+
 def test_names_of_others_are_checked_before_the_work(tiny, tokens):
     model, text = tiny("llama"), {"t": tokens(1, 64)[0]}
     with pytest.raises(ValueError, match=r"`timed` \(=\['b'\]\) must be among `others` \(=\['a'\]\), which b is not"):

@@ -67,21 +67,22 @@ def test_what_is_timed_writes_what_plain_passes_write(tiny, written, monkeypatch
 @pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="no 16-bit products in oneDNN on this processor"
 )
-def test_compiled_passes_are_packed_and_write_what_the_models_write(tiny, written, monkeypatch):
+@pytest.mark.parametrize(
+    "names", [["compressed"], pytest.param(["baseline", "compressed"], marks=pytest.mark.slow)], ids="-".join
+)
+def test_compiled_passes_are_packed_and_write_what_the_models_write(tiny, written, monkeypatch, names):
     """The very passes that are timed, after all of them were compiled, as they are timed; the baseline's weights
     prepacked, and attention by our kernel."""
     monkeypatch.setattr(attention, "_own_wins", lambda *_: True)
     model = tiny("llama").bfloat16()
     small = apply([METHODS["rtn"](bits=4, group_size=32)], copy.deepcopy(model)).model
-    plain = {"baseline": model, "compressed": small}
+    plain = {name: {"baseline": model, "compressed": small}[name] for name in names}
     variants = {name: Variant(m, True, lambda m: (fast_attention(copy.deepcopy(m)), m)) for name, m in plain.items()}
     speeds = measure_speed(variants, prompt_tokens=12, new_tokens=5, rounds=1)
     step = f"; no native step: {native.why_not()}" if native.why_not() else "; native step"
-    assert speeds["baseline"].execution == f"compiled, 15 dense weights in fast products{step}", (
-        "seven a block, and the head"
-    )
-    assert speeds["compressed"].execution == f"compiled, 1 dense weights in fast products{step}"
+    dense = {"baseline": 15, "compressed": 1}  # seven a block, and the head
     for name, variant in variants.items():
+        assert speeds[name].execution == f"compiled, {dense[name]} dense weights in fast products{step}"
         assert written[id(variant)] == greedy(plain[name], (torch.arange(12) * 7919 % 96)[None], 6)
         assert "prompt_attention" in speeds[name].kernels, "in a compiled pass, too"
 

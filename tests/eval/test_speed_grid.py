@@ -18,8 +18,14 @@ def greedy(model, prompts, count):
     return prompts[:, -count:]
 
 
-@pytest.mark.parametrize("in_rows", [False, True])
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3_text", "mixtral"])
+@pytest.mark.parametrize(
+    "architecture, in_rows",
+    [
+        pytest.param(architecture, in_rows, marks=[pytest.mark.slow] * ((turn + in_rows) % 2))
+        for turn, architecture in enumerate(("llama", "gpt2", "mixtral", "gemma3_text"))
+        for in_rows in (True, False)
+    ],
+)
 def test_batches_that_are_timed_write_what_plain_passes_write(tiny, monkeypatch, architecture, in_rows):
     monkeypatch.setattr(attention, "_rows_win", lambda *_: in_rows)
     model, written = tiny(architecture), []

@@ -25,13 +25,13 @@ def test_entries_lie_row_by_row():
     assert rows_of(w).tolist() == [0, 2, 2]
 
 
-def test_the_op_survives_the_compiler_and_says_what_ran():
+def test_the_op_survives_the_compiler_and_says_what_ran(backend):
     W = torch.randn(24, 64) * (torch.rand(24, 64) < 0.1)
     w, x = to_csr(W, W != 0), torch.randn(3, 64)
     arguments = (x, w.values, w.columns, w.offsets, 24, 64, "library")
     torch.library.opcheck(torch.ops.workbench.csr_matmul.default, arguments)
     with recording() as ran:
-        y = torch.compile(lambda x: csr_matmul(x, w) + 1, fullgraph=True)(x)
+        y = torch.compile(lambda x: csr_matmul(x, w) + 1, fullgraph=True, backend=backend)(x)
     assert torch.allclose(y, x @ W.t() + 1, atol=1e-5) and ran == {"csr_matmul": {"library"}}
 
 

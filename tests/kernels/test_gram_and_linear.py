@@ -59,11 +59,11 @@ def test_gram_adds_in_place_whatever_the_strides():
 
 
 @pytest.mark.parametrize("use", ["reference", "cpu"])
-def test_gram_is_an_op_that_compiles_and_exports(use):
+def test_gram_is_an_op_that_compiles_and_exports(use, backend):
     x, H = torch.randn(5, 6), torch.zeros(6, 6)
     torch.library.opcheck(torch.ops.workbench.gram, (x, H, use))
     expected = symmetric(gram(x, impl=use))
-    compiled = torch.compile(lambda x: symmetric(gram(x, impl=use)), fullgraph=True)
+    compiled = torch.compile(lambda x: symmetric(gram(x, impl=use)), fullgraph=True, backend=backend)
     assert torch.allclose(compiled(x), expected)
 
     class Module(nn.Module):

@@ -158,14 +158,14 @@ def test_registered_op_passes_opcheck(use, n):
     torch.library.opcheck(torch.ops.workbench.hadamard, (torch.randn(n, 6).t(), 0.5, use))
 
 
-def test_survives_the_compiler_and_export():
+def test_survives_the_compiler_and_export(backend):
     class Rotated(torch.nn.Module):
         def forward(self, x):
             return hadamard(x) * 2
 
     x = torch.randn(6, 48).bfloat16()
     expected = Rotated()(x)
-    assert torch.equal(torch.compile(Rotated(), fullgraph=True)(x), expected)
+    assert torch.equal(torch.compile(Rotated(), fullgraph=True, backend=backend)(x), expected)
     rows = {0: torch.export.Dim("rows", min=2, max=64)}
     exported = torch.export.export(Rotated(), (x,), dynamic_shapes=(rows,)).module()
     assert torch.equal(exported(x), expected) and exported(x[:3]).shape == (3, 48)

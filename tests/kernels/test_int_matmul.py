@@ -320,13 +320,13 @@ def test_survives_export(layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("tokens", [2, 100])
-def test_survives_the_compiler(layout, tokens):
+def test_survives_the_compiler(layout, tokens, backend):
     _, _, w, _ = make(64, 64, 32, 4, True)
     x = torch.randn(tokens, 64)
     w = lay_out(w, layout)
     if layout == "tiles":
         x = x.bfloat16()
-    compiled = torch.compile(lambda x: int_matmul(x, w) * 2, fullgraph=True)
+    compiled = torch.compile(lambda x: int_matmul(x, w) * 2, fullgraph=True, backend=backend)
     with recording() as used:
         y = compiled(x)
     assert used["int_matmul"], "the implementation is noted when the graph is traced"

@@ -105,7 +105,7 @@ def test_registered_op_passes_opcheck(scaled):
     torch.library.opcheck(torch.ops.workbench.lut_matmul, arguments)
 
 
-def test_survives_the_compiler_and_export():
+def test_survives_the_compiler_and_export(backend):
     _, w, _ = make(24, 64, group_size=32)
     x = torch.randn(5, 64)
 
@@ -113,7 +113,7 @@ def test_survives_the_compiler_and_export():
         def forward(self, x):
             return lut_matmul(x, w) * 2
 
-    compiled = torch.compile(Layer(), fullgraph=True)
+    compiled = torch.compile(Layer(), fullgraph=True, backend=backend)
     with recording() as used:
         y = compiled(x)
     assert used["lut_matmul"] == {"reference"}

@@ -80,12 +80,12 @@ def test_auto_says_what_ran_and_empty_batches_pass():
 
 
 @pytest.mark.parametrize("layout", ["rows", "cutlass"])
-def test_registered_op_passes_opcheck_and_survives_the_compiler(layout):
+def test_registered_op_passes_opcheck_and_survives_the_compiler(layout, backend):
     w = compress24(prune24(torch.randn(32, 64)).bfloat16())
     w = w if layout == "rows" else to_library(w, layout)
     x = torch.randn(2, 3, 64).bfloat16()
     torch.library.opcheck(torch.ops.workbench.sparse24_matmul, (x, w.values, w.places, w.layout, *w.shape, "reference"))
-    compiled = torch.compile(lambda x: sparse24_matmul(x, w) * 2, fullgraph=True)
+    compiled = torch.compile(lambda x: sparse24_matmul(x, w) * 2, fullgraph=True, backend=backend)
     assert torch.allclose(compiled(x), sparse24_matmul(x, w) * 2)
 
 

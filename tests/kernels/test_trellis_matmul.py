@@ -111,12 +111,12 @@ def test_every_instruction_set_gives_the_same():
     assert all(np.allclose(found[0][0], cost) and torch.equal(found[0][1], W) for cost, W in found)
 
 
-def test_the_op_survives_the_compiler_and_says_what_ran():
+def test_the_op_survives_the_compiler_and_says_what_ran(backend):
     w = Trellis(torch.randint(256, (1, 24, 12), dtype=torch.uint8), torch.rand(40) / UNIT, 2, 12, (40, 24))
     x = torch.randn(3, 24)
     torch.library.opcheck(torch.ops.workbench.trellis_matmul.default, (x, w.codes, w.scale, 2, 12, 40, IMPLS[-1]))
     with recording() as ran:
-        y = torch.compile(lambda x: trellis_matmul(x, w) + 1, fullgraph=True)(x)
+        y = torch.compile(lambda x: trellis_matmul(x, w) + 1, fullgraph=True, backend=backend)(x)
     assert torch.allclose(y, x @ decode(w).t() + 1, atol=1e-4)
     assert len(ran["trellis_matmul"]) == 1 and ran["trellis_matmul"].pop().startswith(IMPLS[-1])
 

@@ -370,13 +370,13 @@ class Layer(torch.nn.Module):
         return w8a8_matmul(x, self.w._replace(codes=self.codes, scale=self.scale)) * 2
 
 
-def test_survives_the_compiler_and_export():
+def test_survives_the_compiler_and_export(backend):
     x = torch.randn(3, 48)
     for w in weights():
         layer = Layer(w)
         y = layer(x)
         with recording() as used:
-            assert torch.allclose(torch.compile(layer, fullgraph=True)(x), y)
+            assert torch.allclose(torch.compile(layer, fullgraph=True, backend=backend)(x), y)
         assert used["w8a8_matmul"], "the implementation is noted when the graph is traced"
         assert torch.allclose(torch.export.export(layer, (x,)).module()(x), y)
 

@@ -18,9 +18,6 @@ from notebooks.study.parameters import FOLDER, read_parameters
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# `python -m papermill`, without two seconds of a grammar that no notebook's schema asks for
-PAPERMILL = "import sys; sys.modules['rfc3987_syntax'] = None; from papermill.cli import papermill; papermill()"
-
 _PARAMETERS = """
 number: int = 0  # by which runs are told apart
 share: float = 0.5  # a number that may be whole
@@ -132,11 +129,12 @@ def run_cells():
 
 
 @pytest.fixture
-def papermill(tmp_path):
+def papermill(tmp_path, request):
     """`papermill(name, given)` runs a notebook by papermill's own command: its output is `out.ipynb` of the test's
-    folder, its run the folder `run`. Gives the record, if one was written."""
+    folder, its run the folder `run`. Gives the record, if one was written. With `plain` papermill and its kernel are
+    processes of their own, as a user's are; without it both are forked (see `warm.py`), and nothing is compiled."""
 
-    def execute(name: str, given: dict, *, compiled: bool = False):
+    def execute(name: str, given: dict, *, plain: bool = False, compiled: bool = False):
         if "run_path" in read_parameters(name):
             given = {**given, "run_path": tmp_path / "run"}
         arguments = [
@@ -144,8 +142,11 @@ def papermill(tmp_path):
             for key, value in given.items()
             for part in (("-y", f"{key}: {json.dumps(value)}") if isinstance(value, list) else ("-p", key, str(value)))
         ]
-        command = [sys.executable, "-c", PAPERMILL, f"notebooks/{name}.ipynb", str(tmp_path / "out.ipynb"), *arguments]
-        environment = os.environ | {"TORCHDYNAMO_DISABLE": str(int(not compiled))}
+        start, variables = [sys.executable, "-m"], {}
+        if not plain and not compiled:
+            start, variables = request.getfixturevalue("forked")
+        command = [*start, "papermill", f"notebooks/{name}.ipynb", str(tmp_path / "out.ipynb"), *arguments]
+        environment = {**os.environ, "TORCHDYNAMO_DISABLE": str(int(not compiled)), **variables}
         subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=600, env=environment)
         written = tmp_path / "run" / "record.json"
         return read_record(written) if written.exists() else None

@@ -21,7 +21,7 @@ from notebooks.study.run import start
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted(p.stem for p in FOLDER.glob("*.ipynb"))
-SMALL = {"samples": 2, "seqlen": 128, "max_windows": 1, "window": 256, "speed_rounds": 1, "write_tokens": 4}
+SMALL = {"samples": 1, "seqlen": 128, "max_windows": 1, "window": 128, "speed_rounds": 1, "write_tokens": 2}
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
@@ -66,7 +66,7 @@ def expect_start(made, scores, html):
     assert base["perplexity_pydocs"] < small["perplexity_pydocs"] and small["kl_pydocs"] > 0
     saved = sum(layer["shape"][0] * layer["shape"][1] * (16 - layer["bits_per_weight"]) / 8 for layer in made["layers"])
     assert base["stored_bytes"] - small["stored_bytes"] == pytest.approx(saved, rel=0.001)
-    assert saved > 0.15 * base["stored_bytes"], "a third of the blocks in a quarter of their bytes"
+    assert saved > 0.09 * base["stored_bytes"], "a sixth of the blocks in a quarter of their bytes"
 
 
 def expect_smoothquant(made, scores, html):
@@ -76,7 +76,7 @@ def expect_smoothquant(made, scores, html):
         and 0 < small["kl_pydocs"] < unsmoothed["kl_pydocs"]
     )
     assert (
-        small["stored_bytes"] < 0.88 * base["stored_bytes"] and small["resident_bytes"] < 0.88 * base["resident_bytes"]
+        small["stored_bytes"] < 0.94 * base["stored_bytes"] and small["resident_bytes"] < 0.94 * base["resident_bytes"]
     )
     assert unsmoothed["stored_bytes"] == small["stored_bytes"], "a fold takes no room"
     assert [step["method"] for step in made["recipes"]["unsmoothed"]] == [made["recipe"][1]["method"]]
@@ -96,9 +96,9 @@ def expect_pruning(made, scores, html):
     base, small = (scores[k] for k in ("baseline", "compressed"))
     assert all(layer["sparsity"] == pytest.approx(0.5, abs=0.01) for layer in made["layers"])
     assert {round(layer["bits_per_weight"], 1) for layer in made["layers"]} == {9.0}
-    assert small["stored_bytes"] < 0.9 * base["stored_bytes"]
+    assert small["stored_bytes"] < 0.95 * base["stored_bytes"]
     assert base["perplexity_pydocs"] < small["perplexity_pydocs"] < 30 * base["perplexity_pydocs"]
-    assert "Removed parts and weights" in html and "50.0 % of the weights of 70 linears are 0" in html
+    assert "Removed parts and weights" in html and "50.0 % of the weights of 35 linears are 0" in html
 
 
 def expect_rotations(made, scores, html):
@@ -114,17 +114,17 @@ def expect_rotations(made, scores, html):
     assert "4 groups of linears are transformed (4 by online map)" in html
 
 
-FIRST = "*.[12]?.*"  # leaves the first 10 of 30 blocks, where that proves the same
+FIRST = "*.[5-9].*,*.[12]?.*"  # leaves the first 5 of 30 blocks, where that proves the same
 FEW = "*.[1-9].*,*.[12]?.*"  # leaves the first one
 METHOD_OF = {"start_here": "gptq", "pruning": "wanda", "rotations": "flatquant"}  # where the notebook is not called after its method
 # Per notebook: parameters beside SMALL, the format of its linears and their number, and what else must hold.
 EXPECTED = {
-    "start_here": ({"samples": 1, "group_size": -1, "skip": FIRST}, "int_group", 70, expect_start),
+    "start_here": ({"group_size": -1, "skip": FIRST}, "int_group", 35, expect_start),
     "gptq": ({"skip": FEW, "write_tokens": 0}, "int_group", 7, expect_gptq),
-    "smoothquant": ({"compare": "", "skip": FIRST, "write_tokens": 0}, "eight_bit", 70, expect_smoothquant),
+    "smoothquant": ({"compare": "", "skip": FIRST, "write_tokens": 0}, "eight_bit", 35, expect_smoothquant),
     "rotations": ({"transform": f"flatquant(steps=1, skip={FEW!r})", "weight_bits": 16, "skip": FEW, "beside": "",
-                   "samples": 1, "seqlen": 64, "window": 128, "write_tokens": 0}, "dense", 7, expect_rotations),
-    "pruning": ({"recipe": f"wanda(skip='{FIRST}')", "compare": "", "write_tokens": 0}, "bitmap", 70, expect_pruning),
+                   "seqlen": 64, "write_tokens": 0}, "dense", 7, expect_rotations),
+    "pruning": ({"recipe": f"wanda(skip='{FIRST}')", "compare": "", "write_tokens": 0}, "bitmap", 35, expect_pruning),
 }  # fmt: skip
 
 
@@ -152,7 +152,7 @@ def test_kv_eviction_runs_on_the_real_model(tmp_path, papermill):
         "tasks": ["word"],
         "speed_contexts": [],
     }
-    made = papermill("kv_eviction", given, compiled=True)
+    made = papermill("kv_eviction", given)
     names = [
         "baseline",
         "compressed",

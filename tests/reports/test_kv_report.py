@@ -30,10 +30,10 @@ def record(tmp_path_factory):
         "compare": "in codes: snapkv, kv_int; kv_int(bits=8)",
         "curves": "snapkv(budget={0.5, 0.2})",
         "tasks": ["word", "multi_value"],
-        "lengths": [192, 256],
+        "lengths": [128, 192],
         "samples": 3,
         "speed_contexts": [32, 64],
-        "speed_rounds": 2,
+        "speed_rounds": 1,
         "speed_new_tokens": 2,
         "run_path": str(folder),
     }

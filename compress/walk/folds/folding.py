@@ -18,7 +18,7 @@ from compress.walk.capture import Call, advance, block_calls, micro_batches, on_
 from compress.walk.chain import Chain
 from compress.walk.experts import SplitExperts, split_experts
 from compress.walk.folds.checks import binned, column_absmax, difference, logits_of, show_largest, summary, tolerance
-from compress.walk.folds.links import Link, find_links, fold
+from compress.walk.folds.links import Link, find_links, fold, links_by_block
 from compress.walk.once.saved import SavedStatistics
 from compress.walk.parallel.places import Place
 from compress.walk.parallel.ranks import current, progress_bar
@@ -92,7 +92,19 @@ class FoldingMethod(Method):
         return (*super().collects(), *self._needs())
 
     def check(self, model: nn.Module) -> None:
-        self.links_of(model)
+        """Raise what `links_of` raises; where any link will do, no block after the first with one is looked at."""
+        self._check_not_compressed(model)
+        blocks = () if self.layers.strip(" ,") else links_by_block(model)
+        if not any(not self.leaves(link) for links, _ in blocks for link in links):
+            self.links_of(model)
+
+    def _check_not_compressed(self, model: nn.Module) -> None:
+        linears = [module for module in find_blocks(model)[1].modules() if is_linear(module)]
+        if linears and all(isinstance(module, CompressedLinear) for module in linears):
+            raise ValueError(
+                f"`model` holds every linear of its blocks compressed already, so that {self.name} can fold nothing "
+                "into them: start from the model before that compression"
+            )
 
     def links_of(self, model: nn.Module) -> list[list[Link]]:
         """Per block the links to be scaled.
@@ -100,12 +112,7 @@ class FoldingMethod(Method):
         Raises:
             ValueError: nothing can be scaled, or not what `layers` asks for.
         """
-        linears = [module for module in find_blocks(model)[1].modules() if is_linear(module)]
-        if linears and all(isinstance(module, CompressedLinear) for module in linears):
-            raise ValueError(
-                f"`model` holds every linear of its blocks compressed already, so that {self.name} can fold nothing "
-                "into them: start from the model before that compression"
-            )
+        self._check_not_compressed(model)
         found, reasons = find_links(model)
         for link in (link for block in found for link in block):
             reasons |= dict.fromkeys(link.consumers, self.leaves(link))

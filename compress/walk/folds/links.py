@@ -11,7 +11,7 @@ the linears shows where it came from.
 import copy
 import inspect
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -59,7 +59,6 @@ class Link:
         return values.new_zeros(self.width).scatter_reduce(0, channels, values, "amax", include_self=False)
 
 
-@torch.no_grad()
 def find_links(model: nn.Module) -> tuple[list[list[Link]], dict[str, str]]:
     """Per block the links, in the order of the computation; and for each linear of the blocks without a link, why.
 
@@ -69,11 +68,16 @@ def find_links(model: nn.Module) -> tuple[list[list[Link]], dict[str, str]]:
     Raises:
         ValueError: the model is no chain of blocks.
     """
+    found = list(links_by_block(model))
+    return [links for links, _ in found], {name: why for _, reasons in found for name, why in reasons.items()}
+
+
+@torch.no_grad()
+def links_by_block(model: nn.Module) -> Iterator[tuple[list[Link], dict[str, str]]]:
+    """`find_links` of one block after the other, for a caller that needs no more than the first ones."""
     prefix, blocks = find_blocks(model)
     calls = block_calls(model, blocks, [made_up_batch(model)])
     names = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-    links: list[list[Link]] = []
-    reasons: dict[str, str] = {}
     for index, block in enumerate(blocks):
         shared = {
             name for name, m in block.named_modules() if any(names[id(p)] > 1 for p in m.parameters(recurse=False))
@@ -81,14 +85,10 @@ def find_links(model: nn.Module) -> tuple[list[list[Link]], dict[str, str]]:
         with on_device(block, device_of(block)), without_tf32():
             found, why = _links_of(_Trial(block, calls[0], index), shared)
         full = f"{prefix}.{index}."
-        links.append(
-            [
-                Link(full + link.producer, link.kind, tuple(full + c for c in link.consumers), link.channels)
-                for link in found
-            ]
-        )
-        reasons |= {full + name: reason for name, reason in why.items()}
-    return links, reasons
+        yield [
+            Link(full + link.producer, link.kind, tuple(full + c for c in link.consumers), link.channels)
+            for link in found
+        ], {full + name: reason for name, reason in why.items()}
 
 
 @torch.no_grad()
