@@ -43,9 +43,7 @@ RECIPES = {
     },
     "W4A8KV4": {
         "plain": f"{WEIGHTS}, {A8}, {KV4}",
-        "smoothed": f"smoothquant, {WEIGHTS}, {A8}, {KV4}",
         "rotated": f"rotate, {WEIGHTS}, {A8}, {TURNED4}",
-        "rotated, trained": f"{TRAINED}, {WEIGHTS}, {A8}, {TURNED4}",
         "flatquant, untrained": f"flatquant, {WEIGHTS}, {A8}, {TURNED4}",
         "FireQ": f"{FIREQ}, {FIREQ_A8}, kv_int(bits=4, keys=token, symmetric=True, outlier_channels=4)",
     },
@@ -64,7 +62,6 @@ RECIPES = {
         "plain": f"{WEIGHTS}, {A4}, {KV4}",
         "smoothed": f"smoothquant, {WEIGHTS}, {A4}, {KV4}",
         "rotated": f"rotate, {WEIGHTS}, {A4}, {TURNED4}",
-        "rotated, trained": f"{TRAINED}, {WEIGHTS}, {A4}, {TURNED4}",
         "flatquant, untrained": f"flatquant, {WEIGHTS}, {A4}, {TURNED4}",
         "flatquant, untrained, gathered": f"flatquant, gather, {WEIGHTS}, {GATHERED}, {TURNED4}",
         "gathered": f"{WEIGHTS}, {GATHERED}, {KV4}",
