@@ -163,9 +163,13 @@ def main() -> None:
     parser.set_defaults(samples=32, texts=["wikitext2", "essays"], window=1024, windows=[6, 3])
     what = "treatments to time, with --speed-rounds"
     parser.add_argument("--timed", nargs="*", default=["plain", "rotated", "gathered before the weights"], help=what)
+    parser.add_argument("--kept", action="store_true", help="leave out recipes that `--out` does not hold")
     given = parser.parse_args()
     timed = {cells[t] for cells in RECIPES.values() for t in given.timed if t in cells}
     given.recipes = given.recipes or [recipe for cells in RECIPES.values() for recipe in cells.values()]
+    if given.kept:
+        rows = scoring.Record.read(given.out).rows
+        given.recipes = [recipe for recipe in given.recipes if recipe in rows]
     given.timed = [recipe for recipe in given.recipes if recipe in timed and "kv_int" not in recipe]
     record = scoring.run(given)
     for text in given.texts:
