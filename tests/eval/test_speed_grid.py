@@ -19,15 +19,15 @@ def greedy(model, prompts, count):
 
 
 @pytest.mark.parametrize(
-    "architecture, in_rows",
+    "architecture, own",
     [
-        pytest.param(architecture, in_rows, marks=[pytest.mark.slow] * ((turn + in_rows) % 2))
+        pytest.param(architecture, own, marks=[pytest.mark.slow] * ((turn + own) % 2))
         for turn, architecture in enumerate(("llama", "gpt2", "mixtral", "gemma3_text"))
-        for in_rows in (True, False)
+        for own in (True, False)
     ],
 )
-def test_batches_that_are_timed_write_what_plain_passes_write(tiny, monkeypatch, architecture, in_rows):
-    monkeypatch.setattr(attention, "_rows_win", lambda *_: in_rows)
+def test_batches_that_are_timed_write_what_plain_passes_write(tiny, monkeypatch, architecture, own):
+    monkeypatch.setattr(attention, "_own_wins", lambda *_: own)
     model, written = tiny(architecture), []
     honest = speed._round
 
