@@ -104,7 +104,8 @@ def draw(record: scoring.Record, text: str, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(9, 4), constrained_layout=True)
-    width = 0.8 / len(TREATMENTS)
+    width, colours = 0.8 / len(TREATMENTS), plt.get_cmap("tab20").colors
+    axes.set_prop_cycle(color=[*colours[::2], *colours[1::2]])
     for i, treatment in enumerate(TREATMENTS):
         rows = [record.rows.get(cells.get(treatment, "-")) for cells in RECIPES.values()]
         found = [
