@@ -233,7 +233,7 @@ class CompressedCache(Cache):
         return made
 
     def _recall(self, made: "CompressedCache") -> None:
-        """Fill the memories of a copy, from those of the last one if it had this policy, whatever its budget."""
+        """Fill the memories of a copy, from those of an earlier one if it had this policy, whatever its budget."""
         about = (replace(made.policy, budget=1.0, allocation="uniform"), self.get_seq_length())
         if about not in self._recalled:
             if made.policy.runs_model:
@@ -243,7 +243,7 @@ class CompressedCache(Cache):
                     if layer.slabs:
                         seen = layer.seen_by(other.queries, other.asked, hidden=other.hidden)
                         layer.memory.view.copy_(made.policy.remember(seen))
-            self._recalled = {about: [None if layer.memory is None else layer.memory.view for layer in made.own]}
+            self._recalled[about] = [None if layer.memory is None else layer.memory.view for layer in made.own]
         for layer, memory in zip(made.own, self._recalled[about], strict=True):
             layer.memory = None if memory is None else Growing(memory.clone())
         made.ids, made.masks, made.mask = [], [], None

@@ -1,16 +1,17 @@
-"""Speed on a CPU beside llama.cpp, and what each variant loses: our models in turns with llama.cpp's own programs.
+"""Speed on a CPU beside llama.cpp and OpenVINO, and what each variant loses: our models in turns with theirs.
 
     python seeds/peers/compare_speed.py --model smollm2-135m --accuracy 4 --out speed.json \\
         --ours "4 bits: rtn(bits=4, group_size=32)" "4 bits, iq4_nl: runs/bytes/a-saved-model" \\
-        --files runs/interop/smollm2-135m/gguf-peers/{F16,Q4_0-128,IQ4_XS-128}.gguf --write speed.md
+        --files runs/interop/smollm2-135m/gguf-peers/{F16,Q4_0-128,IQ4_XS-128}.gguf \\
+        --openvino OUT/openvino16 OUT/openvino-w4g64 --write speed.md
 
 The uncompressed model is always a contestant. `--ours` are names with recipes without calibration, or with folders of
-saved models.
-One round times every model of ours and every file once: a prompt, and tokens decoded after it; tables show medians
-over the rounds and their span. `--accuracy` scores all of them by the same code on windows of wikitext-2. `--grid`
-repeats the decoding with other numbers of threads and sequences and behind longer prompts. `--model random-1b` is of
-Llama-3.2-1B's shape with random weights; with `--files F16 Q4_0` it writes and quantises such files first. What is in
-`--out` already is not measured again.
+saved models. `--openvino` are folders that `dense_peers.py openvino --keep` and `openvino16 --keep` wrote.
+One round times every model of ours, every file and every folder once: a prompt, and tokens decoded after it; tables
+show medians over the rounds and their span. `--accuracy` scores all of them by the same code on windows of wikitext-2.
+`--grid` repeats the decoding with other numbers of threads and sequences and behind longer prompts. `--model random-1b`
+is of Llama-3.2-1B's shape with random weights; with `--files F16 Q4_0` it writes and quantises such files first. What
+is in `--out` already is not measured again.
 """
 
 import argparse
@@ -109,6 +110,18 @@ def file_speed(environments: Path, file: Path, point: Point, new_tokens: int) ->
     return found["speed_pp"], found["speed_tg"]
 
 
+def folder_speed(environments: Path, folder: Path, point: Point, new_tokens: int) -> tuple[float, float]:
+    """Tokens per second of a folder of OpenVINO, (prefill, decode), in one repetition after a warm-up."""
+    place = (environments / "openvino").absolute()
+    what = {"--threads": point.threads, "--batch": point.batch, "--prompt-tokens": point.prompt_tokens}
+    arguments = [str(part) for pair in {**what, "--new-tokens": new_tokens}.items() for part in pair]
+    program = Path(__file__).with_name("openvino_speed.py")
+    command = [place / "bin" / "python", program, folder.absolute() / "saved" / "model.xml", *arguments]
+    variables = environment_variables(place, point.threads)
+    found = json.loads(subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout)
+    return found["prefill"], found["decode"]
+
+
 def random_model() -> tuple[nn.Module, AutoTokenizer]:
     """A decoder of Llama-3.2-1B's shape with random weights, and a tokenizer for files of it."""
     tokenizer = AutoTokenizer.from_pretrained(located("smollm2-135m"))
@@ -167,7 +180,10 @@ class Comparison:
             self.rows.setdefault(name, Row(size(cast(model, torch.bfloat16)).stored_bytes))
         for name, path in self.files.items():
             self.rows.setdefault(name, Row(tensor_bytes(path)))
-        self.rows = {name: self.rows[name] for name in (*self.models, *self.files)}
+        self.folders = {f"OpenVINO {path.name.removeprefix('openvino-')}": path for path in given.openvino}
+        for name, path in self.folders.items():
+            self.rows.setdefault(name, Row(json.loads((path / "peer.json").read_text())["bytes"]))
+        self.rows = {name: self.rows[name] for name in (*self.models, *self.files, *self.folders)}
 
     def ours(self, what: str) -> nn.Module:
         """A model by its recipe or its folder."""
@@ -180,12 +196,14 @@ class Comparison:
         """Perplexity and KL of every contestant, with dequantised weights in float32."""
         ids = held_out(self.tokenizer, corpus="wikitext2")
         how = {"window": self.given.window, "limit": windows, "beginning": beginning(self.tokenizer)}
-        for name in tqdm([*self.models, *self.files], desc="accuracy", unit="model"):
+        for name in tqdm([*self.models, *self.files, *self.folders], desc="accuracy", unit="model"):
             if self.rows[name].perplexity or name == BASELINE:
                 continue
             if name in self.files:
                 path = self.files[name]
                 model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+            elif name in self.folders:
+                model = AutoModelForCausalLM.from_pretrained(self.folders[name], dtype=torch.float32)
             else:
                 model = cast(self.models[name], torch.float32)
             with ExitStack() as stack:
@@ -214,8 +232,10 @@ class Comparison:
                 first, later = serve(variant, point.prompt_tokens, given.new_tokens, point.batch)
                 self.rows[name].prefill[key].append(point.batch * point.prompt_tokens / first)
                 self.rows[name].decode[key].append(point.batch / statistics.median(later))
-            for name, file in self.files.items():
-                read, decoded = file_speed(given.environments, file, point, given.new_tokens)
+            others = [(name, file, file_speed) for name, file in self.files.items()]
+            others += [(name, folder, folder_speed) for name, folder in self.folders.items()]
+            for name, path, speed in others:
+                read, decoded = speed(given.environments, path, point, given.new_tokens)
                 self.rows[name].prefill[key].append(read)
                 self.rows[name].decode[key].append(decoded)
             self.write()
@@ -266,7 +286,7 @@ def draw(rows: dict[str, Row], points: dict[str, list[Point]], path: Path) -> No
         for name, row in rows.items():
             shown = [p for p in many if row.decode.get(str(p))]
             speeds = [statistics.median(row.decode[str(p)]) for p in shown]
-            style = {"marker": "s", "linestyle": "--"} if name.startswith("llama.cpp") else {"marker": "o"}
+            style = {"marker": "o"} if name.startswith("ours") else {"marker": "s", "linestyle": "--"}
             axes.plot([getattr(p, fields[what]) for p in shown], speeds, label=name, **style)
         axes.set_xlabel(what)
         axes.set_ylabel("decode, tokens per second")
@@ -288,8 +308,9 @@ def page(rows: dict[str, Row], given: argparse.Namespace) -> str:
         if given.accuracy
         else ""
     )
+    tools = ["llama.cpp"] * bool(given.files) + ["OpenVINO"] * bool(given.openvino)
     lines = [
-        f"## Speed on a CPU beside llama.cpp: {given.model}",
+        f"## Speed on a CPU beside {' and '.join(tools)}: {given.model}",
         "",
         f"Measured on {time.strftime('%Y-%m-%d')} on {hardware()['cpu']}, {given.threads} threads.",
         "",
@@ -312,6 +333,7 @@ def main() -> None:
     ours = "name: recipe without calibration, or name: folder of a saved model"
     parser.add_argument("--ours", nargs="*", type=named_model, default=[], help=ours)
     parser.add_argument("--files", nargs="*", default=[], help=f"GGUF files of llama.cpp; with {RANDOM}, their types")
+    parser.add_argument("--openvino", type=Path, nargs="*", default=[], help="folders of `dense_peers.py --keep`")
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)

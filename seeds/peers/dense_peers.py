@@ -93,11 +93,9 @@ def autoround(source: Path, ids: Tensor, scratch: Path, options: argparse.Namesp
 def openvino(source: Path, ids: Tensor, scratch: Path, options: argparse.Namespace) -> Peer:
     """NNCF's int4 with activation-aware scales and scale estimation; embedding and head in its int8."""
     import nncf
-    import openvino as ov
-    from optimum.intel import OVModelForCausalLM
 
     settings = {"mode": "int4_asym", "group_size": options.group_size, "awq": True, "scale_estimation": True}
-    model = OVModelForCausalLM.from_pretrained(source, export=True, load_in_8bit=False, compile=False).model
+    model = exported(source)
     ones, positions = torch.ones_like(ids[:1]), torch.arange(ids.shape[1])[None]
     windows = [
         {"input_ids": row[None].numpy(), "attention_mask": ones.numpy(), "position_ids": positions.numpy()}
@@ -110,10 +108,28 @@ def openvino(source: Path, ids: Tensor, scratch: Path, options: argparse.Namespa
         model = nncf.compress_weights(
             model, mode=mode, ratio=1.0, dataset=nncf.Dataset(windows), subset_size=len(windows), **more
         )
-    seconds = time.perf_counter() - start
+    return saved("openvino", model, scratch, time.perf_counter() - start, settings)
+
+
+def openvino16(source: Path, ids: Tensor, scratch: Path, options: argparse.Namespace) -> Peer:
+    """OpenVINO's 16 bits: nothing is quantised."""
+    return saved("openvino16", exported(source), scratch, 0.0, {})
+
+
+def exported(source: Path) -> Any:
+    """The model of a folder as OpenVINO has it, in the precision of its weights."""
+    from optimum.intel import OVModelForCausalLM
+
+    return OVModelForCausalLM.from_pretrained(source, export=True, load_in_8bit=False, compile=False).model
+
+
+def saved(tool: str, model: Any, scratch: Path, seconds: float, settings: dict[str, Any]) -> Peer:
+    """An OpenVINO model that is written to `model.xml`, its floats in 16 bits."""
+    import openvino as ov
+
     scratch.mkdir()
     ov.save_model(model, scratch / "model.xml", compress_to_fp16=True)
-    return Peer("openvino", (scratch / "model.bin").stat().st_size, seconds, settings, constants(model))
+    return Peer(tool, (scratch / "model.bin").stat().st_size, seconds, settings, constants(model))
 
 
 def constants(model: Any) -> dict[str, Tensor]:
@@ -185,6 +201,7 @@ PEERS = {
     "llmcompressor": (llmcompressor, "llmcompressor"),
     "autoround": (autoround, "auto-round"),
     "openvino": (openvino, "nncf"),
+    "openvino16": (openvino16, "openvino"),
 }
 
 
@@ -198,10 +215,11 @@ def main() -> None:
     parser.add_argument("--iters", type=int, default=200, help="of AutoRound, per block")
     parser.add_argument("--lr", type=float, help="of AutoRound; 5e-3 in its light recipe of 50 iterations")
     parser.add_argument("--batch", type=int, default=8, help="windows in a step of AutoRound")
+    parser.add_argument("--keep", action="store_true", help="keep what the tool saved, in OUT/NAME/saved")
     options = parser.parse_args()
     make, package = PEERS[options.tool]
     ids = torch.load(options.folder / "calibration.pt")[: options.samples]
-    name = f"{options.tool}-w{BITS}g{options.group_size}"
+    name = options.tool if options.tool == "openvino16" else f"{options.tool}-w{BITS}g{options.group_size}"
     scratch = options.folder / f"{name}-saved"
     shutil.rmtree(scratch, ignore_errors=True)
     with torch.no_grad():
@@ -209,6 +227,8 @@ def main() -> None:
         peer.settings |= {"version": version(package), "samples": ids.shape[0], "seqlen": ids.shape[1]}
         peer.settings["threads"] = torch.get_num_threads()
         write(peer, options.folder / "model", options.out / name, ids[:CHECKED])
+    if options.keep:
+        shutil.move(scratch, options.out / name / "saved")
     shutil.rmtree(scratch, ignore_errors=True)
 
 

@@ -228,7 +228,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", default=work.MODELS)
     parser.add_argument("--formats", nargs="+", default=formats, choices=formats)
     parser.add_argument("--recipes", nargs="+", default=recipes, choices=recipes)
-    parser.add_argument("--readers", nargs="+", default=list(ENVIRONMENTS), choices=list(ENVIRONMENTS))
+    readers = [name for name in ENVIRONMENTS if (READERS / f"in_{name}.py").is_file()]
+    parser.add_argument("--readers", nargs="+", default=readers, choices=readers)
     parser.add_argument("--steps", nargs="+", default=STEPS, choices=STEPS, help="what to do; all if not given")
     parser.add_argument("--corpus", default="wikitext2", help="to score on; the embedded one where it is not here")
     parser.add_argument("--calibration", default="c4", help="to calibrate on; the embedded one where it is not here")

@@ -47,6 +47,10 @@ ENVIRONMENTS = {
             + ("pillow", "protobuf", "pyarrow", "pypcre", "requests", "safetensors", "threadpoolctl", "tokenicer"),
         )
     ),
+    "openvino": Environment(
+        ((TORCH, "openvino==2026.4.1", "nncf==3.4.0", "optimum-intel[openvino]==2.2.0"),),
+        removes=("torchvision",),  # importing it ends the process
+    ),
     "llamacpp": Environment((("numpy", "typing-extensions", "diskcache", "jinja2", "cmake", "ninja"),), builds=True),
 }
 
