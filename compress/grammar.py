@@ -107,6 +107,7 @@ def _method(node: ast.expr, methods: Mapping[str, type[Method]], text: str, para
         except ValueError:
             shown = ast.unparse(keyword.value)
             raise ValueError(
-                f"`{keyword.arg}` (={shown}) of {name.id} must be a literal: 4, 0.5, True, search"
+                f"`{keyword.arg}` (={shown}) of {name.id} must be a literal: 4, 0.5, True, search; quote what is not "
+                "a single word, such as a path: 'runs/a-file'"
             ) from None
     return method(**values)

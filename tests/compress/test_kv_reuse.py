@@ -96,6 +96,9 @@ def test_chunks_are_kept_in_a_folder(tiny, tmp_path, monkeypatch):
     assert torch.equal(*results)
     with pytest.raises(pytest.fail.Exception):
         ChunkStore(tiny("llama", seed=1), prefix, tmp_path)  # other weights, other chunks
+    with pytest.raises(pytest.fail.Exception):
+        ChunkStore(tiny("llama").bfloat16(), prefix, tmp_path)  # other precision, other chunks
+    assert {path.suffix for path in tmp_path.iterdir()} == {".safetensors"}
 
 
 def test_what_cannot_be_blended_is_refused(tiny):
@@ -111,6 +114,10 @@ def test_what_cannot_be_blended_is_refused(tiny):
     ]:
         with pytest.raises(ValueError, match=message):
             blend(model, **{"chunks": chunks, "question": question, **wrong})
+    shallow = tiny("llama", num_hidden_layers=1)
+    store_of_one = ChunkStore(shallow, prefix)
+    with pytest.raises(ValueError, match=r"`choose` \(='deviation'\) compares second layers"):
+        blend(shallow, [store_of_one.prefix, store_of_one.read(a)], question)
     with pytest.raises(ValueError, match="the tokens of one text"):
         store.read(a.repeat(2, 1))
     with pytest.raises(ValueError, match="`prefix` holds no token"):

@@ -66,6 +66,8 @@ def blend(
         ValueError: a share, a choice or a batch that there is not.
     """
     _check(chunks, question, share, choose)
+    if choose == "deviation" and len(chunks[0].keys) < 2:
+        raise ValueError("`choose` (='deviation') compares second layers, and `model` has one layer; 'first' would do")
     kinds = kinds_of(model)
     device, total = device_of(model), sum(len(chunk.ids) for chunk in chunks)
     ids = torch.cat([*(chunk.ids.to(device) for chunk in chunks), question[0].to(device)])

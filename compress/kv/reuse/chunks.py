@@ -1,6 +1,7 @@
 """What a model's cache holds of a text that was read without those that will stand before it."""
 
 import hashlib
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,6 @@ from transformers import DynamicCache
 from compress.inputs.model import weights_sha256
 from compress.kv.rotation import rotary_of
 from compress.walk.capture import device_of
-
 
 KINDS = {"full_attention", "sliding_attention"}
 
@@ -63,10 +63,10 @@ class ChunkStore:
         self.model, self.folder = model, None if folder is None else Path(folder)
         self._ids = prefix.reshape(1, -1)
         self._kept: dict[str, Chunk] = {}
-        self._weights = weights_sha256(model) if folder is not None else ""
-        self.prefix = self.read(self._ids, _behind_prefix=False)
+        self._weights = f"{weights_sha256(model)} {model.dtype}" if folder is not None else ""
+        self.prefix = self._chunk(self._ids.cpu(), 0)
 
-    def read(self, ids: Tensor, *, _behind_prefix: bool = True) -> Chunk:
+    def read(self, ids: Tensor) -> Chunk:
         """The chunk of a text: kept from before, else read now.
 
         Args:
@@ -77,8 +77,10 @@ class ChunkStore:
         """
         if ids.numel() == 0 or ids.numel() != ids.shape[-1]:
             raise ValueError(f"`ids` {tuple(ids.shape)} must be the tokens of one text, [n] or [1, n] with n > 0")
-        start = self._ids.shape[1] if _behind_prefix else 0
-        ids = ids.reshape(1, -1).cpu()
+        return self._chunk(ids.reshape(1, -1).cpu(), self._ids.shape[1])
+
+    def _chunk(self, ids: Tensor, start: int) -> Chunk:
+        """ids [1, n], from position `start` on; 0: they are the prefix itself."""
         name = hashlib.sha256(repr([self._weights, self._ids.tolist(), ids.tolist(), start]).encode()).hexdigest()[:32]
         if name not in self._kept:
             path = None if self.folder is None else self.folder / f"{name}.safetensors"
@@ -117,9 +119,9 @@ def _save(chunk: Chunk, path: Path) -> None:
     """Written beside its place and moved there, so that a killed process leaves no half file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors = {f"{kind}.{i}": t.contiguous() for kind in ("keys", "values") for i, t in enumerate(getattr(chunk, kind))}
-    scratch = path.with_suffix(".tmp")
-    save_file(tensors, str(scratch))
-    scratch.replace(path)
+    with tempfile.TemporaryDirectory(prefix=f".{path.stem}-", dir=path.parent) as scratch:  # each process has its own
+        save_file(tensors, f"{scratch}/{path.name}")
+        Path(scratch, path.name).replace(path)
 
 
 def _loaded(path: Path, ids: Tensor, start: int, device: torch.device) -> Chunk:
