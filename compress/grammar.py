@@ -3,13 +3,17 @@
 import ast
 import difflib
 import itertools
+import keyword as python
 import math
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from compress.method import Method
 
 MOST_VARIANTS = 1000  # recipes that one text with braces may stand for
+# A value that is a word to us and a keyword to Python's parser, such as `global`.
+_KEYWORD = re.compile(rf"(?<=[={{,])\s*({'|'.join(set(python.kwlist) - {'True', 'False', 'None'})})\s*(?=[,)}}])")
 
 
 class Variant(NamedTuple):
@@ -37,7 +41,7 @@ def variants_of(text: str, methods: Mapping[str, type[Method]], parameter: str =
             fit.
     """
     try:
-        tree = ast.parse(f"[{text}]", mode="eval").body
+        tree = ast.parse(f"[{_KEYWORD.sub(lambda found: repr(found[1]), text)}]", mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # a null byte, brackets in brackets in brackets
         tree = None
     if not text.strip() or not isinstance(tree, ast.List):

@@ -20,6 +20,9 @@ def test_a_recipe_as_text():
     one, two = parse_recipe("rtn(bits=8, group_size=-1, scale='search'), gptq")
     assert one == METHODS["rtn"](bits=8, group_size=-1, scale="search") and two == METHODS["gptq"]()
     assert parse_recipe(str(one)) == parse_recipe("rtn(bits=8, group_size=-1, scale=search)") == [one], "quoted or not"
+    shared = [METHODS["snapkv"](allocation="global"), METHODS["kv_int"]()]
+    assert parse_recipe("snapkv(allocation=global), kv_int") == shared, "Python's parser knows `global` as a keyword"
+    assert [v.methods for v in parse_variants("snapkv(allocation={uniform, global}), kv_int")[1]][1] == shared
     several = parse_recipes("rtn(bits=3); small: rtn(bits=2), gptq ;")
     assert list(several) == ["rtn(bits=3)", "small"] and several["small"] == [METHODS["rtn"](bits=2), METHODS["gptq"]()]
     assert parse_recipes(" ") == {}
