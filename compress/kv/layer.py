@@ -16,6 +16,7 @@ from compress.kv.seen import Seen
 from compress.kv.storage import DividedSlab, Slab, joined, right_packed, slabs_of, taken
 from kernels.kv_decode import MAX_TOKENS as KERNEL_TOKENS
 from kernels.kv_decode import Listed
+from kernels.kv_decode.apart import kv_decode_apart
 
 EXACT = Precision()
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -256,6 +257,12 @@ class KVLayer(DynamicLayer):
 
         lists: by slab, the positions that are read; without them all are.
         """
+        if len(self.slabs) > 1 and not count and not lists:
+            qs = [slab.queries(of) for slab, of in zip(self.slabs, self.split(q), strict=True)]
+            caches, lengths, starts = zip(*((slab.kv(), slab.lengths, slab.starts) for slab in self.slabs), strict=True)
+            y = kv_decode_apart(torch.cat(qs, 1), caches, lengths, starts, scale=scaling, softcap=softcap)
+            ys = [slab.lifted(of) for slab, of in zip(self.slabs, self.split(y), strict=True)]
+            return torch.cat(ys, 1).transpose(1, 2).contiguous(), None
         ys, masses = [], []
         for i, (slab, of) in enumerate(zip(self.slabs, self.split(q), strict=True)):
             listed = lists[i] if lists else None

@@ -181,6 +181,10 @@ def _register_fakes() -> None:
         lse = q.shape[:3] if return_lse else (0,)
         return q.new_empty(q.shape), *(q.new_empty(shape, dtype=torch.float32) for shape in (mass, lse))
 
+    @torch.library.register_fake("workbench::kv_decode_apart")
+    def _(q, k, v, params_k, params_v, tail_k, tail_v, lengths, starts, bits, group, scale, softcap, isa):
+        return q.new_empty(q.shape)
+
     @torch.library.register_fake("workbench::kv_page_list")
     def _(q, bounds, starts, lengths, pages, page, most, behind, scale, isa):
         indices = q.new_empty(*bounds.shape[:2], most * page + behind, dtype=torch.int64)

@@ -51,6 +51,7 @@ struct Problem {
 struct Task {
   int64_t b, h, from, to, end;  // end: of the whole range; entries of the list where there is one
   bool tail;
+  const Problem* problem;  // of the head's cache
 };
 
 struct Loops {
@@ -95,12 +96,17 @@ void one_span(const workbench::Span& s) {
   p.heads = p.tokens = 1;
   p.rows = s.rows, p.D = s.channels, p.xs = s.stride;
   p.softcap = s.softcap, p.scale = s.scale, p.q = s.q;
-  LOOPS.span(p, {0, 0, 0, s.positions, s.positions, false}, s.x, s.scratch, nullptr, s.out, s.top, s.sum);
+  LOOPS.span(p, {0, 0, 0, s.positions, s.positions, false, &p}, s.x, s.scratch, nullptr, s.out, s.top, s.sum);
 }
 
-Part part_of(const at::Tensor& k, const at::Tensor& v, Kind kind, int64_t first) {
+// Where head 0 would lie if the tensor's first head were number `head`.
+const char* base(const at::Tensor& x, int64_t head) {
+  return static_cast<const char*>(x.const_data_ptr()) - head * x.stride(1) * x.element_size();
+}
+
+Part part_of(const at::Tensor& k, const at::Tensor& v, Kind kind, int64_t first, int64_t head) {
   const int64_t size = k.element_size();
-  return {kind, static_cast<const char*>(k.const_data_ptr()), static_cast<const char*>(v.const_data_ptr()),
+  return {kind, base(k, head), base(v, head),
           k.stride(0) * size, k.stride(1) * size, k.stride(2) * size,
           v.stride(0) * size, v.stride(1) * size, v.stride(2) * size, first};
 }
@@ -170,34 +176,52 @@ Part gathered(const Problem& p, const Task& t, float* room) {
 
 using Maybe = std::optional<at::Tensor>;
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> kv_decode(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Maybe& params_k, const Maybe& params_v,
-    const Maybe& tail_k, const Maybe& tail_v, const at::Tensor& lengths, const Maybe& starts,
-    const Maybe& indices, int64_t bits, int64_t group, double scale, double softcap, bool return_mass, bool return_lse,
-    const std::string& isa) {
+// Some heads of a layer, with ranges of their own.
+struct Cache {
+  at::Tensor k, v;
+  Maybe params_k, params_v, tail_k, tail_v;
+  at::Tensor length, start;  // int64 [B, H]; no start: 0
+
+  int64_t heads() const { return k.size(1); }
+  int64_t held() const { return k.size(2) + (tail_k ? tail_k->size(2) : 0); }
+};
+
+// All that differs between caches whose first head is number `head`; the rest is in `p`.
+Problem problem_of(Problem p, const Cache& c, Kind kind, int64_t bits, int64_t head) {
+  p.main = part_of(c.k, c.v, bits == 16 ? kind : bits == 8 ? Kind::byte : Kind::nibble, 0, head);
+  if (c.tail_k) p.tail = part_of(*c.tail_k, *c.tail_v, kind, c.k.size(2), head);
+  if (bits != 16) {
+    p.params_k = base(*c.params_k, head), p.params_v = base(*c.params_v, head);
+    p.pk_b = 2 * c.params_k->stride(0), p.pk_h = 2 * c.params_k->stride(1), p.pk_n = 2 * c.params_k->stride(2);
+    p.pv_b = 2 * c.params_v->stride(0), p.pv_h = 2 * c.params_v->stride(1);
+  }
+  return p;
+}
+
+// Caches of the same precision and number of channels, whose heads come one after the other in q. Only a single one has
+// lists, and mass.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> attend(
+    const at::Tensor& q, const std::vector<Cache>& caches, const Maybe& indices, int64_t bits, int64_t group, double scale,
+    double softcap, bool return_mass, bool return_lse, const std::string& isa) {
   const Loops* found = loops_of(isa);
   TORCH_CHECK(found, "`isa` (='", isa, "') is not one of this machine's");
   TORCH_CHECK(isa != "avx512bf16" || q.scalar_type() != at::kFloat, "`isa` (='avx512bf16') does not take float32");
   const Loops& loops = *found;
-  const int64_t B = q.size(0), H = k.size(1), held = k.size(2) + (tail_k ? tail_k->size(2) : 0);
-  const int64_t positions = indices ? indices->size(2) : held, S = indices ? positions : k.size(2);  // entries of the list
-  TORCH_CHECK(q.dim() == 4 && H > 0 && q.size(1) % H == 0 &&
-                  (bits == 16 || (params_k && params_v && SPAN % group == 0 && q.size(3) <= 4096)),
-              "kv_decode: q ", q.sizes(), ", k ", k.sizes(), " and ", bits, " bits do not fit");
+  const int64_t B = q.size(0), positions = indices ? indices->size(2) : caches[0].held();  // of the mass, and of the list
+  int64_t H = 0;
+  for (const Cache& c : caches) {
+    H += c.heads();
+    TORCH_CHECK(bits == 16 || (c.params_k && c.params_v && SPAN % group == 0 && q.size(3) <= 4096), "kv_decode: q ", q.sizes(),
+                ", k ", c.k.sizes(), " and ", bits, " bits do not fit");
+  }
+  TORCH_CHECK(q.dim() == 4 && H > 0 && q.size(1) % H == 0 && (caches.size() == 1 || !(indices || return_mass)),
+              "kv_decode: q ", q.sizes(), " and ", caches.size(), " caches of ", H, " heads do not fit");
   const auto floats = q.options().dtype(at::kFloat);
   at::Tensor mass = return_mass ? at::zeros({B, H, positions}, floats) : at::empty({0}, floats);
   at::Tensor lse = return_lse ? at::empty({B, q.size(1), q.size(2)}, floats) : at::empty({0}, floats);
 
   Problem p{};
   const Kind kind = q.scalar_type() == at::kFloat ? Kind::float32 : q.scalar_type() == at::kHalf ? Kind::float16 : Kind::bfloat16;
-  p.main = part_of(k, v, bits == 16 ? kind : bits == 8 ? Kind::byte : Kind::nibble, 0);
-  if (tail_k) p.tail = part_of(*tail_k, *tail_v, kind, k.size(2));
-  if (bits != 16) {
-    p.params_k = static_cast<const char*>(params_k->const_data_ptr());
-    p.params_v = static_cast<const char*>(params_v->const_data_ptr());
-    p.pk_b = 2 * params_k->stride(0), p.pk_h = 2 * params_k->stride(1), p.pk_n = 2 * params_k->stride(2);
-    p.pv_b = 2 * params_v->stride(0), p.pv_h = 2 * params_v->stride(1);
-  }
   p.group = group;
   p.heads = int(H);
   p.tokens = int(q.size(2));
@@ -215,12 +239,21 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> kv_decode(
 
   const at::Tensor list = indices ? indices->to(at::kLong).contiguous() : at::Tensor();
   if (list.defined()) p.list = list.const_data_ptr<int64_t>(), p.listed = positions;
-  const at::Tensor length = lengths.to(at::kLong).contiguous(), start = starts ? starts->to(at::kLong).contiguous() : at::Tensor();
+  std::vector<Problem> problems;
+  std::vector<std::pair<size_t, int64_t>> of_head;  // of every head its cache, and its number there
+  for (size_t c = 0; c < caches.size(); c++) {
+    problems.push_back(problem_of(p, caches[c], kind, bits, int64_t(of_head.size())));
+    for (int64_t h = 0; h < caches[c].heads(); h++) of_head.emplace_back(c, h);
+  }
   std::vector<Task> tasks;
   std::vector<int64_t> firsts{0};
   for (int64_t i = 0; i < B * H; i++) {
-    const int64_t a = start.defined() ? start.const_data_ptr<int64_t>()[i] : 0, n = length.const_data_ptr<int64_t>()[i];
-    const int64_t end = std::min(a + n, positions);
+    const auto [of, own] = of_head[i % H];
+    const Cache& cache = caches[of];
+    const int64_t at = i / H * cache.heads() + own, held = cache.held(), last = list.defined() ? positions : held;
+    const int64_t S = list.defined() ? positions : cache.k.size(2);  // entries of the list
+    const int64_t a = cache.start.defined() ? cache.start.const_data_ptr<int64_t>()[at] : 0;
+    const int64_t end = std::min(a + cache.length.const_data_ptr<int64_t>()[at], last);
     int64_t lowest = 0, highest = 0;
     for (int64_t e = std::max<int64_t>(a, 0); p.list && e < end; e++) {
       const int64_t entry = p.list[i * positions + e];
@@ -230,8 +263,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> kv_decode(
                       ", which is none of the ", held, " positions of the cache");
     for (int64_t from = std::max<int64_t>(a, 0), to; from < end; from = to) {
       const int64_t first = from < S ? 0 : S;
-      to = std::min({end, first + ((from - first) / SPAN + 1) * SPAN, from < S ? S : positions});
-      tasks.push_back({i / H, i % H, from, to, end, from >= S});
+      to = std::min({end, first + ((from - first) / SPAN + 1) * SPAN, from < S ? S : last});
+      tasks.push_back({i / H, i % H, from, to, end, from >= S, &problems[of]});
     }
     firsts.push_back(int64_t(tasks.size()));
   }
@@ -270,17 +303,49 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> kv_decode(
   at::parallel_for(0, std::min<int64_t>(count, at::get_num_threads()), 1, [&](int64_t, int64_t) {
     std::unique_ptr<float[]> scratch(new float[rows * SPAN + 2 * p.longest + 2 * rows * (p.longest + 32)]);
     std::unique_ptr<float[]> room(p.list ? new float[2 * SPAN * p.D + 64] : nullptr);
-    Problem local = p;
+    Problem local = problems[0];
     for (int64_t i; (i = next++) < count;) {  // ranges differ: whoever is free takes the next, and the last of a head merges
       const Task& t = tasks[i];
       const int64_t head = t.b * H + t.h;
-      if (p.list) local.main = gathered(p, t, room.get());
-      loops.span(local, t, x.const_data_ptr<float>() + head * rows * p.xs, return_mass ? kept.get() + i * keep : scratch.get(),
+      if (p.list) local.main = gathered(problems[0], t, room.get());
+      loops.span(p.list ? local : *t.problem, t, x.const_data_ptr<float>() + head * rows * p.xs, return_mass ? kept.get() + i * keep : scratch.get(),
                  scratch.get() + rows * SPAN, outs.get() + i * rows * p.xs, tops.get() + i * rows, totals + i * rows);
       if (--left[head] == 0) merge(head);
     }
   });
   return {y.narrow(-1, 0, p.D).to(q.scalar_type()).reshape(q.sizes()).contiguous(), mass, lse};
+}
+
+at::Tensor whole(const Maybe& x) { return x ? x->to(at::kLong).contiguous() : at::Tensor(); }
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> kv_decode(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Maybe& params_k, const Maybe& params_v,
+    const Maybe& tail_k, const Maybe& tail_v, const at::Tensor& lengths, const Maybe& starts,
+    const Maybe& indices, int64_t bits, int64_t group, double scale, double softcap, bool return_mass, bool return_lse,
+    const std::string& isa) {
+  const std::vector<Cache> one{{k, v, params_k, params_v, tail_k, tail_v, whole(lengths), whole(starts)}};
+  return attend(q, one, indices, bits, group, scale, softcap, return_mass, return_lse, isa);
+}
+
+// k to tail_v: one tensor for each cache, or none at all.
+at::Tensor kv_decode_apart(const at::Tensor& q, const std::vector<at::Tensor>& k, const std::vector<at::Tensor>& v,
+                           const std::vector<at::Tensor>& params_k, const std::vector<at::Tensor>& params_v,
+                           const std::vector<at::Tensor>& tail_k, const std::vector<at::Tensor>& tail_v,
+                           const std::vector<at::Tensor>& lengths, const std::vector<at::Tensor>& starts, int64_t bits,
+                           int64_t group, double scale, double softcap, const std::string& isa) {
+  const auto of = [](const std::vector<at::Tensor>& all, size_t i) { return all.empty() ? Maybe() : Maybe(all[i]); };
+  std::vector<Cache> caches;
+  for (size_t i = 0; i < k.size(); i++) {
+    caches.push_back({k[i], v[i], of(params_k, i), of(params_v, i), of(tail_k, i), of(tail_v, i), whole(lengths[i]), whole(starts[i])});
+    const Cache& c = caches.back();
+    const int64_t B = q.size(0), D = q.size(3), codes = bits == 4 ? 2 : 1;
+    const auto dense = [&](const at::Tensor& x) { return x.dim() == 4 && x.size(3) == D && x.stride(3) == 1 && x.scalar_type() == q.scalar_type(); };
+    const bool fits = bits == 16 ? dense(c.k) && dense(c.v) : c.k.dim() == 4 && c.k.size(3) * codes == D && c.v.dim() == 5;
+    TORCH_CHECK_VALUE(fits && c.k.size(0) == B && (!c.tail_k || (dense(*c.tail_k) && dense(*c.tail_v))) && c.length.sizes() == c.start.sizes() &&
+                          c.length.numel() == B * c.heads(), "kv_decode_apart: q ", q.sizes(), ", k ", c.k.sizes(), ", lengths ",
+                      c.length.sizes(), " and ", bits, " bits do not fit");
+  }
+  return std::get<0>(attend(q, caches, {}, bits, group, scale, softcap, false, false, isa));
 }
 
 // pages.py says what it gives back: the positions of the pages that a query may attend to most, and how many they are.
@@ -381,6 +446,9 @@ TORCH_LIBRARY_FRAGMENT(workbench, m) {
       "kv_decode_native(Tensor q, Tensor k, Tensor v, Tensor? params_k, Tensor? params_v, Tensor? tail_k, Tensor? tail_v, "
       "Tensor lengths, Tensor? starts, Tensor? indices, int bits, int group, float scale, float softcap, bool return_mass, "
       "bool return_lse, str isa) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "kv_decode_apart(Tensor q, Tensor[] k, Tensor[] v, Tensor[] params_k, Tensor[] params_v, Tensor[] tail_k, "
+      "Tensor[] tail_v, Tensor[] lengths, Tensor[] starts, int bits, int group, float scale, float softcap, str isa) -> Tensor");
   m.def("kv_decode_isa(bool float32) -> str", best_isa);
   m.def(
       "kv_page_list(Tensor q, Tensor bounds, Tensor starts, Tensor lengths, Tensor pages, int page, int most, int behind, "
@@ -389,6 +457,7 @@ TORCH_LIBRARY_FRAGMENT(workbench, m) {
 }
 TORCH_LIBRARY_IMPL(workbench, CPU, m) {
   m.impl("kv_decode_native", kv_decode);
+  m.impl("kv_decode_apart", kv_decode_apart);
   m.impl("kv_page_list", kv_page_list);
   m.impl("kv_note_key", kv_note_key);
 }

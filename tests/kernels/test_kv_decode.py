@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 from kernels import native
 from kernels.kv_decode import KV, dequantize_kv, kv_decode, merge_parts, quantize_kv
+from kernels.kv_decode.apart import kv_decode_apart
 from kernels.kv_decode.cases import checks, elements, exact
 from kernels.registry import recording
 
@@ -47,6 +48,28 @@ def test_mass_adds_up_to_the_rows_of_a_head(impl, bits, group):
     assert torch.all(mass[~inside] == 0) and torch.all(mass[inside] >= 0)
     assert torch.allclose(mass.sum(-1), 6.0 * (lengths > 0), atol=1e-4)
     assert torch.all(y[1, 3:] == 0), "a row without positions gives zeros"
+
+
+@pytest.mark.parametrize("bits, group", STORED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_caches_of_different_lengths_are_read_in_one_call(bits, group, dtype):
+    """Each has its own heads and ranges, and some have a tail of what is not coded yet."""
+    made = [make(H_kv=heads, S=S, D=32, T_q=2, dtype=dtype, bits=bits, group=group, seed=S)
+            for heads, S in ((1, 300), (2, 600), (1, 128))]  # fmt: skip
+    q = torch.cat([q for q, _, _ in made], 1)
+    caches, lengths = ([one[i] for one in made] for i in (1, 2))
+    lengths[1][1, 0] = 0
+    starts = [cache.positions - n for cache, n in zip(caches, lengths, strict=True)]
+    for scale, softcap in ((0.2, None), (0.2, 3.0)):
+        how = {"scale": scale, "softcap": softcap}
+        apart = [kv_decode(one[0], *rest[:2], starts=rest[2], impl="reference", **how)
+                 for one, rest in zip(made, zip(caches, lengths, starts, strict=True), strict=True)]  # fmt: skip
+        with recording() as used:
+            y = kv_decode_apart(q, caches, lengths, starts, **how)
+        assert rms(y, torch.cat(apart, 1)) < (1e-5 if dtype == torch.float32 else 1e-2)
+        assert len(used["kv_decode"]) == 1
+    with pytest.raises(ValueError, match="a multiple of the caches' heads"):
+        kv_decode_apart(q[:, :5], caches, lengths, starts, scale=1.0)
 
 
 @pytest.mark.parametrize("impl", IMPLS)

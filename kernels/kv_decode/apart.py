@@ -1,0 +1,73 @@
+"""`kv_decode_apart`: the attention of one step over caches of different lengths, each of some of a layer's heads."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kernels import native
+from kernels.kv_decode import KV, _only_reference, kv_decode
+from kernels.registry import ran
+
+
+def kv_decode_apart(
+    q: Tensor,
+    caches: Sequence[KV],
+    lengths: Sequence[Tensor],
+    starts: Sequence[Tensor],
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """What `kv_decode` gives for each cache and its heads, side by side.
+
+    Where heads keep very different numbers of positions, a tensor for each of them takes less memory than one that is
+    as long as the longest. On a CPU one call of the C++ kernel reads all of them: their spans are shared out over the
+    threads together (the ragged batches of Lean Attention, Sanovar et al., 2024, arXiv:2405.10480), so that neither
+    threads nor calls are wasted on short ones. Elsewhere, and where caches differ in bits or groups, they are read one
+    after the other.
+
+    Args:
+        q: [B, H_q, T_q, D], as `kv_decode` takes it. Its heads come in the order of the caches, as many for each kv
+            head.
+        caches, lengths, starts: for each cache what `kv_decode` takes, lengths and starts [B, H] of its own kv heads.
+        scale, softcap: as of `kv_decode`.
+
+    Returns:
+        [B, H_q, T_q, D] in q's dtype.
+
+    Raises:
+        ValueError: arguments that do not fit each other.
+    """
+    heads = [cache.k.shape[1] for cache in caches]
+    if not heads or q.dim() != 4 or q.shape[1] % sum(heads):
+        raise ValueError(f"`q` {tuple(q.shape)} must have a multiple of the caches' heads (={heads})")
+    queries = q.split([q.shape[1] // sum(heads) * count for count in heads], 1)
+    if not _alike(q, caches):
+        how = {"scale": scale, "softcap": softcap}
+        parts = zip(queries, caches, lengths, starts, strict=True)
+        return torch.cat([kv_decode(x, cache, n, starts=start, **how) for x, cache, n, start in parts], 1)
+    tails = any(cache.tail_k is not None for cache in caches)
+    columns = [[getattr(cache, name) for cache in caches] for name in KV._fields[:4]]
+    columns += [[getattr(cache, name) if cache.tail_k is not None else _nothing(q, cache) for cache in caches]
+                for name in ("tail_k", "tail_v")]  # fmt: skip
+    if caches[0].bits == 16:
+        columns[2:4] = [], []
+    if not tails:
+        columns[4:6] = [], []
+    isa, (bits, group) = native.kv_decode_isa(q.dtype), caches[0][6:8]
+    ran("kv_decode", f"cpu {isa}")
+    more = (bits, group, float(scale), float(softcap or 0), isa)
+    return torch.ops.workbench.kv_decode_apart(q, *columns, list(lengths), list(starts), *more)
+
+
+def _alike(q: Tensor, caches: Sequence[KV]) -> bool:
+    """Does one call of the C++ kernel take all of them?"""
+    if q.device.type != "cpu" or native.why_not() is not None:
+        return False
+    first, D = caches[0], q.shape[-1]
+    return all(cache[6:8] == first[6:8] and _only_reference(cache, D) is None for cache in caches)
+
+
+def _nothing(q: Tensor, cache: KV) -> Tensor:
+    return q.new_empty(*cache.k.shape[:2], 0, q.shape[-1])
