@@ -33,12 +33,13 @@ from compress.kv.eviction.random_choice import RandomEviction
 from compress.kv.eviction.snapkv import SnapKV
 from compress.kv.eviction.streaming import Streaming
 from compress.kv.eviction.tova import TOVA
-from compress.kv.kv_int import KVInt
 from compress.kv.projecting.matryoshka import Matryoshka
 from compress.kv.reading.quest import Quest
 from compress.kv.reading.tidaldecode import TidalDecode
 from compress.kv.smooth_keys import SmoothKeys
-from compress.kv.zipvl import ZipVL
+from compress.kv.storing.kv_fp8 import KVFloat8
+from compress.kv.storing.kv_int import KVInt
+from compress.kv.storing.zipvl import ZipVL
 from compress.method import Method
 from compress.pruning.layer_drop import LayerDrop
 from compress.pruning.magnitude import Magnitude
@@ -74,7 +75,7 @@ METHODS: dict[str, type[Method]] = {
     "random_kv": RandomEviction, "streaming": Streaming, "knorm": KNorm, "keydiff": KeyDiff, "h2o": H2O, "tova": TOVA,
     "snapkv": SnapKV, "gemfilter": GemFilter, "expected_attention": ExpectedAttention, "kvzip": KVzip, "kvzap": KVzap,
     "prefixkv": PrefixKV, "d2o": D2O,
-    "svdquant": SVDQuant, "smooth_keys": SmoothKeys, "kv_int": KVInt, "zipvl": ZipVL,
+    "svdquant": SVDQuant, "smooth_keys": SmoothKeys, "kv_int": KVInt, "kv_fp8": KVFloat8, "zipvl": ZipVL,
     "matryoshka": Matryoshka, "quest": Quest, "tidaldecode": TidalDecode,
 }  # fmt: skip
 

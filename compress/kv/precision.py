@@ -39,7 +39,8 @@ class Precision(NamedTuple):
     """How keys and values are kept: codes of 8, 4 or 2 bits for groups of positions, `residual` positions at least in
     the dtype in which they came; with `rotates`, keys as `turned` gives them, codes or not; `by_token`: keys with one
     scale a position, around 0 if `symmetric`; `scaled`: how many channels of a head are scaled before keys become
-    codes; `projection`: of this layer, which comes before all else."""
+    codes; `projection`: of this layer, which comes before all else; `float8`: the 8 bits are e4m3, times `scale` or,
+    where that is None, times one for each group."""
 
     bits: int = 16
     group: int = 64
@@ -49,6 +50,8 @@ class Precision(NamedTuple):
     symmetric: bool = False
     scaled: int = 0
     projection: Projection | None = None
+    float8: bool = False
+    scale: float | None = None
 
     def turned(self, x: Tensor) -> Tensor:
         """Keys or queries [..., D], as keys are kept, or back from that: x, or with `rotates` x H.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from compress.kv.growing import Growing
 from compress.kv.precision import Held, Precision, outlier_factors
-from kernels.kv_decode import KV, Listed, dequantize_kv, kv_decode, merge_parts, quantize_kv
+from kernels.kv_decode import KV, Listed, dequantize_kv, kv_decode, merge_parts, quantize_kv, quantize_kv_float8
 
 
 class Slab(Held):
@@ -122,15 +122,18 @@ class Slab(Held):
 
     def _settle(self) -> None:
         """Turn whole groups into codes as soon as `residual` positions stay behind them."""
-        bits, group, residual, _, by_token, symmetric, scaled, _ = self.precision
-        full = (self.k.length - residual) // group * group
-        if bits == 16 or full <= 0:
+        held, scaled = self.precision, self.precision.scaled
+        full = (self.k.length - held.residual) // held.group * held.group
+        if held.bits == 16 or full <= 0:
             return
         if scaled and self.factors is None:
             factors = outlier_factors(self.k.view, self.starts, scaled)
             self.k, self.factors = Growing(self.k.view * factors.to(self.k.buffer.dtype)), Growing(factors)
         k, v = (one.view[:, :, :full] for one in (self.k, self.v))
-        coded = quantize_kv(k, v, bits, group, by_token=by_token, symmetric=symmetric)
+        if held.float8:
+            coded = quantize_kv_float8(k, v, held.group, scale=held.scale)
+        else:
+            coded = quantize_kv(k, v, held.bits, held.group, by_token=held.by_token, symmetric=held.symmetric)
         if self.codes:
             for one, more in zip(self.codes, coded[:4], strict=True):
                 one.append(more)

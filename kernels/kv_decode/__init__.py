@@ -1,18 +1,26 @@
-"""`kv_decode`: attention of one decoding step over a cache of 16, 8, 4 or 2 bits. See README.md."""
+"""`kv_decode`: attention of one decoding step over a cache of 16, 8 (integers or e4m3), 4 or 2 bits. See README.md."""
 
 import torch
 from torch import Tensor
 
 from kernels import native
-from kernels.capability import described
+from kernels.capability import described, too_old
 from kernels.interpreter import triton_takes
-from kernels.kv_decode.layout import GROUPS, KV, dequantize_kv, gathered, merge_parts, quantize_kv
+from kernels.kv_decode.layout import (
+    GROUPS,
+    KV,
+    dequantize_kv,
+    gathered,
+    merge_parts,
+    quantize_kv,
+    quantize_kv_float8,
+)
 from kernels.kv_decode.pages import Listed, list_of, note_key, page_list, page_scores
 from kernels.registry import ran
 
 __all__ = [
     "GROUPS", "KV", "Listed", "dequantize_kv", "kv_decode", "list_of", "merge_parts", "note_key", "page_list",
-    "page_scores", "quantize_kv",
+    "page_scores", "quantize_kv", "quantize_kv_float8",
 ]  # fmt: skip
 
 MAX_TOKENS = 8  # query tokens of one step
@@ -67,28 +75,11 @@ def kv_decode(
         ValueError: arguments that do not fit each other, or an implementation that does not exist or cannot take them.
     """
     _check(q, cache, lengths, starts, indices, softcap)
-    fits = q.shape[-1] <= MAX_D
-    if only := _only_reference(cache, q.shape[-1]):
-        if impl not in ("auto", "reference"):
-            what, other = only
-            raise ValueError(f"`impl` (={impl!r}) has no kernel for {what}; 'reference' would do, or {other}")
-        impl = "reference"
-    if impl == "auto":
-        chosen = "triton" if q.device.type == "cuda" and triton_takes(q.device) and fits else None
-        impl = chosen or ("cpu" if q.device.type == "cpu" else "reference")
-    if impl not in ("reference", "cpu", "triton"):
-        raise ValueError(f"`impl` (={impl!r}) must be 'auto', 'reference', 'cpu' or 'triton'")
-    if impl == "cpu" and q.device.type != "cpu":
-        raise ValueError(f"`impl` (='cpu') needs tensors on a CPU, not on {q.device}")
-    if impl == "triton" and not (fits and triton_takes(q.device)):
-        raise ValueError(
-            f"`impl` (='triton') needs a GPU with triton (on a CPU: TRITON_INTERPRET=1) and at most {MAX_D} channels; "
-            f"`q` is {tuple(q.shape)} on {described(q.device)}"
-        )
+    impl = _implementation(q, cache, impl)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     places = (lengths, starts, indices)
     arguments = (*cache[:6], *places, cache.bits, cache.group, scale, float(softcap or 0), return_mass, return_lse)
-    if impl == "cpu" and native.why_not() is None:
+    if impl == "cpu" and not cache.float8 and native.why_not() is None:
         isa = native.kv_decode_isa(q.dtype)
         ran("kv_decode", f"cpu {isa}")
         y, mass, lse = torch.ops.workbench.kv_decode_native(q, *arguments, isa)
@@ -150,6 +141,39 @@ def _(q, k, v, params_k, params_v, tail_k, tail_v, lengths, starts, indices, bit
     return y, *(q.new_empty(shape, dtype=torch.float32) for shape in (mass, lse))
 
 
+def _implementation(q: Tensor, cache: KV, impl: str) -> str:
+    """"reference", "cpu" or "triton".
+
+    Raises:
+        ValueError: one that does not exist or cannot take these.
+    """
+    if only := _only_reference(cache, q.shape[-1]):
+        if impl not in ("auto", "reference"):
+            what, other = only
+            raise ValueError(f"`impl` (={impl!r}) has no kernel for {what}; 'reference' would do, or {other}")
+        return "reference"
+    fits = q.shape[-1] <= MAX_D
+    able = not (cache.float8 and too_old(q.device, float8=True))
+    if impl == "auto":
+        chosen = "triton" if q.device.type == "cuda" and triton_takes(q.device) and fits and able else None
+        return chosen or ("cpu" if q.device.type == "cpu" else "reference")
+    if impl not in ("reference", "cpu", "triton"):
+        raise ValueError(f"`impl` (={impl!r}) must be 'auto', 'reference', 'cpu' or 'triton'")
+    if impl == "cpu" and q.device.type != "cpu":
+        raise ValueError(f"`impl` (='cpu') needs tensors on a CPU, not on {q.device}")
+    if impl == "triton" and not (fits and triton_takes(q.device)):
+        raise ValueError(
+            f"`impl` (='triton') needs a GPU with triton (on a CPU: TRITON_INTERPRET=1) and at most {MAX_D} channels; "
+            f"`q` is {tuple(q.shape)} on {described(q.device)}"
+        )
+    if impl == "triton" and not able:
+        raise ValueError(
+            f"`impl` (='triton') reads float8 on a GPU that has it, not on {described(q.device, float8=True)}; "
+            "'reference' would do, or a cache of integers in 8 bits"
+        )
+    return impl
+
+
 def _value_channels(cache: KV) -> int:
     return cache.v.shape[3]
 
@@ -201,6 +225,10 @@ def _check(
         wanted["v"] = ((B, H_kv, groups, D_v, cache.group // halves), torch.uint8)
         wanted["params_k"] = ((B, H_kv, S, 2) if cache.by_token else (B, H_kv, groups, D, 2), torch.bfloat16)
         wanted["params_v"] = ((B, H_kv, S, 2), torch.bfloat16)
+        if cache.float8:
+            wanted |= dict.fromkeys(("params_k", "params_v"), ((B, H_kv, groups), torch.float32))
+            if cache.bits != 8:
+                raise ValueError(f"`cache.bits` (={cache.bits}) must be 8 of a cache whose `params_k` are scales alone")
         if cache.tail_k is not None:
             wanted |= {f"tail_{x}": ((B, H_kv, cache.tail_k.shape[2], n), q.dtype) for x, n in (("k", D), ("v", D_v))}
     for name, (shape, dtype) in wanted.items():
@@ -208,7 +236,8 @@ def _check(
         if t is None or t.shape != shape or t.dtype != dtype or t.device != q.device:
             found = "None" if t is None else f"{t.dtype} {tuple(t.shape)} on {t.device}"
             raise ValueError(f"`cache.{name}` must be {dtype} {shape} on {q.device}, not {found}")
-        dense = {"params_k": 2, "params_v": 2, "v": 1 if cache.bits == 16 else 2}.get(name, 1)
+        inner = 1 if cache.bits == 16 or (cache.float8 and name != "v") else 2
+        dense = {"params_k": inner, "params_v": inner, "v": inner}.get(name, 1)
         if t.numel() and not _inner_contiguous(t, dense):
             raise ValueError(
                 f"`cache.{name}` {tuple(t.shape)} with strides {t.stride()} must be contiguous in its last {dense}"

@@ -7,15 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.capability import too_old
 from kernels.harness.cases import TOLERANCE, Asked, Check, Contest, Expected
 from kernels.interpreter import triton_takes
-from kernels.kv_decode import KV, kv_decode, quantize_kv
+from kernels.kv_decode import KV, kv_decode, quantize_kv, quantize_kv_float8
 
 
 @dataclass(frozen=True)
 class Case:
     """Sizes as in the README; `packed` is where each row's positions lie: "left", "right" or "between"; `listed`: how
-    many positions are read through `indices`, of which `packed` then speaks (0: no list)."""
+    many positions are read through `indices`, of which `packed` then speaks (0: no list); `float8`: 8 bits are e4m3."""
 
     name: str
     dtype: torch.dtype = torch.bfloat16
@@ -32,6 +33,7 @@ class Case:
     mass: bool = False
     listed: int = 0
     lse: bool = False
+    float8: bool = False
 
 
 CASES = (
@@ -52,7 +54,7 @@ CASES = (
     Case("many spans", torch.float16, G=2, S=700, D=16, packed="between", mass=True),
     Case("int4, many spans", torch.float16, 4, group=64, G=2, S=700, D=16, packed="between", mass=True),
     Case("int4 g32, tokens, odd D", bits=4, S=300, D=36, G=3, T_q=2, packed="right", mass=True),
-    Case("int8, many rows", bits=8, group=64, H_kv=1, G=7, S=330, D=64, T_q=3, packed="between"),
+    Case("int8, many rows", bits=8, group=64, H_kv=1, G=7, S=330, D=64, T_q=3, packed="right"),
     Case("any D", torch.float32, S=60, D=13, G=3, packed="between"),
     Case("no sequence", B=0, S=10, D=16),
     Case("list", S=200, listed=90, mass=True, lse=True),
@@ -61,6 +63,12 @@ CASES = (
     Case("list, int8 and tail", torch.float16, 8, S=170, D=24, listed=60, packed="between", mass=True, lse=True),
     Case("list, int4 and tail", bits=4, group=64, S=150, D=32, G=3, listed=100, packed="right", mass=True, lse=True),
     Case("lse", torch.float16, S=300, D=16, T_q=2, packed="between", softcap=5.0, lse=True),
+    Case("e4m3 g32", torch.float16, 8, S=170, packed="right", mass=True, float8=True),
+    Case("e4m3 g64, tokens, capped", bits=8, group=64, S=150, D=32, T_q=2, softcap=5.0, packed="between", float8=True),
+    Case("e4m3 g128, odd D", torch.float16, 8, group=128, S=260, D=40, G=2, packed="between", float8=True),
+    Case("e4m3 float32", torch.float32, 8, group=64, S=140, D=16, G=2, packed="right", mass=True, float8=True),
+    Case("e4m3, many spans and rows", bits=8, group=64, H_kv=1, G=12, S=700, D=64, packed="right", float8=True),
+    Case("e4m3, list and lse", torch.float16, 8, S=170, D=24, listed=60, packed="between", lse=True, float8=True),
     Case("lse, int4", torch.float32, 4, group=64, S=330, D=16, packed="between", lse=True),
 )
 
@@ -74,10 +82,13 @@ def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]
         if triton_takes(device):
             yield _contest(device, "bf16 KV", 16, 1, 2, 4, 96, 32, 2)
             yield _contest(device, "int4 KV", 4, 1, 2, 4, 128, 32, 2, goal=2.6)
+            yield _contest(device, "fp8 KV", 8, 1, 2, 4, 128, 32, 2, goal=1.8, float8=True)
     elif device.type == "cuda":
         for B, S in ((1, 131072), (8, 16384)):
             yield _contest(device, "bf16 KV", 16, B, 8, 4, S, 128, 2)
             yield _contest(device, "int8 KV", 8, B, 8, 4, S, 128, 2, goal=1.7)
+            if too_old(device, float8=True) is None:
+                yield _contest(device, "fp8 KV", 8, B, 8, 4, S, 128, 2, goal=1.8, float8=True)
             yield _contest(device, "int4 KV", 4, B, 8, 4, S, 128, 2, goal=2.6)
             yield _contest(device, "bf16 KV, 25% kept", 16, B, 8, 4, S, 128, 2, goal=3.5, kept=0.25)
             yield _contest(device, "int4 KV, 50% kept", 4, B, 8, 4, S, 128, 2, kept=0.5)
@@ -142,7 +153,11 @@ def _finite(lse: Tensor) -> Tensor:
 
 def _stored(k: Tensor, v: Tensor, case: Case, device: torch.device) -> KV:
     if case.bits != 16:
-        cache = quantize_kv(k, v, case.bits, case.group)
+        if case.float8:  # heads and groups of different magnitudes
+            loud = torch.arange(k.shape[2]).div(case.group, rounding_mode="floor").remainder(3).sub(1)[:, None] * 3.0
+            cache = quantize_kv_float8(k, v * loud.exp2(), case.group)
+        else:
+            cache = quantize_kv(k, v, case.bits, case.group)
         tails = (t if t is None else t.to(case.dtype) for t in (cache.tail_k, cache.tail_v))
         return KV(*cache[:4], *tails, *cache[6:])
     larger = torch.full((*k.shape[:2], k.shape[2] + 9, 2 * k.shape[3]), torch.nan, dtype=case.dtype, device=device)
@@ -163,8 +178,12 @@ def _poisoned(cache: KV, visible: Tensor, device: torch.device) -> KV:
         for t in (cache.k, cache.v):
             t[outside] = torch.nan
         return cache
-    cache.params_v[outside[:, :, :S]] = torch.nan
-    cache.params_k[outside[:, :, :S].unflatten(2, (-1, cache.group)).all(3)] = torch.nan
+    if cache.float8:
+        unread = outside[:, :, :S].unflatten(2, (-1, cache.group)).all(3)
+        cache.params_k[unread], cache.params_v[unread] = torch.nan, torch.nan
+    else:
+        cache.params_v[outside[:, :, :S]] = torch.nan
+        cache.params_k[outside[:, :, :S].unflatten(2, (-1, cache.group)).all(3)] = torch.nan
     if cache.tail_k is not None:
         cache.tail_k[outside[:, :, S:]] = torch.nan
         cache.tail_v[outside[:, :, S:]] = torch.nan
@@ -208,6 +227,10 @@ def elements(cache: KV, which: str, D: int) -> Tensor:
         return codes.double()
     s, d = torch.meshgrid(torch.arange(cache.k.shape[2]), torch.arange(D), indexing="ij")  # [S, D]
     g, i = s // cache.group, s % cache.group
+    if cache.float8:
+        byte = codes[:, :, s, d] if which == "k" else codes[:, :, g, d, i]
+        main = e4m3(byte) * params[:, :, g].double()
+        return torch.cat([main, *([] if tail is None else [tail.double()])], 2)
     half = D // 2 if which == "k" else cache.group // 2
     place, nibble = (
         ((d % half, d // half) if which == "k" else (i % half, i // half)) if cache.bits == 4 else (None, None)
@@ -220,6 +243,13 @@ def elements(cache: KV, which: str, D: int) -> Tensor:
         scale, offset = params[:, :, s].double().unbind(-1)
     code = byte if nibble is None else torch.where(nibble.to(byte.device) == 1, byte // 16, byte % 16)
     return torch.cat([code * scale + offset, *([] if tail is None else [tail.double()])], 2)
+
+
+def e4m3(byte: Tensor) -> Tensor:
+    """What a byte of float8_e4m3fn stands for, in float64: four bits of exponent, three of mantissa."""
+    sign, exponent, mantissa = byte.double().div(128).floor(), byte.int() >> 3 & 15, (byte.int() & 7).double()
+    normal = (1 + mantissa / 8) * torch.exp2(exponent.double() - 7)
+    return (1 - 2 * sign) * torch.where(exponent > 0, normal, mantissa / 512)
 
 
 def right(q: Tensor, cache: KV, lengths: Tensor, starts: Tensor | None = None) -> Expected:
@@ -246,6 +276,7 @@ def _contest(
     copies: int,
     goal: float | None = None,
     kept: float = 1.0,
+    float8: bool = False,
 ) -> Contest:
     """Ours against the whole cache in bfloat16; with `kept`, rows keep half to one and a half times that share of
     it."""
@@ -260,7 +291,10 @@ def _contest(
 
     def cache(bits: int, S: int) -> KV:
         k, v = (torch.randn(B, H_kv, S, D, device=device, dtype=torch.bfloat16) for _ in range(2))
-        return KV(k, v) if bits == 16 else quantize_kv(k, v, bits, 128 if S % 128 == 0 else 32)
+        group = 128 if S % 128 == 0 else 32
+        if float8:
+            return quantize_kv_float8(k, v, group)
+        return KV(k, v) if bits == 16 else quantize_kv(k, v, bits, group)
 
     small = [cache(bits, held) for _ in range(copies)]
     whole = small if bits == 16 and held == S else [cache(16, S) for _ in range(copies)]
@@ -277,9 +311,9 @@ def _contest(
     read = int(lengths.sum()) / (B * H_kv * held)
     tune_key, candidates = None, []
     if ours == "triton":
-        from kernels.kv_decode.triton import candidates_for, key
+        from kernels.kv_decode.triton import candidates_for, key, kind_of
 
-        kind = "bfloat16" if bits == 16 else f"int{bits} g{small[0].group}"
+        kind = "bfloat16" if bits == 16 else kind_of(small[0])
         tune_key, candidates = key(kind, D, G), candidates_for(bits, small[0].group)
     return Contest(
         op="kv_decode",

@@ -1,4 +1,4 @@
-"""The CPU path in plain torch, for machines where the C++ kernels cannot be built.
+"""The CPU path in plain torch, for caches in float8, and for machines where the C++ kernels cannot be built.
 
 The query heads of one kv head are the rows of one product, and only positions in use are read.
 
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.kv_decode.layout import KV
+from kernels.kv_decode.layout import KV, from_float8
 
 SLAB = 1 << 19  # elements converted at a time
 
@@ -59,7 +59,7 @@ def _head(
     rows: Tensor, cache: KV, i: int, h: int, a: int, b: int, T_q: int, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One head over positions a to b, in float32: y [rows, D], the mass [b - a] and the log-sum-exp [rows]."""
-    parts: list[_Dense | _Groups] = []
+    parts: list[_Dense | _Groups | _Floats] = []
     S = cache.k.shape[2]
     k, v = cache.k[i, h], cache.v[i, h]
     if cache.bits == 16:
@@ -68,6 +68,10 @@ def _head(
         for c, d in _cut(a, min(b, S), SLAB // rows.shape[1] // 128 * 128):
             first, last = c // cache.group, -(-d // cache.group)
             whole = slice(first * cache.group, last * cache.group)
+            if cache.float8:
+                scales = cache.params_k[i, h, first:last], cache.params_v[i, h, first:last]
+                parts.append(_Floats(k[whole], v[first:last], *scales, c - whole.start, d - c))
+                continue
             pairs = cache.params_k[i, h, first:last].float(), cache.params_v[i, h, c:d].float()
             parts.append(_Groups(k[whole], v[first:last], *pairs, cache.bits, c - whole.start))
         if b > S:
@@ -151,3 +155,24 @@ class _Groups(NamedTuple):
         low, high = x.chunk(2, -1)
         y = torch.bmm(low, (codes & 15).float().transpose(1, 2))
         return y.baddbmm_(high, (codes >> 4).float().transpose(1, 2))
+
+
+class _Floats(NamedTuple):
+    """Positions of one head in whole groups of float8, of which `positions` from `skip` on are used."""
+
+    k: Tensor  # [groups * group, D]
+    v: Tensor  # [groups, D, group]
+    scale_k: Tensor  # [groups]
+    scale_v: Tensor  # [groups]
+    skip: int
+    positions: int
+
+    def scores(self, rows: Tensor) -> Tensor:
+        s = (rows @ from_float8(self.k).t()).unflatten(1, (len(self.scale_k), -1)) * self.scale_k[:, None]
+        return s.flatten(1)[:, self.skip : self.skip + self.positions]
+
+    def sum(self, p: Tensor) -> Tensor:
+        w = p.new_zeros(p.shape[0], self.k.shape[0])
+        w[:, self.skip : self.skip + self.positions] = p
+        w = (w.unflatten(1, (len(self.scale_v), -1)) * self.scale_v[:, None]).transpose(0, 1)  # [groups, rows, group]
+        return torch.bmm(w, from_float8(self.v).transpose(1, 2)).sum(0)

@@ -1,4 +1,5 @@
-"""The layout of keys and values: as they are, or in 8, 4 or 2 bits with a 16-bit tail. See README.md."""
+"""The layout of keys and values: as they are, or in 8 (integers or e4m3), 4 or 2 bits with a 16-bit tail. See
+README.md."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 
 GROUPS = (32, 64, 128)
+LARGEST_E4M3 = 448.0  # of float8_e4m3fn
 
 
 class KV(NamedTuple):
@@ -20,10 +22,13 @@ class KV(NamedTuple):
     bits 4:  k uint8 [B, H_kv, S, D / 2]: channel i in the low nibble of byte i, channel i + D / 2 in its high one;
              v uint8 [B, H_kv, S / group, D, group / 2]: position i of the group low, i + group / 2 high.
     bits 2:  likewise in quarters: k uint8 [B, H_kv, S, D / 4], channel i + j D / 4 in bits 2j and 2j + 1 of byte i.
+    float8:  bits 8, and bytes are the bits of float8_e4m3fn (none may be NaN) in place of integers.
 
     params_k: bfloat16 [B, H_kv, S / group, D, 2], pairs (scale, offset): key = scale * code + offset; or, for keys by
         token, [B, H_kv, S, 2], one pair a position.
     params_v: bfloat16 [B, H_kv, S, 2], likewise, one pair a position.
+        Of float8 both are float32 [B, H_kv, S / group], one scale for a group of positions of a head: key = scale *
+        code, value = scale * code. A scale per head or per tensor is the same number in all of them.
     tail_k, tail_v: [B, H_kv, R, D] in the dtype of the queries, or None: what is not quantised yet; follows position S
         - 1.
     group: positions that share a key's scale: 32, 64 or 128; divides S. Only with codes.
@@ -37,6 +42,11 @@ class KV(NamedTuple):
     tail_v: Tensor | None = None
     bits: int = 16
     group: int = 0
+
+    @property
+    def float8(self) -> bool:
+        """Are codes float8_e4m3fn, with scales alone?"""
+        return self.params_k is not None and self.params_k.dim() == 3
 
     @property
     def by_token(self) -> bool:
@@ -130,6 +140,45 @@ def quantize_kv(
     )
 
 
+def quantize_kv_float8(k: Tensor, v: Tensor, group: int = 64, *, scale: float | None = None) -> KV:
+    """Keys and values in float8_e4m3fn (Micikevicius et al., 2022, arXiv:2209.05433), with a scale for each group of
+    positions of a head.
+
+    The last S % group positions stay as they are, as the tail. An element is off by at most a sixteenth of itself, or
+    scale / 1024 where that is more.
+
+    Args:
+        k, v: [B, H_kv, S, D], any floating dtype; values may have another D than keys.
+        group: 32, 64 or 128.
+        scale: of all keys and values alike, as vLLM's `k_scale` and `v_scale` (1.0 where no calibration has found
+            others); what is beyond 448 times it is cut off. None: what makes the largest magnitude of a group 448.
+
+    Raises:
+        ValueError: a group that the layout does not have, or a scale that is not positive.
+    """
+    if group not in GROUPS:
+        raise ValueError(f"`group` (={group}) must be one of {', '.join(map(str, GROUPS))}")
+    if scale is not None and not scale > 0:
+        raise ValueError(f"`scale` (={scale}) must be positive, or None for one that fits each group")
+    S = k.shape[2]
+    full = S // group * group
+    (k_codes, scale_k), (v_codes, scale_v) = (_encode_float8(x[:, :, :full], group, scale) for x in (k, v))
+    tail = (k[:, :, full:].clone(), v[:, :, full:].clone()) if full < S else (None, None)
+    return KV(k_codes.flatten(2, 3), v_codes.transpose(3, 4).contiguous(), scale_k, scale_v, *tail, 8, group)
+
+
+def _encode_float8(x: Tensor, group: int, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Codes uint8 [B, H, groups, group, D] and scales float32 [B, H, groups] of x [B, H, groups * group, D]."""
+    grouped = x.float().unflatten(2, (x.shape[2] // group, group))
+    if scale is None:
+        largest = grouped.abs().amax((3, 4)) if grouped.numel() else grouped.new_zeros(grouped.shape[:3])
+        scales = torch.where(largest > 0, largest / LARGEST_E4M3, 1)
+    else:
+        scales = grouped.new_full(grouped.shape[:3], scale)
+    codes = (grouped / scales[..., None, None]).clamp_(-LARGEST_E4M3, LARGEST_E4M3).to(torch.float8_e4m3fn)
+    return codes.view(torch.uint8), scales
+
+
 def dequantize_kv(cache: KV, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """k, v [B, H_kv, S + R, D], computed in float32 and rounded once to `dtype`."""
     return dequantized_keys(cache, dtype), dequantized_values(cache, dtype)
@@ -138,6 +187,9 @@ def dequantize_kv(cache: KV, dtype: torch.dtype = torch.float32) -> tuple[Tensor
 def dequantized_keys(cache: KV, dtype: torch.dtype) -> Tensor:
     if cache.bits == 16:
         return cache.k.to(dtype)
+    if cache.float8:
+        scale = cache.params_k.repeat_interleave(cache.group, 2)[..., None]  # [B, H, S, 1]
+        return _with_tail(from_float8(cache.k) * scale, cache.tail_k, dtype)
     scale, offset = cache.params_k.float().unsqueeze(3).unbind(-1)  # [B, H, groups, 1, D] each, or [B, H, S, 1]
     if cache.by_token:
         return _with_tail(torch.addcmul(offset, unpack(cache.k, cache.bits).float(), scale), cache.tail_k, dtype)
@@ -149,6 +201,9 @@ def dequantized_keys(cache: KV, dtype: torch.dtype) -> Tensor:
 def dequantized_values(cache: KV, dtype: torch.dtype) -> Tensor:
     if cache.bits == 16:
         return cache.v.to(dtype)
+    if cache.float8:
+        values = from_float8(cache.v) * cache.params_v[..., None, None]  # [B, H, groups, D, group]
+        return _with_tail(values.transpose(3, 4).flatten(2, 3), cache.tail_v, dtype)
     pairs = cache.params_v.float().unflatten(2, (cache.v.shape[2], 1, cache.group))
     scale, offset = pairs.unbind(-1)  # [B, H, groups, 1, group] each
     values = torch.addcmul(offset, unpack(cache.v, cache.bits).float(), scale)  # [B, H, groups, D, group]
@@ -157,6 +212,15 @@ def dequantized_values(cache: KV, dtype: torch.dtype) -> Tensor:
 
 def _with_tail(main: Tensor, tail: Tensor | None, dtype: torch.dtype) -> Tensor:
     return main.to(dtype) if tail is None else torch.cat([main.to(dtype), tail.to(dtype)], 2)
+
+
+def from_float8(codes: Tensor) -> Tensor:
+    """Bytes of float8_e4m3fn -> float32, exactly.
+
+    Moved up by seven bits, exponent and mantissa are those of a float16 that is 2^8 times too small.
+    """
+    wide = codes.to(torch.int16)
+    return (((wide & 128) << 8) | ((wide & 127) << 7)).view(torch.float16).float() * 256
 
 
 def unpack(codes: Tensor, bits: int) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor  # noqa: E402
 
 from kernels.kv_decode.layout import KV  # noqa: E402
 from kernels.kv_decode.spans import dense_kernel, quantised_kernel, visible_range  # noqa: E402
+from kernels.kv_decode.spans_float8 import float8_kernel  # noqa: E402
 from kernels.tuning import Compilation, configuration  # noqa: E402
 
 LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
@@ -78,7 +79,7 @@ def mass_kernel(scores, lse, starts, lengths, mass, total, R, BLOCK: tl.constexp
     tl.store(mass + bh.to(tl.int64) * total + n, found, mask=n < total)
 
 
-def heuristic(bits: int, group: int, block_d: int, rows: int, itemsize: int) -> dict:
+def heuristic(bits: int, group: int, block_d: int, rows: int, itemsize: int, float8: bool = False) -> dict:
     """Configuration for GPUs that nobody has tuned, from what the compiler made of the kernels for sm_90.
 
     Returns:
@@ -92,7 +93,7 @@ def heuristic(bits: int, group: int, block_d: int, rows: int, itemsize: int) -> 
     if bits == 16:
         return {"STEP": 64 if block_d <= 128 else 32, "PER_SM": 6, "num_warps": 4, "num_stages": 3}
     if rows == 16:
-        step, num_warps = 64 if bits == 4 else 32, 2
+        step, num_warps = 64 if bits == 4 or float8 else 32, 2
     else:
         step = group if block_d <= 128 else min(group, 64)
         num_warps = step // 32 if block_d <= 128 else step // 16
@@ -108,8 +109,13 @@ def rows_of(bits: int, group: int, D: int, R: int, itemsize: int) -> int:
     return 16 if R > 8 and itemsize == 2 and group >= 64 and D in (32, 64, 128) else 8
 
 
+def kind_of(cache: KV) -> str:
+    """Of a cache of codes, for `key`."""
+    return f"e4m3 g{cache.group}" if cache.float8 else f"int{cache.bits} g{cache.group}"
+
+
 def key(kind: str, D: int, R: int) -> str:
-    """What a configuration depends on; `kind` is a dtype's name or "int4 g64"."""
+    """What a configuration depends on; `kind` is a dtype's name, "int4 g64" or "e4m3 g64"."""
     return f"{kind} d{D} rows{R}"
 
 
@@ -141,7 +147,7 @@ def kv_decode(
     parts = [(cache.bits, 0, main)] if main else []
     if cache.tail_k is not None and cache.tail_k.shape[2]:
         parts.append((16, cache.k.shape[2], cache.tail_k.shape[2]))
-    chosen = [_choose(q, cache.group, heads, R, bits, S) for bits, _, S in parts]
+    chosen = [_choose(q, cache, heads, R, bits, S) for bits, _, S in parts]
     slots = sum(c["splits"] for c in chosen)
     partial = torch.empty(heads * slots * R * D, dtype=torch.float32, device=q.device)
     stats = torch.empty(heads * slots * R * 2, dtype=torch.float32, device=q.device)
@@ -176,6 +182,30 @@ def kv_decode(
                 *k.stride()[:3],
                 *v.stride()[:3],
                 *counts,
+                **constants,
+            )
+        elif cache.float8:
+            k, v = (t.view(torch.float8_e4m3fn) for t in (cache.k, cache.v))
+            float8_kernel[grid](
+                q,
+                k,
+                v,
+                cache.params_k,
+                cache.params_v,
+                starts,
+                lengths,
+                partial,
+                stats,
+                scores,
+                *q.stride()[:3],
+                *k.stride()[:3],
+                *v.stride()[:4],
+                *cache.params_k.stride()[:2],
+                *cache.params_v.stride()[:2],
+                *counts,
+                GROUP=cache.group,
+                EVEN=c["BLOCK_D"] == D,
+                OPERAND=tl.float32 if q.dtype == torch.float32 else tl.float16,
                 **constants,
             )
         else:
@@ -220,13 +250,14 @@ def kv_decode(
     return y, mass, lse.mul_(LN2).view(B, H_q, T_q)
 
 
-def _choose(q: Tensor, group: int, heads: int, R: int, bits: int, S: int) -> dict:
+def _choose(q: Tensor, cache: KV, heads: int, R: int, bits: int, S: int) -> dict:
     """Configuration of one part of the cache, with the sizes that follow from it."""
-    D, itemsize = q.shape[-1], q.element_size()
+    group, D, itemsize = cache.group, q.shape[-1], q.element_size()
     # tl.dot sums over at least 16 channels, and 4 bits halve them.
     block_d, rows = max(32 if bits == 4 else 16, triton.next_power_of_2(D)), rows_of(bits, group, D, R, itemsize)
-    kind = str(q.dtype).removeprefix("torch.") if bits == 16 else f"int{bits} g{group}"
-    chosen = configuration("kv_decode", key(kind, D, R), heuristic(bits, group, block_d, rows, itemsize))
+    kind = str(q.dtype).removeprefix("torch.") if bits == 16 else kind_of(cache)
+    otherwise = heuristic(bits, group, block_d, rows, itemsize, bits == 8 and cache.float8)
+    chosen = configuration("kv_decode", key(kind, D, R), otherwise)
     wanted = chosen["PER_SM"] * _multiprocessors(q.device) // (heads * -(-R // rows))
     splits = max(1, min(wanted, -(-S // max(chosen["STEP"], group, LEAST))))
     return {**chosen, "ROWS": rows, "BLOCK_D": block_d, "splits": splits}
@@ -265,6 +296,11 @@ def shipped() -> list[Compilation]:
     ]
     found += [_spans("bf16", bits, group, 128, 4, mass=True) for bits, group in ((16, 0), (8, 128), (4, 128))]
     found += [_spans("bf16", 16, 0, D, R, listed=True) for D, R in ((128, 4), (64, 3))]
+    found += [
+        _spans("bf16", 8, group, D, R, float8=True)
+        for group, D, R in ((128, 128, 4), (64, 64, 3), (64, 128, 4), (64, 128, 16), (32, 80, 1), (32, 256, 8))
+    ]
+    found += [_spans("bf16", 8, 128, 128, 4, mass=True, float8=True), _spans("fp32", 8, 64, 128, 4, float8=True)]
     found += [_spans("fp16", 16, 0, 128, 4, softcap=True), _spans("fp16", 4, 64, 128, 4, softcap=True)]
     found += [_spans("fp32", 16, 0, 128, 4), _spans("fp32", 8, 64, 128, 4), _spans("fp32", 4, 64, 128, 4)]
     merge = {"partial": "*fp32", "stats": "*fp32", "y": "*bf16", "lse": "*fp32", "slots": "i32", "R": "i32", "D": "i32"}
@@ -285,31 +321,47 @@ def shipped() -> list[Compilation]:
 
 
 def _spans(
-    dtype: str, bits: int, group: int, D: int, R: int, mass: bool = False, softcap: bool = False, listed: bool = False
+    dtype: str,
+    bits: int,
+    group: int,
+    D: int,
+    R: int,
+    mass: bool = False,
+    softcap: bool = False,
+    listed: bool = False,
+    float8: bool = False,
 ) -> Compilation:
     itemsize = 4 if dtype == "fp32" else 2
     block_d, rows = triton.next_power_of_2(D), rows_of(bits, group, D, R, itemsize)
-    c = heuristic(bits, group, block_d, rows, itemsize)
+    c = heuristic(bits, group, block_d, rows, itemsize, float8)
     strides = ["q_batch", "q_head", "q_token", "k_batch", "k_head", "k_row", "v_batch", "v_head"]
     pointers = {"q": dtype, "k": dtype, "v": dtype, "starts": "i32", "lengths": "i32"}
     constants = {"SOFTCAP": softcap, "SCORES": mass, "ROWS": rows, "STEP": c["STEP"], "BLOCK_D": block_d}
+    operand = tl.float32 if dtype == "fp32" else tl.float16
+    aligned = (*strides, "D")
     if bits == 16:
         strides.append("v_row")
         pointers |= {"indices": "i64"} if listed else {}
         constants |= {} if listed else {"indices": None}
+        aligned = (*strides, "D")
+    elif float8:
+        aligned = (*strides, "v_group", "v_channel", "D")  # strides of scales count groups
+        strides += ["v_group", "v_channel", "ks_batch", "ks_head", "vs_batch", "vs_head"]
+        pointers |= {"k": "fp8e4nv", "v": "fp8e4nv", "k_scales": "fp32", "v_scales": "fp32"}
+        constants |= {"GROUP": group, "EVEN": block_d == D, "OPERAND": operand}
     else:
         strides += ["v_group", "v_channel", "kw_batch", "kw_head", "kw_group", "vw_batch", "vw_head"]
         pointers |= {"k": "u8", "v": "u8", "k_words": "i32", "v_words": "i32"}
-        operand = tl.float32 if dtype == "fp32" else tl.float16
         constants |= {"BITS": bits, "GROUP": group, "EVEN": block_d == D, "ASM": True, "OPERAND": operand}
+        aligned = (*strides, "D")
     counts = ["base", "S", "total", "slot", "slots", "splits", "heads", "kv_heads", "G", "T_q", "D"]
     arguments = {
         name: f"*{kind}" for name, kind in (pointers | dict.fromkeys(("partial", "stats", "scores"), "fp32")).items()
     }
     arguments |= dict.fromkeys(strides + counts, "i32") | {"factor": "fp32", "cap": "fp32"}
-    kind = dtype if bits == 16 else f"{dtype} int{bits} g{group}"
+    kind = dtype if bits == 16 else f"{dtype} {'e4m3' if float8 else f'int{bits}'} g{group}"
     more = "".join(f" {word}" for word, on in (("mass", mass), ("capped", softcap), ("listed", listed)) if on)
     name = f"kv_decode {kind} d{D} rows{R}{more}"
-    kernel = dense_kernel if bits == 16 else quantised_kernel
+    kernel = dense_kernel if bits == 16 else float8_kernel if float8 else quantised_kernel
     expects = () if dtype == "fp32" else ("HGMMA",) if rows == 64 else ("HMMA",)
-    return Compilation(name, kernel, arguments, constants, c["num_warps"], c["num_stages"], (*strides, "D"), expects)
+    return Compilation(name, kernel, arguments, constants, c["num_warps"], c["num_stages"], aligned, expects)

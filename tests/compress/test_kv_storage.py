@@ -15,7 +15,7 @@ from compress.kv.precision import Precision
 from compress.kv.storage import joined, slabs_of
 from kernels.kv_decode import dequantize_kv, quantize_kv
 
-KV_INT, SNAPKV, H2O = (METHODS[name] for name in ("kv_int", "snapkv", "h2o"))
+KV_INT, KV_FP8, SNAPKV, H2O = (METHODS[name] for name in ("kv_int", "kv_fp8", "snapkv", "h2o"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,14 +52,39 @@ def test_codes_lose_half_a_step_and_the_residual_nothing(tiny, tokens, bits):
         assert slab.k.nbytes == slab.v.nbytes == 4 * 22 * 16 * 4
 
 
+@pytest.mark.parametrize("scales", ["group", "one"])
+def test_floats_lose_a_sixteenth_and_the_residual_nothing(tiny, tokens, scales):
+    model, ids, plain = tiny("llama"), torch.cat(tokens(2, 150)), DynamicCache()
+    read(model, plain, ids)
+    with attached(model, [KV_FP8(group_size=32, residual=20, scales=scales)]) as attachment:
+        cache = attachment.cache()
+        read(model, cache, ids)
+    for layer, exact in zip(cache.own, plain.layers, strict=True):
+        slab = layer.slabs[0]
+        assert slab.coded == 128 and layer.length == 150
+        for stored, true, held in zip(slab.dense(), (exact.keys, exact.values), slab.codes[2:], strict=True):
+            assert torch.equal(stored[:, :, 128:], true[:, :, 128:])
+            assert scales == "group" or torch.all(held.view == 1)
+            most = torch.maximum(true[:, :, :128].abs() / 16, held.view.repeat_interleave(32, 2)[..., None] / 1024)
+            assert torch.all((stored - true)[:, :, :128].abs() <= most * (1 + 1e-6))
+            assert not torch.equal(stored, true)
+        assert slab.codes[0].nbytes == slab.codes[1].nbytes == 4 * 128 * 16  # 4: rows and heads
+        assert slab.codes[2].nbytes == slab.codes[3].nbytes == 4 * 4 * 4
+
+
+HOW = {"int4": {"bits": 4}, "e4m3": {"bits": 8, "float8": True}}
+
+
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("residual", [0, 5, 40])
-def test_appended_codes_are_those_of_all_at_once(residual):
+def test_appended_codes_are_those_of_all_at_once(residual, how):
+    precision = Precision(group=32, residual=residual, **HOW[how])
     k, v = torch.randn(2, 2, 3, 150, 16)
     keep = torch.ones(2, 3, 150, dtype=torch.bool)
     keep[1, :, :7] = False
-    whole = slabs_of(k, v, keep, Precision(4, 32, residual))[0]
+    whole = slabs_of(k, v, keep, precision)[0]
     for sizes in ([1] * 110, [3, 90, 17]):
-        slab, at = slabs_of(k[:, :, :40], v[:, :, :40], keep[..., :40], Precision(4, 32, residual))[0], 40
+        slab, at = slabs_of(k[:, :, :40], v[:, :, :40], keep[..., :40], precision)[0], 40
         for size in sizes:
             slab.append(k[:, :, at : at + size], v[:, :, at : at + size])
             at += size
@@ -106,6 +131,7 @@ def reachable(thing, found: dict) -> dict:
         [Lopsided(budget=40, allocation="ada"), KV_INT(group_size=32)],
         [SNAPKV(budget=20, observed=4, allocation="global", decoding=True)],
         [METHODS["kvzip"](budget=20)],
+        [SNAPKV(budget=60), KV_FP8(group_size=32, residual=0)],
         [METHODS["expected_attention"](budget=50, decoding=True), KV_INT(bits=8, group_size=32, residual=0)],
     ],
     ids=str,

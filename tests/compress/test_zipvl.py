@@ -12,7 +12,7 @@ from compress import METHODS, apply, load_compressed, load_model, save_compresse
 from compress.kv import attached, attachment_of
 from compress.kv.static import MadeUpCache, decoder, static
 from compress.kv.storage import joined
-from compress.kv.zipvl import fewest
+from compress.kv.storing.zipvl import fewest
 from kernels.kv_decode import dequantize_kv, quantize_kv
 from kernels.registry import recording
 from notebooks.study.caches import cache_recipes, check_caches

@@ -8,6 +8,7 @@ from kernels import (
     gram,
     int_matmul,
     interpreter,
+    kv_decode,
     trellis_matmul,
     w4a8_matmul,
     w8a8_matmul,
@@ -65,6 +66,20 @@ def test_float8_goes_where_it_is_and_int8_everywhere_else(gpu):
     with pytest.raises(ValueError, match="'reference' would do, or int8") as error:
         choose(x, w8(torch.float8_e4m3fn), "triton")
     assert GPUS[gpu].name in str(error.value) and "float8 need 8.9" in str(error.value)
+
+
+def test_caches_in_float8_are_read_where_it_is(gpu):
+    k, able = torch.randn(1, 2, 64, 16), gpu in ("4090", "H200")
+    q, cache, choose = Tensor(1, 2, 1, 16), kv_decode.quantize_kv_float8(k, k, 32), kv_decode._implementation
+    assert choose(q, cache, "auto") == ("triton" if able else "reference")
+    assert choose(q, kv_decode.quantize_kv(k, k, 8, 32), "auto") == ("reference" if gpu == "T4" else "triton")
+    if able:
+        assert choose(q, cache, "triton") == "triton"
+        return
+    with pytest.raises(ValueError, match="need 8|needs a GPU") as error:
+        choose(q, cache, "triton")
+    assert GPUS[gpu].name in str(error.value)
+    assert gpu == "T4" or "'reference' would do, or a cache of integers in 8 bits" in str(error.value)
 
 
 def test_what_is_too_old_is_named(gpu):

@@ -10,15 +10,17 @@ import torch
 from torch.testing import assert_close
 
 from kernels import native
-from kernels.kv_decode import KV, dequantize_kv, kv_decode, merge_parts, quantize_kv
+from kernels.kv_decode import KV, dequantize_kv, kv_decode, merge_parts, quantize_kv, quantize_kv_float8
 from kernels.kv_decode.apart import kv_decode_apart
-from kernels.kv_decode.cases import checks, elements, exact
+from kernels.kv_decode.cases import checks, e4m3, elements, exact
+from kernels.kv_decode.layout import from_float8
 from kernels.registry import recording
 
 IMPLS = ("reference", "cpu")
 needs_native = pytest.mark.skipif(native.why_not() is not None, reason=f"no C++ kernels here: {native.why_not()}")
 ISAS = [isa for isa in ("avx512bf16", "avx512", "avx2", "portable") if native.why_not() is None and native.runs(isa)]
 STORED = [(16, 0), (8, 32), (8, 128), (4, 32), (4, 64)]
+E4M3 = "e4m3"  # in the place of bits: 8 of them, as floats
 
 
 def make(B=2, H_kv=2, G=3, T_q=1, S=150, D=16, dtype=torch.float32, bits=16, group=0, seed=0):
@@ -28,6 +30,8 @@ def make(B=2, H_kv=2, G=3, T_q=1, S=150, D=16, dtype=torch.float32, bits=16, gro
     k, v = (torch.randn(B, H_kv, S, D, generator=g).to(dtype) for _ in range(2))
     lengths = torch.randint(T_q, S, (B, H_kv), generator=g)
     lengths[0, 0] = S
+    if bits == E4M3:
+        return q, quantize_kv_float8(k, v, group), lengths
     return q, KV(k, v) if bits == 16 else quantize_kv(k, v, bits, group), lengths
 
 
@@ -36,7 +40,7 @@ def rms(y, expected):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("bits, group", STORED)
+@pytest.mark.parametrize("bits, group", [*STORED, (E4M3, 64)])
 def test_mass_adds_up_to_the_rows_of_a_head(impl, bits, group):
     q, cache, lengths = make(bits=bits, group=group, T_q=2)
     lengths[1, 1] = 0
@@ -124,7 +128,7 @@ def test_tokens_of_one_step_see_what_came_before_them(impl, bits, group):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("bits, group", STORED[1:])
+@pytest.mark.parametrize("bits, group", [*STORED[1:], (E4M3, 32), (E4M3, 64)])
 def test_quantised_cache_with_a_tail_is_its_dequantised_self(impl, bits, group):
     q, cache, lengths = make(bits=bits, group=group)
     assert cache.k.shape[2] == 150 // group * group and cache.positions == 150
@@ -165,6 +169,37 @@ def test_no_element_is_off_by_more_than_half_a_step(bits, group):
     assert cache.nbytes == 2 * k.numel() * bits // 8 + 2 * 4 * 8 * (256 // group) + 2 * 4 * 256
 
 
+def test_floats_of_eight_bits_are_torchs():
+    codes = torch.arange(256, dtype=torch.uint8)
+    finite = codes & 127 != 127
+    expected = codes.view(torch.float8_e4m3fn).double()[finite]
+    assert torch.equal(from_float8(codes)[finite].double(), expected) and torch.equal(e4m3(codes)[finite], expected)
+
+
+@pytest.mark.parametrize("scale", [None, 1.0, 0.03])
+def test_no_float_is_off_by_more_than_a_sixteenth(scale):
+    k, v = torch.randn(2, 2, 150, 16) * torch.logspace(-4, 2, 150)[:, None], torch.randn(2, 2, 150, 8)
+    cache = quantize_kv_float8(k, v, 32, scale=scale)
+    assert cache.float8 and cache.bits == 8 and cache.positions == 150
+    assert cache.params_k.shape == cache.params_v.shape == (2, 2, 4)
+    for back, x, scales in zip(dequantize_kv(cache), (k, v), cache[2:4], strict=True):
+        assert torch.equal(back[:, :, 128:], x[:, :, 128:])
+        most = scales.repeat_interleave(32, 2)[..., None]
+        x = x[:, :, :128].clamp(-448 * most, 448 * most)
+        assert torch.all((back[:, :, :128] - x).abs() <= torch.maximum(x.abs() / 16, most / 1024) * (1 + 1e-6))
+        if scale is None:
+            largest = back[:, :, :128].unflatten(2, (4, 32)).abs().amax((3, 4))
+            assert_close(largest, x.unflatten(2, (4, 32)).abs().amax((3, 4)))
+        else:
+            assert torch.all(scales == scale)
+    nothing = quantize_kv_float8(torch.zeros(1, 1, 32, 8), torch.zeros(1, 1, 32, 8), 32)
+    assert not any(x.any() for x in dequantize_kv(nothing))
+    with pytest.raises(ValueError, match=r"`scale` \(=0\) must be positive"):
+        quantize_kv_float8(k, v, 32, scale=0)
+    with pytest.raises(ValueError, match=r"`group` \(=48\)"):
+        quantize_kv_float8(k, v, 48)
+
+
 def test_short_caches_stay_as_they_are():
     q, cache, lengths = make(S=20, bits=4, group=32)
     assert cache.k.shape == (2, 2, 0, 8) and cache.v.shape == (2, 2, 0, 16, 16) and cache.tail_k.shape[2] == 20
@@ -176,7 +211,7 @@ def test_short_caches_stay_as_they_are():
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("bits, group", [(16, 0), (8, 32), (4, 32)])
+@pytest.mark.parametrize("bits, group", [(16, 0), (8, 32), (4, 32), (E4M3, 32)])
 def test_any_strides(impl, bits, group):
     """A cache cut out of a larger, preallocated one, and queries as a projection leaves them."""
     q, cache, lengths = make(bits=bits, group=group, S=128, dtype=torch.bfloat16)
@@ -224,6 +259,9 @@ def test_auto_says_what_ran():
     with recording() as used:
         kv_decode(*make())
     assert used["kv_decode"] == {"cpu" if native.why_not() else f"cpu {native.kv_decode_isa(torch.float32)}"}
+    with recording() as used:
+        kv_decode(*make(bits=E4M3, group=32))
+    assert used["kv_decode"] == {"cpu"}, "plain torch"
 
 
 @pytest.mark.parametrize("isa", [*ISAS, None])
@@ -310,6 +348,9 @@ def test_bad_arguments_say_what_would_do():
         r"`cache.bits` \(=16\) goes without": lambda: kv_decode(
             q, small._replace(bits=16, k=cache.k, v=cache.v), lengths
         ),
+        r"`cache.params_v` must be torch.float32": lambda: kv_decode(
+            q, quantize_kv_float8(*cache[:2], 32)._replace(params_v=small.params_v), lengths
+        ),
         r"`bits` \(=16\) must be 8, 4 or 2": lambda: quantize_kv(*cache[:2], 16),
         r"`group` \(=48\) must be one of 32, 64, 128": lambda: quantize_kv(*cache[:2], 4, 48),
         r"multiple of 2 channels": lambda: quantize_kv(cache.k[..., :15], cache.v[..., :15], 4),
@@ -318,13 +359,13 @@ def test_bad_arguments_say_what_would_do():
             call()
 
 
-@pytest.mark.parametrize("bits, group", [(16, 0), (4, 32)])
+@pytest.mark.parametrize("bits, group", [(16, 0), (4, 32), (E4M3, 32)])
 @pytest.mark.parametrize("impl", IMPLS)
 def test_registered_op_passes_opcheck(bits, group, impl):
     q, cache, lengths = make(bits=bits, group=group, S=70, dtype=torch.bfloat16)
     indices = torch.arange(70).flip(0).expand(2, 2, 70).contiguous()
     for listed, lse in ((None, False), (indices, True)):
-        arguments = (q, *cache[:6], lengths, 70 - lengths, listed, bits, group, 0.25, 0.0, True, lse, impl)
+        arguments = (q, *cache[:6], lengths, 70 - lengths, listed, cache.bits, group, 0.25, 0.0, True, lse, impl)
         torch.library.opcheck(torch.ops.workbench.kv_decode, arguments)
 
 

@@ -1,0 +1,1 @@
+"""Storing: how the positions that stay are stored. One file each."""
