@@ -26,13 +26,14 @@ from compress.kv.eviction.gemfilter import GemFilter
 from compress.kv.eviction.h2o import H2O
 from compress.kv.eviction.keydiff import KeyDiff
 from compress.kv.eviction.knorm import KNorm
-from compress.kv.eviction.kvzap import KVzap
 from compress.kv.eviction.kvzip import KVzip
 from compress.kv.eviction.prefixkv import PrefixKV
 from compress.kv.eviction.random_choice import RandomEviction
 from compress.kv.eviction.snapkv import SnapKV
 from compress.kv.eviction.streaming import Streaming
 from compress.kv.eviction.tova import TOVA
+from compress.kv.learned.kvzap import KVzap
+from compress.kv.learned.locret import Locret
 from compress.kv.projecting.matryoshka import Matryoshka
 from compress.kv.reading.quest import Quest
 from compress.kv.reading.tidaldecode import TidalDecode
@@ -74,7 +75,7 @@ METHODS: dict[str, type[Method]] = {
     "smoothquant": SmoothQuant, "int8": Int8, "fp8": FP8, "llm_int8": LLMInt8, "bnb_int8": BitsandbytesInt8,
     "random_kv": RandomEviction, "streaming": Streaming, "knorm": KNorm, "keydiff": KeyDiff, "h2o": H2O, "tova": TOVA,
     "snapkv": SnapKV, "gemfilter": GemFilter, "expected_attention": ExpectedAttention, "kvzip": KVzip, "kvzap": KVzap,
-    "prefixkv": PrefixKV, "d2o": D2O,
+    "locret": Locret, "prefixkv": PrefixKV, "d2o": D2O,
     "svdquant": SVDQuant, "smooth_keys": SmoothKeys, "kv_int": KVInt, "kv_fp8": KVFloat8, "zipvl": ZipVL,
     "matryoshka": Matryoshka, "quest": Quest, "tidaldecode": TidalDecode,
 }  # fmt: skip

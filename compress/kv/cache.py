@@ -317,7 +317,7 @@ class CompressedCache(Cache):
         layer.queries, layer.asked = (queries[:, :, cut:].clone(), asked[:, cut:].clone()) if window else (None, None)
         decoding = n == 1 and layer.seen > 1
         idle = decoding and not policy.decoding  # nothing is evicted
-        if self.paused or policy.runs_model or (idle and not policy.reads_hidden):
+        if self.paused or policy.runs_model or (idle and not policy.at_every_pass):
             return
         if policy.remembers:
             hidden = packed(hidden[:, None], real)[0][:, 0] if policy.reads_hidden else None

@@ -190,7 +190,8 @@ class Policy(CacheMethod):
     remembers: ClassVar[bool] = False  # is there something to remember of each position from pass to pass?
     runs_model: ClassVar[bool] = False  # does scoring take passes of the whole model?
     replaces: ClassVar[bool] = False  # does `read_again` put a shorter prompt in the place of the one that was read?
-    reads_hidden: ClassVar[bool] = False  # does `remember` read `seen.hidden`? Then it is asked at every pass
+    reads_hidden: ClassVar[bool] = False  # does `remember` read `seen.hidden`?
+    at_every_pass: ClassVar[bool] = False  # is `remember` asked of every new token, also where nothing is evicted?
     mass: ClassVar[bool] = False  # are scores attention, finite ones not negative, that can be summed up?
     merges: ClassVar[bool] = False  # does `merge` change what stays?
 

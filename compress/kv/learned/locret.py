@@ -1,0 +1,76 @@
+"""Locret (Huang et al., 2024, arXiv:2410.01805): retaining heads predict how much each position will be attended to."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from compress.kv.learned.networks import check_networks, remembered, with_ends
+from compress.kv.policy import Policy
+from compress.kv.seen import Seen
+from compress.method import knob
+
+COMMAND = "compress.kv.learned.train_locret"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Locret(Policy):
+    """Keeps the positions that answers will attend to most, as small networks predict it of each token alone.
+
+    A network for every layer (the retaining heads) sees the query, key and value of a token, all heads side by side,
+    and predicts for each kv head the largest attention logit that a later answer gives to the position. A score is
+    given once and never changes, because it depends on nothing behind the token; so prompts can be read in chunks and
+    evicted after each, and the last tokens (stabilizers) always stay, on which the next chunk depends most. The
+    networks are trained once per model, in minutes, by the module `train_locret` beside this one.
+
+    Deviations: the networks see queries and keys as they are before RoPE; they are trained on the last quarter of plain
+    texts in the place of answers to instructions. Predictions are logits, which are not comparable between heads, so
+    that the budget is shared out by number alone, as in the paper. `sinks` are not in the paper.
+    """
+
+    path: str = knob("", "file of the trained networks, as `python -m compress.kv.learned.train_locret` writes it")
+    allocation: str = knob("uniform", "how the budget is shared out: by number", choices=("uniform", "pyramid"))
+    sinks: int = knob(4, "tokens at the beginning that always stay", range=(0, 1024))
+    recent: int = knob(64, "tokens at the end that always stay, of every chunk of a prompt too", range=(0, 65536))
+
+    name = "locret"
+    source = "Huang et al. 2024, arXiv:2410.01805, section 3"
+    window: ClassVar[int] = 1
+    remembers: ClassVar[bool] = True
+    at_every_pass: ClassVar[bool] = True
+
+    def check(self, model: nn.Module) -> None:
+        super().check(model)
+        check_networks(self, self.path, model, channels(model), command=COMMAND, kind="queries, keys and values")
+
+    def remember(self, seen: Seen) -> Tensor:
+        """The predicted scores of what is kept; new ones at its end."""
+        return remembered(seen, self.path, features(seen))
+
+    def scores(self, seen: Seen) -> Tensor:
+        return with_ends(seen.memory, seen, self.sinks, self.recent)
+
+
+def channels(model: nn.Module) -> int:
+    """Of a token's query, key and value of all heads."""
+    config = model.config.get_text_config(decoder=True)
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return (heads + 2 * (getattr(config, "num_key_value_heads", None) or heads)) * width
+
+
+def features(seen: Seen) -> Tensor:
+    """What the networks see of the queries' tokens, [B, n, channels] float32: query, key and value before RoPE."""
+    n = seen.queries.shape[2]
+    places = seen.positions.clamp(min=0)
+    q, k = (seen.turn(x.float(), places, True) for x in (seen.queries, seen.keys[:, :, -n:]))
+    return torch.cat([x.transpose(1, 2).flatten(2) for x in (q, k, seen.values[:, :, -n:].float())], -1)
+
+
+def largest_logits(seen: Seen, prompt: int) -> Tensor:
+    """The largest attention logit that the tokens behind a prompt give to each of its positions, over the query heads
+    that share a kv head, [B, H_kv, prompt], float32."""
+    q = seen.queries[:, :, prompt:].unflatten(1, (seen.keys.shape[1], -1)).float()  # [B, H, G, n, D]
+    logits = torch.einsum("bhgnd,bhtd->bhgnt", q, seen.keys[:, :, :prompt].float()) * seen.scaling
+    return logits.amax((2, 3))

@@ -1,0 +1,187 @@
+"""Small networks that score positions, one for each layer: how they are trained, written, read and checked."""
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn.functional import gelu, mse_loss
+from tqdm.auto import tqdm
+
+from compress.kv.policy import Policy
+from compress.kv.seen import Seen
+from compress.kv.support import keeping_layers
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class Scorer(NamedTuple):
+    """Of one layer: scores [n, H_kv] = gelu((x - mean) / deviation up) down + bias, of inputs x [n, inputs].
+
+    up: [inputs, width], first_bias: [width], down: [width, H_kv], bias: [H_kv]; mean, deviation: [inputs].
+    """
+
+    mean: Tensor
+    deviation: Tensor
+    up: Tensor
+    first_bias: Tensor
+    down: Tensor
+    bias: Tensor
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """inputs [..., inputs] -> [..., H_kv], float32."""
+        x = (inputs.float() - self.mean) / self.deviation
+        return gelu(x @ self.up + self.first_bias) @ self.down + self.bias
+
+
+class Fitted(NamedTuple):
+    """How well a network predicts tokens that it was not trained on.
+
+    Attributes:
+        explained: share of the variance of the targets, R².
+        overlap: share of the tenth of the tokens with the largest targets that is in the tenth with the highest
+            scores, mean over heads; 0.1 by chance.
+    """
+
+    explained: float
+    overlap: float
+
+
+def fit(
+    inputs: Tensor,
+    target: Tensor,
+    *,
+    width: int,
+    epochs: int = 15,
+    rate: float = 3e-3,
+    batch: int = 512,
+    seed: int = 0,
+    span: int = 1,
+    loss: Loss = mse_loss,
+) -> tuple[Scorer, Fitted]:
+    """A network for one layer, trained on a nine-tenths share of the tokens.
+
+    Args:
+        inputs: [n, inputs]. target: [n, H_kv].
+        batch: tokens of an update.
+        span: consecutive tokens that are drawn together, for losses that compare neighbours; it divides n.
+        loss: of predictions and targets, both [batch / span, span, H_kv].
+    """
+    generator = torch.Generator().manual_seed(seed)
+    x, y = (t.float().unflatten(0, (-1, span)) for t in (inputs, target))  # [spans, span, ...]
+    order = torch.randperm(len(x), generator=generator)
+    held, used = order[: len(order) // 10], order[len(order) // 10 :]
+    mean, deviation = x[used].mean((0, 1)), x[used].flatten(0, 1).std(0).clamp(min=1e-4)
+    up = torch.randn(x.shape[-1], width, generator=generator) / x.shape[-1] ** 0.5
+    down = torch.randn(width, y.shape[-1], generator=generator) / width**0.5
+    parameters = [up, torch.zeros(width), down, y[used].mean((0, 1)).clone()]
+    batch = max(batch // span, 1)
+    with torch.enable_grad():
+        for p in parameters:
+            p.requires_grad_()
+        optimiser = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.01)
+        steps = max(len(used) // batch, 1) * epochs
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, rate, total_steps=steps)
+        for _ in range(steps):
+            at = used[torch.randint(len(used), (batch,), generator=generator)]
+            error = loss(Scorer(mean, deviation, *parameters)(x[at]), y[at])
+            optimiser.zero_grad()
+            error.backward()
+            optimiser.step()
+            schedule.step()
+    scorer = Scorer(mean, deviation, *(p.detach() for p in parameters))
+    return scorer, _fitted(scorer(x[held]).flatten(0, 1), y[held].flatten(0, 1))
+
+
+def _fitted(predicted: Tensor, target: Tensor) -> Fitted:
+    """predicted, target: [n, H_kv]."""
+    rest = (target - target.mean(0)).square().sum().clamp(min=1e-30)
+    count = max(len(target) // 10, 1)
+    top = (torch.zeros_like(x).scatter_(0, x.topk(min(count, len(x)), 0).indices, 1) for x in (predicted, target))
+    both = torch.stack(list(top)).prod(0)
+    return Fitted(1 - ((predicted - target).square().sum() / rest).item(), both.sum(0).mean().item() / count)
+
+
+def fit_all(
+    examples: Mapping[int, tuple[Tensor, Tensor]], path: str | Path, *, width: int, **more: object
+) -> dict[int, Fitted]:
+    """Train a network for every layer, and write the file that a policy takes.
+
+    Args:
+        examples: {layer: inputs [n, inputs], targets [n, H_kv]}. width, more: of `fit`.
+    """
+    tensors, fitted = {}, {}
+    for number, (inputs, target) in tqdm(examples.items(), desc="networks", unit="layer"):
+        scorer, fitted[number] = fit(inputs, target, width=width, **more)
+        tensors |= {f"{number}.{field}": t.contiguous() for field, t in scorer._asdict().items()}
+    save_file(tensors, str(path))
+    return fitted
+
+
+def summary(fitted: Mapping[int, Fitted]) -> str:
+    """What a command prints of the networks of all layers."""
+    explained, overlap = (sum(of) / len(fitted) for of in zip(*fitted.values(), strict=True))
+    least = min(one.explained for one in fitted.values())
+    return f"{len(fitted)} layers, R² {explained:.3f} on average, {least:.3f} at least, top tenth {overlap:.3f}"
+
+
+def scorers(path: str) -> dict[int, Scorer]:
+    """The networks of a file by layer."""
+    return _read(path, Path(path).stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=4)
+def _read(path: str, changed: int) -> dict[int, Scorer]:
+    with safe_open(path, "pt") as file:
+        layers = sorted({int(name.partition(".")[0]) for name in file.keys()})  # noqa: SIM118
+        return {i: Scorer(*(file.get_tensor(f"{i}.{field}") for field in Scorer._fields)) for i in layers}
+
+
+def check_networks(policy: Policy, path: str, model: nn.Module, inputs: int, *, command: str, kind: str) -> None:
+    """Raise ValueError if a file does not hold networks for this model.
+
+    Args:
+        inputs: channels that the networks read. kind: what these are. command: what writes the file.
+    """
+    writes = f"`python -m {command} --model MODEL --out FILE` writes one"
+    if not path:
+        raise ValueError(f"`path` (='') of {policy.name} must name a file of trained networks; {writes}")
+    if not Path(path).is_file():
+        raise ValueError(f"`path` (={path!r}) of {policy.name} is no file; {writes}")
+    try:
+        found = scorers(path)
+        own = next(iter(found.values())).up.shape[0]
+    except Exception as error:
+        raise ValueError(f"`path` (={path!r}) of {policy.name} holds no trained networks; {writes}") from error
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    if own != inputs or max(found) >= layers:
+        raise ValueError(
+            f"`path` (={path!r}) of {policy.name} is of a model with {kind} of {own} channels and {max(found) + 1} "
+            f"layers or more; this one has {inputs} and {layers}"
+        )
+    if lacking := [i for i in keeping_layers(model) if i not in found]:
+        raise ValueError(f"`path` (={path!r}) of {policy.name} has no network of layer {lacking[0]}; {writes}")
+
+
+def remembered(seen: Seen, path: str, inputs: Tensor) -> Tensor:
+    """What a policy remembers: the scores of what was kept, and those of the pass's tokens at its end.
+
+    Args:
+        inputs: [B, n, inputs] of the last n tokens.
+    """
+    scorer, n = scorers(path)[seen.layer], inputs.shape[1]
+    new = scorer._make(t.to(inputs.device) for t in scorer)(inputs).transpose(1, 2)  # [B, H, n]
+    memory = seen.memory.clone()
+    memory[:, :, -n:] = torch.where(seen.asked[:, None], new.to(memory.dtype), memory[:, :, -n:])
+    return memory
+
+
+def with_ends(scores: Tensor, seen: Seen, sinks: int, recent: int) -> Tensor:
+    """Scores [B, H_kv, T] in which a row's first and last tokens stay in any case."""
+    order = seen.order()
+    certain = ((order >= 0) & (order < sinks)) | seen.last(recent)
+    return scores.masked_fill(certain, torch.inf)

@@ -1,0 +1,71 @@
+"""Train the networks that `locret` scores with: the attention logits of answers, predicted from queries, keys, values.
+
+$ python -m compress.kv.learned.train_locret --model smollm2-135m --out locret.safetensors
+"""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import smooth_l1_loss
+from tqdm.auto import tqdm
+
+from compress.inputs.command import given
+from compress.kv.attach import attached
+from compress.kv.learned.locret import features, largest_logits
+from compress.kv.learned.networks import Fitted, fit_all, summary
+
+ANSWER = 0.25  # share of a text, its end, whose attention is predicted
+SPAN = 8  # consecutive tokens that are drawn together
+SMOOTH = 0.0025  # weight of the squared differences between scores of neighbours
+
+
+@torch.no_grad()
+def examples(model: nn.Module, batches: Sequence[Tensor]) -> dict[int, tuple[Tensor, Tensor]]:
+    """By layer, queries, keys and values [n, channels] in bfloat16 and the largest logits [n, H_kv] of the tokens of
+    prompts, which are all but the last quarter of each text, in whole spans.
+
+    Args:
+        batches: tokens, LongTensors [1, T].
+    """
+    found: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    for ids in tqdm(batches, desc="attention of answers", unit="text"):
+        prompt = ids.shape[1] - max(int(ids.shape[1] * ANSWER), 1)
+        with attached(model) as attachment:
+            cache = attachment.cache(observes=True)
+            model(ids.to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        for layer in cache.filled:
+            seen = layer.seen_by(layer.queries, layer.asked)
+            inputs, target = features(seen)[0, :prompt], largest_logits(seen, prompt)[0].T
+            whole = prompt // SPAN * SPAN
+            found.setdefault(layer.number, []).append((inputs[:whole].bfloat16().cpu(), target[:whole].cpu()))
+    return {
+        number: (torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])) for number, pairs in found.items()
+    }
+
+
+def smooth_loss(predicted: Tensor, target: Tensor) -> Tensor:
+    """Smooth L1 of scores and logits, and the squared differences of neighbours' scores; [spans, span, H_kv]."""
+    return smooth_l1_loss(predicted, target) + SMOOTH * predicted.diff(dim=1).square().mean()
+
+
+def train(model: nn.Module, batches: Sequence[Tensor], path: str | Path, **more: float) -> dict[int, Fitted]:
+    """Write the file that `locret(path=...)` takes; `more`: of `fit`, but for the width, a quarter of the hidden size.
+
+    Returns:
+        {layer: how well its network predicts tokens that were held out}
+    """
+    width = max(model.config.get_text_config(decoder=True).hidden_size // 4, 8)
+    return fit_all(examples(model, batches), path, width=width, span=SPAN, loss=smooth_loss, **more)
+
+
+def main() -> None:
+    start = time.perf_counter()
+    model, batches, out = given(__doc__, samples=24)
+    print(f"{out}: {summary(train(model, batches, out))}, {time.perf_counter() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
