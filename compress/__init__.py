@@ -35,6 +35,7 @@ from compress.kv.eviction.tova import TOVA
 from compress.kv.learned.kvzap import KVzap
 from compress.kv.learned.locret import Locret
 from compress.kv.projecting.matryoshka import Matryoshka
+from compress.kv.projecting.xkv import XKV
 from compress.kv.reading.quest import Quest
 from compress.kv.reading.tidaldecode import TidalDecode
 from compress.kv.smooth_keys import SmoothKeys
@@ -77,7 +78,7 @@ METHODS: dict[str, type[Method]] = {
     "snapkv": SnapKV, "gemfilter": GemFilter, "expected_attention": ExpectedAttention, "kvzip": KVzip, "kvzap": KVzap,
     "locret": Locret, "prefixkv": PrefixKV, "d2o": D2O,
     "svdquant": SVDQuant, "smooth_keys": SmoothKeys, "kv_int": KVInt, "kv_fp8": KVFloat8, "zipvl": ZipVL,
-    "matryoshka": Matryoshka, "quest": Quest, "tidaldecode": TidalDecode,
+    "matryoshka": Matryoshka, "xkv": XKV, "quest": Quest, "tidaldecode": TidalDecode,
 }  # fmt: skip
 
 __all__ = [

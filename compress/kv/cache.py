@@ -65,6 +65,7 @@ class CompressedCache(Cache):
         self.policy, self.storage, self.projecting = policy, storage, projecting
         self.observes, self.traces = observes, traces
         self.model, self.paused, self.reads_pieces, self.by_kernel = model, False, reads_pieces, True
+        self._joins = projecting is not None and projecting.joins
         self.listener: Callable[[KVLayer, Tensor, Tensor, Tensor], None] | None = None
         self.ids: list[Tensor] = []  # of the prompt, [B, n] each, for policies that read it again
         self.masks: list[Tensor] = []
@@ -72,9 +73,10 @@ class CompressedCache(Cache):
         self._scores: dict[int, tuple[Tensor, Tensor]] = {}
         self._recalled: dict[tuple[Policy, int], list[Tensor | None]] = {}
         kinds, settings = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
-        layers: list = []
-        for kind, more in zip(kinds, settings, strict=True):
-            layers.append(self._layer(len(layers)) if kind == "full_attention" else LAYER_TYPES[kind](**more))
+        layers = [
+            self._layer(number) if kind == "full_attention" else LAYER_TYPES[kind](**more)
+            for number, (kind, more) in enumerate(zip(kinds, settings, strict=True))
+        ]
         super().__init__(layers=layers)
         self._keeping = keeping_layers(model)
         self.reader = None if reading is None else Reader(reading, self._keeping)
@@ -151,8 +153,7 @@ class CompressedCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of every tensor that the cache holds: codes, scales, residuals, slack, what policies remember, other
-        layers."""
+        """Bytes of every tensor that the cache holds: codes, scales, slack, what policies remember, other layers."""
         return sum(_bytes(t) for t in self._tensors())
 
     @property
@@ -170,7 +171,7 @@ class CompressedCache(Cache):
     @property
     def is_croppable(self) -> bool:
         """Can tokens always be taken back?"""
-        return self.policy is None and self.storage is None and super().is_croppable
+        return self.policy is None and self.storage is None and not self._joins and super().is_croppable
 
     def reset(self) -> None:
         """Forget everything but the policy."""
@@ -179,8 +180,7 @@ class CompressedCache(Cache):
 
     @contextmanager
     def looking(self, listener: Callable[[KVLayer, Tensor, Tensor, Tensor], None]) -> Iterator[None]:
-        """Passes that leave no trace; `listener` gets each layer, its queries, its new keys, and which of them are no
-        padding."""
+        """Passes that leave no trace; `listener` gets each layer, its queries, new keys, and which are no padding."""
         others = [(layer, copy.deepcopy(vars(layer))) for layer in self.layers if not isinstance(layer, KVLayer)]
         self.listener = listener
         try:
@@ -216,6 +216,7 @@ class CompressedCache(Cache):
                     layer.memory = Growing(torch.zeros(k.shape[:3], device=k.device))
         made.ids, made.masks, made.mask = list(self.ids), list(self.masks), self.mask
         if policy is None:
+            made.finish()
             return made
         if policy.replaces:
             for layer, other in zip(made.own, self.own, strict=True):
@@ -267,10 +268,7 @@ class CompressedCache(Cache):
         Args:
             q: [B, H_q, n, D]. key: the keys that `update` gave back.
             mask: bool [B, 1, n, n] among the new tokens, or None where each sees those up to itself.
-
-        Returns:
-            [B, n, H_q, D]
-        """
+        """  # -> [B, n, H_q, D]
         k, v = layer.take_incoming(module, key)
         B, _, n, _ = k.shape
         if mask is not None and (mask.dtype != torch.bool or mask.shape[-1] != n):
@@ -380,6 +378,8 @@ class CompressedCache(Cache):
     def finish(self) -> None:
         """After a pass over all layers: what needs all of them."""
         policy = self.policy
+        if self._joins and not self.paused:
+            self.projecting.join(self.filled)
         if policy is None:
             return
         if policy.runs_model and self.ids and not self.paused and self.ids[-1].shape[1] > 1:

@@ -1,7 +1,8 @@
 """What a policy of the KV cache is: a rule that scores cached positions, a budget, and how the budget is shared out.
 
-How others fit: Locret is `scores` and an `allocation`; ShadowKV chooses at every token what is read, which is a
-`compress.kv.reading`; xKV would be a `Projecting` whose rows several layers share.
+Beside policies there are storages and projections here, and in `compress.kv.reading` rules of what is read. A projection
+that needs several layers at once changes their slabs in `join`. ShadowKV would do so too, with layers one by one: a slab
+of keys in factors (`compress.kv.projecting.shared`) whose `attend` chooses chunks by landmarks and fetches their values.
 """
 
 import math
@@ -12,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import Cache
+from transformers.cache_utils import DynamicLayer
 
 from compress.kv.precision import Precision, Projection
 from compress.kv.seen import Seen
@@ -145,6 +147,7 @@ class Projecting(CacheMethod):
     """In which channels keys and values are kept."""
 
     slot: ClassVar[str] = "projecting"
+    joins: ClassVar[bool] = False  # does `join` change what layers keep, after a prompt?
 
     def within(self, before: Sequence[Method], after: Sequence[Method]) -> Method:
         if others := [other for other in (*before, *after) if isinstance(other, Projecting)]:
@@ -153,6 +156,11 @@ class Projecting(CacheMethod):
 
     def projection(self, layer: int) -> Projection | None:
         """Of the layer of this number; None for one that keeps no keys."""
+        raise NotImplementedError
+
+    def join(self, layers: Sequence[DynamicLayer]) -> None:
+        """For projections with `joins`, after every pass: change the slabs of all layers that keep something, which are
+        `compress.kv.layer.KVLayer`s."""
         raise NotImplementedError
 
 

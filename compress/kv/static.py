@@ -22,8 +22,13 @@ from kernels.kv_decode import KV, Listed, dequantize_kv, kv_decode
 NAME = "workbench_kv_static"
 
 
-def check_timed(storage: Storage | None) -> None:
-    """Raise ValueError if fixed tensors cannot hold what a storage keeps."""
+def check_timed(storage: Storage | None, projecting: Projecting | None = None) -> None:
+    """Raise ValueError if fixed tensors cannot hold what a storage or a projection keeps."""
+    if projecting is not None and projecting.joins:
+        raise ValueError(
+            f"`recipe`: {projecting} keeps a prompt in factors, which compiled steps do not read; leave out the timing "
+            "(`speed_contexts`), or take another projection"
+        )
     if storage is not None and storage.lesser is not None:
         raise ValueError(
             f"`recipe`: {storage} keeps positions in two precisions, which compiled steps do not read; leave out the "
@@ -138,7 +143,7 @@ def static(cache: CompressedCache, room: int) -> Cache:
     """
     if cache.reader is not None:
         raise ValueError(f"`cache` reads sparsely ({cache.reader.reading}); one without a reading would do")
-    check_timed(cache.storage)
+    check_timed(cache.storage, cache.projecting)
     return Cache(
         layers=[StaticKVLayer([_fixed(slab, room) for slab in layer.slabs], layer.seen) for layer in cache.layers]
     )
@@ -165,7 +170,7 @@ class MadeUpCache(Cache):
         *,
         room: int = 64,
     ) -> None:
-        check_timed(storage)
+        check_timed(storage, projecting)
         self.policy, self.capacity = policy, capacity
         parameter = next(model.parameters())
         config = model.config.get_text_config(decoder=True)

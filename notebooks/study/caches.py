@@ -252,7 +252,8 @@ def check_caches(model: nn.Module, recipes: CacheRecipes, contexts: Sequence[int
         for method in methods:
             method.check(model)
     for name in recipes.timed if contexts else ():
-        check_timed(parts(recipes.recipes[name])[1])
+        _, storage, _, projecting = parts(recipes.recipes[name])
+        check_timed(storage, projecting)
 
 
 def cache_scores(model: nn.Module, found: LongContextScores, speed: CacheSpeed | None) -> Scores:
