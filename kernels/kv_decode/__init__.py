@@ -63,8 +63,8 @@ def kv_decode(
         return_mass: also return the attention that each position got, which eviction policies score with.
         return_lse: also return the log-sum-exp of the scores, by which `merge_parts` adds up parts of a cache.
         impl: "reference" (float32, any device), "cpu" (C++ kernels, or plain torch where they cannot be built; reads
-            the ranges only), "triton" (a GPU; D up to 256) or "auto". A cache of 2 bits, or whose keys have a scale per
-            token, or whose values have other channels, has only the reference.
+            the ranges only), "triton" (a GPU; D up to 256) or "auto". A cache whose keys have a scale per token, or whose
+            values have other channels, has only the reference, and one of 2 bits that and the C++ kernel.
 
     Returns:
         y [B, H_q, T_q, D_v] in q's dtype; with `return_mass` then mass [B, H_kv, positions, or n], float32:
@@ -147,7 +147,7 @@ def _implementation(q: Tensor, cache: KV, impl: str) -> str:
     Raises:
         ValueError: one that does not exist or cannot take these.
     """
-    if only := _only_reference(cache, q.shape[-1]):
+    if only := _only_reference(cache, q.shape[-1], impl in ("auto", "cpu") and in_cpp(q)):
         if impl not in ("auto", "reference"):
             what, other = only
             raise ValueError(f"`impl` (={impl!r}) has no kernel for {what}; 'reference' would do, or {other}")
@@ -178,11 +178,16 @@ def _value_channels(cache: KV) -> int:
     return cache.v.shape[3]
 
 
-def _only_reference(cache: KV, D: int) -> tuple[str, str] | None:
-    """What of a cache no kernel reads, and what would do; None if they read it."""
+def in_cpp(q: Tensor) -> bool:
+    """Would the C++ kernel be taken for these queries?"""
+    return q.device.type == "cpu" and native.why_not() is None
+
+
+def _only_reference(cache: KV, D: int, cpp: bool) -> tuple[str, str] | None:
+    """What of a cache no kernel reads, and what would do; None if they read it. cpp: the C++ kernel may."""
     if cache.by_token:
         return "scales per token", "scales per channel"
-    if cache.bits == 2:
+    if cache.bits == 2 and not cpp:
         return "2 bits", "4 bits"
     if _value_channels(cache) != D:
         return f"values of {_value_channels(cache)} channels beside keys of {D}", "as many of both"

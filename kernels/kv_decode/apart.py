@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels import native
-from kernels.kv_decode import KV, _only_reference, kv_decode
+from kernels.kv_decode import KV, _only_reference, in_cpp, kv_decode
 from kernels.registry import ran
 
 
@@ -63,10 +63,10 @@ def kv_decode_apart(
 
 def _alike(q: Tensor, caches: Sequence[KV]) -> bool:
     """Does one call of the C++ kernel take all of them?"""
-    if q.device.type != "cpu" or native.why_not() is not None:
+    if not in_cpp(q) or any(cache.float8 for cache in caches):
         return False
     first, D = caches[0], q.shape[-1]
-    return all(cache[6:8] == first[6:8] and _only_reference(cache, D) is None for cache in caches)
+    return all(cache[6:8] == first[6:8] and _only_reference(cache, D, True) is None for cache in caches)
 
 
 def _nothing(q: Tensor, cache: KV) -> Tensor:

@@ -25,7 +25,7 @@ namespace {
 
 constexpr int SPAN = 256;  // positions; a multiple of every group
 
-enum class Kind { float32, bfloat16, float16, byte, nibble };
+enum class Kind { float32, bfloat16, float16, byte, nibble, quarter };  // the last ones: codes of 8, 4 and 2 bits
 
 // Strides in bytes. n: a position, of coded values a group.
 struct Part {
@@ -132,27 +132,26 @@ void decode(const Problem& p, const Task& t, int64_t n, float* key, float* value
     for (int d = 0; d < p.D; d++) key[d] = as_float(p.tail.kind, k, d), value[d] = as_float(p.tail.kind, v, d);
     return;
   }
-  const bool nibbles = p.main.kind == Kind::nibble;
-  const int64_t g = n / p.group, i = n % p.group, bytes = nibbles ? p.group / 2 : p.group;
+  const int parts = p.main.kind == Kind::byte ? 1 : p.main.kind == Kind::nibble ? 2 : 4;  // codes of a byte
+  const int64_t g = n / p.group, i = n % p.group, bytes = p.group / parts, channels = p.D / parts;
   const auto* k = reinterpret_cast<const uint8_t*>(p.main.k + t.b * p.main.k_b + t.h * p.main.k_h + n * p.main.k_n);
   const auto* v = reinterpret_cast<const uint8_t*>(p.main.v + t.b * p.main.v_b + t.h * p.main.v_h + g * p.main.v_n) + i % bytes;
   const char* pairs = p.params_k + t.b * p.pk_b + t.h * p.pk_h + g * p.pk_n;
-  const int half = p.D / 2, shift = nibbles && i >= bytes ? 4 : 0, mask = nibbles ? 15 : 255;
+  const int bits = 8 / parts, mask = (1 << bits) - 1;
   float scale, offset;
   for (int d = 0; d < p.D; d++) {
     parameters(pairs + 4 * d, &scale, &offset);
-    const int code = !nibbles ? k[d] : d < half ? k[d] & 15 : k[d - half] >> 4;
-    key[d] = scale * float(code) + offset;
+    key[d] = scale * float(k[d % channels] >> d / channels * bits & mask) + offset;
   }
   parameters(p.params_v + t.b * p.pv_b + t.h * p.pv_h + 4 * n, &scale, &offset);
-  for (int d = 0; d < p.D; d++) value[d] = scale * float(v[d * bytes] >> shift & mask) + offset;
+  for (int d = 0; d < p.D; d++) value[d] = scale * float(v[d * bytes] >> i / bytes * bits & mask) + offset;
 }
 
 // The entries of a task, which lie anywhere in the cache, side by side in `room`, and the part that they are then.
 Part gathered(const Problem& p, const Task& t, float* room) {
   const int64_t* list = p.list + (t.b * p.heads + t.h) * p.listed;
   const Part& main = p.main;
-  const bool coded = main.kind == Kind::byte || main.kind == Kind::nibble;
+  const bool coded = main.kind >= Kind::byte;
   const int64_t size = p.D * (coded || main.kind == Kind::float32 ? 4 : 2);
   char *keys = reinterpret_cast<char*>(room), *values = reinterpret_cast<char*>(room + SPAN * p.D);
   const char *k = main.k + t.b * main.k_b + t.h * main.k_h, *v = main.v + t.b * main.v_b + t.h * main.v_h;
@@ -188,7 +187,7 @@ struct Cache {
 
 // All that differs between caches whose first head is number `head`; the rest is in `p`.
 Problem problem_of(Problem p, const Cache& c, Kind kind, int64_t bits, int64_t head) {
-  p.main = part_of(c.k, c.v, bits == 16 ? kind : bits == 8 ? Kind::byte : Kind::nibble, 0, head);
+  p.main = part_of(c.k, c.v, bits == 16 ? kind : bits == 8 ? Kind::byte : bits == 4 ? Kind::nibble : Kind::quarter, 0, head);
   if (c.tail_k) p.tail = part_of(*c.tail_k, *c.tail_v, kind, c.k.size(2), head);
   if (bits != 16) {
     p.params_k = base(*c.params_k, head), p.params_v = base(*c.params_v, head);
@@ -338,7 +337,7 @@ at::Tensor kv_decode_apart(const at::Tensor& q, const std::vector<at::Tensor>& k
   for (size_t i = 0; i < k.size(); i++) {
     caches.push_back({k[i], v[i], of(params_k, i), of(params_v, i), of(tail_k, i), of(tail_v, i), whole(lengths[i]), whole(starts[i])});
     const Cache& c = caches.back();
-    const int64_t B = q.size(0), D = q.size(3), codes = bits == 4 ? 2 : 1;
+    const int64_t B = q.size(0), D = q.size(3), codes = 8 / bits;
     const auto dense = [&](const at::Tensor& x) { return x.dim() == 4 && x.size(3) == D && x.stride(3) == 1 && x.scalar_type() == q.scalar_type(); };
     const bool fits = bits == 16 ? dense(c.k) && dense(c.v) : c.k.dim() == 4 && c.k.size(3) * codes == D && c.v.dim() == 5;
     TORCH_CHECK_VALUE(fits && c.k.size(0) == B && (!c.tail_k || (dense(*c.tail_k) && dense(*c.tail_v))) && c.length.sizes() == c.start.sizes() &&

@@ -300,6 +300,28 @@ def test_integer_products_keep_to_their_error(bits, group):
 
 
 @needs_native
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("group, D", [(32, 64), (64, 16), (128, 44)])
+def test_two_bits_are_read_by_the_same_loops(isa, group, D):
+    """Ranges that begin and end within groups, a tail, lists, several tokens; against the dequantised cache."""
+    q, cache, lengths = make(T_q=3, S=610, D=D, bits=2, group=group, dtype=torch.bfloat16)
+    starts = (cache.positions - lengths) // 2
+    listed = torch.stack([torch.randperm(610)[:333] for _ in range(4)]).view(2, 2, 333)
+    for places in ((lengths, starts, None), (lengths.clamp(max=333), None, listed)):
+        arguments = (*cache[:6], *places, 2, group, 0.25, 4.0, True, True, isa)
+        found = torch.ops.workbench.kv_decode_native(q, *arguments)
+        how = {"starts": places[1], "indices": places[2], "scale": 0.25, "softcap": 4.0}
+        expected = kv_decode(q, cache, places[0], **how, return_mass=True, return_lse=True, impl="reference")
+        for a, b, limit in zip(found, expected, (1e-2, 1e-3, 1e-4), strict=True):
+            assert rms(a, b) < limit
+    with recording() as used:
+        kv_decode(q, cache, lengths)
+    assert next(iter(used["kv_decode"])).startswith("cpu ")
+    with pytest.raises(ValueError, match="no kernel for 2 bits"):
+        kv_decode(q, cache, lengths, impl="triton")
+
+
+@needs_native
 @pytest.mark.parametrize(
     "isa, bits, group",
     [

@@ -14,8 +14,8 @@ class KVInt(Storage):
     """Stores keys and values in 8, 4 or 2 bits: keys with scales per channel, values with one scale per position.
 
     Prompts are read with exact keys and values; those are codes from then on, and codes are made anew of codes where a
-    policy evicts while text is generated, which adds to the error of keys. Decode kernels read the codes (8 and 4
-    bits). KIVI has a scale for every 32 channels of a value; here it is one for all of a head, which the kernel
+    policy evicts while text is generated, which adds to the error of keys. Decode kernels read the codes (on a GPU 8
+    and 4 bits). KIVI has a scale for every 32 channels of a value; here it is one for all of a head, which the kernel
     multiplies into the probabilities.
 
     `rotate_keys` turns each head's keys, after RoPE, by a normalised Hadamard matrix before they become codes, and the

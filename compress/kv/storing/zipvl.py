@@ -26,7 +26,7 @@ class ZipVL(Storage):
     second version drops them instead of storing them in 2 bits. Its probes are the last tokens and random ones, here
     they are the last. Of a prompt in pieces of more than 8 tokens each piece is divided as it comes: what is in fewer
     bits stays so, and the codes of the others are made anew of codes, which adds to their error. Attention reads both
-    parts and adds them up exactly; 2 bits are read by plain torch. It goes with a projection, and not with policies
+    parts and adds them up exactly. It goes with a projection, and not with policies
     or readings.
     """
 
