@@ -12,6 +12,7 @@ from kernels.interpreter import triton_takes
 from kernels.linear.onednn import lay_out, product
 from kernels.lut_matmul import FP4, NF4, Codebook, lut_matmul, pack_codebook, panels_fit, to_panels
 from kernels.lut_matmul.reference import dequantize
+from kernels.tuning import trying
 
 ROTATED = 256 << 20  # bytes of packed weights in rotation
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -129,6 +130,14 @@ def _gpu(
         name: lambda i: F.linear(x, dense[i]),
     }
     expected = {"triton": times(x, lambda: dequantize(small[0])), name: times(x, lambda: dense[0])}
+    tune_key, plans = key(small[0], tokens), candidates(small[0], tokens)
+    if plans[0].get("pairs"):  # the other way to look codes up
+
+        def permuted(i: int) -> Tensor:
+            with trying("lut_matmul", tune_key, plans[1]):
+                return lut_matmul(x, small[i], impl="triton")
+
+        contestants["triton, permutations"], expected["triton, permutations"] = permuted, expected["triton"]
     if kind == "NF4" and group_size == 64 and device.type == "cuda":
         contestants |= _bitsandbytes(x, dense, expected)
     tables = 2 * out * columns // group_size if kind == "NF4" else 2 * out << bits
@@ -145,8 +154,8 @@ def _gpu(
         least_bytes=out * columns * bits // 8 + tables + 2 * tokens * (out + columns),
         flops=2 * tokens * out * columns,
         goal=3.0 if kind == "NF4" and tokens == 1 and out == 14336 else None,
-        tune_key=key(small[0], tokens),
-        candidates=candidates(small[0], tokens),
+        tune_key=tune_key,
+        candidates=plans,
         expected=expected,
     )
 

@@ -89,7 +89,10 @@ def heuristic(w: Weight, tokens: int) -> dict:
         block_n = min(128, block_n * (128 // cut.columns))  # short groups: more rows, or a round is mostly overhead
         block_n = max(block_n, min(64, 2 * block_n)) if tokens > 4 else block_n  # x is read again by every block
         block_m = triton.next_power_of_2(tokens)
-        return _small(block_n, block_m, warps, 4 if block_m <= 8 else 3)
+        plan = _with_pairs(_small(block_n, block_m, warps, 4), w)
+        if block_m > (4 if plan.get("pairs") else 8):  # the pairs take 32 KiB, and an RTX 4090's blocks have 99 KiB
+            plan["stages"] = 3
+        return plan
     block_m = 32 if tokens <= 32 else 64 if tokens <= 64 else 128
     programs = -(-out // 128) * -(-tokens // block_m)
     rounds = -(-w.shape[1] // cut.columns)
@@ -122,7 +125,16 @@ def candidates(w: Weight, tokens: int) -> list[dict]:
         others = [*large[:1], *large[2:3], *large[4:], {"kind": "dequantise"}]
     if cut.word_scales:
         others = [c for c in others if c["kind"] != "large_batch"]
+    others = [_with_pairs(c, w) for c in others]
+    if "pairs" in first:
+        others.insert(0, {**first, "pairs": False})
     return ([first] + [c for c in others if c != first])[:8]
+
+
+def _with_pairs(plan: dict, w: Weight) -> dict:
+    """With the choice between a table of pairs and PRMT, where a weight has both: pairs take fewer instructions."""
+    both = plan["kind"] == "small_batch" and w.table is not None and w.table.dim() == 1 and w.bits == 4
+    return {**plan, "pairs": True} if both else plan
 
 
 def _small(block_n: int, block_m: int, warps: int, stages: int) -> dict:
@@ -218,6 +230,7 @@ def _constants(w: Weight, plan: dict, unit: int, even: bool) -> dict:
     }
     if plan["kind"] == "small_batch":
         constants |= {"EVEN": even, "WARPS": plan["warps"], "WORD_SCALES": cut.word_scales}
+        constants["PAIRS"] = plan.get("pairs", False)
     return constants
 
 

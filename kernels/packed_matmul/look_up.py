@@ -1,4 +1,7 @@
-"""Device functions that turn packed codes into the entries of a table of 8 or 16 values, in registers.
+"""Device functions that turn packed codes into the entries of a table of 8 or 16 values.
+
+One table for a whole weight is looked up two codes at a time, in shared memory (`look_up_pairs`). Tables of a row, and
+the operands of wgmma, are looked up in registers (`look_up`).
 
 Eight entries of 16 bits fill four registers: two hold the low bytes, two the high bytes. One PRMT instruction looks
 four codes up in two of these registers at once, because its selector is four nibbles, which is how the codes lie in
@@ -12,7 +15,7 @@ prepare()
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from kernels.packed_matmul.unpack import half  # noqa: E402
+from kernels.packed_matmul.unpack import half, shifts  # noqa: E402
 
 
 @triton.jit
@@ -104,3 +107,81 @@ def load_table(table, row, ENTRIES: tl.constexpr, PER_ROW: tl.constexpr, DTYPE: 
     h0, h1 = plane(at, 0, 8, PER_ROW, DTYPE), plane(at, 4, 8, PER_ROW, DTYPE)
     h2, h3 = plane(at, LAST, 8, PER_ROW, DTYPE), plane(at, LAST + 4, 8, PER_ROW, DTYPE)
     return l0, l1, l2, l3, h0, h1, h2, h3
+
+
+# A table of pairs in shared memory: 256 words, one for each byte of two 4-bit codes, 32 times over, so that each lane
+# reads its own bank. Triton knows nothing of it: it is a static variable of the kernel, beside Triton's dynamic memory.
+DECLARE = tl.constexpr(".shared .align 128 .b32 pairs_of_entries[8192];\nmov.u32 $0, pairs_of_entries;")
+# $1: the word for a byte, $2: the address of its 32 copies. Lanes begin at different places, or all would meet in one
+# bank.
+FILL = tl.constexpr("""{
+.reg .b32 a, l;
+mov.u32 l, %laneid;
+shl.b32 l, l, 4;
+and.b32 l, l, 0x70;
+add.u32 a, $2, l;
+st.shared.v4.b32 [a], {$1, $1, $1, $1};
+xor.b32 l, l, 0x10;
+add.u32 a, $2, l;
+st.shared.v4.b32 [a], {$1, $1, $1, $1};
+xor.b32 l, l, 0x30;
+add.u32 a, $2, l;
+st.shared.v4.b32 [a], {$1, $1, $1, $1};
+xor.b32 l, l, 0x10;
+add.u32 a, $2, l;
+st.shared.v4.b32 [a], {$1, $1, $1, $1};
+xor.b32 l, l, 0x70;
+add.u32 a, $2, l;
+st.shared.v4.b32 [a], {$1, $1, $1, $1};
+xor.b32 l, l, 0x10;
+add.u32 a, $2, l;
+st.shared.v4.b32 [a], {$1, $1, $1, $1};
+xor.b32 l, l, 0x30;
+add.u32 a, $2, l;
+st.shared.v4.b32 [a], {$1, $1, $1, $1};
+xor.b32 l, l, 0x10;
+add.u32 a, $2, l;
+st.shared.v4.b32 [a], {$1, $1, $1, $1};
+mov.b32 $0, 0;
+}""")
+LANE = tl.constexpr("""{
+.reg .b32 l;
+mov.u32 l, %laneid;
+shl.b32 $0, l, 2;
+}""")
+# $1: 128 times the byte, $2: what LANE gives, $3: where the table begins.
+READ = tl.constexpr("""{
+.reg .b32 a;
+or.b32 a, $1, $2;
+add.u32 a, a, $3;
+ld.shared.b32 $0, [a];
+}""")
+
+
+@triton.jit
+def fill_pairs(table, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """Write the table of pairs; what `look_up_pairs` reads it by."""
+    if not ASM:  # for the interpreter
+        return table, table
+    byte = tl.arange(0, 256)
+    low = tl.load(table + (byte & 15)).to(tl.float32).to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    high = tl.load(table + (byte >> 4)).to(tl.float32).to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32)
+    base = tl.inline_asm_elementwise(DECLARE, "=r,r", [0], tl.int32, False, 1)
+    tl.inline_asm_elementwise(FILL, "=r,r,r", [low | (high << 16), base + byte * 128], tl.int32, False, 1)
+    tl.debug_barrier()
+    # Not pure, and so behind the barrier, as all reads are that need it. Each thread has its own number in this scalar,
+    # which nothing but `look_up_pairs` may use.
+    return base, tl.inline_asm_elementwise(LANE, "=r,r", [base], tl.int32, False, 1)
+
+
+@triton.jit
+def look_up_pairs(words, pairs, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """`look_up` of 16 entries for mma.sync (S0 = 2), by the table that `fill_pairs` wrote."""
+    base, lane = pairs
+    if not ASM:
+        byte = (words >> shifts(2, 2, 8)) & 255
+        low, high = tl.load(base + (byte & 15)), tl.load(base + (byte >> 4))
+        return tl.join(low.to(tl.float32).to(DTYPE), high.to(tl.float32).to(DTYPE))
+    offsets = ((words >> shifts(2, 2, 8)) << 7) & 0x7F80
+    found = tl.inline_asm_elementwise(READ, "=r,r,r,r", [offsets, lane, base], tl.int32, True, 1)
+    return tl.join(half(found, False, DTYPE), half(found, True, DTYPE))

@@ -12,7 +12,7 @@ prepare()
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from kernels.packed_matmul.look_up import load_table, look_up  # noqa: E402
+from kernels.packed_matmul.look_up import fill_pairs, load_table, look_up, look_up_pairs  # noqa: E402
 from kernels.packed_matmul.unpack import (  # noqa: E402
     columns,
     floats,
@@ -54,12 +54,15 @@ def small_batch(
     EVEN: tl.constexpr,
     WARPS: tl.constexpr,
     WORD_SCALES: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):
     """y[m, n] = sum of W[n, k] x[m, k] over k, with mma.sync, for few tokens.
 
     Each warp has all rows of the block and every WARPS-th block of columns; the warps' sums are added at the end.
 
-    UNIT: a row holds row_units * UNIT words. PER_ROW: each row has a table of its own. PRMT: see `permute`.
+    UNIT: a row holds row_units * UNIT words. PER_ROW: each row has a table of its own.
+    PRMT: see `permute`; False in the interpreter.
+    PAIRS: two codes at a time are looked up in a table of pairs, which every block writes first.
     EVEN: the blocks of columns end with the row. WORD_SCALES: each word of weights is multiplied by its own scale;
     otherwise the sums of a block are multiplied, and all columns of a block lie in one group.
     """
@@ -81,7 +84,9 @@ def small_batch(
     s_row = scale
     if scale is not None:
         s_row = scale + n_row * groups
-    if table is not None:
+    if PAIRS:
+        pairs = fill_pairs(table, DTYPE, PRMT)
+    elif table is not None:
         planes = load_table(table, row, 1 << BITS, PER_ROW, DTYPE)
     acc = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)
     s, z = load_group(s_row, zero, n_row, k, K, zero_bytes, BITS, GROUP, DTYPE)
@@ -107,6 +112,8 @@ def small_batch(
                 z_word = spread(z, WARPS, BLOCK_N)
         if table is None:
             w = floats(words, z_word, magic, BITS, DTYPE, 2)
+        elif PAIRS:
+            w = look_up_pairs(words, pairs, DTYPE, PRMT)
         else:
             w = look_up(words, planes, magic, BITS, 2, DTYPE, PRMT)
         if WORD_SCALES:

@@ -424,6 +424,20 @@ def test_a_list_of_all_positions_is_the_cache(impl):
     assert torch.allclose(of_entries, mass.gather(2, order), atol=1e-5)
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sequences_share_the_pages_of_one_pool(impl, dtype):
+    """A table of blocks, as vLLM has it, is a list of positions in a pool that all rows of the batch see: stride 0."""
+    page, table = 16, torch.tensor([[7, 2, 5, 0], [7, 2, 1, 0], [3, 0, 0, 0]])  # the first two share their first pages
+    lengths, pool = torch.tensor([55, 33, 4])[:, None].expand(3, 2), torch.randn(2, 1, 2, 8 * page, 16).to(dtype)
+    q = torch.randn(3, 6, 1, 16).to(dtype)
+    at = (table[..., None] * page + torch.arange(page)).flatten(1)  # [B, positions]
+    k, v = pool.expand(2, 3, 2, 8 * page, 16).unbind()
+    y = kv_decode(q, KV(k, v), lengths, indices=at[:, None].expand(3, 2, -1), impl=impl)
+    own = KV(*(x[0][:, at].transpose(0, 1).contiguous() for x in pool.unbind()))
+    assert rms(y, kv_decode(q, own, lengths, impl="reference")) < (1e-5 if dtype == torch.float32 else 1e-2)
+
+
 @pytest.mark.parametrize("bits, group", STORED)
 def test_values_may_have_other_channels_than_keys(bits, group):
     """By the reference alone, as a product written out over dequantised rows says."""

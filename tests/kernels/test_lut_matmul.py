@@ -1,5 +1,7 @@
 """Products with tables: the tables are the published ones, packing is exact, and the op survives the compiler."""
 
+import re
+
 import pytest
 import torch
 
@@ -161,3 +163,42 @@ def test_cases_on_a_cpu():
     if native.why_not() is None and not interpreting():
         (contest,) = contests(CPU, True, OWN)
         assert contest.contestants[contest.ours](0).shape == (1, 128)
+
+
+def test_assembly_reads_the_pairs_that_it_wrote():
+    """The interpreter cannot run the PTX of the table of pairs, so it is read and carried out here, for a warp."""
+    pytest.importorskip("triton")
+    from kernels.packed_matmul.look_up import FILL, LANE, READ
+
+    memory, stores, base, lanes = {}, [], 4096, torch.arange(32)
+    for first in range(0, 256, 32):  # each lane fills the copies of one word
+        words = {"$1": 1000 + first + lanes, "$2": base + (first + lanes) * 128}
+        carry_out(FILL.value, words, memory, stores)
+    assert sorted(memory) == list(range(base, base + 4 * 8192, 4))
+    lane = carry_out(LANE.value, {"$1": lanes}, memory, stores)
+    for byte in torch.stack([lanes * 8 + i for i in range(8)]):
+        at = {"$1": byte * 128, "$2": lane, "$3": base + 0 * lanes}
+        assert torch.equal(carry_out(READ.value, at, memory, stores), 1000 + byte)
+    assert torch.equal((base + lane) // 4 % 32, lanes), "each lane reads its own bank"
+    for addresses in stores:  # a quarter of a warp stores at a time, to 32 banks
+        banks = [(at // 4 + word) % 32 for at in addresses[:8] for word in range(4)]
+        assert sorted(banks) == list(range(32))
+
+
+def carry_out(program, registers, memory, stores):
+    """$0 of 32 lanes after the few instructions that the table of pairs uses; memory: what each address holds."""
+    registers = {"%laneid": torch.arange(32), **registers}
+    simple = {"mov": lambda a: a, "shl": lambda a, b: a << b, "and": lambda a, b: a & b, "xor": lambda a, b: a ^ b,
+              "or": lambda a, b: a | b, "add": lambda a, b: a + b}  # fmt: skip
+    for opcode, rest in re.findall(r"^([a-z][\w.]+) (.+);$", program, re.M):
+        to, *names = (part.strip(" []{}") for part in rest.split(","))
+        x = [registers[name] if name in registers else torch.full((32,), int(name, 0)) for name in names]
+        if opcode == "st.shared.v4.b32":
+            stores.append(registers[to].tolist())
+            for word in range(4):
+                memory |= zip((registers[to] + 4 * word).tolist(), x[word].tolist(), strict=True)
+        elif opcode == "ld.shared.b32":
+            registers[to] = torch.tensor([memory[at] for at in x[0].tolist()])
+        else:
+            registers[to] = simple[opcode.partition(".")[0]](*x)
+    return registers["$0"]
