@@ -63,8 +63,8 @@ def kv_decode(
         return_mass: also return the attention that each position got, which eviction policies score with.
         return_lse: also return the log-sum-exp of the scores, by which `merge_parts` adds up parts of a cache.
         impl: "reference" (float32, any device), "cpu" (C++ kernels, or plain torch where they cannot be built; reads
-            the ranges only), "triton" (a GPU; D up to 256) or "auto". A cache whose keys have a scale per token, or whose
-            values have other channels, has only the reference, and one of 2 bits that and the C++ kernel.
+            the ranges only), "triton" (a GPU; D up to 256) or "auto". A cache whose keys have a scale per token, or
+            whose values have other channels, has only the reference, and one of 2 bits that and the C++ kernel.
 
     Returns:
         y [B, H_q, T_q, D_v] in q's dtype; with `return_mass` then mass [B, H_kv, positions, or n], float32:
@@ -142,7 +142,7 @@ def _(q, k, v, params_k, params_v, tail_k, tail_v, lengths, starts, indices, bit
 
 
 def _implementation(q: Tensor, cache: KV, impl: str) -> str:
-    """"reference", "cpu" or "triton".
+    """Which of "reference", "cpu" and "triton" runs.
 
     Raises:
         ValueError: one that does not exist or cannot take these.

@@ -33,7 +33,9 @@ class XKV(Projecting):
     between which there are no others that keep all positions.
     """
 
-    group: int = knob(4, "adjacent layers that share a basis; 1: every layer has its own", range=(1, 256), describes=True)
+    group: int = knob(
+        4, "adjacent layers that share a basis; 1: every layer has its own", range=(1, 256), describes=True
+    )
     key_share: float = knob(
         0.25, "bytes of a prompt's keys, as a share of what they take as they came; 1: as they came", range=(0.0, 1.0),
         describes=True,
