@@ -1,8 +1,8 @@
 """What a policy of the KV cache is: a rule that scores cached positions, a budget, and how the budget is shared out.
 
-Beside policies there are storages and projections here, and in `compress.kv.reading` rules of what is read. A projection
-that needs several layers at once changes their slabs in `join`. ShadowKV would do so too, with layers one by one: a slab
-of keys in factors (`compress.kv.projecting.shared`) whose `attend` chooses chunks by landmarks and fetches their values.
+Beside policies there are storages and projections here, and in `compress.kv.reading` rules of what is read. A
+projection that needs several layers at once changes their slabs in `join`. ShadowKV would do so too, layer by layer: a
+slab of keys in factors (`compress.kv.projecting.shared`) whose `attend` chooses chunks and fetches their values.
 """
 
 import math

@@ -66,8 +66,11 @@ def test_ranks_take_the_share_of_bytes_at_most():
         assert ((ranks + 1) * (tokens + 96) > share * tokens * 96)[ranks < tokens].all() and ranks.min() == 1
 
 
-@pytest.mark.parametrize("group", [1, 2])
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3", "gpt_oss", "gemma3_text"])
+@pytest.mark.parametrize(
+    ("architecture", "group"),
+    [("llama", 1), ("llama", 2), ("gpt2", 2), ("gpt_oss", 1),
+     pytest.param("qwen3", 2, marks=pytest.mark.slow), pytest.param("gemma3_text", 1, marks=pytest.mark.slow)],
+)  # fmt: skip
 def test_at_full_rank_nothing_changes(tiny, padded, full_rank, architecture, group):
     """With padding, grouped heads, a prompt in chunks, single tokens and several."""
     model = tiny(architecture)
@@ -120,7 +123,7 @@ def test_bytes_are_those_asked_for_and_a_basis_counts_once(tiny, tokens):
             assert same or flipped
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3_text"])
+@pytest.mark.parametrize("architecture", ["llama", pytest.param("gemma3_text", marks=pytest.mark.slow)])
 def test_a_batch_is_its_rows(tiny, padded, architecture):
     """Each row has the rank of its own length."""
     model, (ids, mask) = tiny(architecture).double(), padded
