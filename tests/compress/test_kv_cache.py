@@ -16,7 +16,7 @@ from compress.kv.eviction.knorm import KNorm
 from compress.kv.policy import ALLOCATIONS, Policy
 from kernels.registry import recording
 
-POLICIES = [name for name, method in METHODS.items() if issubclass(method, Policy) and not method.reads_hidden]
+POLICIES = [name for name, method in METHODS.items() if issubclass(method, Policy) and not method.at_every_pass]
 SMALL = {"snapkv": {"observed": 4}, "expected_attention": {"future": 16}}  # knobs for short prompts
 LATER = {"prefixkv", "d2o"}  # score as others do: one architecture is enough
 MODELS = {"llama": {}, "mqa": {"num_key_value_heads": 1}, "gpt2": {}, "gpt_neox": {}, "gemma3_text": {}}
