@@ -258,11 +258,7 @@ class KVLayer(DynamicLayer):
         lists: by slab, the positions that are read; without them all are.
         """
         if len(self.slabs) > 1 and not count and not lists:
-            qs = [slab.queries(of) for slab, of in zip(self.slabs, self.split(q), strict=True)]
-            caches, lengths, starts = zip(*((slab.kv(), slab.lengths, slab.starts) for slab in self.slabs), strict=True)
-            y = kv_decode_apart(torch.cat(qs, 1), caches, lengths, starts, scale=scaling, softcap=softcap)
-            ys = [slab.lifted(of) for slab, of in zip(self.slabs, self.split(y), strict=True)]
-            return torch.cat(ys, 1).transpose(1, 2).contiguous(), None
+            return self._decode_apart(q, scaling, softcap).transpose(1, 2).contiguous(), None
         ys, masses = [], []
         for i, (slab, of) in enumerate(zip(self.slabs, self.split(q), strict=True)):
             listed = lists[i] if lists else None
@@ -272,6 +268,15 @@ class KVLayer(DynamicLayer):
                 masses.append(nn.functional.pad(mass, (self.length - slab.length, 0)))
         y = torch.cat(ys, 1) if len(ys) > 1 else ys[0]
         return y.transpose(1, 2).contiguous(), torch.cat(masses, 1) if count else None
+
+    def _decode_apart(self, q: Tensor, scaling: float, softcap: float | None) -> Tensor:
+        """The kernel, once for all slabs: [B, H_q, n, D]."""
+        caches, starts = [slab.kv() for slab in self.slabs], [slab.starts for slab in self.slabs]
+        if all(slab.as_they_came for slab in self.slabs):
+            return kv_decode_apart(q, caches, starts, scale=scaling, softcap=softcap)
+        queries = torch.cat([slab.queries(of) for slab, of in zip(self.slabs, self.split(q), strict=True)], 1)
+        y = kv_decode_apart(queries, caches, starts, scale=scaling, softcap=softcap)
+        return torch.cat([slab.lifted(of) for slab, of in zip(self.slabs, self.split(y), strict=True)], 1)
 
     def keep(self, k: Tensor, v: Tensor, real: Tensor, whole: bool) -> None:
         """Append k, v [B, H_kv, n, D]; padding, where real [B, n] is False, is not kept. whole: there is none."""

@@ -77,6 +77,11 @@ class Held:
     factors: Growing | None = None
     projection: Projection | None = None
 
+    @property
+    def as_they_came(self) -> bool:
+        """Are keys and values held in their own channels, and keys unturned? Then queries meet them as they are."""
+        return self.projection is None and self.factors is None and not self.precision.rotates
+
     def inwards(self, k: Tensor) -> Tensor:
         """Keys [B, H, n, D] as they are held."""
         k = self.precision.turned(k if self.projection is None else k @ self.projection.keys)

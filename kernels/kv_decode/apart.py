@@ -13,7 +13,6 @@ from kernels.registry import ran
 def kv_decode_apart(
     q: Tensor,
     caches: Sequence[KV],
-    lengths: Sequence[Tensor],
     starts: Sequence[Tensor],
     *,
     scale: float,
@@ -30,7 +29,8 @@ def kv_decode_apart(
     Args:
         q: [B, H_q, T_q, D], as `kv_decode` takes it. Its heads come in the order of the caches, as many for each kv
             head.
-        caches, lengths, starts: for each cache what `kv_decode` takes, lengths and starts [B, H] of its own kv heads.
+        caches: of their own kv heads each, right-packed.
+        starts: for each cache [B, H], int32 or int64: its rows run from there to its last position.
         scale, softcap: as of `kv_decode`.
 
     Returns:
@@ -42,11 +42,12 @@ def kv_decode_apart(
     heads = [cache.k.shape[1] for cache in caches]
     if not heads or q.dim() != 4 or q.shape[1] % sum(heads):
         raise ValueError(f"`q` {tuple(q.shape)} must have a multiple of the caches' heads (={heads})")
-    queries = q.split([q.shape[1] // sum(heads) * count for count in heads], 1)
     if not _alike(q, caches):
+        queries = q.split([q.shape[1] // sum(heads) * count for count in heads], 1)
         how = {"scale": scale, "softcap": softcap}
-        parts = zip(queries, caches, lengths, starts, strict=True)
-        return torch.cat([kv_decode(x, cache, n, starts=start, **how) for x, cache, n, start in parts], 1)
+        parts = zip(queries, caches, starts, strict=True)
+        ys = [kv_decode(x, cache, cache.positions - start, starts=start, **how) for x, cache, start in parts]
+        return torch.cat(ys, 1)
     tails = any(cache.tail_k is not None for cache in caches)
     columns = [[getattr(cache, name) for cache in caches] for name in KV._fields[:4]]
     columns += [[getattr(cache, name) if cache.tail_k is not None else _nothing(q, cache) for cache in caches]
@@ -58,7 +59,7 @@ def kv_decode_apart(
     isa, (bits, group) = native.kv_decode_isa(q.dtype), caches[0][6:8]
     ran("kv_decode", f"cpu {isa}")
     more = (bits, group, float(scale), float(softcap or 0), isa)
-    return torch.ops.workbench.kv_decode_apart(q, *columns, list(lengths), list(starts), *more)
+    return torch.ops.workbench.kv_decode_apart(q, *columns, list(starts), *more)
 
 
 def _alike(q: Tensor, caches: Sequence[KV]) -> bool:

@@ -182,7 +182,7 @@ def _register_fakes() -> None:
         return q.new_empty(q.shape), *(q.new_empty(shape, dtype=torch.float32) for shape in (mass, lse))
 
     @torch.library.register_fake("workbench::kv_decode_apart")
-    def _(q, k, v, params_k, params_v, tail_k, tail_v, lengths, starts, bits, group, scale, softcap, isa):
+    def _(q, k, v, params_k, params_v, tail_k, tail_v, starts, bits, group, scale, softcap, isa):
         return q.new_empty(q.shape)
 
     @torch.library.register_fake("workbench::kv_page_list")

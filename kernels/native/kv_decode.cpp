@@ -179,7 +179,7 @@ using Maybe = std::optional<at::Tensor>;
 struct Cache {
   at::Tensor k, v;
   Maybe params_k, params_v, tail_k, tail_v;
-  at::Tensor length, start;  // int64 [B, H]; no start: 0
+  at::Tensor length, start;  // int64 [B, H]; no length: up to the last position; no start: 0
 
   int64_t heads() const { return k.size(1); }
   int64_t held() const { return k.size(2) + (tail_k ? tail_k->size(2) : 0); }
@@ -252,7 +252,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attend(
     const int64_t at = i / H * cache.heads() + own, held = cache.held(), last = list.defined() ? positions : held;
     const int64_t S = list.defined() ? positions : cache.k.size(2);  // entries of the list
     const int64_t a = cache.start.defined() ? cache.start.const_data_ptr<int64_t>()[at] : 0;
-    const int64_t end = std::min(a + cache.length.const_data_ptr<int64_t>()[at], last);
+    const int64_t end = cache.length.defined() ? std::min(a + cache.length.const_data_ptr<int64_t>()[at], last) : last;
     int64_t lowest = 0, highest = 0;
     for (int64_t e = std::max<int64_t>(a, 0); p.list && e < end; e++) {
       const int64_t entry = p.list[i * positions + e];
@@ -330,19 +330,21 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> kv_decode(
 at::Tensor kv_decode_apart(const at::Tensor& q, const std::vector<at::Tensor>& k, const std::vector<at::Tensor>& v,
                            const std::vector<at::Tensor>& params_k, const std::vector<at::Tensor>& params_v,
                            const std::vector<at::Tensor>& tail_k, const std::vector<at::Tensor>& tail_v,
-                           const std::vector<at::Tensor>& lengths, const std::vector<at::Tensor>& starts, int64_t bits,
-                           int64_t group, double scale, double softcap, const std::string& isa) {
+                           const std::vector<at::Tensor>& starts, int64_t bits, int64_t group,
+                           double scale, double softcap, const std::string& isa) {
   const auto of = [](const std::vector<at::Tensor>& all, size_t i) { return all.empty() ? Maybe() : Maybe(all[i]); };
   std::vector<Cache> caches;
   for (size_t i = 0; i < k.size(); i++) {
-    caches.push_back({k[i], v[i], of(params_k, i), of(params_v, i), of(tail_k, i), of(tail_v, i), whole(lengths[i]), whole(starts[i])});
+    caches.push_back({k[i], v[i], of(params_k, i), of(params_v, i), of(tail_k, i), of(tail_v, i), {}, whole(starts[i])});
     const Cache& c = caches.back();
     const int64_t B = q.size(0), D = q.size(3), codes = 8 / bits;
-    const auto dense = [&](const at::Tensor& x) { return x.dim() == 4 && x.size(3) == D && x.stride(3) == 1 && x.scalar_type() == q.scalar_type(); };
+    const auto dense = [&](const at::Tensor& x) {
+      return x.dim() == 4 && x.size(3) == D && x.stride(3) == 1 && x.scalar_type() == q.scalar_type();
+    };
     const bool fits = bits == 16 ? dense(c.k) && dense(c.v) : c.k.dim() == 4 && c.k.size(3) * codes == D && c.v.dim() == 5;
-    TORCH_CHECK_VALUE(fits && c.k.size(0) == B && (!c.tail_k || (dense(*c.tail_k) && dense(*c.tail_v))) && c.length.sizes() == c.start.sizes() &&
-                          c.length.numel() == B * c.heads(), "kv_decode_apart: q ", q.sizes(), ", k ", c.k.sizes(), ", lengths ",
-                      c.length.sizes(), " and ", bits, " bits do not fit");
+    TORCH_CHECK_VALUE(fits && c.k.size(0) == B && (!c.tail_k || (dense(*c.tail_k) && dense(*c.tail_v))) &&
+                          c.start.numel() == B * c.heads(), "kv_decode_apart: q ", q.sizes(), ", k ", c.k.sizes(), ", starts ",
+                      c.start.sizes(), " and ", bits, " bits do not fit");
   }
   return std::get<0>(attend(q, caches, {}, bits, group, scale, softcap, false, false, isa));
 }
@@ -447,7 +449,7 @@ TORCH_LIBRARY_FRAGMENT(workbench, m) {
       "bool return_lse, str isa) -> (Tensor, Tensor, Tensor)");
   m.def(
       "kv_decode_apart(Tensor q, Tensor[] k, Tensor[] v, Tensor[] params_k, Tensor[] params_v, Tensor[] tail_k, "
-      "Tensor[] tail_v, Tensor[] lengths, Tensor[] starts, int bits, int group, float scale, float softcap, str isa) -> Tensor");
+      "Tensor[] tail_v, Tensor[] starts, int bits, int group, float scale, float softcap, str isa) -> Tensor");
   m.def("kv_decode_isa(bool float32) -> str", best_isa);
   m.def(
       "kv_page_list(Tensor q, Tensor bounds, Tensor starts, Tensor lengths, Tensor pages, int page, int most, int behind, "
