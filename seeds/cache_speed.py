@@ -9,7 +9,7 @@ Three measurements, each in turns:
    Llama-3-8B's shape with random weights. Beside them torch's own attention, and llama.cpp with `--file`.
 2. The attention behind `--tokens` tokens of a real text where heads keep different numbers of positions (`ada`,
    `global`), against the same budget shared out evenly.
-3. A prompt of so many tokens read with each policy attached, against the prompt alone.
+3. A prompt of `--read-tokens` read with each policy attached, against the prompt alone.
 
 What is in `--out` already is not measured again.
 """
@@ -84,8 +84,9 @@ def of_llama_cpp(file: Path, contexts: Sequence[int], given: argparse.Namespace)
     sys.path.insert(0, str(Path(__file__).parent / "peers"))
     from compare_speed import llama_bench
 
-    how = {"prompt_tokens": 0, "new_tokens": given.new_tokens, "repeats": 2, "threads": torch.get_num_threads()}
-    return {c: llama_bench(given.environments, file, depth=c, **how) for c in tqdm(contexts, desc="llama.cpp")}
+    how = {"prompt_tokens": 0, "new_tokens": given.new_tokens, "repeats": 1, "threads": torch.get_num_threads()}
+    read = [c for c in contexts if c <= given.longest_read]
+    return {c: llama_bench(given.environments, file, depth=c, **how) for c in tqdm(read, desc="llama.cpp")}
 
 
 def read(model: nn.Module, ids: Tensor, methods: Sequence[CacheMethod]) -> tuple[float, CompressedCache]:
@@ -159,7 +160,7 @@ def speeds(found: dict, llama_cpp: dict[str, list[float]] | None) -> str:
             cells.append(f"{seconds[context][0] * 1e3:,.2f} ({seconds[context][0] / full:.2f}×)")
         rows.append(cells)
     if llama_cpp:
-        medians = [f"{statistics.median(llama_cpp[context]):,.1f}" for context in contexts]
+        medians = [f"{statistics.median(llama_cpp[c]):,.1f}" if c in llama_cpp else "–" for c in contexts]
         rows.append(["llama.cpp F16", *(cell for one in medians for cell in (one, "–"))])
     heads = [f"{int(c):,}: {what}" for c in contexts for what in ("tokens/s", "attention, ms")]
     return table(["", *heads], rows)
@@ -193,12 +194,13 @@ def page(record: Record, given: argparse.Namespace) -> str:
             " caches, torch's own attention with shared heads folded into rows being one. The cache holds random"
             " numbers. The whole model runs in the compiled step, llama.cpp in llama-bench.",
             speeds(parts[given.model], parts.get("llama.cpp")),
-            f"**{LAYER}**, random weights; tokens per second are those of this layer and a small head.",
+            f"**{LAYER}**, random weights; tokens per second are those of this layer and a small head. Readings are not"
+            " timed on it, because they read the first layers whole.",
             speeds(parts[LAYER], None),
             f"**Heads that keep different numbers of positions**, behind {given.tokens:,} tokens of {given.text} on"
             f" {given.model}: the attention of all layers for one token.",
             table(["", "positions of a head", "attention, ms", "of uniform"], allocated),
-            f"**Time to compress**: reading {given.tokens:,} tokens with a policy attached, budget 25 %.",
+            f"**Time to compress**: reading {given.read_tokens:,} tokens with a policy attached, budget 25 %.",
             table(["", "seconds", "of the prompt alone"], prompts),
         ]
     )
@@ -209,12 +211,14 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m", help="what `load_model` takes")
     parser.add_argument("--text", default="essays", help="what `held_out` takes")
     parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 8192, 32768])
-    parser.add_argument("--tokens", type=int, default=8000, help="of the real text")
+    parser.add_argument("--tokens", type=int, default=8000, help="of the real text, for the attention")
+    parser.add_argument("--read-tokens", type=int, default=2000, help="of it, for the prompts")
     parser.add_argument("--recipes", nargs="*", default=MADE_UP, help="methods of the cache, beside the full one")
     parser.add_argument("--policies", nargs="*", default=[f"{name}(budget=0.25)" for name in READ_WITH])
     parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--file", type=Path, help="the model as a GGUF file in 16 bits, for llama.cpp")
+    parser.add_argument("--longest-read", type=int, default=8192, help="context that llama.cpp reads, which takes time")
     parser.add_argument("--environments", type=Path, default=Path(".venv-interop"), help="where llama.cpp is built")
     parser.add_argument("--out", type=Path, help="file for the JSON record, which is continued")
     parser.add_argument("--write", type=Path, help="file for the note")
@@ -227,10 +231,13 @@ def main() -> None:
     ids = held_out(tokenizer, corpus=given.text).reshape(1, -1)[:, : given.tokens]
     with undisturbed(model.device):
         record.part("heads", lambda: of_heads(model, ids, 4 * given.rounds))
-        record.part("prompts", lambda: to_compress(model, ids, given.policies, min(given.rounds, 3)))
+        record.part(
+            "prompts", lambda: to_compress(model, ids[:, : given.read_tokens], given.policies, min(given.rounds, 3))
+        )
         if given.file:
             record.part("llama.cpp", lambda: of_llama_cpp(given.file, given.contexts, given))
-    record.part(LAYER, lambda: behind(layer_of_8b(), given.contexts, given.recipes, given))
+    whole = [recipe for recipe in given.recipes if slots(recipe)[2] is None]  # readings leave the first layers whole
+    record.part(LAYER, lambda: behind(layer_of_8b(), given.contexts, whole, given))
     record.part(given.model, lambda: behind(model, given.contexts, given.recipes, given))
     note = page(record, given)
     print(note)
