@@ -263,12 +263,12 @@ class CompressedCache(Cache):
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Attention of a layer's new tokens with what is kept and with each other; then keep them, and evict.
+        """Attention [B, n, H_q, D] of a layer's new tokens with what is kept and each other; then keep them, and evict.
 
         Args:
             q: [B, H_q, n, D]. key: the keys that `update` gave back.
             mask: bool [B, 1, n, n] among the new tokens, or None where each sees those up to itself.
-        """  # -> [B, n, H_q, D]
+        """
         k, v = layer.take_incoming(module, key)
         B, _, n, _ = k.shape
         if mask is not None and (mask.dtype != torch.bool or mask.shape[-1] != n):

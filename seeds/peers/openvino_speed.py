@@ -2,9 +2,9 @@
 
     ENVIRONMENT/bin/python seeds/peers/openvino_speed.py OUT/openvino-w4g64/saved/model.xml --threads 2
 
-The model is compiled for latency, and otherwise with OpenVINO's defaults, which are its fastest settings here: the
-cache in 8 bits, activations of 4-bit products in 8 bits, 16-bit floats where the processor multiplies them. As in
-openvino-genai, the head sees the last position of a prompt only.
+The model is compiled for latency, and otherwise with OpenVINO's defaults, by which it rounds the cache and, in 4-bit
+products, the activations to 8 bits. Other settings have not been tried. As in openvino-genai, the head sees the last
+position of a prompt only.
 """
 
 import argparse
