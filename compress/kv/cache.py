@@ -87,7 +87,7 @@ class CompressedCache(Cache):
             number,
             **precisions_of(number, self.storage, self.projecting),
             evicts=policy is not None,
-            remembers=policy is not None and policy.remembers,
+            remembers=policy.memory_dtype if policy is not None and policy.remembers else None,
             traces=self.traces or (policy is not None and policy.decoding and policy.window > 1),
         )
 

@@ -33,7 +33,7 @@ class KVLayer(DynamicLayer):
         precision: in which positions are stored that stay for good.
         lesser: in which those are stored that `divide` sets apart; None: there are none.
         evicts: an eviction comes after the prompt; until then positions are kept as they came.
-        remembers: keep a number for every position, `memory`, for a policy to fill.
+        remembers: keep a number for every position, `memory`, for a policy to fill, in this dtype after an eviction.
         traces: keep the place of every position, `positions`.
     """
 
@@ -44,7 +44,7 @@ class KVLayer(DynamicLayer):
         precision: Precision = EXACT,
         lesser: Precision | None = None,
         evicts: bool = False,
-        remembers: bool = False,
+        remembers: torch.dtype | None = None,
         traces: bool = False,
     ) -> None:
         super().__init__()
@@ -304,7 +304,7 @@ class KVLayer(DynamicLayer):
 
     def _start_traces(self, place: Tensor, new: Tensor) -> None:
         index, _ = right_packed(new)
-        if self.remembers:
+        if self.remembers is not None:
             self.memory = Growing(torch.zeros(index.shape, device=index.device))
         if self.traces:
             self.positions = Growing(taken(place, index))
@@ -346,7 +346,7 @@ class KVLayer(DynamicLayer):
             keep = self.slabs[0].part.masked_fill(~keep, 0)
             self.slabs = [DividedSlab(k, v, keep, self.lesser, self.precision)]
         else:
-            self.slabs = slabs_of(k, v, keep, self.precision if self.lesser is None else EXACT)
+            self.slabs = slabs_of(k, v, keep, self.precision if self.lesser is None else EXACT, fill=True)
         self._follow(keep)
 
     @property
@@ -365,11 +365,11 @@ class KVLayer(DynamicLayer):
 
     def _follow(self, keep: Tensor) -> None:
         """Bring what goes with positions into the order in which slabs were packed by this, [B, H_kv, length]."""
-        index, _ = right_packed(keep)
-        for name in ("memory", "positions"):
-            one = getattr(self, name)
-            if one is not None:
-                setattr(self, name, Growing(taken(one.view, index)))
+        index, _ = right_packed(keep, self.length)
+        if self.memory is not None:
+            self.memory = Growing(taken(self.memory.view, index).to(self.remembers))
+        if self.positions is not None:
+            self.positions = Growing(taken(self.positions.view, index))
 
     def evict(self, scores: Tensor, counts: Tensor, merge: Callable[[Evicting], Evicting] | None = None) -> None:
         """Keep the `counts` [B, H_kv] highest scores [B, H_kv, length] of every row; `merge`: a policy's, or None."""

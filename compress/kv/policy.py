@@ -196,6 +196,7 @@ class Policy(CacheMethod):
     reference: ClassVar[bool] = False  # is it what any other policy must beat?
     window: ClassVar[int] = 0  # how many queries `scores` reads while text is generated, or `read_again`; 0: none
     remembers: ClassVar[bool] = False  # is there something to remember of each position from pass to pass?
+    memory_dtype: ClassVar[torch.dtype] = torch.float32  # in which that is held once an eviction has looked at it
     runs_model: ClassVar[bool] = False  # does scoring take passes of the whole model?
     replaces: ClassVar[bool] = False  # does `read_again` put a shorter prompt in the place of the one that was read?
     reads_hidden: ClassVar[bool] = False  # does `remember` read `seen.hidden`?

@@ -4,7 +4,7 @@ place."""
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from compress.kv.growing import Growing
 from compress.kv.precision import Held, Precision, outlier_factors
@@ -233,21 +233,22 @@ class DividedSlab:
         return merge_parts(parts)[0], None
 
 
-def right_packed(keep: Tensor) -> tuple[Tensor, Tensor]:
+def right_packed(keep: Tensor, length: int = 0) -> tuple[Tensor, Tensor]:
     """Where the kept positions of every row are, at the end of rows of one length, in their order.
 
     Args:
         keep: bool [B, H, n]; or uint8, the parts in whose order they come, 0 for what goes.
+        length: of the rows, where it is more than the largest count of a row; it may be more than n.
 
     Returns:
-        index [B, H, m], m the largest count of a row (rows with fewer begin with their first position, repeated);
+        index [B, H, m], m that length or count (rows with fewer begin with their first position, repeated);
         starts [B, H].
     """
     counts = (keep > 0).sum(-1)  # [B, H]
-    longest = max(int(counts.max()), 1)
-    order = keep.to(torch.uint8).argsort(dim=-1, stable=True)[
-        ..., -longest:
-    ]  # what goes first, then what stays, each in its order
+    longest = max(int(counts.max()), length, 1)
+    # What goes comes first, then what stays, each in its order.
+    order = keep.to(torch.uint8).argsort(dim=-1, stable=True)[..., -longest:]
+    order = nn.functional.pad(order, (longest - order.shape[-1], 0))
     starts = longest - counts
     first = order.gather(-1, starts.clamp(max=longest - 1)[..., None])
     early = torch.arange(longest, device=keep.device) < starts[..., None]
@@ -267,20 +268,29 @@ def from_start(x: Tensor, starts: Tensor) -> Tensor:
     return taken(x, at.clamp(max=max(x.shape[2] - 1, 0)))
 
 
-def slabs_of(k: Tensor, v: Tensor, keep: Tensor, precision: Precision) -> list[Slab]:
+def slabs_of(k: Tensor, v: Tensor, keep: Tensor, precision: Precision, fill: bool = False) -> list[Slab]:
     """The kept positions: one slab, or one for every kv head where the heads keep such different numbers that it pays.
 
     Args:
         k, v: [B, H, n, D]. keep: bool [B, H, n].
+        fill: positions that would fill no group of codes, and so stay in 16 bits, may become codes of a group that is
+            filled up in front, where that takes fewer bytes.
     """
     longest = keep.sum(-1).amax(0)  # [H]: a slab is as long as its longest row
     H, top = keep.shape[1], int(longest.max())
     apart = H > 1 and int(longest.sum()) < 0.875 * H * top
     slabs = []
     for heads in [slice(h, h + 1) for h in range(H)] if apart else [slice(0, H)]:
-        index, starts = right_packed(keep[:, heads])
+        index, starts = right_packed(keep[:, heads], _filled(int(longest[heads].max()), precision) if fill else 0)
         slabs.append(Slab(taken(k[:, heads], index), taken(v[:, heads], index), starts, precision, heads))
     return slabs
+
+
+def _filled(count: int, precision: Precision) -> int:
+    """The length of a slab of so many positions, with the group filled up whose positions would take more bytes as they
+    are than the whole group does as codes; scales take about a bit a code."""
+    rest = max(count - precision.residual, 0) % precision.group
+    return count + precision.group - rest if rest * 16 > precision.group * (precision.bits + 1) else count
 
 
 def joined(slabs: Sequence[Slab | DividedSlab]) -> tuple[Tensor, Tensor, Tensor]:

@@ -31,6 +31,7 @@ class KVzip(Policy):
     name = "kvzip"
     source = "Kim et al. 2025, arXiv:2505.23416, section 3"
     remembers = True
+    memory_dtype = torch.bfloat16
     runs_model = True
     mass = True
 
@@ -71,7 +72,7 @@ class KVzip(Policy):
                 **layer.about,
             )
             got = seen.largest_attention()[:, :, :n].masked_fill(~real[:, None], 0)
-            layer.memory.view.scatter_reduce_(2, at, got, "amax")
+            layer.memory.view.scatter_reduce_(2, at, got.to(layer.memory.view.dtype), "amax")
 
         seen, layer = cache.get_seq_length(), cache.filled[0]
         most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 1 << 30

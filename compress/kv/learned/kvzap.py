@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from compress.kv.learned.networks import check_networks, remembered, with_ends
@@ -32,6 +33,7 @@ class KVzap(Policy):
     source = "Jegou and Jeblick 2026, arXiv:2601.07891, section 3"
     window = 1
     remembers = True
+    memory_dtype = torch.bfloat16
     reads_hidden = True
     at_every_pass = True
 

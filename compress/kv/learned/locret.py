@@ -38,6 +38,7 @@ class Locret(Policy):
     source = "Huang et al. 2024, arXiv:2410.01805, section 3"
     window: ClassVar[int] = 1
     remembers: ClassVar[bool] = True
+    memory_dtype: ClassVar[torch.dtype] = torch.bfloat16
     at_every_pass: ClassVar[bool] = True
 
     def check(self, model: nn.Module) -> None:

@@ -1,0 +1,158 @@
+"""Train networks that `kvzap` takes too: what it would cost to lose a token, predicted from hidden states.
+
+$ python -m compress.kv.learned.train_costs --model smollm2-135m --out costs.safetensors
+
+KVzip's score of a position is the largest attention that it gets when the prompt is read again, in whichever head.
+Heads differ in what their attention is worth. Here the score is a bound of what the loss of the second reading would
+change by, to the first order, if the position were lost. Without it, the output o of a head becomes
+(o - a v) / (1 - a), for attention a to the value v. So it moves by a / (1 - a) |v - o|, and the loss by that times the
+length of its gradient with respect to o, at most. The gradient is that of the logarithm of the probability of tokens
+that the model draws itself, as in the Fisher information: where it is sure of what comes next, little depends on any
+position.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from compress.inputs.command import given
+from compress.kv.attach import attached
+from compress.kv.attention import attention, noted_hidden
+from compress.kv.learned.networks import Fitted, fit_all, summary
+from compress.kv.rotation import turn_of
+from compress.kv.seen import ROWS, Seen
+from compress.kv.support import keeping_layers
+
+NAME = "workbench_kv_heard"
+LEAST = 1e-6  # costs below this, in nats, are as good as none
+LEFT = 0.05  # of a head's attention, that other positions have at least: 1 - a is no less
+
+
+class Heard:
+    """What an attention module computed: its inputs [1, T, hidden], what it attended with, and its output y [1, T, H_q,
+    D]."""
+
+    def __init__(self, hidden: Tensor, seen: Seen, y: Tensor) -> None:
+        self.hidden, self.seen, self.y = hidden, seen, y
+
+
+@contextmanager
+def _listening(model: nn.Module) -> Iterator[dict[int, Heard]]:
+    """Layers that keep all positions, by their number, as they compute; an attached model's hidden states are noted."""
+    heard, keeping = {}, set(keeping_layers(model))
+
+    def listen(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **about) -> tuple[Tensor, None]:
+        y, _ = attention(module, q, k, v, mask, **about)
+        if module.layer_idx in keeping:
+            real = torch.ones(k.shape[:3], dtype=torch.bool, device=k.device)
+            scaling = about.get("scaling") or q.shape[-1] ** -0.5
+            seen = Seen(
+                *(k.detach(), v.detach(), real, q.detach(), real[:, 0], scaling),
+                positions=real[:, 0].long().cumsum(1) - 1,
+                tokens=real[:, 0].sum(1),
+                layer=module.layer_idx,
+                turn=turn_of(model, module),
+                softcap=about.get("softcap"),
+                sinks=about.get("s_aux"),
+            )
+            heard[module.layer_idx] = Heard(noted_hidden().detach(), seen, y)
+        return y, None
+
+    def embedded(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        return output if output.requires_grad else output.requires_grad_()
+
+    AttentionInterface.register(NAME, listen)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    before, hook = model.config._attn_implementation, model.get_input_embeddings().register_forward_hook(embedded)
+    model.set_attn_implementation(NAME)
+    try:
+        yield heard
+    finally:
+        model.set_attn_implementation(before)
+        hook.remove()
+
+
+def costs(model: nn.Module, ids: Tensor, seed: int = 0) -> dict[int, tuple[Tensor, Tensor]]:
+    """By layer, the hidden states [n, hidden] that its attention reads, and what it would cost at most to lose a token
+    from a kv head's cache, [n, H_kv] in nats, float32.
+
+    Args:
+        ids: [1, n], a text, which is read twice. seed: of the tokens that are drawn.
+    """
+    n = ids.shape[1]
+    with attached(model), _listening(model) as heard, torch.enable_grad():
+        logits = model(torch.cat([ids, ids], 1), use_cache=False, logits_to_keep=n).logits[0].float()
+        generator = torch.Generator(logits.device).manual_seed(seed)
+        drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)[:, 0]
+        loss = nn.functional.cross_entropy(logits, drawn, reduction="sum")
+        gradients = torch.autograd.grad(loss, [one.y for one in heard.values()])
+    return {
+        number: (one.hidden[0, :n], _moved(one.seen, one.y.detach(), gradient, n)[0].T)
+        for (number, one), gradient in zip(heard.items(), gradients, strict=True)
+    }
+
+
+def _moved(seen: Seen, y: Tensor, gradient: Tensor, n: int) -> Tensor:
+    """The largest a / (1 - a) |v - y| |gradient| of the last n queries and the heads that share a position, for the
+    first n positions: [B, H_kv, n]. y, gradient: [B, T, H_q, D]."""
+    B, H, T, _ = seen.keys.shape
+    values = seen.values[:, :, :n].float()
+    largest = values.new_zeros(B, H, n)
+    for end in range(T, T - n, -ROWS):
+        begin = max(end - ROWS, T - n)
+        piece = replace(
+            seen,
+            keys=seen.keys[:, :, :end],
+            valid=seen.valid[:, :, :end],
+            queries=seen.queries[:, :, begin:end],
+            asked=seen.asked[:, begin:end],
+        )
+        a = piece.attention(end - begin)[..., :n]  # [B, H, G, rows, n]
+        out, slope = (x[:, begin:end].float().transpose(1, 2).unflatten(1, (H, -1)) for x in (y, gradient))
+        apart = torch.cdist(out, values[:, :, None].expand(*out.shape[:3], -1, -1))
+        moved = a / (1 - a).clamp(min=LEFT) * apart * slope.norm(dim=-1, keepdim=True)
+        largest = torch.maximum(largest, moved.amax((2, 3)))
+    return largest
+
+
+def examples(model: nn.Module, batches: Sequence[Tensor]) -> dict[int, tuple[Tensor, Tensor]]:
+    """By layer, hidden states [n, hidden] in bfloat16 and the logarithms of the costs [n, H_kv] of all tokens.
+
+    Args:
+        batches: tokens, LongTensors [1, T].
+    """
+    found: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    for i, ids in enumerate(tqdm(batches, desc="costs of losing a token", unit="text")):
+        for number, (hidden, cost) in costs(model, ids.to(model.device), seed=i).items():
+            found.setdefault(number, []).append((hidden.bfloat16().cpu(), cost.clamp(min=LEAST).log().cpu()))
+    return {
+        number: (torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])) for number, pairs in found.items()
+    }
+
+
+def train(model: nn.Module, batches: Sequence[Tensor], path: str | Path, **more: float) -> dict[int, Fitted]:
+    """Write a file that `kvzap(path=...)` takes; `more`: of `fit`, but for the width, an eighth of the hidden size.
+
+    Returns:
+        {layer: how well its network predicts tokens that were held out}
+    """
+    width = max(model.config.get_text_config(decoder=True).hidden_size // 8, 8)
+    return fit_all(examples(model, batches), path, width=width, **more)
+
+
+def main() -> None:
+    start = time.perf_counter()
+    model, batches, out = given(__doc__, samples=32)
+    print(f"{out}: {summary(train(model, batches, out))}, {time.perf_counter() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
