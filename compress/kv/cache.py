@@ -64,6 +64,7 @@ class CompressedCache(Cache):
     ) -> None:
         self.policy, self.storage, self.projecting = policy, storage, projecting
         self.observes, self.traces = observes, traces
+        self._needs_places = policy is not None and policy.decoding and policy.window > 1
         self.model, self.paused, self.reads_pieces, self.by_kernel = model, False, reads_pieces, True
         self._joins = projecting is not None and projecting.joins
         self.listener: Callable[[KVLayer, Tensor, Tensor, Tensor], None] | None = None
@@ -88,7 +89,7 @@ class CompressedCache(Cache):
             **precisions_of(number, self.storage, self.projecting),
             evicts=policy is not None,
             remembers=policy.memory_dtype if policy is not None and policy.remembers else None,
-            traces=self.traces or (policy is not None and policy.decoding and policy.window > 1),
+            traces=self.traces or self._needs_places,
         )
 
     def update(
@@ -154,12 +155,16 @@ class CompressedCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of every tensor that the cache holds: codes, scales, slack, what policies remember, other layers."""
-        return sum(_bytes(t) for t in self._tensors())
+        return sum(t.untyped_storage().nbytes() for t in self._tensors())
 
     @property
     def nbytes_16(self) -> int:
-        """The same with float32 keys, values and queries counted as the 16 bits in which a model is deployed."""
-        return sum(_bytes(t) // (2 if t.dtype == torch.float32 and t.dim() == 4 else 1) for t in self._tensors())
+        """The same with float32 keys, values and queries counted as the 16 bits in which a model is deployed, and without
+        places of positions that only `traces` asks for."""
+        wide = [t for t in self._tensors() if t.dtype == torch.float32 and t.dim() == 4]
+        traced = [] if self._needs_places else [x.positions.buffer for x in self.own if x.positions is not None]
+        less = sum(t.untyped_storage().nbytes() for t in traced)
+        return self.nbytes - sum(t.untyped_storage().nbytes() // 2 for t in wide) - less
 
     def _tensors(self) -> list[Tensor]:
         found = [t for layer in self.own for t in layer.held]
@@ -393,8 +398,3 @@ class CompressedCache(Cache):
             for layer, one, count, rows in zip(layers, scores, counts, due, strict=True):
                 layer.evict(one, torch.where(rows[:, None], count, layer.lengths), merge)
             self._scores = {}
-
-
-def _bytes(x: Tensor) -> int:
-    """Bytes that are held for a tensor, which may be a part of what lies there."""
-    return x.untyped_storage().nbytes()

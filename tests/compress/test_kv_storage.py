@@ -117,6 +117,17 @@ def test_groups_are_filled_up_where_that_takes_fewer_bytes():
     assert [slab.coded for slab in slabs_of(k, v, keep, Precision(4, 32, 0))] == [0, 32, 64]
 
 
+def test_places_that_an_evaluation_traces_are_not_counted(tiny, tokens):
+    model, ids = tiny("llama").bfloat16(), tokens(1, 150)[0]
+    for policy in (SNAPKV(budget=40), SNAPKV(budget=40, observed=4, decoding=True)):
+        with attached(model, [policy]) as attachment:
+            caches = [attachment.cache(), attachment.cache(traces=True)]
+            for cache in caches:
+                read(model, cache, ids)
+        assert caches[0].nbytes_16 == caches[1].nbytes_16 == caches[0].nbytes
+        assert (caches[1].nbytes > caches[0].nbytes) == (not policy.decoding)
+
+
 def test_evicted_then_coded(tiny, tokens):
     """In either order of the recipe."""
     model, ids, caches = tiny("llama"), tokens(1, 150)[0], []
