@@ -12,8 +12,9 @@ from typing import NamedTuple
 from compress.method import Method
 
 MOST_VARIANTS = 1000  # recipes that one text with braces may stand for
-# A value that is a word to us and a keyword to Python's parser, such as `global`.
-_KEYWORD = re.compile(rf"(?<=[={{,])\s*({'|'.join(set(python.kwlist) - {'True', 'False', 'None'})})\s*(?=[,)}}])")
+# A quoted text, or a value that is a word to us and a keyword to Python's parser, such as `global`.
+_WORDS = "|".join(set(python.kwlist) - {"True", "False", "None"})
+_KEYWORD = re.compile(rf"'[^']*'|\"[^\"]*\"|(?<=[={{,])\s*({_WORDS})\s*(?=[,)}}])")
 
 
 class Variant(NamedTuple):
@@ -41,7 +42,7 @@ def variants_of(text: str, methods: Mapping[str, type[Method]], parameter: str =
             fit.
     """
     try:
-        tree = ast.parse(f"[{_KEYWORD.sub(lambda found: repr(found[1]), text)}]", mode="eval").body
+        tree = ast.parse(f"[{_KEYWORD.sub(lambda found: repr(found[1]) if found[1] else found[0], text)}]", mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # a null byte, brackets in brackets in brackets
         tree = None
     if not text.strip() or not isinstance(tree, ast.List):

@@ -23,6 +23,10 @@ def test_a_recipe_as_text():
     shared = [METHODS["snapkv"](allocation="global"), METHODS["kv_int"]()]
     assert parse_recipe("snapkv(allocation=global), kv_int") == shared, "Python's parser knows `global` as a keyword"
     assert [v.methods for v in parse_variants("snapkv(allocation={uniform, global}), kv_int")[1]][1] == shared
+    for path in ("a,in,b", 'from "a, is, b"'):
+        assert parse_recipe(f"kvzap(path={path!r}, allocation=global)") == [
+            METHODS["kvzap"](path=path, allocation="global")
+        ]
     several = parse_recipes("rtn(bits=3); small: rtn(bits=2), gptq ;")
     assert list(several) == ["rtn(bits=3)", "small"] and several["small"] == [METHODS["rtn"](bits=2), METHODS["gptq"]()]
     assert parse_recipes(" ") == {}
