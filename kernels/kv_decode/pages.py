@@ -59,10 +59,7 @@ def page_list(
     if bounds.dtype != q.dtype:
         raise ValueError(f"`bounds` ({bounds.dtype}) must be in the dtype of `q` ({q.dtype})")
     takes = q.device.type == "cpu" and q.dtype != torch.float64 and native.why_not() is None
-    if impl == "auto":
-        impl = "cpu" if takes else "reference"
-    if impl not in ("reference", "cpu") or (impl == "cpu" and not takes):
-        raise ValueError(f"`impl` (={impl!r}) must be 'auto' or 'reference', or 'cpu' where the C++ kernels run")
+    impl = _chosen(impl, takes)
     scale, most = D**-0.5 if scale is None else scale, min(most, bounds.shape[2])
     if impl == "cpu":
         isa = native.kv_decode_isa(q.dtype)
@@ -71,7 +68,7 @@ def page_list(
         return Listed(*torch.ops.workbench.kv_page_list(*arguments))
     ran("page_list", impl)
     scores = page_scores(q, bounds, lengths, page=page, scale=scale)[:, :, 0]
-    return list_of(scores, starts, lengths, page=page, pages=pages, most=most, behind=behind)
+    return list_of(scores, starts, lengths, page=page, pages=pages, most=most, behind=behind, impl="reference")
 
 
 def page_scores(q: Tensor, bounds: Tensor, lengths: Tensor, *, page: int, scale: float) -> Tensor:
@@ -106,21 +103,47 @@ def note_key(bounds: Tensor, key: Tensor, place: Tensor, page: int) -> None:
 
 
 def list_of(
-    scores: Tensor, starts: Tensor, lengths: Tensor, *, page: int, pages: Tensor, most: int, behind: int = 0
+    scores: Tensor,
+    starts: Tensor,
+    lengths: Tensor,
+    *,
+    page: int,
+    pages: Tensor,
+    most: int,
+    behind: int = 0,
+    impl: str = "auto",
 ) -> Listed:
-    """The same of pages with scores [B, H_kv, P] of any origin; in plain torch, on any device."""
+    """The same of pages with scores [B, H_kv, P] float32 of any origin.
+
+    Args:
+        impl: as of `page_list`. Of equal scores C++ takes the pages in front, the reference any.
+    """
+    most = min(most, scores.shape[-1])
+    takes = scores.device.type == "cpu" and scores.dtype == torch.float32 and native.why_not() is None
+    if _chosen(impl, takes) == "cpu":
+        ran("list_of", "cpu")
+        return Listed(*torch.ops.workbench.kv_score_list(scores, starts, lengths, pages, page, most, behind))
+    ran("list_of", "reference")
     n, place = lengths.long(), torch.arange(scores.shape[-1], device=scores.device)
     last = (n - 1).div(page, rounding_mode="floor")  # -1 for rows without a position
     scores = scores.masked_fill(place == last[..., None], torch.inf).masked_fill(place > last[..., None], -torch.inf)
-    best = scores.topk(min(most, scores.shape[-1]), -1).indices
+    best = scores.topk(most, -1).indices
     used = torch.minimum(pages.clamp(1, best.shape[-1]), last + 1)
     rank = torch.arange(best.shape[-1], device=scores.device)
     chosen = best.masked_fill(rank >= used[..., None], scores.shape[-1]).sort(-1).values  # the last page is last
-    at = (starts.long()[..., None, None] + chosen[..., None] * page + torch.arange(page, device=place.device)).flatten(
-        2
-    )
+    offset = torch.arange(page, device=place.device)
+    at = (starts.long()[..., None, None] + chosen[..., None] * page + offset).flatten(2)
     at = torch.nn.functional.pad(at, (0, behind))
     count, slot = used * page - (last + 1) * page + n, torch.arange(at.shape[-1], device=scores.device)
     after = slot - count[..., None]
     end = (starts + n)[..., None]
     return Listed(torch.where(after < 0, at, (end + after.clamp(max=behind - 1)).clamp(min=0)), count + behind)
+
+
+def _chosen(impl: str, takes: bool) -> str:
+    """ "cpu" or "reference"; takes: could the C++ kernels do it?"""
+    if impl == "auto":
+        return "cpu" if takes else "reference"
+    if impl not in ("reference", "cpu") or (impl == "cpu" and not takes):
+        raise ValueError(f"`impl` (={impl!r}) must be 'auto' or 'reference', or 'cpu' where the C++ kernels run")
+    return impl

@@ -190,6 +190,11 @@ def _register_fakes() -> None:
         indices = q.new_empty(*bounds.shape[:2], most * page + behind, dtype=torch.int64)
         return indices, indices.new_empty(indices.shape[:2])
 
+    @torch.library.register_fake("workbench::kv_score_list")
+    def _(scores, starts, lengths, pages, page, most, behind):
+        indices = scores.new_empty(*scores.shape[:2], most * page + behind, dtype=torch.int64)
+        return indices, indices.new_empty(indices.shape[:2])
+
     @torch.library.register_fake("workbench::trellis_encode")
     def _(x, table, bits, window, isa):
         return x.new_empty(x.shape, dtype=torch.uint8), x.new_empty(x.shape[0])

@@ -51,7 +51,29 @@ struct Problem {
 struct Task {
   int64_t b, h, from, to, end;  // end: of the whole range; entries of the list where there is one
   bool tail;
-  const Problem* problem;  // of the head's cache
+  const Problem* problem;       // of the head's cache
+  const Task* after = nullptr;  // what the same thread does next, where it is of the same kind
+};
+
+// What is multiplied: one item every `stride` bytes, or those whose numbers a list holds.
+struct Items {
+  const char* from;
+  int64_t stride;
+  const int64_t* list = nullptr;
+
+  const char* at(int64_t i) const { return from + (list ? list[i] : i) * stride; }
+  Items from_on(int64_t i) const { return list ? Items{from, stride, list + i} : Items{from + i * stride, stride}; }
+};
+
+// Items that will be read soon, asked for little by little over so many steps of what is done before.
+struct Ahead {
+  Items items{};
+  int64_t bytes = 0;              // of an item
+  uint32_t rate = 0, at = 0;      // items, in units of 2^-16
+
+  Ahead() = default;
+  Ahead(const Items& items, int count, int64_t bytes, int steps)
+      : items(items), bytes(bytes), rate((uint32_t(count) << 16) / uint32_t(std::max(steps, 1))) {}
 };
 
 struct Loops {
@@ -59,8 +81,10 @@ struct Loops {
   void (*merge)(const float* out, int64_t os, const float* tops, const float* totals, int64_t step, int spans, int D,
                 float* weights, float* y);
   void (*add_mass)(const float* p, int rows, int64_t step, const float* weights, int64_t ws, int n, float* mass);
-  void (*page_scores)(Kind kind, const float* x, const uint16_t* q, int64_t xs, int rows, const char* bounds, int64_t step,
-                      int pages, int channels, float scale, float* s, int64_t ss, float* out);
+  void (*page_dots)(Kind kind, const float* x, const uint16_t* q, int64_t xs, int rows, const char* bounds, int64_t step, int pages,
+                    int channels, float* s, int64_t ss);
+  void (*page_shares)(float* s, int64_t ss, int rows, int pages, float scale, float* out);
+  void (*select)(const float* scores, int n, int count, int32_t* keys, int64_t* chosen);
 };
 
 typedef uint32_t Word __attribute__((aligned(2), may_alias));
@@ -118,6 +142,15 @@ float as_float(Kind kind, const char* from, int i) {
   return c10::BFloat16(bits, c10::BFloat16::from_bits());
 }
 
+void from_floats(Kind kind, const float* x, int n, char* to) {
+  auto* half = reinterpret_cast<uint16_t*>(to);
+  if (kind == Kind::float32) std::memcpy(to, x, n * sizeof(float));
+  else if (kind == Kind::float16)
+    for (int i = 0; i < n; i++) half[i] = c10::Half(x[i]).x;
+  else
+    for (int i = 0; i < n; i++) half[i] = c10::BFloat16(x[i]).x;
+}
+
 void parameters(const char* pair, float* scale, float* offset) {
   const auto* bits = reinterpret_cast<const uint16_t*>(pair);
   *scale = c10::BFloat16(bits[0], c10::BFloat16::from_bits()), *offset = c10::BFloat16(bits[1], c10::BFloat16::from_bits());
@@ -147,42 +180,85 @@ void decode(const Problem& p, const Task& t, int64_t n, float* key, float* value
   for (int d = 0; d < p.D; d++) value[d] = scale * float(v[d * bytes] >> i / bytes * bits & mask) + offset;
 }
 
-// The entries of a task, which lie anywhere in the cache, side by side in `room`, and the part that they are then.
-Part gathered(const Problem& p, const Task& t, float* room) {
+// The entries of a task, which lie anywhere in a coded cache, decoded side by side in `room`, as a problem without a list.
+Problem gathered(const Problem& p, const Task& t, float* room) {
   const int64_t* list = p.list + (t.b * p.heads + t.h) * p.listed;
-  const Part& main = p.main;
-  const bool coded = main.kind >= Kind::byte;
-  const int64_t size = p.D * (coded || main.kind == Kind::float32 ? 4 : 2);
-  char *keys = reinterpret_cast<char*>(room), *values = reinterpret_cast<char*>(room + SPAN * p.D);
-  const char *k = main.k + t.b * main.k_b + t.h * main.k_h, *v = main.v + t.b * main.v_b + t.h * main.v_h;
-  for (int64_t i = t.from; i < t.to; i++) {
-    char *key = keys + (i - t.from) * size, *value = values + (i - t.from) * size;
-    if (coded) {
-      decode(p, t, list[i], reinterpret_cast<float*>(key), reinterpret_cast<float*>(value));
-      continue;
-    }
-    int64_t run = 1;  // positions that lie one after the other, as those of a page do
-    while (main.k_n == size && main.v_n == size && i + run < t.to && list[i + run] == list[i] + run) run++;
-    const int64_t next = list[std::min(i + (run > 1 ? run : 8), t.to - 1)];  // rows far apart: nothing else foresees them
-    __builtin_prefetch(k + next * main.k_n);
-    __builtin_prefetch(v + next * main.v_n);
-    std::memcpy(key, k + list[i] * main.k_n, run * size);
-    std::memcpy(value, v + list[i] * main.v_n, run * size);
-    i += run - 1;
-  }
-  return {coded ? Kind::float32 : main.kind, keys, values, 0, 0, size, 0, 0, size, t.from};
+  float* values = room + SPAN * p.D;
+  for (int64_t i = t.from; i < t.to; i++) decode(p, t, list[i], room + (i - t.from) * p.D, values + (i - t.from) * p.D);
+  Problem dense = p;
+  const int64_t size = 4 * int64_t(p.D);
+  dense.main = {Kind::float32, reinterpret_cast<char*>(room), reinterpret_cast<char*>(values), 0, 0, size, 0, 0, size, t.from};
+  dense.list = nullptr;
+  return dense;
 }
 
 using Maybe = std::optional<at::Tensor>;
+
+Kind kind_of(const at::Tensor& q) {
+  return q.scalar_type() == at::kFloat ? Kind::float32 : q.scalar_type() == at::kHalf ? Kind::float16 : Kind::bfloat16;
+}
+
+// A tensor of int32 or int64, by its elements in their order.
+class Numbers {
+ public:
+  Numbers() = default;
+  explicit Numbers(const at::Tensor& of) : of_(of.contiguous()), narrow_(of.scalar_type() == at::kInt), from_(of_.const_data_ptr()) {
+    TORCH_CHECK(narrow_ || of.scalar_type() == at::kLong, "integers of 32 or 64 bits are wanted, not ", of.scalar_type());
+  }
+  explicit Numbers(const Maybe& of) : Numbers(of ? Numbers(*of) : Numbers()) {}
+  bool given() const { return of_.defined(); }
+  int64_t operator[](int64_t i) const {
+    return narrow_ ? static_cast<const int32_t*>(from_)[i] : static_cast<const int64_t*>(from_)[i];
+  }
+
+ private:
+  at::Tensor of_;
+  bool narrow_ = false;
+  const void* from_ = nullptr;
+};
 
 // Some heads of a layer, with ranges of their own.
 struct Cache {
   at::Tensor k, v;
   Maybe params_k, params_v, tail_k, tail_v;
-  at::Tensor length, start;  // int64 [B, H]; no length: up to the last position; no start: 0
+  Numbers length, start;  // [B, H]; no length: up to the last position; no start: 0
 
   int64_t heads() const { return k.size(1); }
   int64_t held() const { return k.size(2) + (tail_k ? tail_k->size(2) : 0); }
+};
+
+void check_entries(const int64_t* list, const Task& t, int64_t held) {
+  int64_t lowest = 0, highest = 0;
+  for (int64_t i = t.from; i < t.to; i++) {
+    lowest = list[i] < lowest ? list[i] : lowest, highest = list[i] > highest ? list[i] : highest;
+  }
+  TORCH_CHECK_VALUE(lowest >= 0 && highest < std::max<int64_t>(held, 1), "`indices` hold ", lowest < 0 ? lowest : highest,
+                    ", which is none of the ", held, " positions of the cache");
+}
+
+// Queries [B, H, T, D] of any strides as rows of xs numbers, zero behind D: in float32, times `scale`, and as they came where
+// they are bfloat16.
+struct Queries {
+  std::unique_ptr<float[]> x;
+  std::unique_ptr<uint16_t[]> bits;
+
+  Queries(const at::Tensor& q, Kind kind, int64_t xs, float scale) {
+    const int64_t H = q.size(1), T = q.size(2), D = q.size(3), count = q.size(0) * H * T, size = q.element_size();
+    x.reset(new float[count * xs]);
+    if (kind == Kind::bfloat16) bits.reset(new uint16_t[count * xs]);
+    at::parallel_for(0, count, (1 << 16) / xs + 1, [&](int64_t from, int64_t to) {
+      for (int64_t i = from; i < to; i++) {
+        const int64_t at = i / T / H * q.stride(0) + i / T % H * q.stride(1) + i % T * q.stride(2);
+        const char* row = static_cast<const char*>(q.const_data_ptr()) + at * size;
+        float* of = x.get() + i * xs;
+        for (int64_t d = 0; d < D; d++) of[d] = as_float(kind, row, int(d)) * scale;
+        std::fill(of + D, of + xs, 0.0f);
+        if (!bits) continue;
+        std::memcpy(bits.get() + i * xs, row, D * size);
+        std::fill(bits.get() + i * xs + D, bits.get() + (i + 1) * xs, uint16_t(0));
+      }
+    });
+  }
 };
 
 // All that differs between caches whose first head is number `head`; the rest is in `p`.
@@ -220,7 +296,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attend(
   at::Tensor lse = return_lse ? at::empty({B, q.size(1), q.size(2)}, floats) : at::empty({0}, floats);
 
   Problem p{};
-  const Kind kind = q.scalar_type() == at::kFloat ? Kind::float32 : q.scalar_type() == at::kHalf ? Kind::float16 : Kind::bfloat16;
+  const Kind kind = kind_of(q);
   p.group = group;
   p.heads = int(H);
   p.tokens = int(q.size(2));
@@ -231,10 +307,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attend(
   p.softcap = float(softcap);
   p.scale = float(scale);
 
-  const at::Tensor padded = at::zeros({B, q.size(1), q.size(2), p.xs}, q.options());
-  padded.narrow(-1, 0, p.D).copy_(q);
-  const at::Tensor x = padded.to(at::kFloat).mul_(scale);
-  if (kind == Kind::bfloat16) p.q = static_cast<const uint16_t*>(padded.const_data_ptr());
+  const Queries queries(q, kind, p.xs, p.scale);
+  p.q = queries.bits.get();
 
   const at::Tensor list = indices ? indices->to(at::kLong).contiguous() : at::Tensor();
   if (list.defined()) p.list = list.const_data_ptr<int64_t>(), p.listed = positions;
@@ -251,15 +325,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attend(
     const Cache& cache = caches[of];
     const int64_t at = i / H * cache.heads() + own, held = cache.held(), last = list.defined() ? positions : held;
     const int64_t S = list.defined() ? positions : cache.k.size(2);  // entries of the list
-    const int64_t a = cache.start.defined() ? cache.start.const_data_ptr<int64_t>()[at] : 0;
-    const int64_t end = cache.length.defined() ? std::min(a + cache.length.const_data_ptr<int64_t>()[at], last) : last;
-    int64_t lowest = 0, highest = 0;
-    for (int64_t e = std::max<int64_t>(a, 0); p.list && e < end; e++) {
-      const int64_t entry = p.list[i * positions + e];
-      lowest = entry < lowest ? entry : lowest, highest = entry > highest ? entry : highest;
-    }
-    TORCH_CHECK_VALUE(lowest >= 0 && (highest < held || highest == 0), "`indices` hold ", lowest < 0 ? lowest : highest,
-                      ", which is none of the ", held, " positions of the cache");
+    const int64_t a = cache.start.given() ? cache.start[at] : 0;
+    const int64_t end = cache.length.given() ? std::min(a + cache.length[at], last) : last;
     for (int64_t from = std::max<int64_t>(a, 0), to; from < end; from = to) {
       const int64_t first = from < S ? 0 : S;
       to = std::min({end, first + ((from - first) / SPAN + 1) * SPAN, from < S ? S : last});
@@ -272,13 +339,16 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attend(
   const int64_t count = int64_t(tasks.size()), rows = p.rows, keep = return_mass ? rows * SPAN : 0;
   std::unique_ptr<float[]> outs(new float[count * rows * p.xs]), tops(new float[2 * count * rows]), kept(new float[count * keep]);
   float* totals = tops.get() + count * rows;
-  const at::Tensor y = at::empty({B, H, rows, p.xs}, floats);
+  const at::Tensor y = at::empty(q.sizes(), q.options().memory_format(at::MemoryFormat::Contiguous));
   const auto merge = [&](int64_t i) {  // the spans of kv head i of B * H
     const int64_t first = firsts[i], spans = firsts[i + 1] - first;
-    std::unique_ptr<float[]> weights(new float[rows * spans]);
-    for (int64_t r = 0; r < rows; r++)
+    std::unique_ptr<float[]> weights(new float[rows * spans + p.xs]);
+    float* sums = weights.get() + rows * spans;
+    for (int64_t r = 0; r < rows; r++) {
       loops.merge(outs.get() + (first * rows + r) * p.xs, rows * p.xs, tops.get() + first * rows + r, totals + first * rows + r,
-                  rows, int(spans), p.D, weights.get() + r * spans, y.data_ptr<float>() + (i * rows + r) * p.xs);
+                  rows, int(spans), p.D, weights.get() + r * spans, sums);
+      from_floats(kind, sums, p.D, static_cast<char*>(y.data_ptr()) + (i * rows + r) * p.D * q.element_size());
+    }
     for (int64_t r = 0; return_lse && r < rows; r++) {
       const float *top = tops.get() + first * rows + r, *total = totals + first * rows + r;
       double highest = -INFINITY, sum = 0;
@@ -301,28 +371,30 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attend(
   std::atomic<int64_t> next{0};
   at::parallel_for(0, std::min<int64_t>(count, at::get_num_threads()), 1, [&](int64_t, int64_t) {
     std::unique_ptr<float[]> scratch(new float[rows * SPAN + 2 * p.longest + 2 * rows * (p.longest + 32)]);
-    std::unique_ptr<float[]> room(p.list ? new float[2 * SPAN * p.D + 64] : nullptr);
-    Problem local = problems[0];
-    for (int64_t i; (i = next++) < count;) {  // ranges differ: whoever is free takes the next, and the last of a head merges
-      const Task& t = tasks[i];
+    const bool gathers = p.list && bits != 16;
+    std::unique_ptr<float[]> room(gathers ? new float[2 * SPAN * p.D + 64] : nullptr);
+    Problem local;
+    for (int64_t i = next++, after; i < count; i = after) {  // whoever is free takes the next, and the last of a head merges
+      Task t = tasks[i];
+      after = next++;
+      if (after < count && bits == 16) t.after = &tasks[after];
       const int64_t head = t.b * H + t.h;
-      if (p.list) local.main = gathered(problems[0], t, room.get());
-      loops.span(p.list ? local : *t.problem, t, x.const_data_ptr<float>() + head * rows * p.xs, return_mass ? kept.get() + i * keep : scratch.get(),
+      if (p.list) check_entries(p.list + head * positions, t, caches[0].held());
+      if (gathers) local = gathered(*t.problem, t, room.get()), t.problem = &local;
+      loops.span(*t.problem, t, queries.x.get() + head * rows * p.xs, return_mass ? kept.get() + i * keep : scratch.get(),
                  scratch.get() + rows * SPAN, outs.get() + i * rows * p.xs, tops.get() + i * rows, totals + i * rows);
       if (--left[head] == 0) merge(head);
     }
   });
-  return {y.narrow(-1, 0, p.D).to(q.scalar_type()).reshape(q.sizes()).contiguous(), mass, lse};
+  return {y, mass, lse};
 }
-
-at::Tensor whole(const Maybe& x) { return x ? x->to(at::kLong).contiguous() : at::Tensor(); }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> kv_decode(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Maybe& params_k, const Maybe& params_v,
     const Maybe& tail_k, const Maybe& tail_v, const at::Tensor& lengths, const Maybe& starts,
     const Maybe& indices, int64_t bits, int64_t group, double scale, double softcap, bool return_mass, bool return_lse,
     const std::string& isa) {
-  const std::vector<Cache> one{{k, v, params_k, params_v, tail_k, tail_v, whole(lengths), whole(starts)}};
+  const std::vector<Cache> one{{k, v, params_k, params_v, tail_k, tail_v, Numbers(lengths), Numbers(starts)}};
   return attend(q, one, indices, bits, group, scale, softcap, return_mass, return_lse, isa);
 }
 
@@ -335,7 +407,7 @@ at::Tensor kv_decode_apart(const at::Tensor& q, const std::vector<at::Tensor>& k
   const auto of = [](const std::vector<at::Tensor>& all, size_t i) { return all.empty() ? Maybe() : Maybe(all[i]); };
   std::vector<Cache> caches;
   for (size_t i = 0; i < k.size(); i++) {
-    caches.push_back({k[i], v[i], of(params_k, i), of(params_v, i), of(tail_k, i), of(tail_v, i), {}, whole(starts[i])});
+    caches.push_back({k[i], v[i], of(params_k, i), of(params_v, i), of(tail_k, i), of(tail_v, i), {}, Numbers(starts[i])});
     const Cache& c = caches.back();
     const int64_t B = q.size(0), D = q.size(3), codes = 8 / bits;
     const auto dense = [&](const at::Tensor& x) {
@@ -343,91 +415,13 @@ at::Tensor kv_decode_apart(const at::Tensor& q, const std::vector<at::Tensor>& k
     };
     const bool fits = bits == 16 ? dense(c.k) && dense(c.v) : c.k.dim() == 4 && c.k.size(3) * codes == D && c.v.dim() == 5;
     TORCH_CHECK_VALUE(fits && c.k.size(0) == B && (!c.tail_k || (dense(*c.tail_k) && dense(*c.tail_v))) &&
-                          c.start.numel() == B * c.heads(), "kv_decode_apart: q ", q.sizes(), ", k ", c.k.sizes(), ", starts ",
-                      c.start.sizes(), " and ", bits, " bits do not fit");
+                          starts[i].numel() == B * c.heads(), "kv_decode_apart: q ", q.sizes(), ", k ", c.k.sizes(), ", starts ",
+                      starts[i].sizes(), " and ", bits, " bits do not fit");
   }
   return std::get<0>(attend(q, caches, {}, bits, group, scale, softcap, false, false, isa));
 }
 
-// pages.py says what it gives back: the positions of the pages that a query may attend to most, and how many they are.
-std::tuple<at::Tensor, at::Tensor> kv_page_list(const at::Tensor& q, const at::Tensor& bounds, const at::Tensor& starts,
-                                                const at::Tensor& lengths, const at::Tensor& pages, int64_t page, int64_t most,
-                                                int64_t behind, double scale, const std::string& isa) {
-  const Loops* loops = loops_of(isa);
-  TORCH_CHECK(loops, "`isa` (='", isa, "') is not one of this machine's");
-  const int64_t B = q.size(0), H = bounds.size(1), D = q.size(3), P = bounds.size(2), G = q.size(1) / H;
-  const Kind kind = q.scalar_type() == at::kFloat ? Kind::float32 : q.scalar_type() == at::kHalf ? Kind::float16 : Kind::bfloat16;
-  TORCH_CHECK(q.is_contiguous() && bounds.stride(3) == 1 && bounds.scalar_type() == q.scalar_type() && most > 0 && most <= P &&
-                  (isa != "avx512bf16" || kind != Kind::float32),
-              "kv_page_list: q ", q.sizes(), ", bounds ", bounds.sizes(), " and `most` (=", most, ") do not fit");
-  const int64_t xs = (2 * D + 63) / 32 * 32, ss = (P + 15) / 16 * 16, size = q.element_size(), entries = most * page + behind;
-  const at::Tensor indices = at::empty({B, H, entries}, q.options().dtype(at::kLong)), counts = at::empty({B, H}, indices.options());
-  const at::Tensor first = starts.to(at::kLong).contiguous(), length = lengths.to(at::kLong).contiguous(),
-                   wanted = pages.to(at::kLong).contiguous();
-  const auto *rows = static_cast<const char*>(q.const_data_ptr()), *edges = static_cast<const char*>(bounds.const_data_ptr());
-  at::parallel_for(0, B * H, 1, [&](int64_t from, int64_t to) {
-    std::unique_ptr<float[]> x(new float[G * xs]), s(new float[(G + 1) * ss]);
-    std::vector<uint16_t> bits(kind == Kind::bfloat16 ? G * xs : 0);
-    std::vector<int64_t> order(P);
-    for (int64_t i = from; i < to; i++) {
-      const int64_t n = length.const_data_ptr<int64_t>()[i], start = first.const_data_ptr<int64_t>()[i];
-      const int64_t held = std::min((n + page - 1) / page, P);
-      const int64_t used = std::min({std::max<int64_t>(wanted.const_data_ptr<int64_t>()[i], 1), held, most});
-      int64_t* at = indices.data_ptr<int64_t>() + i * entries;
-      const int64_t* const all = at + entries;
-      if (used > 1 && used < held) {
-        std::fill_n(x.get(), G * xs, 0.0f);
-        for (int64_t r = 0; r < G; r++)  // its negative elements meet the smallest ones of keys, the others the largest
-          for (int64_t d = 0; d < D; d++) {
-            const char* row = rows + (i * G + r) * D * size;
-            const float v = as_float(kind, row, int(d));
-            x[r * xs + (v < 0 ? d : D + d)] = v;
-            if (kind != Kind::bfloat16) continue;
-            bits[r * xs + d] = bits[r * xs + D + d] = 0;
-            std::memcpy(&bits[r * xs + (v < 0 ? d : D + d)], row + 2 * d, 2);
-          }
-        const char* own = edges + (i / H * bounds.stride(0) + i % H * bounds.stride(1)) * size;
-        float* scores = s.get() + G * ss;
-        loops->page_scores(kind, x.get(), bits.data(), xs, int(G), own, bounds.stride(2) * size, int(held), int(2 * D), float(scale),
-                           s.get(), ss, scores);
-        for (int64_t j = 0; j < held; j++) order[j] = j;
-        const auto before = [&](int64_t a, int64_t b) { return scores[a] != scores[b] ? scores[a] > scores[b] : a < b; };
-        std::nth_element(order.begin(), order.begin() + used - 1, order.begin() + held - 1, before);
-        std::sort(order.begin(), order.begin() + used - 1);
-      } else {
-        for (int64_t j = 0; j + 1 < used; j++) order[j] = j;
-      }
-      for (int64_t j = 0; j + 1 < used; j++)
-        for (int64_t k = 0; k < page; k++) *at++ = start + order[j] * page + k;
-      for (int64_t k = used ? (held - 1) * page : 0; k < n + behind; k++) *at++ = start + k;
-      counts.data_ptr<int64_t>()[i] = entries - (all - at);
-      std::fill(at, indices.data_ptr<int64_t>() + (i + 1) * entries, std::max<int64_t>(start + n + behind - 1, 0));
-    }
-  });
-  return {indices, counts};
-}
-
-// Takes a key [B, H, 1, D], number `place` of its row, into the smallest and largest elements of its page; in place.
-void kv_note_key(at::Tensor bounds, const at::Tensor& key, const at::Tensor& place, int64_t page) {
-  const int64_t H = key.size(1), D = key.size(3), size = key.element_size();
-  TORCH_CHECK(bounds.stride(3) == 1 && bounds.size(3) == 2 * D && bounds.scalar_type() == key.scalar_type(), "kv_note_key: bounds ",
-              bounds.sizes(), " and key ", key.sizes(), " do not fit");
-  const Kind kind = size == 4 ? Kind::float32 : key.scalar_type() == at::kHalf ? Kind::float16 : Kind::bfloat16;
-  const at::Tensor row = key.contiguous(), at = place.to(at::kLong).contiguous();
-  for (int64_t i = 0; i < key.size(0) * H; i++) {
-    const int64_t n = at.const_data_ptr<int64_t>()[i];
-    TORCH_CHECK(n >= 0 && n / page < bounds.size(2), "kv_note_key: position ", n, " has no page in bounds ", bounds.sizes());
-    const char* k = static_cast<const char*>(row.const_data_ptr()) + i * D * size;
-    char* low = static_cast<char*>(bounds.data_ptr()) +
-                (i / H * bounds.stride(0) + i % H * bounds.stride(1) + n / page * bounds.stride(2)) * size;
-    char* high = low + D * size;
-    for (int64_t d = 0; d < D; d++) {
-      const float v = as_float(kind, k, int(d));
-      if (n % page == 0 || v < as_float(kind, low, int(d))) std::memcpy(low + d * size, k + d * size, size);
-      if (n % page == 0 || v > as_float(kind, high, int(d))) std::memcpy(high + d * size, k + d * size, size);
-    }
-  }
-}
+#include "kv_pages.inc"
 
 }  // namespace
 
@@ -454,11 +448,15 @@ TORCH_LIBRARY_FRAGMENT(workbench, m) {
   m.def(
       "kv_page_list(Tensor q, Tensor bounds, Tensor starts, Tensor lengths, Tensor pages, int page, int most, int behind, "
       "float scale, str isa) -> (Tensor, Tensor)");
+  m.def(
+      "kv_score_list(Tensor scores, Tensor starts, Tensor lengths, Tensor pages, int page, int most, int behind) -> (Tensor, "
+      "Tensor)");
   m.def("kv_note_key(Tensor(a!) bounds, Tensor key, Tensor place, int page) -> ()");
 }
 TORCH_LIBRARY_IMPL(workbench, CPU, m) {
   m.impl("kv_decode_native", kv_decode);
   m.impl("kv_decode_apart", kv_decode_apart);
   m.impl("kv_page_list", kv_page_list);
+  m.impl("kv_score_list", kv_score_list);
   m.impl("kv_note_key", kv_note_key);
 }

@@ -322,6 +322,32 @@ def test_two_bits_are_read_by_the_same_loops(isa, group, D):
 
 
 @needs_native
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_lists_are_read_where_they_lie(isa, dtype):
+    """Single positions and pages, in any order, over several spans, for every number of rows that loops take at a time,
+    with queries that lie apart; against the reference, which gathers first."""
+    if (isa, dtype) == ("avx512bf16", torch.float32):
+        isa = "avx512"
+    for heads, D in ((1, 64), (2, 20), (3, 64), (5, 80), (7, 128)):
+        q, cache, _ = make(H_kv=2, G=heads, S=1300, D=D, dtype=dtype, seed=heads)
+        apart = torch.randn(2, 2 * heads, 3, D).to(dtype)[:, :, 1:2].copy_(q)
+        pages = torch.stack([torch.randperm(1300 // 16)[:40] for _ in range(4)]).view(2, 2, 40)
+        paged = (pages[..., None] * 16 + torch.arange(16)).flatten(2)
+        single = torch.stack([torch.randperm(1300)[:640].sort().values for _ in range(4)]).view(2, 2, 640)
+        used = torch.tensor([[640, 255], [513, 1]])
+        for listed in (paged, single):
+            arguments = (*cache[:6], used, None, listed, 16, 0, D**-0.5, 0.0, True, True, isa)
+            found = torch.ops.workbench.kv_decode_native(apart, *arguments)
+            how = {"indices": listed, "return_mass": True, "return_lse": True, "impl": "reference"}
+            for a, b in zip(found, kv_decode(q, cache, used, **how), strict=True):
+                assert rms(a, b) < (1e-5 if dtype == torch.float32 else 5e-3)
+        listed[1, 0, 512] = 1300  # in a later span than that of the first thread
+        with pytest.raises(ValueError, match="`indices` hold 1300, which is none of the 1300"):
+            torch.ops.workbench.kv_decode_native(apart, *arguments)
+
+
+@needs_native
 @pytest.mark.parametrize(
     "isa, bits, group",
     [

@@ -10,7 +10,10 @@ from kernels.kv_decode import list_of, note_key, page_list, page_scores
 from kernels.registry import recording
 
 IMPLS = ["reference"] if native.why_not() else ["reference", "cpu"]
-SHAPES = ((2, 3, 4, 20, 4, 57), (1, 2, 4, 128, 16, 300), (2, 2, 1, 64, 3, 100), (1, 1, 3, 24, 8, 7))  # B H G D page T
+SHAPES = (  # B H G D page T; the last two have more pages than one thread multiplies at a time, few rows and many
+    (2, 3, 4, 20, 4, 57), (1, 2, 4, 128, 16, 300), (2, 2, 1, 64, 3, 100), (1, 1, 3, 24, 8, 7), (1, 1, 3, 64, 2, 700),
+    (40, 2, 7, 16, 1, 150),
+)  # fmt: skip
 
 
 def keys_and_bounds(shape, dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -91,6 +94,41 @@ def test_rows_without_positions_and_pages_of_any_scores():
         assert got == (expected or [7, 8, 9, 10, 11, 12, 13])
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("page, T", [(1, 3000), (4, 90), (16, 17)])
+def test_lists_of_any_scores_are_those_of_a_sort(page, T, shared, impl):
+    """Negative and infinite scores among them; `shared`: one row of scores for all heads, whose ranges differ or not."""
+    P, starts = -(-T // page), torch.tensor([[0, T // 3, T // 3], [T, 5, T - 1]])
+    scores = torch.randn(2, 1 if shared else 3, P + 2)
+    scores[0, 0, : P // 4] = -torch.inf if P > 8 else -1.5
+    scores, n = scores.expand(2, 3, -1), T - starts
+    pages = torch.tensor([[P // 2 + 1, P // 5, P // 5], [3, P, 2]])
+    with recording() as ran:
+        found = list_of(scores, starts, n, page=page, pages=pages, most=P // 2 + 2, behind=1, impl=impl)
+    assert ran["list_of"] == {impl} and found.indices.shape == (2, 3, (P // 2 + 2) * page + 1)
+    for b in range(2):
+        for h in range(3):
+            held, start, count = -(-int(n[b, h]) // page), int(starts[b, h]), int(n[b, h])
+            used = min(max(int(pages[b, h]), 1), held, P // 2 + 2)
+            best = sorted(range(held - 1), key=lambda p, s=scores[b, h]: -float(s[p]))[: max(used - 1, 0)]
+            chosen = [start + p * page + i for p in sorted([*best, *([held - 1] if held else [])]) for i in range(page)]
+            expected = [*(at for at in chosen if at < start + count), start + count]
+            got = found.indices[b, h, : int(found.lengths[b, h])].tolist()
+            if float(scores[b, h, : held - 1].sort(descending=True).values[used - 2 : used - 1].sum()) == -torch.inf:
+                assert len(got) == len(expected)  # which of equal scores are read is open
+            else:
+                assert got == expected
+
+
+@pytest.mark.skipif("cpu" not in IMPLS, reason="no C++ kernels here")
+def test_of_equal_scores_those_in_front_are_read():
+    scores, one = torch.tensor([[[0.5, 0.0, 0.5, 0.0, 0.5, 0.5, 9.0]]]), torch.ones(1, 1, dtype=torch.int64)
+    for pages, expected in ((1, [6]), (2, [0, 6]), (4, [0, 2, 4, 6]), (6, [0, 1, 2, 4, 5, 6]), (7, list(range(7)))):
+        found = list_of(scores, 0 * one, 7 * one, page=1, pages=pages * one, most=7)
+        assert found.indices[0, 0, :pages].tolist() == expected and int(found.lengths) == pages
+
+
 def test_what_does_not_fit_says_so():
     q, edges, one = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 5, 16), torch.ones(1, 2, dtype=torch.int64)
     more = {"page": 4, "pages": one, "most": 1}
@@ -103,3 +141,8 @@ def test_what_does_not_fit_says_so():
             page_list(given, of, one, one, **more)
     with pytest.raises(ValueError, match="`impl`"):
         page_list(q, edges, one, one, impl="triton", **more)
+    with pytest.raises(ValueError, match="`impl`"):
+        list_of(edges[..., 0], one, one, impl="triton", **more)
+    if "cpu" in IMPLS:
+        with pytest.raises(ValueError, match="21 positions does not fit into 5 pages of 4"):
+            page_list(q, edges, one, 21 * one, **more)
