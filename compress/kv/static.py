@@ -13,11 +13,11 @@ from compress.kv.growing import Growing
 from compress.kv.layer import KVLayer
 from compress.kv.policy import Policy, Projecting, Storage, precisions_of
 from compress.kv.precision import Held, Precision
-from compress.kv.reading.fixed import FixedReading, room_for
+from compress.kv.reading.fixed import FixedReading, readings
 from compress.kv.reading.method import Glance, Reading
 from compress.kv.storage import Slab
 from compress.kv.support import check_model
-from kernels.kv_decode import KV, Listed, dequantize_kv, kv_decode
+from kernels.kv_decode import KV, dequantize_kv, kv_decode
 
 NAME = "workbench_kv_static"
 
@@ -222,11 +222,9 @@ class MadeUpCache(Cache):
 
 
 def _read_sparsely(layers: list[StaticKVLayer], reading: Reading) -> None:
-    slab = layers[0].slabs[0]
-    lengths = torch.zeros_like(slab.lengths, dtype=torch.long)
-    shared = Listed(lengths.new_zeros(*lengths.shape, room_for(reading, slab.length)), lengths)
-    for layer, role in zip(layers, reading.roles(len(layers)), strict=True):
-        layer.slabs[0].read_by(FixedReading(reading, role, shared))
+    slabs = [layer.slabs[0] for layer in layers]
+    for slab, fixed in zip(slabs, readings(reading, slabs), strict=True):
+        slab.read_by(fixed)
 
 
 def _fixed(slab: Slab, room: int) -> StaticSlab:

@@ -98,7 +98,7 @@ def test_rows_without_positions_and_pages_of_any_scores():
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("page, T", [(1, 3000), (4, 90), (16, 17)])
 def test_lists_of_any_scores_are_those_of_a_sort(page, T, shared, impl):
-    """Negative and infinite scores among them; `shared`: one row of scores for all heads, whose ranges differ or not."""
+    """Negative and infinite scores among them; `shared`: one row of scores for all heads of a sequence."""
     P, starts = -(-T // page), torch.tensor([[0, T // 3, T // 3], [T, 5, T - 1]])
     scores = torch.randn(2, 1 if shared else 3, P + 2)
     scores[0, 0, : P // 4] = -torch.inf if P > 8 else -1.5

@@ -1,7 +1,9 @@
 """Sparse reading of caches of fixed tensors, as a compiled step needs it: lists of one size, of which a part counts."""
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from compress.kv.growing import Growing
@@ -32,15 +34,28 @@ class FixedSlab(Protocol):
         """Sums of held values [B, H_q, n, R] in all channels."""
 
 
+class Shared(NamedTuple):
+    """What layers leave for those behind them; of all layers, which hold as many positions as each other.
+
+    Attributes:
+        chosen: what the last layer chose that chooses for others; as long as any layer's list.
+        pages: [B, H_kv] int64, pages that a token reads.
+    """
+
+    chosen: Listed
+    pages: Tensor
+
+
 class FixedReading:
     """How one layer of fixed tensors reads. The bounds of pages are not brought up to date: this is for timing.
 
     Args:
-        shared: what a layer that chooses leaves for those behind it, of `room_for` entries; of all layers.
+        first: is it the first one that chooses? It says for all of them how many pages a token reads.
+        most: the largest number of pages that a token may read.
     """
 
-    def __init__(self, reading: Reading, role: Role, shared: Listed) -> None:
-        self.reading, self.role, self.shared = reading, role, shared
+    def __init__(self, reading: Reading, role: Role, shared: Shared, first: bool, most: int) -> None:
+        self.reading, self.role, self.shared, self.first, self.most = reading, role, shared, first, most
 
     def attend(self, slab: FixedSlab, q: Tensor, scale: float | None, softcap: float | None) -> Tensor:
         """q [B, H_q, 1, D] -> the same shape."""
@@ -50,28 +65,33 @@ class FixedReading:
             if not self.role.chooses:
                 return slab.lifted(kv_decode(turned, slab.kv, slab.lengths, starts=slab.starts, **more))
             y, mass = kv_decode(turned, slab.kv, slab.lengths, starts=slab.starts, return_mass=True, **more)
-            self._leave(self._list(slab, Glance(slab, q, scaling, from_start(mass, slab.starts)[:, :, None])))
+            glance = Glance(slab, q, scaling, from_start(mass, slab.starts)[:, :, None])
+            self._leave(self.shared.chosen, self._list(slab, glance))
             return slab.lifted(y)
-        chosen = self.shared
+        chosen = self.shared.chosen
         if self.role.chooses:
             chosen = self._list(slab, Glance(slab, q, scaling))
         return slab.lifted(kv_decode(turned, slab.kv, chosen.lengths, indices=chosen.indices, **more))
 
-    def _leave(self, chosen: Listed) -> None:
-        for held, new in zip(self.shared, chosen, strict=True):
+    def _leave(self, room: Sequence[Tensor], found: Sequence[Tensor]) -> None:
+        for held, new in zip(room, found, strict=True):
             held.copy_(new)
 
     def _list(self, slab: FixedSlab, glance: Glance) -> Listed:
         """The last page, and others that have as many positions as are wanted, rounded down to pages."""
-        pages = self.reading.wanted(slab.lengths.long()) // self.reading.page + 1
-        most = _most_pages(self.reading, slab.length)
-        return self.reading.listed(glance, slab.starts, slab.lengths, pages=pages, most=most)
+        if self.first:
+            self._leave([self.shared.pages], [self.reading.wanted(slab.lengths.long()) // self.reading.page + 1])
+        return self.reading.listed(glance, slab.starts, slab.lengths, pages=self.shared.pages, most=self.most)
+
+
+def readings(reading: Reading, slabs: Sequence[FixedSlab]) -> list[FixedReading]:
+    """How the layers read that keep all positions, one slab each, of the same size."""
+    roles, like = reading.roles(len(slabs)), torch.zeros_like(slabs[0].lengths, dtype=torch.long)
+    most = _most_pages(reading, slabs[0].length)
+    chosen = Listed(like.new_zeros(*like.shape, most * reading.page), like)
+    shared, first = Shared(chosen, like.clone()), next((i for i, role in enumerate(roles) if role.chooses), None)
+    return [FixedReading(reading, role, shared, i == first, most) for i, role in enumerate(roles)]
 
 
 def _most_pages(reading: Reading, length: int) -> int:
     return min(max(min(reading.most(length), length) // reading.page, 1) + 1, -(-length // reading.page))
-
-
-def room_for(reading: Reading, length: int) -> int:
-    """Entries of a list of positions out of so many."""
-    return _most_pages(reading, length) * reading.page
