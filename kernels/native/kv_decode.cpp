@@ -24,6 +24,7 @@
 namespace {
 
 constexpr int SPAN = 256;  // positions; a multiple of every group
+constexpr int ROW_BYTES = 4096;  // of a row that was spread (kv_codes.inc), at most
 
 enum class Kind { float32, bfloat16, float16, byte, nibble, quarter };  // the last ones: codes of 8, 4 and 2 bits
 
@@ -370,7 +371,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attend(
   }
   std::atomic<int64_t> next{0};
   at::parallel_for(0, std::min<int64_t>(count, at::get_num_threads()), 1, [&](int64_t, int64_t) {
-    std::unique_ptr<float[]> scratch(new float[rows * SPAN + 2 * p.longest + 2 * rows * (p.longest + 32)]);
+    std::unique_ptr<float[]> scratch(new float[rows * SPAN + 2 * p.longest + 2 * rows * (p.longest + 32) + rows * ROW_BYTES / 4]);
     const bool gathers = p.list && bits != 16;
     std::unique_ptr<float[]> room(gathers ? new float[2 * SPAN * p.D + 64] : nullptr);
     Problem local;
