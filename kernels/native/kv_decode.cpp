@@ -53,7 +53,7 @@ struct Task {
   int64_t b, h, from, to, end;  // end: of the whole range; entries of the list where there is one
   bool tail;
   const Problem* problem;       // of the head's cache
-  const Task* after = nullptr;  // what the same thread does next, where it is of the same kind
+  const Task* after = nullptr;  // what the same thread does next
 };
 
 // What is multiplied: one item every `stride` bytes, or those whose numbers a list holds.
@@ -378,7 +378,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attend(
     for (int64_t i = next++, after; i < count; i = after) {  // whoever is free takes the next, and the last of a head merges
       Task t = tasks[i];
       after = next++;
-      if (after < count && bits == 16) t.after = &tasks[after];
+      if (after < count && !gathers) t.after = &tasks[after];
       const int64_t head = t.b * H + t.h;
       if (p.list) check_entries(p.list + head * positions, t, caches[0].held());
       if (gathers) local = gathered(*t.problem, t, room.get()), t.problem = &local;
