@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 ROWS = 256  # queries whose attention is computed at a time
+ON_CPU = 1 << 19, 16  # there so many numbers, which stay in its caches, and as many queries at least
 
 
 @dataclass
@@ -57,18 +58,35 @@ class Seen:
         n = min(last, self.queries.shape[2])
         if n == 0:
             return self.keys.new_zeros(B, H, self.queries.shape[1] // H, 0, T, dtype=torch.float32)
-        q = self.queries[:, :, -n:].unflatten(1, (H, -1)).float()  # [B, H, G, n, D]
-        scores = torch.einsum("bhgnd,bhtd->bhgnt", q, self.keys.float()) * self.scaling
-        if self.softcap:
-            scores = self.softcap * torch.tanh(scores / self.softcap)
-        visible = self.visible(n)
-        scores = scores.masked_fill(~visible, -torch.inf)
+        weights = self._scores(n)
         if self.sinks is not None:
-            sinks = self.sinks.float().view(1, H, -1, 1, 1).expand(*scores.shape[:-1], 1)
-            weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+            weights = torch.cat([weights, self._sinks(weights)], -1).softmax(-1)[..., :-1]
         else:
-            weights = scores.softmax(-1)
-        return weights.masked_fill(~(visible & self.asked[:, None, None, -n:, None]), 0.0)
+            weights = weights.softmax(-1)
+        if self._causal and _all(self.asked):
+            return weights
+        return weights.masked_fill(~(self.visible(n) & self.asked[:, None, None, -n:, None]), 0.0)
+
+    def _scores(self, n: int) -> Tensor:
+        """Scores of the last n queries, as `attention` has them, -inf where a query does not see a position."""
+        B, H, T, _ = self.keys.shape
+        q = (self.queries[:, :, -n:].float() * self.scaling).unflatten(1, (H, -1))  # [B, H, G, n, D]
+        scores = (q.flatten(2, 3) @ self.keys.float().mT).unflatten(2, (-1, n))
+        if self.softcap:
+            scores.div_(self.softcap).tanh_().mul_(self.softcap)
+        if self._causal:
+            later = torch.ones(n, n, dtype=torch.bool, device=scores.device).triu(1)
+            scores[..., T - n :].masked_fill_(later, -torch.inf)
+            return scores
+        return scores.masked_fill_(~self.visible(n), -torch.inf)
+
+    def _sinks(self, scores: Tensor) -> Tensor:
+        return self.sinks.float().view(1, scores.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
+
+    @property
+    def _causal(self) -> bool:
+        """Do queries see all positions up to their own?"""
+        return self.places is None and _all(self.valid)
 
     def visible(self, last: int) -> Tensor:
         """bool [B, H_kv, 1, last, T]: does each of the last queries see a position?"""
@@ -89,17 +107,39 @@ class Seen:
         T]."""
         if self.mass is not None:
             return self.mass
-        return self._over_queries(lambda before, weights: before + weights.sum((2, 3)))
+        return self._over_queries(lambda before, piece: before + piece.attention(len(piece.asked[0])).sum((2, 3)))
 
-    def largest_attention(self) -> Tensor:
-        """The most attention that each position got from any query and head that shares its kv head, [B, H_kv, T]."""
-        return self._over_queries(lambda before, weights: torch.maximum(before, weights.amax((2, 3))))
+    def largest_attention(self, first: int | None = None) -> Tensor:
+        """The most attention that each position, or each of the first ones, got from any query and head that shares its
+        kv head, [B, H_kv, T]."""
+        return self._over_queries(lambda before, piece: torch.maximum(before, piece._largest(before.shape[2])), first)
 
-    def _over_queries(self, add: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        count, T = self.queries.shape[2], self.keys.shape[2]
-        total = torch.zeros(self.keys.shape[:3], device=self.keys.device)
-        for end in range(count, 0, -ROWS):  # queries of one piece see nothing behind it
-            begin, seen = max(0, end - ROWS), T - (count - end) if self.places is None else T
+    def _largest(self, first: int) -> Tensor:
+        """`largest_attention` of all queries at once."""
+        n = self.queries.shape[2]
+        if self.places is not None:  # queries whose own position has gone may see nothing
+            return self.attention(n)[..., :first].amax((2, 3))
+        # Of logarithms, so that nothing but the largest ones goes through another exponential.
+        logs, padding = self._scores(n), ~self.asked[:, None, None, :, None]
+        if not _all(self.asked):
+            logs.masked_fill_(padding, 0)  # a query that sees nothing has no logarithm
+        if self.sinks is not None:
+            logs = torch.cat([logs, self._sinks(logs)], -1)
+        logs = logs.log_softmax(-1)[..., :first]
+        if not _all(self.asked):
+            logs.masked_fill_(padding, -torch.inf)
+        return logs.amax((2, 3)).exp_()
+
+    def _over_queries(self, add: Callable[[Tensor, "Seen"], Tensor], first: int | None = None) -> Tensor:
+        """What `add` makes, piece by piece of the queries, of what it made before, [B, H_kv, first or all T]."""
+        count, (B, H, T, _) = self.queries.shape[2], self.keys.shape
+        total = torch.zeros(B, H, T if first is None else min(first, T), device=self.keys.device)
+        rows = ROWS
+        if total.device.type == "cpu":
+            most, least = ON_CPU
+            rows = max(most // max(B * self.queries.shape[1] * T, 1), least)
+        for end in range(count, 0, -rows):  # queries of one piece see nothing behind it
+            begin, seen = max(0, end - rows), T - (count - end) if self.places is None else T
             piece = replace(
                 self,
                 keys=self.keys[:, :, :seen],
@@ -108,7 +148,7 @@ class Seen:
                 asked=self.asked[:, begin:end],
                 positions=self.positions[:, begin:end],
             )
-            total[:, :, :seen] = add(total[:, :, :seen], piece.attention(ROWS))
+            total[:, :, :seen] = add(total[:, :, :seen], piece)
         return total
 
     def order(self) -> Tensor:
@@ -121,3 +161,8 @@ class Seen:
         order = self.order()
         count = count[:, None, None] if isinstance(count, Tensor) else count
         return (order > order[..., -1:] - count) & self.valid
+
+
+def _all(flags: Tensor) -> bool:
+    """Are all of them True? Of what is not on a CPU nothing is known, so that nothing waits for a device."""
+    return flags.device.type == "cpu" and bool(flags.all())

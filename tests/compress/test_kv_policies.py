@@ -14,6 +14,7 @@ from transformers import DynamicCache
 
 from compress import METHODS
 from compress.kv import CompressedCache, attach, attached
+from compress.kv import seen as seen_by
 from compress.kv.allocation import ADA_FLOOR, ada, kept, over_layers, pyramid, uniform
 from compress.kv.policy import ALLOCATIONS, Policy
 from compress.kv.rotation import turn_of
@@ -366,3 +367,39 @@ def test_kvzip_needs_tokens_and_positions_to_read_again(tiny, tokens, architectu
     given = {"inputs_embeds": model.get_input_embeddings()(ids)} if architecture == "llama" else {"input_ids": ids}
     with attached(model, [METHODS["kvzip"]()]) as attachment, pytest.raises(ValueError, match=message):
         model(**given, past_key_values=attachment.cache())
+
+
+@pytest.mark.parametrize("kind", ["plain", "padded", "capped", "sinks", "places"])
+@pytest.mark.parametrize("pieces", [(1 << 19, 16), (1, 7)], ids=["at once", "in pieces"])
+def test_attention_of_all_queries_is_that_of_a_softmax(kind, pieces, monkeypatch):
+    """The largest and the sum, of 23 queries behind 14 positions, written out in float64."""
+    monkeypatch.setattr(seen_by, "ON_CPU", pieces)
+    B, H, G, T, n, D = 2, 2, 3, 37, 23, 8
+    keys, queries = torch.randn(B, H, T, D), torch.randn(B, H * G, n, D)
+    valid, asked = torch.ones(B, H, T, dtype=torch.bool), torch.ones(B, n, dtype=torch.bool)
+    at, places = torch.arange(T - n, T).expand(B, n), None
+    if kind == "padded":
+        valid[0, :, :19], asked[0, :5] = False, False
+    if kind == "places":  # of each head other positions have gone, all that the first queries see among them
+        places = torch.stack([torch.randperm(2 * T)[:T].sort().values for _ in range(B * H)]).view(B, H, T) + T - n + 2
+    more = {"softcap": 1.5 if kind == "capped" else None, "sinks": torch.randn(H * G) if kind == "sinks" else None}
+    seen = seen_by.Seen(
+        keys, keys, valid, queries, asked, 0.7, at, asked.sum(1), 0, lambda x, *_: x, places=places, **more
+    )
+    expected = torch.zeros(2, B, H, T, dtype=torch.float64)
+    for b in range(B):
+        for h in range(H * G):
+            for i in range(n):
+                s = keys[b, h // G].double() @ queries[b, h, i].double() * 0.7
+                s = 1.5 * torch.tanh(s / 1.5) if kind == "capped" else s
+                order = torch.arange(T) if places is None else places[b, h // G]
+                visible = (order <= at[b, i]) & valid[b, h // G]
+                weight = s.exp() * visible
+                total = weight.sum() + (more["sinks"][h].double().exp() if kind == "sinks" else 0)
+                if asked[b, i] and visible.any():
+                    expected[0, b, h // G] = torch.maximum(expected[0, b, h // G], weight / total)
+                    expected[1, b, h // G] += weight / total
+    found = seen.largest_attention()
+    torch.testing.assert_close(found.double(), expected[0], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(seen.summed_attention().double(), expected[1], rtol=1e-5, atol=1e-6)
+    assert torch.equal(seen.largest_attention(11), found[..., :11])

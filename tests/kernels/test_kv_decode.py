@@ -284,8 +284,8 @@ def test_cpu_checks_on_every_instruction_set(isa, monkeypatch):
 @pytest.mark.parametrize("D", [64, 80, 256])
 @pytest.mark.parametrize("bits, group", [*STORED, (2, 32), (2, 64), (2, 128)])
 def test_integer_products_keep_to_their_error(bits, group, D, heads):
-    """Codes times rows of 16 bits, held against the same in float32: far below what 16-bit queries are rounded by. Items
-    that take a part of a vector, a vector, or several; ranges that end anywhere."""
+    """Codes times rows of 16 bits, held against the same in float32: far below what 16-bit queries are rounded by;
+    items that take a part of a vector, one, or several, and ranges that end anywhere."""
     q, cache, lengths = make(G=heads, bits=bits, group=group, S=700, D=D, dtype=torch.float16)
     starts = 700 - lengths
     cache = cache._replace(

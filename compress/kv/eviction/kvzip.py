@@ -58,20 +58,18 @@ class KVzip(Policy):
             at = at[:, None].expand(B, H, n)
             keys = torch.cat([kept.gather(2, at[..., None].expand(B, H, n, D)), k], 2)
             valid = real[:, None].expand(B, H, n).repeat(1, 1, 2)
-            places = torch.arange(2 * n, device=k.device).expand(B, H, 2 * n)
             seen = Seen(
                 keys,
                 keys,
                 valid,
                 q,
                 asked,
-                positions=places[:, 0, n:],
+                positions=torch.arange(n, 2 * n, device=k.device).expand(B, n),
                 tokens=layer.tokens,
                 layer=layer.number,
-                places=places,
                 **layer.about,
             )
-            got = seen.largest_attention()[:, :, :n].masked_fill(~real[:, None], 0)
+            got = seen.largest_attention(n).masked_fill(~real[:, None], 0)
             layer.memory.view.scatter_reduce_(2, at, got.to(layer.memory.view.dtype), "amax")
 
         seen, layer = cache.get_seq_length(), cache.filled[0]
