@@ -42,7 +42,8 @@ def variants_of(text: str, methods: Mapping[str, type[Method]], parameter: str =
             fit.
     """
     try:
-        tree = ast.parse(f"[{_KEYWORD.sub(lambda found: repr(found[1]) if found[1] else found[0], text)}]", mode="eval").body
+        quoted = _KEYWORD.sub(lambda found: repr(found[1]) if found[1] else found[0], text)
+        tree = ast.parse(f"[{quoted}]", mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # a null byte, brackets in brackets in brackets
         tree = None
     if not text.strip() or not isinstance(tree, ast.List):

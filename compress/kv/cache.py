@@ -159,8 +159,8 @@ class CompressedCache(Cache):
 
     @property
     def nbytes_16(self) -> int:
-        """The same with float32 keys, values and queries counted as the 16 bits in which a model is deployed, and without
-        places of positions that only `traces` asks for."""
+        """The same with float32 keys, values and queries counted as the 16 bits in which a model is deployed, and
+        without places of positions that only `traces` asks for."""
         wide = [t for t in self._tensors() if t.dtype == torch.float32 and t.dim() == 4]
         traced = [] if self._needs_places else [x.positions.buffer for x in self.own if x.positions is not None]
         less = sum(t.untyped_storage().nbytes() for t in traced)
