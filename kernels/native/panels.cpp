@@ -7,6 +7,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -98,41 +99,7 @@ INLINE __m512i table_of_32(const float* values) {
   return (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(values + 16), _mm512_loadu_ps(values));
 }
 
-struct Nibbles {
-  static constexpr int COLUMNS = 8, BYTES = 64, ITEMS = 4;
-  using Words = __m512i;
-  STATIC Words load(const uint8_t* p) { return load_bits(p); }
-  STATIC __m512i table(const Weight& w) { return table_of_32(w.table); }  // the fifth bit of an index belongs to the next code
-  STATIC Vec decode(Words w, int i, __m512i table) {
-    return _mm512_castsi512_ps(_mm512_permutexvar_epi16(_mm512_srli_epi32(w, 4 * i), table));
-  }
-};
-
-template <int BITS>
-struct Planes {
-  static constexpr int COLUMNS = 16, BYTES = 32 * BITS, ITEMS = 8;
-  struct Words { __m512i four[2], two, one; };
-  struct Table { __m512i low, high; };
-  STATIC Words load(const uint8_t* p) {
-    Words w;
-    if constexpr (BITS > 4) w.four[0] = load_bits(p), w.four[1] = load_bits(p + 64), p += 128;
-    if constexpr (BITS != 5) w.two = load_bits(p), p += 64;
-    if constexpr (BITS % 2) w.one = spread(p);
-    return w;
-  }
-  STATIC Table table(const Weight& w) { return {table_of_32(w.table), table_of_32(w.table + 32)}; }
-  STATIC Vec decode(const Words& w, int i, const Table& table) {
-    if constexpr (BITS == 2) return look_up(_mm512_srli_epi32(w.two, 2 * i), table);
-    if constexpr (BITS == 3) return look_up(choose(0x30003, _mm512_srli_epi32(w.two, 2 * i), moved(w.one, 2 - i)), table);
-    const __m512i low = _mm512_srli_epi32(w.four[i / 4], 4 * (i % 4));
-    return look_up(choose(0xF000F, low, BITS == 5 ? moved(w.one, 4 - i) : moved(w.two, 4 - 2 * i)), table);
-  }
-  // A permutation looks at five bits of an index, one of two tables at six: what lies above is the next code's.
-  STATIC Vec look_up(__m512i code, const Table& table) {
-    return _mm512_castsi512_ps(BITS == 6 ? _mm512_permutex2var_epi16(table.low, code, table.high)
-                                         : _mm512_permutexvar_epi16(code, table.low));
-  }
-};
+#include "panels_pairs.inc"
 
 struct Bytes {
   static constexpr int COLUMNS = 8, BYTES = 128, ITEMS = 4;
@@ -148,6 +115,71 @@ struct Bytes {
 };
 #include "panels_loops.inc"
 }  // namespace avx512bf16
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma,avx2,f16c")
+// Pairs of bfloat16 as integers of 16 bits, a group of columns of one token at a time, times weights that are integers. Twice as many
+// products at a time as of bfloat16; what is lost of an element is less than 2^-15 of the group's largest one.
+namespace avx512vnni {
+using namespace wide;
+using Sum = __m512i;
+INLINE Sum add(Sum a, Sum b) { return _mm512_add_epi32(a, b); }
+INLINE Vec value_of(Sum sum, const Tokens& x, int64_t at) {
+  return _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(x.steps[at]));
+}
+INLINE Sum madd(Sum acc, Vec weights, const uint32_t* item) {  // in assembly, because GCC 12 copies sums after its own intrinsic
+  asm("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(weights), "m"(*item));
+  return acc;
+}
+INLINE __m512i table_of_32(const float* values) {
+  const auto half = [](const float* p) __attribute__((always_inline)) {
+    return _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(_mm512_loadu_ps(p)));
+  };
+  return _mm512_inserti64x4(_mm512_castsi256_si512(half(values)), half(values + 16), 1);
+}
+
+// Steps are powers of two, so that what is not far below the largest element stays as it is; NaN where one is no finite number.
+static float encode(const uint32_t* items, int64_t count, uint32_t* to) {
+  const auto some = [count](int64_t i) __attribute__((always_inline)) {
+    return __mmask16(count - i >= 16 ? 0xFFFF : (1u << (count - i)) - 1);
+  };
+  __m512i top = _mm512_setzero_si512();
+  for (int64_t i = 0; i < count; i += 16) {
+    const __m512i both = _mm512_and_si512(_mm512_maskz_loadu_epi32(some(i), items + i), _mm512_set1_epi16(0x7FFF));
+    top = _mm512_max_epu16(top, both);
+  }
+  top = _mm512_max_epu16(_mm512_and_si512(top, _mm512_set1_epi32(0xFFFF)), _mm512_srli_epi32(top, 16));
+  const uint32_t highest = uint32_t(_mm512_reduce_max_epi32(top)) >> 7, exponent = highest < 15 ? 15 : highest;
+  const uint32_t bits[] = {(exponent - 14) << 23, (268 - exponent) << 23, 0x7FC00000};  // 2^(e - 141), its inverse, a NaN
+  float step, inverse, nan;
+  std::memcpy(&step, bits, 4), std::memcpy(&inverse, bits + 1, 4), std::memcpy(&nan, bits + 2, 4);
+  for (int64_t i = 0; i < count; i += 16) {
+    const __m512i both = _mm512_maskz_loadu_epi32(some(i), items + i);
+    const auto codes = [inverse](__m512i bits) __attribute__((always_inline)) {
+      return _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(inverse)));
+    };
+    const __m512i even = codes(_mm512_slli_epi32(both, 16));
+    const __m512i odd = codes(_mm512_and_si512(both, _mm512_set1_epi32(int(0xFFFF0000))));
+    _mm512_mask_storeu_epi32(to + i, some(i), _mm512_mask_mov_epi16(even, 0xAAAAAAAA, _mm512_slli_epi32(odd, 16)));
+  }
+  return highest == 255 ? nan : step;
+}
+constexpr auto ENCODE = encode;
+
+#include "panels_pairs.inc"
+
+struct Bytes {
+  static constexpr int COLUMNS = 8, BYTES = 128, ITEMS = 4;
+  STATIC const uint8_t* load(const uint8_t* p) { return p; }
+  STATIC int table(const Weight&) { return 0; }
+  STATIC __m512i words(const uint8_t* w, int i) { return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w) + i)); }
+  STATIC Vec decode(const uint8_t* w, int i, int) {
+    return _mm512_castsi512_ps(_mm512_mask_mov_epi16(words(w, i), 0xAAAAAAAA, _mm512_slli_epi32(words(w, 4 + i), 16)));
+  }
+};
+#include "panels_loops.inc"
+}  // namespace avx512vnni
 #pragma GCC pop_options
 
 #pragma GCC push_options
@@ -246,11 +278,26 @@ const Loops& loops_of(const std::string& isa, int bits) {
   const Loops* found = portable::loops_for(bits);
 #ifdef HAVE_X86
   if (isa == "avx512bf16") found = avx512bf16::loops_for(bits);
+  if (isa == "avx512vnni") found = avx512vnni::loops_for(bits);
   if (isa == "avx512") found = avx512::loops_for(bits);
   if (isa == "avx2") found = avx2::loops_for(bits);
 #endif
   TORCH_CHECK(found, "codes of ", bits, " bits cannot be read");
   return *found;
+}
+
+// The fewest equal pieces of a group, whole units of columns, whose products with integers of 16 bits can be summed in 32 bits; 0: there
+// are none, values are no integers, or this machine has no VNNI.
+int pieces_for_integers(int64_t columns, int64_t unit, const float* values, bool table, int bits) {
+  float largest = table ? 1 : float(1 << (bits - 1));
+  for (int i = 0; table && i < 1 << bits; i++) {
+    if (values[i] != std::nearbyint(values[i])) return 0;
+    largest = std::max(largest, std::fabs(values[i]));
+  }
+  const int64_t units = columns / unit, most = int64_t(65535 / largest) / unit;  // an input is at most 32,640
+  for (int64_t n = 1; runs("avx512vnni") && most && n <= units; n++)
+    if (units % n == 0 && units / n <= most) return int(n);
+  return 0;
 }
 
 // Items of a unit as float32: first the even columns, then the odd ones.
@@ -290,11 +337,15 @@ at::Tensor panels_matmul(const at::Tensor& x_, const at::Tensor& codes, const at
 
   const bool bfloat16 = x.scalar_type() == at::kBFloat16;
   const std::string isa = wanted == "auto" ? best_isa(bfloat16) : wanted;
-  TORCH_CHECK(isa != "avx512bf16" || bfloat16, "`isa` (='avx512bf16') takes bfloat16, not ", x.scalar_type());
-  const Loops& loops = loops_of(isa, bits);
-
+  TORCH_CHECK((isa != "avx512bf16" && isa != "avx512vnni") || bfloat16, "`isa` (='", isa, "') takes bfloat16, not ", x.scalar_type());
   float values[workbench::TABLE];
   workbench::fill_table(table, bits, values);
+  const int64_t groups = scale.size(1), unit = loops_of(isa, bits).columns, columns = groups ? in / groups : in;
+  const bool integers = isa == "avx512vnni" || (isa == "avx512bf16" && wanted == "auto");
+  const int pieces = integers ? pieces_for_integers(columns, unit, values, table.has_value(), bits) : 0;
+  TORCH_CHECK(pieces || isa != "avx512vnni", "`isa` (='avx512vnni') does not take this table, or groups of ", columns, " columns");
+  const Loops& loops = loops_of(pieces ? "avx512vnni" : isa, bits);
+
   Weight w{};
   w.units = static_cast<const uint8_t*>(codes.const_data_ptr());
   w.scale = scale.const_data_ptr();
@@ -303,7 +354,8 @@ at::Tensor panels_matmul(const at::Tensor& x_, const at::Tensor& codes, const at
   w.table = values, w.integers = !table;
   w.panels = codes.size(0);
   w.units_per_row = codes.size(1);
-  w.groups = scale.size(1);
+  w.pieces = std::max(pieces, 1);
+  w.groups = groups * w.pieces;
   w.group_units = w.groups ? w.units_per_row / w.groups : 0;
   TORCH_CHECK(in == loops.columns * w.units_per_row && w.group_units * w.groups == w.units_per_row &&
                   scale.size(0) == w.panels && scale.size(2) == ROWS && (out + ROWS - 1) / ROWS == w.panels,
@@ -326,23 +378,33 @@ at::Tensor panels_matmul(const at::Tensor& x_, const at::Tensor& codes, const at
   }
 
   const Output whole{y.mutable_data_ptr(), kind_of(y), out};
-  const int64_t grain = std::max<int64_t>(1, GRAIN / (in * tokens));
-  if (tokens <= FEW) {
+  const int64_t grain = std::max<int64_t>(1, GRAIN / (in * tokens)), steps = w.group_units * loops.items;
+  const bool few = tokens <= FEW;
+  std::unique_ptr<uint32_t[]> grouped(few && !pieces ? nullptr : new uint32_t[tokens * t.stride]);
+  std::unique_ptr<float[]> multiples(pieces ? new float[tokens * w.groups] : nullptr);
+  t.steps = multiples.get();
+  const auto take = [&](int64_t token, int64_t g, uint32_t* to) {  // a token's items of a group
+    const uint32_t* from = t.items + token * t.stride + g * steps;
+    if (pieces) multiples[token * w.groups + g] = loops.encode(from, steps, to);
+    else std::memcpy(to, from, steps * sizeof(uint32_t));
+  };
+  if (few) {
+    for (int64_t m = 0; pieces && m < tokens; m++)
+      for (int64_t g = 0; g < w.groups; g++) take(m, g, grouped.get() + m * t.stride + g * steps);
+    if (pieces) t.items = grouped.get();
     at::parallel_for(0, w.panels, grain, [&](int64_t begin, int64_t end) {
       for (int64_t p = begin; p < end; p++) loops.few(w, t, int(tokens), p, whole);
     });
     return y;
   }
   // [chunk][group][token][item]: what one pass over a decoded group reads lies together.
-  const int64_t steps = w.group_units * loops.items, chunks = (tokens + CHUNK - 1) / CHUNK;
-  std::unique_ptr<uint32_t[]> grouped(new uint32_t[tokens * t.stride]);
+  const int64_t chunks = (tokens + CHUNK - 1) / CHUNK;
   at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t first = begin * CHUNK; first < std::min(end * CHUNK, tokens); first += CHUNK) {
       const int64_t count = std::min<int64_t>(CHUNK, tokens - first);
       uint32_t* to = grouped.get() + first * t.stride;
       for (int64_t g = 0; g < w.groups; g++)
-        for (int64_t m = 0; m < count; m++, to += steps)
-          std::memcpy(to, t.items + (first + m) * t.stride + g * steps, steps * sizeof(uint32_t));
+        for (int64_t m = 0; m < count; m++, to += steps) take(first + m, g, to);
     }
   });
   at::parallel_for(0, (w.panels + 1) / 2, std::max<int64_t>(1, grain / 2), [&](int64_t begin, int64_t end) {
@@ -350,7 +412,8 @@ at::Tensor panels_matmul(const at::Tensor& x_, const at::Tensor& codes, const at
     TORCH_CHECK(scratch, "panels_matmul: no memory for a decoded group");
     for (int64_t pair = begin; pair < end; pair++)
       for (int64_t first = 0; first < tokens; first += CHUNK) {
-        const Tokens part{grouped.get() + first * t.stride, t.stride, t.sums ? t.sums + first * w.groups : nullptr};
+        const auto its = [first, &w](const float* of) { return of ? of + first * w.groups : nullptr; };
+        const Tokens part{grouped.get() + first * t.stride, t.stride, its(t.sums), its(t.steps)};
         const Output rows{static_cast<char*>(whole.y) + first * out * y.element_size(), whole.kind, out};
         loops.many(w, part, int(std::min<int64_t>(CHUNK, tokens - first)), 2 * pair, scratch, rows);
       }
@@ -370,17 +433,25 @@ void some_rows(const workbench::Stored& s, const workbench::Operand& x, int64_t 
   w.table = s.table, w.integers = s.integers;
   w.panels = (s.out + ROWS - 1) / ROWS;
   w.units_per_row = s.in / loops.columns;
-  w.groups = s.groups;
+  w.pieces = s.pieces;
+  w.groups = s.groups * s.pieces;
   w.group_units = w.units_per_row / w.groups;
-  const Tokens t{static_cast<const uint32_t*>(x.items), w.units_per_row * loops.items, x.sums};
+  const Tokens t{static_cast<const uint32_t*>(x.items), w.units_per_row * loops.items, x.sums, x.multiples};
   const Output to{y, Kind::float32, s.out};
   for (int64_t p = begin / ROWS; p * ROWS < end; p++) loops.few(w, t, x.tokens, p, to);
 }
 
 }  // namespace
 
-workbench::Product workbench::panels_product(const std::string& isa, int bits) {
+workbench::Product workbench::panels_product(const std::string& isa, int bits, Stored& stored) {
   const Loops& loops = loops_of(isa, bits);
+  const int64_t columns = stored.in / stored.groups;
+  const int pieces = isa == "avx512bf16" ? pieces_for_integers(columns, loops.columns, stored.table, !stored.integers, bits) : 0;
+  if (pieces) {
+    stored.pieces = pieces;
+    const Loops& of_integers = loops_of("avx512vnni", bits);
+    return {Items::integers, columns / pieces, some_rows, &of_integers, of_integers.encode};
+  }
   const Items items = loops.items < loops.columns ? Items::stored : Items::even_then_odd;
   return {items, loops.columns, some_rows, &loops};
 }

@@ -89,9 +89,9 @@ int64_t DecodeStep::weight(const std::string& layout, const at::Tensor& data, co
     if (zero) w->zero = *zero, w->stored.zero = zero->const_data_ptr<int8_t>();
     fill_table(table, bits, w->table);
     w->stored.table = w->table, w->stored.integers = !table;
-    w->bits = bits, w->product = panels_product(isa_, bits), w->unit_bytes = UNIT * in * bits / 8;
+    w->bits = bits, w->product = panels_product(isa_, bits, w->stored), w->unit_bytes = UNIT * in * bits / 8;
     w->stored.loops = w->product.loops;
-    groups_ = std::max(groups_, w->stored.groups);
+    groups_ = std::max(groups_, w->stored.groups * w->stored.pieces);
   }
   weights_.push_back(std::move(w));
   return int64_t(weights_.size()) - 1;
@@ -184,7 +184,7 @@ void DecodeStep::prepare(int shares) {
     if (!changes_.empty())
       for (auto* r : {&own->changed, &own->spare, &own->changed_values}) r->make(room);
     own->bits.make(room), own->changed_bits.make(room);
-    own->sums.make(tokens_ * groups_);
+    own->sums.make(tokens_ * groups_), own->multiples.make(tokens_ * groups_), own->integers.make(room / 2);
     own->q.make(rows_ * stride_ + 2 * stride_), own->q_bits.make(rows_ * stride_ + LINE);
     own->scratch.make(std::max(rows_ * SPAN_POSITIONS, stride_) + LINE);
     own_.push_back(std::move(own));

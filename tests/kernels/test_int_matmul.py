@@ -28,6 +28,8 @@ from kernels.int_matmul import (
     unpack,
 )
 from kernels.int_matmul.layout import pack_bits, unpack_bits
+from kernels.lut_matmul import NF4, pack_codebook
+from kernels.lut_matmul import to_panels as codebook_panels
 from kernels.registry import recording
 
 SHAPES = [(192, 128, 32), (80, 192, 64), (33, 60, 12), (16, 64, 64), (5, 7, 7), (1, 8, 8)]  # out, in, group_size
@@ -97,7 +99,7 @@ def test_tiles_agree_for_few_and_many_tokens(bits, symmetric, dtype, shape):
 
 
 needs_native = pytest.mark.skipif(native.why_not() is not None, reason=f"no C++ kernels here: {native.why_not()}")
-ISAS = [isa for isa in ("avx512bf16", "avx512", "avx2", "portable") if native.why_not() is None and native.runs(isa)]
+ISAS = [isa for isa in ("avx512vnni", "avx512bf16", "avx512", "avx2", "portable") if native.why_not() is None and native.runs(isa)]
 
 
 @needs_native
@@ -134,6 +136,57 @@ def test_every_instruction_set_computes_the_same(isa):
                 for tokens in (1, 2, 3, 5, 7, 8, 9, 19):
                     x = torch.randn(tokens, 192).bfloat16()
                     assert rms(panels.matmul(x, w, isa), x.double() @ exact.T) < 4e-3, (bits, scale_dtype, tokens)
+
+
+needs_vnni = pytest.mark.skipif("avx512vnni" not in ISAS, reason="no AVX512-VNNI here")
+
+
+@needs_vnni
+@pytest.mark.parametrize("bits, columns, group_size", [(8, 4096, 4096), (4, 1032, 1032), (6, 1536, 1536), (4, 2096, 2096)])
+def test_sums_of_integers_never_overflow(bits, columns, group_size):
+    """The largest codes by the largest inputs, all of one sign, in groups that are cut into pieces."""
+    codes, x = torch.full((20, columns), (1 << bits) - 1), torch.full((9, columns), torch.finfo(torch.bfloat16).max / 1e34)
+    w = to_panels(pack(codes, torch.ones(20, 1), torch.zeros(20, 1).long(), bits=bits, group_size=group_size))
+    for tokens in (1, 9):
+        y = panels.matmul(x[:tokens].bfloat16(), w, "avx512vnni").double()
+        assert rms(y, x[:tokens].bfloat16().double() @ dequantize(w).double().T) < 4e-3
+
+
+@needs_vnni
+def test_inputs_as_integers_are_as_good_as_floats():
+    """Their rounding is far below that of the result; one large element costs its own group alone; what is no number
+    stays none, and the smallest numbers stay what they are."""
+    _, _, w, exact = make(96, 512, 32, 4, True)
+    w = to_panels(w)
+    x = torch.randn(40, 512)
+    x[:, 7] *= 1000
+    x = x.bfloat16()
+    expected = x.double() @ exact.T
+    errors = {isa: rms(panels.matmul(x, w, isa), expected) for isa in ("avx512vnni", "avx512bf16")}
+    assert errors["avx512vnni"] < 1.1 * errors["avx512bf16"]
+    x[:, 7] = 0
+    calm = panels.matmul(x, w, "avx512vnni")
+    x[0, 7], x[1, 100], x[2, 100] = 3e38, torch.inf, torch.nan
+    y = panels.matmul(x, w, "avx512vnni")
+    assert y[1:3].isnan().all() and torch.equal(y[3:], calm[3:])
+    for small in (2.0**-126, 2.0**-110, 0.0):
+        x = torch.full((9, 512), small).bfloat16()
+        assert rms(panels.matmul(x, w, "avx512vnni").double() / 2.0**-110, x.double() / 2.0**-110 @ exact.T) < 4e-3
+
+
+@needs_vnni
+def test_what_integers_cannot_do_is_left_to_floats():
+    laid = pack_codebook(torch.randint(16, (32, 64)), NF4, torch.rand(32, 2), group_size=32)
+    laid = codebook_panels(laid)
+    arguments = (torch.randn(9, 64).bfloat16(), laid.codes, laid.scale, laid.table, None, 32)
+    with pytest.raises(RuntimeError, match="does not take this table"):
+        torch.ops.workbench.panels_matmul(*arguments, "avx512vnni")
+    by_floats = torch.ops.workbench.panels_matmul(*arguments, "avx512bf16")
+    assert torch.equal(torch.ops.workbench.panels_matmul(*arguments, "auto"), by_floats)
+    integers = laid.table.mul(100).round()
+    y = torch.ops.workbench.panels_matmul(*arguments[:3], integers, None, 32, "auto")
+    words = torch.ops.workbench.panels_matmul(*arguments[:3], integers, None, 32, "avx512vnni")
+    assert torch.equal(y, words)
 
 
 @needs_native
