@@ -18,7 +18,6 @@ from kernels.w8a8_matmul.layout import integer_dots
 from kernels.w8a8_matmul.panels import to_panels as int8_panels
 
 pytestmark = pytest.mark.skipif(native.why_not() is not None, reason="no C++ kernels here")
-ISAS = ("avx512bf16", "avx512", "avx2", "portable")
 
 
 def signs(n: int) -> torch.Tensor:
@@ -108,10 +107,10 @@ def compare(program: Program, dtype: torch.dtype, position: int, isa: str = "aut
             )
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", native.ISAS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_instruction_set(isa, dtype):
-    if not native.runs(isa) or (isa == "avx512bf16" and dtype == torch.float16):
+    if not native.runs(isa) or (isa.endswith("bf16") and dtype == torch.float16):
         pytest.skip(f"no {isa} for {dtype} here")
     mixed = {"qkv": "nibbles", "o": "rows", "mlp": "bytes", "down": "nf4", "head": "rows"}
     compare(decoder(mixed, dtype, bias=True, position=3), dtype, 3, isa)
@@ -119,7 +118,7 @@ def test_every_instruction_set(isa, dtype):
     compare(decoder(planes, dtype, bias=True, position=3), dtype, 3, isa)
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", native.ISAS)
 def test_changed_inputs(isa):
     if not native.runs(isa):
         pytest.skip(f"no {isa} here")
