@@ -34,7 +34,7 @@ namespace {
 
 constexpr int ROWS = 32;         // of W in a panel: two vectors of int32 sums
 #ifdef HAVE_NEON
-constexpr int TOKENS = 3;        // in a block, at most: 24 registers of sums, four of W and one of the token
+constexpr int TOKENS = 2;        // in a block, at most: 16 registers of sums, eight of W and one of a token
 #else
 constexpr int TOKENS = 14;       // in a block, at most: 28 sums, two vectors of W and one to spare are the 32 registers
 #endif
@@ -144,7 +144,7 @@ INLINE void step(Int (&sum)[M][2], const uint8_t* weights, const int8_t* codes) 
 // A block of M tokens by a panel of W; y is where the block's first token goes.
 template <int M>
 static void multiply(const Block& x, const Weight& w, int64_t panel, void* y, Kind kind) {
-  constexpr int CHAINS = M == 1 ? dots::CHAINS : M <= 3 ? dots::CHAINS / 2 : 1;  // independent sums, to hide a product's latency
+  constexpr int CHAINS = M == 1 ? dots::CHAINS : M <= 3 ? (dots::CHAINS + 1) / 2 : 1;  // independent sums, to hide a product's latency
   Int sum[CHAINS][M][2];
 #pragma GCC unroll 64
   for (int i = 0; i < CHAINS * M * 2; i++) sum[i / (2 * M)][i / 2 % M][i % 2] = none();
@@ -329,7 +329,7 @@ void rows(const workbench::Stored& s, const workbench::Operand& x, int64_t begin
   static thread_local std::vector<int8_t> codes;
   float step[TOKENS];
   int32_t above[TOKENS];
-  codes.resize(TOKENS * ceil_div(s.in, CHUNK) * CHUNK);
+  codes.resize(std::min(TOKENS, x.tokens) * ceil_div(s.in, CHUNK) * CHUNK);
   const Input in{x.values, Kind::float32, x.tokens, s.in, s.step};
   const Weight w{static_cast<const uint8_t*>(s.data), static_cast<const float*>(s.scale), s.out, ceil_div(s.out, ROWS),
                  ceil_div(s.in, STEP)};

@@ -35,7 +35,7 @@ namespace {
 constexpr int PAIR = 2;                // panels whose rows are multiplied together
 constexpr int SOME = 16;               // tokens up to which codes are decoded in registers
 #ifdef HAVE_NEON
-constexpr int TOKENS = 3;              // in a block: 24 registers of sums of codes, four of W and one of x
+constexpr int TOKENS = 2;              // in a block: 16 registers of sums of codes, eight of W and one of x
 #else
 constexpr int TOKENS = 7;              // in a block: 14 sums of codes, 14 totals, two vectors of W and one of x fill the registers
 #endif
