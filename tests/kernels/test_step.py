@@ -2,6 +2,9 @@
 
 import copy
 import dataclasses
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -154,6 +157,14 @@ def test_tokens_and_threads(tokens, threads):
         compare(decoder({"mlp": "nibbles"}, torch.bfloat16, tokens, position=300), torch.bfloat16, 300)
     finally:
         torch.set_num_threads(before)
+
+
+def test_fewer_threads_than_were_asked_for():
+    """As with a thread limit, or in a build without OpenMP: a thread then takes several shares of every product."""
+    asked = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "tokens_and_threads", __file__]
+    limited = {**os.environ, "OMP_THREAD_LIMIT": "1"}
+    done = subprocess.run(asked, env=limited, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
 
 
 @pytest.mark.parametrize(
