@@ -18,15 +18,15 @@ if [ ! -x "$folder/root/usr/bin/python3.11" ]; then
   for package in "$folder"/debs/*.deb; do dpkg -x "$package" "$folder/root"; done
 fi
 if [ ! -d "$folder/site/torch" ]; then
-  # The last torch whose wheel for aarch64 on PyPI is a CPU build, and what the kernels' tests import besides. No dependencies:
-  # pip would judge them by this machine.
+  # The last torch whose wheel for aarch64 on PyPI is a CPU build, setuptools, which its `cpp_extension` imports, and what the
+  # kernels' tests import besides. No dependencies: pip would judge them by this machine.
   wheels="--target $folder/site --no-deps --only-binary=:all: --python-version 3.11 --implementation cp --platform manylinux_2_28_aarch64
           --platform manylinux_2_27_aarch64 --platform manylinux_2_24_aarch64 --platform manylinux_2_17_aarch64
           --platform manylinux2014_aarch64"
   names="Jinja2|MarkupSafe|PyYAML|Pygments|accelerate|anyio|charset-normalizer|dill|filelock|fsspec|gguf|greenlet|h11|httpcore|httpx"
   names="$names|httpcore2|httpx2|huggingface-hub|idna|iniconfig|mpmath|networkx|numpy|packaging|pillow|pluggy|protobuf|psutil|pytest"
-  names="$names|regex|requests|safetensors|scipy|setuptools|sympy|tokenizers|tqdm|transformers|truststore|typing-extensions|urllib3"
-  "$python" -m pip install -q $wheels torch==2.10.0 $(grep -iE "^($names)==" constraints.txt) >&2
+  names="$names|regex|requests|safetensors|scipy|sympy|tokenizers|tqdm|transformers|truststore|typing-extensions|urllib3"
+  "$python" -m pip install -q $wheels torch==2.10.0 setuptools $(grep -iE "^($names)==" constraints.txt) >&2
 fi
 command="$folder/python"
 cat > "$command" <<END
