@@ -9,7 +9,7 @@ APT    := $(shell test "$$(id -u)" = 0 && echo apt-get || echo sudo apt-get)
 SWEEP ?= quickstart
 JOBS   ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n > 4 ? 4 : n )))  # tests at once
 
-.PHONY: demo sweep test test-all lab bench gpu rivals interop constraints clean compiler browser
+.PHONY: demo sweep test test-all aarch64 lab bench gpu rivals interop constraints clean compiler browser
 
 demo: $(READY) compiler                  ## a recipe of each family on the embedded model, and a page that compares them
 	$(BIN)/workbench run quickstart
@@ -22,6 +22,11 @@ test: $(READY) compiler browser          ## all tests but the slow ones
 
 test-all: $(READY) compiler browser      ## all tests
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "slow or not slow"
+
+# A quarter of an hour on two cores, and 3 GB in .aarch64: the kernels' own tests in an emulator of three processors.
+aarch64: $(READY)                        ## the C++ kernels on aarch64 (NEON): built by a cross compiler, run under qemu
+	@command -v qemu-aarch64 >/dev/null && command -v aarch64-linux-gnu-g++ >/dev/null || { $(APT) update -qq && $(APT) install -qq -y --no-install-recommends g++-aarch64-linux-gnu qemu-user >/dev/null; }
+	AARCH64_PYTHON="$$(PYTHON=$(BIN)/python sh tests/kernels/aarch64.sh .aarch64)" $(BIN)/python -m pytest -q tests/kernels/test_neon.py -m "slow or not slow"
 
 lab: $(READY) compiler                   ## JupyterLab with the notebooks
 	$(BIN)/jupyter lab --notebook-dir=. $(if $(filter 0,$(shell id -u)),--allow-root)

@@ -101,7 +101,7 @@ def native_step(
         raise NotNative(str(error).splitlines()[0]) from error
     for weight in {id(w): w for i in program.instructions if isinstance(i, Products) for w in i.weights}.values():
         op = OPS.get(type(weight.stored), "linear")
-        ran = "native" if op == "w8a8_matmul" else native.isa(model.dtype)
+        ran = native.integers() if op == "w8a8_matmul" else native.isa(model.dtype)
         step.kernels.setdefault(op, set()).add(f"cpu {ran}")
     return step
 

@@ -26,7 +26,11 @@ HERE = Path(__file__).parent
 SOURCES = tuple(
     f"{name}.cpp" for name in ("panels", "half", "int8", "kv_decode", "prompt_attention", "step", "trellis", "w4a8")
 )
-FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fopenmp", "-DAT_PARALLEL_OPENMP=1", "-w")
+# For which there are loops of their own, the best first; which ones a machine has says `runs`. "neon bf16" is NEON with
+# products of pairs of bfloat16. "portable" is what the compiler makes of loops that know no processor.
+ISAS = ("avx512bf16", "avx512", "avx2", "neon bf16", "neon", "portable")
+FLAGS = ("-O3", "-std=c++20", "-fPIC", "-DAT_PARALLEL_OPENMP=1", "-w")
+OPENMP = "#include <omp.h>\nint main() { return omp_get_max_threads() < 1; }\n"
 _LOCK = threading.Lock()
 
 
@@ -48,13 +52,13 @@ def _load_once() -> str | None:
     try:
         compiler = (
             shlex.split(os.environ.get("CXX", ""))
-            or [found for name in ("g++", "c++") if (found := shutil.which(name))][:1]
+            or [found for name in ("g++", "c++", "clang++") if (found := shutil.which(name))][:1]
         )
         library = _place(compiler)
         if not library.exists():
             if not compiler:
-                return _told("no C++ compiler (g++) was found")
-            _build(compiler, library)
+                return _told("no C++ compiler (g++ or clang++) was found")
+            library = _build(compiler, library)
         torch.ops.load_library(library)
     except (
         Exception
@@ -87,14 +91,23 @@ def _isa(op: str, flag: bool) -> str:
 
 
 @torch.compiler.assume_constant_result
-def w4a8_runs() -> bool:
-    """Are the kernels loaded, on a CPU with AVX512-VNNI, which multiplies weights in panels by rounded activations?"""
-    return _w4a8_runs()
+def integers() -> str:
+    """What multiplies codes of 8 bits by rounded activations here, as records name it; "" where nothing does.
+
+    "native" is AVX512-VNNI, the only one for a long time; "neon dotprod" are NEON's dot products.
+    """
+    return _integers()
 
 
 @cache
-def _w4a8_runs() -> bool:
-    return why_not() is None and torch.ops.workbench.panels_w4a8_runs()
+def _integers() -> str:
+    found = torch.ops.workbench.integer_isa() if why_not() is None else ""
+    return "native" if found == "avx512vnni" else found
+
+
+def w4a8_runs() -> bool:
+    """Are the kernels loaded, on a CPU that multiplies weights in panels by rounded activations as integers?"""
+    return integers() != ""
 
 
 @torch.compiler.assume_constant_result
@@ -123,22 +136,54 @@ def _place(compiler: list[str]) -> Path:
     return cache_folder("native") / f"{name}.so"
 
 
-def _build(compiler: list[str], library: Path) -> None:
-    """Compile into a file beside the library's place and rename it: whoever else is building at the time does no
-    harm."""
+def _build(compiler: list[str], library: Path) -> Path:
+    """Compile into a file beside the library's place and rename it: whoever else is building at the time does no harm.
+
+    A compiler without OpenMP makes another library, whose kernels run on one thread; which of the two lies where is
+    given back. It is looked for at every start, so that it ends with the reason for it.
+    """
     from torch.utils.cpp_extension import include_paths, library_paths
 
-    print("Building the C++ kernels, once (about a minute) ...", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         include = [f"-I{path}" for path in include_paths("cpu")]
         link = [f"-L{path}" for path in library_paths("cpu")] + ["-lc10", "-ltorch_cpu", "-ltorch"]
-        objects = [str(Path(scratch) / f"{source}.o") for source in SOURCES]
-        _run_all(
-            [[*compiler, *FLAGS, *include, "-c", str(HERE / s), "-o", o] for s, o in zip(SOURCES, objects, strict=True)]
-        )
-        built = Path(scratch) / library.name
-        _run_all([[*compiler, *FLAGS, "-shared", *objects, "-o", str(built), *link]])
-        os.replace(built, library)
+        threads = _openmp(compiler, include, [Path(path) for path in library_paths("cpu")], Path(scratch))
+        compiling, linking = threads or ([], [])
+        if threads is None:
+            library = library.with_stem(f"{library.stem}-one-thread")
+        if not library.exists():
+            print("Building the C++ kernels, once (about a minute) ...", file=sys.stderr, flush=True)
+            objects = [str(Path(scratch) / f"{source}.o") for source in SOURCES]
+            commands = [[*compiler, *FLAGS, *compiling, *include, "-c", str(HERE / source)] for source in SOURCES]
+            _run_all([[*command, "-o", to] for command, to in zip(commands, objects, strict=True)])
+            built = Path(scratch) / library.name
+            _run_all([[*compiler, *FLAGS, "-shared", *objects, "-o", str(built), *linking, *link]])
+            os.replace(built, library)
+    if threads is None:
+        print(f"{compiler[0]} has no OpenMP: the C++ kernels run on one thread.", file=sys.stderr, flush=True)
+    return library
+
+
+def _openmp(
+    compiler: list[str], include: list[str], libraries: list[Path], scratch: Path
+) -> tuple[list[str], list[str]] | None:
+    """What makes this compiler, and then the linker, take OpenMP; None where nothing does.
+
+    Apple's clang knows no `-fopenmp` but its preprocessor does, and torch brings the library and its header there.
+    """
+    ways = [(["-fopenmp"], ["-fopenmp"])]
+    for folder in libraries:
+        if any(folder.glob("libomp.*")):
+            ways.append((["-Xpreprocessor", "-fopenmp"], [f"-L{folder}", "-lomp", f"-Wl,-rpath,{folder}"]))
+    source = scratch / "openmp.cpp"
+    source.write_text(OPENMP)
+    for compiling, linking in ways:
+        try:
+            _run_all([[*compiler, *compiling, *include, str(source), "-o", str(scratch / "openmp"), *linking]])
+        except RuntimeError:
+            continue
+        return compiling, linking
+    return None
 
 
 def _run_all(commands: list[list[str]]) -> None:

@@ -6,4 +6,5 @@ from kernels import native
 
 if __name__ == "__main__":
     reason = native.why_not()
-    print("C++ kernels:", reason or f"{native.isa(torch.bfloat16)} (bfloat16), {native.isa(torch.float32)} (float32)")
+    floats = "" if reason else f"{native.isa(torch.bfloat16)} (bfloat16), {native.isa(torch.float32)} (float32)"
+    print("C++ kernels:", reason or f"{floats}, {native.integers() or 'nothing'} (products of 8-bit codes)")

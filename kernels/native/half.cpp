@@ -17,6 +17,7 @@
 #include <immintrin.h>
 #endif
 
+#include "neon.inc"
 #include "step_parts.inc"
 
 namespace {
@@ -48,9 +49,9 @@ inline float widened(uint16_t bits, bool bfloat16) {
   return value;
 }
 
+#define INLINE static inline __attribute__((always_inline))
 #if defined(__x86_64__) && !defined(__clang__)
 #define HAVE_X86 1
-#define INLINE static inline __attribute__((always_inline))
 
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma,avx2,f16c")
@@ -139,8 +140,72 @@ INLINE float total(Acc acc) { return bf16_avx2::total(acc); }
 #include "half.inc"
 }  // namespace fp16_avx2
 #pragma GCC pop_options
-#undef INLINE
 #endif  // x86
+
+#ifdef HAVE_NEON
+// Two vectors of sums, as many products are on their way at a time.
+struct TwoSums {
+  float32x4_t a, b;
+};
+INLINE TwoSums added(TwoSums x, TwoSums y) { return {vaddq_f32(x.a, y.a), vaddq_f32(x.b, y.b)}; }
+INLINE float summed(TwoSums x) { return vaddvq_f32(vaddq_f32(x.a, x.b)); }
+struct Halves {
+  uint16x8_t a, b;
+};
+
+namespace bf16_neonbf16 {
+constexpr int STEP = 16, BYTES = 32;
+constexpr bool BFLOAT16 = true;
+using Acc = TwoSums;
+using Word = Halves;
+INLINE Acc zero() { return {vdupq_n_f32(0), vdupq_n_f32(0)}; }
+INLINE Acc add(Acc a, Acc b) { return added(a, b); }
+INLINE Word load(const uint16_t* w) { return {vld1q_u16(w), vld1q_u16(w + 8)}; }
+INLINE Acc madd(Acc acc, Word w, const char* x) {
+  const Word items = load(reinterpret_cast<const uint16_t*>(x));
+  workbench::neon::bfdot(acc.a, w.a, items.a), workbench::neon::bfdot(acc.b, w.b, items.b);
+  return acc;
+}
+INLINE float total(Acc acc) { return summed(acc); }
+#include "half.inc"
+}  // namespace bf16_neonbf16
+namespace bf16_neon {  // a token's even columns of a step come first, then its odd ones
+constexpr int STEP = 8, BYTES = 32;
+constexpr bool BFLOAT16 = true;
+using Acc = TwoSums;
+using Word = uint32x4_t;
+INLINE Acc zero() { return {vdupq_n_f32(0), vdupq_n_f32(0)}; }
+INLINE Acc add(Acc a, Acc b) { return added(a, b); }
+INLINE Word load(const uint16_t* w) { return vreinterpretq_u32_u16(vld1q_u16(w)); }
+INLINE Acc madd(Acc acc, Word w, const char* x) {
+  const float* items = reinterpret_cast<const float*>(x);
+  acc.a = vfmaq_f32(acc.a, vreinterpretq_f32_u32(vshlq_n_u32(w, 16)), vld1q_f32(items));
+  acc.b = vfmaq_f32(acc.b, vreinterpretq_f32_u32(vandq_u32(w, vdupq_n_u32(0xFFFF0000))), vld1q_f32(items + 4));
+  return acc;
+}
+INLINE float total(Acc acc) { return summed(acc); }
+#include "half.inc"
+}  // namespace bf16_neon
+namespace fp16_neon {
+constexpr int STEP = 8, BYTES = 32;
+constexpr bool BFLOAT16 = false;
+using Acc = TwoSums;
+using Word = TwoSums;
+INLINE Acc zero() { return {vdupq_n_f32(0), vdupq_n_f32(0)}; }
+INLINE Acc add(Acc a, Acc b) { return added(a, b); }
+INLINE Word load(const uint16_t* w) {
+  const uint16x8_t both = vld1q_u16(w);
+  return {workbench::neon::from_float16(vget_low_u16(both)), workbench::neon::from_float16(vget_high_u16(both))};
+}
+INLINE Acc madd(Acc acc, Word w, const char* x) {
+  const float* items = reinterpret_cast<const float*>(x);
+  return {vfmaq_f32(acc.a, w.a, vld1q_f32(items)), vfmaq_f32(acc.b, w.b, vld1q_f32(items + 4))};
+}
+INLINE float total(Acc acc) { return summed(acc); }
+#include "half.inc"
+}  // namespace fp16_neon
+#endif  // aarch64
+#undef INLINE
 
 template <bool IS_BFLOAT16>
 struct Portable {
@@ -194,6 +259,11 @@ Way way_of(const std::string& isa, bool bfloat16) {
   if (isa == "avx512") return way<fp16_avx512::loop, fp16_avx512::STEP, Items::widened>();
   if (isa == "avx2" && bfloat16) return way<bf16_avx2::loop, bf16_avx2::STEP, Items::even_then_odd>();
   if (isa == "avx2") return way<fp16_avx2::loop, fp16_avx2::STEP, Items::widened>();
+#endif
+#ifdef HAVE_NEON
+  if (isa == "neon bf16" && bfloat16) return way<bf16_neonbf16::loop, bf16_neonbf16::STEP, Items::stored>();
+  if (isa == "neon" && bfloat16) return way<bf16_neon::loop, bf16_neon::STEP, Items::even_then_odd>();
+  if (isa == "neon") return way<fp16_neon::loop, fp16_neon::STEP, Items::widened>();
 #endif
   TORCH_CHECK(isa == "portable", "`isa` (='", isa, "') does not take ", bfloat16 ? "bfloat16" : "float16");
   return bfloat16 ? way<Portable<true>::loop, 1, Items::widened>() : way<Portable<false>::loop, 1, Items::widened>();

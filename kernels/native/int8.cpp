@@ -1,5 +1,6 @@
 // y = x Wᵀ on a CPU with int8 codes on both sides: activations are quantised token by token, products of codes are summed in
-// int32 by AVX512-VNNI, sums are scaled and written in x's dtype. kernels/w8a8_matmul/README.md has the layouts and what it costs.
+// int32 by AVX512-VNNI or NEON's dot products, sums are scaled and written in x's dtype. kernels/w8a8_matmul/README.md has the layouts
+// and what it costs.
 // A weight in `panels` is multiplied here; one that oneDNN has laid out (where it has AMX) goes to torch's oneDNN between the
 // same two passes.
 
@@ -13,17 +14,30 @@
 #include <cmath>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "neon.inc"
 #include "step_parts.inc"
 
-#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+#if defined(__x86_64__) && !defined(__clang__)
 #include <immintrin.h>
+#define HAVE_X86 1
+#endif
 
+namespace {
+#include "isa.inc"
+}  // namespace
+
+#if defined(HAVE_X86) || defined(HAVE_NEON)
 namespace {
 
 constexpr int ROWS = 32;         // of W in a panel: two vectors of int32 sums
+#ifdef HAVE_NEON
+constexpr int TOKENS = 2;        // in a block, at most: 16 registers of sums, eight of W and one of a token
+#else
 constexpr int TOKENS = 14;       // in a block, at most: 28 sums, two vectors of W and one to spare are the 32 registers
+#endif
 constexpr int CHUNK = 64;        // columns of a token that lie together in a block: a cache line
 constexpr int STEP = 4;          // columns that one instruction sums
 constexpr int BLOCKS = 4;        // a thread that has as many blocks of tokens takes all of W; else threads share the panels
@@ -45,11 +59,11 @@ struct Weight {
   int64_t out, panels, steps;
 };
 
-// Codes of up to 14 tokens.
+// Codes of up to TOKENS tokens.
 struct Block {
   int8_t* codes;   // [chunks, tokens, 64]; zeros beyond `in`
   float* step;     // [tokens]; NaN where a token holds a NaN or an infinity
-  int32_t* above;  // [tokens]: 128 Σ codes, which sums have too much because of the 128 in W's codes
+  int32_t* above;  // [tokens]: SIGN Σ codes, which sums have too much because of what W's codes have
 };
 
 Kind kind_of(at::ScalarType type) {
@@ -60,11 +74,17 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace
 
+#define INLINE static inline __attribute__((always_inline))
+#ifdef HAVE_X86
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma,avx2,f16c")
-#define INLINE static inline __attribute__((always_inline))
-namespace vnni {
-
+#endif
+namespace dots {
+#ifdef HAVE_X86
+#include "integers_avx512.inc"
+#else
+#include "integers_neon.inc"
+#endif
 #include "int8.inc"
 
 // One token. Its codes, with `flip` applied to the bits of each, go to `to`, chunks `stride` bytes apart; `whole`: the last one
@@ -73,21 +93,21 @@ template <Kind kind>
 static float quantize(const void* x, int64_t n, const float* fixed, int flip, bool whole, uint8_t* to, int64_t stride,
                       int32_t* sum) {
   const Step step = step_of<kind>(x, n, fixed);
-  const __m512 inverse = _mm512_set1_ps(step.inverse);
-  const __m512i flips = _mm512_set1_epi8(char(flip)), ones = _mm512_set1_epi8(1);
-  __m512i total = _mm512_setzero_si512();
+  const Floats inverse = all(step.inverse);
+  const Int flips = bytes(flip), ones = bytes(1);
+  Int total = none();
   int64_t i = 0;
   for (; i + CHUNK <= n; i += CHUNK, to += stride) {
-    const __m512i codes = encode<kind>(x, i, CHUNK, inverse, fixed);
-    total = _mm512_dpbusd_epi32(total, ones, codes);
-    _mm512_storeu_si512(to, _mm512_xor_si512(codes, flips));
+    const Int codes = encode<kind>(x, i, CHUNK, inverse, fixed);
+    add_products(total, ones, codes);
+    write(to, differing(codes, flips));
   }
   if (i < n) {
-    const __m512i codes = encode<kind>(x, i, n - i, inverse, fixed);
-    total = _mm512_dpbusd_epi32(total, ones, codes);
-    _mm512_mask_storeu_epi8(to, whole ? ~0ull : (1ull << (n - i)) - 1, _mm512_xor_si512(codes, flips));
+    const Int codes = encode<kind>(x, i, n - i, inverse, fixed);
+    add_products(total, ones, codes);
+    write_first(to, whole ? 64 : n - i, differing(codes, flips));
   }
-  *sum = _mm512_reduce_add_epi32(total);
+  *sum = sum_of(total);
   return step.step;
 }
 
@@ -105,17 +125,17 @@ static void quantize_block(const Input& x, int64_t first, int count, const Block
     int32_t sum;
     uint8_t* codes = reinterpret_cast<uint8_t*>(to.codes) + m * CHUNK;
     to.step[m] = quantize(x, first + m, 0, true, codes, count * CHUNK, &sum);
-    to.above[m] = 128 * sum;
+    to.above[m] = SIGN * sum;
   }
 }
 
 // sum += four columns of the tokens by the panel's 32 rows.
 template <int M>
-INLINE void step(__m512i (&sum)[M][2], const uint8_t* weights, const int8_t* codes) {
-  const __m512i a = _mm512_loadu_si512(weights), b = _mm512_loadu_si512(weights + 64);
+INLINE void step(Int (&sum)[M][2], const uint8_t* weights, const int8_t* codes) {
+  const Int a = read_codes(weights), b = read_codes(weights + 64);
 #pragma GCC unroll 16
   for (int m = 0; m < M; m++) {
-    const __m512i x = _mm512_set1_epi32(*reinterpret_cast<const int32_t*>(codes + m * CHUNK));
+    const Int x = words(*reinterpret_cast<const int32_t*>(codes + m * CHUNK));
     add_products(sum[m][0], a, x);
     add_products(sum[m][1], b, x);
   }
@@ -124,10 +144,10 @@ INLINE void step(__m512i (&sum)[M][2], const uint8_t* weights, const int8_t* cod
 // A block of M tokens by a panel of W; y is where the block's first token goes.
 template <int M>
 static void multiply(const Block& x, const Weight& w, int64_t panel, void* y, Kind kind) {
-  constexpr int CHAINS = M == 1 ? 4 : M <= 3 ? 2 : 1;  // independent sums, to hide the latency of a product
-  __m512i sum[CHAINS][M][2];
+  constexpr int CHAINS = M == 1 ? dots::CHAINS : M <= 3 ? (dots::CHAINS + 1) / 2 : 1;  // independent sums, to hide a product's latency
+  Int sum[CHAINS][M][2];
 #pragma GCC unroll 64
-  for (int i = 0; i < CHAINS * M * 2; i++) sum[i / (2 * M)][i / 2 % M][i % 2] = _mm512_setzero_si512();
+  for (int i = 0; i < CHAINS * M * 2; i++) sum[i / (2 * M)][i / 2 % M][i % 2] = none();
   const uint8_t* weights = w.codes + panel * w.steps * ROWS * STEP;
   const int8_t* codes = x.codes;
   for (int64_t left = w.steps; left > 0; left -= CHUNK / STEP, codes += M * CHUNK) {
@@ -138,43 +158,49 @@ static void multiply(const Block& x, const Weight& w, int64_t panel, void* y, Ki
       for (int c = 0; c < CHAINS; c++, weights += ROWS * STEP) step<M>(sum[c], weights, codes + (s + c) * STEP);
     for (; CHAINS > 1 && s < steps; s++, weights += ROWS * STEP) step<M>(sum[0], weights, codes + s * STEP);
   }
-  const int64_t row = panel * ROWS;
-  const __mmask32 mask = w.out - row >= ROWS ? ~0u : (1u << (w.out - row)) - 1;
-  const __m512 scale[2] = {_mm512_maskz_loadu_ps(__mmask16(mask), w.scale + row),
-                           _mm512_maskz_loadu_ps(__mmask16(mask >> 16), w.scale + row + 16)};
+  const int64_t row = panel * ROWS, here = w.out - row;
+  Floats scale[2];
+  first_floats(w.scale + row, here, scale);
 #pragma GCC unroll 16
   for (int m = 0; m < M; m++) {
-    const __m512i above = _mm512_set1_epi32(x.above[m]);
-    const __m512 step = _mm512_set1_ps(x.step[m]);
-    __m512 v[2];
+    const Int above = words(x.above[m]);
+    const Floats step = all(x.step[m]);
+    Floats v[2];
 #pragma GCC unroll 2
     for (int n = 0; n < 2; n++) {
-      __m512i total = _mm512_sub_epi32(sum[0][m][n], above);
+      Int total = minus(sum[0][m][n], above);
 #pragma GCC unroll 4
-      for (int c = 1; c < CHAINS; c++) total = _mm512_add_epi32(total, sum[c][m][n]);
-      v[n] = _mm512_mul_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(total), scale[n]), step);
+      for (int c = 1; c < CHAINS; c++) total = plus(total, sum[c][m][n]);
+      v[n] = times(times(floats(total), scale[n]), step);
     }
-    put(y, kind, m * w.out + row, v[0], v[1], mask);
+    put(y, kind, m * w.out + row, v[0], v[1], here);
   }
 }
 
 using Multiply = void (*)(const Block&, const Weight&, int64_t panel, void* y, Kind);
 
-constexpr Multiply MULTIPLY[TOKENS] = {multiply<1>, multiply<2>, multiply<3>,  multiply<4>,  multiply<5>,  multiply<6>,  multiply<7>,
-                                       multiply<8>, multiply<9>, multiply<10>, multiply<11>, multiply<12>, multiply<13>, multiply<14>};
+template <class Counts>
+struct Ways;
+template <int... M>
+struct Ways<std::integer_sequence<int, M...>> {
+  static constexpr Multiply of[] = {multiply<M + 1>...};
+};
+constexpr auto& MULTIPLY = Ways<std::make_integer_sequence<int, TOKENS>>::of;  // by the number of tokens, less one
 
 // y [rows, out] from float32 sums that oneDNN has scaled by W's, for the token's step and the dtype.
 static void scale_row(const float* sums, float step, int64_t n, void* y, Kind kind, int64_t at) {
-  const __m512 steps = _mm512_set1_ps(step);
+  const Floats steps = all(step);
   for (int64_t i = 0; i < n; i += ROWS) {
-    const __mmask32 mask = n - i >= ROWS ? ~0u : (1u << (n - i)) - 1;
-    const __m512 a = _mm512_maskz_loadu_ps(__mmask16(mask), sums + i), b = _mm512_maskz_loadu_ps(__mmask16(mask >> 16), sums + i + 16);
-    put(y, kind, at + i, _mm512_mul_ps(a, steps), _mm512_mul_ps(b, steps), mask);
+    Floats two[2];
+    first_floats(sums + i, n - i, two);
+    put(y, kind, at + i, times(two[0], steps), times(two[1], steps), n - i);
   }
 }
 
-}  // namespace vnni
+}  // namespace dots
+#ifdef HAVE_X86
 #pragma GCC pop_options
+#endif
 #undef INLINE
 
 namespace {
@@ -185,8 +211,7 @@ Input input(const at::Tensor& x, const std::optional<at::Tensor>& fixed) {
 }
 
 bool able() {
-  static const bool found = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-                            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+  static const bool found = !integer_isa().empty();
   return found;
 }
 
@@ -195,7 +220,7 @@ void check(const at::Tensor& x, const at::Tensor& scale) {
   TORCH_CHECK((type == at::kFloat || type == at::kHalf || type == at::kBFloat16) && x.dim() > 0 && x.size(-1) > 0 &&
                   scale.scalar_type() == at::kFloat && scale.is_contiguous() && scale.dim() == 1,
               "int8_matmul: x ", type, " ", x.sizes(), " and scale ", scale.scalar_type(), " ", scale.sizes(), " cannot be read");
-  TORCH_CHECK(able(), "int8_matmul: this CPU has no AVX512-VNNI");
+  TORCH_CHECK(able(), "int8_matmul: this CPU has neither AVX512-VNNI nor NEON's dot products");
 }
 
 at::Tensor result(const at::Tensor& x, int64_t out) {
@@ -242,11 +267,11 @@ at::Tensor by_panels(const at::Tensor& x_, const at::Tensor& codes, const at::Te
   Blocks blocks(in.tokens, count, in.in);
 
   const auto quantize = [&](int64_t begin, int64_t end) {
-    for (int64_t b = begin; b < end; b++) vnni::quantize_block(in, blocks.first(b), blocks.size(b), blocks.block(b));
+    for (int64_t b = begin; b < end; b++) dots::quantize_block(in, blocks.first(b), blocks.size(b), blocks.block(b));
   };
   const auto multiply = [&](int64_t panel, int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; b++)
-      vnni::MULTIPLY[blocks.size(b) - 1](blocks.block(b), w, panel, to + blocks.first(b) * width, in.kind);
+      dots::MULTIPLY[blocks.size(b) - 1](blocks.block(b), w, panel, to + blocks.first(b) * width, in.kind);
   };
   const int64_t held = std::max<int64_t>(BLOCKS, NEAR / (TOKENS * in.in));  // blocks whose codes stay near
   if (apart) {
@@ -283,7 +308,7 @@ at::Tensor by_onednn(const at::Tensor& x_, const at::Tensor& codes, const at::Te
   std::vector<float> step(in.tokens);
   at::parallel_for(0, in.tokens, grain, [&](int64_t begin, int64_t end) {
     int32_t sum;
-    for (int64_t t = begin; t < end; t++) step[t] = vnni::quantize(in, t, 0x80, false, to + t * in.in, CHUNK, &sum);
+    for (int64_t t = begin; t < end; t++) step[t] = dots::quantize(in, t, 0x80, false, to + t * in.in, CHUNK, &sum);
   });
   static const auto product = c10::Dispatcher::singleton().findSchemaOrThrow("onednn::qlinear_pointwise", "");
   const auto zero = at::zeros({out}, scale.options().dtype(at::kInt));
@@ -294,7 +319,7 @@ at::Tensor by_onednn(const at::Tensor& x_, const at::Tensor& codes, const at::Te
   const float* from = sums.const_data_ptr<float>();
   void* written = y.mutable_data_ptr();
   at::parallel_for(0, in.tokens, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; t++) vnni::scale_row(from + t * out, step[t], out, written, in.kind, t * out);
+    for (int64_t t = begin; t < end; t++) dots::scale_row(from + t * out, step[t], out, written, in.kind, t * out);
   });
   return y;
 }
@@ -304,13 +329,17 @@ void rows(const workbench::Stored& s, const workbench::Operand& x, int64_t begin
   static thread_local std::vector<int8_t> codes;
   float step[TOKENS];
   int32_t above[TOKENS];
-  codes.resize(x.tokens * ceil_div(s.in, CHUNK) * CHUNK);
+  codes.resize(std::min(TOKENS, x.tokens) * ceil_div(s.in, CHUNK) * CHUNK);
   const Input in{x.values, Kind::float32, x.tokens, s.in, s.step};
   const Weight w{static_cast<const uint8_t*>(s.data), static_cast<const float*>(s.scale), s.out, ceil_div(s.out, ROWS),
                  ceil_div(s.in, STEP)};
   const Block block{codes.data(), step, above};
-  vnni::quantize_block(in, 0, x.tokens, block);
-  for (int64_t panel = begin / ROWS; panel * ROWS < end; panel++) vnni::MULTIPLY[x.tokens - 1](block, w, panel, y, Kind::float32);
+  for (int first = 0; first < x.tokens; first += TOKENS) {
+    const int count = std::min(TOKENS, x.tokens - first);
+    dots::quantize_block(in, first, count, block);
+    for (int64_t panel = begin / ROWS; panel * ROWS < end; panel++)
+      dots::MULTIPLY[count - 1](block, w, panel, y + first * s.out, Kind::float32);
+  }
 }
 
 }  // namespace
@@ -321,7 +350,7 @@ workbench::Product workbench::int8_product() { return {Items::widened, 1, able()
 workbench::Product workbench::int8_product() { return {Items::widened, 1, nullptr}; }
 namespace {
 at::Tensor by_panels(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&) {
-  TORCH_CHECK(false, "int8_matmul: this build has no AVX512-VNNI");
+  TORCH_CHECK(false, "int8_matmul: this build has neither AVX512-VNNI nor NEON's dot products");
 }
 constexpr auto by_onednn = by_panels;
 }  // namespace

@@ -19,6 +19,7 @@
 #include <immintrin.h>
 #endif
 
+#include "neon.inc"
 #include "step_parts.inc"
 
 namespace {
@@ -102,12 +103,19 @@ const Loops* loops_of(const std::string& isa) {
   if (isa == "avx512" && avx512) return &avx512::loops;
   if (isa == "avx2" && avx2) return &avx2::loops;
 #endif
+#ifdef HAVE_NEON
+  if (isa == "neon bf16" && workbench::arm().bf16) return &neonbf16::loops;
+  if (isa == "neon") return &neon::loops;
+#endif
   return isa == "portable" ? &portable::loops : nullptr;
 }
 
+// Does it multiply pairs of bfloat16, and rows rounded to 16 bits: not for float32?
+bool of_pairs(const std::string& isa) { return isa == "avx512bf16" || isa == "neon bf16"; }
+
 std::string best_isa(bool float32) {
-  for (const char* isa : {"avx512bf16", "avx512", "avx2"})
-    if (loops_of(isa) && !(float32 && isa == std::string("avx512bf16"))) return isa;
+  for (const char* isa : {"avx512bf16", "avx512", "avx2", "neon bf16", "neon"})
+    if (loops_of(isa) && !(float32 && of_pairs(isa))) return isa;
   return "portable";
 }
 
@@ -281,7 +289,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attend(
     double softcap, bool return_mass, bool return_lse, const std::string& isa) {
   const Loops* found = loops_of(isa);
   TORCH_CHECK(found, "`isa` (='", isa, "') is not one of this machine's");
-  TORCH_CHECK(isa != "avx512bf16" || q.scalar_type() != at::kFloat, "`isa` (='avx512bf16') does not take float32");
+  TORCH_CHECK(!of_pairs(isa) || q.scalar_type() != at::kFloat, "`isa` (='", isa, "') does not take float32");
   const Loops& loops = *found;
   const int64_t B = q.size(0), positions = indices ? indices->size(2) : caches[0].held();  // of the mass, and of the list
   int64_t H = 0;
@@ -433,6 +441,10 @@ workbench::Attention workbench::attention_loops(const std::string& isa) {
   if (isa == "avx512bf16" && loops_of(isa)) return {one_span<avx512bf16::loops>, avx512bf16::loops.merge};
   if ((isa == "avx512" || isa == "avx512bf16") && loops_of("avx512")) return {one_span<avx512::loops>, avx512::loops.merge};
   if (isa == "avx2" && loops_of(isa)) return {one_span<avx2::loops>, avx2::loops.merge};
+#endif
+#ifdef HAVE_NEON
+  if (isa == "neon bf16" && loops_of(isa)) return {one_span<neonbf16::loops>, neonbf16::loops.merge};
+  if (isa == "neon" || isa == "neon bf16") return {one_span<::neon::loops>, ::neon::loops.merge};
 #endif
   return {one_span<portable::loops>, portable::loops.merge};
 }

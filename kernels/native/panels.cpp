@@ -18,6 +18,7 @@
 #include <immintrin.h>
 #endif
 
+#include "neon.inc"
 #include "step_parts.inc"
 
 namespace {
@@ -247,6 +248,139 @@ struct Bytes {
 #pragma GCC pop_options
 #endif  // x86
 
+#ifdef HAVE_NEON
+namespace quads {
+template <int WIDTH>
+struct Codes {  // a unit of codes, byte by byte: in every register one byte of each of the 16 rows
+  static constexpr int BITS = WIDTH, COLUMNS = BITS == 4 ? 8 : 16, BYTES = 2 * COLUMNS * BITS;
+  static constexpr int TABLES = BITS == 6 ? 4 : BITS == 5 ? 2 : 1;  // registers of sixteen values
+  struct Words { uint8x16x4_t four[2], two; uint8x16x2_t one; };
+  STATIC Words load(const uint8_t* p) {
+    Words w;
+    if constexpr (BITS >= 4) w.four[0] = vld4q_u8(p), p += 64;
+    if constexpr (BITS > 4) w.four[1] = vld4q_u8(p), p += 64;
+    if constexpr (BITS == 2 || BITS == 3 || BITS == 6) w.two = vld4q_u8(p), p += 64;
+    if constexpr (BITS == 3 || BITS == 5) w.one = vld2q_u8(p);
+    return w;
+  }
+  // `width` bits of every row, from bit `at` on.
+  STATIC uint8x16_t part(uint8x16_t v, int at, int width) {
+    const uint8x16_t low = at == 0 ? v : vshlq_u8(v, vdupq_n_s8(int8_t(-at)));
+    return at + width == 8 ? low : vandq_u8(low, vdupq_n_u8(uint8_t((1 << width) - 1)));
+  }
+  STATIC uint8x16_t pick(const uint8x16x4_t& v, int byte) { return v.val[byte]; }
+  // Column 2 i, or 2 i + 1.
+  STATIC uint8x16_t code(const Words& w, int i, int odd) {
+    if constexpr (BITS == 4) return part(pick(w.four[0], 2 * odd + i / 2), 4 * (i % 2), 4);
+    const uint8x16_t two = BITS == 5 ? vdupq_n_u8(0) : part(pick(w.two, 2 * odd + i / 4), 2 * (i % 4), 2);
+    if constexpr (BITS == 2) return two;
+    if constexpr (BITS == 3) return vorrq_u8(two, vshlq_n_u8(part(w.one.val[odd], i, 1), 2));
+    const uint8x16_t four = part(pick(w.four[i / 4], 2 * odd + i % 4 / 2), 4 * (i % 2), 4);
+    return vorrq_u8(four, vshlq_n_u8(BITS == 5 ? part(w.one.val[odd], i, 1) : two, 4));
+  }
+  struct Bytes16 { uint8x16_t part[TABLES]; };  // one byte of every value of a table
+  STATIC uint8x16_t look_up(const Bytes16& t, uint8x16_t code) {
+    if constexpr (TABLES == 1) return vqtbl1q_u8(t.part[0], code);
+    else if constexpr (TABLES == 2) return vqtbl2q_u8({{t.part[0], t.part[1]}}, code);
+    else return vqtbl4q_u8({{t.part[0], t.part[1], t.part[2], t.part[3]}}, code);
+  }
+};
+}  // namespace quads
+
+namespace neon {
+using namespace quads;
+INLINE Vec madd(const Vec& acc, const Vec& weights, const uint32_t* item) {
+  float x;
+  __builtin_memcpy(&x, item, 4);
+  return {vfmaq_n_f32(acc.a, weights.a, x), vfmaq_n_f32(acc.b, weights.b, x), vfmaq_n_f32(acc.c, weights.c, x),
+          vfmaq_n_f32(acc.d, weights.d, x)};
+}
+
+template <int WIDTH>
+struct Planes : Codes<WIDTH> {
+  using Base = Codes<WIDTH>;
+  static constexpr int ITEMS = Base::COLUMNS;
+  struct Table { typename Base::Bytes16 byte[4]; };
+  STATIC Table table(const Weight& w) {
+    Table t;
+    for (int i = 0; i < Base::TABLES; i++) {
+      const uint8x16x4_t values = vld4q_u8(reinterpret_cast<const uint8_t*>(w.table + 16 * i));
+      for (int b = 0; b < 4; b++) t.byte[b].part[i] = values.val[b];
+    }
+    return t;
+  }
+  STATIC Vec decode(const typename Base::Words& w, int s, const Table& t) {  // the even columns first
+    const uint8x16_t code = Base::code(w, s % (ITEMS / 2), s / (ITEMS / 2));
+    return workbench::neon::from_bytes(Base::look_up(t.byte[0], code), Base::look_up(t.byte[1], code),
+                                       Base::look_up(t.byte[2], code), Base::look_up(t.byte[3], code));
+  }
+};
+using Nibbles = Planes<4>;
+
+struct Bytes {
+  static constexpr int COLUMNS = 8, BYTES = 128, ITEMS = 8;
+  STATIC const uint8_t* load(const uint8_t* p) { return p; }
+  STATIC int table(const Weight&) { return 0; }
+  STATIC Vec decode(const uint8_t* w, int i, int) {
+    return workbench::neon::from_integers(vld1q_s8(reinterpret_cast<const int8_t*>(w) + 16 * i));
+  }
+};
+#include "panels_loops.inc"
+}  // namespace neon
+
+namespace neonbf16 {  // steps are of two columns, 2 i and 2 i + 1, side by side in each lane
+using namespace quads;
+INLINE Vec madd(Vec acc, const Vec& weights, const uint32_t* item) {
+  uint32_t pair;
+  __builtin_memcpy(&pair, item, 4);
+  const uint16x8_t x = vreinterpretq_u16_u32(vdupq_n_u32(pair));
+  workbench::neon::bfdot(acc.a, vreinterpretq_u16_f32(weights.a), x), workbench::neon::bfdot(acc.b, vreinterpretq_u16_f32(weights.b), x);
+  workbench::neon::bfdot(acc.c, vreinterpretq_u16_f32(weights.c), x), workbench::neon::bfdot(acc.d, vreinterpretq_u16_f32(weights.d), x);
+  return acc;
+}
+
+template <int WIDTH>
+struct Planes : Codes<WIDTH> {
+  using Base = Codes<WIDTH>;
+  static constexpr int ITEMS = Base::COLUMNS / 2;
+  struct Table { typename Base::Bytes16 low, high; };
+  STATIC Table table(const Weight& w) {
+    Table t;
+    for (int i = 0; i < Base::TABLES; i++) {
+      uint16_t halves[16];
+      workbench::neon::to_halves(halves, workbench::neon::load(w.table + 16 * i), true);
+      const uint8x16x2_t values = vld2q_u8(reinterpret_cast<const uint8_t*>(halves));
+      t.low.part[i] = values.val[0], t.high.part[i] = values.val[1];
+    }
+    return t;
+  }
+  STATIC Vec decode(const typename Base::Words& w, int i, const Table& t) {
+    const uint8x16_t even = Base::code(w, i, 0), odd = Base::code(w, i, 1);
+    return workbench::neon::from_bytes(Base::look_up(t.low, even), Base::look_up(t.high, even), Base::look_up(t.low, odd),
+                                       Base::look_up(t.high, odd));
+  }
+};
+using Nibbles = Planes<4>;
+
+struct Bytes {
+  static constexpr int COLUMNS = 8, BYTES = 128, ITEMS = 4;
+  STATIC const uint8_t* load(const uint8_t* p) { return p; }
+  STATIC int table(const Weight&) { return 0; }
+  STATIC Vec floats(const uint8_t* w, int i) {  // integers up to 256 are bfloat16: the lower half of each float is 0
+    return workbench::neon::from_integers(vld1q_s8(reinterpret_cast<const int8_t*>(w) + 16 * i));
+  }
+  STATIC float32x4_t both(float32x4_t even, float32x4_t odd) {
+    return vreinterpretq_f32_u32(vorrq_u32(vshrq_n_u32(vreinterpretq_u32_f32(even), 16), vreinterpretq_u32_f32(odd)));
+  }
+  STATIC Vec decode(const uint8_t* w, int i, int) {
+    const Vec even = floats(w, i), odd = floats(w, 4 + i);
+    return {both(even.a, odd.a), both(even.b, odd.b), both(even.c, odd.c), both(even.d, odd.d)};
+  }
+};
+#include "panels_loops.inc"
+}  // namespace neonbf16
+#endif  // aarch64
+
 namespace portable {
 using namespace plain;
 template <int WIDTH>
@@ -281,6 +415,10 @@ const Loops& loops_of(const std::string& isa, int bits) {
   if (isa == "avx512vnni") found = avx512vnni::loops_for(bits);
   if (isa == "avx512") found = avx512::loops_for(bits);
   if (isa == "avx2") found = avx2::loops_for(bits);
+#endif
+#ifdef HAVE_NEON
+  if (isa == "neon bf16") found = neonbf16::loops_for(bits);
+  if (isa == "neon") found = neon::loops_for(bits);
 #endif
   TORCH_CHECK(found, "codes of ", bits, " bits cannot be read");
   return *found;
@@ -337,7 +475,7 @@ at::Tensor panels_matmul(const at::Tensor& x_, const at::Tensor& codes, const at
 
   const bool bfloat16 = x.scalar_type() == at::kBFloat16;
   const std::string isa = wanted == "auto" ? best_isa(bfloat16) : wanted;
-  TORCH_CHECK((isa != "avx512bf16" && isa != "avx512vnni") || bfloat16, "`isa` (='", isa, "') takes bfloat16, not ", x.scalar_type());
+  TORCH_CHECK((!of_pairs(isa) && isa != "avx512vnni") || bfloat16, "`isa` (='", isa, "') takes bfloat16, not ", x.scalar_type());
   float values[workbench::TABLE];
   workbench::fill_table(table, bits, values);
   const int64_t groups = scale.size(1), unit = loops_of(isa, bits).columns, columns = groups ? in / groups : in;

@@ -26,6 +26,7 @@
 #include <immintrin.h>
 #endif
 
+#include "neon.inc"
 #include "step_parts.inc"
 
 namespace {
@@ -57,7 +58,7 @@ int64_t DecodeStep::weight(const std::string& layout, const at::Tensor& data, co
     w->bits = 0, w->product = half_product(isa_, bfloat16_), w->unit_bytes = UNIT * in * 2;
   } else if (layout == "int8") {
     w->product = int8_product();
-    TORCH_CHECK(w->product.rows, "int8: this CPU has no AVX512-VNNI");
+    TORCH_CHECK(w->product.rows, "int8: this CPU has neither AVX512-VNNI nor NEON's dot products");
     TORCH_CHECK(data.dim() == 4 && data.scalar_type() == at::kChar && data.numel() == data.size(0) * data.size(1) * INT8_UNIT * 4 &&
                     data.size(0) == (out + INT8_UNIT - 1) / INT8_UNIT && data.size(1) == (in + 3) / 4 && is_floats(scale, out) &&
                     (!step || is_floats(step, 1)),
@@ -183,7 +184,7 @@ void DecodeStep::prepare(int shares) {
     for (auto* r : {&own->x, &own->values, &own->mixed}) r->make(room);
     if (!changes_.empty())
       for (auto* r : {&own->changed, &own->spare, &own->changed_values}) r->make(room);
-    own->bits.make(room), own->changed_bits.make(room);
+    own->bits.make(room), own->changed_bits.make(room), own->spare_bits.make(widest_ + LINE);
     own->sums.make(tokens_ * groups_), own->multiples.make(tokens_ * groups_), own->integers.make(room / 2);
     own->q.make(rows_ * stride_ + 2 * stride_), own->q_bits.make(rows_ * stride_ + LINE);
     own->scratch.make(std::max(rows_ * SPAN_POSITIONS, stride_) + LINE);

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <string>
 
+#include "neon.inc"
 #include "step_parts.inc"
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
@@ -30,6 +31,11 @@ constexpr uint32_t MULTIPLIER = 3500900923u;
 typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t Ints __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint8_t Bytes __attribute__((vector_size(16), aligned(1), may_alias));
+
+// Of two vectors, one after the other, every second number from the `at`th on.
+#define EVERY_OTHER(a, b, at)                                                                                        \
+  __builtin_shufflevector(a, b, at, at + 2, at + 4, at + 6, at + 8, at + 10, at + 12, at + 14, at + 16, at + 18, at + 20, \
+                          at + 22, at + 24, at + 26, at + 28, at + 30)
 
 // Sequences to encode. values: of the state (j << bits) + p at [j / 16][p][j % 16].
 struct Search {
@@ -114,6 +120,45 @@ INLINE Floats take(const Taker& t, const uint8_t* p) {
 #pragma GCC pop_options
 #endif  // x86
 
+#ifdef HAVE_NEON
+namespace neon {
+struct Taker {
+  uint8x16_t places[4];
+  int32x4_t shifts[4];  // to the right
+  uint32x4_t mask, multiplier;
+};
+INLINE Taker taker(int bits, int states) {
+  Taker t;
+  for (int q = 0; q < 4; q++) {
+    uint8_t places[16];
+    int32_t shifts[4];
+    for (int i = 0; i < 4; i++) {
+      const int first = bits * (4 * q + i);
+      shifts[i] = -(first & 7);
+      for (int b = 0; b < 4; b++) places[4 * i + b] = uint8_t((first >> 3) + b);
+    }
+    t.places[q] = vld1q_u8(places), t.shifts[q] = vld1q_s32(shifts);
+  }
+  t.mask = vdupq_n_u32((1u << states) - 1), t.multiplier = vdupq_n_u32(MULTIPLIER);
+  return t;
+}
+INLINE Floats take(const Taker& t, const uint8_t* p) {
+  const uint8x16_t bytes = vld1q_u8(p);
+  float32x4_t parts[4];
+#pragma GCC unroll 4
+  for (int q = 0; q < 4; q++) {
+    const uint32x4_t words = vreinterpretq_u32_u8(vqtbl1q_u8(bytes, t.places[q]));
+    const uint32x4_t hash = vmulq_u32(vandq_u32(vshlq_u32(words, t.shifts[q]), t.mask), t.multiplier);
+    parts[q] = vcvtq_f32_s32(vpaddlq_s16(vpaddlq_s8(vreinterpretq_s8_u32(hash))));
+  }
+  Floats values;
+  memcpy(&values, parts, sizeof(values));
+  return values;
+}
+#include "trellis_loops.inc"
+}  // namespace neon
+#endif  // aarch64
+
 namespace portable {
 struct Taker {
   int bits;
@@ -139,6 +184,9 @@ const Loops& loops_of(const std::string& isa) {
 #ifdef HAVE_X86
   if (taken == "avx512" || taken == "avx512bf16") return avx512::loops;
   if (taken == "avx2") return avx2::loops;
+#endif
+#ifdef HAVE_NEON
+  if (taken == "neon" || taken == "neon bf16") return neon::loops;
 #endif
   return portable::loops;
 }

@@ -1,4 +1,4 @@
-// y = x Wᵀ on a CPU with AVX512-VNNI, W in 2 to 8 bits in panels (kernels/int_matmul/README.md has the layout) and activations
+// y = x Wᵀ on a CPU with AVX512-VNNI or NEON's dot products, W in 2 to 8 bits in panels (kernels/int_matmul/README.md has the layout) and activations
 // rounded to 4 or 8 bits on the way: products of codes are summed in int32 inside a group of columns, and each group's sum is
 // scaled in float32. kernels/w4a8_matmul/README.md says what it costs.
 
@@ -13,24 +13,32 @@
 #include <cstring>
 #include <memory>
 #include <optional>
+#include <string>
+#include <utility>
 #include <vector>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
+#include "neon.inc"
 #include "step_parts.inc"
 
 namespace {
 
 #include "panels.inc"
+#include "isa.inc"
 
-#ifdef HAVE_X86
+#if defined(HAVE_X86) || defined(HAVE_NEON)
 #define STATIC static inline __attribute__((always_inline))
 
 constexpr int PAIR = 2;                // panels whose rows are multiplied together
 constexpr int SOME = 16;               // tokens up to which codes are decoded in registers
+#ifdef HAVE_NEON
+constexpr int TOKENS = 2;              // in a block: 16 registers of sums of codes, eight of W and one of x
+#else
 constexpr int TOKENS = 7;              // in a block: 14 sums of codes, 14 totals, two vectors of W and one of x fill the registers
+#endif
 constexpr int PIECE = 64;              // columns of a token that lie together in a block, at most
 constexpr int BLOCKS = 8;              // a thread that has as many blocks of tokens takes all of W; else threads share the panels
 constexpr int64_t FIRST = 20 << 10;    // bytes of decoded W that should stay in a core's first cache
@@ -63,25 +71,32 @@ struct Rounded {
 // Decoded columns of a pair of panels.
 struct Tile {
   uint8_t* codes;  // int8 [columns / 4, 2, 16, 4]: code - zero
-  int32_t* start;  // [groups, 2, 16]: -128 Σ codes, for the 128 that codes of x have too much
+  int32_t* start;  // [groups, 2, 16]: -SIGN Σ codes, for the SIGN that codes of x have too much
   float* scale;    // [groups, 2, 16]
 };
 
+#ifdef HAVE_X86
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma,avx2,f16c")
-namespace vnni {
+#endif
+namespace dots {
+#ifdef HAVE_X86
 using namespace wide;
+#include "integers_avx512.inc"
+#else
+using namespace quads;
+#include "integers_neon.inc"
+#endif
 #include "int8.inc"
 #include "w4a8.inc"
 
 #include "w4a8_loops.inc"
-}  // namespace vnni
+}  // namespace dots
+#ifdef HAVE_X86
 #pragma GCC pop_options
+#endif
 
-bool able() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
-}
+bool able() { return !integer_isa().empty(); }
 
 Kind kind_of(const at::Tensor& t) {
   return t.scalar_type() == at::kFloat ? Kind::float32 : t.scalar_type() == at::kHalf ? Kind::float16 : Kind::bfloat16;
@@ -95,7 +110,7 @@ struct Call {
   int64_t tokens;
   Weight w;
   Plan plan;
-  const vnni::Coder* coder;
+  const dots::Coder* coder;
   Output y;
   int64_t element;  // bytes of one of y's
 };
@@ -135,7 +150,7 @@ void some_tokens(const Call& c) {
   const auto round = [&](int64_t begin, int64_t end) {
     Reader x(c);
     for (int64_t m = begin; m < end; m++)
-      vnni::round_token(x.row(m), c.kind, c.plan, 0, codes.get() + m * c.plan.in, 64, step.data() + m * (step.size() / c.tokens),
+      dots::round_token(x.row(m), c.kind, c.plan, 0, codes.get() + m * c.plan.in, 64, step.data() + m * (step.size() / c.tokens),
                         sums.data() + m * c.plan.groups);
   };
   at::parallel_for(0, c.tokens, std::max<int64_t>(1, PART / c.plan.in), round);
@@ -207,7 +222,7 @@ class Many {
       for (int64_t m = 0; m < size; m++) {
         uint8_t* to = codes.get() + from * c.plan.in + m * piece;
         const bool straight = piece == PIECE;
-        vnni::round_token(x.row(from + m), c.kind, c.plan, 0x80, straight ? to : row.get(), straight ? size * PIECE : PIECE,
+        dots::round_token(x.row(from + m), c.kind, c.plan, dots::SIGN, straight ? to : row.get(), straight ? size * PIECE : PIECE,
                           step.data() + (from + m) * per_token, nullptr);
         for (int64_t k = 0; !straight && k < c.plan.in; k += piece, to += size * piece) std::memcpy(to, row.get() + k, piece);
       }
@@ -225,12 +240,12 @@ class Many {
       for (int64_t b = begin; b < end; b++) {
         fetch(more ? panel : panel + PAIR, more ? stop : 0, b - begin, end - begin);
         const int64_t token = first(b), size = first(b + 1) - token;
-        const auto product = several ? vnni::MULTIPLY<true>[size - 1] : vnni::MULTIPLY<false>[size - 1];
+        const auto product = several ? dots::MULTIPLY<true>[size - 1] : dots::MULTIPLY<false>[size - 1];
         float* totals = s.totals + (token - from) * PAIR * ROWS;
         product(s.tile, plan, stop - g, codes.get() + token * plan.in + g * plan.columns * size, step.data() + token * per_token + g,
                 g == 0, totals);
         const Output y{static_cast<char*>(c.y.y) + token * c.y.out * c.element, c.y.kind, c.y.out};
-        if (stop == plan.groups) vnni::finish(totals, size, several ? nullptr : step.data() + token, panel, y);
+        if (stop == plan.groups) dots::finish(totals, size, several ? nullptr : step.data() + token, panel, y);
       }
     }
   }
@@ -242,7 +257,7 @@ class Many {
     const int64_t share = (bytes / parts / 64 + 1) * 64;
     for (int64_t p = panel; p < std::min(panel + PAIR, c.w.panels); p++) {
       const uint8_t* at = c.w.units + p * row_bytes + group_bytes * group;
-      for (int64_t i = part * share; i < std::min(bytes, (part + 1) * share); i += 64) _mm_prefetch(at + i, _MM_HINT_T1);
+      for (int64_t i = part * share; i < std::min(bytes, (part + 1) * share); i += 64) __builtin_prefetch(at + i, 0, 2);
     }
   }
 
@@ -271,7 +286,7 @@ at::Tensor panels_w4a8(const at::Tensor& x_, const at::Tensor& codes, const at::
   const auto one_of_ours = [](const at::Tensor& t) {
     return t.scalar_type() == at::kFloat || t.scalar_type() == at::kHalf || t.scalar_type() == at::kBFloat16;
   };
-  TORCH_CHECK(able(), "panels_w4a8: this CPU has no AVX512-VNNI");
+  TORCH_CHECK(able(), "panels_w4a8: this CPU has neither AVX512-VNNI nor NEON's dot products");
   TORCH_CHECK(x.dim() > 0 && x.size(-1) > 0 && one_of_ours(x) && one_of_ours(scale) && codes.is_contiguous() && scale.is_contiguous() &&
                   bits && scale.dim() == 3 && scale.size(1) > 0 && (!zero || (zero->is_contiguous() && zero->sizes() == scale.sizes())) &&
                   (!table || (bits == 4 && table->numel() == ROWS && workbench::table_fits(table, bits))) &&
@@ -287,7 +302,7 @@ at::Tensor panels_w4a8(const at::Tensor& x_, const at::Tensor& codes, const at::
     const float value = table->const_data_ptr<float>()[i];
     TORCH_CHECK(value == std::nearbyint(value) && std::fabs(value) <= 127, "panels_w4a8: `table` holds ", value, ", not integers from -127 to 127");
   }
-  const vnni::Coder& coder = vnni::coder_of(bits, table.has_value());
+  const dots::Coder& coder = dots::coder_of(bits, table.has_value());
   const int64_t in = x.size(-1), share = in / scale.size(1), columns = x_group ? std::min(share, x_group) : share;
   Weight w{};
   w.units = static_cast<const uint8_t*>(codes.const_data_ptr());
@@ -315,11 +330,10 @@ at::Tensor panels_w4a8(const at::Tensor& x_, const at::Tensor& codes, const at::
 }
 
 #else
-bool able() { return false; }
 at::Tensor panels_w4a8(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
                        const std::optional<at::Tensor>&, int64_t, int64_t, int64_t, const std::optional<at::Tensor>&, int64_t,
                        const std::optional<at::Tensor>&) {
-  TORCH_CHECK(false, "panels_w4a8: this build has no AVX512-VNNI");
+  TORCH_CHECK(false, "panels_w4a8: this build has neither AVX512-VNNI nor NEON's dot products");
 }
 #endif
 
@@ -327,6 +341,6 @@ at::Tensor panels_w4a8(const at::Tensor&, const at::Tensor&, const at::Tensor&, 
 
 TORCH_LIBRARY_FRAGMENT(workbench, m) {
   m.def("panels_w4a8(Tensor x, Tensor codes, Tensor scale, Tensor? zero, Tensor? table, int out, int x_bits, int x_group, Tensor? x_scale, int x_wide=0, Tensor? x_order=None) -> Tensor");
-  m.def("panels_w4a8_runs() -> bool", able);
+  m.def("integer_isa() -> str", integer_isa);
 }
 TORCH_LIBRARY_IMPL(workbench, CPU, m) { m.impl("panels_w4a8", panels_w4a8); }

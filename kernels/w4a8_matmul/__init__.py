@@ -47,8 +47,8 @@ def w4a8_matmul(
         x_order: int32 [in], the column of x that W's first column meets, that its second one meets, and so on; each
             column once. Groups and steps are those of x in this order. None: as they lie.
         impl: "reference" (exact integer sums; any layout, any device), "cpu" (panels, and tables of 16 values, on a
-            CPU with AVX512-VNNI), "triton" (rows, with symmetric 4-bit codes) or "auto": triton on CUDA, "cpu" where it
-            takes the weight, else "reference".
+            CPU with AVX512-VNNI or NEON's dot products), "triton" (rows, with symmetric 4-bit codes) or "auto": triton
+            on CUDA, "cpu" where it takes the weight, else "reference".
 
     Returns:
         [..., out] in x's dtype
@@ -62,7 +62,7 @@ def w4a8_matmul(
     use = _implementation(x, w, x_group, impl)
     zero, table = (None, w.table) if isinstance(w, Codebook) else (w.zero, None)
     if use == "cpu" and x.numel():
-        ran("w4a8_matmul", "cpu native")
+        ran("w4a8_matmul", f"cpu {native.integers()}")
         return torch.ops.workbench.panels_w4a8(
             x, w.codes, w.scale, zero, table, w.shape[0], x_bits, x_group or 0, x_scale, x_wide, x_order
         )
@@ -115,9 +115,8 @@ def _implementation(x: Tensor, w: Packed | Codebook, x_group: int | None, impl: 
     here = f"not {w.layout} of {w.bits} bits in groups of {w.group_size} (x: {x_group}) on"
     cpu = native_takes(w, x_group) and x.device.type == "cpu" and native.w4a8_runs()
     if impl == "cpu" and not cpu:
-        raise ValueError(
-            f"`impl` (='cpu') needs panels on a CPU with AVX512-VNNI, and the C++ kernels, {here} {x.device}"
-        )
+        needs = "needs panels on a CPU with AVX512-VNNI or NEON's dot products, and the C++ kernels"
+        raise ValueError(f"`impl` (='cpu') {needs}, {here} {x.device}")
     triton = triton_takes(x.device) and triton_reads(w, x_group)
     if impl == "triton" and not triton:
         needs = (

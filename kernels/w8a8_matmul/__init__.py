@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from kernels import native
 from kernels.capability import described, too_old
 from kernels.interpreter import triton_takes
 from kernels.registry import ran
@@ -49,8 +50,8 @@ def w8a8_matmul(x: Tensor, w: W8, *, x_scale: Tensor | None = None, impl: str = 
         x_scale: None (dynamic), or a positive float32 scalar: the step of all activations, beyond whose range they are
             clamped.
         impl: "reference" (exact sums of products of codes; any layout, any device), "cpu" (int8 with a scale per output
-            channel, on a CPU with VNNI; several times faster with `to_prepacked`), "triton" (layout "rows") or "auto":
-            triton on CUDA, "cpu" where it takes the weight, else "reference".
+            channel, on a CPU with VNNI or NEON's dot products; several times faster with `to_prepacked`), "triton"
+            (layout "rows") or "auto": triton on CUDA, "cpu" where it takes the weight, else "reference".
 
     Returns:
         [..., out] in x's dtype
@@ -65,7 +66,7 @@ def w8a8_matmul(x: Tensor, w: W8, *, x_scale: Tensor | None = None, impl: str = 
         use = "reference"
     x_scale = None if x_scale is None else x_scale.reshape(())
     if use == "cpu" and w.layout != "rows" and in_one_call():
-        ran("w8a8_matmul", "cpu native")
+        ran("w8a8_matmul", f"cpu {native.integers()}")
         return torch.ops.workbench.int8_matmul(x, w.codes, w.scale, x_scale)
     ran("w8a8_matmul", {"cpu": "cpu prepacked" if w.layout == "prepacked" else "cpu int_mm"}.get(use, use))
     float8 = w.codes.dtype == torch.float8_e4m3fn
@@ -109,7 +110,8 @@ def _implementation(x: Tensor, w: W8, impl: str) -> str:
     on_cpu = on_cpu and (w.layout != "panels" or in_one_call())
     if impl == "cpu" and not on_cpu:
         kind = f"{w.codes.dtype} in {w.layout} with scale {tuple(w.scale.shape)} on {x.device}"
-        needs = "needs int8 with a scale per output channel on a CPU with VNNI, and the C++ kernels for 'panels'"
+        needs = "needs int8 with a scale per output channel on a CPU with VNNI or NEON's dot products"
+        needs += ", and the C++ kernels for 'panels'"
         raise ValueError(f"`impl` (='cpu') {needs}, not {kind}")
     float8 = w.codes.dtype == torch.float8_e4m3fn
     triton = triton_takes(x.device) and w.layout == "rows" and too_old(x.device, float8=float8) is None

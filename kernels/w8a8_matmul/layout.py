@@ -111,7 +111,7 @@ def to_prepacked(w: W8, layout: str | None = None) -> W8:
     Args:
         w: [out, in], in "rows".
         layout: None, or which one: "panels" (for the C++ op), or "prepacked" (for oneDNN: where there is no C++
-            compiler, or where the CPU has AMX, which oneDNN uses and the C++ op does not).
+            compiler, or where the CPU has AMX, which oneDNN uses and the C++ op does not; only with VNNI).
 
     Raises:
         ValueError: a weight that has no fast int8 product here, or a `layout` that is neither.
@@ -120,8 +120,11 @@ def to_prepacked(w: W8, layout: str | None = None) -> W8:
         raise ValueError(f"`layout` (={layout!r}) must be None, 'panels' or 'prepacked'")
     if not prepacked_fits(w):
         kind = f"{w.codes.dtype} with scale {tuple(w.scale.shape)} on {w.codes.device}"
-        raise ValueError(f"`w` must be int8 rows with a scale per output channel, on a CPU with VNNI, not {kind}")
+        needs = "int8 rows with a scale per output channel, on a CPU with VNNI or NEON's dot products"
+        raise ValueError(f"`w` must be {needs}, not {kind}")
     layout = layout or ("panels" if in_one_call() and not _has_amx() else "prepacked")
+    if layout == "prepacked" and not has_vnni():
+        raise ValueError("`layout` (='prepacked') is oneDNN's, on a CPU with VNNI; here 'panels' would do")
     codes = to_panels(w.codes) if layout == "panels" else torch.ops.onednn.qlinear_prepack(w.codes, None)
     return w._replace(layout=layout, codes=codes)
 
@@ -140,12 +143,12 @@ def prepacked_fits(w: W8) -> bool:
 
 
 def integer_dots(codes: Tensor) -> bool:
-    """Are there exact int8 dot products where this tensor is: a CPU with AVX512-VNNI?"""
-    return codes.device.type == "cpu" and _has_vnni()
+    """Are there exact int8 dot products where this tensor is: a CPU with AVX512-VNNI, or with NEON's and the C++ op?"""
+    return codes.device.type == "cpu" and (has_vnni() or native.integers() != "")
 
 
 @torch.compiler.assume_constant_result
-def _has_vnni() -> bool:
+def has_vnni() -> bool:
     """Without VNNI oneDNN adds pairs of int8 products in 16 bits, which saturates."""
     return torch.backends.mkldnn.is_available() and bool(getattr(torch.cpu, "_is_vnni_supported", lambda: False)())
 

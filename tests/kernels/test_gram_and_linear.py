@@ -122,11 +122,11 @@ def test_mirrored_in_place(size):
 
 
 @pytest.mark.skipif(native.why_not() is not None, reason="no C++ kernels")
-@pytest.mark.parametrize("isa", ("auto", "avx512bf16", "avx512", "avx2", "portable"))
+@pytest.mark.parametrize("isa", ("auto", *native.ISAS))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 def test_products_of_few_tokens_with_rows(isa, dtype):
     """Rows beyond multiples of what a thread takes, columns beyond those of a vector, long and short rows."""
-    if isa != "auto" and (not native.runs(isa) or (isa == "avx512bf16" and dtype != torch.bfloat16)):
+    if isa != "auto" and (not native.runs(isa) or (isa.endswith("bf16") and dtype != torch.bfloat16)):
         pytest.skip(f"{isa} does not run here, or takes another dtype")
     for columns, tokens in ((96, 1), (77, 3), (2080, 4), (33, FEW), (3, 5)):
         x, bias = torch.randn(2, tokens, columns).to(dtype), torch.randn(50).to(dtype)

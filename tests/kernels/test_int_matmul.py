@@ -99,7 +99,7 @@ def test_tiles_agree_for_few_and_many_tokens(bits, symmetric, dtype, shape):
 
 
 needs_native = pytest.mark.skipif(native.why_not() is not None, reason=f"no C++ kernels here: {native.why_not()}")
-ISAS = [isa for isa in ("avx512vnni", "avx512bf16", "avx512", "avx2", "portable") if native.why_not() is None and native.runs(isa)]
+ISAS = [isa for isa in ("avx512vnni", *native.ISAS) if native.why_not() is None and native.runs(isa)]
 
 
 @needs_native

@@ -2,6 +2,9 @@
 
 import copy
 import dataclasses
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -18,7 +21,6 @@ from kernels.w8a8_matmul.layout import integer_dots
 from kernels.w8a8_matmul.panels import to_panels as int8_panels
 
 pytestmark = pytest.mark.skipif(native.why_not() is not None, reason="no C++ kernels here")
-ISAS = ("avx512bf16", "avx512", "avx2", "portable")
 
 
 def signs(n: int) -> torch.Tensor:
@@ -108,10 +110,10 @@ def compare(program: Program, dtype: torch.dtype, position: int, isa: str = "aut
             )
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", native.ISAS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_instruction_set(isa, dtype):
-    if not native.runs(isa) or (isa == "avx512bf16" and dtype == torch.float16):
+    if not native.runs(isa) or (isa.endswith("bf16") and dtype == torch.float16):
         pytest.skip(f"no {isa} for {dtype} here")
     mixed = {"qkv": "nibbles", "o": "rows", "mlp": "bytes", "down": "nf4", "head": "rows"}
     compare(decoder(mixed, dtype, bias=True, position=3), dtype, 3, isa)
@@ -119,7 +121,7 @@ def test_every_instruction_set(isa, dtype):
     compare(decoder(planes, dtype, bias=True, position=3), dtype, 3, isa)
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", native.ISAS)
 def test_changed_inputs(isa):
     if not native.runs(isa):
         pytest.skip(f"no {isa} here")
@@ -155,6 +157,14 @@ def test_tokens_and_threads(tokens, threads):
         compare(decoder({"mlp": "nibbles"}, torch.bfloat16, tokens, position=300), torch.bfloat16, 300)
     finally:
         torch.set_num_threads(before)
+
+
+def test_fewer_threads_than_were_asked_for():
+    """As with a thread limit, or in a build without OpenMP: a thread then takes several shares of every product."""
+    asked = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "tokens_and_threads", __file__]
+    limited = {**os.environ, "OMP_THREAD_LIMIT": "1"}
+    done = subprocess.run(asked, env=limited, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
 
 
 @pytest.mark.parametrize(

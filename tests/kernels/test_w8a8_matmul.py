@@ -16,14 +16,14 @@ from kernels.w8a8_matmul import (
     w8a8_matmul,
 )
 from kernels.w8a8_matmul import cpu as plain
-from kernels.w8a8_matmul.layout import encode, in_one_call, integer_dots
+from kernels.w8a8_matmul.layout import encode, has_vnni, in_one_call, integer_dots
 from kernels.w8a8_matmul.reference import product
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
-VNNI = integer_dots(torch.empty(0))
-LAYOUTS = [*(["panels"] if VNNI and in_one_call() else []), *(["prepacked"] if VNNI else [])]
+VNNI, DOTS = has_vnni(), integer_dots(torch.empty(0))
+LAYOUTS = [*(["panels"] if DOTS and in_one_call() else []), *(["prepacked"] if VNNI else [])]
 needs_vnni = pytest.mark.skipif(not VNNI, reason="this CPU has no AVX512-VNNI")
-needs_panels = pytest.mark.skipif("panels" not in LAYOUTS, reason="no AVX512-VNNI, or no C++ kernels")
+needs_panels = pytest.mark.skipif("panels" not in LAYOUTS, reason="no int8 dot products, or no C++ kernels")
 SHAPES = [(64, 96), (37, 77), (1, 1), (200, 300), (16, 16)]  # out, in
 
 
