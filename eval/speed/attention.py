@@ -9,6 +9,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from kernels import native
+from kernels.kv_decode import KV, kv_decode
 from kernels.prompt_attention import prompt_attention
 
 _own: dict[tuple, bool] = {}  # by shapes and dtype: is `prompt_attention` faster here than torch's fused attention?
@@ -43,6 +45,13 @@ def _attention(module, query, key, value, attention_mask=None, scaling=None, **k
         prompt = key[:, :, :tokens], value[:, :, :tokens], channels**-0.5 if scaling is None else scaling
         if _own_wins(query, *prompt):
             return prompt_attention(query, *prompt[:2], scale=prompt[2]), None
+    one_range = attention_mask is not None and attention_mask.dtype == torch.bool and attention_mask.shape[1:3] == (1, 1)
+    if tokens == 1 and plain and one_range and query.device.type == "cpu" and native.why_not() is None:
+        seen = attention_mask[:, 0, 0]  # [batch, positions]: True from the first position that is seen to the last
+        lengths, starts = seen.sum(-1, keepdim=True), seen.to(torch.uint8).argmax(-1, keepdim=True)
+        ranges = [t.expand(batch, kv_heads) for t in (lengths, starts)]
+        y = kv_decode(query, KV(key, value), ranges[0], starts=ranges[1], scale=scaling)
+        return y.reshape(batch, 1, heads, channels), None
     if tokens > 1 or not plain or heads == kv_heads or (attention_mask is not None and attention_mask.shape[1] != 1):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     folded = query.reshape(batch, kv_heads, heads // kv_heads, channels)

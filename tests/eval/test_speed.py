@@ -58,6 +58,7 @@ def test_what_is_timed_writes_what_plain_passes_write(tiny, written, monkeypatch
     assert one.execution.startswith("compiled") == compiled
     read = one.memory_limit_tokens_per_s * sum(p.nbytes for p in model.parameters())
     assert 1e9 < read < 5e12, "bytes per second of some memory"
+    assert ("kv_decode" in one.kernels) == (native.why_not() is None)
     assert ("prompt_attention" in one.kernels) == own, "no mask is made for a prompt, in a compiled pass either"
     assert written[id(variant)] == greedy(model, (torch.arange(12) * 7919 % 96)[None], 11), (
         "beyond Gemma's window of 8, too"
