@@ -1,4 +1,4 @@
-"""The C++ kernels of this package: compiled on first use (about a minute), kept, and loaded into torch.
+"""The C++ kernels of this package: compiled on first use (one to two minutes), kept, and loaded into torch.
 
 A machine without a C++ compiler, or a build that fails, is no error: `why_not()` says so and the ops that would have
 used them take their next best path, which `registry.ran` names. `WORKBENCH_NATIVE=0` in the environment switches them
@@ -152,7 +152,7 @@ def _build(compiler: list[str], library: Path) -> Path:
         if threads is None:
             library = library.with_stem(f"{library.stem}-one-thread")
         if not library.exists():
-            print("Building the C++ kernels, once (about a minute) ...", file=sys.stderr, flush=True)
+            print("Building the C++ kernels, once (one to two minutes) ...", file=sys.stderr, flush=True)
             objects = [str(Path(scratch) / f"{source}.o") for source in SOURCES]
             commands = [[*compiler, *FLAGS, *compiling, *include, "-c", str(HERE / source)] for source in SOURCES]
             _run_all([[*command, "-o", to] for command, to in zip(commands, objects, strict=True)])
