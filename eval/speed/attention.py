@@ -21,10 +21,11 @@ def fast_attention(model: nn.Module) -> nn.Module:
 
     Batches must be of equally long prompts.
 
-    transformers repeats the key and value heads for a single query, which makes 16-bit attention several times slower,
-    and in a compiled pass it cannot know that a prompt begins with an empty cache, so that it multiplies by keys that
-    are not there yet. torch's fused attention is slow in 16 bits on some CPUs: what is faster for a prompt is tried
-    when one is first read eagerly.
+    transformers repeats the key and value heads for a single query, which makes 16-bit attention several times slower:
+    where the mask of each sequence is one range of positions, our `kv_decode` attends, with each head of the cache read
+    once. In a compiled pass transformers cannot know that a prompt begins with an empty cache, so that it multiplies by
+    keys that are not there yet. torch's fused attention is slow in 16 bits on some CPUs: what is faster for a prompt is
+    tried when one is first read eagerly.
     """
     AttentionInterface.register("sdpa_fast", _attention)
     AttentionMaskInterface.register("sdpa_fast", _mask)
@@ -45,18 +46,25 @@ def _attention(module, query, key, value, attention_mask=None, scaling=None, **k
         prompt = key[:, :, :tokens], value[:, :, :tokens], channels**-0.5 if scaling is None else scaling
         if _own_wins(query, *prompt):
             return prompt_attention(query, *prompt[:2], scale=prompt[2]), None
-    one_range = attention_mask is not None and attention_mask.dtype == torch.bool and attention_mask.shape[1:3] == (1, 1)
-    if tokens == 1 and plain and one_range and query.device.type == "cpu" and native.why_not() is None:
-        seen = attention_mask[:, 0, 0]  # [batch, positions]: True from the first position that is seen to the last
-        lengths, starts = seen.sum(-1, keepdim=True), seen.to(torch.uint8).argmax(-1, keepdim=True)
-        ranges = [t.expand(batch, kv_heads) for t in (lengths, starts)]
-        y = kv_decode(query, KV(key, value), ranges[0], starts=ranges[1], scale=scaling)
+    if tokens == 1 and plain and _is_range(attention_mask) and query.device.type == "cpu" and native.why_not() is None:
+        y = _of_range(query, key, value, attention_mask[:, 0, 0], scaling)
         return y.reshape(batch, 1, heads, channels), None
     if tokens > 1 or not plain or heads == kv_heads or (attention_mask is not None and attention_mask.shape[1] != 1):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     folded = query.reshape(batch, kv_heads, heads // kv_heads, channels)
     y = scaled_dot_product_attention(folded, key, value, attn_mask=attention_mask, scale=scaling)
     return y.reshape(batch, 1, heads, channels), None
+
+
+def _is_range(mask: Tensor | None) -> bool:
+    return mask is not None and mask.dtype == torch.bool and mask.shape[1:3] == (1, 1)
+
+
+def _of_range(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scaling: float | None) -> Tensor:
+    """By `kv_decode`; seen: [batch, positions], True from the first position that is seen to the last."""
+    first, count = seen.to(torch.uint8).argmax(-1, keepdim=True), seen.sum(-1, keepdim=True)
+    starts, lengths = (t.expand(key.shape[:2]) for t in (first, count))
+    return kv_decode(query, KV(key, value), lengths, starts=starts, scale=scaling)
 
 
 def _own_wins(query: Tensor, key: Tensor, value: Tensor, scale: float) -> bool:

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import StaticCache
 
 from compress import METHODS, apply
