@@ -188,7 +188,8 @@ def page(record: Record, given: argparse.Namespace) -> str:
         [
             "## Speed behind long contexts",
             f"Measured on {time.strftime('%Y-%m-%d')} on {hardware()['cpu']}, {torch.get_num_threads()} threads, in"
-            f" bfloat16, batch 1: medians of {given.rounds} rounds in turns.",
+            f" bfloat16, batch 1: medians of {given.rounds} rounds in turns ({4 * given.rounds} for the ragged heads,"
+            f" {min(given.rounds, 3)} for the prompts).",
             "```\npython " + shlex.join(sys.argv) + "\n```",
             f"**{given.model}.** In brackets: the time of the attention over that of the faster one of the full 16-bit"
             " caches, torch's own attention with shared heads folded into rows being one. The cache holds random"

@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 SOURCES = tuple(
     f"{name}.cpp" for name in ("panels", "half", "int8", "kv_decode", "prompt_attention", "step", "trellis", "w4a8")
 )
-# For which there are loops of their own, the best first; which ones a machine has says `runs`. "neon bf16" is NEON with
+# There are loops for each of these, the best first; `runs` says which ones a machine has. "neon bf16" is NEON with
 # products of pairs of bfloat16. "portable" is what the compiler makes of loops that know no processor.
 ISAS = ("avx512bf16", "avx512", "avx2", "neon bf16", "neon", "portable")
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-DAT_PARALLEL_OPENMP=1", "-w")
@@ -94,7 +94,7 @@ def _isa(op: str, flag: bool) -> str:
 def integers() -> str:
     """What multiplies codes of 8 bits by rounded activations here, as records name it; "" where nothing does.
 
-    "native" is AVX512-VNNI, the only one for a long time; "neon dotprod" are NEON's dot products.
+    "native" is AVX512-VNNI, as records have named it since the first ones; "neon dotprod" are NEON's dot products.
     """
     return _integers()
 

@@ -154,8 +154,8 @@ def test_sums_of_integers_never_overflow(bits, columns, group_size):
 
 @needs_vnni
 def test_inputs_as_integers_are_as_good_as_floats():
-    """Their rounding is far below that of the result; one large element costs its own group alone; what is no number
-    stays none, and the smallest numbers stay what they are."""
+    """Their rounding is far below that of the result; one large element costs its own group alone; a row with a NaN
+    or an infinity becomes NaN, and the smallest numbers stay what they are."""
     _, _, w, exact = make(96, 512, 32, 4, True)
     w = to_panels(w)
     x = torch.randn(40, 512)
