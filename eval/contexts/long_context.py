@@ -14,7 +14,7 @@ answer.
 
 import math
 import time
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any, NamedTuple
@@ -180,7 +180,7 @@ def score_long_context(
     observer: Callable[[], Cache],
     variants: Mapping[str, Callable[[Cache], Cache]],
     visibilities: Sequence[str] = VISIBILITIES,
-    finished: MutableMapping[int, dict[str, Any]] | None = None,
+    finished: MutableMapping[tuple[int, str], dict[str, Any]] | None = None,
 ) -> LongContextScores:
     """Ask the samples' questions of every variant's cache.
 
@@ -190,7 +190,8 @@ def score_long_context(
         variants: {name: read cache -> a new, compressed one, the read one as it was}; "full" is always among what is
             scored. Caches have `nbytes_16`, and `own` layers with `lengths` and `kept_positions()`.
         visibilities: some of VISIBILITIES; follow-up needs samples with two questions.
-        finished: what was found of each sample, JSON by its number: samples that are there are not asked again.
+        finished: what was found, JSON by a sample's number and a variant: what is there is not asked again. A context
+            of which anything is missing is read again, and the full cache answers again.
 
     Raises:
         ValueError: visibilities that are not known, or samples that do not fit them or the model.
@@ -200,12 +201,15 @@ def score_long_context(
     ways = {FULL: variants.get(FULL, _untouched), **variants}
     progress = tqdm(total=len(samples) * len(visibilities) * len(ways), desc="long contexts", unit="answer")
     for i, sample in enumerate(samples):
-        if i not in finished:
-            finished[i] = _ask_all(model, sample, observer(), ways, visibilities, progress)
-        else:
-            progress.update(len(visibilities) * len(ways))
+        missing = {name: way for name, way in ways.items() if (i, name) not in finished}
+        progress.update(len(visibilities) * (len(ways) - len(missing)))
+        if missing:
+            asked = {FULL: ways[FULL], **missing}
+            found = _ask_all(model, sample, observer(), asked, visibilities, missing, progress)
+            for name in missing:
+                finished[i, name] = found[name]
     progress.close()
-    return _collected(samples, [finished[i] for i in range(len(samples))])
+    return _collected(samples, [{name: finished[i, name] for name in ways} for i in range(len(samples))])
 
 
 def _ask_all(
@@ -214,11 +218,12 @@ def _ask_all(
     read: Cache,
     ways: Mapping[str, Callable[[Cache], Cache]],
     visibilities: Sequence[str],
+    counted: Container[str],
     progress: tqdm,
-) -> dict[str, Any]:
-    """What one sample gave, as JSON: {"answers": {visibility: {variant: Answer}}, "caches": {variant: of the first
-    visibility}}."""
-    found: dict[str, Any] = {"answers": {}, "caches": {}}
+) -> dict[str, dict[str, Any]]:
+    """What one sample gave, as JSON: {variant: {"answers": {visibility: Answer}, "cache": of the first visibility}}.
+    The answers of the `counted` variants are progress."""
+    found: dict[str, dict[str, Any]] = {name: {"answers": {}} for name in ways}
     first, device = sample.questions[0], next(model.parameters()).device
     _feed(model, sample.context, read, device)
     for visibility in VISIBILITIES:
@@ -231,34 +236,33 @@ def _ask_all(
             question = sample.questions[-1]
         if visibility not in visibilities or (visibility == "follow-up" and len(sample.questions) < 2):
             continue
-        answers = found["answers"].setdefault(visibility, {})
         for name, way in ways.items():
             progress.set_postfix_str(f"{sample.task} {sample.length}, {visibility}, {name}")
             start = time.perf_counter()
             cache = way(read)
             seconds = time.perf_counter() - start
-            if name not in found["caches"]:
-                found["caches"][name] = {"bytes": cache.nbytes_16, "seconds": seconds, **_kept(sample, cache)}
+            of = found[name].setdefault("cache", {})
+            if not of:
+                of |= {"bytes": cache.nbytes_16, "seconds": seconds, **_kept(sample, cache)}
             outputs, logits = _ask(model, question, cache, device)
             if name == FULL:
                 reference = logits, outputs
-            answers[name] = _answer(question.answer.to(device), logits, reference[0])
-            errors = [_relative(a, b) for a, b in zip(outputs, reference[1], strict=True)]
-            found["caches"][name].setdefault("errors", errors)
-            progress.update()
+            found[name]["answers"][visibility] = _answer(question.answer.to(device), logits, reference[0])
+            of.setdefault("errors", [_relative(a, b) for a, b in zip(outputs, reference[1], strict=True)])
+            progress.update(name in counted)
     return found
 
 
-def _collected(samples: Sequence[Sample], found: Sequence[dict[str, Any]]) -> LongContextScores:
+def _collected(samples: Sequence[Sample], found: Sequence[dict[str, dict[str, Any]]]) -> LongContextScores:
     scores = LongContextScores()
-    for sample, of in zip(samples, found, strict=True):
+    for sample, variants in zip(samples, found, strict=True):
         scores.depths.setdefault((sample.task, sample.length), []).append(sample.depth)
-        for visibility, answers in of["answers"].items():
-            for name, answer in answers.items():
-                own = scores.answers.setdefault(name, {})
+        for name, of in variants.items():
+            own = scores.answers.setdefault(name, {})
+            for visibility, answer in of["answers"].items():
                 own.setdefault((sample.task, sample.length, visibility), []).append(Answer(*answer))
     for name in scores.answers:
-        caches = [(sample, of["caches"][name]) for sample, of in zip(samples, found, strict=True)]
+        caches = [(sample, of[name]["cache"]) for sample, of in zip(samples, found, strict=True)]
         by_length = {sample.length: [c for s, c in caches if s.length == sample.length] for sample, _ in caches}
         by_task = {
             (s.task, s.length): [c["survival"] for o, c in caches if (o.task, o.length) == (s.task, s.length)]

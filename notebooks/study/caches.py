@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -154,28 +154,33 @@ def parts(methods: Sequence[Method]) -> tuple[Policy | None, Storage | None, Rea
     return policy, storage, reading, projecting
 
 
-class Finished(MutableMapping[int, dict[str, Any]]):
-    """JSON by number in a folder, each file written whole or not at all."""
+class Finished(MutableMapping[tuple[int, str], dict[str, Any]]):
+    """JSON by number and recipe, in a folder for each recipe, every file written whole or not at all.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    Args:
+        recipes: {name: the folder's name}.
+    """
 
-    def _path(self, number: int) -> Path:
-        return self.folder / f"{number}.json"
+    def __init__(self, folder: Path, recipes: Mapping[str, str]) -> None:
+        self.folder, self.recipes = folder, recipes
 
-    def __getitem__(self, number: int) -> dict[str, Any]:
-        if not (content := read_json(self._path(number))):  # absent, or unreadable after a power loss
-            raise KeyError(number)
+    def _path(self, of: tuple[int, str]) -> Path:
+        return self.folder / self.recipes[of[1]] / f"{of[0]}.json"
+
+    def __getitem__(self, of: tuple[int, str]) -> dict[str, Any]:
+        if not (content := read_json(self._path(of))):  # absent, or unreadable after a power loss
+            raise KeyError(of)
         return content
 
-    def __setitem__(self, number: int, found: dict[str, Any]) -> None:
-        write_whole(json.dumps(found), self._path(number))
+    def __setitem__(self, of: tuple[int, str], found: dict[str, Any]) -> None:
+        write_whole(json.dumps(found), self._path(of))
 
-    def __delitem__(self, number: int) -> None:
-        self._path(number).unlink()
+    def __delitem__(self, of: tuple[int, str]) -> None:
+        self._path(of).unlink()
 
-    def __iter__(self) -> Iterator[int]:
-        return (int(path.stem) for path in self.folder.glob("*.json"))
+    def __iter__(self) -> Iterator[tuple[int, str]]:
+        for name, folder in self.recipes.items():
+            yield from ((int(path.stem), name) for path in (self.folder / folder).glob("*.json"))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -191,7 +196,8 @@ def score_caches(
     """`eval.contexts.long_context.score_long_context` of every recipe.
 
     Args:
-        work_path: folder that keeps what was found of each context, so that a killed run goes on.
+        work_path: folder that keeps what every recipe's cache answered to each context, so that a killed run goes on,
+            and a run with one more recipe computes that one alone.
     """
 
     def way(methods: Sequence[Method]) -> Callable[[CompressedCache], Cache]:
@@ -203,16 +209,12 @@ def score_caches(
             tokens_sha256([s.context[None], *(t[None] for q in s.questions for t in (q.ask, q.answer))])
             for s in samples
         ]
-        about = [
-            weights_sha256(model),
-            str(model.dtype),
-            asked,
-            {n: list(map(repr, m)) for n, m in recipes.recipes.items()},
-            list(visibilities),
-            code_sha256(),
-        ]
-        digest = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
-        finished = Finished(Path(work_path) / "long_context" / digest)
+        about = [weights_sha256(model), str(model.dtype), asked, list(visibilities), code_sha256()]
+        recipes_by_name = {FULL: [], **recipes.recipes}
+        finished = Finished(
+            Path(work_path) / "long_context" / _digest(about),
+            {name: _digest([name == FULL, *map(repr, methods)]) for name, methods in recipes_by_name.items()},
+        )
     with attached(model) as attachment:
         return score_long_context(
             model,
@@ -222,6 +224,10 @@ def score_caches(
             variants={name: way(methods) for name, methods in recipes.recipes.items()},
             visibilities=visibilities,
         )
+
+
+def _digest(about: Sequence[Any]) -> str:
+    return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
 
 
 def time_caches(

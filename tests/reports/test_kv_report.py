@@ -118,7 +118,7 @@ def test_model_text_cannot_run(browser, record, tmp_path):
 
 
 def test_a_killed_run_goes_on(tmp_path, monkeypatch):
-    """What was found of a context is not asked again; other recipes are."""
+    """What was found of a context is not asked again; of one more recipe, it is asked of that one alone."""
     from compress import load_model
     from eval.contexts import long_context
     from notebooks.study.caches import cache_recipes, haystacks, score_caches
@@ -131,7 +131,7 @@ def test_a_killed_run_goes_on(tmp_path, monkeypatch):
         def ask(*args):
             if len(asked) == limit:
                 raise KeyboardInterrupt
-            asked.append(args[1])
+            asked.append(list(args[3]))
             return ask_all(*args)
 
         return ask
@@ -143,8 +143,13 @@ def test_a_killed_run_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["eval.contexts.long_context"], "_ask_all", until(99))
     found = score_caches(model, recipes, contexts, ["agnostic"], str(tmp_path))
     assert (
-        len(asked) == 3
+        asked == 3 * [["full", "compressed"]]
         and found.found()["answers"] == score_caches(model, recipes, contexts, ["agnostic"]).found()["answers"]
     )
-    score_caches(model, cache_recipes("streaming"), contexts, ["agnostic"], str(tmp_path))
-    assert len(asked) == 9
+    del asked[:]
+    recipes = cache_recipes("streaming", compare="also: snapkv")
+    more = score_caches(model, recipes, contexts, ["agnostic"], str(tmp_path))
+    assert asked == 3 * [["full", "compressed"]]
+    assert more.answers["also"] == found.answers["compressed"] and more.answers["compressed"] != more.answers["also"]
+    assert more.found() == score_caches(model, recipes, contexts, ["agnostic"], str(tmp_path)).found()
+    assert len(asked) == 3
