@@ -100,6 +100,9 @@ INLINE __m512i table_of_32(const float* values) {
   return (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(values + 16), _mm512_loadu_ps(values));
 }
 
+template <int BITS>
+struct Few {};  // as many tokens
+
 #include "panels_pairs.inc"
 
 struct Bytes {
@@ -121,7 +124,7 @@ struct Bytes {
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma,avx2,f16c")
 // Pairs of bfloat16 as integers of 16 bits, a group of columns of one token at a time, times weights that are integers. Twice as many
-// products at a time as of bfloat16; what is lost of an element is less than 2^-15 of the group's largest one.
+// products at a time as of bfloat16; what is lost of an element is about 2^-15 of the group's largest one.
 namespace avx512vnni {
 using namespace wide;
 using Sum = __m512i;
@@ -140,37 +143,46 @@ INLINE __m512i table_of_32(const float* values) {
   return _mm512_inserti64x4(_mm512_castsi256_si512(half(values)), half(values + 16), 1);
 }
 
-// Steps are powers of two, so that what is not far below the largest element stays as it is; NaN where one is no finite number.
+INLINE __mmask16 some(int64_t from, int64_t count) { return __mmask16(count - from >= 16 ? 0xFFFF : (1u << (count - from)) - 1); }
+
+// What a group's integers are multiples of: a power of two, so that what is not far below the largest element stays as it is, and the
+// largest integer at most 32,512; NaN where one is no finite number.
+struct Multiples {
+  float step, inverse;
+  Multiples(const uint32_t* items, int64_t count) {
+    __m512i top = _mm512_setzero_si512();
+    for (int64_t i = 0; i < count; i += 16) {
+      const __m512i both = _mm512_and_si512(_mm512_maskz_loadu_epi32(some(i, count), items + i), _mm512_set1_epi16(0x7FFF));
+      top = _mm512_max_epu16(top, both);
+    }
+    top = _mm512_max_epu16(_mm512_and_si512(top, _mm512_set1_epi32(0xFFFF)), _mm512_srli_epi32(top, 16));
+    const uint32_t most = uint32_t(_mm512_reduce_max_epi32(top)), finite = most < 0x7F80;
+    const uint32_t above = (most + 1) >> 7, exponent = above < 15 ? 15 : above;  // a power of two, if the one below it is not enough
+    const uint32_t bits[] = {finite ? (exponent - 14) << 23 : 0x7FC00000, (268 - exponent) << 23};  // 2^(e - 141), its inverse
+    std::memcpy(&step, bits, 4), std::memcpy(&inverse, bits + 1, 4);
+  }
+  __attribute__((always_inline)) __m512i codes(__m512i bits) const {
+    return _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(inverse)));
+  }
+  // Sixteen pairs, or zeros behind the last.
+  __attribute__((always_inline)) __m512i integers(const uint32_t* items, int64_t from, int64_t count) const {
+    const __m512i both = _mm512_maskz_loadu_epi32(some(from, count), items + from);
+    const __m512i even = codes(_mm512_slli_epi32(both, 16)), odd = codes(_mm512_and_si512(both, _mm512_set1_epi32(int(0xFFFF0000))));
+    return _mm512_mask_mov_epi16(even, 0xAAAAAAAA, _mm512_slli_epi32(odd, 16));
+  }
+};
+
 static float encode(const uint32_t* items, int64_t count, uint32_t* to) {
-  const auto some = [count](int64_t i) __attribute__((always_inline)) {
-    return __mmask16(count - i >= 16 ? 0xFFFF : (1u << (count - i)) - 1);
-  };
-  __m512i top = _mm512_setzero_si512();
-  for (int64_t i = 0; i < count; i += 16) {
-    const __m512i both = _mm512_and_si512(_mm512_maskz_loadu_epi32(some(i), items + i), _mm512_set1_epi16(0x7FFF));
-    top = _mm512_max_epu16(top, both);
-  }
-  top = _mm512_max_epu16(_mm512_and_si512(top, _mm512_set1_epi32(0xFFFF)), _mm512_srli_epi32(top, 16));
-  const uint32_t highest = uint32_t(_mm512_reduce_max_epi32(top)) >> 7, exponent = highest < 15 ? 15 : highest;
-  const uint32_t bits[] = {(exponent - 14) << 23, (268 - exponent) << 23, 0x7FC00000};  // 2^(e - 141), its inverse, a NaN
-  float step, inverse, nan;
-  std::memcpy(&step, bits, 4), std::memcpy(&inverse, bits + 1, 4), std::memcpy(&nan, bits + 2, 4);
-  for (int64_t i = 0; i < count; i += 16) {
-    const __m512i both = _mm512_maskz_loadu_epi32(some(i), items + i);
-    const auto codes = [inverse](__m512i bits) __attribute__((always_inline)) {
-      return _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(inverse)));
-    };
-    const __m512i even = codes(_mm512_slli_epi32(both, 16));
-    const __m512i odd = codes(_mm512_and_si512(both, _mm512_set1_epi32(int(0xFFFF0000))));
-    _mm512_mask_storeu_epi32(to + i, some(i), _mm512_mask_mov_epi16(even, 0xAAAAAAAA, _mm512_slli_epi32(odd, 16)));
-  }
-  return highest == 255 ? nan : step;
+  const Multiples of(items, count);
+  for (int64_t i = 0; i < count; i += 16) _mm512_mask_storeu_epi32(to + i, some(i, count), of.integers(items, i, count));
+  return of.step;
 }
 constexpr auto ENCODE = encode;
 
+#include "panels_bytes.inc"
 #include "panels_pairs.inc"
 
-struct Bytes {
+struct Bytes : Few<8> {
   static constexpr int COLUMNS = 8, BYTES = 128, ITEMS = 4;
   STATIC const uint8_t* load(const uint8_t* p) { return p; }
   STATIC int table(const Weight&) { return 0; }
@@ -425,14 +437,14 @@ const Loops& loops_of(const std::string& isa, int bits) {
 }
 
 // The fewest equal pieces of a group, whole units of columns, whose products with integers of 16 bits can be summed in 32 bits; 0: there
-// are none, values are no integers, or this machine has no VNNI.
+// are none, values are no integers of a byte, or of a table of other than 16, or this machine has no VNNI.
 int pieces_for_integers(int64_t columns, int64_t unit, const float* values, bool table, int bits) {
   float largest = table ? 1 : float(1 << (bits - 1));
   for (int i = 0; table && i < 1 << bits; i++) {
-    if (values[i] != std::nearbyint(values[i])) return 0;
+    if (bits != 4 || values[i] != std::nearbyint(values[i]) || std::fabs(values[i]) > 127) return 0;
     largest = std::max(largest, std::fabs(values[i]));
   }
-  const int64_t units = columns / unit, most = int64_t(65535 / largest) / unit;  // an input is at most 32,640
+  const int64_t units = columns / unit, most = int64_t(65535 / largest) / unit;  // an input is at most 32,512
   for (int64_t n = 1; runs("avx512vnni") && most && n <= units; n++)
     if (units % n == 0 && units / n <= most) return int(n);
   return 0;
@@ -521,20 +533,21 @@ at::Tensor panels_matmul(const at::Tensor& x_, const at::Tensor& codes, const at
   std::unique_ptr<uint32_t[]> grouped(few && !pieces ? nullptr : new uint32_t[tokens * t.stride]);
   std::unique_ptr<float[]> multiples(pieces ? new float[tokens * w.groups] : nullptr);
   t.steps = multiples.get();
-  const auto take = [&](int64_t token, int64_t g, uint32_t* to) {  // a token's items of a group
-    const uint32_t* from = t.items + token * t.stride + g * steps;
-    if (pieces) multiples[token * w.groups + g] = loops.encode(from, steps, to);
-    else std::memcpy(to, from, steps * sizeof(uint32_t));
-  };
   if (few) {
-    for (int64_t m = 0; pieces && m < tokens; m++)
-      for (int64_t g = 0; g < w.groups; g++) take(m, g, grouped.get() + m * t.stride + g * steps);
-    if (pieces) t.items = grouped.get();
+    std::unique_ptr<int32_t[]> totals(pieces ? new int32_t[tokens * w.groups] : nullptr);
+    for (int64_t i = 0; pieces && i < tokens * w.groups; i++)
+      multiples[i] = loops.encode_few(t.items + i * steps, steps, grouped.get() + i * steps, &totals[i]);
+    if (pieces) t.items = grouped.get(), t.totals = totals.get();
     at::parallel_for(0, w.panels, grain, [&](int64_t begin, int64_t end) {
       for (int64_t p = begin; p < end; p++) loops.few(w, t, int(tokens), p, whole);
     });
     return y;
   }
+  const auto take = [&](int64_t token, int64_t g, uint32_t* to) {  // a token's items of a group
+    const uint32_t* from = t.items + token * t.stride + g * steps;
+    if (pieces) multiples[token * w.groups + g] = loops.encode(from, steps, to);
+    else std::memcpy(to, from, steps * sizeof(uint32_t));
+  };
   // [chunk][group][token][item]: what one pass over a decoded group reads lies together.
   const int64_t chunks = (tokens + CHUNK - 1) / CHUNK;
   at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
@@ -551,7 +564,7 @@ at::Tensor panels_matmul(const at::Tensor& x_, const at::Tensor& codes, const at
     for (int64_t pair = begin; pair < end; pair++)
       for (int64_t first = 0; first < tokens; first += CHUNK) {
         const auto its = [first, &w](const float* of) { return of ? of + first * w.groups : nullptr; };
-        const Tokens part{grouped.get() + first * t.stride, t.stride, its(t.sums), its(t.steps)};
+        const Tokens part{grouped.get() + first * t.stride, t.stride, its(t.sums), its(t.steps), nullptr};
         const Output rows{static_cast<char*>(whole.y) + first * out * y.element_size(), whole.kind, out};
         loops.many(w, part, int(std::min<int64_t>(CHUNK, tokens - first)), 2 * pair, scratch, rows);
       }
@@ -574,7 +587,7 @@ void some_rows(const workbench::Stored& s, const workbench::Operand& x, int64_t 
   w.pieces = s.pieces;
   w.groups = s.groups * s.pieces;
   w.group_units = w.units_per_row / w.groups;
-  const Tokens t{static_cast<const uint32_t*>(x.items), w.units_per_row * loops.items, x.sums, x.multiples};
+  const Tokens t{static_cast<const uint32_t*>(x.items), w.units_per_row * loops.items, x.sums, x.multiples, x.totals};
   const Output to{y, Kind::float32, s.out};
   for (int64_t p = begin / ROWS; p * ROWS < end; p++) loops.few(w, t, x.tokens, p, to);
 }
@@ -588,7 +601,7 @@ workbench::Product workbench::panels_product(const std::string& isa, int bits, S
   if (pieces) {
     stored.pieces = pieces;
     const Loops& of_integers = loops_of("avx512vnni", bits);
-    return {Items::integers, columns / pieces, some_rows, &of_integers, of_integers.encode};
+    return {Items::integers, columns / pieces, some_rows, &of_integers, of_integers.encode_few};
   }
   const Items items = loops.items < loops.columns ? Items::stored : Items::even_then_odd;
   return {items, loops.columns, some_rows, &loops};

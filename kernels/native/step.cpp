@@ -185,7 +185,8 @@ void DecodeStep::prepare(int shares) {
     if (!changes_.empty())
       for (auto* r : {&own->changed, &own->spare, &own->changed_values}) r->make(room);
     own->bits.make(room), own->changed_bits.make(room), own->spare_bits.make(widest_ + LINE);
-    own->sums.make(tokens_ * groups_), own->multiples.make(tokens_ * groups_), own->integers.make(room / 2);
+    own->sums.make(tokens_ * groups_), own->multiples.make(tokens_ * groups_), own->totals.make(tokens_ * groups_);
+    own->integers.make(room / 2);
     own->q.make(rows_ * stride_ + 2 * stride_), own->q_bits.make(rows_ * stride_ + LINE);
     own->scratch.make(std::max(rows_ * SPAN_POSITIONS, stride_) + LINE);
     own_.push_back(std::move(own));

@@ -153,12 +153,14 @@ def test_sums_of_integers_never_overflow(bits, columns, group_size):
 
 
 @needs_vnni
-def test_inputs_as_integers_are_as_good_as_floats():
+@pytest.mark.parametrize("tokens", [5, 40])
+@pytest.mark.parametrize("bits", [3, 4, 8])
+def test_inputs_as_integers_are_as_good_as_floats(bits, tokens):
     """Their rounding is far below that of the result; one large element costs its own group alone; a row with a NaN
-    or an infinity becomes NaN, and the smallest numbers stay what they are."""
-    _, _, w, exact = make(96, 512, 32, 4, True)
+    or an infinity becomes NaN; the smallest numbers, and those that nearly are a power of two, stay what they are."""
+    _, _, w, exact = make(96, 512, 32, bits, True)
     w = to_panels(w)
-    x = torch.randn(40, 512)
+    x = torch.randn(tokens, 512)
     x[:, 7] *= 1000
     x = x.bfloat16()
     expected = x.double() @ exact.T
@@ -169,9 +171,9 @@ def test_inputs_as_integers_are_as_good_as_floats():
     x[0, 7], x[1, 100], x[2, 100] = 3e38, torch.inf, torch.nan
     y = panels.matmul(x, w, "avx512vnni")
     assert y[1:3].isnan().all() and torch.equal(y[3:], calm[3:])
-    for small in (2.0**-126, 2.0**-110, 0.0):
-        x = torch.full((9, 512), small).bfloat16()
-        assert rms(panels.matmul(x, w, "avx512vnni").double() / 2.0**-110, x.double() / 2.0**-110 @ exact.T) < 4e-3
+    for value, unit in ((2.0**-126, 2.0**-126), (2.0**-110, 2.0**-110), (0.0, 1.0), (2 - 2**-7, 1.0), (2**-7 - 2, 1.0)):
+        x = torch.full((tokens, 512), value).bfloat16()
+        assert rms(panels.matmul(x, w, "avx512vnni").double() / unit, x.double() / unit @ exact.T) < 4e-3
 
 
 @needs_vnni
