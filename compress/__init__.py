@@ -37,6 +37,7 @@ from compress.kv.learned.locret import Locret
 from compress.kv.projecting.matryoshka import Matryoshka
 from compress.kv.projecting.xkv import XKV
 from compress.kv.reading.quest import Quest
+from compress.kv.reading.shadowkv import ShadowKV
 from compress.kv.reading.tidaldecode import TidalDecode
 from compress.kv.smooth_keys import SmoothKeys
 from compress.kv.storing.kv_fp8 import KVFloat8
@@ -78,7 +79,7 @@ METHODS: dict[str, type[Method]] = {
     "snapkv": SnapKV, "gemfilter": GemFilter, "expected_attention": ExpectedAttention, "kvzip": KVzip, "kvzap": KVzap,
     "locret": Locret, "prefixkv": PrefixKV, "d2o": D2O,
     "svdquant": SVDQuant, "smooth_keys": SmoothKeys, "kv_int": KVInt, "kv_fp8": KVFloat8, "zipvl": ZipVL,
-    "matryoshka": Matryoshka, "xkv": XKV, "quest": Quest, "tidaldecode": TidalDecode,
+    "matryoshka": Matryoshka, "xkv": XKV, "quest": Quest, "tidaldecode": TidalDecode, "shadowkv": ShadowKV,
 }  # fmt: skip
 
 __all__ = [

@@ -4,20 +4,25 @@
 
 Each text is read once, and every recipe compresses a copy of its cache, without seeing what follows, as the notebook
 `kv_eviction` does. Then the next tokens of the text are read behind it. Texts are of the evaluation part of a corpus.
-Bytes are those of the cache behind the prompt, with float32 counted as 16 bits, as a share of the full cache's.
+Bytes are those of the cache behind the prompt, with float32 counted as 16 bits, as a share of the full cache's. Of
+caches that hold a part of it elsewhere, the share in the memory that attention reads follows, and the share of the full
+cache's bytes that one token fetches from elsewhere, as counted in a step of its own.
 """
 
 import argparse
+import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from compress import load_model
 from compress.inputs.corpus import load_text
-from compress.kv import attached
+from compress.kv import CompressedCache, attached
+from compress.kv.offload import tiers
 from compress.method import Method
 from compress.recipe import parse_recipes
 from eval.record.files import write_whole
@@ -36,25 +41,41 @@ def windows(tokenizer, corpus: str, tokens: int, count: int) -> list[Tensor]:
     raise ValueError(f"`samples` (={count}): {corpus} has {len(found)} texts of {tokens} tokens")
 
 
+class Cost(NamedTuple):
+    """Of one text: KL in nats per token behind the prompt; bytes that the cache holds, those of them that attention
+    reads where they are, and those that a token fetches from elsewhere, all as shares of the full cache's."""
+
+    kl: float
+    bytes: float
+    near: float
+    fetched: float
+
+
 @torch.no_grad()
-def losses(
-    model: nn.Module, ids: Tensor, prompt: int, recipes: dict[str, Sequence[Method]]
-) -> dict[str, tuple[float, float]]:
-    """{recipe: KL in nats per token behind the prompt, share of the full cache's bytes}"""
+def losses(model: nn.Module, ids: Tensor, prompt: int, recipes: dict[str, Sequence[Method]]) -> dict[str, Cost]:
+    """{recipe: its cost}"""
     with attached(model) as attachment:
         observed = attachment.cache(observes=True)
         model(ids[:, :prompt], past_key_values=observed, logits_to_keep=1)
 
-        def behind(methods: Sequence[Method]) -> tuple[Tensor, int]:
-            cache = observed.compressed(*parts(methods))
-            cache.paused, held = True, cache.nbytes_16  # what follows is no prompt
-            return model(ids[:, prompt:], past_key_values=cache).logits.log_softmax(-1), held
+        def read(cache: CompressedCache, tokens: int) -> Tensor:
+            cache.paused = True  # what follows is no prompt
+            return model(ids[:, prompt : prompt + tokens], past_key_values=cache).logits.log_softmax(-1)
 
-        full, most = behind([])
-        found = {}
+        whole = observed.compressed(None)
+        most, rest, found = whole.nbytes_16, ids.shape[1] - prompt, {}
+        full = read(whole, rest)
         for name, methods in recipes.items():
-            given, held = behind(methods)
-            found[name] = (full.exp() * (full - given)).sum(-1).mean().item(), held / most
+            cache = observed.compressed(*parts(methods))
+            held, before = cache.nbytes_16, tiers(cache)
+            fetched = 0
+            if before.far:
+                step = copy.deepcopy(cache)
+                read(step, 1)
+                fetched = tiers(step).fetched - before.fetched
+            far, fetched = (x * 2 // model.dtype.itemsize for x in (before.far, fetched))
+            kl = (full.exp() * (full - read(cache, rest))).sum(-1).mean().item()
+            found[name] = Cost(kl, held / most, (held - far) / most, fetched / most)
     return found
 
 
@@ -76,10 +97,13 @@ def main() -> None:
     of_texts = [losses(model, ids, options.prompt, recipes) for ids in texts]
     rows = {}
     for name in recipes:
-        kl, held = torch.tensor([of[name] for of in of_texts], dtype=torch.float64).unbind(1)
+        kl, *sizes = torch.tensor([of[name] for of in of_texts], dtype=torch.float64).unbind(1)
         error = kl.std().item() / len(kl) ** 0.5 if len(kl) > 1 else None
-        rows[name] = {"kl": kl.mean().item(), "kl_stderr": error, "bytes": held.mean().item()}
-        print(f"{name:<50} KL {kl.mean():.4f} (standard error {error or 0:.4f}), bytes {held.mean():.3f}")
+        held, near, fetched = (of.mean().item() for of in sizes)
+        rows[name] = {"kl": kl.mean().item(), "kl_stderr": error, "bytes": held, "near": near, "fetched": fetched}
+        rows[name]["kl_of_texts"] = kl.tolist()
+        elsewhere = f", near {near:.3f}, fetched a token {fetched:.4f}" if fetched else ""
+        print(f"{name:<50} KL {kl.mean():.4f} (standard error {error or 0:.4f}), bytes {held:.3f}{elsewhere}")
     if options.out:
         write_whole(json.dumps({"settings": vars(options), "rows": rows}, indent=1), Path(options.out))
 

@@ -66,7 +66,7 @@ class CompressedCache(Cache):
         self.observes, self.traces = observes, traces
         self._needs_places = policy is not None and policy.decoding and policy.window > 1
         self.model, self.paused, self.reads_pieces, self.by_kernel = model, False, reads_pieces, True
-        self._joins = projecting is not None and projecting.joins
+        self._joining = [method for method in (projecting, reading) if method is not None and method.joins]
         self.listener: Callable[[KVLayer, Tensor, Tensor, Tensor], None] | None = None
         self.ids: list[Tensor] = []  # of the prompt, [B, n] each, for policies that read it again
         self.masks: list[Tensor] = []
@@ -176,7 +176,7 @@ class CompressedCache(Cache):
     @property
     def is_croppable(self) -> bool:
         """Can tokens always be taken back?"""
-        return self.policy is None and self.storage is None and not self._joins and super().is_croppable
+        return self.policy is None and self.storage is None and not self._joining and super().is_croppable
 
     def reset(self) -> None:
         """Forget everything but the policy."""
@@ -383,8 +383,8 @@ class CompressedCache(Cache):
     def finish(self) -> None:
         """After a pass over all layers: what needs all of them."""
         policy = self.policy
-        if self._joins and not self.paused:
-            self.projecting.join(self.filled)
+        for method in () if self.paused else self._joining:
+            method.join(self.filled)
         if policy is None:
             return
         if policy.runs_model and self.ids and not self.paused and self.ids[-1].shape[1] > 1:

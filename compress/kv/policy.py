@@ -1,8 +1,8 @@
 """What a policy of the KV cache is: a rule that scores cached positions, a budget, and how the budget is shared out.
 
-Beside policies there are storages and projections here, and in `compress.kv.reading` rules of what is read. A
-projection that needs several layers at once changes their slabs in `join`. ShadowKV would do so too, layer by layer: a
-slab of keys in factors (`compress.kv.projecting.shared`) whose `attend` chooses chunks and fetches their values.
+Beside policies there are storages and projections here, and in `compress.kv.reading` rules of what is read. What needs
+a whole prompt, or several layers at once, changes the layers' slabs in `join`: projections onto a basis that layers
+share, and readings that keep a prompt in a form of their own.
 """
 
 import math
@@ -51,6 +51,12 @@ class CacheMethod(Method):
     # Of the four that a cache has: which positions stay (policy), in which of their channels (projecting), how these
     # are stored (storage), and which positions a query reads (reading).
     slot: ClassVar[str]
+    joins: ClassVar[bool] = False  # does `join` change what layers keep, after a prompt?
+
+    def join(self, layers: Sequence[DynamicLayer]) -> None:
+        """For methods with `joins`, after every pass: change the slabs of all layers that keep something, which are
+        `compress.kv.layer.KVLayer`s."""
+        raise NotImplementedError
 
     def apply(self, model: nn.Module, batches=(), *, device=None, store=None, originals=None, saved=None) -> list:
         return []
@@ -147,7 +153,6 @@ class Projecting(CacheMethod):
     """In which channels keys and values are kept."""
 
     slot: ClassVar[str] = "projecting"
-    joins: ClassVar[bool] = False  # does `join` change what layers keep, after a prompt?
 
     def within(self, before: Sequence[Method], after: Sequence[Method]) -> Method:
         if others := [other for other in (*before, *after) if isinstance(other, Projecting)]:
@@ -156,11 +161,6 @@ class Projecting(CacheMethod):
 
     def projection(self, layer: int) -> Projection | None:
         """Of the layer of this number; None for one that keeps no keys."""
-        raise NotImplementedError
-
-    def join(self, layers: Sequence[DynamicLayer]) -> None:
-        """For projections with `joins`, after every pass: change the slabs of all layers that keep something, which are
-        `compress.kv.layer.KVLayer`s."""
         raise NotImplementedError
 
 

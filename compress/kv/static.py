@@ -22,13 +22,16 @@ from kernels.kv_decode import KV, dequantize_kv, kv_decode
 NAME = "workbench_kv_static"
 
 
-def check_timed(storage: Storage | None, projecting: Projecting | None = None) -> None:
-    """Raise ValueError if fixed tensors cannot hold what a storage or a projection keeps."""
-    if projecting is not None and projecting.joins:
-        raise ValueError(
-            f"`recipe`: {projecting} keeps a prompt in factors, which compiled steps do not read; leave out the timing "
-            "(`speed_contexts`), or take another projection"
-        )
+def check_timed(
+    storage: Storage | None, projecting: Projecting | None = None, reading: Reading | None = None
+) -> None:
+    """Raise ValueError if fixed tensors cannot hold what a storage, a projection or a reading keeps."""
+    for method, kind in ((projecting, "projection"), (reading, "reading")):
+        if method is not None and method.joins:
+            raise ValueError(
+                f"`recipe`: {method} keeps a prompt in factors, which compiled steps do not read; leave out the timing "
+                f"(`speed_contexts`), or take another {kind}"
+            )
     if storage is not None and storage.lesser is not None:
         raise ValueError(
             f"`recipe`: {storage} keeps positions in two precisions, which compiled steps do not read; leave out the "
@@ -170,7 +173,7 @@ class MadeUpCache(Cache):
         *,
         room: int = 64,
     ) -> None:
-        check_timed(storage, projecting)
+        check_timed(storage, projecting, reading)
         self.policy, self.capacity = policy, capacity
         parameter = next(model.parameters())
         config = model.config.get_text_config(decoder=True)

@@ -258,8 +258,8 @@ def check_caches(model: nn.Module, recipes: CacheRecipes, contexts: Sequence[int
         for method in methods:
             method.check(model)
     for name in recipes.timed if contexts else ():
-        _, storage, _, projecting = parts(recipes.recipes[name])
-        check_timed(storage, projecting)
+        _, storage, reading, projecting = parts(recipes.recipes[name])
+        check_timed(storage, projecting, reading)
 
 
 def cache_scores(model: nn.Module, found: LongContextScores, speed: CacheSpeed | None) -> Scores:

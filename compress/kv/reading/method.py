@@ -89,6 +89,10 @@ class Reading(CacheMethod):
         """The same as a number, so that nothing waits for the device."""
         return int(self.wanted(torch.tensor([kept])))
 
+    def share(self, slab: Slab, length: int) -> tuple[Tensor, int]:
+        """How many of a slab's first `length` positions a query reads, [B, H_kv] int64, and the most of any row."""
+        return self.wanted((length - slab.starts).long()), self.most(length)
+
     def within(self, before: Sequence[Method], after: Sequence[Method]) -> Method:
         for other in (*before, *after):
             if isinstance(other, Reading):

@@ -118,8 +118,8 @@ class Reader:
         self.last, self.lists = [], []
         for glance in glances:
             length = glance.slab.length - new
-            tokens, most = (length - glance.slab.starts).long(), reading.most(length)
-            wanted = reading.wanted(tokens)
+            tokens = (length - glance.slab.starts).long()
+            wanted, most = reading.share(glance.slab, length)
             if single:
                 pages, most = (wanted + page - 1) // page, -(-most // page)
                 more = {"pages": pages, "most": most, "behind": 1}  # behind: the token itself

@@ -1,0 +1,158 @@
+"""ShadowKV (Sun et al., 2024, arXiv:2410.21465): keys of low rank, values elsewhere, chunks read by their landmarks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cosine_similarity
+
+from compress.kv.layer import KVLayer
+from compress.kv.offload import check_folder
+from compress.kv.policy import CacheMethod, tokens_of
+from compress.kv.reading.chunked import ChunkedSlab, Plan
+from compress.kv.reading.method import Glance, Reading, Role
+from compress.kv.storage import Slab, from_start, joined
+from compress.method import Method, knob
+
+LOCAL = 4  # chunks at the end of a prompt that stay as they came
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShadowKV(Reading):
+    """Keeps a prompt's keys in low rank and its values elsewhere, and lets each token fetch the chunks that it reads.
+
+    After a prompt each layer's keys, before RoPE and all heads side by side, are put into two factors (a truncated
+    singular value decomposition). The mean of the rotated keys of each chunk is its landmark. A token reads the chunks
+    of whose landmarks its query's softmax is largest: their keys are made of the factors and turned, and their values
+    are fetched from main memory or, with `path`, from a mapped file; `compress.kv.offload.tiers` counts the bytes.
+    Chunks with a key that is least like its landmark, by cosine, stay exact for each head and are always read; so are
+    the last 4 whole chunks of the prompt and what follows them, and all tokens that are written afterwards.
+
+    Deviations: `budget` counts all that a token reads of the prompt, exact chunks too, where the paper's counts the
+    chosen ones alone; one chunk is always chosen. The number of exact chunks follows the budget (48 beside 2,048
+    tokens there). Chunks of the token before are fetched again. A further prompt, or piece of one (more than 8 tokens
+    at once), is read in full, for which all values are fetched, and decomposed together with what there was.
+    """
+
+    rank_share: float = knob(
+        0.5, "rank of a layer's keys, as a share of the channels of its kv heads together", range=(0.0, 1.0),
+        describes=True,
+    )  # fmt: skip
+    chunk: int = knob(8, "positions that are chosen together", range=(1, 1024))
+    outliers: float = knob(
+        0.1875, "exact chunks that every token reads, those least like their landmarks, as a share of the budget",
+        range=(0.0, 1.0),
+    )  # fmt: skip
+    path: str = knob("", "folder for the values, in a nameless file that is mapped; empty: main memory")
+
+    name = "shadowkv"
+    source = "Sun et al. 2024, arXiv:2410.21465, algorithms 1 and 2"
+    joins: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rank_share == 0:
+            raise ValueError(f"`rank_share` (=0) of {self.name} must be above 0, such as 0.5")
+
+    @property
+    def page(self) -> int:
+        return self.chunk
+
+    def check(self, model: nn.Module) -> None:
+        super().check(model)
+        check_folder(self.name, self.path)
+
+    def remarks(self, device: torch.device) -> list[str]:
+        where = f"a file in {self.path}" if self.path else "main memory"
+        counted = f"The bytes of the cache of {self.name} count the prompt's values, which lie in {where}."
+        return [*super().remarks(device), counted]
+
+    def within(self, before: Sequence[Method], after: Sequence[Method]) -> Method:
+        for other in (*before, *after):
+            if isinstance(other, CacheMethod) and other.slot in ("policy", "storage", "projecting"):
+                raise ValueError(
+                    f"`recipe`: {self} keeps all positions of a prompt, keys in factors and values elsewhere; {other} "
+                    "cannot be combined with it, leave one out"
+                )
+        return super().within(before, after)
+
+    def roles(self, layers: int) -> list[Role]:
+        return [Role(reads_all=False, chooses=True)] * layers
+
+    def join(self, layers: Sequence[KVLayer]) -> None:
+        for layer in layers:
+            (slab,) = layer.slabs
+            chunked = isinstance(slab, ChunkedSlab)
+            if chunked and not slab.due:
+                continue
+            k, v, starts = joined(layer.slabs)
+            fetched = slab.values.fetched if chunked else 0
+            turn = layer.about["turn"]
+            layer.slabs = [ChunkedSlab(k, v, starts, self._plan(k, starts), turn, self.path, fetched)]
+
+    def _plan(self, k: Tensor, starts: Tensor) -> Plan:
+        """Of keys [B, H, T, D], right-packed from starts [B, H] on."""
+        tokens = k.shape[2] - starts.long()  # [B, H]
+        counts = (tokens // self.chunk - LOCAL).clamp(min=0)
+        wanted = tokens_of(self.budget, tokens)
+        early = from_start(k, starts)[:, :, : int(counts.max()) * self.chunk]
+        means, likeness = landmarks(early, self.chunk)
+        likeness = likeness.masked_fill(_number(means) >= counts[..., None], torch.inf)
+        exact = least((self.outliers * wanted.double() / self.chunk).long().minimum(counts), likeness)
+        always = tokens - (counts - exact.sum(-1)) * self.chunk
+        chosen = (wanted - always + self.chunk - 1).div(self.chunk, rounding_mode="floor").clamp(min=1)
+        rank = max(round(self.rank_share * k.shape[1] * k.shape[3]), 1)
+        return Plan(self.chunk, counts, exact, means, chosen.minimum(counts - exact.sum(-1)), rank)
+
+    def share(self, slab: Slab | ChunkedSlab, length: int) -> tuple[Tensor, int]:
+        tokens = (length - slab.starts).long()
+        if not isinstance(slab, ChunkedSlab):  # a prompt that is yet to be divided
+            return tokens, length
+        behind = (tokens - slab.counts * self.chunk + self.chunk - 1) // self.chunk
+        most = slab.most + -(-slab.tail.length // self.chunk)
+        return (slab.reads + behind) * self.chunk, most * self.chunk
+
+    def scores(self, glance: Glance) -> Tensor:
+        slab, (B, _, n, _) = glance.slab, glance.queries.shape
+        pages = -(-slab.length // self.chunk)
+        scores = torch.full((B, slab.starts.shape[1], n, pages), torch.inf, device=glance.queries.device)
+        if isinstance(slab, ChunkedSlab):
+            inside = _number(slab.landmarks) < slab.counts[..., None]
+            among = inside & (slab.slots < 0)
+            found = chunk_scores(glance.queries, slab.landmarks, among, glance.scaling)
+            scores[..., : found.shape[-1]] = found.masked_fill(~among[:, :, None], torch.inf)
+        return scores
+
+
+def landmarks(k: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    """The means [B, H, C, D] of chunks of rotated keys k [B, H, C chunk, D], and the smallest cosine of any key of each
+    chunk with its mean, [B, H, C]."""
+    chunks = k.unflatten(2, (k.shape[2] // chunk, chunk))
+    means = chunks.mean(3)
+    return means, cosine_similarity(means[:, :, :, None].float(), chunks.float(), dim=-1).amin(-1)
+
+
+def least(counts: Tensor, likeness: Tensor) -> Tensor:
+    """Which chunks are the counts [B, H] least of likeness [B, H, C], bool."""
+    return likeness.argsort(-1).argsort(-1) < counts[..., None]
+
+
+def chunk_scores(q: Tensor, means: Tensor, among: Tensor, scale: float) -> Tensor:
+    """The largest share that any query head of a kv head has for each chunk, of a softmax over landmarks.
+
+    Args:
+        q: [B, H_q, n, D]. means: [B, H, C, D]. among: bool [B, H, C], the chunks that are compared.
+
+    Returns:
+        [B, H, n, C] float32.
+    """
+    logits = torch.einsum("bhgnd,bhcd->bhgnc", q.unflatten(1, (means.shape[1], -1)).float(), means.float()) * scale
+    logits = logits.masked_fill(~among[:, :, None, None], torch.finfo(torch.float32).min)
+    return logits.softmax(-1).amax(2)
+
+
+def _number(means: Tensor) -> Tensor:
+    """The numbers of chunks, for [B, H, C, D] of them."""
+    return torch.arange(means.shape[2], device=means.device)
