@@ -50,6 +50,7 @@ class LongContextScores:
         depths: {(task, length): [depth of each sample's needle, or None]}.
         cache_bytes: {variant: {length: bytes of the cache in 16 bits, mean over samples}}, after compression, with all
             that the cache holds beside keys and values.
+        elsewhere_bytes: those of them that lie outside of the memory that attention reads.
         survival: {variant: {(task, length): [layers][heads]}}: share of the needle's tokens that stay.
         kept: {variant: {length: [layers][heads]}}: positions that stay, mean over samples.
         errors: {variant: [layers]}: ||a - a'||² / ||a||² of the attention's outputs for question and answer.
@@ -59,6 +60,7 @@ class LongContextScores:
     answers: dict[str, dict[tuple[str, int, str], list[Answer]]] = field(default_factory=dict)
     depths: dict[tuple[str, int], list[float | None]] = field(default_factory=dict)
     cache_bytes: dict[str, dict[int, float]] = field(default_factory=dict)
+    elsewhere_bytes: dict[str, dict[int, float]] = field(default_factory=dict)
     survival: dict[str, dict[tuple[str, int], Any]] = field(default_factory=dict)
     kept: dict[str, dict[int, Any]] = field(default_factory=dict)
     errors: dict[str, list[float]] = field(default_factory=dict)
@@ -137,6 +139,7 @@ class LongContextScores:
             },
             "depths": [{"task": t, "length": n, "depths": d} for (t, n), d in self.depths.items()],
             "cache_bytes": self.cache_bytes,
+            "elsewhere_bytes": self.elsewhere_bytes,
             "kept": self.kept,
             "errors": self.errors,
             "survival": {
@@ -188,7 +191,8 @@ def score_long_context(
         model: a transformers decoder that takes the caches.
         observer: makes an empty cache that a context is read into.
         variants: {name: read cache -> a new, compressed one, the read one as it was}; "full" is always among what is
-            scored. Caches have `nbytes_16`, and `own` layers with `lengths` and `kept_positions()`.
+            scored. Caches have `nbytes_16`, and `own` layers with `lengths`, `kept_positions()`, and `slabs`, which may
+            say what of them lies `elsewhere`, as tensors.
         visibilities: some of VISIBILITIES; follow-up needs samples with two questions.
         finished: what was found, JSON by a sample's number and a variant: what is there is not asked again. A context
             of which anything is missing is read again, and the full cache answers again.
@@ -243,7 +247,8 @@ def _ask_all(
             seconds = time.perf_counter() - start
             of = found[name].setdefault("cache", {})
             if not of:
-                of |= {"bytes": cache.nbytes_16, "seconds": seconds, **_kept(sample, cache)}
+                of |= {"bytes": cache.nbytes_16, "elsewhere": _elsewhere(cache), "seconds": seconds}
+                of |= _kept(sample, cache)
             outputs, logits = _ask(model, question, cache, device)
             if name == FULL:
                 reference = logits, outputs
@@ -269,9 +274,8 @@ def _collected(samples: Sequence[Sample], found: Sequence[dict[str, dict[str, An
             for s, one in caches
             if one["survival"]
         }
-        scores.cache_bytes[name] = {
-            length: float(np.mean([c["bytes"] for c in own])) for length, own in by_length.items()
-        }
+        for sizes, key in ((scores.cache_bytes, "bytes"), (scores.elsewhere_bytes, "elsewhere")):
+            sizes[name] = {length: float(np.mean([c.get(key, 0) for c in own])) for length, own in by_length.items()}
         scores.kept[name] = {length: np.mean([c["kept"] for c in own], 0).tolist() for length, own in by_length.items()}
         scores.survival[name] = {key: np.mean(shares, 0).tolist() for key, shares in by_task.items()}
         scores.errors[name] = np.mean([c["errors"] for _, c in caches], 0).tolist()
@@ -315,6 +319,12 @@ def _answer(answer: Tensor, logits: Tensor, reference: Tensor) -> Answer:
 
 def _relative(a: Tensor, b: Tensor) -> float:
     return ((a - b).square().sum() / b.square().sum().clamp(min=1e-30)).item()
+
+
+def _elsewhere(cache: Cache) -> int:
+    """Bytes, in 16 bits, of what a cache holds outside of the memory that attention reads."""
+    held = [x for layer in cache.own for slab in layer.slabs for x in getattr(slab, "elsewhere", ())]
+    return sum(x.nbytes * 2 // x.itemsize for x in held)
 
 
 def _kept(sample: Sample, cache: Cache) -> dict[str, Any]:

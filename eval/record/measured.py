@@ -233,6 +233,7 @@ class Cache:
     answers: tuple[Answers, ...]
     against: dict[str, dict[str, Interval]]
     cache_bytes: dict[str, dict[int, float]]
+    elsewhere_bytes: dict[str, dict[int, float]]
     seconds: dict[str, float]
     kept: dict[str, dict[int, tuple[tuple[float, ...], ...]]]
     survival: dict[str, tuple[Survival, ...]]

@@ -85,6 +85,9 @@ def verdict(run: RunRecord, table: Sequence[CacheRow], visibilities: Sequence[st
     if MAIN in rows and finite(rows[MAIN].share):
         share = f"{rows[MAIN].share * 100:.0f}"
         said.append(f"The cache holds {share} % of the bytes of a full 16-bit one, scales and slack counted.")
+        far, whole = (sum(of.get(MAIN, {}).values()) for of in (run.cache.elsewhere_bytes, run.cache.cache_bytes))
+        if far:
+            said.append(f"Of these, {far / whole * 100:.0f} % lie outside of the memory that attention reads.")
     for visibility in visibilities if MAIN in rows and FULL in rows else ():
         mine, whole = rows[MAIN].by[visibility], rows[FULL].by[visibility]
         noise = "" if mine.verdict or len(mine.against) < 3 else " (within the noise)"

@@ -15,6 +15,8 @@ from compress.kv.reading.chunked import ChunkedSlab
 from compress.kv.reading.reader import Reader
 from compress.kv.static import MadeUpCache, decoder
 from compress.kv.storage import joined
+from eval.contexts.haystack import Question, Sample
+from eval.contexts.long_context import score_long_context
 
 SHADOW = METHODS["shadowkv"]
 NEAR = {"rtol": 1e-3, "atol": 1e-3}
@@ -189,6 +191,23 @@ def test_an_observing_cache_is_divided_as_if_it_had_always_been(tiny, tokens):
         for a, b in zip(made.own, whole.own, strict=True):
             assert_close(joined(a.slabs), joined(b.slabs), **NEAR)
         assert_close(read(model, made, ids[:, :1]), read(model, whole, ids[:, :1]), **NEAR)
+
+
+def test_an_evaluation_says_what_lies_elsewhere(tiny, tokens):
+    """In 16 bits, as it counts the rest."""
+    model, (context, ask) = tiny("llama"), [one[0] for one in tokens(2, 80)]
+    sample = Sample("word", context, (Question(ask[:5], ask[5:8], ((3, 9),)),), 0.5, 80)
+    with attached(model) as attachment:
+        found = score_long_context(
+            model,
+            [sample],
+            observer=lambda: attachment.cache(observes=True, traces=True),
+            variants={"chunks": lambda cache: cache.compressed(None, None, SHADOW(rank_share=0.3))},
+            visibilities=["agnostic"],
+        )
+    far = 2 * 2 * (80 - 4 * 8) * 16 * 2
+    assert found.found()["elsewhere_bytes"] == {"full": {80: 0}, "chunks": {80: far}}
+    assert far < found.cache_bytes["chunks"][80] and found.kept["chunks"][80] == [[80, 80]] * 2
 
 
 def test_refused_with_what_it_cannot_serve(tiny, tmp_path):

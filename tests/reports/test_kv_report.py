@@ -94,6 +94,14 @@ def test_tables_of_a_readme(record):
     assert "Speed against context" not in page(untimed)
 
 
+def test_bytes_outside_of_the_memory_that_attention_reads_are_said(record):
+    made = copy.deepcopy(record)
+    sizes = made["cache"]["cache_bytes"]["compressed"]
+    made["cache"]["elsewhere_bytes"]["compressed"] = {length: size / 4 for length, size in sizes.items()}
+    said, before = (context(typed(one))["verdict"] for one in (made, record))
+    assert "Of these, 25 % lie outside of the memory that attention reads." in said and len(said) == len(before) + 1
+
+
 @pytest.mark.parametrize("scheme, width", [("light", 1280), ("dark", 320)])
 def test_page_in_a_browser(look, record, scheme, width):
     look(record, width, scheme)

@@ -97,6 +97,11 @@ class ChunkedSlab:
         rows = self.values.rows[None, :, None]  # of as many dimensions as others have
         return [*own, self.exact_k, self.exact_v, rows, *self.keys.held, *self.tail.held]
 
+    @property
+    def elsewhere(self) -> list[Tensor]:
+        """Those of them that lie outside of the memory that attention reads."""
+        return [self.values.rows]
+
     def rows(self, change: Callable[[Tensor], Tensor]) -> None:
         """Another choice or order of batch rows; their values stay where they are."""
         for name in ("starts", "counts", "reads", "number", "slots", "landmarks", "exact_k", "exact_v"):

@@ -31,9 +31,10 @@ class ShadowKV(Reading):
     the last 4 whole chunks of the prompt and what follows them, and all tokens that are written afterwards.
 
     Deviations: `budget` counts all that a token reads of the prompt, exact chunks too, where the paper's counts the
-    chosen ones alone; one chunk is always chosen. The number of exact chunks follows the budget (48 beside 2,048
-    tokens there). Chunks of the token before are fetched again. A further prompt, or piece of one (more than 8 tokens
-    at once), is read in full, for which all values are fetched, and decomposed together with what there was.
+    chosen ones alone; one chunk is always chosen. The number of exact chunks follows the budget (48 beside 2,048 tokens
+    there). Prompts of fewer than 5 chunks stay as they came. Chunks of the token before are fetched again. A further
+    prompt, or piece of one (more than 8 tokens at once), is read in full, for which all values are fetched, and
+    decomposed together with what there was.
     """
 
     rank_share: float = knob(
