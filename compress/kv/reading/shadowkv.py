@@ -49,7 +49,7 @@ class ShadowKV(Reading):
     path: str = knob("", "folder for the values, in a nameless file that is mapped; empty: main memory")
 
     name = "shadowkv"
-    source = "Sun et al. 2024, arXiv:2410.21465, algorithms 1 and 2"
+    source = "Sun et al. 2024, arXiv:2410.21465, and its public code"
     joins: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
