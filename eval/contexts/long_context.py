@@ -275,7 +275,7 @@ def _collected(samples: Sequence[Sample], found: Sequence[dict[str, dict[str, An
             if one["survival"]
         }
         for sizes, key in ((scores.cache_bytes, "bytes"), (scores.elsewhere_bytes, "elsewhere")):
-            sizes[name] = {length: float(np.mean([c.get(key, 0) for c in own])) for length, own in by_length.items()}
+            sizes[name] = {length: float(np.mean([c[key] for c in own])) for length, own in by_length.items()}
         scores.kept[name] = {length: np.mean([c["kept"] for c in own], 0).tolist() for length, own in by_length.items()}
         scores.survival[name] = {key: np.mean(shares, 0).tolist() for key, shares in by_task.items()}
         scores.errors[name] = np.mean([c["errors"] for _, c in caches], 0).tolist()
