@@ -130,10 +130,11 @@ using namespace wide;
 using Sum = __m512i;
 INLINE Sum add(Sum a, Sum b) { return _mm512_add_epi32(a, b); }
 INLINE Vec value_of(Sum sum, const Tokens& x, int64_t at) {
-  return _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(x.steps[at]));
+  const Vec whole = _mm512_cvtepi32_ps(sum);
+  return x.steps ? _mm512_mul_ps(whole, _mm512_set1_ps(x.steps[at])) : whole;
 }
 INLINE Sum madd(Sum acc, Vec weights, const uint32_t* item) {  // in assembly, because GCC 12 copies sums after its own intrinsic
-  asm("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(weights), "m"(*item));
+  asm("vpdpwssd %2, %1, %0" : "+v"(acc) : "v"(weights), "v"(_mm512_set1_epi32(int(*item))));
   return acc;
 }
 INLINE __m512i table_of_32(const float* values) {
@@ -145,10 +146,11 @@ INLINE __m512i table_of_32(const float* values) {
 
 INLINE __mmask16 some(int64_t from, int64_t count) { return __mmask16(count - from >= 16 ? 0xFFFF : (1u << (count - from)) - 1); }
 
-// What a group's integers are multiples of: a power of two, so that what is not far below the largest element stays as it is, and the
+// What some integers are multiples of: a power of two, so that what is not far below the largest element stays as it is, and the
 // largest integer at most 32,512; NaN where one is no finite number.
 struct Multiples {
   float step, inverse;
+  explicit Multiples(float step) : step(step), inverse(1 / step) {}
   Multiples(const uint32_t* items, int64_t count) {
     __m512i top = _mm512_setzero_si512();
     for (int64_t i = 0; i < count; i += 16) {
@@ -172,12 +174,12 @@ struct Multiples {
   }
 };
 
-static float encode(const uint32_t* items, int64_t count, uint32_t* to) {
-  const Multiples of(items, count);
+static float step_of(const uint32_t* items, int64_t count) { return Multiples(items, count).step; }
+static void encode(const uint32_t* items, int64_t count, float step, uint32_t* to) {
+  const Multiples of(step);
   for (int64_t i = 0; i < count; i += 16) _mm512_mask_storeu_epi32(to + i, some(i, count), of.integers(items, i, count));
-  return of.step;
 }
-constexpr auto ENCODE = encode;
+constexpr Encoding ENCODING{step_of, encode};
 
 #include "panels_bytes.inc"
 #include "panels_pairs.inc"
@@ -543,10 +545,14 @@ at::Tensor panels_matmul(const at::Tensor& x_, const at::Tensor& codes, const at
     });
     return y;
   }
+  t.block = std::max<int64_t>(1, BLOCK * w.groups / in);
   const auto take = [&](int64_t token, int64_t g, uint32_t* to) {  // a token's items of a group
     const uint32_t* from = t.items + token * t.stride + g * steps;
-    if (pieces) multiples[token * w.groups + g] = loops.encode(from, steps, to);
-    else std::memcpy(to, from, steps * sizeof(uint32_t));
+    if (!pieces) return void(std::memcpy(to, from, steps * sizeof(uint32_t)));
+    const int64_t at = token * w.groups + g;
+    multiples[at] = g % t.block ? multiples[at - 1] : loops.encoding.step_of(from, std::min(t.block, w.groups - g) * steps);
+    loops.encoding.encode(from, steps, multiples[at], to);
+    if (w.zero) sums.data_ptr<float>()[at] /= multiples[at];
   };
   // [chunk][group][token][item]: what one pass over a decoded group reads lies together.
   const int64_t chunks = (tokens + CHUNK - 1) / CHUNK;
@@ -564,7 +570,7 @@ at::Tensor panels_matmul(const at::Tensor& x_, const at::Tensor& codes, const at
     for (int64_t pair = begin; pair < end; pair++)
       for (int64_t first = 0; first < tokens; first += CHUNK) {
         const auto its = [first, &w](const float* of) { return of ? of + first * w.groups : nullptr; };
-        const Tokens part{grouped.get() + first * t.stride, t.stride, its(t.sums), its(t.steps), nullptr};
+        const Tokens part{grouped.get() + first * t.stride, t.stride, its(t.sums), its(t.steps), nullptr, t.block};
         const Output rows{static_cast<char*>(whole.y) + first * out * y.element_size(), whole.kind, out};
         loops.many(w, part, int(std::min<int64_t>(CHUNK, tokens - first)), 2 * pair, scratch, rows);
       }
@@ -587,7 +593,7 @@ void some_rows(const workbench::Stored& s, const workbench::Operand& x, int64_t 
   w.pieces = s.pieces;
   w.groups = s.groups * s.pieces;
   w.group_units = w.units_per_row / w.groups;
-  const Tokens t{static_cast<const uint32_t*>(x.items), w.units_per_row * loops.items, x.sums, x.multiples, x.totals};
+  const Tokens t{static_cast<const uint32_t*>(x.items), w.units_per_row * loops.items, x.sums, x.multiples, x.totals, 1};
   const Output to{y, Kind::float32, s.out};
   for (int64_t p = begin / ROWS; p * ROWS < end; p++) loops.few(w, t, x.tokens, p, to);
 }
