@@ -47,6 +47,7 @@ MADE_UP = (
     "quest(budget=0.25)",
     "tidaldecode(budget=0.25)",
 )
+OF_LAYER = ("kv_int(bits=8)", "kv_int(bits=4)", "streaming(budget=0.25)", "quest(budget=0.25, full_layers=0)")
 SHARED = "snapkv(budget=0.25, allocation={})"
 ALLOCATIONS = ("uniform", "ada", "global")
 READ_WITH = ("snapkv", "expected_attention", "h2o", "kvzip", "gemfilter")
@@ -195,8 +196,7 @@ def page(record: Record, given: argparse.Namespace) -> str:
             " caches, torch's own attention with shared heads folded into rows being one. The cache holds random"
             " numbers. The whole model runs in the compiled step, llama.cpp in llama-bench.",
             speeds(parts[given.model], parts.get("llama.cpp")),
-            f"**{LAYER}**, random weights; tokens per second are those of this layer and a small head. Readings are not"
-            " timed on it, because they read the first layers whole.",
+            f"**{LAYER}**, random weights; tokens per second are those of this layer and a small head.",
             speeds(parts[LAYER], None),
             f"**Heads that keep different numbers of positions**, behind {given.tokens:,} tokens of {given.text} on"
             f" {given.model}: the attention of all layers for one token.",
@@ -215,6 +215,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8000, help="of the real text, for the attention")
     parser.add_argument("--read-tokens", type=int, default=2000, help="of it, for the prompts")
     parser.add_argument("--recipes", nargs="*", default=MADE_UP, help="methods of the cache, beside the full one")
+    parser.add_argument("--layer-recipes", nargs="*", default=OF_LAYER, help="the same for the single layer")
     parser.add_argument("--policies", nargs="*", default=[f"{name}(budget=0.25)" for name in READ_WITH])
     parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
@@ -225,7 +226,7 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="file for the note")
     given = parser.parse_args()
     torch.set_grad_enabled(False)
-    for recipe in (*given.recipes, *given.policies):
+    for recipe in (*given.recipes, *given.layer_recipes, *given.policies):
         parse_recipe(recipe)
     record = Record(given.out)
     model, tokenizer = load_model(given.model, dtype="bfloat16")
@@ -237,8 +238,7 @@ def main() -> None:
         )
         if given.file:
             record.part("llama.cpp", lambda: of_llama_cpp(given.file, given.contexts, given))
-    whole = [recipe for recipe in given.recipes if slots(recipe)[2] is None]  # readings leave the first layers whole
-    record.part(LAYER, lambda: behind(layer_of_8b(), given.contexts, whole, given))
+    record.part(LAYER, lambda: behind(layer_of_8b(), given.contexts, given.layer_recipes, given))
     record.part(given.model, lambda: behind(model, given.contexts, given.recipes, given))
     note = page(record, given)
     print(note)

@@ -26,12 +26,12 @@ SAMPLES, SEQLEN = 128, 512
 WINDOW, MAX_WINDOWS = 2048, 40
 
 
-def prepare(folder: Path) -> None:
-    """The embedded model in float32, and the calibration tokens."""
+def prepare(folder: Path, name: str = "smollm2-135m") -> None:
+    """A model in float32, and the calibration tokens."""
     from compress import load_model
     from compress.inputs.calibration import calibration
 
-    model, tokenizer = load_model("smollm2-135m")
+    model, tokenizer = load_model(name)
     batches = calibration(tokenizer, corpus="c4", samples=SAMPLES, seqlen=SEQLEN)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
@@ -183,7 +183,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Compare GPTQ with its peers.")
     parser.add_argument("step", choices=STEPS)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--model", help="of `prepare`, what `load_model` takes; smollm2-135m if not given")
     options = parser.parse_args()
+    if options.model and options.step != "prepare":
+        parser.error(f"`--model` (={options.model}) goes with `prepare`; the other steps take what that wrote")
     options.folder.mkdir(parents=True, exist_ok=True)
     with torch.no_grad():
-        STEPS[options.step](options.folder)
+        STEPS[options.step](options.folder, *[options.model] * bool(options.model))
