@@ -1,12 +1,13 @@
 """Questions about long contexts, answered from compressed caches: exact matches, likelihood and divergence.
 
-A context is read once; its cache is then compressed by every variant, and each answers from its own. Three
-visibilities:
+A context is read once; its cache is then compressed by every variant, and each answers from its own. Five
+visibilities; in three of them a compressed cache serves a second question, as in SCBench (arXiv:2412.10319):
 
     agnostic    the question comes after compression: the cache did not know what would be asked
+    another     the same of a second question, from a fresh copy of the compressed cache, as of another request
+    turns       the first question and its answer are read after compression, then the second one comes
     visible     the question, but for its last token, was read before compression
-    follow-up   another question and its answer were read before compression, then this one comes
-                (SCBench, arXiv:2412.10319)
+    follow-up   the first question and its answer were read before compression, then the second one comes
 
 Answers are teacher-forced: every token of the true answer is the most likely one exactly if greedy decoding writes the
 answer.
@@ -27,7 +28,8 @@ from transformers import Cache
 
 from eval.contexts.haystack import Question, Sample
 
-VISIBILITIES = ("agnostic", "visible", "follow-up")
+VISIBILITIES = ("agnostic", "another", "turns", "visible", "follow-up")
+_OF_SECOND = {"another", "turns", "follow-up"}  # those that ask the second question
 FULL = "full"  # the variant that everything is held against
 _RESAMPLES = 2000
 
@@ -193,7 +195,7 @@ def score_long_context(
         variants: {name: read cache -> a new, compressed one, the read one as it was}; "full" is always among what is
             scored. Caches have `nbytes_16`, and `own` layers with `lengths`, `kept_positions()`, and `slabs`, which may
             say what of them lies `elsewhere`, as tensors.
-        visibilities: some of VISIBILITIES; follow-up needs samples with two questions.
+        visibilities: some of VISIBILITIES; another, turns and follow-up need samples with two questions.
         finished: what was found, JSON by a sample's number and a variant: what is there is not asked again. A context
             of which anything is missing is read again, and the full cache answers again.
 
@@ -231,14 +233,14 @@ def _ask_all(
     first, device = sample.questions[0], next(model.parameters()).device
     _feed(model, sample.context, read, device)
     for visibility in VISIBILITIES:
-        question = first
+        question = sample.questions[-1] if visibility in _OF_SECOND else first
+        said = torch.cat([first.ask, first.answer]) if visibility == "turns" else first.ask[:0]  # behind compression
         if visibility == "visible":
             _feed(model, first.ask[:-1], read, device)
             question = Question(first.ask[-1:], first.answer, first.needles)
         elif visibility == "follow-up":
             _feed(model, torch.cat([first.ask[-1:], first.answer]), read, device)
-            question = sample.questions[-1]
-        if visibility not in visibilities or (visibility == "follow-up" and len(sample.questions) < 2):
+        if visibility not in visibilities or (visibility in _OF_SECOND and len(sample.questions) < 2):
             continue
         for name, way in ways.items():
             progress.set_postfix_str(f"{sample.task} {sample.length}, {visibility}, {name}")
@@ -249,6 +251,8 @@ def _ask_all(
             if not of:
                 of |= {"bytes": cache.nbytes_16, "elsewhere": _elsewhere(cache), "seconds": seconds}
                 of |= _kept(sample, cache)
+            cache.paused = True  # what comes now is not a prompt to compress
+            _feed(model, said, cache, device)
             outputs, logits = _ask(model, question, cache, device)
             if name == FULL:
                 reference = logits, outputs
@@ -296,7 +300,6 @@ def _ask(model: nn.Module, question: Question, cache: Cache, device: torch.devic
     """Attention outputs by layer for all tokens of question and answer, and log-probabilities of the answer's, [a,
     vocabulary]."""
     ids = torch.cat([question.ask, question.answer[:-1]]).to(device)
-    cache.paused = True  # what comes now is not a prompt to compress
     outputs: list[Tensor] = []
     hooks = [
         m.register_forward_hook(lambda _m, _i, out: outputs.append((out[0] if isinstance(out, tuple) else out).float()))
@@ -352,9 +355,9 @@ def _check(
         raise ValueError(
             f"`visibilities` (={list(visibilities)}) must be some of {', '.join(VISIBILITIES)}; {unknown} is not"
         )
-    if set(visibilities) == {"follow-up"} and (single := [s.task for s in samples if len(s.questions) < 2]):
+    if set(visibilities) <= _OF_SECOND and (single := [s.task for s in samples if len(s.questions) < 2]):
         raise ValueError(
-            f"`visibilities` (={list(visibilities)}): {single[0]} has no second question to follow up with"
+            f"`visibilities` (={list(visibilities)}): {single[0]} has no second question; agnostic or visible would do"
         )
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
     for sample in samples:

@@ -18,6 +18,8 @@ from reports.parts.table import Record
 _MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _WHEN = {
     "agnostic": "With the question unknown when it was compressed",
+    "another": "When a second question is asked of the same compressed cache",
+    "turns": "When a second question follows the first one after compression",
     "visible": "With the question in sight",
     "follow-up": "When a second question follows",
 }

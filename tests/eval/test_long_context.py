@@ -39,6 +39,8 @@ def test_full_cache_answers_as_the_model_does(sample):
     found = scored(model, [one], variants={"all": lambda cache: cache.compressed(STREAMING(budget=1.0))})
     before = {
         "agnostic": (one.context, first),
+        "another": (one.context, second),
+        "turns": (torch.cat([one.context, first.ask, first.answer]), second),
         "visible": (one.context, first),
         "follow-up": (torch.cat([one.context, first.ask, first.answer]), second),
     }
@@ -48,7 +50,7 @@ def test_full_cache_answers_as_the_model_does(sample):
         logits = model(ids[None]).logits[0, -len(question.answer) - 1 : -1].log_softmax(-1)
         for name in ("full", "all"):
             answer = found.answers[name]["word", 40, visibility][0]
-            assert answer.exact == (visibility != "follow-up") == bool((logits.argmax(-1) == question.answer).all())
+            assert answer.exact == (question is first) == bool((logits.argmax(-1) == question.answer).all())
             assert answer.nll == pytest.approx(-logits.gather(-1, question.answer[:, None]).mean().item(), abs=1e-4)
             assert len(answer.kl) == len(question.answer) and max(answer.kl) < 1e-6
     assert max(found.errors["all"]) < 1e-8 and found.survival["all"]["word", 40] == [[1.0, 1.0]] * 2
@@ -69,6 +71,8 @@ def test_what_is_evicted_shows(sample):
     assert "<th style='text-align:left'>half</th>" in found._repr_html_() and len(repr(found)) < 100
     assert made["against"]["half"]["agnostic"] == found.against("half", visibility="agnostic")
     assert "nll_word_40_follow_up_stderr" in found.metrics()["half"]
+    lost = {v: found.answers["half"]["word", 40, v][0].kl for v in ("another", "turns", "follow-up")}
+    assert len({tuple(kl) for kl in lost.values()}) == 3 and all(max(kl) > 1e-6 for kl in lost.values())
     only = scored(model, [one], variants={}, visibilities=["follow-up"])
     assert (
         set(only.answers["full"]) == {("word", 40, "follow-up")}
@@ -85,6 +89,7 @@ def test_bad_input(sample):
         ([one], {"visibilities": ["hidden"]}, "`visibilities`.*agnostic"),
         ([one], {"visibilities": []}, "`visibilities`"),
         ([alone], {"visibilities": ["follow-up"]}, "no second question"),
+        ([alone], {"visibilities": ["another", "turns"]}, "no second question; agnostic"),
         ([longer], {}, "128 positions"),
     ):
         with pytest.raises(ValueError, match=message):
