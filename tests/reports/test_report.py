@@ -659,7 +659,19 @@ def test_prints(browser, tmp_path):
 def test_published_records_are_whole_and_of_committed_code(path):
     made = read_record(path)
     assert made["provenance"]["dirty"] is False and made["provenance"]["commit"]
-    assert path.with_suffix(".html").read_text() == page(made), "render the page again after a change of the template"
+
+
+def pages():
+    """The page of every published record; only those of each notebook's newest run do not count as slow."""
+    runs = {path: read_record(path)["run"] for path in PUBLISHED.glob("*.json")}
+    newest = {run["notebook"]: path for path, run in sorted(runs.items(), key=lambda item: item[1]["started"])}
+    shown = set(newest.values())
+    return [pytest.param(p, id=p.stem, marks=[pytest.mark.slow] * (p not in shown)) for p in sorted(runs)]
+
+
+@pytest.mark.parametrize("path", pages())
+def test_published_pages_are_what_their_records_render_to(path):
+    assert path.with_suffix(".html").read_text() == page(read_record(path)), "render it again after such a change"
 
 
 def test_the_page_of_a_stale_run_says_so():
