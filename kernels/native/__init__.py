@@ -24,11 +24,14 @@ from kernels.user_cache import cache_folder
 
 HERE = Path(__file__).parent
 SOURCES = tuple(
-    f"{name}.cpp" for name in ("panels", "half", "int8", "kv_decode", "prompt_attention", "step", "trellis", "w4a8")
+    f"{name}.cpp"
+    for name in ("panels", "panels_tiles", "half", "int8", "kv_decode", "prompt_attention", "step", "trellis", "w4a8")
 )
 # There are loops for each of these, the best first; `runs` says which ones a machine has. "neon bf16" is NEON with
 # products of pairs of bfloat16. "portable" is what the compiler makes of loops that know no processor.
 ISAS = ("avx512bf16", "avx512", "avx2", "neon bf16", "neon", "portable")
+FEW = 8  # tokens up to which codes are decoded in registers
+FEW_ROUNDED = 16  # the same of products with rounded activations
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-DAT_PARALLEL_OPENMP=1", "-w")
 OPENMP = "#include <omp.h>\nint main() { return omp_get_max_threads() < 1; }\n"
 _LOCK = threading.Lock()
@@ -74,9 +77,20 @@ def _told(reason: str) -> str:
 
 
 @torch.compiler.assume_constant_result
-def isa(dtype: torch.dtype) -> str:
-    """The instruction set that the loaded kernels take on this machine for activations of `dtype`."""
+def isa(dtype: torch.dtype, many: bool = False) -> str:
+    """The instruction set that the loaded kernels take on this machine for activations of `dtype`.
+
+    many: for more tokens than FEW, whose products with packed weights take tiles ("amx") where the processor has them.
+    """
+    if many and dtype == torch.bfloat16 and tiles_run():
+        return "amx"
     return _isa("panels_isa", dtype == torch.bfloat16)
+
+
+@cache
+def tiles_run() -> bool:
+    """Are the kernels loaded, on a CPU with AMX's tiles of bfloat16 and bytes, which Linux lets this process use?"""
+    return why_not() is None and torch.ops.workbench.tiles_run()
 
 
 @torch.compiler.assume_constant_result
@@ -91,12 +105,13 @@ def _isa(op: str, flag: bool) -> str:
 
 
 @torch.compiler.assume_constant_result
-def integers() -> str:
+def integers(many: bool = False) -> str:
     """What multiplies codes of 8 bits by rounded activations here, as records name it; "" where nothing does.
 
-    "native" is AVX512-VNNI, as records have named it since the first ones; "neon dotprod" are NEON's dot products.
+    "native" is AVX512-VNNI, as records have named it since the first ones; "neon dotprod" are NEON's dot products;
+    "amx" is what takes more than FEW_ROUNDED tokens (`many`) where the processor has it.
     """
-    return _integers()
+    return "amx" if many and tiles_run() else _integers()
 
 
 @cache

@@ -1,17 +1,17 @@
 // y = x Wᵀ on a CPU with int8 codes on both sides: activations are quantised token by token, products of codes are summed in
 // int32 by AVX512-VNNI or NEON's dot products, sums are scaled and written in x's dtype. kernels/w8a8_matmul/README.md has the layouts
 // and what it costs.
-// A weight in `panels` is multiplied here; one that oneDNN has laid out (where it has AMX) goes to torch's oneDNN between the
-// same two passes.
+// Many tokens take tiles of AMX where the processor has it.
 
 #include <ATen/Parallel.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 #include <torch/types.h>
 
 #include <algorithm>
 #include <cfloat>
 #include <cmath>
+#include <cstring>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -27,6 +27,7 @@
 
 namespace {
 #include "isa.inc"
+#include "amx.inc"
 }  // namespace
 
 #if defined(HAVE_X86) || defined(HAVE_NEON)
@@ -38,6 +39,7 @@ constexpr int TOKENS = 2;        // in a block, at most: 16 registers of sums, e
 #else
 constexpr int TOKENS = 14;       // in a block, at most: 28 sums, two vectors of W and one to spare are the 32 registers
 #endif
+constexpr int MANY = 16;         // tokens above which AMX multiplies
 constexpr int CHUNK = 64;        // columns of a token that lie together in a block: a cache line
 constexpr int STEP = 4;          // columns that one instruction sums
 constexpr int BLOCKS = 4;        // a thread that has as many blocks of tokens takes all of W; else threads share the panels
@@ -187,15 +189,23 @@ struct Ways<std::integer_sequence<int, M...>> {
 };
 constexpr auto& MULTIPLY = Ways<std::make_integer_sequence<int, TOKENS>>::of;  // by the number of tokens, less one
 
-// y [rows, out] from float32 sums that oneDNN has scaled by W's, for the token's step and the dtype.
-static void scale_row(const float* sums, float step, int64_t n, void* y, Kind kind, int64_t at) {
-  const Floats steps = all(step);
-  for (int64_t i = 0; i < n; i += ROWS) {
-    Floats two[2];
-    first_floats(sums + i, n - i, two);
-    put(y, kind, at + i, times(two[0], steps), times(two[1], steps), n - i);
+#ifdef HAVE_AMX
+// y [tokens, out], a panel's 32 rows of it, from sums [tokens, 32] of codes.
+static void finish_tiles(const int32_t* sums, int64_t tokens, const int32_t* above, const float* steps, const Weight& w, int64_t panel, void* y,
+                         Kind kind) {
+  const int64_t row = panel * ROWS, here = w.out - row;
+  Floats scale[2];
+  first_floats(w.scale + row, here, scale);
+  for (int64_t m = 0; m < tokens; m++, sums += ROWS) {
+    const Int too_much = words(above[m]);
+    const Floats step = all(steps[m]);
+    const auto value = [&](int n) __attribute__((always_inline)) {
+      return times(times(floats(minus(read(sums + n * 16), too_much)), scale[n]), step);
+    };
+    put(y, kind, m * w.out + row, value(0), value(1), here);
   }
 }
+#endif
 
 }  // namespace dots
 #ifdef HAVE_X86
@@ -247,6 +257,10 @@ struct Blocks {
   }
 };
 
+#ifdef HAVE_AMX
+#include "int8_tiles.inc"
+#endif
+
 // x [..., in]; codes [panels, steps, 32, 4]; scale float32 [out].
 at::Tensor by_panels(const at::Tensor& x_, const at::Tensor& codes, const at::Tensor& scale, const std::optional<at::Tensor>& fixed) {
   check(x_, scale);
@@ -259,6 +273,12 @@ at::Tensor by_panels(const at::Tensor& x_, const at::Tensor& codes, const at::Te
   const at::Tensor y = result(x, w.out);
   if (y.numel() == 0) return y;
   const Input in = input(x, fixed);
+#ifdef HAVE_AMX
+  if (in.tokens > MANY && amx_available()) {
+    ByTiles(in, w, y.mutable_data_ptr(), y.element_size()).run();
+    return y;
+  }
+#endif
   auto* to = static_cast<char*>(y.mutable_data_ptr());
   const int64_t width = w.out * y.element_size(), threads = at::get_num_threads();
   int64_t count = ceil_div(in.tokens, TOKENS);
@@ -296,34 +316,6 @@ at::Tensor by_panels(const at::Tensor& x_, const at::Tensor& codes, const at::Te
   return y;
 }
 
-// The same with codes as onednn::qlinear_prepack lays them out.
-at::Tensor by_onednn(const at::Tensor& x_, const at::Tensor& codes, const at::Tensor& scale, const std::optional<at::Tensor>& fixed) {
-  check(x_, scale);
-  const at::Tensor x = x_.contiguous(), y = result(x, scale.size(0));
-  if (y.numel() == 0) return y;
-  const Input in = input(x, fixed);
-  const int64_t out = scale.size(0), grain = std::max<int64_t>(1, GRAIN / std::max(in.in, out));
-  const auto a = at::empty({in.tokens, in.in}, x.options().dtype(at::kByte));
-  auto* to = a.mutable_data_ptr<uint8_t>();
-  std::vector<float> step(in.tokens);
-  at::parallel_for(0, in.tokens, grain, [&](int64_t begin, int64_t end) {
-    int32_t sum;
-    for (int64_t t = begin; t < end; t++) step[t] = dots::quantize(in, t, 0x80, false, to + t * in.in, CHUNK, &sum);
-  });
-  static const auto product = c10::Dispatcher::singleton().findSchemaOrThrow("onednn::qlinear_pointwise", "");
-  const auto zero = at::zeros({out}, scale.options().dtype(at::kInt));
-  std::vector<c10::IValue> stack{a, 1.0, int64_t(128), codes, scale, zero, c10::IValue(), 1.0, int64_t(0), int64_t(at::kFloat),
-                                 std::string("none"), c10::List<std::optional<at::Scalar>>(), std::string("")};
-  product.callBoxed(&stack);
-  const at::Tensor sums = stack[0].toTensor();
-  const float* from = sums.const_data_ptr<float>();
-  void* written = y.mutable_data_ptr();
-  at::parallel_for(0, in.tokens, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; t++) dots::scale_row(from + t * out, step[t], out, written, in.kind, t * out);
-  });
-  return y;
-}
-
 // Rows from `begin` to `end` of a weight, for a step of decoding; a thread rounds the few tokens for itself.
 void rows(const workbench::Stored& s, const workbench::Operand& x, int64_t begin, int64_t end, float* y) {
   static thread_local std::vector<int8_t> codes;
@@ -352,7 +344,6 @@ namespace {
 at::Tensor by_panels(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&) {
   TORCH_CHECK(false, "int8_matmul: this build has neither AVX512-VNNI nor NEON's dot products");
 }
-constexpr auto by_onednn = by_panels;
 }  // namespace
 #endif
 
@@ -360,4 +351,3 @@ TORCH_LIBRARY_FRAGMENT(workbench, m) {
   m.def("int8_matmul(Tensor x, Tensor codes, Tensor scale, Tensor? x_scale) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(workbench, CPU, m) { m.impl("int8_matmul", by_panels); }
-TORCH_LIBRARY_IMPL(workbench, MkldnnCPU, m) { m.impl("int8_matmul", by_onednn); }  // the dispatcher sees the opaque codes

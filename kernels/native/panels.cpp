@@ -96,27 +96,7 @@ using namespace wide;
 INLINE Vec madd(Vec acc, Vec weights, const uint32_t* item) {
   return _mm512_dpbf16_ps(acc, (__m512bh)weights, (__m512bh)_mm512_set1_epi32(int(*item)));
 }
-INLINE __m512i table_of_32(const float* values) {
-  return (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(values + 16), _mm512_loadu_ps(values));
-}
-
-template <int BITS>
-struct Few {};  // as many tokens
-
-#include "panels_pairs.inc"
-
-struct Bytes {
-  static constexpr int COLUMNS = 8, BYTES = 128, ITEMS = 4;
-  STATIC const uint8_t* load(const uint8_t* p) { return p; }
-  STATIC int table(const Weight&) { return 0; }
-  STATIC __m512i floats(const uint8_t* w, int i) {  // integers up to 256 are bfloat16: the lower half of each float is 0
-    const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(w) + i);
-    return _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes)));
-  }
-  STATIC Vec decode(const uint8_t* w, int i, int) {
-    return _mm512_castsi512_ps(_mm512_or_si512(_mm512_srli_epi32(floats(w, i), 16), floats(w, 4 + i)));
-  }
-};
+#include "panels_bfloat16.inc"
 #include "panels_loops.inc"
 }  // namespace avx512bf16
 #pragma GCC pop_options
@@ -471,6 +451,14 @@ bool one_of_ours(const at::Tensor& t) {
   return t.scalar_type() == at::kFloat || t.scalar_type() == at::kHalf || t.scalar_type() == at::kBFloat16;
 }
 
+// Do codes in units of so many columns, scales and features fit together?
+void check_groups(const at::Tensor& codes, const at::Tensor& scale, int64_t in, int64_t out, int64_t columns) {
+  const int64_t units = codes.size(1), groups = scale.size(1);
+  TORCH_CHECK(in == columns * units && groups > 0 && units % groups == 0 && scale.size(0) == codes.size(0) && scale.size(2) == ROWS &&
+                  (out + ROWS - 1) / ROWS == codes.size(0),
+              "panels_matmul: x of ", in, " columns, codes ", codes.sizes(), " and scale ", scale.sizes(), " do not fit");
+}
+
 at::Tensor panels_matmul(const at::Tensor& x_, const at::Tensor& codes, const at::Tensor& scale, const std::optional<at::Tensor>& table,
                          const std::optional<at::Tensor>& zero, int64_t out, const std::string& wanted) {
   const at::Tensor x = x_.contiguous();
@@ -488,10 +476,19 @@ at::Tensor panels_matmul(const at::Tensor& x_, const at::Tensor& codes, const at
   if (in == 0) return y.zero_();
 
   const bool bfloat16 = x.scalar_type() == at::kBFloat16;
-  const std::string isa = wanted == "auto" ? best_isa(bfloat16) : wanted;
-  TORCH_CHECK((!of_pairs(isa) && isa != "avx512vnni") || bfloat16, "`isa` (='", isa, "') takes bfloat16, not ", x.scalar_type());
   float values[workbench::TABLE];
   workbench::fill_table(table, bits, values);
+  if (wanted == "amx" || (wanted == "auto" && bfloat16 && tokens > FEW && workbench::tiles_run())) {
+    TORCH_CHECK(workbench::tiles_run(), "`isa` (='amx') is not one of this machine's");
+    TORCH_CHECK(bfloat16, "`isa` (='amx') takes bfloat16, not ", x.scalar_type());
+    const workbench::Stored stored{codes.const_data_ptr(), scale.const_data_ptr(), int(kind_of(scale)), zero ? zero->const_data_ptr<int8_t>() : nullptr,
+                                   values, !table, nullptr, out, in, scale.size(1), nullptr, bits};
+    check_groups(codes, scale, in, out, bits == 4 || bits == 8 ? 8 : 16);
+    workbench::tiles_multiply(stored, static_cast<const uint16_t*>(x.const_data_ptr()), tokens, nullptr, y.mutable_data_ptr(), int(kind_of(y)));
+    return y;
+  }
+  const std::string isa = wanted == "auto" ? best_isa(bfloat16) : wanted;
+  TORCH_CHECK((!of_pairs(isa) && isa != "avx512vnni") || bfloat16, "`isa` (='", isa, "') takes bfloat16, not ", x.scalar_type());
   const int64_t groups = scale.size(1), unit = loops_of(isa, bits).columns, columns = groups ? in / groups : in;
   const bool integers = isa == "avx512vnni" || (isa == "avx512bf16" && wanted == "auto");
   const int pieces = integers ? pieces_for_integers(columns, unit, values, table.has_value(), bits) : 0;
@@ -509,9 +506,7 @@ at::Tensor panels_matmul(const at::Tensor& x_, const at::Tensor& codes, const at
   w.pieces = std::max(pieces, 1);
   w.groups = groups * w.pieces;
   w.group_units = w.groups ? w.units_per_row / w.groups : 0;
-  TORCH_CHECK(in == loops.columns * w.units_per_row && w.group_units * w.groups == w.units_per_row &&
-                  scale.size(0) == w.panels && scale.size(2) == ROWS && (out + ROWS - 1) / ROWS == w.panels,
-              "panels_matmul: x ", x.sizes(), ", codes ", codes.sizes(), " and scale ", scale.sizes(), " do not fit");
+  check_groups(codes, scale, in, out, loops.columns);
 
   Tokens t{};
   t.stride = w.units_per_row * loops.items;

@@ -270,6 +270,25 @@ class Many {
   int64_t held, tile_groups;
 };
 
+#ifdef HAVE_X86
+// Many tokens of bfloat16 with one step each, on a CPU with AMX: their codes are bfloat16 numbers as they are, and the weight becomes
+// bfloat16, which takes no longer than products of bytes would, as those end with every group of columns.
+void by_tiles(const Call& c, int bits, int64_t out, const std::optional<at::Tensor>& table) {
+  std::vector<float> step(c.tokens);
+  const std::unique_ptr<uint16_t[]> codes(new uint16_t[c.tokens * c.plan.in]);
+  at::parallel_for(0, c.tokens, std::max<int64_t>(1, PART / c.plan.in), [&](int64_t begin, int64_t end) {
+    Reader x(c);
+    for (int64_t m = begin; m < end; m++) step[m] = dots::round_to_halves(x.row(m), c.plan, codes.get() + m * c.plan.in);
+  });
+  float values[workbench::TABLE];
+  workbench::fill_table(table, bits, values);
+  const workbench::Stored stored{c.w.units, c.w.scale, int(c.w.kind), c.w.zero, values, !table, nullptr, out, c.plan.in, c.w.groups, nullptr, bits};
+  workbench::tiles_multiply(stored, codes.get(), c.tokens, step.data(), c.y.y, int(c.y.kind));
+}
+#else
+void by_tiles(const Call&, int, int64_t, const std::optional<at::Tensor>&) {}  // `tiles_run` is false
+#endif
+
 int64_t piece_of(int64_t columns) {
   int64_t piece = std::min<int64_t>(PIECE, columns);
   while (columns % piece || piece % 4) piece--;
@@ -324,7 +343,8 @@ at::Tensor panels_w4a8(const at::Tensor& x_, const at::Tensor& codes, const at::
   Plan plan{in, in / columns, columns, share / columns, x_group ? x_group : in, x_group ? in / x_group : 1, piece_of(columns),
             x_bits == 8 ? 127.0f : 7.0f, x_wide, x_scale ? x_scale->const_data_ptr<float>() : nullptr, x_scale && x_scale->numel() > 1, coder.order};
   const Call call{x.const_data_ptr(), from, kind_of(x), x.numel() / in, w, plan, &coder, {y.mutable_data_ptr(), kind_of(y), out}, y.element_size()};
-  if (call.tokens <= SOME || (bits == 8 && zero)) some_tokens(call);
+  if (call.tokens > SOME && plan.steps == 1 && call.kind == Kind::bfloat16 && workbench::tiles_run()) by_tiles(call, bits, out, table);
+  else if (call.tokens <= SOME || (bits == 8 && zero)) some_tokens(call);
   else Many(call).run();
   return y;
 }

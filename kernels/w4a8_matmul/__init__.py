@@ -62,7 +62,8 @@ def w4a8_matmul(
     use = _implementation(x, w, x_group, impl)
     zero, table = (None, w.table) if isinstance(w, Codebook) else (w.zero, None)
     if use == "cpu" and x.numel():
-        ran("w4a8_matmul", f"cpu {native.integers()}")
+        many = x.dtype == torch.bfloat16 and x_group is None and x.numel() > native.FEW_ROUNDED * w.shape[1]
+        ran("w4a8_matmul", f"cpu {native.integers(many)}")
         return torch.ops.workbench.panels_w4a8(
             x, w.codes, w.scale, zero, table, w.shape[0], x_bits, x_group or 0, x_scale, x_wide, x_order
         )

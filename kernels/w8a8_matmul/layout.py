@@ -110,8 +110,8 @@ def to_prepacked(w: W8, layout: str | None = None) -> W8:
 
     Args:
         w: [out, in], in "rows".
-        layout: None, or which one: "panels" (for the C++ op), or "prepacked" (for oneDNN: where there is no C++
-            compiler, or where the CPU has AMX, which oneDNN uses and the C++ op does not; only with VNNI).
+        layout: None, or which one: "panels" (for the C++ op), or "prepacked" (for oneDNN, where there is no C++
+            compiler; only with VNNI).
 
     Raises:
         ValueError: a weight that has no fast int8 product here, or a `layout` that is neither.
@@ -122,7 +122,7 @@ def to_prepacked(w: W8, layout: str | None = None) -> W8:
         kind = f"{w.codes.dtype} with scale {tuple(w.scale.shape)} on {w.codes.device}"
         needs = "int8 rows with a scale per output channel, on a CPU with VNNI or NEON's dot products"
         raise ValueError(f"`w` must be {needs}, not {kind}")
-    layout = layout or ("panels" if in_one_call() and not _has_amx() else "prepacked")
+    layout = layout or ("panels" if in_one_call() else "prepacked")
     if layout == "prepacked" and not has_vnni():
         raise ValueError("`layout` (='prepacked') is oneDNN's, on a CPU with VNNI; here 'panels' would do")
     codes = to_panels(w.codes) if layout == "panels" else torch.ops.onednn.qlinear_prepack(w.codes, None)
@@ -154,13 +154,8 @@ def has_vnni() -> bool:
 
 
 @torch.compiler.assume_constant_result
-def _has_amx() -> bool:
-    return bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)())
-
-
-@torch.compiler.assume_constant_result
 def in_one_call() -> bool:
-    """Is there the C++ op that quantises, multiplies by a weight in panels or prepacked, and scales?"""
+    """Is there the C++ op that quantises, multiplies by a weight in panels, and scales?"""
     return native.why_not() is None
 
 
