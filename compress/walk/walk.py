@@ -192,7 +192,9 @@ class Walking:
             advance(self.blocks[index], self.beside, index, self.device)
 
     def pass_on(self, index: int) -> None:
-        """Make a block's outputs, with what stands in it now, the inputs of the next one."""
+        """Make a block's outputs, with what stands in it now, the inputs of the next one, if anything flows here."""
+        if not self.calls:
+            return
         self.progress.set_postfix_str("propagate")
         with dense_weights(self.blocks[index]), fast_linear():
             advance(self.blocks[index], self.calls, index, self.device)

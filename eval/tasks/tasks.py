@@ -1,8 +1,8 @@
 """Tasks of lm-eval on compressed models in memory: scores, and which answers compression changed.
 
 lm-eval's own `use_cache` gives one model another's answers; here answers are kept by hashes of the model, the task and
-all settings. Scores of a model behind a compressed KV cache differ from its baseline's on tasks that generate text
-only: a text whose likelihood is asked for is read in one pass, without a cache.
+all settings. With a compressed KV cache the context of a continuation is read as a prompt and compressed before the
+continuation is scored (`harness.py`); a whole text whose likelihood is asked for is read in one pass, without a cache.
 """
 
 import hashlib

@@ -366,3 +366,12 @@ def test_errors_by_half_of_the_products():
 
     D, x = torch.randn(7, COLUMNS * 2 + 99), torch.randn(300, COLUMNS * 2 + 99)
     assert quadratic(D, x.t() @ x) == pytest.approx((x @ D.t()).square().sum().item(), rel=1e-4)
+
+
+def test_without_calibration_no_block_is_dequantised_to_be_run(tiny, monkeypatch):
+    def refused(block):
+        raise AssertionError("nothing flows through this block")
+
+    monkeypatch.setattr(walk, "dense_weights", refused)
+    result = apply(parse_recipe("rtn(bits=4, group_size=32)"), tiny("llama"))
+    assert result.layers and isinstance(result.model.model.layers[0].mlp.up_proj, CompressedLinear)
