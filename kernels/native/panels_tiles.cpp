@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
-#include <memory>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -52,22 +51,21 @@ class ByTiles {
   ByTiles(const Weight& w, int bits, const uint16_t* x, int64_t tokens, int64_t in, const float* steps, const Output& y)
       : w(w), dequantise(tiles::dequantise_for(bits)), x(x), tokens(tokens), in(in), steps(steps), y(y),
         token_tiles(ceil_div(tokens, TILE_ROWS)), column_tiles(ceil_div(in, TILE_COLUMNS)), chunks(ceil_div(in, WIDEST)),
-        chunk_tiles(ceil_div(column_tiles, chunks)), packed(new uint16_t[token_tiles * column_tiles * (TILE_BYTES / 2)]) {}
+        chunk_tiles(ceil_div(column_tiles, chunks)), packed(token_tiles * column_tiles * (TILE_BYTES / 2)) {}
 
   void run() const {
     at::parallel_for(0, token_tiles, std::max<int64_t>(1, GRAIN / in), [&](int64_t begin, int64_t end) {
       for (int64_t t = begin; t < end; t++)
         for (int64_t c = 0; c < chunks; c++)
           tiles::pack_tokens(x + t * TILE_ROWS * in, in, c * chunk_tiles * TILE_COLUMNS, tiles_of(c), tokens - t * TILE_ROWS,
-                             packed.get() + tile_at(c, t) * (TILE_BYTES / 2));
+                             packed.at + tile_at(c, t) * (TILE_BYTES / 2));
     });
     at::parallel_for(0, ceil_div(w.panels, 2), std::max<int64_t>(1, GRAIN / (in * token_tiles)), [&](int64_t begin, int64_t end) {
       const Tiles configured;
       const int64_t panel = chunk_tiles * TILE_BYTES, held = (std::min(MOST_TILES, token_tiles) + 1) * TILE_ROWS * 2 * ROWS * sizeof(float);
-      const std::unique_ptr<uint8_t, decltype(&std::free)> memory(static_cast<uint8_t*>(std::aligned_alloc(64, 2 * panel + held)), std::free);
-      TORCH_CHECK(memory, "panels_matmul: no memory for decoded columns");
+      const Aligned<uint8_t> memory(2 * panel + held);
       for (int64_t pair = begin; pair < end; pair++)
-        two_panels(2 * pair, memory.get(), memory.get() + panel, reinterpret_cast<float*>(memory.get() + 2 * panel));
+        two_panels(2 * pair, memory.at, memory.at + panel, reinterpret_cast<float*>(memory.at + 2 * panel));
     });
   }
 
@@ -80,7 +78,7 @@ class ByTiles {
         dequantise(w, panel, column, columns, reinterpret_cast<uint32_t*>(one));
         dequantise(w, std::min(panel + 1, w.panels - 1), column, columns, reinterpret_cast<uint32_t*>(other));
         for (int64_t t = first; t < std::min(token_tiles, first + MOST_TILES); t += 2) {
-          const TileRow its{packed.get() + tile_at(c, t) * (TILE_BYTES / 2), 64, TILE_BYTES, count * TILE_BYTES};
+          const TileRow its{packed.at + tile_at(c, t) * (TILE_BYTES / 2), 64, TILE_BYTES, count * TILE_BYTES};
           float* to = sums + (chunks > 1 ? (t - first) * TILE_ROWS * 2 * ROWS : 0);
           multiply_tiles<false>(its, t + 1 < token_tiles, {one, 64, TILE_BYTES, other - one}, count, c == 0, to, 2 * ROWS * sizeof(float));
           const int64_t token = t * TILE_ROWS;
@@ -99,7 +97,7 @@ class ByTiles {
   const float* steps;
   const Output& y;
   int64_t token_tiles, column_tiles, chunks, chunk_tiles;
-  std::unique_ptr<uint16_t[]> packed;  // [chunk][token tile][column tile of the chunk][16 tokens][32 columns]
+  Aligned<uint16_t> packed;  // [chunk][token tile][column tile of the chunk][16 tokens][32 columns]
 };
 #endif
 

@@ -111,15 +111,15 @@ at::Tensor prompt_attention(const at::Tensor& query, const at::Tensor& key, cons
             (tokens + of_wide - 1) / of_wide * WIDE, (of_values + of_wide - 1) / of_wide * WIDE, (tokens + 31) / 32 * 16, float(scale * LOG2E),
             static_cast<uint16_t*>(y.data_ptr())};
   const int64_t of_keys = p.key_blocks * p.pairs * LANE, of_packed = p.value_pairs * p.value_vectors * LANE;
-  const std::unique_ptr<uint32_t[]> keys(new uint32_t[batch * kv_heads * of_keys]);
-  const std::unique_ptr<uint32_t[]> values(new uint32_t[batch * kv_heads * of_packed]);
+  const Aligned<uint32_t> keys(batch * kv_heads * of_keys);
+  const Aligned<uint32_t> values(batch * kv_heads * of_packed);
   at::parallel_for(0, batch * kv_heads, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {
-      pairs::pack_keys(p, i / kv_heads, i % kv_heads, keys.get() + i * of_keys);
-      pairs::pack_values(p, i / kv_heads, i % kv_heads, values.get() + i * of_packed);
+      pairs::pack_keys(p, i / kv_heads, i % kv_heads, keys.at + i * of_keys);
+      pairs::pack_values(p, i / kv_heads, i % kv_heads, values.at + i * of_packed);
     }
   });
-  const Packed packed{kv_heads, of_keys, of_packed, keys.get(), values.get()};
+  const Packed packed{kv_heads, of_keys, of_packed, keys.at, values.at};
 #ifdef HAVE_AMX
   if (p.pairs % TILE_ROWS == 0 && amx_available()) {  // channels fill whole tiles
     attend_all<pairs::TileScratch, pairs::attend_by_tiles>(p, packed, pairs::GROUP * pairs::GROUPS);
