@@ -23,8 +23,8 @@ def hadamard(x: Tensor, *, scale: float | None = None, impl: str = "auto") -> Te
         x: [..., n]; float32, bfloat16 or float16 (and float64 for "reference"); any strides; may be empty.
         scale: None for 1/sqrt(n).
         impl: "reference" (butterflies, any device), "cpu" (products with small Kronecker factors), "triton" (CUDA, or
-            the interpreter; n that `plan` or `spread_plan` takes apart) or "auto": triton, where it takes x, on CUDA; "cpu" on
-            a CPU; "reference" for the rest.
+            the interpreter; n that `plan` or `spread_plan` takes apart) or "auto": triton, where it takes x, on CUDA;
+            "cpu" on a CPU; "reference" for the rest.
 
     Returns:
         [..., n] in x's dtype; computed in float32 (or as exactly) and rounded once.

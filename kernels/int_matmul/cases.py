@@ -13,6 +13,7 @@ from kernels.int_matmul.layout import unpack_bits
 from kernels.int_matmul.reference import dequantize
 from kernels.interpreter import triton_takes
 from kernels.linear.onednn import lay_out, product
+from kernels.tuning import trying
 
 ROTATED = 256 << 20  # bytes of packed weights in rotation
 MOST = 1024  # copies: small weights are in a cache anyway
@@ -59,7 +60,7 @@ def checks(device: torch.device) -> list[Check]:
             for tokens in (33, 200)
         )
     generator = torch.Generator().manual_seed(0)
-    found = []
+    found = _overlapped(device)
     for bits, out, columns, group_size, symmetric, tokens, dtype in cases:
         w, W = _weight(generator, out, columns, bits, group_size, symmetric, device)
         x = torch.randn(*tokens, columns, generator=generator).to(device, dtype)
@@ -71,6 +72,24 @@ def checks(device: torch.device) -> list[Check]:
     found.append(_check("x of row stride", torch.randn(20, 300, generator=generator).to(device, FP16)[:, 9:265], w, W))
     shifted = torch.empty(w.codes.numel() + 4, dtype=torch.uint8, device=device)[4:].view_as(w.codes).copy_(w.codes)
     found.append(_check("codes not aligned", wide.t()[:, :256], w._replace(codes=shifted), W))
+    return found
+
+
+def _overlapped(device: torch.device) -> list[Check]:
+    """Of the kernel that only Hopper GPUs run, and that no heuristic takes."""
+    if device.type != "cuda":
+        return []
+    from kernels.int_matmul.triton import overlapped
+
+    generator, found = torch.Generator().manual_seed(1), []
+    for out, columns, group_size, symmetric, tokens in (
+        (14336, 4096, 128, True, 64), (14336, 4096, 128, False, 256), (1000, 4096, 64, True, 600),
+        (4096, 4096, 4096, False, 33), (130, 640, 128, True, 20), (100, 576, 64, False, 70), (4096, 11008, 128, True, 64),
+    ):  # fmt: skip
+        w, W = _weight(generator, out, columns, 4, group_size, symmetric, device)
+        if plan := overlapped(w, tokens):
+            x = torch.randn(tokens, columns, generator=generator).to(device, BF16)
+            found.append(_check(f"overlapped, g{group_size}, {tokens} x {out} x {columns}", x, w, W, plan))
     return found
 
 
@@ -100,11 +119,15 @@ def _moved(w: Packed, device: torch.device) -> Packed:
     )
 
 
-def _check(name: str, x: Tensor, w: Packed, W: Tensor) -> Check:
+def _check(name: str, x: Tensor, w: Packed, W: Tensor, plan: dict | None = None) -> Check:
+    """plan: the configuration to run under, or None for the one that is chosen."""
     panels = to_panels(w) if panels_fit(w, x.dtype, x.device) else None
 
     def run(impl: str) -> Tensor:
         return int_matmul(x, panels if impl == "cpu" else w, impl=impl)
+
+    if plan is not None:
+        run = _by(plan, run, w, x.shape[0])
 
     impls = ("triton",) if panels is None else ("triton", "cpu")
     dtype = str(x.dtype).removeprefix("torch.")
@@ -149,7 +172,7 @@ def _gpu(
     dtype: torch.dtype,
     copies: int | None = None,
 ) -> Contest:
-    from kernels.int_matmul.triton import candidates, key
+    from kernels.int_matmul.triton import candidates, key, overlapped
 
     out, columns = shape
     copies = copies or min(MOST, max(2, -(-ROTATED // (out * columns * bits // 8))))
@@ -168,6 +191,9 @@ def _gpu(
         name: lambda i: F.linear(x, dense[i]),
     }
     expected = {"triton": times(x, lambda: dequantize(small[0])), name: times(x, lambda: dense[0])}
+    if bits == 4 and dtype == BF16 and (plan := overlapped(small[0], tokens)) and tokens > 16:
+        contestants["overlapped"] = _by(plan, lambda i: int_matmul(x, small[i], impl="triton"), small[0], tokens)
+        expected["overlapped"] = expected["triton"]
     if bits == 4 and dtype == BF16 and device.type == "cuda":
         contestants |= _tinygemm(x, small, expected) | _gemlite(x, small, expected)
     goals = GOALS.get((bits, out), {})
@@ -189,6 +215,17 @@ def _gpu(
         candidates=candidates(small[0], tokens),
         expected=expected,
     )
+
+
+def _by(plan: dict, call: Callable, w: Packed, tokens: int) -> Callable:
+    """The call under this configuration."""
+    from kernels.int_matmul.triton import key
+
+    def run(which: int | str) -> Tensor:
+        with trying("int_matmul", key(w, tokens), plan):
+            return call(which)
+
+    return run
 
 
 def _least(shape: tuple[int, int], tokens: int, bits: int, group_size: int) -> int:

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from kernels.int_matmul.layout import Packed
-from kernels.packed_matmul import launch
-from kernels.packed_matmul.launch import Weight
+from kernels.packed_matmul import hopper, launch
+from kernels.packed_matmul.weight import Weight
 from kernels.tuning import Compilation
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -19,6 +19,11 @@ def key(w: Packed, tokens: int) -> str:
 def candidates(w: Packed, tokens: int) -> list[dict]:
     """At most eight configurations worth timing, the heuristic's first."""
     return launch.candidates(_weight(w), tokens)
+
+
+def overlapped(w: Packed, tokens: int) -> dict | None:
+    """The configuration by which `kernels.packed_matmul.overlapped` runs, where it can on this GPU."""
+    return hopper.plans(_weight(w), tokens)[0] if hopper.takes(_weight(w)) else None
 
 
 def int_matmul(x: Tensor, w: Packed) -> Tensor:
@@ -67,6 +72,12 @@ def shipped() -> list[Compilation]:
     ):
         name = _name("dequantise ", bits, 128, symmetric, dtype)
         compilations.append(launch.dequantise_compilation(name, _meta(bits, 128, symmetric, 14336), dtype))
+    for group_size, symmetric, tokens in (
+        (128, True, 64), (128, True, 128), (128, True, 256), (64, False, 256), (4096, True, 32),
+    ):  # fmt: skip
+        w = _meta(4, group_size, symmetric, 14336)
+        name = f"{_name('overlapped ', 4, group_size, symmetric, BF16)} n14336 m{tokens}"
+        compilations.append(hopper.compilation(name, w, hopper.plans(w, tokens)[0]))
     return [*compilations, launch.reduce_compilation("int_matmul reduce")]
 
 
