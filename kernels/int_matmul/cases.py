@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.harness.cases import TOLERANCE, Asked, Check, Contest, Expected, times
-from kernels.int_matmul import Packed, int_matmul, pack, panels_fit, tiles_fit, to_panels, to_tiles
+from kernels.int_matmul import Packed, expert_cases, int_matmul, pack, panels_fit, tiles_fit, to_panels, to_tiles
 from kernels.int_matmul.layout import unpack_bits
 from kernels.int_matmul.reference import dequantize
 from kernels.interpreter import triton_takes
@@ -60,7 +60,7 @@ def checks(device: torch.device) -> list[Check]:
             for tokens in (33, 200)
         )
     generator = torch.Generator().manual_seed(0)
-    found = _overlapped(device)
+    found = [*_overlapped(device), *expert_cases.checks(device)]
     for bits, out, columns, group_size, symmetric, tokens, dtype in cases:
         w, W = _weight(generator, out, columns, bits, group_size, symmetric, device)
         x = torch.randn(*tokens, columns, generator=generator).to(device, dtype)
@@ -138,6 +138,7 @@ def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]
     if toy and triton_takes(device):
         yield _gpu(device, (96, 256), 2, 4, 128, asked.dtype, 2)
         yield _gpu(device, (96, 256), 20, 4, 128, asked.dtype, 2)
+        yield expert_cases.contest(device, 4, (48, 256), 6, asked.dtype, 2)
     elif toy:
         yield from _cpu((128, 256), 1, asked.dtype)
     elif device.type == "cuda":
@@ -148,6 +149,9 @@ def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]
             for bits in (8, 3, 2):
                 for tokens in asked.tokens or (1, 16):
                     yield _gpu(device, shape, tokens, bits, group_size_of(shape[1], 128), asked.dtype)
+        if not asked.shapes:
+            for pairs in (8, 128, 4096):  # 1, 16 and 512 tokens, 8 experts each, of a layer of Qwen3-30B-A3B
+                yield expert_cases.contest(device, 128, (1536, 2048), pairs, asked.dtype)
     else:
         for shape in asked.shapes or ((576, 576), (1536, 576), (576, 1536), (8192, 2048), (4096, 4096), (14336, 4096)):
             for tokens in asked.tokens or (1, 4, 16, 64, 256):

@@ -32,6 +32,16 @@ def int_matmul(x: Tensor, w: Packed) -> Tensor:
     return launch.matmul(x, _weight(w), "int_matmul", key(w, x.shape[0]))
 
 
+def cuts_into_blocks(w: Packed) -> bool:
+    """Is this a weight that the kernels of products read, rather than `dequantise` alone?"""
+    return launch.blocks(_weight(w)) is not None
+
+
+def expert_matmul(x: Tensor, w: Packed, ends: Tensor) -> Tensor:
+    """y [tokens, out]; see `kernels.int_matmul.experts`, whose `takes` must be true."""
+    return launch.of_experts(x, _weight(w), ends)
+
+
 def _weight(w: Packed) -> Weight:
     return Weight(w.codes, None, w.scale, w.zero, w.bits, w.group_size, w.shape)
 
@@ -78,6 +88,12 @@ def shipped() -> list[Compilation]:
         w = _meta(4, group_size, symmetric, 14336)
         name = f"{_name('overlapped ', 4, group_size, symmetric, BF16)} n14336 m{tokens}"
         compilations.append(hopper.compilation(name, w, hopper.plans(w, tokens)[0]))
+    for bits, group_size, symmetric, tokens in (
+        (4, 128, True, 8), (4, 128, True, 512), (4, 128, False, 4096), (3, 128, True, 8),
+    ):  # fmt: skip
+        w = _meta(bits, group_size, symmetric, 128 * 1536, 2048)
+        name = f"{_name('of 128 experts ', bits, group_size, symmetric, BF16)} n1536 m{tokens}"
+        compilations.append(launch.compilation(name, w, BF16, tokens, 128))
     return [*compilations, launch.reduce_compilation("int_matmul reduce")]
 
 

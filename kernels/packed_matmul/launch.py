@@ -165,26 +165,50 @@ def matmul(x: Tensor, w: Weight, op: str, key: str) -> Tensor:
     return (_small_batch if plan["kind"] == "small_batch" else _large_batch)(x, w, plan)
 
 
-def _small_batch(x: Tensor, w: Weight, plan: dict) -> Tensor:
+def of_experts(x: Tensor, w: Weight, ends: Tensor) -> Tensor:
+    """y [tokens, out]: each token times its own expert's weight.
+
+    w: [experts out, in], expert after expert, which `blocks` cuts; ends: int32 [experts], where the tokens of each end
+    in x [tokens, in], float16 or bfloat16.
+    """
+    x = x if x.stride(1) == 1 else x.contiguous()
+    scale, zero = (None if t is None else t.contiguous() for t in (w.scale, w.zero))
+    w = w._replace(codes=aligned(w.codes), scale=scale, zero=zero)
+    plan = for_experts(w, x.shape[0], len(ends))
+    return (_small_batch if plan["kind"] == "small_batch" else _large_batch)(x, w, plan, ends)
+
+
+def for_experts(w: Weight, tokens: int, experts: int) -> dict:
+    """The configuration for tokens that are shared out among experts; how many each has, only the GPU knows."""
+    each, out = -(-tokens // experts), w.shape[0] // experts
+    if each <= 8 or blocks(w).word_scales:
+        block_n = 32 if out * min(experts, tokens) >= 32 * 2 * MULTIPROCESSORS else 16
+        block_n = min(128, block_n * (128 // blocks(w).columns))
+        return _small(block_n, 4 if each == 1 else 16, 4, 4 if each == 1 else 3)
+    block_m = 32 if each <= 32 else 64 if each <= 64 else 128
+    return _large(128, block_m, 4 if block_m == 32 else 8, 3, 1)
+
+
+def _small_batch(x: Tensor, w: Weight, plan: dict, ends: Tensor | None = None) -> Tensor:
     cut, columns = blocks(w), x.shape[1]
     warps = plan["warps"]
     while warps > 1 and (warps // 2) * cut.columns >= columns:  # no more warps than blocks of columns
         warps //= 2
     step = warps * cut.columns
-    y = x.new_empty(x.shape[0], w.shape[0])
+    y = x.new_empty(x.shape[0], w.shape[0] // (1 if ends is None else len(ends)))
     plan = {**plan, "warps": warps}
-    _launch(small_batch, x, x.stride(0), w, y, plan, triton.cdiv(columns, step), 1, columns % step == 0)
+    _launch(small_batch, x, x.stride(0), w, y, plan, triton.cdiv(columns, step), 1, columns % step == 0, ends)
     return y
 
 
-def _large_batch(x: Tensor, w: Weight, plan: dict) -> Tensor:
+def _large_batch(x: Tensor, w: Weight, plan: dict, ends: Tensor | None = None) -> Tensor:
     cut, columns = blocks(w), x.shape[1]
     x = reordered(x, cut, w)
     iterations = triton.cdiv(triton.cdiv(columns, cut.columns), plan["splits"])
     splits = triton.cdiv(columns, iterations * cut.columns)  # the plan's, or fewer
-    y = x.new_empty(x.shape[0], w.shape[0])
+    y = x.new_empty(x.shape[0], w.shape[0] // (1 if ends is None else len(ends)))
     parts = y if splits == 1 else x.new_empty(splits, *y.shape, dtype=torch.float32)
-    _launch(large_batch, x, x.shape[1], w, parts, plan, iterations, splits)
+    _launch(large_batch, x, x.shape[1], w, parts, plan, iterations, splits, ends=ends)
     return summed(parts, splits, x)
 
 
@@ -198,11 +222,17 @@ def summed(parts: Tensor, splits: int, x: Tensor) -> Tensor:
 
 
 def _launch(
-    kernel, x: Tensor, x_stride: int, w: Weight, y: Tensor, plan: dict, iterations: int, splits: int, even: bool = False
-) -> None:
+    kernel, x: Tensor, x_stride: int, w: Weight, y: Tensor, plan: dict, iterations: int, splits: int,
+    even: bool = False, ends: Tensor | None = None,
+) -> None:  # fmt: skip
     words = w.codes.view(torch.int32)  # [out, words of a row]
     unit = next(unit for unit in (4, 2, 1) if words.shape[1] % unit == 0)  # words that a load may take at once
-    grid = (triton.cdiv(x.shape[0], plan["block_m"]), triton.cdiv(w.shape[0], plan["block_n"]), splits)
+    experts, token_blocks = 0, triton.cdiv(x.shape[0], plan["block_m"])
+    if ends is not None:  # each expert's last block may be partly empty
+        experts = len(ends)
+        token_blocks = x.shape[0] // plan["block_m"] + min(experts, x.shape[0])
+    out = w.shape[0] // max(1, experts)
+    grid = (token_blocks, triton.cdiv(out, plan["block_n"]), splits)
     kernel[grid](
         x,
         words,
@@ -211,20 +241,22 @@ def _launch(
         w.zero,
         y,
         x.shape[0],
-        *w.shape,
+        out,
+        w.shape[1],
         x_stride,
         words.shape[1] // unit,
         w.shape[1] // w.group_size,
         0 if w.zero is None else w.zero.shape[1],
         iterations,
         MAGIC[x.dtype] if w.table is None else TABLE_MAGIC,
-        **_constants(w, plan, unit, even),
+        ends,
+        **_constants(w, plan, unit, even, experts),
         num_warps=plan["warps"],
         num_stages=plan["stages"],
     )
 
 
-def _constants(w: Weight, plan: dict, unit: int, even: bool) -> dict:
+def _constants(w: Weight, plan: dict, unit: int, even: bool, experts: int = 0) -> dict:
     """The constexpr arguments of `small_batch` or `large_batch`, whichever the plan names."""
     cut = blocks(w)
     constants = {
@@ -237,6 +269,8 @@ def _constants(w: Weight, plan: dict, unit: int, even: bool) -> dict:
         "BLOCK_K": cut.columns,
         "V": cut.words,
         "PRMT": not interpreting(),
+        "EXPERTS": experts,
+        "POWER": triton.next_power_of_2(experts),
     }
     if plan["kind"] == "small_batch":
         constants |= {"EVEN": even, "WARPS": plan["warps"], "WORD_SCALES": cut.word_scales}
@@ -308,14 +342,19 @@ def aligned(codes: Tensor) -> Tensor:
     return codes if codes.data_ptr() % 16 == 0 else codes.clone()
 
 
-def compilation(name: str, w: Weight, dtype: torch.dtype, tokens: int) -> Compilation:
-    """What the heuristic launches for activations of `dtype` with a weight on the meta device."""
-    plan = heuristic(w, tokens)
+def compilation(name: str, w: Weight, dtype: torch.dtype, tokens: int, experts: int = 0) -> Compilation:
+    """What the heuristic launches for activations of `dtype` with a weight on the meta device; with `experts`, one that
+    holds so many weights."""
+    plan = for_experts(w, tokens, experts) if experts else heuristic(w, tokens)
     y = torch.float32 if plan["splits"] > 1 else dtype
     arguments, absent = _types(w, x=dtype, y=y)
     integers = ("M", "N", "K", "x_stride", "row_units", "groups", "zero_bytes", "iterations", "magic")
     arguments |= {"codes": "*i32", **dict.fromkeys(integers, "i32")}
-    constants = _constants(w, plan, 4, True) | absent
+    constants = _constants(w, plan, 4, True, experts) | absent
+    if experts:
+        arguments["ends"] = "*i32"
+    else:
+        constants["ends"] = None
     multiples = ("N", "K", "x_stride", "row_units", "magic")
     multiples += ("groups",) if w.shape[1] // w.group_size % 16 == 0 else ()
     kernel, expects = (small_batch, "HMMA") if plan["kind"] == "small_batch" else (large_batch, "HGMMA")
