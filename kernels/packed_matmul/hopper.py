@@ -32,9 +32,10 @@ def fits(w: Weight) -> bool:
 def plans(w: Weight, tokens: int) -> list[dict]:
     """Configurations worth timing."""
     block_m = next((size for size in TOKENS if size >= tokens), TOKENS[-1])
-    programs = -(-w.shape[0] // ROWS) * -(-tokens // block_m)
+    if block_m == TOKENS[-1] and 2 * _programs(w, tokens, block_m) <= MULTIPROCESSORS:
+        block_m //= 2  # before columns are split: sums of 256 tokens in float32 spill where they are stored
     tiles, splits = -(-w.shape[1] // COLUMNS), 1
-    while 2 * programs * splits <= MULTIPROCESSORS and tiles >= 2 * UNROLLED * splits:
+    while 2 * splits * _programs(w, tokens, block_m) <= MULTIPROCESSORS and tiles >= 2 * UNROLLED * splits:
         splits *= 2
     found = [_plan(block_m, splits)]
     if splits > 1:
@@ -42,6 +43,10 @@ def plans(w: Weight, tokens: int) -> list[dict]:
     if block_m > 64:
         found.append(_plan(block_m // 2, 1))
     return found
+
+
+def _programs(w: Weight, tokens: int, block_m: int) -> int:
+    return -(-w.shape[0] // ROWS) * -(-tokens // block_m)
 
 
 def _plan(block_m: int, splits: int) -> dict:

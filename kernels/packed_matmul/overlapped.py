@@ -161,7 +161,10 @@ def multiply(
     acc = warpgroup_mma_wait(0, deps=(acc,))
     if GROUP == 0:
         acc = acc * gl.expand_dims(gl.convert_layout(s0, gl.SliceLayout(1, MMA)), 1).to(gl.float32)
-    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [BLOCK_N // 8, 256 // BLOCK_N], [1, WARPS], [0, 1])
+    if y.dtype.element_ty == gl.float32:  # eight rows of a warp fill 32 bytes as they are
+        OUT: gl.constexpr = MMA
+    else:
+        OUT: gl.constexpr = gl.BlockedLayout([8, 1], [BLOCK_N // 8, 256 // BLOCK_N], [1, WARPS], [0, 1])
     out = gl.convert_layout(acc.to(y.dtype.element_ty), OUT)
     rows = n + gl.arange(0, BLOCK_N, gl.SliceLayout(1, OUT))
     tokens = m + gl.arange(0, BLOCK_M, gl.SliceLayout(0, OUT))

@@ -1,6 +1,7 @@
 """The product whose dequantisation runs under the product before it: carried out by an emulator of Gluon, since neither
 a GPU nor Triton's interpreter is there to run it."""
 
+import itertools
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -130,11 +131,13 @@ def test_what_it_takes_and_when_it_is_tried():
     assert hopper.fits(w) and not hopper.takes(w), "on a CPU"
     assert not hopper.fits(w._replace(bits=3)) and not hopper.fits(w._replace(group_size=32))
     assert not hopper.fits(w._replace(scale=w.scale.float())) and not hopper.fits(w._replace(table=torch.zeros(16)))
-    large = Weight(torch.empty(14336, 2048, dtype=torch.uint8, device="meta"), None, None, None, 4, 128, (14336, 4096))
-    for tokens in (17, 64, 256, 2048):
+    for out, tokens in itertools.product((1024, 4096, 14336), (17, 64, 256, 2048)):
+        codes = torch.empty(out, 2048, dtype=torch.uint8, device="meta")
+        large = Weight(codes, None, None, None, 4, 128, (out, 4096))
         assert launch.heuristic(large, tokens)["kind"] != "overlapped", "not before it was measured"
         for plan in hopper.plans(large, tokens):
             assert plan.keys() == launch.heuristic(large, tokens).keys(), "or what was measured would not be taken"
+            assert plan["block_m"] < 256 or plan["splits"] == 1, "which spills"
             assert plan["stages"] % hopper.UNROLLED == 0 and plan["block_m"] in hopper.TOKENS
             tile = plan["block_m"] * hopper.COLUMNS * 2 + hopper.ROWS * hopper.COLUMNS // 2
             assert plan["stages"] * tile < 232_448 - 4096
