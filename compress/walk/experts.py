@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from compress.walk.stack import ExpertStack
+from compress.walk import stack
 from kernels.int_matmul import Packed
 from kernels.int_matmul.experts import expert_matmul
 
@@ -22,7 +22,7 @@ class SplitExperts(nn.Module):
         self.up_name = _up_name(experts)
         for name in (self.up_name, "down_proj"):
             self.add_module(name, _linears(experts, name))
-        self._stacks = {name: ExpertStack() for name in (self.up_name, "down_proj")}
+        self._stacks = {name: stack.ExpertStack() for name in (self.up_name, "down_proj")}
         self.act_fn = getattr(experts, "act_fn", None)  # some gates bring their own
         self.post_expert_norm = experts.post_expert_norm if experts.has_post_expert_norm else None
         # Bound to this module, so that what it reads (act_fn, limits, ...) is found here.
@@ -34,9 +34,10 @@ class SplitExperts(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states [tokens, hidden], top_k_index and top_k_weights [tokens, k] -> [tokens, hidden]."""
         up, down = getattr(self, self.up_name), self.down_proj
-        stacks = [self._stacks[name].packed(getattr(self, name), hidden_states) for name in self._stacks]
-        if all(stack is not None for stack in stacks):
-            return self._at_once(hidden_states, top_k_index, top_k_weights, *stacks)
+        if stack.pays(hidden_states):
+            weights = [held.packed(getattr(self, name), hidden_states) for name, held in self._stacks.items()]
+            if all(w is not None for w in weights):
+                return self._at_once(hidden_states, top_k_index, top_k_weights, *weights)
         y = torch.zeros_like(hidden_states)
         reached = [expert for expert in top_k_index.unique().tolist() if expert < self.num_experts]
         between = {}  # all first weights before all second ones: in the order in which they are registered
@@ -51,7 +52,6 @@ class SplitExperts(nn.Module):
                 h = self.post_expert_norm(h)
             y.index_add_(0, token, (h * top_k_weights[token, place, None]).to(y.dtype))
         return y
-
 
     def _at_once(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, up: Packed, down: Packed
@@ -72,8 +72,8 @@ class SplitExperts(nn.Module):
         return each.view(tokens, k, -1).sum(1)
 
     def _apply(self, fn, recurse=True):
-        for stack in self._stacks.values():
-            stack.forget()
+        for held in self._stacks.values():
+            held.forget()
         return super()._apply(fn, recurse)
 
 

@@ -32,7 +32,7 @@ class ExpertStack:
     def packed(self, linears: Sequence[nn.Module], x: Tensor) -> Packed | None:
         """[experts out, in], or None where these linears have to multiply x one by one: a kernel takes no weights like
         theirs, they do more than multiply, or someone watches what each of them is given."""
-        if not pays(x) or not all(map(_plain, linears)):
+        if not all(map(_plain, linears)):
             return None
         parts = [linear.parts[0] for linear in linears]
         weights = [part.integers for part in parts]

@@ -2,6 +2,8 @@
 a GPU nor Triton's interpreter is there to run it."""
 
 import itertools
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -160,3 +162,48 @@ def test_registers_written_in_flight_are_found_in_machine_code():
     assert overwritten_in_flight(loop.format(target=12, first=1, second=1)) == []
     assert overwritten_in_flight(loop.format(target=53, first=1, second=1)) == ["R56"], "the last of four that it loads"
     assert overwritten_in_flight(loop.format(target=12, first=2, second=2)) == ["R56", "R72"]
+
+
+def test_the_compiler_takes_what_a_call_passes(tmp_path):
+    """Triton's own way from a call to machine code, with a driver that only says which GPU it would be."""
+    script = tmp_path / "warm.py"
+    script.write_text(WARM)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["12", "12"], "warps: eight and four, of which one copies"
+
+
+ROOT = str(KERNEL.parents[2])
+WARM = """
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+
+class Driver:
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+    get_current_device = get_current_stream = staticmethod(lambda *_: 0)
+
+
+driver.set_active(Driver())
+from kernels.packed_matmul import hopper, overlapped
+from kernels.packed_matmul.weight import Weight
+
+kernel = overlapped.overlapped
+
+
+class Warm:
+    def __getitem__(self, grid):
+        return lambda *given, **how: print(kernel.warmup(*given, grid=grid, **how).metadata.num_warps)
+
+
+overlapped.overlapped = Warm()
+for tokens, out, group_size, symmetric in ((64, 14336, 128, True), (33, 4096, 512, False)):
+    groups, shape = 512 // group_size, (out, 512)
+    zero = None if symmetric else torch.zeros(out, -(-groups // 8) * 4, dtype=torch.uint8)
+    codes, scale = torch.zeros(out, 256, dtype=torch.uint8), torch.zeros(out, groups, dtype=torch.bfloat16)
+    w = Weight(codes, None, scale, zero, 4, group_size, shape)
+    hopper.matmul(torch.zeros(tokens, 512, dtype=torch.bfloat16), w, hopper.plans(w, tokens)[0])
+"""
