@@ -57,6 +57,9 @@ def checks(device: torch.device) -> list[Check]:
         ((3, 1024), torch.float32, 256, 64, 2),
         ((67, 128), torch.bfloat16, 64, 64, 1),
         ((2, 14336), torch.bfloat16, 14336, 64, 20),
+        ((13, 5504), torch.bfloat16, 5504, 16, 0),
+        ((1, 11008), torch.float32, 11008, 32, 3),
+        ((1, 28672), torch.float16, 14336, 128, 113),
         ((0, 64), torch.bfloat16, 64, None, 0),
     ):
         found.append(_codes(generator, device, shape, dtype, block, group, wide))

@@ -58,6 +58,24 @@ def spread_plan(n: int) -> Spread | None:
     return Spread(n // last, last, _padded(last)) if n // last <= TALLEST else None
 
 
+def codes_fit(n: int, group: int | None) -> bool:
+    """Can programs that share a row round it in such groups? Each has whole lines, and so must a group be whole."""
+    s = spread_plan(n)
+    return s is not None and group is not None and s.l == s.pl and group & (group - 1) == 0 and s.l % group == 0
+
+
+def whole_codes_fit(n: int, group: int | None, columns: int) -> bool:
+    """Can a program that has whole rows do so? A group (None: all `columns` of a token) is the row itself, or whole in
+    a row whose last factor is not padded."""
+    p = plan(n)
+    if p is None or p.c % 2:
+        return False
+    if group is None or group == n:
+        return n == (columns if group is None else group)
+    power = group & (group - 1) == 0
+    return power and p.c == p.pc and (p.c % group == 0 or group % p.c == 0 and p.b % (group // p.c) == 0)
+
+
 def shared_of(plan: Plan) -> int:
     """Bytes of shared memory through which a program passes its tile, in float32, and a little more."""
     return 4 * plan.pa * plan.b * plan.pc + 3072

@@ -13,12 +13,55 @@ import triton.language as tl  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from kernels.hadamard.factors import factor, pieces, times  # noqa: E402
-from kernels.hadamard.plan import Spread, spread_plan  # noqa: E402
+from kernels.hadamard.plan import Spread, codes_fit, spread_plan  # noqa: E402
 from kernels.tuning import Compilation  # noqa: E402
+from kernels.w8a8_matmul.triton import magnitude, steps  # noqa: E402
 
 PROGRAMS = 2 * 132  # that run at once on an H200
 SHORTEST = 8192  # a program has a row of so many elements to itself, however few rows there are
 WHOLE = {"lines": 0, "depth": 0, "num_warps": 0, "num_stages": 0}  # a row is left to one program
+
+
+@triton.jit
+def lines_of(
+    x_at,
+    sign_at,
+    HP,
+    HL,
+    line,
+    scale,
+    P: tl.constexpr,
+    L: tl.constexpr,
+    PL: tl.constexpr,
+    HP_ROW: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    """float32 [LINES, PL]: lines of scale (signs x) (H_P ⊗ H_L) of the row [P L] at x_at; sign_at may be None.
+
+    HP [HP_ROW, HP_ROW] and HL [PL, PL] hold zeros beyond, and DEPTH divides HP_ROW."""
+    k = tl.arange(0, DEPTH)
+    column = tl.arange(0, PL)
+    inside = k[:, None] * L + column[None, :]
+    h_at = HP + line[:, None] * HP_ROW + k[None, :]
+    sums = tl.zeros([line.shape[0], PL], tl.float32)
+    for first in range(0, P, DEPTH):
+        h = tl.load(h_at + first)  # [LINES, DEPTH]
+        here = (first + k < P)[:, None] & (column < L)[None, :]
+        v = tl.load(x_at + first * L + inside, mask=here, other=0.0)
+        if sign_at is not None:
+            sign = tl.load(sign_at + first * L + inside, mask=here, other=0)
+            v = (v.to(tl.float32) * sign.to(tl.float32)).to(v.dtype)
+        if v.dtype == tl.float32:
+            high = v.to(tl.bfloat16)
+            v -= high.to(tl.float32)
+            middle = v.to(tl.bfloat16)
+            sums = tl.dot(h, (v - middle.to(tl.float32)).to(tl.bfloat16), sums)
+            sums = tl.dot(h, middle, sums)
+            sums = tl.dot(h, high, sums)
+        else:
+            sums = tl.dot(h.to(v.dtype), v, sums)
+    return times(sums, tl.load(HL + column[:, None] * PL + column[None, :]), PIECES) * scale
 
 
 @triton.jit
@@ -37,31 +80,62 @@ def spread_kernel(
     DEPTH: tl.constexpr,
     PIECES: tl.constexpr,
 ):
-    """LINES of the p lines of a row of y [rows, P L] = scale x (H_P ⊗ H_L); HP [HP_ROW, HP_ROW] and HL [PL, PL] hold
-    zeros beyond, and DEPTH and LINES divide HP_ROW."""
+    """LINES of the p lines of a row of y [rows, P L] = scale x (H_P ⊗ H_L)."""
     BLOCKS: tl.constexpr = (P + LINES - 1) // LINES
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
     line = (tl.program_id(0) % BLOCKS) * LINES + tl.arange(0, LINES)
-    k = tl.arange(0, DEPTH)
+    t = lines_of(x + row * x_row, None, HP, HL, line, scale, P, L, PL, HP_ROW, DEPTH, PIECES)
     column = tl.arange(0, PL)
-    x_at = x + row * x_row + k[:, None] * L + column[None, :]
-    h_at = HP + line[:, None] * HP_ROW + k[None, :]
-    sums = tl.zeros([LINES, PL], tl.float32)
-    for first in range(0, P, DEPTH):
-        h = tl.load(h_at + first)  # [LINES, DEPTH]
-        v = tl.load(x_at + first * L, mask=(first + k < P)[:, None] & (column < L)[None, :], other=0.0)
-        if v.dtype == tl.float32:
-            high = v.to(tl.bfloat16)
-            v -= high.to(tl.float32)
-            middle = v.to(tl.bfloat16)
-            sums = tl.dot(h, (v - middle.to(tl.float32)).to(tl.bfloat16), sums)
-            sums = tl.dot(h, middle, sums)
-            sums = tl.dot(h, high, sums)
-        else:
-            sums = tl.dot(h.to(v.dtype), v, sums)
-    t = times(sums, tl.load(HL + column[:, None] * PL + column[None, :]), PIECES) * scale  # [LINES, PL]
     y_at = y + row * (P * L) + line[:, None] * L + column[None, :]
     tl.store(y_at, t.to(y.dtype.element_ty), mask=(line < P)[:, None] & (column < L)[None, :])
+
+
+@triton.jit
+def spread_codes_kernel(
+    x,
+    signs,
+    codes,
+    step,
+    HP,
+    HL,
+    blocks,
+    wide,
+    scale,
+    P: tl.constexpr,
+    L: tl.constexpr,
+    HP_ROW: tl.constexpr,
+    GROUP: tl.constexpr,
+    LARGEST: tl.constexpr,
+    LINES: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    """What `codes_kernel` of triton.py stores, of LINES lines of a row; GROUP, a power of two, divides L, and L is one.
+
+    x: [rows, P L], `blocks` rows of which are a token."""
+    BLOCKS: tl.constexpr = (P + LINES - 1) // LINES
+    N: tl.constexpr = P * L
+    HELD: tl.constexpr = L // GROUP  # groups of a line
+    row = tl.program_id(0) // BLOCKS
+    part = row % blocks
+    line = (tl.program_id(0) % BLOCKS) * LINES + tl.arange(0, LINES)
+    start = (row - part).to(tl.int64) * N  # of the token
+    kind: tl.constexpr = x.dtype.element_ty
+    t = lines_of(
+        x + start + part * N, signs + part * N, HP, HL, line, scale, P, L, L, HP_ROW, DEPTH, PIECES
+    ).to(kind)  # fmt: skip
+    v = tl.reshape(t.to(tl.float32), (LINES * HELD, GROUP))
+    j = (tl.program_id(0) % BLOCKS) * (LINES * HELD) + tl.arange(0, LINES * HELD)  # group of the row
+    largest = tl.where(part * (P * HELD) + j < wide, 127.0, LARGEST)
+    size, inverse = steps(tl.max(magnitude(v), 1), largest)
+    tl.store(step + row.to(tl.int64) * (P * HELD) + j, size, mask=j < P * HELD)
+    v = tl.minimum(tl.maximum(v * inverse[:, None], -largest[:, None]), largest[:, None])
+    code = (v + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)  # the sum's last byte is v to nearest even
+    even, odd = tl.split(tl.reshape(code, (LINES, L // 2, 2)))  # each is stored side by side
+    half = tl.arange(0, L // 2)
+    at = codes + start + part * (N // 2) + line[:, None] * (L // 2) + half[None, :]
+    tl.store(at, even, mask=(line < P)[:, None])
+    tl.store(at + blocks * (N // 2), odd, mask=(line < P)[:, None])
 
 
 def hadamard(x: Tensor, scale: float, c: dict[str, int]) -> Tensor:
@@ -75,6 +149,23 @@ def hadamard(x: Tensor, scale: float, c: dict[str, int]) -> Tensor:
         num_stages=c["num_stages"],
     )  # fmt: skip
     return y
+
+
+def hadamard_codes(
+    x: Tensor, signs: Tensor, block: int, bits: int, group: int, wide: int, c: dict[str, int]
+) -> tuple[Tensor, Tensor]:
+    """int8 codes [tokens, in] and steps [tokens, in / group] of x [tokens, in]; `codes_fit` must be true."""
+    (tokens, columns), s, device = x.shape, spread_plan(block), x.device
+    codes = torch.empty(tokens, columns, dtype=torch.int8, device=device)
+    step = torch.empty(tokens, columns // group, dtype=torch.float32, device=device)
+    blocks, padded = columns // block, triton.cdiv(s.p, 128) * 128
+    spread_codes_kernel[(tokens * blocks * triton.cdiv(s.p, c["lines"]),)](
+        x.contiguous(), signs, codes, step, factor(s.p, padded, device), factor(s.l, s.pl, device), blocks, wide,
+        block**-0.5, P=s.p, L=s.l, HP_ROW=padded, GROUP=group, LARGEST=127.0 if bits == 8 else 7.0,
+        LINES=c["lines"], DEPTH=c["depth"], PIECES=pieces(x.dtype), num_warps=c["num_warps"],
+        num_stages=c["num_stages"],
+    )  # fmt: skip
+    return codes, step
 
 
 def few(rows: int, n: int) -> bool:
@@ -110,7 +201,24 @@ def candidates(rows: int, n: int, dtype: torch.dtype, whole: bool) -> list[dict[
 def shipped() -> list[Compilation]:
     cases = [(1, n, "bf16") for n in (14336, 28672, 11008, 53248)]
     cases += [(1, 14336, "fp16"), (1, 28672, "fp32"), (2048, 28672, "bf16"), (2048, 65536, "fp32")]
-    return [_compilation(*each) for each in cases]
+    codes = [(1, 14336, "bf16", 128), (1, 28672, "bf16", 64), (2048, 28672, "bf16", 128)]
+    return [_compilation(*each) for each in cases] + [_codes_compilation(*each) for each in codes]
+
+
+def _codes_compilation(rows: int, n: int, dtype: str, group: int) -> Compilation:
+    assert codes_fit(n, group)
+    plain = _compilation(rows, n, dtype)
+    arguments = {"x": f"*{dtype}", "signs": "*i8", "codes": "*i8", "step": "*fp32", "HP": "*bf16", "HL": "*bf16"}
+    constants = {name: value for name, value in plain.constants.items() if name != "PL"}
+    return Compilation(
+        f"{plain.name} to codes g{group}",
+        spread_codes_kernel,
+        arguments | {"blocks": "i32", "wide": "i32", "scale": "fp32"},
+        constants | {"GROUP": group, "LARGEST": 7.0},
+        num_warps=plain.num_warps,
+        num_stages=plain.num_stages,
+        expects=plain.expects,
+    )
 
 
 def _compilation(rows: int, n: int, dtype: str) -> Compilation:

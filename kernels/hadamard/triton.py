@@ -12,7 +12,7 @@ from torch import Tensor  # noqa: E402
 from kernels.capability import has_shared  # noqa: E402
 from kernels.hadamard import spread  # noqa: E402
 from kernels.hadamard.factors import factor, pieces, times  # noqa: E402
-from kernels.hadamard.plan import LARGEST_TILE, Plan, plan, shared_of  # noqa: E402
+from kernels.hadamard.plan import LARGEST_TILE, Plan, codes_fit, plan, shared_of, whole_codes_fit  # noqa: E402
 from kernels.tuning import Compilation, configuration  # noqa: E402
 from kernels.w8a8_matmul.triton import magnitude, steps  # noqa: E402
 
@@ -147,6 +147,12 @@ def hadamard_codes(
     """int8 codes [tokens, in] and steps [tokens, in / group] of x [tokens, in]; `takes` must be true."""
     tokens, columns = x.shape
     rows, blocks, p, device = tokens * (columns // block), columns // block, plan(block), x.device
+    whole = whole_codes_fit(block, group, columns) and fits(block, device)
+    if rows and codes_fit(block, group) and (not whole or spread.few(rows, block)):
+        wanted = spread.heuristic(rows, block, x.dtype)
+        c = configuration("hadamard", spread.key(rows, block, x.dtype), wanted)
+        if c["lines"] or not whole:
+            return spread.hadamard_codes(x, signs, block, bits, group, wide, c if c["lines"] else wanted)
     codes = torch.empty(tokens, columns, dtype=torch.int8, device=device)
     step = torch.empty(tokens, columns // (group or columns), dtype=torch.float32, device=device)
     if rows:

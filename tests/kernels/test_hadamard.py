@@ -8,7 +8,7 @@ from kernels.hadamard import hadamard, hadamard_matrix
 from kernels.hadamard.cases import checks, exact
 from kernels.hadamard.codes import hadamard_codes
 from kernels.hadamard.matrix import base, near
-from kernels.hadamard.plan import LARGEST_TILE, TALLEST, plan, spread_plan
+from kernels.hadamard.plan import LARGEST_TILE, TALLEST, codes_fit, plan, spread_plan, whole_codes_fit
 from kernels.int_matmul import pack
 from kernels.registry import recording
 from kernels.w4a8_matmul import w4a8_matmul
@@ -67,6 +67,12 @@ def test_rows_are_shared_by_two_factors(n):
     y = (factors[0] @ x.view(2, s.p, s.l) @ factors[1]).view(2, n) * n**-0.5
     assert torch.allclose(y, hadamard(x, impl="reference"), atol=1e-10)
     assert spread_plan(262144) is None and spread_plan(92) is None
+
+
+def test_groups_of_codes_lie_in_one_program():
+    assert codes_fit(14336, 128) and codes_fit(28672, 64) and codes_fit(11008, 32)
+    assert not any(codes_fit(*each) for each in ((14336, 256), (14336, None), (11008, 64), (688, 2), (14336, 96)))
+    assert whole_codes_fit(4096, 64, 8192) and whole_codes_fit(576, None, 576) and not whole_codes_fit(576, None, 1152)
 
 
 @pytest.mark.parametrize("check", checks(torch.device("cpu")), ids=lambda c: c.name)
