@@ -36,7 +36,7 @@ class Descriptor:
     """What TMA reads of a tensor [rows, columns]: boxes, with 0 outside of it."""
 
     def __init__(self, data, box):
-        self.data, self.box, self.layout = data, box, None
+        self.data, self.box, self.layout, self.dtype = data, box, None, data.dtype
         self.block_type = SimpleNamespace(nbytes=box[0] * box[1] * data.element_size())
 
     def read(self, row, column):
@@ -50,7 +50,7 @@ class Shared:
     """A view of shared memory, by a function that gives it when it is read."""
 
     def __init__(self, view):
-        self.view = view
+        self.view, self.dtype = view, view().dtype
 
     def index(self, i):
         return Shared(lambda: self.view()[int(i)])
@@ -60,6 +60,25 @@ class Shared:
 
     def load(self, layout):
         return self.view().clone()
+
+
+class Constant:
+    """gl.constexpr: of modules a value, of functions an annotation."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __index__(self):
+        return self.value
+
+    def __mul__(self, other):
+        return self.value * other
+
+    def __rmul__(self, other):
+        return other * self.value
+
+    def __rfloordiv__(self, other):
+        return other // self.value
 
 
 class Barrier:
@@ -197,26 +216,26 @@ def asm(program, constraints, args, dtype, pure, pack):
     """PTX of 32-bit registers, two 16-bit elements of the result in each."""
     args = torch.broadcast_tensors(*(torch.as_tensor(a) for a in args))
     low, high = (
-        [a.reshape(-1, 2)[:, i].view(torch.int16).long() if a.dtype == torch.bfloat16 else a.reshape(-1, 2)[:, i].long()
+        [a.reshape(-1, 2)[:, i].view(torch.int16).long() if a.is_floating_point() else a.reshape(-1, 2)[:, i].long()
          for a in args] for i in (0, 1)
     )  # fmt: skip
     registers, number = {}, 1
     for a, first, second in zip(args, low, high, strict=True):
-        if a.dtype == torch.bfloat16:
+        if a.is_floating_point():
             registers[f"${number}"] = (first & 0xFFFF) | ((second & 0xFFFF) << 16)
             number += 1
         else:
             registers[f"${number}"], registers[f"${number + 1}"] = first & 0xFFFFFFFF, second & 0xFFFFFFFF
             number += 2
     assert number == constraints.count("r"), "as many registers as constraints"
-    for line in str(program).replace("{", "").replace("}", "").split(";"):
+    for line in program.value.replace("{", "").replace("}", "").split(";"):
         mnemonic, _, operands = line.strip().partition(" ")
         if mnemonic and not mnemonic.startswith(".reg"):
             target, *sources = (operand.strip() for operand in operands.split(","))
             values = [registers[s] if s in registers else torch.tensor(int(s, 0)) for s in sources]
             registers[target] = STEPS[mnemonic](*values)
     result = registers["$0"]
-    return of_bits(torch.stack([result, result >> 16], -1)).reshape(args[0].shape)
+    return of_bits(torch.stack([result, result >> 16], -1), dtype).reshape(args[0].shape)
 
 
 def permuted(a, b, selector):
@@ -224,29 +243,32 @@ def permuted(a, b, selector):
     return sum(((joined >> (8 * ((selector >> (4 * i)) & 7))) & 255) << (8 * i) for i in range(4))
 
 
-def in_pairs(operation):
+def in_pairs(operation, dtype):
     def run(a, b):
         halves = []
         for shift in (0, 16):
-            x, y = (of_bits(v >> shift).float() for v in (a, b))
-            halves.append(operation(x, y).bfloat16().view(torch.int16).long() & 0xFFFF)
+            x, y = (of_bits(v >> shift, dtype).float() for v in (a, b))
+            halves.append(operation(x, y).to(dtype).view(torch.int16).long() & 0xFFFF)
         return halves[0] | (halves[1] << 16)
 
     return run
 
 
-def of_bits(v):
-    """The low 16 bits as bfloat16."""
+def of_bits(v, dtype):
+    """The low 16 bits as floats of 16 bits."""
     half = v & 0xFFFF
-    return (half - ((half & 0x8000) << 1)).to(torch.int16).view(torch.bfloat16)
+    return (half - ((half & 0x8000) << 1)).to(torch.int16).view(dtype)
 
 
 STEPS = {
     "shr.u32": lambda a, n: (a & 0xFFFFFFFF) >> n,
     "prmt.b32": permuted,
     "lop3.b32": lambda a, b, c, table: {0xEA: (a & b) | c}[int(table)],
-    "sub.rn.bf16x2": in_pairs(lambda x, y: x - y),
-    "mul.rn.bf16x2": in_pairs(lambda x, y: x * y),
+    **{
+        f"{name}.rn.{kind}x2": in_pairs(operation, dtype)
+        for name, operation in (("sub", torch.sub), ("mul", torch.mul))
+        for kind, dtype in (("bf16", torch.bfloat16), ("f16", torch.float16))
+    },
 }
 
 
@@ -266,7 +288,7 @@ def store(pointer, value, mask):
 
 def gluon_on(machine):
     """The modules that stand for Gluon's."""
-    poison = {torch.bfloat16: float("nan"), torch.int32: -1}
+    poison = {torch.bfloat16: float("nan"), torch.float16: float("nan"), torch.int32: -1}
 
     def allocate(dtype, shape, layout):
         if dtype == torch.int64:
@@ -279,7 +301,7 @@ def gluon_on(machine):
 
     gl = ModuleType("triton.experimental.gluon.language")
     gl.__dict__.update(
-        constexpr=lambda value: value, bfloat16=torch.bfloat16, float32=torch.float32, int32=torch.int32,
+        constexpr=Constant, bfloat16=torch.bfloat16, float16=torch.float16, float32=torch.float32, int32=torch.int32,
         int64=torch.int64, program_id=lambda axis: torch.tensor(machine.place[axis], dtype=torch.int32),
         arange=lambda start, end, layout: torch.arange(start, end, dtype=torch.int32),
         expand_dims=lambda t, dim: t.unsqueeze(dim), convert_layout=lambda t, *_, **__: t,

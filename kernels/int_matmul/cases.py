@@ -88,8 +88,9 @@ def _overlapped(device: torch.device) -> list[Check]:
     ):  # fmt: skip
         w, W = _weight(generator, out, columns, 4, group_size, symmetric, device)
         if plan := overlapped(w, tokens):
-            x = torch.randn(tokens, columns, generator=generator).to(device, BF16)
-            found.append(_check(f"overlapped, g{group_size}, {tokens} x {out} x {columns}", x, w, W, plan))
+            for dtype in (BF16, FP16) if tokens < 256 else (BF16,):
+                x = torch.randn(tokens, columns, generator=generator).to(device, dtype)
+                found.append(_check(f"overlapped, g{group_size}, {tokens} x {out} x {columns}", x, w, W, plan))
     return found
 
 
@@ -195,7 +196,7 @@ def _gpu(
         name: lambda i: F.linear(x, dense[i]),
     }
     expected = {"triton": times(x, lambda: dequantize(small[0])), name: times(x, lambda: dense[0])}
-    if bits == 4 and dtype == BF16 and (plan := overlapped(small[0], tokens)) and tokens > 16:
+    if bits == 4 and dtype != FP32 and tokens > 16 and (plan := overlapped(small[0], tokens)):
         contestants["overlapped"] = _by(plan, lambda i: int_matmul(x, small[i], impl="triton"), small[0], tokens)
         expected["overlapped"] = expected["triton"]
     if bits == 4 and dtype == BF16 and device.type == "cuda":

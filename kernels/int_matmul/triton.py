@@ -82,13 +82,14 @@ def shipped() -> list[Compilation]:
     ):
         name = _name("dequantise ", bits, 128, symmetric, dtype)
         compilations.append(launch.dequantise_compilation(name, _meta(bits, 128, symmetric, 14336), dtype))
-    for out, group_size, symmetric, tokens in (
-        (14336, 128, True, 64), (14336, 128, True, 128), (14336, 128, True, 256), (14336, 64, False, 256),
-        (14336, 4096, True, 32), (4096, 128, True, 64), (4096, 128, False, 256),
+    for out, group_size, symmetric, dtype, tokens in (
+        (14336, 128, True, BF16, 64), (14336, 128, True, BF16, 128), (14336, 128, True, BF16, 256),
+        (14336, 64, False, BF16, 256), (14336, 4096, True, BF16, 32), (4096, 128, True, BF16, 64),
+        (4096, 128, False, BF16, 256), (14336, 128, False, FP16, 256), (14336, 4096, True, FP16, 64),
     ):  # fmt: skip
         w = _meta(4, group_size, symmetric, out)
-        name = f"{_name('overlapped ', 4, group_size, symmetric, BF16)} n{out} m{tokens}"
-        compilations.append(hopper.compilation(name, w, hopper.plans(w, tokens)[0]))
+        name = f"{_name('overlapped ', 4, group_size, symmetric, dtype)} n{out} m{tokens}"
+        compilations.append(hopper.compilation(name, w, hopper.plans(w, tokens)[0], dtype))
     for bits, group_size, symmetric, tokens in (
         (4, 128, True, 8), (4, 128, True, 512), (4, 128, False, 4096), (3, 128, True, 8),
     ):  # fmt: skip

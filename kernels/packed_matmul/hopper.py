@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.capability import gpu
-from kernels.packed_matmul.weight import MAGIC, Weight
+from kernels.packed_matmul.weight import MAGIC, TYPES, Weight
 from kernels.tuning import Compilation
 
 TOKENS, ROWS, COLUMNS, WARPS, UNROLLED = (32, 64, 128, 256), 128, 64, 8, 4
@@ -15,16 +15,17 @@ MULTIPROCESSORS = 132  # of an H200
 
 
 def takes(w: Weight) -> bool:
-    """Can the kernel read this weight, on this GPU? It has wgmma, which only compute capability 9.0 has; activations
-    must be bfloat16."""
+    """Can the kernel read this weight, on this GPU? It has wgmma, which only compute capability 9.0 has."""
     device = w.codes.device
     here = device.type == "cuda" and gpu(device.index or 0).capability == (9, 0)
-    return here and fits(w) and find_spec("triton.experimental.gluon") is not None
+    return here and fits(w, torch.float16) and find_spec("triton.experimental.gluon") is not None
 
 
-def fits(w: Weight) -> bool:
-    """Symmetric or not, 4 bits, with scales in bfloat16 for groups of whole tiles or for rows."""
-    scaled = w.table is None and w.scale is not None and w.scale.dtype == torch.bfloat16
+def fits(w: Weight, dtype: torch.dtype) -> bool:
+    """Does it multiply activations of this dtype by this weight: symmetric or not, 4 bits, with scales that the dtype
+    holds (float16: those of bfloat16 too, to 6e-8) for groups of whole tiles or for rows?"""
+    held = {torch.bfloat16: (torch.bfloat16,), torch.float16: (torch.float16, torch.bfloat16)}.get(dtype, ())
+    scaled = w.table is None and w.scale is not None and w.scale.dtype in held
     whole = w.group_size % COLUMNS == 0 or w.group_size == w.shape[1]
     return scaled and w.bits == 4 and whole and w.shape[1] % 32 == 0  # TMA reads rows whose bytes 16 divides
 
@@ -59,7 +60,7 @@ def _plan(block_m: int, splits: int) -> dict:
 def matmul(x: Tensor, w: Weight, plan: dict) -> tuple[Tensor, int]:
     """Sums of the splits, float32 [splits, tokens, out], or with one split y [tokens, out] itself; and their number.
 
-    x: bfloat16 [tokens, in], rows contiguous; w: `fits`, its codes from an address that 16 divides.
+    x: bfloat16 or float16 [tokens, in], rows contiguous; w: `fits`, its codes from an address that 16 divides.
     """
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -77,7 +78,7 @@ def matmul(x: Tensor, w: Weight, plan: dict) -> tuple[Tensor, int]:
         TensorDescriptor.from_tensor(x, [plan["block_m"], COLUMNS], of_x),
         TensorDescriptor.from_tensor(words, [ROWS, COLUMNS // 8], of_codes),
         w.scale, w.zero, y, tokens, out, columns, columns // w.group_size,
-        0 if w.zero is None else w.zero.shape[1], per_split, MAGIC[torch.bfloat16], **_constants(w, plan),
+        0 if w.zero is None else w.zero.shape[1], per_split, MAGIC[x.dtype], **_constants(w, plan),
         num_warps=WARPS,
     )  # fmt: skip
     return y, splits
@@ -107,17 +108,18 @@ def _constants(w: Weight, plan: dict) -> dict:
     }  # fmt: skip
 
 
-def compilation(name: str, w: Weight, plan: dict) -> Compilation:
-    """What a plan launches for a weight on the meta device."""
+def compilation(name: str, w: Weight, plan: dict, dtype: torch.dtype) -> Compilation:
+    """What a plan launches for activations of `dtype` with a weight on the meta device."""
     from kernels.packed_matmul.overlapped import overlapped
 
     of_x, of_codes = layouts()
     integers = ("M", "N", "K", "groups", "zero_bytes", "iterations", "magic")
+    kind = TYPES[dtype].removeprefix("*")
     arguments = {
-        "x": f"tensordesc<bf16[{plan['block_m']}, {COLUMNS}],{of_x!r}>",
+        "x": f"tensordesc<{kind}[{plan['block_m']}, {COLUMNS}],{of_x!r}>",
         "codes": f"tensordesc<i32[{ROWS}, {COLUMNS // 8}],{of_codes!r}>",
-        "scale": "*bf16",
-        "y": "*bf16" if plan["splits"] == 1 else "*fp32",
+        "scale": TYPES[w.scale.dtype],
+        "y": TYPES[dtype if plan["splits"] == 1 else torch.float32],
         **({} if w.zero is None else {"zero": "*u8"}),
         **dict.fromkeys(integers, "i32"),
     }

@@ -158,9 +158,9 @@ def matmul(x: Tensor, w: Weight, op: str, key: str) -> Tensor:
     w = w._replace(codes=aligned(w.codes), table=table, scale=scale, zero=zero)
     if plan["kind"] == "dequantise":
         return slab_by_slab(x, w)
-    if plan["kind"] == "overlapped" and x.dtype == torch.bfloat16:
+    if plan["kind"] == "overlapped" and hopper.fits(w, x.dtype):
         return summed(*hopper.matmul(x, w, plan), x)
-    if plan["kind"] == "overlapped":  # the key that was tuned does not name the dtype
+    if plan["kind"] == "overlapped":  # the key that was tuned does not name dtypes
         plan = _large(128, min(128, plan["block_m"]), 8, 3, 1)
     return (_small_batch if plan["kind"] == "small_batch" else _large_batch)(x, w, plan)
 

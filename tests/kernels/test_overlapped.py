@@ -20,6 +20,7 @@ from kernels.int_matmul import pack
 from kernels.packed_matmul import hopper, launch
 from kernels.packed_matmul.weight import Weight
 
+BF16, FP16 = torch.bfloat16, torch.float16
 KERNEL = Path(hopper.__file__).with_name("overlapped.py")
 
 
@@ -65,32 +66,33 @@ def carried(argument):
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(
-    "tokens, out, columns, group_size, symmetric, splits",
+    "tokens, out, columns, group_size, symmetric, splits, dtype",
     [
-        (20, 130, 640, 128, True, 1),
-        (70, 100, 576, 64, False, 1),
-        (33, 200, 1152, 1152, False, 2),
-        (5, 128, 320, 320, True, 1),
-        (300, 64, 256, 128, False, 1),
-        (40, 129, 2112, 192, True, 3),
+        (20, 130, 640, 128, True, 1, BF16),
+        (70, 100, 576, 64, False, 1, BF16),
+        (33, 200, 1152, 1152, False, 2, BF16),
+        (5, 128, 320, 320, True, 1, FP16),
+        (300, 64, 256, 128, False, 1, FP16),
+        (40, 129, 2112, 192, True, 3, BF16),
     ],
 )
-def test_agrees_with_float64(monkeypatch, tokens, out, columns, group_size, symmetric, splits, late):
+def test_agrees_with_float64(monkeypatch, tokens, out, columns, group_size, symmetric, splits, dtype, late):
     torch.manual_seed(0)
     w, W = weight(out, columns, group_size, symmetric)
-    x = torch.randn(tokens, columns).bfloat16()
-    assert hopper.fits(w)
+    x = torch.randn(tokens, columns).to(dtype)
+    assert hopper.fits(w, dtype)
     plan = {**hopper.plans(w, tokens)[0], "splits": splits}
     y = product(monkeypatch, x, w, plan, late)
-    assert y.shape == (tokens, out) and relative_rms(y, x.double() @ W.t()) < 4e-3
+    assert y.shape == (tokens, out) and relative_rms(y, x.double() @ W.t()) < (4e-3 if dtype == BF16 else 5e-4)
 
 
-def test_weights_are_those_of_the_reference(monkeypatch):
-    """Rounded once to bfloat16, as where W is dequantised for cuBLAS: one column of x picks one of W."""
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_weights_are_those_of_the_reference(monkeypatch, dtype):
+    """Rounded once, as where W is dequantised for cuBLAS: one column of x picks one of W."""
     w, W = weight(128, 256, 64, False)
-    x = torch.eye(256).bfloat16()[:32]
+    x = torch.eye(256).to(dtype)[:32]
     y = product(monkeypatch, x, w, hopper.plans(w, 32)[0])
-    assert torch.equal(y, W.t()[:32].bfloat16())
+    assert torch.equal(y, W.t()[:32].to(dtype))
 
 
 @pytest.mark.parametrize(
@@ -130,9 +132,11 @@ def test_a_tile_that_is_not_waited_for_is_found(monkeypatch):
 
 def test_what_it_takes_and_when_it_is_tried():
     w, _ = weight(64, 256, 128, True)
-    assert hopper.fits(w) and not hopper.takes(w), "on a CPU"
-    assert not hopper.fits(w._replace(bits=3)) and not hopper.fits(w._replace(group_size=32))
-    assert not hopper.fits(w._replace(scale=w.scale.float())) and not hopper.fits(w._replace(table=torch.zeros(16)))
+    assert hopper.fits(w, BF16) and hopper.fits(w, FP16) and not hopper.takes(w), "on a CPU"
+    for other in ({"bits": 3}, {"group_size": 32}, {"scale": w.scale.float()}, {"table": torch.zeros(16)}):
+        assert not hopper.fits(w._replace(**other), BF16)
+    assert hopper.fits(w._replace(scale=w.scale.half()), FP16) and not hopper.fits(w, torch.float32)
+    assert not hopper.fits(w._replace(scale=w.scale.half()), BF16), "whose scales it would round"
     for out, tokens in itertools.product((1024, 4096, 14336), (17, 64, 256, 2048)):
         codes = torch.empty(out, 2048, dtype=torch.uint8, device="meta")
         large = Weight(codes, None, None, None, 4, 128, (out, 4096))
