@@ -4,9 +4,9 @@ other.
 Triton's interpreter does not know Gluon. Here the kernel's source runs as plain Python, with modules in place of
 Gluon's: a tensor is a torch tensor, a partition of `warp_specialize` a thread. Nothing is as fast or as slow as may be
 convenient: a product reads its operands when it is waited for and no sooner, a copy lands at once or (`late`) only
-when someone waits for it, and shared memory holds NaN, or codes of 15, before. So a stage that is overwritten too early,
-or read too early, changes the result, and barriers that never complete raise. Layouts mean nothing here: the compiler
-holds them against each other (`assert_trivial`), and machine code shows which register goes where.
+when someone waits for it, and shared memory holds NaN, or codes of 15, before. So a stage that is overwritten too
+early, or read too early, changes the result, and barriers that never complete raise. Layouts mean nothing here: the
+compiler holds them against each other (`assert_trivial`), and machine code shows which register goes where.
 """
 
 import sys

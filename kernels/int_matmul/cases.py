@@ -84,7 +84,8 @@ def _overlapped(device: torch.device) -> list[Check]:
     generator, found = torch.Generator().manual_seed(1), []
     for out, columns, group_size, symmetric, tokens in (
         (14336, 4096, 128, True, 64), (14336, 4096, 128, False, 256), (1000, 4096, 64, True, 600),
-        (4096, 4096, 4096, False, 33), (130, 640, 128, True, 20), (100, 576, 64, False, 70), (4096, 11008, 128, True, 64),
+        (4096, 4096, 4096, False, 33), (130, 640, 128, True, 20), (100, 576, 64, False, 70),
+        (4096, 11008, 128, True, 64),
     ):  # fmt: skip
         w, W = _weight(generator, out, columns, 4, group_size, symmetric, device)
         if plan := overlapped(w, tokens):

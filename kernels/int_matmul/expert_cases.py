@@ -36,7 +36,8 @@ def checks(device: torch.device) -> list[Check]:
             parts.append(pack(codes, scale, zero, bits=bits, group_size=group_size))
         x = torch.randn(sum(counts), columns, generator=generator).to(device, dtype)
         w = stacked(parts)
-        w = w._replace(codes=w.codes.to(device), scale=w.scale.to(device), zero=None if symmetric else w.zero.to(device))
+        zero = None if symmetric else w.zero.to(device)
+        w = w._replace(codes=w.codes.to(device), scale=w.scale.to(device), zero=zero)
         kind = f"W{bits} g{group_size} {'symmetric' if symmetric else 'zero points'}"
         name = f"experts, {kind}, {counts} tokens x {out} x {columns}, {str(dtype).removeprefix('torch.')}"
         found.append(_check(name, x, w, counts))

@@ -10,7 +10,7 @@ from kernels.packed_matmul.weight import MAGIC, TYPES, Weight
 from kernels.tuning import Compilation
 
 TOKENS, ROWS, COLUMNS, WARPS, UNROLLED = (32, 64, 128, 256), 128, 64, 8, 4
-STAGES = {32: 8, 64: 8, 128: 8, 256: 4}  # that shared memory holds, of at most 8; the unrolled loop wants multiples of 4
+STAGES = {32: 8, 64: 8, 128: 8, 256: 4}  # that shared memory holds, of at most 8; a multiple of UNROLLED
 MULTIPROCESSORS = 132  # of an H200
 
 

@@ -1,8 +1,8 @@
 """Products of many tokens with 4-bit weights on Hopper GPUs, whose dequantisation runs under the product before it.
 
 The kernel is in Gluon, Triton's language of explicit layouts and copies. One warp brings tiles of x and of codes into
-shared memory; eight warps turn codes into 16-bit floats in registers, which wgmma takes as its left operand, and go on with
-the next tile while the tensor cores work. `kernels/int_matmul/README.md` has the layout and the cost.
+shared memory; eight warps turn codes into 16-bit floats in registers, which wgmma takes as its left operand, and go on
+with the next tile while the tensor cores work. `kernels/int_matmul/README.md` has the layout and the cost.
 
 Triton's interpreter does not run Gluon: `kernels.harness.emulator` carries it out instead.
 """
@@ -19,8 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 BLOCK_N, BLOCK_K, WARPS = 128, 64, 8  # rows of W and columns of a tile; two warpgroups, with 64 rows each
 UNROLLED = gl.constexpr(4)  # tiles of a turn of the loop, which divides the stages
-# Two columns of a word: bytes $3 of the word and of the word shifted by a nibble; 128 + code (float16: 1024 + code), less
-# $7, times $8.
+# Two columns of a word: bytes $3 of the word and of the word shifted by a nibble; 128 + code (float16: 1024 + code),
+# less $7, times $8.
 PAIR = """{
 .reg .b32 t;
 shr.u32 t, $1, 4;

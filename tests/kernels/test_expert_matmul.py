@@ -12,8 +12,8 @@ from kernels.registry import recording
 def weights(experts=3, out=20, columns=64, group_size=32, symmetric=False):
     groups = columns // group_size
     zero = [None if symmetric else torch.randint(0, 16, (out, groups)) for _ in range(experts)]
-    codes = torch.randint(0, 16, (experts, out, columns))
-    return [pack(c, torch.rand(out, groups), z, bits=4, group_size=group_size) for c, z in zip(codes, zero, strict=True)]
+    codes, grid = torch.randint(0, 16, (experts, out, columns)), {"bits": 4, "group_size": group_size}
+    return [pack(c, torch.rand(out, groups), z, **grid) for c, z in zip(codes, zero, strict=True)]
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
