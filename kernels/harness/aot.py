@@ -57,7 +57,7 @@ def cubin(c: Compilation, capability: int = 90) -> tuple[bytes, int, str]:
     from triton.compiler import ASTSource
 
     if c.kernel.is_gluon():
-        from triton.experimental.gluon._runtime import GluonASTSource as ASTSource  # noqa: N811
+        from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
     names = c.kernel.arg_names
     assert set(names) == set(c.arguments) | set(c.constants), (
         f"{c.name}: {set(names) ^ (set(c.arguments) | set(c.constants))}"

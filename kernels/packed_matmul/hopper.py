@@ -87,7 +87,7 @@ def matmul(x: Tensor, w: Weight, plan: dict) -> tuple[Tensor, int]:
 def split(columns: int, splits: int) -> tuple[int, int]:
     """Tiles of a split, a multiple of the unrolled loop's, and how many splits that makes: the plan's, or fewer."""
     tiles = -(-columns // COLUMNS)
-    per_split = -(-(-(-tiles // splits)) // UNROLLED) * UNROLLED
+    per_split = -(-tiles // (splits * UNROLLED)) * UNROLLED
     return per_split, -(-tiles // per_split)
 
 

@@ -86,10 +86,10 @@ def operand(
     z = gl.expand_dims(gl.expand_dims(gl.expand_dims(z, 1), 2), 3)
     if GROUP > 0:
         s = gl.expand_dims(gl.expand_dims(gl.expand_dims(s.to(DTYPE), 1), 2), 3)
-        SCALED_PAIR: gl.constexpr = SCALED if DTYPE == gl.bfloat16 else SCALED_FP16
+        SCALED_PAIR: gl.constexpr = SCALED if DTYPE == gl.bfloat16 else SCALED_FP16  # noqa: SIM300
         v = gl.inline_asm_elementwise(SCALED_PAIR, "=r,r,r,r,r,r,r,r,r", [w, select, magic, z, s], z.dtype, True, 2)
     else:
-        EXACT_PAIR: gl.constexpr = EXACT if DTYPE == gl.bfloat16 else EXACT_FP16
+        EXACT_PAIR: gl.constexpr = EXACT if DTYPE == gl.bfloat16 else EXACT_FP16  # noqa: SIM300
         v = gl.inline_asm_elementwise(EXACT_PAIR, "=r,r,r,r,r,r,r,r", [w, select, magic, z], z.dtype, True, 2)
     return gl.convert_layout(v.reshape([ROWS, COLUMNS]), A, assert_trivial=True)
 

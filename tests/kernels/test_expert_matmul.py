@@ -32,7 +32,7 @@ def test_each_token_meets_its_own_expert(symmetric):
 
 def test_what_does_not_fit_is_refused():
     w, ends = stacked(weights()), torch.tensor([1, 2, 3], dtype=torch.int32)
-    for x, w, ends, impl, said in (
+    for x, weight, until, impl, said in (
         (torch.randn(3, 60), w, ends, "auto", "in_features"),
         (torch.randn(3, 64), w, ends.long(), "auto", "must be int32"),
         (torch.randn(3, 64), w, ends.repeat(3), "auto", "same number"),
@@ -40,7 +40,7 @@ def test_what_does_not_fit_is_refused():
         (torch.randn(3, 64), w, ends, "cpu", "`impl`"),
     ):
         with pytest.raises(ValueError, match=said):
-            expert_matmul(x, w, ends, impl=impl)
+            expert_matmul(x, weight, until, impl=impl)
 
 
 def test_registered_op_passes_opcheck():
