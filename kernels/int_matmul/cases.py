@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.harness.cases import TOLERANCE, Asked, Check, Contest, Expected, times
-from kernels.int_matmul import Packed, expert_cases, int_matmul, pack, panels_fit, tiles_fit, to_panels, to_tiles
+from kernels.int_matmul import Packed, int_matmul, pack, panels_fit, tiles_fit, to_panels, to_tiles
+from kernels.int_matmul.experts import cases as expert_cases
 from kernels.int_matmul.layout import unpack_bits
 from kernels.int_matmul.reference import dequantize
 from kernels.interpreter import triton_takes
