@@ -50,6 +50,7 @@ class Format(nn.Module):
     shape: tuple[int, int]  # (out, in)
     follows: ClassVar[tuple[str, ...]] = ()  # buffers of floats that are cast with the model
     looks_up: ClassVar[bool] = False  # has it `look_up`, so that it can be a token embedding?
+    keeps: ClassVar[bool] = False  # has it `keep_in`, so that it can be a part of a larger tensor?
     # Is it multiplied by x as it was before it is rounded for the other parts? Such a part in 16 bits stays as it is
     # when a later method of a recipe stores the rest of the weight.
     exact: ClassVar[bool] = False
@@ -67,6 +68,10 @@ class Format(nn.Module):
     def integers(self) -> Packed | Codebook | None:
         """The weight as products of integers read it; None where it is not stored in integers."""
         return None
+
+    def keep_in(self, integers: Packed) -> None:
+        """Keep the same weight in these tensors, which may be views, from now on. Only where `keeps`."""
+        raise NotImplementedError
 
     def matmul_rounded(self, x: Tensor, rounding: Rounding, before: Transform | None = None) -> Tensor:
         """`matmul` of what `rounding` makes of x; integers are multiplied by integers where that is fast.

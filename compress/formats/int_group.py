@@ -36,6 +36,7 @@ class IntGroup(Format):
 
     name: ClassVar[str] = "int_group"
     looks_up: ClassVar[bool] = True
+    keeps: ClassVar[bool] = True
 
     def __init__(self, packed: Packed, scales: NestedScales | None = None) -> None:
         super().__init__()
@@ -78,6 +79,9 @@ class IntGroup(Format):
     @property
     def integers(self) -> Packed:
         return self.packed
+
+    def keep_in(self, integers: Packed) -> None:
+        self._set(integers)
 
     def dequantize(self) -> Tensor:
         return dequantize(self._rows())

@@ -4,6 +4,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from compress.walk import stack
+from kernels.int_matmul import Packed
+from kernels.int_matmul.experts import expert_matmul
+
 
 class SplitExperts(nn.Module):
     """The experts of one layer, each as two nn.Linear; same function as the module that it stands for.
@@ -18,6 +22,7 @@ class SplitExperts(nn.Module):
         self.up_name = _up_name(experts)
         for name in (self.up_name, "down_proj"):
             self.add_module(name, _linears(experts, name))
+        self._stacks = {name: stack.ExpertStack() for name in (self.up_name, "down_proj")}
         self.act_fn = getattr(experts, "act_fn", None)  # some gates bring their own
         self.post_expert_norm = experts.post_expert_norm if experts.has_post_expert_norm else None
         # Bound to this module, so that what it reads (act_fn, limits, ...) is found here.
@@ -28,8 +33,12 @@ class SplitExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states [tokens, hidden], top_k_index and top_k_weights [tokens, k] -> [tokens, hidden]."""
-        y = torch.zeros_like(hidden_states)
         up, down = getattr(self, self.up_name), self.down_proj
+        if stack.pays(hidden_states):
+            weights = [held.packed(getattr(self, name), hidden_states) for name, held in self._stacks.items()]
+            if all(w is not None for w in weights):
+                return self._at_once(hidden_states, top_k_index, top_k_weights, *weights)
+        y = torch.zeros_like(hidden_states)
         reached = [expert for expert in top_k_index.unique().tolist() if expert < self.num_experts]
         between = {}  # all first weights before all second ones: in the order in which they are registered
         for expert in reached:
@@ -43,6 +52,29 @@ class SplitExperts(nn.Module):
                 h = self.post_expert_norm(h)
             y.index_add_(0, token, (h * top_k_weights[token, place, None]).to(y.dtype))
         return y
+
+    def _at_once(
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, up: Packed, down: Packed
+    ) -> Tensor:
+        """`forward` by one product for all experts' first weights and one for their second. The host waits for
+        nothing, and every token's experts are added in their order, so that the same call gives the same bits."""
+        tokens, k = top_k_index.shape
+        expert, order = top_k_index.reshape(-1).sort(stable=True)  # [tokens k]
+        numbers = torch.arange(self.num_experts, device=expert.device)
+        ends = torch.searchsorted(expert, numbers, right=True).int()
+        h = expert_matmul(hidden_states[order // k], up, ends)
+        h = expert_matmul(self.act_fn(h) if self._gate is None else self._gate(self, h), down, ends)
+        if self.post_expert_norm is not None:
+            h = self.post_expert_norm(h)
+        h = (h * top_k_weights.reshape(-1)[order, None]).to(hidden_states.dtype)
+        each = torch.empty_like(h)
+        each[order] = torch.where(expert[:, None] < self.num_experts, h, 0)  # rows of no expert were not computed
+        return each.view(tokens, k, -1).sum(1)
+
+    def _apply(self, fn, recurse=True):
+        for held in self._stacks.values():
+            held.forget()
+        return super()._apply(fn, recurse)
 
 
 def split_experts(model: nn.Module) -> int:

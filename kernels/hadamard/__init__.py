@@ -4,10 +4,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.capability import described, has_shared
+from kernels.capability import described
 from kernels.hadamard import cpu, reference
 from kernels.hadamard.matrix import base, near, paley, sylvester
-from kernels.hadamard.plan import plan, shared_of
+from kernels.hadamard.plan import plan, spread_plan
 from kernels.interpreter import triton_takes
 from kernels.registry import ran
 
@@ -23,8 +23,8 @@ def hadamard(x: Tensor, *, scale: float | None = None, impl: str = "auto") -> Te
         x: [..., n]; float32, bfloat16 or float16 (and float64 for "reference"); any strides; may be empty.
         scale: None for 1/sqrt(n).
         impl: "reference" (butterflies, any device), "cpu" (products with small Kronecker factors), "triton" (CUDA, or
-            the interpreter; n that `plan` fits into one program) or "auto": triton, where it takes x, on CUDA; "cpu" on
-            a CPU; "reference" for the rest.
+            the interpreter; n that `plan` or `spread_plan` takes apart) or "auto": triton, where it takes x, on CUDA;
+            "cpu" on a CPU; "reference" for the rest.
 
     Returns:
         [..., n] in x's dtype; computed in float32 (or as exactly) and rounded once.
@@ -37,7 +37,7 @@ def hadamard(x: Tensor, *, scale: float | None = None, impl: str = "auto") -> Te
     if x.dtype not in DTYPES:
         raise ValueError(f"`x` ({x.dtype}) must be float32, bfloat16, float16 or float64")
     wide = x.dtype == torch.float64
-    triton = triton_takes(x.device) and not wide and plan(n) is not None and has_shared(x.device, shared_of(plan(n)))
+    triton = triton_takes(x.device) and not wide and (plan(n) or spread_plan(n)) is not None
     takes = {"reference": True, "cpu": x.device.type == "cpu" and not wide, "triton": triton}
     if impl != "auto" and impl not in takes:
         raise ValueError(f"`impl` (={impl!r}) must be 'auto', 'reference', 'cpu' or 'triton'")

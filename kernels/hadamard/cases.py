@@ -33,7 +33,11 @@ def checks(device: torch.device) -> list[Check]:
         ("order 76", (1, 76 * 4), torch.float16),
         ("4096", (3, 4096), torch.bfloat16),
         ("three products", (1, 8192), torch.bfloat16),
-        ("28 times 512", (1, 14336), torch.bfloat16),
+        ("several programs a row, 28 times 512", (1, 14336), torch.bfloat16),
+        ("several programs a row, 28672", (2, 28672), torch.float16),
+        ("several programs a row, order 344", (1, 11008), torch.bfloat16),
+        ("several programs a row, float32", (1, 9728), torch.float32),
+        ("several programs a row, order 344, blocks of 64 lines", (16, 688), torch.bfloat16),
         ("no rows", (0, 64), torch.bfloat16),
     )
     found = []
@@ -53,6 +57,9 @@ def checks(device: torch.device) -> list[Check]:
         ((3, 1024), torch.float32, 256, 64, 2),
         ((67, 128), torch.bfloat16, 64, 64, 1),
         ((2, 14336), torch.bfloat16, 14336, 64, 20),
+        ((13, 5504), torch.bfloat16, 5504, 16, 0),
+        ((1, 11008), torch.float32, 11008, 32, 3),
+        ((1, 28672), torch.float16, 14336, 128, 113),
         ((0, 64), torch.bfloat16, 64, None, 0),
     ):
         found.append(_codes(generator, device, shape, dtype, block, group, wide))
@@ -100,6 +107,8 @@ def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]
             (16, 4096, bfloat16),
             (4096, 4096, float32),
         ]
+        cases += [(rows, n, bfloat16) for n in (14336, 28672) for rows in (1, 16)]  # several programs a row
+        cases += [(2048, n, bfloat16) for n in (11008, 53248)]
     else:
         cases = [(1, 4096, float32), (256, 4096, float32), (2048, 576, float32), (2048, 1536, bfloat16)]
     for rows, n, dtype in cases:
@@ -150,9 +159,11 @@ def _contest(device: torch.device, rows: int, n: int, dtype: torch.dtype, toy: b
         contestants["fast_hadamard_transform"] = lambda i: hadamard_transform(xs[i], n**-0.5)
     tune_key, candidates = None, []
     if ours == "triton":
-        from kernels.hadamard import triton
+        from kernels.hadamard import spread, triton
 
-        tune_key, candidates = triton.key(n, dtype), triton.candidates(n)
+        tune_key, candidates = triton.tuned(rows, n, dtype, device)
+        if spread.few(rows, n) and triton.fits(n, device):
+            contestants["one program a row"] = lambda i: triton.in_whole_rows(xs[i], n**-0.5)
     on_gpu = device.type == "cuda" and not toy
     return Contest(
         op="hadamard",

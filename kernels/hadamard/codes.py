@@ -5,7 +5,7 @@ from torch import Tensor
 
 from kernels.capability import described, has_shared
 from kernels.hadamard import hadamard
-from kernels.hadamard.plan import plan, shared_of
+from kernels.hadamard.plan import codes_fit, plan, shared_of, whole_codes_fit
 from kernels.interpreter import triton_takes
 from kernels.registry import ran
 from kernels.w4a8_matmul.codes import even_first
@@ -71,15 +71,9 @@ def rotates_into_codes(x: Tensor, block: int, group: int | None) -> bool:
 
 
 def takes(x: Tensor, block: int, group: int | None) -> bool:
-    """Does the Triton kernel take these? A program holds whole groups: of a row that it transforms, where the last
-    factor of the matrix is not padded, or the row itself."""
-    p = plan(block)
-    if p is None or p.c % 2 or not has_shared(x.device, shared_of(p)):
-        return False
-    if group is None or group == block:
-        return block == (x.shape[-1] if group is None else group)
-    power = group & (group - 1) == 0
-    return power and p.c == p.pc and (p.c % group == 0 or group % p.c == 0 and p.b % (group // p.c) == 0)
+    """Do the Triton kernels take these?"""
+    whole = whole_codes_fit(block, group, x.shape[-1]) and has_shared(x.device, shared_of(plan(block)))
+    return whole or codes_fit(block, group)
 
 
 @torch.library.custom_op("workbench::hadamard_codes", mutates_args=())

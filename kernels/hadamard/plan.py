@@ -1,4 +1,4 @@
-"""How the Triton kernel takes a size apart: n = a b c, one small product along each."""
+"""How the Triton kernels take a size apart: n = a b c, one small product along each, or n = p l, two products."""
 
 from functools import cache
 from typing import NamedTuple
@@ -6,6 +6,7 @@ from typing import NamedTuple
 from kernels.hadamard.matrix import base
 
 LARGEST_TILE = 32768  # elements of a row with its padding: 128 KiB of registers
+TALLEST = 1024  # order of the first factor of two: its product takes 2 p operations an element
 NARROWEST, WIDEST = 16, 128  # a product on tensor cores is no narrower; a wider one is no fast transform
 
 
@@ -36,6 +37,43 @@ def plan(n: int) -> Plan | None:
         a, (b, c) = m, (1 << width for width in widths)
     found = Plan(a, b, c, _padded(a) if a > 1 else 1, _padded(c))
     return found if max(a, b, c) <= WIDEST and found.pa * b * found.pc <= LARGEST_TILE else None
+
+
+class Spread(NamedTuple):
+    """H = H_p ⊗ H_l, of which each program of a row computes some of the p lines; `pl`: power of two that l is padded
+    to."""
+
+    p: int
+    l: int  # noqa: E741
+    pl: int
+
+
+@cache
+def spread_plan(n: int) -> Spread | None:
+    """None where n has no matrix, or where its first factor is too large for a product with the whole of it."""
+    m = base(n)
+    if m is None:
+        return None
+    last = min(WIDEST, n // m)
+    return Spread(n // last, last, _padded(last)) if n // last <= TALLEST else None
+
+
+def codes_fit(n: int, group: int | None) -> bool:
+    """Can programs that share a row round it in such groups? Each has whole lines, and so must a group be whole."""
+    s = spread_plan(n)
+    return s is not None and group is not None and s.l == s.pl and group & (group - 1) == 0 and s.l % group == 0
+
+
+def whole_codes_fit(n: int, group: int | None, columns: int) -> bool:
+    """Can a program that has whole rows do so? A group (None: all `columns` of a token) is the row itself, or whole in
+    a row whose last factor is not padded."""
+    p = plan(n)
+    if p is None or p.c % 2:
+        return False
+    if group is None or group == n:
+        return n == (columns if group is None else group)
+    power = group & (group - 1) == 0
+    return power and p.c == p.pc and (p.c % group == 0 or group % p.c == 0 and p.b % (group // p.c) == 0)
 
 
 def shared_of(plan: Plan) -> int:

@@ -4,31 +4,17 @@ from kernels.interpreter import prepare
 
 prepare()
 
-from functools import cache  # noqa: E402
-
-import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from kernels.hadamard.matrix import base, paley, sylvester  # noqa: E402
-from kernels.hadamard.plan import LARGEST_TILE, Plan, plan  # noqa: E402
+from kernels.capability import has_shared  # noqa: E402
+from kernels.hadamard import spread  # noqa: E402
+from kernels.hadamard.factors import factor, pieces, times  # noqa: E402
+from kernels.hadamard.plan import LARGEST_TILE, Plan, codes_fit, plan, shared_of, whole_codes_fit  # noqa: E402
 from kernels.tuning import Compilation, configuration  # noqa: E402
 from kernels.w8a8_matmul.triton import magnitude, steps  # noqa: E402
-
-
-@triton.jit
-def times(t, H, PIECES: tl.constexpr):
-    """float32 t [M, K] times H [K, N] of ±1: t as a sum of 2 (16 bits of it) or 3 (all 24) bfloat16 matrices."""
-    high = t.to(tl.bfloat16)
-    t -= high.to(tl.float32)
-    middle = t.to(tl.bfloat16)
-    y = tl.dot(middle, H)
-    if PIECES == 3:
-        low = (t - middle.to(tl.float32)).to(tl.bfloat16)
-        y = tl.dot(low, H, y)
-    return tl.dot(high, H, y)
 
 
 @triton.jit
@@ -161,12 +147,18 @@ def hadamard_codes(
     """int8 codes [tokens, in] and steps [tokens, in / group] of x [tokens, in]; `takes` must be true."""
     tokens, columns = x.shape
     rows, blocks, p, device = tokens * (columns // block), columns // block, plan(block), x.device
+    whole = whole_codes_fit(block, group, columns) and fits(block, device)
+    if rows and codes_fit(block, group) and (not whole or spread.few(rows, block)):
+        wanted = spread.heuristic(rows, block, x.dtype)
+        c = configuration("hadamard", spread.key(rows, block, x.dtype), wanted)
+        if c["lines"] or not whole:
+            return spread.hadamard_codes(x, signs, block, bits, group, wide, c if c["lines"] else wanted)
     codes = torch.empty(tokens, columns, dtype=torch.int8, device=device)
     step = torch.empty(tokens, columns // (group or columns), dtype=torch.float32, device=device)
     if rows:
         chosen = dict(configuration("hadamard", key(block, x.dtype), heuristic(p)))
         warps = chosen.pop("num_warps")
-        factors = (_factor(p.a, p.pa, device), _factor(p.b, p.b, device), _factor(p.c, p.pc, device))
+        factors = (factor(p.a, p.pa, device), factor(p.b, p.b, device), factor(p.c, p.pc, device))
         codes_kernel[(triton.cdiv(rows, chosen["R"]),)](
             x.contiguous(), signs, codes, step, *factors, rows, blocks, wide, block**-0.5, A=p.a, B=p.b, C=p.c,
             PA=p.pa, PC=p.pc, GROUP=0 if group in (None, block) else group, LARGEST=127.0 if bits == 8 else 7.0,
@@ -176,40 +168,50 @@ def hadamard_codes(
 
 
 def hadamard(x: Tensor, scale: float) -> Tensor:
-    """y [rows, n]; `plan(n)` must not be None."""
+    """y [rows, n]; `plan(n)` or `spread_plan(n)` must not be None."""
     rows, n = x.shape
-    y = torch.empty(rows, n, dtype=x.dtype, device=x.device)
-    if rows:
-        x = x if x.stride(-1) == 1 else x.contiguous()
-        p, device = plan(n), x.device
-        chosen = dict(configuration("hadamard", key(n, x.dtype), heuristic(p)))
-        warps = chosen.pop("num_warps")
-        factors = (_factor(p.a, p.pa, device), _factor(p.b, p.b, device), _factor(p.c, p.pc, device))
-        hadamard_kernel[(triton.cdiv(rows, chosen["R"]),)](
-            x,
-            y,
-            *factors,
-            rows,
-            x.stride(0),
-            scale,
-            A=p.a,
-            B=p.b,
-            C=p.c,
-            PA=p.pa,
-            PC=p.pc,
-            PIECES=pieces(x.dtype),
-            **chosen,
-            num_warps=warps,
-        )
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    if not rows:
+        return torch.empty(rows, n, dtype=x.dtype, device=x.device)
+    whole = fits(n, x.device)
+    if not whole or spread.few(rows, n):
+        wanted = spread.heuristic(rows, n, x.dtype)
+        c = configuration("hadamard", spread.key(rows, n, x.dtype), wanted)
+        if c["lines"] or not whole:
+            return spread.hadamard(x, scale, c if c["lines"] else wanted)
+    return in_whole_rows(x, scale)
+
+
+def tuned(rows: int, n: int, dtype: torch.dtype, device: torch.device) -> tuple[str, list[dict[str, int]]]:
+    """What a configuration for these rows is looked up by, and those worth timing."""
+    whole = fits(n, device)
+    if not whole or spread.few(rows, n):
+        return spread.key(rows, n, dtype), spread.candidates(rows, n, dtype, whole)
+    return key(n, dtype), candidates(n)
+
+
+def fits(n: int, device: torch.device) -> bool:
+    """Can one program have a row of n elements?"""
+    return plan(n) is not None and has_shared(device, shared_of(plan(n)))
+
+
+def in_whole_rows(x: Tensor, scale: float) -> Tensor:
+    """y [rows, n], every row by one program."""
+    rows, n = x.shape
+    p, device = plan(n), x.device
+    y = torch.empty(rows, n, dtype=x.dtype, device=device)
+    chosen = dict(configuration("hadamard", key(n, x.dtype), heuristic(p)))
+    warps = chosen.pop("num_warps")
+    factors = (factor(p.a, p.pa, device), factor(p.b, p.b, device), factor(p.c, p.pc, device))
+    hadamard_kernel[(triton.cdiv(rows, chosen["R"]),)](
+        x, y, *factors, rows, x.stride(0), scale, A=p.a, B=p.b, C=p.c, PA=p.pa, PC=p.pc, PIECES=pieces(x.dtype),
+        **chosen, num_warps=warps,
+    )  # fmt: skip
     return y
 
 
 def key(n: int, dtype: torch.dtype) -> str:
     return f"n{n} {str(dtype).removeprefix('torch.')}"
-
-
-def pieces(dtype: torch.dtype) -> int:
-    return 3 if dtype == torch.float32 else 2
 
 
 def heuristic(p: Plan) -> dict[str, int]:
@@ -235,15 +237,6 @@ def _row(p: Plan) -> int:
     return p.pa * p.b * p.pc
 
 
-@cache
-def _factor(order: int, padded: int, device: torch.device) -> Tensor:
-    """bfloat16 [padded, padded]: the symmetric matrix of this order, zeros beyond it."""
-    m = base(order)
-    H = np.zeros((padded, padded), np.float32)
-    H[:order, :order] = np.kron(paley(m), sylvester(order // m))
-    return torch.from_numpy(H).to(device, torch.bfloat16)
-
-
 def shipped() -> list[Compilation]:
     sizes = (
         (64, "bf16"),
@@ -258,7 +251,8 @@ def shipped() -> list[Compilation]:
         (32768, "fp32"),
     )
     rounded = ((576, "bf16", 0), (4096, "bf16", 64), (4096, "bf16", 0), (14336, "bf16", 128))
-    return [_compilation(n, dtype) for n, dtype in sizes] + [_codes_compilation(*each) for each in rounded]
+    whole = [_compilation(n, dtype) for n, dtype in sizes] + [_codes_compilation(*each) for each in rounded]
+    return whole + spread.shipped()
 
 
 def _compilation(n: int, dtype: str) -> Compilation:

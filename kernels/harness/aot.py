@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kernels.harness.cases import OPS
-from kernels.harness.hazards import rewritten_in_flight
+from kernels.harness.hazards import overwritten_in_flight, rewritten_in_flight
 from kernels.interpreter import interpreting
 from kernels.tuning import Compilation
 from kernels.user_cache import cache_folder
@@ -56,6 +56,8 @@ def cubin(c: Compilation, capability: int = 90) -> tuple[bytes, int, str]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    if c.kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
     names = c.kernel.arg_names
     assert set(names) == set(c.arguments) | set(c.constants), (
         f"{c.name}: {set(names) ^ (set(c.arguments) | set(c.constants))}"
@@ -83,15 +85,20 @@ def figures(c: Compilation) -> dict[str, int]:
         instructions: machine instructions without padding.
         and how many of them are matrix instructions, by mnemonic, where there are any.
         in_flight:    registers rewritten under a product that reads them, where there are any.
+        outstanding:  waits for products that leave one of them under way, where the kernel is expected to have some.
     """
     code, dynamic, ptx = cubin(c)
     hazards = rewritten_in_flight(ptx)
+    pending = "outstanding" in c.expects
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(code)
         usage = _tool("cuobjdump", "--dump-resource-usage", str(path))
         listing = _tool("nvdisasm", "-c", str(path))
     found = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|SHARED):(\d+)", usage)}
+    if pending:
+        hazards += overwritten_in_flight(listing)
+    outstanding = len(re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x[1-9]", listing)) if pending else 0
     mnemonics = mnemonics_of(listing)
     tf32 = sorted({m for m in mnemonics if "TF32" in m})
     assert not tf32, f"{c.name} computes in TF32: {tf32}"
@@ -104,6 +111,7 @@ def figures(c: Compilation) -> dict[str, int]:
         "instructions": len(mnemonics) - count["NOP"],
         **{m: count[m] for m in MATRIX if count[m]},
         **({"in_flight": len(hazards)} if hazards else {}),
+        **({"outstanding": outstanding} if outstanding else {}),
     }
 
 

@@ -1,4 +1,4 @@
-"""Registers that are rewritten while a matrix product still reads them, found in PTX.
+"""Registers that are rewritten while a matrix product still reads them, found in PTX and in machine code.
 
 wgmma works on its own while the warps go on. Its left operand may lie in registers, which nothing may write until a
 `wait_group` has waited for the product (PTX ISA, `wgmma.wait_group`). Triton lets such products of a pipelined loop run
@@ -45,3 +45,44 @@ def _written(registers: set[str], ahead: list[str]) -> list[str]:
         elif (match := _WRITES.match(line)) and (hit := registers & set(_REGISTER.findall(match[1]))):
             return sorted(hit)
     return []
+
+
+_LINE = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*)")
+_LABEL_SASS = re.compile(r"^(\.L_x_\d+):")
+_WIDE = {"LDS.128": 4, "LDG.E.128": 4, "LDS.64": 2, "LDG.E.64": 2, "IMAD.WIDE": 2, "IMAD.WIDE.U32": 2}
+
+
+def overwritten_in_flight(listing: str) -> list[str]:
+    """The same in machine code, as nvdisasm lists it: registers of left operands (R72 and the three behind it in
+    `HGMMA R24, R72, gdesc[UR4], R24`) that are written before the product's group (`gsb0` ends one) was waited for.
+
+    Looked at are the loops that hold products, in the order of their instructions, once around.
+    """
+    lines = listing.splitlines()
+    places = {match[1]: i for i, line in enumerate(lines) if (match := _LABEL_SASS.match(line))}
+    found: set[str] = set()
+    for i, line in enumerate(lines):
+        match = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line)
+        if match and places.get(match[1], i) < i:
+            body = [_LINE.match(one) for one in lines[places[match[1]] : i + 1]]
+            found |= _overwritten([(m[1], m[2]) for m in body if m])
+    return sorted(found)
+
+
+def _overwritten(body: list[tuple[str, str]]) -> set[str]:
+    found: set[str] = set()
+    for i, (mnemonic, operands) in enumerate(body):
+        left = re.match(r"R\d+, R(\d+)", operands) if mnemonic.startswith("HGMMA") else None
+        if left is None:
+            continue
+        held, groups = set(range(int(left[1]), int(left[1]) + 4)), "gsb0" in operands
+        for mnemonic, operands in [*body[i + 1 :], *body[:i]]:
+            if mnemonic.startswith("HGMMA"):
+                groups += "gsb0" in operands
+            elif mnemonic.startswith("WARPGROUP.DEPBAR"):
+                if int(operands.rpartition(",")[2], 16) < groups:
+                    break
+            elif (target := re.match(r"R(\d+)\b", operands)) and not mnemonic.startswith(("ST", "RED", "BAR", "BRA")):
+                written = range(int(target[1]), int(target[1]) + _WIDE.get(mnemonic, 1))
+                found |= {f"R{r}" for r in held & set(written)}
+    return found

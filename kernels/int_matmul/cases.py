@@ -9,10 +9,12 @@ from torch import Tensor
 
 from kernels.harness.cases import TOLERANCE, Asked, Check, Contest, Expected, times
 from kernels.int_matmul import Packed, int_matmul, pack, panels_fit, tiles_fit, to_panels, to_tiles
+from kernels.int_matmul.experts import cases as expert_cases
 from kernels.int_matmul.layout import unpack_bits
 from kernels.int_matmul.reference import dequantize
 from kernels.interpreter import triton_takes
 from kernels.linear.onednn import lay_out, product
+from kernels.tuning import trying
 
 ROTATED = 256 << 20  # bytes of packed weights in rotation
 MOST = 1024  # copies: small weights are in a cache anyway
@@ -59,7 +61,7 @@ def checks(device: torch.device) -> list[Check]:
             for tokens in (33, 200)
         )
     generator = torch.Generator().manual_seed(0)
-    found = []
+    found = [*_overlapped(device), *expert_cases.checks(device)]
     for bits, out, columns, group_size, symmetric, tokens, dtype in cases:
         w, W = _weight(generator, out, columns, bits, group_size, symmetric, device)
         x = torch.randn(*tokens, columns, generator=generator).to(device, dtype)
@@ -71,6 +73,26 @@ def checks(device: torch.device) -> list[Check]:
     found.append(_check("x of row stride", torch.randn(20, 300, generator=generator).to(device, FP16)[:, 9:265], w, W))
     shifted = torch.empty(w.codes.numel() + 4, dtype=torch.uint8, device=device)[4:].view_as(w.codes).copy_(w.codes)
     found.append(_check("codes not aligned", wide.t()[:, :256], w._replace(codes=shifted), W))
+    return found
+
+
+def _overlapped(device: torch.device) -> list[Check]:
+    """Of the kernel that only Hopper GPUs run, and that no heuristic takes."""
+    if device.type != "cuda":
+        return []
+    from kernels.int_matmul.triton import overlapped
+
+    generator, found = torch.Generator().manual_seed(1), []
+    for out, columns, group_size, symmetric, tokens in (
+        (14336, 4096, 128, True, 64), (14336, 4096, 128, False, 256), (1000, 4096, 64, True, 600),
+        (4096, 4096, 4096, False, 33), (130, 640, 128, True, 20), (100, 576, 64, False, 70),
+        (4096, 11008, 128, True, 64),
+    ):  # fmt: skip
+        w, W = _weight(generator, out, columns, 4, group_size, symmetric, device)
+        if plan := overlapped(w, tokens):
+            for dtype in (BF16, FP16) if tokens < 256 else (BF16,):
+                x = torch.randn(tokens, columns, generator=generator).to(device, dtype)
+                found.append(_check(f"overlapped, g{group_size}, {tokens} x {out} x {columns}", x, w, W, plan))
     return found
 
 
@@ -100,11 +122,15 @@ def _moved(w: Packed, device: torch.device) -> Packed:
     )
 
 
-def _check(name: str, x: Tensor, w: Packed, W: Tensor) -> Check:
+def _check(name: str, x: Tensor, w: Packed, W: Tensor, plan: dict | None = None) -> Check:
+    """plan: the configuration to run under, or None for the one that is chosen."""
     panels = to_panels(w) if panels_fit(w, x.dtype, x.device) else None
 
     def run(impl: str) -> Tensor:
         return int_matmul(x, panels if impl == "cpu" else w, impl=impl)
+
+    if plan is not None:
+        run = _by(plan, run, w, x.shape[0])
 
     impls = ("triton",) if panels is None else ("triton", "cpu")
     dtype = str(x.dtype).removeprefix("torch.")
@@ -115,6 +141,7 @@ def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]
     if toy and triton_takes(device):
         yield _gpu(device, (96, 256), 2, 4, 128, asked.dtype, 2)
         yield _gpu(device, (96, 256), 20, 4, 128, asked.dtype, 2)
+        yield expert_cases.contest(device, 4, (48, 256), 6, asked.dtype, 2)
     elif toy:
         yield from _cpu((128, 256), 1, asked.dtype)
     elif device.type == "cuda":
@@ -125,6 +152,9 @@ def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]
             for bits in (8, 3, 2):
                 for tokens in asked.tokens or (1, 16):
                     yield _gpu(device, shape, tokens, bits, group_size_of(shape[1], 128), asked.dtype)
+        if not asked.shapes:
+            for pairs in (8, 128, 4096):  # 1, 16 and 512 tokens, 8 experts each, of a layer of Qwen3-30B-A3B
+                yield expert_cases.contest(device, 128, (1536, 2048), pairs, asked.dtype)
     else:
         for shape in asked.shapes or ((576, 576), (1536, 576), (576, 1536), (8192, 2048), (4096, 4096), (14336, 4096)):
             for tokens in asked.tokens or (1, 4, 16, 64, 256):
@@ -149,7 +179,7 @@ def _gpu(
     dtype: torch.dtype,
     copies: int | None = None,
 ) -> Contest:
-    from kernels.int_matmul.triton import candidates, key
+    from kernels.int_matmul.triton import candidates, key, overlapped
 
     out, columns = shape
     copies = copies or min(MOST, max(2, -(-ROTATED // (out * columns * bits // 8))))
@@ -168,6 +198,9 @@ def _gpu(
         name: lambda i: F.linear(x, dense[i]),
     }
     expected = {"triton": times(x, lambda: dequantize(small[0])), name: times(x, lambda: dense[0])}
+    if bits == 4 and dtype != FP32 and tokens > 16 and (plan := overlapped(small[0], tokens)):
+        contestants["overlapped"] = _by(plan, lambda i: int_matmul(x, small[i], impl="triton"), small[0], tokens)
+        expected["overlapped"] = expected["triton"]
     if bits == 4 and dtype == BF16 and device.type == "cuda":
         contestants |= _tinygemm(x, small, expected) | _gemlite(x, small, expected)
     goals = GOALS.get((bits, out), {})
@@ -189,6 +222,17 @@ def _gpu(
         candidates=candidates(small[0], tokens),
         expected=expected,
     )
+
+
+def _by(plan: dict, call: Callable, w: Packed, tokens: int) -> Callable:
+    """The call under this configuration."""
+    from kernels.int_matmul.triton import key
+
+    def run(which: int | str) -> Tensor:
+        with trying("int_matmul", key(w, tokens), plan):
+            return call(which)
+
+    return run
 
 
 def _least(shape: tuple[int, int], tokens: int, bits: int, group_size: int) -> int:

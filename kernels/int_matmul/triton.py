@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from kernels.int_matmul.layout import Packed
-from kernels.packed_matmul import launch
-from kernels.packed_matmul.launch import Weight
+from kernels.packed_matmul import hopper, launch
+from kernels.packed_matmul.weight import Weight
 from kernels.tuning import Compilation
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -21,10 +21,25 @@ def candidates(w: Packed, tokens: int) -> list[dict]:
     return launch.candidates(_weight(w), tokens)
 
 
+def overlapped(w: Packed, tokens: int) -> dict | None:
+    """The configuration by which `kernels.packed_matmul.overlapped` runs, where it can on this GPU."""
+    return hopper.plans(_weight(w), tokens)[0] if hopper.takes(_weight(w)) else None
+
+
 def int_matmul(x: Tensor, w: Packed) -> Tensor:
     """y [tokens, out] in x's dtype, from x [tokens, in] in float32, bfloat16 or float16 and `rows`."""
     assert w.layout == "rows"
     return launch.matmul(x, _weight(w), "int_matmul", key(w, x.shape[0]))
+
+
+def cuts_into_blocks(w: Packed) -> bool:
+    """Is this a weight that the kernels of products read, rather than `dequantise` alone?"""
+    return launch.blocks(_weight(w)) is not None
+
+
+def expert_matmul(x: Tensor, w: Packed, ends: Tensor) -> Tensor:
+    """y [tokens, out]; see `kernels.int_matmul.experts`, whose `takes` must be true."""
+    return launch.of_experts(x, _weight(w), ends)
 
 
 def _weight(w: Packed) -> Weight:
@@ -67,6 +82,20 @@ def shipped() -> list[Compilation]:
     ):
         name = _name("dequantise ", bits, 128, symmetric, dtype)
         compilations.append(launch.dequantise_compilation(name, _meta(bits, 128, symmetric, 14336), dtype))
+    for out, group_size, symmetric, dtype, tokens in (
+        (14336, 128, True, BF16, 64), (14336, 128, True, BF16, 128), (14336, 128, True, BF16, 256),
+        (14336, 64, False, BF16, 256), (14336, 4096, True, BF16, 32), (4096, 128, True, BF16, 64),
+        (4096, 128, False, BF16, 256), (14336, 128, False, FP16, 256), (14336, 4096, True, FP16, 64),
+    ):  # fmt: skip
+        w = _meta(4, group_size, symmetric, out)
+        name = f"{_name('overlapped ', 4, group_size, symmetric, dtype)} n{out} m{tokens}"
+        compilations.append(hopper.compilation(name, w, hopper.plans(w, tokens)[0], dtype))
+    for bits, group_size, symmetric, tokens in (
+        (4, 128, True, 8), (4, 128, True, 512), (4, 128, False, 4096), (3, 128, True, 8),
+    ):  # fmt: skip
+        w = _meta(bits, group_size, symmetric, 128 * 1536, 2048)
+        name = f"{_name('of 128 experts ', bits, group_size, symmetric, BF16)} n1536 m{tokens}"
+        compilations.append(launch.compilation(name, w, BF16, tokens, 128))
     return [*compilations, launch.reduce_compilation("int_matmul reduce")]
 
 

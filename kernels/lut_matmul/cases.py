@@ -131,7 +131,7 @@ def _gpu(
     }
     expected = {"triton": times(x, lambda: dequantize(small[0])), name: times(x, lambda: dense[0])}
     tune_key, plans = key(small[0], tokens), candidates(small[0], tokens)
-    if plans[0].get("pairs"):  # the other way to look codes up
+    if plans[0]["pairs"]:  # the other way to look codes up
 
         def permuted(i: int) -> Tensor:
             with trying("lut_matmul", tune_key, plans[1]):

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from kernels.lut_matmul.layout import Codebook
 from kernels.packed_matmul import launch
-from kernels.packed_matmul.launch import Weight
+from kernels.packed_matmul.weight import Weight
 from kernels.tuning import Compilation
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -2,6 +2,8 @@
 
 - `small_batch`: each warp unpacks all rows of a block, and its share of the columns, into operands of mma.sync;
 - `large_batch`: wgmma, with W from registers; columns are split between programs where there are too few programs;
+- `overlapped`: the same for 4 bits on Hopper GPUs, with the dequantisation under the product before it (hopper.py);
+  only where `--tune` has found it faster;
 - `dequantise`: for many tokens, float32 activations, and weights that the other kernels cannot read. W is dequantised
   slab by slab and multiplied by cuBLAS.
 
@@ -19,27 +21,15 @@ import triton  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from kernels.linear import without_tf32  # noqa: E402
+from kernels.packed_matmul import hopper  # noqa: E402
 from kernels.packed_matmul.products import dequantise, large_batch, reduce, small_batch  # noqa: E402
+from kernels.packed_matmul.weight import MAGIC, TYPES, Weight  # noqa: E402
 from kernels.tuning import Compilation, configuration  # noqa: E402
 
 CROSSOVER = 512  # tokens from which the heuristic dequantises and calls cuBLAS
 SLAB = 32 << 20  # bytes dequantised at a time: cuBLAS finds them in the L2 cache (60 MB on an H200)
-MAGIC = {torch.bfloat16: 0x43004300, torch.float16: 0x64006400}  # 128 and 1024, in both halves of a word: see `floats`
 TABLE_MAGIC = 0x32103210  # the selector of PRMT that changes nothing, in both halves of a word: see `look_up`
 MULTIPROCESSORS = 132  # of an H200; the heuristic wants each to have work
-TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.uint8: "*u8"}
-
-
-class Weight(NamedTuple):
-    """A weight in `rows` as the kernels read it: the fields of `Packed` and of `Codebook`, of which some are None."""
-
-    codes: Tensor
-    table: Tensor | None
-    scale: Tensor | None
-    zero: Tensor | None
-    bits: int
-    group_size: int
-    shape: tuple[int, int]  # (out, in)
 
 
 class Blocks(NamedTuple):
@@ -82,7 +72,7 @@ def heuristic(w: Weight, tokens: int) -> dict:
     """The configuration where nothing was measured; its "kind" names the kernel."""
     out, cut = w.shape[0], blocks(w)
     if cut is None or tokens >= CROSSOVER or (cut.word_scales and tokens > 16):
-        return {"kind": "dequantise"}
+        return DEQUANTISE
     if tokens <= 16:
         block_n = 32 if out >= 32 * 2 * MULTIPROCESSORS else 16
         warps = 4 if block_n == 32 and cut.columns == 128 else 8
@@ -90,7 +80,7 @@ def heuristic(w: Weight, tokens: int) -> dict:
         block_n = max(block_n, min(64, 2 * block_n)) if tokens > 4 else block_n  # x is read again by every block
         block_m = triton.next_power_of_2(tokens)
         plan = _with_pairs(_small(block_n, block_m, warps, 4), w)
-        if block_m > (4 if plan.get("pairs") else 8):  # the pairs take 32 KiB, and an RTX 4090's blocks have 99 KiB
+        if block_m > (4 if plan["pairs"] else 8):  # the pairs take 32 KiB, and an RTX 4090's blocks have 99 KiB
             plan["stages"] = 3
         return plan
     block_m = 32 if tokens <= 32 else 64 if tokens <= 64 else 128
@@ -122,11 +112,13 @@ def candidates(w: Weight, tokens: int) -> list[dict]:
     ]
     others = small + large[:1] if tokens <= 16 else large
     if tokens > 128:
-        others = [*large[:1], *large[2:3], *large[4:], {"kind": "dequantise"}]
+        others = [*large[:1], *large[2:3], *large[4:], DEQUANTISE]
     if cut.word_scales:
         others = [c for c in others if c["kind"] != "large_batch"]
     others = [_with_pairs(c, w) for c in others]
-    if "pairs" in first:
+    if tokens > 16 and hopper.takes(w):
+        others = [*hopper.plans(w, tokens), *others]
+    if first["pairs"]:
         others.insert(0, {**first, "pairs": False})
     return ([first] + [c for c in others if c != first])[:8]
 
@@ -138,11 +130,18 @@ def _with_pairs(plan: dict, w: Weight) -> dict:
 
 
 def _small(block_n: int, block_m: int, warps: int, stages: int) -> dict:
-    return {"kind": "small_batch", "block_n": block_n, "block_m": block_m, "warps": warps, "stages": stages}
+    """All plans have the same fields, so that one that was measured can take the place of any other."""
+    return {
+        "kind": "small_batch", "block_n": block_n, "block_m": block_m, "warps": warps, "stages": stages, "splits": 1,
+        "pairs": False,
+    }  # fmt: skip
 
 
 def _large(block_n: int, block_m: int, warps: int, stages: int, splits: int) -> dict:
     return {**_small(block_n, block_m, warps, stages), "kind": "large_batch", "splits": splits}
+
+
+DEQUANTISE = {**_small(0, 0, 0, 0), "kind": "dequantise"}
 
 
 def matmul(x: Tensor, w: Weight, op: str, key: str) -> Tensor:
@@ -153,46 +152,87 @@ def matmul(x: Tensor, w: Weight, op: str, key: str) -> Tensor:
     assert x.dim() == 2
     if x.shape[0] == 0:
         return x.new_empty(0, w.shape[0])
-    plan = configuration(op, key, heuristic(w, x.shape[0])) if x.dtype in MAGIC else {"kind": "dequantise"}
+    plan = configuration(op, key, heuristic(w, x.shape[0])) if x.dtype in MAGIC else DEQUANTISE
     x = x if x.stride(1) == 1 else x.contiguous()
     table, scale, zero = (None if t is None else t.contiguous() for t in (w.table, w.scale, w.zero))
     w = w._replace(codes=aligned(w.codes), table=table, scale=scale, zero=zero)
     if plan["kind"] == "dequantise":
         return slab_by_slab(x, w)
+    if plan["kind"] == "overlapped" and hopper.fits(w, x.dtype):
+        return summed(*hopper.matmul(x, w, plan), x)
+    if plan["kind"] == "overlapped":  # the key that was tuned does not name dtypes
+        plan = _large(128, min(128, plan["block_m"]), 8, 3, 1)
     return (_small_batch if plan["kind"] == "small_batch" else _large_batch)(x, w, plan)
 
 
-def _small_batch(x: Tensor, w: Weight, plan: dict) -> Tensor:
+def of_experts(x: Tensor, w: Weight, ends: Tensor) -> Tensor:
+    """y [tokens, out]: each token times its own expert's weight.
+
+    w: [experts out, in], expert after expert, which `blocks` cuts; ends: int32 [experts], where the tokens of each end
+    in x [tokens, in], float16 or bfloat16.
+    """
+    x = x if x.stride(1) == 1 else x.contiguous()
+    scale, zero = (None if t is None else t.contiguous() for t in (w.scale, w.zero))
+    w = w._replace(codes=aligned(w.codes), scale=scale, zero=zero)
+    plan = for_experts(w, x.shape[0], len(ends))
+    return (_small_batch if plan["kind"] == "small_batch" else _large_batch)(x, w, plan, ends)
+
+
+def for_experts(w: Weight, tokens: int, experts: int) -> dict:
+    """The configuration for tokens that are shared out among experts; how many each has, only the GPU knows."""
+    each, out = -(-tokens // experts), w.shape[0] // experts
+    if each <= 8 or blocks(w).word_scales:
+        block_n = 32 if out * min(experts, tokens) >= 32 * 2 * MULTIPROCESSORS else 16
+        block_n = min(128, block_n * (128 // blocks(w).columns))
+        return _small(block_n, 4 if each == 1 else 16, 4, 4 if each == 1 else 3)
+    block_m = 32 if each <= 32 else 64 if each <= 64 else 128
+    return _large(128, block_m, 4 if block_m == 32 else 8, 3, 1)
+
+
+def _small_batch(x: Tensor, w: Weight, plan: dict, ends: Tensor | None = None) -> Tensor:
     cut, columns = blocks(w), x.shape[1]
     warps = plan["warps"]
     while warps > 1 and (warps // 2) * cut.columns >= columns:  # no more warps than blocks of columns
         warps //= 2
     step = warps * cut.columns
-    y = x.new_empty(x.shape[0], w.shape[0])
+    y = x.new_empty(x.shape[0], w.shape[0] // (1 if ends is None else len(ends)))
     plan = {**plan, "warps": warps}
-    _launch(small_batch, x, x.stride(0), w, y, plan, triton.cdiv(columns, step), 1, columns % step == 0)
+    _launch(small_batch, x, x.stride(0), w, y, plan, triton.cdiv(columns, step), 1, columns % step == 0, ends)
     return y
 
 
-def _large_batch(x: Tensor, w: Weight, plan: dict) -> Tensor:
+def _large_batch(x: Tensor, w: Weight, plan: dict, ends: Tensor | None = None) -> Tensor:
     cut, columns = blocks(w), x.shape[1]
     x = reordered(x, cut, w)
     iterations = triton.cdiv(triton.cdiv(columns, cut.columns), plan["splits"])
     splits = triton.cdiv(columns, iterations * cut.columns)  # the plan's, or fewer
-    y = x.new_empty(x.shape[0], w.shape[0])
+    y = x.new_empty(x.shape[0], w.shape[0] // (1 if ends is None else len(ends)))
     parts = y if splits == 1 else x.new_empty(splits, *y.shape, dtype=torch.float32)
-    _launch(large_batch, x, x.shape[1], w, parts, plan, iterations, splits)
-    if splits > 1:
-        reduce[(triton.cdiv(y.numel(), 1024),)](parts, y, y.numel(), SPLITS=splits, BLOCK=1024)
+    _launch(large_batch, x, x.shape[1], w, parts, plan, iterations, splits, ends=ends)
+    return summed(parts, splits, x)
+
+
+def summed(parts: Tensor, splits: int, x: Tensor) -> Tensor:
+    """y [tokens, out] in x's dtype, of float32 [splits, tokens, out]; with one split, what was given."""
+    if splits == 1:
+        return parts
+    y = x.new_empty(parts.shape[1:])
+    reduce[(triton.cdiv(y.numel(), 1024),)](parts, y, y.numel(), SPLITS=splits, BLOCK=1024)
     return y
 
 
 def _launch(
-    kernel, x: Tensor, x_stride: int, w: Weight, y: Tensor, plan: dict, iterations: int, splits: int, even: bool = False
-) -> None:
+    kernel, x: Tensor, x_stride: int, w: Weight, y: Tensor, plan: dict, iterations: int, splits: int,
+    even: bool = False, ends: Tensor | None = None,
+) -> None:  # fmt: skip
     words = w.codes.view(torch.int32)  # [out, words of a row]
     unit = next(unit for unit in (4, 2, 1) if words.shape[1] % unit == 0)  # words that a load may take at once
-    grid = (triton.cdiv(x.shape[0], plan["block_m"]), triton.cdiv(w.shape[0], plan["block_n"]), splits)
+    experts, token_blocks = 0, triton.cdiv(x.shape[0], plan["block_m"])
+    if ends is not None:  # each expert's last block may be partly empty
+        experts = len(ends)
+        token_blocks = x.shape[0] // plan["block_m"] + min(experts, x.shape[0])
+    out = w.shape[0] // max(1, experts)
+    grid = (token_blocks, triton.cdiv(out, plan["block_n"]), splits)
     kernel[grid](
         x,
         words,
@@ -201,20 +241,22 @@ def _launch(
         w.zero,
         y,
         x.shape[0],
-        *w.shape,
+        out,
+        w.shape[1],
         x_stride,
         words.shape[1] // unit,
         w.shape[1] // w.group_size,
         0 if w.zero is None else w.zero.shape[1],
         iterations,
         MAGIC[x.dtype] if w.table is None else TABLE_MAGIC,
-        **_constants(w, plan, unit, even),
+        ends,
+        **_constants(w, plan, unit, even, experts),
         num_warps=plan["warps"],
         num_stages=plan["stages"],
     )
 
 
-def _constants(w: Weight, plan: dict, unit: int, even: bool) -> dict:
+def _constants(w: Weight, plan: dict, unit: int, even: bool, experts: int = 0) -> dict:
     """The constexpr arguments of `small_batch` or `large_batch`, whichever the plan names."""
     cut = blocks(w)
     constants = {
@@ -227,10 +269,12 @@ def _constants(w: Weight, plan: dict, unit: int, even: bool) -> dict:
         "BLOCK_K": cut.columns,
         "V": cut.words,
         "PRMT": not interpreting(),
+        "EXPERTS": experts,
+        "POWER": triton.next_power_of_2(experts),
     }
     if plan["kind"] == "small_batch":
         constants |= {"EVEN": even, "WARPS": plan["warps"], "WORD_SCALES": cut.word_scales}
-        constants["PAIRS"] = plan.get("pairs", False)
+        constants["PAIRS"] = plan["pairs"]
     return constants
 
 
@@ -298,14 +342,19 @@ def aligned(codes: Tensor) -> Tensor:
     return codes if codes.data_ptr() % 16 == 0 else codes.clone()
 
 
-def compilation(name: str, w: Weight, dtype: torch.dtype, tokens: int) -> Compilation:
-    """What the heuristic launches for activations of `dtype` with a weight on the meta device."""
-    plan = heuristic(w, tokens)
-    y = torch.float32 if plan.get("splits", 1) > 1 else dtype
+def compilation(name: str, w: Weight, dtype: torch.dtype, tokens: int, experts: int = 0) -> Compilation:
+    """What the heuristic launches for activations of `dtype` with a weight on the meta device; with `experts`, one that
+    holds so many weights."""
+    plan = for_experts(w, tokens, experts) if experts else heuristic(w, tokens)
+    y = torch.float32 if plan["splits"] > 1 else dtype
     arguments, absent = _types(w, x=dtype, y=y)
     integers = ("M", "N", "K", "x_stride", "row_units", "groups", "zero_bytes", "iterations", "magic")
     arguments |= {"codes": "*i32", **dict.fromkeys(integers, "i32")}
-    constants = _constants(w, plan, 4, True) | absent
+    constants = _constants(w, plan, 4, True, experts) | absent
+    if experts:
+        arguments["ends"] = "*i32"
+    else:
+        constants["ends"] = None
     multiples = ("N", "K", "x_stride", "row_units", "magic")
     multiples += ("groups",) if w.shape[1] // w.group_size % 16 == 0 else ()
     kernel, expects = (small_batch, "HMMA") if plan["kind"] == "small_batch" else (large_batch, "HGMMA")

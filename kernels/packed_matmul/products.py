@@ -26,6 +26,25 @@ from kernels.packed_matmul.unpack import (  # noqa: E402
 
 
 @triton.jit
+def place(ends, block, EXPERTS: tl.constexpr, POWER: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Which expert's tokens a block of tokens has: (first token, end of the expert's tokens, expert).
+
+    Experts have blocks of their own, in order. ends: [EXPERTS], where each expert's tokens end; POWER: a power of two
+    from EXPERTS on. A block behind the last has its end before its first token.
+    """
+    e = tl.arange(0, POWER)
+    end = tl.load(ends + e, mask=e < EXPERTS, other=0)
+    begin = tl.load(ends + e - 1, mask=(e > 0) & (e < EXPERTS), other=0)
+    blocks = (end - begin + BLOCK_M - 1) // BLOCK_M
+    upto = tl.cumsum(blocks, 0)
+    expert = tl.sum((upto <= block).to(tl.int32), 0)
+    here = e == expert
+    first = tl.sum(tl.where(here, begin + (block - upto + blocks) * BLOCK_M, 0), 0)
+    stop = tl.sum(tl.where(here, end, 0), 0)
+    return first, stop, tl.minimum(expert, EXPERTS - 1)
+
+
+@triton.jit
 def small_batch(
     x,
     codes,
@@ -42,6 +61,7 @@ def small_batch(
     zero_bytes,
     iterations,
     magic,
+    ends,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     PER_ROW: tl.constexpr,
@@ -51,6 +71,8 @@ def small_batch(
     BLOCK_K: tl.constexpr,
     V: tl.constexpr,
     PRMT: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    POWER: tl.constexpr,
     EVEN: tl.constexpr,
     WARPS: tl.constexpr,
     WORD_SCALES: tl.constexpr,
@@ -60,6 +82,8 @@ def small_batch(
 
     Each warp has all rows of the block and every WARPS-th block of columns; the warps' sums are added at the end.
 
+    ends: None, or where the tokens of each of EXPERTS experts end (see `place`); W is then [EXPERTS N, K], expert after
+    expert, and a token meets its own.
     UNIT: a row holds row_units * UNIT words. PER_ROW: each row has a table of its own.
     PRMT: see `permute`; False in the interpreter.
     PAIRS: two codes at a time are looked up in a table of pairs, which every block writes first.
@@ -74,6 +98,10 @@ def small_batch(
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(n, N - 1).to(tl.int64)  # [BLOCK_N]
+    if ends is not None:
+        first, M, expert = place(ends, tl.program_id(0), EXPERTS, POWER, BLOCK_M)
+        m, row = first + tl.arange(0, BLOCK_M), row + expert.to(tl.int64) * N
+        iterations = tl.where(first < M, iterations, 0)
     n_row = row[None, :]
     k = tl.arange(0, WARPS)[:, None] * BLOCK_K  # [WARPS, 1]: where each warp's block begins
     word = (k // RUN)[:, :, None] + tl.arange(0, BLOCK_K // RUN)[None, None, :]  # [WARPS, 1, words]
@@ -153,6 +181,7 @@ def large_batch(
     zero_bytes,
     iterations,
     magic,
+    ends,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     PER_ROW: tl.constexpr,
@@ -162,6 +191,8 @@ def large_batch(
     BLOCK_K: tl.constexpr,
     V: tl.constexpr,
     PRMT: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    POWER: tl.constexpr,
 ):
     """y[split, m, n] = sum of W[n, k] x[m, k] over the split's k, with wgmma: W from registers, x from shared memory.
 
@@ -175,6 +206,11 @@ def large_batch(
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(n, N - 1).to(tl.int64)  # [BLOCK_N]
     k = tl.program_id(2) * iterations * BLOCK_K
+    tokens = M
+    if ends is not None:
+        first, M, expert = place(ends, tl.program_id(0), EXPERTS, POWER, BLOCK_M)
+        m, row = first + tl.arange(0, BLOCK_M), row + expert.to(tl.int64) * N
+        iterations = tl.where(first < M, iterations, 0)
     word = k // RUN + tl.arange(0, BLOCK_K // RUN)
     w_at = codes + (row * (row_units * UNIT))[None, :, None] + word * WORDS  # [1, BLOCK_N, words]
     x_at = x + m.to(tl.int64)[:, None] * x_stride + (k + tl.arange(0, BLOCK_K))[None, :]
@@ -214,7 +250,7 @@ def large_batch(
         x_at += BLOCK_K
     if GROUP == 0 and scale is not None:
         acc = acc * s.to(tl.float32)[:, None]
-    y += (tl.program_id(2).to(tl.int64) * M + m[None, :]) * N + n[:, None]
+    y += (tl.program_id(2).to(tl.int64) * tokens + m[None, :]) * N + n[:, None]
     tl.store(y, acc.to(y.dtype.element_ty), mask=(m < M)[None, :] & (n < N)[:, None])
 
 

@@ -104,9 +104,11 @@ def test_what_is_too_old_is_named(gpu):
 def test_tiles_that_do_not_fit_are_not_taken(gpu):
     device = Device("cuda:0")
     from kernels.gram.triton import SQUARE, WIDE, heuristic
+    from kernels.hadamard.triton import fits
 
     large = gpu in ("A100", "H200")
     assert heuristic(torch.bfloat16, 14336, device) == (WIDE if large else SQUARE)
     assert capability.has_shared(device, shared_of(plan(28672))) == large
     assert capability.has_shared(device, shared_of(plan(14336))) == (gpu != "T4")
+    assert (fits(28672, device), fits(14336, device), fits(11008, device)) == (large, gpu != "T4", False)
     assert max(shared_of(plan(n)) for n in (8192, 14336, 28672, 32768)) == 4 * LARGEST_TILE + 3072

@@ -8,7 +8,7 @@ from kernels.hadamard import hadamard, hadamard_matrix
 from kernels.hadamard.cases import checks, exact
 from kernels.hadamard.codes import hadamard_codes
 from kernels.hadamard.matrix import base, near
-from kernels.hadamard.plan import LARGEST_TILE, plan
+from kernels.hadamard.plan import LARGEST_TILE, TALLEST, codes_fit, plan, spread_plan, whole_codes_fit
 from kernels.int_matmul import pack
 from kernels.registry import recording
 from kernels.w4a8_matmul import w4a8_matmul
@@ -56,6 +56,23 @@ def test_plans_take_sizes_apart(n):
     p = plan(n)
     assert p.a * p.b * p.c == n and p.pa >= p.a and p.pc >= max(16, p.c) and p.pa * p.b * p.pc <= LARGEST_TILE
     assert plan(11008) is None and plan(65536) is None and plan(92) is None
+
+
+@pytest.mark.parametrize("n", [12, 688, 4096, 11008, 14336, 18944, 28672, 53248, 65536, 131072])
+def test_rows_are_shared_by_two_factors(n):
+    s = spread_plan(n)
+    assert s.p * s.l == n and s.pl >= max(16, s.l) and s.p <= TALLEST
+    factors = [hadamard_matrix(order, dtype=torch.float64) for order in (s.p, s.l)]
+    x = torch.randn(2, n, dtype=torch.float64)
+    y = (factors[0] @ x.view(2, s.p, s.l) @ factors[1]).view(2, n) * n**-0.5
+    assert torch.allclose(y, hadamard(x, impl="reference"), atol=1e-10)
+    assert spread_plan(262144) is None and spread_plan(92) is None
+
+
+def test_groups_of_codes_lie_in_one_program():
+    assert codes_fit(14336, 128) and codes_fit(28672, 64) and codes_fit(11008, 32)
+    assert not any(codes_fit(*each) for each in ((14336, 256), (14336, None), (11008, 64), (688, 2), (14336, 96)))
+    assert whole_codes_fit(4096, 64, 8192) and whole_codes_fit(576, None, 576) and not whole_codes_fit(576, None, 1152)
 
 
 @pytest.mark.parametrize("check", checks(torch.device("cpu")), ids=lambda c: c.name)

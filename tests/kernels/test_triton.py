@@ -54,7 +54,10 @@ def test_check(check, impl):
 
 @inside
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("columns, block, group", [(576, 576, None), (512, 256, 64), (1024, 1024, 128), (128, 64, 64)])
+@pytest.mark.parametrize(
+    "columns, block, group",
+    [(576, 576, None), (512, 256, 64), (1024, 1024, 128), (128, 64, 64), (14336, 14336, 128)],
+)
 def test_codes_of_a_transform_are_those_of_what_it_would_have_stored(dtype, columns, block, group):
     x, signs = torch.randn(5, columns).to(dtype), (torch.randint(2, (columns,)) * 2 - 1).to(torch.int8)
     x[3, 7] = float("nan")

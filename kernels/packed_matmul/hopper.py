@@ -1,0 +1,128 @@
+"""What the kernel of overlapped.py takes, and how it is launched."""
+
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from kernels.capability import gpu
+from kernels.packed_matmul.weight import MAGIC, TYPES, Weight
+from kernels.tuning import Compilation
+
+TOKENS, ROWS, COLUMNS, WARPS, UNROLLED = (32, 64, 128, 256), 128, 64, 8, 4
+STAGES = {32: 8, 64: 8, 128: 8, 256: 4}  # that shared memory holds, of at most 8; a multiple of UNROLLED
+MULTIPROCESSORS = 132  # of an H200
+
+
+def takes(w: Weight) -> bool:
+    """Can the kernel read this weight, on this GPU? It has wgmma, which only compute capability 9.0 has."""
+    device = w.codes.device
+    here = device.type == "cuda" and gpu(device.index or 0).capability == (9, 0)
+    return here and fits(w, torch.float16) and find_spec("triton.experimental.gluon") is not None
+
+
+def fits(w: Weight, dtype: torch.dtype) -> bool:
+    """Does it multiply activations of this dtype by this weight: symmetric or not, 4 bits, with scales that the dtype
+    holds (float16: those of bfloat16 too, to 6e-8) for groups of whole tiles or for rows?"""
+    held = {torch.bfloat16: (torch.bfloat16,), torch.float16: (torch.float16, torch.bfloat16)}.get(dtype, ())
+    scaled = w.table is None and w.scale is not None and w.scale.dtype in held
+    whole = w.group_size % COLUMNS == 0 or w.group_size == w.shape[1]
+    return scaled and w.bits == 4 and whole and w.shape[1] % 32 == 0  # TMA reads rows whose bytes 16 divides
+
+
+def plans(w: Weight, tokens: int) -> list[dict]:
+    """Configurations worth timing."""
+    block_m = next((size for size in TOKENS if size >= tokens), TOKENS[-1])
+    if block_m == TOKENS[-1] and 2 * _programs(w, tokens, block_m) <= MULTIPROCESSORS:
+        block_m //= 2  # before columns are split: sums of 256 tokens in float32 spill where they are stored
+    tiles, splits = -(-w.shape[1] // COLUMNS), 1
+    while 2 * splits * _programs(w, tokens, block_m) <= MULTIPROCESSORS and tiles >= 2 * UNROLLED * splits:
+        splits *= 2
+    found = [_plan(block_m, splits)]
+    if splits > 1:
+        found.append(_plan(block_m, 1))
+    if block_m > 64:
+        found.append(_plan(block_m // 2, 1))
+    return found
+
+
+def _programs(w: Weight, tokens: int, block_m: int) -> int:
+    return -(-w.shape[0] // ROWS) * -(-tokens // block_m)
+
+
+def _plan(block_m: int, splits: int) -> dict:
+    return {
+        "kind": "overlapped", "block_n": ROWS, "block_m": block_m, "warps": WARPS, "stages": STAGES[block_m],
+        "splits": splits, "pairs": False,
+    }  # fmt: skip
+
+
+def matmul(x: Tensor, w: Weight, plan: dict) -> tuple[Tensor, int]:
+    """Sums of the splits, float32 [splits, tokens, out], or with one split y [tokens, out] itself; and their number.
+
+    x: bfloat16 or float16 [tokens, in], rows contiguous; w: `fits`, its codes from an address that 16 divides.
+    """
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from kernels.packed_matmul.overlapped import overlapped
+
+    if x.data_ptr() % 16 or x.stride(0) % 8:
+        x = x.clone(memory_format=torch.contiguous_format)
+    (tokens, columns), out = x.shape, w.shape[0]
+    words = w.codes.view(torch.int32)
+    per_split, splits = split(columns, plan["splits"])
+    shape, dtype = ((tokens, out), x.dtype) if splits == 1 else ((splits, tokens, out), torch.float32)
+    y = torch.empty(shape, dtype=dtype, device=x.device)
+    of_x, of_codes = layouts()
+    overlapped[(-(-tokens // plan["block_m"]), -(-out // ROWS), splits)](
+        TensorDescriptor.from_tensor(x, [plan["block_m"], COLUMNS], of_x),
+        TensorDescriptor.from_tensor(words, [ROWS, COLUMNS // 8], of_codes),
+        w.scale, w.zero, y, tokens, out, columns, columns // w.group_size,
+        0 if w.zero is None else w.zero.shape[1], per_split, MAGIC[x.dtype], **_constants(w, plan),
+        num_warps=WARPS,
+    )  # fmt: skip
+    return y, splits
+
+
+def split(columns: int, splits: int) -> tuple[int, int]:
+    """Tiles of a split, a multiple of the unrolled loop's, and how many splits that makes: the plan's, or fewer."""
+    tiles = -(-columns // COLUMNS)
+    per_split = -(-tiles // (splits * UNROLLED)) * UNROLLED
+    return per_split, -(-tiles // per_split)
+
+
+def layouts() -> tuple:
+    """How tiles of x and of codes lie in shared memory: swizzled, so that no two rows of a read meet in a bank."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    return (
+        NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2),
+        NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=32, rank=2),
+    )
+
+
+def _constants(w: Weight, plan: dict) -> dict:
+    return {
+        "GROUP": 0 if w.group_size == w.shape[1] else w.group_size, "BLOCK_N": ROWS, "BLOCK_M": plan["block_m"],
+        "BLOCK_K": COLUMNS, "STAGES": plan["stages"], "WARPS": WARPS,
+    }  # fmt: skip
+
+
+def compilation(name: str, w: Weight, plan: dict, dtype: torch.dtype) -> Compilation:
+    """What a plan launches for activations of `dtype` with a weight on the meta device."""
+    from kernels.packed_matmul.overlapped import overlapped
+
+    of_x, of_codes = layouts()
+    integers = ("M", "N", "K", "groups", "zero_bytes", "iterations", "magic")
+    kind = TYPES[dtype].removeprefix("*")
+    arguments = {
+        "x": f"tensordesc<{kind}[{plan['block_m']}, {COLUMNS}],{of_x!r}>",
+        "codes": f"tensordesc<i32[{ROWS}, {COLUMNS // 8}],{of_codes!r}>",
+        "scale": TYPES[w.scale.dtype],
+        "y": TYPES[dtype if plan["splits"] == 1 else torch.float32],
+        **({} if w.zero is None else {"zero": "*u8"}),
+        **dict.fromkeys(integers, "i32"),
+    }
+    constants = _constants(w, plan) | ({"zero": None} if w.zero is None else {})
+    aligned = ("N", "K", "magic")
+    return Compilation(name, overlapped, arguments, constants, WARPS, 1, aligned, ("HGMMA", "outstanding"))
