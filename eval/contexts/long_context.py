@@ -15,7 +15,8 @@ answer.
 
 import math
 import time
-from collections.abc import Callable, Container, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any, NamedTuple
@@ -211,7 +212,8 @@ def score_long_context(
         progress.update(len(visibilities) * (len(ways) - len(missing)))
         if missing:
             asked = {FULL: ways[FULL], **missing}
-            found = _ask_all(model, sample, observer(), asked, visibilities, missing, progress)
+            with _flat_head(model):
+                found = _ask_all(model, sample, observer(), asked, visibilities, missing, progress)
             for name in missing:
                 finished[i, name] = found[name]
     progress.close()
@@ -289,6 +291,24 @@ def _collected(samples: Sequence[Sample], found: Sequence[dict[str, dict[str, An
 
 def _untouched(cache: Cache) -> Cache:
     return cache.compressed(None)
+
+
+@contextmanager
+def _flat_head(model: nn.Module) -> Iterator[None]:
+    """Give the head hidden states whose tokens lie one after another.
+
+    Those of the last tokens of a pass do not, and on a CPU torch then multiplies them by a copy of the whole matrix,
+    which in 16 bits takes longer than all layers.
+    """
+    head = model.get_output_embeddings()
+    if head is None:
+        yield
+        return
+    hook = head.register_forward_pre_hook(lambda _m, args: (args[0].clone(memory_format=torch.contiguous_format),))
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _feed(model: nn.Module, ids: Tensor, cache: Cache, device: torch.device) -> None:
