@@ -234,7 +234,8 @@ def _ask_all(
     found: dict[str, dict[str, Any]] = {name: {"answers": {}} for name in ways}
     first, device = sample.questions[0], next(model.parameters()).device
     _feed(model, sample.context, read, device)
-    for visibility in VISIBILITIES:
+    last = max(map(VISIBILITIES.index, visibilities))
+    for visibility in VISIBILITIES[: last + 1]:
         question = sample.questions[-1] if visibility in _OF_SECOND else first
         said = torch.cat([first.ask, first.answer]) if visibility == "turns" else first.ask[:0]  # behind compression
         if visibility == "visible":

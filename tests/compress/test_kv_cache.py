@@ -12,6 +12,7 @@ from transformers import Cache, DynamicCache
 
 from compress import METHODS, apply
 from compress.kv import CompressedCache, attach, attached, attachment_of, detach, left_alone
+from compress.kv.attention import attend
 from compress.kv.eviction.knorm import KNorm
 from compress.kv.policy import ALLOCATIONS, Policy
 from kernels.registry import recording
@@ -316,6 +317,20 @@ def test_a_model_is_left_as_it_was(tiny, padded, architecture):
         with pytest.raises(ValueError, match="`methods`"):
             attach(model, wrong)
         assert state() == before, "what cannot be attached leaves nothing behind"
+
+
+@pytest.mark.parametrize("n", [1, 5, 64, 65])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_attention_under_a_mask_is_that_of_a_softmax(n, heads):
+    """Short queries, whose heads are folded, and long ones; a mask for all heads, or one for each."""
+    B, H, G, T, D = 2, 2, 3, 90, 8
+    q, k, v = (torch.randn(B, h, t, D, dtype=torch.float64) for h, t in ((H * G, n), (H, T), (H, T)))
+    mask = torch.rand(B, heads, n, T) < 0.7
+    y = attend(q, k, v, mask, scaling=0.3)
+    for head in range(H * G):
+        scores = q[:, head] @ k[:, head // G].mT * 0.3
+        weights = scores.masked_fill(~mask[:, head // G if heads > 1 else 0], -torch.inf).softmax(-1)
+        assert_close(y[:, :, head], weights @ v[:, head // G])
 
 
 def test_copies_stand_by_themselves(tiny, padded):

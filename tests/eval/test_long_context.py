@@ -57,6 +57,23 @@ def test_full_cache_answers_as_the_model_does(sample):
     assert found.metrics()["full"]["cache_bytes_40"] >= 2 * 2 * 2 * 40 * 16 * 2
 
 
+def test_the_head_is_given_whole_rows_and_left_as_it_was(sample, monkeypatch):
+    """The hidden states of the last tokens alone lie apart, even where only a dimension of one row says so."""
+    model, one = sample
+    head, strides = model.get_output_embeddings(), []
+    linear = torch.nn.functional.linear
+
+    def noted(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if weight is head.weight:
+            strides.append(x.stride() == torch.empty(x.shape).stride())
+        return linear(x, weight, bias)
+
+    hooks = len(head._forward_pre_hooks)
+    monkeypatch.setattr(torch.nn.functional, "linear", noted)
+    scored(model, [one], variants={}, visibilities=["agnostic"])
+    assert len(strides) == 2 and all(strides) and len(head._forward_pre_hooks) == hooks
+
+
 def test_what_is_evicted_shows(sample):
     model, one = sample
     found = scored(model, [one, one], variants={"half": lambda cache: cache.compressed(STREAMING(budget=20, sinks=4))})
