@@ -11,6 +11,7 @@ from transformers.masking_utils import sdpa_mask
 
 NAME = "workbench_kv"
 ROWS = 256  # queries at a time where scores are made in full
+FOLDED = 64  # up to so many queries, the heads that share keys are rows of one product
 _expecting = threading.local()  # `attend`: what computes the attention of the layer that was given keys last
 
 
@@ -93,9 +94,12 @@ def attend(
     if mask is None and n != T:
         mask = torch.ones(n, T, dtype=torch.bool, device=q.device).tril(T - n)[None, None]
     if softcap is None and sinks is None:
-        if n == 1:  # the heads that share keys are rows of one product
-            rows = q.reshape(B, kv_heads, shared, -1)
-            return scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scaling).reshape(B, 1, H, -1)
+        if n == 1 or (n <= FOLDED and mask is not None):  # keys and values are not repeated for each head
+            rows = q.reshape(B, kv_heads, shared * n, -1)
+            if mask is not None:
+                mask = mask[:, :, None].expand(-1, -1, shared, -1, -1).flatten(2, 3)
+            y = scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scaling)
+            return y.reshape(B, H, n, -1).transpose(1, 2).contiguous()
         if mask is not None and mask.shape[1] > 1:
             mask = mask.repeat_interleave(shared, 1)
         k, v = (x.repeat_interleave(shared, 1) if shared > 1 else x for x in (k, v))

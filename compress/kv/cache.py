@@ -73,6 +73,8 @@ class CompressedCache(Cache):
         self.mask: Tensor | None = None  # [B, seen], the last that was given, for layers with a window that read again
         self._scores: dict[int, tuple[Tensor, Tensor]] = {}
         self._recalled: dict[tuple[Policy, int], list[Tensor | None]] = {}
+        self._known: dict[tuple[int, int], dict[str, Tensor]] = {}  # `Seen.known`, by layer and tokens
+        self._ranked: dict[tuple[Policy, int, int], Tensor] = {}  # scores that are those of any budget
         kinds, settings = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
         layers = [
             self._layer(number) if kind == "full_attention" else LAYER_TYPES[kind](**more)
@@ -109,7 +111,7 @@ class CompressedCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last tokens, given as a negative number."""
         super().crop(tokens_to_remove)
-        self._recalled = {}
+        self._forget_scores()
         if self.mask is not None and tokens_to_remove:
             self.mask = self.mask[:, :tokens_to_remove]
         if self.ids and tokens_to_remove:
@@ -132,7 +134,8 @@ class CompressedCache(Cache):
         self._rows(lambda x: x.repeat_interleave(repeats, 0))
 
     def _rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        self.ids, self.masks, self._recalled = [change(x) for x in self.ids], [change(x) for x in self.masks], {}
+        self.ids, self.masks = [change(x) for x in self.ids], [change(x) for x in self.masks]
+        self._forget_scores()
         self.mask = None if self.mask is None else change(self.mask)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CompressedCache":
@@ -181,7 +184,11 @@ class CompressedCache(Cache):
     def reset(self) -> None:
         """Forget everything but the policy."""
         super().reset()
-        self.ids, self.masks, self.mask, self._scores, self._recalled = [], [], None, {}, {}
+        self.ids, self.masks, self.mask, self._scores = [], [], None, {}
+        self._forget_scores()
+
+    def _forget_scores(self) -> None:
+        self._recalled, self._known, self._ranked = {}, {}, {}
 
     @contextmanager
     def looking(self, listener: Callable[[KVLayer, Tensor, Tensor, Tensor], None]) -> Iterator[None]:
@@ -234,20 +241,34 @@ class CompressedCache(Cache):
             self._recall(made)
         for layer, other in zip(made.own, self.own, strict=True):
             if layer.slabs:
-                made._score(layer, other.queries, other.asked)
+                self._score_copy(made, layer, other)
         made.finish()
         return made
 
+    def _score_copy(self, made: "CompressedCache", layer: KVLayer, other: KVLayer) -> None:
+        """Score and evict a layer of a copy by this cache's queries, once for all budgets where these have no say."""
+        about = (_of_any_budget(made.policy), layer.number, self.get_seq_length())
+        if about not in self._ranked:
+            seen = layer.seen_by(other.queries, other.asked, known=self._known_of(layer))
+            self._ranked[about] = made.policy.scores(seen)
+        scores = self._ranked[about] if made.policy.budget_free else self._ranked.pop(about)
+        layer.since = torch.zeros_like(layer.tokens)
+        made._evict(layer, scores, torch.ones_like(layer.tokens, dtype=torch.bool))
+
+    def _known_of(self, layer: KVLayer) -> dict[str, Tensor]:
+        return self._known.setdefault((layer.number, self.get_seq_length()), {})
+
     def _recall(self, made: "CompressedCache") -> None:
         """Fill the memories of a copy, from those of an earlier one if it had this policy, whatever its budget."""
-        about = (replace(made.policy, budget=1.0, allocation="uniform"), self.get_seq_length())
+        about = (_of_any_budget(made.policy), self.get_seq_length())
         if about not in self._recalled:
             if made.policy.runs_model:
                 made.policy.read_again(self.model, made)
             else:
                 for layer, other in zip(made.own, self.own, strict=True):
                     if layer.slabs:
-                        seen = layer.seen_by(other.queries, other.asked, hidden=other.hidden)
+                        known = self._known_of(layer)
+                        seen = layer.seen_by(other.queries, other.asked, hidden=other.hidden, known=known)
                         layer.memory.view.copy_(made.policy.remember(seen))
             self._recalled[about] = [None if layer.memory is None else layer.memory.view for layer in made.own]
         for layer, memory in zip(made.own, self._recalled[about], strict=True):
@@ -375,7 +396,7 @@ class CompressedCache(Cache):
             places: [B, kept] where its tokens were, for a cache with `traces`.
         """
         for layer, new in zip(self.own, other.own, strict=True):
-            layer.slabs, layer.queries, layer.asked = new.slabs, None, None
+            layer.slabs, layer.queries, layer.asked, layer.evicted = new.slabs, None, None, True
             if layer.positions is not None:
                 heads = layer.positions.view.shape[1]
                 layer.positions = Growing(places[:, None].expand(-1, heads, -1))
@@ -398,3 +419,8 @@ class CompressedCache(Cache):
             for layer, one, count, rows in zip(layers, scores, counts, due, strict=True):
                 layer.evict(one, torch.where(rows[:, None], count, layer.lengths), merge)
             self._scores = {}
+
+
+def _of_any_budget(policy: Policy) -> Policy:
+    """The policy, the same for all budgets and allocations."""
+    return replace(policy, budget=1.0, allocation="uniform")

@@ -56,6 +56,7 @@ class KVLayer(DynamicLayer):
         """Forget all tokens."""
         self.slabs: list[Slab | DividedSlab] = []
         self.seen, self.fresh = 0, 0  # fresh: how many of the last tokens no eviction has looked at
+        self.evicted = False  # has any position gone?
         self.tokens: Tensor | None = None
         self.since: Tensor | None = None  # [B] tokens of each row since its last eviction
         self.memory: Growing | None = None  # [B, H, length], what a policy remembers of each position
@@ -315,12 +316,21 @@ class KVLayer(DynamicLayer):
             yield slab, (at, at + slab.starts.shape[1])
             at += slab.starts.shape[1]
 
-    def seen_by(self, queries: Tensor, asked: Tensor, mass: Tensor | None = None, hidden: Tensor | None = None) -> Seen:
+    def seen_by(
+        self,
+        queries: Tensor,
+        asked: Tensor,
+        mass: Tensor | None = None,
+        hidden: Tensor | None = None,
+        known: dict[str, Tensor] | None = None,
+    ) -> Seen:
         """What a policy scores with: the cache as it is, and the queries of the last tokens; no keys where `mass` says
-        it all."""
+        it all; `known` of `Seen`."""
         k, v, _ = joined(self.slabs) if mass is None else (queries[:, :, :0], queries[:, :, :0], None)
         place = self.tokens[:, None] - asked.flip(1).cumsum(1).flip(1)
         memory, places = (None if one is None else one.view for one in (self.memory, self.positions))
+        if not self.evicted and not self.divided:
+            places = None  # all tokens are there in their order, so that the last of them are the queries' own
         return Seen(
             k,
             v,
@@ -334,6 +344,7 @@ class KVLayer(DynamicLayer):
             mass=mass,
             places=places,
             hidden=hidden,
+            known={} if known is None else known,
             **self.about,
         )
 
@@ -376,6 +387,7 @@ class KVLayer(DynamicLayer):
         valid = self.valid
         if bool((counts < valid.sum(-1)).any()) or self.slabs[0].precision != self.precision:
             self.keep_only(kept(scores, valid, counts), merge)
+            self.evicted = True
         self.fresh = 0
 
 
@@ -388,8 +400,11 @@ def packed(queries: Tensor, asked: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def visible_positions(starts: Tensor, kept: int, mask: Tensor | None, n: int) -> Tensor:
-    """bool [B, H_kv, n, kept + n]: what was kept of a row, and the new tokens up to each."""
+    """bool [B, H_kv or 1, n, kept + n]: what was kept of a row, and the new tokens up to each; one for all heads where
+    they are seen to keep as many, which on devices other than a CPU nobody waits to see."""
     device = starts.device
+    if device.type == "cpu" and bool((starts == starts[:, :1]).all()):
+        starts = starts[:, :1]
     own = torch.ones(n, n, dtype=torch.bool, device=device).tril()[None, None] if mask is None else mask[..., -n:]
     old = torch.arange(kept, device=device) >= starts[..., None]  # [B, H, kept]
     B, H = starts.shape

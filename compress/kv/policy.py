@@ -202,6 +202,7 @@ class Policy(CacheMethod):
     reads_hidden: ClassVar[bool] = False  # does `remember` read `seen.hidden`?
     at_every_pass: ClassVar[bool] = False  # is `remember` asked of every new token, also where nothing is evicted?
     mass: ClassVar[bool] = False  # are scores attention, finite ones not negative, that can be summed up?
+    budget_free: ClassVar[bool] = False  # are `scores` the same for every budget and allocation?
     merges: ClassVar[bool] = False  # does `merge` change what stays?
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
 """What a policy knows of a layer when it scores the cached positions."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ class Seen:
         places: [B, H_kv, T]: positions of what is kept, where queries are of earlier passes too; None: the last n are
             their own.
         turn: (x [B, H, n, D], positions [B, n], back: bool) -> x rotated to these positions, or back from them.
+        known: sums over queries that were computed already, by name; policies that look at the same tokens share them.
     """
 
     keys: Tensor
@@ -50,6 +51,7 @@ class Seen:
     mass: Tensor | None = None
     places: Tensor | None = None
     hidden: Tensor | None = None
+    known: dict[str, Tensor] = field(default_factory=dict)
 
     def attention(self, last: int) -> Tensor:
         """Attention of the last `last` queries, [B, H_kv, heads that share one, last, T], float32; 0 for those that are
@@ -107,7 +109,11 @@ class Seen:
         T]."""
         if self.mass is not None:
             return self.mass
-        return self._over_queries(lambda before, piece: before + piece.attention(len(piece.asked[0])).sum((2, 3)))
+        if "summed" not in self.known:
+            self.known["summed"] = self._over_queries(
+                lambda before, piece: before + piece.attention(len(piece.asked[0])).sum((2, 3))
+            )
+        return self.known["summed"]
 
     def largest_attention(self, first: int | None = None) -> Tensor:
         """The most attention that each position, or each of the first ones, got from any query and head that shares its
@@ -116,25 +122,13 @@ class Seen:
 
     def _largest(self, first: int) -> Tensor:
         """`largest_attention` of all queries at once."""
-        n = self.queries.shape[2]
-        if self.places is not None:  # queries whose own position has gone may see nothing
-            return self.attention(n)[..., :first].amax((2, 3))
-        # Of logarithms, so that nothing but the largest ones goes through another exponential.
-        logs, padding = self._scores(n), ~self.asked[:, None, None, :, None]
-        if not _all(self.asked):
-            logs.masked_fill_(padding, 0)  # a query that sees nothing has no logarithm
-        if self.sinks is not None:
-            logs = torch.cat([logs, self._sinks(logs)], -1)
-        logs = logs.log_softmax(-1)[..., :first]
-        if not _all(self.asked):
-            logs.masked_fill_(padding, -torch.inf)
-        return logs.amax((2, 3)).exp_()
+        return self.attention(self.queries.shape[2])[..., :first].amax((2, 3))
 
     def _over_queries(self, add: Callable[[Tensor, "Seen"], Tensor], first: int | None = None) -> Tensor:
         """What `add` makes, piece by piece of the queries, of what it made before, [B, H_kv, first or all T]."""
         count, (B, H, T, _) = self.queries.shape[2], self.keys.shape
         total = torch.zeros(B, H, T if first is None else min(first, T), device=self.keys.device)
-        rows = ROWS
+        rows, whole = ROWS, self.keys.float()  # converted once, rather than by every piece
         if total.device.type == "cpu":
             most, least = ON_CPU
             rows = max(most // max(B * self.queries.shape[1] * T, 1), least)
@@ -142,11 +136,12 @@ class Seen:
             begin, seen = max(0, end - rows), T - (count - end) if self.places is None else T
             piece = replace(
                 self,
-                keys=self.keys[:, :, :seen],
+                keys=whole[:, :, :seen],
                 valid=self.valid[:, :, :seen],
                 queries=self.queries[:, :, begin:end],
                 asked=self.asked[:, begin:end],
                 positions=self.positions[:, begin:end],
+                known={},
             )
             total[:, :, :seen] = add(total[:, :, :seen], piece)
         return total

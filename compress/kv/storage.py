@@ -246,6 +246,8 @@ def right_packed(keep: Tensor, length: int = 0) -> tuple[Tensor, Tensor]:
     """
     counts = (keep > 0).sum(-1)  # [B, H]
     longest = max(int(counts.max()), length, 1)
+    if keep.dtype == torch.bool:
+        return _packed(keep, counts, longest), longest - counts
     # What goes comes first, then what stays, each in its order.
     order = keep.to(torch.uint8).argsort(dim=-1, stable=True)[..., -longest:]
     order = nn.functional.pad(order, (longest - order.shape[-1], 0))
@@ -255,10 +257,23 @@ def right_packed(keep: Tensor, length: int = 0) -> tuple[Tensor, Tensor]:
     return torch.where(early, first, order), starts
 
 
+def _packed(keep: Tensor, counts: Tensor, longest: int) -> Tensor:
+    """The index of `right_packed` for keep, bool [B, H, n], without sorting: every position knows its place."""
+    place = (keep.cumsum(-1) + (longest - counts - 1)[..., None]).masked_fill(~keep, longest)  # [B, H, n]
+    first = keep.to(torch.uint8).argmax(-1, keepdim=True)  # where none stays, any position will do
+    index = first.repeat(1, 1, longest + 1)  # one more, for what goes
+    at = torch.arange(keep.shape[-1], device=keep.device).expand_as(place)
+    return index.scatter_(-1, place, at)[..., :longest]
+
+
 def taken(x: Tensor, index: Tensor) -> Tensor:
     """x [B, H, n, ...] at index [B, H, m] -> [B, H, m, ...]"""
-    index = index.view(*index.shape, *[1] * (x.dim() - 3))
-    return x.gather(2, index.expand(*index.shape[:3], *x.shape[3:]))
+    if x.dim() == 3:
+        return x.gather(2, index)
+    # Whole rows are copied: 14 times as fast on a CPU as a gather, which looks up every number.
+    B, H, n = x.shape[:3]
+    row = index + torch.arange(B * H, device=index.device).view(B, H, 1) * n
+    return x.reshape(B * H * n, *x.shape[3:]).index_select(0, row.flatten()).view(*index.shape, *x.shape[3:])
 
 
 def from_start(x: Tensor, starts: Tensor) -> Tensor:
@@ -276,6 +291,10 @@ def slabs_of(k: Tensor, v: Tensor, keep: Tensor, precision: Precision, fill: boo
         fill: positions that would fill no group of codes, and so stay in 16 bits, may become codes of a group that is
             filled up in front, where that takes fewer bytes.
     """
+    n = keep.shape[2]
+    if keep.device.type == "cpu" and bool(keep.all()) and not (fill and _filled(n, precision) > n):
+        starts = torch.zeros(keep.shape[:2], dtype=torch.int32)  # all stay where they are
+        return [Slab(*(x.clone(memory_format=torch.contiguous_format) for x in (k, v)), starts, precision)]
     longest = keep.sum(-1).amax(0)  # [H]: a slab is as long as its longest row
     H, top = keep.shape[1], int(longest.max())
     apart = H > 1 and int(longest.sum()) < 0.875 * H * top

@@ -15,7 +15,8 @@ answer.
 
 import math
 import time
-from collections.abc import Callable, Container, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ VISIBILITIES = ("agnostic", "another", "turns", "visible", "follow-up")
 _OF_SECOND = {"another", "turns", "follow-up"}  # those that ask the second question
 FULL = "full"  # the variant that everything is held against
 _RESAMPLES = 2000
+_AT_ONCE = 16  # caches that are asked in one pass, where that is known how; all of them are held until then
 
 
 class Answer(NamedTuple):
@@ -186,6 +188,7 @@ def score_long_context(
     variants: Mapping[str, Callable[[Cache], Cache]],
     visibilities: Sequence[str] = VISIBILITIES,
     finished: MutableMapping[tuple[int, str], dict[str, Any]] | None = None,
+    abreast: Callable[[Sequence[Cache]], Cache] | None = None,
 ) -> LongContextScores:
     """Ask the samples' questions of every variant's cache.
 
@@ -198,6 +201,8 @@ def score_long_context(
         visibilities: some of VISIBILITIES; another, turns and follow-up need samples with two questions.
         finished: what was found, JSON by a sample's number and a variant: what is there is not asked again. A context
             of which anything is missing is read again, and the full cache answers again.
+        abreast: of several variants' caches makes one, as of a batch whose row i is cache i, so that the layers of a
+            pass are computed once for all; without it every cache is asked alone.
 
     Raises:
         ValueError: visibilities that are not known, or samples that do not fit them or the model.
@@ -211,7 +216,8 @@ def score_long_context(
         progress.update(len(visibilities) * (len(ways) - len(missing)))
         if missing:
             asked = {FULL: ways[FULL], **missing}
-            found = _ask_all(model, sample, observer(), asked, visibilities, missing, progress)
+            with _flat_head(model):
+                found = _ask_all(model, sample, observer(), asked, visibilities, missing, progress, abreast)
             for name in missing:
                 finished[i, name] = found[name]
     progress.close()
@@ -226,13 +232,15 @@ def _ask_all(
     visibilities: Sequence[str],
     counted: Container[str],
     progress: tqdm,
+    abreast: Callable[[Sequence[Cache]], Cache] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """What one sample gave, as JSON: {variant: {"answers": {visibility: Answer}, "cache": of the first visibility}}.
     The answers of the `counted` variants are progress."""
     found: dict[str, dict[str, Any]] = {name: {"answers": {}} for name in ways}
     first, device = sample.questions[0], next(model.parameters()).device
     _feed(model, sample.context, read, device)
-    for visibility in VISIBILITIES:
+    last = max(map(VISIBILITIES.index, visibilities))
+    for visibility in VISIBILITIES[: last + 1]:
         question = sample.questions[-1] if visibility in _OF_SECOND else first
         said = torch.cat([first.ask, first.answer]) if visibility == "turns" else first.ask[:0]  # behind compression
         if visibility == "visible":
@@ -242,23 +250,28 @@ def _ask_all(
             _feed(model, torch.cat([first.ask[-1:], first.answer]), read, device)
         if visibility not in visibilities or (visibility in _OF_SECOND and len(sample.questions) < 2):
             continue
-        for name, way in ways.items():
-            progress.set_postfix_str(f"{sample.task} {sample.length}, {visibility}, {name}")
-            start = time.perf_counter()
-            cache = way(read)
-            seconds = time.perf_counter() - start
-            of = found[name].setdefault("cache", {})
-            if not of:
-                of |= {"bytes": cache.nbytes_16, "elsewhere": _elsewhere(cache), "seconds": seconds}
-                of |= _kept(sample, cache)
-            cache.paused = True  # what comes now is not a prompt to compress
-            _feed(model, said, cache, device)
-            outputs, logits = _ask(model, question, cache, device)
-            if name == FULL:
-                reference = logits, outputs
-            found[name]["answers"][visibility] = _answer(question.answer.to(device), logits, reference[0])
-            of.setdefault("errors", [_relative(a, b) for a, b in zip(outputs, reference[1], strict=True)])
-            progress.update(name in counted)
+        for names in _groups(list(ways), _AT_ONCE if abreast else 1):
+            progress.set_postfix_str(f"{sample.task} {sample.length}, {visibility}, {names[-1]}")
+            caches = []
+            for name in names:
+                start = time.perf_counter()
+                caches.append(cache := ways[name](read))
+                seconds = time.perf_counter() - start
+                of = found[name].setdefault("cache", {})
+                if not of:
+                    of |= {"bytes": cache.nbytes_16, "elsewhere": _elsewhere(cache), "seconds": seconds}
+                    of |= _kept(sample, cache)
+                cache.paused = True  # what comes now is not a prompt to compress
+            together = caches[0] if abreast is None else abreast(caches)
+            _feed(model, said, together, device, len(caches))
+            asked = _ask(model, question, together, device, len(caches))
+            for name, outputs, logits in zip(names, *asked, strict=True):
+                if name == FULL:
+                    reference = logits, outputs
+                of = found[name]["cache"]
+                found[name]["answers"][visibility] = _answer(question.answer.to(device), logits, reference[0])
+                of.setdefault("errors", [_relative(a, b) for a, b in zip(outputs, reference[1], strict=True)])
+                progress.update(name in counted)
     return found
 
 
@@ -291,15 +304,40 @@ def _untouched(cache: Cache) -> Cache:
     return cache.compressed(None)
 
 
-def _feed(model: nn.Module, ids: Tensor, cache: Cache, device: torch.device) -> None:
+@contextmanager
+def _flat_head(model: nn.Module) -> Iterator[None]:
+    """Give the head hidden states whose tokens lie one after another.
+
+    Those of the last tokens of a pass do not, and on a CPU torch then multiplies them by a copy of the whole matrix,
+    which in 16 bits takes longer than all layers.
+    """
+    head = model.get_output_embeddings()
+    if head is None:
+        yield
+        return
+    hook = head.register_forward_pre_hook(lambda _m, args: (args[0].clone(memory_format=torch.contiguous_format),))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _groups(names: list[str], size: int) -> list[list[str]]:
+    """The names in their order, so many at a time."""
+    return [names[i : i + size] for i in range(0, len(names), size)]
+
+
+def _feed(model: nn.Module, ids: Tensor, cache: Cache, device: torch.device, rows: int = 1) -> None:
     if len(ids):
-        model(ids[None].to(device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(ids.to(device).expand(rows, -1), past_key_values=cache, use_cache=True, logits_to_keep=1)
 
 
-def _ask(model: nn.Module, question: Question, cache: Cache, device: torch.device) -> tuple[list[Tensor], Tensor]:
-    """Attention outputs by layer for all tokens of question and answer, and log-probabilities of the answer's, [a,
-    vocabulary]."""
-    ids = torch.cat([question.ask, question.answer[:-1]]).to(device)
+def _ask(
+    model: nn.Module, question: Question, cache: Cache, device: torch.device, rows: int
+) -> tuple[list[list[Tensor]], list[Tensor]]:
+    """For every row of the cache, attention outputs by layer for all tokens of question and answer, [q + a - 1, ...]
+    each, and log-probabilities of the answer's tokens, [a, vocabulary]."""
+    ids = torch.cat([question.ask, question.answer[:-1]]).to(device).expand(rows, -1)
     outputs: list[Tensor] = []
     hooks = [
         m.register_forward_hook(lambda _m, _i, out: outputs.append((out[0] if isinstance(out, tuple) else out).float()))
@@ -307,11 +345,11 @@ def _ask(model: nn.Module, question: Question, cache: Cache, device: torch.devic
         if hasattr(m, "layer_idx") and any(True for _ in m.parameters(recurse=True))
     ]
     try:
-        logits = model(ids[None], past_key_values=cache, use_cache=True, logits_to_keep=len(question.answer)).logits[0]
+        logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=len(question.answer)).logits
     finally:
         for hook in hooks:
             hook.remove()
-    return outputs, logits.float().log_softmax(-1)
+    return [[of[i] for of in outputs] for i in range(rows)], list(logits.float().log_softmax(-1))
 
 
 def _answer(answer: Tensor, logits: Tensor, reference: Tensor) -> Answer:

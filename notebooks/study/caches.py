@@ -17,7 +17,7 @@ from compress.apply import code_sha256
 from compress.inputs.calibration import tokens_sha256
 from compress.inputs.corpus import load_text
 from compress.inputs.model import weights_sha256
-from compress.kv import CompressedCache, attached, left_alone
+from compress.kv import Abreast, CompressedCache, attached, left_alone
 from compress.kv.policy import CacheMethod, Policy, Projecting, Storage
 from compress.kv.reading.method import Reading
 from compress.kv.static import MadeUpCache, check_timed, decoder
@@ -223,6 +223,7 @@ def score_caches(
             finished=finished,
             variants={name: way(methods) for name, methods in recipes.recipes.items()},
             visibilities=visibilities,
+            abreast=Abreast,
         )
 
 

@@ -16,6 +16,7 @@ class CacheCell(NamedTuple):
     exact: float | None
     stderr: float | None
     nll: float | None
+    nll_stderr: float | None
     kl: float | None
     kl_stderr: float | None
     against: Interval
@@ -70,7 +71,7 @@ def cache_rows(cache: Cache) -> list[CacheRow]:
         for visibility in dict.fromkeys(one.visibility for one in cache.answers):
             own = [one for one in cache.answers if one.variant == name and one.visibility == visibility]
             exact, nll, kl = (_mean([v for one in own for v in getattr(one, key)]) for key in ("exact", "nll", "kl"))
-            cells[visibility] = CacheCell(*exact, nll[0], *kl, cache.against.get(name, {}).get(visibility, ()))
+            cells[visibility] = CacheCell(*exact, *nll, *kl, cache.against.get(name, {}).get(visibility, ()))
         share = sum(sizes.values()) / sum(full.values()) if sizes and sum(full.values()) else None
         largest = sizes[max(sizes)] if sizes else None
         rows.append(CacheRow(name, largest, share, cache.seconds.get(name), cells))

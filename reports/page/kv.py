@@ -140,7 +140,7 @@ def _styles(names: Sequence[str], plain_ones: Sequence[str] = ()) -> dict[str, d
 
 @drawn
 def _pareto(cache: Cache, table: Sequence[CacheRow], visibilities: Sequence[str], labels: _Labels) -> str:
-    """Exact answers and KL against the share of bytes: a column per visibility."""
+    """Exact answers, KL and NLL against the share of bytes: a column per visibility."""
     rows = {row.name: row for row in table if row.share and finite(row.share)}
     curves = {text.replace("(budget={})", ""): points for text, points in cache.curves.items()}
     lines = {text: [rows[p[-1]] for p in points if p and p[-1] in rows] for text, points in curves.items()}
@@ -150,13 +150,14 @@ def _pareto(cache: Cache, table: Sequence[CacheRow], visibilities: Sequence[str]
         return ""
     styles = _styles(list(lines), [text.replace("(budget={})", "") for text in cache.references])
     height, columns = 2.7 + 0.085 * len(lines), len(visibilities)
-    figure, axes = grid(2 * columns, columns, height=height, extra=0, sharex=True, sharey="row")
-    for (above, below), visibility in zip(axes.T, visibilities, strict=True):
+    figure, axes = grid(3 * columns, columns, height=height, extra=0, sharex=True, sharey="row")
+    for (above, below, last), visibility in zip(axes.T, visibilities, strict=True):
         for name, line in lines.items():
             line = sorted(line, key=lambda row: row.share)
             for ax, metric, error, scale, floor in (
                 (above, "exact", "stderr", 100, 0),
                 (below, "kl", "kl_stderr", 1, 1e-4),
+                (last, "nll", "nll_stderr", 1, 1e-4),
             ):
                 points = [
                     (row.share * 100, *(getattr(row.by[visibility], key) for key in (metric, error))) for row in line
@@ -166,21 +167,24 @@ def _pareto(cache: Cache, table: Sequence[CacheRow], visibilities: Sequence[str]
                     x, y, e = zip(*points, strict=True)
                     look = {"ms": 4.5, "lw": 1.4, "elinewidth": 0.7} | styles[name]
                     ax.errorbar(x, y, yerr=e, label=wrapped(name, 60), **look)
-        full = rows[FULL].by[visibility].exact
-        if finite(full):
-            above.axhline(100 * full, color=LINE, lw=1.2, zorder=0)
+        full = rows[FULL].by[visibility]
+        for ax, level in ((above, full.exact and 100 * full.exact), (last, full.nll)):
+            if finite(level):
+                ax.axhline(level, color=LINE, lw=1.2, zorder=0)
         above.set_title(visibility, fontsize=10, loc="left")
         below.set_yscale("log")
-        below.set_xlabel("bytes, % of the full cache's")
-        for ax in (above, below):
+        last.set_yscale("log")
+        last.set_xlabel("bytes, % of full" if columns > 3 else "bytes, % of the full cache's")
+        for ax in (above, below, last):
             ax.grid(True, lw=0.6)
             ax.minorticks_off()
     axes[0, 0].set_ylim(-4, 104)
     axes[0, 0].set_ylabel("exact answers, %")
     axes[1, 0].set_ylabel("KL to the full cache's\nanswers, nats per token")
+    axes[2, 0].set_ylabel("NLL of the answers,\nnats per token")
     legend(figure, axes[:1, :1], [wrapped(name, 60) for name in lines], **_LEGEND)
     return svg(
-        figure, "pareto", "Exact answers and divergence of the answers against bytes of the cache, by visibility."
+        figure, "pareto", "Exact answers, divergence and likelihood of the answers against bytes of the cache, by visibility."
     )
 
 

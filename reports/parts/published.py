@@ -61,12 +61,14 @@ def _section(path: Path, run: RunRecord) -> str:
 def _tables(run: RunRecord) -> list[str]:
     """The tables of what the record has, each with a sentence before it where it is not the first."""
     if run.cache:
-        speed = [
-            "Tokens per second of the whole model behind contexts of these lengths, in one compiled step. In brackets: "
-            "how much less time attention alone takes than on a full 16-bit cache.",
-            table.cache_speed_markdown([run]),
-        ]
-        return [table.cache_markdown([run]), *(speed if run.cache.speed else [])]
+        parts = [table.cache_markdown([run])]
+        if run.cache.speed:
+            parts += [
+                "Tokens per second of the whole model behind contexts of these lengths, in one compiled step. In "
+                "brackets: how much less time attention alone takes than on a full 16-bit cache.",
+                table.cache_speed_markdown([run]),
+            ]
+        return parts
     parts = [table.markdown([run])]
     if run.strengths.lines:
         parts += ["Perplexity of recipes with several values in place of `{}`:", table.strengths_markdown([run])]

@@ -148,7 +148,7 @@ def strengths_markdown(records: Sequence[Record]) -> str:
 
 
 def cache_markdown(records: Sequence[Record]) -> str:
-    """A table per record of a run on KV caches: bytes of each cache, and exact answers by visibility.
+    """A table per record of a run on KV caches: bytes of each cache, and exact answers, NLL and KL by visibility.
 
     Raises:
         ValueError: a record of another kind of run.
@@ -162,6 +162,7 @@ def cache_markdown(records: Sequence[Record]) -> str:
             "cache",
             "bytes, % of full",
             *(f"exact, {v}" for v in visibilities),
+            *(f"NLL, {v}" for v in visibilities),
             *(f"KL, {v}" for v in visibilities),
         ]
         lines = [
@@ -169,6 +170,7 @@ def cache_markdown(records: Sequence[Record]) -> str:
                 _cache_name(run, row.name),
                 fmt(row.share, ".1f", 100),
                 *(f"{fmt(row.by[v].exact, '.0f', 100)} % ± {fmt(row.by[v].stderr, '.0f', 100)}" for v in visibilities),
+                *(fmt(row.by[v].nll, ".3f") for v in visibilities),
                 *("–" if row.name == "full" else fmt(row.by[v].kl, ".3f") for v in visibilities),
             ]
             for row in table

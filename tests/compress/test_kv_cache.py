@@ -11,7 +11,8 @@ from torch.testing import assert_close
 from transformers import Cache, DynamicCache
 
 from compress import METHODS, apply
-from compress.kv import CompressedCache, attach, attached, attachment_of, detach, left_alone
+from compress.kv import Abreast, CompressedCache, attach, attached, attachment_of, detach, left_alone
+from compress.kv.attention import attend
 from compress.kv.eviction.knorm import KNorm
 from compress.kv.policy import ALLOCATIONS, Policy
 from kernels.registry import recording
@@ -318,6 +319,20 @@ def test_a_model_is_left_as_it_was(tiny, padded, architecture):
         assert state() == before, "what cannot be attached leaves nothing behind"
 
 
+@pytest.mark.parametrize("n", [1, 5, 64, 65])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_attention_under_a_mask_is_that_of_a_softmax(n, heads):
+    """Short queries, whose heads are folded, and long ones; a mask for all heads, or one for each."""
+    B, H, G, T, D = 2, 2, 3, 90, 8
+    q, k, v = (torch.randn(B, h, t, D, dtype=torch.float64) for h, t in ((H * G, n), (H, T), (H, T)))
+    mask = torch.rand(B, heads, n, T) < 0.7
+    y = attend(q, k, v, mask, scaling=0.3)
+    for head in range(H * G):
+        scores = q[:, head] @ k[:, head // G].mT * 0.3
+        weights = scores.masked_fill(~mask[:, head // G if heads > 1 else 0], -torch.inf).softmax(-1)
+        assert_close(y[:, :, head], weights @ v[:, head // G])
+
+
 def test_copies_stand_by_themselves(tiny, padded):
     model = tiny("llama")
     with attached(model, MIXED["h2o"]):
@@ -374,3 +389,43 @@ def test_a_recipe_attaches(tiny, padded):
         )
         detach(model)
         same(write(model, *padded), plain)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "gpt2"])
+def test_caches_abreast_are_asked_as_each_alone(tiny, tokens, architecture):
+    """Of any policy, storage and reading; in several passes, one token at a time and several."""
+    model, (ids, more) = tiny(architecture).double(), (one[:1] for one in tokens(2, 40))
+    recipes = [
+        {},
+        {"policy": policy("knorm", budget=0.3)},
+        {"policy": Lopsided(budget=0.5, allocation="ada")},
+        {"storage": KV_INT(group_size=32, residual=4)},
+        {"policy": policy("snapkv", budget=0.5), "storage": KV_INT(group_size=32, residual=0, rotate_keys=True)},
+        {"reading": METHODS["quest"](budget=16, page=8)},
+    ]
+
+    def compressed() -> list[CompressedCache]:
+        caches = []
+        for recipe in recipes:
+            caches.append(CompressedCache(model, **recipe))
+            read(model, caches[-1], ids)
+            caches[-1].paused = True
+        return caches
+
+    with attached(model):
+        alone, together = compressed(), compressed()
+        abreast = Abreast(together)
+        for begin, end in ((0, 5), (5, 6), (6, 26), (26, 27)):
+            piece = more[:, begin:end]
+            rows = model(piece.expand(len(recipes), -1), past_key_values=abreast).logits
+            for cache, row in zip(alone, rows, strict=True):
+                assert_close(row[None], model(piece, past_key_values=cache).logits, rtol=1e-9, atol=1e-9)
+            assert abreast.get_seq_length() == 40 + end
+        for a, b in zip(alone, together, strict=True):
+            for one, other in zip(a.own, b.own, strict=True):
+                assert torch.equal(one.lengths, other.lengths)
+        together[1].paused = False
+        with pytest.raises(ValueError, match="paused"):
+            Abreast(together)
+        with pytest.raises(ValueError, match="seen"):
+            Abreast([alone[0], compressed()[0]])

@@ -207,6 +207,60 @@ def test_an_observing_cache_is_compressed_as_if_the_policy_had_been_there(tiny, 
                 )
 
 
+@pytest.mark.parametrize("name", POLICIES)
+def test_what_recipes_share_changes_nothing(tiny, padded, name):
+    """Copies of one observing cache, of several policies and budgets, are those of caches that made one copy alone."""
+    model, (ids, mask) = tiny("llama").double(), padded
+
+    def observed() -> CompressedCache:
+        cache = attachment.cache(observes=True, traces=True)
+        read(model, cache, ids, mask)
+        return cache
+
+    with attached(model) as attachment:
+        shared = observed()
+        for other in ("h2o", "snapkv"):
+            shared.compressed(policy(other, budget=0.7))
+        for budget in (0.5, 0.2, 4):
+            one = policy(name, budget=budget)
+            for a, b in zip(shared.compressed(one).own, observed().compressed(one).own, strict=True):
+                assert_close(joined(a.slabs), joined(b.slabs), rtol=0, atol=0)
+                assert torch.equal(a.positions.view, b.positions.view)
+                assert a.memory is None or torch.equal(a.memory.view, b.memory.view)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_scores_that_no_budget_changes(observed, name):
+    """Policies with `budget_free` keep their word, and the others have a reason not to give it: a memory, or a
+    budget."""
+    _, cache, _ = observed("llama")
+    layer = cache.own[0]
+    seen = layer.seen_by(layer.queries, layer.asked)
+    seen = replace(seen, memory=torch.rand(seen.keys.shape[:3]))
+    scores = [policy(name, budget=budget, allocation="uniform").scores(seen) for budget in (0.1, 0.5, 30)]
+    if METHODS[name].budget_free:
+        assert all(torch.equal(scores[0], one) for one in scores[1:]) and not METHODS[name].remembers
+
+
+def test_places_matter_only_once_something_has_gone(tiny, tokens):
+    model = tiny("llama")
+    with attached(model, [policy("knorm", budget=10, decoding=True)]) as attachment:
+        cache = attachment.cache(traces=True)
+        layer, ids = cache.own[0], tokens(1, 40)[0]
+        cache.paused = True
+        read(model, cache, ids)
+        queries, asked = torch.randn(1, 4, 40, 16), torch.ones(1, 40, dtype=torch.bool)
+        before = layer.seen_by(queries, asked)
+        assert before.places is None
+        written_out = replace(before, places=layer.positions.view)
+        assert_close(before.attention(40), written_out.attention(40))
+        cache.paused = False
+        read(model, cache, ids[:, :1])
+        for _ in range(8):
+            read(model, cache, ids[:, :1])
+        assert int(layer.lengths.max()) < layer.seen and layer.seen_by(queries[:, :, :1], asked[:, :1]).places is not None
+
+
 @pytest.mark.parametrize("again", ["reset", "crop"])
 @pytest.mark.parametrize("name", POLICIES)
 def test_an_observing_cache_forgets(tiny, padded, name, again):

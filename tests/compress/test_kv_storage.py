@@ -12,7 +12,7 @@ from compress import METHODS
 from compress.kv import attached
 from compress.kv.eviction.knorm import KNorm
 from compress.kv.precision import Precision
-from compress.kv.storage import joined, slabs_of
+from compress.kv.storage import joined, right_packed, slabs_of, taken
 from kernels.kv_decode import dequantize_kv, quantize_kv
 
 KV_INT, KV_FP8, SNAPKV, H2O = (METHODS[name] for name in ("kv_int", "kv_fp8", "snapkv", "h2o"))
@@ -115,6 +115,25 @@ def test_groups_are_filled_up_where_that_takes_fewer_bytes():
                 expected = torch.nn.functional.scaled_dot_product_attention(q[b : b + 1], *alone, scale=0.3)
                 torch.testing.assert_close(y[b : b + 1], expected, rtol=1e-3, atol=1e-3)
     assert [slab.coded for slab in slabs_of(k, v, keep, Precision(4, 32, 0))] == [0, 32, 64]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("length", [0, 5, 60])
+def test_kept_positions_come_last_in_their_order(share, length):
+    for n in (1, 7, 50):
+        keep = torch.rand(3, 2, n) < share
+        index, starts = right_packed(keep, length)
+        sorted_index, sorted_starts = right_packed(keep.to(torch.uint8), length)
+        assert torch.equal(starts, sorted_starts) and index.shape == sorted_index.shape
+        x = torch.randn(3, 2, n, 4)
+        for b in range(3):
+            for h in range(2):
+                kept = keep[b, h].nonzero()[:, 0]
+                assert index[b, h, starts[b, h] :].tolist() == kept.tolist()
+                if len(kept):
+                    assert torch.equal(index[b, h], sorted_index[b, h])
+                    assert (index[b, h, : starts[b, h]] == kept[0]).all()
+                assert torch.equal(taken(x, index)[b, h], x[b, h, index[b, h]])
 
 
 def test_places_that_an_evaluation_traces_are_not_counted(tiny, tokens):

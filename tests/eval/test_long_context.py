@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from compress import METHODS
-from compress.kv import attached
+from compress.kv import Abreast, attached
 from compress.kv.static import MadeUpCache, decoder, static
 from eval.contexts.haystack import Question, Sample
 from eval.contexts.long_context import VISIBILITIES, bootstrap, score_long_context
@@ -55,6 +55,43 @@ def test_full_cache_answers_as_the_model_does(sample):
             assert len(answer.kl) == len(question.answer) and max(answer.kl) < 1e-6
     assert max(found.errors["all"]) < 1e-8 and found.survival["all"]["word", 40] == [[1.0, 1.0]] * 2
     assert found.metrics()["full"]["cache_bytes_40"] >= 2 * 2 * 2 * 40 * 16 * 2
+
+
+def test_the_head_is_given_whole_rows_and_left_as_it_was(sample, monkeypatch):
+    """The hidden states of the last tokens alone lie apart, even where only a dimension of one row says so."""
+    model, one = sample
+    head, strides = model.get_output_embeddings(), []
+    linear = torch.nn.functional.linear
+
+    def noted(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if weight is head.weight:
+            strides.append(x.stride() == torch.empty(x.shape).stride())
+        return linear(x, weight, bias)
+
+    hooks = len(head._forward_pre_hooks)
+    monkeypatch.setattr(torch.nn.functional, "linear", noted)
+    scored(model, [one], variants={}, visibilities=["agnostic"])
+    assert len(strides) == 2 and all(strides) and len(head._forward_pre_hooks) == hooks
+
+
+def test_caches_asked_together_answer_as_each_alone(sample, monkeypatch):
+    model, one = sample
+    variants = {
+        f"{share}": lambda cache, share=share: cache.compressed(STREAMING(budget=share)) for share in (0.9, 0.5, 0.2)
+    }
+    variants["codes"] = lambda cache: cache.compressed(None, KV_INT(group_size=32, residual=4))
+    alone = scored(model, [one], variants=variants)
+    for size in (2, 16):
+        monkeypatch.setattr("eval.contexts.long_context._AT_ONCE", size)
+        together = scored(model, [one], variants=variants, abreast=Abreast)
+        assert list(together.answers) == list(alone.answers)
+        for name, groups in alone.answers.items():
+            for key, (expected,) in groups.items():
+                (found,) = together.answers[name][key]
+                assert found.exact == expected.exact and found.nll == pytest.approx(expected.nll, abs=1e-4)
+                assert found.kl == pytest.approx(expected.kl, abs=1e-4)
+            assert together.errors[name] == pytest.approx(alone.errors[name], abs=1e-5)
+            assert together.survival[name] == alone.survival[name] and together.kept[name] == alone.kept[name]
 
 
 def test_what_is_evicted_shows(sample):

@@ -32,6 +32,7 @@ class ExpectedAttention(Policy):
     name = "expected_attention"
     source = "Devoto et al. 2025, arXiv:2510.00636, section 3"
     window = 128
+    budget_free = True
 
     def scores(self, seen: Seen) -> Tensor:
         B, H, T, D = seen.keys.shape

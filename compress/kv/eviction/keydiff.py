@@ -15,6 +15,7 @@ class KeyDiff(Policy):
 
     name = "keydiff"
     source = "Park et al. 2025, arXiv:2504.15364, algorithm 1"
+    budget_free = True
 
     def scores(self, seen: Seen) -> Tensor:
         keys = seen.keys.float()

@@ -25,6 +25,7 @@ class SnapKV(Policy):
     name = "snapkv"
     source = "Li et al. 2024, arXiv:2404.14469, section 4"
     mass = True
+    budget_free = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -17,6 +17,7 @@ class TOVA(Policy):
     source = "Oren et al. 2024, arXiv:2401.06104, section 3.2"
     window = 1
     mass = True
+    budget_free = True
 
     def scores(self, seen: Seen) -> Tensor:
         weights = seen.attention(1).mean((1, 2, 3))  # [B, T]

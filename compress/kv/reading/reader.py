@@ -138,6 +138,6 @@ class Reader:
             ],
             1,
         )
-        visible = visible_positions(starts, kept, mask, q.shape[2])
+        visible = visible_positions(starts, kept, mask, q.shape[2]).expand(-1, starts.shape[1], -1, -1)
         visible = torch.cat([visible[..., :kept] & chosen, visible[..., kept:]], -1)
         return attend(q, torch.cat([old_k, k], 2), torch.cat([old_v, v], 2), visible, **about)

@@ -1,0 +1,72 @@
+"""Several compressed caches that are asked in one pass: row i of a batch reads and extends cache i."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+
+from compress.kv.attention import expect
+from compress.kv.cache import CompressedCache
+from compress.kv.layer import KVLayer
+
+
+class Abreast(Cache):
+    """A view of caches of one row each, which have seen as many tokens, as one batch: `model(past_key_values=...)`.
+
+    The layers of a pass are computed once for all rows, and attention by every cache itself, whatever it keeps and in
+    whichever form. Caches grow as if each had been asked alone; they must be `paused`, because nothing is evicted here.
+
+    Raises:
+        ValueError: caches that are not paused, or have not seen as many tokens.
+    """
+
+    def __init__(self, caches: Sequence[CompressedCache]) -> None:
+        if not all(cache.paused for cache in caches):
+            raise ValueError("`caches`: some may evict in this pass; set `paused` of all")
+        if len(seen := {cache.get_seq_length() for cache in caches}) != 1:
+            raise ValueError(f"`caches` have seen {sorted(seen)} tokens; they must have seen as many")
+        super().__init__(layers=caches[0].layers)  # which tell transformers the positions and the size of masks
+        self.caches = list(caches)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Take new keys and values [rows, H_kv, n, D] of a layer, a row for each cache."""
+        rows = zip(self.caches, key_states.split(1), value_states.split(1), strict=True)
+        given = [cache.layers[layer_idx].update(k, v, *args, **kwargs) for cache, k, v in rows]
+        if not isinstance(self.layers[layer_idx], KVLayer):  # transformers' own attention, of a window
+            return tuple(torch.cat(of) for of in zip(*given, strict=True))
+        expect(partial(self._attend, layer_idx, [k for k, _ in given], key_states))
+        return key_states, value_states
+
+    def pass_over(self, layer_idx: int, tokens: int) -> None:
+        """Count tokens of a layer that keeps none, because its attention was dropped."""
+        for cache in self.caches:
+            cache.pass_over(layer_idx, tokens)
+
+    def _attend(
+        self,
+        layer_idx: int,
+        keys: Sequence[Tensor],
+        given: Tensor,
+        module: nn.Module,
+        q: Tensor,
+        key: Tensor,
+        mask: Tensor | None,
+        **about: Any,
+    ) -> Tensor:
+        """Attention [rows, n, H_q, D] of q [rows, H_q, n, D], row by row.
+
+        Args:
+            keys: as each cache's `update` gave them back. given: as `update` here gave them back.
+        """
+        ys = []
+        for i, (cache, own) in enumerate(zip(self.caches, keys, strict=True)):
+            one = None if mask is None else mask[i : i + 1] if len(mask) > 1 else mask
+            # A changed key is handed on, so that the layer refuses it as it does alone.
+            own = own if key is given else key[i : i + 1]
+            ys.append(cache._attend(cache.layers[layer_idx], module, q[i : i + 1], own, one, **about))
+        return torch.cat(ys)
