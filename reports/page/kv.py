@@ -184,7 +184,9 @@ def _pareto(cache: Cache, table: Sequence[CacheRow], visibilities: Sequence[str]
     axes[2, 0].set_ylabel("NLL of the answers,\nnats per token")
     legend(figure, axes[:1, :1], [wrapped(name, 60) for name in lines], **_LEGEND)
     return svg(
-        figure, "pareto", "Exact answers, divergence and likelihood of the answers against bytes of the cache, by visibility."
+        figure,
+        "pareto",
+        "Exact answers, divergence and likelihood of the answers against bytes of the cache, by visibility.",
     )
 
 

@@ -93,7 +93,7 @@ def test_headline_numbers_are_the_records(outcomes):
             assert kept == pytest.approx(sum(exact["compressed"]) / sum(exact["full"]))
             sizes = record["cache"]["cache_bytes"]
             assert smaller == pytest.approx(sum(sizes["full"].values()) / sum(sizes["compressed"].values()))
-            assert bool(cells[8].strip()) == bool(record["cache"]["speed"]), "a run that timed nothing says nothing of it"
+            assert bool(cells[8].strip()) == bool(record["cache"]["speed"]), "nothing is said of what was not timed"
         else:
             kept_of_tasks = [
                 one["recovery"] for one in record.get("tasks", {}).get("compared", {}).get("compressed", {}).values()
