@@ -279,6 +279,12 @@ def taken(x: Tensor, index: Tensor) -> Tensor:
 def from_start(x: Tensor, starts: Tensor) -> Tensor:
     """x [B, H, n, ...] with every row moved to the front, from starts [B, H] on, and its last position repeated behind
     it."""
+    if x.device.type == "cpu" and x.shape[2] and not torch.compiler.is_compiling():
+        first = int(starts.min())
+        if first == int(starts.max()):  # one piece of memory, not positions one by one
+            rows = x[:, :, first:]
+            behind = [-1, -1, x.shape[2] - rows.shape[2], *[-1] * (x.dim() - 3)]
+            return torch.cat([rows, x[:, :, -1:].expand(behind)], 2)
     at = starts.long()[..., None] + torch.arange(x.shape[2], device=x.device)
     return taken(x, at.clamp(max=max(x.shape[2] - 1, 0)))
 

@@ -25,6 +25,7 @@ __all__ = [
 
 MAX_TOKENS = 8  # query tokens of one step
 MAX_D = 256  # channels that the Triton kernels take
+_FLOATS, _INTEGERS = (torch.float32, torch.float16, torch.bfloat16), (torch.int32, torch.int64)
 
 
 def kv_decode(
@@ -74,7 +75,8 @@ def kv_decode(
     Raises:
         ValueError: arguments that do not fit each other, or an implementation that does not exist or cannot take them.
     """
-    _check(q, cache, lengths, starts, indices, softcap)
+    if softcap is not None or not _fits(q, cache, lengths, starts, indices):
+        _check(q, cache, lengths, starts, indices, softcap)
     impl = _implementation(q, cache, impl)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     places = (lengths, starts, indices)
@@ -192,6 +194,27 @@ def _only_reference(cache: KV, D: int, cpp: bool) -> tuple[str, str] | None:
     if _value_channels(cache) != D:
         return f"values of {_value_channels(cache)} channels beside keys of {D}", "as many of both"
     return None
+
+
+def _fits(q: Tensor, cache: KV, lengths: Tensor, starts: Tensor | None, indices: Tensor | None) -> bool:
+    """Is all of this in order? In a few microseconds, for caches in 16 bits; `_check` says what is not."""
+    if cache.bits != 16 or cache[2:6] != (None, None, None, None) or q.dim() != 4 or q.stride(3) != 1:
+        return False
+    k, v, dtype, device = cache.k, cache.v, q.dtype, q.device
+    (B, H_q, T_q, D), shape = q.shape, k.shape
+    if dtype not in _FLOATS or k.dtype != dtype or v.dtype != dtype or k.device != device or v.device != device:
+        return False
+    if len(shape) != 4 or shape != v.shape or shape[0] != B or shape[3] != D or k.stride(3) != 1 or v.stride(3) != 1:
+        return False
+    H_kv = shape[1]
+    if H_kv == 0 or H_q % H_kv or not 1 <= T_q <= MAX_TOKENS:
+        return False
+    for t in (lengths, starts):
+        if t is not None and (t.dtype not in _INTEGERS or t.device != device or t.shape != (B, H_kv)):
+            return False
+    if indices is not None and (indices.dtype not in _INTEGERS or indices.device != device or indices.dim() != 3):
+        return False
+    return indices is None or indices.shape[:2] == shape[:2]
 
 
 def _check(

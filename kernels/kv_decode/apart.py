@@ -48,14 +48,14 @@ def kv_decode_apart(
         parts = zip(queries, caches, starts, strict=True)
         ys = [kv_decode(x, cache, cache.positions - start, starts=start, **how) for x, cache, start in parts]
         return torch.cat(ys, 1)
-    tails = any(cache.tail_k is not None for cache in caches)
-    columns = [[getattr(cache, name) for cache in caches] for name in KV._fields[:4]]
-    columns += [[getattr(cache, name) if cache.tail_k is not None else _nothing(q, cache) for cache in caches]
-                for name in ("tail_k", "tail_v")]  # fmt: skip
-    if caches[0].bits == 16:
-        columns[2:4] = [], []
-    if not tails:
-        columns[4:6] = [], []
+    columns: list[list[Tensor]] = [[cache.k for cache in caches], [cache.v for cache in caches], [], [], [], []]
+    if caches[0].bits != 16:
+        columns[2:4] = [cache.params_k for cache in caches], [cache.params_v for cache in caches]
+        if any(cache.tail_k is not None for cache in caches):
+            columns[4:] = (
+                [_nothing(q, cache) if cache.tail_k is None else getattr(cache, name) for cache in caches]
+                for name in ("tail_k", "tail_v")
+            )
     isa, (bits, group) = native.kv_decode_isa(q.dtype), caches[0][6:8]
     ran("kv_decode", f"cpu {isa}")
     more = (bits, group, float(scale), float(softcap or 0), isa)
@@ -64,10 +64,13 @@ def kv_decode_apart(
 
 def _alike(q: Tensor, caches: Sequence[KV]) -> bool:
     """Does one call of the C++ kernel take all of them?"""
-    if not in_cpp(q) or any(cache.float8 for cache in caches):
+    if not in_cpp(q) or any(cache.bits == 8 and cache.float8 for cache in caches):
         return False
     first, D = caches[0], q.shape[-1]
-    return all(cache[6:8] == first[6:8] and _only_reference(cache, D, True) is None for cache in caches)
+    for cache in caches:
+        if cache.bits != first.bits or cache.group != first.group or _only_reference(cache, D, True) is not None:
+            return False
+    return True
 
 
 def _nothing(q: Tensor, cache: KV) -> Tensor:

@@ -48,6 +48,7 @@ struct Problem {
   const uint16_t* q;  // [B, H, rows, xs], where queries are bfloat16
   const int64_t* list;  // [B, H, listed] positions to read, in their order; null: ranges of the cache itself
   int64_t listed;
+  bool scattered;       // may a whole span be read in the order of `STREAMS`?
 };
 
 struct Task {
@@ -55,27 +56,54 @@ struct Task {
   bool tail;
   const Problem* problem;       // of the head's cache
   const Task* after = nullptr;  // what the same thread does next
+  bool foreseen = false;        // was it asked for before?
 };
 
-// What is multiplied: one item every `stride` bytes, or those whose numbers a list holds.
+// A whole span is read as this many streams, a position of each in turn: a processor's prefetchers follow each of them, where one
+// alone leaves memory idle at every end of a page, and they read less that is not wanted where lists name single positions.
+constexpr int STREAMS = 16;
+struct Order {
+  uint8_t of[SPAN];
+};
+constexpr Order ORDER = [] {
+  Order order{};
+  for (int i = 0; i < SPAN; i++) order.of[i] = uint8_t(i % STREAMS * (SPAN / STREAMS) + i / STREAMS);
+  return order;
+}();
+
+// What is multiplied: one item every `stride` bytes, or those whose numbers a list holds; `order`: in this one.
 struct Items {
   const char* from;
   int64_t stride;
   const int64_t* list = nullptr;
+  const uint8_t* order = nullptr;
 
-  const char* at(int64_t i) const { return from + (list ? list[i] : i) * stride; }
-  Items from_on(int64_t i) const { return list ? Items{from, stride, list + i} : Items{from + i * stride, stride}; }
+  const char* at(int64_t i) const {
+    if (order) i = order[i];
+    return from + (list ? list[i] : i) * stride;
+  }
+  Items from_on(int64_t i) const {
+    if (order) return {from, stride, list, order + i};
+    return list ? Items{from, stride, list + i} : Items{from + i * stride, stride};
+  }
 };
 
-// Items that will be read soon, asked for little by little over so many steps of what is done before.
+// What will be read soon, asked for little by little over the steps of what is done before.
 struct Ahead {
-  Items items{};
-  int64_t bytes = 0;              // of an item
-  uint32_t rate = 0, at = 0;      // items, in units of 2^-16
+  struct Region {
+    Items items;
+    int64_t bytes;  // of an item
+    uint32_t left;  // items
+  };
+  Region regions[6];
+  int count = 0, now = 0;
+  uint32_t all = 0, rate = 0, at = 0;  // items; of a step, and beside whole ones, in units of 2^-16
 
-  Ahead() = default;
-  Ahead(const Items& items, int count, int64_t bytes, int steps)
-      : items(items), bytes(bytes), rate((uint32_t(count) << 16) / uint32_t(std::max(steps, 1))) {}
+  void add(const Items& items, int64_t bytes, int64_t many) {
+    if (many > 0) regions[count++] = {items, bytes, uint32_t(many)}, all += uint32_t(many);
+  }
+  // So many steps follow, over which this share of everything is to be asked for.
+  void pace(int steps, float share) { rate = uint32_t(float(all) * 65536 * share / float(std::max(steps, 1))) + 1; }
 };
 
 struct Loops {
@@ -99,6 +127,9 @@ const Loops* loops_of(const std::string& isa) {
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   const bool more = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+#ifdef HAVE_AMX
+  if (isa == "amx" && avx512 && more && amx_available()) return &amx::loops;
+#endif
   if (isa == "avx512bf16" && avx512 && more) return &avx512bf16::loops;
   if (isa == "avx512" && avx512) return &avx512::loops;
   if (isa == "avx2" && avx2) return &avx2::loops;
@@ -111,10 +142,10 @@ const Loops* loops_of(const std::string& isa) {
 }
 
 // Does it multiply pairs of bfloat16, and rows rounded to 16 bits: not for float32?
-bool of_pairs(const std::string& isa) { return isa == "avx512bf16" || isa == "neon bf16"; }
+bool of_pairs(const std::string& isa) { return isa == "amx" || isa == "avx512bf16" || isa == "neon bf16"; }
 
 std::string best_isa(bool float32) {
-  for (const char* isa : {"avx512bf16", "avx512", "avx2", "neon bf16", "neon"})
+  for (const char* isa : {"amx", "avx512bf16", "avx512", "avx2", "neon bf16", "neon"})
     if (loops_of(isa) && !(float32 && of_pairs(isa))) return isa;
   return "portable";
 }
@@ -128,7 +159,7 @@ void one_span(const workbench::Span& s) {
   p.main.k_n = s.k_step, p.main.v_n = s.v_step;
   p.heads = p.tokens = 1;
   p.rows = s.rows, p.D = s.channels, p.xs = s.stride;
-  p.softcap = s.softcap, p.scale = s.scale, p.q = s.q;
+  p.softcap = s.softcap, p.scale = s.scale, p.q = s.q, p.scattered = true;
   LOOPS.span(p, {0, 0, 0, s.positions, s.positions, false, &p}, s.x, s.scratch, nullptr, s.out, s.top, s.sum);
 }
 
@@ -237,12 +268,11 @@ struct Cache {
 };
 
 void check_entries(const int64_t* list, const Task& t, int64_t held) {
-  int64_t lowest = 0, highest = 0;
-  for (int64_t i = t.from; i < t.to; i++) {
-    lowest = list[i] < lowest ? list[i] : lowest, highest = list[i] > highest ? list[i] : highest;
-  }
-  TORCH_CHECK_VALUE(lowest >= 0 && highest < std::max<int64_t>(held, 1), "`indices` hold ", lowest < 0 ? lowest : highest,
-                    ", which is none of the ", held, " positions of the cache");
+  const auto none = [held](int64_t entry) { return uint64_t(entry) >= uint64_t(std::max<int64_t>(held, 1)); };
+  bool wrong = false;
+  for (int64_t i = t.from; i < t.to; i++) wrong |= none(list[i]);
+  for (int64_t i = t.from; wrong && i < t.to; i++)
+    TORCH_CHECK_VALUE(!none(list[i]), "`indices` hold ", list[i], ", which is none of the ", held, " positions of the cache");
 }
 
 // Queries [B, H, T, D] of any strides as rows of xs numbers, zero behind D: in float32, times `scale`, and as they came where
@@ -315,6 +345,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attend(
   p.longest = std::max<int64_t>(p.xs, SPAN);
   p.softcap = float(softcap);
   p.scale = float(scale);
+  p.scattered = p.tokens == 1 && !return_mass;  // else it matters which position is which
 
   const Queries queries(q, kind, p.xs, p.scale);
   p.q = queries.bits.get();
@@ -383,10 +414,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attend(
     const bool gathers = p.list && bits != 16;
     std::unique_ptr<float[]> room(gathers ? new float[2 * SPAN * p.D + 64] : nullptr);
     Problem local;
+    bool foreseen = false;
     for (int64_t i = next++, after; i < count; i = after) {  // whoever is free takes the next, and the last of a head merges
       Task t = tasks[i];
       after = next++;
       if (after < count && !gathers) t.after = &tasks[after];
+      t.foreseen = foreseen, foreseen = true;
       const int64_t head = t.b * H + t.h;
       if (p.list) check_entries(p.list + head * positions, t, caches[0].held());
       if (gathers) local = gathered(*t.problem, t, room.get()), t.problem = &local;
@@ -438,6 +471,9 @@ static_assert(workbench::SPAN_POSITIONS == SPAN);
 
 workbench::Attention workbench::attention_loops(const std::string& isa) {
 #ifdef HAVE_X86
+#ifdef HAVE_AMX
+  if (isa == "avx512bf16" && loops_of("amx")) return {one_span<::amx::loops>, ::amx::loops.merge};
+#endif
   if (isa == "avx512bf16" && loops_of(isa)) return {one_span<avx512bf16::loops>, avx512bf16::loops.merge};
   if ((isa == "avx512" || isa == "avx512bf16") && loops_of("avx512")) return {one_span<avx512::loops>, avx512::loops.merge};
   if (isa == "avx2" && loops_of(isa)) return {one_span<avx2::loops>, avx2::loops.merge};

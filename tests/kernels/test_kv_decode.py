@@ -19,6 +19,8 @@ from kernels.registry import recording
 IMPLS = ("reference", "cpu")
 needs_native = pytest.mark.skipif(native.why_not() is not None, reason=f"no C++ kernels here: {native.why_not()}")
 ISAS = [isa for isa in native.ISAS if native.why_not() is None and native.runs(isa)]
+if native.why_not() is None and native.kv_decode_isa(torch.bfloat16) == "amx":
+    ISAS.insert(0, "amx")  # which only this kernel has by that name
 STORED = [(16, 0), (8, 32), (8, 128), (4, 32), (4, 64)]
 E4M3 = "e4m3"  # in the place of bits: 8 of them, as floats
 
@@ -37,6 +39,11 @@ def make(B=2, H_kv=2, G=3, T_q=1, S=150, D=16, dtype=torch.float32, bits=16, gro
 
 def rms(y, expected):
     return ((y.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)).item()
+
+
+def of_pairs(isa):
+    """Does it multiply pairs of bfloat16, and take no float32?"""
+    return isa == "amx" or isa.endswith("bf16")
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -270,7 +277,7 @@ def test_cpu_checks_on_every_instruction_set(isa, monkeypatch):
     if isa is None:
         monkeypatch.setattr(native, "why_not", lambda: "not now")
     else:
-        pairs = isa.endswith("bf16")  # they do not take float32
+        pairs = of_pairs(isa)
         monkeypatch.setattr(
             native, "kv_decode_isa", lambda dtype: "portable" if pairs and dtype == torch.float32 else isa
         )
@@ -303,6 +310,35 @@ def test_integer_products_keep_to_their_error(bits, group, D, heads):
         assert rms(mass, found[-1][1]) < (3e-4 if bits > 2 else 1e-3) and rms(y, found[-1][0]) < 1e-3
 
 
+@pytest.mark.skipif("amx" not in ISAS, reason="no AMX here")
+@pytest.mark.parametrize("heads", [1, 3, 4, 7, 11])
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("bits, group", [*STORED[1:], (8, 64), (4, 128), (2, 64), (2, 128)])
+def test_tiles_sum_codes_as_vectors_do(bits, group, D, heads):
+    """The same integers, so the same bits; ranges that begin and end anywhere, items of all lengths."""
+    q, cache, lengths = make(G=heads, bits=bits, group=group, S=700, D=D, dtype=torch.float16)
+    cache = cache._replace(tail_k=None, tail_v=None)
+    held = cache.k.shape[2]
+    lengths = lengths.clamp(max=held)
+    arguments = (*cache[:6], lengths, held - lengths, None, bits, group, D**-0.5, 0.0, True, True)
+    tiles, vectors = (torch.ops.workbench.kv_decode_native(q, *arguments, isa) for isa in ("amx", "avx512bf16"))
+    assert all(torch.equal(a, b) for a, b in zip(tiles, vectors, strict=True))
+
+
+@needs_native
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("D", [64, 80, 128])
+def test_the_order_in_which_spans_are_read_changes_nothing(isa, D):
+    """Whole spans are read as several streams, where nothing depends on which position is which: without mass."""
+    q, cache, lengths = make(S=1100, D=D, dtype=torch.float16 if D == 80 else torch.bfloat16)
+    lengths[0] = 1024
+    listed = torch.stack([torch.randperm(1100) for _ in range(4)]).view(2, 2, 1100)
+    for indices in (None, listed):
+        places = (*cache[:6], lengths, None, indices, 16, 0, D**-0.5, 0.0)
+        found, natural = (torch.ops.workbench.kv_decode_native(q, *places, mass, True, isa) for mass in (False, True))
+        assert rms(found[0], natural[0]) < 3e-3 and rms(found[2], natural[2]) < 1e-5
+
+
 @needs_native
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("group, D", [(32, 64), (64, 16), (128, 44), (64, 256), (128, 128)])
@@ -331,8 +367,8 @@ def test_two_bits_are_read_by_the_same_loops(isa, group, D):
 def test_lists_are_read_where_they_lie(isa, dtype):
     """Single positions and pages, in any order, over several spans, for every number of rows that loops take at a time,
     with queries that lie apart; against the reference, which gathers first."""
-    if isa.endswith("bf16") and dtype == torch.float32:
-        isa = isa.removesuffix("bf16").rstrip()
+    if of_pairs(isa) and dtype == torch.float32:
+        isa = "neon" if isa.startswith("neon") else "avx512"
     for heads, D in ((1, 64), (2, 20), (3, 64), (5, 80), (7, 128)):
         q, cache, _ = make(H_kv=2, G=heads, S=1300, D=D, dtype=dtype, seed=heads)
         apart = torch.randn(2, 2 * heads, 3, D).to(dtype)[:, :, 1:2].copy_(q)
@@ -372,7 +408,7 @@ def test_native_op_passes_opcheck(isa, bits, group):
 @needs_native
 def test_native_op_says_what_it_cannot_take():
     q, cache, lengths = make()
-    for isa in ("sse9", *(isa for isa in ISAS if isa.endswith("bf16"))):
+    for isa in ("sse9", *(isa for isa in ISAS if of_pairs(isa))):
         with pytest.raises(RuntimeError, match=f"`isa` .='{isa}'. "):
             torch.ops.workbench.kv_decode_native(q, *cache[:6], lengths, None, None, 16, 0, 1.0, 0.0, False, False, isa)
 
