@@ -168,10 +168,15 @@ needs_vnni = pytest.mark.skipif("avx512vnni" not in ISAS, reason="no AVX512-VNNI
 
 
 @needs_vnni
-@pytest.mark.parametrize("bits, columns, group_size", [(8, 4096, 4096), (4, 1032, 1032), (6, 1536, 1536), (4, 2096, 2096)])
+@pytest.mark.parametrize(
+    "bits, columns, group_size", [(8, 4096, 4096), (4, 1032, 1032), (6, 1536, 1536), (4, 2096, 2096)]
+)
 def test_sums_of_integers_never_overflow(bits, columns, group_size):
     """The largest codes by the largest inputs, all of one sign, in groups that are cut into pieces."""
-    codes, x = torch.full((20, columns), (1 << bits) - 1), torch.full((9, columns), torch.finfo(torch.bfloat16).max / 1e34)
+    codes, x = (
+        torch.full((20, columns), (1 << bits) - 1),
+        torch.full((9, columns), torch.finfo(torch.bfloat16).max / 1e34),
+    )
     w = to_panels(pack(codes, torch.ones(20, 1), torch.zeros(20, 1).long(), bits=bits, group_size=group_size))
     for tokens in (1, 9):
         y = panels.matmul(x[:tokens].bfloat16(), w, "avx512vnni").double()
