@@ -13,13 +13,10 @@ Answers are teacher-forced: every token of the true answer is the most likely on
 answer.
 """
 
-import math
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from html import escape
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,156 +24,12 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import Cache
 
+from eval.contexts.answers import FULL, Answer, LongContextScores
 from eval.contexts.haystack import Question, Sample
 
 VISIBILITIES = ("agnostic", "another", "turns", "visible", "follow-up")
 _OF_SECOND = {"another", "turns", "follow-up"}  # those that ask the second question
-FULL = "full"  # the variant that everything is held against
-_RESAMPLES = 2000
 _AT_ONCE = 16  # caches that are asked in one pass, where that is known how; all of them are held until then
-
-
-class Answer(NamedTuple):
-    """One answer: is it exact, its negative log-likelihood (nats per token), and the KL from the full cache's, token by
-    token."""
-
-    exact: bool
-    nll: float
-    kl: list[float]
-
-
-@dataclass(repr=False)
-class LongContextScores:
-    """What was measured.
-
-    Attributes:
-        answers: {variant: {(task, length, visibility): [Answer of each sample]}}.
-        depths: {(task, length): [depth of each sample's needle, or None]}.
-        cache_bytes: {variant: {length: bytes of the cache in 16 bits, mean over samples}}, after compression, with all
-            that the cache holds beside keys and values.
-        elsewhere_bytes: those of them that lie outside of the memory that attention reads.
-        survival: {variant: {(task, length): [layers][heads]}}: share of the needle's tokens that stay.
-        kept: {variant: {length: [layers][heads]}}: positions that stay, mean over samples.
-        errors: {variant: [layers]}: ||a - a'||² / ||a||² of the attention's outputs for question and answer.
-        seconds: {variant: [compression of each sample]}. These four are of the first visibility that was asked for.
-    """
-
-    answers: dict[str, dict[tuple[str, int, str], list[Answer]]] = field(default_factory=dict)
-    depths: dict[tuple[str, int], list[float | None]] = field(default_factory=dict)
-    cache_bytes: dict[str, dict[int, float]] = field(default_factory=dict)
-    elsewhere_bytes: dict[str, dict[int, float]] = field(default_factory=dict)
-    survival: dict[str, dict[tuple[str, int], Any]] = field(default_factory=dict)
-    kept: dict[str, dict[int, Any]] = field(default_factory=dict)
-    errors: dict[str, list[float]] = field(default_factory=dict)
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-
-    def __repr__(self) -> str:
-        return f"LongContextScores({len(self.answers)} variants, {sum(map(len, self.depths.values()))} contexts)"
-
-    def _repr_html_(self) -> str:
-        seen = list(dict.fromkeys(visibility for groups in self.answers.values() for _, _, visibility in groups))
-        head = "".join(
-            f"<th>{escape(name)}</th>"
-            for name in ("cache", "kB", *(f"exact, {v}" for v in seen), *(f"KL, {v}" for v in seen))
-        )
-        rows = ""
-        for name, groups in self.answers.items():
-            by = [[a for (_, _, v), answers in groups.items() if v == one for a in answers] for one in seen]
-            cells = [
-                f"{max(self.cache_bytes[name].values()) / 1e3:,.0f}",
-                *(f"{np.mean([a.exact for a in of]) * 100:.0f} %" for of in by),
-                *(f"{np.mean([np.mean(a.kl) for a in of]):.3g}" for of in by),
-            ]
-            shown = "".join(f"<td>{cell}</td>" for cell in cells)
-            rows += f"<tr><th style='text-align:left'>{escape(name)}</th>{shown}</tr>"
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
-
-    def metrics(self) -> dict[str, dict[str, float]]:
-        """{variant: {metric: value}} for the record: exact_<task>_<length>_<visibility>, nll_..., kl_..., with
-        _stderr."""
-        found: dict[str, dict[str, float]] = {}
-        for name, groups in self.answers.items():
-            mine = found.setdefault(name, {})
-            for (task, length, visibility), answers in groups.items():
-                about = f"{task}_{length}_{visibility.replace('-', '_')}"
-                for metric, values in (
-                    ("exact", [float(a.exact) for a in answers]),
-                    ("nll", [a.nll for a in answers]),
-                    ("kl", [sum(a.kl) / len(a.kl) for a in answers]),
-                ):
-                    mine[f"{metric}_{about}"] = float(np.mean(values))
-                    if len(values) > 1:
-                        mine[f"{metric}_{about}_stderr"] = float(np.std(values, ddof=1) / math.sqrt(len(values)))
-            for length, size in self.cache_bytes.get(name, {}).items():
-                mine[f"cache_bytes_{length}"] = size
-        return found
-
-    def found(self) -> dict[str, Any]:
-        """Everything as JSON, as the record keeps it under `cache`.
-
-        answers: rows {variant, task, length, visibility, exact, nll, kl: one number a sample, kl_by_token: means};
-            against: by
-        variant and visibility the difference of exact answers from the full cache's, with its interval; the rest as
-        attributes.
-        """
-        rows = [
-            {
-                "variant": name,
-                "task": task,
-                "length": length,
-                "visibility": visibility,
-                "exact": [int(a.exact) for a in answers],
-                "nll": [round(a.nll, 5) for a in answers],
-                "kl": [round(sum(a.kl) / len(a.kl), 5) for a in answers],
-                "kl_by_token": _by_token([a.kl for a in answers]),
-            }
-            for name, groups in self.answers.items()
-            for (task, length, visibility), answers in groups.items()
-        ]
-        visibilities = dict.fromkeys(row["visibility"] for row in rows)
-        return {
-            "answers": rows,
-            "against": {
-                name: {v: self.against(name, visibility=v) for v in visibilities}
-                for name in self.answers
-                if name != FULL
-            },
-            "depths": [{"task": t, "length": n, "depths": d} for (t, n), d in self.depths.items()],
-            "cache_bytes": self.cache_bytes,
-            "elsewhere_bytes": self.elsewhere_bytes,
-            "kept": self.kept,
-            "errors": self.errors,
-            "survival": {
-                name: [{"task": t, "length": n, "share": share} for (t, n), share in of.items()]
-                for name, of in self.survival.items()
-            },
-            "seconds": {name: float(np.median(values)) for name, values in self.seconds.items()},
-        }
-
-    def against(self, name: str, other: str = FULL, *, visibility: str, seed: int = 0) -> tuple[float, float, float]:
-        """Difference of the share of exact answers over all tasks and lengths, and its 95 % interval by paired
-        bootstrap."""
-        pairs = [
-            float(a.exact) - float(b.exact)
-            for key, answers in self.answers[name].items()
-            if key[2] == visibility
-            for a, b in zip(answers, self.answers[other][key], strict=True)
-        ]
-        return bootstrap(pairs, seed)
-
-
-def _by_token(kls: Sequence[Sequence[float]]) -> list[float]:
-    """Mean KL of the first token of the answers, the second, and so on as far as half of them go."""
-    longest = sorted(map(len, kls))[len(kls) // 2]
-    return [round(float(np.mean([kl[i] for kl in kls if i < len(kl)])), 5) for i in range(longest)]
-
-
-def bootstrap(values: Sequence[float], seed: int = 0) -> tuple[float, float, float]:
-    """Mean of the values, and the 2.5th and 97.5th percentile of the means of 2,000 resamples."""
-    x = np.asarray(values, dtype=float)
-    drawn = np.random.default_rng(seed).integers(0, len(x), (_RESAMPLES, len(x)))
-    low, high = np.percentile(x[drawn].mean(1), (2.5, 97.5))
-    return float(x.mean()), float(low), float(high)
 
 
 @torch.no_grad()

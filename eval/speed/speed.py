@@ -31,6 +31,7 @@ from eval.speed.regional import NotRegional, RegionalStep, Step, compile_regiona
 from eval.speed.work import work
 from kernels.errors import first_line
 from kernels.harness.roofline import read_bandwidth
+from kernels.huge_pages import in_huge_pages
 from kernels.linear.prepacked import prepack
 from kernels.registry import recording
 
@@ -282,6 +283,16 @@ def make_ready(variant: Variant, eager: nn.Module, prompt_tokens: int, new_token
     variant.step, variant.kernels = step, step.kernels
     dense = len(variant.packing.weights)
     variant.execution = "compiled" + (f", {dense} dense weights in fast products" if dense else "") + step.how
+    if in_huge_pages(_read_tensors(variant)):
+        variant.execution += "; huge pages"
+
+
+def _read_tensors(variant: Variant) -> Iterator[Tensor]:
+    """What decoding reads: weights, as the model and the packing hold them, and the cache."""
+    yield from variant.model.parameters()
+    yield from variant.model.buffers()
+    yield from (packed for _, packed in variant.packing.tensors.values())
+    yield from (x for layer in variant.cache.layers for x in (layer.keys, layer.values))
 
 
 @dataclass

@@ -17,6 +17,7 @@ import torch
 from kernels.errors import kind_and_first_line
 from kernels.harness.cases import Contest
 from kernels.harness.timing import settle, time_in_turns
+from kernels.huge_pages import in_huge_pages
 from kernels.linear.onednn import lay_out, product
 
 
@@ -69,6 +70,7 @@ def measure(device: torch.device, *, toy: bool = False) -> Ceilings:
 def read_bandwidth(device: torch.device, *, seconds: float = 0.2) -> float:
     """Bytes per second that this device reads from memory: a sum over far more than caches hold."""
     source = torch.ones(256 << 18, device=device)  # 256 MiB
+    in_huge_pages([source])
     took = time_in_turns({"sum": lambda i: source.sum()}, 1, device, seconds=seconds)["sum"]
     assert took.seconds is not None, took.note
     return source.nbytes / took.seconds

@@ -30,8 +30,8 @@ SOURCES = tuple(
 # There are loops for each of these, the best first; `runs` says which ones a machine has. "neon bf16" is NEON with
 # products of pairs of bfloat16. "portable" is what the compiler makes of loops that know no processor.
 ISAS = ("avx512bf16", "avx512", "avx2", "neon bf16", "neon", "portable")
-FEW = 8  # tokens up to which codes are decoded in registers
-FEW_ROUNDED = 16  # the same of products with rounded activations
+FEW = 8  # tokens up to which AVX-512 multiplies where the processor has AMX
+FEW_ROUNDED = 16  # the same of packed weights with rounded activations
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-DAT_PARALLEL_OPENMP=1", "-w")
 OPENMP = "#include <omp.h>\nint main() { return omp_get_max_threads() < 1; }\n"
 _LOCK = threading.Lock()
@@ -109,7 +109,7 @@ def integers(many: bool = False) -> str:
     """What multiplies codes of 8 bits by rounded activations here, as records name it; "" where nothing does.
 
     "native" is AVX512-VNNI, as records have named it since the first ones; "neon dotprod" are NEON's dot products;
-    "amx" is what takes more than FEW_ROUNDED tokens (`many`) where the processor has it.
+    "amx" is what takes many tokens, more than FEW or FEW_ROUNDED, where the processor has it.
     """
     return "amx" if many and tiles_run() else _integers()
 

@@ -39,7 +39,7 @@ constexpr int TOKENS = 2;        // in a block, at most: 16 registers of sums, e
 #else
 constexpr int TOKENS = 14;       // in a block, at most: 28 sums, two vectors of W and one to spare are the 32 registers
 #endif
-constexpr int MANY = 16;         // tokens above which AMX multiplies
+constexpr int MANY = 8;          // tokens above which AMX multiplies
 constexpr int CHUNK = 64;        // columns of a token that lie together in a block: a cache line
 constexpr int STEP = 4;          // columns that one instruction sums
 constexpr int BLOCKS = 4;        // a thread that has as many blocks of tokens takes all of W; else threads share the panels

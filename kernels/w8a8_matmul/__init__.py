@@ -66,7 +66,7 @@ def w8a8_matmul(x: Tensor, w: W8, *, x_scale: Tensor | None = None, impl: str = 
         use = "reference"
     x_scale = None if x_scale is None else x_scale.reshape(())
     if use == "cpu" and w.layout == "panels":
-        ran("w8a8_matmul", f"cpu {native.integers(x.numel() > native.FEW_ROUNDED * w.shape[1])}")
+        ran("w8a8_matmul", f"cpu {native.integers(x.numel() > native.FEW * w.shape[1])}")
         return torch.ops.workbench.int8_matmul(x, w.codes, w.scale, x_scale)
     ran("w8a8_matmul", {"cpu": "cpu prepacked" if w.layout == "prepacked" else "cpu int_mm"}.get(use, use))
     float8 = w.codes.dtype == torch.float8_e4m3fn

@@ -23,8 +23,9 @@ from compress.kv.reading.method import Reading
 from compress.kv.static import MadeUpCache, check_timed, decoder
 from compress.method import Method, settle
 from compress.recipe import parse_recipe, parse_recipes
+from eval.contexts.answers import LongContextScores
 from eval.contexts.haystack import NOISE, Sample, samples
-from eval.contexts.long_context import LongContextScores, score_long_context
+from eval.contexts.long_context import score_long_context
 from eval.evaluate import Scores
 from eval.record.files import write_whole
 from eval.record.manifest import read_json

@@ -12,8 +12,8 @@ from pathlib import Path
 READERS = Path(__file__).parent / "readers"
 TORCH = "torch==2.13.0"
 BINDINGS = "llama-cpp-python==0.3.36"
-# GCC 12 drops stores before the instruction that reads the shapes of AMX's tiles, so that llama.cpp's products of Q4_0 and
-# Q8_0 end with an illegal instruction on processors that have AMX.
+# GCC 12 drops stores before the instruction that reads the shapes of AMX's tiles, so that llama.cpp's products of Q4_0
+# and Q8_0 end with an illegal instruction on processors that have AMX.
 LLAMA_FLAGS = "-fno-tree-dse -fno-dse"
 PROGRAMS = ("llama-bench", "llama-batched-bench", "llama-quantize", "llama-imatrix", "llama-perplexity")
 

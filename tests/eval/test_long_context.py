@@ -8,8 +8,9 @@ import torch
 from compress import METHODS
 from compress.kv import Abreast, attached
 from compress.kv.static import MadeUpCache, decoder, static
+from eval.contexts.answers import bootstrap
 from eval.contexts.haystack import Question, Sample
-from eval.contexts.long_context import VISIBILITIES, bootstrap, score_long_context
+from eval.contexts.long_context import VISIBILITIES, score_long_context
 from eval.speed import cache_speed
 from eval.speed.cache_speed import measure_cache_speed
 
