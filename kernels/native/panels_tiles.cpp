@@ -24,7 +24,7 @@ namespace {
 #ifdef HAVE_AMX
 #define STATIC static inline __attribute__((always_inline))
 
-constexpr int64_t WIDEST = 320;         // columns of a chunk, at most: of two panels 40 kB, which stay in the first cache
+constexpr int64_t WIDEST = 320;         // columns of a chunk, at most: 20 kB of two panels and as much of 32 tokens share the first cache
 constexpr int64_t MOST_TILES = 64;      // of tokens that meet a decoded chunk: their columns stay in the second cache
 constexpr int64_t TILE_COLUMNS = 32;    // of bfloat16
 
