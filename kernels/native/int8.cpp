@@ -28,6 +28,7 @@
 namespace {
 #include "isa.inc"
 #include "amx.inc"
+#include "tile_plan.inc"
 }  // namespace
 
 #if defined(HAVE_X86) || defined(HAVE_NEON)
@@ -190,19 +191,16 @@ struct Ways<std::integer_sequence<int, M...>> {
 constexpr auto& MULTIPLY = Ways<std::make_integer_sequence<int, TOKENS>>::of;  // by the number of tokens, less one
 
 #ifdef HAVE_AMX
-// y [tokens, out], a panel's 32 rows of it, from sums [tokens, 32] of codes.
-static void finish_tiles(const int32_t* sums, int64_t tokens, const int32_t* above, const float* steps, const Weight& w, int64_t panel, void* y,
-                         Kind kind) {
-  const int64_t row = panel * ROWS, here = w.out - row;
-  Floats scale[2];
-  first_floats(w.scale + row, here, scale);
-  for (int64_t m = 0; m < tokens; m++, sums += ROWS) {
-    const Int too_much = words(above[m]);
-    const Floats step = all(steps[m]);
-    const auto value = [&](int n) __attribute__((always_inline)) {
-      return times(times(floats(minus(read(sums + n * 16), too_much)), scale[n]), step);
-    };
-    put(y, kind, m * w.out + row, value(0), value(1), here);
+// A token's sums of codes of so many panels from `panel` on, `apart` bytes from each other, to its outputs y [out].
+static void finish_tiles(const char* sums, int64_t apart, int64_t panel, int64_t panels, int32_t above, float step, const Weight& w, void* y, Kind kind) {
+  const Int too_much = words(above);
+  const Floats by = all(step);
+  for (; panels-- > 0; panel++, sums += apart) {
+    const int64_t row = panel * ROWS, here = w.out - row;
+    Floats scale[2];
+    first_floats(w.scale + row, here, scale);
+    const Floats a = floats(minus(read(sums), too_much)), b = floats(minus(read(sums + 64), too_much));
+    put(y, kind, row, times(times(a, scale[0]), by), times(times(b, scale[1]), by), here);
   }
 }
 #endif
@@ -275,7 +273,8 @@ at::Tensor by_panels(const at::Tensor& x_, const at::Tensor& codes, const at::Te
   const Input in = input(x, fixed);
 #ifdef HAVE_AMX
   if (in.tokens > MANY && amx_available()) {
-    ByTiles(in, w, y.mutable_data_ptr(), y.element_size()).run();
+    Int8Tiles tiles(in, w, y.mutable_data_ptr(), y.element_size());
+    TilePlan(tiles).run();
     return y;
   }
 #endif

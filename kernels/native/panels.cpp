@@ -484,7 +484,7 @@ at::Tensor panels_matmul(const at::Tensor& x_, const at::Tensor& codes, const at
     const workbench::Stored stored{codes.const_data_ptr(), scale.const_data_ptr(), int(kind_of(scale)), zero ? zero->const_data_ptr<int8_t>() : nullptr,
                                    values, !table, nullptr, out, in, scale.size(1), nullptr, bits};
     check_groups(codes, scale, in, out, bits == 4 || bits == 8 ? 8 : 16);
-    workbench::tiles_multiply(stored, static_cast<const uint16_t*>(x.const_data_ptr()), tokens, nullptr, y.mutable_data_ptr(), int(kind_of(y)));
+    workbench::tiles_multiply(stored, static_cast<const uint16_t*>(x.const_data_ptr()), tokens, static_cast<uint16_t*>(y.mutable_data_ptr()));
     return y;
   }
   const std::string isa = wanted == "auto" ? best_isa(bfloat16) : wanted;

@@ -28,6 +28,8 @@ namespace {
 
 #include "panels.inc"
 #include "isa.inc"
+#include "amx.inc"
+#include "tile_plan.inc"
 
 #if defined(HAVE_X86) || defined(HAVE_NEON)
 #define STATIC static inline __attribute__((always_inline))
@@ -270,24 +272,70 @@ class Many {
   int64_t held, tile_groups;
 };
 
-#ifdef HAVE_X86
-// Many tokens of bfloat16 with one step each, on a CPU with AMX: their codes are bfloat16 numbers as they are, and the weight becomes
-// bfloat16, which takes no longer than products of bytes would, as those end with every group of columns.
-void by_tiles(const Call& c, int bits, int64_t out, const std::optional<at::Tensor>& table) {
-  std::vector<float> step(c.tokens);
-  const std::unique_ptr<uint16_t[]> codes(new uint16_t[c.tokens * c.plan.in]);
-  at::parallel_for(0, c.tokens, std::max<int64_t>(1, PART / c.plan.in), [&](int64_t begin, int64_t end) {
+#ifdef HAVE_AMX
+// Many tokens of bfloat16 with one step each, on a CPU with AMX, as TilePlan multiplies by them: tokens' codes are bytes as they are, and the weight
+// becomes bytes with one scale for each row (w4a8_tiles.inc).
+struct CodeTiles {
+  static constexpr TileItems ITEMS = TileItems::bytes;
+  static constexpr int ITEM_BYTES = 1;
+
+  CodeTiles(const Call& call, int largest)
+      : tokens(call.tokens), columns(call.plan.in), strips((call.w.panels + 1) / 2), c(call), largest(largest), step(call.tokens) {}
+
+  void prepare(int64_t first, int64_t count) const {
+    float* scales = scales_of(count);
+    for (int64_t p = 2 * first; p < 2 * (first + count); p++, scales += ROWS)
+      c.coder->byte_scale(c.w, std::min(p, c.w.panels - 1), largest, scales);
+  }
+
+  void pack(const TilePlan<CodeTiles>& plan, int64_t token, int64_t count) {
+    const std::unique_ptr<uint8_t[]> row(new uint8_t[plan.tiles() * 64]());
     Reader x(c);
-    for (int64_t m = begin; m < end; m++) step[m] = dots::round_to_halves(x.row(m), c.plan, codes.get() + m * c.plan.in);
-  });
-  float values[workbench::TABLE];
-  workbench::fill_table(table, bits, values);
-  const workbench::Stored stored{c.w.units, c.w.scale, int(c.w.kind), c.w.zero, values, !table, nullptr, out, c.plan.in, c.w.groups, nullptr, bits};
-  workbench::tiles_multiply(stored, codes.get(), c.tokens, step.data(), c.y.y, int(c.y.kind));
-}
-#else
-void by_tiles(const Call&, int, int64_t, const std::optional<at::Tensor>&) {}  // `tiles_run` is false
+    for (int64_t m = token; m < token + TILE_ROWS; m++) {
+      if (m < token + count) dots::round_token(x.row(m), c.kind, c.plan, 0, row.get(), 64, &step[m], nullptr);
+      else std::memset(row.get(), 0, c.plan.in);
+      for (int64_t t = 0; t < plan.tiles(); t++) std::memcpy(plan.piece(m, t), row.get() + t * 64, 64);
+    }
+  }
+
+  TileRow strip(int64_t first, int64_t n, int64_t tile, int64_t count, char* room) const {
+    const int64_t panel = 2 * (first + n), column = tile * 64, here = std::min(columns - column, count * 64);
+    const float* scales = scales_of(0) + n * STRIP;
+    char* other = room + count * TILE_BYTES;
+    c.coder->to_bytes(c.w, c.plan, panel, column, here, scales, reinterpret_cast<uint8_t*>(room));
+    c.coder->to_bytes(c.w, c.plan, std::min(panel + 1, c.w.panels - 1), column, here, scales + ROWS, reinterpret_cast<uint8_t*>(other));
+    return {room, 64, TILE_BYTES, other - room};
+  }
+
+  void finish(const char* sums, int64_t apart, int64_t token, int64_t first, int64_t count) const {
+    dots::finish_bytes(sums, apart, first * STRIP, count, scales_of(0), step[token], c.y.out, static_cast<uint16_t*>(c.y.y) + token * c.y.out);
+  }
+
+  int64_t tokens, columns, strips;
+
+ private:
+  static float* scales_of(int64_t count) { return reinterpret_cast<float*>(kept_memory<2>(count * STRIP * 4)); }  // of the thread's strips
+
+  const Call& c;
+  int largest;
+  std::vector<float> step;
+};
 #endif
+
+// Whether tiles take a call. Their bytes hold no code of eight bits less a zero point, and would be coarse for a table of small numbers.
+bool by_tiles([[maybe_unused]] const Call& c, [[maybe_unused]] int bits) {
+#ifdef HAVE_AMX
+  if (c.tokens <= SOME || c.plan.steps > 1 || c.kind != Kind::bfloat16 || (bits == 8 && c.w.zero) || !workbench::tiles_run()) return false;
+  int largest = c.w.table ? 0 : c.coder->middle;
+  for (int64_t i = 0; c.w.table && i < ROWS; i++) largest = std::max(largest, int(std::fabs(c.w.table[i])));
+  if (c.w.table && largest < 64) return false;
+  CodeTiles codes(c, largest);
+  TilePlan(codes).run();
+  return true;
+#else
+  return false;
+#endif
+}
 
 int64_t piece_of(int64_t columns) {
   int64_t piece = std::min<int64_t>(PIECE, columns);
@@ -343,8 +391,8 @@ at::Tensor panels_w4a8(const at::Tensor& x_, const at::Tensor& codes, const at::
   Plan plan{in, in / columns, columns, share / columns, x_group ? x_group : in, x_group ? in / x_group : 1, piece_of(columns),
             x_bits == 8 ? 127.0f : 7.0f, x_wide, x_scale ? x_scale->const_data_ptr<float>() : nullptr, x_scale && x_scale->numel() > 1, coder.order};
   const Call call{x.const_data_ptr(), from, kind_of(x), x.numel() / in, w, plan, &coder, {y.mutable_data_ptr(), kind_of(y), out}, y.element_size()};
-  if (call.tokens > SOME && plan.steps == 1 && call.kind == Kind::bfloat16 && workbench::tiles_run()) by_tiles(call, bits, out, table);
-  else if (call.tokens <= SOME || (bits == 8 && zero)) some_tokens(call);
+  if (by_tiles(call, bits)) return y;
+  if (call.tokens <= SOME || (bits == 8 && zero)) some_tokens(call);
   else Many(call).run();
   return y;
 }

@@ -3,11 +3,13 @@
 import torch
 from torch import Tensor
 
+from kernels import native
 from kernels.int_matmul import Packed
 from kernels.int_matmul.panels import UNIT, WORD, in_planes
 from kernels.lut_matmul import Codebook
 
 MOST_COLUMNS = 1 << 16  # of a group: 2^16 products of at most 2^15 are below 2^31
+SMALLEST_TABLE = 64  # the largest value that a table for tiles has at least
 SHORTEST = 64  # columns of a group: half of them, those of one nibble, are what the tensor cores multiply at once
 
 
@@ -39,6 +41,16 @@ def native_takes(w: Packed | Codebook, x_group: int | None) -> bool:
     group = common_group(w, x_group)
     unit = UNIT if in_planes(w.bits, w.group_size) else WORD
     return w.layout == "panels" and w.group_size % WORD == 0 and group % unit == 0 and group <= MOST_COLUMNS
+
+
+def tiles_take(x: Tensor, w: Packed | Codebook, x_group: int | None) -> bool:
+    """Would a CPU with AMX multiply these by tiles of bytes? They hold no code of 8 bits less a zero point, and would be
+    coarse for a table of small values."""
+    if x.dtype != torch.bfloat16 or x_group is not None or x.numel() <= native.FEW_ROUNDED * w.shape[1]:
+        return False
+    if isinstance(w, Codebook):
+        return bool(w.table.abs().max() >= SMALLEST_TABLE)
+    return w.bits < 8 or w.zero is None
 
 
 def triton_reads(w: Packed | Codebook, x_group: int | None) -> bool:

@@ -5,7 +5,7 @@ import torch
 
 from kernels import native
 from kernels.harness.cases import OWN
-from kernels.int_matmul import int_matmul, pack, to_panels
+from kernels.int_matmul import int_matmul, pack, to_panels, unpack
 from kernels.lut_matmul import NF4, dequantize, pack_codebook
 from kernels.lut_matmul import to_panels as codebook_panels
 from kernels.registry import recording
@@ -67,6 +67,46 @@ def test_largest_sums(tokens):
     x = torch.ones(tokens, columns)
     assert (w4a8_matmul(x, w, impl="cpu") == -128.0 * columns).all()
     assert (w4a8_matmul(-x, w, impl="cpu") == 128.0 * columns).all()
+
+
+@pytest.mark.skipif(not native.tiles_run(), reason="needs AMX")
+@pytest.mark.parametrize("bits, zeros", [(2, True), (3, False), (4, False), (4, True), (5, True), (6, False), (8, False)])
+def test_tiles_multiply_bytes_with_one_scale_for_each_row(bits, zeros):
+    x, w, middle = torch.randn(70, 160).bfloat16(), weight(50, 160, bits, 32, zeros), 1 << (bits - 1)
+    codes, zero = (part.long() for part in unpack(w))  # zero: [out, groups], or the middle code [1, 1]
+    values = codes - zero.expand(-1, 5).repeat_interleave(32, 1)
+    top = torch.maximum(zero, (1 << bits) - 1 - zero)
+    expected, exact = _by_bytes(x, values, w.scale, top, middle), w4a8_matmul(x, w, impl="reference").float()
+    y = w4a8_matmul(x, to_panels(w), impl="cpu").float()
+    torch.testing.assert_close(y, expected, rtol=1e-2, atol=2e-3 * expected.abs().max().item())
+    assert (y - exact).norm() < 0.012 * exact.norm()
+
+
+@pytest.mark.skipif(not native.tiles_run(), reason="needs AMX")
+def test_tiles_take_tables_of_large_integers_alone():
+    x, g = torch.randn(40, 128).bfloat16(), torch.Generator().manual_seed(3)
+    codes, scale = torch.randint(16, (33, 128), generator=g), torch.rand(33, 8, generator=g) + 0.1
+    for most, took in ((127, "amx"), (64, "amx"), (63, native.integers())):
+        table = torch.linspace(-most, most, 16).round()
+        w = pack_codebook(codes, table, scale, group_size=16)
+        with recording() as ran:
+            y = w4a8_matmul(x, codebook_panels(w), impl="cpu").float()
+        assert ran == {"w4a8_matmul": {f"cpu {took}"}}
+        expected = w4a8_matmul(x, w, impl="reference").float()
+        assert (y - expected).norm() < 0.012 * expected.norm()
+        if took == "amx":
+            torch.testing.assert_close(
+                y, _by_bytes(x, table[codes].long(), scale, torch.tensor(most), 64), rtol=1e-2, atol=0.2
+            )
+
+
+def _by_bytes(x, values, scale, top, middle):
+    """What kernels/native/w4a8_tiles.inc computes, in integers of torch."""
+    unit = (scale * top).amax(1, keepdim=True) / 127
+    ratio = (scale / unit * (256 * middle)).round().long().repeat_interleave(x.shape[1] // scale.shape[1], 1)
+    weights = (values * (128 // middle) * ratio + (1 << 14)) >> 15
+    codes, step = quantize_rows(x, torch.int8)
+    return (codes.long() @ weights.T).float() * unit.T * step
 
 
 @pytest.mark.parametrize("impl", IMPLS)
