@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from compress.kv.policy import Storage
 from compress.kv.precision import Precision
 from compress.method import knob
-from kernels.kv_decode import GROUPS
+from kernels.kv_decode import GROUPS, VALUE_BITS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,10 @@ class KVInt(Storage):
     without in 4 bits (difference 0.005, standard error 0.005), and 1.22 against 2.25 in 2 bits (1.03, 0.35):
     `workbench run kv_eviction -p recipe "kv_int(bits=2)" -p compare "rotated: kv_int(bits=2, rotate_keys=True)"
     -p tasks '["word"]' -p samples 20 -p visibilities '["agnostic"]' -p speed_contexts '[]'`, and with `bits=4`.
-    Values are not turned; `rotate(heads=True)` folds their rotation into the weights.
+
+    `value_bits` gives values fewer bits than keys, and `rotate_values` turns them by the same matrix before they become
+    codes; what attention sums up is turned back. No kernel reads values of other bits yet: decoding dequantises them at
+    every step. `rotate(heads=True)` folds a rotation of values into the weights instead.
 
     `keys="token"` gives each key one scale for all channels of its head, as QuaRot, SpinQuant and FireQ do. One large
     channel then costs all others their bits. What remedies that is `rotate_keys`, or the two scalings of FireQ (Baek et
@@ -46,6 +49,10 @@ class KVInt(Storage):
     residual: int = knob(32, "last tokens at least that stay in 16 bits", range=(0, 65536))
     rotate_keys: bool = knob(
         False, "rotate each head's keys after RoPE by a Hadamard matrix before they become codes, and its queries alike"
+    )
+    value_bits: int = knob(0, "of a code of a value; 0: as many as of keys", choices=(0, *VALUE_BITS))
+    rotate_values: bool = knob(
+        False, "rotate each head's values by a Hadamard matrix before they become codes, and what attention sums up back"
     )
     keys: str = knob(
         "channel",
@@ -80,4 +87,5 @@ class KVInt(Storage):
     def precision(self) -> Precision:
         by_token = self.keys == "token"
         how = (self.rotate_keys, by_token, self.symmetric, self.outlier_channels)
-        return Precision(self.bits, self.group_size, self.residual, *how)
+        more = {"value_bits": self.value_bits, "rotates_values": self.rotate_values}
+        return Precision(self.bits, self.group_size, self.residual, *how, **more)
