@@ -38,7 +38,8 @@ class Projection:
 class Precision(NamedTuple):
     """How keys and values are kept: codes of 8, 4 or 2 bits for groups of positions, those of values of `value_bits`
     where these are not 0, `residual` positions at least in the dtype in which they came; with `rotates`, keys as
-    `turned` gives them, codes or not, and with `rotates_values` values alike; `by_token`: keys with one scale a position, around 0 if `symmetric`; `scaled`: how many channels of a head are scaled before keys become
+    `turned` gives them, codes or not, and with `rotates_values` values alike; `by_token`: keys with one scale a
+    position, around 0 if `symmetric`; `scaled`: how many channels of a head are scaled before keys become
     codes; `projection`: of this layer, which comes before all else; `float8`: the 8 bits are e4m3, times `scale` or,
     where that is None, times one for each group."""
 

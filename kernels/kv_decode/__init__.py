@@ -255,7 +255,9 @@ def _check(
         groups, halves = S // cache.group, 8 // cache.bits
         wanted["k"] = ((B, H_kv, S, D // halves), torch.uint8)
         if cache.value_bits not in VALUE_BITS:
-            raise ValueError(f"`cache.v` {tuple(cache.v.shape)} has codes of {cache.value_bits} bits; {VALUE_BITS} would do")
+            raise ValueError(
+                f"`cache.v` {tuple(cache.v.shape)} has codes of {cache.value_bits} bits; {VALUE_BITS} would do"
+            )
         wanted["v"] = ((B, H_kv, groups, D_v, cache.group * cache.value_bits // 8), torch.uint8)
         wanted["params_k"] = ((B, H_kv, S, 2) if cache.by_token else (B, H_kv, groups, D, 2), torch.bfloat16)
         wanted["params_v"] = ((B, H_kv, S, 2), torch.bfloat16)

@@ -131,7 +131,8 @@ def quantize_kv(
     if bits not in (8, 4, 2):
         raise ValueError(f"`bits` (={bits}) must be 8, 4 or 2; for 16 make `KV(k, v)`")
     if value_bits not in (0, *VALUE_BITS):
-        raise ValueError(f"`value_bits` (={value_bits}) must be {', '.join(map(str, VALUE_BITS))}, or 0 for those of keys")
+        choices = ", ".join(map(str, VALUE_BITS))
+        raise ValueError(f"`value_bits` (={value_bits}) must be {choices}, or 0 for those of keys")
     if group not in GROUPS:
         raise ValueError(f"`group` (={group}) must be one of {', '.join(map(str, GROUPS))}")
     if k.shape[-1] * bits % 8:

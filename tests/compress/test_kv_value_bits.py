@@ -72,9 +72,8 @@ def test_turned_values_come_back(value_bits):
         assert_close(a.view, b.view)
     back = slab.dense()[1]
     assert_close(back[:, :, 128:], v[:, :, 128:], rtol=1e-4, atol=1e-4)
-    error = (back - v)[..., [i for i in range(16) if i != 5]].square().mean()
-    unturned = (slabs_of(k, v, keep, plain)[0].dense()[1] - v)[..., 5].square().mean()
-    assert error > 0 and unturned > 0
+    unturned = slabs_of(k, v, keep, plain)[0].dense()[1]
+    assert 0 < (back - v).square().mean() < 0.6 * (unturned - v).square().mean()
     q = torch.randn(2, 6, 1, 16)
     expected = torch.nn.functional.scaled_dot_product_attention(q, *slab.dense(), scale=0.3, enable_gqa=True)
     assert_close(slab.attend(q, scale=0.3, softcap=None)[0], expected, rtol=1e-3, atol=1e-3)

@@ -2,9 +2,9 @@
 
 $ python -m compress.kv.learned.mix --out mixed.safetensors costs.safetensors kvzap.safetensors
 
-Scores are logarithms, so that the mean of costs (`train_costs`) and of KVzip's scores (`train_kvzap`) is the logarithm of
-their geometric mean: a position stays that both call important. Networks of one kind that were trained on other texts
-are averaged over what they do not share, their errors.
+Scores are logarithms, so that the mean of costs (`train_costs`) and of KVzip's scores (`train_kvzap`) is the logarithm
+of their geometric mean: a position stays that both call important. Where networks of one kind were trained on different
+texts, some of their errors cancel.
 """
 
 import argparse
@@ -48,7 +48,9 @@ def mix(files: Sequence[str | Path], path: str | Path, weights: Sequence[float] 
     """
     weights = [1 / len(files)] * len(files) if weights is None and files else weights or []
     if not files or len(weights) != len(files):
-        raise ValueError(f"`weights` (={list(weights)}) must be as many as `files` (={list(map(str, files))}), 1 at least")
+        raise ValueError(
+            f"`weights` (={list(weights)}) must be as many as `files` (={list(map(str, files))}), 1 at least"
+        )
     found = [scorers(str(file)) for file in files]
     shapes = [{i: (len(one.up), len(one.bias)) for i, one in by_layer.items()} for by_layer in found]
     for file, shape in zip(files, shapes, strict=True):

@@ -28,8 +28,13 @@ class KVInt(Storage):
     -p tasks '["word"]' -p samples 20 -p visibilities '["agnostic"]' -p speed_contexts '[]'`, and with `bits=4`.
 
     `value_bits` gives values fewer bits than keys, and `rotate_values` turns them by the same matrix before they become
-    codes; what attention sums up is turned back. No kernel reads values of other bits yet: decoding dequantises them at
-    every step. `rotate(heads=True)` folds a rotation of values into the weights instead.
+    codes; what attention sums up is turned back. With rotated keys in 4 bits SmolLM2-135M loses 0.0050 nats per token
+    (standard error 0.0005) with values in 4 bits and 0.0045 (0.0003) where these are turned, 0.0100 (0.0008) and 0.0069
+    (0.0005) in 3 bits, and 0.0215 (0.0005) in 2 bits where these are turned: `python seeds/bytes_and_loss.py
+    "kv_int(bits=4, rotate_keys=True, value_bits=3, rotate_values=True)" --model smollm2-135m --samples 1 --seqlen 64
+    --texts wikitext2 --window 512 --windows 4`, with one recipe after the other. No kernel reads values of other bits
+    yet: decoding dequantises keys and values at every step, so that bytes fall and time does not.
+    `rotate(heads=True)` folds a rotation of values into the weights instead.
 
     `keys="token"` gives each key one scale for all channels of its head, as QuaRot, SpinQuant and FireQ do. One large
     channel then costs all others their bits. What remedies that is `rotate_keys`, or the two scalings of FireQ (Baek et
@@ -52,7 +57,7 @@ class KVInt(Storage):
     )
     value_bits: int = knob(0, "of a code of a value; 0: as many as of keys", choices=(0, *VALUE_BITS))
     rotate_values: bool = knob(
-        False, "rotate each head's values by a Hadamard matrix before they become codes, and what attention sums up back"
+        False, "rotate each head's values alike before they become codes, and what attention sums up back"
     )
     keys: str = knob(
         "channel",
