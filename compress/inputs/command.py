@@ -1,6 +1,9 @@
 """What commands share that learn something of a model from calibration texts and write it to a file."""
 
 import argparse
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -8,12 +11,15 @@ from compress.inputs.calibration import calibration
 from compress.inputs.model import load_model
 
 
-def given(description: str | None, *, samples: int) -> tuple[nn.Module, list[Tensor], str]:
-    """The model, the calibration texts and the path of the file that the command line names.
+def given(
+    description: str | None, *, samples: int, more: Mapping[str, dict[str, Any]] = MappingProxyType({})
+) -> tuple[nn.Module, list[Tensor], argparse.Namespace]:
+    """The model and the calibration texts that the command line names, and all of its options: `out` is the file.
 
     Args:
         description: docstring of the command, whose first line its help shows.
-        samples: texts where the command line names no number.
+        samples: texts of a corpus where the command line names no number.
+        more: options of the command's own, as `ArgumentParser.add_argument` takes them.
 
     Raises:
         ValueError: no such model or corpus.
@@ -21,11 +27,15 @@ def given(description: str | None, *, samples: int) -> tuple[nn.Module, list[Ten
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     parser.add_argument("--model", default="smollm2-135m", help="what `load_model` takes")
     parser.add_argument("--out", required=True, help="file to write")
-    parser.add_argument("--corpus", default="pydocs", help="what `calibration` takes")
-    parser.add_argument("--samples", type=int, default=samples, help="texts")
+    parser.add_argument("--dtype", default="float32", help="of the model; bfloat16 is faster where processors have it")
+    parser.add_argument("--corpus", nargs="+", default=["pydocs"], help="what `calibration` takes; several are joined")
+    parser.add_argument("--samples", type=int, default=samples, help="texts of each corpus")
     parser.add_argument("--seqlen", type=int, default=512, help="tokens of each")
     parser.add_argument("--seed", type=int, default=0)
+    for option, how in more.items():
+        parser.add_argument(option, **how)
     options = parser.parse_args()
-    model, tokenizer = load_model(options.model)
-    texts = {"corpus": options.corpus, "samples": options.samples, "seqlen": options.seqlen, "seed": options.seed}
-    return model, calibration(tokenizer, **texts), options.out
+    model, tokenizer = load_model(options.model, dtype=options.dtype)
+    texts = {"samples": options.samples, "seqlen": options.seqlen, "seed": options.seed}
+    batches = [text for corpus in options.corpus for text in calibration(tokenizer, corpus=corpus, **texts)]
+    return model, batches, options

@@ -36,9 +36,10 @@ class Projection:
 
 
 class Precision(NamedTuple):
-    """How keys and values are kept: codes of 8, 4 or 2 bits for groups of positions, `residual` positions at least in
-    the dtype in which they came; with `rotates`, keys as `turned` gives them, codes or not; `by_token`: keys with one
-    scale a position, around 0 if `symmetric`; `scaled`: how many channels of a head are scaled before keys become
+    """How keys and values are kept: codes of 8, 4 or 2 bits for groups of positions, those of values of `value_bits`
+    where these are not 0, `residual` positions at least in the dtype in which they came; with `rotates`, keys as
+    `turned` gives them, codes or not, and with `rotates_values` values alike; `by_token`: keys with one scale a
+    position, around 0 if `symmetric`; `scaled`: how many channels of a head are scaled before keys become
     codes; `projection`: of this layer, which comes before all else; `float8`: the 8 bits are e4m3, times `scale` or,
     where that is None, times one for each group."""
 
@@ -52,6 +53,8 @@ class Precision(NamedTuple):
     projection: Projection | None = None
     float8: bool = False
     scale: float | None = None
+    value_bits: int = 0
+    rotates_values: bool = False
 
     def turned(self, x: Tensor) -> Tensor:
         """Keys or queries [..., D], as keys are kept, or back from that: x, or with `rotates` x H.
@@ -59,9 +62,15 @@ class Precision(NamedTuple):
         H is the normalised Hadamard rotation of D channels, or of the widest divisor of D that has a matrix, block by
         block. It is its own inverse, and q H · k H = q · k.
         """
-        if not self.rotates:
-            return x
-        return hadamard(x.unflatten(-1, (-1, widest_block(x.shape[-1])))).view(x.shape)
+        return _rotated(x) if self.rotates else x
+
+    def values_turned(self, v: Tensor) -> Tensor:
+        """Values [..., D], or sums of them, as values are kept, or back from that: Σ p (v H) = (Σ p v) H."""
+        return _rotated(v) if self.rotates_values else v
+
+
+def _rotated(x: Tensor) -> Tensor:
+    return hadamard(x.unflatten(-1, (-1, widest_block(x.shape[-1])))).view(x.shape)
 
 
 class Held:
@@ -79,8 +88,9 @@ class Held:
 
     @property
     def as_they_came(self) -> bool:
-        """Are keys and values held in their own channels, and keys unturned? Then queries meet them as they are."""
-        return self.projection is None and self.factors is None and not self.precision.rotates
+        """Are keys and values held in their own channels, and unturned? Then queries meet them as they are."""
+        turned = self.precision.rotates or self.precision.rotates_values
+        return self.projection is None and self.factors is None and not turned
 
     def inwards(self, k: Tensor) -> Tensor:
         """Keys [B, H, n, D] as they are held."""
@@ -105,10 +115,11 @@ class Held:
 
     def values_inwards(self, v: Tensor) -> Tensor:
         """Values [B, H, n, D] as they are held."""
-        return v if self.projection is None else v @ self.projection.values
+        return self.precision.values_turned(v if self.projection is None else v @ self.projection.values)
 
     def lifted(self, y: Tensor) -> Tensor:
         """Held values [B, H, n, R], or sums of them for each query head, back in all channels."""
+        y = self.precision.values_turned(y)
         if self.projection is None:
             return y
         values = self.projection.values

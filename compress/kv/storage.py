@@ -133,7 +133,8 @@ class Slab(Held):
         if held.float8:
             coded = quantize_kv_float8(k, v, held.group, scale=held.scale)
         else:
-            coded = quantize_kv(k, v, held.bits, held.group, by_token=held.by_token, symmetric=held.symmetric)
+            how = {"value_bits": held.value_bits, "by_token": held.by_token, "symmetric": held.symmetric}
+            coded = quantize_kv(k, v, held.bits, held.group, **how)
         if self.codes:
             for one, more in zip(self.codes, coded[:4], strict=True):
                 one.append(more)
@@ -315,7 +316,8 @@ def _filled(count: int, precision: Precision) -> int:
     """The length of a slab of so many positions, with the group filled up whose positions would take more bytes as they
     are than the whole group does as codes; scales take about a bit a code."""
     rest = max(count - precision.residual, 0) % precision.group
-    return count + precision.group - rest if rest * 16 > precision.group * (precision.bits + 1) else count
+    bits = (precision.bits + (precision.value_bits or precision.bits)) / 2
+    return count + precision.group - rest if rest * 16 > precision.group * (bits + 1) else count
 
 
 def joined(slabs: Sequence[Slab | DividedSlab]) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,6 +9,7 @@ from kernels.interpreter import triton_takes
 from kernels.kv_decode.layout import (
     GROUPS,
     KV,
+    VALUE_BITS,
     dequantize_kv,
     gathered,
     merge_parts,
@@ -19,8 +20,8 @@ from kernels.kv_decode.pages import Listed, list_of, note_key, page_list, page_s
 from kernels.registry import ran
 
 __all__ = [
-    "GROUPS", "KV", "Listed", "dequantize_kv", "kv_decode", "list_of", "merge_parts", "note_key", "page_list",
-    "page_scores", "quantize_kv", "quantize_kv_float8",
+    "GROUPS", "KV", "VALUE_BITS", "Listed", "dequantize_kv", "kv_decode", "list_of", "merge_parts", "note_key",
+    "page_list", "page_scores", "quantize_kv", "quantize_kv_float8",
 ]  # fmt: skip
 
 MAX_TOKENS = 8  # query tokens of one step
@@ -65,7 +66,8 @@ def kv_decode(
         return_lse: also return the log-sum-exp of the scores, by which `merge_parts` adds up parts of a cache.
         impl: "reference" (float32, any device), "cpu" (C++ kernels, or plain torch where they cannot be built; reads
             the ranges only), "triton" (a GPU; D up to 256) or "auto". A cache whose keys have a scale per token, or
-            whose values have other channels, has only the reference, and one of 2 bits that and the C++ kernel.
+            whose values have other channels or codes of other bits than its keys, has only the reference, and one of 2
+            bits that and the C++ kernel.
 
     Returns:
         y [B, H_q, T_q, D_v] in q's dtype; with `return_mass` then mass [B, H_kv, positions, or n], float32:
@@ -189,6 +191,8 @@ def _only_reference(cache: KV, D: int, cpp: bool) -> tuple[str, str] | None:
     """What of a cache no kernel reads, and what would do; None if they read it. cpp: the C++ kernel may."""
     if cache.by_token:
         return "scales per token", "scales per channel"
+    if cache.value_bits != cache.bits:
+        return f"values of {cache.value_bits} bits beside keys of {cache.bits}", "as many of both"
     if cache.bits == 2 and not cpp:
         return "2 bits", "4 bits"
     if _value_channels(cache) != D:
@@ -250,7 +254,11 @@ def _check(
             )
         groups, halves = S // cache.group, 8 // cache.bits
         wanted["k"] = ((B, H_kv, S, D // halves), torch.uint8)
-        wanted["v"] = ((B, H_kv, groups, D_v, cache.group // halves), torch.uint8)
+        if cache.value_bits not in VALUE_BITS:
+            raise ValueError(
+                f"`cache.v` {tuple(cache.v.shape)} has codes of {cache.value_bits} bits; {VALUE_BITS} would do"
+            )
+        wanted["v"] = ((B, H_kv, groups, D_v, cache.group * cache.value_bits // 8), torch.uint8)
         wanted["params_k"] = ((B, H_kv, S, 2) if cache.by_token else (B, H_kv, groups, D, 2), torch.bfloat16)
         wanted["params_v"] = ((B, H_kv, S, 2), torch.bfloat16)
         if cache.float8:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 GROUPS = (32, 64, 128)
+VALUE_BITS = (8, 4, 3, 2)  # that codes of values may have, whatever those of keys have
 LARGEST_E4M3 = 448.0  # of float8_e4m3fn
 
 
@@ -22,6 +23,8 @@ class KV(NamedTuple):
     bits 4:  k uint8 [B, H_kv, S, D / 2]: channel i in the low nibble of byte i, channel i + D / 2 in its high one;
              v uint8 [B, H_kv, S / group, D, group / 2]: position i of the group low, i + group / 2 high.
     bits 2:  likewise in quarters: k uint8 [B, H_kv, S, D / 4], channel i + j D / 4 in bits 2j and 2j + 1 of byte i.
+    values:  may have codes of fewer bits than keys, v uint8 [B, H_kv, S / group, D, group * value_bits / 8]; those of 3
+             bits are their two low ones, as of 2 bits, and behind them the high ones of the group in eighths.
     float8:  bits 8, and bytes are the bits of float8_e4m3fn (none may be NaN) in place of integers.
 
     params_k: bfloat16 [B, H_kv, S / group, D, 2], pairs (scale, offset): key = scale * code + offset; or, for keys by
@@ -52,6 +55,11 @@ class KV(NamedTuple):
     def by_token(self) -> bool:
         """Does each position have one scale for its whole key?"""
         return self.params_k is not None and self.params_k.dim() == 4
+
+    @property
+    def value_bits(self) -> int:
+        """Of the codes of values, which may be fewer than those of keys."""
+        return self.bits if self.bits == 16 else self.v.shape[-1] * 8 // self.group
 
     @property
     def positions(self) -> int:
@@ -93,7 +101,14 @@ def merge_parts(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]
 
 
 def quantize_kv(
-    k: Tensor, v: Tensor, bits: int, group: int = 64, *, by_token: bool = False, symmetric: bool = False
+    k: Tensor,
+    v: Tensor,
+    bits: int,
+    group: int = 64,
+    *,
+    value_bits: int = 0,
+    by_token: bool = False,
+    symmetric: bool = False,
 ) -> KV:
     """Keys per channel and group of positions, values per position, asymmetric (KIVI, arXiv:2402.02750, section 3.2).
 
@@ -105,6 +120,7 @@ def quantize_kv(
         k, v: [B, H_kv, S, D], any floating dtype; values may have another D than keys.
         bits: 8, 4 or 2.
         group: 32, 64 or 128.
+        value_bits: of values: 8, 4, 3 or 2; 0: as many as keys.
         by_token: keys per position, too, with one scale for all D channels.
         symmetric: keys on a grid around 0 (-8 to 7 in 4 bits), as FireQ has them (arXiv:2505.20839); else on one from
             the smallest to the largest.
@@ -114,6 +130,9 @@ def quantize_kv(
     """
     if bits not in (8, 4, 2):
         raise ValueError(f"`bits` (={bits}) must be 8, 4 or 2; for 16 make `KV(k, v)`")
+    if value_bits not in (0, *VALUE_BITS):
+        choices = ", ".join(map(str, VALUE_BITS))
+        raise ValueError(f"`value_bits` (={value_bits}) must be {choices}, or 0 for those of keys")
     if group not in GROUPS:
         raise ValueError(f"`group` (={group}) must be one of {', '.join(map(str, GROUPS))}")
     if k.shape[-1] * bits % 8:
@@ -126,12 +145,12 @@ def quantize_kv(
     k_codes, params_k = (_encode_around_0 if symmetric else _encode)(
         grouped, 3, bits
     )  # params [B, H, groups, 1, D, 2], or [B, H, full, 1, 2]
-    v_codes, params_v = _encode(v[:, :, :full], 3, bits)  # params [B, H, full, 1, 2]
+    v_codes, params_v = _encode(v[:, :, :full], 3, value_bits or bits)  # params [B, H, full, 1, 2]
     v_codes = v_codes.view(B, H, full // group, group, v.shape[3]).transpose(3, 4)
     tail = (k[:, :, full:].clone(), v[:, :, full:].clone()) if full < S else (None, None)
     return KV(
         _pack(k_codes.view(B, H, full, D), bits),
-        _pack(v_codes, bits),
+        _pack(v_codes, value_bits or bits),
         params_k.squeeze(3),
         params_v.squeeze(3),
         *tail,
@@ -206,7 +225,7 @@ def dequantized_values(cache: KV, dtype: torch.dtype) -> Tensor:
         return _with_tail(values.transpose(3, 4).flatten(2, 3), cache.tail_v, dtype)
     pairs = cache.params_v.float().unflatten(2, (cache.v.shape[2], 1, cache.group))
     scale, offset = pairs.unbind(-1)  # [B, H, groups, 1, group] each
-    values = torch.addcmul(offset, unpack(cache.v, cache.bits).float(), scale)  # [B, H, groups, D, group]
+    values = torch.addcmul(offset, unpack(cache.v, cache.value_bits).float(), scale)  # [B, H, groups, D, group]
     return _with_tail(values.transpose(3, 4).flatten(2, 3), cache.tail_v, dtype)
 
 
@@ -224,9 +243,13 @@ def from_float8(codes: Tensor) -> Tensor:
 
 
 def unpack(codes: Tensor, bits: int) -> Tensor:
-    """Codes [..., n] out of bytes [..., n * bits / 8]: low nibbles are the first half, low pairs the first quarter."""
+    """Codes [..., n] out of bytes [..., n * bits / 8]: low nibbles are the first half, low pairs the first quarter, and
+    3 bits lie as 2 and 1."""
     if bits == 8:
         return codes
+    if bits == 3:
+        low = codes.shape[-1] // 3 * 2
+        return unpack(codes[..., :low], 2) | (unpack(codes[..., low:], 1) << 2)
     return torch.cat([(codes >> shift) & ((1 << bits) - 1) for shift in range(0, 8, bits)], -1)
 
 
@@ -234,6 +257,8 @@ def _pack(codes: Tensor, bits: int) -> Tensor:
     codes = codes.contiguous()
     if bits == 8:
         return codes
+    if bits == 3:
+        return torch.cat([_pack(codes & 3, 2), _pack(codes >> 2, 1)], -1)
     packed, *more = codes.chunk(8 // bits, -1)
     for i, part in enumerate(more, 1):
         packed = packed | (part << i * bits)

@@ -64,6 +64,18 @@ def test_a_cost_is_how_far_an_output_moves_times_the_slope_of_the_loss(tiny, tok
     assert_close(cost.double(), expected, rtol=3e-3, atol=1e-6)
 
 
+def test_attention_is_the_largest_of_the_second_reading(tiny, tokens):
+    """Of all heads that share a kv head, as the model's own attention gives it."""
+    model, ids = tiny("llama"), tokens(1, 12)[0]
+    found = costs(model, ids, target="attention")
+    model.set_attn_implementation("eager")
+    attentions = model(torch.cat([ids, ids], 1), output_attentions=True).attentions
+    for number, (_, largest) in found.items():
+        second = attentions[number][0, :, 12:, :12]  # [H_q, 12, 12]
+        expected = second.amax(1).unflatten(0, (largest.shape[1], -1)).amax(1).T
+        assert_close(largest, expected, rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3_text"])
 def test_examples_are_of_layers_that_keep_all_positions(tiny, tokens, architecture):
     model, ids = tiny(architecture), tokens(1, 40)[0]
@@ -88,6 +100,21 @@ def test_pieces_of_queries_are_all_of_them(tiny, tokens, monkeypatch):
     monkeypatch.setattr(train_costs, "ROWS", 7)
     for number, (_, cost) in costs(model, ids).items():
         assert_close(cost, whole[number][1])
+
+
+def test_the_command_joins_texts_of_corpora(tmp_path, monkeypatch, capsys):
+    """So many of each, and the target that was named."""
+    given, out = [], tmp_path / "attention.safetensors"
+    monkeypatch.setattr(train_costs, "train", lambda _, *more: given.append(more) or {0: (0.5, 0.5)})
+    monkeypatch.setattr(train_costs, "summary", lambda fitted: f"{len(fitted)} layers")
+    file = tmp_path / "text.txt"
+    file.write_text("\n\n".join(f"The {i}th word of many that are here." for i in range(400)))
+    words = ["--model", "tiny", "--out", str(out), "--samples", "3", "--seqlen", "20", "--target", "attention"]
+    monkeypatch.setattr("sys.argv", ["train_costs", *words, "--corpus", "pydocs", str(file), "--dtype", "bfloat16"])
+    train_costs.main()
+    batches, path, target = given[0]
+    assert [text.shape for text in batches] == [(1, 20)] * 6 and (path, target) == (str(out), "attention")
+    assert "1 layers" in capsys.readouterr().out
 
 
 def test_a_policy_takes_the_file(tiny, tokens, tmp_path):

@@ -22,7 +22,8 @@ class KVzap(Policy):
     and scoring costs a small product per token in place of a second reading of the prompt. Deviations: the target is
     KVzip's score, not its refinement by the norms of values; the highest scores within a budget stay, where the paper
     keeps those above a threshold. Networks that `train_costs` has written predict how much the loss can change when a
-    position is lost, which keeps answers better from a quarter of the positions on.
+    position is lost, which keeps answers better from a quarter of the positions on. `mix` makes one network of several,
+    such as those of both kinds, and long contexts want networks that were trained on long texts.
     """
 
     path: str = knob("", "file of the trained networks, as `python -m compress.kv.learned.train_kvzap` writes it")

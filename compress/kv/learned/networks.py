@@ -114,12 +114,17 @@ def fit_all(
     Args:
         examples: {layer: inputs [n, inputs], targets [n, H_kv]}. width, more: of `fit`.
     """
-    tensors, fitted = {}, {}
+    networks, fitted = {}, {}
     for number, (inputs, target) in tqdm(examples.items(), desc="networks", unit="layer"):
-        scorer, fitted[number] = fit(inputs, target, width=width, **more)
-        tensors |= {f"{number}.{field}": t.contiguous() for field, t in scorer._asdict().items()}
-    save_file(tensors, str(path))
+        networks[number], fitted[number] = fit(inputs, target, width=width, **more)
+    write(networks, path)
     return fitted
+
+
+def write(networks: Mapping[int, Scorer], path: str | Path) -> None:
+    """Write the file that `scorers` reads."""
+    tensors = {f"{i}.{field}": t.contiguous() for i, one in networks.items() for field, t in one._asdict().items()}
+    save_file(tensors, str(path))
 
 
 def summary(fitted: Mapping[int, Fitted]) -> str:

@@ -63,8 +63,8 @@ def train(model: nn.Module, batches: Sequence[Tensor], path: str | Path, **more:
 
 def main() -> None:
     start = time.perf_counter()
-    model, batches, out = given(__doc__, samples=24)
-    print(f"{out}: {summary(train(model, batches, out))}, {time.perf_counter() - start:.0f} s")
+    model, batches, options = given(__doc__, samples=24)
+    print(f"{options.out}: {summary(train(model, batches, options.out))}, {time.perf_counter() - start:.0f} s")
 
 
 if __name__ == "__main__":

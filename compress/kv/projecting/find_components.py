@@ -77,9 +77,9 @@ def find(model: nn.Module, batches: Sequence[Tensor], path: str | Path) -> dict[
 
 def main() -> None:
     start = time.perf_counter()
-    model, batches, out = given(__doc__, samples=16)
-    kept = find(model, batches, out)
-    print(f"{out}: share of the squares that the first components keep, {time.perf_counter() - start:.0f} s")
+    model, batches, options = given(__doc__, samples=16)
+    kept = find(model, batches, options.out)
+    print(f"{options.out}: share of the squares that the first components keep, {time.perf_counter() - start:.0f} s")
     print(f"{'channels':>18}", *(f"{share:>7.1%}" for share in SHARES))
     for kind, of in kept.items():
         print(f"{kind:>18}", *(f"{of[share]:>7.1%}" for share in SHARES))

@@ -1,0 +1,73 @@
+"""Mix networks of several files that `kvzap` takes: the mean of what they predict, which is one wider network.
+
+$ python -m compress.kv.learned.mix --out mixed.safetensors costs.safetensors kvzap.safetensors
+
+Scores are logarithms, so that the mean of costs (`train_costs`) and of KVzip's scores (`train_kvzap`) is the logarithm
+of their geometric mean: a position stays that both call important. Where networks of one kind were trained on different
+texts, some of their errors cancel.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from compress.kv.learned.networks import Scorer, scorers, write
+
+
+def mixed(networks: Sequence[Scorer], weights: Sequence[float]) -> Scorer:
+    """One network that predicts Σ weight · prediction.
+
+    The hidden units of all stand side by side. What each does to its inputs first, (x - mean) / deviation, becomes part
+    of its first product.
+    """
+    ups = [network.up / network.deviation[:, None] for network in networks]
+    biases = [network.first_bias - network.mean @ up for network, up in zip(networks, ups, strict=True)]
+    pairs = list(zip(networks, weights, strict=True))
+    inputs = len(ups[0])
+    return Scorer(
+        mean=torch.zeros(inputs),
+        deviation=torch.ones(inputs),
+        up=torch.cat(ups, 1),
+        first_bias=torch.cat(biases),
+        down=torch.cat([weight * network.down for network, weight in pairs]),
+        bias=sum(weight * network.bias for network, weight in pairs),
+    )
+
+
+def mix(files: Sequence[str | Path], path: str | Path, weights: Sequence[float] | None = None) -> None:
+    """Write the file that `kvzap(path=...)` takes.
+
+    Args:
+        files: of networks for the same model.
+        weights: of the files; None: the same for all, 1 in sum.
+
+    Raises:
+        ValueError: no files, other weights than files, or networks of models that differ.
+    """
+    weights = [1 / len(files)] * len(files) if weights is None and files else weights or []
+    if not files or len(weights) != len(files):
+        raise ValueError(
+            f"`weights` (={list(weights)}) must be as many as `files` (={list(map(str, files))}), 1 at least"
+        )
+    found = [scorers(str(file)) for file in files]
+    shapes = [{i: (len(one.up), len(one.bias)) for i, one in by_layer.items()} for by_layer in found]
+    for file, shape in zip(files, shapes, strict=True):
+        if shape != shapes[0]:
+            raise ValueError(f"`files`: {file} holds networks of another model than {files[0]}")
+    write({number: mixed([of[number] for of in found], weights) for number in found[0]}, path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("files", nargs="+", help="files of networks, as `train_costs` and `train_kvzap` write them")
+    parser.add_argument("--out", required=True, help="file to write")
+    parser.add_argument("--weights", type=float, nargs="+", help="of the files; without them all weigh the same")
+    options = parser.parse_args()
+    mix(options.files, options.out, options.weights)
+    print(f"{options.out}: {len(scorers(options.out))} layers, of {len(options.files)} files")
+
+
+if __name__ == "__main__":
+    main()
