@@ -66,8 +66,8 @@ def kv_decode(
         return_lse: also return the log-sum-exp of the scores, by which `merge_parts` adds up parts of a cache.
         impl: "reference" (float32, any device), "cpu" (C++ kernels, or plain torch where they cannot be built; reads
             the ranges only), "triton" (a GPU; D up to 256) or "auto". A cache whose keys have a scale per token, or
-            whose values have other channels or codes of other bits than its keys, has only the reference, and one of 2
-            bits that and the C++ kernel.
+            whose values have other channels than its keys, has only the reference; one of 2 bits, or whose values have
+            codes of other bits than its keys, has that and the C++ kernel.
 
     Returns:
         y [B, H_q, T_q, D_v] in q's dtype; with `return_mass` then mass [B, H_kv, positions, or n], float32:
@@ -191,7 +191,7 @@ def _only_reference(cache: KV, D: int, cpp: bool) -> tuple[str, str] | None:
     """What of a cache no kernel reads, and what would do; None if they read it. cpp: the C++ kernel may."""
     if cache.by_token:
         return "scales per token", "scales per channel"
-    if cache.value_bits != cache.bits:
+    if cache.value_bits != cache.bits and not cpp:
         return f"values of {cache.value_bits} bits beside keys of {cache.bits}", "as many of both"
     if cache.bits == 2 and not cpp:
         return "2 bits", "4 bits"

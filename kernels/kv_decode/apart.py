@@ -68,7 +68,7 @@ def _alike(q: Tensor, caches: Sequence[KV]) -> bool:
         return False
     first, D = caches[0], q.shape[-1]
     for cache in caches:
-        if cache.bits != first.bits or cache.group != first.group or _only_reference(cache, D, True) is not None:
+        if cache[6:8] != first[6:8] or cache.value_bits != first.value_bits or _only_reference(cache, D, True) is not None:
             return False
     return True
 

@@ -27,7 +27,9 @@ namespace {
 constexpr int SPAN = 256;  // positions; a multiple of every group
 constexpr int ROW_BYTES = 4096;  // of a row that was spread (kv_codes.inc), at most
 
-enum class Kind { float32, bfloat16, float16, byte, nibble, quarter };  // the last ones: codes of 8, 4 and 2 bits
+enum class Kind { float32, bfloat16, float16, byte, nibble, quarter, three };  // the last ones: codes of 8, 4, 2 and 3 bits
+
+constexpr int bits_of(Kind kind) { return kind == Kind::byte ? 8 : kind == Kind::nibble ? 4 : kind == Kind::three ? 3 : 2; }
 
 // Strides in bytes. n: a position, of coded values a group.
 struct Part {
@@ -35,6 +37,7 @@ struct Part {
   const char *k, *v;
   int64_t k_b, k_h, k_n, v_b, v_h, v_n;
   int64_t first;  // its first position
+  Kind values = Kind::float32;  // of coded ones, where `kind` is that of keys
 };
 
 struct Problem {
@@ -50,6 +53,11 @@ struct Problem {
   int64_t listed;
   bool scattered;       // may a whole span be read in the order of `STREAMS`?
 };
+
+// Floats that a thread works in beside its scores: the last ones hold the values of a span that were unpacked to nibbles.
+int64_t scratch_size(const Problem& p) {
+  return 2 * p.longest + 2 * p.rows * (p.longest + 32) + p.rows * ROW_BYTES / 4;
+}
 
 struct Task {
   int64_t b, h, from, to, end;  // end: of the whole range; entries of the list where there is one
@@ -196,6 +204,13 @@ void parameters(const char* pair, float* scale, float* offset) {
   *scale = c10::BFloat16(bits[0], c10::BFloat16::from_bits()), *offset = c10::BFloat16(bits[1], c10::BFloat16::from_bits());
 }
 
+// Code i of `count` codes, as layout.py packs them.
+int code_at(const uint8_t* codes, int bits, int64_t count, int64_t i) {
+  if (bits == 3) return code_at(codes, 2, count, i) | code_at(codes + count / 4, 1, count, i) << 2;
+  const int64_t bytes = count * bits / 8;
+  return codes[i % bytes] >> i / bytes * bits & ((1 << bits) - 1);
+}
+
 // Keys and values [D] of one position of a coded cache, or of its tail, in float32.
 void decode(const Problem& p, const Task& t, int64_t n, float* key, float* value) {
   if (p.tail.k && n >= p.tail.first) {
@@ -205,19 +220,18 @@ void decode(const Problem& p, const Task& t, int64_t n, float* key, float* value
     for (int d = 0; d < p.D; d++) key[d] = as_float(p.tail.kind, k, d), value[d] = as_float(p.tail.kind, v, d);
     return;
   }
-  const int parts = p.main.kind == Kind::byte ? 1 : p.main.kind == Kind::nibble ? 2 : 4;  // codes of a byte
-  const int64_t g = n / p.group, i = n % p.group, bytes = p.group / parts, channels = p.D / parts;
+  const int64_t g = n / p.group, i = n % p.group;
+  const int bits = bits_of(p.main.kind), value_bits = bits_of(p.main.values);
   const auto* k = reinterpret_cast<const uint8_t*>(p.main.k + t.b * p.main.k_b + t.h * p.main.k_h + n * p.main.k_n);
-  const auto* v = reinterpret_cast<const uint8_t*>(p.main.v + t.b * p.main.v_b + t.h * p.main.v_h + g * p.main.v_n) + i % bytes;
+  const auto* v = reinterpret_cast<const uint8_t*>(p.main.v + t.b * p.main.v_b + t.h * p.main.v_h + g * p.main.v_n);
   const char* pairs = p.params_k + t.b * p.pk_b + t.h * p.pk_h + g * p.pk_n;
-  const int bits = 8 / parts, mask = (1 << bits) - 1;
   float scale, offset;
   for (int d = 0; d < p.D; d++) {
     parameters(pairs + 4 * d, &scale, &offset);
-    key[d] = scale * float(k[d % channels] >> d / channels * bits & mask) + offset;
+    key[d] = scale * float(code_at(k, bits, p.D, d)) + offset;
   }
   parameters(p.params_v + t.b * p.pv_b + t.h * p.pv_h + 4 * n, &scale, &offset);
-  for (int d = 0; d < p.D; d++) value[d] = scale * float(v[d * bytes] >> i / bytes * bits & mask) + offset;
+  for (int d = 0; d < p.D; d++, v += p.group * value_bits / 8) value[d] = scale * float(code_at(v, value_bits, p.group, i)) + offset;
 }
 
 // The entries of a task, which lie anywhere in a coded cache, decoded side by side in `room`, as a problem without a list.
@@ -305,6 +319,9 @@ Problem problem_of(Problem p, const Cache& c, Kind kind, int64_t bits, int64_t h
   p.main = part_of(c.k, c.v, bits == 16 ? kind : bits == 8 ? Kind::byte : bits == 4 ? Kind::nibble : Kind::quarter, 0, head);
   if (c.tail_k) p.tail = part_of(*c.tail_k, *c.tail_v, kind, c.k.size(2), head);
   if (bits != 16) {
+    const int64_t value_bits = c.v.size(4) * 8 / p.group;
+    TORCH_CHECK(value_bits == 8 || value_bits == 4 || value_bits == 3 || value_bits == 2, "kv_decode: values of ", value_bits, " bits");
+    p.main.values = value_bits == 8 ? Kind::byte : value_bits == 4 ? Kind::nibble : value_bits == 3 ? Kind::three : Kind::quarter;
     p.params_k = base(*c.params_k, head), p.params_v = base(*c.params_v, head);
     p.pk_b = 2 * c.params_k->stride(0), p.pk_h = 2 * c.params_k->stride(1), p.pk_n = 2 * c.params_k->stride(2);
     p.pv_b = 2 * c.params_v->stride(0), p.pv_h = 2 * c.params_v->stride(1);
@@ -410,7 +427,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attend(
   }
   std::atomic<int64_t> next{0};
   at::parallel_for(0, std::min<int64_t>(count, at::get_num_threads()), 1, [&](int64_t, int64_t) {
-    std::unique_ptr<float[]> scratch(new float[rows * SPAN + 2 * p.longest + 2 * rows * (p.longest + 32) + rows * ROW_BYTES / 4]);
+    std::unique_ptr<float[]> scratch(new float[rows * SPAN + scratch_size(p) + SPAN * p.D / 8]);
     const bool gathers = p.list && bits != 16;
     std::unique_ptr<float[]> room(gathers ? new float[2 * SPAN * p.D + 64] : nullptr);
     Problem local;

@@ -41,17 +41,14 @@ def test_codes_of_three_bits_come_back():
     assert torch.equal(dequantize_kv(cache)[1], codes.float())
 
 
-def test_only_the_reference_reads_values_of_other_bits():
+def test_heads_of_their_own_lengths_and_widths_that_no_layout_has():
     q, k, v = torch.randn(1, 4, 2, 16), torch.randn(1, 2, 70, 16), torch.randn(1, 2, 70, 16)
-    k, v = k[None, 0], v[None, 0]
-    cache, lengths = quantize_kv(k, v, 4, 32, value_bits=2), torch.full((1, 2), 70)
+    cache, lengths = quantize_kv(k, v, 4, 32, value_bits=3), torch.full((1, 2), 70)
     y = kv_decode(q, cache, lengths)
-    assert_close(y, kv_decode(q, KV(*dequantize_kv(cache)), lengths, impl="reference"))
-    apart = [quantize_kv(k[:, h : h + 1], v[:, h : h + 1], 4, 32, value_bits=2) for h in (0, 1)]
+    assert_close(y, kv_decode(q, KV(*dequantize_kv(cache)), lengths, impl="reference"), rtol=1e-3, atol=1e-4)
+    apart = [quantize_kv(k[:, h : h + 1], v[:, h : h + 1], 4, 32, value_bits=3) for h in (0, 1)]
     starts = [torch.zeros(1, 1, dtype=torch.int32)] * 2
     assert_close(kv_decode_apart(q, apart, starts, scale=0.25), y)
-    with pytest.raises(ValueError, match="no kernel for values of 2 bits beside keys of 4"):
-        kv_decode(q, cache, lengths, impl="cpu")
     with pytest.raises(ValueError, match=r"`value_bits` \(=5\) must be 8, 4, 3, 2, or 0"):
         quantize_kv(k, v, 4, 32, value_bits=5)
 

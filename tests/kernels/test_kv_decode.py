@@ -342,13 +342,18 @@ def test_the_order_in_which_spans_are_read_changes_nothing(isa, D):
 @needs_native
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("group, D", [(32, 64), (64, 16), (128, 44), (64, 256), (128, 128)])
-def test_two_bits_are_read_by_the_same_loops(isa, group, D):
+@pytest.mark.parametrize("bits, value_bits", [(2, 2), (4, 3), (8, 3), (2, 3), (4, 2), (4, 8)])
+def test_all_widths_of_keys_and_values_are_read_by_the_same_loops(isa, group, D, bits, value_bits):
     """Ranges that begin and end within groups, a tail, lists, several tokens; against the dequantised cache."""
-    q, cache, lengths = make(T_q=3, S=610, D=D, bits=2, group=group, dtype=torch.bfloat16)
+    q, cache, lengths = make(T_q=3, S=610, D=D, bits=bits, group=group, dtype=torch.bfloat16)
+    if value_bits != bits:
+        generator = torch.Generator().manual_seed(5)
+        k, v = torch.randn(2, *cache.k.shape[:2], cache.positions, D, generator=generator).bfloat16()
+        cache = quantize_kv(k, v, bits, group, value_bits=value_bits)
     starts = (cache.positions - lengths) // 2
     listed = torch.stack([torch.randperm(610)[:333] for _ in range(4)]).view(2, 2, 333)
     for places in ((lengths, starts, None), (lengths.clamp(max=333), None, listed)):
-        arguments = (*cache[:6], *places, 2, group, 0.25, 4.0, True, True, isa)
+        arguments = (*cache[:6], *places, bits, group, 0.25, 4.0, True, True, isa)
         found = torch.ops.workbench.kv_decode_native(q, *arguments)
         how = {"starts": places[1], "indices": places[2], "scale": 0.25, "softcap": 4.0}
         expected = kv_decode(q, cache, places[0], **how, return_mass=True, return_lse=True, impl="reference")
@@ -357,7 +362,7 @@ def test_two_bits_are_read_by_the_same_loops(isa, group, D):
     with recording() as used:
         kv_decode(q, cache, lengths)
     assert next(iter(used["kv_decode"])).startswith("cpu ")
-    with pytest.raises(ValueError, match="no kernel for 2 bits"):
+    with pytest.raises(ValueError, match="no kernel for 2 bits" if value_bits == bits else "no kernel for values of"):
         kv_decode(q, cache, lengths, impl="triton")
 
 
