@@ -186,14 +186,19 @@ def _splits(corpus: str, name: str, configuration: str) -> list[str]:
 
 def _load(corpus: str, *where, **how) -> list[str]:
     from datasets import load_dataset
-    from datasets.utils.logging import disable_progress_bar
+    from datasets.utils.logging import CRITICAL, disable_progress_bar, get_verbosity, set_verbosity
 
     disable_progress_bar()
+    verbosity = get_verbosity()
+    set_verbosity(CRITICAL)  # the error says all that datasets would log
     try:
         with quick_to_fail():
             rows = load_dataset(*where, **how)
     except Exception as error:
-        raise ValueError(f"`corpus` (={corpus!r}) cannot be read: {first_line(error)}") from error
+        cause = error.__cause__ or error  # datasets wraps what the reader of a file says
+        raise ValueError(f"`corpus` (={corpus!r}) cannot be read: {first_line(cause)}") from error
+    finally:
+        set_verbosity(verbosity)
     texts = [
         name for name, feature in rows.features.items() if getattr(feature, "dtype", "") in ("string", "large_string")
     ]
