@@ -107,7 +107,10 @@ def _parser() -> argparse.ArgumentParser:
         one.add_argument("--address", default="", help="HOST:PORT of the Ray cluster's head (default: this machine)")
     status = command("status", _status, "list finished, running, failed and waiting runs of a sweep", ("sweep", sweep))
     status.add_argument("--lines", action="store_true", help="print the last lines of failed runs, too")
-    several = ("named", {"nargs": "+", "metavar": "RUN", "help": "a sweep, the key or the folder of a run, or a record"})
+    several = (
+        "named",
+        {"nargs": "+", "metavar": "RUN", "help": "a sweep, the key or the folder of a run, or a record"},
+    )
     compare = command("compare", _compare, "compare runs on one page; two runs also get a verdict", several)
     compare.add_argument("--output", type=Path, default=None, metavar="FILE", help="page to write")
     compare.add_argument(
@@ -123,7 +126,12 @@ def _parser() -> argparse.ArgumentParser:
         "write pages again from their records",
         ("run", {"nargs": "*", "metavar": "RUN", "help": "key or folder of a run (default: all pages)"}),
     )
-    command("parameters", _list, "list a notebook's parameters", ("notebook", {"help": "a name (gptq), or the path of an .ipynb file"}))
+    command(
+        "parameters",
+        _list,
+        "list a notebook's parameters",
+        ("notebook", {"help": "a name (gptq), or the path of an .ipynb file"}),
+    )
     table = command(
         "table",
         _table,
@@ -140,7 +148,14 @@ def _parser() -> argparse.ArgumentParser:
         "export",
         _export,
         "write a saved model in the format of another library, and check it by loading it there",
-        ("checkpoint", {"metavar": "CHECKPOINT", "type": Path, "help": "folder of a model that was saved in the format `workbench`"}),
+        (
+            "checkpoint",
+            {
+                "metavar": "CHECKPOINT",
+                "type": Path,
+                "help": "folder of a model that was saved in the format `workbench`",
+            },
+        ),
     )
     exported.add_argument("--format", required=True, help="compressed-tensors, gptq or gguf")
     exported.add_argument(
