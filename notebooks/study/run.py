@@ -43,6 +43,8 @@ from notebooks.study.saved import Saved
 from notebooks.study.settings import check_settings
 from reports.page.render import Report, render
 
+_WRITTEN = ("run_path", "save_path", "work_path")  # parameters that name folders to write in; `task_path` is read
+
 
 @dataclass(frozen=True)
 class Run:
@@ -175,7 +177,7 @@ def start(notebook: str, namespace: dict[str, Any]) -> Run:
 
 
 def _check_places(values: dict[str, Any], saved: Path | None) -> None:
-    for name in (name for name in values if name.endswith("_path") and values[name]):
+    for name in (name for name in _WRITTEN if values.get(name)):
         check_writable(name, Path(values[name]).expanduser())
     if not os.environ.get(KEY):  # in a batch run this is an attempt's own folder
         check_run_path(values.get("run_path", ""))

@@ -127,6 +127,8 @@ CASES: list[tuple[str, str, Callable[[Path], object] | None, str]] = [
     ("A model that is not there", "plan gptq -p model_name /no/such/model", None, "no such file or folder"),
     ("A folder of runs that cannot be written", "--runs /proc/runs plan gptq -p model_name tiny",
      None, "nothing can be written"),
+    ("A folder for the model that cannot be written", "plan gptq -p model_name tiny -p save_path /proc/m",
+     None, "`save_path` (='/proc/m')"),
     ("A full disk", "plan gptq -p model_name tiny", None, "nothing can be written"),
     ("A number that is not finite", "plan recipe -p model_name tiny -p temperatures '[Infinity]'",
      None, "must be finite"),
