@@ -50,6 +50,7 @@ def variants_of(text: str, methods: Mapping[str, type[Method]], parameter: str =
         shown = text if len(text) <= 200 else f"{text[:120]}…"
         raise ValueError(
             f"`{parameter}` (={shown!r}) must name methods with their knobs, such as: smoothquant(alpha=0.5), int8"
+            f"{_mistake(text)}"
         )
     knobs = [keyword for call in tree.elts if isinstance(call, ast.Call) for keyword in call.keywords]
     several = [(knob, knob.value.elts) for knob in knobs if isinstance(knob.value, ast.Set)]
@@ -78,6 +79,23 @@ def split_recipes(text: str) -> list[str]:
         else:
             parts[-1] += character
     return [part for part in map(str.strip, parts) if part]
+
+
+def _mistake(text: str) -> str:
+    """What is wrong with a text that cannot be parsed, as the end of an error's message; "" if that is not known."""
+    bare = re.sub(r"'[^']*'|\"[^\"]*\"", "''", text)  # without quoted texts
+    if "'" in bare.replace("''", "") or '"' in bare:
+        return "; a quotation mark is never closed"
+    stack: list[str] = []
+    for character in bare:
+        if character in "([{":
+            stack.append(character)
+        elif character in ")]}" and (not stack or stack.pop() + character not in ("()", "[]", "{}")):
+            return f"; {character!r} closes nothing"
+    if stack:
+        return f"; {stack[-1]!r} is never closed"
+    without_comma = re.search(r"[\w)]\s+([A-Za-z_]\w*)", bare)
+    return f"; a comma must stand before {without_comma[1]!r}" if without_comma else ""
 
 
 def _shown(tree: ast.List) -> str:

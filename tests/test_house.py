@@ -179,6 +179,11 @@ def test_the_readme_is_short_and_its_links_lead_somewhere():
     for page in (*ROOT.glob("README.md"), *ROOT.glob("*/README.md"), *ROOT.glob("*/*/README.md")):
         for link in re.findall(r"\](?:\((?!https?:)([\w./-]+)\))", page.read_text()):
             assert (page.parent / link).exists(), f"{page.relative_to(ROOT)} links to {link}"
+        for name in re.findall(r"`([\w.-]+/[\w./-]+\.(?:py|md|yml|ipynb|cpp|inc))`", page.read_text()):
+            there = any(
+                (folder / name).exists() for folder in (page.parent, *page.parents) if ROOT in (folder, *folder.parents)
+            )
+            assert there, f"{page.relative_to(ROOT)} names {name}"
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -38,7 +38,9 @@ class LLMInt8(LayerwiseMethod):
         6.0, "columns whose inputs reach this on the calibration tokens stay in 16 bits", range=(0, 1e9)
     )
     most: float = knob(
-        0.01, "share of a linear's columns that may: the largest ones, where more reach the threshold", range=(0, 1)
+        0.01,
+        "largest share of a linear's columns that stay in 16 bits; of more, those with the largest inputs",
+        range=(0, 1),
     )
 
     def check_layer(self, name: str, shape: tuple[int, int]) -> None:

@@ -25,7 +25,7 @@ class W8A8(LayerwiseMethod):
 
     activations: str = knob(
         "token",
-        "a step per token, found as it comes by (token), or one for all that a linear reads, from "
+        "a step per token, computed while the model runs (token), or one for all that a linear reads, from "
         "the calibration tokens (tensor)",
         choices=("token", "tensor"),
     )

@@ -20,7 +20,7 @@ class Outliers(Correction):
     source: ClassVar[str] = "arXiv:2306.07629, section 4.2; arXiv:2306.03078"
     working_set: ClassVar[tuple[float, float]] = (10.0, 1.0)
 
-    share: float = knob(0.005, "of each linear's weights that are corrected", range=(0, 0.5), describes=True)
+    share: float = knob(0.005, "share of each linear's weights that are corrected", range=(0, 0.5), describes=True)
 
     def stores(self, shape: tuple[int, int]) -> list[dict[str, Any]]:
         return [CsrWeight.spec_of(shape, entries=entry_count(self.share, shape))]

@@ -31,7 +31,7 @@ class SVDQuant(LayerwiseMethod):
     source: ClassVar[str] = "arXiv:2411.05007, section 4.2"
     working_set: ClassVar[tuple[float, float]] = (6.0, 0.0)
 
-    rank: int = knob(32, "of the branch", range=(1, 1 << 14), describes=True)
+    rank: int = knob(32, "rank of the 16-bit branch", range=(1, 1 << 14), describes=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

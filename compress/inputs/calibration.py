@@ -41,9 +41,10 @@ def calibration(
         raise ValueError(f"`seqlen` (={seqlen}) must be at least {len(prefix) + 1} for this tokenizer")
     there = len(ids) // step
     if there < samples:
+        most = f"at most {there} samples of {seqlen}" if there else f"`seqlen` of at most {len(ids) + len(prefix)}"
         raise ValueError(
             f"`samples` (={samples}) x `seqlen` (={seqlen}) needs {samples * seqlen} tokens; the calibration part of "
-            f"`corpus` (={corpus!r}) has {len(ids)}: at most {there} samples of {seqlen}, or another corpus"
+            f"`corpus` (={corpus!r}) has {len(ids)}: take {most}, or another corpus"
         )
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(there, generator=generator)[:samples]

@@ -37,7 +37,7 @@ def load_text(corpus: str, part: str) -> list[str]:
     if part not in PARTS:
         raise ValueError(f"`part` (={part!r}) must be one of {', '.join(PARTS)}")
     if not isinstance(corpus, str) or not corpus.strip():
-        raise ValueError(f"`corpus` (={corpus!r}) must be a name: {_what_would_do()}")
+        raise ValueError(f"`corpus` (={corpus!r}) must be a name; {_what_would_do()}")
     if corpus in CORPORA:
         documents = CORPORA[corpus](part)
     elif Path(corpus).suffix in _LOADERS:
@@ -48,9 +48,9 @@ def load_text(corpus: str, part: str) -> list[str]:
     elif _is_hub_id(corpus):
         documents = _hub(corpus, part)
     else:
-        raise ValueError(f"`corpus` (={corpus!r}) is not known: {_what_would_do()}")
+        raise ValueError(f"`corpus` (={corpus!r}) is not known; {_what_would_do()}")
     if not any(d.strip() for d in documents):
-        raise ValueError(f"`corpus` (={corpus!r}) has no text in its {part} part")
+        raise ValueError(f"`corpus` (={corpus!r}) has no text in its {part} part; {_what_would_do()}")
     return documents
 
 
@@ -179,21 +179,26 @@ def _splits(corpus: str, name: str, configuration: str) -> list[str]:
             return get_dataset_split_names(name, configuration or None, revision=revision("datasets", name))
     except Exception as error:  # the hub's client raises a dozen kinds; all mean the same to the user
         raise ValueError(
-            f"`corpus` (={corpus!r}) is not to be had: {first_line(error)}; without a network there are pydocs, "
-            "files, and a folder of data sets named by WORKBENCH_DATA"
+            f"`corpus` (={corpus!r}) cannot be loaded: {first_line(error)}; without a network it can be pydocs, a "
+            "file, or one of the data sets in the folder that WORKBENCH_DATA names"
         ) from error
 
 
 def _load(corpus: str, *where, **how) -> list[str]:
     from datasets import load_dataset
-    from datasets.utils.logging import disable_progress_bar
+    from datasets.utils.logging import CRITICAL, disable_progress_bar, get_verbosity, set_verbosity
 
     disable_progress_bar()
+    verbosity = get_verbosity()
+    set_verbosity(CRITICAL)  # the error says all that datasets would log
     try:
         with quick_to_fail():
             rows = load_dataset(*where, **how)
     except Exception as error:
-        raise ValueError(f"`corpus` (={corpus!r}) cannot be read: {first_line(error)}") from error
+        cause = error.__cause__ or error  # datasets wraps what the reader of a file says
+        raise ValueError(f"`corpus` (={corpus!r}) cannot be read: {first_line(cause)}") from error
+    finally:
+        set_verbosity(verbosity)
     texts = [
         name for name, feature in rows.features.items() if getattr(feature, "dtype", "") in ("string", "large_string")
     ]
@@ -215,4 +220,4 @@ def _split(documents: list[str], part: str) -> list[str]:
 
 def _what_would_do() -> str:
     files = ".parquet, .jsonl, .json or .txt file"
-    return f"what would do: {', '.join(CORPORA)}, a {files}, or a hub data set like owner/name"
+    return f"it can be {', '.join(CORPORA)}, a {files}, or a hub data set like owner/name"

@@ -61,7 +61,7 @@ def load_model(
     if dtype not in DTYPES:
         raise ValueError(f"`dtype` (={dtype!r}) must be one of {', '.join(DTYPES)}")
     if not isinstance(model_name, str) or not model_name.strip():
-        raise ValueError(f"`model_name` (={model_name!r}) must be a name: {_what_would_do()}")
+        raise ValueError(f"`model_name` (={model_name!r}) must be a name; {_what_would_do()}")
     check_device(device)
     if weights not in WEIGHTS:
         raise ValueError(f"`weights` (={weights!r}) must be one of {', '.join(WEIGHTS)}")
@@ -91,7 +91,7 @@ def check_device(device: str | torch.device) -> None:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(
-            f"`device` (={str(device)!r}) is not to be had here: {first_line(error)}; cpu always is"
+            f"`device` (={str(device)!r}) is not available here: {first_line(error)}; cpu always is"
         ) from error
 
 
@@ -248,4 +248,4 @@ def _tiny() -> tuple[nn.Module, PreTrainedTokenizerBase]:
 
 
 def _what_would_do() -> str:
-    return f"what would do: {', '.join(EMBEDDED)}, tiny, a folder, a .gguf file, or a hub id like Qwen/Qwen2.5-0.5B"
+    return f"it can be {', '.join(EMBEDDED)}, tiny, a folder, a .gguf file, or a hub id like Qwen/Qwen2.5-0.5B"

@@ -35,10 +35,13 @@ class PruningMethod(LayerwiseMethod):
     ratios: ClassVar[Mapping[str, float]] = {}  # by linear, where `allocation` gave each its own
 
     ratio: float = knob(
-        HALF, "of each linear's weights that go, below 1; a pattern N:M says it itself", range=(0, 1), describes=True
+        HALF,
+        "share of each linear's weights set to 0, below 1; a pattern N:M implies its own share",
+        range=(0, 1),
+        describes=True,
     )
     pattern: str = knob(
-        UNSTRUCTURED, "which may be kept: any (unstructured), or N of every M neighbours in a row (2:4, 4:8, ...)"
+        UNSTRUCTURED, "weights that may stay: any (unstructured), or N of every M neighbours in a row (2:4, 4:8, ...)"
     )
     allocation: str = knob(
         "uniform",

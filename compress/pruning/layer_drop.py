@@ -40,7 +40,7 @@ class LayerDrop(Method):
         choices=tuple(KINDS),
         describes=True,
     )
-    count: int = knob(4, "how many of them", range=(1, 1 << 16), describes=True)
+    count: int = knob(4, "number of layers or blocks to drop", range=(1, 1 << 16), describes=True)
     metric: str = knob(
         "cosine",
         "1 - cosine of the residual stream before and after what would be dropped; or, to compare with, "

@@ -20,7 +20,7 @@ class RandomChoice(PruningMethod):
     source: ClassVar[str] = "a baseline"
     comparable: ClassVar[bool] = True
 
-    seed: int = knob(0, "of the draw", range=(0, (1 << 31) - 1))
+    seed: int = knob(0, "seed of the draw", range=(0, (1 << 31) - 1))
 
     def scores(self, W: Tensor, statistics: LayerStatistics) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed + zlib.crc32(statistics.name.encode()))

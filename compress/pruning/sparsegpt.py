@@ -44,7 +44,7 @@ class SparseGPT(PruningMethod):
     )
     symmetric: bool = knob(True, "no zero point: the grid lies around 0")
     scale_dtype: str = knob("bfloat16", "how scales are stored", choices=tuple(SCALE_DTYPES))
-    damp: float = knob(0.01, "added to diag(H), as a fraction of its mean", range=(0, 1))
+    damp: float = knob(0.01, "damping added to diag(H), as a fraction of its mean", range=(0, 1))
     min_tokens: int = knob(
         128, "below this many calibration tokens a linear (an expert) is pruned by magnitude", range=(1, 1 << 30)
     )

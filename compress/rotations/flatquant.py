@@ -53,11 +53,11 @@ class FlatQuant(Method):
     moves_inputs: ClassVar[bool] = True
 
     steps: int = knob(
-        0, "updates of each block's maps; 0: what training would start from", range=(0, 100000), describes=True
+        0, "training updates of each block's maps; 0: maps without training", range=(0, 100000), describes=True
     )
     rate: float = knob(0.01, "size of the first updates, which fall to 0", range=(0, 1))
     left: int = knob(
-        0, "size n1 of the left matrix, which divides the channels; 0: the divisor nearest to their root, from below",
+        0, "size n1 of the left matrix, a divisor of the channels; 0: the largest divisor up to their square root",
         range=(0, 1 << 20),
     )  # fmt: skip
     scales: bool = knob(
@@ -83,7 +83,7 @@ class FlatQuant(Method):
         AUTO, "columns of a weight's row that share a step in training; -1: all; auto: as the recipe's weight quantiser"
     )
     skip: str = knob("", "comma-separated name patterns (* and ?) of linears whose inputs stay as they are")
-    seed: int = knob(0, "of the rotations from which training starts", range=(0, 1 << 31))
+    seed: int = knob(0, "seed of the rotations from which training starts", range=(0, 1 << 31))
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -65,12 +65,12 @@ class Rotate(Method):
     )
     steps: int = knob(
         0,
-        "of training the folded rotations on the calibration tokens; 0: as they are drawn",
+        "training steps of the folded rotations on the calibration tokens; 0: random rotations",
         range=(0, 100000),
         describes=True,
     )
     learn_bits: int = knob(4, "bits of the activations at which training aims", choices=(8, 4))
-    seed: int = knob(0, "of the signs and of random rotations", range=(0, 1 << 31))
+    seed: int = knob(0, "seed of the signs and of random rotations", range=(0, 1 << 31))
 
     def __post_init__(self) -> None:
         super().__post_init__()

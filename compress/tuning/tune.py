@@ -49,7 +49,9 @@ class Tune(Method):
         range=(0, 1e6),
     )
     dtype: str = knob(
-        "bfloat16", "of the products with weights while they are trained; model: as its activations", choices=DTYPES
+        "bfloat16",
+        "dtype of products with the weights in training; model: the dtype of the activations",
+        choices=DTYPES,
     )
     skip: str = knob("", "comma-separated name patterns (* and ?) of linears to leave as they are")
     keep_zeros: bool | None = knob(

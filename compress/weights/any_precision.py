@@ -24,9 +24,11 @@ class AnyPrecision(FisherMethod):
     source: ClassVar[str] = "arXiv:2402.10517"
     working_set: ClassVar[tuple[float, float]] = (24.0, 0.0)
 
-    bits: int = knob(4, "bits per weight that are stored, the most that can be taken", choices=(3, 4), describes=True)
+    bits: int = knob(
+        4, "stored bits per weight, the largest precision at which the model can run", choices=(3, 4), describes=True
+    )
     seed_bits: int = knob(
-        2, "bits of the table from which the others grow, the least that can be taken", choices=(2, 3)
+        2, "bits of the first table, the smallest precision at which the model can run", choices=(2, 3)
     )
 
     def stores(self, shape: tuple[int, int]) -> list[dict[str, Any]]:

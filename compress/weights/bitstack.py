@@ -43,7 +43,7 @@ class BitStack(FisherMethod):
     working_set: ClassVar[tuple[float, float]] = (14.0, 1.0)
 
     rank: int = knob(4, "rank of the magnitudes of a block", range=(1, 1 << 10), describes=True)
-    blocks: int = knob(8, "blocks of each weight that are stored, the most that can be kept", range=(1, 32))
+    blocks: int = knob(8, "stored blocks of each weight; resizing keeps at most as many", range=(1, 32))
 
     def stores(self, shape: tuple[int, int]) -> list[dict[str, Any]]:
         return [SignStack.spec_of(shape, rank=self.rank, blocks=self.blocks)]

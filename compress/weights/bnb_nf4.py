@@ -26,7 +26,9 @@ class BitsandbytesNF4(LayerwiseMethod):
     source: ClassVar[str] = "arXiv:2305.14314, bitsandbytes"
 
     blocksize: int = knob(64, "weights that share a scale, counted row by row", choices=BLOCKSIZES)
-    double_quant: bool = knob(True, "scales in 8 bits too, 256 of them to a float32; False: scales in float32")
+    double_quant: bool = knob(
+        True, "store scales in 8 bits, with one float32 for 256 of them; False: scales in float32"
+    )
 
     def check(self, model: nn.Module) -> None:
         library()

@@ -23,7 +23,7 @@ class GPTAQ(GPTQ):
     statistics: ClassVar[tuple[str, ...]] = ("gram", "starts", "cross", "cross_starts")
     working_set: ClassVar[tuple[float, float]] = (9.0, 4.0)
 
-    alpha: float = knob(0.25, "share of the difference that is made up for; 0: GPTQ", range=(0, 1))
+    alpha: float = knob(0.25, "share of the earlier blocks' error that is corrected; 0: the same as GPTQ", range=(0, 1))
 
     def solve(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
         if not len(statistics.values["cross"]):

@@ -55,7 +55,7 @@ class GPTQ(LayerwiseMethod):
         "with scales fixed beforehand (activation), or not at all (none)",
         choices=("group", "activation", "none"),
     )
-    damp: float = knob(0.01, "added to diag(H), as a fraction of its mean", range=(0, 1))
+    damp: float = knob(0.01, "damping added to diag(H), as a fraction of its mean", range=(0, 1))
     sink_weight: float = knob(
         64.0,
         "weight in H of each calibration window's first token, to which the later ones attend; 1: as any other token",

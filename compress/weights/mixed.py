@@ -59,12 +59,12 @@ class Mixed(LayerwiseMethod):
     )
     choices: str = knob(
         "",
-        "the methods to choose among, each with its knobs, apart by semicolons; braces hold several values of a knob",
+        "methods to choose among, with their knobs, separated by semicolons; braces hold several values of a knob",
         describes=True,
     )
     loss: str = knob(
         "kl",
-        "what is least in all: divergence of the predictions, measured for every choice (kl), or for each layer's "
+        "what is minimised: divergence of the predictions, measured for every choice (kl), or for each layer's "
         "smallest and by output errors for its others (kl_scaled); its estimate from squared gradients (fisher); or no "
         "loss, but more bits for the blocks that turn the residual stream most (cosine), that have the "
         "fewest large weights (zscore), or that are drawn (shuffled)",

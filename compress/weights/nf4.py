@@ -25,7 +25,9 @@ class NF4(LayerwiseMethod):
     source: ClassVar[str] = "arXiv:2305.14314"
 
     group_size: int = knob(64, "columns that share a scale; -1 for a whole row", range=(-1, 1 << 20), describes=True)
-    double_quant: bool = knob(True, "scales in 8 bits too, 256 of them to a float32; False: scales in float32")
+    double_quant: bool = knob(
+        True, "store scales in 8 bits, with one float32 for 256 of them; False: scales in float32"
+    )
     table: str = knob(
         "nf4", "the 16 values: quantiles of a normal distribution, or 4-bit floats", choices=tuple(TABLES)
     )

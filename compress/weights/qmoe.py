@@ -35,7 +35,7 @@ class QMoE(LayerwiseMethod):
         describes=True,
     )
     p0: float = knob(0.885, "share of zeros for which the dictionary of the code is made", range=P0)
-    damp: float = knob(0.1, "added to diag(H), as a fraction of its mean", range=(0, 1))
+    damp: float = knob(0.1, "damping added to diag(H), as a fraction of its mean", range=(0, 1))
     sink_weight: float = knob(
         64.0,
         "weight in H of each calibration window's first token, to which the later ones attend; 1: as any other token",

@@ -32,7 +32,7 @@ class QTIP(LayerwiseMethod):
     states: int = knob(
         14, "bits of a trellis state: two more lower the error by 2 to 6 %, for 4 times the work", choices=STATES
     )
-    damp: float = knob(0.01, "added to diag(H), as a fraction of its mean", range=(0, 1))
+    damp: float = knob(0.01, "damping added to diag(H), as a fraction of its mean", range=(0, 1))
     sink_weight: float = knob(
         64.0,
         "weight in H of each calibration window's first token, to which the later ones attend; 1: as any other token",
@@ -41,7 +41,7 @@ class QTIP(LayerwiseMethod):
     min_tokens: int = knob(
         128, "below this many calibration tokens a linear (an expert) is stored without correction", range=(1, 1 << 30)
     )
-    seed: int = knob(0, "of the random signs", range=(0, 1 << 30))
+    seed: int = knob(0, "seed of the random signs", range=(0, 1 << 30))
 
     def stores(self, shape: tuple[int, int]) -> list[dict[str, Any]]:
         return [TrellisWeight.spec_of(shape, bits=self.bits, states=self.states)]

@@ -163,7 +163,7 @@ def _absolute(value: Any, name: str, path: Path) -> Any:
             return here
     raise ValueError(
         f"`tasks`: {name!r} reads {value}, which is neither beside its file ({path}) nor in a folder above; "
-        "what would do: the data there, or an absolute path in the file"
+        "put the data there, or write an absolute path in the file"
     )
 
 
@@ -201,7 +201,7 @@ def _check(name: str, config: dict[str, Any], files: Iterable[str]) -> None:
     if where and not (_in_cache(where, config.get("dataset_name")) or _hub_reachable()):
         raise ValueError(
             f"`tasks`: {name!r} needs {where} from the hub, which cannot be reached, and it was not kept here before; "
-            f"what would do: a network, or a task file with data here{_near(name, files)}"
+            f"connect to a network, or take a task file with data on this machine{_near(name, files)}"
         )
 
 
@@ -223,8 +223,8 @@ def _check_catalogued(name: str, files: dict[str, Path], folder: Path | None) ->
             return
     elif path:
         raise ValueError(
-            f"`tasks`: {name!r} needs data from the hub, which cannot be reached; what would do: a network, or task "
-            f"files with data here{_near(name, files)}"
+            f"`tasks`: {name!r} needs data from the hub, which cannot be reached; connect to a network, or take task "
+            f"files with data on this machine{_near(name, files)}"
         )
     where = f"the task files in {folder}" if folder else "task files (`task_path` names no folder)"
     raise ValueError(

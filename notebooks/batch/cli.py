@@ -1,11 +1,11 @@
-"""`workbench`: notebooks in batch, one or a whole sweep, and what they found side by side.
+"""`workbench`: executes notebooks in batch, one or a whole sweep, and compares their results.
 
 $ workbench run gptq -p bits 3 -p group_size 32
 $ workbench plan quickstart
-$ workbench run quickstart              # again, or `resume`, after whatever happened
+$ workbench run quickstart              # the same command, or `resume`, continues after an interruption
 $ workbench status quickstart
-$ workbench compare quickstart          # a page; of two runs a verdict, and an exit status
-$ workbench report                      # all pages anew: runs/index.html, comparisons, papers
+$ workbench compare quickstart          # writes a page; of two runs it also gives a verdict and an exit status
+$ workbench report                      # writes all pages again: runs/index.html, comparisons, papers
 $ workbench table runs/*/record.json
 $ workbench export models/mine --format gguf    # a saved model, in the format of another library
 """
@@ -18,7 +18,7 @@ from notebooks.study.parameters import from_here, parse_value, read_parameters, 
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0 done, 1 a run failed or a verdict is negative, 2 the command makes no sense, 130 interrupted."""
+    """Exit status: 0 done, 1 a run failed or a verdict is negative, 2 wrong arguments, 130 interrupted."""
     options = _parser().parse_args(arguments)
     try:
         return options.does(options)
@@ -34,10 +34,10 @@ def _parser() -> argparse.ArgumentParser:
     from notebooks.batch.engines.engine import ENGINES
 
     parser = argparse.ArgumentParser(
-        prog="workbench", description="Run the workbench's notebooks in batch, and compare."
+        prog="workbench", description="Execute the workbench's notebooks in batch, and compare their results."
     )
     parser.add_argument(
-        "--runs", type=Path, default=None, help="folder of runs; $WORKBENCH_RUNS, or runs/ of the checkout"
+        "--runs", type=Path, default=None, help="folder of runs (default: $WORKBENCH_RUNS, or runs/ in the checkout)"
     )
     commands = parser.add_subparsers(dest="command", required=True)
 
@@ -49,23 +49,22 @@ def _parser() -> argparse.ArgumentParser:
         made.set_defaults(does=does)
         return made
 
-    what = ("what", {"help": "a notebook (gptq, or a path), or a sweep (quickstart, or a .yml file)"})
-    sweep = ("sweep", {"help": "name of one in notebooks/sweeps, or a .yml file"})
-    planned = command("plan", _plan, "every run of a sweep, checked: what will be done, and how long it may take", what)
-    planned.add_argument("--force", action="store_true", help="as if nothing were done")
-    planned.add_argument(
-        "--stale", action="store_true", help="as if what other code of the workbench did were not done"
-    )
-    run = command("run", _run, "execute a notebook, or what is left of a sweep", what)
-    resume = command(
-        "resume",
-        _resume,
-        "go on with a sweep where it was; the last one that was started unless named",
-        ("sweep", {"nargs": "?", "help": sweep[1]["help"]}),
-    )
+    what = ("what", {"help": "notebook or sweep: a name (gptq, quickstart), or the path of an .ipynb or .yml file"})
+    sweep = {"nargs": "?", "help": "a name in notebooks/sweeps, or a .yml file (default: the sweep started last)"}
+    planned = command("plan", _plan, "check a notebook or a sweep, and list its runs with their expected time", what)
+    planned.add_argument("--force", action="store_true", help="plan finished runs again, too")
+    planned.add_argument("--stale", action="store_true", help="plan stale runs again, too")
+    run = command("run", _run, "execute a notebook, or the runs of a sweep that are not finished", what)
+    resume = command("resume", _resume, "continue a sweep that was interrupted", ("sweep", sweep))
     for one in (planned, run):
         one.add_argument(
-            "-p", "--parameter", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="of a notebook"
+            "-p",
+            "--parameter",
+            nargs=2,
+            action="append",
+            default=[],
+            metavar=("NAME", "VALUE"),
+            help="a parameter of the notebook; `workbench parameters NOTEBOOK` lists them",
         )
     for one in (planned, run, resume):
         one.add_argument(
@@ -73,60 +72,74 @@ def _parser() -> argparse.ArgumentParser:
             metavar="FOLDER",
             action="append",
             default=[],
-            help="whose notebooks and task files may be executed while a sweep is planned, too: they are code "
-            "($WORKBENCH_TRUST names such folders for good)",
+            help="allow notebooks and task files of this folder to be executed while a sweep is planned; they are "
+            "code ($WORKBENCH_TRUST names folders that are always allowed)",
         )
-    run.add_argument("--force", action="store_true", help="also what is done already")
-    run.add_argument("--timeout", type=float, default=None, help="seconds that a run may take, by the clock")
-    run.add_argument("--cell-timeout", type=int, default=None, help="seconds that a cell may take")
+    run.add_argument("--force", action="store_true", help="execute finished runs again, too")
+    run.add_argument("--timeout", metavar="SECONDS", default=None, help="time limit of each run")
+    run.add_argument("--cell-timeout", metavar="SECONDS", default=None, help="time limit of each cell")
     for one in (run, resume):
-        one.add_argument("--stale", action="store_true", help="also what was done with other code of the workbench")
-        at_once = (
-            "runs at once here (1), or jobs at once of SLURM (as many as it allows); of Ray, `ray start --num-cpus` "
-            "says it; nothing runs beside what is timed"
-        )
-        one.add_argument("--parallel", type=int, default=None, help=at_once)
         one.add_argument(
-            "--engine", choices=ENGINES, default="local", help="where: here, on a Ray cluster, or as jobs of SLURM"
+            "--stale", action="store_true", help="execute runs again that were made by other code of the workbench"
         )
-        one.add_argument("--gpus", type=int, default=None, help="that each run has, instead of what the sweep says")
+        at_once = (
+            "how many runs are executed at once on this machine (default: 1), or how many jobs SLURM runs at once "
+            "(default: no limit); for Ray, `ray start --num-cpus` sets it. No run computes while another one is timed"
+        )
+        one.add_argument("--parallel", metavar="N", type=int, default=None, help=at_once)
+        one.add_argument(
+            "--engine",
+            choices=ENGINES,
+            default="local",
+            help="where runs are executed: on this machine (default), on a Ray cluster, or as jobs of SLURM",
+        )
+        one.add_argument(
+            "--gpus", metavar="N", type=int, default=None, help="GPUs of each run; overrides the sweep's `gpus`"
+        )
         one.add_argument(
             "--slurm",
             metavar="NAME=VALUE",
             action="append",
             default=[],
-            help="what each run asks SLURM for, instead of what the sweep says: partition, account, qos, constraint, "
-            "time_min, cpus, memory_gb, exclusive",
+            help="an option of SLURM jobs; overrides the sweep's `slurm`: partition, account, qos, constraint, "
+            "time_min (minutes), cpus, memory_gb (GB), exclusive",
         )
-        one.add_argument("--address", default="", help="host:port of the Ray cluster's head; this machine's by default")
-    status = command(
-        "status", _status, "what is done, runs, failed or waits", ("sweep", {"nargs": "?", "help": sweep[1]["help"]})
+        one.add_argument("--address", default="", help="HOST:PORT of the Ray cluster's head (default: this machine)")
+    status = command("status", _status, "list finished, running, failed and waiting runs of a sweep", ("sweep", sweep))
+    status.add_argument("--lines", action="store_true", help="print the last lines of failed runs, too")
+    several = (
+        "named",
+        {"nargs": "+", "metavar": "RUN", "help": "a sweep, the key or the folder of a run, or a record"},
     )
-    status.add_argument("--lines", action="store_true", help="the last lines of failed runs, too")
-    several = ("named", {"nargs": "+", "metavar": "RUN", "help": "sweeps, keys or folders of runs, or records"})
-    compare = command("compare", _compare, "runs side by side; of two, a verdict", several)
-    compare.add_argument("--output", type=Path, default=None, help="the page to write")
+    compare = command("compare", _compare, "compare runs on one page; two runs also get a verdict", several)
+    compare.add_argument("--output", type=Path, default=None, metavar="FILE", help="page to write")
     compare.add_argument(
         "--recovery-threshold",
+        metavar="SHARE",
         type=float,
         default=None,
-        help="of two runs: the share of the first one's accuracy that the second must keep (0.99)",
+        help="share of the first run's accuracy that the second run must keep (default: 0.99)",
     )
     command(
         "report",
         _report,
-        "write pages anew from records: of a run, or all of them",
-        ("run", {"nargs": "*", "help": "keys or folders of runs; none: everything"}),
+        "write pages again from their records",
+        ("run", {"nargs": "*", "metavar": "RUN", "help": "key or folder of a run (default: all pages)"}),
     )
-    command("parameters", _list, "list a notebook's parameters", ("notebook", {}))
+    command(
+        "parameters",
+        _list,
+        "list a notebook's parameters",
+        ("notebook", {"help": "a name (gptq), or the path of an .ipynb file"}),
+    )
     table = command(
         "table",
         _table,
-        "print the models of records side by side, as Markdown",
-        ("records", {"nargs": "*", "metavar": "RECORD.json"}),
+        "print the models of records as a Markdown table",
+        ("records", {"nargs": "*", "metavar": "RECORD.json", "help": "record of a run: runs/KEY/record.json"}),
     )
     table.add_argument(
-        "--update", metavar="FILE", help="make the tables of a Markdown file anew from the records that it names"
+        "--update", metavar="FILE", help="write the tables of a Markdown file again from the records that it names"
     )
     table.add_argument(
         "--write", metavar="FOLDER", help="write the README.md of a folder of records, such as reports/published"
@@ -134,14 +147,36 @@ def _parser() -> argparse.ArgumentParser:
     exported = command(
         "export",
         _export,
-        "write a saved model in the format of another library, and load it there again",
-        ("checkpoint", {"metavar": "CHECKPOINT", "type": Path, "help": "folder that a run saved as workbench"}),
+        "write a saved model in the format of another library, and check it by loading it there",
+        (
+            "checkpoint",
+            {
+                "metavar": "CHECKPOINT",
+                "type": Path,
+                "help": "folder of a model that was saved in the format `workbench`",
+            },
+        ),
     )
     exported.add_argument("--format", required=True, help="compressed-tensors, gptq or gguf")
     exported.add_argument(
-        "--to", metavar="FOLDER", type=Path, default=None, help="a new one; CHECKPOINT-FORMAT if not given"
+        "--to", metavar="FOLDER", type=Path, default=None, help="new folder to write (default: CHECKPOINT-FORMAT)"
     )
     return parser
+
+
+def _seconds(option: str, value: str | float | None) -> float | None:
+    """A limit of time, as it was typed or as a plan has kept it; None for none.
+
+    Raises:
+        ValueError: it is no positive number of seconds.
+    """
+    try:
+        seconds = None if value is None else float(value)
+    except ValueError:
+        seconds = 0.0
+    if seconds is not None and not 0 < seconds < float("inf"):
+        raise ValueError(f"`{option}` (={value!r}) must be a number of seconds, such as 3600")
+    return int(seconds) if seconds is not None and seconds.is_integer() else seconds
 
 
 def _runs(options: argparse.Namespace) -> Path:
@@ -202,12 +237,9 @@ def _execute(sweep, options: argparse.Namespace) -> int:
     from notebooks.batch.sweep import with_gpus
 
     runs = _runs(options)
-    for name, value in (("timeout", options.timeout), ("cell_timeout", options.cell_timeout)):
-        if value is not None and value <= 0:
-            raise ValueError(f"`--{name.replace('_', '-')}` (={value}) must be positive seconds")
     limits = {
-        "timeout_s": options.timeout or sweep.timeout_s,
-        "cell_timeout_s": options.cell_timeout or sweep.cell_timeout_s,
+        "timeout_s": _seconds("--timeout", options.timeout) or sweep.timeout_s,
+        "cell_timeout_s": _seconds("--cell-timeout", options.cell_timeout) or sweep.cell_timeout_s,
     }
     sweep = with_gpus(sweep, options.gpus)
     engine = _engine(options, sweep, runs)
@@ -223,7 +255,7 @@ def _execute(sweep, options: argparse.Namespace) -> int:
         print(f"  see {one.folder}.failed", file=sys.stderr)
     for one in left:
         print(
-            f"workbench: {one.key}: {'somebody else works on it' if one.status == 'busy' else one.status}",
+            f"workbench: {one.key}: {'another process executes it' if one.status == 'busy' else one.status}",
             file=sys.stderr,
         )
     if alone and found[0].status in ("known", "finished"):
@@ -232,7 +264,8 @@ def _execute(sweep, options: argparse.Namespace) -> int:
     if not alone:
         counts = {word: sum(one.status == word for one in found) for word in ("finished", "known", "failed")}
         print(
-            f"{counts['finished']} runs done now, {counts['known']} before, {counts['failed']} failed, {len(left)} left"
+            f"runs done now: {counts['finished']}, done before: {counts['known']}, failed: {counts['failed']}, "
+            f"left: {len(left)}"
         )
         print(f"comparison: {pages.write_comparison_of_sweep(sweep.name, runs).path}")
     print(f"all runs: {pages.write_index(runs).path}")
@@ -254,7 +287,7 @@ def _engine(options: argparse.Namespace, sweep, runs: Path):
 
     for name, given, engine in (("address", options.address, "ray"), ("slurm", options.slurm, "slurm")):
         if given and options.engine != engine:
-            raise ValueError(f"`--{name}` (={given}) is of another engine; `--engine {engine}` goes with it")
+            raise ValueError(f"`--{name}` (={given}) needs `--engine {engine}`; the engine is {options.engine}")
     if options.engine == "slurm":
         return Slurm(runs, sweep.slurm.changed_by(options.slurm), parallel=options.parallel)
     if options.engine == "local":
@@ -271,8 +304,8 @@ def _known(folder: str) -> str:
     from notebooks.batch.run_folder import RunFolder
 
     if is_stale(RunFolder(Path(folder)).manifest()):
-        return "was done already, with other code of the workbench (--stale runs it again)"
-    return "was done already (--force runs it again)"
+        return "finished before, by other code of the workbench (--stale executes it again)"
+    return "finished before (--force executes it again)"
 
 
 def _status(options: argparse.Namespace) -> int:
@@ -339,12 +372,12 @@ def _table(options: argparse.Namespace) -> int:
         return 0
     path = Path(options.update)
     if not path.is_file():
-        raise ValueError(f"`--update` (={options.update!r}) is no file")
+        raise ValueError(f"`--update` (={options.update!r}): there is no such file")
     before = path.read_text(encoding="utf-8")
     after = updated(before, lambda name: read_record(path.parent / name))
     if after != before:
         path.write_text(after, encoding="utf-8")
-    print(f"{path}: {'tables made anew' if after != before else 'up to date'}")
+    print(f"{path}: {'tables written again' if after != before else 'up to date'}")
     return 0
 
 

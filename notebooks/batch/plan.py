@@ -101,7 +101,7 @@ class Plan:
         stale = sum(row.state == "stale" and row.does == "skip" for row in self.rows)
         kept = f" ({stale} stale: `--stale` runs them again)" if stale else ""
         left = f"{counts['run']} to run, {duration(self.seconds)} one after another"
-        total = f"{len(self.rows)} runs: {counts['skip']} done{kept}, {left}"
+        total = f"{len(self.rows)} run{'s' * (len(self.rows) != 1)}: {counts['skip']} done{kept}, {left}"
         return f"{self.sweep.title}\n\n{aligned(self.cells())}\n\n{total}"
 
     def _repr_html_(self) -> str:

@@ -84,8 +84,10 @@ def _executed(path: Path, values: dict[str, Any]) -> dict[str, Any]:
         try:
             with contextlib.redirect_stdout(io.StringIO()):
                 exec(compile(cell.source, path.name, "exec"), namespace)
-        except ValueError:
-            raise
+        except ValueError as error:  # by the path that the user gave
+            raise ValueError(
+                str(error).replace(str(given.get("save_path") or "\0"), str(values.get("save_path")))
+            ) from error
         except Exception as error:  # a mistake in the notebook itself: better said now than after hours
             raise ValueError(f"{path.name}: {type(error).__name__}: {error}") from error
     return namespace

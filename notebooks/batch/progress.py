@@ -49,9 +49,14 @@ class Progress:
 
     def __enter__(self) -> "Progress":
         if self._left:
-            time_left = self._estimate() or _written_time(next(iter(self._left.values())).notebook)
             count = f"{len(self._left)} run{'s' * (len(self._left) > 1)} to do"
-            self._say(f"{count}: {time_left}" if time_left else f"{count}; how long it takes is not known yet")
+            notebook = next(iter(self._left.values())).notebook
+            if time_left := self._estimate():
+                self._say(f"{count}: {time_left}")
+            elif written := _written_time(notebook):
+                self._say(f"{count}; {Path(notebook).stem} says of its default parameters: “{written}”")
+            else:
+                self._say(f"{count}; how long it takes is not known yet")
         self._thread.start()
         return self
 

@@ -99,7 +99,9 @@ def kept_sweep(name: str, runs: Path = RUNS) -> dict[str, Any]:
     made = read_json(sweep_folder(name, runs) / "plan.json")
     if not made:
         known = sorted(path.parent.name for path in runs.glob("sweeps/*/plan.json"))
-        raise ValueError(f"`sweep` (={name!r}) was not started here; there are {', '.join(known) or 'none'}")
+        raise ValueError(
+            f"`sweep` (={name!r}) was not started here; started sweeps in {runs}: {', '.join(known) or 'none'}"
+        )
     return made
 
 

@@ -19,6 +19,7 @@
 A sweep of one notebook may have `notebook`, `grid`, `list`, `include`, `exclude` at the top and no `runs`.
 """
 
+import difflib
 import math
 import re
 from dataclasses import dataclass, field, replace
@@ -127,7 +128,7 @@ def read_sweep(where: str | Path, *, name: str = "", place: Path | None = None) 
             f"`sweep` (={str(where)!r}) must be a mapping with `runs`, or with `notebook`, not {type(made).__name__}"
         )
     groups = made.get("runs") if "runs" in made else [{k: v for k, v in made.items() if k in _GROUP and k != "base"}]
-    known = _TOP if "runs" in made else (*_TOP[:-1], *_GROUP)
+    known = _TOP if "runs" in made else tuple(dict.fromkeys((*_TOP, *_GROUP)))
     _known(made, known, path.name)
     _shape(
         made,
@@ -361,7 +362,9 @@ def _varied(group: dict[str, Any]) -> tuple[str, ...]:
 def _known(made: dict[str, Any], known: tuple[str, ...], where: str) -> None:
     for key in made:
         if key not in known:
-            raise ValueError(f"`{key}` is not a key of {where}; it may have {', '.join(known)}")
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean `{near[0]}`? It" if near else "it"
+            raise ValueError(f"`{key}` is not a key of {where}; {hint} may have {', '.join(known)}")
 
 
 def _shape(made: dict[str, Any], kinds: dict[str, Any], where: str) -> None:

@@ -1,6 +1,7 @@
 """Folders that a run may write to; checked before anything is started."""
 
 import os
+import tempfile
 from pathlib import Path
 
 from notebooks.study.identity import ROOT
@@ -29,5 +30,12 @@ def check_run_path(run_path: str) -> None:
 def check_writable(name: str, path: Path) -> None:
     """Raise ValueError if no folder can be made at `path`, the value of the parameter `name`."""
     there = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
-    if not os.access(there, os.W_OK) or not (there.is_dir() or there == path.absolute()):
-        raise ValueError(f"`{name}` (={str(path)!r}) cannot be written: {there} is not a folder to write in")
+    try:
+        if there.is_dir():  # permissions alone do not say it: root has all, and some file systems take no files
+            tempfile.TemporaryDirectory(dir=there, prefix=".workbench-").cleanup()
+        elif there != path.absolute() or not os.access(there, os.W_OK):
+            raise NotADirectoryError(20, "Not a directory")
+    except OSError as error:
+        raise ValueError(
+            f"`{name}` (={str(path)!r}) cannot be written: {there}: {error.strerror}; name another folder"
+        ) from error

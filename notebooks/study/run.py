@@ -40,7 +40,10 @@ from notebooks.study.parameters import (
 )
 from notebooks.study.places import check_run_path, check_writable
 from notebooks.study.saved import Saved
+from notebooks.study.settings import check_settings
 from reports.page.render import Report, render
+
+_WRITTEN = ("run_path", "save_path", "work_path")  # parameters that name folders to write in; `task_path` is read
 
 
 @dataclass(frozen=True)
@@ -149,14 +152,15 @@ def start(notebook: str, namespace: dict[str, Any]) -> Run:
         namespace: `globals()` of the notebook.
 
     Raises:
-        ValueError: a parameter that the notebook does not have, a value of the wrong type, or a folder that the run
-            must not or cannot write.
+        ValueError: a parameter that the notebook does not have, a value of the wrong type or out of range, or a folder
+            that the run must not or cannot write.
     """
     declared = read_parameters(notebook)
     shell = get_ipython()
     given = injected(shell.user_ns.get("In", [])) if shell and namespace is shell.user_ns else {}
     check_parameters(given, declared)
     values = check_parameters({name: namespace[name] for name in declared if name in namespace}, declared)
+    check_settings(values, {name: parameter.default for name, parameter in declared.items()})
     key = os.environ.get(KEY, "") or run_key(notebook, values)
     info = RunInfo(key, notebook, _recorded(values), datetime.now(UTC), _command(notebook, values))
     folder = Path(values.get("run_path") or ROOT / "runs" / key).expanduser().absolute()
@@ -173,7 +177,7 @@ def start(notebook: str, namespace: dict[str, Any]) -> Run:
 
 
 def _check_places(values: dict[str, Any], saved: Path | None) -> None:
-    for name in (name for name in values if name.endswith("_path") and values[name]):
+    for name in (name for name in _WRITTEN if values.get(name)):
         check_writable(name, Path(values[name]).expanduser())
     if not os.environ.get(KEY):  # in a batch run this is an attempt's own folder
         check_run_path(values.get("run_path", ""))

@@ -26,15 +26,16 @@ def _perplexity(record: RunRecord, corpus: str) -> list[str]:
     before, after, rtn, searched, unsmoothed = (record.score(name, f"perplexity_{corpus}") for name in models)
     if before is None or after is None:
         return []
-    text = f"Its perplexity on {corpus} goes from {fmt(before)} to {fmt(after)} ({percent(change(after, before))}"
+    text = f"Its perplexity on {corpus} goes from {fmt(before, ',.2f')} to {fmt(after, ',.2f')} "
+    text += f"({percent(change(after, before))}"
     if rtn is not None:
-        text += f"; rounding to nearest, absmax scales, gives {fmt(rtn)}"
+        text += f"; rounding to nearest, absmax scales, gives {fmt(rtn, ',.2f')}"
     if searched is not None:
-        text += f", with searched scales {fmt(searched)}"
+        text += f", with searched scales {fmt(searched, ',.2f')}"
     if unsmoothed is not None:
         left_out = {step.method for step in record.recipe} - {step.method for step in record.recipes["unsmoothed"]}
         what = " and ".join(sorted(left_out))
-        text += f"; without {what} it would be {fmt(unsmoothed)}, {percent(change(unsmoothed, before))}"
+        text += f"; without {what} it would be {fmt(unsmoothed, ',.2f')}, {percent(change(unsmoothed, before))}"
     said = [f"{text})."]
     paired = record.difference.get("compressed", {})
     delta, stderr = paired.get(f"nll_{corpus}"), paired.get(f"nll_{corpus}_stderr")

@@ -159,6 +159,7 @@ def by_depth(panels: dict[str, list[Line]], *, key: str, label: str, summary: st
             ax.set_yscale("log")
         ax.grid(True, axis="y", lw=0.6)
         ax.minorticks_off()
+        ax.xaxis.get_major_locator().set_params(integer=True)  # blocks are counted
     if log:
         ticked(axes.flat[0])
     figure.supxlabel("block", fontsize=10)

@@ -107,7 +107,7 @@ def test_real_float32_model_loads(stories):
     "name, message",
     [
         ("", "must be a name"),
-        ("no-such-model", "is not there or cannot be read.*what would do: smollm2-135m"),
+        ("no-such-model", "is not there or cannot be read.*it can be smollm2-135m"),
         ("/no/such/folder", "no such file or folder"),
         ("missing.gguf", "there is no such file"),
         ("nobody/no-such-model", "is not there or cannot be read"),
@@ -200,11 +200,11 @@ def test_bad_text_requests(real, tmp_path):
         calibration(tokenizer, samples=100_000)
     with pytest.raises(ValueError, match=r"`samples` \(=0\)"):
         calibration(tokenizer, samples=0)
-    with pytest.raises(ValueError, match=r"`corpus` \(='pydoc'\) is not known: what would do: pydocs"):
+    with pytest.raises(ValueError, match=r"`corpus` \(='pydoc'\) is not known; it can be pydocs"):
         calibration(tokenizer, corpus="pydoc")
     with pytest.raises(ValueError, match="there is no such file"):
         load_text(str(tmp_path / "no.txt"), "calibration")
-    with pytest.raises(ValueError, match="is not to be had"):
+    with pytest.raises(ValueError, match="cannot be loaded"):
         load_text("nobody/no-such-set", "evaluation")
     (tmp_path / "numbers.jsonl").write_text('{"a": 1}\n{"a": 2}')
     with pytest.raises(ValueError, match="needs a column named text; it has a"):

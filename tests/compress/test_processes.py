@@ -192,7 +192,7 @@ def test_processes_are_started_where_there_are_none(tokens, tiny, one_thread, tm
     [
         ({"processes": 0}, "`processes` .*=0.* from 1 to"),
         ({"processes": "two"}, "`processes` .*='two'"),
-        ({"processes": 2, "device": "cuda:0"}, "names one GPU|is not to be had here"),
+        ({"processes": 2, "device": "cuda:0"}, "names one GPU|is not available here"),
     ],
 )
 def test_a_number_of_processes_that_makes_no_sense(given, message, tiny, tokens):

@@ -14,6 +14,10 @@ from eval.text.through_cache import PIECE, logits_through_cache
 def test_a_cache_that_keeps_all_changes_nothing(any_model, tokens):
     ids = torch.cat(tokens(2, 70))
     expected = any_model(ids).logits
+    if any_model.config.model_type == "mistral":  # all of its layers slide: there is nothing to attach a cache to
+        with pytest.raises(ValueError, match="nothing to evict"), attached(any_model):
+            pass
+        return
     with attached(any_model):
         torch.testing.assert_close(logits_through_cache(any_model, ids, piece=16), expected, rtol=1e-4, atol=1e-4)
         behind = logits_through_cache(any_model, ids, prefix=40, piece=7)

@@ -17,6 +17,8 @@ import pytest
 import yaml
 
 from notebooks.batch.cli import main
+from notebooks.batch.preflight import check_run
+from notebooks.study.parameters import FOLDER, check_parameters, read_parameters
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "notebooks" / "bad_inputs.md"
@@ -56,7 +58,7 @@ def _tasks(folder: Path) -> None:
 
 
 def _saved(folder: Path) -> None:
-    """A model of 5-bit weights in the workbench's own format, in the folder `saved`; the random one, untied and small."""
+    """A model of 5-bit weights in the workbench's own format, in the folder `saved`: small, random and untied."""
     from transformers import LlamaForCausalLM
 
     from compress import METHODS, apply, save_compressed
@@ -100,34 +102,61 @@ def _full_disk(allowed: int) -> Iterator[None]:
 CASES: list[tuple[str, str, Callable[[Path], object] | None, str]] = [
     ("A group size that does not divide", "plan gptq -p model_name tiny -p group_size 48", None, "`group_size` (=48)"),
     ("A value outside its range", "plan gptq -p model_name tiny -p bits 7", None, "must be one of"),
+    ("A word outside its choices", "plan gptq -p model_name tiny -p dtype float8", None, "must be one of float32"),
+    ("A size in an unknown unit", "plan gptq -p model_name tiny -p max_memory 24Gigs",
+     None, "`max_memory` (='24Gigs')"),
+    ("A kind of question that does not exist", "plan kv_eviction -p model_name tiny -p tasks words",
+     None, "must be one of word"),
+    ("A recipe whose bracket stays open", "plan recipe -p model_name tiny -p recipe 'gptq(bits=4, awq'",
+     None, "never closed"),
+    ("A recipe without a comma", "plan recipe -p model_name tiny -p recipe 'awq gptq(bits=4)'", None, "comma"),
+    ("A corpus that is no valid JSON", "plan gptq -p model_name tiny -p corpus broken.json",
+     _file("broken.json", "{"), "JSON"),
+    ("A key that a sweep does not have", "plan keys.yml",
+     _file("keys.yml", "notebook: gptq\ngird: {bits: [3]}"), "did you mean `grid`?"),
+    ("A limit of time with a unit", "run gptq -p model_name tiny --timeout 1h", None, "a number of seconds"),
     ("A parameter that does not exist", "plan gptq -p bitz 4", None, "did you mean `bits`?"),
     ("A missing corpus", "plan gptq -p model_name tiny -p corpus nowhere.txt", None, "there is no such file"),
     ("An unknown corpus", "plan gptq -p model_name tiny -p eval_corpus wikitext3", None, "`eval_corpus`"),
-    ("A corpus too short", "plan gptq -p model_name tiny -p corpus short.txt", _file("short.txt", "few words " * 9), "`samples`"),
+    ("A corpus too short", "plan gptq -p model_name tiny -p corpus short.txt",
+     _file("short.txt", "few words " * 9), "`samples`"),
     ("A damaged safetensors file", "plan gptq -p model_name model", _damaged, "is damaged"),
     ("A damaged GGUF file", "plan gptq -p model_name m.gguf", _file("m.gguf", "GGUF" + "x" * 99), "GGUF"),
-    ("A path to a single file", "plan gptq -p model_name m.safetensors", _file("m.safetensors", "x"), "is a single file"),
+    ("A path to a single file", "plan gptq -p model_name m.safetensors",
+     _file("m.safetensors", "x"), "is a single file"),
     ("A model that is not there", "plan gptq -p model_name /no/such/model", None, "no such file or folder"),
-    ("A folder of runs that cannot be written", "--runs /proc/runs plan gptq -p model_name tiny", None, "nothing can be written"),
+    ("A folder of runs that cannot be written", "--runs /proc/runs plan gptq -p model_name tiny",
+     None, "nothing can be written"),
+    ("A folder for the model that cannot be written", "plan gptq -p model_name tiny -p save_path /proc/m",
+     None, "`save_path` (='/proc/m')"),
     ("A full disk", "plan gptq -p model_name tiny", None, "nothing can be written"),
-    ("A number that is not finite", "plan recipe -p model_name tiny -p temperatures '[Infinity]'", None, "must be finite"),
+    ("A number that is not finite", "plan recipe -p model_name tiny -p temperatures '[Infinity]'",
+     None, "must be finite"),
     ("A magic in the parameters cell", "plan magic.ipynb", _magic, "no magics"),
-    ("3,000 nested brackets", "plan deep.yml", _file("deep.yml", f"notebook: gptq\nbase: {_DEEP}"), "nested too deeply"),
-    ("3,000 nested brackets in a recipe", f"plan recipe -p model_name tiny -p recipe '{_DEEP}'", None, "must name methods"),
+    ("3,000 nested brackets", "plan deep.yml",
+     _file("deep.yml", f"notebook: gptq\nbase: {_DEEP}"), "nested too deeply"),
+    ("3,000 nested brackets in a recipe", f"plan recipe -p model_name tiny -p recipe '{_DEEP}'",
+     None, "must name methods"),
     ("A device that is not there", "plan gptq -p model_name tiny -p device cuda:9", None, "`device` (='cuda:9')"),
     ("Two sweeps of one name", "plan other/s.yml", _two, "under the same name"),
     ("An `include` of a million runs", "plan big.yml", None, "MB are the most"),
-    ("Task files of others", "plan recipe -p model_name tiny -p tasks '[\"own\"]' -p task_path tasks", _tasks, "are code"),
-    ("A format that cannot hold the recipe", "plan gptq -p model_name tiny -p bits 5 -p save_path m -p save_format gptq", None, "'compressed-tensors'"),
-    ("Another recipe that a format cannot hold", "plan recipe -p model_name tiny -p recipe nf4 -p save_path m -p save_format compressed-tensors", None, "would do"),
-    ("An unknown format", "plan gptq -p model_name tiny -p save_path m -p save_format gguff", None, "must be one of workbench"),
+    ("Task files of others", "plan recipe -p model_name tiny -p tasks '[\"own\"]' -p task_path tasks",
+     _tasks, "are code"),
+    ("A format that cannot hold the recipe",
+     "plan gptq -p model_name tiny -p bits 5 -p save_path m -p save_format gptq", None, "'compressed-tensors'"),
+    ("Another recipe that a format cannot hold",
+     "plan recipe -p model_name tiny -p recipe nf4 -p save_path m -p save_format compressed-tensors", None, "would do"),
+    ("An unknown format", "plan gptq -p model_name tiny -p save_path m -p save_format gguff",
+     None, "must be one of workbench"),
     ("A format without a folder", "plan gptq -p model_name tiny -p save_format gguf", None, "`save_path` is empty"),
     ("A saved model in a format that cannot hold it", "export saved --format gptq", _saved, "would do"),
     ("An export to a folder that exists", "export saved --format gguf --to taken", _taken, "exists already"),
-    ("An export of another folder", "export tasks --format gguf", _tasks, "no checkpoint in the workbench's own format"),
+    ("An export of another folder", "export tasks --format gguf",
+     _tasks, "no checkpoint in the workbench's own format"),
     ("A checkpoint without one of its files", "export saved --format gguf", _without_shard, "lacks model.safetensors"),
     ("A checkpoint with a byte changed", "export saved --format gguf", _flipped, "its sha256 differs"),
-    ("A saved model that is not whole, as the model of a run", "plan gptq -p model_name saved", _without_shard, "lacks model.safetensors"),
+    ("A saved model that is not whole, as the model of a run", "plan gptq -p model_name saved",
+     _without_shard, "lacks model.safetensors"),
     ("A disk that is full half way", "export saved --format compressed-tensors", _saved, "make room"),
 ]  # fmt: skip
 FULL = {"A full disk": 1000, "A disk that is full half way": 30_000}  # bytes that a file may have
@@ -163,6 +192,40 @@ def test_a_bad_input_ends_at_plan_with_a_sentence(case, tmp_path, monkeypatch):
         os.listdir(tmp_path)
     )
     assert f"### {case[0]}\n" in PAGE.read_text() and len(said) < 1000
+
+
+# Parameters that take any number (`seed`), or that only select linears, folders and files; and 0 where it means "none".
+_FREE = {"seed", "skip", "save_path", "work_path", "task_path", "run_path", "page", "runs_path", "title"}
+_ZERO = {"speed_rounds", "write_tokens", "task_limit", "few_shot", "damp", "sink_weight", "bits", "depths"}
+
+
+_QUICK = {"gptq", "kv_eviction"}
+_NOTEBOOKS = sorted(path.stem for path in FOLDER.glob("*.ipynb") if path.stem != "compare")
+
+
+@pytest.mark.parametrize(
+    "notebook", [pytest.param(name, marks=[pytest.mark.slow] * (name not in _QUICK)) for name in _NOTEBOOKS]
+)
+def test_every_parameter_is_checked_at_plan(notebook):
+    """A word that means nothing, a negative number, and 0 are refused before anything is loaded."""
+    declared = read_parameters(notebook)
+    defaults = {name: parameter.default for name, parameter in declared.items()}
+    defaults |= {"model_name": "tiny"} if "model_name" in declared else {}
+    defaults |= {"storage": "kv_int", "speed_contexts": [512]} if notebook == "kv_eviction" else {}
+    refused = 0
+    for name, parameter in declared.items():
+        kind = str(parameter.type)
+        words = ["nonsense"] if "str" in kind and "list" not in kind else []
+        numbers = [] if parameter.type is str else [-3] if name in _ZERO else [-3, 0] if "int" in kind else [-3]
+        wrong = [*words, *(numbers if parameter.type is not bool and "list" not in kind else [])]
+        wrong += [[one] for one in (["nonsense"] if kind == "list[str]" else numbers) if "list" in kind]
+        for value in wrong if name not in _FREE else ():
+            given = defaults | {name: value} | ({"save_path": "/tmp/none/m"} if name == "save_format" else {})
+            with pytest.raises(ValueError, match=r"^(.|\n)*`\w+`"):
+                check_run(notebook, check_parameters(given, declared), named=True)
+                pytest.fail(f"`{name}` (={value!r}) of {notebook} was accepted")
+            refused += 1
+    assert refused > 5
 
 
 def test_cells_of_others_are_not_executed_by_a_plan(tmp_path, monkeypatch, trivial, sweep):

@@ -486,19 +486,19 @@ def test_the_command_line(sweep, runs, workbench, trivial):
     done = workbench("run", path)
     assert (
         done.returncode == 1
-        and "1 runs done now, 0 before, 1 failed" in done.stdout
+        and "runs done now: 1, done before: 0, failed: 1" in done.stdout
         and "ZeroDivisionError" in done.stderr
     )
     page = Path(done.stdout.partition("comparison: ")[2].splitlines()[0])
     assert page == runs / "sweeps" / "s" / "comparison.html" and "ZeroDivisionError" in page.read_text()
     assert "ZeroDivisionError" in workbench("status", "--lines").stdout
     again = workbench("resume")
-    assert again.returncode == 1 and "0 runs done now, 1 before, 1 failed" in again.stdout
+    assert again.returncode == 1 and "runs done now: 0, done before: 1, failed: 1" in again.stdout
     alone = workbench("run", trivial, "-p", "number", "5")
     assert alone.returncode == 0 and "report: " in alone.stdout
     said = re.findall(r"\d\d:\d\d:\d\d  (.*)", alone.stdout)
     assert said[0].startswith("1 run to do: about ") and said[-1].startswith("1/1  finished in "), "in a log, too"
-    assert "was done already" in workbench("run", trivial, "-p", "number", "5").stdout
+    assert "finished before" in workbench("run", trivial, "-p", "number", "5").stdout
     bad = workbench("run", trivial, "-p", "number", "-5")
     assert bad.returncode == 2 and "`number` (=-5) must not be negative" in bad.stderr and not marked(place_of(runs))
     assert workbench("run", sweep("t", grid={"numbr": [1]})).returncode == 2

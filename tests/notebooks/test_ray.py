@@ -368,7 +368,7 @@ def test_the_command_on_a_cluster_that_is_interrupted_or_killed(
     _until(lambda: not marked(place_of(runs)) and not any(lives(*worker) for worker in workers.items()), within_s=15)
     (tmp_path / "go").touch()
     done = workbench("resume", "s", "--engine", "ray", "--address", nodes.address)
-    assert done.returncode == 0 and "2 runs done now, 1 before, 0 failed" in done.stdout, done.stderr
+    assert done.returncode == 0 and "runs done now: 2, done before: 1, failed: 0" in done.stdout, done.stderr
     assert before.items() <= attempts(runs).items()
 
 

@@ -110,7 +110,7 @@ def test_command_line_prints_and_updates(tmp_path, capsys):
     shutil.copy(source, tmp_path / "record.json")
     readme = tmp_path / "README.md"
     readme.write_text("<!-- workbench table record.json -->\n<!-- end -->\n")
-    assert main(["table", "--update", str(readme)]) == 0 and "made anew" in capsys.readouterr().out
+    assert main(["table", "--update", str(readme)]) == 0 and "written again" in capsys.readouterr().out
     written = readme.read_text()
     assert markdown([read_record(source)]) in written
     assert main(["table", "--update", str(readme)]) == 0 and "up to date" in capsys.readouterr().out
@@ -120,7 +120,10 @@ def test_command_line_prints_and_updates(tmp_path, capsys):
 def test_command_line_says_what_is_wrong(tmp_path, capsys):
     assert main(["table"]) == 2 and "`table` takes records" in capsys.readouterr().err
     assert main(["table", "nothing.json"]) == 2 and "nothing.json" in capsys.readouterr().err
-    assert main(["table", "--update", str(tmp_path / "none.md")]) == 2 and "is no file" in capsys.readouterr().err
+    assert (
+        main(["table", "--update", str(tmp_path / "none.md")]) == 2
+        and "there is no such file" in capsys.readouterr().err
+    )
     kernels = {**json.loads(PUBLISHED[0].read_text()), "scores": None}
     (tmp_path / "kernels.json").write_text(json.dumps(kernels))
     assert main(["table", str(tmp_path / "kernels.json")]) == 2 and "no scores of models" in capsys.readouterr().err

@@ -1,0 +1,68 @@
+"""Values of the parameters that several notebooks share, checked when a run starts.
+
+The knobs of methods are checked by the cells tagged `check`. What is checked here is used late in a notebook, so that a
+mistake would otherwise show after minutes of work.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+# The smallest value of a number, or of each number in a list.
+_AT_LEAST = {"samples": 1, "seqlen": 1, "window": 2, "max_windows": 1, "task_batch": 1, "speed_rounds": 0,
+             "speed_new_tokens": 1, "lengths": 1, "speed_contexts": 1, "speed_batches": 1,
+             "speed_prompts": 1}  # fmt: skip
+
+
+def check_settings(values: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """Check the values that need no model and no text.
+
+    Args:
+        values, defaults: of the notebook's parameters, by name.
+
+    Raises:
+        ValueError: a value that a later step of the notebook would refuse.
+    """
+    for name, least in _AT_LEAST.items():
+        if name in values and any(number < least for number in _numbers(values[name])):
+            what = f"hold numbers of {least} or more" if isinstance(values[name], list) else f"be {least} or more"
+            raise ValueError(f"`{name}` (={values[name]!r}) must {what}; its default is {defaults[name]!r}")
+    if values.get("speed_contexts") and values.get("speed_rounds") == 0:  # only there a list says what is timed
+        raise ValueError("`speed_rounds` (=0) must be 1 or more; an empty `speed_contexts` leaves timing out")
+    if any(number <= 0 for number in _numbers(values.get("temperatures"))):
+        raise ValueError(f"`temperatures` (={values['temperatures']!r}) must hold positive numbers, such as 0.7")
+    if not all(0 <= number <= 1 for number in _numbers(values.get("depths"))):
+        raise ValueError(f"`depths` (={values['depths']!r}) must hold numbers from 0 (first) to 1 (last)")
+    if values.get("dtype"):
+        from compress.inputs.model import DTYPES
+
+        _among("dtype", values["dtype"], list(DTYPES))
+    if "bos" in values:
+        from eval.text.windows import BOS
+
+        _among("bos", values["bos"], BOS)
+    if values.get("max_memory"):
+        from compress.memory import bytes_of
+
+        bytes_of(values["max_memory"])
+    if "weights" in values:  # where the weights lie; in other notebooks, how they are stored
+        from compress.inputs.model import WEIGHTS
+
+        if defaults["weights"] in WEIGHTS:
+            _among("weights", values["weights"], WEIGHTS)
+    if "visibilities" in values:  # the notebook asks questions about long contexts
+        from eval.contexts.haystack import TASKS
+        from eval.contexts.long_context import VISIBILITIES
+
+        for name, known in (("visibilities", VISIBILITIES), ("tasks", list(TASKS))):
+            for value in values[name] or [""]:
+                _among(name, value, known)
+
+
+def _numbers(value: Any) -> list[float]:
+    given = value if isinstance(value, list) else [value]
+    return [number for number in given if isinstance(number, int | float)]
+
+
+def _among(name: str, value: Any, known: Sequence[str]) -> None:
+    if value not in known:
+        raise ValueError(f"`{name}` (={value!r}) must be one of {', '.join(known)}")
