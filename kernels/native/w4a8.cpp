@@ -279,8 +279,16 @@ struct CodeTiles {
   static constexpr TileItems ITEMS = TileItems::bytes;
   static constexpr int ITEM_BYTES = 1;
 
-  CodeTiles(const Call& call, int largest)
-      : tokens(call.tokens), columns(call.plan.in), strips((call.w.panels + 1) / 2), c(call), largest(largest), step(call.tokens) {}
+  explicit CodeTiles(const Call& call)
+      : tokens(call.tokens), columns(call.plan.in), strips((call.w.panels + 1) / 2), c(call), largest(c.coder->middle), step(call.tokens) {
+    if (!c.w.table) return;
+    float top = 1;
+    for (int64_t i = 0; i < ROWS; i++) top = std::max(top, std::fabs(c.w.table[i]));
+    times = int(127 / top), largest = int(top) * times;
+    for (int64_t i = 0; i < ROWS; i++) table[i] = c.w.table[i] * float(times);
+    c.w.table = table;
+  }
+  CodeTiles(const CodeTiles&) = delete;
 
   void prepare(int64_t first, int64_t count) const {
     float* scales = scales_of(count);
@@ -292,7 +300,7 @@ struct CodeTiles {
     const std::unique_ptr<uint8_t[]> row(new uint8_t[plan.tiles() * 64]());
     Reader x(c);
     for (int64_t m = token; m < token + TILE_ROWS; m++) {
-      if (m < token + count) dots::round_token(x.row(m), c.kind, c.plan, 0, row.get(), 64, &step[m], nullptr);
+      if (m < token + count) dots::round_token(x.row(m), c.kind, c.plan, 0, row.get(), 64, &step[m], nullptr), step[m] /= float(times);
       else std::memset(row.get(), 0, c.plan.in);
       for (int64_t t = 0; t < plan.tiles(); t++) std::memcpy(plan.piece(m, t), row.get() + t * 64, 64);
     }
@@ -316,20 +324,18 @@ struct CodeTiles {
  private:
   static float* scales_of(int64_t count) { return reinterpret_cast<float*>(kept_memory<2>(count * STRIP * 4)); }  // of the thread's strips
 
-  const Call& c;
-  int largest;
+  Call c;
+  float table[ROWS];  // the values, `times` as large, so that those of a small table fill bytes too
+  int times = 1, largest;
   std::vector<float> step;
 };
 #endif
 
-// Whether tiles take a call. Their bytes hold no code of eight bits less a zero point, and would be coarse for a table of small numbers.
+// Whether tiles take a call. Their bytes hold no code of eight bits less a zero point.
 bool by_tiles([[maybe_unused]] const Call& c, [[maybe_unused]] int bits) {
 #ifdef HAVE_AMX
   if (c.tokens <= SOME || c.plan.steps > 1 || c.kind != Kind::bfloat16 || (bits == 8 && c.w.zero) || !workbench::tiles_run()) return false;
-  int largest = c.w.table ? 0 : c.coder->middle;
-  for (int64_t i = 0; c.w.table && i < ROWS; i++) largest = std::max(largest, int(std::fabs(c.w.table[i])));
-  if (c.w.table && largest < 64) return false;
-  CodeTiles codes(c, largest);
+  CodeTiles codes(c);
   TilePlan(codes).run();
   return true;
 #else

@@ -9,7 +9,6 @@ from kernels.int_matmul.panels import UNIT, WORD, in_planes
 from kernels.lut_matmul import Codebook
 
 MOST_COLUMNS = 1 << 16  # of a group: 2^16 products of at most 2^15 are below 2^31
-SMALLEST_TABLE = 64  # the largest value that a table for tiles has at least
 SHORTEST = 64  # columns of a group: half of them, those of one nibble, are what the tensor cores multiply at once
 
 
@@ -44,13 +43,9 @@ def native_takes(w: Packed | Codebook, x_group: int | None) -> bool:
 
 
 def tiles_take(x: Tensor, w: Packed | Codebook, x_group: int | None) -> bool:
-    """Would a CPU with AMX multiply these by tiles of bytes? They hold no code of 8 bits less a zero point, and would be
-    coarse for a table of small values."""
-    if x.dtype != torch.bfloat16 or x_group is not None or x.numel() <= native.FEW_ROUNDED * w.shape[1]:
-        return False
-    if isinstance(w, Codebook):
-        return bool(w.table.abs().max() >= SMALLEST_TABLE)
-    return w.bits < 8 or w.zero is None
+    """Would a CPU with AMX multiply these by tiles of bytes? They hold no code of 8 bits less a zero point."""
+    many = x.dtype == torch.bfloat16 and x_group is None and x.numel() > native.FEW_ROUNDED * w.shape[1]
+    return many and (isinstance(w, Codebook) or w.bits < 8 or w.zero is None)
 
 
 def triton_reads(w: Packed | Codebook, x_group: int | None) -> bool:

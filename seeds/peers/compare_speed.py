@@ -40,7 +40,7 @@ from compress.linear import compressed_linears
 from compress.recipe import parse_recipe
 from eval.machine.hardware import hardware
 from eval.machine.size import size
-from eval.speed.deploy import cast
+from eval.speed.deploy import cast, deployed
 from eval.speed.speed import clear, contestants, make, make_ready, serve
 from eval.text.divergence import compare_on_text
 
@@ -63,13 +63,14 @@ class Point:
 @dataclass
 class Row:
     """One contestant: bytes without the tokenizer, tokens per second of each round by point, perplexity and KL from
-    the uncompressed model (value, standard error), and how it ran."""
+    the uncompressed model (value, standard error), the KL of its prompts as they are timed, and how it ran."""
 
     nbytes: int
     decode: dict[str, list[float]] = field(default_factory=dict)
     prefill: dict[str, list[float]] = field(default_factory=dict)
     perplexity: tuple[float, float] | None = None
     kl: tuple[float, float] | None = None
+    kl_timed: tuple[float, float] | None = None
     execution: str = ""
 
 
@@ -206,10 +207,15 @@ class Comparison:
         return apply(parse_recipe(what), model).model
 
     def score(self, windows: int) -> None:
-        """Perplexity and KL of every contestant, with dequantised weights in float32."""
+        """Perplexity and KL of every contestant, with dequantised weights in float32; of ours also the KL in bfloat16,
+        by the kernels that read prompts."""
         ids = held_out(self.tokenizer, corpus="wikitext2")
         how = {"window": self.given.window, "limit": windows, "beginning": beginning(self.tokenizer)}
         for name in tqdm([*self.models, *self.files, *self.folders], desc="accuracy", unit="model"):
+            if name in self.models and not self.rows[name].kl_timed:
+                timed = deployed(self.models[name])
+                _, divergences = compare_on_text(self.model, {name: timed.eval()}, ids, **how)
+                self.rows[name].kl_timed = divergences[name].kl, divergences[name].kl_stderr
             if self.rows[name].perplexity or name == BASELINE:
                 continue
             if name in self.files:
@@ -265,13 +271,13 @@ def table(rows: dict[str, Row], point: Point) -> str:
     """Markdown: bytes, loss and speeds at one point."""
     key = str(point)
     with_loss = any(row.kl for row in rows.values())
-    columns = ["", "MB", *["perplexity", "KL"] * with_loss, "decode, tokens/s", "prefill, tokens/s"]
+    columns = ["", "MB", *["perplexity", "KL", "KL as timed"] * with_loss, "decode, tokens/s", "prefill, tokens/s"]
     lines = [columns, ["---"] + ["---:"] * (len(columns) - 1)]
     for name, row in rows.items():
         if key not in row.decode:
             continue
         loss = [f"{row.perplexity[0]:.2f}" if row.perplexity else "–"]
-        loss.append(f"{row.kl[0]:.4f} ± {row.kl[1]:.4f}" if row.kl else "–")
+        loss += [f"{kl[0]:.4f} ± {kl[1]:.4f}" if kl else "–" for kl in (row.kl, row.kl_timed)]
         timed = (row.decode[key], row.prefill[key])
         speeds = [f"{statistics.median(s):,.0f} ({min(s):,.0f} to {max(s):,.0f})" for s in timed]
         lines.append([name, f"{row.nbytes / 1e6:.1f}", *loss * with_loss, *speeds])
@@ -317,7 +323,8 @@ def page(rows: dict[str, Row], given: argparse.Namespace) -> str:
     first = Point(given.threads, 1, given.prompt_tokens)
     scored = (
         f" Perplexity and KL (from the uncompressed model, nats per token) are on {given.accuracy} windows of"
-        f" {given.window} tokens of wikitext-2, in float32, with the weights that each file or model holds."
+        f" {given.window} tokens of wikitext-2, in float32, with the weights that each file or model holds; as timed: in bfloat16, by the kernels that read"
+        " the prompt."
         if given.accuracy
         else ""
     )

@@ -83,21 +83,21 @@ def test_tiles_multiply_bytes_with_one_scale_for_each_row(bits, zeros):
 
 
 @pytest.mark.skipif(not native.tiles_run(), reason="needs AMX")
-def test_tiles_take_tables_of_large_integers_alone():
+@pytest.mark.parametrize("most", [127, 64, 63, 7])
+def test_tiles_take_tables_of_any_integers(most):
     x, g = torch.randn(40, 128).bfloat16(), torch.Generator().manual_seed(3)
     codes, scale = torch.randint(16, (33, 128), generator=g), torch.rand(33, 8, generator=g) + 0.1
-    for most, took in ((127, "amx"), (64, "amx"), (63, native.integers())):
-        table = torch.linspace(-most, most, 16).round()
-        w = pack_codebook(codes, table, scale, group_size=16)
-        with recording() as ran:
-            y = w4a8_matmul(x, codebook_panels(w), impl="cpu").float()
-        assert ran == {"w4a8_matmul": {f"cpu {took}"}}
-        expected = w4a8_matmul(x, w, impl="reference").float()
-        assert (y - expected).norm() < 0.012 * expected.norm()
-        if took == "amx":
-            torch.testing.assert_close(
-                y, _by_bytes(x, table[codes].long(), scale, torch.tensor(most), 64), rtol=1e-2, atol=0.2
-            )
+    table, times = torch.linspace(-most, most, 16).round(), 127 // most
+    w = pack_codebook(codes, table, scale, group_size=16)
+    panels = codebook_panels(w)
+    compiled = torch.compile(lambda x: w4a8_matmul(x, panels, impl="cpu"), fullgraph=True)
+    with recording() as ran:
+        y = compiled(x).float()
+    assert ran == {"w4a8_matmul": {"cpu amx"}}
+    expected = w4a8_matmul(x, w, impl="reference").float()
+    assert (y - expected).norm() < 0.012 * expected.norm()
+    by_bytes = _by_bytes(x, table[codes].long() * times, scale / times, torch.tensor(most * times), 64)
+    torch.testing.assert_close(y, by_bytes, rtol=1e-2, atol=2e-3 * y.abs().max().item())
 
 
 def _by_bytes(x, values, scale, top, middle):
