@@ -68,7 +68,9 @@ def _alike(q: Tensor, caches: Sequence[KV]) -> bool:
         return False
     first, D = caches[0], q.shape[-1]
     for cache in caches:
-        if cache[6:8] != first[6:8] or cache.value_bits != first.value_bits or _only_reference(cache, D, True) is not None:
+        if cache[6:8] != first[6:8] or cache.value_bits != first.value_bits:  # bits and group
+            return False
+        if _only_reference(cache, D, True) is not None:
             return False
     return True
 
