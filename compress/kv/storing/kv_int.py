@@ -33,8 +33,8 @@ class KVInt(Storage):
     (0.0005) in 3 bits, and 0.0215 (0.0005) in 2 bits where these are turned: `python seeds/bytes_and_loss.py
     "kv_int(bits=4, rotate_keys=True, value_bits=3, rotate_values=True)" --model smollm2-135m --samples 1 --seqlen 64
     --texts wikitext2 --window 512 --windows 4`, with one recipe after the other. The C++
-    kernel reads values of any of these widths; a GPU's reads those of its keys' width alone, and the reference takes the
-    others.
+    kernel reads values of any of these widths. That of GPUs reads those of its keys' width alone; the reference takes
+    the others.
     `rotate(heads=True)` folds a rotation of values into the weights instead.
 
     `keys="token"` gives each key one scale for all channels of its head, as QuaRot, SpinQuant and FireQ do. One large
