@@ -323,8 +323,8 @@ def page(rows: dict[str, Row], given: argparse.Namespace) -> str:
     first = Point(given.threads, 1, given.prompt_tokens)
     scored = (
         f" Perplexity and KL (from the uncompressed model, nats per token) are on {given.accuracy} windows of"
-        f" {given.window} tokens of wikitext-2, in float32, with the weights that each file or model holds; as timed: in bfloat16, by the kernels that read"
-        " the prompt."
+        f" {given.window} tokens of wikitext-2, in float32, with the weights that each file or model holds; as"
+        " timed: in bfloat16, by the kernels that read the prompt."
         if given.accuracy
         else ""
     )
