@@ -331,7 +331,7 @@ struct CodeTiles {
 };
 #endif
 
-// Whether tiles take a call. Their bytes hold no code of eight bits less a zero point.
+// Multiplies by tiles where they take the call, and returns whether they do. Their bytes hold no code of eight bits less a zero point.
 bool by_tiles([[maybe_unused]] const Call& c, [[maybe_unused]] int bits) {
 #ifdef HAVE_AMX
   if (c.tokens <= SOME || c.plan.steps > 1 || c.kind != Kind::bfloat16 || (bits == 8 && c.w.zero) || !workbench::tiles_run()) return false;

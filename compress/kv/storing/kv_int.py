@@ -32,10 +32,9 @@ class KVInt(Storage):
     (standard error 0.0005) with values in 4 bits and 0.0045 (0.0003) where these are turned, 0.0100 (0.0008) and 0.0069
     (0.0005) in 3 bits, and 0.0215 (0.0005) in 2 bits where these are turned: `python seeds/bytes_and_loss.py
     "kv_int(bits=4, rotate_keys=True, value_bits=3, rotate_values=True)" --model smollm2-135m --samples 1 --seqlen 64
-    --texts wikitext2 --window 512 --windows 4`, with one recipe after the other. The C++
-    kernel reads values of any of these widths. That of GPUs reads those of its keys' width alone; the reference takes
-    the others.
-    `rotate(heads=True)` folds a rotation of values into the weights instead.
+    --texts wikitext2 --window 512 --windows 4`, with one recipe after the other. The C++ kernel
+    reads values of any of these widths. The kernel for GPUs reads values of the keys' width alone; the reference reads
+    the others. `rotate(heads=True)` folds a rotation of values into the weights instead.
 
     `keys="token"` gives each key one scale for all channels of its head, as QuaRot, SpinQuant and FireQ do. One large
     channel then costs all others their bits. What remedies that is `rotate_keys`, or the two scalings of FireQ (Baek et
