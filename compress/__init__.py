@@ -66,6 +66,7 @@ from compress.weights.qmoe import QMoE
 from compress.weights.qtip import QTIP
 from compress.weights.rtn import RTN
 from compress.weights.squeezellm import SqueezeLLM
+from kernels.step.accelerate import accelerate
 
 METHODS: dict[str, type[Method]] = {
     "rtn": RTN, "gptq": GPTQ, "gptaq": GPTAQ, "awq": AWQ, "nf4": NF4, "bnb_nf4": BitsandbytesNF4,
@@ -83,6 +84,6 @@ METHODS: dict[str, type[Method]] = {
 }  # fmt: skip
 
 __all__ = [
-    "METHODS", "Method", "Result", "apply", "calibration", "held_out", "load_compressed", "load_model",
-    "resize", "save_compressed",
+    "METHODS", "Method", "Result", "accelerate", "apply", "calibration", "held_out", "load_compressed",
+    "load_model", "resize", "save_compressed",
 ]  # fmt: skip

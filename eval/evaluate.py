@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.machine.memory import peak_memory
 from eval.machine.size import bits_per_weight, parameter_count, size
-from eval.speed.deploy import deployed
+from kernels.deploy import deployed
 from eval.speed.speed import PLAIN, Speed, measure_speed, positions, standard_variants
 from eval.text.divergence import compare_on_text
 from eval.text.names import text_name

@@ -26,7 +26,7 @@ from compress.linear import sharing_copy
 from compress.recipe import call, parse_recipe
 from eval.machine.size import size
 from eval.run_record import provenance
-from eval.speed.deploy import cast
+from kernels.deploy import cast
 from eval.text.windows import mean_and_stderr, windows
 
 RULES = ("kl_scaled", "fisher", "kl", "cosine", "zscore", "shuffled")

@@ -27,7 +27,7 @@ from compress.method import settle
 from compress.recipe import parse_recipe
 from eval.machine.size import size
 from eval.run_record import provenance
-from eval.speed.deploy import cast
+from kernels.deploy import cast
 from eval.speed.speed import contestants, measure_speed, quartiles
 from eval.tasks.tasks import answer_tasks
 from eval.text.divergence import compare_on_text

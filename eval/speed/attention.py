@@ -1,7 +1,5 @@
 """Attention as fast as torch's products allow: for a prompt read into an empty cache, then for one token at a time."""
 
-import time
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
@@ -11,9 +9,7 @@ from transformers.masking_utils import sdpa_mask
 
 from kernels import native
 from kernels.kv_decode import KV, kv_decode
-from kernels.prompt_attention import prompt_attention
-
-_own: dict[tuple, bool] = {}  # by shapes and dtype: is `prompt_attention` faster here than torch's fused attention?
+from kernels.prompt_attention import faster_than_torch, prompt_attention
 
 
 def fast_attention(model: nn.Module) -> nn.Module:
@@ -44,7 +40,7 @@ def _attention(module, query, key, value, attention_mask=None, scaling=None, **k
     plain = all(kwargs.get(name) is None for name in ("is_causal", "position_bias", "softcap", "s_aux"))
     if tokens > 1 and plain and attention_mask is None and query.device.type == "cpu":
         prompt = key[:, :, :tokens], value[:, :, :tokens], channels**-0.5 if scaling is None else scaling
-        if _own_wins(query, *prompt):
+        if faster_than_torch(query, *prompt):
             return prompt_attention(query, *prompt[:2], scale=prompt[2]), None
     if tokens == 1 and plain and _is_range(attention_mask) and query.device.type == "cpu" and native.why_not() is None:
         y = _of_range(query, key, value, attention_mask[:, 0, 0], scaling)
@@ -65,21 +61,3 @@ def _of_range(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scaling: 
     first, count = seen.to(torch.uint8).argmax(-1, keepdim=True), seen.sum(-1, keepdim=True)
     starts, lengths = (t.expand(key.shape[:2]) for t in (first, count))
     return kv_decode(query, KV(key, value), lengths, starts=starts, scale=scaling)
-
-
-def _own_wins(query: Tensor, key: Tensor, value: Tensor, scale: float) -> bool:
-    asked = (tuple(query.shape), tuple(key.shape), query.dtype)
-    if asked not in _own and not torch.compiler.is_compiling():
-        ways = (
-            lambda: scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True),
-            lambda: prompt_attention(query, key, value, scale=scale),
-        )
-        fused, own = ([_seconds(way) for _ in range(5)] for way in ways)
-        _own[asked] = min(own) < min(fused)
-    return _own.get(asked, False)
-
-
-def _seconds(way) -> float:
-    start = time.perf_counter()
-    way()
-    return time.perf_counter() - start

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 from tqdm.auto import tqdm
 
-from eval.speed.deploy import deployed
+from kernels.deploy import deployed
 from eval.speed.speed import Speed
 from eval.speed.work import Work, work
 from kernels.harness import roofline
@@ -104,7 +104,7 @@ def predict(model: nn.Module, *, context: int, batch: int = 1, ceilings: Ceiling
     """The least that one step of decoding can take on a device with these ceilings.
 
     Args:
-        model: a transformers decoder in the dtype in which it is deployed (`eval.speed.deploy.deployed`), compressed or
+        model: a transformers decoder in the dtype in which it is deployed (`kernels.deploy.deployed`), compressed or
             not.
         context: positions that each row's query sees, its own among them.
         batch: rows.

@@ -28,7 +28,7 @@ from tqdm.auto import tqdm
 from eval.machine.energy import POWERCAP, EnergyCounter, NotMeasurable, energy_counter, gpu_use
 from eval.machine.memory import return_freed_memory
 from eval.machine.size import size
-from eval.speed.deploy import deployed
+from kernels.deploy import deployed
 from eval.speed.device_lock import undisturbed
 from eval.speed.speed import Variant, clear, contestants, in_groups, make, make_ready, positions, serve
 from eval.speed.work import Work, work

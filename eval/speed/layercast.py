@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eval.speed.deploy import deployed
+from kernels.deploy import deployed
 
 _NAMES = "_layercast_names"  # on a module: its tensors that are cast while it runs
 _HELD = "_layercast_held"  # on a module that runs: (where it hangs, under which name, the 16-bit tensor)

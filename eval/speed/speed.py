@@ -2,7 +2,7 @@
 
 Every variant reads and writes through the same code: a static cache, the fastest attention there is, and a pass over
 the prompt and a step of decoding that are compiled block by block (`eval.speed.regional`). On a CPU a decoder of a
-known kind takes its steps in C++ (`eval.speed.native_step`), compressed or not; other products of 16-bit linears are
+known kind takes its steps in C++ (`kernels.step.assemble`), compressed or not; other products of 16-bit linears are
 made by what a trial finds fastest (`eval.speed.packing`): torch's own reach a quarter of the memory bandwidth, and
 anything looks fast beside them.
 """
@@ -19,13 +19,11 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import StaticCache
-from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 from eval.machine.memory import return_freed_memory
 from eval.speed.attention import fast_attention
-from eval.speed.deploy import deployed
+from kernels.deploy import deployed
 from eval.speed.device_lock import undisturbed
-from eval.speed.native_step import NativeStep, NotNative, native_step
 from eval.speed.packing import Packing
 from eval.speed.regional import NotRegional, RegionalStep, Step, compile_regional
 from eval.speed.work import work
@@ -34,6 +32,9 @@ from kernels.harness.roofline import read_bandwidth
 from kernels.huge_pages import in_huge_pages
 from kernels.linear.prepacked import prepack
 from kernels.registry import recording
+from kernels.step.assemble import NativeStep, native_step
+from kernels.step.cache import static_cache
+from kernels.step.decoder import NotNative
 
 
 @dataclass(frozen=True)
@@ -298,7 +299,7 @@ def _read_tensors(variant: Variant) -> Iterator[Tensor]:
 @dataclass
 class CompiledDecoder:
     """A decoder's pass over a prompt, compiled for its shape, and its step of decoding: one call of C++ where the
-    decoder is of a kind that `eval.speed.native_step` knows, else compiled too.
+    decoder is of a kind that `kernels.step.assemble` knows, else compiled too.
 
     Attributes:
         why_compiled: why the step is not native; "" where it is.
@@ -348,17 +349,6 @@ def compile_decoder(variant: Variant, prompt_tokens: int, batch: int = 1) -> Com
             reason = str(error)
     step = compile_regional(variant.model, cache, eager, one, position, variant.packing, after_prompt)
     return CompiledDecoder(prompt, step, reason)
-
-
-def static_cache(model: nn.Module, length: int) -> StaticCache:
-    """A static cache of so many positions, in which sliding layers keep all of them, as masks hide what lies outside
-    their window.
-
-    transformers' own sliding layer counts positions in Python, so that every decoded token would be compiled anew.
-    """
-    cache = StaticCache(config=model.config, max_cache_len=length)
-    cache.layers = [StaticLayer(length) if type(layer) is StaticSlidingWindowLayer else layer for layer in cache.layers]
-    return cache
 
 
 def _step(model: nn.Module, cache: StaticCache) -> Step:

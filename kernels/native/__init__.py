@@ -25,8 +25,10 @@ from kernels.user_cache import cache_folder
 HERE = Path(__file__).parent
 SOURCES = tuple(
     f"{name}.cpp"
-    for name in ("panels", "panels_tiles", "half", "int8", "kv_decode", "prompt_attention", "step", "trellis", "w4a8")
-)
+    for name in (
+        "between", "panels", "panels_tiles", "half", "int8", "kv_decode", "prompt_attention", "step", "trellis", "w4a8",
+    )
+)  # fmt: skip
 # There are loops for each of these, the best first; `runs` says which ones a machine has. "neon bf16" is NEON with
 # products of pairs of bfloat16. "portable" is what the compiler makes of loops that know no processor.
 ISAS = ("avx512bf16", "avx512", "avx2", "neon bf16", "neon", "portable")

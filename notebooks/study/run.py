@@ -25,7 +25,7 @@ from eval.record.files import write_whole
 from eval.record.manifest import seal
 from eval.record.schema import write_record
 from eval.run_record import RunInfo
-from eval.speed.deploy import cast
+from kernels.deploy import cast
 from eval.speed.device_lock import call_this, share
 from kernels.user_cache import compile_in_cache
 from notebooks.study.bars import Bars

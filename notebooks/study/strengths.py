@@ -25,7 +25,7 @@ from eval.evaluate import score_text
 from eval.machine.size import size
 from eval.record.files import write_whole
 from eval.record.manifest import read_json
-from eval.speed.deploy import cast
+from kernels.deploy import cast
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from compress.checkpoint.save_format import Checkpoint, Story
 from compress.inputs.calibration import calibration
 from compress.recipe import parse_recipe
 from eval.machine.hardware import hardware
-from eval.speed.deploy import cast
+from kernels.deploy import cast
 from eval.text.perplexity import Perplexity, token_losses
 from eval.text.windows import Window, predictions, windows
 

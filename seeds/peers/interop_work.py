@@ -15,7 +15,7 @@ from compress.checkpoint.save import export_checkpoint, save_compressed
 from compress.inputs.calibration import beginning, calibration
 from compress.linear import compressed_linears
 from compress.recipe import parse_recipe
-from eval.speed.deploy import cast
+from kernels.deploy import cast
 from eval.speed.speed import contestants, measure_speed
 from eval.text.perplexity import token_losses
 from eval.text.windows import Window, predictions

@@ -21,7 +21,7 @@ from compress.walk.offload import AwayLinear, named_tensors, offloaded_parts, pu
 from compress.walk.shards import WorkFolder, write_tensors
 from compress.walk.streaming import Streamed, scorable
 from eval.evaluate import evaluate, score_text
-from eval.speed.deploy import cast
+from kernels.deploy import cast
 from eval.text.divergence import compare_on_text
 from eval.text.perplexity import perplexity
 

@@ -14,7 +14,7 @@ from compress.walk.experts import split_experts
 from eval.machine.size import size
 from eval.speed.cost import cost_model, predict, speed_rows
 from eval.speed.work import Experts, Work, cache_bytes_per_token, work
-from eval.speed.deploy import deployed
+from kernels.deploy import deployed
 from eval.speed.speed import Speed
 from kernels.harness.roofline import Ceilings
 

@@ -13,7 +13,7 @@ from eval.machine.energy import NotMeasurable, Nvml, Rapl, energy_counter, gpu_u
 from eval.machine.size import size
 from eval.speed import efficiency
 from eval.speed.work import work
-from eval.speed.deploy import deployed
+from kernels.deploy import deployed
 from eval.speed.efficiency import METRICS, Measure, Watch, check_efficiency, measure_efficiency
 from kernels.harness.roofline import Ceilings
 

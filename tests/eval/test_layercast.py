@@ -9,7 +9,7 @@ from torch import nn
 
 from compress import METHODS, apply
 from eval.machine.size import size
-from eval.speed.deploy import deployed
+from kernels.deploy import deployed
 from eval.speed.layercast import layercast
 
 

@@ -8,9 +8,10 @@ import torch
 from compress import METHODS, apply
 from compress.recipe import parse_recipe
 from eval.speed.attention import fast_attention
-from eval.speed.native_step import NotNative, assemble, native_step
-from eval.speed.speed import static_cache
 from kernels import native
+from kernels.step.assemble import native_step, program_of, rooms_of
+from kernels.step.cache import static_cache
+from kernels.step.decoder import NotNative, recognise
 
 pytestmark = pytest.mark.skipif(
     native.why_not() is not None or native.isa(torch.bfloat16) == "portable", reason="no C++ kernels here"
@@ -92,7 +93,8 @@ def test_norms_are_recognised_beside_one_large_weight(tiny, architecture, added)
     model.model.norm.weight[-1] = 1648
     cache = static_cache(model, 64)
     model(torch.zeros(1, 4, dtype=torch.long), past_key_values=cache, position_ids=torch.arange(4)[None])
-    norm = assemble(model, cache, 1)[0].instructions[-1].before
+    decoder = recognise(model)
+    norm = program_of(decoder, rooms_of(decoder, cache), 1)[0].instructions[-1].before
     assert torch.equal(norm.weight, model.model.norm.weight.float() + added)
 
 

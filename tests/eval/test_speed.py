@@ -49,7 +49,7 @@ def test_what_is_timed_writes_what_plain_passes_write(tiny, written, monkeypatch
     """The static cache, the fast attention and the compiler must not change a token."""
     if compiled and (architecture, own) not in (("llama", True), ("gemma3_text", False)):
         pytest.skip("one compile of each kind of attention is enough")
-    monkeypatch.setattr(attention, "_own_wins", lambda *_: own)
+    monkeypatch.setattr(attention, "faster_than_torch", lambda *_: own)
     model = tiny(architecture)
     fast = fast_attention(copy.deepcopy(model))
     variant = Variant(fast, compiled=compiled)
@@ -73,7 +73,7 @@ def test_what_is_timed_writes_what_plain_passes_write(tiny, written, monkeypatch
 def test_compiled_passes_are_packed_and_write_what_the_models_write(tiny, written, monkeypatch, names):
     """The very passes that are timed, after all of them were compiled, as they are timed; the baseline's weights
     prepacked, and attention by our kernel."""
-    monkeypatch.setattr(attention, "_own_wins", lambda *_: True)
+    monkeypatch.setattr(attention, "faster_than_torch", lambda *_: True)
     model = tiny("llama").bfloat16()
     small = apply([METHODS["rtn"](bits=4, group_size=32)], copy.deepcopy(model)).model
     plain = {name: {"baseline": model, "compressed": small}[name] for name in names}

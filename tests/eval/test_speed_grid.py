@@ -27,7 +27,7 @@ def greedy(model, prompts, count):
     ],
 )
 def test_batches_that_are_timed_write_what_plain_passes_write(tiny, monkeypatch, architecture, own):
-    monkeypatch.setattr(attention, "_own_wins", lambda *_: own)
+    monkeypatch.setattr(attention, "faster_than_torch", lambda *_: own)
     model, written = tiny(architecture), []
     honest = speed._round
 

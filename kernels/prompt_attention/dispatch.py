@@ -1,0 +1,84 @@
+"""`prompt_attention` and its implementations. See README.md."""
+
+import torch
+from torch import Tensor
+
+from kernels import native
+from kernels.prompt_attention import reference
+from kernels.prompt_attention.rows import in_rows
+from kernels.registry import ran
+
+IMPLS = ("auto", "reference", "rows", "cpu")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def prompt_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None, impl: str = "auto"
+) -> Tensor:
+    """Attention of every token of a prompt to itself and to those before it.
+
+    Args:
+        query: [batch, heads, tokens, channels]; float32, bfloat16 or float16; any strides.
+        key: [batch, kv heads, tokens, channels], same dtype. Heads are a multiple of kv heads; those that share one
+            follow each other.
+        value: [batch, kv heads, tokens, value channels], same dtype.
+        scale: of the scores; None: 1 / sqrt(channels).
+        impl: "reference" (float32, all scores at once), "rows" (torch's products, 128 queries after another, scores in
+            the dtype), "cpu" (C++, bfloat16 on a CPU with AVX512-BF16, an even number of channels) or "auto": "cpu"
+            where it takes the tensors, else "rows".
+
+    Returns:
+        [batch, tokens, heads, value channels] in the dtype, contiguous, as a projection reads it.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit, or an implementation that does not exist or does not take these.
+    """
+    _check(query, key, value)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    use = _implementation(query, impl)
+    if use == "cpu":
+        ran("prompt_attention", "cpu native")
+        return torch.ops.workbench.prompt_attention_native(query, key, value, scale)
+    ran("prompt_attention", use)
+    return _op(query, key, value, scale, use)
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
+    shapes = [tuple(t.shape) for t in (query, key, value)]
+    if any(len(shape) != 4 for shape in shapes):
+        raise ValueError(f"`query`, `key` and `value` {shapes} must have four dimensions")
+    (batch, heads, tokens, channels), k, v = shapes
+    if k[:1] + k[2:] != (batch, tokens, channels) or v[:3] != k[:3] or not k[1] or heads % k[1]:
+        raise ValueError(
+            f"`key` {k} and `value` {v} must be [{batch}, kv heads, {tokens}, {channels}] and alike, with kv heads "
+            f"that divide the {heads} heads of `query`"
+        )
+    if query.dtype not in DTYPES or {key.dtype, value.dtype} != {query.dtype}:
+        raise ValueError(
+            f"`query` ({query.dtype}), `key` ({key.dtype}) and `value` ({value.dtype}) must be all float32, bfloat16 "
+            "or float16"
+        )
+
+
+def _implementation(query: Tensor, impl: str) -> str:
+    if impl not in IMPLS:
+        raise ValueError(f"`impl` (={impl!r}) must be one of {', '.join(map(repr, IMPLS))}")
+    fits = query.dtype == torch.bfloat16 and query.shape[-1] % 2 == 0 and query.device.type == "cpu"
+    cpu = fits and impl in ("auto", "cpu") and native.prompt_attention_runs()
+    if impl == "cpu" and not cpu:
+        raise ValueError(
+            "`impl` (='cpu') needs bfloat16 with an even number of channels, AVX512-BF16 and the C++ kernels, not "
+            f"{query.dtype} {tuple(query.shape)} on {query.device}; 'rows' would do"
+        )
+    return impl if impl != "auto" else "cpu" if cpu else "rows"
+
+
+@torch.library.custom_op("workbench::prompt_attention", mutates_args=())
+def _op(query: Tensor, key: Tensor, value: Tensor, scale: float, use: str) -> Tensor:
+    return (in_rows if use == "rows" else reference.prompt_attention)(query, key, value, scale)
+
+
+@_op.register_fake
+def _(query, key, value, scale, use):
+    batch, heads, tokens = query.shape[:3]
+    return query.new_empty(batch, tokens, heads, value.shape[-1])

@@ -1,0 +1,36 @@
+"""Which attention of a prompt is faster here, torch's fused one or the workbench's: both are tried once."""
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from kernels.prompt_attention.dispatch import prompt_attention
+
+TRIED = 5  # times
+_faster: dict[tuple, bool] = {}  # by heads, channels, dtype and the length's power of two
+
+
+def faster_than_torch(query: Tensor, key: Tensor, value: Tensor, scale: float) -> bool:
+    """Whether `prompt_attention` takes less time than torch's fused attention for tensors of about these sizes.
+
+    A compiler cannot try: while it traces, the answer is what was found before, or False.
+    """
+    batch, heads, tokens, channels = query.shape
+    asked = (batch, heads, key.shape[1], channels, tokens.bit_length(), query.dtype)
+    if asked not in _faster and not torch.compiler.is_compiling():
+        ways = (
+            lambda: scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True),
+            lambda: prompt_attention(query, key, value, scale=scale),
+        )
+        fused, own = ([_seconds(way) for _ in range(TRIED)] for way in ways)
+        _faster[asked] = min(own) < min(fused)
+    return _faster.get(asked, False)
+
+
+def _seconds(way: Callable[[], Tensor]) -> float:
+    start = time.perf_counter()
+    way()
+    return time.perf_counter() - start

@@ -1,0 +1,212 @@
+"""Make a transformers model generate at the speed that this workbench measures.
+
+`model.generate` spends most of a token's time between the products: Python, a dispatcher and an allocation for every
+small operation. An accelerated model reads prompts through `DecoderForward` and takes its steps in one call of C++
+(`DecodeStep`), from the caches that `generate` makes by itself.
+"""
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from kernels import native
+from kernels.deploy import cast
+from kernels.huge_pages import in_huge_pages
+from kernels.step.assemble import NativeStep, native_step, step_of
+from kernels.step.cache import LayerRoom, RoomyLayer, roomy, static_cache
+from kernels.step.decoder import ACCELERATION, NotNative, recognise
+from kernels.step.forward import DecoderForward, native_prompt
+from kernels.step.native import MOST_TOKENS
+
+LAID_OUT = 512  # tokens of a prompt that dense weights are laid out for
+SPARE = 2.0  # times the dense weights' memory that must be free for laying them out
+TRIED = 16  # tokens of the prompt that is compared with the model's
+
+
+def accelerate(model: nn.Module, dtype: torch.dtype | None = torch.bfloat16) -> nn.Module:
+    """Make `model.generate` and calls with a cache fast on a CPU, compressed or not, in place.
+
+    The logits are those of the model up to rounding: sums between the products are kept in float32. What the fast path
+    does not take goes the model's own way: gradients, `inputs_embeds`, requested attentions or hidden states, masks
+    that are not padding on the left, and caches of other kinds than generate's default. Up to 8 sequences without
+    padding decode in one call of C++; more, padded ones, and formats without such loops op by op.
+
+    Args:
+        model: a causal decoder of the Llama family (Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3 and their like); for
+            others there is a warning with the reason, and the model's own code runs. Compress it before: what changes
+            afterwards is not seen. `model.acceleration.remove()` undoes it.
+        dtype: to which the model is cast, torch.bfloat16 or torch.float16; None: it stays as it is.
+
+    Returns:
+        the model
+
+    Raises:
+        ValueError: another dtype.
+    """
+    if dtype not in (None, torch.bfloat16, torch.float16):
+        raise ValueError(f"`dtype` (={dtype}) must be torch.bfloat16, torch.float16 or None")
+    if getattr(model, ACCELERATION, None) is not None:
+        return model
+    if dtype is not None and model.dtype != dtype:
+        cast(model, dtype)
+    acceleration = Acceleration(model)
+    try:
+        acceleration.assemble()
+    except NotNative as error:
+        warnings.warn(f"the model is not accelerated: {error}", stacklevel=2)
+        return model
+    setattr(model, ACCELERATION, acceleration)
+    model.forward = acceleration.forward
+    return model
+
+
+@dataclass
+class _Bound:
+    """The step of one cache: rooms of its layers, and the program that reads and writes them."""
+
+    rooms: list[LayerRoom]
+    step: NativeStep | None = None
+
+
+@dataclass(repr=False)
+class Acceleration:
+    """How a model is run; `accelerate` makes it.
+
+    Attributes:
+        why_not_in_one_call: why single tokens go op by op; "" where they do not.
+    """
+
+    model: nn.Module
+    why_not_in_one_call: str = ""
+    _reader: DecoderForward | None = None
+    _bound: dict[int, _Bound] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        how = f"op by op: {self.why_not_in_one_call}" if self.why_not_in_one_call else "in one call of C++"
+        return f"prompts by {native.isa(self.model.dtype, True)}, steps {how}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Acceleration":
+        return Acceleration(memo.get(id(self.model), self.model), self.why_not_in_one_call)  # assembled when first used
+
+    def remove(self) -> None:
+        """Give the model its own forward back."""
+        self.model.__dict__.pop("forward", None)
+        self.model.__dict__.pop(ACCELERATION, None)
+        self._reader, self._bound = None, {}
+
+    @torch.no_grad()
+    def assemble(self) -> None:
+        """Recognise the decoder, and compare what a prompt and a few steps give with the model's logits.
+
+        Raises:
+            NotNative: the model is of another kind, or its logits are others.
+        """
+        model = self.model
+        ids = (torch.arange(TRIED) * 7919 % model.get_input_embeddings().num_embeddings)[None]
+        cache = static_cache(model, 64)
+        model(ids, past_key_values=cache, use_cache=True)  # makes the cache's tensors
+        native_prompt(model, cache, ids, laid_out=False)
+
+        def after_prompt() -> None:
+            cache.reset()
+            model(ids, past_key_values=cache, use_cache=True)
+
+        try:
+            native_step(model, cache, ids[:, -1:], torch.tensor([[TRIED]]), after_prompt)
+        except NotNative as error:
+            self.why_not_in_one_call = str(error)
+        self._reader = self._made()
+
+    def _made(self) -> DecoderForward:
+        decoder = recognise(self.model)
+        dense = [p for p in self.model.parameters() if p.dim() == 2]
+        free = psutil.virtual_memory().available
+        room = free > SPARE * sum(p.numel() * p.element_size() for p in dense)
+        in_huge_pages([*self.model.parameters(), *self.model.buffers()])
+        return DecoderForward(decoder, LAID_OUT if room else 0)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> Any:
+        """Takes the place of the model's forward; the same arguments and outputs."""
+        cache = past_key_values
+        plain = (
+            input_ids is not None
+            and inputs_embeds is None
+            and labels is None
+            and isinstance(logits_to_keep, int)
+            and not torch.is_grad_enabled()
+            and type(cache) is DynamicCache
+            and not any(kwargs.get(f"output_{name}") for name in ("attentions", "hidden_states", "router_logits"))
+        )
+        if plain and (seen := _first_seen(attention_mask, cache.get_seq_length() + input_ids.shape[1])) is not None:
+            logits = self._logits(input_ids, cache, position_ids, None if not seen.any() else seen, logits_to_keep)
+            if logits is not None:
+                return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+        return type(self.model).forward(
+            self.model, input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, labels, use_cache,
+            logits_to_keep=logits_to_keep, **kwargs,
+        )  # fmt: skip
+
+    def _logits(
+        self, ids: Tensor, cache: DynamicCache, positions: Tensor | None, first: Tensor | None, keep: int
+    ) -> Tensor | None:
+        """[batch, kept, vocabulary], or None where the cache is not one that the fast path takes."""
+        if self._reader is None:
+            self._reader = self._made()
+        batch, tokens = ids.shape
+        rooms = roomy(self._reader.decoder, cache, batch, tokens)
+        if rooms is None:
+            return None
+        slot = cache.get_seq_length()
+        if positions is not None:
+            positions = positions.expand(batch, -1)
+            if bool((positions == torch.arange(slot, slot + tokens)).all()):
+                positions = None
+        bound = self._step(rooms, batch) if tokens == 1 and positions is None and first is None else None
+        if bound is not None and bound.step is not None:
+            for room in rooms:
+                room.length.fill_(slot)
+            bound.step(ids, torch.tensor([[slot]]))
+            logits = bound.step.logits[:, None].to(self.model.dtype)
+        else:
+            logits = self._reader(ids, rooms, slot, keep=keep or tokens, positions=positions, first=first)
+        for block in self._reader.decoder.blocks:
+            cache.layers[block.index].taken(slot + tokens)
+        return logits
+
+    def _step(self, rooms: list[LayerRoom], batch: int) -> _Bound | None:
+        """Of these rooms; the last cache's is kept."""
+        if self.why_not_in_one_call or batch > MOST_TOKENS:
+            return None
+        key = rooms[0].keys.data_ptr()
+        bound = self._bound.get(key)
+        if bound is None or any(a is not b for a, b in zip(bound.rooms, rooms, strict=True)):
+            self._bound = {key: _Bound(rooms, step_of(self._reader.decoder, rooms, batch))}
+        return self._bound[key]
+
+
+def _first_seen(mask: Tensor | None, total: int) -> Tensor | None:
+    """int64 [batch], how many places are padding on the left; None: the mask is of another kind."""
+    if mask is None:
+        return torch.zeros(1, dtype=torch.int64)
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] != total:
+        return None
+    seen = mask != 0
+    first = seen.to(torch.uint8).argmax(1)
+    return first if bool((seen.sum(1) == total - first).all()) else None

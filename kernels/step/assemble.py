@@ -1,0 +1,257 @@
+"""A decoder's step of decoding as one call of C++ (`DecodeStep`): its program, checked against the model."""
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+
+from kernels import native
+from kernels.hadamard import widest_block
+from kernels.int_matmul import Packed
+from kernels.lut_matmul import Codebook
+from kernels.registry import recording
+from kernels.step.cache import LayerRoom, rooms_of
+from kernels.step.decoder import STREAM, Decoder, DecoderBlock, NotNative, recognise
+from kernels.step.native import DecodeStep, why_not
+from kernels.step.program import Attention, Change, Products, Program, Weight
+from kernels.trellis_matmul import Trellis
+from kernels.w8a8_matmul import W8
+
+OPS = {Packed: "int_matmul", Codebook: "lut_matmul", W8: "w8a8_matmul", Trellis: "trellis_matmul"}
+CHECKED = 4  # steps
+# Median relative difference of their logits from the model's, which rounds to 16 bits after every operation. A wrong
+# program gives about 1; a model in 3 bits that is 0.04 from float32 after one text may give 0.2 after another.
+MOST = 0.3
+
+
+@dataclass
+class NativeStep:
+    """A step of decoding: (tokens [batch, 1], positions [1, 1]) -> the next tokens [batch, 1].
+
+    Attributes:
+        cap: of the logits, cap * tanh(logit / cap), or 0 for none; it leaves the largest one the largest.
+        kernels: {op: implementations that run}.
+    """
+
+    step: DecodeStep
+    embedding: nn.Module | None  # that gives the hidden state, where the program has no embedding
+    cap: float = 0.0
+    kernels: dict[str, set[str]] = field(default_factory=dict)
+
+    def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        hidden = None if self.embedding is None else self.embedding(tokens).float().flatten(0, 1)
+        return self.step(tokens, int(positions[0, -1]), hidden)
+
+    @property
+    def logits(self) -> Tensor:
+        """float32 [tokens, vocabulary] of the last call."""
+        logits = self.step.logits
+        return self.cap * (logits / self.cap).tanh() if self.cap else logits
+
+
+@torch.no_grad()
+def native_step(
+    model: nn.Module, cache: Cache, tokens: Tensor, positions: Tensor, restore: Callable[[], None]
+) -> NativeStep:
+    """The native step of a decoder.
+
+    Args:
+        model: a causal decoder. cache: static, filled up to the position of the step.
+        tokens, positions: [batch, 1] and [1, 1], of the step that is checked; all later ones have these shapes.
+        restore: puts the cache back to where it is before the step.
+
+    Raises:
+        NotNative: a model, a format or a cache that is not known, or a step whose logits are not the model's.
+    """
+    decoder = recognise(model)
+    step = step_of(decoder, rooms_of(decoder, cache), len(tokens))
+    restore()
+    try:
+        with recording() as step.kernels:
+            _check(step, model, cache, tokens, int(positions[0, -1]))
+    except RuntimeError as error:  # such as a cache that counts its positions in another way
+        raise NotNative(str(error).splitlines()[0]) from error
+    for op, ran in _products_of(step.step.program, model.dtype):
+        step.kernels.setdefault(op, set()).add(ran)
+    return step
+
+
+def step_of(decoder: Decoder, rooms: Sequence[LayerRoom], tokens: int) -> NativeStep:
+    """A decoder's step of so many sequences, as it is assembled: nothing has been compared with the model.
+
+    Raises:
+        NotNative: a format or a cache that is not known.
+    """
+    program, embedding = program_of(decoder, rooms, tokens)
+    try:
+        return NativeStep(DecodeStep(program, decoder.dtype), embedding, decoder.cap)
+    except (ValueError, RuntimeError) as error:
+        raise NotNative(str(error).splitlines()[0]) from error
+
+
+def _products_of(program: Program, dtype: torch.dtype) -> Iterator[tuple[str, str]]:
+    """(op, implementation) of the weights of a program."""
+    for weight in {id(w): w for i in program.instructions if isinstance(i, Products) for w in i.weights}.values():
+        op = OPS.get(type(weight.stored), "linear")
+        yield op, f"cpu {native.integers() if op == 'w8a8_matmul' else native.isa(dtype)}"
+
+
+def program_of(decoder: Decoder, rooms: Sequence[LayerRoom], tokens: int) -> tuple[Program, nn.Module | None]:
+    """The program of a decoder's step, and the embedding that it cannot look up itself, if so.
+
+    Args:
+        rooms: of every block. tokens: sequences.
+
+    Raises:
+        NotNative: it is not known how.
+    """
+    if reason := why_not(decoder.dtype, tokens):
+        raise NotNative(reason)
+    if native.isa(decoder.dtype) == "portable":
+        raise NotNative("the loops have no vector instructions of this processor")
+    instructions: list[Products | Attention] = []
+    for place, (block, room) in enumerate(zip(decoder.blocks, rooms, strict=True)):
+        before = decoder.blocks[place - 1] if place else None
+        cos, sin = decoder.rotary.of(block.kind, max(room.keys.shape[2] for room in rooms))
+        instructions += _instructions(block, before, room, cos, sin)
+    added, after = instructions[-1].writes, decoder.blocks[-1].after_mlp
+    head = (_weight(decoder.head, "lm_head"),)
+    final = Products("residual", "logits", head, before=decoder.norm, added=added, after=after)
+    embedding, scale = _embedding(decoder.embedding)
+    turned = None if decoder.stream is None else _change(decoder.stream.rotation, STREAM, decoder.hidden)
+    program = Program(decoder.hidden, tokens, embedding, (*instructions, final), scale, turned)
+    return program, decoder.embedding if embedding is None else None
+
+
+def _instructions(
+    block: DecoderBlock, before: DecoderBlock | None, room: LayerRoom, cos: Tensor, sin: Tensor
+) -> list[Products | Attention]:
+    """Of a block, the first of which adds what the MLP of the block `before` gives."""
+    names = ("q", "k", "v", "o", "gate", "up", "down")
+    q, k, v, o, gate, up, down = (_weight(getattr(block, n), f"{block.name}'s {n}_proj") for n in names)
+    return [
+        Products(
+            "residual",
+            "qkv",
+            (q, k, v),
+            before=block.before_attention,
+            added=None if before is None else "down",
+            after=None if before is None else before.after_mlp,
+        ),
+        Attention(
+            "qkv", block.heads, block.kv_heads, room.keys, room.values, room.length, cos, sin, block.scale,
+            softcap=block.softcap, window=block.window, query_norm=block.query_norm, key_norm=block.key_norm,
+        ),
+        Products("attention", "o", (o,)),
+        Products(
+            "residual",
+            "mlp",
+            (gate, up),
+            block.activation,
+            before=block.before_mlp,
+            added="o",
+            after=block.after_attention,
+        ),
+        Products("mlp", "down", (down,)),
+    ]  # fmt: skip
+
+
+def _weight(module: nn.Module, name: str) -> Weight:
+    """The weight of a linear, dense or compressed."""
+    bias = None if module.bias is None else module.bias.detach().float().contiguous()
+    if type(module) is nn.Linear:
+        stored = module.weight.detach()
+    else:
+        parts = getattr(module, "parts", None)
+        if parts is None or len(parts) != 1:
+            raise NotNative(f"{name} ({type(module).__name__}) is not one stored weight")
+        stored = _stored(parts[0], name)
+    change = _change(getattr(module, "transform", None), name, stored.shape[1])
+    if isinstance(stored, Tensor) and (not stored.is_contiguous() or stored.dtype.itemsize != 2):
+        raise NotNative(f"{name} is not in 16 bits, row by row")
+    if isinstance(stored, Trellis | W8) and change is not None:
+        raise NotNative(f"{name} has a transform beside that of its format")
+    if isinstance(stored, W8):
+        return Weight(stored, bias, x_scale=parts[0].x_scale)
+    if isinstance(stored, Trellis):
+        signs, gains = parts[0].flips, parts[0].gains
+        return Weight(stored, bias, Change(signs, widest_block(len(signs))), gains)
+    return Weight(stored, bias, change)
+
+
+def _change(transform: nn.Module | None, name: str, columns: int) -> Change | None:
+    """What a transform of `compress.transforms` does to an input of so many columns."""
+    change = None
+    for step in getattr(transform, "steps", [] if transform is None else [transform]):
+        signs, block = getattr(step, "signs", None), getattr(step, "block", None)
+        rounded = bool(change and change.bits)
+        if change is None and signs is not None and isinstance(block, int):
+            change = Change(signs.float(), block)
+        elif getattr(step, "name", "") == "permutation" and not rounded and (change is None or change.order is None):
+            change = dataclasses.replace(change or Change(), order=step.order)
+        elif getattr(step, "in_integers", False) and not rounded:
+            group_size = columns if step.group_size == -1 else step.group_size
+            fixed = 0.0 if step.step is None else float(step.step)
+            how = {"bits": step.bits, "group_size": group_size, "step": fixed, "wide": step.wide}
+            change = dataclasses.replace(change or Change(), **how)
+        else:
+            raise NotNative(f"{name} has a transform ({type(step).__name__}) that the step does not know")
+    return change
+
+
+def _stored(part: nn.Module, name: str) -> Tensor | Packed | Codebook | W8 | Trellis:
+    packed = getattr(part, "packed", None)
+    if isinstance(packed, Packed | Codebook) and packed.layout == "panels" or isinstance(packed, Trellis):
+        return packed
+    int8 = getattr(part, "w8", None)
+    if isinstance(int8, W8) and int8.layout == "panels":
+        return int8
+    if packed is None and part.name == "dense":
+        return part.weight
+    raise NotNative(
+        f"{name} is stored as {getattr(part, 'name', type(part).__name__)} in a layout without a native step"
+    )
+
+
+def _embedding(table: nn.Module) -> tuple[Weight | None, float]:
+    """The rows of an embedding and what they are multiplied by; no rows where only the module can look them up."""
+    if type(table) is nn.Embedding and table.weight.dtype.itemsize == 2 and table.max_norm is None:
+        return Weight(table.weight.detach()), 1.0
+    parts = getattr(table, "parts", ())
+    if len(parts) != 1:
+        return None, 1.0
+    try:
+        weight = Weight(_stored(parts[0], "embed_tokens"))
+    except NotNative:
+        return None, 1.0
+    scale = getattr(table, "scale", None)
+    return weight, 1.0 if scale is None else float(scale.to(table.dtype))
+
+
+def _check(step: NativeStep, model: nn.Module, cache: Cache, tokens: Tensor, position: int) -> None:
+    """Some steps of both, from the same cache, each of which reads what the steps before it have kept.
+
+    Logits are compared without their means, which change no probability: rounding moves Gemma 3's, of about -30, by as
+    much as the logits differ among themselves.
+    """
+    lengths = [layer.cumulative_length.clone() for layer in cache.layers]
+    room = min(layer.max_cache_len for layer in cache.layers) - position
+    places = [torch.tensor([[place]]) for place in range(position, position + min(CHECKED, room))]
+    given, expected = [tokens], []
+    for at in places:
+        outcome = model(given[-1], past_key_values=cache, position_ids=at, use_cache=True, logits_to_keep=1)
+        expected.append(outcome.logits[:, -1].float())
+        given.append(expected[-1].argmax(-1, keepdim=True))
+    for layer, length in zip(cache.layers, lengths, strict=True):
+        layer.cumulative_length.copy_(length)
+    differences = []
+    for ids, at, logits in zip(given, places, expected, strict=False):
+        step(ids, at)
+        found, wanted = (x - x.mean(-1, keepdim=True) for x in (step.logits, logits))
+        differences.append(float((found - wanted).norm() / wanted.norm()))
+    if not statistics.median(differences) < MOST:  # not a number is refused, too
+        raise NotNative(f"its logits differ from the model's by {statistics.median(differences):.2g}, more than {MOST}")

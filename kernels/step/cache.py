@@ -1,0 +1,136 @@
+"""Caches whose tensors a decoder's pass writes into (`DecodeStep`, `DecoderForward`)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, StaticCache
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+from kernels.step.decoder import Decoder, NotNative
+
+SPARE = 256  # positions that a cache has room for behind what it holds
+LARGER = 1.5  # times its positions, when it is full
+
+
+@dataclass(frozen=True)
+class LayerRoom:
+    """Where a layer keeps its cache: keys and values [batch, kv heads, positions, channels], and how many positions are
+    in use, int64 of one number."""
+
+    keys: Tensor
+    values: Tensor
+    length: Tensor
+
+
+def rooms_of(decoder: Decoder, cache: Cache) -> list[LayerRoom]:
+    """Of every block, in a static cache.
+
+    Raises:
+        NotNative: a layer is of another kind or shape.
+    """
+    rooms = []
+    for block in decoder.blocks:
+        layer = cache.layers[block.index]
+        if getattr(layer, "is_sliding", False) or not getattr(layer, "is_initialized", False):
+            raise NotNative(f"{block.name}'s cache ({type(layer).__name__}) is not of fixed tensors")
+        expected = (block.kv_heads, layer.max_cache_len, block.channels)
+        if layer.keys.shape[1:] != expected or layer.values.shape != layer.keys.shape:
+            shape = tuple(layer.keys.shape)
+            raise NotNative(
+                f"{block.name}'s cache {shape} is not of {block.kv_heads} heads of {block.channels} channels"
+            )
+        rooms.append(LayerRoom(layer.keys, layer.values, layer.cumulative_length))
+    return rooms
+
+
+def static_cache(model: nn.Module, length: int) -> StaticCache:
+    """A static cache of so many positions, in which sliding layers keep all of them, as masks hide what lies outside
+    their window.
+
+    transformers' own sliding layer counts positions in Python, so that every decoded token would be compiled anew.
+    """
+    cache = StaticCache(config=model.config, max_cache_len=length)
+    cache.layers = [StaticLayer(length) if type(layer) is StaticSlidingWindowLayer else layer for layer in cache.layers]
+    return cache
+
+
+class RoomyLayer(DynamicLayer):
+    """A layer of a dynamic cache whose keys and values are the first positions of larger tensors, so that a pass writes
+    into them in place. A layer with a window keeps all positions, too: masks and kernels hide what lies outside."""
+
+    def __init__(self, keys: Tensor, values: Tensor, held: int) -> None:
+        """keys, values: [batch, kv heads, positions, channels], of which `held` are in use."""
+        super().__init__()
+        self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
+        self.room = LayerRoom(keys, values, torch.zeros(1, dtype=torch.int64))
+        self.taken(held)
+
+    @property
+    def whole(self) -> bool:
+        """Are the keys and values still those in the room?"""
+        ours, held = self.room, 0 if self.keys is None else self.keys.shape[2]
+        return bool(held) and all(
+            mine.data_ptr() == room.data_ptr() and mine.shape[:2] == room.shape[:2] and mine.stride() == room.stride()
+            for mine, room in ((self.keys, ours.keys), (self.values, ours.values))
+        )
+
+    def taken(self, held: int) -> None:
+        """So many positions are in use."""
+        self.keys, self.values = self.room.keys[:, :, :held], self.room.values[:, :, :held]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append new keys and values."""
+        held = self.get_seq_length()
+        end = held + key_states.shape[2]
+        if not self.whole or end > self.room.keys.shape[2]:
+            return super().update(key_states, value_states)
+        self.room.keys[:, :, held:end], self.room.values[:, :, held:end] = key_states, value_states
+        self.taken(end)
+        return self.keys, self.values
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Put other sequences in the place of each, as beam search does."""
+        if not self.whole:
+            super().reorder_cache(beam_idx)
+            return
+        self.keys.copy_(self.keys[beam_idx])
+        self.values.copy_(self.values[beam_idx])
+
+
+def roomy(decoder: Decoder, cache: DynamicCache, batch: int, tokens: int) -> list[LayerRoom] | None:
+    """Room of every block for so many more tokens in a cache that generation made; None: its layers are of other kinds.
+
+    Layers become `RoomyLayer`s; what they hold stays. A layer with a window must be empty for that, since it forgets.
+    """
+    layers = cache.layers
+    last = max(block.index for block in decoder.blocks)
+    while len(layers) <= last and cache.layer_class_to_replicate is DynamicLayer:
+        layers.append(DynamicLayer())
+    if len(layers) != len(decoder.blocks) or getattr(cache, "offloading", False):
+        return None
+    held = cache.get_seq_length()
+    for block in decoder.blocks:
+        kind, layer = type(layers[block.index]), layers[block.index]
+        empty = not layer.get_seq_length()
+        if kind not in (RoomyLayer, DynamicLayer) and not (kind is DynamicSlidingWindowLayer and empty):
+            return None
+        if layer.get_seq_length() != held or (not empty and layer.keys.shape[0] != batch):
+            return None
+    for block in decoder.blocks:
+        layer = layers[block.index]
+        if isinstance(layer, RoomyLayer) and layer.whole and held + tokens <= layer.room.keys.shape[2]:
+            continue
+        positions = held + tokens + SPARE if not held else int(LARGER * (held + tokens)) + SPARE
+        shape = (batch, block.kv_heads, positions, block.channels)
+        keys, values = (torch.zeros(shape, dtype=decoder.dtype) for _ in range(2))
+        if held:
+            keys[:, :, :held], values[:, :, :held] = layer.keys, layer.values
+        layers[block.index] = RoomyLayer(keys, values, held)
+    return [layers[block.index].room for block in decoder.blocks]

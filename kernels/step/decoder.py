@@ -1,0 +1,219 @@
+"""A decoder of transformers as its pass is run by the workbench's own kernels: what it is made of, found by looking.
+
+A decoder is recognised by its modules and by what they hold, never by the name of its class: blocks of two norms (or
+Gemma's four), attention of q, k, v and o with optional norms of heads, an MLP with a gate. Whatever is not known is
+refused with a reason, and the model's own code runs instead. What is recognised is checked by whoever runs it: its
+logits must be those of the model.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from kernels.step.program import Norm
+
+BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+FOUR_NORMS = BLOCK | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+HEAD_NORMS = {"q_norm", "k_norm"}
+MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+MODEL = {"embed_tokens", "layers", "norm", "rotary_emb"}
+ACTIVATION = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
+CHANGING = ("dynamic", "longrope")  # rotary frequencies that depend on the length
+STREAM = "rotated_stream"  # a model's module that keeps its residual stream rotated between its blocks
+ACCELERATION = "acceleration"  # a model's attribute, by `kernels.step.accelerate`, beside its forward
+FACTORS = ("logit_scale", "logits_scaling", "residual_multiplier", "embedding_multiplier", "attention_multiplier")
+
+
+class NotNative(Exception):
+    """The model's pass cannot be run by `kernels.step`; the message says why."""
+
+
+@dataclass(frozen=True)
+class DecoderBlock:
+    """A block: norms, attention and a gated MLP, whose linears are the model's modules.
+
+    index: of its layer of the cache. after_attention, after_mlp: norms of what is added to the residual stream, or
+    None. activation: of the gate, a name of `program.ACTIVATIONS`. kind: of its rotary tables, or None for the only
+    one. scale: of scores. softcap: softcap * tanh(score / softcap), or 0. window: positions a token sees, itself
+    included, or 0 for all.
+    """
+
+    name: str
+    index: int
+    before_attention: Norm
+    after_attention: Norm | None
+    before_mlp: Norm
+    after_mlp: Norm | None
+    q: nn.Module
+    k: nn.Module
+    v: nn.Module
+    o: nn.Module
+    gate: nn.Module
+    up: nn.Module
+    down: nn.Module
+    activation: str
+    heads: int
+    kv_heads: int
+    channels: int
+    kind: str | None
+    scale: float
+    softcap: float
+    window: int
+    query_norm: Norm | None
+    key_norm: Norm | None
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A model of the Llama family.
+
+    norm: before the head. stream: the module that rotates the residual stream between the blocks, or None.
+    cap: of the logits, cap * tanh(logit / cap), or 0 for none; it leaves the largest one the largest.
+    """
+
+    embedding: nn.Module
+    blocks: tuple[DecoderBlock, ...]
+    norm: Norm
+    head: nn.Module
+    rotary: "RotaryTables"
+    dtype: torch.dtype
+    stream: nn.Module | None = None
+    cap: float = 0.0
+
+    @property
+    def hidden(self) -> int:
+        """Width of the residual stream."""
+        return self.norm.weight.numel()
+
+
+@dataclass
+class RotaryTables:
+    """Cosines and sines of all positions, as the model's rotary module gives them, in float32."""
+
+    module: nn.Module
+    made: dict[str | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def of(self, kind: str | None, length: int) -> tuple[Tensor, Tensor]:
+        """(cos, sin) [at least `length`, turned channels] of layers of this kind."""
+        if kind not in self.made or len(self.made[kind][0]) < length:
+            positions = torch.arange(length)[None]
+            more = () if kind is None else (kind,)
+            cos, sin = self.module(torch.zeros(1, dtype=torch.float32), positions, *more)
+            self.made[kind] = cos[0].float().contiguous(), sin[0].float().contiguous()
+        return self.made[kind]
+
+
+@torch.no_grad()
+def recognise(model: nn.Module) -> Decoder:
+    """What a causal decoder of transformers is made of.
+
+    Raises:
+        NotNative: it is of another kind, changed by hooks, or not on a CPU.
+    """
+    if model.device.type != "cpu":
+        raise NotNative(f"the model is on {model.device.type}")
+    if getattr(model.config, "_attn_implementation", None) not in ("sdpa", "sdpa_fast", "eager"):
+        raise NotNative(f"attention of {model.config._attn_implementation!r}")
+    for name in FACTORS:
+        if getattr(model.config, name, None) not in (None, 1, 1.0):
+            raise NotNative(f"the model has `{name}`")
+    stream = getattr(model, STREAM, None)
+    for name, module in model.named_modules():
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        own = "forward" in vars(module) and not (module is model and hasattr(model, ACCELERATION))
+        if own or any(
+            stream is None or getattr(h, "__self__", None) is not stream for h in hooks
+        ):
+            raise NotNative(f"{name or 'the model'} has hooks")
+    body, head = getattr(model, "model", None), model.get_output_embeddings()
+    if body is None or head is None or {n for n, _ in model.named_children()} - {STREAM} != {"model", "lm_head"}:
+        raise NotNative("the model is not a body and a head")
+    _expect(body, MODEL, "the model")
+    kinds = getattr(body.rotary_emb, "rope_type", "default")
+    if any(one in CHANGING for one in (kinds.values() if isinstance(kinds, dict) else [kinds])):
+        raise NotNative(f"rotary positions of kind {kinds!r}")
+    # Gemma 3 has rotary frequencies for each kind of layer.
+    several = getattr(body.rotary_emb, "layer_types", None) is not None
+    blocks = tuple(_block(b, f"block {i}", several, model.config) for i, b in enumerate(body.layers))
+    cap = getattr(model.config, "final_logit_softcapping", None) or 0.0
+    rotary = RotaryTables(body.rotary_emb)
+    return Decoder(body.embed_tokens, blocks, _norm(body.norm), head, rotary, model.dtype, stream, cap)
+
+
+def _block(block: nn.Module, name: str, several: bool, config: Any) -> DecoderBlock:
+    """several: whether kinds of layers have rotary tables of their own."""
+    children = {n for n, _ in block.named_children()}
+    four = children == FOUR_NORMS
+    if not four:
+        _expect(block, BLOCK, name)
+    attention, mlp = block.self_attn, block.mlp
+    _expect(mlp, MLP, f"{name}'s MLP")
+    if {n for n, _ in attention.named_children()} != ATTENTION | HEAD_NORMS:
+        _expect(attention, ATTENTION, f"{name}'s attention")
+    channels = attention.head_dim
+    q, k, v = (getattr(attention, f"{n}_proj") for n in "qkv")
+    heads, kv_heads = q.out_features // channels, k.out_features // channels
+    if (
+        (q.out_features, k.out_features) != (heads * channels, kv_heads * channels)
+        or v.out_features != k.out_features
+        or getattr(attention, "sinks", None) is not None
+    ):
+        raise NotNative(f"{name}'s attention is of another kind")
+    norms = [_norm(getattr(attention, n), channels) if hasattr(attention, n) else None for n in ("q_norm", "k_norm")]
+    window = (
+        attention.sliding_window if hasattr(attention, "sliding_window") else getattr(config, "sliding_window", None)
+    )
+    return DecoderBlock(
+        name,
+        attention.layer_idx,
+        before_attention=_norm(block.input_layernorm),
+        after_attention=_norm(block.post_attention_layernorm) if four else None,
+        before_mlp=_norm(block.pre_feedforward_layernorm if four else block.post_attention_layernorm),
+        after_mlp=_norm(block.post_feedforward_layernorm) if four else None,
+        q=q, k=k, v=v, o=attention.o_proj,
+        gate=mlp.gate_proj, up=mlp.up_proj, down=mlp.down_proj,
+        activation=_activation(mlp.act_fn),
+        heads=heads, kv_heads=kv_heads, channels=channels,
+        kind=attention.layer_type if several and hasattr(attention, "layer_type") else None,
+        scale=attention.scaling,
+        softcap=getattr(attention, "attn_logit_softcapping", None) or 0.0,
+        window=window or 0,
+        query_norm=norms[0], key_norm=norms[1],
+    )  # fmt: skip
+
+
+def _expect(module: nn.Module, children: set[str], name: str) -> None:
+    if different := {n for n, _ in module.named_children()} ^ children:
+        raise NotNative(f"{name} differs from a Llama's in {', '.join(sorted(different))}")
+
+
+def _norm(module: nn.Module, size: int | None = None) -> Norm:
+    """The norm that a module computes: its weight, or 1 + its weight, whichever gives what it gives."""
+    weight = getattr(module, "weight", None)
+    eps = next(
+        (getattr(module, n) for n in ("variance_epsilon", "eps") if isinstance(getattr(module, n, None), float)), None
+    )
+    if not isinstance(weight, Tensor) or eps is None or weight.dim() != 1 or (size is not None and len(weight) != size):
+        raise NotNative(f"a norm of an unknown kind ({type(module).__name__})")
+    x = torch.linspace(-3, 2, len(weight)).sin()[None] + 0.5
+    # In float32, and every channel by itself: in 16 bits, beside a weight of 1,648 as in Gemma 3, 1 more is nothing.
+    given = copy.deepcopy(module).float()(x)
+    for added in (0, 1):
+        norm = Norm((weight.float() + added).contiguous(), eps)
+        expected = x * (x.square().mean() + eps).rsqrt() * norm.weight
+        if torch.allclose(given, expected, rtol=1e-4, atol=1e-6):
+            return norm
+    raise NotNative(f"a norm of an unknown kind ({type(module).__name__})")
+
+
+def _activation(function: Any) -> str:
+    for name, ours in ACTIVATION.items():
+        if type(function) is type(ACT2FN[name]):
+            return ours
+    raise NotNative(f"an activation of {type(function).__name__}")

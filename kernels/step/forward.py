@@ -1,0 +1,237 @@
+"""A decoder's pass over any number of tokens on a CPU, op by op: no compiler, so that it takes prompts of every length.
+
+The linears are the model's own modules, in whatever format they are stored; dense ones may be laid out once for oneDNN.
+What lies between them are three ops (`kernels.step.between`) and attention (`prompt_attention`, `kv_decode`). The
+residual stream is in float32, and every result is rounded to the model's 16 bits once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import Cache
+
+from kernels import native
+from kernels.kv_decode import KV, kv_decode
+from kernels.linear.onednn import lay_out, product
+from kernels.linear.rows import faster_than_onednn, products, rows_fit
+from kernels.prompt_attention import faster_than_torch, prompt_attention
+from kernels.registry import ran, recording
+from kernels.step.assemble import MOST
+from kernels.step.between import add_norm, gated, turn_and_store
+from kernels.step.cache import LayerRoom, rooms_of
+from kernels.step.decoder import Decoder, DecoderBlock, NotNative, recognise
+
+QUERIES = 128  # whose scores are computed at once where they have a soft cap
+CHECKED = 4  # last tokens of a prompt
+
+
+class DecoderForward:
+    """A decoder that reads tokens into its cache and gives logits.
+
+    Args:
+        decoder: recognised.
+        laid_out: for products of about so many tokens the dense weights are laid out once, which takes their memory a
+            second time; 0: they are taken as they are.
+
+    Raises:
+        NotNative: without C++ kernels, or in another dtype than bfloat16 and float16.
+    """
+
+    def __init__(self, decoder: Decoder, laid_out: int = 0) -> None:
+        if decoder.dtype not in (torch.bfloat16, torch.float16):
+            raise NotNative(f"activations in {str(decoder.dtype).removeprefix('torch.')}, not in 16 bits")
+        if reason := native.why_not():
+            raise NotNative(reason)
+        self.decoder, self._laid_out = decoder, laid_out
+        self._dense: dict[int, Tensor] = {}  # by the weight's address
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The dense weights that are laid out."""
+        return list(self._dense.values())
+
+    def __call__(
+        self,
+        ids: Tensor,
+        rooms: Sequence[LayerRoom],
+        slot: int,
+        *,
+        keep: int = 1,
+        positions: Tensor | None = None,
+        first: Tensor | None = None,
+    ) -> Tensor:
+        """Read tokens behind the `slot` places that the cache has in use.
+
+        Args:
+            ids: int64 [batch, tokens].
+            rooms: of every block; `slot` + tokens places are in use afterwards.
+            keep: tokens at the end whose logits are wanted.
+            positions: int64 [batch, tokens] by which keys and queries turn; None: their places.
+            first: int64 [batch], the first place of each sequence that is seen, where others are padding; None: all 0.
+
+        Returns:
+            logits [batch, keep, vocabulary] in the model's dtype.
+        """
+        decoder = self.decoder
+        batch, tokens = ids.shape
+        if positions is None:
+            positions = torch.arange(slot, slot + tokens).expand(batch, -1)
+        positions = positions.contiguous()
+        seen = _Seen(slot, tokens, first)
+        stream = decoder.stream
+        residual = decoder.embedding(ids)
+        residual = (residual if stream is None else stream.rotation(residual.float())).float().contiguous()
+        x = residual.new_empty(residual.shape, dtype=decoder.dtype)
+        added = after = None
+        for block, room in zip(decoder.blocks, rooms, strict=True):
+            add_norm(residual, added, after, block.before_attention, x)
+            attended = self._attention(block, room, x, positions, seen, slot)
+            room.length.fill_(slot + tokens)
+            if block is decoder.blocks[-1] and keep < tokens:
+                attended, residual = attended[:, -keep:].contiguous(), residual[:, -keep:].contiguous()
+                x = x.new_empty(residual.shape)
+            add_norm(residual, self._product(block.o, attended), block.after_attention, block.before_mlp, x)
+            inner = gated(self._product(block.gate, x), self._product(block.up, x), block.activation)
+            added, after = self._product(block.down, inner), block.after_mlp
+        if stream is not None:
+            add_norm(residual, added, after, None, x)
+            residual, added, after = stream.rotation.back(residual).contiguous(), None, None
+        logits = self._product(decoder.head, add_norm(residual, added, after, decoder.norm, x))
+        return decoder.cap * (logits / decoder.cap).tanh() if decoder.cap else logits
+
+    def _product(self, linear: nn.Module, x: Tensor) -> Tensor:
+        """[..., out], contiguous."""
+        if type(linear) is not nn.Linear or linear.weight.dtype != x.dtype:
+            return linear(x).contiguous()
+        weight, tokens = linear.weight, x.numel() // x.shape[-1]
+        if rows_fit(weight, tokens) and faster_than_onednn(*weight.shape, tokens, weight.dtype):
+            ran("linear", f"cpu {native.isa(x.dtype)}")
+            return products(x, [weight], [linear.bias])[0]
+        if not self._laid_out:
+            return linear(x)
+        if weight.data_ptr() not in self._dense:
+            self._dense[weight.data_ptr()] = lay_out(weight, self._laid_out)
+        ran("linear", "cpu prepacked")
+        return product(x, self._dense[weight.data_ptr()], linear.bias)
+
+    def _attention(
+        self, block: DecoderBlock, room: LayerRoom, x: Tensor, positions: Tensor, seen: "_Seen", slot: int
+    ) -> Tensor:
+        """[batch, tokens, heads * channels], contiguous."""
+        q, k, v = (self._product(linear, x) for linear in (block.q, block.k, block.v))
+        tables = self.decoder.rotary.of(block.kind, max(room.keys.shape[2], slot + x.shape[1]))
+        norms = block.query_norm, block.key_norm
+        turn_and_store(q, k, v, tables, positions, norms, room.keys, room.values, slot)
+        q = q.unflatten(-1, (-1, block.channels)).transpose(1, 2)  # [batch, heads, tokens, channels]
+        return seen.attend(block, q, room).flatten(-2)
+
+
+@dataclass
+class _Seen:
+    """Which places of the cache each token of a pass sees: itself and those before it, from `first` on."""
+
+    slot: int
+    tokens: int
+    first: Tensor | None
+    masks: dict[int, Tensor] = field(default_factory=dict)  # by window
+
+    def attend(self, block: DecoderBlock, q: Tensor, room: LayerRoom) -> Tensor:
+        """[batch, tokens, heads, channels] of q [batch, heads, tokens, channels]."""
+        total = self.slot + self.tokens
+        keys, values = room.keys[:, :, :total], room.values[:, :, :total]
+        everything = (not block.window or block.window >= total) and self.first is None
+        if block.softcap:
+            return self._capped(block, q, keys, values)
+        if self.tokens == 1:
+            start = torch.zeros(len(q), dtype=torch.int64) if self.first is None else self.first
+            start = start.clamp(min=total - block.window) if block.window else start
+            starts = start[:, None].expand(-1, block.kv_heads)
+            y = kv_decode(q, KV(keys, values), total - starts, starts=starts, scale=block.scale)
+            return y.transpose(1, 2)
+        if everything and not self.slot and faster_than_torch(q, keys, values, block.scale):
+            return prompt_attention(q, keys, values, scale=block.scale)
+        how = {"is_causal": True} if everything and not self.slot else {"attn_mask": self._mask(block.window)}
+        y = scaled_dot_product_attention(q, keys, values, scale=block.scale, enable_gqa=True, **how)
+        return y.transpose(1, 2).contiguous()
+
+    def _mask(self, window: int) -> Tensor:
+        """bool [batch or 1, 1, tokens, places]"""
+        if window not in self.masks:
+            place, query = torch.arange(self.slot + self.tokens), torch.arange(self.slot, self.slot + self.tokens)
+            mask = place <= query[:, None]
+            if window:
+                mask &= place > query[:, None] - window
+            mask = mask[None]
+            if self.first is not None:  # a padded token sees itself, so that no row is empty
+                mask = mask & ((place >= self.first[:, None, None]) | (place == query[:, None]))
+            self.masks[window] = mask[:, None]
+        return self.masks[window]
+
+    def _capped(self, block: DecoderBlock, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        shared, mask = block.heads // block.kv_heads, self._mask(block.window)
+        k, v = (t.float().repeat_interleave(shared, 1) for t in (keys, values))
+        parts = []
+        for at in range(0, self.tokens, QUERIES):
+            scores = block.scale * q[:, :, at : at + QUERIES].float() @ k.transpose(2, 3)
+            scores = block.softcap * (scores / block.softcap).tanh()
+            hidden = ~mask[:, :, at : at + QUERIES]
+            parts.append((scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v).to(q.dtype))
+        return torch.cat(parts, 2).transpose(1, 2).contiguous()
+
+
+@dataclass
+class NativePrompt:
+    """A pass over a prompt into an empty static cache: (tokens [batch, n], positions [1, n]) -> next tokens [batch, 1].
+
+    Attributes:
+        kernels: {op: implementations that ran}.
+    """
+
+    forward: DecoderForward
+    rooms: list[LayerRoom]
+    kernels: dict[str, set[str]] = field(default_factory=dict)
+
+    def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        return self.forward(tokens, self.rooms, int(positions[0, 0]))[:, -1].argmax(-1, keepdim=True)
+
+
+@torch.no_grad()
+def native_prompt(model: nn.Module, cache: Cache, tokens: Tensor, laid_out: bool = True) -> NativePrompt:
+    """The pass over a prompt of a decoder, compared with the model's.
+
+    Args:
+        model: a causal decoder. cache: static, with its tensors; it is empty afterwards.
+        tokens: int64 [batch, n], the prompt that both read.
+        laid_out: dense weights are laid out for prompts of this length, which takes their memory a second time.
+
+    Raises:
+        NotNative: a model or a cache that is not known, or logits that are not the model's.
+    """
+    decoder = recognise(model)
+    rooms = rooms_of(decoder, cache)
+    prompt = NativePrompt(DecoderForward(decoder, tokens.numel() if laid_out else 0), rooms)
+    cache.reset()
+    count = min(CHECKED, tokens.shape[1])
+    at = torch.arange(tokens.shape[1])[None]
+    expected = model(tokens, past_key_values=cache, position_ids=at, use_cache=True, logits_to_keep=count).logits
+    cache.reset()
+    with recording() as prompt.kernels:
+        found = prompt.forward(tokens, rooms, 0, keep=count)
+    cache.reset()
+    check(found, expected)
+    return prompt
+
+
+def check(found: Tensor, expected: Tensor) -> None:
+    """Logits [batch, tokens, vocabulary] against the model's, without their means, which change no probability.
+
+    Raises:
+        NotNative: they differ by more than rounding explains.
+    """
+    found, expected = (x.float() - x.float().mean(-1, keepdim=True) for x in (found, expected))
+    difference = float(((found - expected).norm(dim=(0, 2)) / expected.norm(dim=(0, 2))).median())
+    if not difference < MOST:  # not a number is refused, too
+        raise NotNative(f"its logits differ from the model's by {difference:.2g}, more than {MOST}")

@@ -1,0 +1,89 @@
+"""An accelerated model generates what the model generates, from every kind of cache and batch."""
+
+import copy
+
+import pytest
+import torch
+
+from kernels import native
+from kernels.step.accelerate import accelerate
+from kernels.step.between import add_norm, gated
+from kernels.step.program import Norm
+
+pytestmark = pytest.mark.skipif(
+    native.why_not() is not None or native.isa(torch.bfloat16) == "portable", reason="no C++ kernels here"
+)
+
+
+def logits(model, ids, mask=None, steps=6):
+    """Of a prompt and some steps behind it, float32 [batch, steps + 1, vocabulary]."""
+    from transformers import DynamicCache
+
+    cache, found = DynamicCache(config=model.config), []
+    mask = torch.ones_like(ids) if mask is None else mask
+    for _ in range(steps + 1):
+        positions = (mask.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+        out = model(
+            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1
+        )
+        found.append(out.logits[:, -1].float())
+        ids = (found[0].argmax(-1, keepdim=True) + len(found)) % 96  # the same tokens for both models
+        mask = torch.cat([mask, torch.ones_like(ids)], 1)
+    return torch.stack(found, 1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("batch, padded", [(1, False), (2, False), (3, True), (9, False)])
+@pytest.mark.parametrize("architecture, more", [
+    ("llama", {}), ("qwen2", {"num_key_value_heads": 1}), ("qwen3", {}), ("mistral", {"sliding_window": 8}),
+    ("gemma3_text", {}), ("gemma2", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+])  # fmt: skip
+def test_logits_are_those_of_the_model(tiny, architecture, more, batch, padded):
+    model = tiny(architecture, **more).bfloat16()
+    ids = (torch.arange(batch * 12) * 7919 % 96).view(batch, 12)
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[0, :5] = 0
+    first = logits(model, ids, mask)[:, :1]
+    accelerate(model)
+    assert "steps in one call of C++" in repr(model.acceleration)
+    found, accelerated = logits(model, ids, mask), model.acceleration
+    accelerated.remove()
+    expected = logits(model, ids, mask)
+    assert torch.allclose(first, expected[:, :1])
+    assert float((found - expected).norm() / expected.norm()) < 0.05
+
+
+@torch.no_grad()
+def test_generate_beams_and_copies(tiny):
+    model = accelerate(tiny("llama").bfloat16())
+    ids = torch.arange(10)[None] * 31 % 96
+    copied = copy.deepcopy(model)
+    how = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    for beams in (1, 3):
+        ours = model.generate(ids, num_beams=beams, **how)
+        assert ours.shape == (1, 18) and torch.equal(ours, copied.generate(ids, num_beams=beams, **how))
+
+
+def test_what_is_not_known_is_said(tiny):
+    with pytest.warns(UserWarning, match="not accelerated"):
+        model = accelerate(tiny("gpt2"))
+    assert not hasattr(model, "acceleration")
+    with pytest.raises(ValueError, match="`dtype`"):
+        accelerate(model, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("isa", native.ISAS)
+def test_what_lies_between_products(isa, dtype):
+    if not native.runs(isa):
+        pytest.skip(f"no {isa} here")
+    torch.manual_seed(1)
+    x, up = (3 * torch.randn(5, 37)).to(dtype), torch.randn(5, 37).to(dtype)
+    expected = torch.nn.functional.silu(x.float()) * up.float()
+    assert torch.allclose(gated(x.clone(), up, "silu", isa).float(), expected, rtol=0.01, atol=1e-3)
+    residual, norm = torch.randn(5, 37), Norm(torch.rand(37), 1e-5)
+    total = residual + x.float()
+    expected = total * (total.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * norm.weight
+    y = add_norm(residual, x, None, norm, torch.empty_like(x), isa)
+    assert torch.allclose(residual, total) and torch.allclose(y.float(), expected, rtol=0.01, atol=1e-3)
