@@ -28,11 +28,12 @@ LAYOUT = "workbench.json"  # which linear is stored how; beside transformers' co
 # 1: `version` in its place, one file of weights, no checksums, no transforms, no methods of the cache.
 # 2: no compressed embeddings. 3: no rotated stream. Each is written where there is no need for a later one.
 FORMAT_VERSION = 4
+DTYPES = ("float32", "bfloat16", "float16")
 COMPUTED = "computed:"  # before the names of buffers that are not part of the state dict
 
 
 def load_compressed(
-    path: str | Path, *, dtype: torch.dtype | None = None, device: str = "cpu", caches: bool = True
+    path: str | Path, *, dtype: torch.dtype | str | None = None, device: str = "cpu", caches: bool = True
 ) -> nn.Module:
     """The compressed model: a transformers model with its linears stored small, in evaluation mode.
 
@@ -40,14 +41,18 @@ def load_compressed(
     compared with its checksum first.
 
     Args:
-        dtype: of activations and of the weights that are not compressed; None: as they were saved. What the model
-            computes when it is made (rotary frequencies) keeps its own.
+        dtype: of activations and of the weights that are not compressed, also by its name ("bfloat16"); None: as they
+            were saved. What the model computes when it is made (rotary frequencies) keeps its own.
         caches: attach the KV policy and the KV storage of the recipe, so that `generate` keeps its cache by them.
 
     Raises:
         ValueError: the folder is not there, is not a compressed model, was written by a newer workbench, or a file of
-            it is missing, cut short or changed.
+            it is missing, cut short or changed; or a dtype that does not exist.
     """
+    if isinstance(dtype, str):
+        if dtype not in DTYPES:
+            raise ValueError(f"`dtype` (={dtype!r}) must be one of {', '.join(DTYPES)}")
+        dtype = getattr(torch, dtype)
     path = Path(path)
     if (path / CHECKSUMS).is_file():
         check_files(path)

@@ -68,10 +68,12 @@ def accelerate(model: nn.Module, dtype: torch.dtype | None = torch.bfloat16) -> 
 
 @dataclass
 class _Bound:
-    """The step of one cache: rooms of its layers, and the program that reads and writes them."""
+    """The step of one cache: rooms of its layers, the program that reads and writes them, and how many positions the
+    rooms say that they hold."""
 
     rooms: list[LayerRoom]
-    step: NativeStep | None = None
+    step: NativeStep
+    held: int = -1
 
 
 @dataclass(repr=False)
@@ -179,15 +181,16 @@ class Acceleration:
             if bool((positions == torch.arange(slot, slot + tokens)).all()):
                 positions = None
         bound = self._step(rooms, batch) if tokens == 1 and positions is None and first is None else None
-        if bound is not None and bound.step is not None:
-            for room in rooms:
+        if bound is not None:
+            for room in rooms if bound.held != slot else ():
                 room.length.fill_(slot)
             bound.step(ids, torch.tensor([[slot]]))
+            bound.held = slot + 1
             logits = bound.step.logits[:, None].to(self.model.dtype)
         else:
             logits = self._reader(ids, rooms, slot, keep=keep or tokens, positions=positions, first=first)
         for block in self._reader.decoder.blocks:
-            cache.layers[block.index].taken(slot + tokens)
+            cache.layers[block.index].held = slot + tokens
         return logits
 
     def _step(self, rooms: list[LayerRoom], batch: int) -> _Bound | None:

@@ -67,32 +67,44 @@ class RoomyLayer(DynamicLayer):
 
     def __init__(self, keys: Tensor, values: Tensor, held: int) -> None:
         """keys, values: [batch, kv heads, positions, channels], of which `held` are in use."""
+        self.room, self.held = LayerRoom(keys, values, torch.zeros(1, dtype=torch.int64)), held
         super().__init__()
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
-        self.room = LayerRoom(keys, values, torch.zeros(1, dtype=torch.int64))
-        self.taken(held)
 
     @property
     def whole(self) -> bool:
-        """Are the keys and values still those in the room?"""
-        ours, held = self.room, 0 if self.keys is None else self.keys.shape[2]
-        return bool(held) and all(
-            mine.data_ptr() == room.data_ptr() and mine.shape[:2] == room.shape[:2] and mine.stride() == room.stride()
-            for mine, room in ((self.keys, ours.keys), (self.values, ours.values))
-        )
+        """Are the keys and values those in the room, and not others that transformers has put in their place?"""
+        return self._keys is None and self._values is None
 
-    def taken(self, held: int) -> None:
-        """So many positions are in use."""
-        self.keys, self.values = self.room.keys[:, :, :held], self.room.values[:, :, :held]
+    @property
+    def keys(self) -> Tensor:
+        """[batch, kv heads, held, channels]"""
+        return self.room.keys[:, :, : self.held] if self._keys is None else self._keys
+
+    @keys.setter
+    def keys(self, others: Tensor | None) -> None:
+        self._keys = others
+
+    @property
+    def values(self) -> Tensor:
+        """[batch, kv heads, held, channels]"""
+        return self.room.values[:, :, : self.held] if self._values is None else self._values
+
+    @values.setter
+    def values(self, others: Tensor | None) -> None:
+        self._values = others
+
+    def get_seq_length(self) -> int:
+        """How many positions are in use."""
+        return self.held if self._keys is None else self._keys.shape[2]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append new keys and values."""
-        held = self.get_seq_length()
-        end = held + key_states.shape[2]
-        if not self.whole or end > self.room.keys.shape[2]:
+        end = self.held + key_states.shape[2]
+        if not self.whole or end > self.room.keys.shape[2] or len(key_states) != len(self.room.keys):
             return super().update(key_states, value_states)
-        self.room.keys[:, :, held:end], self.room.values[:, :, held:end] = key_states, value_states
-        self.taken(end)
+        self.room.keys[:, :, self.held : end], self.room.values[:, :, self.held : end] = key_states, value_states
+        self.held = end
         return self.keys, self.values
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -102,6 +114,18 @@ class RoomyLayer(DynamicLayer):
             return
         self.keys.copy_(self.keys[beam_idx])
         self.values.copy_(self.values[beam_idx])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last positions; `tokens_to_remove` is negative."""
+        if self.whole and tokens_to_remove <= 0:
+            self.held = max(0, self.held + tokens_to_remove)
+        else:
+            super().crop(tokens_to_remove)
+
+    def reset(self) -> None:
+        """Forget all positions."""
+        self._keys = self._values = None
+        self.held = 0
 
 
 def roomy(decoder: Decoder, cache: DynamicCache, batch: int, tokens: int) -> list[LayerRoom] | None:
@@ -117,8 +141,8 @@ def roomy(decoder: Decoder, cache: DynamicCache, batch: int, tokens: int) -> lis
         return None
     held = cache.get_seq_length()
     for block in decoder.blocks:
-        kind, layer = type(layers[block.index]), layers[block.index]
-        empty = not layer.get_seq_length()
+        layer = layers[block.index]
+        kind, empty = type(layer), not layer.get_seq_length()
         if kind not in (RoomyLayer, DynamicLayer) and not (kind is DynamicSlidingWindowLayer and empty):
             return None
         if layer.get_seq_length() != held or (not empty and layer.keys.shape[0] != batch):
@@ -126,7 +150,8 @@ def roomy(decoder: Decoder, cache: DynamicCache, batch: int, tokens: int) -> lis
     for block in decoder.blocks:
         layer = layers[block.index]
         if isinstance(layer, RoomyLayer) and layer.whole and held + tokens <= layer.room.keys.shape[2]:
-            continue
+            if len(layer.room.keys) == batch:
+                continue
         positions = held + tokens + SPARE if not held else int(LARGER * (held + tokens)) + SPARE
         shape = (batch, block.kv_heads, positions, block.channels)
         keys, values = (torch.zeros(shape, dtype=decoder.dtype) for _ in range(2))
