@@ -1,10 +1,11 @@
 """Prefill and decode speed, each variant against the others in the same process, in turns.
 
-Every variant reads and writes through the same code: a static cache, the fastest attention there is, and a pass over
-the prompt and a step of decoding that are compiled block by block (`eval.speed.regional`). On a CPU a decoder of a
-known kind takes its steps in C++ (`kernels.step.assemble`), compressed or not; other products of 16-bit linears are
-made by what a trial finds fastest (`eval.speed.packing`): torch's own reach a quarter of the memory bandwidth, and
-anything looks fast beside them.
+Every variant reads and writes through the same code: a static cache and the fastest attention there is. On a CPU a
+decoder of a known kind, compressed or not, reads its prompt op by op (`kernels.step.forward`) and takes its steps in
+one call of C++ (`kernels.step.assemble`). Where there is no such way, the pass over the prompt and the step of decoding
+are compiled block by block (`eval.speed.regional`), and products of 16-bit linears are made by what a trial finds
+fastest (`eval.speed.packing`): torch's own reach a quarter of the memory bandwidth, and anything looks fast beside
+them.
 """
 
 import gc
@@ -35,6 +36,7 @@ from kernels.registry import recording
 from kernels.step.assemble import NativeStep, native_step
 from kernels.step.cache import static_cache
 from kernels.step.decoder import NotNative
+from kernels.step.forward import NativePrompt, native_prompt
 
 
 @dataclass(frozen=True)
@@ -272,7 +274,7 @@ def make_ready(variant: Variant, eager: nn.Module, prompt_tokens: int, new_token
     if not variant.compiled:
         return
     try:
-        step = compile_decoder(variant, prompt_tokens, batch)
+        step = fast_decoder(variant, prompt_tokens, batch)
     except NotRegional as error:
         variant.execution = f"eager ({error})"
         return
@@ -282,8 +284,7 @@ def make_ready(variant: Variant, eager: nn.Module, prompt_tokens: int, new_token
         variant.execution = f"eager (does not compile: {first[:120]})"
         return
     variant.step, variant.kernels = step, step.kernels
-    dense = len(variant.packing.weights)
-    variant.execution = "compiled" + (f", {dense} dense weights in fast products" if dense else "") + step.how
+    variant.execution = step.how(len(variant.packing.weights))
     if in_huge_pages(_read_tensors(variant)):
         variant.execution += "; huge pages"
 
@@ -293,28 +294,36 @@ def _read_tensors(variant: Variant) -> Iterator[Tensor]:
     yield from variant.model.parameters()
     yield from variant.model.buffers()
     yield from (packed for _, packed in variant.packing.tensors.values())
+    if isinstance(prompt := getattr(variant.step, "prompt", None), NativePrompt):
+        yield from prompt.forward.tensors
     yield from (x for layer in variant.cache.layers for x in (layer.keys, layer.values))
 
 
 @dataclass
-class CompiledDecoder:
-    """A decoder's pass over a prompt, compiled for its shape, and its step of decoding: one call of C++ where the
-    decoder is of a kind that `kernels.step.assemble` knows, else compiled too.
+class FastDecoder:
+    """A decoder's pass over a prompt and its step of decoding: of `kernels.step` where the decoder is of a kind that it
+    knows, else compiled for their shapes.
 
     Attributes:
         why_compiled: why the step is not native; "" where it is.
     """
 
-    prompt: RegionalStep
+    prompt: NativePrompt | RegionalStep
     step: NativeStep | RegionalStep
     why_compiled: str = ""
 
-    @property
-    def how(self) -> str:
-        """What there is to say about the step beside that it is compiled."""
+    def how(self, dense: int) -> str:
+        """How the two are executed; dense: weights of compiled passes that are taken by fast products."""
+        compiled = "compiled" + (f", {dense} dense weights in fast products" if dense else "")
+        if isinstance(self.prompt, NativePrompt):
+            prompt, step = "native prompt", compiled + " step"
+        else:
+            prompt, step = compiled, ""
         if isinstance(self.step, NativeStep):
-            return "; native step"
-        return f"; no native step: {self.why_compiled}" if self.why_compiled else ""
+            step = "native step"
+        elif self.why_compiled:
+            step = f"{step}; no native step: {self.why_compiled}".removeprefix("; ")
+        return f"{prompt}; {step}" if step else prompt
 
     def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
         return (self.step if tokens.shape[1] == 1 else self.prompt)(tokens, positions)
@@ -326,15 +335,19 @@ class CompiledDecoder:
         return {op: self.prompt.kernels.get(op, set()) | self.step.kernels.get(op, set()) for op in ops}
 
 
-def compile_decoder(variant: Variant, prompt_tokens: int, batch: int = 1) -> CompiledDecoder:
-    """Compile a variant's model for prompts of this length, and for single tokens where there is no native step.
+def fast_decoder(variant: Variant, prompt_tokens: int, batch: int = 1) -> FastDecoder:
+    """Make a variant's model ready for prompts of this length and for single tokens; what is not native is compiled.
 
     Raises:
         NotRegional, and whatever the compiler raises: it cannot be compiled.
     """
     cache, eager = variant.cache, _step(variant.model, variant.cache)
     tokens, positions = _prompt(variant, prompt_tokens, batch)
-    prompt = compile_regional(variant.model, cache, eager, tokens, positions, variant.packing, cache.reset)
+    prompt: NativePrompt | RegionalStep
+    try:
+        prompt = native_prompt(variant.model, cache, tokens)
+    except NotNative:
+        prompt = compile_regional(variant.model, cache, eager, tokens, positions, variant.packing, cache.reset)
 
     def after_prompt() -> None:
         cache.reset()
@@ -344,11 +357,11 @@ def compile_decoder(variant: Variant, prompt_tokens: int, batch: int = 1) -> Com
     reason = ""
     if one.device.type == "cpu":
         try:
-            return CompiledDecoder(prompt, native_step(variant.model, cache, one, position, after_prompt))
+            return FastDecoder(prompt, native_step(variant.model, cache, one, position, after_prompt))
         except NotNative as error:
             reason = str(error)
     step = compile_regional(variant.model, cache, eager, one, position, variant.packing, after_prompt)
-    return CompiledDecoder(prompt, step, reason)
+    return FastDecoder(prompt, step, reason)
 
 
 def _step(model: nn.Module, cache: StaticCache) -> Step:

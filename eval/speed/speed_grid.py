@@ -179,7 +179,7 @@ def _ready(
         make_ready(variant, eager[name], prompt, new_tokens, batch)
         progress.update()
     failed = [
-        name for name, variant in held.items() if variant.compiled and not variant.execution.startswith("compiled")
+        name for name, variant in held.items() if variant.compiled and variant.execution.startswith("eager")
     ]
     if not failed:
         return

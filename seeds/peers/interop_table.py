@@ -157,7 +157,7 @@ same checkpoint is run by the other library.
   the rounding of their scales to 16 bits. vLLM shows no weights.
 - Speeds are medians of {facts["rounds"]} rounds: decoding {facts["speed_tokens"]} tokens after a prompt of
   {facts["speed_prompt"]}, and reading that prompt, at batch 1. Here the model runs in bfloat16 as fast as this
-  workbench runs it: prompts compiled, decoding in the native step where it takes what is stored (the line of a model
+  workbench runs it: prompts and decoding natively where it takes what is stored (the line of a model
   says for how many recipes), else compiled; fp8 is emulated. Readers and workbench were timed one after the other.
   transformers is not timed: it dequantises at load, and is as fast as the uncompressed model."""
 
@@ -167,7 +167,7 @@ def here(speeds: dict[str, dict]) -> str:
     if not speeds:
         return ""
     speed, recipes = speeds["baseline"], [recipe for recipe in speeds if recipe != "baseline"]
-    native = [recipe for recipe in recipes if speeds[recipe]["execution"].endswith("; native step")]
+    native = [recipe for recipe in recipes if speeds[recipe]["execution"].partition("; native step")[1]]
     return (
         f" (uncompressed here, 16 bits, as it runs fastest here: {speed['decode_tokens_per_s']:.0f} tokens/s decode, "
         f"{speed['prefill_tokens_per_s']:,.0f} prefill; {len(native)} of {len(recipes)} recipes decode in the native "

@@ -213,7 +213,7 @@ def test_notebook_runs_on_the_real_model(name, compiled, tmp_path, papermill):
     else:
         assert "decode_tokens_per_s" in made["scores"]["compressed"], made["notes"]
         how = [made["speed"][one]["execution"] for one in ("baseline", "compressed")]
-        assert all(text.startswith("compiled") for text in how), how
+        assert not any(text.startswith("eager") for text in how), how
     assert "smollm2-135m" in html and len(html.encode()) < 1_000_000
     expect(made, made["scores"], html)
     if saved is None:
