@@ -17,6 +17,7 @@ from compress.kv.storage import DividedSlab, Slab, joined, right_packed, slabs_o
 from kernels.kv_decode import MAX_TOKENS as KERNEL_TOKENS
 from kernels.kv_decode import Listed
 from kernels.kv_decode.apart import kv_decode_apart
+from kernels.kv_decode.ranked import Ranked
 
 EXACT = Precision()
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -252,7 +253,7 @@ class KVLayer(DynamicLayer):
         scaling: float,
         softcap: float | None,
         count: bool,
-        lists: Sequence[Listed] = (),
+        lists: Sequence[Listed | Ranked] = (),
     ) -> tuple[Tensor, Tensor | None]:
         """The kernel, once a slab: y [B, n, H_q, D], and the attention that each position got, [B, H_kv, length].
 

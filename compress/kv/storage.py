@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from compress.kv.growing import Growing
 from compress.kv.precision import Held, Precision, outlier_factors
 from kernels.kv_decode import KV, Listed, dequantize_kv, kv_decode, merge_parts, quantize_kv, quantize_kv_float8
+from kernels.kv_decode.ranked import Ranked, kv_decode_ranked
 
 
 class Slab(Held):
@@ -99,10 +100,15 @@ class Slab(Held):
         scale: float,
         softcap: float | None,
         count: bool = False,
-        listed: Listed | None = None,
+        listed: Listed | Ranked | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The decode kernel, for the last tokens: y [B, H_q, n, D] of q [B, H_q, n, D], and with `count` the attention
         that each position got, [B, H, length]; of the positions that are listed, or of all."""
+        if isinstance(listed, Ranked):
+            if not count:
+                y = kv_decode_ranked(self.queries(q), self.kv(), listed, scale=scale, softcap=softcap)
+                return self.lifted(y), None
+            listed = listed.listed()
         indices, lengths = (None, self.lengths) if listed is None else listed
         starts = self.starts if listed is None else None
         more = {"scale": scale, "softcap": softcap, "return_mass": count}

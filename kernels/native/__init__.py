@@ -252,6 +252,10 @@ def _register_fakes() -> None:
         indices = q.new_empty(*bounds.shape[:2], most * page + behind, dtype=torch.int64)
         return indices, indices.new_empty(indices.shape[:2])
 
+    @torch.library.register_fake("workbench::kv_decode_ranked")
+    def _(q, k, v, ranking, bounds, starts, lengths, pages, page, most, behind, ranking_scale, scale, softcap, isa):
+        return q.new_empty(q.shape)
+
     @torch.library.register_fake("workbench::kv_score_list")
     def _(scores, starts, lengths, pages, page, most, behind):
         indices = scores.new_empty(*scores.shape[:2], most * page + behind, dtype=torch.int64)

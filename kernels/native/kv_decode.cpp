@@ -13,6 +13,7 @@
 #include <cstring>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #if defined(__x86_64__)
@@ -120,7 +121,7 @@ struct Loops {
                 float* weights, float* y);
   void (*add_mass)(const float* p, int rows, int64_t step, const float* weights, int64_t ws, int n, float* mass);
   void (*page_dots)(Kind kind, const float* x, const uint16_t* q, int64_t xs, int rows, const char* bounds, int64_t step, int pages,
-                    int channels, float* s, int64_t ss);
+                    int channels, float* s, int64_t ss, Ahead& ahead);
   void (*page_shares)(float* s, int64_t ss, int rows, int pages, float scale, float* out);
   void (*select)(const float* scores, int n, int count, int32_t* keys, int64_t* chosen);
 };
@@ -329,11 +330,13 @@ Problem problem_of(Problem p, const Cache& c, Kind kind, int64_t bits, int64_t h
   return p;
 }
 
+#include "kv_pages.inc"
+
 // Caches of the same precision and number of channels, whose heads come one after the other in q. Only a single one has
-// lists, and mass.
+// lists, and mass. choice: what makes the lists of `indices` first.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> attend(
     const at::Tensor& q, const std::vector<Cache>& caches, const Maybe& indices, int64_t bits, int64_t group, double scale,
-    double softcap, bool return_mass, bool return_lse, const std::string& isa) {
+    double softcap, bool return_mass, bool return_lse, const std::string& isa, Choice* choice = nullptr) {
   const Loops* found = loops_of(isa);
   TORCH_CHECK(found, "`isa` (='", isa, "') is not one of this machine's");
   TORCH_CHECK(!of_pairs(isa) || q.scalar_type() != at::kFloat, "`isa` (='", isa, "') does not take float32");
@@ -426,7 +429,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attend(
     if (left[i] == 0) merge(i);
   }
   std::atomic<int64_t> next{0};
-  at::parallel_for(0, std::min<int64_t>(count, at::get_num_threads()), 1, [&](int64_t, int64_t) {
+  const int64_t most = choice ? std::max(count, choice->tasks()) : count;
+  at::parallel_for(0, std::min<int64_t>(most, at::get_num_threads()), 1, [&](int64_t, int64_t) {
+    if (choice) choice->work();
     std::unique_ptr<float[]> scratch(new float[rows * SPAN + scratch_size(p) + SPAN * p.D / 8]);
     const bool gathers = p.list && bits != 16;
     std::unique_ptr<float[]> room(gathers ? new float[2 * SPAN * p.D + 64] : nullptr);
@@ -435,10 +440,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attend(
     for (int64_t i = next++, after; i < count; i = after) {  // whoever is free takes the next, and the last of a head merges
       Task t = tasks[i];
       after = next++;
-      if (after < count && !gathers) t.after = &tasks[after];
-      t.foreseen = foreseen, foreseen = true;
       const int64_t head = t.b * H + t.h;
-      if (p.list) check_entries(p.list + head * positions, t, caches[0].held());
+      if (choice) choice->wait(head);
+      if (after < count && !gathers && (!choice || choice->made(tasks[after].b * H + tasks[after].h))) t.after = &tasks[after];
+      t.foreseen = foreseen, foreseen = t.after;
+      if (p.list && !choice) check_entries(p.list + head * positions, t, caches[0].held());
       if (gathers) local = gathered(*t.problem, t, room.get()), t.problem = &local;
       loops.span(*t.problem, t, queries.x.get() + head * rows * p.xs, return_mass ? kept.get() + i * keep : scratch.get(),
                  scratch.get() + rows * SPAN, outs.get() + i * rows * p.xs, tops.get() + i * rows, totals + i * rows);
@@ -455,6 +461,23 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> kv_decode(
     const std::string& isa) {
   const std::vector<Cache> one{{k, v, params_k, params_v, tail_k, tail_v, Numbers(lengths), Numbers(starts)}};
   return attend(q, one, indices, bits, group, scale, softcap, return_mass, return_lse, isa);
+}
+
+// The same of a dense cache, over the pages with the highest bounds: kv_page_list, and kv_decode of its list.
+at::Tensor kv_decode_ranked(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& ranking,
+                            const at::Tensor& bounds, const at::Tensor& starts, const at::Tensor& lengths, const at::Tensor& pages,
+                            int64_t page, int64_t most, int64_t behind, double ranking_scale, double scale, double softcap,
+                            const std::string& isa) {
+  const Loops* loops = loops_of(isa);
+  TORCH_CHECK(loops, "`isa` (='", isa, "') is not one of this machine's");
+  Choice choice(*loops, isa, ranking, bounds, starts, lengths, pages, page, most, behind, ranking_scale, true);
+  for (int64_t i = 0; i < starts.numel(); i++) {
+    const int64_t first = Numbers(starts)[i], last = first + Numbers(lengths)[i] + behind;
+    TORCH_CHECK_VALUE(first >= 0 && last <= k.size(2), "rows of positions ", first, " to ", last, " are none of the ", k.size(2),
+                      " positions of the cache");
+  }
+  const std::vector<Cache> one{{k, v, {}, {}, {}, {}, Numbers(choice.lists.counts), {}}};
+  return std::get<0>(attend(q, one, choice.lists.indices, 16, 64, scale, softcap, false, false, isa, &choice));
 }
 
 // k to tail_v: one tensor for each cache, or none at all.
@@ -479,8 +502,6 @@ at::Tensor kv_decode_apart(const at::Tensor& q, const std::vector<at::Tensor>& k
   }
   return std::get<0>(attend(q, caches, {}, bits, group, scale, softcap, false, false, isa));
 }
-
-#include "kv_pages.inc"
 
 }  // namespace
 
@@ -515,6 +536,9 @@ TORCH_LIBRARY_FRAGMENT(workbench, m) {
       "kv_page_list(Tensor q, Tensor bounds, Tensor starts, Tensor lengths, Tensor pages, int page, int most, int behind, "
       "float scale, str isa) -> (Tensor, Tensor)");
   m.def(
+      "kv_decode_ranked(Tensor q, Tensor k, Tensor v, Tensor ranking, Tensor bounds, Tensor starts, Tensor lengths, Tensor pages, "
+      "int page, int most, int behind, float ranking_scale, float scale, float softcap, str isa) -> Tensor");
+  m.def(
       "kv_score_list(Tensor scores, Tensor starts, Tensor lengths, Tensor pages, int page, int most, int behind) -> (Tensor, "
       "Tensor)");
   m.def("kv_note_key(Tensor(a!) bounds, Tensor key, Tensor place, int page) -> ()");
@@ -523,6 +547,7 @@ TORCH_LIBRARY_IMPL(workbench, CPU, m) {
   m.impl("kv_decode_native", kv_decode);
   m.impl("kv_decode_apart", kv_decode_apart);
   m.impl("kv_page_list", kv_page_list);
+  m.impl("kv_decode_ranked", kv_decode_ranked);
   m.impl("kv_score_list", kv_score_list);
   m.impl("kv_note_key", kv_note_key);
 }

@@ -6,7 +6,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from kernels import native
-from kernels.kv_decode import list_of, note_key, page_list, page_scores
+from kernels.kv_decode import KV, kv_decode, list_of, note_key, page_list, page_scores, quantize_kv
+from kernels.kv_decode.ranked import Ranked, kv_decode_ranked
 from kernels.registry import recording
 
 IMPLS = ["reference"] if native.why_not() else ["reference", "cpu"]
@@ -146,3 +147,52 @@ def test_what_does_not_fit_says_so():
     if "cpu" in IMPLS:
         with pytest.raises(ValueError, match="21 positions does not fit into 5 pages of 4"):
             page_list(q, edges, one, 21 * one, **more)
+
+
+@pytest.mark.parametrize("impl", [*IMPLS, "auto"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [*SHAPES, (1, 3, 3, 64, 16, 5000)], ids=str)
+def test_ranked_pages_are_read_as_their_lists_are(shape, dtype, impl):
+    """With rows of any length, empty ones among them, and memory outside of what is read that holds NaN."""
+    B, H, G, D, page, T = shape
+    k, starts, edges = keys_and_bounds(shape, dtype)
+    v, q, n = torch.randn_like(k), torch.randn(B, H * G, 1, D).to(dtype), T - 1 - starts
+    n[-1, -1] = 0
+    pages = torch.randint(1, edges.shape[2] + 2, (B, H))
+    for behind in (0, 1):
+        ranked = Ranked(q, edges, starts, n, page, pages, max(int(pages.max()) - 1, 1), behind, 0.2)
+        chosen = ranked.listed("reference" if impl == "reference" else "auto")
+        unread = torch.ones(B, H, T, dtype=torch.bool)
+        for b in range(B):
+            for h in range(H):
+                unread[b, h, chosen.indices[b, h, : int(chosen.lengths[b, h])]] = False
+        cache = KV(*(x.masked_fill(unread[..., None], torch.nan) for x in (k, v)))
+        with recording() as ran:
+            y = kv_decode_ranked(q, cache, ranked, softcap=8.0, impl=impl)
+        one = impl != "reference" and "cpu" in IMPLS
+        assert next(iter(ran["kv_decode_ranked"])).startswith("cpu" if one else "page_list")
+        more = {"indices": chosen.indices, "softcap": 8.0}
+        assert torch.equal(y, kv_decode(q, cache, chosen.lengths, **more, impl=impl))
+        whole = KV(k.float(), v.float())
+        expected = kv_decode(q.float(), whole, chosen.lengths, **more, impl="reference")
+        tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+        assert_close(y.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_ranked_pages_of_codes_are_read_by_the_two_ops():
+    shape = (1, 2, 4, 64, 16, 256)
+    k, starts, edges = keys_and_bounds(shape, torch.bfloat16)
+    q, cache = torch.randn(1, 8, 1, 64).bfloat16(), quantize_kv(k, torch.randn_like(k), bits=8)
+    ranked = Ranked(q, edges, starts, 256 - starts, 16, torch.full((1, 2), 4), 4)
+    chosen = ranked.listed()
+    assert torch.equal(kv_decode_ranked(q, cache, ranked), kv_decode(q, cache, chosen.lengths, indices=chosen.indices))
+
+
+@pytest.mark.skipif("cpu" not in IMPLS, reason="no C++ kernels here")
+def test_the_op_of_ranked_pages_passes_opcheck_and_refuses_rows_outside_the_cache():
+    k, starts, edges = keys_and_bounds((1, 2, 4, 64, 4, 60), torch.bfloat16)
+    q, n, pages = torch.randn(1, 8, 1, 64).bfloat16(), 60 - starts, torch.full((1, 2), 4)
+    given = (q, k, k, q, edges, starts, n, pages, 4, 4, 0, 0.125, 0.125, 0.0, native.kv_decode_isa(q.dtype))
+    torch.library.opcheck(torch.ops.workbench.kv_decode_ranked, given)
+    with pytest.raises(ValueError, match="none of the 60 positions"):
+        kv_decode_ranked(q, KV(k, k), Ranked(q, edges, starts, n, 4, pages, 4, 1))

@@ -10,6 +10,7 @@ from compress.kv.growing import Growing
 from compress.kv.reading.method import Glance, Reading, Role
 from compress.kv.storage import from_start
 from kernels.kv_decode import KV, Listed, kv_decode
+from kernels.kv_decode.ranked import Ranked, kv_decode_ranked
 
 
 class FixedSlab(Protocol):
@@ -66,18 +67,21 @@ class FixedReading:
                 return slab.lifted(kv_decode(turned, slab.kv, slab.lengths, starts=slab.starts, **more))
             y, mass = kv_decode(turned, slab.kv, slab.lengths, starts=slab.starts, return_mass=True, **more)
             glance = Glance(slab, q, scaling, from_start(mass, slab.starts)[:, :, None])
-            self._leave(self.shared.chosen, self._list(slab, glance))
+            found = self._list(slab, glance)
+            self._leave(self.shared.chosen, found.listed() if isinstance(found, Ranked) else found)
             return slab.lifted(y)
-        chosen = self.shared.chosen
+        chosen: Listed | Ranked = self.shared.chosen
         if self.role.chooses:
             chosen = self._list(slab, Glance(slab, q, scaling))
+        if isinstance(chosen, Ranked):
+            return slab.lifted(kv_decode_ranked(turned, slab.kv, chosen, **more))
         return slab.lifted(kv_decode(turned, slab.kv, chosen.lengths, indices=chosen.indices, **more))
 
     def _leave(self, room: Sequence[Tensor], found: Sequence[Tensor]) -> None:
         for held, new in zip(room, found, strict=True):
             held.copy_(new)
 
-    def _list(self, slab: FixedSlab, glance: Glance) -> Listed:
+    def _list(self, slab: FixedSlab, glance: Glance) -> Listed | Ranked:
         """The last page, and others that have as many positions as are wanted, rounded down to pages."""
         if self.first:
             self._leave([self.shared.pages], [self.reading.wanted(slab.lengths.long()) // self.reading.page + 1])

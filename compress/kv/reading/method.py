@@ -11,6 +11,7 @@ from compress.kv.policy import CacheMethod, Policy, check_budget, tokens_of
 from compress.kv.storage import Slab
 from compress.method import Method, knob
 from kernels.kv_decode import Listed, list_of
+from kernels.kv_decode.ranked import Ranked
 
 
 class Role(NamedTuple):
@@ -72,8 +73,9 @@ class Reading(CacheMethod):
 
     def listed(
         self, glance: Glance, starts: Tensor, lengths: Tensor, *, pages: Tensor, most: int, behind: int = 0
-    ) -> Listed:
-        """The positions that one token reads: those of each row's last page and of the others with the highest scores.
+    ) -> Listed | Ranked:
+        """The positions that one token reads: those of each row's last page and of the others with the highest scores; pages
+        that are `Ranked` are chosen when they are read.
 
         Args:
             starts, lengths: [B, H_kv], of the rows. pages, most, behind: as of `kernels.kv_decode.page_list`.

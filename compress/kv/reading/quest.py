@@ -9,7 +9,8 @@ from compress.kv.growing import Growing
 from compress.kv.reading.method import Glance, Reading, Role
 from compress.kv.storage import Slab, from_start
 from compress.method import knob
-from kernels.kv_decode import Listed, note_key, page_list, page_scores
+from kernels.kv_decode import note_key, page_scores
+from kernels.kv_decode.ranked import Ranked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +39,8 @@ class Quest(Reading):
 
     def listed(
         self, glance: Glance, starts: Tensor, lengths: Tensor, *, pages: Tensor, most: int, behind: int = 0
-    ) -> Listed:
-        return page_list(
+    ) -> Ranked:
+        return Ranked(
             glance.queries,
             bounds(glance.slab, self.page),
             starts,

@@ -12,6 +12,7 @@ from compress.kv.layer import KVLayer, visible_positions
 from compress.kv.reading.method import Glance, Reading
 from compress.kv.storage import from_start, joined
 from kernels.kv_decode import Listed
+from kernels.kv_decode.ranked import Ranked
 
 
 def choose(scores: Tensor, tokens: Tensor, page: int, wanted: Tensor, most: int) -> Tensor:
@@ -61,7 +62,7 @@ class Reader:
         self.roles = dict(zip(layers, reading.roles(len(layers)), strict=True))
         # What the last layer that chose has chosen, by slab: pages of every token, or a list for the kernel.
         self.last: list[Tensor] = []
-        self.lists: list[Listed] = []
+        self.lists: list[Listed | Ranked] = []
 
     def attend(
         self,
