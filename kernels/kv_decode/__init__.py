@@ -42,7 +42,7 @@ def kv_decode(
     return_lse: bool = False,
     impl: str = "auto",
 ) -> Tensor | tuple[Tensor, ...]:
-    """softmax(scale q Kᵀ) V for the last tokens of every sequence, each kv head with its own range of cached positions.
+    """softmax(scale q Kᵀ) V for the last tokens of every sequence, each kv head with its own range of positions.
 
     Row (b, h) of the cache is used from position starts[b, h] to starts[b, h] + lengths[b, h]; nothing outside is
     looked at, whatever it holds. Left-packed caches leave `starts` out; right-packed ones pass positions - lengths.

@@ -74,8 +74,8 @@ class Reading(CacheMethod):
     def listed(
         self, glance: Glance, starts: Tensor, lengths: Tensor, *, pages: Tensor, most: int, behind: int = 0
     ) -> Listed | Ranked:
-        """The positions that one token reads: those of each row's last page and of the others with the highest scores; pages
-        that are `Ranked` are chosen when they are read.
+        """The positions that one token reads: those of each row's last page and of the others with the highest scores.
+        Pages that are `Ranked` are chosen when they are read.
 
         Args:
             starts, lengths: [B, H_kv], of the rows. pages, most, behind: as of `kernels.kv_decode.page_list`.
