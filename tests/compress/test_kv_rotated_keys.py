@@ -14,6 +14,7 @@ from compress.kv import attached, attachment_of
 from compress.kv.precision import Precision
 from compress.kv.storage import slabs_of
 from kernels.kv_decode import dequantize_kv, quantize_kv
+from kernels.kv_decode.ranked import Ranked
 from kernels.registry import recording
 
 KV_INT, QUEST, TIDALDECODE = (METHODS[name] for name in ("kv_int", "quest", "tidaldecode"))
@@ -112,7 +113,8 @@ def set_of(reader) -> list[set[int]]:
     """The positions that the last token chose, by row and head; without its own."""
     page = reader.reading.page
     if reader.lists:
-        rows = zip(reader.lists[0].indices.flatten(0, 1), reader.lists[0].lengths.flatten(), strict=True)
+        chosen = reader.lists[0].listed() if isinstance(reader.lists[0], Ranked) else reader.lists[0]
+        rows = zip(chosen.indices.flatten(0, 1), chosen.lengths.flatten(), strict=True)
         return [set(row[: int(n) - 1].tolist()) for row, n in rows]
     rows = reader.last[0].flatten(0, 2)
     return [{n for p in row.tolist() if p >= 0 for n in range(page * p, page * p + page) if n < 84} for row in rows]
