@@ -219,6 +219,18 @@ def _register_fakes() -> None:
     def _(x, codes, scale, table, zero, out, isa):
         return x.new_empty(*x.shape[:-1], out)
 
+    @torch.library.register_fake("workbench::panels_matmul_several")
+    def _(x, codes, scales, tables, zeros, outs):
+        return [x.new_empty(*x.shape[:-1], out) for out in outs]
+
+    @torch.library.register_fake("workbench::panels_w4a8_several")
+    def _(x, codes, scales, zeros, tables, outs, x_bits):
+        return [x.new_empty(*x.shape[:-1], out) for out in outs]
+
+    @torch.library.register_fake("workbench::int8_matmul_several")
+    def _(x, codes, scales, x_scale):
+        return [x.new_empty(*x.shape[:-1], scale.shape[0]) for scale in scales]
+
     @torch.library.register_fake("workbench::half_matmul")
     def _(x, weights, biases, isa):
         return [x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights]

@@ -259,15 +259,18 @@ struct Blocks {
 #include "int8_tiles.inc"
 #endif
 
+Weight weight_of(const at::Tensor& x, const at::Tensor& codes, const at::Tensor& scale) {
+  check(x, scale);
+  TORCH_CHECK(codes.dim() == 4 && codes.is_contiguous() && codes.scalar_type() == at::kChar && codes.size(2) == ROWS && codes.size(3) == STEP &&
+                  codes.size(0) == ceil_div(scale.size(0), ROWS) && codes.size(1) == ceil_div(x.size(-1), STEP),
+              "int8_matmul: x ", x.sizes(), ", codes ", codes.sizes(), " and scale ", scale.sizes(), " do not fit");
+  return {static_cast<const uint8_t*>(codes.const_data_ptr()), scale.const_data_ptr<float>(), scale.size(0), codes.size(0), codes.size(1)};
+}
+
 // x [..., in]; codes [panels, steps, 32, 4]; scale float32 [out].
 at::Tensor by_panels(const at::Tensor& x_, const at::Tensor& codes, const at::Tensor& scale, const std::optional<at::Tensor>& fixed) {
-  check(x_, scale);
   const at::Tensor x = x_.contiguous();
-  const Weight w{static_cast<const uint8_t*>(codes.const_data_ptr()), scale.const_data_ptr<float>(), scale.size(0),
-                 codes.size(0), codes.size(1)};
-  TORCH_CHECK(codes.dim() == 4 && codes.is_contiguous() && codes.scalar_type() == at::kChar && codes.size(2) == ROWS &&
-                  codes.size(3) == STEP && w.panels == ceil_div(w.out, ROWS) && w.steps == ceil_div(x.size(-1), STEP),
-              "int8_matmul: x ", x.sizes(), ", codes ", codes.sizes(), " and scale ", scale.sizes(), " do not fit");
+  const Weight w = weight_of(x, codes, scale);
   const at::Tensor y = result(x, w.out);
   if (y.numel() == 0) return y;
   const Input in = input(x, fixed);
@@ -315,6 +318,30 @@ at::Tensor by_panels(const at::Tensor& x_, const at::Tensor& codes, const at::Te
   return y;
 }
 
+// Several weights that multiply the same x: where tiles take it, the tokens are rounded and packed once for all of them.
+std::vector<at::Tensor> by_several(const at::Tensor& x_, const std::vector<at::Tensor>& codes, const std::vector<at::Tensor>& scales,
+                                   const std::optional<at::Tensor>& fixed) {
+  const at::Tensor x = x_.contiguous();
+  TORCH_CHECK(codes.size() && codes.size() == scales.size(), "int8_matmul: ", codes.size(), " weights and ", scales.size(), " scales");
+  std::vector<at::Tensor> y;
+#ifdef HAVE_AMX
+  std::vector<std::unique_ptr<Int8Tiles>> tiles;
+  const int64_t tokens = x.dim() && x.size(-1) ? x.numel() / x.size(-1) : 0;
+  for (size_t i = 0; tokens > MANY && amx_available() && i < codes.size(); i++) {
+    const Weight w = weight_of(x, codes[i], scales[i]);
+    y.push_back(result(x, w.out));
+    tiles.emplace_back(new Int8Tiles(input(x, fixed), w, y.back().mutable_data_ptr(), x.element_size()));
+  }
+  if (!tiles.empty()) {
+    Joined<Int8Tiles> joined(std::move(tiles));
+    TilePlan(joined).run();
+    return y;
+  }
+#endif
+  for (size_t i = 0; i < codes.size(); i++) y.push_back(by_panels(x, codes[i], scales[i], fixed));
+  return y;
+}
+
 // Rows from `begin` to `end` of a weight, for a step of decoding; a thread rounds the few tokens for itself.
 void rows(const workbench::Stored& s, const workbench::Operand& x, int64_t begin, int64_t end, float* y) {
   static thread_local std::vector<int8_t> codes;
@@ -343,10 +370,18 @@ namespace {
 at::Tensor by_panels(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&) {
   TORCH_CHECK(false, "int8_matmul: this build has neither AVX512-VNNI nor NEON's dot products");
 }
+std::vector<at::Tensor> by_several(const at::Tensor&, const std::vector<at::Tensor>&, const std::vector<at::Tensor>&,
+                                   const std::optional<at::Tensor>&) {
+  TORCH_CHECK(false, "int8_matmul: this build has neither AVX512-VNNI nor NEON's dot products");
+}
 }  // namespace
 #endif
 
 TORCH_LIBRARY_FRAGMENT(workbench, m) {
   m.def("int8_matmul(Tensor x, Tensor codes, Tensor scale, Tensor? x_scale) -> Tensor");
+  m.def("int8_matmul_several(Tensor x, Tensor[] codes, Tensor[] scales, Tensor? x_scale) -> Tensor[]");
 }
-TORCH_LIBRARY_IMPL(workbench, CPU, m) { m.impl("int8_matmul", by_panels); }
+TORCH_LIBRARY_IMPL(workbench, CPU, m) {
+  m.impl("int8_matmul", by_panels);
+  m.impl("int8_matmul_several", by_several);
+}

@@ -7,6 +7,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -459,6 +460,31 @@ void check_groups(const at::Tensor& codes, const at::Tensor& scale, int64_t in, 
               "panels_matmul: x of ", in, " columns, codes ", codes.sizes(), " and scale ", scale.sizes(), " do not fit");
 }
 
+// Do tiles take so many of these tokens?
+bool in_tiles(const at::Tensor& x, int64_t tokens) {
+  return x.scalar_type() == at::kBFloat16 && tokens > FEW && workbench::tiles_run();
+}
+
+// The bits of its codes, after what can be read.
+int check_panels(const at::Tensor& x, const at::Tensor& codes, const at::Tensor& scale, const std::optional<at::Tensor>& table,
+                 const std::optional<at::Tensor>& zero) {
+  const int bits = codes.dim() == 3 ? workbench::width_of(codes) : 0;
+  TORCH_CHECK(one_of_ours(x) && one_of_ours(scale) && x.device().is_cpu() && codes.is_contiguous() && scale.is_contiguous() && bits &&
+                  scale.dim() == 3 && (!zero || (zero->is_contiguous() && zero->sizes() == scale.sizes())) &&
+                  workbench::table_fits(table, bits),
+              "panels_matmul: x ", x.scalar_type(), ", codes ", codes.scalar_type(), " ", codes.sizes(), ", scale ",
+              scale.scalar_type(), " ", scale.sizes(), " or the table cannot be read");
+  return bits;
+}
+
+// A weight as tiles read it; values: [TABLE] that its codes stand for.
+workbench::Stored stored_of(const at::Tensor& codes, const at::Tensor& scale, const std::optional<at::Tensor>& table,
+                            const std::optional<at::Tensor>& zero, const float* values, int64_t in, int64_t out, int bits) {
+  check_groups(codes, scale, in, out, bits == 4 || bits == 8 ? 8 : 16);
+  return {codes.const_data_ptr(), scale.const_data_ptr(), int(kind_of(scale)), zero ? zero->const_data_ptr<int8_t>() : nullptr,
+          values, !table, nullptr, out, in, scale.size(1), nullptr, bits};
+}
+
 at::Tensor panels_matmul(const at::Tensor& x_, const at::Tensor& codes, const at::Tensor& scale, const std::optional<at::Tensor>& table,
                          const std::optional<at::Tensor>& zero, int64_t out, const std::string& wanted) {
   const at::Tensor x = x_.contiguous();
@@ -466,25 +492,18 @@ at::Tensor panels_matmul(const at::Tensor& x_, const at::Tensor& codes, const at
   auto sizes = x.sizes().vec();
   sizes.back() = out;
   const at::Tensor y = at::empty(sizes, x.options());
-  const int bits = codes.dim() == 3 ? workbench::width_of(codes) : 0;
-  TORCH_CHECK(one_of_ours(x) && one_of_ours(scale) && x.device().is_cpu() && codes.is_contiguous() && scale.is_contiguous() && bits &&
-                  scale.dim() == 3 && (!zero || (zero->is_contiguous() && zero->sizes() == scale.sizes())) &&
-                  workbench::table_fits(table, bits),
-              "panels_matmul: x ", x.scalar_type(), ", codes ", codes.scalar_type(), " ", codes.sizes(), ", scale ",
-              scale.scalar_type(), " ", scale.sizes(), " or the table cannot be read");
+  const int bits = check_panels(x, codes, scale, table, zero);
   if (y.numel() == 0) return y;
   if (in == 0) return y.zero_();
 
   const bool bfloat16 = x.scalar_type() == at::kBFloat16;
   float values[workbench::TABLE];
   workbench::fill_table(table, bits, values);
-  if (wanted == "amx" || (wanted == "auto" && bfloat16 && tokens > FEW && workbench::tiles_run())) {
+  if (wanted == "amx" || (wanted == "auto" && in_tiles(x, tokens))) {
     TORCH_CHECK(workbench::tiles_run(), "`isa` (='amx') is not one of this machine's");
     TORCH_CHECK(bfloat16, "`isa` (='amx') takes bfloat16, not ", x.scalar_type());
-    const workbench::Stored stored{codes.const_data_ptr(), scale.const_data_ptr(), int(kind_of(scale)), zero ? zero->const_data_ptr<int8_t>() : nullptr,
-                                   values, !table, nullptr, out, in, scale.size(1), nullptr, bits};
-    check_groups(codes, scale, in, out, bits == 4 || bits == 8 ? 8 : 16);
-    workbench::tiles_multiply(stored, static_cast<const uint16_t*>(x.const_data_ptr()), tokens, static_cast<uint16_t*>(y.mutable_data_ptr()));
+    workbench::tiles_multiply({stored_of(codes, scale, table, zero, values, in, out, bits)}, static_cast<const uint16_t*>(x.const_data_ptr()), tokens,
+                              {static_cast<uint16_t*>(y.mutable_data_ptr())});
     return y;
   }
   const std::string isa = wanted == "auto" ? best_isa(bfloat16) : wanted;
@@ -593,6 +612,36 @@ void some_rows(const workbench::Stored& s, const workbench::Operand& x, int64_t 
   for (int64_t p = begin / ROWS; p * ROWS < end; p++) loops.few(w, t, x.tokens, p, to);
 }
 
+// Several weights [out_i, in] that multiply the same x [..., in]: where tiles take it, the tokens are packed once for all of them.
+std::vector<at::Tensor> panels_matmul_several(const at::Tensor& x_, const std::vector<at::Tensor>& codes, const std::vector<at::Tensor>& scales,
+                                              const c10::List<std::optional<at::Tensor>>& tables, const c10::List<std::optional<at::Tensor>>& zeros,
+                                              const std::vector<int64_t>& outs) {
+  const at::Tensor x = x_.contiguous();
+  const size_t count = codes.size();
+  TORCH_CHECK(count && scales.size() == count && tables.size() == count && zeros.size() == count && outs.size() == count && x.dim() > 0,
+              "panels_matmul_several: ", count, " weights need as many scales, tables, zeros and outs");
+  const int64_t in = x.size(-1), tokens = in ? x.numel() / in : 0;
+  std::vector<at::Tensor> results;
+  if (!in_tiles(x, tokens)) {
+    for (size_t i = 0; i < count; i++) results.push_back(panels_matmul(x, codes[i], scales[i], tables.get(i), zeros.get(i), outs[i], "auto"));
+    return results;
+  }
+  std::vector<std::array<float, workbench::TABLE>> values(count);
+  std::vector<workbench::Stored> weights;
+  std::vector<uint16_t*> y;
+  auto sizes = x.sizes().vec();
+  for (size_t i = 0; i < count; i++) {
+    const int bits = check_panels(x, codes[i], scales[i], tables.get(i), zeros.get(i));
+    workbench::fill_table(tables.get(i), bits, values[i].data());
+    weights.push_back(stored_of(codes[i], scales[i], tables.get(i), zeros.get(i), values[i].data(), in, outs[i], bits));
+    sizes.back() = outs[i];
+    results.push_back(at::empty(sizes, x.options()));
+    y.push_back(static_cast<uint16_t*>(results.back().mutable_data_ptr()));
+  }
+  workbench::tiles_multiply(weights, static_cast<const uint16_t*>(x.const_data_ptr()), tokens, y);
+  return results;
+}
+
 }  // namespace
 
 workbench::Product workbench::panels_product(const std::string& isa, int bits, Stored& stored) {
@@ -610,7 +659,11 @@ workbench::Product workbench::panels_product(const std::string& isa, int bits, S
 
 TORCH_LIBRARY_FRAGMENT(workbench, m) {
   m.def("panels_matmul(Tensor x, Tensor codes, Tensor scale, Tensor? table, Tensor? zero, int out, str isa) -> Tensor");
+  m.def("panels_matmul_several(Tensor x, Tensor[] codes, Tensor[] scales, Tensor?[] tables, Tensor?[] zeros, int[] outs) -> Tensor[]");
   m.def("panels_isa(bool bfloat16) -> str", best_isa);
   m.def("panels_runs(str isa) -> bool", runs);
 }
-TORCH_LIBRARY_IMPL(workbench, CPU, m) { m.impl("panels_matmul", panels_matmul); }
+TORCH_LIBRARY_IMPL(workbench, CPU, m) {
+  m.impl("panels_matmul", panels_matmul);
+  m.impl("panels_matmul_several", panels_matmul_several);
+}

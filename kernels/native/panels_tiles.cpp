@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <vector>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -42,14 +43,17 @@ struct Panels {
   static constexpr TileItems ITEMS = TileItems::bfloat16;
   static constexpr int ITEM_BYTES = 2;
   int64_t tokens, columns, out, strips;
-  const Weight& w;
+  Weight w;
   tiles::Dequantise dequantise;
   const uint16_t* x;
   uint16_t* y;
 
+  int64_t until(int64_t strip) const { return strips - strip; }
+  void share(const Panels&) {}
   void prepare(int64_t, int64_t) {}
 
-  void pack(const TilePlan<Panels>& plan, int64_t token, int64_t count) const {
+  template <class Plan>
+  void pack(const Plan& plan, int64_t token, int64_t count) const {
     for (int64_t tile = 0; tile < plan.tiles(); tile++)
       tiles::pack_tile(x + token * columns, columns, tile * TILE_COLUMNS, count, plan.piece(token, tile));
   }
@@ -76,20 +80,24 @@ bool workbench::tiles_run() {
   return found;
 }
 
-void workbench::tiles_multiply(const Stored& s, const uint16_t* x, int64_t tokens, uint16_t* y) {
-  Weight w{};
-  w.units = static_cast<const uint8_t*>(s.data);
-  w.scale = s.scale, w.kind = Kind(s.scale_kind);
-  w.zero = s.zero, w.table = s.table;
-  w.panels = (s.out + ROWS - 1) / ROWS;
-  w.units_per_row = s.in / (s.bits == 4 || s.bits == 8 ? 8 : 16);
-  w.groups = s.groups, w.group_units = w.units_per_row / s.groups;
-  Panels panels{tokens, s.in, s.out, (w.panels + 1) / 2, w, tiles::dequantise_for(s.bits), x, y};
-  TilePlan(panels).run();
+void workbench::tiles_multiply(const std::vector<Stored>& weights, const uint16_t* x, int64_t tokens, const std::vector<uint16_t*>& y) {
+  std::vector<std::unique_ptr<Panels>> panels;
+  for (const Stored& s : weights) {
+    Weight w{};
+    w.units = static_cast<const uint8_t*>(s.data);
+    w.scale = s.scale, w.kind = Kind(s.scale_kind);
+    w.zero = s.zero, w.table = s.table;
+    w.panels = (s.out + ROWS - 1) / ROWS;
+    w.units_per_row = s.in / (s.bits == 4 || s.bits == 8 ? 8 : 16);
+    w.groups = s.groups, w.group_units = w.units_per_row / s.groups;
+    panels.emplace_back(new Panels{tokens, s.in, s.out, (w.panels + 1) / 2, w, tiles::dequantise_for(s.bits), x, y[panels.size()]});
+  }
+  Joined<Panels> joined(std::move(panels));
+  TilePlan(joined).run();
 }
 #else
 bool workbench::tiles_run() { return false; }
-void workbench::tiles_multiply(const Stored&, const uint16_t*, int64_t, uint16_t*) {}
+void workbench::tiles_multiply(const std::vector<Stored>&, const uint16_t*, int64_t, const std::vector<uint16_t*>&) {}
 #endif
 
 TORCH_LIBRARY_FRAGMENT(workbench, m) { m.def("tiles_run() -> bool", workbench::tiles_run); }

@@ -26,6 +26,8 @@
 
 namespace {
 
+using Maybe = std::optional<at::Tensor>;
+
 #include "panels.inc"
 #include "isa.inc"
 #include "amx.inc"
@@ -105,6 +107,8 @@ Kind kind_of(const at::Tensor& t) {
 }
 
 // All that a call works on.
+constexpr int BYTE_MIDDLE = 128;  // the middle of codes of 8 bits
+
 struct Call {
   const void* x;
   const int32_t* from;  // the columns of x in the order in which they are met; null: as they lie
@@ -280,7 +284,7 @@ struct CodeTiles {
   static constexpr int ITEM_BYTES = 1;
 
   explicit CodeTiles(const Call& call)
-      : tokens(call.tokens), columns(call.plan.in), strips((call.w.panels + 1) / 2), c(call), largest(c.coder->middle), step(call.tokens) {
+      : tokens(call.tokens), columns(call.plan.in), strips((call.w.panels + 1) / 2), c(call), largest(c.coder->middle), step(std::make_shared<std::vector<float>>(call.tokens)) {
     if (!c.w.table) return;
     float top = 1;
     for (int64_t i = 0; i < ROWS; i++) top = std::max(top, std::fabs(c.w.table[i]));
@@ -290,17 +294,21 @@ struct CodeTiles {
   }
   CodeTiles(const CodeTiles&) = delete;
 
+  int64_t until(int64_t strip) const { return strips - strip; }
+  void share(const CodeTiles& other) { step = other.step; }
+
   void prepare(int64_t first, int64_t count) const {
     float* scales = scales_of(count);
     for (int64_t p = 2 * first; p < 2 * (first + count); p++, scales += ROWS)
       c.coder->byte_scale(c.w, std::min(p, c.w.panels - 1), largest, scales);
   }
 
-  void pack(const TilePlan<CodeTiles>& plan, int64_t token, int64_t count) {
+  template <class Plan>
+  void pack(const Plan& plan, int64_t token, int64_t count) {
     const std::unique_ptr<uint8_t[]> row(new uint8_t[plan.tiles() * 64]());
     Reader x(c);
     for (int64_t m = token; m < token + TILE_ROWS; m++) {
-      if (m < token + count) dots::round_token(x.row(m), c.kind, c.plan, 0, row.get(), 64, &step[m], nullptr), step[m] /= float(times);
+      if (m < token + count) dots::round_token(x.row(m), c.kind, c.plan, 0, row.get(), 64, &(*step)[m], nullptr);
       else std::memset(row.get(), 0, c.plan.in);
       for (int64_t t = 0; t < plan.tiles(); t++) std::memcpy(plan.piece(m, t), row.get() + t * 64, 64);
     }
@@ -316,7 +324,7 @@ struct CodeTiles {
   }
 
   void finish(const char* sums, int64_t apart, int64_t token, int64_t first, int64_t count) const {
-    dots::finish_bytes(sums, apart, first * STRIP, count, scales_of(0), step[token], c.y.out, static_cast<uint16_t*>(c.y.y) + token * c.y.out);
+    dots::finish_bytes(sums, apart, first * STRIP, count, scales_of(0), (*step)[token] / float(times), c.y.out, static_cast<uint16_t*>(c.y.y) + token * c.y.out);
   }
 
   int64_t tokens, columns, strips;
@@ -327,16 +335,22 @@ struct CodeTiles {
   Call c;
   float table[ROWS];  // the values, `times` as large, so that those of a small table fill bytes too
   int times = 1, largest;
-  std::vector<float> step;
+  std::shared_ptr<std::vector<float>> step;  // of each token
 };
 #endif
 
-// Multiplies by tiles where they take the call, and returns whether they do. Their bytes hold no code of eight bits less a zero point.
-bool by_tiles([[maybe_unused]] const Call& c, [[maybe_unused]] int bits) {
+// Multiplies by tiles where they take all of the calls, whose tokens are the same, and returns whether they do. Their bytes hold no code of
+// eight bits less a zero point.
+bool by_tiles([[maybe_unused]] const std::vector<Call>& calls) {
 #ifdef HAVE_AMX
-  if (c.tokens <= SOME || c.plan.steps > 1 || c.kind != Kind::bfloat16 || (bits == 8 && c.w.zero) || !workbench::tiles_run()) return false;
-  CodeTiles codes(c);
-  TilePlan(codes).run();
+  std::vector<std::unique_ptr<CodeTiles>> codes;
+  for (const Call& c : calls) {
+    const bool large = c.coder->middle == BYTE_MIDDLE && c.w.zero;
+    if (c.tokens <= SOME || c.plan.steps > 1 || c.kind != Kind::bfloat16 || large || !workbench::tiles_run()) return false;
+    codes.emplace_back(new CodeTiles(c));
+  }
+  Joined<CodeTiles> joined(std::move(codes));
+  TilePlan(joined).run();
   return true;
 #else
   return false;
@@ -351,10 +365,11 @@ int64_t piece_of(int64_t columns) {
 
 // x [..., in]; codes, scale and zero of a weight in panels; table: the integers that nibbles stand for; x_group: columns that share a step, or 0; x_scale: one step, or one for
 // each such group; x_wide: such groups, the first ones, whose codes have 8 bits; x_order: int32 [in], the columns of x in the order of W's.
-at::Tensor panels_w4a8(const at::Tensor& x_, const at::Tensor& codes, const at::Tensor& scale, const std::optional<at::Tensor>& zero,
-                       const std::optional<at::Tensor>& table, int64_t out, int64_t x_bits, int64_t x_group, const std::optional<at::Tensor>& x_scale,
-                       int64_t x_wide, const std::optional<at::Tensor>& x_order) {
-  const at::Tensor x = x_.contiguous();
+// y: as large as the product.
+Call call_of(const at::Tensor& x, const at::Tensor& y, const at::Tensor& codes, const at::Tensor& scale, const std::optional<at::Tensor>& zero,
+             const std::optional<at::Tensor>& table, int64_t x_bits, int64_t x_group, const std::optional<at::Tensor>& x_scale, int64_t x_wide,
+             const std::optional<at::Tensor>& x_order) {
+  const int64_t out = y.size(-1);
   const int bits = codes.dim() == 3 ? workbench::width_of(codes) : 0;
   const auto one_of_ours = [](const at::Tensor& t) {
     return t.scalar_type() == at::kFloat || t.scalar_type() == at::kHalf || t.scalar_type() == at::kBFloat16;
@@ -367,10 +382,6 @@ at::Tensor panels_w4a8(const at::Tensor& x_, const at::Tensor& codes, const at::
                   (!x_order || (x_order->scalar_type() == at::kInt && x_order->is_contiguous() && x_order->numel() == x.size(-1))),
               "panels_w4a8: x ", x.scalar_type(), ", codes ", codes.scalar_type(), " ", codes.sizes(), ", scale ", scale.scalar_type(),
               " ", scale.sizes(), ", x_scale or x_order cannot be read");
-  auto sizes = x.sizes().vec();
-  sizes.back() = out;
-  const at::Tensor y = at::empty(sizes, x.options());
-  if (y.numel() == 0) return y;
   for (int64_t i = 0; table && i < ROWS; i++) {
     const float value = table->const_data_ptr<float>()[i];
     TORCH_CHECK(value == std::nearbyint(value) && std::fabs(value) <= 127, "panels_w4a8: `table` holds ", value, ", not integers from -127 to 127");
@@ -396,10 +407,43 @@ at::Tensor panels_w4a8(const at::Tensor& x_, const at::Tensor& codes, const at::
   TORCH_CHECK(inside, "panels_w4a8: `x_order` holds numbers that are no columns");
   Plan plan{in, in / columns, columns, share / columns, x_group ? x_group : in, x_group ? in / x_group : 1, piece_of(columns),
             x_bits == 8 ? 127.0f : 7.0f, x_wide, x_scale ? x_scale->const_data_ptr<float>() : nullptr, x_scale && x_scale->numel() > 1, coder.order};
-  const Call call{x.const_data_ptr(), from, kind_of(x), x.numel() / in, w, plan, &coder, {y.mutable_data_ptr(), kind_of(y), out}, y.element_size()};
-  if (by_tiles(call, bits)) return y;
-  if (call.tokens <= SOME || (bits == 8 && zero)) some_tokens(call);
+  return {x.const_data_ptr(), from, kind_of(x), x.numel() / in, w, plan, &coder, {y.mutable_data_ptr(), kind_of(y), out}, y.element_size()};
+}
+
+at::Tensor result(const at::Tensor& x, int64_t out) {
+  TORCH_CHECK(x.dim() > 0, "panels_w4a8: x has no columns");
+  auto sizes = x.sizes().vec();
+  sizes.back() = out;
+  return at::empty(sizes, x.options());
+}
+
+at::Tensor panels_w4a8(const at::Tensor& x_, const at::Tensor& codes, const at::Tensor& scale, const std::optional<at::Tensor>& zero,
+                       const std::optional<at::Tensor>& table, int64_t out, int64_t x_bits, int64_t x_group, const std::optional<at::Tensor>& x_scale,
+                       int64_t x_wide, const std::optional<at::Tensor>& x_order) {
+  const at::Tensor x = x_.contiguous(), y = result(x, out);
+  const Call call = call_of(x, y, codes, scale, zero, table, x_bits, x_group, x_scale, x_wide, x_order);
+  if (y.numel() == 0 || by_tiles({call})) return y;
+  if (call.tokens <= SOME || (call.coder->middle == BYTE_MIDDLE && zero)) some_tokens(call);
   else Many(call).run();
+  return y;
+}
+
+// Several weights that multiply the same x, which has one step a token: where tiles take it, it is rounded and packed once for all of them.
+std::vector<at::Tensor> panels_w4a8_several(const at::Tensor& x_, const std::vector<at::Tensor>& codes, const std::vector<at::Tensor>& scales,
+                                            const c10::List<Maybe>& zeros, const c10::List<Maybe>& tables, const std::vector<int64_t>& outs,
+                                            int64_t x_bits) {
+  const size_t count = codes.size();
+  TORCH_CHECK(count && scales.size() == count && zeros.size() == count && tables.size() == count && outs.size() == count,
+              "panels_w4a8_several: ", count, " weights need as many scales, zeros, tables and outs");
+  const at::Tensor x = x_.contiguous();
+  std::vector<at::Tensor> y;
+  std::vector<Call> calls;
+  for (size_t i = 0; i < count; i++) {
+    y.push_back(result(x, outs[i]));
+    calls.push_back(call_of(x, y[i], codes[i], scales[i], zeros.get(i), tables.get(i), x_bits, 0, {}, 0, {}));
+  }
+  if (x.numel() == 0 || by_tiles(calls)) return y;
+  for (size_t i = 0; i < count; i++) y[i] = panels_w4a8(x, codes[i], scales[i], zeros.get(i), tables.get(i), outs[i], x_bits, 0, {}, 0, {});
   return y;
 }
 
@@ -409,12 +453,20 @@ at::Tensor panels_w4a8(const at::Tensor&, const at::Tensor&, const at::Tensor&, 
                        const std::optional<at::Tensor>&) {
   TORCH_CHECK(false, "panels_w4a8: this build has neither AVX512-VNNI nor NEON's dot products");
 }
+std::vector<at::Tensor> panels_w4a8_several(const at::Tensor&, const std::vector<at::Tensor>&, const std::vector<at::Tensor>&, const c10::List<Maybe>&,
+                                            const c10::List<Maybe>&, const std::vector<int64_t>&, int64_t) {
+  TORCH_CHECK(false, "panels_w4a8: this build has neither AVX512-VNNI nor NEON's dot products");
+}
 #endif
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(workbench, m) {
   m.def("panels_w4a8(Tensor x, Tensor codes, Tensor scale, Tensor? zero, Tensor? table, int out, int x_bits, int x_group, Tensor? x_scale, int x_wide=0, Tensor? x_order=None) -> Tensor");
+  m.def("panels_w4a8_several(Tensor x, Tensor[] codes, Tensor[] scales, Tensor?[] zeros, Tensor?[] tables, int[] outs, int x_bits) -> Tensor[]");
   m.def("integer_isa() -> str", integer_isa);
 }
-TORCH_LIBRARY_IMPL(workbench, CPU, m) { m.impl("panels_w4a8", panels_w4a8); }
+TORCH_LIBRARY_IMPL(workbench, CPU, m) {
+  m.impl("panels_w4a8", panels_w4a8);
+  m.impl("panels_w4a8_several", panels_w4a8_several);
+}

@@ -119,7 +119,7 @@ def program_of(decoder: Decoder, rooms: Sequence[LayerRoom], tokens: int) -> tup
         cos, sin = decoder.rotary.of(block.kind, max(room.keys.shape[2] for room in rooms))
         instructions += _instructions(block, before, room, cos, sin)
     added, after = instructions[-1].writes, decoder.blocks[-1].after_mlp
-    head = (_weight(decoder.head, "lm_head"),)
+    head = (weight_of(decoder.head, "lm_head"),)
     final = Products("residual", "logits", head, before=decoder.norm, added=added, after=after)
     embedding, scale = _embedding(decoder.embedding)
     turned = None if decoder.stream is None else _change(decoder.stream.rotation, STREAM, decoder.hidden)
@@ -132,7 +132,7 @@ def _instructions(
 ) -> list[Products | Attention]:
     """Of a block, the first of which adds what the MLP of the block `before` gives."""
     names = ("q", "k", "v", "o", "gate", "up", "down")
-    q, k, v, o, gate, up, down = (_weight(getattr(block, n), f"{block.name}'s {n}_proj") for n in names)
+    q, k, v, o, gate, up, down = (weight_of(getattr(block, n), f"{block.name}'s {n}_proj") for n in names)
     return [
         Products(
             "residual",
@@ -160,7 +160,7 @@ def _instructions(
     ]  # fmt: skip
 
 
-def _weight(module: nn.Module, name: str) -> Weight:
+def weight_of(module: nn.Module, name: str) -> Weight:
     """The weight of a linear, dense or compressed."""
     bias = None if module.bias is None else module.bias.detach().float().contiguous()
     if type(module) is nn.Linear:

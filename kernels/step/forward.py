@@ -23,6 +23,7 @@ from kernels.step.assemble import MOST
 from kernels.step.between import add_norm, gated, turn_and_store
 from kernels.step.cache import LayerRoom, rooms_of
 from kernels.step.decoder import Decoder, DecoderBlock, NotNative, recognise
+from kernels.step.joined import Joined, joined
 
 QUERIES = 128  # whose scores are computed at once where they have a soft cap
 CHECKED = 4  # last tokens of a prompt
@@ -47,6 +48,7 @@ class DecoderForward:
             raise NotNative(reason)
         self.decoder, self._laid_out = decoder, laid_out
         self._dense: dict[int, Tensor] = {}  # by the weight's address
+        self._joined: dict[int, Joined | None] = {}  # by the first linear's identity
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -94,7 +96,7 @@ class DecoderForward:
                 attended, residual = attended[:, -keep:].contiguous(), residual[:, -keep:].contiguous()
                 x = x.new_empty(residual.shape)
             add_norm(residual, self._product(block.o, attended), block.after_attention, block.before_mlp, x)
-            inner = gated(self._product(block.gate, x), self._product(block.up, x), block.activation)
+            inner = gated(*self._products((block.gate, block.up), x), block.activation)
             added, after = self._product(block.down, inner), block.after_mlp
         if stream is not None:
             add_norm(residual, added, after, None, x)
@@ -117,11 +119,21 @@ class DecoderForward:
         ran("linear", "cpu prepacked")
         return product(x, self._dense[weight.data_ptr()], linear.bias)
 
+    def _products(self, linears: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
+        """Of several linears with one input: [..., out_i], contiguous."""
+        if x.dtype == torch.bfloat16 and x.numel() > native.FEW_ROUNDED * x.shape[-1]:
+            key = id(linears[0])
+            if key not in self._joined:
+                self._joined[key] = joined(linears)
+            if (together := self._joined[key]) is not None:
+                return together(x)
+        return [self._product(linear, x) for linear in linears]
+
     def _attention(
         self, block: DecoderBlock, room: LayerRoom, x: Tensor, positions: Tensor, seen: "_Seen", slot: int
     ) -> Tensor:
         """[batch, tokens, heads * channels], contiguous."""
-        q, k, v = (self._product(linear, x) for linear in (block.q, block.k, block.v))
+        q, k, v = self._products((block.q, block.k, block.v), x)
         tables = self.decoder.rotary.of(block.kind, max(room.keys.shape[2], slot + x.shape[1]))
         norms = block.query_norm, block.key_norm
         turn_and_store(q, k, v, tables, positions, norms, room.keys, room.values, slot)
