@@ -18,6 +18,7 @@ import argparse
 import copy
 import json
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -63,7 +64,8 @@ class Point:
 @dataclass
 class Row:
     """One contestant: bytes without the tokenizer, tokens per second of each round by point, perplexity and KL from
-    the uncompressed model (value, standard error), the KL of its prompts as they are timed, and how it ran."""
+    the uncompressed model (value, standard error), the KL of its prompts as they are timed, how it ran, and the points
+    at which it did not (how its program ended)."""
 
     nbytes: int
     decode: dict[str, list[float]] = field(default_factory=dict)
@@ -72,6 +74,7 @@ class Row:
     kl: tuple[float, float] | None = None
     kl_timed: tuple[float, float] | None = None
     execution: str = ""
+    failed: dict[str, str] = field(default_factory=dict)
 
 
 def tensor_bytes(file: Path) -> int:
@@ -237,11 +240,11 @@ class Comparison:
     def time(self, point: Point) -> None:
         """All contestants in turns at one point."""
         given, key = self.given, str(point)
-        if all(len(row.decode.get(key, [])) >= given.rounds for row in self.rows.values()):
+        if all(key in row.failed or len(row.decode.get(key, [])) >= given.rounds for row in self.rows.values()):
             return
         torch.set_num_threads(point.threads)
         variants = contestants(self.models)
-        for name, variant in tqdm(variants.items(), desc=f"compiling for {key}", unit="model"):
+        for name, variant in tqdm(variants.items(), desc=f"making ready for {key}", unit="model"):
             make_ready(variant, make(variant), point.prompt_tokens, given.new_tokens, point.batch)
             self.rows[name].execution = variant.execution
         for row in self.rows.values():
@@ -254,7 +257,13 @@ class Comparison:
             others = [(name, file, file_speed) for name, file in self.files.items()]
             others += [(name, folder, folder_speed) for name, folder in self.folders.items()]
             for name, path, speed in others:
-                read, decoded = speed(given.environments, path, point, given.new_tokens)
+                if key in self.rows[name].failed:
+                    continue
+                try:
+                    read, decoded = speed(given.environments, path, point, given.new_tokens)
+                except subprocess.CalledProcessError as error:  # the others go on
+                    self.rows[name].failed[key] = how_it_died(error)
+                    continue
                 self.rows[name].prefill[key].append(read)
                 self.rows[name].decode[key].append(decoded)
             self.write()
@@ -267,6 +276,13 @@ class Comparison:
             self.given.out.write_text(json.dumps({"command": shlex.join(sys.argv), "rows": rows}, indent=1) + "\n")
 
 
+def how_it_died(error: subprocess.CalledProcessError) -> str:
+    """In a few words: the signal, or the last line of what the program said."""
+    if error.returncode < 0:
+        return signal.Signals(-error.returncode).name
+    return ((error.stderr or "").strip().splitlines() or [f"exit code {error.returncode}"])[-1]
+
+
 def table(rows: dict[str, Row], point: Point) -> str:
     """Markdown: bytes, loss and speeds at one point."""
     key = str(point)
@@ -274,7 +290,7 @@ def table(rows: dict[str, Row], point: Point) -> str:
     columns = ["", "MB", *["perplexity", "KL", "KL as timed"] * with_loss, "decode, tokens/s", "prefill, tokens/s"]
     lines = [columns, ["---"] + ["---:"] * (len(columns) - 1)]
     for name, row in rows.items():
-        if key not in row.decode:
+        if not row.decode.get(key):
             continue
         loss = [f"{row.perplexity[0]:.2f}" if row.perplexity else "–"]
         loss += [f"{kl[0]:.4f} ± {kl[1]:.4f}" if kl else "–" for kl in (row.kl, row.kl_timed)]
@@ -344,6 +360,8 @@ def page(rows: dict[str, Row], given: argparse.Namespace) -> str:
     if given.grid:
         lines += ["", f"![Decoding against threads, sequences and context]({given.write.with_suffix('.svg').name})"]
         draw(rows, grid(given), given.write.with_suffix(".svg"))
+        failed = [f"{name} with {point}: {how}" for name, row in rows.items() for point, how in row.failed.items()]
+        lines += ["", f"Not measured, because the program ended: {'; '.join(failed)}."] if failed else []
     return "\n".join(lines) + "\n"
 
 
