@@ -1,5 +1,6 @@
 """Where a model's blocks are, which of their linears a method takes, and why every other weight stays as it is."""
 
+import difflib
 import fnmatch
 from collections.abc import Sequence
 from typing import Any
@@ -76,6 +77,29 @@ def check_experts(model: nn.Module, skip: str, method: str) -> None:
                 f"a layout that cannot be split into linears; skip='*.{name.rpartition('.')[2]}' would leave them as "
                 "they are"
             )
+
+
+def check_skip(model: nn.Module, skip: str, method: str) -> None:
+    """Raise ValueError if a pattern of `skip` names no weight of the model, inside the blocks or outside them."""
+    names: list[str] = []
+    for name, module in model.named_modules():
+        if is_linear(module) or isinstance(module, nn.Embedding | CompressedEmbedding) or cannot_be_split(module):
+            names.append(name)
+        elif is_fused_experts(module):
+            names += [f"{name}.{expert}" for expert in split_shapes(module)]
+    for pattern in filter(None, (part.strip() for part in skip.split(","))):
+        if fnmatch.filter(names, pattern):
+            continue
+        inside = list(dict.fromkeys(f"*.{name.rpartition('.')[2]}" for name in names))
+        near = [
+            *(f"{pattern}.*" for _ in range(1) if fnmatch.filter(names, f"{pattern}.*")),
+            *(f"*.{pattern}" for _ in range(1) if fnmatch.filter(names, f"*.{pattern}")),
+            *difflib.get_close_matches(pattern, [*inside, *names], n=3, cutoff=0.5),
+        ] or inside
+        raise ValueError(
+            f"`skip` (={skip!r}) of {method}: no linear of this model is named {pattern!r}; near it: "
+            f"{', '.join(near[:8])}"
+        )
 
 
 def kept_weights(model: nn.Module, skips: Sequence[str]) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from compress.linear import compressed_linears
 from compress.method import Method, knob
 from compress.records import LayerRecord
 from compress.transforms import Transform
-from compress.walk.blocks import check_experts, targets
+from compress.walk.blocks import check_experts, check_skip, targets
 from compress.walk.capture import Call
 from compress.walk.ends.solve import check_ends, solve_ends
 from compress.walk.once.calibrated import solve_from
@@ -96,6 +96,7 @@ class LayerwiseMethod(Method):
         return None
 
     def check(self, model: nn.Module) -> None:
+        check_skip(model, self.skip, self.name)
         if self.where != "embedding":
             check_experts(model, self.skip, self.name)
         shapes = targets(model, self.skip, self.where)

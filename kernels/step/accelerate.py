@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kernels import native
@@ -24,12 +24,14 @@ from kernels.step.decoder import ACCELERATION, NotNative, recognise
 from kernels.step.forward import DecoderForward, native_prompt
 from kernels.step.native import MOST_TOKENS
 
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 LAID_OUT = 512  # tokens of a prompt that dense weights are laid out for
 SPARE = 2.0  # times the dense weights' memory that must be free for laying them out
+MORE_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 TRIED = 16  # tokens of the prompt that is compared with the model's
 
 
-def accelerate(model: nn.Module, dtype: torch.dtype | None = torch.bfloat16) -> nn.Module:
+def accelerate(model: nn.Module, dtype: torch.dtype | str | None = torch.bfloat16) -> nn.Module:
     """Make `model.generate` and calls with a cache fast on a CPU, compressed or not, in place.
 
     The logits are those of the model up to rounding: sums between the products are kept in float32. What the fast path
@@ -39,20 +41,26 @@ def accelerate(model: nn.Module, dtype: torch.dtype | None = torch.bfloat16) -> 
 
     Args:
         model: a causal decoder of the Llama family (Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3 and their like); for
-            others there is a warning with the reason, and the model's own code runs. Compress it before: what changes
-            afterwards is not seen. `model.acceleration.remove()` undoes it.
-        dtype: to which the model is cast, torch.bfloat16 or torch.float16; None: it stays as it is.
+            others there is a warning with the reason, and the model's own code runs. Compressing the model or casting
+            it afterwards is seen when the next prompt begins. `model.acceleration.remove()` undoes it.
+        dtype: to which the model is cast, torch.bfloat16, torch.float16 or their names; None: it stays as it is.
 
     Returns:
         the model
 
     Raises:
-        ValueError: another dtype.
+        ValueError: another dtype, or `model` is not a model of transformers.
     """
-    if dtype not in (None, torch.bfloat16, torch.float16):
-        raise ValueError(f"`dtype` (={dtype}) must be torch.bfloat16, torch.float16 or None")
-    if getattr(model, ACCELERATION, None) is not None:
-        return model
+    dtype = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+    if dtype not in (None, *DTYPES.values()):
+        raise ValueError(f"`dtype` (={dtype!r}) must be torch.bfloat16, torch.float16 or None")
+    if not isinstance(model, PreTrainedModel):
+        within = "; take its `.model`" if isinstance(getattr(model, "model", None), PreTrainedModel) else ""
+        raise ValueError(f"`model` ({type(model).__name__}) must be a model of transformers{within}")
+    if (earlier := getattr(model, ACCELERATION, None)) is not None:
+        if dtype in (None, model.dtype):
+            return model
+        earlier.remove()
     if dtype is not None and model.dtype != dtype:
         cast(model, dtype)
     acceleration = Acceleration(model)
@@ -82,14 +90,19 @@ class Acceleration:
 
     Attributes:
         why_not_in_one_call: why single tokens go op by op; "" where they do not.
+        why_not: why the model's own code runs since it was changed; "" where it does not.
     """
 
     model: nn.Module
     why_not_in_one_call: str = ""
+    why_not: str = ""
+    _state: tuple[Any, ...] | None = None  # of the model, when the reader was made
     _reader: DecoderForward | None = None
     _bound: dict[int, _Bound] = field(default_factory=dict)
 
     def __repr__(self) -> str:
+        if self.why_not:
+            return f"the model's own code: {self.why_not}"
         how = f"op by op: {self.why_not_in_one_call}" if self.why_not_in_one_call else "in one call of C++"
         return f"prompts by {native.isa(self.model.dtype, True)}, steps {how}"
 
@@ -100,7 +113,7 @@ class Acceleration:
         """Give the model its own forward back."""
         self.model.__dict__.pop("forward", None)
         self.model.__dict__.pop(ACCELERATION, None)
-        self._reader, self._bound = None, {}
+        self._reader, self._bound, self._state = None, {}, None
 
     @torch.no_grad()
     def assemble(self) -> None:
@@ -109,7 +122,7 @@ class Acceleration:
         Raises:
             NotNative: the model is of another kind, or its logits are others.
         """
-        model = self.model
+        model, self.why_not_in_one_call = self.model, ""
         ids = (torch.arange(TRIED) * 7919 % model.get_input_embeddings().num_embeddings)[None]
         cache = static_cache(model, 64)
         model(ids, past_key_values=cache, use_cache=True)  # makes the cache's tensors
@@ -124,6 +137,24 @@ class Acceleration:
         except NotNative as error:
             self.why_not_in_one_call = str(error)
         self._reader = self._made()
+        self._state = _state(model)
+
+    def _ready(self) -> bool:
+        """Assemble anew where the model has been changed; False if its own code must run since then."""
+        now = _state(self.model)
+        if self._state == now:
+            return not self.why_not
+        self._reader, self._bound, self.why_not = None, {}, ""
+        try:
+            self.assemble()
+        except NotNative as error:
+            self._state, self.why_not = now, str(error)
+            warnings.warn(
+                f"the model was changed after `accelerate`, and its own code runs now: {error}; "
+                "`model.acceleration.remove()` undoes what `accelerate` did",
+                stacklevel=2,
+            )
+        return not self.why_not
 
     def _made(self) -> DecoderForward:
         decoder = recognise(self.model)
@@ -149,12 +180,15 @@ class Acceleration:
         cache = past_key_values
         plain = (
             input_ids is not None
+            and input_ids.dim() == 2
             and inputs_embeds is None
             and labels is None
             and isinstance(logits_to_keep, int)
             and not torch.is_grad_enabled()
             and type(cache) is DynamicCache
-            and not any(kwargs.get(f"output_{name}") for name in ("attentions", "hidden_states", "router_logits"))
+            and kwargs.get("return_dict") is not False
+            and not any(kwargs.get(name, getattr(self.model.config, name, False)) for name in MORE_OUTPUTS)
+            and (self._ready() if cache.get_seq_length() == 0 else self._reader is not None)
         )
         if plain and (seen := _first_seen(attention_mask, cache.get_seq_length() + input_ids.shape[1])) is not None:
             logits = self._logits(input_ids, cache, position_ids, None if not seen.any() else seen, logits_to_keep)
@@ -169,8 +203,6 @@ class Acceleration:
         self, ids: Tensor, cache: DynamicCache, positions: Tensor | None, first: Tensor | None, keep: int
     ) -> Tensor | None:
         """[batch, kept, vocabulary], or None where the cache is not one that the fast path takes."""
-        if self._reader is None:
-            self._reader = self._made()
         batch, tokens = ids.shape
         rooms = roomy(self._reader.decoder, cache, batch, tokens)
         if rooms is None:
@@ -202,6 +234,13 @@ class Acceleration:
         if bound is None or any(a is not b for a, b in zip(bound.rooms, rooms, strict=True)):
             self._bound = {key: _Bound(rooms, step_of(self._reader.decoder, rooms, batch))}
         return self._bound[key]
+
+
+def _state(model: nn.Module) -> tuple[Any, ...]:
+    """What tells whether a model has been changed: its kind of attention, and where its tensors lie."""
+    tensors = (*model.parameters(), *model.buffers())
+    versions = ((t.data_ptr(), t.dtype, 0 if t.is_inference() else t._version) for t in tensors)
+    return getattr(model.config, "_attn_implementation", None), *versions
 
 
 def _first_seen(mask: Tensor | None, total: int) -> Tensor | None:

@@ -119,7 +119,8 @@ def recognise(model: nn.Module) -> Decoder:
     if model.device.type != "cpu":
         raise NotNative(f"the model is on {model.device.type}")
     if getattr(model.config, "_attn_implementation", None) not in ("sdpa", "sdpa_fast", "eager"):
-        raise NotNative(f"attention of {model.config._attn_implementation!r}")
+        kind = model.config._attn_implementation
+        raise NotNative(f"its attention is {kind!r} ('sdpa' and 'eager' are known), as a compressed cache sets it")
     for name in FACTORS:
         if getattr(model.config, name, None) not in (None, 1, 1.0):
             raise NotNative(f"the model has `{name}`")

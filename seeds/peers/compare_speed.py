@@ -187,6 +187,8 @@ class Comparison:
         if given.out and given.out.is_file():
             self.rows = {name: Row(**row) for name, row in json.loads(given.out.read_text())["rows"].items()}
         self.model, self.tokenizer = random_model() if given.model == RANDOM else load_model(given.model)
+        # Every loss is measured against this; `self.model` is a contestant, which is cast in place.
+        self.reference = deployed(self.model, torch.float32).eval() if given.accuracy else self.model
         self.models = {BASELINE: self.model}
         for name, what in tqdm(given.ours, desc="models", unit="model"):
             self.models[f"ours, {name}"] = self.ours(what)
@@ -210,14 +212,14 @@ class Comparison:
         return apply(parse_recipe(what), model).model
 
     def score(self, windows: int) -> None:
-        """Perplexity and KL of every contestant, with dequantised weights in float32; of ours also the KL in bfloat16,
-        by the kernels that read prompts."""
+        """Perplexity and KL of every contestant from the model in float32, with dequantised weights in float32; of ours
+        also the KL in bfloat16, by the kernels that read prompts."""
         ids = held_out(self.tokenizer, corpus="wikitext2")
         how = {"window": self.given.window, "limit": windows, "beginning": beginning(self.tokenizer)}
         for name in tqdm([*self.models, *self.files, *self.folders], desc="accuracy", unit="model"):
             if name in self.models and not self.rows[name].kl_timed:
                 timed = deployed(self.models[name])
-                _, divergences = compare_on_text(self.model, {name: timed.eval()}, ids, **how)
+                _, divergences = compare_on_text(self.reference, {name: timed.eval()}, ids, **how)
                 self.rows[name].kl_timed = divergences[name].kl, divergences[name].kl_stderr
             if self.rows[name].perplexity or name == BASELINE:
                 continue
@@ -231,7 +233,7 @@ class Comparison:
             with ExitStack() as stack:
                 for linear in compressed_linears(model).values():
                     stack.enter_context(linear.dense())
-                perplexities, divergences = compare_on_text(self.model, {name: model.eval()}, ids, **how)
+                perplexities, divergences = compare_on_text(self.reference, {name: model.eval()}, ids, **how)
             for scored, p in perplexities.items():
                 self.rows[BASELINE if scored == "baseline" else scored].perplexity = p.value, p.stderr
             self.rows[name].kl = divergences[name].kl, divergences[name].kl_stderr

@@ -3,6 +3,7 @@ test_kv_cache.py."""
 
 import copy
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -195,3 +196,13 @@ def test_weights_on_disk_give_the_same_bits(name, tiny, tokens):
     ]
     assert torch.equal(on_disk.model(ids).logits, model(ids).logits)
     assert all(p.is_meta for p in on_disk.model.parameters()), "nothing stays in memory"
+
+
+@pytest.mark.parametrize("pattern, near", [
+    ("*.down_prj", r"\*\.down_proj"), ("model.layers.0", r"model\.layers\.0\.\*"), ("q_proj", r"\*\.q_proj"),
+])  # fmt: skip
+def test_patterns_of_skip_that_name_nothing_are_refused(pattern, near, tiny):
+    for skip in (pattern, f"*.up_proj, {pattern}"):
+        with pytest.raises(ValueError, match=rf"`skip` .* is named '{re.escape(pattern)}'; near it: .*{near}"):
+            apply([METHODS["rtn"](group_size=16, skip=skip)], tiny("llama"))
+    apply([METHODS["rtn"](group_size=16, skip="lm_head, model.embed_tokens")], tiny("llama"))  # outside the blocks

@@ -87,3 +87,56 @@ def test_what_lies_between_products(isa, dtype):
     expected = total * (total.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * norm.weight
     y = add_norm(residual, x, None, norm, torch.empty_like(x), isa)
     assert torch.allclose(residual, total) and torch.allclose(y.float(), expected, rtol=0.01, atol=1e-3)
+
+
+@torch.no_grad()
+def test_changes_of_the_model_are_seen_at_the_next_prompt(tiny):
+    from compress import METHODS, apply
+
+    ids = torch.arange(12)[None] * 7919 % 96
+    model = accelerate(tiny("llama").bfloat16())
+    logits(model, ids)
+    apply([METHODS["rtn"](bits=3, group_size=16)], model)
+    found = logits(model, ids)
+    assert "in one call of C++" in repr(model.acceleration)
+    accelerated = model.acceleration
+    accelerated.remove()
+    expected = logits(model, ids)
+    assert float((found - expected).norm() / expected.norm()) < 0.05
+    assert accelerate(model, "float16").dtype == torch.float16
+    logits(model, ids)
+    with pytest.warns(UserWarning, match=r"changed after `accelerate`.*float32.*`model.acceleration.remove\(\)`"):
+        logits(model.float(), ids)
+    assert "own code" in repr(model.acceleration)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text"])
+def test_a_compressed_cache_works_in_both_orders(tiny, architecture):
+    from compress import METHODS
+    from compress.kv import attach
+
+    ids = torch.arange(24)[None] * 31 % 96
+    how = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    plain, before, after = (tiny(architecture).bfloat16() for _ in range(3))
+    for model in (plain, before):
+        attach(model, [METHODS["streaming"](budget=8)])
+    with pytest.warns(UserWarning, match="not accelerated: its attention is 'workbench_kv'"):
+        accelerate(before)
+    attach(accelerate(after), [METHODS["streaming"](budget=8)])
+    expected = plain.generate(ids, **how)
+    assert torch.equal(before.generate(ids, **how), expected) and torch.equal(after.generate(ids, **how), expected)
+
+
+@torch.no_grad()
+def test_calls_that_ask_for_more_get_what_the_model_gives(tiny):
+    from transformers import DynamicCache
+
+    model = accelerate(tiny("llama").bfloat16())
+    ids = torch.arange(10)[None]
+    assert isinstance(model(ids, past_key_values=DynamicCache(config=model.config), return_dict=False), tuple)
+    model.config.output_hidden_states = True
+    assert model(ids, past_key_values=DynamicCache(config=model.config)).hidden_states
+    for wrong in ("smollm2-135m", (model, None), torch.nn.Linear(2, 2)):
+        with pytest.raises(ValueError, match="`model` .* must be a model of transformers"):
+            accelerate(wrong)

@@ -678,3 +678,18 @@ def test_the_page_of_a_stale_run_says_so():
     made = read_record(sorted(PUBLISHED.glob("gptq-*.json"))[0])
     assert "This run is stale" in page({**made, "run": made["run"] | {"stale": True}})
     assert "This run is stale" not in page(made)
+
+
+def test_numbers_of_speed_bars_are_clear_of_the_lines_of_their_limits():
+    from matplotlib.figure import Figure
+
+    ax = Figure(figsize=(4.7, 2)).add_subplot()
+    bars = [(75.7, 84.0), (290.0, 299.0), (140.0, 250.0)]
+    written = [ax.text(value, i, f"\u2002{value:,.0f}", va="center") for i, (value, _) in enumerate(bars)]
+    ax.set_xlim(0, 320)
+    plots._clear_of(ax, [(text, limit) for text, (_, limit) in zip(written, bars, strict=True)])
+    ax.figure.draw_without_rendering()
+    for text, (_, limit) in zip(written, bars, strict=True):
+        box, at = text.get_window_extent(), ax.transData.transform((limit, 0))[0]
+        assert (at <= box.x0 + 1 or at > box.x1) and box.x1 <= ax.bbox.x1
+    assert [text.get_position()[0] for text in written] == [84.0, 299.0, 140.0]
