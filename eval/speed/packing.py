@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from kernels import native
-from kernels.linear.onednn import lay_out, product
-from kernels.linear.rows import faster_than_onednn, rows_fit
+from kernels.linear.onednn import lay_out, lays_out, product
+from kernels.linear.rows import DTYPES, faster_than_onednn, rows_fit
 from kernels.registry import ran
 
 aten = torch.ops.aten
@@ -189,9 +189,5 @@ def _origin(matrix: Node) -> tuple[Node, bool]:
 
 def _packable(x: Node, weight: Node, bias: Node | None) -> bool:
     stored, on_cpu = weight.meta["val"], x.meta["val"].device.type == "cpu"
-    supported = {
-        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
-        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
-    }
     one_bias = bias is None or bias.meta["val"].dim() == 1
-    return on_cpu and stored.dim() == 2 and one_bias and stored.dtype in supported and supported[stored.dtype]()
+    return on_cpu and stored.dim() == 2 and one_bias and stored.dtype in DTYPES and lays_out(stored.dtype)

@@ -4,6 +4,16 @@ import torch
 from torch import Tensor
 
 
+def lays_out(dtype: torch.dtype) -> bool:
+    """Does oneDNN multiply by weights of this dtype on this processor? `lay_out` ends with an error where it does not."""
+    supported = {
+        torch.float32: torch.backends.mkldnn.is_available,
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    }
+    return torch.backends.mkldnn.is_available() and dtype in supported and supported[dtype]()
+
+
 def lay_out(weight: Tensor, tokens: int) -> Tensor:
     """The weight [out, in] in the order that oneDNN wants for products with about this many tokens; opaque."""
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), tokens)

@@ -5,7 +5,7 @@ import copy
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from kernels.linear.onednn import lay_out, product
+from kernels.linear.onednn import lay_out, lays_out, product
 from kernels.registry import ran
 
 
@@ -24,8 +24,13 @@ class PrepackedLinear(nn.Module):
 
 
 def prepack(model: nn.Module, tokens: int = 1) -> nn.Module:
-    """A copy of a bfloat16 CPU model with every linear prepacked for products with about this many tokens."""
+    """A copy of a bfloat16 CPU model with every linear prepacked for products with about this many tokens.
+
+    Where oneDNN has no such products on this processor, the linears are as they were.
+    """
     model = copy.deepcopy(model)
+    if not lays_out(next(model.parameters()).dtype):
+        return model
     for name, module in list(model.named_modules()):
         if type(module) in (nn.Linear, Conv1D):
             weight = module.weight.t() if type(module) is Conv1D else module.weight

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from kernels import native
-from kernels.linear.onednn import lay_out, product
+from kernels.linear.onednn import lay_out, lays_out, product
 
 FEW = 8  # tokens up to which the kernel is tried
 DTYPES = (torch.bfloat16, torch.float16)
@@ -46,6 +46,8 @@ def faster_than_onednn(out: int, columns: int, tokens: int, dtype: torch.dtype) 
 
     oneDNN wins where the processor has instructions that the kernel does not use (AMX).
     """
+    if not lays_out(dtype):
+        return True
     with unset_fake_temporarily():  # the compiler asks while it traces
         x, plain = torch.ones(tokens, columns, dtype=dtype), torch.ones(out, columns, dtype=dtype)
         packed, other = lay_out(plain, tokens), torch.ones(CACHES // 4)

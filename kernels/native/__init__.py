@@ -82,17 +82,18 @@ def _told(reason: str) -> str:
 def isa(dtype: torch.dtype, many: bool = False) -> str:
     """The instruction set that the loaded kernels take on this machine for activations of `dtype`.
 
-    many: for more tokens than FEW, whose products with packed weights take tiles ("amx") where the processor has them.
+    many: for more tokens than FEW, whose products with packed weights take tiles (`tiles`) where the processor has them.
     """
-    if many and dtype == torch.bfloat16 and tiles_run():
-        return "amx"
+    if many and dtype == torch.bfloat16 and tiles():
+        return tiles()
     return _isa("panels_isa", dtype == torch.bfloat16)
 
 
 @cache
-def tiles_run() -> bool:
-    """Are the kernels loaded, on a CPU with AMX's tiles of bfloat16 and bytes, which Linux lets this process use?"""
-    return why_not() is None and torch.ops.workbench.tiles_run()
+def tiles() -> str:
+    """What multiplies many tokens of bfloat16 by packed weights here: "amx", which multiplies bytes, too, and which Linux
+    lets this process use; "avx512 tiles", of AVX512-BF16; or "" where neither does."""
+    return torch.ops.workbench.tiles_isa() if why_not() is None else ""
 
 
 @torch.compiler.assume_constant_result
@@ -113,7 +114,7 @@ def integers(many: bool = False) -> str:
     "native" is AVX512-VNNI, as records have named it since the first ones; "neon dotprod" are NEON's dot products;
     "amx" is what takes many tokens, more than FEW or FEW_ROUNDED, where the processor has it.
     """
-    return "amx" if many and tiles_run() else _integers()
+    return "amx" if many and tiles() == "amx" else _integers()
 
 
 @cache

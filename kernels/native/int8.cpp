@@ -277,7 +277,7 @@ at::Tensor by_panels(const at::Tensor& x_, const at::Tensor& codes, const at::Te
 #ifdef HAVE_AMX
   if (in.tokens > MANY && amx_available()) {
     Int8Tiles tiles(in, w, y.mutable_data_ptr(), y.element_size());
-    TilePlan(tiles).run();
+    TilePlan<Int8Tiles, Amx>(tiles).run();
     return y;
   }
 #endif
@@ -334,7 +334,7 @@ std::vector<at::Tensor> by_several(const at::Tensor& x_, const std::vector<at::T
   }
   if (!tiles.empty()) {
     Joined<Int8Tiles> joined(std::move(tiles));
-    TilePlan(joined).run();
+    TilePlan<Joined<Int8Tiles>, Amx>(joined).run();
     return y;
   }
 #endif

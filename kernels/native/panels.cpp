@@ -104,34 +104,16 @@ INLINE Vec madd(Vec acc, Vec weights, const uint32_t* item) {
 
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma,avx2,f16c")
-// Pairs of bfloat16 as integers of 16 bits, a group of columns of one token at a time, times weights that are integers. Twice as many
-// products at a time as of bfloat16; what is lost of an element is about 2^-15 of the group's largest one.
+// Pairs of bfloat16 as integers of 16 bits, a group of columns of one token at a time, times weights that are integers; what is lost of an
+// element is about 2^-15 of the group's largest one.
 namespace avx512vnni {
 using namespace wide;
-using Sum = __m512i;
-INLINE Sum add(Sum a, Sum b) { return _mm512_add_epi32(a, b); }
-INLINE Vec value_of(Sum sum, const Tokens& x, int64_t at) {
-  const Vec whole = _mm512_cvtepi32_ps(sum);
-  return x.steps ? _mm512_mul_ps(whole, _mm512_set1_ps(x.steps[at])) : whole;
-}
-INLINE Sum madd(Sum acc, Vec weights, const uint32_t* item) {  // in assembly, because GCC 12 copies sums after its own intrinsic
-  asm("vpdpwssd %2, %1, %0" : "+v"(acc) : "v"(weights), "v"(_mm512_set1_epi32(int(*item))));
-  return acc;
-}
-INLINE __m512i table_of_32(const float* values) {
-  const auto half = [](const float* p) __attribute__((always_inline)) {
-    return _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(_mm512_loadu_ps(p)));
-  };
-  return _mm512_inserti64x4(_mm512_castsi256_si512(half(values)), half(values + 16), 1);
-}
-
 INLINE __mmask16 some(int64_t from, int64_t count) { return __mmask16(count - from >= 16 ? 0xFFFF : (1u << (count - from)) - 1); }
 
 // What some integers are multiples of: a power of two, so that what is not far below the largest element stays as it is, and the
 // largest integer at most 32,512; NaN where one is no finite number.
 struct Multiples {
   float step, inverse;
-  explicit Multiples(float step) : step(step), inverse(1 / step) {}
   Multiples(const uint32_t* items, int64_t count) {
     __m512i top = _mm512_setzero_si512();
     for (int64_t i = 0; i < count; i += 16) {
@@ -155,26 +137,7 @@ struct Multiples {
   }
 };
 
-static float step_of(const uint32_t* items, int64_t count) { return Multiples(items, count).step; }
-static void encode(const uint32_t* items, int64_t count, float step, uint32_t* to) {
-  const Multiples of(step);
-  for (int64_t i = 0; i < count; i += 16) _mm512_mask_storeu_epi32(to + i, some(i, count), of.integers(items, i, count));
-}
-constexpr Encoding ENCODING{step_of, encode};
-
 #include "panels_bytes.inc"
-#include "panels_pairs.inc"
-
-struct Bytes : Few<8> {
-  static constexpr int COLUMNS = 8, BYTES = 128, ITEMS = 4;
-  STATIC const uint8_t* load(const uint8_t* p) { return p; }
-  STATIC int table(const Weight&) { return 0; }
-  STATIC __m512i words(const uint8_t* w, int i) { return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w) + i)); }
-  STATIC Vec decode(const uint8_t* w, int i, int) {
-    return _mm512_castsi512_ps(_mm512_mask_mov_epi16(words(w, i), 0xAAAAAAAA, _mm512_slli_epi32(words(w, 4 + i), 16)));
-  }
-};
-#include "panels_loops.inc"
 }  // namespace avx512vnni
 #pragma GCC pop_options
 
@@ -462,7 +425,7 @@ void check_groups(const at::Tensor& codes, const at::Tensor& scale, int64_t in, 
 
 // Do tiles take so many of these tokens?
 bool in_tiles(const at::Tensor& x, int64_t tokens) {
-  return x.scalar_type() == at::kBFloat16 && tokens > FEW && workbench::tiles_run();
+  return x.scalar_type() == at::kBFloat16 && tokens > FEW && *workbench::tiles_isa();
 }
 
 // The bits of its codes, after what can be read.
@@ -499,17 +462,19 @@ at::Tensor panels_matmul(const at::Tensor& x_, const at::Tensor& codes, const at
   const bool bfloat16 = x.scalar_type() == at::kBFloat16;
   float values[workbench::TABLE];
   workbench::fill_table(table, bits, values);
-  if (wanted == "amx" || (wanted == "auto" && in_tiles(x, tokens))) {
-    TORCH_CHECK(workbench::tiles_run(), "`isa` (='amx') is not one of this machine's");
-    TORCH_CHECK(bfloat16, "`isa` (='amx') takes bfloat16, not ", x.scalar_type());
-    workbench::tiles_multiply({stored_of(codes, scale, table, zero, values, in, out, bits)}, static_cast<const uint16_t*>(x.const_data_ptr()), tokens,
+  const bool asked = wanted == "amx" || wanted == "avx512 tiles";
+  if (asked || (wanted == "auto" && in_tiles(x, tokens))) {
+    const std::string best = workbench::tiles_isa();
+    TORCH_CHECK(!asked || wanted == best || (wanted == "avx512 tiles" && best == "amx"), "`isa` (='", wanted, "') is not one of this machine's");
+    TORCH_CHECK(bfloat16, "`isa` (='", wanted, "') takes bfloat16, not ", x.scalar_type());
+    workbench::tiles_multiply(asked ? wanted : best, {stored_of(codes, scale, table, zero, values, in, out, bits)}, static_cast<const uint16_t*>(x.const_data_ptr()), tokens,
                               {static_cast<uint16_t*>(y.mutable_data_ptr())});
     return y;
   }
   const std::string isa = wanted == "auto" ? best_isa(bfloat16) : wanted;
   TORCH_CHECK((!of_pairs(isa) && isa != "avx512vnni") || bfloat16, "`isa` (='", isa, "') takes bfloat16, not ", x.scalar_type());
   const int64_t groups = scale.size(1), unit = loops_of(isa, bits).columns, columns = groups ? in / groups : in;
-  const bool integers = isa == "avx512vnni" || (isa == "avx512bf16" && wanted == "auto");
+  const bool integers = isa == "avx512vnni" || (isa == "avx512bf16" && wanted == "auto" && tokens <= FEW);
   const int pieces = integers ? pieces_for_integers(columns, unit, values, table.has_value(), bits) : 0;
   TORCH_CHECK(pieces || isa != "avx512vnni", "`isa` (='avx512vnni') does not take this table, or groups of ", columns, " columns");
   const Loops& loops = loops_of(pieces ? "avx512vnni" : isa, bits);
@@ -545,29 +510,20 @@ at::Tensor panels_matmul(const at::Tensor& x_, const at::Tensor& codes, const at
 
   const Output whole{y.mutable_data_ptr(), kind_of(y), out};
   const int64_t grain = std::max<int64_t>(1, GRAIN / (in * tokens)), steps = w.group_units * loops.items;
-  const bool few = tokens <= FEW;
+  const bool few = !loops.many || tokens <= FEW;
   std::unique_ptr<uint32_t[]> grouped(few && !pieces ? nullptr : new uint32_t[tokens * t.stride]);
   std::unique_ptr<float[]> multiples(pieces ? new float[tokens * w.groups] : nullptr);
   t.steps = multiples.get();
   if (few) {
     std::unique_ptr<int32_t[]> totals(pieces ? new int32_t[tokens * w.groups] : nullptr);
     for (int64_t i = 0; pieces && i < tokens * w.groups; i++)
-      multiples[i] = loops.encode_few(t.items + i * steps, steps, grouped.get() + i * steps, &totals[i]);
+      multiples[i] = loops.encode(t.items + i * steps, steps, grouped.get() + i * steps, &totals[i]);
     if (pieces) t.items = grouped.get(), t.totals = totals.get();
     at::parallel_for(0, w.panels, grain, [&](int64_t begin, int64_t end) {
       for (int64_t p = begin; p < end; p++) loops.few(w, t, int(tokens), p, whole);
     });
     return y;
   }
-  t.block = std::max<int64_t>(1, BLOCK * w.groups / in);
-  const auto take = [&](int64_t token, int64_t g, uint32_t* to) {  // a token's items of a group
-    const uint32_t* from = t.items + token * t.stride + g * steps;
-    if (!pieces) return void(std::memcpy(to, from, steps * sizeof(uint32_t)));
-    const int64_t at = token * w.groups + g;
-    multiples[at] = g % t.block ? multiples[at - 1] : loops.encoding.step_of(from, std::min(t.block, w.groups - g) * steps);
-    loops.encoding.encode(from, steps, multiples[at], to);
-    if (w.zero) sums.data_ptr<float>()[at] /= multiples[at];
-  };
   // [chunk][group][token][item]: what one pass over a decoded group reads lies together.
   const int64_t chunks = (tokens + CHUNK - 1) / CHUNK;
   at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
@@ -575,7 +531,7 @@ at::Tensor panels_matmul(const at::Tensor& x_, const at::Tensor& codes, const at
       const int64_t count = std::min<int64_t>(CHUNK, tokens - first);
       uint32_t* to = grouped.get() + first * t.stride;
       for (int64_t g = 0; g < w.groups; g++)
-        for (int64_t m = 0; m < count; m++, to += steps) take(first + m, g, to);
+        for (int64_t m = 0; m < count; m++, to += steps) std::memcpy(to, t.items + (first + m) * t.stride + g * steps, steps * sizeof(uint32_t));
     }
   });
   at::parallel_for(0, (w.panels + 1) / 2, std::max<int64_t>(1, grain / 2), [&](int64_t begin, int64_t end) {
@@ -583,8 +539,7 @@ at::Tensor panels_matmul(const at::Tensor& x_, const at::Tensor& codes, const at
     TORCH_CHECK(scratch, "panels_matmul: no memory for a decoded group");
     for (int64_t pair = begin; pair < end; pair++)
       for (int64_t first = 0; first < tokens; first += CHUNK) {
-        const auto its = [first, &w](const float* of) { return of ? of + first * w.groups : nullptr; };
-        const Tokens part{grouped.get() + first * t.stride, t.stride, its(t.sums), its(t.steps), nullptr, t.block};
+        const Tokens part{grouped.get() + first * t.stride, t.stride, t.sums ? t.sums + first * w.groups : nullptr, nullptr, nullptr};
         const Output rows{static_cast<char*>(whole.y) + first * out * y.element_size(), whole.kind, out};
         loops.many(w, part, int(std::min<int64_t>(CHUNK, tokens - first)), 2 * pair, scratch, rows);
       }
@@ -607,7 +562,7 @@ void some_rows(const workbench::Stored& s, const workbench::Operand& x, int64_t 
   w.pieces = s.pieces;
   w.groups = s.groups * s.pieces;
   w.group_units = w.units_per_row / w.groups;
-  const Tokens t{static_cast<const uint32_t*>(x.items), w.units_per_row * loops.items, x.sums, x.multiples, x.totals, 1};
+  const Tokens t{static_cast<const uint32_t*>(x.items), w.units_per_row * loops.items, x.sums, x.multiples, x.totals};
   const Output to{y, Kind::float32, s.out};
   for (int64_t p = begin / ROWS; p * ROWS < end; p++) loops.few(w, t, x.tokens, p, to);
 }
@@ -638,7 +593,7 @@ std::vector<at::Tensor> panels_matmul_several(const at::Tensor& x_, const std::v
     results.push_back(at::empty(sizes, x.options()));
     y.push_back(static_cast<uint16_t*>(results.back().mutable_data_ptr()));
   }
-  workbench::tiles_multiply(weights, static_cast<const uint16_t*>(x.const_data_ptr()), tokens, y);
+  workbench::tiles_multiply(workbench::tiles_isa(), weights, static_cast<const uint16_t*>(x.const_data_ptr()), tokens, y);
   return results;
 }
 
@@ -651,7 +606,7 @@ workbench::Product workbench::panels_product(const std::string& isa, int bits, S
   if (pieces) {
     stored.pieces = pieces;
     const Loops& of_integers = loops_of("avx512vnni", bits);
-    return {Items::integers, columns / pieces, some_rows, &of_integers, of_integers.encode_few};
+    return {Items::integers, columns / pieces, some_rows, &of_integers, of_integers.encode};
   }
   const Items items = loops.items < loops.columns ? Items::stored : Items::even_then_odd;
   return {items, loops.columns, some_rows, &loops};

@@ -1,4 +1,4 @@
-// Many tokens by a weight in panels on a CPU with AMX: codes become bfloat16 weights, scale (value - zero), rounded once, as the op's
+// Many tokens by a weight in panels on a CPU with AVX512-BF16 or AMX: codes become bfloat16 weights, scale (value - zero), rounded once, as the op's
 // reference rounds them; products with bfloat16 tokens are summed in float32. kernels/int_matmul/README.md says what it costs.
 
 #include <ATen/ATen.h>
@@ -22,9 +22,10 @@ namespace {
 
 #include "panels.inc"
 #include "amx.inc"
+#include "vector_tiles.inc"
 #include "tile_plan.inc"
 
-#ifdef HAVE_AMX
+#ifdef HAVE_X86
 #define STATIC static inline __attribute__((always_inline))
 
 constexpr int64_t TILE_COLUMNS = 32;    // of bfloat16
@@ -74,13 +75,17 @@ struct Panels {
 
 }  // namespace
 
+#ifdef HAVE_X86
+const char* workbench::tiles_isa() {
+  static const bool vectors = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512dq");
 #ifdef HAVE_AMX
-bool workbench::tiles_run() {
-  static const bool found = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512dq") && amx_available();
-  return found;
+  static const bool amx = vectors && amx_available();
+  if (amx) return "amx";
+#endif
+  return vectors ? "avx512 tiles" : "";
 }
 
-void workbench::tiles_multiply(const std::vector<Stored>& weights, const uint16_t* x, int64_t tokens, const std::vector<uint16_t*>& y) {
+void workbench::tiles_multiply(const std::string& isa, const std::vector<Stored>& weights, const uint16_t* x, int64_t tokens, const std::vector<uint16_t*>& y) {
   std::vector<std::unique_ptr<Panels>> panels;
   for (const Stored& s : weights) {
     Weight w{};
@@ -93,11 +98,16 @@ void workbench::tiles_multiply(const std::vector<Stored>& weights, const uint16_
     panels.emplace_back(new Panels{tokens, s.in, s.out, (w.panels + 1) / 2, w, tiles::dequantise_for(s.bits), x, y[panels.size()]});
   }
   Joined<Panels> joined(std::move(panels));
-  TilePlan(joined).run();
+#ifdef HAVE_AMX
+  if (isa == "amx") return TilePlan<Joined<Panels>, Amx>(joined).run();
+#endif
+  TilePlan<Joined<Panels>, Vectors>(joined).run();
 }
 #else
-bool workbench::tiles_run() { return false; }
-void workbench::tiles_multiply(const std::vector<Stored>&, const uint16_t*, int64_t, const std::vector<uint16_t*>&) {}
+const char* workbench::tiles_isa() { return ""; }
+void workbench::tiles_multiply(const std::string&, const std::vector<Stored>&, const uint16_t*, int64_t, const std::vector<uint16_t*>&) {}
 #endif
 
-TORCH_LIBRARY_FRAGMENT(workbench, m) { m.def("tiles_run() -> bool", workbench::tiles_run); }
+TORCH_LIBRARY_FRAGMENT(workbench, m) {
+  m.def("tiles_isa() -> str", [] { return std::string(workbench::tiles_isa()); });
+}

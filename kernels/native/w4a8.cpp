@@ -346,11 +346,11 @@ bool by_tiles([[maybe_unused]] const std::vector<Call>& calls) {
   std::vector<std::unique_ptr<CodeTiles>> codes;
   for (const Call& c : calls) {
     const bool large = c.coder->middle == BYTE_MIDDLE && c.w.zero;
-    if (c.tokens <= SOME || c.plan.steps > 1 || c.kind != Kind::bfloat16 || large || !workbench::tiles_run()) return false;
+    if (c.tokens <= SOME || c.plan.steps > 1 || c.kind != Kind::bfloat16 || large || !amx_available()) return false;
     codes.emplace_back(new CodeTiles(c));
   }
   Joined<CodeTiles> joined(std::move(codes));
-  TilePlan(joined).run();
+  TilePlan<Joined<CodeTiles>, Amx>(joined).run();
   return true;
 #else
   return false;

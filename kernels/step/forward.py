@@ -15,7 +15,7 @@ from transformers import Cache
 
 from kernels import native
 from kernels.kv_decode import KV, kv_decode
-from kernels.linear.onednn import lay_out, product
+from kernels.linear.onednn import lay_out, lays_out, product
 from kernels.linear.rows import faster_than_onednn, products, rows_fit
 from kernels.prompt_attention import faster_than_torch, prompt_attention
 from kernels.registry import ran, recording
@@ -46,7 +46,7 @@ class DecoderForward:
             raise NotNative(f"activations in {str(decoder.dtype).removeprefix('torch.')}, not in 16 bits")
         if reason := native.why_not():
             raise NotNative(reason)
-        self.decoder, self._laid_out = decoder, laid_out
+        self.decoder, self._laid_out = decoder, laid_out if lays_out(decoder.dtype) else 0
         self._dense: dict[int, Tensor] = {}  # by the weight's address
         self._joined: dict[int, Joined | None] = {}  # by the first linear's identity
 

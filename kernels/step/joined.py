@@ -1,4 +1,4 @@
-"""Products of one input with several stored weights in one call, where a CPU multiplies prompts in tiles (AMX).
+"""Products of one input with several stored weights in one call, where a CPU multiplies prompts in tiles.
 
 The tokens are rounded and packed once for all of them, and all rows are shared out together.
 """
@@ -25,9 +25,9 @@ def joined(linears: Sequence[nn.Module]) -> Joined | None:
     """The products of these linears of one input, for bfloat16 and more tokens than `native.FEW_ROUNDED`.
 
     Returns:
-        None where they are stored in different ways, in a format without tiles, or where the CPU has none.
+        None where they are stored in different ways, or in a format that this CPU does not multiply in tiles.
     """
-    if not native.tiles_run():
+    if not native.tiles():
         return None
     try:
         weights = [weight_of(linear, "a linear") for linear in linears]
@@ -39,11 +39,12 @@ def joined(linears: Sequence[nn.Module]) -> Joined | None:
     if not same or len(kinds) > 1 or any(w.gains is not None for w in weights):
         return None
     biases = [None if w.bias is None else w.bias.bfloat16() for w in weights]
-    if kinds == {W8}:
-        product = _bytes(weights)
-    elif kinds <= {Packed, Codebook} and change is None:
+    of_bytes = native.tiles() == "amx"
+    if kinds <= {Packed, Codebook} and change is None:
         product = _panels(stored)
-    elif kinds <= {Packed, Codebook} and _rounds_tokens(change, weights):
+    elif of_bytes and kinds == {W8}:
+        product = _bytes(weights)
+    elif of_bytes and kinds <= {Packed, Codebook} and _rounds_tokens(change, weights):
         product = _rounded(stored, change.bits)
     else:
         return None
@@ -66,7 +67,7 @@ def _panels(stored: Sequence[Packed | Codebook]) -> Joined:
     arguments = [w.codes for w in stored], [w.scale for w in stored], tables, zeros, [w.shape[0] for w in stored]
 
     def product(x: Tensor) -> list[Tensor]:
-        ran(op, "cpu amx")
+        ran(op, f"cpu {native.tiles()}")
         return torch.ops.workbench.panels_matmul_several(x, *arguments)
 
     return product
@@ -77,7 +78,7 @@ def _rounded(stored: Sequence[Packed | Codebook], bits: int) -> Joined:
     arguments = [w.codes for w in stored], [w.scale for w in stored], zeros, tables, [w.shape[0] for w in stored], bits
 
     def product(x: Tensor) -> list[Tensor]:
-        ran("w4a8_matmul", f"cpu {native.integers(True)}")
+        ran("w4a8_matmul", "cpu amx")
         return torch.ops.workbench.panels_w4a8_several(x, *arguments)
 
     return product
@@ -90,7 +91,7 @@ def _bytes(weights: Sequence[Weight]) -> Joined | None:
     codes, scales = [w.stored.codes for w in weights], [w.stored.scale for w in weights]
 
     def product(x: Tensor) -> list[Tensor]:
-        ran("w8a8_matmul", f"cpu {native.integers(True)}")
+        ran("w8a8_matmul", "cpu amx")
         return torch.ops.workbench.int8_matmul_several(x, codes, scales, steps[0])
 
     return product

@@ -100,7 +100,7 @@ def test_tiles_agree_for_few_and_many_tokens(bits, symmetric, dtype, shape):
 
 needs_native = pytest.mark.skipif(native.why_not() is not None, reason=f"no C++ kernels here: {native.why_not()}")
 ISAS = [isa for isa in ("avx512vnni", *native.ISAS) if native.why_not() is None and native.runs(isa)]
-ISAS += ["amx"] if native.tiles_run() else []
+TILES = {"amx": ["amx", "avx512 tiles"], "avx512 tiles": ["avx512 tiles"]}.get(native.tiles(), [])
 
 
 @needs_native
@@ -126,7 +126,7 @@ def test_panels_lose_nothing_and_agree_for_few_and_many_tokens(bits, symmetric, 
 
 
 @needs_native
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", ISAS + TILES)
 def test_every_instruction_set_computes_the_same(isa):
     for symmetric in (True, False):
         for scale_dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -139,13 +139,12 @@ def test_every_instruction_set_computes_the_same(isa):
                     assert rms(panels.matmul(x, w, isa), x.double() @ exact.T) < 4e-3, (bits, scale_dtype, tokens)
 
 
-needs_amx = pytest.mark.skipif("amx" not in ISAS, reason="no AMX here")
-
-
-@needs_amx
+@needs_native
+@pytest.mark.skipif(not TILES, reason="no tiles here")
+@pytest.mark.parametrize("isa", TILES)
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("columns, group_size, out", [(40, 8, 33), (672, 96, 65), (1000, 200, 17), (2048, 2048, 40)])
-def test_tiles_take_every_shape(columns, group_size, out, threads):
+def test_tiles_take_every_shape(columns, group_size, out, threads, isa):
     """Columns that fill no tile or several chunks of them, rows that fill no panel or pair of panels, one to many tiles
     of tokens, and more than meet a decoded chunk; a token with an infinity or a NaN spoils no other."""
     before = torch.get_num_threads()
@@ -155,10 +154,10 @@ def test_tiles_take_every_shape(columns, group_size, out, threads):
             _, _, w, exact = make(out, columns, group_size, bits, False)
             for tokens in (9, 16, 17, 47, 1040):
                 x = torch.randn(tokens, columns).bfloat16()
-                y = panels.matmul(x, to_panels(w), "amx")
+                y = panels.matmul(x, to_panels(w), isa)
                 assert rms(y, x.double() @ exact.T) < 4e-3
                 x[0, 3], x[1, -1] = torch.inf, torch.nan
-                spoilt = panels.matmul(x, to_panels(w), "amx")
+                spoilt = panels.matmul(x, to_panels(w), isa)
                 assert not spoilt[:2].isfinite().any() and torch.equal(spoilt[2:], y[2:])
     finally:
         torch.set_num_threads(before)

@@ -69,7 +69,7 @@ def test_largest_sums(tokens):
     assert (w4a8_matmul(-x, w, impl="cpu") == 128.0 * columns).all()
 
 
-@pytest.mark.skipif(not native.tiles_run(), reason="needs AMX")
+@pytest.mark.skipif(native.tiles() != "amx", reason="needs AMX")
 @pytest.mark.parametrize("bits, zeros", [(2, True), (3, False), (4, False), (4, True), (5, True), (6, False), (8, False)])
 def test_tiles_multiply_bytes_with_one_scale_for_each_row(bits, zeros):
     x, w, middle = torch.randn(70, 160).bfloat16(), weight(50, 160, bits, 32, zeros), 1 << (bits - 1)
@@ -82,7 +82,7 @@ def test_tiles_multiply_bytes_with_one_scale_for_each_row(bits, zeros):
     assert (y - exact).norm() < 0.012 * exact.norm()
 
 
-@pytest.mark.skipif(not native.tiles_run(), reason="needs AMX")
+@pytest.mark.skipif(native.tiles() != "amx", reason="needs AMX")
 @pytest.mark.parametrize("most", [127, 64, 63, 7])
 def test_tiles_take_tables_of_any_integers(most):
     x, g = torch.randn(40, 128).bfloat16(), torch.Generator().manual_seed(3)
