@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def lays_out(dtype: torch.dtype) -> bool:
-    """Does oneDNN multiply by weights of this dtype on this processor? `lay_out` ends with an error where it does not."""
+    """Does oneDNN multiply by weights of this dtype on this processor? If not, `lay_out` ends with an error."""
     supported = {
         torch.float32: torch.backends.mkldnn.is_available,
         torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,

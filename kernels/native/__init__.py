@@ -82,7 +82,7 @@ def _told(reason: str) -> str:
 def isa(dtype: torch.dtype, many: bool = False) -> str:
     """The instruction set that the loaded kernels take on this machine for activations of `dtype`.
 
-    many: for more tokens than FEW, whose products with packed weights take tiles (`tiles`) where the processor has them.
+    many: for more tokens than FEW, whose products with packed weights take `tiles` where the processor has them.
     """
     if many and dtype == torch.bfloat16 and tiles():
         return tiles()
@@ -91,8 +91,11 @@ def isa(dtype: torch.dtype, many: bool = False) -> str:
 
 @cache
 def tiles() -> str:
-    """What multiplies many tokens of bfloat16 by packed weights here: "amx", which multiplies bytes, too, and which Linux
-    lets this process use; "avx512 tiles", of AVX512-BF16; or "" where neither does."""
+    """What multiplies many tokens of bfloat16 by packed weights here.
+
+    "amx", which multiplies bytes, too, and which Linux must let this process use; "avx512 tiles", of AVX512-BF16; or ""
+    where neither does.
+    """
     return torch.ops.workbench.tiles_isa() if why_not() is None else ""
 
 
