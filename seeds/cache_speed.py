@@ -9,12 +9,13 @@ Three measurements, each in turns:
    Llama-3-8B's shape with random weights. Beside them torch's own attention, and llama.cpp with `--file`.
 2. The attention behind `--tokens` tokens of a real text where heads keep different numbers of positions (`ada`,
    `global`), against the same budget shared out evenly.
-3. A prompt of `--read-tokens` read with each policy attached, against the prompt alone.
+3. A prompt of `--read-tokens` read with each policy attached, against the prompt alone, by the accelerated model.
 
 What is in `--out` already is not measured again.
 """
 
 import argparse
+import copy
 import json
 import shlex
 import statistics
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from compress import held_out, load_model
+from compress import accelerate, held_out, load_model
 from compress.kv import CompressedCache, attached
 from compress.kv.policy import CacheMethod, Policy, Projecting, Storage
 from compress.kv.reading.method import Reading
@@ -37,8 +38,11 @@ from compress.recipe import parse_recipe
 from eval.machine.hardware import hardware
 from eval.speed.cache_speed import FULL, SDPA, measure_cache_speed
 from eval.speed.device_lock import undisturbed
+from kernels.step.assemble import native_step
+from kernels.step.cache import static_cache
 
 SLOTS = (Policy, Storage, Reading, Projecting)
+NATIVE, LLAMA_CPP = "full, native step", "llama.cpp F16"
 LAYER = "one layer of Llama-3-8B's shape"
 MADE_UP = (
     "kv_int(bits=8)",
@@ -71,13 +75,40 @@ def layer_of_8b() -> nn.Module:
 
 def behind(model: nn.Module, contexts: Sequence[int], recipes: Sequence[str], given: argparse.Namespace) -> dict:
     """Seconds a token, whole and of the attention alone, by variant and context."""
-    copy, room = decoder(model), max(64, 2 * given.new_tokens)
+    static, room = decoder(model), max(64, 2 * given.new_tokens)
     variants = {
-        name: lambda text=text: MadeUpCache(copy, max(contexts), *slots(text), room=room)
+        name: lambda text=text: MadeUpCache(static, max(contexts), *slots(text), room=room)
         for name, text in ((FULL, ""), *((recipe, recipe) for recipe in recipes))
     }
-    speed = measure_cache_speed(copy, variants, contexts, new_tokens=given.new_tokens, rounds=given.rounds)
+    speed = measure_cache_speed(static, variants, contexts, new_tokens=given.new_tokens, rounds=given.rounds)
     return {"tokens_per_s": speed.tokens_per_s, "attention_s": speed.attention_s, "execution": speed.execution}
+
+
+def of_native_step(model: nn.Module, contexts: Sequence[int], given: argparse.Namespace) -> dict[int, list[float]]:
+    """Tokens per second of steps in one call of C++ behind a full 16-bit cache, by context."""
+    ids = (torch.arange(16) * 7919 % model.config.vocab_size)[None]
+    cache = static_cache(model, max(contexts) + 2 * given.new_tokens)
+
+    def read_prompt() -> None:
+        cache.reset()
+        model(ids, past_key_values=cache, use_cache=True)
+
+    read_prompt()
+    step = native_step(model, cache, ids[:, -1:], torch.tensor([[ids.shape[1]]]), read_prompt)
+    for layer in cache.layers:
+        layer.keys.normal_(), layer.values.normal_()
+    speeds: dict[int, list[float]] = {}
+    for context in tqdm(contexts, desc="native step", unit="context"):
+        for _ in range(given.rounds):
+            for layer in cache.layers:
+                layer.cumulative_length.fill_(context)
+            seconds = []
+            for place in range(context, context + given.new_tokens):
+                start = time.perf_counter()
+                step(ids[:, -1:], torch.tensor([[place]]))
+                seconds.append(time.perf_counter() - start)
+            speeds.setdefault(context, []).append(1 / statistics.median(seconds))
+    return speeds
 
 
 def of_llama_cpp(file: Path, contexts: Sequence[int], given: argparse.Namespace) -> dict[int, list[float]]:
@@ -148,8 +179,9 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
-def speeds(found: dict, llama_cpp: dict[str, list[float]] | None) -> str:
-    """Of one model: decoding, attention, and its ratio to the faster one of the full caches."""
+def speeds(found: dict, others: dict[str, dict[str, list[float]]]) -> str:
+    """Of one model: decoding, attention, and its ratio to the faster one of the full caches; others: tokens per second
+    of whole models in other programs, by context."""
     attention, rows = found["attention_s"], []
     contexts = list(attention[FULL])
     for name, seconds in attention.items():
@@ -160,9 +192,9 @@ def speeds(found: dict, llama_cpp: dict[str, list[float]] | None) -> str:
             cells.append(f"{whole[context][0]:,.1f}" if whole else "–")
             cells.append(f"{seconds[context][0] * 1e3:,.2f} ({seconds[context][0] / full:.2f}×)")
         rows.append(cells)
-    if llama_cpp:
-        medians = [f"{statistics.median(llama_cpp[c]):,.1f}" if c in llama_cpp else "–" for c in contexts]
-        rows.append(["llama.cpp F16", *(cell for one in medians for cell in (one, "–"))])
+    for name, timed in others.items():
+        medians = [f"{statistics.median(timed[c]):,.1f}" if c in timed else "–" for c in contexts]
+        rows.append([name, *(cell for one in medians for cell in (one, "–"))])
     heads = [f"{int(c):,}: {what}" for c in contexts for what in ("tokens/s", "attention, ms")]
     return table(["", *heads], rows)
 
@@ -194,14 +226,16 @@ def page(record: Record, given: argparse.Namespace) -> str:
             "```\npython " + shlex.join(sys.argv) + "\n```",
             f"**{given.model}.** In brackets: the time of the attention over that of the faster one of the full 16-bit"
             " caches, torch's own attention with shared heads folded into rows being one. The cache holds random"
-            " numbers. The whole model runs in the compiled step, llama.cpp in llama-bench.",
-            speeds(parts[given.model], parts.get("llama.cpp")),
+            " numbers. The whole model runs in the compiled step, which takes every cache; the native step takes full"
+            " 16-bit ones alone. llama.cpp runs in llama-bench.",
+            speeds(parts[given.model], {name: parts[name] for name in (NATIVE, LLAMA_CPP) if name in parts}),
             f"**{LAYER}**, random weights; tokens per second are those of this layer and a small head.",
-            speeds(parts[LAYER], None),
+            speeds(parts[LAYER], {}),
             f"**Heads that keep different numbers of positions**, behind {given.tokens:,} tokens of {given.text} on"
             f" {given.model}: the attention of all layers for one token.",
             table(["", "positions of a head", "attention, ms", "of uniform"], allocated),
-            f"**Time to compress**: reading {given.read_tokens:,} tokens with a policy attached, budget 25 %.",
+            f"**Time to compress**: reading {given.read_tokens:,} tokens with a policy attached, budget 25 %, by the"
+            " accelerated model.",
             table(["", "seconds", "of the prompt alone"], prompts),
         ]
     )
@@ -234,10 +268,14 @@ def main() -> None:
     with undisturbed(model.device):
         record.part("heads", lambda: of_heads(model, ids, 4 * given.rounds))
         record.part(
-            "prompts", lambda: to_compress(model, ids[:, : given.read_tokens], given.policies, min(given.rounds, 3))
+            "prompts",
+            lambda: to_compress(
+                accelerate(copy.deepcopy(model)), ids[:, : given.read_tokens], given.policies, min(given.rounds, 3)
+            ),
         )
+        record.part(NATIVE, lambda: of_native_step(model, given.contexts, given))
         if given.file:
-            record.part("llama.cpp", lambda: of_llama_cpp(given.file, given.contexts, given))
+            record.part(LLAMA_CPP, lambda: of_llama_cpp(given.file, given.contexts, given))
     record.part(LAYER, lambda: behind(layer_of_8b(), given.contexts, given.layer_recipes, given))
     record.part(given.model, lambda: behind(model, given.contexts, given.recipes, given))
     note = page(record, given)

@@ -1,6 +1,7 @@
 """`model.generate` of a saved model as transformers runs it, and accelerated: tokens per second of prompt and of steps.
 
     python seeds/generate_speed.py smollm2-135m-int4 --prompt-tokens 512 --new-tokens 64
+    python seeds/generate_speed.py smollm2-135m-int4 --cache 'snapkv(budget=0.25), kv_int(bits=4)' --prompt-tokens 2048
 """
 
 import argparse
@@ -14,6 +15,8 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from compress import accelerate, load_compressed
+from compress.kv import attach
+from compress.recipe import parse_recipe
 
 
 def seconds(model: nn.Module, ids: torch.Tensor, new_tokens: int) -> float:
@@ -31,9 +34,12 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cache", default="", help="a recipe of methods of the cache, for both")
     given = parser.parse_args()
     plain = load_compressed(given.folder, dtype="bfloat16")
     models = {"transformers": plain, "accelerated": accelerate(copy.deepcopy(plain))}
+    for model in models.values() if given.cache else ():
+        attach(model, parse_recipe(given.cache))
     vocabulary = plain.get_input_embeddings().num_embeddings
     ids = (torch.arange(given.batch * given.prompt_tokens) * 7919 % vocabulary).view(given.batch, -1)
     taken: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in models}

@@ -23,7 +23,10 @@ class Attachment:
     Attributes:
         policy, storage, reading, projecting: what new caches evict, store and read by, and the channels that they keep;
             None: nothing is evicted, it is kept as it is, and read.
+        attention_name: as transformers knows the attention that goes with such caches; `kernels.step` looks for it.
     """
+
+    attention_name = NAME
 
     def __init__(self, model: nn.Module) -> None:
         register()

@@ -9,6 +9,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
+from kernels.prompt_attention import faster_than_torch, prompt_attention
+
 NAME = "workbench_kv"
 ROWS = 256  # queries at a time where scores are made in full
 FOLDED = 64  # up to so many queries, the heads that share keys are rows of one product
@@ -63,6 +65,8 @@ def attention(
         by_cache, _expecting.attend = getattr(_expecting, "attend", None), None
     if by_cache is not None:
         return by_cache(module, query, key, attention_mask, scaling=scaling, softcap=softcap, sinks=s_aux), None
+    if attention_mask is None and query.shape[2] > 1:  # a prompt, in a static cache of more places than it has tokens
+        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
     return attend(query, key, value, attention_mask, scaling=scaling, softcap=softcap, sinks=s_aux), None
 
 
@@ -100,6 +104,9 @@ def attend(
                 mask = mask[:, :, None].expand(-1, -1, shared, -1, -1).flatten(2, 3)
             y = scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scaling)
             return y.reshape(B, H, n, -1).transpose(1, 2).contiguous()
+        prompt = mask is None and n == T and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if prompt and q.device.type == "cpu" and faster_than_torch(q, k, v, scaling):
+            return prompt_attention(q, k, v, scale=scaling)
         if mask is not None and mask.shape[1] > 1:
             mask = mask.repeat_interleave(shared, 1)
         k, v = (x.repeat_interleave(shared, 1) if shared > 1 else x for x in (k, v))

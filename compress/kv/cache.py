@@ -21,7 +21,7 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING as LAYER_TYPES
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from compress.kv.allocation import OF_ALL_LAYERS, of_layer
-from compress.kv.attention import expect, noted_hidden
+from compress.kv.attention import attention, expect, note_hidden, noted_hidden
 from compress.kv.growing import Growing
 from compress.kv.layer import EXACT, KERNEL_TOKENS, KVLayer, packed
 from compress.kv.policy import Policy, Projecting, Storage, precisions_of
@@ -276,6 +276,30 @@ class CompressedCache(Cache):
         made.ids, made.masks, made.mask = [], [], None
 
     # A pass.
+
+    def attend_new(
+        self,
+        number: int,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        hidden: Tensor,
+        *,
+        scaling: float,
+        softcap: float | None,
+        window: int,
+    ) -> Tensor:
+        """Take a layer's new tokens and attend, for passes that do without transformers' modules: see
+        `kernels.step.cache.AttendingCache`."""
+        note_hidden(hidden)
+        keys, values = self.update(k, v, number)
+        n, total = q.shape[2], keys.shape[2]
+        mask = None
+        if window and not isinstance(self.layers[number], KVLayer) and n > 1 and total > window:
+            at, place = torch.arange(total - n, total, device=q.device)[:, None], torch.arange(total, device=q.device)
+            mask = ((place <= at) & (place > at - window))[None, None]
+        return attention(module, q, keys, values, mask, scaling=scaling, softcap=softcap)[0]
 
     def _attend(
         self,

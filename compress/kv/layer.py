@@ -284,11 +284,15 @@ class KVLayer(DynamicLayer):
         """Append k, v [B, H_kv, n, D]; padding, where real [B, n] is False, is not kept. whole: there is none."""
         B, H, n, _ = k.shape
         new = real[:, None].expand(B, H, n)
-        count = real.sum(1)
-        self.tokens, self.since = (
-            (count, count.clone()) if self.tokens is None else (self.tokens + count, self.since + count)
-        )
-        place = (self.tokens[:, None] - real.flip(1).cumsum(1).flip(1)).to(torch.int32)[:, None].expand(B, H, n)
+        if self.tokens is None:
+            self.tokens = real.sum(1)
+            self.since = self.tokens.clone()
+        else:
+            count = n if whole else real.sum(1)
+            self.tokens, self.since = self.tokens + count, self.since + count
+        place = None
+        if self.traces or self.positions is not None:
+            place = (self.tokens[:, None] - real.flip(1).cumsum(1).flip(1)).to(torch.int32)[:, None].expand(B, H, n)
         if not self.slabs:
             # Codes are made of what the eviction leaves, or when it is known what is stored in which bits.
             self.slabs = slabs_of(k, v, new, EXACT if self.evicts or self.lesser else self.precision)
@@ -304,7 +308,7 @@ class KVLayer(DynamicLayer):
         if not whole and self.length > n:  # padding between tokens: out with it
             self.keep_only(torch.cat([self.valid[..., :-n], new], -1))
 
-    def _start_traces(self, place: Tensor, new: Tensor) -> None:
+    def _start_traces(self, place: Tensor | None, new: Tensor) -> None:
         index, _ = right_packed(new)
         if self.remembers is not None:
             self.memory = Growing(torch.zeros(index.shape, device=index.device))

@@ -2,7 +2,8 @@
 // side, with a barrier after each. kernels/step/README.md describes the instructions; kernels/step/program.py makes them.
 //
 // Two kinds: products, in which each thread computes some rows of weights, and attention, in which each takes some positions
-// of some heads. What lies between (residual sums, norms, rounding) every thread computes for itself: for a few tokens that
+// of some heads. Where the cache attends itself, the step stops instead, hands over queries, keys and values, and goes on with
+// what the caller found. What lies between (residual sums, norms, rounding) every thread computes for itself: for a few tokens that
 // is cheaper than another barrier.
 
 #include <ATen/ATen.h>
@@ -215,7 +216,13 @@ Plan DecodeStep::plan(const Attend& a, int64_t position, int shares) const {
   return plan;
 }
 
-at::Tensor DecodeStep::run(const at::Tensor& ids, int64_t position, const Maybe& hidden) {
+// The step stops here; what attends to the buffer goes on with what it found.
+void DecodeStep::hand_over(int64_t from) {
+  stages_.push_back(Handed{from, sizes_.at(from)});
+  own_.clear();
+}
+
+void DecodeStep::check(const at::Tensor& ids, const Maybe& hidden) {
   TORCH_CHECK(ids.scalar_type() == at::kLong && ids.numel() == tokens_ && ids.is_contiguous(), "`ids` ", ids.sizes(), " ",
               ids.scalar_type(), " must be ", tokens_, " numbers");
   TORCH_CHECK(!stages_.empty() && std::holds_alternative<Products>(stages_.back()), "a program ends with the head's product");
@@ -225,14 +232,46 @@ at::Tensor DecodeStep::run(const at::Tensor& ids, int64_t position, const Maybe&
   for (int64_t m = 0; embedding_ && m < tokens_; m++)
     TORCH_CHECK(ids_[m] >= 0 && ids_[m] < embedding_->stored.out, "token ", ids_[m], " is not in the vocabulary");
   given_ = hidden ? hidden->const_data_ptr<float>() : nullptr;
+  attended_ = nullptr;
+  shares_ = at::in_parallel_region() ? 1 : at::get_num_threads();
+  prepare(shares_);
+  const Products& head = std::get<Products>(stages_.back());
+  const int64_t vocabulary = head.weights[0]->stored.out;
+  logits_ = at::from_blob(buffers_[head.to].data, {tokens_, vocabulary}, at::kFloat);
+  std::fill(best_.begin(), best_.end(), Best{-INFINITY, vocabulary});
+}
+
+void DecodeStep::work_all(int shares, size_t begin, size_t end) {
+#ifdef _OPENMP
+#pragma omp parallel num_threads(shares)
+  work(omp_get_thread_num(), omp_get_num_threads(), shares, begin, end);
+#else
+  work(0, 1, shares, begin, end);
+#endif
+}
+
+at::Tensor DecodeStep::chosen(int shares) const {
+  const int64_t vocabulary = logits_.size(1);
+  const at::Tensor next = at::empty({tokens_, 1}, at::kLong);
+  for (int64_t m = 0; m < tokens_; m++) {
+    Best best = best_[m];
+    for (int s = 1; s < shares; s++)
+      if (const Best& other = best_[s * tokens_ + m]; other.value > best.value) best = other;  // shares are in order
+    next.mutable_data_ptr<int64_t>()[m] = best.place < vocabulary ? best.place : 0;
+  }
+  return next;
+}
+
+at::Tensor DecodeStep::run(const at::Tensor& ids, int64_t position, const Maybe& hidden) {
+  check(ids, hidden);
   position_ = position;
-  int shares = at::in_parallel_region() ? 1 : at::get_num_threads();
-  prepare(shares);
+  const int shares = shares_;
   plans_.clear();
   plan_of_.assign(stages_.size(), -1);
   std::vector<std::pair<int64_t, int64_t>> known;  // (window, heads) of plans
   int64_t pieces = 0;
   for (size_t i = 0; i < stages_.size(); i++) {
+    TORCH_CHECK(!std::holds_alternative<Handed>(stages_[i]), "a step in parts begins with `begin`");
     const Attend* a = std::get_if<Attend>(&stages_[i]);
     if (!a) continue;
     const int64_t slot = *a->length.const_data_ptr<int64_t>();
@@ -248,27 +287,44 @@ at::Tensor DecodeStep::run(const at::Tensor& ids, int64_t position, const Maybe&
   }
   partial_.make(pieces * rows_ * stride_), tops_.make(pieces * rows_), totals_.make(pieces * rows_);
   for (auto& own : own_) own->weights.make(pieces);
-  const Products& head = std::get<Products>(stages_.back());
-  const int64_t vocabulary = head.weights[0]->stored.out;
-  logits_ = at::from_blob(buffers_[head.to].data, {tokens_, vocabulary}, at::kFloat);
-  std::fill(best_.begin(), best_.end(), Best{-INFINITY, vocabulary});
-#ifdef _OPENMP
-#pragma omp parallel num_threads(shares)
-  work(omp_get_thread_num(), omp_get_num_threads(), shares);
-#else
-  work(0, 1, shares);
-#endif
+  work_all(shares, 0, stages_.size());
   for (auto& stage : stages_)
     if (auto* a = std::get_if<Attend>(&stage)) ++*a->length.mutable_data_ptr<int64_t>();
-  const at::Tensor next = at::empty({tokens_, 1}, ids.options());
-  for (int64_t m = 0; m < tokens_; m++) {
-    Best best = best_[m];
-    for (int s = 1; s < shares; s++)
-      if (const Best& other = best_[s * tokens_ + m]; other.value > best.value) best = other;  // shares are in order
-    next.mutable_data_ptr<int64_t>()[m] = best.place < vocabulary ? best.place : 0;
-  }
-  return next;
+  return chosen(shares);
 }
+
+at::Tensor DecodeStep::begin(const at::Tensor& ids, const Maybe& hidden) {
+  check(ids, hidden);
+  at_ = 0;
+  return go_on();
+}
+
+at::Tensor DecodeStep::go_on(const at::Tensor& attended) {
+  TORCH_CHECK(at_ > 0 && at_ < stages_.size(), "`begin` comes first");
+  const auto* p = std::get_if<Products>(&stages_[at_]);
+  TORCH_CHECK(p && is_floats(attended, tokens_ * p->in), "`attended` ", attended.sizes(), " ", attended.scalar_type(), " does not fit");
+  TORCH_CHECK(at::in_parallel_region() || shares_ == at::get_num_threads(), "the number of threads has changed within a step");
+  attended_ = attended.const_data_ptr<float>();
+  for (size_t i = 1; i < own_.size(); i++)  // another thread may have this number now
+    std::memcpy(own_[i]->residual.data, own_[0]->residual.data, tokens_ * hidden_ * sizeof(float));
+  return go_on();
+}
+
+// From where the step is to where it stops, or to its end.
+at::Tensor DecodeStep::go_on() {
+  const size_t begin = at_;
+  while (at_ < stages_.size() && !std::holds_alternative<Handed>(stages_[at_])) {
+    TORCH_CHECK(!std::holds_alternative<Attend>(stages_[at_]), "a step in parts attends to no cache of its own");
+    at_++;
+  }
+  work_all(shares_, begin, at_);
+  if (at_ == stages_.size()) return chosen(shares_);
+  const Handed& handed = std::get<Handed>(stages_[at_++]);
+  return at::from_blob(buffers_[handed.from].data, {handed.count}, at::kFloat);
+}
+
+// What the products before the present stop read, [tokens, in], rounded.
+at::Tensor DecodeStep::last_input() const { return at::from_blob(own_.at(0)->values.data, {tokens_, hidden_}, at::kFloat); }
 
 #include "step_work.inc"
 
@@ -286,6 +342,10 @@ TORCH_LIBRARY_FRAGMENT(workbench, m) {
       .def("attend", static_cast<void (DecodeStep::*)(std::vector<int64_t>, double, double, const at::Tensor&, const at::Tensor&,
                                                       const at::Tensor&, const at::Tensor&, const at::Tensor&, const Maybe&,
                                                       const Maybe&, double)>(&DecodeStep::attend))
+      .def("hand_over", &DecodeStep::hand_over)
       .def("run", &DecodeStep::run)
+      .def("begin", &DecodeStep::begin)
+      .def("go_on", static_cast<at::Tensor (DecodeStep::*)(const at::Tensor&)>(&DecodeStep::go_on))
+      .def("last_input", &DecodeStep::last_input)
       .def("logits", &DecodeStep::logits);
 }

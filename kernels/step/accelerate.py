@@ -19,9 +19,10 @@ from kernels import native
 from kernels.deploy import cast
 from kernels.huge_pages import in_huge_pages
 from kernels.step.assemble import NativeStep, native_step, step_of
-from kernels.step.cache import LayerRoom, RoomyLayer, roomy, static_cache
+from kernels.step.cache import AttendingCache, LayerRoom, RoomyLayer, roomy, static_cache
 from kernels.step.decoder import ACCELERATION, NotNative, recognise
 from kernels.step.forward import DecoderForward, native_prompt
+from kernels.step.in_parts import StepInParts
 from kernels.step.native import MOST_TOKENS
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -36,8 +37,9 @@ def accelerate(model: nn.Module, dtype: torch.dtype | str | None = torch.bfloat1
 
     The logits are those of the model up to rounding: sums between the products are kept in float32. What the fast path
     does not take goes the model's own way: gradients, `inputs_embeds`, requested attentions or hidden states, masks
-    that are not padding on the left, and caches of other kinds than generate's default. Up to 8 sequences without
-    padding decode in one call of C++; more, padded ones, and formats without such loops op by op.
+    that are not padding on the left, and caches of other kinds than generate's default and compressed ones. Up to 8
+    sequences without padding decode in one call of C++, or one between the attentions of a compressed cache; more, padded
+    ones, and formats without such loops op by op; padded sequences behind a compressed cache go the model's own way.
 
     Args:
         model: a causal decoder of the Llama family (Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3 and their like); for
@@ -99,6 +101,7 @@ class Acceleration:
     _state: tuple[Any, ...] | None = None  # of the model, when the reader was made
     _reader: DecoderForward | None = None
     _bound: dict[int, _Bound] = field(default_factory=dict)
+    _in_parts: dict[int, StepInParts] = field(default_factory=dict)  # by sequences
 
     def __repr__(self) -> str:
         if self.why_not:
@@ -113,7 +116,7 @@ class Acceleration:
         """Give the model its own forward back."""
         self.model.__dict__.pop("forward", None)
         self.model.__dict__.pop(ACCELERATION, None)
-        self._reader, self._bound, self._state = None, {}, None
+        self._reader, self._bound, self._in_parts, self._state = None, {}, {}, None
 
     @torch.no_grad()
     def assemble(self) -> None:
@@ -144,7 +147,7 @@ class Acceleration:
         now = _state(self.model)
         if self._state == now:
             return not self.why_not
-        self._reader, self._bound, self.why_not = None, {}, ""
+        self._reader, self._bound, self._in_parts, self.why_not = None, {}, {}, ""
         try:
             self.assemble()
         except NotNative as error:
@@ -185,7 +188,7 @@ class Acceleration:
             and labels is None
             and isinstance(logits_to_keep, int)
             and not torch.is_grad_enabled()
-            and type(cache) is DynamicCache
+            and (type(cache) is DynamicCache or hasattr(cache, "attend_new"))
             and kwargs.get("return_dict") is not False
             and not any(kwargs.get(name, getattr(self.model.config, name, False)) for name in MORE_OUTPUTS)
             and (self._ready() if cache.get_seq_length() == 0 else self._reader is not None)
@@ -200,10 +203,20 @@ class Acceleration:
         )  # fmt: skip
 
     def _logits(
-        self, ids: Tensor, cache: DynamicCache, positions: Tensor | None, first: Tensor | None, keep: int
+        self, ids: Tensor, cache: DynamicCache | AttendingCache, positions: Tensor | None, first: Tensor | None, keep: int
     ) -> Tensor | None:
         """[batch, kept, vocabulary], or None where the cache is not one that the fast path takes."""
         batch, tokens = ids.shape
+        if hasattr(cache, "attend_new"):
+            if first is not None:
+                return None
+            slot = cache.get_seq_length()
+            if tokens > 1 or self.why_not_in_one_call or batch > MOST_TOKENS:
+                return self._reader(ids, cache, slot, keep=keep or tokens, positions=positions)
+            if batch not in self._in_parts:
+                self._in_parts = {batch: StepInParts(self._reader.decoder, batch)}
+            at = torch.full_like(ids, slot) if positions is None else positions.expand(batch, -1).contiguous()
+            return self._in_parts[batch](ids, cache, at)
         rooms = roomy(self._reader.decoder, cache, batch, tokens)
         if rooms is None:
             return None

@@ -17,7 +17,7 @@ from kernels.registry import recording
 from kernels.step.cache import LayerRoom, rooms_of
 from kernels.step.decoder import STREAM, Decoder, DecoderBlock, NotNative, recognise
 from kernels.step.native import DecodeStep, why_not
-from kernels.step.program import Attention, Change, Products, Program, Weight
+from kernels.step.program import Attention, Change, Handed, Products, Program, Weight
 from kernels.trellis_matmul import Trellis
 from kernels.w8a8_matmul import W8
 
@@ -100,11 +100,11 @@ def _products_of(program: Program, dtype: torch.dtype) -> Iterator[tuple[str, st
         yield op, f"cpu {native.integers() if op == 'w8a8_matmul' else native.isa(dtype)}"
 
 
-def program_of(decoder: Decoder, rooms: Sequence[LayerRoom], tokens: int) -> tuple[Program, nn.Module | None]:
+def program_of(decoder: Decoder, rooms: Sequence[LayerRoom] | None, tokens: int) -> tuple[Program, nn.Module | None]:
     """The program of a decoder's step, and the embedding that it cannot look up itself, if so.
 
     Args:
-        rooms: of every block. tokens: sequences.
+        rooms: of every block; None: the cache attends itself. tokens: sequences.
 
     Raises:
         NotNative: it is not known how.
@@ -113,11 +113,16 @@ def program_of(decoder: Decoder, rooms: Sequence[LayerRoom], tokens: int) -> tup
         raise NotNative(reason)
     if native.isa(decoder.dtype) == "portable":
         raise NotNative("the loops have no vector instructions of this processor")
-    instructions: list[Products | Attention] = []
-    for place, (block, room) in enumerate(zip(decoder.blocks, rooms, strict=True)):
-        before = decoder.blocks[place - 1] if place else None
-        cos, sin = decoder.rotary.of(block.kind, max(room.keys.shape[2] for room in rooms))
-        instructions += _instructions(block, before, room, cos, sin)
+    instructions: list[Products | Attention | Handed] = []
+    for place, block in enumerate(decoder.blocks):
+        before, attention = decoder.blocks[place - 1] if place else None, Handed("qkv")
+        if rooms is not None:
+            room, (cos, sin) = rooms[place], decoder.rotary.of(block.kind, max(room.keys.shape[2] for room in rooms))
+            attention = Attention(
+                "qkv", block.heads, block.kv_heads, room.keys, room.values, room.length, cos, sin, block.scale,
+                softcap=block.softcap, window=block.window, query_norm=block.query_norm, key_norm=block.key_norm,
+            )  # fmt: skip
+        instructions += _instructions(block, before, attention)
     added, after = instructions[-1].writes, decoder.blocks[-1].after_mlp
     head = (weight_of(decoder.head, "lm_head"),)
     final = Products("residual", "logits", head, before=decoder.norm, added=added, after=after)
@@ -128,8 +133,8 @@ def program_of(decoder: Decoder, rooms: Sequence[LayerRoom], tokens: int) -> tup
 
 
 def _instructions(
-    block: DecoderBlock, before: DecoderBlock | None, room: LayerRoom, cos: Tensor, sin: Tensor
-) -> list[Products | Attention]:
+    block: DecoderBlock, before: DecoderBlock | None, attention: Attention | Handed
+) -> list[Products | Attention | Handed]:
     """Of a block, the first of which adds what the MLP of the block `before` gives."""
     names = ("q", "k", "v", "o", "gate", "up", "down")
     q, k, v, o, gate, up, down = (weight_of(getattr(block, n), f"{block.name}'s {n}_proj") for n in names)
@@ -142,10 +147,7 @@ def _instructions(
             added=None if before is None else "down",
             after=None if before is None else before.after_mlp,
         ),
-        Attention(
-            "qkv", block.heads, block.kv_heads, room.keys, room.values, room.length, cos, sin, block.scale,
-            softcap=block.softcap, window=block.window, query_norm=block.query_norm, key_norm=block.key_norm,
-        ),
+        attention,
         Products("attention", "o", (o,)),
         Products(
             "residual",
@@ -157,7 +159,7 @@ def _instructions(
             after=block.after_attention,
         ),
         Products("mlp", "down", (down,)),
-    ]  # fmt: skip
+    ]
 
 
 def weight_of(module: nn.Module, name: str) -> Weight:

@@ -1,7 +1,7 @@
 """Caches whose tensors a decoder's pass writes into (`DecodeStep`, `DecoderForward`)."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,35 @@ class LayerRoom:
     keys: Tensor
     values: Tensor
     length: Tensor
+
+
+class AttendingCache(Protocol):
+    """A cache that keeps keys and values in its own way, and attends to them itself, such as a compressed one."""
+
+    def get_seq_length(self) -> int:
+        """Tokens seen: the next one's position."""
+
+    def attend_new(
+        self,
+        number: int,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        hidden: Tensor,
+        *,
+        scaling: float,
+        softcap: float | None,
+        window: int,
+    ) -> Tensor:
+        """Take a layer's new tokens, none of them padding, and attend: [batch, tokens, heads, channels].
+
+        Args:
+            number: of the layer. module: its attention.
+            q, k, v: [batch, heads or kv heads, tokens, channels], turned. hidden: [batch, tokens, hidden], what they
+                were made of.
+            window: positions that a token sees, itself included, or 0 for all.
+        """
 
 
 def rooms_of(decoder: Decoder, cache: Cache) -> list[LayerRoom]:

@@ -27,6 +27,9 @@ ACTIVATION = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh",
 CHANGING = ("dynamic", "longrope")  # rotary frequencies that depend on the length
 STREAM = "rotated_stream"  # a model's module that keeps its residual stream rotated between its blocks
 ACCELERATION = "acceleration"  # a model's attribute, by `kernels.step.accelerate`, beside its forward
+# An attribute of what puts hooks and an attention of this name on a model for caches that attend themselves
+# (`kernels.step.cache.AttendingCache`).
+ATTACHED = "attention_name"
 FACTORS = ("logit_scale", "logits_scaling", "residual_multiplier", "embedding_multiplier", "attention_multiplier")
 
 
@@ -39,7 +42,7 @@ class DecoderBlock:
     """A block: norms, attention and a gated MLP, whose linears are the model's modules.
 
     index: of its layer of the cache. after_attention, after_mlp: norms of what is added to the residual stream, or
-    None. activation: of the gate, a name of `program.ACTIVATIONS`. kind: of its rotary tables, or None for the only
+    None. attention: the module that holds q, k, v and o. activation: of the gate, a name of `program.ACTIVATIONS`. kind: of its rotary tables, or None for the only
     one. scale: of scores. softcap: softcap * tanh(score / softcap), or 0. window: positions a token sees, itself
     included, or 0 for all.
     """
@@ -50,6 +53,7 @@ class DecoderBlock:
     after_attention: Norm | None
     before_mlp: Norm
     after_mlp: Norm | None
+    attention: nn.Module
     q: nn.Module
     k: nn.Module
     v: nn.Module
@@ -118,9 +122,11 @@ def recognise(model: nn.Module) -> Decoder:
     """
     if model.device.type != "cpu":
         raise NotNative(f"the model is on {model.device.type}")
-    if getattr(model.config, "_attn_implementation", None) not in ("sdpa", "sdpa_fast", "eager"):
-        kind = model.config._attn_implementation
-        raise NotNative(f"its attention is {kind!r} ('sdpa' and 'eager' are known), as a compressed cache sets it")
+    kind = getattr(model.config, "_attn_implementation", None)
+    hooks = [*model._forward_pre_hooks.values()]
+    attached = [owner for h in hooks if getattr(owner := getattr(h, "__self__", None), ATTACHED, None) == kind]
+    if kind not in ("sdpa", "sdpa_fast", "eager") and not attached:
+        raise NotNative(f"its attention is {kind!r} ('sdpa' and 'eager' are known)")
     for name in FACTORS:
         if getattr(model.config, name, None) not in (None, 1, 1.0):
             raise NotNative(f"the model has `{name}`")
@@ -128,9 +134,8 @@ def recognise(model: nn.Module) -> Decoder:
     for name, module in model.named_modules():
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         own = "forward" in vars(module) and not (module is model and hasattr(model, ACCELERATION))
-        if own or any(
-            stream is None or getattr(h, "__self__", None) is not stream for h in hooks
-        ):
+        known = [owner for owner in (stream, *attached) if owner is not None]
+        if own or not all(any(getattr(h, "__self__", None) is owner for owner in known) for h in hooks):
             raise NotNative(f"{name or 'the model'} has hooks")
     body, head = getattr(model, "model", None), model.get_output_embeddings()
     if body is None or head is None or {n for n, _ in model.named_children()} - {STREAM} != {"model", "lm_head"}:
@@ -177,7 +182,7 @@ def _block(block: nn.Module, name: str, several: bool, config: Any) -> DecoderBl
         after_attention=_norm(block.post_attention_layernorm) if four else None,
         before_mlp=_norm(block.pre_feedforward_layernorm if four else block.post_attention_layernorm),
         after_mlp=_norm(block.post_feedforward_layernorm) if four else None,
-        q=q, k=k, v=v, o=attention.o_proj,
+        attention=attention, q=q, k=k, v=v, o=attention.o_proj,
         gate=mlp.gate_proj, up=mlp.up_proj, down=mlp.down_proj,
         activation=_activation(mlp.act_fn),
         heads=heads, kv_heads=kv_heads, channels=channels,

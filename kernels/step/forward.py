@@ -21,7 +21,7 @@ from kernels.prompt_attention import faster_than_torch, prompt_attention
 from kernels.registry import ran, recording
 from kernels.step.assemble import MOST
 from kernels.step.between import add_norm, gated, turn_and_store
-from kernels.step.cache import LayerRoom, rooms_of
+from kernels.step.cache import AttendingCache, LayerRoom, rooms_of
 from kernels.step.decoder import Decoder, DecoderBlock, NotNative, recognise
 from kernels.step.joined import Joined, joined
 
@@ -58,7 +58,7 @@ class DecoderForward:
     def __call__(
         self,
         ids: Tensor,
-        rooms: Sequence[LayerRoom],
+        rooms: Sequence[LayerRoom] | AttendingCache,
         slot: int,
         *,
         keep: int = 1,
@@ -69,7 +69,7 @@ class DecoderForward:
 
         Args:
             ids: int64 [batch, tokens].
-            rooms: of every block; `slot` + tokens places are in use afterwards.
+            rooms: of every block, `slot` + tokens places of which are in use afterwards; or a cache that attends itself.
             keep: tokens at the end whose logits are wanted.
             positions: int64 [batch, tokens] by which keys and queries turn; None: their places.
             first: int64 [batch], the first place of each sequence that is seen, where others are padding; None: all 0.
@@ -82,16 +82,15 @@ class DecoderForward:
         if positions is None:
             positions = torch.arange(slot, slot + tokens).expand(batch, -1)
         positions = positions.contiguous()
-        seen = _Seen(slot, tokens, first)
+        seen: _InRooms | _InCache = _InCache(rooms) if hasattr(rooms, "attend_new") else _InRooms(rooms, slot, tokens, first)
         stream = decoder.stream
         residual = decoder.embedding(ids)
         residual = (residual if stream is None else stream.rotation(residual.float())).float().contiguous()
         x = residual.new_empty(residual.shape, dtype=decoder.dtype)
         added = after = None
-        for block, room in zip(decoder.blocks, rooms, strict=True):
+        for block in decoder.blocks:
             add_norm(residual, added, after, block.before_attention, x)
-            attended = self._attention(block, room, x, positions, seen, slot)
-            room.length.fill_(slot + tokens)
+            attended = self._attention(block, x, positions, seen, slot + tokens)
             if block is decoder.blocks[-1] and keep < tokens:
                 attended, residual = attended[:, -keep:].contiguous(), residual[:, -keep:].contiguous()
                 x = x.new_empty(residual.shape)
@@ -130,27 +129,54 @@ class DecoderForward:
         return [self._product(linear, x) for linear in linears]
 
     def _attention(
-        self, block: DecoderBlock, room: LayerRoom, x: Tensor, positions: Tensor, seen: "_Seen", slot: int
+        self, block: DecoderBlock, x: Tensor, positions: Tensor, seen: "_InRooms | _InCache", length: int
     ) -> Tensor:
-        """[batch, tokens, heads * channels], contiguous."""
+        """[batch, tokens, heads * channels], contiguous; length: positions that rotary tables must have."""
         q, k, v = self._products((block.q, block.k, block.v), x)
-        tables = self.decoder.rotary.of(block.kind, max(room.keys.shape[2], slot + x.shape[1]))
+        room, slot = seen.place(block, k)
+        tables = self.decoder.rotary.of(block.kind, max(room.keys.shape[2], length))
         norms = block.query_norm, block.key_norm
         turn_and_store(q, k, v, tables, positions, norms, room.keys, room.values, slot)
         q = q.unflatten(-1, (-1, block.channels)).transpose(1, 2)  # [batch, heads, tokens, channels]
-        return seen.attend(block, q, room).flatten(-2)
+        return seen.attend(block, q, room, x).flatten(-2)
 
 
 @dataclass
-class _Seen:
+class _InCache:
+    """A pass whose cache attends itself."""
+
+    cache: AttendingCache
+
+    def place(self, block: DecoderBlock, k: Tensor) -> tuple[LayerRoom, int]:
+        """Where the new keys and values go: memory of their own, which the cache may keep."""
+        shape = (len(k), block.kv_heads, k.shape[1], block.channels)
+        return LayerRoom(k.new_empty(shape), k.new_empty(shape), torch.zeros(1, dtype=torch.int64)), 0
+
+    def attend(self, block: DecoderBlock, q: Tensor, room: LayerRoom, x: Tensor) -> Tensor:
+        """[batch, tokens, heads, channels]"""
+        about = {"scaling": block.scale, "softcap": block.softcap or None, "window": block.window}
+        return self.cache.attend_new(block.index, block.attention, q, room.keys, room.values, x, **about)
+
+
+@dataclass
+class _InRooms:
     """Which places of the cache each token of a pass sees: itself and those before it, from `first` on."""
 
+    rooms: Sequence[LayerRoom]  # of the blocks, in their order
     slot: int
     tokens: int
     first: Tensor | None
     masks: dict[int, Tensor] = field(default_factory=dict)  # by window
+    taken: int = 0
 
-    def attend(self, block: DecoderBlock, q: Tensor, room: LayerRoom) -> Tensor:
+    def place(self, block: DecoderBlock, k: Tensor) -> tuple[LayerRoom, int]:
+        """Where the new keys and values go: the next block's room, and the place in it."""
+        room = self.rooms[self.taken]
+        self.taken += 1
+        room.length.fill_(self.slot + self.tokens)
+        return room, self.slot
+
+    def attend(self, block: DecoderBlock, q: Tensor, room: LayerRoom, _: Tensor) -> Tensor:
         """[batch, tokens, heads, channels] of q [batch, heads, tokens, channels]."""
         total = self.slot + self.tokens
         keys, values = room.keys[:, :, :total], room.values[:, :, :total]

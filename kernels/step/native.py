@@ -6,7 +6,7 @@ from torch import Tensor
 from kernels import native
 from kernels.hadamard.cpu import factors
 from kernels.registry import ran
-from kernels.step.program import ACTIVATIONS, Attention, Change, Norm, Products, Program, Weight
+from kernels.step.program import ACTIVATIONS, Attention, Change, Handed, Norm, Products, Program, Weight
 
 RESIDUAL, ATTENDED = -1, -2  # as native/step_types.inc numbers what a product reads
 MOST_TOKENS = 8
@@ -49,7 +49,10 @@ class DecodeStep:
         if program.embedding is not None:
             self._native.embed(self._weight(program.embedding), program.embedding_scale)
         for one in program.instructions:
-            self._attention(one) if isinstance(one, Attention) else self._products(one)
+            if isinstance(one, Handed):
+                self._native.hand_over(self._buffers[one.reads])
+            else:
+                self._attention(one) if isinstance(one, Attention) else self._products(one)
 
     def __call__(self, ids: Tensor, position: int, hidden: Tensor | None = None) -> Tensor:
         """The next token of every sequence.
@@ -64,6 +67,26 @@ class DecodeStep:
         """
         ran("decode_step", f"cpu {self.isa}")
         return self._native.run(ids, position, hidden)
+
+    def begin(self, ids: Tensor, hidden: Tensor | None = None) -> Tensor:
+        """The first part of a step whose program hands over: up to the first attention. Arguments as of a call.
+
+        Returns:
+            float32 [n]: queries [tokens, heads * channels], keys and values, one behind the other; memory of the step,
+            valid until the next part.
+        """
+        ran("decode_step", f"cpu {self.isa}")
+        return self._native.begin(ids, hidden)
+
+    def go_on(self, attended: Tensor) -> Tensor:
+        """The next part: attended, float32 [tokens, heads * channels] -> what `begin` returns; at the end the next
+        tokens, int64 [tokens, 1]."""
+        return self._native.go_on(attended)
+
+    @property
+    def last_input(self) -> Tensor:
+        """float32 [tokens, hidden]: what the queries, keys and values of the part before were made of."""
+        return self._native.last_input()
 
     @property
     def logits(self) -> Tensor:

@@ -173,6 +173,16 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class Handed:
+    """In the place of an `Attention`: the step stops, and goes on with what a cache that attends itself found.
+
+    reads: the name of queries [tokens, heads * channels], keys and values, one beside the other.
+    """
+
+    reads: str
+
+
+@dataclass(frozen=True)
 class Program:
     """A step of decoding.
 
@@ -184,6 +194,6 @@ class Program:
     hidden: int
     tokens: int
     embedding: Weight | None
-    instructions: tuple[Products | Attention, ...]
+    instructions: tuple[Products | Attention | Handed, ...]
     embedding_scale: float = 1.0
     stream: Change | None = None

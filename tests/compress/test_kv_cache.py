@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
-from transformers import Cache, DynamicCache
+from transformers import Cache, DynamicCache, StaticCache
 
 from compress import METHODS, apply
 from compress.kv import Abreast, CompressedCache, attach, attached, attachment_of, detach, left_alone
@@ -429,3 +429,18 @@ def test_caches_abreast_are_asked_as_each_alone(tiny, tokens, architecture):
             Abreast(together)
         with pytest.raises(ValueError, match="seen"):
             Abreast([alone[0], compressed()[0]])
+
+
+@torch.no_grad()
+def test_static_caches_of_an_attached_model_are_what_they_were(tiny):
+    """A prompt in a static cache comes without a mask, though the cache has more places than the prompt has tokens."""
+    model, ids = tiny("llama"), torch.arange(12)[None] * 31 % 96
+
+    def logits():
+        cache = StaticCache(config=model.config, max_cache_len=32)
+        return [model(part, past_key_values=cache).logits for part in (ids, ids[:, :1], ids[:, :3])]
+
+    expected = logits()
+    attach(model, [METHODS["streaming"](budget=8)])
+    for found, same in zip(logits(), expected, strict=True):
+        assert_close(found, same, **NEAR)

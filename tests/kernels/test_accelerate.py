@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from compress.recipe import parse_recipe
 from kernels import native
 from kernels.step.accelerate import accelerate
 from kernels.step.between import add_norm, gated
@@ -112,20 +113,44 @@ def test_changes_of_the_model_are_seen_at_the_next_prompt(tiny):
 
 @torch.no_grad()
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text"])
-def test_a_compressed_cache_works_in_both_orders(tiny, architecture):
-    from compress import METHODS
-    from compress.kv import attach
+@pytest.mark.parametrize("recipe", [
+    "streaming(budget=8)", "snapkv(budget=0.5, observed=4)", "h2o(budget=0.5)", "kvzip(budget=0.5)", "gemfilter(budget=0.5)",
+    "kv_int(bits=4, group_size=32, residual=0)", "quest(budget=8, page=4, full_layers=1)", "keydiff(budget=0.5), kv_int(bits=8)",
+])  # fmt: skip
+def test_a_compressed_cache_attends_in_fast_passes(tiny, architecture, recipe):
+    """In both orders, over several turns, with the tokens and nearly the logits of the model's own passes."""
+    from compress.kv import attach, attachment_of
 
-    ids = torch.arange(24)[None] * 31 % 96
-    how = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    ids, more = torch.arange(24)[None] * 31 % 96, torch.arange(5)[None] * 17 % 96
     plain, before, after = (tiny(architecture).bfloat16() for _ in range(3))
     for model in (plain, before):
-        attach(model, [METHODS["streaming"](budget=8)])
-    with pytest.warns(UserWarning, match="not accelerated: its attention is 'workbench_kv'"):
-        accelerate(before)
-    attach(accelerate(after), [METHODS["streaming"](budget=8)])
-    expected = plain.generate(ids, **how)
-    assert torch.equal(before.generate(ids, **how), expected) and torch.equal(after.generate(ids, **how), expected)
+        attach(model, parse_recipe(recipe))
+    accelerate(before)
+    attach(accelerate(after), parse_recipe(recipe))
+    how = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    expected, caches = None, {}
+    for name, model in (("plain", plain), ("before", before), ("after", after)):
+        cache = caches[name] = attachment_of(model).cache()
+        found = [model(part, past_key_values=cache).logits.float() for part in (ids, ids[:, :1], more, ids[:, 2:3])]
+        expected = expected or found
+        for a, b in zip(found, expected, strict=True):
+            a, b = a - a.mean(-1, keepdim=True), b - b.mean(-1, keepdim=True)
+            assert a.shape == b.shape and float((a - b).norm() / b.norm()) < 0.05
+        assert cache.get_seq_length() == 31 and abs(cache.nbytes - caches["plain"].nbytes) <= 0.02 * cache.nbytes
+        assert model.generate(ids, **how).shape == (1, 30)
+    assert all("own code" not in repr(model.acceleration) for model in (before, after))
+
+
+@torch.no_grad()
+def test_padding_behind_a_compressed_cache_goes_the_models_own_way(tiny):
+    from compress.kv import attach
+
+    model, plain = (tiny("llama").bfloat16() for _ in range(2))
+    attach(accelerate(model), parse_recipe("streaming(budget=8)")), attach(plain, parse_recipe("streaming(budget=8)"))
+    ids = torch.arange(40).view(2, 20) * 31 % 96
+    how = {"attention_mask": (torch.arange(20) >= torch.tensor([[0], [5]])).long(), "pad_token_id": 0}
+    how |= {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    assert torch.equal(model.generate(ids, **how), plain.generate(ids, **how))
 
 
 @torch.no_grad()
