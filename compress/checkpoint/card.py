@@ -54,7 +54,7 @@ def write_card(
         f"## Method\n\n{_methods(story.recipe)}\n{_calibration(story.calibration)}\n{_earlier(story.model)}",
         f"## What was done to each weight\n\n{_weights(checkpoint)}",
         f"{_SCORES}\n{_NO_SCORES}",
-        f"{_REPEAT}\n{_python(story.model['name'], recipe, story.calibration, save_format.name)}",
+        f"{_REPEAT}\n{_python(story.model['name'], dtype, recipe, story.calibration, save_format.name)}",
         f"## Verified\n\n{_verified(verification)}",
     ]
     (folder / CARD).write_text("\n".join(sections), encoding="utf-8")
@@ -222,7 +222,7 @@ def _why(reason: str) -> str:
     return f"{reason}; {more}" if more else reason
 
 
-def _python(name: str, recipe: str, calibration: Mapping[str, Any] | None, save_format: str) -> str:
+def _python(name: str, dtype: str, recipe: str, calibration: Mapping[str, Any] | None, save_format: str) -> str:
     known = calibration is not None and calibration["corpus"]
     settings = ("corpus", "samples", "seqlen", "seed")
     given = ", ".join(f"{key}={calibration[key]!r}" for key in settings) if known else ""
@@ -231,7 +231,7 @@ def _python(name: str, recipe: str, calibration: Mapping[str, Any] | None, save_
 from compress import apply, calibration, load_model, save_compressed
 from compress.recipe import parse_recipe
 
-model, tokenizer = load_model({_base_name(name)!r})
+model, tokenizer = load_model({_base_name(name)!r}, dtype={dtype!r})
 batches = {batches}
 result = apply(parse_recipe({recipe!r}), model, batches)
 save_compressed(result, "out", tokenizer, save_format={save_format!r})

@@ -272,6 +272,8 @@ def _execute(sweep, options: argparse.Namespace) -> int:
     interrupted = any(one.failure.get("kind") == "interrupt" for one in failed) or any(
         one.status == "waiting" for one in left
     )
+    if interrupted:
+        print("workbench: interrupted; the same command continues", file=sys.stderr)
     return 130 if interrupted else int(bool(failed or left))
 
 

@@ -17,7 +17,7 @@ from eval.record.manifest import read_json
 from notebooks.batch.job import Job, Outcome
 from notebooks.batch.leases import holder
 from notebooks.batch.run_folder import RunFolder
-from notebooks.batch.status import bar_of, doing, duration
+from notebooks.batch.status import bar_of, doing, duration, left_in_cell
 from notebooks.study.parameters import notebook_path, read_cells
 
 EVERY_S = 1.0
@@ -115,16 +115,17 @@ class Progress:
         bar.set_postfix_str(text + more)
 
     def _estimate(self) -> str:
-        """The time that is left, from the times that runs like these took before."""
+        """The time that is left, from the times that runs like these took before, or from the bar of a slower run."""
         known = [seconds for seconds in self._likely.values() if seconds is not None]
         if not self._left or not known:
             return ""
         usual, now = sum(known) / len(known), time.monotonic()
         left = 0.0
-        for key in self._left:
+        for key, job in self._left.items():
             seconds = self._likely.get(key)
             spent = now - self._begun[key] if key in self._begun else 0.0
-            left += max(0.0, (usual if seconds is None else seconds) - spent)
+            in_cell = left_in_cell(RunFolder(Path(job.folder))) if key in self._begun else 0.0
+            left += max(in_cell, (usual if seconds is None else seconds) - spent)
         return f"about {duration(left / self._parallel)} left" if left else "longer than expected"
 
 

@@ -186,6 +186,11 @@ def bar_of(places: RunFolder) -> str:
     return f", {bar['what']}: {bar['done']} of {bar['total']} {bar['unit']}{'s' * (bar['total'] != 1)}{left}"
 
 
+def left_in_cell(places: RunFolder) -> float:
+    """Seconds that the bar of a run's cell says are left; 0 where it shows no bar, or one that has just begun."""
+    return read_json(places.part / BARS).get("left_s") or 0.0
+
+
 def folder_of(planned: Planned, runs: Path = RUNS) -> Path:
     return Path(planned.values.get("run_path") or runs / planned.key).expanduser().absolute()
 

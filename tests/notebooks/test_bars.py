@@ -5,6 +5,8 @@ import time
 
 from tqdm import tqdm
 
+from notebooks.batch.job import Job
+from notebooks.batch.progress import Progress
 from notebooks.batch.run_folder import RunFolder
 from notebooks.batch.status import bar_of
 from notebooks.study.bars import BARS, Bars, youngest_bar
@@ -36,3 +38,17 @@ def test_a_bar_is_told_in_words(tmp_path):
     assert bar_of(places) == ", gptq: 7 of 30 blocks, about 2 min left"
     (places.part / BARS).write_text(json.dumps(bar | {"total": 1, "left_s": None}))
     assert bar_of(places) == ", gptq: 7 of 1 block"
+
+
+def test_the_time_left_of_a_sweep_is_at_least_that_of_the_bar(tmp_path):
+    """A run that is slower than expected: the log does not name a shorter time beside that of its bar."""
+    job = Job("key", "notebook.ipynb", {}, str(tmp_path / "run"))
+    progress = Progress([job], {"key": 60.0}, parallel=1, known=0)
+    places = RunFolder(tmp_path / "run", "key", "token")
+    places.part.mkdir(parents=True)
+    assert progress._estimate() == "about 60 s left"
+    progress._begun["key"] = time.monotonic() - 70
+    assert progress._estimate() == "longer than expected"
+    bar = {"what": "gptq", "done": 1, "total": 30, "unit": "block", "left_s": 600}
+    (places.part / BARS).write_text(json.dumps(bar))
+    assert progress._estimate() == "about 10 min left"
