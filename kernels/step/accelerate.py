@@ -38,8 +38,8 @@ def accelerate(model: nn.Module, dtype: torch.dtype | str | None = torch.bfloat1
     The logits are those of the model up to rounding: sums between the products are kept in float32. What the fast path
     does not take goes the model's own way: gradients, `inputs_embeds`, requested attentions or hidden states, masks
     that are not padding on the left, and caches of other kinds than generate's default and compressed ones. Up to 8
-    sequences without padding decode in one call of C++, or one between the attentions of a compressed cache; more, padded
-    ones, and formats without such loops op by op; padded sequences behind a compressed cache go the model's own way.
+    sequences without padding decode in one call of C++, or in one between the attentions of a compressed cache; more,
+    padded ones, and formats without such loops op by op; padded ones behind a compressed cache go the model's own way.
 
     Args:
         model: a causal decoder of the Llama family (Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3 and their like); for
@@ -203,9 +203,15 @@ class Acceleration:
         )  # fmt: skip
 
     def _logits(
-        self, ids: Tensor, cache: DynamicCache | AttendingCache, positions: Tensor | None, first: Tensor | None, keep: int
+        self,
+        ids: Tensor,
+        cache: DynamicCache | AttendingCache,
+        positions: Tensor | None,
+        first: Tensor | None,
+        keep: int,
     ) -> Tensor | None:
         """[batch, kept, vocabulary], or None where the cache is not one that the fast path takes."""
+        ids = ids.contiguous()
         batch, tokens = ids.shape
         if hasattr(cache, "attend_new"):
             if first is not None:

@@ -42,9 +42,9 @@ class DecoderBlock:
     """A block: norms, attention and a gated MLP, whose linears are the model's modules.
 
     index: of its layer of the cache. after_attention, after_mlp: norms of what is added to the residual stream, or
-    None. attention: the module that holds q, k, v and o. activation: of the gate, a name of `program.ACTIVATIONS`. kind: of its rotary tables, or None for the only
-    one. scale: of scores. softcap: softcap * tanh(score / softcap), or 0. window: positions a token sees, itself
-    included, or 0 for all.
+    None. attention: the module that holds q, k, v and o. activation: of the gate, a name of `program.ACTIVATIONS`.
+    kind: of its rotary tables, or None for the only one. scale: of scores. softcap: softcap * tanh(score / softcap), or
+    0. window: positions a token sees, itself included, or 0 for all.
     """
 
     name: str
@@ -105,8 +105,9 @@ class RotaryTables:
 
     def of(self, kind: str | None, length: int) -> tuple[Tensor, Tensor]:
         """(cos, sin) [at least `length`, turned channels] of layers of this kind."""
-        if kind not in self.made or len(self.made[kind][0]) < length:
-            positions = torch.arange(length)[None]
+        made = len(self.made[kind][0]) if kind in self.made else 0
+        if made < length:
+            positions = torch.arange(max(length, 2 * made))[None]  # passes over one token more ask for one place more
             more = () if kind is None else (kind,)
             cos, sin = self.module(torch.zeros(1, dtype=torch.float32), positions, *more)
             self.made[kind] = cos[0].float().contiguous(), sin[0].float().contiguous()

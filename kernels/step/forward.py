@@ -69,7 +69,7 @@ class DecoderForward:
 
         Args:
             ids: int64 [batch, tokens].
-            rooms: of every block, `slot` + tokens places of which are in use afterwards; or a cache that attends itself.
+            rooms: of every block; `slot` + tokens places are in use afterwards. Or a cache that attends itself.
             keep: tokens at the end whose logits are wanted.
             positions: int64 [batch, tokens] by which keys and queries turn; None: their places.
             first: int64 [batch], the first place of each sequence that is seen, where others are padding; None: all 0.
@@ -82,7 +82,8 @@ class DecoderForward:
         if positions is None:
             positions = torch.arange(slot, slot + tokens).expand(batch, -1)
         positions = positions.contiguous()
-        seen: _InRooms | _InCache = _InCache(rooms) if hasattr(rooms, "attend_new") else _InRooms(rooms, slot, tokens, first)
+        attends = hasattr(rooms, "attend_new")
+        seen: _InRooms | _InCache = _InCache(rooms) if attends else _InRooms(rooms, slot, tokens, first)
         stream = decoder.stream
         residual = decoder.embedding(ids)
         residual = (residual if stream is None else stream.rotation(residual.float())).float().contiguous()

@@ -118,26 +118,27 @@ def test_changes_of_the_model_are_seen_at_the_next_prompt(tiny):
     "kv_int(bits=4, group_size=32, residual=0)", "quest(budget=8, page=4, full_layers=1)", "keydiff(budget=0.5), kv_int(bits=8)",
 ])  # fmt: skip
 def test_a_compressed_cache_attends_in_fast_passes(tiny, architecture, recipe):
-    """In both orders, over several turns, with the tokens and nearly the logits of the model's own passes."""
+    """In both orders, over several turns, with nearly the logits of the model's own passes; where scores choose what is
+    kept, rounding may choose another position of nearly the same score."""
     from compress.kv import attach, attachment_of
 
-    ids, more = torch.arange(24)[None] * 31 % 96, torch.arange(5)[None] * 17 % 96
+    ids, more = torch.arange(48).view(2, 24) * 31 % 96, torch.arange(10).view(2, 5) * 17 % 96
     plain, before, after = (tiny(architecture).bfloat16() for _ in range(3))
     for model in (plain, before):
         attach(model, parse_recipe(recipe))
     accelerate(before)
     attach(accelerate(after), parse_recipe(recipe))
     how = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    expected, caches = None, {}
+    expected, caches, most = None, {}, 0.05 if recipe.startswith(("streaming", "kv_int")) else 0.3
     for name, model in (("plain", plain), ("before", before), ("after", after)):
         cache = caches[name] = attachment_of(model).cache()
         found = [model(part, past_key_values=cache).logits.float() for part in (ids, ids[:, :1], more, ids[:, 2:3])]
         expected = expected or found
         for a, b in zip(found, expected, strict=True):
             a, b = a - a.mean(-1, keepdim=True), b - b.mean(-1, keepdim=True)
-            assert a.shape == b.shape and float((a - b).norm() / b.norm()) < 0.05
+            assert a.shape == b.shape and float((a - b).norm() / b.norm()) < most
         assert cache.get_seq_length() == 31 and abs(cache.nbytes - caches["plain"].nbytes) <= 0.02 * cache.nbytes
-        assert model.generate(ids, **how).shape == (1, 30)
+        assert model.generate(ids, **how).shape == (2, 30)
     assert all("own code" not in repr(model.acceleration) for model in (before, after))
 
 

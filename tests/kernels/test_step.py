@@ -14,6 +14,7 @@ from kernels.int_matmul import pack, to_panels
 from kernels.lut_matmul import NF4, pack_codebook
 from kernels.lut_matmul import to_panels as codebook_panels
 from kernels.step import Attention, Change, DecodeStep, Norm, Products, Program, Weight
+from kernels.step.program import Handed
 from kernels.step.reference import decode_step
 from kernels.trellis_matmul import UNIT, Trellis, length_for
 from kernels.w8a8_matmul import W8
@@ -195,3 +196,13 @@ def test_what_cannot_be_run_is_refused():
     full = decoder({}, torch.bfloat16, position=700)
     with pytest.raises(RuntimeError, match="room for 700"):
         DecodeStep(full, torch.bfloat16)(torch.tensor([[1]]), 700)
+    stopped = decoder({}, torch.bfloat16, position=7)
+    parts = [Handed("qkv") if isinstance(one, Attention) else one for one in stopped.instructions]
+    step = DecodeStep(dataclasses.replace(stopped, instructions=tuple(parts)), torch.bfloat16)
+    with pytest.raises(RuntimeError, match="a step in parts begins with `begin`"):
+        step(torch.tensor([[1]]), 7)
+    with pytest.raises(RuntimeError, match="`begin` comes first"):
+        step.go_on(torch.zeros(1, 64))
+    step.begin(torch.tensor([[1]]))
+    with pytest.raises(RuntimeError, match="`attended` .* does not fit"):
+        step.go_on(torch.zeros(1, 7))
