@@ -70,7 +70,8 @@ transformers (with `pip install compressed-tensors`):
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model, tokenizer = AutoModelForCausalLM.from_pretrained("PATH", dtype="auto"), AutoTokenizer.from_pretrained("PATH")
+model = AutoModelForCausalLM.from_pretrained("PATH", dtype="auto")
+tokenizer = AutoTokenizer.from_pretrained("PATH")
 ```
 
 vLLM:
