@@ -47,7 +47,8 @@ def write_card(
         f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n",
         f"# {title}\n",
         f"`{base}`, compressed by `{', '.join(one['method'] for one in story.recipe)}`, in the format "
-        f"`{save_format.name}`. It is loaded by {' and '.join(save_format.readers.rsplit(', ', 1))}. Weight files: {stored / 1e6:,.1f} MB; what is "
+        f"`{save_format.name}`. It is loaded by {' and '.join(save_format.readers.rsplit(', ', 1))}. "
+        f"Weight files: {stored / 1e6:,.1f} MB; what is "
         f"not compressed is in {dtype}. {'' if 'license' in front else LICENSE}".rstrip()
         + "\n",
         f"## How to load it\n\n{save_format.how_to_load(model).strip().replace('PATH', title)}\n",
