@@ -82,6 +82,7 @@ class DecoderForward:
         if positions is None:
             positions = torch.arange(slot, slot + tokens).expand(batch, -1)
         positions = positions.contiguous()
+        length = max(slot + tokens, int(positions.max()) + 1)  # they may be ahead of the places
         attends = hasattr(rooms, "attend_new")
         seen: _InRooms | _InCache = _InCache(rooms) if attends else _InRooms(rooms, slot, tokens, first)
         stream = decoder.stream
@@ -91,7 +92,7 @@ class DecoderForward:
         added = after = None
         for block in decoder.blocks:
             add_norm(residual, added, after, block.before_attention, x)
-            attended = self._attention(block, x, positions, seen, slot + tokens)
+            attended = self._attention(block, x, positions, seen, length)
             if block is decoder.blocks[-1] and keep < tokens:
                 attended, residual = attended[:, -keep:].contiguous(), residual[:, -keep:].contiguous()
                 x = x.new_empty(residual.shape)

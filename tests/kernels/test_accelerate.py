@@ -143,6 +143,18 @@ def test_a_compressed_cache_attends_in_fast_passes(tiny, architecture, recipe):
 
 
 @torch.no_grad()
+def test_positions_may_be_ahead_of_the_cache(tiny):
+    from transformers import DynamicCache
+
+    plain, fast = tiny("llama").bfloat16(), accelerate(tiny("llama").bfloat16())
+    ids, at = torch.arange(12)[None] * 31 % 96, torch.arange(500, 512)[None]
+    expected, found = (
+        m(ids, past_key_values=DynamicCache(config=m.config), position_ids=at).logits.float() for m in (plain, fast)
+    )
+    assert float((found - expected).norm() / expected.norm()) < 0.05
+
+
+@torch.no_grad()
 def test_padding_behind_a_compressed_cache_goes_the_models_own_way(tiny):
     from compress.kv import attach
 
