@@ -36,10 +36,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cache", default="", help="a recipe of methods of the cache, for both")
     given = parser.parse_args()
+    methods = parse_recipe(given.cache) if given.cache else []
     plain = load_compressed(given.folder, dtype="bfloat16")
     models = {"transformers": plain, "accelerated": accelerate(copy.deepcopy(plain))}
-    for model in models.values() if given.cache else ():
-        attach(model, parse_recipe(given.cache))
+    for model in models.values() if methods else ():
+        attach(model, methods)
     vocabulary = plain.get_input_embeddings().num_embeddings
     ids = (torch.arange(given.batch * given.prompt_tokens) * 7919 % vocabulary).view(given.batch, -1)
     taken: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in models}

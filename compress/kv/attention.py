@@ -104,9 +104,8 @@ def attend(
                 mask = mask[:, :, None].expand(-1, -1, shared, -1, -1).flatten(2, 3)
             y = scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scaling)
             return y.reshape(B, H, n, -1).transpose(1, 2).contiguous()
-        prompt = mask is None and n == T and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        fast = prompt and q.device.type == "cpu" and q.dtype == torch.bfloat16
-        if fast and faster_than_torch(q, k, v, scaling):
+        plain = q.device.type == "cpu" and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if mask is None and n == T and plain and q.dtype == torch.bfloat16 and faster_than_torch(q, k, v, scaling):
             return prompt_attention(q, k, v, scale=scaling)
         if mask is not None and mask.shape[1] > 1:
             mask = mask.repeat_interleave(shared, 1)

@@ -92,8 +92,7 @@ def check_skip(model: nn.Module, skip: str, method: str) -> None:
             continue
         inside = list(dict.fromkeys(f"*.{name.rpartition('.')[2]}" for name in names))
         near = [
-            *(f"{pattern}.*" for _ in range(1) if fnmatch.filter(names, f"{pattern}.*")),
-            *(f"*.{pattern}" for _ in range(1) if fnmatch.filter(names, f"*.{pattern}")),
+            *(wider for wider in (f"{pattern}.*", f"*.{pattern}") if fnmatch.filter(names, wider)),
             *difflib.get_close_matches(pattern, [*inside, *names], n=3, cutoff=0.5),
         ] or inside
         raise ValueError(

@@ -222,7 +222,7 @@ void DecodeStep::hand_over(int64_t from) {
   own_.clear();
 }
 
-void DecodeStep::check(const at::Tensor& ids, const Maybe& hidden) {
+void DecodeStep::start(const at::Tensor& ids, const Maybe& hidden) {
   TORCH_CHECK(ids.scalar_type() == at::kLong && ids.numel() == tokens_ && ids.is_contiguous(), "`ids` ", ids.sizes(), " ",
               ids.scalar_type(), " must be ", tokens_, " numbers");
   TORCH_CHECK(!stages_.empty() && std::holds_alternative<Products>(stages_.back()), "a program ends with the head's product");
@@ -263,7 +263,7 @@ at::Tensor DecodeStep::chosen(int shares) const {
 }
 
 at::Tensor DecodeStep::run(const at::Tensor& ids, int64_t position, const Maybe& hidden) {
-  check(ids, hidden);
+  start(ids, hidden);
   position_ = position;
   const int shares = shares_;
   plans_.clear();
@@ -294,7 +294,7 @@ at::Tensor DecodeStep::run(const at::Tensor& ids, int64_t position, const Maybe&
 }
 
 at::Tensor DecodeStep::begin(const at::Tensor& ids, const Maybe& hidden) {
-  check(ids, hidden);
+  start(ids, hidden);
   at_ = 0;
   return go_on();
 }

@@ -116,7 +116,10 @@ class Acceleration:
         """Give the model its own forward back."""
         self.model.__dict__.pop("forward", None)
         self.model.__dict__.pop(ACCELERATION, None)
-        self._reader, self._bound, self._in_parts, self._state = None, {}, {}, None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._reader, self._bound, self._in_parts, self._state, self.why_not = None, {}, {}, None, ""
 
     @torch.no_grad()
     def assemble(self) -> None:
@@ -147,7 +150,7 @@ class Acceleration:
         now = _state(self.model)
         if self._state == now:
             return not self.why_not
-        self._reader, self._bound, self._in_parts, self.why_not = None, {}, {}, ""
+        self._forget()
         try:
             self.assemble()
         except NotNative as error:

@@ -1,5 +1,6 @@
 """Caches whose tensors a decoder's pass writes into (`DecodeStep`, `DecoderForward`)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,7 +14,8 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from kernels.step.decoder import Decoder, NotNative
+from kernels.step.between import turn_and_store
+from kernels.step.decoder import Decoder, DecoderBlock, NotNative
 
 SPARE = 256  # positions that a cache has room for behind what it holds
 LARGER = 1.5  # times its positions, when it is full
@@ -56,6 +58,30 @@ class AttendingCache(Protocol):
                 were made of.
             window: positions that a token sees, itself included, or 0 for all.
         """
+
+
+def attend_by_cache(
+    cache: AttendingCache,
+    block: DecoderBlock,
+    qkv: Sequence[Tensor],
+    hidden: Tensor,
+    tables: tuple[Tensor, Tensor],
+    positions: Tensor,
+) -> Tensor:
+    """Turn the new queries and keys of a block and let its cache attend: [batch, tokens, heads, channels].
+
+    Args:
+        qkv: queries, keys and values, [batch, tokens, heads or kv heads * channels] in 16 bits; queries are changed.
+        hidden: [batch, tokens, hidden], what they were made of.
+        tables: cosines and sines of all positions. positions: int64 [batch, tokens].
+    """
+    q, k, v = qkv
+    # Memory of its own for every block and pass, which the cache may keep.
+    keys, values = q.new_empty(2, len(q), block.kv_heads, q.shape[1], block.channels)
+    turn_and_store(q, k, v, tables, positions, (block.query_norm, block.key_norm), keys, values, 0)
+    q = q.unflatten(-1, (-1, block.channels)).transpose(1, 2)
+    about = {"scaling": block.scale, "softcap": block.softcap or None, "window": block.window}
+    return cache.attend_new(block.index, block.attention, q, keys, values, hidden, **about)
 
 
 def rooms_of(decoder: Decoder, cache: Cache) -> list[LayerRoom]:

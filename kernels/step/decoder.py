@@ -124,9 +124,9 @@ def recognise(model: nn.Module) -> Decoder:
     if model.device.type != "cpu":
         raise NotNative(f"the model is on {model.device.type}")
     kind = getattr(model.config, "_attn_implementation", None)
-    hooks = [*model._forward_pre_hooks.values()]
-    attached = [owner for h in hooks if getattr(owner := getattr(h, "__self__", None), ATTACHED, None) == kind]
-    if kind not in ("sdpa", "sdpa_fast", "eager") and not attached:
+    owners = [getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values()]
+    attached = next((owner for owner in owners if getattr(owner, ATTACHED, None) == kind), None)
+    if kind not in ("sdpa", "sdpa_fast", "eager") and attached is None:
         raise NotNative(f"its attention is {kind!r} ('sdpa' and 'eager' are known)")
     for name in FACTORS:
         if getattr(model.config, name, None) not in (None, 1, 1.0):
@@ -135,8 +135,8 @@ def recognise(model: nn.Module) -> Decoder:
     for name, module in model.named_modules():
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         own = "forward" in vars(module) and not (module is model and hasattr(model, ACCELERATION))
-        known = [owner for owner in (stream, *attached) if owner is not None]
-        if own or not all(any(getattr(h, "__self__", None) is owner for owner in known) for h in hooks):
+        owners = [getattr(hook, "__self__", None) for hook in hooks]
+        if own or any(owner is None or (owner is not stream and owner is not attached) for owner in owners):
             raise NotNative(f"{name or 'the model'} has hooks")
     body, head = getattr(model, "model", None), model.get_output_embeddings()
     if body is None or head is None or {n for n, _ in model.named_children()} - {STREAM} != {"model", "lm_head"}:

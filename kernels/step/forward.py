@@ -21,7 +21,7 @@ from kernels.prompt_attention import faster_than_torch, prompt_attention
 from kernels.registry import ran, recording
 from kernels.step.assemble import MOST
 from kernels.step.between import add_norm, gated, turn_and_store
-from kernels.step.cache import AttendingCache, LayerRoom, rooms_of
+from kernels.step.cache import AttendingCache, LayerRoom, attend_by_cache, rooms_of
 from kernels.step.decoder import Decoder, DecoderBlock, NotNative, recognise
 from kernels.step.joined import Joined, joined
 
@@ -82,17 +82,21 @@ class DecoderForward:
         if positions is None:
             positions = torch.arange(slot, slot + tokens).expand(batch, -1)
         positions = positions.contiguous()
-        length = max(slot + tokens, int(positions.max()) + 1)  # they may be ahead of the places
-        attends = hasattr(rooms, "attend_new")
-        seen: _InRooms | _InCache = _InCache(rooms) if attends else _InRooms(rooms, slot, tokens, first)
+        length = int(positions.max()) + 1  # of rotary tables
+        cache = rooms if hasattr(rooms, "attend_new") else None
+        seen = _Seen(slot, tokens, first)
         stream = decoder.stream
         residual = decoder.embedding(ids)
         residual = (residual if stream is None else stream.rotation(residual.float())).float().contiguous()
         x = residual.new_empty(residual.shape, dtype=decoder.dtype)
         added = after = None
-        for block in decoder.blocks:
+        for place, block in enumerate(decoder.blocks):
             add_norm(residual, added, after, block.before_attention, x)
-            attended = self._attention(block, x, positions, seen, length)
+            qkv, tables = self._products((block.q, block.k, block.v), x), decoder.rotary.of(block.kind, length)
+            if cache is not None:
+                attended = attend_by_cache(cache, block, qkv, x, tables, positions).flatten(-2)
+            else:
+                attended = self._attention(block, rooms[place], qkv, tables, positions, seen)
             if block is decoder.blocks[-1] and keep < tokens:
                 attended, residual = attended[:, -keep:].contiguous(), residual[:, -keep:].contiguous()
                 x = x.new_empty(residual.shape)
@@ -131,54 +135,33 @@ class DecoderForward:
         return [self._product(linear, x) for linear in linears]
 
     def _attention(
-        self, block: DecoderBlock, x: Tensor, positions: Tensor, seen: "_InRooms | _InCache", length: int
+        self,
+        block: DecoderBlock,
+        room: LayerRoom,
+        qkv: Sequence[Tensor],
+        tables: tuple[Tensor, Tensor],
+        positions: Tensor,
+        seen: "_Seen",
     ) -> Tensor:
-        """[batch, tokens, heads * channels], contiguous; length: positions that rotary tables must have."""
-        q, k, v = self._products((block.q, block.k, block.v), x)
-        room, slot = seen.place(block, k)
-        tables = self.decoder.rotary.of(block.kind, max(room.keys.shape[2], length))
+        """[batch, tokens, heads * channels], contiguous."""
+        q, k, v = qkv
         norms = block.query_norm, block.key_norm
-        turn_and_store(q, k, v, tables, positions, norms, room.keys, room.values, slot)
+        turn_and_store(q, k, v, tables, positions, norms, room.keys, room.values, seen.slot)
+        room.length.fill_(seen.slot + seen.tokens)
         q = q.unflatten(-1, (-1, block.channels)).transpose(1, 2)  # [batch, heads, tokens, channels]
-        return seen.attend(block, q, room, x).flatten(-2)
+        return seen.attend(block, q, room).flatten(-2)
 
 
 @dataclass
-class _InCache:
-    """A pass whose cache attends itself."""
-
-    cache: AttendingCache
-
-    def place(self, block: DecoderBlock, k: Tensor) -> tuple[LayerRoom, int]:
-        """Where the new keys and values go: memory of their own, which the cache may keep."""
-        shape = (len(k), block.kv_heads, k.shape[1], block.channels)
-        return LayerRoom(k.new_empty(shape), k.new_empty(shape), torch.zeros(1, dtype=torch.int64)), 0
-
-    def attend(self, block: DecoderBlock, q: Tensor, room: LayerRoom, x: Tensor) -> Tensor:
-        """[batch, tokens, heads, channels]"""
-        about = {"scaling": block.scale, "softcap": block.softcap or None, "window": block.window}
-        return self.cache.attend_new(block.index, block.attention, q, room.keys, room.values, x, **about)
-
-
-@dataclass
-class _InRooms:
+class _Seen:
     """Which places of the cache each token of a pass sees: itself and those before it, from `first` on."""
 
-    rooms: Sequence[LayerRoom]  # of the blocks, in their order
     slot: int
     tokens: int
     first: Tensor | None
     masks: dict[int, Tensor] = field(default_factory=dict)  # by window
-    taken: int = 0
 
-    def place(self, block: DecoderBlock, k: Tensor) -> tuple[LayerRoom, int]:
-        """Where the new keys and values go: the next block's room, and the place in it."""
-        room = self.rooms[self.taken]
-        self.taken += 1
-        room.length.fill_(self.slot + self.tokens)
-        return room, self.slot
-
-    def attend(self, block: DecoderBlock, q: Tensor, room: LayerRoom, _: Tensor) -> Tensor:
+    def attend(self, block: DecoderBlock, q: Tensor, room: LayerRoom) -> Tensor:
         """[batch, tokens, heads, channels] of q [batch, heads, tokens, channels]."""
         total = self.slot + self.tokens
         keys, values = room.keys[:, :, :total], room.values[:, :, :total]

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from kernels.step.assemble import program_of
-from kernels.step.between import turn_and_store
-from kernels.step.cache import AttendingCache
+from kernels.step.cache import AttendingCache, attend_by_cache
 from kernels.step.decoder import Decoder, NotNative
 from kernels.step.native import DecodeStep
 
@@ -42,23 +41,11 @@ class StepInParts:
         hidden = None if self._embedding is None else self._embedding(ids).float().flatten(0, 1)
         given = step.begin(ids, hidden)
         for block in decoder.blocks:
-            D, heads = block.channels, block.kv_heads
-            parts = given.to(decoder.dtype).split([tokens * n * D for n in (block.heads, heads, heads)])
-            q, k, v = (part.view(tokens, 1, -1) for part in parts)
-            keys, values = q.new_empty(2, tokens, heads, 1, D)
-            norms = block.query_norm, block.key_norm
-            turn_and_store(q, k, v, decoder.rotary.of(block.kind, length), positions, norms, keys, values, 0)
-            y = cache.attend_new(
-                block.index,
-                block.attention,
-                q.view(tokens, 1, -1, D).transpose(1, 2),
-                keys,
-                values,
-                step.last_input.to(decoder.dtype).view(tokens, 1, -1),
-                scaling=block.scale,
-                softcap=block.softcap or None,
-                window=block.window,
-            )
+            widths = [heads * block.channels for heads in (block.heads, block.kv_heads, block.kv_heads)]
+            parts = given.to(decoder.dtype).split([tokens * width for width in widths])
+            qkv = [part.view(tokens, 1, width) for part, width in zip(parts, widths, strict=True)]
+            made_of = step.last_input.to(decoder.dtype).view(tokens, 1, -1)
+            y = attend_by_cache(cache, block, qkv, made_of, decoder.rotary.of(block.kind, length), positions)
             given = step.go_on(y.float().view(tokens, -1))
         logits = step.logits[:, None]
         return (decoder.cap * (logits / decoder.cap).tanh() if decoder.cap else logits).to(decoder.dtype)
