@@ -38,11 +38,9 @@ from compress.recipe import parse_recipe
 from eval.machine.hardware import hardware
 from eval.speed.cache_speed import FULL, SDPA, measure_cache_speed
 from eval.speed.device_lock import undisturbed
-from kernels.step.assemble import native_step
-from kernels.step.cache import static_cache
 
 SLOTS = (Policy, Storage, Reading, Projecting)
-NATIVE, LLAMA_CPP = "full, native step", "llama.cpp F16"
+LLAMA_CPP = "llama.cpp F16"
 LAYER = "one layer of Llama-3-8B's shape"
 MADE_UP = (
     "kv_int(bits=8)",
@@ -82,33 +80,6 @@ def behind(model: nn.Module, contexts: Sequence[int], recipes: Sequence[str], gi
     }
     speed = measure_cache_speed(static, variants, contexts, new_tokens=given.new_tokens, rounds=given.rounds)
     return {"tokens_per_s": speed.tokens_per_s, "attention_s": speed.attention_s, "execution": speed.execution}
-
-
-def of_native_step(model: nn.Module, contexts: Sequence[int], given: argparse.Namespace) -> dict[int, list[float]]:
-    """Tokens per second of steps in one call of C++ behind a full 16-bit cache, by context."""
-    ids = (torch.arange(16) * 7919 % model.config.vocab_size)[None]
-    cache = static_cache(model, max(contexts) + 2 * given.new_tokens)
-
-    def read_prompt() -> None:
-        cache.reset()
-        model(ids, past_key_values=cache, use_cache=True)
-
-    read_prompt()
-    step = native_step(model, cache, ids[:, -1:], torch.tensor([[ids.shape[1]]]), read_prompt)
-    for layer in cache.layers:
-        layer.keys.normal_(), layer.values.normal_()
-    speeds: dict[int, list[float]] = {}
-    for context in tqdm(contexts, desc="native step", unit="context"):
-        for _ in range(given.rounds):
-            for layer in cache.layers:
-                layer.cumulative_length.fill_(context)
-            seconds = []
-            for place in range(context, context + given.new_tokens):
-                start = time.perf_counter()
-                step(ids[:, -1:], torch.tensor([[place]]))
-                seconds.append(time.perf_counter() - start)
-            speeds.setdefault(context, []).append(1 / statistics.median(seconds))
-    return speeds
 
 
 def of_llama_cpp(file: Path, contexts: Sequence[int], given: argparse.Namespace) -> dict[int, list[float]]:
@@ -226,9 +197,8 @@ def page(record: Record, given: argparse.Namespace) -> str:
             "```\npython " + shlex.join(sys.argv) + "\n```",
             f"**{given.model}.** In brackets: the time of the attention over that of the faster one of the full 16-bit"
             " caches, torch's own attention with shared heads folded into rows being one. The cache holds random"
-            " numbers. The whole model runs in the compiled step, which takes every cache; the native step takes full"
-            " 16-bit ones alone. llama.cpp runs in llama-bench.",
-            speeds(parts[given.model], {name: parts[name] for name in (NATIVE, LLAMA_CPP) if name in parts}),
+            " numbers. The whole model runs as an accelerated one does (`kernels/step`). llama.cpp runs in llama-bench.",
+            speeds(parts[given.model], {name: parts[name] for name in (LLAMA_CPP,) if name in parts}),
             f"**{LAYER}**, random weights; tokens per second are those of this layer and a small head.",
             speeds(parts[LAYER], {}),
             f"**Heads that keep different numbers of positions**, behind {given.tokens:,} tokens of {given.text} on"
@@ -273,7 +243,6 @@ def main() -> None:
                 accelerate(copy.deepcopy(model)), ids[:, : given.read_tokens], given.policies, min(given.rounds, 3)
             ),
         )
-        record.part(NATIVE, lambda: of_native_step(model, given.contexts, given))
         if given.file:
             record.part(LLAMA_CPP, lambda: of_llama_cpp(given.file, given.contexts, given))
     record.part(LAYER, lambda: behind(layer_of_8b(), given.contexts, given.layer_recipes, given))

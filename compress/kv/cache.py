@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING as LAYER_TYPES
-from transformers.cache_utils import get_layer_types_and_kwargs
+from transformers.cache_utils import DynamicSlidingWindowLayer, get_layer_types_and_kwargs
 
 from compress.kv.allocation import OF_ALL_LAYERS, of_layer
 from compress.kv.attention import attention, expect, note_hidden, noted_hidden
@@ -30,6 +30,8 @@ from compress.kv.reading.reader import Reader
 from compress.kv.rotation import turn_of
 from compress.kv.storage import joined, slabs_of
 from compress.kv.support import keeping_layers
+from compress.kv.windows import lend_window
+from kernels.step.cache import Lent
 
 INTERVAL = 8  # while text is generated, evict after so many tokens, or an eighth of the budget
 # What a copy of an observing cache's layer has of its own.
@@ -300,6 +302,20 @@ class CompressedCache(Cache):
             at, place = torch.arange(total - n, total, device=q.device)[:, None], torch.arange(total, device=q.device)
             mask = ((place <= at) & (place > at - window))[None, None]
         return attention(module, q, keys, values, mask, scaling=scaling, softcap=softcap)[0]
+
+    def lend(self, number: int) -> Lent | None:
+        """What a layer keeps, for a step of decoding that puts one token of every row there and attends: see
+        `kernels.step.cache.AttendingCache`. None where a policy, a reading or an observer looks at the token."""
+        layer, policy = self.layers[number], self.policy
+        if self.observes or self.listener is not None or not self.by_kernel:
+            return None
+        if not isinstance(layer, KVLayer):
+            return lend_window(layer) if type(layer) is DynamicSlidingWindowLayer else None
+        if self.reader is not None or policy is not None and (
+            policy.decoding or policy.at_every_pass or policy.runs_model and policy.window
+        ):
+            return None
+        return layer.lend()
 
     def _attend(
         self,

@@ -23,13 +23,18 @@ class Growing:
     def append(self, x: Tensor) -> None:
         """x [B, H, m, ...]"""
         end = self.length + x.shape[2]
+        self.reserve(x.shape[2])
+        self.buffer[:, :, self.length : end] = x
+        self.length = end
+
+    def reserve(self, count: int) -> None:
+        """Make room in the buffer for so many more."""
+        end = self.length + count
         if end > self.buffer.shape[2]:
             B, H, _, *rest = self.buffer.shape
             larger = self.buffer.new_empty(B, H, end + max(self.least, end // 8), *rest)
             larger[:, :, : self.length] = self.view
             self.buffer = larger
-        self.buffer[:, :, self.length : end] = x
-        self.length = end
 
     def drop_last(self, count: int) -> None:
         """Forget the last `count` of them."""

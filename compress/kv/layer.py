@@ -13,11 +13,12 @@ from compress.kv.growing import Growing
 from compress.kv.policy import Evicting
 from compress.kv.precision import Precision
 from compress.kv.seen import Seen
-from compress.kv.storage import DividedSlab, Slab, joined, right_packed, slabs_of, taken
+from compress.kv.storage import DividedSlab, Slab, joined, lent, right_packed, slabs_of, taken
 from kernels.kv_decode import MAX_TOKENS as KERNEL_TOKENS
 from kernels.kv_decode import Listed
 from kernels.kv_decode.apart import kv_decode_apart
 from kernels.kv_decode.ranked import Ranked
+from kernels.step.cache import Lent
 
 EXACT = Precision()
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -58,8 +59,9 @@ class KVLayer(DynamicLayer):
         self.slabs: list[Slab | DividedSlab] = []
         self.seen, self.fresh = 0, 0  # fresh: how many of the last tokens no eviction has looked at
         self.evicted = False  # has any position gone?
-        self.tokens: Tensor | None = None
-        self.since: Tensor | None = None  # [B] tokens of each row since its last eviction
+        self._tokens: Tensor | None = None
+        self._since: Tensor | None = None
+        self._lent = 0  # tokens of every row that `lend` has counted, and the two do not yet
         self.memory: Growing | None = None  # [B, H, length], what a policy remembers of each position
         self.positions: Growing | None = None  # [B, H, length], where each position was
         self.queries: Tensor | None = None  # [B, H_q, n, D] the last ones
@@ -284,12 +286,8 @@ class KVLayer(DynamicLayer):
         """Append k, v [B, H_kv, n, D]; padding, where real [B, n] is False, is not kept. whole: there is none."""
         B, H, n, _ = k.shape
         new = real[:, None].expand(B, H, n)
-        if self.tokens is None:
-            self.tokens = real.sum(1)
-            self.since = self.tokens.clone()
-        else:
-            count = n if whole else real.sum(1)
-            self.tokens, self.since = self.tokens + count, self.since + count
+        self._settle_count()
+        self._count(n if whole and self._tokens is not None else real.sum(1))
         place = None
         if self.traces or self.positions is not None:
             place = (self.tokens[:, None] - real.flip(1).cumsum(1).flip(1)).to(torch.int32)[:, None].expand(B, H, n)
@@ -300,13 +298,61 @@ class KVLayer(DynamicLayer):
         else:
             for slab, (a, b) in self._heads():
                 slab.append(k[:, a:b], v[:, a:b])
-            if self.memory is not None:
-                self.memory.append(torch.zeros(B, H, n, device=k.device))
+            self._extend_memory(n)
             if self.positions is not None:
                 self.positions.append(place)
         self.seen, self.fresh = self.seen + n, self.fresh + n
         if not whole and self.length > n:  # padding between tokens: out with it
             self.keep_only(torch.cat([self.valid[..., :-n], new], -1))
+
+    def lend(self) -> Lent | None:
+        """What is kept, for a step of decoding that puts a token of every row there itself, which counts as kept; None:
+        more is to be done."""
+        if not self.slabs or self.divided or self.traces or (given := lent(self.slabs)) is None:
+            return None
+        self._lent += 1
+        self._extend_memory(1)
+        self.seen, self.fresh = self.seen + 1, self.fresh + 1
+        return given
+
+    def _count(self, tokens: int | Tensor) -> None:
+        """So many more of each row, [B] or for all."""
+        if self._tokens is None:
+            self._tokens, self._since = tokens, tokens.clone()
+        else:
+            self._tokens, self._since = self._tokens + tokens, self._since + tokens
+
+    def _settle_count(self) -> None:
+        if self._lent:
+            lent, self._lent = self._lent, 0
+            self._count(lent)
+
+    @property
+    def tokens(self) -> Tensor | None:
+        """[B] tokens of each row, without padding; None before the first."""
+        self._settle_count()
+        return self._tokens
+
+    @tokens.setter
+    def tokens(self, tokens: Tensor) -> None:
+        self._settle_count()
+        self._tokens = tokens
+
+    @property
+    def since(self) -> Tensor | None:
+        """[B] those of them since the row's last eviction."""
+        self._settle_count()
+        return self._since
+
+    @since.setter
+    def since(self, since: Tensor) -> None:
+        self._settle_count()
+        self._since = since
+
+    def _extend_memory(self, n: int) -> None:
+        if self.memory is not None:
+            B, H = self.memory.buffer.shape[:2]
+            self.memory.append(torch.zeros(B, H, n, device=self.memory.buffer.device))
 
     def _start_traces(self, place: Tensor | None, new: Tensor) -> None:
         index, _ = right_packed(new)

@@ -92,6 +92,11 @@ class Held:
         turned = self.precision.rotates or self.precision.rotates_values
         return self.projection is None and self.factors is None and not turned
 
+    @property
+    def read_as_they_came(self) -> bool:
+        """Do steps of decoding read them as they are held, codes or not?"""
+        return self.as_they_came and not (self.precision.by_token or self.precision.float8)
+
     def inwards(self, k: Tensor) -> Tensor:
         """Keys [B, H, n, D] as they are held."""
         k = self.precision.turned(k if self.projection is None else k @ self.projection.keys)

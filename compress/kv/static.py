@@ -18,6 +18,7 @@ from compress.kv.reading.method import Glance, Reading
 from compress.kv.storage import Slab
 from compress.kv.support import check_model
 from kernels.kv_decode import KV, dequantize_kv, kv_decode
+from kernels.step.cache import Lent
 
 NAME = "workbench_kv_static"
 
@@ -51,6 +52,7 @@ class StaticSlab(Held):
         self.coded, self.length = coded, coded + self.tail[0].shape[2]
         self.begin = torch.tensor([self.used - coded], device=self.starts.device)
         self.at, self.lengths = self.begin.clone(), (self.used - self.starts).to(torch.int32)
+        self.place = int(self.begin)  # as `at`, for steps of decoding
         self.heads = self.starts.shape[1]
         self.notes: list[Growing] = []  # what a reading keeps of every page
         self.noted, self.sparse = self.length, None
@@ -80,8 +82,21 @@ class StaticSlab(Held):
         self.at.add_(1)
         self.lengths.add_(1)
 
+    def lend(self) -> Lent | None:
+        """What it holds, for a step of decoding that appends a token itself, which `at` and `lengths` do not count; None
+        where positions are read sparsely, or are held in a form that such steps do not read."""
+        if self.sparse is not None or not self.read_as_they_came:
+            return None
+        self.place += 1
+        counts, (tail_k, tail_v) = [self.coded, self.place - 1], self.tail
+        if not self.coded:
+            return Lent([tail_k], [tail_v], [], [], [], [], [self.starts], counts, 16, self.kv.group)
+        codes = ([x] for x in self.kv[:4])
+        return Lent(*codes, [tail_k], [tail_v], [self.starts], counts, *self.precision[:2])
+
     def reset(self) -> None:
         """Back to where it was made."""
+        self.place = int(self.begin)
         self.lengths.sub_((self.at - self.begin).to(torch.int32))
         self.at.copy_(self.begin)
 
@@ -105,6 +120,14 @@ class StaticKVLayer(StaticLayer):
         self.seen.add_(1)
         return key_states, value_states
 
+    def lend(self) -> Lent | None:
+        """As of its slabs; None where one cannot be lent, or they are not held alike."""
+        given = [slab.lend() for slab in self.slabs]
+        if not all(given) or len({one[-2:] for one in given}) > 1:  # bits and group
+            return None
+        columns = (sum(column, []) for column in list(zip(*given, strict=True))[:-2])
+        return Lent(*columns, *given[0][-2:])
+
     def get_seq_length(self) -> Tensor:
         return self.seen
 
@@ -125,6 +148,26 @@ class StaticKVLayer(StaticLayer):
             ys.append(slab.attend(rows, scaling, softcap))
             at += slab.heads
         return (torch.cat(ys, 1) if len(ys) > 1 else ys[0]).transpose(1, 2)
+
+
+class StaticWindow:
+    """A layer with a sliding window that keeps all positions, as it is lent to steps of decoding.
+
+    Attributes:
+        place: of the token that comes next.
+    """
+
+    def __init__(self, layer: StaticLayer, size: int) -> None:
+        self.layer, self.size, self.place, self.starts = layer, size, 0, None
+
+    def lend(self) -> Lent:
+        """What it holds, for a token that sees the last `size` positions, itself included."""
+        keys, values = self.layer.keys, self.layer.values
+        if self.starts is None:
+            self.starts = torch.zeros(keys.shape[:2], dtype=torch.int32)
+        self.place += 1
+        self.starts.fill_(max(0, self.place - self.size))
+        return Lent([keys], [values], [], [], [], [], [self.starts], [0, self.place - 1], 16, 64)
 
 
 def decoder(model: nn.Module) -> nn.Module:
@@ -180,10 +223,11 @@ class MadeUpCache(Cache):
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         channels = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         most = self.kept(capacity)
-        layers, plain = [], CompressedCache(model)
-        for layer in plain.layers:
+        layers, plain, self.windows = [], CompressedCache(model), {}
+        for number, layer in enumerate(plain.layers):
             if not isinstance(layer, KVLayer):
                 layers.append(StaticLayer(capacity + room))
+                self.windows[number] = StaticWindow(layers[-1], layer.sliding_window)
                 continue
             k, v = (
                 torch.randn(1, heads, most, channels, dtype=parameter.dtype, device=parameter.device) for _ in range(2)
@@ -217,7 +261,31 @@ class MadeUpCache(Cache):
                     slab.starts.copy_(slab.used - slab.lengths)
             else:
                 layer.cumulative_length.fill_(tokens)
+        for window in self.windows.values():
+            window.place = tokens
         return self
+
+    def lend(self, number: int) -> Lent | None:
+        """What a layer keeps, as of `kernels.step.cache.AttendingCache`; its tokens are not counted otherwise."""
+        return self.windows.get(number, self.layers[number]).lend()
+
+    def attend_new(
+        self,
+        number: int,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        hidden: Tensor,
+        *,
+        scaling: float,
+        softcap: float | None,
+        window: int,
+    ) -> Tensor:
+        """A token of a layer that is not lent, as of `kernels.step.cache.AttendingCache`."""
+        layer = self.layers[number]
+        layer.update(k, v)
+        return layer.attend(q, scaling, softcap)
 
     def layer_slabs(self) -> list["StaticSlab"]:
         """Every slab of every layer."""

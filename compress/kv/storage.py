@@ -10,6 +10,7 @@ from compress.kv.growing import Growing
 from compress.kv.precision import Held, Precision, outlier_factors
 from kernels.kv_decode import KV, Listed, dequantize_kv, kv_decode, merge_parts, quantize_kv, quantize_kv_float8
 from kernels.kv_decode.ranked import Ranked, kv_decode_ranked
+from kernels.step.cache import Lent
 
 
 class Slab(Held):
@@ -68,6 +69,14 @@ class Slab(Held):
         self.v.append(self.values_inwards(v))
         if settle:
             self._settle()
+
+    @property
+    def only_appends(self) -> bool:
+        """Is a token appended as it comes, and does no group become codes by it, in a form that steps of decoding read?"""
+        held = self.precision
+        if not self.read_as_they_came:
+            return False
+        return held.bits == 16 or (self.k.length + 1 - held.residual) // held.group <= 0
 
     def drop_last(self, count: int) -> None:
         """Forget the last positions, which must not be codes yet."""
@@ -147,6 +156,27 @@ class Slab(Held):
         else:
             self.codes = [Growing(more, 1) for more in coded[:4]]  # keys, values, and their scales: some count groups
         self.k, self.v = Growing(self.k.view[:, :, full:].clone()), Growing(self.v.view[:, :, full:].clone())
+
+
+def lent(slabs: Sequence[Slab]) -> Lent | None:
+    """Slabs that take one token more, which is counted as theirs; None where they cannot be read as one cache, or more is
+    to be done than to append."""
+    coded = bool(slabs[0].codes)
+    if not all(slab.only_appends and bool(slab.codes) == coded for slab in slabs):
+        return None
+    counts = []
+    for slab in slabs:
+        slab.k.reserve(1)
+        slab.v.reserve(1)
+        counts += [slab.coded, slab.k.length]
+        slab.k.length += 1
+        slab.v.length += 1
+    tails = [slab.k.buffer for slab in slabs], [slab.v.buffer for slab in slabs]
+    starts, (bits, group) = [slab.starts for slab in slabs], slabs[0].precision[:2]
+    if not coded:
+        return Lent(*tails, [], [], [], [], starts, counts, 16, group)
+    codes = ([slab.codes[i].buffer for slab in slabs] for i in range(4))
+    return Lent(*codes, *tails, starts, counts, bits, group)
 
 
 class DividedSlab:

@@ -1,6 +1,7 @@
 """How fast a model decodes behind contexts of several lengths, by what its cache keeps and how.
 
-Every variant, the full 16-bit cache among them, goes through the same compiled step and the same kernel, in turns; the
+Every variant, the full 16-bit cache among them, goes through the same native step (`kernels/step`), or where there is
+none for a model through the same compiled step, and through the same kernel, in turns; the
 kernel on a full cache is held against torch's attention with the heads that share keys folded into rows, on
 preallocated keys: the faster one is the baseline that attention is measured by.
 """
@@ -24,8 +25,12 @@ from eval.speed.packing import Packing
 from eval.speed.regional import NotRegional, Step, compile_regional
 from eval.speed.speed import quartiles, wait
 from kernels.errors import first_line
+from kernels.huge_pages import in_huge_pages
 from kernels.kv_decode import KV
 from kernels.registry import recording
+from kernels.step.assemble import MOST, difference
+from kernels.step.decoder import NotNative, recognise
+from kernels.step.in_parts import StepInParts
 
 FULL = "full"
 SDPA = "full, torch SDPA"
@@ -56,7 +61,7 @@ class CacheSpeed:
         tokens_per_s: {variant: {context: ...}} of the whole model, batch 1.
         attention_s: {variant: {context: ...}}: seconds of the attention of all layers for one token; also of "full,
             torch SDPA".
-        execution: {variant: compiled or eager, and why}.
+        execution: {variant: native step, compiled or eager, and why}.
         kernels: {op: implementations that ran}.
         settings: new_tokens, rounds, batch, dtype.
     """
@@ -122,12 +127,13 @@ def measure_cache_speed(
         }
     )
     caches, steps, packing = {}, {}, Packing()
+    in_huge_pages([*model.parameters(), *model.buffers()])
     progress = tqdm(
         total=len(variants) + len(contexts) * rounds * (2 * len(variants) + 1), desc="cache speed", unit="run"
     )
     with undisturbed(model.device), recording() as kernels:
         for name, make in variants.items():
-            progress.set_postfix_str(f"{name}: compiling")
+            progress.set_postfix_str(f"{name}: making ready")
             caches[name] = make()
             steps[name], speed.execution[name] = _step(model, caches[name], contexts[0], packing)
             progress.update()
@@ -150,8 +156,28 @@ def measure_cache_speed(
     return speed
 
 
+def _native(model: nn.Module, cache: TimedCache, context: int) -> Step:
+    """One token by the native step, as of an accelerated model; its logits are compared with the model's.
+
+    Raises:
+        NotNative: a model that it does not know, or other logits.
+    """
+    step = StepInParts(recognise(model, by_cache=True), 1)
+    token, position = torch.ones(1, 1, dtype=torch.long), torch.tensor([[context]])
+    at = cache.at(context)
+    wanted = model(token, past_key_values=at, compressed=at, position_ids=position, use_cache=True).logits[:, -1]
+    step(token, cache.at(context), position)
+    if not (other := difference(step.logits[:, -1], wanted)) < MOST:
+        raise NotNative(f"its logits differ from the model's by {other:.2g}, more than {MOST}")
+    return lambda token, position: step(token, cache, position)
+
+
 def _step(model: nn.Module, cache: TimedCache, context: int, packing: Packing) -> tuple[Step, str]:
-    """One token, compiled if that is possible; and how it is executed."""
+    """One token by the native step, or compiled if that is possible; and how it is executed."""
+    try:
+        return _native(model, cache, context), "native step"
+    except NotNative:
+        pass
 
     def step(token: Tensor, position: Tensor) -> Tensor:
         logits = model(token, past_key_values=cache, compressed=cache, position_ids=position, use_cache=True).logits

@@ -277,9 +277,11 @@ struct Cache {
   at::Tensor k, v;
   Maybe params_k, params_v, tail_k, tail_v;
   Numbers length, start;  // [B, H]; no length: up to the last position; no start: 0
+  int64_t in_use = -1, behind = -1;  // positions of k and of the tail; -1: all
 
   int64_t heads() const { return k.size(1); }
-  int64_t held() const { return k.size(2) + (tail_k ? tail_k->size(2) : 0); }
+  int64_t first_part() const { return in_use < 0 ? k.size(2) : in_use; }
+  int64_t held() const { return first_part() + (behind >= 0 ? behind : tail_k ? tail_k->size(2) : 0); }
 };
 
 void check_entries(const int64_t* list, const Task& t, int64_t held) {
@@ -318,7 +320,7 @@ struct Queries {
 // All that differs between caches whose first head is number `head`; the rest is in `p`.
 Problem problem_of(Problem p, const Cache& c, Kind kind, int64_t bits, int64_t head) {
   p.main = part_of(c.k, c.v, bits == 16 ? kind : bits == 8 ? Kind::byte : bits == 4 ? Kind::nibble : Kind::quarter, 0, head);
-  if (c.tail_k) p.tail = part_of(*c.tail_k, *c.tail_v, kind, c.k.size(2), head);
+  if (c.tail_k) p.tail = part_of(*c.tail_k, *c.tail_v, kind, c.first_part(), head);
   if (bits != 16) {
     const int64_t value_bits = c.v.size(4) * 8 / p.group;
     TORCH_CHECK(value_bits == 8 || value_bits == 4 || value_bits == 3 || value_bits == 2, "kv_decode: values of ", value_bits, " bits");
@@ -384,7 +386,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attend(
     const auto [of, own] = of_head[i % H];
     const Cache& cache = caches[of];
     const int64_t at = i / H * cache.heads() + own, held = cache.held(), last = list.defined() ? positions : held;
-    const int64_t S = list.defined() ? positions : cache.k.size(2);  // entries of the list
+    const int64_t S = list.defined() ? positions : cache.first_part();  // entries of the list
     const int64_t a = cache.start.given() ? cache.start[at] : 0;
     const int64_t end = cache.length.given() ? std::min(a + cache.length[at], last) : last;
     for (int64_t from = std::max<int64_t>(a, 0), to; from < end; from = to) {
@@ -507,20 +509,45 @@ at::Tensor kv_decode_apart(const at::Tensor& q, const std::vector<at::Tensor>& k
 
 static_assert(workbench::SPAN_POSITIONS == SPAN);
 
-workbench::Attention workbench::attention_loops(const std::string& isa) {
+namespace {
+
+// The loops of this file that go with those of another one.
+std::string best_beside(const std::string& isa) {
+  if (isa == "avx512bf16" && loops_of("amx")) return "amx";
+  if (loops_of(isa)) return isa;
+  const char* lesser = isa == "avx512bf16" ? "avx512" : isa == "neon bf16" ? "neon" : "portable";
+  return loops_of(lesser) ? lesser : "portable";
+}
+
+}  // namespace
+
+workbench::Attention workbench::attention_loops(const std::string& beside) {
+  const std::string isa = best_beside(beside);
 #ifdef HAVE_X86
 #ifdef HAVE_AMX
-  if (isa == "avx512bf16" && loops_of("amx")) return {one_span<::amx::loops>, ::amx::loops.merge};
+  if (isa == "amx") return {one_span<::amx::loops>, ::amx::loops.merge};
 #endif
-  if (isa == "avx512bf16" && loops_of(isa)) return {one_span<avx512bf16::loops>, avx512bf16::loops.merge};
-  if ((isa == "avx512" || isa == "avx512bf16") && loops_of("avx512")) return {one_span<avx512::loops>, avx512::loops.merge};
-  if (isa == "avx2" && loops_of(isa)) return {one_span<avx2::loops>, avx2::loops.merge};
+  if (isa == "avx512bf16") return {one_span<avx512bf16::loops>, avx512bf16::loops.merge};
+  if (isa == "avx512") return {one_span<avx512::loops>, avx512::loops.merge};
+  if (isa == "avx2") return {one_span<avx2::loops>, avx2::loops.merge};
 #endif
 #ifdef HAVE_NEON
-  if (isa == "neon bf16" && loops_of(isa)) return {one_span<neonbf16::loops>, neonbf16::loops.merge};
-  if (isa == "neon" || isa == "neon bf16") return {one_span<::neon::loops>, ::neon::loops.merge};
+  if (isa == "neon bf16") return {one_span<neonbf16::loops>, neonbf16::loops.merge};
+  if (isa == "neon") return {one_span<::neon::loops>, ::neon::loops.merge};
 #endif
   return {one_span<portable::loops>, portable::loops.merge};
+}
+
+at::Tensor workbench::attend_kept(const at::Tensor& q, const std::vector<KeptHeads>& kept, int64_t bits, int64_t group, double scale,
+                                  double softcap, const std::string& isa) {
+  std::vector<Cache> caches;
+  for (const KeptHeads& one : kept) {
+    caches.push_back({one.k, one.v, one.params_k, one.params_v, one.tail_k, one.tail_v, {}, Numbers(one.starts)});
+    Cache& c = caches.back();
+    if (bits == 16) c.in_use = one.more, c.behind = 0;
+    else c.in_use = one.coded, c.behind = one.more;
+  }
+  return std::get<0>(attend(q, caches, {}, bits, group, scale, softcap, false, false, best_beside(isa)));
 }
 
 TORCH_LIBRARY_FRAGMENT(workbench, m) {

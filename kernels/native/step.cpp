@@ -217,8 +217,15 @@ Plan DecodeStep::plan(const Attend& a, int64_t position, int shares) const {
 }
 
 // The step stops here; what attends to the buffer goes on with what it found.
-void DecodeStep::hand_over(int64_t from) {
-  stages_.push_back(Handed{from, sizes_.at(from)});
+void DecodeStep::hand_over(std::vector<int64_t> sizes, double scale, double softcap, const Maybe& query, const Maybe& key, double eps) {
+  Attend a{};
+  a.from = sizes.at(0), a.heads = sizes.at(1), a.kv_heads = sizes.at(2), a.channels = sizes.at(3);
+  a.scale = float(scale), a.softcap = float(softcap), a.query = norm_of(query, eps), a.key = norm_of(key, eps);
+  const int64_t count = sizes_.at(a.from);
+  TORCH_CHECK(a.kv_heads > 0 && a.heads % a.kv_heads == 0 && count == tokens_ * (a.heads + 2 * a.kv_heads) * a.channels,
+              "attention: ", a.heads, " and ", a.kv_heads, " heads of ", a.channels, " channels do not fit");
+  widest_ = std::max(widest_, a.heads * a.channels);
+  stages_.push_back(Handed{a.from, count, std::move(a)});
   own_.clear();
 }
 
@@ -310,6 +317,65 @@ at::Tensor DecodeStep::go_on(const at::Tensor& attended) {
   return go_on();
 }
 
+// The new keys and values are put behind the positions that a compressed cache keeps, and the step goes on with what its queries find
+// there. counts: of each part of the heads, the positions that are codes, and those behind them.
+at::Tensor DecodeStep::attend_kept(const std::vector<at::Tensor>& k, const std::vector<at::Tensor>& v,
+                                   const std::vector<at::Tensor>& params_k, const std::vector<at::Tensor>& params_v,
+                                   const std::vector<at::Tensor>& tail_k, const std::vector<at::Tensor>& tail_v,
+                                   const std::vector<at::Tensor>& starts, const std::vector<int64_t>& counts, int64_t bits,
+                                   int64_t group, const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& positions) {
+  TORCH_CHECK(at_ > 0 && at_ < stages_.size(), "`begin` comes first");
+  Handed& handed = std::get<Handed>(stages_[at_ - 1]);
+  Attend& a = handed.attention;
+  const auto type = bfloat16_ ? at::kBFloat16 : at::kHalf;
+  const int64_t D = a.channels, size = 2;
+  TORCH_CHECK(cos.dim() == 2 && cos.is_contiguous() && sin.is_contiguous() && cos.scalar_type() == at::kFloat &&
+                  sin.scalar_type() == at::kFloat && cos.sizes() == sin.sizes() && cos.size(1) % 2 == 0 && cos.size(1) <= D,
+              "cosines ", cos.sizes(), " and sines ", sin.sizes(), " do not fit");
+  TORCH_CHECK(positions.scalar_type() == at::kLong && positions.numel() == tokens_ && positions.is_contiguous(), "`positions` ",
+              positions.sizes(), " must be ", tokens_, " numbers");
+  const int64_t* at = positions.const_data_ptr<int64_t>();
+  for (int64_t m = 0; m < tokens_; m++)
+    TORCH_CHECK(at[m] >= 0 && at[m] < cos.size(0), "position ", at[m], " is none of the ", cos.size(0), " of the tables");
+  a.cos = cos, a.sin = sin, a.turned = cos.size(1);
+  const float* queries = buffers_[a.from].data;
+  const float *keys = queries + tokens_ * a.heads * D, *values = keys + tokens_ * a.kv_heads * D;
+  Own& own = *own_[0];
+
+  std::vector<workbench::KeptHeads> kept;
+  int64_t first = 0;  // head of the part
+  for (size_t i = 0; i < k.size(); i++) {
+    const auto of = [i](const std::vector<at::Tensor>& all) { return all.empty() ? Maybe() : Maybe(all.at(i)); };
+    kept.push_back({k[i], v.at(i), of(params_k), of(params_v), of(tail_k), of(tail_v), starts.at(i), counts.at(2 * i), counts.at(2 * i + 1)});
+    const auto& one = kept.back();
+    const int64_t heads = k[i].size(1), place = one.more;
+    for (int side = 0; side < 2; side++) {
+      const at::Tensor& to = bits == 16 ? (side ? one.v : one.k) : (side ? *one.tail_v : *one.tail_k);
+      TORCH_CHECK(to.dim() == 4 && to.size(0) == tokens_ && to.size(1) == heads && first + heads <= a.kv_heads && to.size(3) == D &&
+                      to.stride(3) == 1 && to.scalar_type() == type && place < to.size(2), "the cache ", to.sizes(), " ", to.scalar_type(),
+                  " has no place for position ", place, " of ", a.kv_heads, " heads of ", D, " channels");
+      for (int64_t m = 0; m < tokens_; m++)
+        for (int64_t h = 0; h < heads; h++) {
+          const float* x = (side ? values : keys) + (m * a.kv_heads + first + h) * D;
+          if (!side) head(own, a.key, a, x, at[m]), x = own.x.data;
+          between_.round_to(bfloat16_, x, D, own.bits.data, own.values.data);
+          std::memcpy(static_cast<char*>(to.mutable_data_ptr()) + size * (m * to.stride(0) + h * to.stride(1) + place * to.stride(2)),
+                      own.bits.data, D * size);
+        }
+    }
+    kept.back().more++;
+    first += heads;
+  }
+  TORCH_CHECK(first == a.kv_heads, "the cache keeps ", first, " heads, and the decoder has ", a.kv_heads);
+  const at::Tensor q = at::empty({tokens_, a.heads, 1, D}, type);
+  for (int64_t i = 0; i < tokens_ * a.heads; i++) {
+    head(own, a.query, a, queries + i * D, at[i / a.heads]);
+    between_.round_to(bfloat16_, own.x.data, D, own.bits.data, own.values.data);
+    std::memcpy(static_cast<char*>(q.mutable_data_ptr()) + size * i * D, own.bits.data, D * size);
+  }
+  return go_on(workbench::attend_kept(q, kept, bits, group, a.scale, a.softcap, isa_).to(at::kFloat));
+}
+
 // From where the step is to where it stops, or to its end.
 at::Tensor DecodeStep::go_on() {
   const size_t begin = at_;
@@ -346,6 +412,7 @@ TORCH_LIBRARY_FRAGMENT(workbench, m) {
       .def("run", &DecodeStep::run)
       .def("begin", &DecodeStep::begin)
       .def("go_on", static_cast<at::Tensor (DecodeStep::*)(const at::Tensor&)>(&DecodeStep::go_on))
+      .def("attend_kept", &DecodeStep::attend_kept)
       .def("last_input", &DecodeStep::last_input)
       .def("logits", &DecodeStep::logits);
 }

@@ -19,7 +19,7 @@ from kernels import native
 from kernels.deploy import cast
 from kernels.huge_pages import in_huge_pages
 from kernels.step.assemble import NativeStep, native_step, step_of
-from kernels.step.cache import AttendingCache, LayerRoom, RoomyLayer, roomy, static_cache
+from kernels.step.cache import AttendingCache, LayerRoom, roomy, static_cache
 from kernels.step.decoder import ACCELERATION, NotNative, recognise
 from kernels.step.forward import DecoderForward, native_prompt
 from kernels.step.in_parts import StepInParts
@@ -225,7 +225,8 @@ class Acceleration:
             if batch not in self._in_parts:
                 self._in_parts = {batch: StepInParts(self._reader.decoder, batch)}
             at = torch.full_like(ids, slot) if positions is None else positions.expand(batch, -1).contiguous()
-            return self._in_parts[batch](ids, cache, at)
+            self._in_parts[batch](ids, cache, at)
+            return self._in_parts[batch].logits
         rooms = roomy(self._reader.decoder, cache, batch, tokens)
         if rooms is None:
             return None

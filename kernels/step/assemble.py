@@ -115,8 +115,13 @@ def program_of(decoder: Decoder, rooms: Sequence[LayerRoom] | None, tokens: int)
         raise NotNative("the loops have no vector instructions of this processor")
     instructions: list[Products | Attention | Handed] = []
     for place, block in enumerate(decoder.blocks):
-        before, attention = decoder.blocks[place - 1] if place else None, Handed("qkv")
-        if rooms is not None:
+        before = decoder.blocks[place - 1] if place else None
+        if rooms is None:
+            attention = Handed(
+                "qkv", block.heads, block.kv_heads, block.channels, block.scale,
+                softcap=block.softcap, query_norm=block.query_norm, key_norm=block.key_norm,
+            )  # fmt: skip
+        else:
             room, (cos, sin) = rooms[place], decoder.rotary.of(block.kind, max(room.keys.shape[2] for room in rooms))
             attention = Attention(
                 "qkv", block.heads, block.kv_heads, room.keys, room.values, room.length, cos, sin, block.scale,
@@ -234,11 +239,21 @@ def _embedding(table: nn.Module) -> tuple[Weight | None, float]:
     return weight, 1.0 if scale is None else float(scale.to(table.dtype))
 
 
+def difference(found: Tensor, wanted: Tensor) -> float:
+    """Of logits [tokens, vocabulary], relative to those that are wanted.
+
+    They are compared without their means, which change no probability: rounding moves Gemma 3's, of about -30, by as
+    much as the logits differ among themselves.
+    """
+    found, wanted = (x.float() - x.float().mean(-1, keepdim=True) for x in (found, wanted))
+    return float((found - wanted).norm() / wanted.norm())
+
+
 def _check(step: NativeStep, model: nn.Module, cache: Cache, tokens: Tensor, position: int) -> None:
     """Some steps of both, from the same cache, each of which reads what the steps before it have kept.
 
-    Logits are compared without their means, which change no probability: rounding moves Gemma 3's, of about -30, by as
-    much as the logits differ among themselves.
+    Raises:
+        NotNative: the logits are others.
     """
     lengths = [layer.cumulative_length.clone() for layer in cache.layers]
     room = min(layer.max_cache_len for layer in cache.layers) - position
@@ -253,7 +268,6 @@ def _check(step: NativeStep, model: nn.Module, cache: Cache, tokens: Tensor, pos
     differences = []
     for ids, at, logits in zip(given, places, expected, strict=False):
         step(ids, at)
-        found, wanted = (x - x.mean(-1, keepdim=True) for x in (step.logits, logits))
-        differences.append(float((found - wanted).norm() / wanted.norm()))
+        differences.append(difference(step.logits, logits))
     if not statistics.median(differences) < MOST:  # not a number is refused, too
         raise NotNative(f"its logits differ from the model's by {statistics.median(differences):.2g}, more than {MOST}")

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,11 +31,40 @@ class LayerRoom:
     length: Tensor
 
 
+class Lent(NamedTuple):
+    """What a layer keeps, part by part of its kv heads, in tensors with room for one position more, which a step of
+    decoding puts there.
+
+    Attributes:
+        k, v: codes and their scales `params_k`, `params_v`, as of `kernels.kv_decode.KV`, with a tail of positions as
+            they came, [B, H, room, D] in 16 bits; where nothing is coded, k and v are like the tail, and the others
+            are empty.
+        starts: [B, H] int32, where the positions of each row begin.
+        counts: of each part, how many positions are codes, and how many are behind them, without the new one.
+        bits, group: of codes; 16 bits where there are none.
+    """
+
+    k: list[Tensor]
+    v: list[Tensor]
+    params_k: list[Tensor]
+    params_v: list[Tensor]
+    tail_k: list[Tensor]
+    tail_v: list[Tensor]
+    starts: list[Tensor]
+    counts: list[int]
+    bits: int
+    group: int
+
+
 class AttendingCache(Protocol):
     """A cache that keeps keys and values in its own way, and attends to them itself, such as a compressed one."""
 
     def get_seq_length(self) -> int:
         """Tokens seen: the next one's position."""
+
+    def lend(self, number: int) -> Lent | None:
+        """What a layer keeps, if nothing else is to be done for one token of every sequence than to put it there and
+        to attend; the cache counts the token already. None: ask `attend_new`."""
 
     def attend_new(
         self,

@@ -7,7 +7,6 @@ logits must be those of the model.
 """
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,8 +114,11 @@ class RotaryTables:
 
 
 @torch.no_grad()
-def recognise(model: nn.Module) -> Decoder:
+def recognise(model: nn.Module, by_cache: bool = False) -> Decoder:
     """What a causal decoder of transformers is made of.
+
+    Args:
+        by_cache: a cache will attend itself, so that the model's own kind of attention does not matter.
 
     Raises:
         NotNative: it is of another kind, changed by hooks, or not on a CPU.
@@ -126,7 +128,7 @@ def recognise(model: nn.Module) -> Decoder:
     kind = getattr(model.config, "_attn_implementation", None)
     owners = [getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values()]
     attached = next((owner for owner in owners if getattr(owner, ATTACHED, None) == kind), None)
-    if kind not in ("sdpa", "sdpa_fast", "eager") and attached is None:
+    if kind not in ("sdpa", "sdpa_fast", "eager") and attached is None and not by_cache:
         raise NotNative(f"its attention is {kind!r} ('sdpa' and 'eager' are known)")
     for name in FACTORS:
         if getattr(model.config, name, None) not in (None, 1, 1.0):

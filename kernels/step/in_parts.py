@@ -1,6 +1,5 @@
 """A step of decoding behind a cache that attends itself: the products in C++, which stop for every attention."""
 
-import torch
 from torch import Tensor
 
 from kernels.step.assemble import program_of
@@ -34,18 +33,27 @@ class StepInParts:
             ids: int64 [tokens, 1]. positions: int64 [tokens, 1], by which keys and queries turn.
 
         Returns:
-            logits [tokens, 1, vocabulary] in the model's dtype.
+            int64 [tokens, 1]: the first of the largest logits, which `logits` holds until the next call.
         """
         decoder, step, tokens = self.decoder, self._step, self.tokens
         length = int(positions.max()) + 1
         hidden = None if self._embedding is None else self._embedding(ids).float().flatten(0, 1)
         given = step.begin(ids, hidden)
         for block in decoder.blocks:
+            tables = decoder.rotary.of(block.kind, length)
+            if (lent := cache.lend(block.index)) is not None:
+                given = step.attend_kept(lent, tables, positions)
+                continue
             widths = [heads * block.channels for heads in (block.heads, block.kv_heads, block.kv_heads)]
             parts = given.to(decoder.dtype).split([tokens * width for width in widths])
             qkv = [part.view(tokens, 1, width) for part, width in zip(parts, widths, strict=True)]
             made_of = step.last_input.to(decoder.dtype).view(tokens, 1, -1)
-            y = attend_by_cache(cache, block, qkv, made_of, decoder.rotary.of(block.kind, length), positions)
+            y = attend_by_cache(cache, block, qkv, made_of, tables, positions)
             given = step.go_on(y.float().view(tokens, -1))
-        logits = step.logits[:, None]
-        return (decoder.cap * (logits / decoder.cap).tanh() if decoder.cap else logits).to(decoder.dtype)
+        return given
+
+    @property
+    def logits(self) -> Tensor:
+        """[tokens, 1, vocabulary] of the last call, in the model's dtype."""
+        logits, cap = self._step.logits[:, None], self.decoder.cap
+        return (cap * (logits / cap).tanh() if cap else logits).to(self.decoder.dtype)

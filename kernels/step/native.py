@@ -6,6 +6,7 @@ from torch import Tensor
 from kernels import native
 from kernels.hadamard.cpu import factors
 from kernels.registry import ran
+from kernels.step.cache import Lent
 from kernels.step.program import ACTIVATIONS, Attention, Change, Handed, Norm, Products, Program, Weight
 
 RESIDUAL, ATTENDED = -1, -2  # as native/step_types.inc numbers what a product reads
@@ -50,7 +51,7 @@ class DecodeStep:
             self._native.embed(self._weight(program.embedding), program.embedding_scale)
         for one in program.instructions:
             if isinstance(one, Handed):
-                self._native.hand_over(self._buffers[one.reads])
+                self._handed(one)
             else:
                 self._attention(one) if isinstance(one, Attention) else self._products(one)
 
@@ -82,6 +83,15 @@ class DecodeStep:
         """The next part: attended, float32 [tokens, heads * channels] -> what `begin` returns; at the end the next
         tokens, int64 [tokens, 1]."""
         return self._native.go_on(attended)
+
+    def attend_kept(self, lent: Lent, tables: tuple[Tensor, Tensor], positions: Tensor) -> Tensor:
+        """The next part, as of `go_on`, after the attention to what a cache has lent, where new keys and values are put.
+
+        Args:
+            tables: cosines and sines, float32 [positions, turned channels]. positions: int64 [tokens, 1], of the
+                tokens.
+        """
+        return self._native.attend_kept(*lent, *tables, positions)
 
     @property
     def last_input(self) -> Tensor:
@@ -123,6 +133,11 @@ class DecodeStep:
             *_norm(p.after),
             *_norm(p.before),
         )
+
+    def _handed(self, a: Handed) -> None:
+        (query, eps), (key, _) = _norm(a.query_norm), _norm(a.key_norm)
+        sizes = [self._buffers[a.reads], a.heads, a.kv_heads, a.channels]
+        self._native.hand_over(sizes, a.scale, a.softcap, query, key, eps or _norm(a.key_norm)[1])
 
     def _attention(self, a: Attention) -> None:
         sizes = [self._buffers[a.reads], a.heads, a.kv_heads, a.channels, a.window]

@@ -174,12 +174,20 @@ class Attention:
 
 @dataclass(frozen=True)
 class Handed:
-    """In the place of an `Attention`: the step stops, and goes on with what a cache that attends itself found.
+    """In the place of an `Attention`: the step stops, and goes on with what a cache that attends itself found, or with
+    what a cache keeps that lends its tensors (`kernels.step.cache.Lent`).
 
-    reads: the name of queries [tokens, heads * channels], keys and values, one beside the other.
+    The fields are those of `Attention`; without a window.
     """
 
     reads: str
+    heads: int
+    kv_heads: int
+    channels: int
+    scale: float
+    softcap: float = 0.0
+    query_norm: Norm | None = None
+    key_norm: Norm | None = None
 
 
 @dataclass(frozen=True)

@@ -246,7 +246,8 @@ def _execute(sweep, options: argparse.Namespace) -> int:
     alone = not sweep.source
     again = {"force": bool(options.force), "stale": options.stale}
     found = run_sweep(replace(sweep, **limits), runs=runs, engine=engine, **again)
-    failed = [one for one in found if one.status == "failed"]
+    unfinished = [one for one in found if one.status == "failed"]
+    failed = [one for one in unfinished if one.failure.get("kind") != "interrupt"]
     left = [one for one in found if one.status in ("waiting", "busy", "running")]
     for one in failed:
         print(f"workbench: {one.key} failed: {one.failure['kind']}: {one.failure['error']}", file=sys.stderr)
@@ -262,16 +263,12 @@ def _execute(sweep, options: argparse.Namespace) -> int:
         what = _known(found[0].folder) if found[0].status == "known" else f"done in {found[0].seconds:.0f} s"
         print(f"{what}\nreport: {Path(found[0].folder) / 'report.html'}")
     if not alone:
-        counts = {word: sum(one.status == word for one in found) for word in ("finished", "known", "failed")}
-        print(
-            f"runs done now: {counts['finished']}, done before: {counts['known']}, failed: {counts['failed']}, "
-            f"left: {len(left)}"
-        )
+        done, before = (sum(one.status == word for one in found) for word in ("finished", "known"))
+        stopped = f"interrupted: {len(unfinished) - len(failed)}, " if len(unfinished) > len(failed) else ""
+        print(f"runs done now: {done}, done before: {before}, failed: {len(failed)}, {stopped}left: {len(left)}")
         print(f"comparison: {pages.write_comparison_of_sweep(sweep.name, runs).path}")
     print(f"all runs: {pages.write_index(runs).path}")
-    interrupted = any(one.failure.get("kind") == "interrupt" for one in failed) or any(
-        one.status == "waiting" for one in left
-    )
+    interrupted = len(unfinished) > len(failed) or any(one.status == "waiting" for one in left)
     if interrupted:
         print("workbench: interrupted; the same command continues", file=sys.stderr)
     return 130 if interrupted else int(bool(failed or left))

@@ -101,7 +101,7 @@ def verdict(run: RunRecord, table: Sequence[CacheRow], visibilities: Sequence[st
         attention = speed.attention_speedup.get(MAIN, {}).get(longest[0])
         said.append(
             f"Behind {longest[0]:,} tokens the model decodes {fmt(longest[1])}× as fast as with a full cache in the "
-            f"same compiled step; its attention takes {fmt(attention)}× less time."
+            f"same kind of step; its attention takes {fmt(attention)}× less time."
         )
     if run.cache.left_alone:
         kinds = ", ".join(f"{count} of kind {kind}" for kind, count in run.cache.left_alone.items())

@@ -64,8 +64,8 @@ def _tables(run: RunRecord) -> list[str]:
         parts = [table.cache_markdown([run])]
         if run.cache.speed:
             parts += [
-                "Tokens per second of the whole model behind contexts of these lengths, in one compiled step. In "
-                "brackets: how much less time attention alone takes than on a full 16-bit cache.",
+                "Tokens per second of the whole model behind contexts of these lengths. In brackets: how much less "
+                "time attention alone takes than on a full 16-bit cache.",
                 table.cache_speed_markdown([run]),
             ]
         return parts

@@ -8,11 +8,13 @@ import torch
 from compress import METHODS
 from compress.kv import Abreast, attached
 from compress.kv.static import MadeUpCache, decoder, static
+from compress.recipe import parse_recipe
 from eval.contexts.answers import bootstrap
 from eval.contexts.haystack import Question, Sample
 from eval.contexts.long_context import VISIBILITIES, score_long_context
 from eval.speed import cache_speed
 from eval.speed.cache_speed import measure_cache_speed
+from notebooks.study.caches import parts
 
 STREAMING, KV_INT = METHODS["streaming"], METHODS["kv_int"]
 
@@ -220,6 +222,25 @@ def test_speed_of_caches(tiny, monkeypatch):
             measure_cache_speed(model, variants, **wrong)
     with pytest.raises(ValueError, match="`variants`"):
         measure_cache_speed(model, {"few": make}, [32])
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+def test_the_native_step_is_timed_where_it_knows_the_model(tiny, architecture):
+    """It takes what is lent (16 bits, codes, few positions, windows) and what attends itself (sparse reading); each
+    variant's logits are compared with the model's before anything is timed."""
+    model = decoder(tiny(architecture).bfloat16())
+    recipes = ("", "kv_int(bits=4, group_size=32)", "kv_int(bits=2, group_size=32, residual=8)", "streaming(budget=0.5)",
+               "quest(budget=8, page=4, full_layers=1)", "kv_fp8(group_size=32)")  # fmt: skip
+    variants = {
+        recipe or "full": functools.partial(MadeUpCache, model, 300, *parts(parse_recipe(recipe) if recipe else []))
+        for recipe in recipes
+    }
+    found = measure_cache_speed(model, variants, [96, 300], new_tokens=3, rounds=1)
+    assert set(found.execution.values()) == {"native step"} and "decode_step" in found.kernels
+    cache = variants["kv_int(bits=4, group_size=32)"]()
+    number = len(cache.layers) - 1
+    one, two = (cache.at(96).lend(number).counts, cache.lend(number).counts)
+    assert two == [one[0], one[1] + 1] and cache.at(96).lend(number).counts == one
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from kernels.int_matmul import pack, to_panels
 from kernels.lut_matmul import NF4, pack_codebook
 from kernels.lut_matmul import to_panels as codebook_panels
 from kernels.step import Attention, Change, DecodeStep, Norm, Products, Program, Weight
+from kernels.step.cache import Lent
 from kernels.step.program import Handed
 from kernels.step.reference import decode_step
 from kernels.trellis_matmul import UNIT, Trellis, length_for
@@ -182,6 +183,42 @@ def test_kinds_of_decoders(settings, position):
     compare(decoder({}, torch.bfloat16, position=position, **settings), torch.bfloat16, position)
 
 
+def stopping(program: Program) -> Program:
+    """The program, which hands over in the place of every attention."""
+
+    def handed(a):
+        return Handed(a.reads, a.heads, a.kv_heads, a.channels, a.scale, a.softcap, a.query_norm, a.key_norm)
+
+    parts = (handed(one) if isinstance(one, Attention) else one for one in program.instructions)
+    return dataclasses.replace(program, instructions=tuple(parts))
+
+
+@pytest.mark.parametrize("isa", native.ISAS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "tokens, settings", [(1, {}), (3, {"head_norms": True, "softcap": 2.0}), (8, {"channels": 40})]
+)
+def test_a_step_reads_and_fills_tensors_that_are_lent(isa, dtype, tokens, settings):
+    """The heads of one block in one part, and those of the other in a part each."""
+    if not native.runs(isa) or (isa.endswith("bf16") and dtype == torch.float16):
+        pytest.skip(f"no {isa} for {dtype} here")
+    program = decoder({"mlp": "nibbles"}, dtype, tokens, position=300, **settings)
+    ours, ids, at = copy.deepcopy(program), torch.arange(tokens)[:, None] * 13 + 5, torch.full((tokens, 1), 300)
+    step = DecodeStep(stopping(ours), dtype, isa)
+    step.begin(ids)
+    caches = [one for one in ours.instructions if isinstance(one, Attention)]
+    for a, heads in zip(caches, ([slice(0, 2)], [slice(0, 1), slice(1, 2)]), strict=True):
+        k, v = ([x[:, one] for one in heads] for x in (a.keys, a.values))
+        starts = [torch.zeros(x.shape[:2], dtype=torch.int32) for x in k]
+        found = step.attend_kept(Lent(k, v, [], [], [], [], starts, [0, 300] * len(k), 16, 64), (a.cos, a.sin), at)
+    expected = decode_step(program, ids, 300, dtype)
+    assert (step.logits - expected).norm() < (0.01 if dtype == torch.bfloat16 else 2e-3) * expected.norm()
+    assert torch.equal(found[:, 0], step.logits.argmax(-1))
+    for a, b in zip(caches, (one for one in program.instructions if isinstance(one, Attention)), strict=True):
+        assert (a.keys - b.keys).norm() < 0.01 * b.keys.norm() and torch.allclose(a.values, b.values, atol=0.1)
+        assert not torch.equal(a.keys[:, :, 301], a.keys[:, :, 300])
+
+
 def test_what_cannot_be_run_is_refused():
     program = decoder({}, torch.bfloat16, position=7)
     with pytest.raises(ValueError, match="float32"):
@@ -197,12 +234,28 @@ def test_what_cannot_be_run_is_refused():
     with pytest.raises(RuntimeError, match="room for 700"):
         DecodeStep(full, torch.bfloat16)(torch.tensor([[1]]), 700)
     stopped = decoder({}, torch.bfloat16, position=7)
-    parts = [Handed("qkv") if isinstance(one, Attention) else one for one in stopped.instructions]
-    step = DecodeStep(dataclasses.replace(stopped, instructions=tuple(parts)), torch.bfloat16)
+    attention = next(one for one in stopped.instructions if isinstance(one, Attention))
+    step = DecodeStep(stopping(stopped), torch.bfloat16)
     with pytest.raises(RuntimeError, match="a step in parts begins with `begin`"):
         step(torch.tensor([[1]]), 7)
     with pytest.raises(RuntimeError, match="`begin` comes first"):
         step.go_on(torch.zeros(1, 64))
+    tables, at = (attention.cos, attention.sin), torch.tensor([[7]])
+    starts = torch.zeros(attention.keys.shape[:2], dtype=torch.int32)
+    lent = Lent([attention.keys], [attention.values], [], [], [], [], [starts], [0, 7], 16, 64)
+    with pytest.raises(RuntimeError, match="`begin` comes first"):
+        step.attend_kept(lent, tables, at)
     step.begin(torch.tensor([[1]]))
     with pytest.raises(RuntimeError, match="`attended` .* does not fit"):
         step.go_on(torch.zeros(1, 7))
+    full, other = lent._replace(counts=[0, attention.keys.shape[2]]), [attention.keys.float()]
+    for wrong, message in (
+        ((full, tables, at), "has no place for position"),
+        ((lent._replace(k=other, v=other), tables, at), "Float has no place"),
+        ((lent._replace(k=[attention.keys[:, :1]], v=[attention.values[:, :1]]), tables, at), "keeps 1 heads"),
+        ((lent, tables, torch.tensor([[1 << 20]])), "is none of the .* of the tables"),
+        ((lent, tables, torch.tensor([[7, 8]])), "`positions` .* must be 1 numbers"),
+        ((lent, (tables[0][:, :2], tables[1]), at), "cosines .* do not fit"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            step.attend_kept(*wrong)

@@ -371,7 +371,9 @@ def test_interrupts_end_what_runs_and_keep_what_is_done(sweep, runs, workbench):
     process = workbench("run", path, wait=False)
     _until(lambda: len(finished_runs(runs)) == 1 and len(_kernels(runs)) == 1)
     process.send_signal(signal.SIGINT)
-    assert "the same command continues" in process.communicate(timeout=30)[1]
+    said, told = process.communicate(timeout=30)
+    assert "the same command continues" in told and "failed: interrupt" not in told
+    assert "runs done now: 1, done before: 0, failed: 0, interrupted: 1, left: 1" in said
     assert process.returncode == 130
     assert not marked(place_of(runs)) and len(finished_runs(runs)) == 1
     assert "interrupt" in status("s", runs=runs) and "1 waiting" in status("s", runs=runs)
