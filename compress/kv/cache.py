@@ -311,7 +311,7 @@ class CompressedCache(Cache):
             return None
         if not isinstance(layer, KVLayer):
             return lend_window(layer) if type(layer) is DynamicSlidingWindowLayer else None
-        if self.reader is not None or policy is not None and (
+        if self.reader is not None or self._joining or policy is not None and (
             policy.decoding or policy.at_every_pass or policy.runs_model and policy.window
         ):
             return None

@@ -83,8 +83,8 @@ class StaticSlab(Held):
         self.lengths.add_(1)
 
     def lend(self) -> Lent | None:
-        """What it holds, for a step of decoding that appends a token itself, which `at` and `lengths` do not count; None
-        where positions are read sparsely, or are held in a form that such steps do not read."""
+        """What it holds, for a step of decoding that appends a token itself, which `at` and `lengths` do not count;
+        None where positions are read sparsely, or are held in a form that such steps do not read."""
         if self.sparse is not None or not self.read_as_they_came:
             return None
         self.place += 1

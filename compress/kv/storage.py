@@ -72,7 +72,7 @@ class Slab(Held):
 
     @property
     def only_appends(self) -> bool:
-        """Is a token appended as it comes, and does no group become codes by it, in a form that steps of decoding read?"""
+        """Is a token appended as it comes, in a form that steps of decoding read, and does no group become codes?"""
         held = self.precision
         if not self.read_as_they_came:
             return False
@@ -159,8 +159,8 @@ class Slab(Held):
 
 
 def lent(slabs: Sequence[Slab]) -> Lent | None:
-    """Slabs that take one token more, which is counted as theirs; None where they cannot be read as one cache, or more is
-    to be done than to append."""
+    """Slabs that take one token more, which is counted as theirs; None where they cannot be read as one cache, or
+    more is to be done than to append."""
     coded = bool(slabs[0].codes)
     if not all(slab.only_appends and bool(slab.codes) == coded for slab in slabs):
         return None

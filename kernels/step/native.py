@@ -85,7 +85,7 @@ class DecodeStep:
         return self._native.go_on(attended)
 
     def attend_kept(self, lent: Lent, tables: tuple[Tensor, Tensor], positions: Tensor) -> Tensor:
-        """The next part, as of `go_on`, after the attention to what a cache has lent, where new keys and values are put.
+        """The next part, as of `go_on`, after attention to what a cache has lent, where new keys and values are put.
 
         Args:
             tables: cosines and sines, float32 [positions, turned channels]. positions: int64 [tokens, 1], of the
