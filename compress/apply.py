@@ -35,6 +35,7 @@ from compress.walk.parallel.spawn import check_devices, device_of_process, proce
 from compress.walk.resume import BlockStore
 from compress.walk.shards import WorkFolder
 from kernels import source
+from kernels.busy import warn_if_busy
 from kernels.registry import recording
 
 
@@ -124,6 +125,8 @@ def _apply(
         recipe = [replace(m, sequential=False) if isinstance(m, LayerwiseMethod) else m for m in recipe]
     _check_batches(batches, model, needed=[m.name for m in recipe if m.needs_calibration])
     _check_once(recipe, shared)
+    if where.type == "cpu":
+        warn_if_busy()
     start = time.perf_counter()
     identity, tokens = _model_identity(model), _tokens_identity(batches)
     for method in () if checked else recipe:

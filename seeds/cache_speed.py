@@ -197,7 +197,8 @@ def page(record: Record, given: argparse.Namespace) -> str:
             "```\npython " + shlex.join(sys.argv) + "\n```",
             f"**{given.model}.** In brackets: the time of the attention over that of the faster one of the full 16-bit"
             " caches, torch's own attention with shared heads folded into rows being one. The cache holds random"
-            " numbers. The whole model runs as an accelerated one does (`kernels/step`). llama.cpp runs in llama-bench.",
+            " numbers. The whole model runs as an accelerated one does (`kernels/step`). llama.cpp runs in"
+            " llama-bench.",
             speeds(parts[given.model], {name: parts[name] for name in (LLAMA_CPP,) if name in parts}),
             f"**{LAYER}**, random weights; tokens per second are those of this layer and a small head.",
             speeds(parts[LAYER], {}),

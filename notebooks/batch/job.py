@@ -15,6 +15,7 @@ from typing import Any
 from eval.machine.processor import cpu_class
 from eval.record.files import write_whole
 from eval.record.manifest import read_json
+from kernels.busy import environment_for_others
 from notebooks.batch import snapshot
 from notebooks.batch.leases import Lease, held, take
 from notebooks.batch.processes import MARK, Mark, end, end_orphans, mark
@@ -251,7 +252,7 @@ def _environment(job: Job, code: Code) -> dict[str, str]:
     data = os.environ.get("WORKBENCH_DATA") or str(ROOT.parent / "shared" / "data")  # not beside a snapshot
     own = {"PYTHONPATH": os.pathsep.join(paths), "WORKBENCH_DATA": data}
     told = {KEY: job.key, CODE: code.sha256, COMMIT: code.commit, REVISIONS: job.identity.get("revisions", "{}")}
-    told |= {THREADS: str(job.threads)} if job.threads else {}
+    told |= {THREADS: str(job.threads)} if job.threads else environment_for_others()
     told |= {PROCESSES: str(job.gpus)} if job.gpus > 1 else {}
     return os.environ | own | job.environment | told
 

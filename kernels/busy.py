@@ -1,0 +1,46 @@
+"""Machines that other processes keep busy: how threads should wait for one another there.
+
+By default OpenMP's threads spin for milliseconds at the end of every parallel loop. Where another process has one of
+the cores, the others spin until it is given back, at every loop: two GPTQ runs side by side on two cores took more
+than 200 seconds each in place of 30, and 65 with SPIN (AMD EPYC, 2026-11-25, a private script). On an idle machine that
+costs GPTQ nothing, and decoding operation by operation a sixth of its speed, so it is not the default.
+"""
+
+import os
+import sys
+import warnings
+from functools import cache
+
+import psutil
+
+SPIN = {"GOMP_SPINCOUNT": "1000"}  # a few microseconds; OpenMP reads it when torch is loaded
+POLICIES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+BUSY = 0.4  # of the machine's cores
+
+
+def environment_for_others() -> dict[str, str]:
+    """Variables for a process that is started now: `SPIN` where other processes are busy, unless a policy is set."""
+    return SPIN if _matters() and _busy() > BUSY else {}
+
+
+@cache
+def warn_if_busy() -> None:
+    """Say, once, what would make this process faster where others are busy and it is to wait by spinning."""
+    import torch  # which what only starts processes does without
+
+    if _matters() and torch.get_num_threads() > 1 and (busy := _busy()) > BUSY:
+        setting = " ".join(f"{name}={value}" for name, value in SPIN.items())
+        warnings.warn(
+            f"other processes keep {busy:.0%} of this machine busy, which makes threads that wait for one another "
+            f"several times slower; set {setting} in the environment before Python starts, or run one thing at a time",
+            stacklevel=3,
+        )
+
+
+def _matters() -> bool:
+    return sys.platform == "linux" and not any(name in os.environ for name in POLICIES)
+
+
+def _busy() -> float:
+    """What part of the cores works during a fifth of a second, in which this thread does nothing."""
+    return psutil.cpu_percent(interval=0.2) / 100
