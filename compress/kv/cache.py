@@ -22,7 +22,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer, get_layer_types_
 
 from compress.kv.allocation import OF_ALL_LAYERS, of_layer
 from compress.kv.attention import attention, expect, note_hidden, noted_hidden
-from compress.kv.growing import Growing
+from compress.kv.growing import Growing, lend_window
 from compress.kv.layer import EXACT, KERNEL_TOKENS, KVLayer, packed
 from compress.kv.policy import Policy, Projecting, Storage, precisions_of
 from compress.kv.reading.method import Reading
@@ -30,7 +30,6 @@ from compress.kv.reading.reader import Reader
 from compress.kv.rotation import turn_of
 from compress.kv.storage import joined, slabs_of
 from compress.kv.support import keeping_layers
-from compress.kv.windows import lend_window
 from kernels.step.cache import Lent
 
 INTERVAL = 8  # while text is generated, evict after so many tokens, or an eighth of the budget

@@ -93,9 +93,10 @@ class Held:
         return self.projection is None and self.factors is None and not turned
 
     @property
-    def read_as_they_came(self) -> bool:
-        """Do steps of decoding read them as they are held, codes or not?"""
-        return self.as_they_came and not (self.precision.by_token or self.precision.float8)
+    def read_by_steps(self) -> bool:
+        """Do steps of decoding read this, and turn keys and values as it does?"""
+        held = self.precision
+        return self.projection is None and self.factors is None and not (held.scaled or held.by_token or held.float8)
 
     def inwards(self, k: Tensor) -> Tensor:
         """Keys [B, H, n, D] as they are held."""

@@ -85,14 +85,14 @@ class StaticSlab(Held):
     def lend(self) -> Lent | None:
         """What it holds, for a step of decoding that appends a token itself, which `at` and `lengths` do not count;
         None where positions are read sparsely, or are held in a form that such steps do not read."""
-        if self.sparse is not None or not self.read_as_they_came:
+        if self.sparse is not None or not self.read_by_steps:
             return None
         self.place += 1
-        counts, (tail_k, tail_v) = [self.coded, self.place - 1], self.tail
+        counts, tail, held = [self.coded, self.place - 1], [[x] for x in self.tail], self.precision
+        turned = held.rotates, held.rotates_values
         if not self.coded:
-            return Lent([tail_k], [tail_v], [], [], [], [], [self.starts], counts, 16, self.kv.group)
-        codes = ([x] for x in self.kv[:4])
-        return Lent(*codes, [tail_k], [tail_v], [self.starts], counts, *self.precision[:2])
+            return Lent(*tail, [], [], [], [], [self.starts], counts, 16, held.group, *turned)
+        return Lent(*([x] for x in self.kv[:4]), *tail, [self.starts], counts, held.bits, held.group, *turned)
 
     def reset(self) -> None:
         """Back to where it was made."""
@@ -123,10 +123,10 @@ class StaticKVLayer(StaticLayer):
     def lend(self) -> Lent | None:
         """As of its slabs; None where one cannot be lent, or they are not held alike."""
         given = [slab.lend() for slab in self.slabs]
-        if not all(given) or len({one[-2:] for one in given}) > 1:  # bits and group
+        if not all(given) or len({one[8:] for one in given}) > 1:  # bits, group and how they are turned
             return None
-        columns = (sum(column, []) for column in list(zip(*given, strict=True))[:-2])
-        return Lent(*columns, *given[0][-2:])
+        columns = (sum(column, []) for column in list(zip(*given, strict=True))[:8])
+        return Lent(*columns, *given[0][8:])
 
     def get_seq_length(self) -> Tensor:
         return self.seen

@@ -74,7 +74,7 @@ class Slab(Held):
     def only_appends(self) -> bool:
         """Is a token appended as it comes, in a form that steps of decoding read, and does no group become codes?"""
         held = self.precision
-        if not self.read_as_they_came:
+        if not self.read_by_steps:
             return False
         return held.bits == 16 or (self.k.length + 1 - held.residual) // held.group <= 0
 
@@ -172,11 +172,11 @@ def lent(slabs: Sequence[Slab]) -> Lent | None:
         slab.k.length += 1
         slab.v.length += 1
     tails = [slab.k.buffer for slab in slabs], [slab.v.buffer for slab in slabs]
-    starts, (bits, group) = [slab.starts for slab in slabs], slabs[0].precision[:2]
+    starts, held = [slab.starts for slab in slabs], slabs[0].precision
     if not coded:
-        return Lent(*tails, [], [], [], [], starts, counts, 16, group)
+        return Lent(*tails, [], [], [], [], starts, counts, 16, held.group, held.rotates, held.rotates_values)
     codes = ([slab.codes[i].buffer for slab in slabs] for i in range(4))
-    return Lent(*codes, *tails, starts, counts, bits, group)
+    return Lent(*codes, *tails, starts, counts, held.bits, held.group, held.rotates, held.rotates_values)
 
 
 class DividedSlab:

@@ -217,15 +217,17 @@ Plan DecodeStep::plan(const Attend& a, int64_t position, int shares) const {
 }
 
 // The step stops here; what attends to the buffer goes on with what it found.
-void DecodeStep::hand_over(std::vector<int64_t> sizes, double scale, double softcap, const Maybe& query, const Maybe& key, double eps) {
+void DecodeStep::hand_over(std::vector<int64_t> sizes, int64_t rotation, double scale, double softcap, const Maybe& query,
+                           const Maybe& key, double eps) {
   Attend a{};
   a.from = sizes.at(0), a.heads = sizes.at(1), a.kv_heads = sizes.at(2), a.channels = sizes.at(3);
   a.scale = float(scale), a.softcap = float(softcap), a.query = norm_of(query, eps), a.key = norm_of(key, eps);
   const int64_t count = sizes_.at(a.from);
-  TORCH_CHECK(a.kv_heads > 0 && a.heads % a.kv_heads == 0 && count == tokens_ * (a.heads + 2 * a.kv_heads) * a.channels,
+  TORCH_CHECK(a.kv_heads > 0 && a.heads % a.kv_heads == 0 && count == tokens_ * (a.heads + 2 * a.kv_heads) * a.channels &&
+                  changes_.at(rotation).signs.numel() == a.channels,
               "attention: ", a.heads, " and ", a.kv_heads, " heads of ", a.channels, " channels do not fit");
   widest_ = std::max(widest_, a.heads * a.channels);
-  stages_.push_back(Handed{a.from, count, std::move(a)});
+  stages_.push_back(Handed{a.from, count, std::move(a), int(rotation)});
   own_.clear();
 }
 
@@ -318,12 +320,14 @@ at::Tensor DecodeStep::go_on(const at::Tensor& attended) {
 }
 
 // The new keys and values are put behind the positions that a compressed cache keeps, and the step goes on with what its queries find
-// there. counts: of each part of the heads, the positions that are codes, and those behind them.
+// there. counts: of each part of the heads, the positions that are codes, and those behind them. turned: are keys, or values, kept as the
+// rotation makes them?
 at::Tensor DecodeStep::attend_kept(const std::vector<at::Tensor>& k, const std::vector<at::Tensor>& v,
                                    const std::vector<at::Tensor>& params_k, const std::vector<at::Tensor>& params_v,
                                    const std::vector<at::Tensor>& tail_k, const std::vector<at::Tensor>& tail_v,
                                    const std::vector<at::Tensor>& starts, const std::vector<int64_t>& counts, int64_t bits,
-                                   int64_t group, const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& positions) {
+                                   int64_t group, bool turned_keys, bool turned_values, const at::Tensor& cos,
+                                   const at::Tensor& sin, const at::Tensor& positions) {
   TORCH_CHECK(at_ > 0 && at_ < stages_.size(), "`begin` comes first");
   Handed& handed = std::get<Handed>(stages_[at_ - 1]);
   Attend& a = handed.attention;
@@ -341,6 +345,12 @@ at::Tensor DecodeStep::attend_kept(const std::vector<at::Tensor>& k, const std::
   const float* queries = buffers_[a.from].data;
   const float *keys = queries + tokens_ * a.heads * D, *values = keys + tokens_ * a.kv_heads * D;
   Own& own = *own_[0];
+  const Change& rotation = changes_[handed.rotation];
+  const auto put = [&](const float* x, bool turned, void* to) {  // D numbers, rounded to 16 bits
+    if (turned) turn(own, rotation, D, false, x, own.x.data), x = own.x.data;
+    between_.round_to(bfloat16_, x, D, own.bits.data, own.values.data);
+    std::memcpy(to, own.bits.data, D * size);
+  };
 
   std::vector<workbench::KeptHeads> kept;
   int64_t first = 0;  // head of the part
@@ -358,9 +368,8 @@ at::Tensor DecodeStep::attend_kept(const std::vector<at::Tensor>& k, const std::
         for (int64_t h = 0; h < heads; h++) {
           const float* x = (side ? values : keys) + (m * a.kv_heads + first + h) * D;
           if (!side) head(own, a.key, a, x, at[m]), x = own.x.data;
-          between_.round_to(bfloat16_, x, D, own.bits.data, own.values.data);
-          std::memcpy(static_cast<char*>(to.mutable_data_ptr()) + size * (m * to.stride(0) + h * to.stride(1) + place * to.stride(2)),
-                      own.bits.data, D * size);
+          put(x, side ? turned_values : turned_keys,
+              static_cast<char*>(to.mutable_data_ptr()) + size * (m * to.stride(0) + h * to.stride(1) + place * to.stride(2)));
         }
     }
     kept.back().more++;
@@ -370,10 +379,11 @@ at::Tensor DecodeStep::attend_kept(const std::vector<at::Tensor>& k, const std::
   const at::Tensor q = at::empty({tokens_, a.heads, 1, D}, type);
   for (int64_t i = 0; i < tokens_ * a.heads; i++) {
     head(own, a.query, a, queries + i * D, at[i / a.heads]);
-    between_.round_to(bfloat16_, own.x.data, D, own.bits.data, own.values.data);
-    std::memcpy(static_cast<char*>(q.mutable_data_ptr()) + size * i * D, own.bits.data, D * size);
+    put(own.x.data, turned_keys, static_cast<char*>(q.mutable_data_ptr()) + size * i * D);
   }
-  return go_on(workbench::attend_kept(q, kept, bits, group, a.scale, a.softcap, isa_).to(at::kFloat));
+  const at::Tensor y = workbench::attend_kept(q, kept, bits, group, a.scale, a.softcap, isa_).to(at::kFloat);
+  for (float* of = y.data_ptr<float>(); turned_values && of < y.data_ptr<float>() + y.numel(); of += D) turn(own, rotation, D, false, of, of);
+  return go_on(y);
 }
 
 // From where the step is to where it stops, or to its end.

@@ -42,6 +42,7 @@ class Lent(NamedTuple):
         starts: [B, H] int32, where the positions of each row begin.
         counts: of each part, how many positions are codes, and how many are behind them, without the new one.
         bits, group: of codes; 16 bits where there are none.
+        turned_keys, turned_values: are they kept through the Hadamard transform of the widest block of channels?
     """
 
     k: list[Tensor]
@@ -54,6 +55,8 @@ class Lent(NamedTuple):
     counts: list[int]
     bits: int
     group: int
+    turned_keys: bool = False
+    turned_values: bool = False
 
 
 class AttendingCache(Protocol):

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from kernels import native
+from kernels.hadamard import widest_block
 from kernels.hadamard.cpu import factors
 from kernels.registry import ran
 from kernels.step.cache import Lent
@@ -137,7 +138,8 @@ class DecodeStep:
     def _handed(self, a: Handed) -> None:
         (query, eps), (key, _) = _norm(a.query_norm), _norm(a.key_norm)
         sizes = [self._buffers[a.reads], a.heads, a.kv_heads, a.channels]
-        self._native.hand_over(sizes, a.scale, a.softcap, query, key, eps or _norm(a.key_norm)[1])
+        rotation = self._change(Change(torch.ones(a.channels), widest_block(a.channels)))
+        self._native.hand_over(sizes, rotation, a.scale, a.softcap, query, key, eps or _norm(a.key_norm)[1])
 
     def _attention(self, a: Attention) -> None:
         sizes = [self._buffers[a.reads], a.heads, a.kv_heads, a.channels, a.window]
