@@ -42,5 +42,5 @@ def _matters() -> bool:
 
 
 def _busy() -> float:
-    """What part of the cores works during a fifth of a second, in which this thread does nothing."""
-    return psutil.cpu_percent(interval=0.2) / 100
+    """What part of the cores works during a tenth of a second, in which this thread does nothing."""
+    return psutil.cpu_percent(interval=0.1) / 100
