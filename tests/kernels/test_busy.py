@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="OpenMP of other
 @pytest.fixture
 def load(monkeypatch):
     """Set how busy the machine seems."""
-    for name in busy.POLICIES:
+    for name in (*busy.POLICIES, "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     busy.warn_if_busy.cache_clear()
@@ -51,6 +51,9 @@ def test_a_policy_that_is_set_stays(load, monkeypatch, name):
 
 def test_one_thread_waits_for_no_other(load, monkeypatch):
     load(93.0)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert busy.environment_for_others() == {}
+    monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
