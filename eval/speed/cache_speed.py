@@ -28,7 +28,7 @@ from kernels.errors import first_line
 from kernels.huge_pages import in_huge_pages
 from kernels.kv_decode import KV
 from kernels.registry import recording
-from kernels.step.assemble import MOST, difference
+from kernels.step.assemble import CHECKED, MOST, difference
 from kernels.step.decoder import NotNative, recognise
 from kernels.step.in_parts import StepInParts
 
@@ -157,17 +157,19 @@ def measure_cache_speed(
 
 
 def _native(model: nn.Module, cache: TimedCache, context: int) -> Step:
-    """One token by the native step, as of an accelerated model; its logits are compared with the model's.
+    """One token by the native step, as of an accelerated model; the logits of some are compared with the model's.
 
     Raises:
         NotNative: a model that it does not know, or other logits.
     """
-    step = StepInParts(recognise(model, by_cache=True), 1)
-    token, position = torch.ones(1, 1, dtype=torch.long), torch.tensor([[context]])
-    at = cache.at(context)
-    wanted = model(token, past_key_values=at, compressed=at, position_ids=position, use_cache=True).logits[:, -1]
-    step(token, cache.at(context), position)
-    if not (other := difference(step.logits[:, -1], wanted)) < MOST:
+    step, position = StepInParts(recognise(model, by_cache=True), 1), torch.tensor([[context]])
+    differences = []
+    for token in (torch.arange(CHECKED) * 7919 % model.get_input_embeddings().num_embeddings)[:, None, None]:
+        at = cache.at(context)
+        wanted = model(token, past_key_values=at, compressed=at, position_ids=position, use_cache=True).logits[:, -1]
+        step(token, cache.at(context), position)
+        differences.append(difference(step.logits[:, -1], wanted))
+    if not (other := statistics.median(differences)) < MOST:
         raise NotNative(f"its logits differ from the model's by {other:.2g}, more than {MOST}")
     return lambda token, position: step(token, cache, position)
 
@@ -176,8 +178,8 @@ def _step(model: nn.Module, cache: TimedCache, context: int, packing: Packing) -
     """One token by the native step, or compiled if that is possible; and how it is executed."""
     try:
         return _native(model, cache, context), "native step"
-    except NotNative:
-        pass
+    except NotNative as error:
+        why = f"; no native step: {error}"
 
     def step(token: Tensor, position: Tensor) -> Tensor:
         logits = model(token, past_key_values=cache, compressed=cache, position_ids=position, use_cache=True).logits
@@ -187,12 +189,13 @@ def _step(model: nn.Module, cache: TimedCache, context: int, packing: Packing) -
     token = torch.ones(1, 1, dtype=torch.long, device=model.device)
     position = torch.full_like(token, context)
     try:
-        return compile_regional(model, cache, step, token, position, packing, lambda: cache.at(context)), "compiled"
+        compiled = compile_regional(model, cache, step, token, position, packing, lambda: cache.at(context))
+        return compiled, f"compiled{why}"
     except NotRegional as error:
-        return step, f"eager ({error})"
+        return step, f"eager ({error}){why}"
     except Exception as error:  # no compiler, or a model that it cannot take
         warnings.warn(f"the model does not compile, so it runs eagerly: {first_line(error)}", stacklevel=2)
-        return step, f"eager (does not compile: {first_line(error)[:120]})"
+        return step, f"eager (does not compile: {first_line(error)[:120]}){why}"
 
 
 def _decode(step: Step, cache: TimedCache, context: int, count: int, device: torch.device) -> float:

@@ -249,4 +249,4 @@ def test_it_compiles(tiny):
     model = decoder(tiny("llama", max_position_embeddings=2048))
     torch._dynamo.reset()
     found = measure_cache_speed(model, {"full": lambda: MadeUpCache(model, 256)}, [32, 256], new_tokens=1, rounds=1)
-    assert found.execution == {"full": "compiled"}
+    assert found.execution["full"].startswith("compiled; no native step: activations in float32")
