@@ -23,7 +23,7 @@ PACKAGES = (
     "torch", "transformers", "datasets", "accelerate", "safetensors", "tokenizers", "lm-eval", "bitsandbytes", "triton",
     "numpy",
 )  # fmt: skip
-_ENVIRONMENT = ("OMP_", "MKL_", "KMP_", "TORCH", "CUDA_VISIBLE", "CUBLAS")  # variables that change numbers or timings
+_ENVIRONMENT = ("OMP_", "GOMP_", "MKL_", "KMP_", "TORCH", "CUDA_VISIBLE", "CUBLAS")  # they change numbers or timings
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Machines that other processes keep busy: how threads should wait for one another there.
+"""How threads should wait for one another on a machine that other processes keep busy.
 
 By default OpenMP's threads spin for milliseconds at the end of every parallel loop. Where another process has one of
 the cores, the others spin until it is given back, at every loop: two GPTQ runs side by side on two cores took more
@@ -25,7 +25,7 @@ def environment_for_others() -> dict[str, str]:
 
 @cache
 def warn_if_busy() -> None:
-    """Say, once, what would make this process faster where others are busy and it is to wait by spinning."""
+    """Warn once where other processes are busy and this one's threads spin while they wait, and say what would help."""
     import torch  # which what only starts processes does without
 
     if _matters() and torch.get_num_threads() > 1 and (busy := _busy()) > BUSY:
@@ -43,5 +43,11 @@ def _matters() -> bool:
 
 
 def _busy() -> float:
-    """What part of the cores works during a tenth of a second, in which this thread does nothing."""
-    return psutil.cpu_percent(interval=0.1) / 100
+    """What part of the cores works while this thread does nothing: the least of some moments within a second, because a
+    run that has just ended takes a while to leave."""
+    least = 1.0
+    for _ in range(5):
+        least = min(least, psutil.cpu_percent(interval=0.2) / 100)
+        if least <= BUSY:
+            break
+    return least

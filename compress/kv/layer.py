@@ -13,7 +13,7 @@ from compress.kv.growing import Growing
 from compress.kv.policy import Evicting
 from compress.kv.precision import Precision
 from compress.kv.seen import Seen
-from compress.kv.storage import DividedSlab, Slab, joined, lent, right_packed, slabs_of, taken
+from compress.kv.storage import DividedSlab, Slab, joined, lend_slabs, right_packed, slabs_of, taken
 from kernels.kv_decode import MAX_TOKENS as KERNEL_TOKENS
 from kernels.kv_decode import Listed
 from kernels.kv_decode.apart import kv_decode_apart
@@ -286,8 +286,7 @@ class KVLayer(DynamicLayer):
         """Append k, v [B, H_kv, n, D]; padding, where real [B, n] is False, is not kept. whole: there is none."""
         B, H, n, _ = k.shape
         new = real[:, None].expand(B, H, n)
-        self._settle_count()
-        self._count(n if whole and self._tokens is not None else real.sum(1))
+        self._count(real.sum(1) if self.tokens is None or not whole else n)
         place = None
         if self.traces or self.positions is not None:
             place = (self.tokens[:, None] - real.flip(1).cumsum(1).flip(1)).to(torch.int32)[:, None].expand(B, H, n)
@@ -308,7 +307,7 @@ class KVLayer(DynamicLayer):
     def lend(self) -> Lent | None:
         """What is kept, for a step of decoding that puts a token of every row there itself, which counts as kept; None:
         more is to be done."""
-        if not self.slabs or self.divided or self.traces or (given := lent(self.slabs)) is None:
+        if not self.slabs or self.divided or self.traces or (given := lend_slabs(self.slabs)) is None:
             return None
         self._lent += 1
         self._extend_memory(1)

@@ -158,7 +158,7 @@ class Slab(Held):
         self.k, self.v = Growing(self.k.view[:, :, full:].clone()), Growing(self.v.view[:, :, full:].clone())
 
 
-def lent(slabs: Sequence[Slab]) -> Lent | None:
+def lend_slabs(slabs: Sequence[Slab]) -> Lent | None:
     """Slabs that take one token more, which is counted as theirs; None where they cannot be read as one cache, or
     more is to be done than to append."""
     coded = bool(slabs[0].codes)

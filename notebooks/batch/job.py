@@ -252,9 +252,10 @@ def _environment(job: Job, code: Code) -> dict[str, str]:
     data = os.environ.get("WORKBENCH_DATA") or str(ROOT.parent / "shared" / "data")  # not beside a snapshot
     own = {"PYTHONPATH": os.pathsep.join(paths), "WORKBENCH_DATA": data}
     told = {KEY: job.key, CODE: code.sha256, COMMIT: code.commit, REVISIONS: job.identity.get("revisions", "{}")}
-    told |= {THREADS: str(job.threads)} if job.threads else environment_for_others()
+    told |= {THREADS: str(job.threads)} if job.threads else {}
     told |= {PROCESSES: str(job.gpus)} if job.gpus > 1 else {}
-    return os.environ | own | job.environment | told
+    waiting = {} if job.threads else environment_for_others()
+    return waiting | os.environ | own | job.environment | told
 
 
 def _at(folder: RunFolder) -> dict[str, Any]:

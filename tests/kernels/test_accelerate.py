@@ -148,9 +148,9 @@ def test_a_compressed_cache_attends_in_fast_passes(tiny, architecture, recipe):
 @pytest.mark.parametrize(("recipe", "share"), [
     ("streaming(budget=8)", 1.0), ("snapkv(budget=0.5, observed=4, allocation=ada)", 1.0), ("h2o(budget=0.5)", 1.0),
     ("kv_int(bits=4, group_size=32, residual=8)", 0.9), ("kv_int(bits=8, group_size=32), keydiff(budget=0.5)", 0.9),
-    ("kv_int(bits=2, group_size=32, residual=0, value_bits=3)", 0.9), ("kv_int(bits=4, group_size=32, rotate_keys=True)", 0.6), ("kv_int(bits=4, group_size=32, value_bits=3, rotate_values=True)", 0.6),
-    ("kv_fp8()", 0.0), ("streaming(budget=8, decoding=True)", 0.0),
-    ("xkv()", 0.0), ("zipvl()", 0.0),
+    ("kv_int(bits=2, group_size=32, residual=0, value_bits=3)", 0.9), ("kv_int(bits=4, group_size=32, rotate_keys=True)", 0.6),
+    ("kv_int(bits=4, group_size=32, value_bits=3, rotate_values=True)", 0.6),
+    ("kv_fp8()", 0.0), ("streaming(budget=8, decoding=True)", 0.0), ("xkv()", 0.0), ("zipvl()", 0.0),
 ])  # fmt: skip
 def test_steps_read_what_layers_lend_as_the_layers_do(tiny, architecture, recipe, share, monkeypatch):
     """A step that puts its keys into the layers' own tensors gives the logits, and leaves the cache, of one that hands
