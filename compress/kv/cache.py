@@ -304,17 +304,18 @@ class CompressedCache(Cache):
 
     def lend(self, number: int) -> Lent | None:
         """What a layer keeps, for a step of decoding that puts one token of every row there and attends: see
-        `kernels.step.cache.AttendingCache`. None where a policy, a reading or an observer looks at the token."""
+        `kernels.step.cache.AttendingCache`. None where a policy, a reading or an observer looks at the token in a way
+        that such steps do not know."""
         layer, policy = self.layers[number], self.policy
         if self.observes or self.listener is not None or not self.by_kernel:
             return None
         if not isinstance(layer, KVLayer):
             return lend_window(layer) if type(layer) is DynamicSlidingWindowLayer else None
-        if self.reader is not None or self._joining or policy is not None and (
+        if self._joining or policy is not None and (
             policy.decoding or policy.at_every_pass or policy.runs_model and policy.window
         ):
             return None
-        return layer.lend()
+        return layer.lend() if self.reader is None else self.reader.lend(layer)
 
     def _attend(
         self,

@@ -18,7 +18,7 @@ from compress.kv.reading.method import Glance, Reading
 from compress.kv.storage import Slab
 from compress.kv.support import check_model
 from kernels.kv_decode import KV, dequantize_kv, kv_decode
-from kernels.step.cache import Lent
+from kernels.step.cache import Lent, Sparse
 
 NAME = "workbench_kv_static"
 SMALL = 0.1  # of made-up keys and values: behind large ones a model's logits hang on how it rounds
@@ -85,15 +85,16 @@ class StaticSlab(Held):
 
     def lend(self) -> Lent | None:
         """What it holds, for a step of decoding that appends a token itself, which `at` and `lengths` do not count;
-        None where positions are read sparsely, or are held in a form that such steps do not read."""
-        if self.sparse is not None or not self.read_by_steps:
+        None where such steps do not read the form in which positions are held, or choose them."""
+        sparse = Sparse() if self.sparse is None else self.sparse.lend(self)
+        if sparse is None or not self.read_by_steps:
             return None
         self.place += 1
         counts, tail, held = [self.coded, self.place - 1], [[x] for x in self.tail], self.precision
-        turned = held.rotates, held.rotates_values
+        how = held.group, held.rotates, held.rotates_values, sparse
         if not self.coded:
-            return Lent(*tail, [], [], [], [], [self.starts], counts, 16, held.group, *turned)
-        return Lent(*([x] for x in self.kv[:4]), *tail, [self.starts], counts, held.bits, held.group, *turned)
+            return Lent(*tail, [], [], [], [], [self.starts], counts, 16, *how)
+        return Lent(*([x] for x in self.kv[:4]), *tail, [self.starts], counts, held.bits, *how)
 
     def reset(self) -> None:
         """Back to where it was made."""

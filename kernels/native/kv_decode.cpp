@@ -538,8 +538,9 @@ workbench::Attention workbench::attention_loops(const std::string& beside) {
   return {one_span<portable::loops>, portable::loops.merge};
 }
 
-at::Tensor workbench::attend_kept(const at::Tensor& q, const std::vector<KeptHeads>& kept, int64_t bits, int64_t group, double scale,
-                                  double softcap, const std::string& isa) {
+at::Tensor workbench::attend_kept(const at::Tensor& q, const std::vector<KeptHeads>& kept, const Sparse& sparse, int64_t bits,
+                                  int64_t group, double scale, double softcap, const std::string& beside) {
+  const std::string isa = best_beside(beside);
   std::vector<Cache> caches;
   for (const KeptHeads& one : kept) {
     caches.push_back({one.k, one.v, one.params_k, one.params_v, one.tail_k, one.tail_v, {}, Numbers(one.starts)});
@@ -547,7 +548,24 @@ at::Tensor workbench::attend_kept(const at::Tensor& q, const std::vector<KeptHea
     if (bits == 16) c.in_use = one.more, c.behind = 0;
     else c.in_use = one.coded, c.behind = one.more;
   }
-  return std::get<0>(attend(q, caches, {}, bits, group, scale, softcap, false, false, best_beside(isa)));
+  const auto attended = [&](const Maybe& indices, Choice* choice) {
+    return std::get<0>(attend(q, caches, indices, bits, group, scale, softcap, false, false, isa, choice));
+  };
+  if (!sparse.given()) return attended({}, nullptr);
+  TORCH_CHECK(caches.size() == 1, "attend_kept: ", caches.size(), " parts of the heads have no list of positions");
+  Cache& c = caches[0];
+  c.start = Numbers();  // entries of a list are counted from its first one
+  if (sparse.indices) {
+    c.length = Numbers(sparse.lengths.value());
+    return attended(sparse.indices, nullptr);
+  }
+  const at::Tensor before = (c.held() - 1 - kept[0].starts.to(at::kLong)).clamp_min(0);  // positions of each row, without the new one
+  Choice choice(*loops_of(isa), isa, sparse.queries, *sparse.bounds, kept[0].starts, before, sparse.pages.value(), sparse.page, sparse.most,
+                1, scale, true);
+  c.length = Numbers(choice.lists.counts);
+  const at::Tensor y = attended(choice.lists.indices, &choice);
+  kv_note_key(*sparse.bounds, sparse.keys, before, sparse.page);
+  return y;
 }
 
 TORCH_LIBRARY_FRAGMENT(workbench, m) {

@@ -321,12 +321,13 @@ at::Tensor DecodeStep::go_on(const at::Tensor& attended) {
 
 // The new keys and values are put behind the positions that a compressed cache keeps, and the step goes on with what its queries find
 // there. counts: of each part of the heads, the positions that are codes, and those behind them. turned: are keys, or values, kept as the
-// rotation makes them?
+// rotation makes them? bounds to lengths: as of workbench::Sparse, where not all positions are read.
 at::Tensor DecodeStep::attend_kept(const std::vector<at::Tensor>& k, const std::vector<at::Tensor>& v,
                                    const std::vector<at::Tensor>& params_k, const std::vector<at::Tensor>& params_v,
                                    const std::vector<at::Tensor>& tail_k, const std::vector<at::Tensor>& tail_v,
                                    const std::vector<at::Tensor>& starts, const std::vector<int64_t>& counts, int64_t bits,
-                                   int64_t group, bool turned_keys, bool turned_values, const at::Tensor& cos,
+                                   int64_t group, bool turned_keys, bool turned_values, const Maybe& bounds, const Maybe& pages,
+                                   int64_t page, int64_t most, const Maybe& indices, const Maybe& lengths, const at::Tensor& cos,
                                    const at::Tensor& sin, const at::Tensor& positions) {
   TORCH_CHECK(at_ > 0 && at_ < stages_.size(), "`begin` comes first");
   Handed& handed = std::get<Handed>(stages_[at_ - 1]);
@@ -351,6 +352,8 @@ at::Tensor DecodeStep::attend_kept(const std::vector<at::Tensor>& k, const std::
     between_.round_to(bfloat16_, x, D, own.bits.data, own.values.data);
     std::memcpy(to, own.bits.data, D * size);
   };
+  workbench::Sparse sparse{bounds, pages, page, most, indices, lengths, {}, {}};
+  if (bounds) sparse.keys = at::empty({tokens_, a.kv_heads, 1, D}, type);
 
   std::vector<workbench::KeptHeads> kept;
   int64_t first = 0;  // head of the part
@@ -368,6 +371,8 @@ at::Tensor DecodeStep::attend_kept(const std::vector<at::Tensor>& k, const std::
         for (int64_t h = 0; h < heads; h++) {
           const float* x = (side ? values : keys) + (m * a.kv_heads + first + h) * D;
           if (!side) head(own, a.key, a, x, at[m]), x = own.x.data;
+          if (!side && bounds)
+            put(x, false, static_cast<char*>(sparse.keys.mutable_data_ptr()) + size * (m * a.kv_heads + first + h) * D);
           put(x, side ? turned_values : turned_keys,
               static_cast<char*>(to.mutable_data_ptr()) + size * (m * to.stride(0) + h * to.stride(1) + place * to.stride(2)));
         }
@@ -377,11 +382,13 @@ at::Tensor DecodeStep::attend_kept(const std::vector<at::Tensor>& k, const std::
   }
   TORCH_CHECK(first == a.kv_heads, "the cache keeps ", first, " heads, and the decoder has ", a.kv_heads);
   const at::Tensor q = at::empty({tokens_, a.heads, 1, D}, type);
+  sparse.queries = bounds && turned_keys ? at::empty_like(q) : q;
   for (int64_t i = 0; i < tokens_ * a.heads; i++) {
     head(own, a.query, a, queries + i * D, at[i / a.heads]);
-    put(own.x.data, turned_keys, static_cast<char*>(q.mutable_data_ptr()) + size * i * D);
+    if (bounds || !turned_keys) put(own.x.data, false, static_cast<char*>(sparse.queries.mutable_data_ptr()) + size * i * D);
+    if (turned_keys) put(own.x.data, true, static_cast<char*>(q.mutable_data_ptr()) + size * i * D);
   }
-  const at::Tensor y = workbench::attend_kept(q, kept, bits, group, a.scale, a.softcap, isa_).to(at::kFloat);
+  const at::Tensor y = workbench::attend_kept(q, kept, sparse, bits, group, a.scale, a.softcap, isa_).to(at::kFloat);
   for (float* of = y.data_ptr<float>(); turned_values && of < y.data_ptr<float>() + y.numel(); of += D) turn(own, rotation, D, false, of, of);
   return go_on(y);
 }

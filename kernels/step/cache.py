@@ -31,6 +31,24 @@ class LayerRoom:
     length: Tensor
 
 
+class Sparse(NamedTuple):
+    """Which of the positions that a layer lends a token reads, beside itself: pages that are ranked by bounds of their
+    keys, or the entries of a list; where neither is given, all of them.
+
+    Attributes:
+        bounds, pages, page, most: as of `kernels.kv_decode.pages.page_list`, of the positions before the token. A step
+            takes the new key into the bounds, which have a page for it.
+        indices, lengths: as of `kernels.kv_decode.Listed`, with the token itself.
+    """
+
+    bounds: Tensor | None = None
+    pages: Tensor | None = None
+    page: int = 1
+    most: int = 0
+    indices: Tensor | None = None
+    lengths: Tensor | None = None
+
+
 class Lent(NamedTuple):
     """What a layer keeps, part by part of its kv heads, in tensors with room for one position more, which a step of
     decoding puts there.
@@ -43,6 +61,7 @@ class Lent(NamedTuple):
         counts: of each part, how many positions are codes, and how many are behind them, without the new one.
         bits, group: of codes; 16 bits where there are none.
         turned_keys, turned_values: are they kept through the Hadamard transform of the widest block of channels?
+        sparse: which positions are read; all heads are one part where these are not all.
     """
 
     k: list[Tensor]
@@ -57,6 +76,7 @@ class Lent(NamedTuple):
     group: int
     turned_keys: bool = False
     turned_values: bool = False
+    sparse: Sparse = Sparse()
 
 
 class AttendingCache(Protocol):

@@ -92,7 +92,7 @@ class DecodeStep:
             tables: cosines and sines, float32 [positions, turned channels]. positions: int64 [tokens, 1], of the
                 tokens.
         """
-        return self._native.attend_kept(*lent, *tables, positions)
+        return self._native.attend_kept(*lent[:-1], *lent.sparse, *tables, positions)
 
     @property
     def last_input(self) -> Tensor:

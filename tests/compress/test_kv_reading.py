@@ -69,7 +69,7 @@ def test_bounds_bound_and_grow_with_the_slab():
     bounds(slab, 4)
     for token in new.split([1, 1, 1, 6], 2):
         slab.append(token, token)
-        low, high = bounds(slab, 4).chunk(2, -1)
+        low, high = bounds(slab, 4).view.chunk(2, -1)
     assert low.shape == (2, 2, 12, 8)
     q, near = torch.randn(2, 2, 3, 8), 0.05  # keys that became codes after they were noted have moved a little
     edges = q[:, :, :, None] * low[:, :, None], q[:, :, :, None] * high[:, :, None]

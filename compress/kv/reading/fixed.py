@@ -11,6 +11,7 @@ from compress.kv.reading.method import Glance, Reading, Role
 from compress.kv.storage import from_start
 from kernels.kv_decode import KV, Listed, kv_decode
 from kernels.kv_decode.ranked import Ranked, kv_decode_ranked
+from kernels.step.cache import Sparse
 
 
 class FixedSlab(Protocol):
@@ -77,14 +78,28 @@ class FixedReading:
             return slab.lifted(kv_decode_ranked(turned, slab.kv, chosen, **more))
         return slab.lifted(kv_decode(turned, slab.kv, chosen.lengths, indices=chosen.indices, **more))
 
+    def lend(self, slab: FixedSlab) -> Sparse | None:
+        """Which positions a step reads; None: the layer chooses by its attention, or by other things than bounds."""
+        if self.role.reads_all:
+            return None if self.role.chooses else Sparse()
+        if not self.role.chooses:
+            return Sparse(indices=self.shared.chosen.indices, lengths=self.shared.chosen.lengths)
+        if (bounds := self.reading.page_bounds(slab)) is None:
+            return None
+        self._count_pages(slab)
+        return Sparse(bounds.view, self.shared.pages, self.reading.page, min(self.most, bounds.length))
+
+    def _count_pages(self, slab: FixedSlab) -> None:
+        if self.first:
+            self._leave([self.shared.pages], [self.reading.wanted(slab.lengths.long()) // self.reading.page + 1])
+
     def _leave(self, room: Sequence[Tensor], found: Sequence[Tensor]) -> None:
         for held, new in zip(room, found, strict=True):
             held.copy_(new)
 
     def _list(self, slab: FixedSlab, glance: Glance) -> Listed | Ranked:
         """The last page, and others that have as many positions as are wanted, rounded down to pages."""
-        if self.first:
-            self._leave([self.shared.pages], [self.reading.wanted(slab.lengths.long()) // self.reading.page + 1])
+        self._count_pages(slab)
         return self.reading.listed(glance, slab.starts, slab.lengths, pages=self.shared.pages, most=self.most)
 
 

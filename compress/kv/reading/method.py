@@ -7,6 +7,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from compress.kv.growing import Growing
 from compress.kv.policy import CacheMethod, Policy, check_budget, tokens_of
 from compress.kv.storage import Slab
 from compress.method import Method, knob
@@ -82,6 +83,11 @@ class Reading(CacheMethod):
         """
         scores = self.scores(glance)[:, :, 0]
         return list_of(scores, starts, lengths, page=self.page, pages=pages, most=most, behind=behind)
+
+    def page_bounds(self, slab: Slab) -> Growing | None:
+        """Bounds of the keys of every page, if these alone rank pages, as of `kernels.kv_decode.pages.page_list`; else
+        None."""
+        return None
 
     def wanted(self, kept: Tensor) -> Tensor:
         """Positions that a query reads, of so many that a row keeps."""

@@ -32,9 +32,12 @@ class Quest(Reading):
     def roles(self, layers: int) -> list[Role]:
         return [Role(i < self.full_layers, i >= self.full_layers) for i in range(layers)]
 
+    def page_bounds(self, slab: Slab) -> Growing:
+        return bounds(slab, self.page)
+
     def scores(self, glance: Glance) -> Tensor:
         slab = glance.slab
-        edges, lengths = bounds(slab, self.page), slab.length - slab.starts
+        edges, lengths = bounds(slab, self.page).view, slab.length - slab.starts
         return page_scores(glance.queries, edges, lengths, page=self.page, scale=glance.scaling)
 
     def listed(
@@ -42,7 +45,7 @@ class Quest(Reading):
     ) -> Ranked:
         return Ranked(
             glance.queries,
-            bounds(glance.slab, self.page),
+            bounds(glance.slab, self.page).view,
             starts,
             lengths,
             page=self.page,
@@ -53,7 +56,7 @@ class Quest(Reading):
         )
 
 
-def bounds(slab: Slab, page: int) -> Tensor:
+def bounds(slab: Slab, page: int) -> Growing:
     """The smallest and then the largest elements of the keys of every page, [B, H_kv, P, 2 D], kept beside the slab and
     brought up to date. Pages are counted from each row's first position; a row's last one may have fewer positions,
     and pages behind it mean nothing."""
@@ -70,4 +73,4 @@ def bounds(slab: Slab, page: int) -> Tensor:
                 notes.append(torch.cat([key, key], -1))  # a page more, for the rows that need it
             note_key(notes.view, key, (i - slab.starts).long().clamp(min=0), page)
     slab.noted = slab.length
-    return slab.notes[0].view
+    return slab.notes[0]

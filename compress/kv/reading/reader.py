@@ -10,9 +10,10 @@ from torch.nn.functional import pad
 from compress.kv.attention import attend
 from compress.kv.layer import KVLayer, visible_positions
 from compress.kv.reading.method import Glance, Reading
-from compress.kv.storage import from_start, joined
+from compress.kv.storage import Slab, from_start, joined
 from kernels.kv_decode import Listed
 from kernels.kv_decode.ranked import Ranked
+from kernels.step.cache import Lent, Sparse
 
 
 def choose(scores: Tensor, tokens: Tensor, page: int, wanted: Tensor, most: int) -> Tensor:
@@ -96,6 +97,31 @@ class Reader:
         y = self._by_mask(layer, q, k, v, mask, about)
         layer.keep(k, v, real, True)
         return y, None
+
+    def lend(self, layer: KVLayer) -> Lent | None:
+        """As of `KVLayer.lend`; None also where a layer looks at attention before others read."""
+        role = self.roles[layer.number]
+        if role.reads_all:
+            return None if role.chooses else layer.lend()
+        if len(layer.slabs) != 1:
+            return None
+        slab, page, listed = layer.slabs[0], self.reading.page, self.lists[0] if self.lists else None
+        if not role.chooses:
+            if not isinstance(listed, Listed) or (lent := layer.lend()) is None:
+                return None
+            return lent._replace(sparse=Sparse(indices=listed.indices, lengths=listed.lengths))
+        if not isinstance(slab, Slab) or (edges := self.reading.page_bounds(slab)) is None:
+            return None
+        before = slab.length
+        wanted, most = self.reading.share(slab, before)
+        if (lent := layer.lend()) is None:
+            return None
+        if edges.length * page <= before:
+            edges.reserve(1)
+            edges.length += 1
+        slab.noted += 1
+        pages, most = (wanted + page - 1) // page, min(-(-most // page), edges.length)
+        return lent._replace(sparse=Sparse(edges.buffer, pages, page, most))
 
     def _attended(self, layer: KVLayer, q: Tensor, real: Tensor, mass: Tensor | None) -> list[Glance]:
         """The attention of a layer that has read everything and keeps the new tokens already."""
