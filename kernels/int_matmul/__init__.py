@@ -57,7 +57,7 @@ def int_matmul(x: Tensor, w: Packed, *, impl: str = "auto") -> Tensor:
     if impl == "reference" or not cpu:
         return _opaque(x, w, "reference")
     if w.layout == "panels":
-        ran("int_matmul", f"cpu {native.isa(x.dtype, x.numel() > native.FEW * w.shape[1])}")
+        ran("int_matmul", f"cpu {native.isa(x.dtype, x.numel() > native.most_in_loops() * w.shape[1])}")
         return panels.matmul(x, w)
     tokens = x.numel() // w.shape[1]
     if 0 < tokens < tiles.CROSSOVER:

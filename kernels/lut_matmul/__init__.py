@@ -49,7 +49,7 @@ def lut_matmul(x: Tensor, w: Codebook, *, impl: str = "auto") -> Tensor:
     if impl == "cpu" and not cpu:
         raise ValueError(f"`impl` (='cpu') needs panels on a CPU, not {w.layout} with {x.dtype} on {x.device}")
     if cpu and impl != "reference":
-        ran("lut_matmul", f"cpu {native.isa(x.dtype, x.numel() > native.FEW * w.shape[1])}")
+        ran("lut_matmul", f"cpu {native.isa(x.dtype, x.numel() > native.most_in_loops() * w.shape[1])}")
         return panels.matmul(x, w)
     use = "triton" if impl == "triton" or (impl == "auto" and triton and x.is_cuda) else "reference"
     ran("lut_matmul", use)

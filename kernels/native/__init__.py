@@ -32,7 +32,7 @@ SOURCES = tuple(
 # There are loops for each of these, the best first; `runs` says which ones a machine has. "neon bf16" is NEON with
 # products of pairs of bfloat16. "portable" is what the compiler makes of loops that know no processor.
 ISAS = ("avx512bf16", "avx512", "avx2", "neon bf16", "neon", "portable")
-FEW = 8  # tokens up to which AVX-512 multiplies where the processor has AMX
+FEW = 8  # tokens up to which AVX-512 multiplies bytes where the processor has AMX
 FEW_ROUNDED = 16  # the same of packed weights with rounded activations
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-DAT_PARALLEL_OPENMP=1", "-w")
 OPENMP = "#include <omp.h>\nint main() { return omp_get_max_threads() < 1; }\n"
@@ -82,11 +82,23 @@ def _told(reason: str) -> str:
 def isa(dtype: torch.dtype, many: bool = False) -> str:
     """The instruction set that the loaded kernels take on this machine for activations of `dtype`.
 
-    many: for more tokens than FEW, whose products with packed weights take `tiles` where the processor has them.
+    many: for more tokens than `most_in_loops()`, whose products with packed weights take `tiles` where the processor
+    has them.
     """
     if many and dtype == torch.bfloat16 and tiles():
         return tiles()
     return _isa("panels_isa", dtype == torch.bfloat16)
+
+
+@torch.compiler.assume_constant_result
+def most_in_loops() -> int:
+    """Tokens up to which packed weights are multiplied by loops, and not by `tiles`."""
+    return _most_in_loops()
+
+
+@cache
+def _most_in_loops() -> int:
+    return torch.ops.workbench.panels_most_in_loops() if why_not() is None else FEW
 
 
 @cache

@@ -423,9 +423,14 @@ void check_groups(const at::Tensor& codes, const at::Tensor& scale, int64_t in, 
               "panels_matmul: x of ", in, " columns, codes ", codes.sizes(), " and scale ", scale.sizes(), " do not fit");
 }
 
-// Do tiles take so many of these tokens?
+// Tokens up to which loops multiply; tiles take more. Those of vectors are filled with 16 tokens at a time, and only pay for many.
+int64_t most_in_loops() {
+  static const int64_t most = std::string(workbench::tiles_isa()) == "amx" ? FEW : CHUNK;
+  return most;
+}
+
 bool in_tiles(const at::Tensor& x, int64_t tokens) {
-  return x.scalar_type() == at::kBFloat16 && tokens > FEW && *workbench::tiles_isa();
+  return x.scalar_type() == at::kBFloat16 && tokens > most_in_loops() && *workbench::tiles_isa();
 }
 
 // The bits of its codes, after what can be read.
@@ -616,6 +621,7 @@ TORCH_LIBRARY_FRAGMENT(workbench, m) {
   m.def("panels_matmul(Tensor x, Tensor codes, Tensor scale, Tensor? table, Tensor? zero, int out, str isa) -> Tensor");
   m.def("panels_matmul_several(Tensor x, Tensor[] codes, Tensor[] scales, Tensor?[] tables, Tensor?[] zeros, int[] outs) -> Tensor[]");
   m.def("panels_isa(bool bfloat16) -> str", best_isa);
+  m.def("panels_most_in_loops() -> int", most_in_loops);
   m.def("panels_runs(str isa) -> bool", runs);
 }
 TORCH_LIBRARY_IMPL(workbench, CPU, m) {

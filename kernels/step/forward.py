@@ -49,6 +49,7 @@ class DecoderForward:
         self.decoder, self._laid_out = decoder, laid_out if lays_out(decoder.dtype) else 0
         self._dense: dict[int, Tensor] = {}  # by the weight's address
         self._joined: dict[int, Joined | None] = {}  # by the first linear's identity
+        self._apart = max(native.FEW_ROUNDED, native.most_in_loops())  # tokens up to which linears are multiplied apart
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -126,7 +127,7 @@ class DecoderForward:
 
     def _products(self, linears: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
         """Of several linears with one input: [..., out_i], contiguous."""
-        if x.dtype == torch.bfloat16 and x.numel() > native.FEW_ROUNDED * x.shape[-1]:
+        if x.dtype == torch.bfloat16 and x.numel() > self._apart * x.shape[-1]:
             key = id(linears[0])
             if key not in self._joined:
                 self._joined[key] = joined(linears)

@@ -22,7 +22,8 @@ Joined = Callable[[Tensor], list[Tensor]]  # x [..., in] -> [..., out_i] for eac
 
 
 def joined(linears: Sequence[nn.Module]) -> Joined | None:
-    """The products of these linears of one input, for bfloat16 and more tokens than `native.FEW_ROUNDED`.
+    """The products of these linears of one input, for bfloat16 and more tokens than `native.FEW_ROUNDED` and
+    `native.most_in_loops()`.
 
     Returns:
         None where they are stored in different ways, or in a format that this CPU does not multiply in tiles.
@@ -67,7 +68,7 @@ def _panels(stored: Sequence[Packed | Codebook]) -> Joined:
     arguments = [w.codes for w in stored], [w.scale for w in stored], tables, zeros, [w.shape[0] for w in stored]
 
     def product(x: Tensor) -> list[Tensor]:
-        ran(op, f"cpu {native.tiles()}")
+        ran(op, f"cpu {native.isa(x.dtype, x.numel() > native.most_in_loops() * x.shape[-1])}")
         return torch.ops.workbench.panels_matmul_several(x, *arguments)
 
     return product
