@@ -11,21 +11,58 @@ on a CPU. Kept positions of the peer are found by looking its keys up among thos
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 TOKENS = 1000
-# name: (our knobs, the peer's press, its knobs)
-CASES: dict[str, tuple[dict, str, dict]] = {
-    "streaming": ({}, "StreamingLLMPress", {"n_sink": 4}),
-    "knorm": ({}, "KnormPress", {}),
-    "keydiff": ({}, "KeyDiffPress", {}),
-    "tova": ({}, "TOVAPress", {}),
-    "snapkv": ({"observed": 32}, "SnapKVPress", {"window_size": 32, "kernel_size": 5}),
-    "expected_attention": ({}, "ExpectedAttentionPress", {"epsilon": 1e-2}),
-    "kvzip": ({}, "KVzipPress", {}),
+WIDTH = 64  # of the networks of `kvzap`, which are drawn
+
+
+class Case(NamedTuple):
+    """A policy of ours, its knobs, and what makes the peer's press of its package, a folder and the share that goes."""
+
+    policy: str
+    knobs: dict[str, Any]
+    press: Callable[[ModuleType, Path, float], Any]
+
+
+def _plain(name: str, **knobs: object) -> Callable[[ModuleType, Path, float], Any]:
+    return lambda peer, folder, ratio: getattr(peer, name)(compression_ratio=ratio, **knobs)
+
+
+def _ada(peer: ModuleType, folder: Path, ratio: float) -> Any:
+    return peer.AdaKVPress(_snap(peer, folder, ratio))
+
+
+def _kvzap(peer: ModuleType, folder: Path, ratio: float) -> Any:
+    from kvpress.presses.kvzap_press import KVzapConfig, KVzapModel
+
+    networks = torch.load(folder / "kvzap.pt")  # by name of their parameters there
+    inputs, outputs, layers = (networks[name] for name in ("inputs", "outputs", "layers"))
+    model = KVzapModel(KVzapConfig(input_dim=inputs, output_dim=outputs, n_modules=layers, hidden_dim=WIDTH))
+    model.load_state_dict(networks["state"])
+    press = peer.KVzapPress(compression_ratio=ratio)
+    press.post_init_from_model = lambda _: None  # it would ask the hub
+    press.kvzap_model = model
+    return press
+
+
+_snap = _plain("SnapKVPress", window_size=32, kernel_size=5)
+CASES = {
+    "streaming": Case("streaming", {}, _plain("StreamingLLMPress", n_sink=4)),
+    "knorm": Case("knorm", {}, _plain("KnormPress")),
+    "keydiff": Case("keydiff", {}, _plain("KeyDiffPress")),
+    "tova": Case("tova", {}, _plain("TOVAPress")),
+    "snapkv": Case("snapkv", {"observed": 32}, _snap),
+    "snapkv, ada": Case("snapkv", {"observed": 32, "allocation": "ada"}, _ada),
+    "expected_attention": Case("expected_attention", {}, _plain("ExpectedAttentionPress", epsilon=1e-2)),
+    "kvzip": Case("kvzip", {}, _plain("KVzipPress")),
+    "kvzap, the same networks": Case("kvzap", {"allocation": "uniform", "sinks": 0, "recent": 0}, _kvzap),
 }
 
 
@@ -39,6 +76,24 @@ def prepare(folder: Path, options: argparse.Namespace) -> None:
     tokenizer.save_pretrained(folder / "model")
     ids = tokenizer("\n\n".join(load_text(options.corpus, "evaluation")), return_tensors="pt").input_ids
     torch.save(ids[:, :TOKENS].clone(), folder / "ids.pt")
+    _draw_networks(model.config, folder)
+
+
+def _draw_networks(config: Any, folder: Path) -> None:
+    """Networks of `kvzap` with random weights, in the forms of both."""
+    from compress.kv.learned.networks import Scorer, write
+
+    torch.manual_seed(0)
+    inputs, outputs, layers = config.hidden_size, config.num_key_value_heads, config.num_hidden_layers
+    ours, theirs = {}, {}
+    for i in range(layers):
+        up, down = torch.randn(inputs, WIDTH) / inputs**0.5, torch.randn(WIDTH, outputs) / WIDTH**0.5
+        ours[i] = Scorer(torch.zeros(inputs), torch.ones(inputs), up, torch.zeros(WIDTH), down, torch.zeros(outputs))
+        for place, matrix in (("0", up), ("2", down)):
+            theirs[f"layers.{i}.{place}.weight"] = matrix.T.contiguous()
+            theirs[f"layers.{i}.{place}.bias"] = torch.zeros(matrix.shape[1])
+    write(ours, folder / "kvzap.safetensors")
+    torch.save({"inputs": inputs, "outputs": outputs, "layers": layers, "state": theirs}, folder / "kvzap.pt")
 
 
 def ours(folder: Path, options: argparse.Namespace) -> None:
@@ -50,9 +105,10 @@ def ours(folder: Path, options: argparse.Namespace) -> None:
     with attached(model) as attachment, torch.no_grad():
         read = attachment.cache(observes=True, traces=True)
         model(ids, past_key_values=read)
-        for name, (knobs, _, _) in CASES.items():
+        for name, (policy, knobs, _) in CASES.items():
+            file = {"path": str(folder / "kvzap.safetensors")} if policy == "kvzap" else {}
             for budget in options.budgets:
-                cache = read.compressed(METHODS[name](budget=budget, **knobs))
+                cache = read.compressed(METHODS[policy](budget=budget, **file, **knobs))
                 found[f"{name} {budget}"] = [
                     [kept.tolist() for kept in layer.kept_positions()[0]] for layer in cache.own
                 ]
@@ -68,10 +124,12 @@ def kvpress(folder: Path, options: argparse.Namespace) -> None:
     with torch.no_grad():
         full = DynamicCache()
         model(ids, past_key_values=full)
-        for name, (_, press, knobs) in CASES.items():
+        for name, (_, _, press) in CASES.items():
             for budget in options.budgets:
                 cache = DynamicCache()
-                with getattr(peer, press)(compression_ratio=1 - budget, **knobs)(model):
+                for block in model.model.layers:  # what an earlier press has hidden
+                    block.self_attn.masked_key_indices = None
+                with press(peer, folder, 1 - budget)(model):
                     model(ids, past_key_values=cache)
                 masked = [getattr(block.self_attn, "masked_key_indices", None) for block in model.model.layers]
                 if masked[0] is not None:  # this press evicts nothing: it hides
