@@ -30,7 +30,7 @@ from compress.kv.reading.reader import Reader
 from compress.kv.rotation import turn_of
 from compress.kv.storage import joined, slabs_of
 from compress.kv.support import keeping_layers
-from kernels.step.cache import Lent
+from kernels.step.cache import Lent, NewTokens
 
 INTERVAL = 8  # while text is generated, evict after so many tokens, or an eighth of the budget
 # What a copy of an observing cache's layer has of its own.
@@ -278,29 +278,17 @@ class CompressedCache(Cache):
 
     # A pass.
 
-    def attend_new(
-        self,
-        number: int,
-        module: nn.Module,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        hidden: Tensor,
-        *,
-        scaling: float,
-        softcap: float | None,
-        window: int,
-    ) -> Tensor:
+    def attend_new(self, number: int, module: nn.Module, new: NewTokens) -> Tensor:
         """Take a layer's new tokens and attend, for passes that do without transformers' modules: see
         `kernels.step.cache.AttendingCache`."""
-        note_hidden(hidden)
-        keys, values = self.update(k, v, number)
-        n, total = q.shape[2], keys.shape[2]
+        note_hidden(new.hidden)
+        keys, values = self.update(new.k, new.v, number)
+        n, total, device = new.q.shape[2], keys.shape[2], keys.device
         mask = None
-        if window and not isinstance(self.layers[number], KVLayer) and n > 1 and total > window:
-            at, place = torch.arange(total - n, total, device=q.device)[:, None], torch.arange(total, device=q.device)
-            mask = ((place <= at) & (place > at - window))[None, None]
-        return attention(module, q, keys, values, mask, scaling=scaling, softcap=softcap)[0]
+        if new.window and not isinstance(self.layers[number], KVLayer) and n > 1 and total > new.window:
+            at, place = torch.arange(total - n, total, device=device)[:, None], torch.arange(total, device=device)
+            mask = ((place <= at) & (place > at - new.window))[None, None]
+        return attention(module, new.q, keys, values, mask, scaling=new.scaling, softcap=new.softcap)[0]
 
     def lend(self, number: int) -> Lent | None:
         """What a layer keeps, for a step of decoding that puts one token of every row there and attends: see

@@ -18,7 +18,7 @@ from compress.kv.reading.method import Glance, Reading
 from compress.kv.storage import Slab
 from compress.kv.support import check_model
 from kernels.kv_decode import KV, dequantize_kv, kv_decode
-from kernels.step.cache import Lent, Sparse
+from kernels.step.cache import Lent, NewTokens, Sparse
 
 NAME = "workbench_kv_static"
 SMALL = 0.1  # of made-up keys and values: behind large ones a model's logits hang on how it rounds
@@ -272,23 +272,11 @@ class MadeUpCache(Cache):
         """What a layer keeps, as of `kernels.step.cache.AttendingCache`; its tokens are not counted otherwise."""
         return self.windows.get(number, self.layers[number]).lend()
 
-    def attend_new(
-        self,
-        number: int,
-        module: nn.Module,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        hidden: Tensor,
-        *,
-        scaling: float,
-        softcap: float | None,
-        window: int,
-    ) -> Tensor:
+    def attend_new(self, number: int, module: nn.Module, new: NewTokens) -> Tensor:
         """A token of a layer that is not lent, as of `kernels.step.cache.AttendingCache`."""
         layer = self.layers[number]
-        layer.update(k, v)
-        return layer.attend(q, scaling, softcap)
+        layer.update(new.k, new.v)
+        return layer.attend(new.q, new.scaling, new.softcap)
 
     def layer_slabs(self) -> list["StaticSlab"]:
         """Every slab of every layer."""

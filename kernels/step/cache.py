@@ -79,6 +79,24 @@ class Lent(NamedTuple):
     sparse: Sparse = Sparse()
 
 
+class NewTokens(NamedTuple):
+    """What a layer's attention makes of the tokens of a pass, none of them padding.
+
+    Attributes:
+        q, k, v: [batch, heads or kv heads, tokens, channels], turned.
+        hidden: [batch, tokens, hidden], what they were made of.
+        window: positions that a token sees, itself included, or 0 for all.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    hidden: Tensor
+    scaling: float
+    softcap: float | None
+    window: int
+
+
 class AttendingCache(Protocol):
     """A cache that keeps keys and values in its own way, and attends to them itself, such as a compressed one."""
 
@@ -89,27 +107,9 @@ class AttendingCache(Protocol):
         """What a layer keeps, if nothing else is to be done for one token of every sequence than to put it there and
         to attend; the cache counts the token already. None: ask `attend_new`."""
 
-    def attend_new(
-        self,
-        number: int,
-        module: nn.Module,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        hidden: Tensor,
-        *,
-        scaling: float,
-        softcap: float | None,
-        window: int,
-    ) -> Tensor:
-        """Take a layer's new tokens, none of them padding, and attend: [batch, tokens, heads, channels].
-
-        Args:
-            number: of the layer. module: its attention.
-            q, k, v: [batch, heads or kv heads, tokens, channels], turned. hidden: [batch, tokens, hidden], what they
-                were made of.
-            window: positions that a token sees, itself included, or 0 for all.
-        """
+    def attend_new(self, number: int, module: nn.Module, new: NewTokens) -> Tensor:
+        """Take a layer's new tokens and attend: [batch, tokens, heads, channels]; number: of the layer, module: its
+        attention."""
 
 
 def attend_by_cache(
@@ -132,8 +132,8 @@ def attend_by_cache(
     keys, values = q.new_empty(2, len(q), block.kv_heads, q.shape[1], block.channels)
     turn_and_store(q, k, v, tables, positions, (block.query_norm, block.key_norm), keys, values, 0)
     q = q.unflatten(-1, (-1, block.channels)).transpose(1, 2)
-    about = {"scaling": block.scale, "softcap": block.softcap or None, "window": block.window}
-    return cache.attend_new(block.index, block.attention, q, keys, values, hidden, **about)
+    new = NewTokens(q, keys, values, hidden, block.scale, block.softcap or None, block.window)
+    return cache.attend_new(block.index, block.attention, new)
 
 
 def rooms_of(decoder: Decoder, cache: Cache) -> list[LayerRoom]:
