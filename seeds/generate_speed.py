@@ -19,11 +19,11 @@ from compress.kv import attach
 from compress.recipe import parse_recipe
 
 
-def seconds(model: nn.Module, ids: torch.Tensor, new_tokens: int) -> float:
+def seconds(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, new_tokens: int) -> float:
     """Of one greedy call of generate."""
     how = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
     start = time.perf_counter()
-    model.generate(ids, attention_mask=torch.ones_like(ids), **how)
+    model.generate(ids, attention_mask=mask, **how)
     return time.perf_counter() - start
 
 
@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--padding", type=int, default=0, help="places of padding before the first sequence")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cache", default="", help="a recipe of methods of the cache, for both")
     given = parser.parse_args()
@@ -43,10 +44,12 @@ def main() -> None:
         attach(model, methods)
     vocabulary = plain.get_input_embeddings().num_embeddings
     ids = (torch.arange(given.batch * given.prompt_tokens) * 7919 % vocabulary).view(given.batch, -1)
+    mask = torch.ones_like(ids)
+    mask[0, : given.padding] = 0
     taken: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in models}
     for turn in tqdm(range(given.rounds + 1), desc="generate", unit="round"):
         for name, model in models.items():
-            first, all_of_them = seconds(model, ids, 1), seconds(model, ids, 1 + given.new_tokens)
+            first, all_of_them = seconds(model, ids, mask, 1), seconds(model, ids, mask, 1 + given.new_tokens)
             if turn:  # the first round warms up
                 taken[name][0].append(first)
                 taken[name][1].append(all_of_them - first)

@@ -147,6 +147,11 @@ class CompressedCache(Cache):
         return made
 
     @property
+    def knows_padding(self) -> bool:
+        """Does every layer leave padding out? Those with a window, which are transformers' own, keep it."""
+        return len(self.own) == len(self.layers)
+
+    @property
     def own(self) -> list[KVLayer]:
         """The layers that are compressed."""
         return [layer for layer in self.layers if isinstance(layer, KVLayer)]

@@ -19,7 +19,7 @@ from kernels import native
 from kernels.deploy import cast
 from kernels.huge_pages import in_huge_pages
 from kernels.step.assemble import NativeStep, native_step, step_of
-from kernels.step.cache import AttendingCache, LayerRoom, roomy, static_cache
+from kernels.step.cache import AttendingCache, LayerRoom, LentRooms, roomy, static_cache
 from kernels.step.decoder import ACCELERATION, NotNative, recognise
 from kernels.step.forward import DecoderForward, native_prompt
 from kernels.step.in_parts import StepInParts
@@ -38,8 +38,9 @@ def accelerate(model: nn.Module, dtype: torch.dtype | str | None = torch.bfloat1
     The logits are those of the model up to rounding: sums between the products are kept in float32. What the fast path
     does not take goes the model's own way: gradients, `inputs_embeds`, requested attentions or hidden states, masks
     that are not padding on the left, and caches of other kinds than generate's default and compressed ones. Up to 8
-    sequences without padding decode in one call of C++, or in one between the attentions of a compressed cache; more,
-    padded ones, and formats without such loops op by op; padded ones behind a compressed cache go the model's own way.
+    sequences decode in one call of C++, or in one between attentions where some have padding or the cache is compressed;
+    more, and formats without such loops, op by op. Behind a compressed cache, prompts with padding go the model's own
+    way, and so do their steps where layers have windows.
 
     Args:
         model: a causal decoder of the Llama family (Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3 and their like); for
@@ -216,17 +217,13 @@ class Acceleration:
         """[batch, kept, vocabulary], or None where the cache is not one that the fast path takes."""
         ids = ids.contiguous()
         batch, tokens = ids.shape
+        native = tokens == 1 and not self.why_not_in_one_call and batch <= MOST_TOKENS
         if hasattr(cache, "attend_new"):
-            if first is not None:
+            if first is not None and (tokens > 1 or not cache.knows_padding):
                 return None
-            slot = cache.get_seq_length()
-            if tokens > 1 or self.why_not_in_one_call or batch > MOST_TOKENS:
-                return self._reader(ids, cache, slot, keep=keep or tokens, positions=positions)
-            if batch not in self._in_parts:
-                self._in_parts = {batch: StepInParts(self._reader.decoder, batch)}
-            at = torch.full_like(ids, slot) if positions is None else positions.expand(batch, -1).contiguous()
-            self._in_parts[batch](ids, cache, at)
-            return self._in_parts[batch].logits
+            if native:
+                return self._between_attentions(ids, cache, positions)
+            return self._reader(ids, cache, cache.get_seq_length(), keep=keep or tokens, positions=positions)
         rooms = roomy(self._reader.decoder, cache, batch, tokens)
         if rooms is None:
             return None
@@ -235,23 +232,32 @@ class Acceleration:
             positions = positions.expand(batch, -1)
             if bool((positions == torch.arange(slot, slot + tokens)).all()):
                 positions = None
-        bound = self._step(rooms, batch) if tokens == 1 and positions is None and first is None else None
-        if bound is not None:
+        if native and positions is None and first is None:
+            bound = self._step(rooms, batch)
             for room in rooms if bound.held != slot else ():
                 room.length.fill_(slot)
             bound.step(ids, torch.tensor([[slot]]))
             bound.held = slot + 1
             logits = bound.step.logits[:, None].to(self.model.dtype)
+        elif native:
+            logits = self._between_attentions(ids, LentRooms(self._reader.decoder, rooms, slot, first), positions)
         else:
             logits = self._reader(ids, rooms, slot, keep=keep or tokens, positions=positions, first=first)
         for block in self._reader.decoder.blocks:
             cache.layers[block.index].held = slot + tokens
         return logits
 
-    def _step(self, rooms: list[LayerRoom], batch: int) -> _Bound | None:
+    def _between_attentions(self, ids: Tensor, cache: AttendingCache, positions: Tensor | None) -> Tensor:
+        """[batch, 1, vocabulary] of one token of every sequence, whose attention the cache has to itself."""
+        batch = len(ids)
+        if batch not in self._in_parts:
+            self._in_parts = {batch: StepInParts(self._reader.decoder, batch)}
+        at = torch.full_like(ids, cache.get_seq_length()) if positions is None else positions.expand(batch, -1)
+        self._in_parts[batch](ids, cache, at.contiguous())
+        return self._in_parts[batch].logits
+
+    def _step(self, rooms: list[LayerRoom], batch: int) -> _Bound:
         """Of these rooms; the last cache's is kept."""
-        if self.why_not_in_one_call or batch > MOST_TOKENS:
-            return None
         key = rooms[0].keys.data_ptr()
         bound = self._bound.get(key)
         if bound is None or any(a is not b for a, b in zip(bound.rooms, rooms, strict=True)):

@@ -98,7 +98,13 @@ class NewTokens(NamedTuple):
 
 
 class AttendingCache(Protocol):
-    """A cache that keeps keys and values in its own way, and attends to them itself, such as a compressed one."""
+    """A cache that keeps keys and values in its own way, and attends to them itself, such as a compressed one.
+
+    Attributes:
+        knows_padding: does it know by itself which places before a token are padding, so that steps need no mask?
+    """
+
+    knows_padding: bool
 
     def get_seq_length(self) -> int:
         """Tokens seen: the next one's position."""
@@ -233,6 +239,35 @@ class RoomyLayer(DynamicLayer):
         """Forget all positions."""
         self._keys = self._values = None
         self.held = 0
+
+
+class LentRooms:
+    """The rooms of a cache some of whose first places may be padding, as an `AttendingCache` of one more token."""
+
+    knows_padding = True
+
+    def __init__(self, decoder: Decoder, rooms: Sequence[LayerRoom], slot: int, first: Tensor | None) -> None:
+        """slot: places in use. first: int64 [batch], the first place of each sequence that is seen; None: all 0."""
+        self.slot, batch, starts = slot, len(rooms[0].keys), {}
+        for window in {block.window for block in decoder.blocks}:
+            seen = torch.zeros(batch, dtype=torch.int64) if first is None else first
+            starts[window] = seen.clamp(min=slot + 1 - window if window else 0).to(torch.int32)
+        self._lent = {}
+        for block, room in zip(decoder.blocks, rooms, strict=True):
+            rows = starts[block.window][:, None].expand(-1, block.kv_heads).contiguous()
+            self._lent[block.index] = Lent([room.keys], [room.values], [], [], [], [], [rows], [0, slot], 16, 64)
+
+    def get_seq_length(self) -> int:
+        """How many places are in use."""
+        return self.slot
+
+    def lend(self, number: int) -> Lent:
+        """A layer's room."""
+        return self._lent[number]
+
+    def attend_new(self, number: int, module: nn.Module, new: NewTokens) -> Tensor:
+        """Never asked: every layer is lent."""
+        raise AssertionError(f"layer {number} is lent")
 
 
 def roomy(decoder: Decoder, cache: DynamicCache, batch: int, tokens: int) -> list[LayerRoom] | None:

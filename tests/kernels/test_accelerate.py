@@ -7,8 +7,10 @@ import torch
 
 from compress.recipe import parse_recipe
 from kernels import native
+from kernels.registry import recording
 from kernels.step.accelerate import accelerate
 from kernels.step.between import add_norm, gated
+from kernels.step.native import MOST_TOKENS
 from kernels.step.program import Norm
 
 pytestmark = pytest.mark.skipif(
@@ -48,7 +50,9 @@ def test_logits_are_those_of_the_model(tiny, architecture, more, batch, padded):
     first = logits(model, ids, mask)[:, :1]
     accelerate(model)
     assert "steps in one call of C++" in repr(model.acceleration)
-    found, accelerated = logits(model, ids, mask), model.acceleration
+    with recording() as ran:
+        found, accelerated = logits(model, ids, mask), model.acceleration
+    assert ("decode_step" in ran) == (batch <= MOST_TOKENS)
     accelerated.remove()
     expected = logits(model, ids, mask)
     assert torch.allclose(first, expected[:, :1])
@@ -207,15 +211,26 @@ def test_positions_may_be_ahead_of_the_cache(tiny):
 
 
 @torch.no_grad()
-def test_padding_behind_a_compressed_cache_goes_the_models_own_way(tiny):
+@pytest.mark.parametrize(
+    "recipe", ["streaming(budget=8)", "kv_int(bits=4, group_size=32, residual=0)", "quest(budget=0.75, page=2)"]
+)
+def test_steps_behind_padding_and_a_compressed_cache(tiny, recipe):
+    """Prompts with padding go the model's own way, and their steps too where layers with windows keep padding."""
     from compress.kv import attach
 
-    model, plain = (tiny("llama").bfloat16() for _ in range(2))
-    attach(accelerate(model), parse_recipe("streaming(budget=8)")), attach(plain, parse_recipe("streaming(budget=8)"))
     ids = torch.arange(40).view(2, 20) * 31 % 96
-    how = {"attention_mask": (torch.arange(20) >= torch.tensor([[0], [5]])).long(), "pad_token_id": 0}
-    how |= {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
-    assert torch.equal(model.generate(ids, **how), plain.generate(ids, **how))
+    mask = (torch.arange(20) >= torch.tensor([[0], [5]])).long()
+    for architecture, native_steps in (("llama", True), ("gemma3_text", False)):
+        model, plain = (tiny(architecture).bfloat16() for _ in range(2))
+        attach(accelerate(model), parse_recipe(recipe)), attach(plain, parse_recipe(recipe))
+        logits(model, ids, mask, steps=0)  # the model has changed, and is looked at anew
+        with recording() as ran:
+            found = logits(model, ids, mask)
+        expected = logits(plain, ids, mask)
+        assert ("decode_step" in ran) == native_steps and torch.equal(found[:, 0], expected[:, 0])
+        if not native_steps:
+            assert torch.equal(found, expected)
+        assert float(((found - expected).norm(dim=(0, 2)) / expected.norm(dim=(0, 2))).median()) < 0.05
 
 
 @torch.no_grad()
