@@ -35,7 +35,7 @@ from kernels.linear.prepacked import prepack
 from kernels.registry import recording
 from kernels.step.assemble import NativeStep, native_step
 from kernels.step.cache import static_cache
-from kernels.step.decoder import NotNative
+from kernels.step.decoder import NotNative, knows
 from kernels.step.forward import NativePrompt, native_prompt
 
 
@@ -66,7 +66,7 @@ class Variant:
     """One contestant: made when it is to be prepared, and let go when it has been timed.
 
     source: the model that it is made of. make: gives the model as it is compiled, and as it runs where it is not; often
-        the same.
+        the same. native: where it is not compiled, take the passes of `kernels.step` if they know the model.
     """
 
     source: nn.Module
@@ -75,6 +75,7 @@ class Variant:
     model: nn.Module | None = None
     cache: StaticCache | None = None
     step: Step | None = None
+    native: bool = False
     packing: Packing = field(default_factory=Packing)  # the weights that the compiled step gets
     dtype: str = ""
     execution: str = "eager"
@@ -105,17 +106,19 @@ def standard_variants(
 
 
 def contestants(models: Mapping[str, nn.Module], compiled: bool = True) -> dict[str, Variant]:
-    """Every model in bfloat16, as it runs fastest; the first, the baseline, is prepacked on a CPU where it is not
-    compiled, too."""
+    """Every model in bfloat16, as it runs fastest, compiled or without the compiler; the first, the baseline, is
+    prepacked on a CPU where nothing else is faster."""
 
     def best(model: nn.Module) -> tuple[nn.Module, nn.Module]:
         half = fast_attention(deployed(model))
-        return half, prepack(half, tokens=512) if next(model.parameters()).device.type == "cpu" else half
+        prepacked = next(model.parameters()).device.type == "cpu" and (compiled or not knows(half))
+        return half, prepack(half, tokens=512) if prepacked else half
 
     def fast(model: nn.Module) -> tuple[nn.Module, nn.Module]:
         return (fast_attention(deployed(model)),) * 2
 
-    return {name: Variant(model, compiled, fast if i else best) for i, (name, model) in enumerate(models.items())}
+    ways = {name: fast if i else best for i, name in enumerate(models)}
+    return {name: Variant(model, compiled, ways[name], native=not compiled) for name, model in models.items()}
 
 
 @torch.no_grad()
@@ -271,10 +274,12 @@ def make_ready(variant: Variant, eager: nn.Module, prompt_tokens: int, new_token
     variant.step, variant.execution = _step(eager, cache), "eager"
     with recording() as variant.kernels:
         _round(variant, prompt_tokens, 1, batch)
-    if not variant.compiled:
+    if not variant.compiled and not variant.native:
         return
     try:
         step = fast_decoder(variant, prompt_tokens, batch)
+    except NotNative:
+        return
     except NotRegional as error:
         variant.execution = f"eager ({error})"
         return
@@ -285,7 +290,7 @@ def make_ready(variant: Variant, eager: nn.Module, prompt_tokens: int, new_token
         return
     variant.step, variant.kernels = step, step.kernels
     variant.execution = step.how(len(variant.packing.weights))
-    if in_huge_pages(_read_tensors(variant)):
+    if variant.compiled and in_huge_pages(_read_tensors(variant)):
         variant.execution += "; huge pages"
 
 
@@ -309,7 +314,7 @@ class FastDecoder:
     """
 
     prompt: NativePrompt | RegionalStep
-    step: NativeStep | RegionalStep
+    step: NativePrompt | NativeStep | RegionalStep
     why_compiled: str = ""
 
     def how(self, dense: int) -> str:
@@ -321,6 +326,8 @@ class FastDecoder:
             prompt, step = compiled, ""
         if isinstance(self.step, NativeStep):
             step = "native step"
+        elif isinstance(self.step, NativePrompt):
+            step = "steps op by op"
         elif self.why_compiled:
             step = f"{step}; no native step: {self.why_compiled}".removeprefix("; ")
         return f"{prompt}; {step}" if step else prompt
@@ -336,9 +343,11 @@ class FastDecoder:
 
 
 def fast_decoder(variant: Variant, prompt_tokens: int, batch: int = 1) -> FastDecoder:
-    """Make a variant's model ready for prompts of this length and for single tokens; what is not native is compiled.
+    """Make a variant's model ready for prompts of this length and for single tokens; what is not native is compiled, or
+    where nothing is to be, taken op by op.
 
     Raises:
+        NotNative: nothing is to be compiled, and the model is not known.
         NotRegional, and whatever the compiler raises: it cannot be compiled.
     """
     cache, eager = variant.cache, _step(variant.model, variant.cache)
@@ -347,6 +356,8 @@ def fast_decoder(variant: Variant, prompt_tokens: int, batch: int = 1) -> FastDe
     try:
         prompt = native_prompt(variant.model, cache, tokens)
     except NotNative:
+        if not variant.compiled:
+            raise
         prompt = compile_regional(variant.model, cache, eager, tokens, positions, variant.packing, cache.reset)
 
     def after_prompt() -> None:
@@ -360,6 +371,8 @@ def fast_decoder(variant: Variant, prompt_tokens: int, batch: int = 1) -> FastDe
             return FastDecoder(prompt, native_step(variant.model, cache, one, position, after_prompt))
         except NotNative as error:
             reason = str(error)
+    if not variant.compiled:
+        return FastDecoder(prompt, prompt)
     step = compile_regional(variant.model, cache, eager, one, position, variant.packing, after_prompt)
     return FastDecoder(prompt, step, reason)
 

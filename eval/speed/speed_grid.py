@@ -1,9 +1,9 @@
 """Speed over batch sizes and prompt lengths: every model against the baseline, cell by cell, in turns.
 
-Every cell is executed in the same way for all models, and says how. On a CPU nothing is compiled unless that is asked
-for: a graph serves one batch size and one length, and takes longer to compile than all that is timed with it. What the
-framework adds to every operation then counts for all models, so that ratios lie nearer to 1 than those of compiled
-steps (`eval.speed.speed`).
+Every cell says how its model was executed. On a CPU nothing is compiled unless that is asked for: a graph serves one
+batch size and one length, and takes longer to compile than all that is timed with it. Models that `kernels.step` knows
+take its passes, as `compress.accelerate` has them; others run eagerly, and what the framework adds to every operation
+then counts, too. Where all are compiled, a cell in which one model cannot be is measured eagerly for all.
 """
 
 import statistics

@@ -211,6 +211,7 @@ def _change(transform: nn.Module | None, name: str, columns: int) -> Change | No
 
 
 def _stored(part: nn.Module, name: str) -> Tensor | Packed | Codebook | W8 | Trellis:
+    part = getattr(part, "plain", None) or part  # a sparse format has laid its weight out with its zeros
     packed = getattr(part, "packed", None)
     if isinstance(packed, Packed | Codebook) and packed.layout == "panels" or isinstance(packed, Trellis):
         return packed

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from kernels import native
 from kernels.step.program import Norm
 
 BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -114,6 +115,15 @@ class RotaryTables:
 
 
 @torch.no_grad()
+def knows(model: nn.Module) -> bool:
+    """Are there passes of this package for a model, as far as its kind and dtype tell?"""
+    try:
+        recognise(model)
+    except NotNative:
+        return False
+    return native.why_not() is None and model.dtype in (torch.bfloat16, torch.float16)
+
+
 def recognise(model: nn.Module, by_cache: bool = False) -> Decoder:
     """What a causal decoder of transformers is made of.
 

@@ -133,6 +133,17 @@ def test_rotated_inputs_rounded_inputs_and_walks(tiny, recipe, op):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("recipe, op", [
+    ("wanda(ratio=0.5)", "linear"), ("wanda(pattern='2:4')", "linear"),
+    ("sparsegpt(ratio=0.6, bits=4, group_size=32)", "int_matmul"),
+])  # fmt: skip
+def test_pruned_weights_are_multiplied_with_their_zeros(tiny, recipe, op):
+    model = varied(tiny("llama"))
+    differences, step = stepped(apply(parse_recipe(recipe), model, [torch.arange(32)[None] * 31 % 96]).model.bfloat16())
+    assert max(differences) < 0.05 and op in step.kernels
+
+
+@torch.no_grad()
 def test_transforms_that_are_not_known_are_refused(tiny):
     rounded = apply(parse_recipe("rtn(bits=4, group_size=16), activations(format=fp8)"), tiny("llama"), []).model
     with pytest.raises(NotNative, match="Rounding"):
