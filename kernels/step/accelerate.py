@@ -38,9 +38,9 @@ def accelerate(model: nn.Module, dtype: torch.dtype | str | None = torch.bfloat1
     The logits are those of the model up to rounding: sums between the products are kept in float32. What the fast path
     does not take goes the model's own way: gradients, `inputs_embeds`, requested attentions or hidden states, masks
     that are not padding on the left, and caches of other kinds than generate's default and compressed ones. Up to 8
-    sequences decode in one call of C++, or in one between attentions where some have padding or the cache is compressed;
-    more, and formats without such loops, op by op. Behind a compressed cache, prompts with padding go the model's own
-    way, and so do their steps where layers have windows.
+    sequences decode in one call of C++, or in one between two attentions where some have padding or the cache is
+    compressed; more, and formats without such loops, op by op. Behind a compressed cache, prompts with padding go the
+    model's own way, and so do their steps where layers have windows.
 
     Args:
         model: a causal decoder of the Llama family (Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3 and their like); for
