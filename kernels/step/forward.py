@@ -166,7 +166,7 @@ class _Seen:
         """[batch, tokens, heads, channels] of q [batch, heads, tokens, channels]."""
         total = self.slot + self.tokens
         keys, values = room.keys[:, :, :total], room.values[:, :, :total]
-        everything = (not block.window or block.window >= total) and self.first is None
+        all_before = not self.slot and (not block.window or block.window >= total)
         if block.softcap:
             return self._capped(block, q, keys, values)
         if self.tokens == 1:
@@ -175,11 +175,21 @@ class _Seen:
             starts = start[:, None].expand(-1, block.kv_heads)
             y = kv_decode(q, KV(keys, values), total - starts, starts=starts, scale=block.scale)
             return y.transpose(1, 2)
-        if everything and not self.slot and faster_than_torch(q, keys, values, block.scale):
-            return prompt_attention(q, keys, values, scale=block.scale)
-        how = {"is_causal": True} if everything and not self.slot else {"attn_mask": self._mask(block.window)}
+        if all_before and faster_than_torch(q, keys, values, block.scale):
+            return self._of_prompts(q, keys, values, block.scale)
+        how = {"is_causal": True} if all_before and self.first is None else {"attn_mask": self._mask(block.window)}
         y = scaled_dot_product_attention(q, keys, values, scale=block.scale, enable_gqa=True, **how)
         return y.transpose(1, 2).contiguous()
+
+    def _of_prompts(self, q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """Each prompt without its padding, which gets zeros."""
+        if self.first is None:
+            return prompt_attention(q, keys, values, scale=scale)
+        y = q.new_zeros(q.transpose(1, 2).shape)
+        for i, first in enumerate(self.first.tolist()):
+            own = (t[i : i + 1, :, first:] for t in (q, keys, values))
+            y[i : i + 1, first:] = prompt_attention(*own, scale=scale)
+        return y
 
     def _mask(self, window: int) -> Tensor:
         """bool [batch or 1, 1, tokens, places]"""
