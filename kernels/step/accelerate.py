@@ -217,11 +217,11 @@ class Acceleration:
         """[batch, kept, vocabulary], or None where the cache is not one that the fast path takes."""
         ids = ids.contiguous()
         batch, tokens = ids.shape
-        native = tokens == 1 and not self.why_not_in_one_call and batch <= MOST_TOKENS
+        by_step = tokens == 1 and not self.why_not_in_one_call and batch <= MOST_TOKENS
         if hasattr(cache, "attend_new"):
             if first is not None and (tokens > 1 or not cache.knows_padding):
                 return None
-            if native:
+            if by_step:
                 return self._between_attentions(ids, cache, positions)
             return self._reader(ids, cache, cache.get_seq_length(), keep=keep or tokens, positions=positions)
         rooms = roomy(self._reader.decoder, cache, batch, tokens)
@@ -232,14 +232,14 @@ class Acceleration:
             positions = positions.expand(batch, -1)
             if bool((positions == torch.arange(slot, slot + tokens)).all()):
                 positions = None
-        if native and positions is None and first is None:
+        if by_step and positions is None and first is None:
             bound = self._step(rooms, batch)
             for room in rooms if bound.held != slot else ():
                 room.length.fill_(slot)
             bound.step(ids, torch.tensor([[slot]]))
             bound.held = slot + 1
             logits = bound.step.logits[:, None].to(self.model.dtype)
-        elif native:
+        elif by_step:
             logits = self._between_attentions(ids, LentRooms(self._reader.decoder, rooms, slot, first), positions)
         else:
             logits = self._reader(ids, rooms, slot, keep=keep or tokens, positions=positions, first=first)
