@@ -80,11 +80,12 @@ class Lent(NamedTuple):
 
 
 class NewTokens(NamedTuple):
-    """What a layer's attention makes of the tokens of a pass, none of them padding.
+    """What a layer's attention gets of the tokens of a pass, none of which is padding.
 
     Attributes:
         q, k, v: [batch, heads or kv heads, tokens, channels], turned.
         hidden: [batch, tokens, hidden], what they were made of.
+        scaling: of the scores. softcap: scores become softcap tanh(score / softcap), or None.
         window: positions that a token sees, itself included, or 0 for all.
     """
 

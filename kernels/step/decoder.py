@@ -114,7 +114,6 @@ class RotaryTables:
         return self.made[kind]
 
 
-@torch.no_grad()
 def knows(model: nn.Module) -> bool:
     """Are there passes of this package for a model, as far as its kind and dtype tell?"""
     try:
@@ -124,6 +123,7 @@ def knows(model: nn.Module) -> bool:
     return native.why_not() is None and model.dtype in (torch.bfloat16, torch.float16)
 
 
+@torch.no_grad()
 def recognise(model: nn.Module, by_cache: bool = False) -> Decoder:
     """What a causal decoder of transformers is made of.
 

@@ -184,8 +184,10 @@ def test_steps_read_what_layers_lend_as_the_layers_do(tiny, architecture, recipe
         found.append((torch.cat(logits, 1), cache))
     (a, own), (b, other) = found
     most = 0.3 if "bits=2" in recipe else 0.05  # rounded differently, a number may become another code
-    # By token: where pages rank almost alike, a token may read another one.
-    assert float(((a - b).norm(dim=(0, 2)) / b.norm(dim=(0, 2))).median()) < 0.02
+    if "quest" in recipe:  # by token: where pages rank almost alike, one of them may read another page
+        assert float(((a - b).norm(dim=(0, 2)) / b.norm(dim=(0, 2))).median()) < 0.02
+    else:
+        assert float((a - b).norm() / b.norm()) < 0.02
     assert own.get_seq_length() == other.get_seq_length() == 68 and sum(lent) >= share * 44 and (share or not any(lent))
     for one, two in zip(own.own, other.own, strict=True):
         assert torch.equal(one.tokens, two.tokens) and torch.equal(one.lengths, two.lengths) and one.fresh == two.fresh
