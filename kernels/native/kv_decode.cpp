@@ -26,7 +26,7 @@
 namespace {
 
 constexpr int SPAN = 256;  // positions; a multiple of every group
-constexpr int ROW_BYTES = 4096;  // of a row that was spread (kv_codes.inc), at most
+constexpr int ROW_BYTES = 512;  // of a row in bytes (kv_codes.inc)
 
 enum class Kind { float32, bfloat16, float16, byte, nibble, quarter, three };  // the last ones: codes of 8, 4, 2 and 3 bits
 
@@ -124,6 +124,7 @@ struct Loops {
                     int channels, float* s, int64_t ss, Ahead& ahead);
   void (*page_shares)(float* s, int64_t ss, int rows, int pages, float scale, float* out);
   void (*select)(const float* scores, int n, int count, int32_t* keys, int64_t* chosen);
+  bool streams;  // are whole spans better read in the order of `STREAMS`?
 };
 
 typedef uint32_t Word __attribute__((aligned(2), may_alias));
@@ -168,7 +169,7 @@ void one_span(const workbench::Span& s) {
   p.main.k_n = s.k_step, p.main.v_n = s.v_step;
   p.heads = p.tokens = 1;
   p.rows = s.rows, p.D = s.channels, p.xs = s.stride;
-  p.softcap = s.softcap, p.scale = s.scale, p.q = s.q, p.scattered = true;
+  p.softcap = s.softcap, p.scale = s.scale, p.q = s.q, p.scattered = LOOPS.streams;
   LOOPS.span(p, {0, 0, 0, s.positions, s.positions, false, &p}, s.x, s.scratch, nullptr, s.out, s.top, s.sum);
 }
 
@@ -367,7 +368,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attend(
   p.longest = std::max<int64_t>(p.xs, SPAN);
   p.softcap = float(softcap);
   p.scale = float(scale);
-  p.scattered = p.tokens == 1 && !return_mass;  // else it matters which position is which
+  p.scattered = loops.streams && p.tokens == 1 && !return_mass;  // else it matters which position is which
 
   const Queries queries(q, kind, p.xs, p.scale);
   p.q = queries.bits.get();

@@ -97,21 +97,23 @@ def costs(
         target: "cost", or in its place "attention": the largest that a token gets in the second reading.
     """
     n = ids.shape[1]
-    with attached(model), _listening(model) as heard, torch.enable_grad():
+    with attached(model), _listening(model) as heard, torch.set_grad_enabled(target == "cost"):
         logits = model(torch.cat([ids, ids], 1), use_cache=False, logits_to_keep=n).logits[0].float()
-        generator = torch.Generator(logits.device).manual_seed(seed)
-        drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)[:, 0]
-        loss = nn.functional.cross_entropy(logits, drawn, reduction="sum")
-        gradients = torch.autograd.grad(loss, [one.y for one in heard.values()])
+        gradients = [None] * len(heard)
+        if target == "cost":
+            generator = torch.Generator(logits.device).manual_seed(seed)
+            drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)[:, 0]
+            loss = nn.functional.cross_entropy(logits, drawn, reduction="sum")
+            gradients = torch.autograd.grad(loss, [one.y for one in heard.values()])
     return {
-        number: (one.hidden[0, :n], _largest(one.seen, one.y.detach(), gradient, n, target)[0].T)
+        number: (one.hidden[0, :n], _largest(one.seen, one.y.detach(), gradient, n)[0].T)
         for (number, one), gradient in zip(heard.items(), gradients, strict=True)
     }
 
 
-def _largest(seen: Seen, y: Tensor, gradient: Tensor, n: int, target: str) -> Tensor:
-    """The largest a / (1 - a) |v - y| |gradient|, or a, of the last n queries and the heads that share a position, for
-    the first n positions: [B, H_kv, n]. y, gradient: [B, T, H_q, D]."""
+def _largest(seen: Seen, y: Tensor, gradient: Tensor | None, n: int) -> Tensor:
+    """The largest a / (1 - a) |v - y| |gradient|, or a without a gradient, of the last n queries and the heads that
+    share a position, for the first n positions: [B, H_kv, n]. y, gradient: [B, T, H_q, D]."""
     B, H, T, _ = seen.keys.shape
     values = seen.values[:, :, :n].float()
     largest = values.new_zeros(B, H, n)
@@ -125,7 +127,7 @@ def _largest(seen: Seen, y: Tensor, gradient: Tensor, n: int, target: str) -> Te
             asked=seen.asked[:, begin:end],
         )
         a = piece.attention(end - begin)[..., :n]  # [B, H, G, rows, n]
-        if target == "attention":
+        if gradient is None:
             largest = torch.maximum(largest, a.amax((2, 3)))
             continue
         out, slope = (x[:, begin:end].float().transpose(1, 2).unflatten(1, (H, -1)) for x in (y, gradient))
