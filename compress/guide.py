@@ -14,7 +14,7 @@ from compress import METHODS
 from compress.method import Method
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "compress/README.md")
+PAGES = ("README.md", "compress/README.md", "compress/knobs.md")
 MOST = 1 << 15  # an upper limit above this only guards against typing errors
 FAMILIES = {
     "weights": "quantisation of weights", "tuning": "quantisation of weights",

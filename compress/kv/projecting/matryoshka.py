@@ -29,7 +29,7 @@ class Matryoshka(Projecting):
 
     This is the form from which the paper starts its training (PCA), and whose loss at low ranks it reports as the
     reason to train; neither the training nor its search for a rank of each head is here. Values lose far more than
-    keys, and integer codes of as many bytes lose far less than either: compress/README.md has the figures. Keys are
+    keys, and integer codes of as many bytes lose far less than either: compress/kv/README.md has the figures. Keys are
     projected as the cache is given them, after RoPE, which spreads them over more directions than they have before it;
     keys that are stored before RoPE would have to be lifted and turned again at every step. `find_components` prints
     what both keep.
