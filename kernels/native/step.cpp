@@ -319,21 +319,32 @@ at::Tensor DecodeStep::go_on(const at::Tensor& attended) {
   return go_on();
 }
 
-// The new keys and values are put behind the positions that a compressed cache keeps, and the step goes on with what its queries find
-// there. counts: of each part of the heads, the positions that are codes, and those behind them. turned: are keys, or values, kept as the
-// rotation makes them? bounds to lengths: as of workbench::Sparse, where not all positions are read.
-at::Tensor DecodeStep::attend_kept(const std::vector<at::Tensor>& k, const std::vector<at::Tensor>& v,
-                                   const std::vector<at::Tensor>& params_k, const std::vector<at::Tensor>& params_v,
-                                   const std::vector<at::Tensor>& tail_k, const std::vector<at::Tensor>& tail_v,
-                                   const std::vector<at::Tensor>& starts, const std::vector<int64_t>& counts, int64_t bits,
-                                   int64_t group, bool turned_keys, bool turned_values, const Maybe& bounds, const Maybe& pages,
-                                   int64_t page, int64_t most, const Maybe& indices, const Maybe& lengths, const at::Tensor& cos,
-                                   const at::Tensor& sin, const at::Tensor& positions) {
+// The next layers, as many as there are lists: each puts the new keys and values behind the positions that a compressed cache keeps, and
+// goes on with what its queries find there. tensors: cosines, sines, and for each part of a layer's heads k, v, starts, then where codes
+// are kept params_k, params_v, tail_k, tail_v. numbers: bits, group, are keys and are values kept as the rotation makes them, `page` and
+// `most` of workbench::Sparse, then for each part the positions that are codes and those behind them. sparse: bounds, pages, indices and
+// lengths of each layer, where not all positions are read.
+at::Tensor DecodeStep::attend_kept(const std::vector<std::vector<at::Tensor>>& tensors, const std::vector<std::vector<int64_t>>& numbers,
+                                   const std::vector<Maybe>& sparse, const at::Tensor& positions) {
+  TORCH_CHECK(!tensors.empty() && numbers.size() == tensors.size() && sparse.size() == 4 * tensors.size(), "attend_kept: ", tensors.size(),
+              " layers, ", numbers.size(), " lists of numbers and ", sparse.size(), " of positions");
+  at::Tensor next;
+  for (size_t i = 0; i < tensors.size(); i++) next = attend_layer(tensors[i], numbers[i], &sparse[4 * i], positions);
+  return next;
+}
+
+at::Tensor DecodeStep::attend_layer(const std::vector<at::Tensor>& tensors, const std::vector<int64_t>& numbers, const Maybe* lists,
+                                    const at::Tensor& positions) {
   TORCH_CHECK(at_ > 0 && at_ < stages_.size(), "`begin` comes first");
+  TORCH_CHECK(std::holds_alternative<Handed>(stages_[at_ - 1]), "the step does not stop here");
   Handed& handed = std::get<Handed>(stages_[at_ - 1]);
   Attend& a = handed.attention;
   const auto type = bfloat16_ ? at::kBFloat16 : at::kHalf;
-  const int64_t D = a.channels, size = 2;
+  const int64_t D = a.channels, size = 2, bits = numbers.at(0), group = numbers.at(1), page = numbers.at(4), most = numbers.at(5);
+  const bool turned_keys = numbers.at(2), turned_values = numbers.at(3);
+  const size_t parts = (numbers.size() - 6) / 2, of_part = bits == 16 ? 3 : 7;
+  TORCH_CHECK(tensors.size() == 2 + parts * of_part, "attend_kept: ", tensors.size(), " tensors are not those of ", parts, " parts");
+  const at::Tensor &cos = tensors[0], &sin = tensors[1];
   TORCH_CHECK(cos.dim() == 2 && cos.is_contiguous() && sin.is_contiguous() && cos.scalar_type() == at::kFloat &&
                   sin.scalar_type() == at::kFloat && cos.sizes() == sin.sizes() && cos.size(1) % 2 == 0 && cos.size(1) <= D,
               "cosines ", cos.sizes(), " and sines ", sin.sizes(), " do not fit");
@@ -352,16 +363,18 @@ at::Tensor DecodeStep::attend_kept(const std::vector<at::Tensor>& k, const std::
     between_.round_to(bfloat16_, x, D, own.bits.data, own.values.data);
     std::memcpy(to, own.bits.data, D * size);
   };
-  workbench::Sparse sparse{bounds, pages, page, most, indices, lengths, {}, {}};
+  const bool bounds = lists[0].has_value();
+  workbench::Sparse sparse{lists[0], lists[1], page, most, lists[2], lists[3], {}, {}};
   if (bounds) sparse.keys = at::empty({tokens_, a.kv_heads, 1, D}, type);
 
   std::vector<workbench::KeptHeads> kept;
   int64_t first = 0;  // head of the part
-  for (size_t i = 0; i < k.size(); i++) {
-    const auto of = [i](const std::vector<at::Tensor>& all) { return all.empty() ? Maybe() : Maybe(all.at(i)); };
-    kept.push_back({k[i], v.at(i), of(params_k), of(params_v), of(tail_k), of(tail_v), starts.at(i), counts.at(2 * i), counts.at(2 * i + 1)});
+  for (size_t i = 0; i < parts; i++) {
+    const at::Tensor* t = &tensors[2 + i * of_part];
+    const auto coded = [&](int j) { return bits == 16 ? Maybe() : Maybe(t[j]); };
+    kept.push_back({t[0], t[1], coded(3), coded(4), coded(5), coded(6), t[2], numbers[6 + 2 * i], numbers[7 + 2 * i]});
     const auto& one = kept.back();
-    const int64_t heads = k[i].size(1), place = one.more;
+    const int64_t heads = one.k.size(1), place = one.more;
     for (int side = 0; side < 2; side++) {
       const at::Tensor& to = bits == 16 ? (side ? one.v : one.k) : (side ? *one.tail_v : *one.tail_k);
       TORCH_CHECK(to.dim() == 4 && to.size(0) == tokens_ && to.size(1) == heads && first + heads <= a.kv_heads && to.size(3) == D &&

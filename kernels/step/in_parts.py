@@ -39,18 +39,23 @@ class StepInParts:
         length = int(positions.max()) + 1
         hidden = None if self._embedding is None else self._embedding(ids).float().flatten(0, 1)
         given = step.begin(ids, hidden)
+        lents, tables_of = [], []  # of the next layers, which take one call together
         for block in decoder.blocks:
             tables = decoder.rotary.of(block.kind, length)
             if (lent := cache.lend(block.index)) is not None:
-                given = step.attend_kept(lent, tables, positions)
+                lents.append(lent)
+                tables_of.append(tables)
                 continue
+            if lents:
+                given = step.attend_kept(lents, tables_of, positions)
+                lents, tables_of = [], []
             widths = [heads * block.channels for heads in (block.heads, block.kv_heads, block.kv_heads)]
             parts = given.to(decoder.dtype).split([tokens * width for width in widths])
             qkv = [part.view(tokens, 1, width) for part, width in zip(parts, widths, strict=True)]
             made_of = step.last_input.to(decoder.dtype).view(tokens, 1, -1)
             y = attend_by_cache(cache, block, qkv, made_of, tables, positions)
             given = step.go_on(y.float().view(tokens, -1))
-        return given
+        return step.attend_kept(lents, tables_of, positions) if lents else given
 
     @property
     def logits(self) -> Tensor:

@@ -1,5 +1,7 @@
 """A program of a step of decoding, run by `native/step.cpp`."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -85,14 +87,26 @@ class DecodeStep:
         tokens, int64 [tokens, 1]."""
         return self._native.go_on(attended)
 
-    def attend_kept(self, lent: Lent, tables: tuple[Tensor, Tensor], positions: Tensor) -> Tensor:
-        """The next part, as of `go_on`, after attention to what a cache has lent, where new keys and values are put.
+    def attend_kept(
+        self, lents: Sequence[Lent], tables: Sequence[tuple[Tensor, Tensor]], positions: Tensor
+    ) -> Tensor:
+        """The part behind the next attentions, as of `go_on`; each attends to what a layer of a cache has lent, where
+        the new keys and values are put.
 
         Args:
-            tables: cosines and sines, float32 [positions, turned channels]. positions: int64 [tokens, 1], of the
-                tokens.
+            lents: of the next layers, one behind another. tables: of each, cosines and sines, float32 [positions,
+                turned channels]. positions: int64 [tokens, 1], of the tokens.
         """
-        return self._native.attend_kept(*lent[:-1], *lent.sparse, *tables, positions)
+        tensors, numbers, lists = [], [], []
+        for lent, (cos, sin) in zip(lents, tables, strict=True):
+            coded = (lent.params_k, lent.params_v, lent.tail_k, lent.tail_v) if lent.bits < 16 else ()
+            parts = zip(lent.k, lent.v, lent.starts, *coded, strict=True)
+            tensors.append([cos, sin, *(tensor for part in parts for tensor in part)])
+            bounds, pages, page, most, indices, lengths = lent.sparse
+            turned = int(lent.turned_keys), int(lent.turned_values)
+            numbers.append([lent.bits, lent.group, *turned, page, most, *lent.counts])
+            lists += [bounds, pages, indices, lengths]
+        return self._native.attend_kept(tensors, numbers, lists, positions)
 
     @property
     def last_input(self) -> Tensor:

@@ -195,10 +195,11 @@ def stopping(program: Program) -> Program:
 
 @pytest.mark.parametrize("isa", native.ISAS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize(
     "tokens, settings", [(1, {}), (3, {"head_norms": True, "softcap": 2.0}), (8, {"channels": 40})]
 )
-def test_a_step_reads_and_fills_tensors_that_are_lent(isa, dtype, tokens, settings):
+def test_a_step_reads_and_fills_tensors_that_are_lent(isa, dtype, together, tokens, settings):
     """The heads of one block in one part, and those of the other in a part each."""
     if not native.runs(isa) or (isa.endswith("bf16") and dtype == torch.float16):
         pytest.skip(f"no {isa} for {dtype} here")
@@ -207,10 +208,17 @@ def test_a_step_reads_and_fills_tensors_that_are_lent(isa, dtype, tokens, settin
     step = DecodeStep(stopping(ours), dtype, isa)
     step.begin(ids)
     caches = [one for one in ours.instructions if isinstance(one, Attention)]
+    lents = []
     for a, heads in zip(caches, ([slice(0, 2)], [slice(0, 1), slice(1, 2)]), strict=True):
         k, v = ([x[:, one] for one in heads] for x in (a.keys, a.values))
         starts = [torch.zeros(x.shape[:2], dtype=torch.int32) for x in k]
-        found = step.attend_kept(Lent(k, v, [], [], [], [], starts, [0, 300] * len(k), 16, 64), (a.cos, a.sin), at)
+        lents.append(Lent(k, v, [], [], [], [], starts, [0, 300] * len(k), 16, 64))
+    tables = [(a.cos, a.sin) for a in caches]
+    if together:
+        found = step.attend_kept(lents, tables, at)
+    else:
+        for lent, of_one in zip(lents, tables, strict=True):
+            found = step.attend_kept([lent], [of_one], at)
     expected = decode_step(program, ids, 300, dtype)
     assert (step.logits - expected).norm() < (0.01 if dtype == torch.bfloat16 else 2e-3) * expected.norm()
     assert torch.equal(found[:, 0], step.logits.argmax(-1))
@@ -244,7 +252,7 @@ def test_what_cannot_be_run_is_refused():
     starts = torch.zeros(attention.keys.shape[:2], dtype=torch.int32)
     lent = Lent([attention.keys], [attention.values], [], [], [], [], [starts], [0, 7], 16, 64)
     with pytest.raises(RuntimeError, match="`begin` comes first"):
-        step.attend_kept(lent, tables, at)
+        step.attend_kept([lent], [tables], at)
     step.begin(torch.tensor([[1]]))
     with pytest.raises(RuntimeError, match="`attended` .* does not fit"):
         step.go_on(torch.zeros(1, 7))
@@ -258,4 +266,4 @@ def test_what_cannot_be_run_is_refused():
         ((lent, (tables[0][:, :2], tables[1]), at), "cosines .* do not fit"),
     ):
         with pytest.raises(RuntimeError, match=message):
-            step.attend_kept(*wrong)
+            step.attend_kept([wrong[0]], [wrong[1]], wrong[2])

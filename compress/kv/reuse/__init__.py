@@ -1,7 +1,8 @@
 """Caches of texts that are read once and put together for many prompts, as retrieval makes them.
 
 >>> store = ChunkStore(model, prefix=tokenizer(system, return_tensors="pt").input_ids)
->>> blended = blend(model, [store.read(ids) for ids in documents], question, share=0.15)
+>>> chunks = [store.prefix, *(store.read(ids) for ids in documents)]
+>>> blended = blend(model, chunks, question, share=0.15)
 >>> blended.logits, blended.cache
 """
 
