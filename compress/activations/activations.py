@@ -36,19 +36,22 @@ class Activations(LayerwiseMethod):
     statistics: ClassVar[tuple[str, ...]] = ("rows", "absmax")
     working_set: ClassVar[tuple[float, float]] = (2.0, 0.0)
 
-    bits: int = knob(8, "bits of an integer code, whose grid is symmetric; not of the other formats", choices=(8, 4))
+    bits: int = knob(8, "bits of an integer code on a symmetric grid; for format='int' only", choices=(8, 4))
     format: str = knob(
         "int",
         "integers, fp8 (e4m3), mxfp4 or nvfp4 (e2m1 with a step for 32 or 16 columns)",
         choices=FORMATS,
     )
     group_size: int = knob(-1, "columns of a token that share a step; -1: all of them", range=(-1, 1 << 20))
-    static: bool = knob(False, "one step for all that a linear reads, from the calibration tokens; else one per token")
+    static: bool = knob(
+        False, "one step for all inputs of a linear, from the calibration tokens; False: one step per token"
+    )
     clip: float = knob(1.0, "the share of the largest magnitude that the largest code stands for", range=(0.1, 1.0))
     outliers: float = knob(
         0.0,
-        "share of a token's groups that keep 8 bits: the channels that were the largest on the calibration tokens are "
-        "gathered in them; the first groups where an earlier method of the recipe has put the largest channels first",
+        "share of a token's groups that keep 8 bits; these groups hold the channels that were largest on the "
+        "calibration tokens, or are the first groups if an earlier method of the recipe has put the largest channels "
+        "first",
         range=(0.0, 1.0),
     )
 

@@ -39,7 +39,7 @@ class LLMInt8(LayerwiseMethod):
     )
     most: float = knob(
         0.01,
-        "largest share of a linear's columns that stay in 16 bits; of more, those with the largest inputs",
+        "largest share of a linear's columns that stay in 16 bits; the columns with the largest inputs come first",
         range=(0, 1),
     )
 

@@ -31,7 +31,7 @@ class SmoothQuant(FoldingMethod):
 
     alpha: float | str = knob(
         0.5,
-        "how much of the inputs' ranges moves into the weights, 0 to 1; search: per link, the one of "
+        "how much of the inputs' ranges moves into the weights, 0 to 1; search: for each link, the value with the "
         "least output error in 8 bits",
         describes=True,
     )
@@ -42,8 +42,8 @@ class SmoothQuant(FoldingMethod):
     )
     target: str = knob(
         "auto",
-        "activations at which search and the recorded errors aim: rounded in 8 bits token by token, by one "
-        "static step for the tensor, or as the recipe's activation quantiser says (auto; token without one)",
+        "rounding of activations that search and the recorded errors assume: in 8 bits with a step per token (token), "
+        "with one static step (tensor), or as in the recipe's activation quantiser (auto; token without one)",
         choices=("auto", "token", "tensor"),
     )
 

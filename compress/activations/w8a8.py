@@ -25,8 +25,8 @@ class W8A8(LayerwiseMethod):
 
     activations: str = knob(
         "token",
-        "a step per token, computed while the model runs (token), or one for all that a linear reads, from "
-        "the calibration tokens (tensor)",
+        "a step per token, computed while the model runs (token), or one step for all inputs of a linear, from the "
+        "calibration tokens (tensor)",
         choices=("token", "tensor"),
     )
     weights: str = knob(

@@ -45,8 +45,8 @@ class PruningMethod(LayerwiseMethod):
     )
     allocation: str = knob(
         "uniform",
-        "ratio for every linear (uniform), or over all of them: as measured distortions of the "
-        "model's predictions say (adaptive), or by comparing magnitudes of all (global)",
+        "how the ratio is shared out: equally to every linear (uniform), by measured distortions of the model's "
+        "predictions (adaptive), or by comparing the magnitudes of all linears (global)",
         choices=("uniform", "adaptive", "global"),
     )
     curve_tokens: int = knob(

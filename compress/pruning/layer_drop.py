@@ -36,20 +36,20 @@ class LayerDrop(Method):
 
     target: str = knob(
         "attention",
-        "what is dropped: attention, mlp, either of them by what matters less (joint), or whole blocks",
+        "what is dropped: attention, mlp, whichever of the two matters less (joint), or whole blocks",
         choices=tuple(KINDS),
         describes=True,
     )
     count: int = knob(4, "number of layers or blocks to drop", range=(1, 1 << 16), describes=True)
     metric: str = knob(
         "cosine",
-        "1 - cosine of the residual stream before and after what would be dropped; or, to compare with, "
-        "after the whole block that holds it (ShortGPT's block influence); for blocks the same",
+        "importance of a layer: 1 - cosine between the residual stream before and after the layer (cosine), or before "
+        "and after the whole block that holds it (block_influence, from ShortGPT); the same for target='block'",
         choices=METRICS,
     )
-    iterative: bool = knob(False, "measure again after each that is dropped; False: measure once")
+    iterative: bool = knob(False, "measure the importance again after each dropped layer; False: measure it once")
     layers: str = knob(
-        "", "numbers of the blocks to drop it in, such as 20, 21, 25, instead of those that matter least"
+        "", "numbers of the blocks in which the target is dropped, such as 20, 21, 25; empty: the least important ones"
     )
 
     def __post_init__(self) -> None:

@@ -62,12 +62,12 @@ class FlatQuant(Method):
     )  # fmt: skip
     scales: bool = knob(
         True,
-        "a factor for each channel, too: at the start the one with which rounding hurts least after a perfect rotation",
+        "also use a factor for each channel; it starts at the value with the least rounding error after a perfect "
+        "rotation",
     )
     learn_bits: int | str = knob(
         AUTO,
-        "bits of the inputs at which training aims; auto: as the recipe's method for activations has them, 4 without "
-        "one",
+        "bits of the inputs in training; auto: those of the recipe's method for activations, or 4 without one",
         choices=(AUTO, 8, 4),
     )
     learn_columns: int | str = knob(
@@ -75,8 +75,8 @@ class FlatQuant(Method):
     )
     weight_bits: int | str = knob(
         AUTO,
-        "bits of the weights at which training aims; 0: they are not rounded; auto: as the recipe's weight quantiser "
-        "has them, 4 without one",
+        "bits of the weights in training; 0: they are not rounded; auto: those of the recipe's weight quantiser, or 4 "
+        "without one",
         choices=(AUTO, 0, 2, 3, 4, 5, 6, 8),
     )
     weight_columns: int | str = knob(

@@ -53,7 +53,7 @@ class Rotate(Method):
         choices=("hadamard", "orthogonal", "none"),
         describes=True,
     )
-    heads: bool = knob(True, "rotate what each head of v gives, and turn it back in o")
+    heads: bool = knob(True, "rotate the outputs of each head of v, and rotate them back in o")
     online: str = knob(
         "rest",
         "inputs that are rotated while the model runs: those that no folded rotation reaches (rest), all (then nothing "
@@ -69,7 +69,7 @@ class Rotate(Method):
         range=(0, 100000),
         describes=True,
     )
-    learn_bits: int = knob(4, "bits of the activations at which training aims", choices=(8, 4))
+    learn_bits: int = knob(4, "bits of the activations for which the rotations are trained", choices=(8, 4))
     seed: int = knob(0, "seed of the signs and of random rotations", range=(0, 1 << 31))
 
     def __post_init__(self) -> None:

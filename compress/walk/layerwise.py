@@ -37,9 +37,8 @@ class LayerwiseMethod(Method):
     )
     sequential: bool = knob(
         True,
-        "inside a block, each linear is solved on what the solved ones before it give, in one pass "
-        "over the block; False: all on what the original ones give, in two passes that hold "
-        "less memory",
+        "inside a block, each linear is solved on the outputs of the compressed linears before it, in one pass over "
+        "the block; False: each is solved on the outputs of the original linears, in two passes that need less memory",
     )
 
     reads_originals: ClassVar[bool] = True

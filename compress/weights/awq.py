@@ -48,7 +48,8 @@ class AWQ(FoldingMethod, LayerwiseMethod):
     group_size: int = knob(64, "columns that share a scale; -1 for a whole row", range=(-1, 1 << 20), describes=True)
     grid: str = knob(
         "int",
-        "values that a weight may take, times its scale: integers, or a table of numbers (its bits are in `bits`, too)",
+        "values that a weight may take, times its scale: integers, or a table of numbers; `bits` must be the bits of "
+        "the table",
         choices=GRIDS,
     )
     symmetric: bool = knob(False, "no zero point: the grid lies around 0")
@@ -63,7 +64,7 @@ class AWQ(FoldingMethod, LayerwiseMethod):
         True, "search each group's range for the least error of the layer's output; False: cover the group"
     )
     only_scale: bool | None = knob(
-        None, "only fold the scales, for a weight quantiser that follows; None: where one follows"
+        None, "only fold the scales and leave rounding to a later weight quantiser; None: True if there is one"
     )
 
     @property

@@ -53,7 +53,7 @@ class Mixed(LayerwiseMethod):
 
     budget_mb: float = knob(
         100.0,
-        "megabytes of the whole model as it is stored, what stays in 16 bits counted",
+        "megabytes of the whole model as it is stored, including the weights that stay in 16 bits",
         range=(0, 1e9),
         describes=True,
     )
@@ -64,10 +64,10 @@ class Mixed(LayerwiseMethod):
     )
     loss: str = knob(
         "kl",
-        "what is minimised: divergence of the predictions, measured for every choice (kl), or for each layer's "
-        "smallest and by output errors for its others (kl_scaled); its estimate from squared gradients (fisher); or no "
-        "loss, but more bits for the blocks that turn the residual stream most (cosine), that have the "
-        "fewest large weights (zscore), or that are drawn (shuffled)",
+        "what is minimised: the divergence of the predictions, measured for every choice (kl), or measured for the "
+        "smallest choice of each layer and scaled by output errors for the others (kl_scaled); its estimate from "
+        "squared gradients (fisher); or nothing: more bits go to the blocks that turn the residual stream most "
+        "(cosine), to those with the fewest large weights (zscore), or to blocks drawn at random (shuffled)",
         choices=(*MEASURED, "cosine", "zscore", "shuffled"),
     )
     tokens: int = knob(

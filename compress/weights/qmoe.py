@@ -29,8 +29,8 @@ class QMoE(LayerwiseMethod):
 
     reach: float = knob(
         1.0,
-        "a row's two values beside 0, as a share of its smallest and largest weight: less than 1 gives less error, "
-        "fewer zeros and more bits",
+        "the two values of a row besides 0, as a share of its smallest and largest weight; less than 1 gives less "
+        "error, fewer zeros and more bits",
         range=(0.05, 1),
         describes=True,
     )

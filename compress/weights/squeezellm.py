@@ -26,9 +26,17 @@ class SqueezeLLM(FisherMethod):
     source: ClassVar[str] = "arXiv:2306.07629"
     working_set: ClassVar[tuple[float, float]] = (24.0, 0.0)
 
-    bits: int = knob(4, "bits per weight, of an index into its row's table", choices=(2, 3, 4), describes=True)
-    sensitive: float = knob(0.0005, "share of the weights that are stored apart for the largest F", range=(0, 0.1))
-    largest: float = knob(0.004, "share that is stored apart for the largest magnitude", range=(0, 0.1))
+    bits: int = knob(
+        4, "bits per weight, which is stored as an index into the table of its row", choices=(2, 3, 4), describes=True
+    )
+    sensitive: float = knob(
+        0.0005,
+        "share of the weights that are stored apart because their squared gradients F are the largest",
+        range=(0, 0.1),
+    )
+    largest: float = knob(
+        0.004, "share of the weights that are stored apart because their magnitudes are the largest", range=(0, 0.1)
+    )
 
     def stores(self, shape: tuple[int, int]) -> list[dict[str, Any]]:
         parts = [RowTables.spec_of(shape, bits=self.bits, least=self.bits)]

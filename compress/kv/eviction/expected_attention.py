@@ -21,11 +21,12 @@ class ExpectedAttention(Policy):
     output.
     """
 
-    future: int = knob(512, "positions to come that are averaged over", range=(1, 65536))
+    future: int = knob(512, "number of future positions that are averaged over", range=(1, 65536))
     sinks: int = knob(4, "tokens at the beginning that always stay, and whose queries are not counted", range=(0, 1024))
     epsilon: float = knob(
         1e-2,
-        "added to every expected attention: with 0, a value's norm means nothing where none is expected",
+        "number added to every expected attention; with 0, the norm of a value has no effect where no attention is "
+        "expected",
         range=(0.0, 1.0),
     )
 

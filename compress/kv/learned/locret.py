@@ -30,9 +30,13 @@ class Locret(Policy):
     """
 
     path: str = knob("", "file of the trained networks, as `python -m compress.kv.learned.train_locret` writes it")
-    allocation: str = knob("uniform", "how the budget is shared out: by number", choices=("uniform", "pyramid"))
+    allocation: str = knob(
+        "uniform", "how the budget is shared out, by the number of positions alone", choices=("uniform", "pyramid")
+    )
     sinks: int = knob(4, "tokens at the beginning that always stay", range=(0, 1024))
-    recent: int = knob(64, "tokens at the end that always stay, of every chunk of a prompt too", range=(0, 65536))
+    recent: int = knob(
+        64, "tokens at the end of the prompt, and of every chunk of it, that always stay", range=(0, 65536)
+    )
 
     name = "locret"
     source = "Huang et al. 2024, arXiv:2410.01805, section 3"

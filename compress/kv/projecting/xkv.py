@@ -37,11 +37,11 @@ class XKV(Projecting):
         4, "adjacent layers that share a basis; 1: every layer has its own", range=(1, 256), describes=True
     )
     key_share: float = knob(
-        0.25, "bytes of a prompt's keys, as a share of what they take as they came; 1: as they came", range=(0.0, 1.0),
-        describes=True,
+        0.25, "bytes of a prompt's keys, as a share of their bytes without compression; 1: not compressed",
+        range=(0.0, 1.0), describes=True,
     )  # fmt: skip
     value_share: float = knob(
-        0.25, "bytes of a prompt's values, as a share of what they take as they came; 1: as they came",
+        0.25, "bytes of a prompt's values, as a share of their bytes without compression; 1: not compressed",
         range=(0.0, 1.0), describes=True,
     )  # fmt: skip
 

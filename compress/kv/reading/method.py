@@ -51,7 +51,7 @@ class Reading(CacheMethod):
 
     budget: float | int = knob(
         0.25,
-        "what a query reads: a share of the positions that are kept (a float up to 1), or a number of them per head",
+        "what a query reads: a share of the kept positions (a float up to 1), or a number of positions per head",
         describes=True,
     )
 

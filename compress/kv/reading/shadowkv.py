@@ -43,10 +43,11 @@ class ShadowKV(Reading):
     )  # fmt: skip
     chunk: int = knob(8, "positions that are chosen together", range=(1, 1024))
     outliers: float = knob(
-        0.1875, "exact chunks that every token reads, those least like their landmarks, as a share of the budget",
+        0.1875,
+        "share of the budget for exact chunks, which every token reads: the chunks that are least like their landmarks",
         range=(0.0, 1.0),
     )  # fmt: skip
-    path: str = knob("", "folder for the values, in a nameless file that is mapped; empty: main memory")
+    path: str = knob("", "folder for a memory-mapped file with the values; empty: values are kept in main memory")
 
     name = "shadowkv"
     source = "Sun et al. 2024, arXiv:2410.21465, and its public code"

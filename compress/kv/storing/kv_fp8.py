@@ -34,11 +34,11 @@ class KVFloat8(Storage):
     """
 
     group_size: int = knob(64, "positions that become codes together, and share a scale", choices=GROUPS)
-    residual: int = knob(32, "last tokens at least that stay in 16 bits", range=(0, 65536))
+    residual: int = knob(32, "least number of last tokens that stay in 16 bits", range=(0, 65536))
     scales: str = knob(
         "group",
-        "each group of positions of a head has the scale that its largest number needs (group), or all have 1, as vLLM "
-        "where nothing was calibrated (one)",
+        "scale of each group of positions of a head: the one that its largest number needs (group), or always 1, as in "
+        "vLLM without calibration (one)",
         choices=("group", "one"),
         describes=True,
     )

@@ -49,15 +49,17 @@ class KVInt(Storage):
     codes that are not symmetric lose less without any scaling, 0.0073 (0.0001), and rotated ones 0.0043 (0.0001).
     """
 
-    bits: int = knob(4, "of a code", choices=(8, 4, 2), describes=True)
+    bits: int = knob(4, "bits of a code", choices=(8, 4, 2), describes=True)
     group_size: int = knob(64, "positions that share the scales of their keys", choices=GROUPS, describes=True)
-    residual: int = knob(32, "last tokens at least that stay in 16 bits", range=(0, 65536))
+    residual: int = knob(32, "least number of last tokens that stay in 16 bits", range=(0, 65536))
     rotate_keys: bool = knob(
-        False, "rotate each head's keys after RoPE by a Hadamard matrix before they become codes, and its queries alike"
+        False,
+        "rotate each head's keys after RoPE by a Hadamard matrix before they become codes, and its queries too",
     )
-    value_bits: int = knob(0, "of a code of a value; 0: as many as of keys", choices=(0, *VALUE_BITS))
+    value_bits: int = knob(0, "bits of a code of a value; 0: as many as for keys", choices=(0, *VALUE_BITS))
     rotate_values: bool = knob(
-        False, "rotate each head's values alike before they become codes, and what attention sums up back"
+        False,
+        "rotate each head's values in the same way before they become codes, and rotate the output of attention back",
     )
     keys: str = knob(
         "channel",
@@ -65,11 +67,14 @@ class KVInt(Storage):
         choices=("channel", "token"),
     )
     symmetric: bool = knob(
-        False, "keys by token lie on a grid around 0, as in FireQ; else on one from the smallest to the largest"
+        False,
+        "with keys='token', the grid of keys is symmetric around 0, as in FireQ; False: from the smallest to the "
+        "largest",
     )
     outlier_channels: int = knob(
         0,
-        "the largest channels of each head that are scaled down to the one behind them after RoPE; with keys='token'",
+        "number of the largest channels of each head that are scaled down to the next largest after RoPE; for "
+        "keys='token'",
         range=(0, 256),
     )
 

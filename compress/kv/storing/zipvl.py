@@ -30,16 +30,17 @@ class ZipVL(Storage):
     or readings.
     """
 
-    bits: int = knob(4, "of a code of important tokens", choices=(8, 4), describes=True)
-    low_bits: int = knob(2, "of a code of the others", choices=(4, 2), describes=True)
+    bits: int = knob(4, "bits of a code of important tokens", choices=(8, 4), describes=True)
+    low_bits: int = knob(2, "bits of a code of the other tokens", choices=(4, 2), describes=True)
     mass: float = knob(
         0.975, "share of a layer's attention that important tokens make up", range=(0.0, 1.0), describes=True
     )
     probes: int = knob(64, "tokens at the end of a prompt whose attention counts", range=(1, 4096))
     group_size: int = knob(32, "positions that share the scales of their keys", choices=GROUPS)
-    residual: int = knob(32, "last tokens at least that stay in 16 bits", range=(0, 65536))
+    residual: int = knob(32, "least number of last tokens that stay in 16 bits", range=(0, 65536))
     rotate_keys: bool = knob(
-        False, "rotate each head's keys after RoPE by a Hadamard matrix before they become codes, and its queries alike"
+        False,
+        "rotate each head's keys after RoPE by a Hadamard matrix before they become codes, and its queries too",
     )
 
     name = "zipvl"

@@ -67,8 +67,8 @@ class FoldingMethod(Method):
 
     layers: str = knob(
         "",
-        "comma-separated name patterns (* and ?) of linears that must be smoothed, with the others that read "
-        "the same; empty: all that can be",
+        "comma-separated name patterns (* and ?) of linears that must be smoothed, together with the linears that read "
+        "the same input; empty: all linears that can be smoothed",
     )
 
     statistics: ClassVar[
