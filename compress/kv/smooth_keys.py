@@ -27,13 +27,13 @@ CHECKED = 128  # tokens of the first batch on which each fold is checked
 
 @dataclass(frozen=True, kw_only=True)
 class SmoothKeys(Method):
-    """Scales the pairs of channels that RoPE turns together to one magnitude in the keys, and back in the queries.
+    """Scales all pairs of channels that RoPE rotates together to one magnitude in the keys, and back in the queries.
 
-    The factors are folded into what gives keys and queries (their linears, or norms behind these), so that the model
+    The factors are folded into the linears of keys and queries (or into norms behind these), so that the model
     computes the same and takes no more time. All channels of a key can then share a scale: `kv_int(keys="token",
     symmetric=True)`. With alpha=0.5 it is SmoothAttention of QServe (arXiv:2405.04532, section 4.2). With `leave` the
-    largest pairs are left to the storage, which scales single channels after RoPE: one factor for a pair cannot mend
-    that one of its channels is far larger than the other.
+    largest pairs are left to the storage, which scales single channels after RoPE, because one factor for a pair does
+    not help if one of its channels is far larger than the other.
     """
 
     name: ClassVar[str] = "smooth_keys"

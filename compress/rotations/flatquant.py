@@ -36,15 +36,16 @@ PARTS = ("left", "right", "scale")  # buffers of a map
 
 @dataclass(frozen=True, kw_only=True)
 class FlatQuant(Method):
-    """Sends what linears read through small invertible maps with which rounding hurts less; without rounding the model
-    computes the same.
+    """Applies small invertible maps to the inputs of linears, which lowers the rounding error; without rounding the
+    model computes the same.
 
     The map of an input of n = n1 n2 channels is a factor for each channel and a Kronecker product of two matrices, n1 ×
     n1 and n2 × n2; it is applied while the model runs, and its inverse is folded into the weights. Linears that read
-    the same input share a map. `steps=0` keeps what training starts from: a rotation behind the factors with which
-    rounding would hurt least if it mixed all channels evenly (`balance`, which is ours; the paper trains its factors);
-    with scales=False a rotation alone. The paper's learned clipping is left out, and it trains far longer: 15 times
-    over 128 windows. No gain of a short training over that start has been measured here (seeds/log.md).
+    the same input share a map. `steps=0` keeps the start of training: factors for the channels, then a rotation. The
+    factors are those of least rounding error for a rotation that mixes all channels evenly (`balance`, which is ours;
+    the paper trains its factors); with scales=False there is a rotation alone. The paper's learned clipping is left
+    out. The paper trains far longer: 15 times over 128 windows. A short training has shown no gain over that start here
+    (seeds/log.md).
     """
 
     name: ClassVar[str] = "flatquant"

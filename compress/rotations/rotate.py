@@ -34,7 +34,7 @@ TRIED = 64  # tokens on which it is tried what can be folded
 
 @dataclass(frozen=True, kw_only=True)
 class Rotate(Method):
-    """Rotates what the linears read, so that no channel is much larger than others; the model computes the same.
+    """Rotates the inputs of the linears, so that no channel is much larger than others; the model computes the same.
 
     The rotation of the residual stream and those of the heads are folded into weights. Others are applied while the
     model runs, by the kernel `hadamard`. Where an architecture does not let the stream be rotated (its norms lie before

@@ -39,10 +39,10 @@ FISHER_TOKENS = 16  # times as many tokens for gradients: they are noisier, and 
 
 @dataclass(frozen=True, kw_only=True)
 class Mixed(LayerwiseMethod):
-    """Shares out the bytes of the whole model: each layer gets the method among `choices` that loses least in all.
+    """Shares out a budget of bytes: each layer gets one of `choices`, so that the sum of losses is least.
 
     The losses of all choices are measured on the model as it is, layer by layer; dynamic programming finds the choices
-    of least total loss within the budget; then the walk solves every linear by the method that was chosen for it.
+    of least total loss within the budget; then every linear is solved by the method that was chosen for it.
     """
 
     name: ClassVar[str] = "mixed"

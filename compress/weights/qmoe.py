@@ -18,7 +18,7 @@ BLOCK = 128  # columns whose updates are applied at once to the rest
 
 @dataclass(frozen=True, kw_only=True)
 class QMoE(LayerwiseMethod):
-    """Rounds each weight to 0 or to its row's smallest or largest, corrected as in GPTQ, in a code of under a bit."""
+    """Rounds each weight to 0 or to one of two values per row, with the correction of GPTQ, in less than a bit."""
 
     name: ClassVar[str] = "qmoe"
     stage: ClassVar[str] = "quantize_weights"

@@ -16,9 +16,9 @@ class ExpectedAttention(Policy):
     """Keeps the positions that future queries are expected to attend to, as past queries predict them.
 
     Queries before rotation are modelled as normally distributed, so that the expectation has a closed form:
-    E exp(q·k / √d) = exp(μ·k / √d + kᵀ Σ k / 2d), with μ and Σ turned by the mean rotation of the positions to come;
-    normalised over positions, the sinks left out, and times the norm of the value, which is what a position adds to the
-    output.
+    E exp(q·k / √d) = exp(μ·k / √d + kᵀ Σ k / 2d), with μ and Σ rotated by the mean rotation of the future positions.
+    The score is this expectation, normalised over positions without the sinks, times the norm of the value, which says
+    how much a position adds to the output.
     """
 
     future: int = knob(512, "number of future positions that are averaged over", range=(1, 65536))

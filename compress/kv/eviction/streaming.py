@@ -15,8 +15,7 @@ from compress.method import knob
 class Streaming(Policy):
     """Keeps a few tokens at the beginning (sinks) and a window of the last tokens.
 
-    The paper renumbers what is kept; here keys stay where they were, so that the cache serves any other policy's way of
-    reading it.
+    The paper gives kept tokens new positions; here keys keep their positions, as with all other policies.
     """
 
     sinks: int = knob(4, "tokens at the beginning that always stay", range=(0, 1024))

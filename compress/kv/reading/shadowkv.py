@@ -21,20 +21,21 @@ LOCAL = 4  # chunks at the end of a prompt that stay as they came
 
 @dataclass(frozen=True, kw_only=True)
 class ShadowKV(Reading):
-    """Keeps a prompt's keys in low rank and its values elsewhere, and lets each token fetch the chunks that it reads.
+    """Keeps a prompt's keys in low rank and its values in main memory; each token fetches the chunks that it reads.
 
-    After a prompt each layer's keys, before RoPE and all heads side by side, are put into two factors (a truncated
-    singular value decomposition). The mean of the rotated keys of each chunk is its landmark. A token reads the chunks
-    of whose landmarks its query's softmax is largest: their keys are made of the factors and turned, and their values
-    are fetched from main memory or, with `path`, from a mapped file; `compress.kv.offload.tiers` counts the bytes.
-    Chunks with a key that is least like its landmark, by cosine, stay exact for each head and are always read; so are
-    the last 4 whole chunks of the prompt and what follows them, and all tokens that are written afterwards.
+    After a prompt the keys of each layer, before RoPE and with all heads side by side, are stored as two factors (a
+    truncated singular value decomposition). The mean of the rotated keys of a chunk is its landmark. A token reads the
+    chunks whose landmarks get the largest softmax from its query: their keys are computed from the factors and rotated,
+    and their values are fetched from main memory or, with `path`, from a mapped file; `compress.kv.offload.tiers`
+    counts the bytes. For each head, the chunks with the keys that are least like their landmarks, by cosine, stay exact
+    and are always read. So are the last 4 whole chunks of the prompt, the positions behind them, and all tokens that
+    are written afterwards.
 
-    Deviations: `budget` counts all that a token reads of the prompt, exact chunks too, where the paper's counts the
-    chosen ones alone; one chunk is always chosen. The number of exact chunks follows the budget (48 beside 2,048 tokens
-    there). Prompts of fewer than 5 chunks stay as they came. Chunks of the token before are fetched again. A further
-    prompt, or piece of one (more than 8 tokens at once), is read in full, for which all values are fetched, and
-    decomposed together with what there was.
+    Deviations: `budget` counts all positions of the prompt that a token reads, including exact chunks; the paper's
+    counts only the chosen ones. One chunk is always chosen. The number of exact chunks follows the budget (in the
+    paper: 48 beside 2,048 tokens). Prompts of fewer than 5 chunks are not compressed. Chunks that the previous token
+    has fetched are fetched again. A further prompt, or a piece of one (more than 8 tokens at once), is read in full,
+    for which all values are fetched, and it is decomposed together with the earlier ones.
     """
 
     rank_share: float = knob(
