@@ -305,8 +305,8 @@ def _check_once(recipe: Sequence[Method], shared: Shared | None) -> None:
     """Raise ValueError if statistics are shared that a method of the recipe makes wrong."""
     if shared and (moving := [m.name for m in recipe if m.moves_inputs]):
         raise ValueError(
-            f"`calibrate` (='once') takes statistics of the model as it is, and {', '.join(moving)} changes what "
-            "linears read: calibrate='sequential' would do"
+            f"`calibrate` (='once') uses statistics of the unchanged model, and {', '.join(moving)} changes the inputs "
+            "of linears: calibrate='sequential' would do"
         )
 
 
@@ -341,8 +341,8 @@ def _check_same(about: Mapping[str, str | None]) -> None:
         for name, value in other.items():
             if value != about[name]:
                 raise ValueError(
-                    f"`{name}` of process {rank} is another one than that of process {current().rank}: all processes "
-                    "of a process group compress one model together; `processes=1` compresses one in each"
+                    f"`{name}` of process {rank} differs from that of process {current().rank}: all processes of a "
+                    "process group compress one model together; `processes=1` compresses one in each"
                 )
 
 

@@ -60,25 +60,25 @@ class Activations(LayerwiseMethod):
         wanted = BITS.get(self.format, self.bits)
         if self.format != "int" and self.bits not in (8, wanted):
             raise ValueError(
-                f"`bits` (={self.bits}) of {self.name} is of integers, and format={self.format!r} has {wanted}: leave "
-                "`bits` out"
+                f"`bits` (={self.bits}) of {self.name} is for format='int', and format={self.format!r} has {wanted} "
+                "bits: leave `bits` out"
             )
         if self.where != "blocks":
             raise ValueError(
-                f"`where` (={self.where!r}) of {self.name} must be 'blocks': what the head reads stays in 16 bits"
+                f"`where` (={self.where!r}) of {self.name} must be 'blocks': the inputs of the head stay in 16 bits"
             )
         if self.group_size == 0:
             raise ValueError(f"`group_size` (=0) of {self.name} must be -1 (all columns) or at least 1")
         if self.static and (self.group_size != -1 or self.format in GROUPS):
             raise ValueError(
-                f"`static` (=True) of {self.name} is one step for all columns: group_size=-1 and format 'int' or 'fp8' "
-                "go with it"
+                f"`static` (=True) of {self.name} is one step for all columns: it needs group_size=-1, and format "
+                "'int' or 'fp8'"
             )
 
         if self.outliers and (self.group_size == -1 or self.format != "int" or self.bits != 4):
             raise ValueError(
-                f"`outliers` (={self.outliers}) of {self.name} is a share of groups of 4-bit integers: bits=4, "
-                "format='int' and group_size=64 or 128 go with it"
+                f"`outliers` (={self.outliers}) of {self.name} is a share of groups of 4-bit integers: it needs "
+                "bits=4, format='int' and group_size=64 or 128"
             )
 
     @property
@@ -115,6 +115,6 @@ class Activations(LayerwiseMethod):
             return made
         largest = statistics.values["absmax"].amax() if statistics.tokens else torch.zeros(())
         if largest < SMALLEST:
-            statistics.note(f"a step per token: {statistics.tokens} calibration tokens gave nothing but 0")
+            statistics.note(f"a step per token: {statistics.tokens} calibration tokens were all 0")
             return made
         return Rounding(bits, self.format, clip=self.clip, step=largest.float() * self.clip / made.largest)

@@ -39,7 +39,7 @@ class Gather(LayerwiseMethod):
         super().__post_init__()
         if self.where != "blocks":
             raise ValueError(
-                f"`where` (={self.where!r}) of {self.name} must be 'blocks': what the head reads stays in 16 bits"
+                f"`where` (={self.where!r}) of {self.name} must be 'blocks': the inputs of the head stay in 16 bits"
             )
 
     def within(self, before: Sequence[Method], after: Sequence[Method]) -> Method:
@@ -47,8 +47,8 @@ class Gather(LayerwiseMethod):
             splits = isinstance(method, LayerwiseMethod) and not isinstance(method, FoldingMethod)
             if method.stage == "transform" and not splits or isinstance(method, FoldingMethod):
                 raise ValueError(
-                    f"`recipe`: {method} scales or rotates channels, and {self} before it has ordered them by their "
-                    f"magnitudes: {self} must come after {method}, or go"
+                    f"`recipe`: {method} scales or rotates the channels that {self} orders by magnitude: {self} must "
+                    f"come after {method}, or be left out"
                 )
         return self
 

@@ -72,7 +72,7 @@ class W8A8(LayerwiseMethod):
             return None
         largest = statistics.values["absmax"].amax() if statistics.tokens else torch.zeros(())
         if largest < SMALLEST:
-            statistics.note(f"a step per token: {statistics.tokens} calibration tokens gave nothing but 0")
+            statistics.note(f"a step per token: {statistics.tokens} calibration tokens were all 0")
             return None
         return largest / LARGEST[self.dtype]
 

@@ -44,7 +44,7 @@ def resize(model: nn.Module, size_mb: float, *, path: str | Path | None = None) 
     """
     stacks = _stacks(model)
     if not stacks:
-        raise ValueError("`model` holds no weight that is stored in blocks, so that its size is what it is")
+        raise ValueError("`model` holds no weight that is stored in blocks, so its size cannot change")
     beside = bytes_beside(model, {}) - sum(stack.nbytes for stack in stacks.values())
     checkpoint = _checkpoint_of(model, stacks, path)
     gains = checkpoint.gains if checkpoint else {place: _gains(stack) for place, stack in stacks.items()}

@@ -129,7 +129,7 @@ def check_holds(
         ways = " or ".join(repr(one.name) for one in SAVE_FORMATS.values() if one.takes_disk)
         raise ValueError(
             f"`save_format` (={save_format!r}) is written from memory, and this model's weights lie on disk: {ways} "
-            "would do, which `export_checkpoint` turns into others where the compressed model fits into memory"
+            "would do; `export_checkpoint` can convert that later if the compressed model fits into memory"
         )
     if problem := _problem(writer, model, {}):
         raise ValueError(problem + _instead(model, linears))

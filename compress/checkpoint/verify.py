@@ -158,7 +158,9 @@ def compare_logits(
     noise = _by_position(wide(ids, use_cache=False).logits.float() - given)
     agreement = _agreement(expected, given, MARGIN * (noise.square() + steps.square()).sqrt())
     if not agreement:
-        raise RuntimeError(f"the loaded model is another one than that in memory, with the same weights: {agreement}")
+        raise RuntimeError(
+            f"the loaded model has the same weights as the model in memory but gives different logits: {agreement}"
+        )
     return agreement
 
 

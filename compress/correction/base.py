@@ -44,7 +44,7 @@ class Correction(LayerwiseMethod):
         for method in after:
             if method.stage == "quantize_activations" and method.stores((64, 64)) is not None:
                 raise ValueError(
-                    f"`recipe`: {method} would store weights anew, and what {self} added with them: leave one out"
+                    f"`recipe`: {method} would store weights anew, including the parts that {self} added: leave one out"
                 )
         return self
 

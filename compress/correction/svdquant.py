@@ -43,8 +43,8 @@ class SVDQuant(LayerwiseMethod):
             if method.stage in ("transform", "sparsify") or isinstance(method, FoldingMethod):
                 what = "prunes" if method.stage == "sparsify" else "changes"
                 raise ValueError(
-                    f"`recipe`: {method} {what} whole weights, and {self} before it has split them: a recipe without "
-                    "one of the two would do, or one that scales and rotates first"
+                    f"`recipe`: {method} {what} whole weights, and {self} before it has split them: leave one of the "
+                    "two out, or put methods that scale and rotate first"
                 )
         return self
 

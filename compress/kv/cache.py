@@ -217,7 +217,9 @@ class CompressedCache(Cache):
     ) -> "CompressedCache":
         """A copy of a cache that `observes`, compressed as if the policy had been there when the prompt was read."""
         if not self.observes:
-            raise ValueError("`observes` (=False): only a cache that observes keeps what policies score with")
+            raise ValueError(
+                "`observes` (=False): only a cache that observes keeps the queries that policies need for their scores"
+            )
         made = CompressedCache(self.model, policy, storage, reading, projecting, traces=self.traces)
         for layer, other in zip(made.layers, self.layers, strict=True):
             if not isinstance(layer, KVLayer):
@@ -332,8 +334,8 @@ class CompressedCache(Cache):
         B, _, n, _ = k.shape
         if mask is not None and (mask.dtype != torch.bool or mask.shape[-1] != n):
             raise ValueError(
-                f"`attention_mask`: {mask.dtype} {tuple(mask.shape)} is none that a compressed cache knows: give "
-                "one of tokens and padding, [batch, tokens]"
+                f"`attention_mask`: {mask.dtype} {tuple(mask.shape)} is not supported by a compressed cache: give a "
+                "mask of tokens and padding, [batch, tokens]"
             )
         real = torch.ones(B, n, dtype=torch.bool, device=k.device) if mask is None else mask[:, 0].diagonal(0, 1, 2)
         about = {"scaling": scaling, "softcap": softcap, "sinks": sinks}

@@ -87,9 +87,8 @@ class KVLayer(DynamicLayer):
         if self.incoming is not None:
             self.incoming = None
             raise RuntimeError(
-                f"layer {self.number} of the compressed cache got keys twice and no attention between: the model must "
-                "be attached "
-                "(`compress.kv.attach`), and its attention must take the keys as the cache gives them"
+                f"layer {self.number} of the compressed cache got keys twice without attention in between: the model "
+                "must be attached (`compress.kv.attach`), and its attention must take the keys as the cache gives them"
             )
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
         self.incoming = (key_states, value_states)

@@ -127,8 +127,8 @@ class Storage(CacheMethod):
                 raise ValueError(f"`recipe`: {self} and {other} both decide how positions are stored; keep one")
             if self.lesser is not None and other.stage == self.stage and other.slot in ("policy", "reading"):
                 raise ValueError(
-                    f"`recipe`: {self} stores positions apart by the attention that they get, and {other} needs "
-                    "positions that lie together; leave one out"
+                    f"`recipe`: {self} stores positions apart, by the attention that they get, and {other} needs all "
+                    "positions in one tensor; leave one out"
                 )
         return self
 
@@ -210,13 +210,13 @@ class Policy(CacheMethod):
         check_budget(self)
         if self.allocation in MASS_ALLOCATIONS and not self.mass:
             raise ValueError(
-                f"`allocation` (={self.allocation!r}) shares out attention, and the scores of {self.name} are none; "
-                f"{', '.join(ALLOCATIONS)} would do"
+                f"`allocation` (={self.allocation!r}) shares out attention, and the scores of {self.name} are not "
+                f"attention; {', '.join(ALLOCATIONS)} would do"
             )
         if self.decoding and self.runs_model:
             raise ValueError(
-                f"`decoding` (=True): {self.name} reads the prompt again to score it, which it cannot do "
-                "at every token; leave it out"
+                f"`decoding` (=True): {self.name} reads the prompt again for its scores, which is not possible at "
+                "every token; leave `decoding` out"
             )
 
     def scores(self, seen: Seen) -> Tensor:

@@ -101,8 +101,8 @@ class SmoothKeys(Method):
         moved, most = difference(logits_of(model), before), 25 * tolerance(blocks[0])
         if not moved <= most:
             raise RuntimeError(
-                f"{self.name}: each block gives what it gave, but the model's logits differ by {moved:.1e} (at most "
-                f"{most:.0e}): a module that was scaled is used elsewhere, too; load the model again"
+                f"{self.name}: the outputs of all blocks are unchanged, but the model's logits differ by {moved:.1e} "
+                f"(at most {most:.0e}): a module that was scaled is used elsewhere, too; load the model again"
             )
         return show_largest(records)
 
@@ -128,8 +128,8 @@ class SmoothKeys(Method):
         moved = difference(run_block(block, check, index, device), calls[-1].hidden.to(device))
         if not moved <= tolerance(block):
             raise RuntimeError(
-                f"{self.name}: with {own}{link.keys} scaled and {own}{link.queries} undoing it, block {index} gives "
-                f"something else, by {moved:.1e} (at most {tolerance(block):.0e}); load the model again"
+                f"{self.name}: with {own}{link.keys} scaled and {own}{link.queries} undoing it, the output of block "
+                f"{index} differs by {moved:.1e} (at most {tolerance(block):.0e}); load the model again"
             )
         now = row_norms(block.get_submodule(link.queries))
         magnitudes = {"x_before": x.flatten(), "x_after": (x * s).flatten(), "w_before": rows, "w_after": now}

@@ -57,7 +57,9 @@ class PruningMethod(LayerwiseMethod):
         super().__post_init__()
         pattern = parse_pattern(self.pattern)
         if self.ratio >= 1:
-            raise ValueError(f"`ratio` (={self.ratio}) of {self.name} must lie below 1: all weights would go")
+            raise ValueError(
+                f"`ratio` (={self.ratio}) of {self.name} must lie below 1, because 1 would remove all weights"
+            )
         if pattern and self.ratio not in (HALF, implied := 1 - pattern[0] / pattern[1]):
             raise ValueError(
                 f"`ratio` (={self.ratio}) of {self.name} is not that of `pattern` (={self.pattern!r}), which is "
@@ -67,8 +69,8 @@ class PruningMethod(LayerwiseMethod):
             object.__setattr__(self, "ratio", implied)
         if pattern and self.allocation != "uniform":
             raise ValueError(
-                f"`allocation` (={self.allocation!r}) of {self.name} has nothing to share out: `pattern` "
-                f"(={self.pattern!r}) gives every linear the same ratio"
+                f"`allocation` (={self.allocation!r}) of {self.name} has no effect: `pattern` (={self.pattern!r}) "
+                "gives every linear the same ratio"
             )
         if self.allocation == "global" and not self.comparable:
             raise ValueError(
@@ -77,8 +79,8 @@ class PruningMethod(LayerwiseMethod):
             )
         if self.allocation == "adaptive" and self.ratio > LEVELS[-1]:
             raise ValueError(
-                f"`ratio` (={self.ratio}) of {self.name} must be at most {LEVELS[-1]} with `allocation` "
-                "(='adaptive'), which takes no more of any linear"
+                f"`ratio` (={self.ratio}) of {self.name} must be at most {LEVELS[-1]} with `allocation` (='adaptive'), "
+                "which removes no more from any linear"
             )
 
     def check_layer(self, name: str, shape: tuple[int, int]) -> None:

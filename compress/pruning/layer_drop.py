@@ -59,8 +59,8 @@ class LayerDrop(Method):
         given = self.layers.split(",")
         if self.target == "joint":
             raise ValueError(
-                f"`layers` (={self.layers!r}) of layer_drop says where, and `target` (='joint') not what: attention, "
-                "mlp or block would do"
+                f"`layers` (={self.layers!r}) of layer_drop names blocks, and `target` (='joint') does not say what to "
+                "drop in them: attention, mlp or block would do"
             )
         if not all(part.strip().isdecimal() for part in given) or len({int(part) for part in given}) < len(given):
             raise ValueError(
@@ -72,9 +72,8 @@ class LayerDrop(Method):
         kinds = KINDS[self.target]
         if "block" in kinds and stream_of(model) is not None:
             raise ValueError(
-                f"`model` has a rotated residual stream, which its first and last block turn, so that `target` "
-                f"(={self.target!r}) of layer_drop cannot drop blocks: attention or mlp would do, or the model before "
-                "the rotation"
+                f"`model` has a residual stream that its first and last block rotate, so `target` (={self.target!r}) "
+                "of layer_drop cannot drop blocks: target attention or mlp, or the model before the rotation, would do"
             )
         there = sum(_has(block, kind) for block in blocks for kind in kinds)
         if self.layers:

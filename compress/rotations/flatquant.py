@@ -131,8 +131,8 @@ class FlatQuant(Method):
         linears = [module for module in find_blocks(model)[1].modules() if is_linear(module)]
         if any(isinstance(module, CompressedLinear) for module in linears):
             raise ValueError(
-                f"`model` holds linears of its blocks compressed or rotated already, into which {self.name} can fold "
-                "nothing: start from the model before that"
+                f"`model` holds linears of its blocks compressed or rotated already, so {self.name} cannot change "
+                "them: start from the model before that"
             )
         shapes = targets(model, self.skip)
         if not shapes:
@@ -195,8 +195,9 @@ class FlatQuant(Method):
         moved, most = difference(logits_of(model), before), 25 * tolerance(blocks[0])
         if not moved <= most:
             raise RuntimeError(
-                f"{self.name}: each block gives what it gave, but the model's logits differ by {moved:.1e} (at most "
-                f"{most:.0e}): something outside the blocks uses a weight that was changed; load the model again"
+                f"{self.name}: the outputs of all blocks are unchanged, but the model's logits differ by {moved:.1e} "
+                f"(at most {most:.0e}): something outside the blocks uses a weight that was changed; load the model "
+                "again"
             )
         return [*show_largest(folds), *layers]
 
@@ -237,8 +238,8 @@ class _Block:
         moved, most = difference(y, passed[0].hidden.to(self.device)), 5 * tolerance(block)
         if not moved <= most:
             raise RuntimeError(
-                f"{self.method.name}: block {self.index} gives something else once its inputs are transformed: "
-                f"{moved:.1e} of its output (at most {most:.0e}); load the model again, and try a smaller `rate`"
+                f"{self.method.name}: the output of block {self.index} changes by a share of {moved:.1e} when its "
+                f"inputs are transformed (at most {most:.0e}); load the model again, and try a smaller `rate`"
             )
         calls[:] = passed
         notes = (_note(*losses),) if self.method.steps else ()

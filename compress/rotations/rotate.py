@@ -76,14 +76,14 @@ class Rotate(Method):
         super().__post_init__()
         if self.online == "all" and (self.stream != "none" or self.heads):
             raise ValueError(
-                f"`online` (='all') of {self.name} rotates every input while the model runs, so that nothing is left "
-                "to fold: stream='none' and heads=False go with it"
+                f"`online` (='all') of {self.name} rotates every input while the model runs and folds nothing: it "
+                "needs stream='none' and heads=False"
             )
         if self.online == "none" and self.stream == "none" and not self.heads:
             raise ValueError(f"`stream` (='none') of {self.name}, with heads=False and online='none', rotates nothing")
         if self.steps and self.stream == "none" and not self.heads:
             raise ValueError(
-                f"`steps` (={self.steps}) of {self.name} trains folded rotations, and there are none: "
+                f"`steps` (={self.steps}) of {self.name} trains folded rotations, and this recipe has none: "
                 "stream='hadamard' or heads=True would do"
             )
 
@@ -100,8 +100,8 @@ class Rotate(Method):
         linears = [module for module in find_blocks(model)[1].modules() if is_linear(module)]
         if any(isinstance(module, CompressedLinear) for module in linears) or stream_of(model):
             raise ValueError(
-                f"`model` holds linears of its blocks compressed or rotated already, into which {self.name} can fold "
-                "nothing: start from the model before that"
+                f"`model` holds linears of its blocks compressed or rotated already, so {self.name} cannot change "
+                "them: start from the model before that"
             )
 
     def outline(self, model: nn.Module) -> None:
@@ -148,8 +148,8 @@ class Rotate(Method):
         moved, most = difference(logits_of(model), before), 25 * tolerance(blocks[0])
         if not moved <= most:
             raise RuntimeError(
-                f"{self.name}: each block gives what it gave, but the model's logits differ by {moved:.1e} (at most "
-                f"{most:.0e}): something outside the blocks reads what was rotated; load the model again"
+                f"{self.name}: the outputs of all blocks are unchanged, but the model's logits differ by {moved:.1e} "
+                f"(at most {most:.0e}): something outside the blocks reads what was rotated; load the model again"
             )
         return [
             *show_largest(records),
@@ -221,7 +221,7 @@ class Rotate(Method):
         moved = difference(now if rotation is None else rotation.back(now), y)
         if not moved <= 5 * tolerance(block):
             raise RuntimeError(
-                f"{self.name}: block {index} gives something else once it is rotated: {moved:.1e} of its output (at "
+                f"{self.name}: the output of block {index} changes by a share of {moved:.1e} when it is rotated (at "
                 f"most {5 * tolerance(block):.0e}); load the model again"
             )
         call.hidden = y

@@ -143,7 +143,9 @@ class Lockstep:
                 del self.inputs[i][me]
             return
         if i < self.solved:
-            raise RuntimeError(f"{name} is reached in another order in another pass; `sequential=False` needs no order")
+            raise RuntimeError(
+                f"{name} is reached in another order in another pass; `sequential=False` works in any order"
+            )
         if len(self.groups[i]) > 1:
             self.inputs[i][me] = x, set(self.groups[i]) - {name}
         if i not in self.collectors:

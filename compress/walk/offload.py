@@ -207,7 +207,7 @@ class Offloaded:
         where = {name: file.tensors[f"{self.name}.{name}"] for name in state}
         for name, tensor in state.items():
             if not _same_bytes(where[name].read(), tensor.cpu()):
-                raise OSError(f"{self.folder.path}: {self.name}.{name} does not read as it was written")
+                raise OSError(f"{self.folder.path}: {self.name}.{name} has changed since it was written")
         self._written_as = self.name
         return where
 

@@ -168,11 +168,12 @@ class Walking:
                 Lockstep(self.model, block, index, linears, groups, calls, needs, self.device, **how).run(solve)
             else:
                 if self.beside:
-                    notes.append("what its inputs would be in the model as it was is not known here")
+                    notes.append("its inputs in the uncompressed model are not known here")
                 self.pass_beside(index)
                 if method.sequential and self.calibrated:
                     notes.append(
-                        "solved beside the others of its block, not in sequence: some run more than once in a pass"
+                        "solved at the same time as the other linears of its block, not in sequence: some run more "
+                        "than once in a pass"
                     )
                 collectors = collect(block, linears, groups, calls, index, needs, self.device, stop_early=once)
                 several: list[tuple[str, LayerStatistics]] = []

@@ -75,7 +75,9 @@ class AWQ(FoldingMethod, LayerwiseMethod):
         meeting = [method for method in before if method.places & self.places]
         stored = next((method for method in meeting if method.stage not in ("drop", "transform")), None)
         if stored:
-            raise ValueError(f"`recipe`: {self} must come before {stored}: it scales weights that are not stored yet")
+            raise ValueError(
+                f"`recipe`: {self} must come before {stored}, because it scales weights before they are stored"
+            )
         meeting = [method for method in after if method.places & self.places]
         follower = next((method for method in meeting if method.stage == "quantize_weights"), None)
         if follower is None:
@@ -94,8 +96,7 @@ class AWQ(FoldingMethod, LayerwiseMethod):
             if getattr(self, aim) not in (value, self.knobs()[aim].default):
                 raise ValueError(
                     f"`{aim}` (={getattr(self, aim)!r}) of {self.name} must be what {follower} rounds to after it: "
-                    f"{value!r}, "
-                    "which is taken over where it is left out"
+                    f"{value!r}, which is also used if it is left out"
                 )
         return replace(self, only_scale=True, **aims)
 
@@ -171,7 +172,7 @@ class AWQ(FoldingMethod, LayerwiseMethod):
         if not self.clip:
             return self.peer(W, statistics)
         if statistics.name in self.unclipped:
-            statistics.note("not clipped: attention compares what it gives")
+            statistics.note("not clipped: its outputs are queries or keys")
             return self.peer(W, statistics)
         if not statistics.tokens:
             statistics.note("not clipped: no calibration token came by")

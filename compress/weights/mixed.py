@@ -83,7 +83,7 @@ class Mixed(LayerwiseMethod):
         where = "all" if len(places) > 1 else next(iter(places), "blocks")
         if self.where not in ("blocks", where):
             raise ValueError(
-                f"`where` (={self.where!r}) of {self.name} follows from `where` of its choices, which is {where!r}"
+                f"`where` (={self.where!r}) of {self.name} must be {where!r}, which is `where` of its choices"
             )
         object.__setattr__(self, "where", where)
         if where != "blocks" and self.loss not in MEASURED:
@@ -125,8 +125,8 @@ class Mixed(LayerwiseMethod):
         for other in before:
             if self.loss == "fisher" and other.stage == "sparsify":
                 raise ValueError(
-                    f"`loss` (='fisher') of {self.name} takes gradients of weights as they are, and {other} before it "
-                    "has stored them; loss='kl' would do"
+                    f"`loss` (='fisher') of {self.name} needs gradients of uncompressed weights, and {other} has "
+                    "stored them already; loss='kl' would do"
                 )
         return self
 

@@ -60,8 +60,8 @@ class XKV(Projecting):
         for other in (*before, *after):
             if isinstance(other, CacheMethod) and other.slot in ("policy", "storage", "reading"):
                 raise ValueError(
-                    f"`recipe`: {self} keeps the same positions in layers that share a basis, all of them, and reads "
-                    f"them all; {other} cannot be combined with it, leave one out"
+                    f"`recipe`: {self} keeps and reads all positions in all layers that share a basis; {other} cannot "
+                    "be combined with it: leave one out"
                 )
         return super().within(before, after)
 

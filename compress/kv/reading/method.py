@@ -108,6 +108,6 @@ class Reading(CacheMethod):
             if self.shares and isinstance(other, Policy):
                 raise ValueError(
                     f"`recipe`: {self} lets layers read the positions that another layer chose, and {other} keeps "
-                    "different ones in every layer; leave one out, or take a reading that chooses in every layer"
+                    "different positions in every layer; leave one out, or take a reading that chooses in every layer"
                 )
         return self

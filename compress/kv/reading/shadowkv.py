@@ -76,8 +76,8 @@ class ShadowKV(Reading):
         for other in (*before, *after):
             if isinstance(other, CacheMethod) and other.slot in ("policy", "storage", "projecting"):
                 raise ValueError(
-                    f"`recipe`: {self} keeps all positions of a prompt, keys in factors and values elsewhere; {other} "
-                    "cannot be combined with it, leave one out"
+                    f"`recipe`: {self} keeps all positions of a prompt, keys in factors and values in other memory; "
+                    f"{other} cannot be combined with it: leave one out"
                 )
         return super().within(before, after)
 

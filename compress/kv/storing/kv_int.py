@@ -85,12 +85,12 @@ class KVInt(Storage):
         super().__post_init__()
         if self.symmetric and self.keys != "token":
             raise ValueError(
-                f"`symmetric` (=True) of {self.name} is of keys that have a scale per token: keys='token' goes with it"
+                f"`symmetric` (=True) of {self.name} is for keys with a scale per token: it needs keys='token'"
             )
         if self.outlier_channels and (self.rotate_keys or self.keys != "token"):
             raise ValueError(
-                f"`outlier_channels` (={self.outlier_channels}) of {self.name} scales channels that share a scale, and "
-                "that no rotation has mixed: keys='token' and rotate_keys=False go with it"
+                f"`outlier_channels` (={self.outlier_channels}) of {self.name} scales channels that share a scale and "
+                "are not mixed by a rotation: it needs keys='token' and rotate_keys=False"
             )
 
     @property
