@@ -221,7 +221,7 @@ def _drop_non_finite(metrics: dict[str, dict[str, float]]) -> list[str]:
     notes = []
     for name, found in metrics.items():
         for metric in [m for m, value in found.items() if not math.isfinite(value)]:
-            notes.append(f"{metric} of {name} is {found.pop(metric)}, and is left out.")
+            notes.append(f"{metric} of {name} is {found.pop(metric)} and is left out.")
             warnings.warn(notes[-1], stacklevel=3)
     return notes
 

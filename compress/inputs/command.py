@@ -25,12 +25,12 @@ def given(
         ValueError: no such model or corpus.
     """
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
-    parser.add_argument("--model", default="smollm2-135m", help="what `load_model` takes")
+    parser.add_argument("--model", default="smollm2-135m", help="name or folder of a model, as `load_model` takes it")
     parser.add_argument("--out", required=True, help="file to write")
-    parser.add_argument("--dtype", default="float32", help="of the model; bfloat16 is faster where processors have it")
-    parser.add_argument("--corpus", nargs="+", default=["pydocs"], help="what `calibration` takes; several are joined")
-    parser.add_argument("--samples", type=int, default=samples, help="texts of each corpus")
-    parser.add_argument("--seqlen", type=int, default=512, help="tokens of each")
+    parser.add_argument("--dtype", default="float32", help="dtype of the model; bfloat16 is faster on some CPUs")
+    parser.add_argument("--corpus", nargs="+", default=["pydocs"], help="texts, as `calibration` takes them")
+    parser.add_argument("--samples", type=int, default=samples, help="windows of each corpus")
+    parser.add_argument("--seqlen", type=int, default=512, help="tokens of each window")
     parser.add_argument("--seed", type=int, default=0)
     for option, how in more.items():
         parser.add_argument(option, **how)

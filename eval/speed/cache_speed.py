@@ -117,7 +117,9 @@ def measure_cache_speed(
         if type(value) is not int or value < 1:
             raise ValueError(f"`{name}` (={value!r}) must be a positive integer")
     if FULL not in variants:
-        raise ValueError(f"`variants` (={list(variants)}) must hold {FULL!r}, the cache that all are held against")
+        raise ValueError(
+            f"`variants` (={list(variants)}) must hold {FULL!r}, the cache with which all others are compared"
+        )
     speed = CacheSpeed(
         settings={
             "new_tokens": new_tokens,

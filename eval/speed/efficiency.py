@@ -200,7 +200,7 @@ def measure_efficiency(
         ValueError: see `check_efficiency`; no "baseline" at the beginning of `models`.
     """
     if next(iter(models), None) != "baseline":
-        raise ValueError(f"`models` (={list(models)}) must begin with 'baseline', which all are held against")
+        raise ValueError(f"`models` (={list(models)}) must begin with 'baseline', with which all others are compared")
     for model in models.values():
         check_efficiency(model, prompt_tokens=prompt_tokens, new_tokens=new_tokens, rounds=rounds, seconds=seconds)
     device = next(models["baseline"].parameters()).device

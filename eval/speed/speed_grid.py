@@ -125,7 +125,7 @@ def measure_speed_grid(
         ValueError: see `check_speed_grid`; no "baseline" at the beginning of `models`.
     """
     if next(iter(models), None) != "baseline":
-        raise ValueError(f"`models` (={list(models)}) must begin with 'baseline', which all are held against")
+        raise ValueError(f"`models` (={list(models)}) must begin with 'baseline', with which all others are compared")
     for model in models.values():
         check_speed_grid(model, batches, prompts, new_tokens, rounds=rounds)
     device = next(models["baseline"].parameters()).device

@@ -37,8 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m kernels.harness.agree", description=(__doc__ or "").partition("\n\n")[0]
     )
-    parser.add_argument("records", nargs=2, type=Path, help="two record.json")
-    parser.add_argument("--within", type=float, default=WITHIN, help="the largest difference, as a share")
+    parser.add_argument("records", nargs=2, type=Path, help="two files record.json")
+    parser.add_argument("--within", type=float, default=WITHIN, help="largest relative difference that is allowed")
     options = parser.parse_args(arguments)
     found = differences(*(json.loads(path.read_text()) for path in options.records))
     apart = [text for share, text in found if share > options.within]

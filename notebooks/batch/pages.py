@@ -200,9 +200,7 @@ def _folders(name: str, runs: Path) -> list[tuple[Path, dict[str, Any]]]:
                 return [(folder.absolute(), {})]
             if folder.is_dir() or RunFolder(folder).failed.is_dir():
                 return [(folder.absolute(), {})]
-    raise ValueError(
-        f"`runs` (={name!r}) is no sweep that was started in {runs}, no run there, no folder and no record"
-    )
+    raise ValueError(f"`runs` (={name!r}) is not a sweep that was started in {runs}, a run there, a folder or a record")
 
 
 def _outcome(folder: Path, page: Path, asked: dict[str, Any]) -> RunOutcome:

@@ -164,7 +164,7 @@ def _check_length(corpus: str, part: str, samples: int, seqlen: int, model_name:
         if characters < samples * seqlen:
             raise ValueError(
                 f"`corpus` (={short_repr(corpus)}) has {characters} bytes in its {part} part, too few for {samples} x "
-                f"{seqlen} tokens; take another corpus, or fewer of them"
+                f"{seqlen} tokens; take another corpus, or fewer tokens"
             )
     elif part == "calibration":
         calibration(tokenizer, corpus=corpus, samples=samples, seqlen=seqlen)

@@ -111,7 +111,7 @@ class RunFolder:
             ValueError: another attempt has taken the run over.
         """
         if not self.owned():
-            raise ValueError("another attempt has taken this run over, because this one had stood still for too long")
+            raise ValueError("another attempt has taken this run over, because this one made no progress for too long")
         if self.folder.exists():
             if self.complete():
                 shutil.rmtree(self.old, ignore_errors=True)

@@ -63,7 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("files", nargs="+", help="files of networks, as `train_costs` and `train_kvzap` write them")
     parser.add_argument("--out", required=True, help="file to write")
-    parser.add_argument("--weights", type=float, nargs="+", help="of the files; without them all weigh the same")
+    parser.add_argument("--weights", type=float, nargs="+", help="weights of the files; default: equal weights")
     options = parser.parse_args()
     mix(options.files, options.out, options.weights)
     print(f"{options.out}: {len(scorers(options.out))} layers, of {len(options.files)} files")

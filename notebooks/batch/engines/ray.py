@@ -63,8 +63,8 @@ class Ray:
             ray.init(address=address or "auto", log_to_driver=False, logging_level=logging.WARNING)
         except (ImportError, OSError, ValueError, RuntimeError) as error:
             raise ValueError(
-                f"`address` (={address!r}): no Ray cluster can be joined there: {first_line(error)}; "
-                "`ray start --head` starts one and says its address"
+                f"`address` (={address!r}): no Ray cluster can be joined there: {first_line(error)}; `ray start "
+                "--head` starts one and prints its address"
             ) from error
 
     def run(self, jobs: Sequence[Job], stop: threading.Event) -> Iterator[Outcome]:

@@ -147,7 +147,7 @@ class Slurm:
                 ["sbatch", "--test-only", *flags, "--wrap=true"], capture_output=True, text=True, timeout=60
             )
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise ValueError(f"`engine` (='slurm'): SLURM does not answer: {first_line(error)}") from error
+            raise ValueError(f"`engine` (='slurm'): SLURM does not respond: {first_line(error)}") from error
         if said.returncode:
             raise ValueError(
                 f"`slurm` ({' '.join(flags)}): SLURM would refuse such a job: {_last_line(said.stderr)}; `sinfo` shows "
