@@ -1,4 +1,4 @@
-"""Rounding of what the linears read, whatever their weights are stored in: the A of W4A8 and W4A4.
+"""Rounding of the inputs of linears, for weights in any format: the A of W4A8 and W4A4.
 
 With `outliers` the largest channels share groups in 8 bits, as in COMET (Liu et al., 2024, arXiv:2410.12168).
 """
@@ -27,7 +27,8 @@ class Activations(LayerwiseMethod):
     """Rounds the inputs of linears to few bits; the weights stay as the methods before it stored them.
 
     With 4-bit integer weights a CPU with VNNI multiplies the codes themselves. Everywhere else, and with `outliers`
-    of channels that nothing has put in order before, the rounding is emulated: the result is the same, and not faster.
+    whose channels no earlier method has put in order, the rounding is emulated: the result is the same, but it is not
+    faster.
     """
 
     name: ClassVar[str] = "activations"

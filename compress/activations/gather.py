@@ -1,4 +1,4 @@
-"""The channels of what linears read in descending order, so that outliers share groups (COMET, Liu et al., 2024,
+"""The input channels of linears in descending order, so that outliers share groups (COMET, Liu et al., 2024,
 arXiv:2410.12168)."""
 
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ class Gather(LayerwiseMethod):
     computes the same.
 
     Linears that read the same input share the order. It is applied to the input while the model runs, and to the
-    columns of the weight once, so that what quantises weights and inputs afterwards meets groups of channels of like
-    size: of `activations(bits=4, group_size=32, outliers=0.1)` the first tenth of the groups, which hold the largest
-    channels, then has 8 bits, and the product still multiplies integers. What scales or rotates channels comes first:
+    columns of the weight once. Later methods then quantise groups of channels of similar size: with
+    `activations(bits=4, group_size=32, outliers=0.1)` the first tenth of the groups, which hold the largest channels,
+    has 8 bits, and the product still multiplies integers. Methods that scale or rotate channels come first:
     `smoothquant, gather, gptq(bits=4), activations(bits=4, group_size=32, outliers=0.1)`.
     """
 

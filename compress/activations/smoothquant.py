@@ -67,8 +67,8 @@ class SmoothQuant(FoldingMethod):
         """Scales of equation 4, whose errors are measured on a sample of tokens with the scales and static step of all
         the others.
 
-        Smoothed, every channel reaches up to the step's range, and tokens never seen go beyond it: on those that set
-        the step a static search would find alphas that are too large.
+        After smoothing, every channel reaches the limit of the step's range, and new tokens exceed it. A static search
+        on the tokens that set the step would therefore choose alphas that are too large.
         """
         W, channels = torch.cat(weights), link.channels.to(weights[0].device)  # [out of all consumers, in]
         absmax, rest, rows = (statistics.values[key] for key in ("absmax", "absmax_rest", "rows"))

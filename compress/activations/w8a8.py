@@ -1,4 +1,5 @@
-"""Weights and activations in the same 8 bits, rounded to nearest: what the methods for each number format share."""
+"""Weights and activations in the same 8 bits, rounded to nearest: the code that the methods for each number format
+share."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

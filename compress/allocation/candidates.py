@@ -1,4 +1,4 @@
-"""What each way to store a layer would take and lose: one pass over the blocks in which every choice is tried."""
+"""The bytes and the loss of each way to store a layer: one pass over the blocks tries every choice."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

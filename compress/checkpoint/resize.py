@@ -1,4 +1,4 @@
-"""resize: a model that is stored in blocks, with as many of them as fit into a number of megabytes."""
+"""resize: keeps as many blocks of a model that is stored in blocks as fit into a number of megabytes."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,8 +31,9 @@ def resize(model: nn.Module, size_mb: float, *, path: str | Path | None = None) 
 
     Args:
         model: as `load_compressed` gives it, or as `apply` left it.
-        size_mb: megabytes of the whole model as it is stored, what is not in blocks counted; floats that are cast with
-            the model count as 16 bits, as in the record's `stored_bytes`. Room for more than all blocks takes them all.
+        size_mb: megabytes of the whole model as it is stored, including the weights that are not in blocks; floats that
+            are cast with the model count as 16 bits, as in the record's `stored_bytes`. If all blocks fit, all are
+            kept.
         path: folder of a checkpoint of this model that holds the blocks; None: the one that the model was loaded from.
 
     Returns:

@@ -1,4 +1,5 @@
-"""Is a model that another library loaded the same as the one in memory: weight by weight, then by its logits."""
+"""Checks that a model loaded by another library is the same as the one in memory: weight by weight, then by its
+logits."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager

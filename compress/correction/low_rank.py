@@ -1,5 +1,5 @@
-"""Low-rank correction of what quantisation left over: LoRC (ZeroQuant-FP, arXiv:2307.09782), LQER (arXiv:2402.02446),
-EoRA (arXiv:2410.21271)."""
+"""Low-rank correction of quantisation errors: LoRC (ZeroQuant-FP, arXiv:2307.09782), LQER (arXiv:2402.02446), EoRA
+(arXiv:2410.21271)."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -1,4 +1,4 @@
-"""What commands share that learn something of a model from calibration texts and write it to a file."""
+"""Shared code of the commands that learn from a model and calibration texts, and write the result to a file."""
 
 import argparse
 from collections.abc import Mapping
@@ -14,11 +14,11 @@ from compress.inputs.model import load_model
 def given(
     description: str | None, *, samples: int, more: Mapping[str, dict[str, Any]] = MappingProxyType({})
 ) -> tuple[nn.Module, list[Tensor], argparse.Namespace]:
-    """The model and the calibration texts that the command line names, and all of its options: `out` is the file.
+    """The model, the calibration texts and all options of the command line; the option `out` is the file to write.
 
     Args:
         description: docstring of the command, whose first line its help shows.
-        samples: texts of a corpus where the command line names no number.
+        samples: default number of texts of a corpus.
         more: options of the command's own, as `ArgumentParser.add_argument` takes them.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Several compressed caches that are asked in one pass: row i of a batch reads and extends cache i."""
+"""Several compressed caches in one batch: row i of the batch reads and extends cache i."""
 
 from collections.abc import Sequence
 from functools import partial

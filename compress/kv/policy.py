@@ -1,7 +1,7 @@
-"""What a policy of the KV cache is: a rule that scores cached positions, a budget, and how the budget is shared out.
+"""Policies of the KV cache: a rule that scores cached positions, a budget, and how the budget is shared out.
 
-Beside policies there are storages and projections here, and in `compress.kv.reading` rules of what is read. What needs
-a whole prompt, or several layers at once, changes the layers' slabs in `join`: projections onto a basis that layers
+This module also defines storages and projections; `compress.kv.reading` defines rules for sparse reading. Methods that
+need a whole prompt or several layers at once change the layers' slabs in `join`: projections onto a basis that layers
 share, and readings that keep a prompt in a form of their own.
 """
 

@@ -1,4 +1,4 @@
-"""What a policy knows of a layer when it scores the cached positions."""
+"""The information about a layer with which a policy scores the cached positions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -12,8 +12,8 @@ ON_CPU = 1 << 19, 16  # there so many numbers, which stay in its caches, and as 
 
 @dataclass
 class Seen:
-    """What a layer knows when positions are scored. T positions lie in the cache, the last of them are the queries'
-    own.
+    """The data of a layer when positions are scored. T positions lie in the cache; the last of them belong to the
+    queries.
 
     Attributes:
         keys, values: [B, H_kv, T, D], as attention reads them (keys are rotated); empty where there is `mass`.

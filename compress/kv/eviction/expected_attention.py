@@ -1,5 +1,5 @@
-"""Expected attention (Devoto et al., 2025, arXiv:2510.00636): keep what queries to come will attend to, as past ones
-tell."""
+"""Expected attention (Devoto et al., 2025, arXiv:2510.00636): keep the positions that future queries will attend to, as
+predicted from past queries."""
 
 from dataclasses import dataclass
 

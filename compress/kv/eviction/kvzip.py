@@ -1,5 +1,5 @@
-"""KVzip (Kim et al., 2025, arXiv:2505.23416): keep what the model needs to repeat its context, whatever will be asked
-of it."""
+"""KVzip (Kim et al., 2025, arXiv:2505.23416): keep the positions that the model needs to repeat its context, whatever
+question follows."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Random eviction: what any other policy must beat."""
+"""Random eviction: the baseline that any other policy must beat."""
 
 from dataclasses import dataclass
 

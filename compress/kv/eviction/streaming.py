@@ -1,4 +1,4 @@
-"""StreamingLLM (Xiao et al., 2024, arXiv:2309.17453): the first tokens, which attract attention for nothing, and the
+"""StreamingLLM (Xiao et al., 2024, arXiv:2309.17453): the first tokens, which get much attention in any text, and the
 last ones."""
 
 from dataclasses import dataclass
