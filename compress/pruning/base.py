@@ -1,4 +1,4 @@
-"""What the pruning methods share: how much goes, in which pattern, and how what is left is stored."""
+"""Shared code of the pruning methods: how many weights are removed, in which pattern, and how the others are stored."""
 
 import copy
 import dataclasses
@@ -26,8 +26,8 @@ HALF = 0.5  # of the weights: the usual ratio
 
 @dataclass(frozen=True, kw_only=True)
 class PruningMethod(LayerwiseMethod):
-    """Keeps the weights of the largest scores, and stores 2:4 patterns as such and others with a bit for every
-    place."""
+    """Keeps the weights with the largest scores. 2:4 patterns have a format of their own; others have a mask with a bit
+    per weight."""
 
     stage: ClassVar[str] = "sparsify"
     by_row: ClassVar[bool] = False  # are scores compared within each row, or over the whole matrix?
@@ -101,7 +101,7 @@ class PruningMethod(LayerwiseMethod):
         return self.allocation == "adaptive"
 
     def ratio_of(self, statistics: LayerStatistics) -> float:
-        """Of a linear's weights, how many go."""
+        """The share of a linear's weights that is removed."""
         return self.ratios.get(statistics.name, self.ratio)
 
     def apply(

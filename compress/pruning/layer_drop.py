@@ -1,4 +1,5 @@
-"""Layer dropping (He et al., 2024, arXiv:2406.15786): leave out the attention, MLPs or blocks that do the least."""
+"""Layer dropping (He et al., 2024, arXiv:2406.15786): remove the attention layers, MLPs or blocks that change the
+residual stream least."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

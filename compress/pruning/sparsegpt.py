@@ -1,5 +1,5 @@
-"""SparseGPT (Frantar and Alistarh, 2023, arXiv:2301.00774): prune column by column, and let the columns to come make up
-for it."""
+"""SparseGPT (Frantar and Alistarh, 2023, arXiv:2301.00774): prune column by column, and correct the later columns for
+the error."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar

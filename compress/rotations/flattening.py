@@ -1,5 +1,5 @@
-"""Training of invertible transforms until rounded weights and inputs hurt a block least (FlatQuant, Sun et al., 2024,
-arXiv:2410.09426)."""
+"""Training of invertible transforms that minimise the error of a block with rounded weights and inputs (FlatQuant, Sun
+et al., 2024, arXiv:2410.09426)."""
 
 import math
 from collections.abc import Mapping, Sequence

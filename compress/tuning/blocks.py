@@ -1,4 +1,4 @@
-"""The loop over the blocks of a compressed model in which each is trained, beside the model as it was."""
+"""The loop that trains each block of a compressed model, with the outputs of the original model as targets."""
 
 import copy
 import time

@@ -1,4 +1,4 @@
-"""Block-wise tuning: what a quantiser stored is trained, so that every block gives what the original block gave."""
+"""Block-wise tuning: stored weights are trained, so that every block gives the outputs of the original block."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""What flows into a model's blocks: caught once as the model makes it, so that blocks can be run by themselves."""
+"""The inputs of a model's blocks: recorded once while the model runs, so that blocks can be run by themselves."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress

@@ -1,4 +1,4 @@
-"""What a method is that stores each weight matrix by itself: the walk does the rest."""
+"""The base class of methods that store each weight matrix by itself; the walk does the rest."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""One pass over a block for all its linears: every micro-batch waits at each linear until that has been solved.
+"""One pass over a block for all its linears: every micro-batch waits at each linear until the linear has been solved.
 
 The micro-batches run side by side, each in a greenlet (a function that can be left in the middle and entered again), so
 no layer of the block is computed twice, and each linear is solved on what the solved ones before it give. The price is

@@ -1,4 +1,4 @@
-"""Models whose weights lie on disk: a block, or a module outside the blocks, is in memory while somebody uses it.
+"""Models whose weights lie on disk: a block, or a module outside the blocks, is in memory only while it is used.
 
 The model itself lies on the meta device. A part is loaded when `capture.on_device` or a forward pass needs it. What
 changed in the meantime is written to a file of the work folder, and the memory is given back. Whoever changes a model

@@ -1,4 +1,5 @@
-"""What a method may ask the walk to collect from the inputs of a linear. One class each, listed in STATISTICS."""
+"""The statistics that the walk can collect from the inputs of a linear for a method. One class each, listed in
+STATISTICS."""
 
 from collections.abc import Sequence
 from typing import Protocol, Self

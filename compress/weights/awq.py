@@ -1,5 +1,5 @@
-"""AWQ (Lin et al., 2023, arXiv:2306.00978): columns that large inputs meet are scaled up, so that rounding spares them;
-clip."""
+"""AWQ (Lin et al., 2023, arXiv:2306.00978): columns with large inputs are scaled up, so that rounding changes them
+less, and ranges are clipped."""
 
 import copy
 from collections.abc import Collection, Mapping, Sequence

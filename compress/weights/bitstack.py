@@ -1,4 +1,4 @@
-"""BitStack (Wang et al., 2024, arXiv:2410.23918): weights as stacks of blocks, of which as many are kept as fit."""
+"""BitStack (Wang et al., 2024, arXiv:2410.23918): weights as stacks of blocks; as many blocks are kept as fit."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar

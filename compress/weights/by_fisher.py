@@ -1,4 +1,4 @@
-"""What methods share that weigh errors by the squared gradients of the model's loss."""
+"""Shared code of the methods that weight errors by the squared gradients of the model's loss."""
 
 import copy
 from collections.abc import Mapping, Sequence

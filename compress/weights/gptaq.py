@@ -1,4 +1,5 @@
-"""GPTAQ (Li et al., 2025, arXiv:2504.02692): GPTQ whose targets are what the linear gives in the unquantised model."""
+"""GPTAQ (Li et al., 2025, arXiv:2504.02692): GPTQ whose targets are the outputs of the linears in the unquantised
+model."""
 
 from dataclasses import dataclass
 from typing import ClassVar

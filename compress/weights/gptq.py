@@ -1,4 +1,5 @@
-"""GPTQ (Frantar et al., 2022, arXiv:2210.17323): round column by column, and let the columns to come make up for it."""
+"""GPTQ (Frantar et al., 2022, arXiv:2210.17323): round column by column, and correct the later columns for the
+error."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

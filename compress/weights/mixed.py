@@ -1,4 +1,4 @@
-"""Mixed precision under a budget: every layer gets the method, among several, with which the model loses least."""
+"""Mixed precision under a budget: every layer gets one of several methods, so that the model loses least."""
 
 import copy
 import dataclasses

@@ -1,5 +1,5 @@
-"""SqueezeLLM (Kim et al., 2023, arXiv:2306.07629): a table for every row, by k-means, and the few weights that no table
-should have to hold."""
+"""SqueezeLLM (Kim et al., 2023, arXiv:2306.07629): a table for every row, by k-means, and a few outliers that are
+stored separately."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -1,12 +1,13 @@
-"""Nothing else computes on a device while something is timed on it: a lock per device, over all runs of this user.
+"""A lock per device for all runs of this user, so that nothing else computes on a device while something is timed on
+it.
 
-Batch runs hold a device together while they compress and score (`share`); a run that times something waits until it
-has the device to itself (`undisturbed`). Runs that are about to begin let a waiting one go first. The locks are those
-of `flock`: a process that is killed holds nothing.
+Batch runs share a device while they compress and score (`share`); a run that times something waits until it has the
+device to itself (`undisturbed`). New runs let a waiting one go first. The locks are those of `flock`, so the lock of a
+killed process is released.
 
-Every process that holds a device says in a small file beside the lock who it is and since when, and holds a lock on
-that file as long as it lives. Whoever waits says so, and for whom: in the notebook's cell, and in the file that
-`$WORKBENCH_WAITING` names, which is there as long as the process waits.
+Every process that holds a device writes its name and its start time to a small file beside the lock, and holds a lock
+on that file as long as it lives. A process that waits reports the process for which it waits: in the notebook's cell,
+and in the file that `$WORKBENCH_WAITING` names, which exists as long as the process waits.
 """
 
 import contextlib

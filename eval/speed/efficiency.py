@@ -7,8 +7,9 @@
     energy            joules per decoded token
     compression_rate  stored bytes of the 16-bit baseline over those of the model
 
-Models answer in turns, for a while each, eagerly and prepared alike (`eval.speed.speed.contestants`), while a thread
-looks on. The speed of compiled models, which is higher, is that of `eval.speed.speed`.
+Models answer in turns, for a while each, executed eagerly and prepared in the same way
+(`eval.speed.speed.contestants`), while a thread samples the machine. `eval.speed.speed` measures the speed of compiled
+models, which is higher.
 """
 
 import statistics

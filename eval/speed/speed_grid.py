@@ -114,7 +114,8 @@ def measure_speed_grid(
     """Time every model in every cell, in turns with the baseline.
 
     Args:
-        models: {name: model}, "baseline", the one that all are held against, first. bfloat16 copies are timed.
+        models: {name: model}; the first must be "baseline", with which all others are compared. bfloat16 copies are
+            timed.
         batches, prompts: sizes, and lengths in tokens; each with each. Rows of a batch are equally long.
         new_tokens: decoded after each prompt, greedily.
         rounds: of each cell.

@@ -1,4 +1,4 @@
-"""The pages about many runs: what the folders say, handed to `reports`."""
+"""The pages about many runs: reads the folders and passes the data to `reports`."""
 
 import json
 import os
@@ -64,7 +64,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Failures:
-    """Runs that failed: how, where, and the last that was said."""
+    """Runs that failed: why, where, and the last lines that they printed."""
 
     outcomes: tuple[RunOutcome, ...]
 

@@ -1,8 +1,8 @@
-"""What a run needs, checked while it is planned: nothing is loaded, downloaded or written.
+"""Checks the inputs of a run while it is planned: nothing is loaded, downloaded or written.
 
-A notebook says by itself which values it takes: its cells up to the last one tagged `check` are executed here, with
-the run's parameters. That is done only for notebooks that the user trusts (`eval.tasks.trust`). Then the recipes that
-these cells made are checked against the shapes of the model, and the texts against the numbers of tokens asked for.
+A notebook checks its own parameters: its cells up to the last one tagged `check` are executed here, with the run's
+parameters. That is done only for notebooks that the user trusts (`eval.tasks.trust`). Then the recipes that these cells
+made are checked against the shapes of the model, and the texts against the numbers of tokens asked for.
 """
 
 import contextlib

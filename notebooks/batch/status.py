@@ -1,4 +1,4 @@
-"""Sweeps that were started: where they are kept, which runs are finished, and what became of each.
+"""Sweeps that were started: where they are kept, and the state of each of their runs.
 
 A run is finished when its folder holds a valid manifest; everything else is read from the folders beside it.
 """
@@ -118,7 +118,7 @@ def last_sweep(runs: Path = RUNS) -> str:
 
 
 def status(sweep: str | None = None, *, runs: Path = RUNS, lines: bool = False) -> str:
-    """What became of a sweep as it was last started, or of the last one, as a table.
+    """The state of the runs of a sweep as it was last started, or of the last sweep, as a table.
 
     Args:
         lines: with the last lines of what failed.

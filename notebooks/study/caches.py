@@ -1,4 +1,4 @@
-"""What the notebook on KV caches compares: recipes of the cache as variants of a scored, and of a timed, model."""
+"""The recipes that the notebook on KV caches compares, as variants of a scored model and of a timed model."""
 
 import dataclasses
 import hashlib
@@ -58,7 +58,7 @@ class CacheRecipes:
 
 @dataclass(frozen=True)
 class Haystacks:
-    """The contexts of a run; shows the end of one, and what is asked of it."""
+    """The contexts of a run; shows the end of one context and its question in Jupyter."""
 
     samples: list[Sample]
     shown: str

@@ -1,4 +1,4 @@
-"""What was saved: the files of a checkpoint with their sizes, and what its own reader said of it."""
+"""A saved checkpoint: its files with their sizes, and the result of its verification."""
 
 from dataclasses import dataclass
 from html import escape

@@ -1,4 +1,4 @@
-"""The rule of the comparison page: when one model is better than another, and when the numbers do not tell.
+"""The rule of the comparison page: when one model is better than another, and when the difference is within the noise.
 
 Two things are weighed: how much worse than its own baseline a model is (its cost), and what it takes (bytes) or gives
 (tokens per second). A model is *dominated* where another is at least as good in both and better beyond noise in one.

@@ -1,9 +1,9 @@
-"""Mix networks of several files that `kvzap` takes: the mean of what they predict, which is one wider network.
+"""Mix networks of several files for `kvzap` into one wider network, which predicts the mean of their predictions.
 
 $ python -m compress.kv.learned.mix --out mixed.safetensors costs.safetensors kvzap.safetensors
 
-Scores are logarithms, so that the mean of costs (`train_costs`) and of KVzip's scores (`train_kvzap`) is the logarithm
-of their geometric mean: a position stays that both call important. Where networks of one kind were trained on different
+Scores are logarithms, so the mean of costs (`train_costs`) and of KVzip's scores (`train_kvzap`) is the logarithm of
+their geometric mean: positions stay that are important for both. If networks of one kind were trained on different
 texts, some of their errors cancel.
 """
 

@@ -1,4 +1,4 @@
-"""What became of a run whose machine only says that its process is gone: the folders of the run are asked."""
+"""The outcome of a run whose process has vanished, read from the folders of the run."""
 
 import os
 import time
