@@ -11,7 +11,7 @@ from compress.linear import CompressedLinear, replace
 
 
 class CompressedEmbedding(nn.Module):
-    """x = scale * (Σ parts)[ids]: stands where an nn.Embedding stood.
+    """x = scale * (Σ parts)[ids]: replaces an nn.Embedding.
 
     Where the model ties its head to the embedding, both have the same parts. The head keeps them in its state, so that
     they are stored, moved and counted once, and `compress.linear.replace` gives this module the parts of whatever
@@ -44,7 +44,7 @@ class CompressedEmbedding(nn.Module):
             self.parts = nn.ModuleList(parts)
 
     def share(self, head: CompressedLinear) -> None:
-        """Look rows up in the parts of this head from now on."""
+        """From now on, look rows up in the parts of this head."""
         self.__dict__["parts"] = head.parts
         head.__dict__["embedding"] = self
 

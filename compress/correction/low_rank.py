@@ -55,7 +55,7 @@ class LowRank(Correction):
 
 
 def low_rank(R: Tensor, H: Tensor | None, *, rank: int, bits: int = 16) -> LowRankWeight:
-    """The matrix Δ of low rank that minimises tr((R - Δ) H (R - Δ)ᵀ).
+    """The low-rank matrix Δ that minimises tr((R - Δ) H (R - Δ)ᵀ).
 
     With S any square root of H and U the first left singular vectors of R S, it is U Uᵀ R (Eckart-Young): S need not be
     inverted.

@@ -28,7 +28,7 @@ class Seen:
         scaling, softcap, sinks: of the attention; sinks [H_q] are scores of something without a value.
         positions: [B, n]: positions of the queries, counted over real tokens.
         layer: this layer's number.
-        hidden: [B, n, hidden]: what the attention module got for the queries' tokens; None where nobody reads it.
+        hidden: [B, n, hidden]: inputs of the attention module for the queries' tokens; None where no policy reads them.
         places: [B, H_kv, T]: positions of what is kept, where queries are of earlier passes too; None: the last n are
             their own.
         turn: (x [B, H, n, D], positions [B, n], back: bool) -> x rotated to these positions, or back from them.

@@ -1,8 +1,8 @@
 """Quantised checkpoints of other tools, compressed-tensors and GPTQ, as models to evaluate and to time.
 
-Codes, scales and zero points are taken as they are into our own formats. What those cannot hold, such as columns that
-share scales in an order of their own (act-order), is dequantised, with a warning; what would be another model without
-it, such as rounded activations of a kind that there is no product for, is refused.
+Codes, scales and zero points are taken unchanged into our own formats. Weights that those cannot hold, such as columns
+that share scales in an order of their own (act-order), are dequantised, with a warning. Checkpoints are refused if
+leaving something out would change the model, such as rounded activations of a kind that cannot be multiplied.
 """
 
 import json
@@ -43,7 +43,7 @@ def quantization_of(folder: Path) -> dict[str, Any] | None:
 
 
 def can_read(quantization: dict[str, Any] | None) -> bool:
-    """Whether weights that are quantised so are for `load_quantized`; others are left to transformers."""
+    """Whether `load_quantized` reads weights that are quantised like this; others are left to transformers."""
     return quantization is not None and quantization.get("quant_method") in READERS
 
 
@@ -120,7 +120,7 @@ def _module(model: nn.Module, name: str) -> nn.Module:
 def _compressed_tensors(quantization: dict[str, Any]) -> Read:
     groups = groups_of(quantization)
     if quantization.get("kv_cache_scheme"):
-        warnings.warn("the quantisation of its KV cache is left out: keys and values are kept in 16 bits", stacklevel=3)
+        warnings.warn("the quantisation of its KV cache is left out: keys and values are not compressed", stacklevel=3)
 
     def read(name: str, module: nn.Module, own: dict[str, Tensor]) -> Format:
         scheme = scheme_for(name, type(module).__name__, groups)

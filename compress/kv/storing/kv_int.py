@@ -41,10 +41,10 @@ class KVInt(Storage):
     FireQ (Baek et al., 2025, arXiv:2505.20839): `smooth_keys` before RoPE, and `outlier_channels` after it, whose
     factors are undone in the queries. FireQ finds these factors on the calibration tokens, for the largest channels and
     those that RoPE rotates with them. Here they are found when the first codes of a sequence are made, for the largest
-    channels, and they are powers of two, so that keys in 16 bits are not rounded. The codes of FireQ are symmetric
-    around 0 (`symmetric`). No kernel reads scales by token yet: decoding dequantises all keys at every step. On
-    SmolLM2-135M in 4 bits either scaling loses less than neither, and both together do not lose less than either (KL in
-    nats per token on 2 windows of 512 of wikitext-2, read in pieces of 64): symmetric codes as they are 0.0145
+    channels, and they are powers of two, so that keys that are not codes yet are not rounded. The codes of FireQ are
+    symmetric around 0 (`symmetric`). No kernel reads scales by token yet: decoding dequantises all keys at every step.
+    On SmolLM2-135M in 4 bits either scaling loses less than neither, and both together do not lose less than either (KL
+    in nats per token on 2 windows of 512 of wikitext-2, read in pieces of 64): symmetric codes as they are 0.0145
     (standard error 0.0010), `smooth_keys` 0.0122 (0.0001), `outlier_channels=4` 0.0111 (0.0001), `smooth_keys(leave=2)`
     with it 0.0160 (0.0031); codes that are not symmetric lose less without any scaling, 0.0073 (0.0001), and rotated
     ones 0.0043 (0.0001).

@@ -32,8 +32,8 @@ class Slurm:
     """On a SLURM cluster whose nodes have this workbench (`pip install -e .[slurm]`) and share the folder of runs.
 
     Every run is a job with the resources of `options`, and as many GPUs as it asks for, on one node. Runs keep the key
-    under which they were planned and execute the sweep's snapshot of the code, as on a Ray cluster. What submitit
-    writes lies in `.slurm` in the folder of runs, and stays there for the runs that failed.
+    under which they were planned and execute the sweep's snapshot of the code, as on a Ray cluster. The files of
+    submitit are in `.slurm` in the folder of runs, and stay there for the runs that failed.
 
     SLURM queues a job again that it preempted, or whose node failed; the run then takes over the lease of the attempt
     before, and goes on from its finished blocks. A job that comes near its time limit is ended as a failure of the kind
