@@ -178,7 +178,7 @@ def problem_of_table(table: nn.Module) -> str:
     if not isinstance(table, nn.Embedding):
         return f"it is a {type(table).__name__}, not an nn.Embedding"
     if table.max_norm is not None:
-        return "it shortens its rows when they are looked up (max_norm)"
+        return "it normalises its rows when they are looked up (max_norm)"
     if table.weight.is_meta:
         return ""
     device, dtype = table.weight.device, table.weight.dtype

@@ -181,7 +181,7 @@ class FlatQuant(Method):
         calls = block_calls(model, blocks, windows, stacked=False)
         folds: list[FoldRecord] = []
         layers: list[LayerRecord] = []
-        note = "its input goes through a map while the model runs"
+        note = "its input is transformed by a map while the model runs"
         names = list(targets(model, self.skip))
         inside_of = [[name for name in names if name.startswith(f"{prefix}.{i}.")] for i in range(len(blocks))]
         count = max(i for i, inside in enumerate(inside_of) if inside) + 1

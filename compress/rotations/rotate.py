@@ -262,7 +262,7 @@ def _stream_problem(
     short = _short(call)
     for index, use in enumerate(uses):
         if not use.writers:
-            return f"nothing of block {index} is added to it as linears give it (a norm may lie between)"
+            return f"block {index} adds no output of a linear to it directly (a norm may lie between)"
         with on_device(blocks[index], device):
             y = run_block(blocks[index], short, index, device)
             trial = trial_of(blocks[index])
@@ -271,7 +271,7 @@ def _stream_problem(
             turned = Call(rotation(short.hidden), short.arguments)
             moved = difference(rotation.back(run_block(trial, turned, index, device)), y)
         if not moved <= tolerance(blocks[index]):
-            return f"block {index} would give something else, by {moved:.1e}: not only linears read it"
+            return f"the output of block {index} would change by {moved:.1e}, because not only linears read it"
         short.hidden = y
     return ""
 

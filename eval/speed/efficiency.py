@@ -303,7 +303,7 @@ def _compute(seen: _Seen, device: torch.device, context: int, ceilings: Ceilings
         note = f"share of the time in which a kernel ran (NVML), mean; at the peak {max(seen.use):.0%}{more}"
         return Measure(statistics.mean(seen.use), "share", note)
     threads = torch.get_num_threads()
-    note = f"processor time over the time of {threads} threads; threads that wait for others may spin, and count{more}"
+    note = f"processor time over the time of {threads} threads; waiting threads that spin are counted{more}"
     return Measure(seen.cpu_s / (seen.wall_s * threads), "share", note)
 
 

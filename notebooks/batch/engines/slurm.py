@@ -170,9 +170,9 @@ class Slurm:
         elif state in ("TIMEOUT", "DEADLINE"):
             kind, said = "timeout", f"SLURM ended it at its limit of {self.options.time_min} minutes (`time_min`)"
         elif state == "OUT_OF_MEMORY":
-            kind, said = "out of memory", f"it took more than SLURM gave it (`memory_gb`={self.options.memory_gb})"
+            kind, said = "out of memory", f"it needed more memory than allowed (`memory_gb`={self.options.memory_gb})"
         else:
-            kind, said = "kernel death", f"its job ended without a result (SLURM says {state}); {log}"
+            kind, said = "kernel death", f"its job ended without a result (SLURM reports {state}); {log}"
         return outcome_of_lost(job, before, kind, said)
 
 
@@ -217,7 +217,7 @@ def _on_node(job: Job, options: SlurmOptions) -> Outcome:
     if not got or outcome.status in ("finished", "known"):
         return outcome
     if near_limit in got and time.monotonic() - begin > 60 * options.time_min - SIGNAL_S - 60:
-        said = f"it came near its limit of {options.time_min} minutes (`time_min` of `slurm`) and was ended"
+        said = f"it came close to its limit of {options.time_min} minutes (`time_min` of `slurm`) and was stopped"
         told = outcome.failure | failure(job, "timeout", said)
         write_whole(json.dumps(told, indent=1), RunFolder(Path(job.folder)).failed / FAILURE)
         return replace(outcome, failure=told)
