@@ -1,4 +1,4 @@
-"""One op on trial, in a process of its own: its checks, then its contests, each written down as soon as it is known.
+"""Checks and times one op in a process of its own; each result is written as soon as it is known.
 
 `kernels.harness.validate` starts these processes and reads the lines; nothing here looks at another op.
 """
