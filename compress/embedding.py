@@ -142,7 +142,7 @@ def store_end(model: nn.Module, name: str, stored: CompressedLinear) -> None:
 
 
 def embedding_of(table: nn.Module, parts: Sequence[Format], dtype: torch.dtype, *, tied: bool) -> CompressedEmbedding:
-    """What stands for an embedding whose weight is stored in these parts."""
+    """The replacement of an embedding whose weight is stored in these parts."""
     if isinstance(table, CompressedEmbedding):
         scale = table.scale
     else:

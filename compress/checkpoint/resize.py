@@ -41,7 +41,7 @@ def resize(model: nn.Module, size_mb: float, *, path: str | Path | None = None) 
 
     Raises:
         ValueError: nothing of the model is stored in blocks; `size_mb` has no room for the first block of every weight;
-            or blocks are missing, and the checkpoint is not at hand or is one of another model.
+            or blocks are missing, and the checkpoint is missing or belongs to another model.
     """
     stacks = _stacks(model)
     if not stacks:

@@ -1,5 +1,5 @@
 """FlatQuant (Sun et al., 2024, arXiv:2410.09426): the inputs of linears go through invertible maps, balanced or trained
-block by block, so that rounded weights and rounded inputs hurt less."""
+block by block, so that rounding weights and inputs costs less accuracy."""
 
 import copy
 import time

@@ -1,8 +1,8 @@
 """One pass over a block for all its linears: every micro-batch waits at each linear until the linear has been solved.
 
 The micro-batches run side by side, each in a greenlet (a function that can be left in the middle and entered again), so
-no layer of the block is computed twice, and each linear is solved on what the solved ones before it give. The price is
-memory for what every micro-batch holds while it waits.
+no layer of the block is computed twice, and each linear is solved on the outputs of the solved ones before it. This
+needs memory for the tensors that every micro-batch holds while it waits.
 """
 
 import traceback

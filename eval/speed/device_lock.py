@@ -40,12 +40,13 @@ _owner = [os.environ.get("WORKBENCH_KEY") or Path(sys.argv[0]).name or "python"]
 
 
 def call_this(run: str) -> None:
-    """Say which run this process is, for those who wait for it."""
+    """Set the name of this process's run, which is shown to processes that wait for it."""
     _owner[0] = run
 
 
 def share(device: str | torch.device, threads: int | None = None) -> None:
-    """Compute on this device beside others, until this process ends; waits while somebody times something there.
+    """Compute on this device beside other processes, until this process ends; waits while a process times something
+    there.
 
     Args:
         threads: of a processor, that this process uses meanwhile; all that it had where something is timed.
@@ -63,7 +64,7 @@ def share(device: str | torch.device, threads: int | None = None) -> None:
 
 @contextlib.contextmanager
 def undisturbed(device: str | torch.device) -> Iterator[None]:
-    """Have the device to oneself, with all threads; waits until nobody else computes there. May be nested."""
+    """Use the device alone, with all threads; waits until no other process computes there. May be nested."""
     name = device_name(device)
     with _guard:
         if _depth.get(name):

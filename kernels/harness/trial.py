@@ -322,7 +322,7 @@ def tune_contest(contest: Contest, log: Log, device: torch.device, folder: Path)
 
 
 def sentence(row: Line) -> str:
-    """A row in one line, for whoever is watching."""
+    """A row in one line, to be printed."""
     head = f"{row['op']:<15} {row['detail']:<14} {'x'.join(map(str, row['shape'])):<14} M={row['tokens'] or '-':<6}"
     if row["status"] not in ("timed", "unsound"):
         return f"{head} {row['status']}"

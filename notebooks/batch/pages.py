@@ -96,7 +96,7 @@ def compared(named: Sequence[str], runs: Path, *, page: str = "", title: str = "
 
 
 def outcomes(named: Sequence[str | Path], runs: Path, page: Path | None = None) -> list[RunOutcome]:
-    """What became of runs, in order, each once.
+    """The outcomes of runs, in order, each once.
 
     Args:
         named: sweeps that were started here (by name or file), keys of runs, their folders, or records.

@@ -202,7 +202,7 @@ def finished_runs(runs: Path = RUNS) -> list[dict[str, Any]]:
 
 
 def run_folders(runs: Path = RUNS) -> list[Path]:
-    """What stands in a folder of runs, without what is being made, failed, or was put aside."""
+    """The runs in a folder of runs, without unfinished, failed or temporary folders."""
     aside = re.compile(r"\..*|.*\.(failed|before(-\d+)?)|sweeps")
     return [path for path in sorted(runs.glob("*")) if path.is_dir() and not aside.fullmatch(path.name)]
 

@@ -29,7 +29,7 @@ class Saved:
         return cls(folder, save_format, file_sizes(folder), Verification.read(folder), seconds, source_bytes)
 
     def lines(self) -> list[str]:
-        """What there is to say of it, beside its files."""
+        """The facts about it, beside its files."""
         total = f"{sum(self.files.values()) / 1e6:,.1f} MB in all"
         if self.source_bytes is not None:
             total += f"; {self.source_bytes / 1e6:,.1f} MB in the workbench's own format"

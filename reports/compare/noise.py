@@ -29,7 +29,7 @@ RULE = (
 
 
 class Effect(NamedTuple):
-    """How much worse than its own baseline a model is (the baseline has 0), and the standard error, None if unknown."""
+    """How much worse a model is than its own baseline (the baseline has 0), and the standard error, None if unknown."""
 
     cost: float
     stderr: float | None = None

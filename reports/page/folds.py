@@ -92,7 +92,7 @@ def _said_of_rotations(folds: Sequence[Fold]) -> str:
 
 
 def _outliers(folds: Sequence[Fold]) -> str:
-    """How far the largest input channels stand out, before and after."""
+    """How large the largest input channels are against the others, before and after."""
     before, after = (
         fmt(statistics.median(getattr(fold, f"x_{when}").outlier for fold in folds), ".1f")
         for when in ("before", "after")

@@ -1,11 +1,11 @@
-"""What flows from norms and linears into linears: where a scale per channel can move without changing what the model
-gives.
+"""Links from norms and linears to the linears that read them, along which a scale per channel can move without changing
+the model's outputs.
 
 If a norm's, or a linear's, output channel c is divided by s[c] and the columns of the linears that read it are
 multiplied by s[c], nothing changes, as long as nothing else reads it and nothing but sums over tokens and products with
-other values lies between. Where that holds is found by trying, block by block, never by names: a copy of the block runs
-in float32 on noise, with the output of one producer after another replaced by noise of our own, so that what arrives at
-the linears shows where it came from.
+other values lies between. Links are found by trying, block by block, never by names: a copy of the block runs in
+float32 on noise, with the output of one producer after another replaced by other noise, so that the inputs of the
+linears show which producer they come from.
 """
 
 import copy
