@@ -34,7 +34,7 @@ def export(source: Path, save_format: str, target: Path | None = None) -> Saved:
     try:
         _check(source, save_format, target)
         print(
-            f"workbench: {source.name}, {_bytes(source) / 1e6:,.1f} MB, is now read, written as {save_format}, loaded "
+            f"workbench: {source.name}, {_bytes(source) / 1e6:,.1f} MB, is read, written as {save_format}, loaded "
             "again and compared",
             file=sys.stderr,
         )

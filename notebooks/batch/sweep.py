@@ -114,7 +114,7 @@ def read_sweep(where: str | Path, *, name: str = "", place: Path | None = None) 
     if (size := path.stat().st_size) > MOST_BYTES:
         raise ValueError(
             f"`sweep` (={str(where)!r}) is a file of {size / 1e6:.1f} MB; {MOST_BYTES / 1e6:.1f} MB are the most: a "
-            f"`grid` describes many runs in a few lines, and a sweep has {MOST:,} runs at most"
+            f"`grid` says many runs in few words, and a sweep has {MOST:,} runs at most"
         )
     try:
         text = path.read_text(encoding="utf-8")

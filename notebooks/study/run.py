@@ -98,8 +98,8 @@ class Run:
         saving = always or self.saved is not None
         if not saving and self.save_format != OWN_FORMAT:
             raise ValueError(
-                f"`save_format` (={self.save_format!r}) is given, but `save_path` is empty, so no model would be "
-                "saved; name a folder in `save_path`"
+                f"`save_format` (={self.save_format!r}) is given, but `save_path` is empty, so that no model would be "
+                "saved; name a folder there"
             )
         if saving:
             check_save_format(self.save_format, recipe, skeleton(self.info.parameters["model_name"]))
