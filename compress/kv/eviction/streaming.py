@@ -15,7 +15,8 @@ from compress.method import knob
 class Streaming(Policy):
     """Keeps a few tokens at the beginning (sinks) and a window of the last tokens.
 
-    The paper gives kept tokens new positions; here keys keep their positions, so that the cache is read as with other policies.
+    The paper gives kept tokens new positions; here keys keep their positions, so that the cache is read like those of
+    other policies.
     """
 
     sinks: int = knob(4, "tokens at the beginning that always stay", range=(0, 1024))
