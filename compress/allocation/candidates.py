@@ -30,7 +30,7 @@ class Solved(NamedTuple):
 
 
 class Loss(Protocol):
-    """What is lost if some linears of a block are stored in another way, and all others are as they were."""
+    """The loss if some linears of a block are stored in another way, and all others are not changed."""
 
     statistics: tuple[str, ...]  # names in STATISTICS that it reads
 

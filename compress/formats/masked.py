@@ -1,4 +1,4 @@
-"""Weights with zeros in the least bytes, and how zeros stay zeros when a stored weight is stored anew."""
+"""Stores weights with zeros in the fewest bytes, and keeps the zeros when a stored weight is stored again."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,5 @@
-"""GGUF files as ordinary models: converted once, shuffled off the file's own grid, kept in the user's cache folder."""
+"""GGUF files as ordinary models: converted once, with channels permuted so that weights leave the file's own grid, and
+kept in the user's cache folder."""
 
 import hashlib
 import os

@@ -236,7 +236,7 @@ def awq_clip(
         group_size: divides `in`.
 
     Source: arXiv:2306.00978, section 3.2 and its public code, which weighs each group's output by itself. Deviation:
-    group by group, what the groups before it did to the output counts, too.
+    the effect of the earlier groups on the output counts, too.
     """
     out, columns = W.shape
     values = make_grid(grid, bits, symmetric)

@@ -19,7 +19,7 @@ class SqueezeLLM(FisherMethod):
     """Gives each row a table of its own by k-means, weighted by squared gradients, and stores outliers beside it.
 
     Source: arXiv:2306.07629, equation 4 (k-means by the diagonal Fisher matrix) and section 4.2 (dense and sparse).
-    Deviation: the sparse part holds what the table leaves of an outlier, not the outlier, so that parts add up.
+    Deviation: the sparse part holds the difference between an outlier and its table entry, so that the parts add up.
     """
 
     name: ClassVar[str] = "squeezellm"
