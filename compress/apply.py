@@ -1,4 +1,4 @@
-"""apply: a recipe, a model, calibration batches -> a compressed model and what became of every weight."""
+"""apply: a recipe, a model and calibration batches -> a compressed model and a record of every weight."""
 
 import hashlib
 import time
@@ -59,23 +59,24 @@ def apply(
         device: where to compute, one block at a time; the model's own device if None.
         work_path: folder where finished blocks are kept. A run that was killed, started again with the same recipe,
             model and batches, takes them from there. Statistics of calibrate="once" are kept there, too.
-        calibrate: "sequential": each block is solved on what the compressed blocks before it give. "once": all linears
-            are solved on what flows in the model as it is, whose statistics serve every recipe; less accurate.
-        processes: that compress the model together; each runs a share of the batches and solves a share of the linears.
-            The result is the same as that of one. None: all of torch's process group, if there is one (torchrun), in
-            which every process calls `apply` with the same arguments; else $WORKBENCH_PROCESSES where there are
-            batches, or one. More than one without a process group: they are started here, on this machine, with a GPU
-            each where `device` is one.
-        max_memory: of the whole process, in bytes or as "6GB". What flows between blocks is kept on disk if it does not
-            fit otherwise. None: no limit.
+        calibrate: "sequential": each block is solved on the outputs of the compressed blocks before it. "once": all
+            linears are solved on the activations of the uncompressed model; the same statistics serve every recipe, but
+            the result is less accurate.
+        processes: number of processes that compress the model together; each runs a share of the batches and solves a
+            share of the linears. The result is the same as with one process. None: all processes of torch's process
+            group if there is one (torchrun), in which every process calls `apply` with the same arguments; else
+            $WORKBENCH_PROCESSES if there are batches, or one. More than one without a process group: the processes are
+            started on this machine, each with its own GPU if `device` is a GPU.
+        max_memory: limit for the whole process, in bytes or as "6GB". The activations between blocks are kept on disk
+            if the compression would not fit otherwise. None: no limit.
 
     Returns:
         Result: `.model` (the same object), `.layers`, and what the run record needs; the same in every process.
 
     Raises:
-        ValueError: before any work, if the recipe does not compose, does not fit the model, or the batches are
-            unusable, or it would take more than `max_memory`, or more than the disk has room for; the message says
-            what would fit.
+        ValueError: before any work, if the methods of the recipe cannot be combined or do not fit the model, if the
+            batches are unusable, or if the compression needs more than `max_memory` or more room than the disk has; the
+            message says what would fit.
         ProcessLost: one of several processes has ended. An error in one of them is raised in all.
     """
     check_calibrate(calibrate)
@@ -228,8 +229,8 @@ def apply_each(
 ) -> dict[str, Result]:
     """Apply several recipes, each to a copy of the model, for a comparison on the same calibration; see `apply`.
 
-    The copies share the memory of what a recipe leaves as it is, with each other and with the model, which stays. With
-    calibrate="once" they share one pass over the model, too, which collects what all of them need.
+    The copies share the memory of all unchanged weights, with each other and with the model, which is not changed. With
+    calibrate="once" they also share one pass over the model, which collects the statistics for all of them.
 
     Raises:
         ValueError: as `apply` does, for any of the recipes, before any is applied.
@@ -305,8 +306,8 @@ def _check_once(recipe: Sequence[Method], shared: Shared | None) -> None:
     """Raise ValueError if statistics are shared that a method of the recipe makes wrong."""
     if shared and (moving := [m.name for m in recipe if m.moves_inputs]):
         raise ValueError(
-            f"`calibrate` (='once') takes statistics of the model as it is, and {', '.join(moving)} changes what "
-            "linears read: calibrate='sequential' would do"
+            f"`calibrate` (='once') uses statistics of the unchanged model, and {', '.join(moving)} changes the inputs "
+            "of linears: calibrate='sequential' would do"
         )
 
 
@@ -341,8 +342,8 @@ def _check_same(about: Mapping[str, str | None]) -> None:
         for name, value in other.items():
             if value != about[name]:
                 raise ValueError(
-                    f"`{name}` of process {rank} is another one than that of process {current().rank}: all processes "
-                    "of a process group compress one model together; `processes=1` compresses one in each"
+                    f"`{name}` of process {rank} differs from that of process {current().rank}: all processes of a "
+                    "process group compress one model together; `processes=1` compresses one in each"
                 )
 
 

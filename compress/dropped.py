@@ -1,5 +1,5 @@
-"""What stands where a part of a block was dropped: it adds nothing to the residual stream, and the cache keeps its
-places."""
+"""Replacement for a dropped part of a block: it adds nothing to the residual stream, and the numbers of the cache's
+layers stay the same."""
 
 from typing import Any
 

@@ -11,7 +11,7 @@ from compress.linear import CompressedLinear, replace
 
 
 class CompressedEmbedding(nn.Module):
-    """x = scale * (Σ parts)[ids]: stands where an nn.Embedding stood.
+    """x = scale * (Σ parts)[ids]: replaces an nn.Embedding.
 
     Where the model ties its head to the embedding, both have the same parts. The head keeps them in its state, so that
     they are stored, moved and counted once, and `compress.linear.replace` gives this module the parts of whatever
@@ -44,7 +44,7 @@ class CompressedEmbedding(nn.Module):
             self.parts = nn.ModuleList(parts)
 
     def share(self, head: CompressedLinear) -> None:
-        """Look rows up in the parts of this head from now on."""
+        """From now on, look rows up in the parts of this head."""
         self.__dict__["parts"] = head.parts
         head.__dict__["embedding"] = self
 
@@ -142,7 +142,7 @@ def store_end(model: nn.Module, name: str, stored: CompressedLinear) -> None:
 
 
 def embedding_of(table: nn.Module, parts: Sequence[Format], dtype: torch.dtype, *, tied: bool) -> CompressedEmbedding:
-    """What stands for an embedding whose weight is stored in these parts."""
+    """The replacement of an embedding whose weight is stored in these parts."""
     if isinstance(table, CompressedEmbedding):
         scale = table.scale
     else:
@@ -178,7 +178,7 @@ def problem_of_table(table: nn.Module) -> str:
     if not isinstance(table, nn.Embedding):
         return f"it is a {type(table).__name__}, not an nn.Embedding"
     if table.max_norm is not None:
-        return "it shortens its rows when they are looked up (max_norm)"
+        return "it normalises its rows when they are looked up (max_norm)"
     if table.weight.is_meta:
         return ""
     device, dtype = table.weight.device, table.weight.dtype

@@ -1,4 +1,4 @@
-"""The language of recipes: a text and the methods that it may name -> methods with their knobs."""
+"""The language of recipes: turns a text into methods with their knobs."""
 
 import ast
 import difflib

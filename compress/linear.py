@@ -1,4 +1,4 @@
-"""CompressedLinear: stands where an nn.Linear (or GPT-2's Conv1D) stood, with its weight stored as a sum of parts."""
+"""CompressedLinear: replaces an nn.Linear (or GPT-2's Conv1D), with the weight stored as a sum of parts."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +15,8 @@ from kernels.linear import linear
 
 
 class CompressedLinear(nn.Module):
-    """y = Σ parts.matmul(transform(x)) + bias; parts that are `exact` meet x before a rounding that ends the transform.
+    """y = Σ parts.matmul(transform(x)) + bias; parts that are `exact` read x before the rounding at the end of the
+    transform.
 
     Args:
         parts: stored weights [out, in] whose sum is W (dense codes, sparse outliers, a low-rank correction, ...).

@@ -1,7 +1,8 @@
-"""How much memory and disk a compression takes: predicted before any work, refused where it is too much, measured.
+"""How much memory and disk a compression takes: predicted before any work, refused if it is too much, and measured.
 
-The prediction follows the walk: one block, what flows between blocks, the statistics of one linear, and what the method
-holds while it solves that linear. Everything else of the process is taken as it is when the compression begins.
+The prediction counts one block, the activations between blocks, the statistics of one linear, and the memory that the
+method needs while it solves that linear. The rest of the process is assumed to stay as large as it is when the
+compression begins.
 """
 
 import dataclasses

@@ -1,4 +1,5 @@
-"""What a compression method is: a frozen dataclass whose fields are its knobs; and which methods may follow which."""
+"""The base class of compression methods, which are frozen dataclasses with knobs as fields; and the rules for their
+order."""
 
 import dataclasses
 import itertools
@@ -31,10 +32,10 @@ def knob(
     """A field of a method.
 
     Args:
-        help: what it does, for whoever sets it.
+        help: what the knob does, for users.
         choices, range: which values it takes; the range is inclusive.
-        describes: one use of the method is told from another by this knob, so that its value is always written, in
-            records, tables and pages; other knobs are written where they differ from their defaults.
+        describes: always write the value of this knob with the method's name, in records, tables and pages; other knobs
+            are written only if they differ from their defaults.
     """
     metadata = {"help": help, "choices": tuple(choices), "range": range, "describes": describes}
     return dataclasses.field(default=default, metadata=metadata)
@@ -68,7 +69,7 @@ class Method:
         originals: Mapping[str, nn.Module] | None = None,
         saved: SavedStatistics | None = None,
     ) -> list[LayerRecord | FoldRecord | DropRecord | AllocationRecord]:
-        """Compress `model` in place and say what became of each weight, or what was folded into what.
+        """Compress `model` in place and return the records of each weight, or of what was folded.
 
         Args:
             batches: calibration tokens, LongTensors [1, T]; may be empty unless `needs_calibration`.

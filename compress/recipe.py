@@ -32,7 +32,7 @@ def parse_recipe(text: str) -> list[Method]:
 
 
 def parse_recipes(text: str) -> dict[str, list[Method]]:
-    """Several recipes apart by semicolons, each with a name if one is put before it: "static:
+    """Several recipes, separated by semicolons, each with an optional name before a colon: "static:
     int8(activations='tensor'); gptq(bits={3, 4})". Values in braces give a recipe each.
 
     Raises:

@@ -1,17 +1,17 @@
-"""What a method reports about the parts of a model that it took: rows of the run record."""
+"""Records of the parts of a model that a method compressed: rows of the run record."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """What became of one weight; a row of the run record's `layers`.
+    """How one weight was compressed; a row of the run record's `layers`.
 
-    error: ||(W - Ŵ)X||² / ||WX||² over the calibration tokens (or ||W - Ŵ||² / ||W||² where there were none, as
-    `notes` says). `rtn_error`: the same for round-to-nearest on the same grid, with scales chosen as the method
-    chooses them; None where the method has no such peer.
-    bits_per_weight: stored, floats that are cast with the model counted as 16 bits. sparsity: the share of Ŵ that is 0.
-    choice: the method that was chosen for this weight where several were at hand, and choices: {method: what the layer
+    error: ||(W - Ŵ)X||² / ||WX||² over the calibration tokens (or ||W - Ŵ||² / ||W||² where there were none, as `notes`
+    says). `rtn_error`: the same for round-to-nearest on the same grid, with scales chosen as the method chooses them;
+    None where there is no such comparison. bits_per_weight: stored, floats that are cast with the model counted as 16
+    bits. sparsity: the share of Ŵ that is 0. choice: the method that was chosen for this weight where several were at
+    hand, and choices: {method: what the layer
         would lose with it alone}, as it was measured to choose; a layer may be several weights that share a choice.
     distortion: {ratio of this weight's entries set to 0, others as they were: KL of the model's predictions, nats per
         token}, as

@@ -1,4 +1,4 @@
-"""What a compression gave; shows itself in Jupyter."""
+"""The result of a compression; shows itself in Jupyter."""
 
 from dataclasses import dataclass, field
 from html import escape
@@ -12,14 +12,14 @@ from compress.records import AllocationRecord, DropRecord, FoldRecord, LayerReco
 
 @dataclass
 class Result:
-    """A compressed model and its story.
+    """A compressed model and the record of its compression.
 
     Attributes:
         model: the transformers model, compressed.
-        recipe: the methods that were applied, each as it acts between the others.
-        asked: the same as they were asked for, with knobs that settle themselves as they were.
+        recipe: the methods that were applied, with all knobs settled.
+        asked: the methods as the user gave them, before knobs were settled.
         layers: one record per weight that a method took.
-        folds: what was moved from norms and linears into the linears that read them.
+        folds: the scales that were moved from norms and linears into the linears that read them.
         drops: the parts of blocks that were dropped, and those that might have been.
         kept: every other weight: {name, shape, bytes, reason}.
         identity: of the model before compression: name, weights_sha256, parameters.

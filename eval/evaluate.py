@@ -1,4 +1,4 @@
-"""evaluate: everything that is measured of a compressed model, against its baseline, in one process."""
+"""evaluate: measures a compressed model against its baseline, in one process."""
 
 import math
 import time
@@ -35,7 +35,8 @@ class Scores:
         difference: {name: {metric: compressed - baseline}} where windows were paired, with standard errors.
         texts: {corpus: {tokens, window, stride, bos}}.
         notes: what could not be measured, and why.
-        device, dtype, deploy_dtype: of the models that were scored on text, and of those that were timed and weighed.
+        device, dtype, deploy_dtype: device and dtype of the models that were scored on text, and dtype of those that
+            were timed and whose size was measured.
     """
 
     metrics: dict[str, dict[str, float]]
@@ -90,11 +91,11 @@ def evaluate(
     speed_rounds: int = 5,
     timed: Sequence[str] = (),
 ) -> Scores:
-    """Score a compressed model against the model that it was.
+    """Score a compressed model against the uncompressed model.
 
     Args:
-        model, baseline: transformers decoders in the dtype in which the texts are to be scored. Or all of them are
-            sources of logits, of models whose weights are not in memory: nothing but the texts is scored then.
+        model, baseline: transformers decoders in the dtype in which the texts are to be scored. If the weights of the
+            models are not in memory, all of them are sources of logits, and only the texts are scored.
         texts: {corpus: held-out ids [1, n]} for perplexity, divergence and agreement; a file has a short name in the
             metrics (`eval.text.names.text_name`).
         others: further models to score on the same texts (round-to-nearest on the same grid, say).
@@ -102,10 +103,10 @@ def evaluate(
         prompts, write_tokens: greedy generations shown side by side; none with 0 tokens.
         speed_*: see `eval.speed.speed.measure_speed`; with 0 rounds nothing is timed. The prompt of speed and memory
             has 512 tokens unless its length is given, or `window`, or half of what the model takes, where that is less.
-        timed: names among `others` to time and weigh too, in turns with the rest, on bfloat16 copies.
+        timed: names among `others` whose speed and size are measured too, in turns with the rest, on bfloat16 copies.
 
-    What is written, speed, memory and size are those of bfloat16 copies, the dtype in which such models are deployed;
-    the baseline's speed is the strongest 16-bit one.
+    Written texts, speed, memory and size are measured on bfloat16 copies, the dtype in which such models are deployed;
+    the speed of the baseline is that of the strongest 16-bit baseline.
     """
     others = others or {}
     if not isinstance(model, nn.Module):
@@ -221,7 +222,7 @@ def _drop_non_finite(metrics: dict[str, dict[str, float]]) -> list[str]:
     notes = []
     for name, found in metrics.items():
         for metric in [m for m, value in found.items() if not math.isfinite(value)]:
-            notes.append(f"{metric} of {name} is {found.pop(metric)}, and is left out.")
+            notes.append(f"{metric} of {name} is {found.pop(metric)} and is left out.")
             warnings.warn(notes[-1], stacklevel=3)
     return notes
 

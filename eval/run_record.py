@@ -28,7 +28,7 @@ _ENVIRONMENT = ("OMP_", "GOMP_", "MKL_", "KMP_", "TORCH", "CUDA_VISIBLE", "CUBLA
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Who asked for this run: its key, notebook, parameters, when it began, and the command that repeats it."""
+    """The identity of this run: its key, notebook, parameters, start time, and the command that repeats it."""
 
     key: str
     notebook: str

@@ -1,4 +1,4 @@
-"""How threads should wait for one another on a machine that other processes keep busy.
+"""How threads should wait for one another on a machine where other processes are busy.
 
 By default OpenMP's threads spin for milliseconds at the end of every parallel loop. Where another process has one of
 the cores, the others spin until it is given back, at every loop: two GPTQ runs side by side on two cores took more

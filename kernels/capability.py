@@ -1,4 +1,4 @@
-"""What a GPU can run: its compute capability, and the shared memory that a block of threads may have.
+"""The abilities of a GPU: its compute capability, and the shared memory that a block of threads may have.
 
 The Triton kernels were written for sm_90. Before a call is sent to one, its op asks here whether this GPU has what the
 kernel needs, so that a refusal names the GPU and what would do, and no launch fails on the way. On a CPU, that is in

@@ -1,4 +1,4 @@
-"""What an error says, in one line. This package holds it because every other one may import this one."""
+"""One-line messages of errors. This module is in `kernels` because every other package may import `kernels`."""
 
 
 def first_line(error: BaseException) -> str:

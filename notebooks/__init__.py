@@ -1,1 +1,1 @@
-"""The notebooks, and what executes them."""
+"""The notebooks, and the code that executes them."""

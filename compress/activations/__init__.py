@@ -1,1 +1,1 @@
-"""Methods that round what flows between the weights, or make it easier to round."""
+"""Methods that round the inputs of linears (activations), or make them easier to round."""

@@ -1,4 +1,4 @@
-"""Rounding of what the linears read, whatever their weights are stored in: the A of W4A8 and W4A4.
+"""Rounding of the inputs of linears, for weights in any format: the A of W4A8 and W4A4.
 
 With `outliers` the largest channels share groups in 8 bits, as in COMET (Liu et al., 2024, arXiv:2410.12168).
 """
@@ -27,7 +27,8 @@ class Activations(LayerwiseMethod):
     """Rounds the inputs of linears to few bits; the weights stay as the methods before it stored them.
 
     With 4-bit integer weights a CPU with VNNI multiplies the codes themselves. Everywhere else, and with `outliers`
-    of channels that nothing has put in order before, the rounding is emulated: the result is the same, and not faster.
+    whose channels no earlier method has put in order, the rounding is emulated: the result is the same, but it is not
+    faster.
     """
 
     name: ClassVar[str] = "activations"
@@ -36,19 +37,22 @@ class Activations(LayerwiseMethod):
     statistics: ClassVar[tuple[str, ...]] = ("rows", "absmax")
     working_set: ClassVar[tuple[float, float]] = (2.0, 0.0)
 
-    bits: int = knob(8, "bits of an integer code, whose grid is symmetric; not of the other formats", choices=(8, 4))
+    bits: int = knob(8, "bits of an integer code on a symmetric grid; for format='int' only", choices=(8, 4))
     format: str = knob(
         "int",
         "integers, fp8 (e4m3), mxfp4 or nvfp4 (e2m1 with a step for 32 or 16 columns)",
         choices=FORMATS,
     )
     group_size: int = knob(-1, "columns of a token that share a step; -1: all of them", range=(-1, 1 << 20))
-    static: bool = knob(False, "one step for all that a linear reads, from the calibration tokens; else one per token")
+    static: bool = knob(
+        False, "one step for all inputs of a linear, from the calibration tokens; False: one step per token"
+    )
     clip: float = knob(1.0, "the share of the largest magnitude that the largest code stands for", range=(0.1, 1.0))
     outliers: float = knob(
         0.0,
-        "share of a token's groups that keep 8 bits: the channels that were the largest on the calibration tokens are "
-        "gathered in them; the first groups where an earlier method of the recipe has put the largest channels first",
+        "share of a token's groups that keep 8 bits; these groups hold the channels that were largest on the "
+        "calibration tokens, or are the first groups if an earlier method of the recipe has put the largest channels "
+        "first",
         range=(0.0, 1.0),
     )
 
@@ -57,25 +61,25 @@ class Activations(LayerwiseMethod):
         wanted = BITS.get(self.format, self.bits)
         if self.format != "int" and self.bits not in (8, wanted):
             raise ValueError(
-                f"`bits` (={self.bits}) of {self.name} is of integers, and format={self.format!r} has {wanted}: leave "
-                "`bits` out"
+                f"`bits` (={self.bits}) of {self.name} is for format='int', and format={self.format!r} has {wanted} "
+                "bits: leave `bits` out"
             )
         if self.where != "blocks":
             raise ValueError(
-                f"`where` (={self.where!r}) of {self.name} must be 'blocks': what the head reads stays in 16 bits"
+                f"`where` (={self.where!r}) of {self.name} must be 'blocks': the inputs of the head stay in 16 bits"
             )
         if self.group_size == 0:
             raise ValueError(f"`group_size` (=0) of {self.name} must be -1 (all columns) or at least 1")
         if self.static and (self.group_size != -1 or self.format in GROUPS):
             raise ValueError(
-                f"`static` (=True) of {self.name} is one step for all columns: group_size=-1 and format 'int' or 'fp8' "
-                "go with it"
+                f"`static` (=True) of {self.name} is one step for all columns: it needs group_size=-1, and format "
+                "'int' or 'fp8'"
             )
 
         if self.outliers and (self.group_size == -1 or self.format != "int" or self.bits != 4):
             raise ValueError(
-                f"`outliers` (={self.outliers}) of {self.name} is a share of groups of 4-bit integers: bits=4, "
-                "format='int' and group_size=64 or 128 go with it"
+                f"`outliers` (={self.outliers}) of {self.name} is a share of groups of 4-bit integers: it needs "
+                "bits=4, format='int' and group_size=64 or 128"
             )
 
     @property
@@ -112,6 +116,6 @@ class Activations(LayerwiseMethod):
             return made
         largest = statistics.values["absmax"].amax() if statistics.tokens else torch.zeros(())
         if largest < SMALLEST:
-            statistics.note(f"a step per token: {statistics.tokens} calibration tokens gave nothing but 0")
+            statistics.note(f"a step per token: {statistics.tokens} calibration tokens were all 0")
             return made
         return Rounding(bits, self.format, clip=self.clip, step=largest.float() * self.clip / made.largest)

@@ -1,4 +1,4 @@
-"""LLM.int8() by bitsandbytes itself, as its Linear8bitLt does it: a peer to compare with."""
+"""LLM.int8() computed by bitsandbytes itself, as its Linear8bitLt does, for comparison."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from compress.walk.statistics import LayerStatistics
 class BitsandbytesInt8(LayerwiseMethod):
     """LLM.int8() as bitsandbytes quantises, stores and multiplies it.
 
-    It needs no calibration. If there are calibration tokens, the recorded errors are those of the outputs.
+    It needs no calibration. With calibration tokens, the recorded errors are errors of the outputs.
     """
 
     name: ClassVar[str] = "bnb_int8"

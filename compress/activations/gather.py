@@ -1,4 +1,4 @@
-"""The channels of what linears read in descending order, so that outliers share groups (COMET, Liu et al., 2024,
+"""The input channels of linears in descending order, so that outliers share groups (COMET, Liu et al., 2024,
 arXiv:2410.12168)."""
 
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ class Gather(LayerwiseMethod):
     computes the same.
 
     Linears that read the same input share the order. It is applied to the input while the model runs, and to the
-    columns of the weight once, so that what quantises weights and inputs afterwards meets groups of channels of like
-    size: of `activations(bits=4, group_size=32, outliers=0.1)` the first tenth of the groups, which hold the largest
-    channels, then has 8 bits, and the product still multiplies integers. What scales or rotates channels comes first:
+    columns of the weight once. Later methods then quantise groups of channels of similar size: with
+    `activations(bits=4, group_size=32, outliers=0.1)` the first tenth of the groups, which hold the largest channels,
+    has 8 bits, and the product still multiplies integers. Methods that scale or rotate channels come first:
     `smoothquant, gather, gptq(bits=4), activations(bits=4, group_size=32, outliers=0.1)`.
     """
 
@@ -39,7 +39,7 @@ class Gather(LayerwiseMethod):
         super().__post_init__()
         if self.where != "blocks":
             raise ValueError(
-                f"`where` (={self.where!r}) of {self.name} must be 'blocks': what the head reads stays in 16 bits"
+                f"`where` (={self.where!r}) of {self.name} must be 'blocks': the inputs of the head stay in 16 bits"
             )
 
     def within(self, before: Sequence[Method], after: Sequence[Method]) -> Method:
@@ -47,8 +47,8 @@ class Gather(LayerwiseMethod):
             splits = isinstance(method, LayerwiseMethod) and not isinstance(method, FoldingMethod)
             if method.stage == "transform" and not splits or isinstance(method, FoldingMethod):
                 raise ValueError(
-                    f"`recipe`: {method} scales or rotates channels, and {self} before it has ordered them by their "
-                    f"magnitudes: {self} must come after {method}, or go"
+                    f"`recipe`: {method} scales or rotates the channels that {self} orders by magnitude: {self} must "
+                    f"come after {method}, or be left out"
                 )
         return self
 

@@ -22,10 +22,10 @@ class LLMInt8(LayerwiseMethod):
     """Rounds weights and activations to int8, and keeps the columns that read large inputs in 16 bits.
 
     Source: arXiv:2208.07339, equation 8. Deviations: the columns are those that reach the threshold on the calibration
-    tokens, fixed once, where the paper looks for them in every batch (so that no batch has to be searched, and the
-    weight is stored once); a maximum over many tokens finds more of them than a batch, in some models half of the down
-    projections' columns, hence `most`. Weights of these columns are stored in the model's dtype, and in bfloat16 for a
-    float32 model.
+    tokens. They are fixed once, where the paper looks for them in every batch, so that no batch has to be searched and
+    the weight is stored once. A maximum over many tokens finds more columns than a single batch (in some models half of
+    the columns of the down projections), so `most` limits their number. Weights of these columns are stored in the
+    model's dtype, and in bfloat16 for a float32 model.
     """
 
     name: ClassVar[str] = "llm_int8"
@@ -39,7 +39,7 @@ class LLMInt8(LayerwiseMethod):
     )
     most: float = knob(
         0.01,
-        "largest share of a linear's columns that stay in 16 bits; of more, those with the largest inputs",
+        "largest share of a linear's columns that stay in 16 bits; the columns with the largest inputs come first",
         range=(0, 1),
     )
 

@@ -31,7 +31,7 @@ class SmoothQuant(FoldingMethod):
 
     alpha: float | str = knob(
         0.5,
-        "how much of the inputs' ranges moves into the weights, 0 to 1; search: per link, the one of "
+        "how much of the inputs' ranges moves into the weights, 0 to 1; search: for each link, the value with the "
         "least output error in 8 bits",
         describes=True,
     )
@@ -42,8 +42,8 @@ class SmoothQuant(FoldingMethod):
     )
     target: str = knob(
         "auto",
-        "activations at which search and the recorded errors aim: rounded in 8 bits token by token, by one "
-        "static step for the tensor, or as the recipe's activation quantiser says (auto; token without one)",
+        "rounding of activations that search and the recorded errors assume: in 8 bits with a step per token (token), "
+        "with one static step (tensor), or as in the recipe's activation quantiser (auto; token without one)",
         choices=("auto", "token", "tensor"),
     )
 
@@ -67,8 +67,8 @@ class SmoothQuant(FoldingMethod):
         """Scales of equation 4, whose errors are measured on a sample of tokens with the scales and static step of all
         the others.
 
-        Smoothed, every channel reaches up to the step's range, and tokens never seen go beyond it: on those that set
-        the step a static search would find alphas that are too large.
+        After smoothing, every channel reaches the limit of the step's range, and new tokens exceed it. A static search
+        on the tokens that set the step would therefore choose alphas that are too large.
         """
         W, channels = torch.cat(weights), link.channels.to(weights[0].device)  # [out of all consumers, in]
         absmax, rest, rows = (statistics.values[key] for key in ("absmax", "absmax_rest", "rows"))

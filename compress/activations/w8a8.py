@@ -1,4 +1,5 @@
-"""Weights and activations in the same 8 bits, rounded to nearest: what the methods for each number format share."""
+"""Weights and activations in the same 8 bits, rounded to nearest: the code that the methods for each number format
+share."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,8 +26,8 @@ class W8A8(LayerwiseMethod):
 
     activations: str = knob(
         "token",
-        "a step per token, computed while the model runs (token), or one for all that a linear reads, from "
-        "the calibration tokens (tensor)",
+        "a step per token, computed while the model runs (token), or one step for all inputs of a linear, from the "
+        "calibration tokens (tensor)",
         choices=("token", "tensor"),
     )
     weights: str = knob(
@@ -72,7 +73,7 @@ class W8A8(LayerwiseMethod):
             return None
         largest = statistics.values["absmax"].amax() if statistics.tokens else torch.zeros(())
         if largest < SMALLEST:
-            statistics.note(f"a step per token: {statistics.tokens} calibration tokens gave nothing but 0")
+            statistics.note(f"a step per token: {statistics.tokens} calibration tokens were all 0")
             return None
         return largest / LARGEST[self.dtype]
 

@@ -1,1 +1,1 @@
-"""How much to take from each layer."""
+"""How a budget of bytes or zeros is shared out among layers."""

@@ -1,4 +1,4 @@
-"""What a model takes when it is stored: what is shared out, and what stays."""
+"""The bytes of a stored model: the part that is shared out, and the part that stays."""
 
 from collections.abc import Mapping
 from math import prod
@@ -12,7 +12,7 @@ HALF = 2  # bytes of a float as models are deployed
 
 
 def bytes_beside(model: nn.Module, shapes: Mapping[str, tuple[int, int]]) -> int:
-    """Stored bytes of all but these weights: parameters in 16 bits, what is compressed already as it is stored.
+    """Stored bytes of all other weights: parameters in 16 bits, compressed weights in their stored form.
 
     Args:
         shapes: (out, in) by name; a tied embedding goes with the head that is named.

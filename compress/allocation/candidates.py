@@ -1,4 +1,4 @@
-"""What each way to store a layer would take and lose: one pass over the blocks in which every choice is tried."""
+"""The bytes and the loss of each way to store a layer: one pass over the blocks tries every choice."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Solved(NamedTuple):
 
 
 class Loss(Protocol):
-    """What is lost if some linears of a block are stored in another way, and all others are as they were."""
+    """The loss if some linears of a block are stored in another way, and all others are not changed."""
 
     statistics: tuple[str, ...]  # names in STATISTICS that it reads
 

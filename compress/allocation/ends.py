@@ -1,4 +1,4 @@
-"""What the choices for a model's token embedding and head would take and lose."""
+"""The bytes and the loss of each choice for a model's token embedding and head."""
 
 from collections.abc import Mapping, Sequence
 

@@ -56,7 +56,7 @@ def ranked(scores: Sequence[float], blocks: Sequence[Mapping[str, Mapping[str, i
     """Blocks as layers, whose loss is their rank of importance times the bytes that a choice saves.
 
     With this loss the best set under a budget gives the largest choice to the most important blocks and the smallest to
-    the others, with at most one block between, as the paper does; only the order of the scores counts.
+    the others, with at most one block in between, as in the paper; only the order of the scores matters.
 
     Args:
         scores: one for each block.

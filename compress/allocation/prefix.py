@@ -1,4 +1,4 @@
-"""In which order blocks are taken that build upon one another, and how many of each stack a budget takes."""
+"""The order in which the blocks of stacks are taken, and how many blocks of each stack fit into a budget."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeVar

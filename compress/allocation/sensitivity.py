@@ -9,7 +9,7 @@ from compress.walk.walk import quadratic
 
 
 class FisherLoss:
-    """What `predicted_loss` says of the linears that are stored in another way."""
+    """The `predicted_loss` of the linears that are stored in another way."""
 
     statistics: tuple[str, ...] = ("gram",)
 

@@ -1,4 +1,4 @@
-"""How much goes from which linear, given how much goes from all of them together."""
+"""How many weights are removed from each linear, given the share that is removed from all of them together."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ def global_ratios(
     score: Callable[[Tensor, LayerStatistics], Tensor],
     ratio: float,
 ) -> dict[str, float]:
-    """The ratio of each linear when the smallest scores of all linears together go.
+    """The ratio of each linear if the weights with the smallest scores of all linears are removed.
 
     The threshold is found by bisection, so that no more than one linear's scores are held at a time.
 
@@ -68,7 +68,7 @@ def distortion_curves(
     device: torch.device,
     store: BlockStore | None = None,
 ) -> dict[str, dict[float, float]]:
-    """What pruning one linear alone does to the model's predictions: {linear: {level: KL in nats per token}}.
+    """How pruning one linear alone changes the model's predictions: {linear: {level: KL in nats per token}}.
 
     Args:
         methods: {level: the method that prunes as much}; they differ in that alone.
@@ -96,7 +96,8 @@ def distortion_curves(
 
 
 def allocate(curves: Mapping[str, Mapping[float, float]], weights: Mapping[str, int], ratio: float) -> dict[str, float]:
-    """The ratio of each linear, so that at least `ratio` of all weights go and the sum of distortions is least.
+    """The ratio of each linear, so that at least `ratio` of all weights are removed and the sum of distortions is
+    least.
 
     Between measured levels the root of the distortion is taken to be linear; it is 0 where nothing goes.
 

@@ -1,4 +1,4 @@
-"""Whether a checkpoint format can hold what a recipe will make of a model: known before any work."""
+"""Checks before any work whether a checkpoint format can hold the model that a recipe will make."""
 
 import itertools
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ from compress.walk.layerwise import LayerwiseMethod
 
 
 def check_save_format(save_format: str, recipe: Sequence[Method], model: nn.Module) -> None:
-    """Raise ValueError, before any work, if a checkpoint format cannot hold what a recipe will make of a model.
+    """Raise ValueError, before any work, if a checkpoint format cannot hold the model that a recipe will make.
 
     The message names the format, the method with its knobs, a linear, the reason, and the formats that could hold it.
-    Where what is stored depends on the data, the check takes the general case, and saving checks again.
+    If the stored form depends on the data, the check assumes the general case, and saving checks again.
 
     Args:
         save_format: one of `compress.checkpoint.save.SAVE_FORMATS`.
@@ -36,7 +36,7 @@ def check_save_format(save_format: str, recipe: Sequence[Method], model: nn.Modu
 
 
 def linears_to_be(recipe: Sequence[Method], model: nn.Module) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """What a settled recipe will store for each linear of a model.
+    """The form in which a settled recipe will store each linear of a model.
 
     Returns:
         By name, what `CompressedLinear.spec()` will give, and the methods that store it.

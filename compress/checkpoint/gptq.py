@@ -82,7 +82,7 @@ vllm serve PATH
         if scheme is None or scheme.format != PACKED:
             return f"it is stored as {plain_spec(linear)['format']}, and this format holds integer codes in groups"
         if scheme.bits not in BITS:
-            return f"it has {scheme.bits} bits, and this format {', '.join(map(str, BITS))}"
+            return f"it has {scheme.bits} bits, and this format stores {', '.join(map(str, BITS))}"
         if any(size % 32 for size in linear["parts"][0]["shape"]):
             return (
                 f"its shape {tuple(linear['parts'][0]['shape'])} is not in multiples of 32, which codes are packed by"

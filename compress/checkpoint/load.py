@@ -42,7 +42,7 @@ def load_compressed(
 
     Args:
         dtype: of activations and of the weights that are not compressed, also by its name ("bfloat16"); None: as they
-            were saved. What the model computes when it is made (rotary frequencies) keeps its own.
+            were saved. Tensors that the model computes itself (rotary frequencies) keep their dtype.
         caches: attach the KV policy and the KV storage of the recipe, so that `generate` keeps its cache by them.
 
     Raises:
@@ -164,7 +164,7 @@ def empty_model(path: Path, layout: dict[str, Any]) -> nn.Module:
 
 
 def remember_story(model: nn.Module, path: Path) -> None:
-    """Keep with a model what had been done to it, so that the story of what it becomes says so."""
+    """Keep the earlier compression steps with a model, so that they are part of the record of later ones."""
     if (path / STORY).is_file():
         story = Story.read(path)
         model.made_by = {"compressed_before": {"recipe": story.recipe, "model": story.model}}

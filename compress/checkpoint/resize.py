@@ -1,4 +1,4 @@
-"""resize: a model that is stored in blocks, with as many of them as fit into a number of megabytes."""
+"""resize: keeps as many blocks of a model that is stored in blocks as fit into a number of megabytes."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,8 +31,9 @@ def resize(model: nn.Module, size_mb: float, *, path: str | Path | None = None) 
 
     Args:
         model: as `load_compressed` gives it, or as `apply` left it.
-        size_mb: megabytes of the whole model as it is stored, what is not in blocks counted; floats that are cast with
-            the model count as 16 bits, as in the record's `stored_bytes`. Room for more than all blocks takes them all.
+        size_mb: megabytes of the whole model as it is stored, including the weights that are not in blocks; floats that
+            are cast with the model count as 16 bits, as in the record's `stored_bytes`. If all blocks fit, all are
+            kept.
         path: folder of a checkpoint of this model that holds the blocks; None: the one that the model was loaded from.
 
     Returns:
@@ -40,11 +41,11 @@ def resize(model: nn.Module, size_mb: float, *, path: str | Path | None = None) 
 
     Raises:
         ValueError: nothing of the model is stored in blocks; `size_mb` has no room for the first block of every weight;
-            or blocks are missing, and the checkpoint is not at hand or is one of another model.
+            or blocks are missing, and the checkpoint is missing or belongs to another model.
     """
     stacks = _stacks(model)
     if not stacks:
-        raise ValueError("`model` holds no weight that is stored in blocks, so that its size is what it is")
+        raise ValueError("`model` holds no weight that is stored in blocks, so its size cannot change")
     beside = bytes_beside(model, {}) - sum(stack.nbytes for stack in stacks.values())
     checkpoint = _checkpoint_of(model, stacks, path)
     gains = checkpoint.gains if checkpoint else {place: _gains(stack) for place, stack in stacks.items()}

@@ -43,8 +43,8 @@ def save_compressed(
 ) -> Path:
     """Write a compressed model to a folder.
 
-    The folder appears by one rename, after its content was loaded again by the reader of its format and gave the same
-    logits as the model in memory; an interruption leaves nothing under its name.
+    The content is loaded again by the reader of its format and must give the same logits as the model in memory; only
+    then does the folder get its name, by one rename. After an interruption there is no folder of that name.
 
     Args:
         path: a folder that does not exist, or is empty.
@@ -54,7 +54,7 @@ def save_compressed(
     Raises:
         ValueError: there is something at `path` already, or the format cannot hold this model.
         OSError: the disk has not enough room; nothing is left at `path`.
-        RuntimeError: what was written does not give the same model; nothing is left at `path`.
+        RuntimeError: the written files do not give the same model; nothing is left at `path`.
     """
     return write_checkpoint(Checkpoint(result.model, tokenizer, Story.of(result), shard_bytes), path, save_format)
 
@@ -129,7 +129,7 @@ def check_holds(
         ways = " or ".join(repr(one.name) for one in SAVE_FORMATS.values() if one.takes_disk)
         raise ValueError(
             f"`save_format` (={save_format!r}) is written from memory, and this model's weights lie on disk: {ways} "
-            "would do, which `export_checkpoint` turns into others where the compressed model fits into memory"
+            "would do; `export_checkpoint` can convert that later if the compressed model fits into memory"
         )
     if problem := _problem(writer, model, {}):
         raise ValueError(problem + _instead(model, linears))

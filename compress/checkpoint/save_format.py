@@ -1,4 +1,4 @@
-"""The contract of a checkpoint format: what it can hold, how it is written, and how what was written is verified."""
+"""The interface of a checkpoint format: what it can hold, how it is written, and how the written files are verified."""
 
 import json
 from dataclasses import asdict, dataclass, field, fields
@@ -64,7 +64,7 @@ class Story:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What is to be written: the model as it is in memory, its tokenizer if there is one, and its story.
+    """The content of a checkpoint: the model as it is in memory, its tokenizer if there is one, and its story.
 
     shard_bytes: size above which weights go into a further file.
     """
@@ -77,7 +77,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Verification:
-    """What loading a checkpoint again showed.
+    """The result of loading a checkpoint again.
 
     Attributes:
         reader: the library that loaded it, with its version.
@@ -111,7 +111,7 @@ class SaveFormat:
         holds_caches: whether the KV policies of a recipe travel with the checkpoint. Where they do not, the caller of
             `write` says so in the card and in a warning; a format need not.
         holds_rotations: whether it has a place for rotations that act while the model runs.
-        takes_disk: whether it writes models whose weights lie on disk, block by block.
+        takes_disk: whether it can write models whose weights lie on disk, block by block.
     """
 
     name: ClassVar[str]

@@ -1,4 +1,5 @@
-"""Is a model that another library loaded the same as the one in memory: weight by weight, then by its logits."""
+"""Checks that a model loaded by another library is the same as the one in memory: weight by weight, then by its
+logits."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -158,7 +159,9 @@ def compare_logits(
     noise = _by_position(wide(ids, use_cache=False).logits.float() - given)
     agreement = _agreement(expected, given, MARGIN * (noise.square() + steps.square()).sqrt())
     if not agreement:
-        raise RuntimeError(f"the loaded model is another one than that in memory, with the same weights: {agreement}")
+        raise RuntimeError(
+            f"the loaded model has the same weights as the model in memory but gives different logits: {agreement}"
+        )
     return agreement
 
 

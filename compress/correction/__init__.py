@@ -1,1 +1,1 @@
-"""Methods that add parts to a stored weight: what quantisation left over, in few bytes. One method a file."""
+"""Methods that add small parts to a stored weight, which correct its quantisation error. One method a file."""

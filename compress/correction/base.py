@@ -1,4 +1,4 @@
-"""What the methods of the stage `correct` share: where they may stand, and the matrix that says what an error costs."""
+"""Shared code of the stage `correct`: the allowed places in a recipe, and the matrix by which errors are weighted."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from compress.walk.statistics import LayerStatistics
 
 @dataclass(frozen=True, kw_only=True)
 class Correction(LayerwiseMethod):
-    """Adds parts to every weight that an earlier method of the recipe stored, fitted to what that left over.
+    """Adds parts to every weight that an earlier method of the recipe stored, fitted to its quantisation error.
 
     `solve` is given R = W - Ŵ, with W the weight before the recipe stored it, and returns what is added to Ŵ. The walk
     measures the inputs anew, as the compressed and corrected layers before them give them.
@@ -44,7 +44,7 @@ class Correction(LayerwiseMethod):
         for method in after:
             if method.stage == "quantize_activations" and method.stores((64, 64)) is not None:
                 raise ValueError(
-                    f"`recipe`: {method} would store weights anew, and what {self} added with them: leave one out"
+                    f"`recipe`: {method} would store weights anew, including the parts that {self} added: leave one out"
                 )
         return self
 

@@ -1,5 +1,5 @@
-"""Low-rank correction of what quantisation left over: LoRC (ZeroQuant-FP, arXiv:2307.09782), LQER (arXiv:2402.02446),
-EoRA (arXiv:2410.21271)."""
+"""Low-rank correction of quantisation errors: LoRC (ZeroQuant-FP, arXiv:2307.09782), LQER (arXiv:2402.02446), EoRA
+(arXiv:2410.21271)."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -17,14 +17,14 @@ from compress.walk.statistics import LayerStatistics
 
 @dataclass(frozen=True, kw_only=True)
 class LowRank(Correction):
-    """Adds to each stored weight the matrix of low rank that makes up best for what was left over.
+    """Adds to each stored weight the low-rank matrix that corrects its quantisation error best.
 
     Source: LoRC (arXiv:2307.09782, section 3) takes the singular vectors of W - Ŵ (weights=none); LQER
     (arXiv:2402.02446, equation 9) scales its columns by the mean magnitudes of the inputs (scale); EoRA
     (arXiv:2410.21271, algorithm 1) by a square root of the Gram matrix, which minimises the error of the layer's output
-    (hessian). Deviations: the first tokens' weight in H, and int8 factors that are rounded to nearest, the second
-    fitted to the first as it was rounded. Where a later method of the recipe rounds what the linears read, this part
-    meets it before that, in 16 bits.
+    (hessian). Deviations: the first tokens' weight in H, and int8 factors that are rounded to nearest, where the second
+    factor is fitted to the rounded first one. If a later method of the recipe rounds the inputs of linears, the
+    low-rank part still reads them in 16 bits, before they are rounded.
     """
 
     name: ClassVar[str] = "low_rank"
@@ -55,7 +55,7 @@ class LowRank(Correction):
 
 
 def low_rank(R: Tensor, H: Tensor | None, *, rank: int, bits: int = 16) -> LowRankWeight:
-    """The matrix Δ of low rank that minimises tr((R - Δ) H (R - Δ)ᵀ).
+    """The low-rank matrix Δ that minimises tr((R - Δ) H (R - Δ)ᵀ).
 
     With S any square root of H and U the first left singular vectors of R S, it is U Uᵀ R (Eckart-Young): S need not be
     inverted.

@@ -1,4 +1,4 @@
-"""Sparse correction of what quantisation left over: the few entries that gain most, in compressed rows."""
+"""Sparse correction of quantisation errors: the few entries with the largest effect, in compressed rows."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -21,9 +21,9 @@ class SVDQuant(LayerwiseMethod):
     """Splits each weight into a branch of low rank, which stays in 16 bits, and a rest, which later methods quantise.
 
     The branch reads the inputs before they are rounded for the rest: y = L (R x) + Q(W - L R) Q(x). Its factors are the
-    first singular vectors of W, so that the rest has the least norm and the outliers go where
-    nothing is rounded. Those of the inputs move into the weights first: `smoothquant, svdquant, gptq(bits=4),
-    activations(bits=4)`. What corrects a weight after it was stored is `low_rank`.
+    first singular vectors of W, so that the rest has the least norm and the outliers stay in 16 bits. Outliers of the
+    inputs must be moved into the weights first: `smoothquant, svdquant, gptq(bits=4), activations(bits=4)`. The method
+    `low_rank` corrects a weight after it was stored.
     """
 
     name: ClassVar[str] = "svdquant"
@@ -43,8 +43,8 @@ class SVDQuant(LayerwiseMethod):
             if method.stage in ("transform", "sparsify") or isinstance(method, FoldingMethod):
                 what = "prunes" if method.stage == "sparsify" else "changes"
                 raise ValueError(
-                    f"`recipe`: {method} {what} whole weights, and {self} before it has split them: a recipe without "
-                    "one of the two would do, or one that scales and rotates first"
+                    f"`recipe`: {method} {what} whole weights, and {self} before it has split them: leave one of the "
+                    "two out, or put methods that scale and rotate first"
                 )
         return self
 

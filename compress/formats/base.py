@@ -1,4 +1,4 @@
-"""The contract of a stored weight, and what small parts that stand beside a larger one share."""
+"""The interface of a stored weight, and the shared code of small parts that are added to a larger one."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -16,11 +16,11 @@ from kernels.w4a8_matmul.codes import multiplies_codes, w4a8_codes_matmul
 
 
 class Trainable(nn.Module):
-    """A stored weight as a differentiable function of what may be trained of it; `Format.trainable` makes one.
+    """A stored weight as a differentiable function of its trainable tensors; `Format.trainable` makes one.
 
-    What `weight` gives is at every moment what `stored().dequantize()` would give, so that no rounding comes between
-    training and storing. `offsets` and `factors` have gradients; both are in relative units, so that one learning rate
-    serves all formats.
+    `weight` always gives the same values as `stored().dequantize()`, so that storing a trained weight does not round it
+    again. `offsets` and `factors` have gradients; both are in relative units, so that one learning rate serves all
+    formats.
 
     Attributes:
         offsets: [out, in], how far each weight was moved from its stored code, in steps of its grid.
@@ -143,7 +143,7 @@ class Format(nn.Module):
         """A differentiable view of this weight; None if nothing of it can be trained.
 
         Args:
-            original: [out, in], what the weight was rounded from: says to which side of its code each weight lies.
+            original: [out, in], the weight before it was rounded: it shows on which side of its code each weight lies.
         """
         return None
 

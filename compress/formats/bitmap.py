@@ -1,4 +1,4 @@
-"""A weight with zeros anywhere: the others, in a row, and a bit for every place."""
+"""A weight with zeros anywhere: the other weights one after another, and a mask with a bit per weight."""
 
 from typing import Any, ClassVar
 

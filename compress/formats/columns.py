@@ -1,5 +1,5 @@
-"""Some input columns of a weight, stored in another format; the rest is 0. Parts that share out the columns make up all
-of it."""
+"""Some input columns of a weight, stored in another format; the other columns are 0. Several such parts with different
+columns add up to the whole weight."""
 
 from typing import Any, ClassVar
 

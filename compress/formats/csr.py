@@ -1,4 +1,5 @@
-"""A weight of which few entries are not 0, in compressed rows: what a bit for every place would be too dear for."""
+"""A weight of which few entries are not 0, in compressed rows, which take fewer bytes than a mask with a bit per
+weight."""
 
 from typing import Any, ClassVar
 

@@ -1,4 +1,5 @@
-"""A weight as it is: a matrix of floats. Sparse and low-rank parts add to it; pruning without packing ends in it."""
+"""A weight as it is: a matrix of floats. Sparse and low-rank parts can be added to it; pruned weights that are not
+packed are stored in it."""
 
 from typing import Any, ClassVar
 

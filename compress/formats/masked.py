@@ -1,4 +1,4 @@
-"""Weights with zeros in the least bytes, and how zeros stay zeros when a stored weight is stored anew."""
+"""Stores weights with zeros in the fewest bytes, and keeps the zeros when a stored weight is stored again."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -78,6 +78,7 @@ def masked_like(before: Sequence[Format], parts: list[Format], keep: Tensor) -> 
     if (W[~keep] != 0).any():
         stored = " + ".join(part.name for part in parts)
         raise ValueError(
-            f"weights that an earlier method set to 0 are not 0 as stored ({stored}): `statistics.keep` says which"
+            f"weights that an earlier method set to 0 are not 0 after storing ({stored}); `statistics.keep` tells a "
+            "method which weights must stay 0"
         )
     return parts

@@ -1,5 +1,5 @@
-"""What formats of sparse weights share: zeros are not stored, but laid out again where the device has no sparse
-product."""
+"""Shared code of the formats of sparse weights: zeros are not stored, but are put back in memory if the device has no
+sparse product."""
 
 import torch
 from torch import Tensor

@@ -35,8 +35,8 @@ def emulate(
     scale_dtype: str = "float32",
     seed: int = 0,
 ) -> Iterator[nn.Module]:
-    """While the context lasts, the weights of all linears of the model are rounded to a number format, or what `ops`
-    names.
+    """While the context lasts, the weights of all linears of the model, or the operations in `ops`, are rounded to a
+    number format.
 
     Products are accumulated in the model's own dtype. A head that shares its weight with the embedding rounds both.
 
@@ -47,7 +47,7 @@ def emulate(
             round what these read and what they give, which a table of 2^bits entries per scale can compute. "softmax"
             takes its exponentials from a table of 2^bits entries that has as many levels; its sums are exact.
             Residual sums and products of activations stay as they are.
-        inputs: whether what the linears read is rounded in the same way, too, each time.
+        inputs: whether the inputs of the linears are also rounded in the same way, each time.
         rounding: of floats: one of `ROUNDINGS`.
         bits: of grid="int".
         group_size: columns that share a scale, where the format does not say it; -1 for a whole row.

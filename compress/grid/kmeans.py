@@ -1,4 +1,4 @@
-"""Tables of their own for the rows of a weight: weighted k-means in one dimension, for all rows at once."""
+"""A table for each row of a weight: weighted k-means in one dimension, for all rows at once."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Rounding to nearest: a method of its own, and what others fall back to or are compared with."""
+"""Rounding to nearest: a method of its own, and the fallback and the baseline of other methods."""
 
 from torch import Tensor
 

@@ -1,1 +1,1 @@
-"""What a compression starts from: models, texts and calibration tokens."""
+"""The inputs of a compression: models, texts and calibration tokens."""

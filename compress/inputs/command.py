@@ -1,4 +1,4 @@
-"""What commands share that learn something of a model from calibration texts and write it to a file."""
+"""Shared code of the commands that learn from a model and calibration texts, and write the result to a file."""
 
 import argparse
 from collections.abc import Mapping
@@ -14,23 +14,23 @@ from compress.inputs.model import load_model
 def given(
     description: str | None, *, samples: int, more: Mapping[str, dict[str, Any]] = MappingProxyType({})
 ) -> tuple[nn.Module, list[Tensor], argparse.Namespace]:
-    """The model and the calibration texts that the command line names, and all of its options: `out` is the file.
+    """The model, the calibration texts and all options of the command line; the option `out` is the file to write.
 
     Args:
         description: docstring of the command, whose first line its help shows.
-        samples: texts of a corpus where the command line names no number.
+        samples: default number of texts of a corpus.
         more: options of the command's own, as `ArgumentParser.add_argument` takes them.
 
     Raises:
         ValueError: no such model or corpus.
     """
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
-    parser.add_argument("--model", default="smollm2-135m", help="what `load_model` takes")
+    parser.add_argument("--model", default="smollm2-135m", help="name or folder of a model, as `load_model` takes it")
     parser.add_argument("--out", required=True, help="file to write")
-    parser.add_argument("--dtype", default="float32", help="of the model; bfloat16 is faster where processors have it")
-    parser.add_argument("--corpus", nargs="+", default=["pydocs"], help="what `calibration` takes; several are joined")
-    parser.add_argument("--samples", type=int, default=samples, help="texts of each corpus")
-    parser.add_argument("--seqlen", type=int, default=512, help="tokens of each")
+    parser.add_argument("--dtype", default="float32", help="dtype of the model; bfloat16 is faster on some CPUs")
+    parser.add_argument("--corpus", nargs="+", default=["pydocs"], help="texts, as `calibration` takes them")
+    parser.add_argument("--samples", type=int, default=samples, help="windows of each corpus")
+    parser.add_argument("--seqlen", type=int, default=512, help="tokens of each window")
     parser.add_argument("--seed", type=int, default=0)
     for option, how in more.items():
         parser.add_argument(option, **how)

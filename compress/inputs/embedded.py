@@ -1,4 +1,4 @@
-"""The GGUF files of models that come as packages, and GGUF files that are named themselves."""
+"""The GGUF files of models that come as packages, and GGUF files that the user names."""
 
 import importlib.util
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def gguf_file(model_name: str) -> Path | None:
-    """The GGUF file of an embedded model, or that is named itself; None for other models.
+    """The GGUF file of an embedded model, or the file that the name gives; None for other models.
 
     Raises:
         ValueError: the file is not there.

@@ -1,4 +1,5 @@
-"""GGUF files as ordinary models: converted once, shuffled off the file's own grid, kept in the user's cache folder."""
+"""GGUF files as ordinary models: converted once, with channels permuted so that weights leave the file's own grid, and
+kept in the user's cache folder."""
 
 import hashlib
 import os
@@ -59,8 +60,8 @@ def _convert(path: Path, target: Path) -> None:
     del loaded
     if not shuffle(model, SEED):
         warnings.warn(
-            f"{path.name}: its weights stay on the file's own grid; quantising them with the same groups is "
-            "easier than it should be",
+            f"{path.name}: its weights stay on the grid of the file, so quantising them again with the same groups "
+            "gives errors that are too small",
             stacklevel=2,
         )
     model.save_pretrained(target)

@@ -32,7 +32,7 @@ def load_on_disk(folder: Path, dtype: torch.dtype, *, home: str, offload_path: s
     quantised = getattr(config, "quantization_config", None)
     if quantised:
         kind = quantised.get("quant_method") if isinstance(quantised, Mapping) else type(quantised).__name__
-        raise ValueError(f"`weights` (='disk') takes weights as they are, and these are quantised ({kind}): 'memory'")
+        raise ValueError(f"`weights` (='disk') cannot read quantised weights ({kind}): weights='memory' would do")
     with empty_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     model.tie_weights()

@@ -1,4 +1,5 @@
-"""What is known of a model before it is loaded: its configuration, the shapes of its weights, and whole files.
+"""What can be read of a model before it is loaded: its configuration, the shapes of its weights, and whether its files
+are complete.
 
 Reads headers and configurations only, so that a plan of many runs takes seconds.
 """

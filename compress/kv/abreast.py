@@ -1,4 +1,4 @@
-"""Several compressed caches that are asked in one pass: row i of a batch reads and extends cache i."""
+"""Several compressed caches in one batch: row i of the batch reads and extends cache i."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -25,7 +25,7 @@ class Abreast(Cache):
 
     def __init__(self, caches: Sequence[CompressedCache]) -> None:
         if not all(cache.paused for cache in caches):
-            raise ValueError("`caches`: some may evict in this pass; set `paused` of all")
+            raise ValueError("`caches`: some may evict in this pass; set `paused` of all of them")
         if len(seen := {cache.get_seq_length() for cache in caches}) != 1:
             raise ValueError(f"`caches` have seen {sorted(seen)} tokens; they must have seen as many")
         super().__init__(layers=caches[0].layers)  # which tell transformers the positions and the size of masks

@@ -1,5 +1,5 @@
-"""How a budget is shared out over heads and layers. All give counts [B, H_kv] that add up to the uniform ones where
-they can."""
+"""How a budget is shared out over heads and layers. All functions give counts [B, H_kv] with the same sum as the
+uniform ones, where that is possible."""
 
 import torch
 from torch import Tensor
@@ -80,11 +80,11 @@ def by_variance(scores: list[Tensor], valid: list[Tensor], target: Tensor) -> li
 def by_spread(scores: list[Tensor], valid: list[Tensor], target: Tensor) -> list[Tensor]:
     """Layers of spread attention (drafters) get more, layers of concentrated attention (refiners) get less.
 
-    An analogue of ScaleKV (Li et al., 2025, arXiv:2505.19602), which is about models that draw images scale by scale:
-    there the layers that attend across all scales are drafters, and those that attend to the current one refiners,
-    found for each scale. A decoder of text has no scales. Here a layer's spread is the entropy of the attention that
-    positions got in each head, over the largest that it could be; the half of the layers with the largest spread are
-    drafters. Refiners keep half of the even share, and drafters share out what that leaves.
+    An analogue of ScaleKV (Li et al., 2025, arXiv:2505.19602) for text. ScaleKV is about models that draw images scale
+    by scale: layers that attend across all scales are called drafters, and layers that attend to the current scale
+    refiners; both are found for each scale. A decoder of text has no scales. Here the spread of a layer is the entropy
+    of the attention that positions got in each head, over the largest possible entropy; the half of the layers with the
+    largest spread are drafters. Refiners keep half of the even share, and drafters share the rest.
     """
     spread = torch.stack([_spread(one, real) for one, real in zip(scores, valid, strict=True)], -1)  # [B, layers]
     layers = spread.shape[-1]

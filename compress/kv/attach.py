@@ -18,12 +18,13 @@ SLOTS = ("policy", "storage", "reading", "projecting")
 
 
 class Attachment:
-    """What `attach` put on a model.
+    """The methods that `attach` has attached to a model.
 
     Attributes:
-        policy, storage, reading, projecting: what new caches evict, store and read by, and the channels that they keep;
-            None: nothing is evicted, it is kept as it is, and read.
-        attention_name: as transformers knows the attention that goes with such caches; `kernels.step` looks for it.
+        policy, storage, reading, projecting: the methods of new caches for eviction, storage, reading and kept
+            channels; None: nothing is evicted, nothing is compressed, all positions are read, all channels are kept.
+        attention_name: the name under which transformers knows the attention for such caches; `kernels.step` looks for
+            it.
     """
 
     attention_name = NAME
@@ -50,7 +51,7 @@ class Attachment:
         return CompressedCache(self.model, *(getattr(self, slot) for slot in SLOTS), **more)
 
     def undo(self) -> None:
-        """Leave the model as it was before. Caches that were made are of no more use."""
+        """Restore the model. Caches that were made for it can no longer be used."""
         for hook in self._hooks:
             hook.remove()
         if self.model.config._attn_implementation == NAME:
@@ -96,13 +97,13 @@ class Attachment:
 def attach(model: nn.Module, methods: Sequence[CacheMethod] = ()) -> Attachment:
     """Make a model keep its cache by these methods whenever it generates, until `undo`.
 
-    An empty `DynamicCache` in a call of the model, as `generate` makes one, is stood for by a compressed one. Caches
-    that a user gives to `generate`, of other kinds, or with something in them, are not touched; passes without a cache
-    are what they were.
+    An empty `DynamicCache` in a call of the model, as `generate` makes one, is replaced by a compressed one. Caches
+    that a user gives to `generate`, of other kinds, or with tokens in them, are not touched; passes without a cache do
+    not change.
 
     Args:
         model: a transformers decoder; batches, left padding, beams, chunked prefill and further turns are all right.
-        methods: at most one `Policy`, `Storage`, `Reading` and `Projecting`; beside those of an earlier `attach`.
+        methods: at most one `Policy`, `Storage`, `Reading` and `Projecting`, including those of an earlier `attach`.
 
     Raises:
         ValueError: the model's attention or cache is of a kind that cannot be served, or there are two methods of one
@@ -119,13 +120,13 @@ def attach(model: nn.Module, methods: Sequence[CacheMethod] = ()) -> Attachment:
 
 
 def attachment_of(model: nn.Module) -> Attachment | None:
-    """What is attached to a model."""
+    """The attachment of a model; None if nothing is attached."""
     owners = (getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values())
     return next((owner for owner in owners if isinstance(owner, Attachment)), None)
 
 
 def attached_methods(model: nn.Module) -> list[CacheMethod]:
-    """The policy, the storage and the reading that are attached to a model, those of them that there are."""
+    """The methods that are attached to a model: policy, storage and reading."""
     attachment = attachment_of(model)
     return [method for slot in SLOTS if (method := getattr(attachment, slot, None))]
 
@@ -145,7 +146,7 @@ def check_slots(model: nn.Module, methods: Sequence[CacheMethod]) -> None:
 
 
 def detach(model: nn.Module) -> None:
-    """Undo what is attached, if anything is."""
+    """Undo the attachment of a model, if there is one."""
     attachment = attachment_of(model)
     if attachment is not None:
         attachment.undo()

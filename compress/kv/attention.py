@@ -58,7 +58,9 @@ def attention(
         ValueError: a kind of attention that is not known here.
     """
     if unknown := [name for name in ("position_bias", "cu_seq_lens_q") if kwargs.get(name) is not None]:
-        raise ValueError(f"this model's attention takes {', '.join(unknown)}, which a compressed cache does not know")
+        raise ValueError(
+            f"this model's attention takes {', '.join(unknown)}, which a compressed cache does not support"
+        )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     by_cache = None
     if not torch.compiler.is_compiling():  # compiled passes have caches of fixed tensors

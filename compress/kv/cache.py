@@ -1,10 +1,10 @@
-"""A transformers cache whose rows shrink: per layer, head and sequence, through transformers' own cache and attention
-interfaces.
+"""A transformers cache that evicts positions per layer, head and sequence, through transformers' own cache and
+attention interfaces.
 
-Every layer that sees all positions is a `KVLayer`. transformers hands new keys and values to the cache and goes on to
-attention, which is `attention.attention` here and comes back to the cache: the layer attends with what it kept and what
-is new, and keeps the new; the cache asks its policy, and lets the layer evict. Positions go on counting all tokens that
-were seen. Layers with a sliding window are transformers' own and are left alone.
+Every layer that sees all positions is a `KVLayer`. transformers passes new keys and values to the cache and calls
+attention, which is `attention.attention` here and calls the cache: the layer attends with the kept and the new
+positions, and then keeps the new ones; the cache asks its policy, and the layer evicts. Positions count all tokens that
+were seen, kept or not. Layers with a sliding window are transformers' own and are left alone.
 """
 
 import copy
@@ -38,17 +38,18 @@ OWN = ("slabs", "queries", "asked", "hidden", "positions", "precision", "lesser"
 
 
 class CompressedCache(Cache):
-    """The cache of one conversation, batch or beam: of what it is given it evicts by `policy`, stores by `storage`,
-    reads by `reading`, and keeps the channels that `projecting` says.
+    """The cache of one conversation, batch or beam. It evicts by `policy`, stores by `storage`, reads by `reading`, and
+    keeps the channels that `projecting` chooses.
 
     Give it to `generate(past_key_values=...)` of an attached model to go on with it in a later turn.
 
     Args:
         model: a transformers decoder, attached (`compress.kv.attach`).
-        policy, storage, reading, projecting: None: everything is kept, as it is, and read.
+        policy, storage, reading, projecting: methods of the cache; None: all positions are kept without compression,
+            and read.
         observes: keep the queries and evict nothing, so that `compressed` can try many policies on the same prompt.
         traces: remember where each kept position was.
-        reads_pieces: tokens that come several at once behind a prompt read sparsely, as single ones do.
+        reads_pieces: several tokens at once behind a prompt also read sparsely, as single tokens do.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class CompressedCache(Cache):
         self._rows(lambda x: x[indices])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row of the batch `repeats` times."""
+        """Repeat every row of the batch `repeats` times."""
         super().batch_repeat_interleave(repeats)
         self._rows(lambda x: x.repeat_interleave(repeats, 0))
 
@@ -168,8 +169,8 @@ class CompressedCache(Cache):
 
     @property
     def nbytes_16(self) -> int:
-        """The same with float32 keys, values and queries counted as the 16 bits in which a model is deployed, and
-        without places of positions that only `traces` asks for."""
+        """The same, with float32 keys, values and queries counted as the 16 bits in which a model is deployed, and
+        without the places that are kept for `traces` alone."""
         wide = [t for t in self._tensors() if t.dtype == torch.float32 and t.dim() == 4]
         traced = [] if self._needs_places else [x.positions.buffer for x in self.own if x.positions is not None]
         less = sum(t.untyped_storage().nbytes() for t in traced)
@@ -198,7 +199,8 @@ class CompressedCache(Cache):
 
     @contextmanager
     def looking(self, listener: Callable[[KVLayer, Tensor, Tensor, Tensor], None]) -> Iterator[None]:
-        """Passes that leave no trace; `listener` gets each layer, its queries, new keys, and which are no padding."""
+        """Passes that do not change the cache; `listener` gets each layer, its queries, its new keys, and a mask of
+        real tokens."""
         others = [(layer, copy.deepcopy(vars(layer))) for layer in self.layers if not isinstance(layer, KVLayer)]
         self.listener = listener
         try:
@@ -217,7 +219,9 @@ class CompressedCache(Cache):
     ) -> "CompressedCache":
         """A copy of a cache that `observes`, compressed as if the policy had been there when the prompt was read."""
         if not self.observes:
-            raise ValueError("`observes` (=False): only a cache that observes keeps what policies score with")
+            raise ValueError(
+                "`observes` (=False): only a cache that observes keeps the queries that policies need for their scores"
+            )
         made = CompressedCache(self.model, policy, storage, reading, projecting, traces=self.traces)
         for layer, other in zip(made.layers, self.layers, strict=True):
             if not isinstance(layer, KVLayer):
@@ -332,8 +336,8 @@ class CompressedCache(Cache):
         B, _, n, _ = k.shape
         if mask is not None and (mask.dtype != torch.bool or mask.shape[-1] != n):
             raise ValueError(
-                f"`attention_mask`: {mask.dtype} {tuple(mask.shape)} is none that a compressed cache knows: give "
-                "one of tokens and padding, [batch, tokens]"
+                f"`attention_mask`: {mask.dtype} {tuple(mask.shape)} is not supported by a compressed cache: give a "
+                "mask of tokens and padding, [batch, tokens]"
             )
         real = torch.ones(B, n, dtype=torch.bool, device=k.device) if mask is None else mask[:, 0].diagonal(0, 1, 2)
         about = {"scaling": scaling, "softcap": softcap, "sinks": sinks}

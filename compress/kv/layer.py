@@ -27,14 +27,14 @@ KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 class KVLayer(DynamicLayer):
     """Keys and values of one layer: what was kept of them, as `storage.Slab`s.
 
-    `seen` counts all tokens, as transformers does, padding too; `tokens` [B] those of each row without padding. The
-    cache decides what is evicted and when; a layer knows neither it nor its policy.
+    `seen` counts all tokens, as transformers does, with padding; `tokens` [B] counts the tokens of each row without
+    padding. The cache decides which positions are evicted and when; a layer does not know its cache or its policy.
 
     Args:
         number: of the layer in the model.
-        precision: in which positions are stored that stay for good.
-        lesser: in which those are stored that `divide` sets apart; None: there are none.
-        evicts: an eviction comes after the prompt; until then positions are kept as they came.
+        precision: in which kept positions are stored after the eviction.
+        lesser: precision of the positions that `divide` chooses; None: there are none.
+        evicts: there will be an eviction after the prompt; until then positions are kept without compression.
         remembers: keep a number for every position, `memory`, for a policy to fill, in this dtype after an eviction.
         traces: keep the place of every position, `positions`.
     """
@@ -87,9 +87,8 @@ class KVLayer(DynamicLayer):
         if self.incoming is not None:
             self.incoming = None
             raise RuntimeError(
-                f"layer {self.number} of the compressed cache got keys twice and no attention between: the model must "
-                "be attached "
-                "(`compress.kv.attach`), and its attention must take the keys as the cache gives them"
+                f"layer {self.number} of the compressed cache got keys twice without attention in between: the model "
+                "must be attached (`compress.kv.attach`), and its attention must take the keys as the cache gives them"
             )
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
         self.incoming = (key_states, value_states)
@@ -305,8 +304,8 @@ class KVLayer(DynamicLayer):
             self.keep_only(torch.cat([self.valid[..., :-n], new], -1))
 
     def lend(self) -> Lent | None:
-        """What is kept, for a step of decoding that puts a token of every row there itself, which counts as kept; None:
-        more is to be done."""
+        """The kept positions, for a step of decoding that appends a token to every row itself; this token counts as
+        kept. None if the step would have to do more than that."""
         if not self.slabs or self.divided or self.traces or (given := lend_slabs(self.slabs)) is None:
             return None
         self._lent += 1
@@ -328,7 +327,7 @@ class KVLayer(DynamicLayer):
 
     @property
     def tokens(self) -> Tensor | None:
-        """[B] tokens of each row, without padding; None before the first."""
+        """[B] tokens per row, without padding; None before the first."""
         self._settle_count()
         return self._tokens
 
@@ -339,7 +338,7 @@ class KVLayer(DynamicLayer):
 
     @property
     def since(self) -> Tensor | None:
-        """[B] those of them since the row's last eviction."""
+        """[B] tokens per row since the row's last eviction."""
         self._settle_count()
         return self._since
 
@@ -442,7 +441,7 @@ class KVLayer(DynamicLayer):
 
 
 def packed(queries: Tensor, asked: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries [B, H, n, D] of real tokens last, as the cache has their keys; what is padding in all rows goes."""
+    """Queries [B, H, n, D] with real tokens last, as their keys are in the cache; common padding is removed."""
     if bool(asked.all()):
         return queries, asked
     order = asked.to(torch.uint8).argsort(dim=1, stable=True)[:, asked.shape[1] - max(int(asked.sum(1).max()), 1) :]

@@ -1,4 +1,4 @@
-"""What a cache holds outside of the memory that it is read from: written once, and fetched row by row."""
+"""The part of a cache outside the memory that attention reads: it is written once, and fetched row by row."""
 
 import copy
 import mmap

@@ -1,7 +1,7 @@
-"""What a policy of the KV cache is: a rule that scores cached positions, a budget, and how the budget is shared out.
+"""Policies of the KV cache: a rule that scores cached positions, a budget, and how the budget is shared out.
 
-Beside policies there are storages and projections here, and in `compress.kv.reading` rules of what is read. What needs
-a whole prompt, or several layers at once, changes the layers' slabs in `join`: projections onto a basis that layers
+This module also defines storages and projections; `compress.kv.reading` defines rules for sparse reading. Methods that
+need a whole prompt or several layers at once change the layers' slabs in `join`: projections onto a basis that layers
 share, and readings that keep a prompt in a form of their own.
 """
 
@@ -42,7 +42,7 @@ class Evicting(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CacheMethod(Method):
-    """A method that changes how a model's KV cache is kept while text is generated; the weights stay as they are.
+    """A method that changes how a model's KV cache is kept while text is generated; it does not change the weights.
 
     `compress.apply` attaches a recipe's cache methods to the model, all together (`compress.kv.attach`).
     """
@@ -127,19 +127,19 @@ class Storage(CacheMethod):
                 raise ValueError(f"`recipe`: {self} and {other} both decide how positions are stored; keep one")
             if self.lesser is not None and other.stage == self.stage and other.slot in ("policy", "reading"):
                 raise ValueError(
-                    f"`recipe`: {self} stores positions apart by the attention that they get, and {other} needs "
-                    "positions that lie together; leave one out"
+                    f"`recipe`: {self} stores positions apart, by the attention that they get, and {other} needs all "
+                    "positions in one tensor; leave one out"
                 )
         return self
 
     @property
     def precision(self) -> Precision:
-        """Of what is kept, but for `lesser` positions."""
+        """The precision of kept positions that are not `lesser` ones."""
         raise NotImplementedError
 
     @property
     def lesser(self) -> Precision | None:
-        """Of positions that are not `important`; None: all are kept alike."""
+        """The precision of positions that are not `important`; None: all have the same precision."""
         return None
 
     def important(self, seen: Seen) -> Tensor:
@@ -150,7 +150,7 @@ class Storage(CacheMethod):
 
 @dataclass(frozen=True, kw_only=True)
 class Projecting(CacheMethod):
-    """In which channels keys and values are kept."""
+    """Chooses the channels in which keys and values are kept."""
 
     slot: ClassVar[str] = "projecting"
 
@@ -177,7 +177,8 @@ def precisions_of(layer: int, storage: Storage | None, projecting: Projecting | 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(CacheMethod):
-    """Which positions stay. Subclasses implement `scores`, and what it needs of `remember` and `read_again`."""
+    """Chooses which positions stay. Subclasses implement `scores` and, where it needs them, `remember` and
+    `read_again`."""
 
     budget: float | int = knob(
         0.5, "what stays: a share of the tokens (a float up to 1), or a number of tokens per head", describes=True
@@ -210,33 +211,33 @@ class Policy(CacheMethod):
         check_budget(self)
         if self.allocation in MASS_ALLOCATIONS and not self.mass:
             raise ValueError(
-                f"`allocation` (={self.allocation!r}) shares out attention, and the scores of {self.name} are none; "
-                f"{', '.join(ALLOCATIONS)} would do"
+                f"`allocation` (={self.allocation!r}) shares out attention, and the scores of {self.name} are not "
+                f"attention; {', '.join(ALLOCATIONS)} would do"
             )
         if self.decoding and self.runs_model:
             raise ValueError(
-                f"`decoding` (=True): {self.name} reads the prompt again to score it, which it cannot do "
-                "at every token; leave it out"
+                f"`decoding` (=True): {self.name} reads the prompt again for its scores, which is not possible at "
+                "every token; leave `decoding` out"
             )
 
     def scores(self, seen: Seen) -> Tensor:
         """How much each position matters.
 
         Returns:
-            [B, H_kv, T] float32, finite or inf; the highest stay, inf before all others. Comparable between heads, if
-            allocations that compare them are to mean something.
+            [B, H_kv, T] float32, finite or inf; the highest stay, inf before all others. Allocations
+            that compare heads need scores that are comparable between heads.
         """
         raise NotImplementedError
 
     def remember(self, seen: Seen) -> Tensor:
-        """For policies with `remembers`, at every pass: what `seen.memory` becomes, before `scores` is asked; no knob
-        of the budget has a say in it."""
+        """For policies with `remembers`, at every pass: the new `seen.memory`, before `scores` is called. It must not
+        depend on the knobs of the budget."""
         raise NotImplementedError
 
     def read_again(self, model: nn.Module, cache: Cache) -> None:
         """For policies with `runs_model`, after a prompt: fill the `memory` of every layer with passes over it.
 
-        With `replaces` read a shorter prompt and let the cache hold that (`replace_by`), its tokens in `ids` and
+        With `replaces`, read a shorter prompt and let the cache hold it (`replace_by`), with its tokens in `ids` and
         `masks`.
 
         Args:
@@ -246,12 +247,12 @@ class Policy(CacheMethod):
         raise NotImplementedError
 
     def merge(self, evicting: Evicting) -> Evicting:
-        """For policies with `merges`: what stays, with what goes merged into it; `keys`, `values` and `carried` may
-        change."""
+        """For policies with `merges`: the kept keys and values, with the evicted ones merged into them; `keys`,
+        `values` and `carried` may change."""
         raise NotImplementedError
 
     def target(self, tokens: Tensor) -> Tensor:
-        """How many positions of a row stay, of `tokens` [B] that it has seen."""
+        """How many positions of a row stay, given the number of `tokens` [B] that it has seen."""
         return tokens_of(self.budget, tokens)
 
     def within(self, before: Sequence[Method], after: Sequence[Method]) -> Method:

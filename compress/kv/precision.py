@@ -1,4 +1,4 @@
-"""In which form keys and values are held: in few bits or many, turned, scaled, or projected."""
+"""The form in which keys and values are stored: their bits, and whether they are rotated, scaled or projected."""
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple

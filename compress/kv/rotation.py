@@ -1,4 +1,4 @@
-"""Rotary position embeddings of any architecture, turned forth and back with the model's own functions."""
+"""Rotary position embeddings of any architecture, applied and undone with the model's own functions."""
 
 import inspect
 import sys

@@ -1,4 +1,4 @@
-"""What a policy knows of a layer when it scores the cached positions."""
+"""The information about a layer with which a policy scores the cached positions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -12,8 +12,8 @@ ON_CPU = 1 << 19, 16  # there so many numbers, which stay in its caches, and as 
 
 @dataclass
 class Seen:
-    """What a layer knows when positions are scored. T positions lie in the cache, the last of them are the queries'
-    own.
+    """The data of a layer when positions are scored. T positions lie in the cache; the last of them belong to the
+    queries.
 
     Attributes:
         keys, values: [B, H_kv, T, D], as attention reads them (keys are rotated); empty where there is `mass`.
@@ -28,7 +28,7 @@ class Seen:
         scaling, softcap, sinks: of the attention; sinks [H_q] are scores of something without a value.
         positions: [B, n]: positions of the queries, counted over real tokens.
         layer: this layer's number.
-        hidden: [B, n, hidden]: what the attention module got for the queries' tokens; None where nobody reads it.
+        hidden: [B, n, hidden]: inputs of the attention module for the queries' tokens; None where no policy reads them.
         places: [B, H_kv, T]: positions of what is kept, where queries are of earlier passes too; None: the last n are
             their own.
         turn: (x [B, H, n, D], positions [B, n], back: bool) -> x rotated to these positions, or back from them.

@@ -27,13 +27,13 @@ CHECKED = 128  # tokens of the first batch on which each fold is checked
 
 @dataclass(frozen=True, kw_only=True)
 class SmoothKeys(Method):
-    """Scales the pairs of channels that RoPE turns together to one magnitude in the keys, and back in the queries.
+    """Scales all pairs of channels that RoPE rotates together to one magnitude in the keys, and back in the queries.
 
-    The factors are folded into what gives keys and queries (their linears, or norms behind these), so that the model
+    The factors are folded into the linears of keys and queries (or into norms behind these), so that the model
     computes the same and takes no more time. All channels of a key can then share a scale: `kv_int(keys="token",
     symmetric=True)`. With alpha=0.5 it is SmoothAttention of QServe (arXiv:2405.04532, section 4.2). With `leave` the
-    largest pairs are left to the storage, which scales single channels after RoPE: one factor for a pair cannot mend
-    that one of its channels is far larger than the other.
+    largest pairs are left to the storage, which scales single channels after RoPE, because one factor for a pair does
+    not help if one of its channels is far larger than the other.
     """
 
     name: ClassVar[str] = "smooth_keys"
@@ -101,8 +101,8 @@ class SmoothKeys(Method):
         moved, most = difference(logits_of(model), before), 25 * tolerance(blocks[0])
         if not moved <= most:
             raise RuntimeError(
-                f"{self.name}: each block gives what it gave, but the model's logits differ by {moved:.1e} (at most "
-                f"{most:.0e}): a module that was scaled is used elsewhere, too; load the model again"
+                f"{self.name}: the outputs of all blocks are unchanged, but the model's logits differ by {moved:.1e} "
+                f"(at most {most:.0e}): a module that was scaled is used elsewhere, too; load the model again"
             )
         return show_largest(records)
 
@@ -128,8 +128,8 @@ class SmoothKeys(Method):
         moved = difference(run_block(block, check, index, device), calls[-1].hidden.to(device))
         if not moved <= tolerance(block):
             raise RuntimeError(
-                f"{self.name}: with {own}{link.keys} scaled and {own}{link.queries} undoing it, block {index} gives "
-                f"something else, by {moved:.1e} (at most {tolerance(block):.0e}); load the model again"
+                f"{self.name}: with {own}{link.keys} scaled and {own}{link.queries} undoing it, the output of block "
+                f"{index} differs by {moved:.1e} (at most {tolerance(block):.0e}); load the model again"
             )
         now = row_norms(block.get_submodule(link.queries))
         magnitudes = {"x_before": x.flatten(), "x_after": (x * s).flatten(), "w_before": rows, "w_after": now}

@@ -1,5 +1,5 @@
-"""A compressed cache of fixed tensors, so that a whole step of decoding compiles: it appends in place, and evicts no
-more."""
+"""A compressed cache of fixed tensors, so that a whole step of decoding compiles: it appends in place and does not
+evict."""
 
 import torch
 from torch import Tensor, nn

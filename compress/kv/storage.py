@@ -1,5 +1,5 @@
-"""Where cached keys and values lie: rows of their own length, right-packed, in 16 bits or in codes, appended to in
-place."""
+"""The storage of cached keys and values: rows of different lengths, right-packed, in 16 bits or in codes, appended to
+in place."""
 
 from collections.abc import Callable, Sequence
 
@@ -17,10 +17,10 @@ class Slab(Held):
     """Keys and values of some kv heads, all rows of which end together: row (b, h) is positions starts[b, h] to
     `length`.
 
-    With fewer than 16 bits the first positions are codes (`kernels.kv_decode.KV` has the layout) and the rest a dense
-    tail. Where its precision projects or `rotates`, codes and tail hold keys like that, which the kernels multiply by
-    queries like that; where it scales channels, so do they from the first codes on, which settle the factors. `dense`
-    and `keys_from` give keys as they came.
+    With fewer than 16 bits the first positions are codes (`kernels.kv_decode.KV` has the layout) and the rest is a
+    dense tail. If its precision projects or `rotates`, codes and tail hold projected or rotated keys, and the kernels
+    multiply them by queries in the same form. If it scales channels, keys are scaled from the first codes on, which
+    determine the factors. `dense` and `keys_from` give keys in their original form.
     """
 
     def __init__(self, k: Tensor, v: Tensor, starts: Tensor, precision: Precision, heads: slice = slice(None)) -> None:
@@ -180,8 +180,8 @@ def lend_slabs(slabs: Sequence[Slab]) -> Lent | None:
 
 
 class DividedSlab:
-    """A slab in two parts of different precision: the lesser positions, and behind them the others, to which is
-    appended.
+    """A slab in two parts of different precision: the lesser positions, and behind them the others; new positions are
+    appended to the second part.
 
     Positions count over the lesser ones of a row, and then over its others. Attention reads the parts one after the
     other, and adds them up exactly (`kernels.kv_decode.merge_parts`).

@@ -14,7 +14,7 @@ def check_model(model: nn.Module) -> None:
         raise ValueError(f"`model` ({name}) is an encoder and a decoder; a decoder alone would do")
     if not getattr(model, "_supports_attention_backend", True):
         raise ValueError(
-            f"`model` ({name}) does not call transformers' attention interface, by which a compressed cache works"
+            f"`model` ({name}) does not use transformers' attention interface, which a compressed cache needs"
         )
     kinds, _ = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
     if "full_attention" not in kinds:

@@ -1,4 +1,4 @@
-"""What the pruning methods share: how much goes, in which pattern, and how what is left is stored."""
+"""Shared code of the pruning methods: how many weights are removed, in which pattern, and how the others are stored."""
 
 import copy
 import dataclasses
@@ -26,8 +26,8 @@ HALF = 0.5  # of the weights: the usual ratio
 
 @dataclass(frozen=True, kw_only=True)
 class PruningMethod(LayerwiseMethod):
-    """Keeps the weights of the largest scores, and stores 2:4 patterns as such and others with a bit for every
-    place."""
+    """Keeps the weights with the largest scores. 2:4 patterns have a format of their own; others have a mask with a bit
+    per weight."""
 
     stage: ClassVar[str] = "sparsify"
     by_row: ClassVar[bool] = False  # are scores compared within each row, or over the whole matrix?
@@ -45,8 +45,8 @@ class PruningMethod(LayerwiseMethod):
     )
     allocation: str = knob(
         "uniform",
-        "ratio for every linear (uniform), or over all of them: as measured distortions of the "
-        "model's predictions say (adaptive), or by comparing magnitudes of all (global)",
+        "how the ratio is shared out: equally to every linear (uniform), by measured distortions of the model's "
+        "predictions (adaptive), or by comparing the magnitudes of all linears (global)",
         choices=("uniform", "adaptive", "global"),
     )
     curve_tokens: int = knob(
@@ -57,7 +57,9 @@ class PruningMethod(LayerwiseMethod):
         super().__post_init__()
         pattern = parse_pattern(self.pattern)
         if self.ratio >= 1:
-            raise ValueError(f"`ratio` (={self.ratio}) of {self.name} must lie below 1: all weights would go")
+            raise ValueError(
+                f"`ratio` (={self.ratio}) of {self.name} must lie below 1, because 1 would remove all weights"
+            )
         if pattern and self.ratio not in (HALF, implied := 1 - pattern[0] / pattern[1]):
             raise ValueError(
                 f"`ratio` (={self.ratio}) of {self.name} is not that of `pattern` (={self.pattern!r}), which is "
@@ -67,8 +69,8 @@ class PruningMethod(LayerwiseMethod):
             object.__setattr__(self, "ratio", implied)
         if pattern and self.allocation != "uniform":
             raise ValueError(
-                f"`allocation` (={self.allocation!r}) of {self.name} has nothing to share out: `pattern` "
-                f"(={self.pattern!r}) gives every linear the same ratio"
+                f"`allocation` (={self.allocation!r}) of {self.name} has no effect: `pattern` (={self.pattern!r}) "
+                "gives every linear the same ratio"
             )
         if self.allocation == "global" and not self.comparable:
             raise ValueError(
@@ -77,8 +79,8 @@ class PruningMethod(LayerwiseMethod):
             )
         if self.allocation == "adaptive" and self.ratio > LEVELS[-1]:
             raise ValueError(
-                f"`ratio` (={self.ratio}) of {self.name} must be at most {LEVELS[-1]} with `allocation` "
-                "(='adaptive'), which takes no more of any linear"
+                f"`ratio` (={self.ratio}) of {self.name} must be at most {LEVELS[-1]} with `allocation` (='adaptive'), "
+                "which removes no more from any linear"
             )
 
     def check_layer(self, name: str, shape: tuple[int, int]) -> None:
@@ -99,7 +101,7 @@ class PruningMethod(LayerwiseMethod):
         return self.allocation == "adaptive"
 
     def ratio_of(self, statistics: LayerStatistics) -> float:
-        """Of a linear's weights, how many go."""
+        """The share of a linear's weights that is removed."""
         return self.ratios.get(statistics.name, self.ratio)
 
     def apply(

@@ -1,4 +1,5 @@
-"""Layer dropping (He et al., 2024, arXiv:2406.15786): leave out the attention, MLPs or blocks that do the least."""
+"""Layer dropping (He et al., 2024, arXiv:2406.15786): remove the attention layers, MLPs or blocks that change the
+residual stream least."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -36,20 +37,20 @@ class LayerDrop(Method):
 
     target: str = knob(
         "attention",
-        "what is dropped: attention, mlp, either of them by what matters less (joint), or whole blocks",
+        "what is dropped: attention, mlp, whichever of the two matters less (joint), or whole blocks",
         choices=tuple(KINDS),
         describes=True,
     )
     count: int = knob(4, "number of layers or blocks to drop", range=(1, 1 << 16), describes=True)
     metric: str = knob(
         "cosine",
-        "1 - cosine of the residual stream before and after what would be dropped; or, to compare with, "
-        "after the whole block that holds it (ShortGPT's block influence); for blocks the same",
+        "importance of a layer: 1 - cosine between the residual stream before and after the layer (cosine), or before "
+        "and after the whole block that holds it (block_influence, from ShortGPT); the same for target='block'",
         choices=METRICS,
     )
-    iterative: bool = knob(False, "measure again after each that is dropped; False: measure once")
+    iterative: bool = knob(False, "measure the importance again after each dropped layer; False: measure it once")
     layers: str = knob(
-        "", "numbers of the blocks to drop it in, such as 20, 21, 25, instead of those that matter least"
+        "", "numbers of the blocks in which the target is dropped, such as 20, 21, 25; empty: the least important ones"
     )
 
     def __post_init__(self) -> None:
@@ -59,8 +60,8 @@ class LayerDrop(Method):
         given = self.layers.split(",")
         if self.target == "joint":
             raise ValueError(
-                f"`layers` (={self.layers!r}) of layer_drop says where, and `target` (='joint') not what: attention, "
-                "mlp or block would do"
+                f"`layers` (={self.layers!r}) of layer_drop names blocks, and `target` (='joint') does not say what to "
+                "drop in them: attention, mlp or block would do"
             )
         if not all(part.strip().isdecimal() for part in given) or len({int(part) for part in given}) < len(given):
             raise ValueError(
@@ -72,9 +73,8 @@ class LayerDrop(Method):
         kinds = KINDS[self.target]
         if "block" in kinds and stream_of(model) is not None:
             raise ValueError(
-                f"`model` has a rotated residual stream, which its first and last block turn, so that `target` "
-                f"(={self.target!r}) of layer_drop cannot drop blocks: attention or mlp would do, or the model before "
-                "the rotation"
+                f"`model` has a residual stream that its first and last block rotate, so `target` (={self.target!r}) "
+                "of layer_drop cannot drop blocks: target attention or mlp, or the model before the rotation, would do"
             )
         there = sum(_has(block, kind) for block in blocks for kind in kinds)
         if self.layers:

@@ -1,4 +1,4 @@
-"""Magnitude pruning: the smallest weights go. The baseline of every pruning method."""
+"""Magnitude pruning: removes the smallest weights. It is the baseline of every pruning method."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""Random pruning: weights drawn by lot go. What any method must beat."""
+"""Random pruning: removes weights that are drawn at random. Any other method must be better."""
 
 import zlib
 from dataclasses import dataclass

@@ -1,5 +1,5 @@
-"""SparseGPT (Frantar and Alistarh, 2023, arXiv:2301.00774): prune column by column, and let the columns to come make up
-for it."""
+"""SparseGPT (Frantar and Alistarh, 2023, arXiv:2301.00774): prune column by column, and correct the later columns for
+the error."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -38,8 +38,8 @@ class SparseGPT(PruningMethod):
     )
     grid: str = knob(
         "int",
-        "values that a kept weight may take, where bits is below 16: integers, or a table that has a 0 (its bits are "
-        "in `bits`, too), stored without a mask",
+        "values that a kept weight may take, where bits is below 16: integers, or a table with a 0, which is stored "
+        "without a mask; `bits` must be the bits of the table",
         choices=GRIDS,
     )
     symmetric: bool = knob(True, "no zero point: the grid lies around 0")

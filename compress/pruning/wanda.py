@@ -21,6 +21,6 @@ class Wanda(PruningMethod):
 
     def scores(self, W: Tensor, statistics: LayerStatistics) -> Tensor:
         if not statistics.tokens:
-            statistics.note("by magnitude: no calibration token came by")
+            statistics.note("by magnitude: no calibration token reached it")
             return W.abs()
         return W.abs() * statistics.values["gram"].diagonal().sqrt()

@@ -1,1 +1,1 @@
-"""Rotations of what flows through a model: folded into its weights, or applied while it runs."""
+"""Rotations of a model's activations: folded into its weights, or applied while it runs."""

@@ -1,5 +1,5 @@
 """FlatQuant (Sun et al., 2024, arXiv:2410.09426): the inputs of linears go through invertible maps, balanced or trained
-block by block, so that rounded weights and rounded inputs hurt less."""
+block by block, so that rounding weights and inputs costs less accuracy."""
 
 import copy
 import time
@@ -36,15 +36,16 @@ PARTS = ("left", "right", "scale")  # buffers of a map
 
 @dataclass(frozen=True, kw_only=True)
 class FlatQuant(Method):
-    """Sends what linears read through small invertible maps with which rounding hurts less; without rounding the model
-    computes the same.
+    """Applies small invertible maps to the inputs of linears, which lowers the rounding error; without rounding the
+    model computes the same.
 
     The map of an input of n = n1 n2 channels is a factor for each channel and a Kronecker product of two matrices, n1 ×
     n1 and n2 × n2; it is applied while the model runs, and its inverse is folded into the weights. Linears that read
-    the same input share a map. `steps=0` keeps what training starts from: a rotation behind the factors with which
-    rounding would hurt least if it mixed all channels evenly (`balance`, which is ours; the paper trains its factors);
-    with scales=False a rotation alone. The paper's learned clipping is left out, and it trains far longer: 15 times
-    over 128 windows. No gain of a short training over that start has been measured here (seeds/log.md).
+    the same input share a map. `steps=0` keeps the start of training: factors for the channels, then a rotation. The
+    factors are those of least rounding error for a rotation that mixes all channels evenly (`balance`, which is ours;
+    the paper trains its factors); with scales=False there is a rotation alone. The paper's learned clipping is left
+    out. The paper trains far longer: 15 times over 128 windows. A short training has shown no gain over that start here
+    (seeds/log.md).
     """
 
     name: ClassVar[str] = "flatquant"
@@ -62,12 +63,12 @@ class FlatQuant(Method):
     )  # fmt: skip
     scales: bool = knob(
         True,
-        "a factor for each channel, too: at the start the one with which rounding hurts least after a perfect rotation",
+        "also use a factor for each channel; it starts at the value with the least rounding error after a perfect "
+        "rotation",
     )
     learn_bits: int | str = knob(
         AUTO,
-        "bits of the inputs at which training aims; auto: as the recipe's method for activations has them, 4 without "
-        "one",
+        "bits of the inputs in training; auto: those of the recipe's method for activations, or 4 without one",
         choices=(AUTO, 8, 4),
     )
     learn_columns: int | str = knob(
@@ -75,8 +76,8 @@ class FlatQuant(Method):
     )
     weight_bits: int | str = knob(
         AUTO,
-        "bits of the weights at which training aims; 0: they are not rounded; auto: as the recipe's weight quantiser "
-        "has them, 4 without one",
+        "bits of the weights in training; 0: they are not rounded; auto: those of the recipe's weight quantiser, or 4 "
+        "without one",
         choices=(AUTO, 0, 2, 3, 4, 5, 6, 8),
     )
     weight_columns: int | str = knob(
@@ -130,8 +131,8 @@ class FlatQuant(Method):
         linears = [module for module in find_blocks(model)[1].modules() if is_linear(module)]
         if any(isinstance(module, CompressedLinear) for module in linears):
             raise ValueError(
-                f"`model` holds linears of its blocks compressed or rotated already, into which {self.name} can fold "
-                "nothing: start from the model before that"
+                f"`model` holds linears of its blocks compressed or rotated already, so {self.name} cannot change "
+                "them: start from the model before that"
             )
         shapes = targets(model, self.skip)
         if not shapes:
@@ -180,7 +181,7 @@ class FlatQuant(Method):
         calls = block_calls(model, blocks, windows, stacked=False)
         folds: list[FoldRecord] = []
         layers: list[LayerRecord] = []
-        note = "its input goes through a map while the model runs"
+        note = "its input is transformed by a map while the model runs"
         names = list(targets(model, self.skip))
         inside_of = [[name for name in names if name.startswith(f"{prefix}.{i}.")] for i in range(len(blocks))]
         count = max(i for i, inside in enumerate(inside_of) if inside) + 1
@@ -194,8 +195,9 @@ class FlatQuant(Method):
         moved, most = difference(logits_of(model), before), 25 * tolerance(blocks[0])
         if not moved <= most:
             raise RuntimeError(
-                f"{self.name}: each block gives what it gave, but the model's logits differ by {moved:.1e} (at most "
-                f"{most:.0e}): something outside the blocks uses a weight that was changed; load the model again"
+                f"{self.name}: the outputs of all blocks are unchanged, but the model's logits differ by {moved:.1e} "
+                f"(at most {most:.0e}): something outside the blocks uses a weight that was changed; load the model "
+                "again"
             )
         return [*show_largest(folds), *layers]
 
@@ -236,8 +238,8 @@ class _Block:
         moved, most = difference(y, passed[0].hidden.to(self.device)), 5 * tolerance(block)
         if not moved <= most:
             raise RuntimeError(
-                f"{self.method.name}: block {self.index} gives something else once its inputs are transformed: "
-                f"{moved:.1e} of its output (at most {most:.0e}); load the model again, and try a smaller `rate`"
+                f"{self.method.name}: the output of block {self.index} changes by a share of {moved:.1e} when its "
+                f"inputs are transformed (at most {most:.0e}); load the model again, and try a smaller `rate`"
             )
         calls[:] = passed
         notes = (_note(*losses),) if self.method.steps else ()

@@ -1,5 +1,5 @@
-"""Training of invertible transforms until rounded weights and inputs hurt a block least (FlatQuant, Sun et al., 2024,
-arXiv:2410.09426)."""
+"""Training of invertible transforms that minimise the error of a block with rounded weights and inputs (FlatQuant, Sun
+et al., 2024, arXiv:2410.09426)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -132,7 +132,7 @@ def start_of(scale: Tensor, left: int, seed: int) -> Kronecker:
 
 
 def balance(x: Tensor, W: Tensor) -> Tensor:
-    """Factors [n] of channels with which rounding hurts least once a rotation has mixed the channels evenly.
+    """Factors [n] of channels with the least rounding error after a rotation that mixes the channels evenly.
 
     The error of rounding x s is then spread as Σ x² s² is large, for each token, and meets the weights' columns W / s;
     that of rounding W / s meets x s. Both are Σ x² s² · Σ w² / s², which is least for s² = w / x, with w and x the

@@ -1,4 +1,4 @@
-"""How a block's weights take up a rotation of what they read and write, so that the block computes the same."""
+"""Folds a rotation of the inputs and outputs of linears into their weights, so that the block computes the same."""
 
 import copy
 from collections.abc import Callable, Iterator

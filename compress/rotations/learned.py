@@ -1,4 +1,5 @@
-"""Rotations that are trained until rounded activations hurt least (SpinQuant, Liu et al., 2024, arXiv:2405.16406)."""
+"""Rotations that are trained to minimise the loss with rounded activations (SpinQuant, Liu et al., 2024,
+arXiv:2405.16406)."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""What a transform of inputs changes: ranges of inputs and weights before and after, as rows of the record."""
+"""The effect of a transform of inputs: ranges of inputs and weights before and after, as rows of the record."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

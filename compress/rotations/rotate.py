@@ -34,7 +34,7 @@ TRIED = 64  # tokens on which it is tried what can be folded
 
 @dataclass(frozen=True, kw_only=True)
 class Rotate(Method):
-    """Rotates what the linears read, so that no channel is much larger than others; the model computes the same.
+    """Rotates the inputs of the linears, so that no channel is much larger than others; the model computes the same.
 
     The rotation of the residual stream and those of the heads are folded into weights. Others are applied while the
     model runs, by the kernel `hadamard`. Where an architecture does not let the stream be rotated (its norms lie before
@@ -53,7 +53,7 @@ class Rotate(Method):
         choices=("hadamard", "orthogonal", "none"),
         describes=True,
     )
-    heads: bool = knob(True, "rotate what each head of v gives, and turn it back in o")
+    heads: bool = knob(True, "rotate the outputs of each head of v, and rotate them back in o")
     online: str = knob(
         "rest",
         "inputs that are rotated while the model runs: those that no folded rotation reaches (rest), all (then nothing "
@@ -69,21 +69,21 @@ class Rotate(Method):
         range=(0, 100000),
         describes=True,
     )
-    learn_bits: int = knob(4, "bits of the activations at which training aims", choices=(8, 4))
+    learn_bits: int = knob(4, "bits of the activations for which the rotations are trained", choices=(8, 4))
     seed: int = knob(0, "seed of the signs and of random rotations", range=(0, 1 << 31))
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.online == "all" and (self.stream != "none" or self.heads):
             raise ValueError(
-                f"`online` (='all') of {self.name} rotates every input while the model runs, so that nothing is left "
-                "to fold: stream='none' and heads=False go with it"
+                f"`online` (='all') of {self.name} rotates every input while the model runs and folds nothing: it "
+                "needs stream='none' and heads=False"
             )
         if self.online == "none" and self.stream == "none" and not self.heads:
             raise ValueError(f"`stream` (='none') of {self.name}, with heads=False and online='none', rotates nothing")
         if self.steps and self.stream == "none" and not self.heads:
             raise ValueError(
-                f"`steps` (={self.steps}) of {self.name} trains folded rotations, and there are none: "
+                f"`steps` (={self.steps}) of {self.name} trains folded rotations, and this recipe has none: "
                 "stream='hadamard' or heads=True would do"
             )
 
@@ -100,8 +100,8 @@ class Rotate(Method):
         linears = [module for module in find_blocks(model)[1].modules() if is_linear(module)]
         if any(isinstance(module, CompressedLinear) for module in linears) or stream_of(model):
             raise ValueError(
-                f"`model` holds linears of its blocks compressed or rotated already, into which {self.name} can fold "
-                "nothing: start from the model before that"
+                f"`model` holds linears of its blocks compressed or rotated already, so {self.name} cannot change "
+                "them: start from the model before that"
             )
 
     def outline(self, model: nn.Module) -> None:
@@ -148,8 +148,8 @@ class Rotate(Method):
         moved, most = difference(logits_of(model), before), 25 * tolerance(blocks[0])
         if not moved <= most:
             raise RuntimeError(
-                f"{self.name}: each block gives what it gave, but the model's logits differ by {moved:.1e} (at most "
-                f"{most:.0e}): something outside the blocks reads what was rotated; load the model again"
+                f"{self.name}: the outputs of all blocks are unchanged, but the model's logits differ by {moved:.1e} "
+                f"(at most {most:.0e}): something outside the blocks reads what was rotated; load the model again"
             )
         return [
             *show_largest(records),
@@ -221,7 +221,7 @@ class Rotate(Method):
         moved = difference(now if rotation is None else rotation.back(now), y)
         if not moved <= 5 * tolerance(block):
             raise RuntimeError(
-                f"{self.name}: block {index} gives something else once it is rotated: {moved:.1e} of its output (at "
+                f"{self.name}: the output of block {index} changes by a share of {moved:.1e} when it is rotated (at "
                 f"most {5 * tolerance(block):.0e}); load the model again"
             )
         call.hidden = y
@@ -262,7 +262,7 @@ def _stream_problem(
     short = _short(call)
     for index, use in enumerate(uses):
         if not use.writers:
-            return f"nothing of block {index} is added to it as linears give it (a norm may lie between)"
+            return f"block {index} adds no output of a linear to it directly (a norm may lie between)"
         with on_device(blocks[index], device):
             y = run_block(blocks[index], short, index, device)
             trial = trial_of(blocks[index])
@@ -271,7 +271,7 @@ def _stream_problem(
             turned = Call(rotation(short.hidden), short.arguments)
             moved = difference(rotation.back(run_block(trial, turned, index, device)), y)
         if not moved <= tolerance(blocks[index]):
-            return f"block {index} would give something else, by {moved:.1e}: not only linears read it"
+            return f"the output of block {index} would change by {moved:.1e}, because not only linears read it"
         short.hidden = y
     return ""
 

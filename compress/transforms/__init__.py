@@ -1,4 +1,4 @@
-"""What is done to a linear's input before it is multiplied."""
+"""Transforms of a linear's input before it is multiplied."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar

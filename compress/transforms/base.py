@@ -1,4 +1,4 @@
-"""The contract of what is done to a linear's input before it is multiplied: a rotation, or rounding."""
+"""The interface of transforms of a linear's input before it is multiplied, such as a rotation, or rounding."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar

@@ -9,7 +9,8 @@ from compress.transforms.base import Transform
 
 
 class Permutation(Transform):
-    """x' = x[..., order]. A weight W [out, in] gives of x' with its columns W[:, order] what it gave of x.
+    """x' = x[..., order]. A weight W [out, in] with its columns in the same order, W[:, order], gives the same output
+    for x'.
 
     Args:
         order: [in], every channel once.

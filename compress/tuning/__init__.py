@@ -1,1 +1,1 @@
-"""Methods that train what was stored, block by block."""
+"""Methods that train stored weights, block by block."""

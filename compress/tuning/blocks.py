@@ -1,4 +1,4 @@
-"""The loop over the blocks of a compressed model in which each is trained, beside the model as it was."""
+"""The loop that trains each block of a compressed model, with the outputs of the original model as targets."""
 
 import copy
 import time
@@ -49,7 +49,7 @@ def tune_blocks(
 ) -> list[LayerRecord]:
     """Train every block in turn, and put what is stored then in its place.
 
-    The first of several processes does the work, and the others get what it made.
+    The first of several processes does the work, and sends its results to the others.
 
     Args:
         originals: the linears as they were before they were compressed, by name.

@@ -1,4 +1,4 @@
-"""One block: what its linears store is trained until the block's output comes near to that of the original block."""
+"""Training of one block: the stored weights are trained until its output is close to that of the original block."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ from compress.walk.capture import Call, run_block
 class Schedule:
     """How a block is trained.
 
-    steps: updates of everything that is trained. batch: calibration windows that an update is made from.
-    rate, scale_rate, norm_rate: size of the first update of the offsets (in steps of the grid), the factors and the
+    steps: updates of everything that is trained. batch: calibration windows per update. rate, scale_rate, norm_rate:
+    size of the first update of the offsets (in steps of the grid), the factors and the
         norms (both as a fraction of their value); it falls to 0 in a line. 0: they stay as they are.
     from_original: a weight starts where its original lies within the step of its code, or at its edge; False:
         in the middle.

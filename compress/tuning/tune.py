@@ -1,4 +1,4 @@
-"""Block-wise tuning: what a quantiser stored is trained, so that every block gives what the original block gave."""
+"""Block-wise tuning: stored weights are trained, so that every block gives the outputs of the original block."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,18 +30,20 @@ class Tune(Method):
     working_set: ClassVar[tuple[float, float]] = (8.0, 0.0)  # of all linears of a block at once
 
     steps: int = knob(100, "updates of each block", range=(1, 1 << 20), describes=True)
-    batch: int = knob(2, "calibration windows that an update is made from", range=(1, 1 << 16))
+    batch: int = knob(2, "calibration windows per update", range=(1, 1 << 16))
     rate: float = knob(
         0.01, "size of the first update of a rounding, in steps of the grid; it falls to 0", range=(0, 1)
     )
-    scale_rate: float = knob(0.001, "size of the first update of a scale, as a fraction of it", range=(0, 1))
+    scale_rate: float = knob(0.001, "size of the first update of a scale, as a fraction of the scale", range=(0, 1))
     norm_rate: float = knob(
-        0.0, "size of the first update of the block's norms, as a fraction of their mean; 0: they stay", range=(0, 1)
+        0.0,
+        "size of the first update of the block's norms, as a fraction of their mean; 0: norms are not trained",
+        range=(0, 1),
     )
     from_original: bool = knob(
         True,
-        "a weight starts where its original lies within the step of its code, so that some codes change; False: "
-        "in the middle",
+        "a weight starts at the place of its original value within the step of its code; False: in the middle of the "
+        "step",
     )
     sink_weight: float = knob(
         64.0,
@@ -55,13 +57,14 @@ class Tune(Method):
     )
     skip: str = knob("", "comma-separated name patterns (* and ?) of linears to leave as they are")
     keep_zeros: bool | None = knob(
-        None, "weights that are stored as 0 stay 0; None: where an earlier method of the recipe pruned"
+        None, "weights that are stored as 0 stay 0; None: True if an earlier method of the recipe pruned"
     )
 
     def within(self, before: Sequence[Method], after: Sequence[Method]) -> Method:
         if not any(method.stage in STORING for method in before):
             raise ValueError(
-                f"`recipe`: {self} trains what a method before it has stored; a weight quantiser before it would do"
+                f"`recipe`: {self} trains weights that an earlier method has stored; a weight quantiser before it "
+                "would do"
             )
         pruned = any(method.zeros for method in before)
         return self if self.keep_zeros is not None else replace(self, keep_zeros=pruned)

@@ -1,4 +1,5 @@
-"""Where a model's blocks are, which of their linears a method takes, and why every other weight stays as it is."""
+"""Finds a model's blocks, the linears that a method compresses, and the reason why every other weight stays as it
+is."""
 
 import difflib
 import fnmatch

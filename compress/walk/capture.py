@@ -1,4 +1,4 @@
-"""What flows into a model's blocks: caught once as the model makes it, so that blocks can be run by themselves."""
+"""The inputs of a model's blocks: recorded once while the model runs, so that blocks can be run by themselves."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -191,8 +191,8 @@ def advance(block: nn.Module, calls: Sequence[Call], index: int, device: torch.d
 def on_device(block: nn.Module, device: torch.device) -> Iterator[None]:
     """While the context lasts, the block lies on this device; then it goes back to where it was.
 
-    What was replaced inside the block goes back with it, as somebody may hold it to compare with. A block whose weights
-    lie on disk (`compress.walk.offload`) is loaded, and what changed of it is written.
+    Modules that were replaced inside the block go back with it, because they may be used for comparison later. A block
+    whose weights lie on disk (`compress.walk.offload`) is loaded, and what changed of it is written.
     """
     if hasattr(block, "_offloaded"):
         with block._offloaded.loaded(device):

@@ -1,7 +1,7 @@
-"""The activations between two blocks on disk, as they are, so that a walk that was killed goes on bit for bit.
+"""The activations between two blocks, kept exactly on disk, so that a killed walk continues with the same bits.
 
-A pass over finished blocks would not always give them again: while a block is solved, its linears may be multiplied in
-another way than afterwards, and the last bit of a float depends on that.
+A second pass over finished blocks would not always give the same bits: while a block is solved, its linears may be
+multiplied in another way than afterwards.
 """
 
 import shutil

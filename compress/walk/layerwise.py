@@ -1,4 +1,4 @@
-"""What a method is that stores each weight matrix by itself: the walk does the rest."""
+"""The base class of methods that store each weight matrix by itself; the walk does the rest."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,9 +37,8 @@ class LayerwiseMethod(Method):
     )
     sequential: bool = knob(
         True,
-        "inside a block, each linear is solved on what the solved ones before it give, in one pass "
-        "over the block; False: all on what the original ones give, in two passes that hold "
-        "less memory",
+        "inside a block, each linear is solved on the outputs of the compressed linears before it, in one pass over "
+        "the block; False: each is solved on the outputs of the original linears, in two passes that need less memory",
     )
 
     reads_originals: ClassVar[bool] = True

@@ -1,8 +1,8 @@
-"""One pass over a block for all its linears: every micro-batch waits at each linear until that has been solved.
+"""One pass over a block for all its linears: every micro-batch waits at each linear until the linear has been solved.
 
 The micro-batches run side by side, each in a greenlet (a function that can be left in the middle and entered again), so
-no layer of the block is computed twice, and each linear is solved on what the solved ones before it give. The price is
-memory for what every micro-batch holds while it waits.
+no layer of the block is computed twice, and each linear is solved on the outputs of the solved ones before it. This
+needs memory for the tensors that every micro-batch holds while it waits.
 """
 
 import traceback
@@ -143,7 +143,9 @@ class Lockstep:
                 del self.inputs[i][me]
             return
         if i < self.solved:
-            raise RuntimeError(f"{name} is reached in another order in another pass; `sequential=False` needs no order")
+            raise RuntimeError(
+                f"{name} is reached in another order in another pass; `sequential=False` works in any order"
+            )
         if len(self.groups[i]) > 1:
             self.inputs[i][me] = x, set(self.groups[i]) - {name}
         if i not in self.collectors:

@@ -1,8 +1,8 @@
-"""Models whose weights lie on disk: a block, or a module outside the blocks, is in memory while somebody uses it.
+"""Models whose weights lie on disk: a block, or a module outside the blocks, is in memory only while it is used.
 
 The model itself lies on the meta device. A part is loaded when `capture.on_device` or a forward pass needs it. What
-changed in the meantime is written to a file of the work folder, and the memory is given back. Whoever changes a model
-block by block (the walk, folds, dropped layers) therefore changes one on disk in the same way.
+changed in the meantime is written to a file of the work folder, and the memory is freed. Code that changes a model
+block by block (the walk, folds, dropped layers) therefore works in the same way on a model on disk.
 """
 
 import copy
@@ -78,7 +78,7 @@ class AwayLinear(CompressedLinear):
 
 
 class Offloaded:
-    """A part of a model, such as a block, whose weights lie on disk while nobody uses it.
+    """A part of a model, such as a block, whose weights lie on disk while it is not used.
 
     Args:
         module: with its weights on the meta device, and `AwayLinear` for compressed ones.
@@ -207,7 +207,7 @@ class Offloaded:
         where = {name: file.tensors[f"{self.name}.{name}"] for name in state}
         for name, tensor in state.items():
             if not _same_bytes(where[name].read(), tensor.cpu()):
-                raise OSError(f"{self.folder.path}: {self.name}.{name} does not read as it was written")
+                raise OSError(f"{self.folder.path}: {self.name}.{name} has changed since it was written")
         self._written_as = self.name
         return where
 

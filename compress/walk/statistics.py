@@ -1,4 +1,5 @@
-"""What a method may ask the walk to collect from the inputs of a linear. One class each, listed in STATISTICS."""
+"""The statistics that the walk can collect from the inputs of a linear for a method. One class each, listed in
+STATISTICS."""
 
 from collections.abc import Sequence
 from typing import Protocol, Self
@@ -249,20 +250,20 @@ def divided(name: str, value: Tensor, s: Tensor) -> Tensor:
 
 
 class LayerStatistics:
-    """What one linear's inputs gave. Linears that read the same tensor share all but the notes.
+    """The statistics of one linear's inputs. Linears that read the same tensor share all but the notes.
 
     Attributes:
         tokens: how many rows of input were seen.
         values: result by name in STATISTICS.
-        shared: a place for what is costly to derive from `values` (a Cholesky factor, say), keyed by whoever derives
-            it.
+        shared: a place for results that are costly to derive from `values` (such as a Cholesky factor), keyed by the
+            method that derives them.
         name: of the linear in the model.
         dtype: of the model's activations, in which stored floats are kept.
         stored: the parts that an earlier method of the recipe stored for this linear; empty if none did.
         ordered: an earlier method put the channels that the linear reads into another order.
         keep: [out, in] bool, False for weights that an earlier method set to 0, which the walk keeps at 0; None if none
             did.
-        notes: what the method has to say about this layer; goes into the record.
+        notes: the method's notes about this layer, for the record.
     """
 
     def __init__(self, tokens: int, values: dict[str, Tensor], shared: dict | None = None) -> None:

@@ -1,8 +1,8 @@
 """The one loop over a model's blocks: capture, statistics, solve, swap, propagate. Every layerwise method runs in it.
 
-One block at a time lies on the compute device. The inputs of the first block are caught as the model makes them, with
-the masks and positions that it passes to each block; from there every block is run by itself, its outputs becoming the
-inputs of the next, so that each sees what the compressed blocks before it give.
+One block at a time lies on the compute device. The inputs of the first block are recorded while the model runs, with
+the masks and positions that it passes to each block. From there every block is run by itself, and its outputs become
+the inputs of the next, so that each block reads the outputs of the compressed blocks before it.
 """
 
 import copy
@@ -59,14 +59,14 @@ def walk(
     originals: Mapping[str, nn.Module] | None = None,
     reached: list[list[Call]] | None = None,
 ) -> list[LayerRecord]:
-    """Let `method` solve every linear inside the blocks, and put what it stores in their place.
+    """Let `method` solve every linear inside the blocks, and replace the linears by the stored ones.
 
     With no batches nothing is propagated, and errors are those of the weights; they are measured against `originals`
     where given.
 
     Args:
-        reached: is given the micro-batches with what the last block gave, as one element; None: nobody needs that. It
-            stays empty where an earlier run had solved the last block.
+        reached: receives the micro-batches with the outputs of the last block, as one element; None: these are not
+            needed. It stays empty if an earlier run had solved the last block.
     """
     prefix, blocks = find_blocks(model)
     chosen = chosen_linears(model, method)
@@ -168,11 +168,12 @@ class Walking:
                 Lockstep(self.model, block, index, linears, groups, calls, needs, self.device, **how).run(solve)
             else:
                 if self.beside:
-                    notes.append("what its inputs would be in the model as it was is not known here")
+                    notes.append("its inputs in the uncompressed model are not known here")
                 self.pass_beside(index)
                 if method.sequential and self.calibrated:
                     notes.append(
-                        "solved beside the others of its block, not in sequence: some run more than once in a pass"
+                        "solved at the same time as the other linears of its block, not in sequence: some run more "
+                        "than once in a pass"
                     )
                 collectors = collect(block, linears, groups, calls, index, needs, self.device, stop_early=once)
                 several: list[tuple[str, LayerStatistics]] = []

@@ -1,4 +1,4 @@
-"""Any-Precision LLM (Park et al., 2024, arXiv:2402.10517): one file that can be loaded in several numbers of bits."""
+"""Any-Precision LLM (Park et al., 2024, arXiv:2402.10517): one file that can be loaded at several precisions."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar

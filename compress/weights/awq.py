@@ -1,5 +1,5 @@
-"""AWQ (Lin et al., 2023, arXiv:2306.00978): columns that large inputs meet are scaled up, so that rounding spares them;
-clip."""
+"""AWQ (Lin et al., 2023, arXiv:2306.00978): columns with large inputs are scaled up, so that rounding changes them
+less, and ranges are clipped."""
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
@@ -48,7 +48,8 @@ class AWQ(FoldingMethod, LayerwiseMethod):
     group_size: int = knob(64, "columns that share a scale; -1 for a whole row", range=(-1, 1 << 20), describes=True)
     grid: str = knob(
         "int",
-        "values that a weight may take, times its scale: integers, or a table of numbers (its bits are in `bits`, too)",
+        "values that a weight may take, times its scale: integers, or a table of numbers; `bits` must be the bits of "
+        "the table",
         choices=GRIDS,
     )
     symmetric: bool = knob(False, "no zero point: the grid lies around 0")
@@ -63,7 +64,7 @@ class AWQ(FoldingMethod, LayerwiseMethod):
         True, "search each group's range for the least error of the layer's output; False: cover the group"
     )
     only_scale: bool | None = knob(
-        None, "only fold the scales, for a weight quantiser that follows; None: where one follows"
+        None, "only fold the scales and leave rounding to a later weight quantiser; None: True if there is one"
     )
 
     @property
@@ -74,7 +75,9 @@ class AWQ(FoldingMethod, LayerwiseMethod):
         meeting = [method for method in before if method.places & self.places]
         stored = next((method for method in meeting if method.stage not in ("drop", "transform")), None)
         if stored:
-            raise ValueError(f"`recipe`: {self} must come before {stored}: it scales weights that are not stored yet")
+            raise ValueError(
+                f"`recipe`: {self} must come before {stored}, because it scales weights before they are stored"
+            )
         meeting = [method for method in after if method.places & self.places]
         follower = next((method for method in meeting if method.stage == "quantize_weights"), None)
         if follower is None:
@@ -93,8 +96,7 @@ class AWQ(FoldingMethod, LayerwiseMethod):
             if getattr(self, aim) not in (value, self.knobs()[aim].default):
                 raise ValueError(
                     f"`{aim}` (={getattr(self, aim)!r}) of {self.name} must be what {follower} rounds to after it: "
-                    f"{value!r}, "
-                    "which is taken over where it is left out"
+                    f"{value!r}, which is also used if it is left out"
                 )
         return replace(self, only_scale=True, **aims)
 
@@ -170,7 +172,7 @@ class AWQ(FoldingMethod, LayerwiseMethod):
         if not self.clip:
             return self.peer(W, statistics)
         if statistics.name in self.unclipped:
-            statistics.note("not clipped: attention compares what it gives")
+            statistics.note("not clipped: its outputs are queries or keys")
             return self.peer(W, statistics)
         if not statistics.tokens:
             statistics.note("not clipped: no calibration token came by")
@@ -234,7 +236,7 @@ def awq_clip(
         group_size: divides `in`.
 
     Source: arXiv:2306.00978, section 3.2 and its public code, which weighs each group's output by itself. Deviation:
-    group by group, what the groups before it did to the output counts, too.
+    the effect of the earlier groups on the output counts, too.
     """
     out, columns = W.shape
     values = make_grid(grid, bits, symmetric)

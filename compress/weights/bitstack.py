@@ -1,4 +1,4 @@
-"""BitStack (Wang et al., 2024, arXiv:2410.23918): weights as stacks of blocks, of which as many are kept as fit."""
+"""BitStack (Wang et al., 2024, arXiv:2410.23918): weights as stacks of blocks; as many blocks are kept as fit."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -20,20 +20,20 @@ FAINTEST = 1e-3  # of the mean scale: the least scale of a column
 
 @dataclass(frozen=True, kw_only=True)
 class BitStack(FisherMethod):
-    """Stores each weight as a stack of blocks, signs times a low rank, so that one file serves at any size.
+    """Stores each weight as a stack of blocks (signs times a low-rank matrix), so that one file serves at any size.
 
     Source: arXiv:2410.23918, section 2: columns are scaled by the norms of their inputs, and each block approximates
-    what those before it left over by its signs times the first singular vectors of its magnitudes (2.2). `resize` of
-    `compress` keeps the blocks of the whole model that fit into a budget, in one order for all sizes (2.3).
-    Deviations: the paper sorts by the perplexity that was measured with each block, round by round, so that stacks
-    never differ by more than a block; here a block's place is the loss that it takes away per byte, by squared
+    the error of the blocks before it by the signs of that error times the first singular vectors of its magnitudes
+    (2.2). `resize` of `compress` keeps the blocks of the whole model that fit into a budget, in one order for all sizes
+    (2.3). Deviations: the paper sorts blocks by the measured perplexity, round by round, so that stacks never differ by
+    more than a block. Here blocks are sorted by how much each lowers the loss per byte, estimated from squared
     gradients (`compress.allocation.sensitivity`), which takes one pass backward instead of thousands forward. The
     scales go into the right factors.
 
     Measured on SmolLM2-135M (`seeds/papers.yml` has the setting): the loss falls with every size of one file. With
     2.2 bits per weight it is far below that of rounding to nearest in 2 bits (KL 4.2 against 11.2 nats per token),
-    with 3.2 bits level with rounding in 3. `gptq`, which makes up for errors in later columns, loses less at equal
-    bytes: 2.2, 0.52 and 0.14 nats in 2, 3 and 4 bits against 4.2, 2.0 and 0.96. That the paper finds otherwise at 2
+    with 3.2 bits it is as large as that of rounding in 3. `gptq`, which corrects errors in later columns, loses less at
+    equal bytes: 2.2, 0.52 and 0.14 nats in 2, 3 and 4 bits against 4.2, 2.0 and 0.96. The paper's opposite result at 2
     bits is not reproduced. The method is for files that have to serve many sizes.
     """
 

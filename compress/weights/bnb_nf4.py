@@ -1,4 +1,4 @@
-"""NF4 by bitsandbytes itself, as loading a model with its Linear4bit gives it: a peer to compare with."""
+"""NF4 computed by bitsandbytes itself, as a model loaded with its Linear4bit has it, for comparison."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar

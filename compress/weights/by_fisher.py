@@ -1,4 +1,4 @@
-"""What methods share that weigh errors by the squared gradients of the model's loss."""
+"""Shared code of the methods that weight errors by the squared gradients of the model's loss."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ class FisherMethod(LayerwiseMethod):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.where != "blocks":
-            raise ValueError(f"`where` (={self.where!r}) of {self.name} must be 'blocks': embeddings get no tables")
+            raise ValueError(f"`where` (={self.where!r}) of {self.name} must be 'blocks': it cannot store embeddings")
 
     def apply(
         self,
@@ -54,7 +54,8 @@ class FisherMethod(LayerwiseMethod):
         for method in before:
             if method.stage == "sparsify":
                 raise ValueError(
-                    f"`recipe`: {self} takes gradients of floats, and {method} stores weights: leave it out"
+                    f"`recipe`: {self} takes gradients of floats, and {method} before it stores weights: leave "
+                    f"{method} out"
                 )
         return self
 

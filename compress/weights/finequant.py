@@ -1,4 +1,5 @@
-"""FineQuant (Kim et al., 2023, arXiv:2308.09723): a group size for each matrix, by how far finer ones shrink ranges."""
+"""FineQuant (Kim et al., 2023, arXiv:2308.09723): a group size for each matrix, chosen by how much smaller groups
+reduce the ranges."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -1,4 +1,5 @@
-"""GPTAQ (Li et al., 2025, arXiv:2504.02692): GPTQ whose targets are what the linear gives in the unquantised model."""
+"""GPTAQ (Li et al., 2025, arXiv:2504.02692): GPTQ whose targets are the outputs of the linears in the unquantised
+model."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -15,8 +16,8 @@ from compress.weights.gptq import GPTQ
 
 @dataclass(frozen=True, kw_only=True)
 class GPTAQ(GPTQ):
-    """GPTQ that also makes up for what the blocks before it have changed: each layer's target is its output in the
-    unquantised model."""
+    """GPTQ that also corrects the error of the earlier blocks: each layer's target is its output in the unquantised
+    model."""
 
     name: ClassVar[str] = "gptaq"
     source: ClassVar[str] = "arXiv:2504.02692"
@@ -27,7 +28,7 @@ class GPTAQ(GPTQ):
 
     def solve(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
         if not len(statistics.values["cross"]):
-            statistics.note("what this linear reads in the unquantised model is not known, so that this is plain GPTQ")
+            statistics.note("the inputs of this linear in the unquantised model are unknown, so this is plain GPTQ")
         elif statistics.tokens >= self.min_tokens:
             P = statistics.shared.get(key := ("gptaq", *self.key(W)))
             if P is None:

@@ -1,4 +1,5 @@
-"""GPTQ (Frantar et al., 2022, arXiv:2210.17323): round column by column, and let the columns to come make up for it."""
+"""GPTQ (Frantar et al., 2022, arXiv:2210.17323): round column by column, and correct the later columns for the
+error."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,7 +35,8 @@ class GPTQ(LayerwiseMethod):
     group_size: int = knob(64, "columns that share a scale; -1 for a whole row", range=(-1, 1 << 20), describes=True)
     grid: str = knob(
         "int",
-        "values that a weight may take, times its scale: integers, or a table of numbers (its bits are in `bits`, too)",
+        "values that a weight may take, times its scale: integers, or a table of numbers; `bits` must be the bits of "
+        "the table",
         choices=GRIDS,
     )
     symmetric: bool = knob(True, "no zero point: the grid lies around 0")
@@ -51,8 +53,8 @@ class GPTQ(LayerwiseMethod):
     )
     order: str = knob(
         "group",
-        "columns by falling diag(H): within and among whole groups (group), each by itself, "
-        "with scales fixed beforehand (activation), or not at all (none)",
+        "how columns are sorted by falling diag(H): groups, and the columns inside each group (group); single columns, "
+        "with scales fixed beforehand (activation); not at all (none)",
         choices=("group", "activation", "none"),
     )
     damp: float = knob(0.01, "damping added to diag(H), as a fraction of its mean", range=(0, 1))

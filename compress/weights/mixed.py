@@ -1,4 +1,4 @@
-"""Mixed precision under a budget: every layer gets the method, among several, with which the model loses least."""
+"""Mixed precision under a budget: every layer gets one of several methods, so that the model loses least."""
 
 import copy
 import dataclasses
@@ -39,10 +39,10 @@ FISHER_TOKENS = 16  # times as many tokens for gradients: they are noisier, and 
 
 @dataclass(frozen=True, kw_only=True)
 class Mixed(LayerwiseMethod):
-    """Shares out the bytes of the whole model: each layer gets the method among `choices` that loses least in all.
+    """Shares out a budget of bytes: each layer gets one of `choices`, so that the sum of losses is least.
 
     The losses of all choices are measured on the model as it is, layer by layer; dynamic programming finds the choices
-    of least total loss within the budget; then the walk solves every linear by the method that was chosen for it.
+    of least total loss within the budget; then every linear is solved by the method that was chosen for it.
     """
 
     name: ClassVar[str] = "mixed"
@@ -53,7 +53,7 @@ class Mixed(LayerwiseMethod):
 
     budget_mb: float = knob(
         100.0,
-        "megabytes of the whole model as it is stored, what stays in 16 bits counted",
+        "megabytes of the whole model as it is stored, including the weights that stay in 16 bits",
         range=(0, 1e9),
         describes=True,
     )
@@ -64,10 +64,10 @@ class Mixed(LayerwiseMethod):
     )
     loss: str = knob(
         "kl",
-        "what is minimised: divergence of the predictions, measured for every choice (kl), or for each layer's "
-        "smallest and by output errors for its others (kl_scaled); its estimate from squared gradients (fisher); or no "
-        "loss, but more bits for the blocks that turn the residual stream most (cosine), that have the "
-        "fewest large weights (zscore), or that are drawn (shuffled)",
+        "what is minimised: the divergence of the predictions, measured for every choice (kl), or measured for the "
+        "smallest choice of each layer and scaled by output errors for the others (kl_scaled); its estimate from "
+        "squared gradients (fisher); or nothing: more bits go to the blocks that turn the residual stream most "
+        "(cosine), to those with the fewest large weights (zscore), or to blocks drawn at random (shuffled)",
         choices=(*MEASURED, "cosine", "zscore", "shuffled"),
     )
     tokens: int = knob(
@@ -83,7 +83,7 @@ class Mixed(LayerwiseMethod):
         where = "all" if len(places) > 1 else next(iter(places), "blocks")
         if self.where not in ("blocks", where):
             raise ValueError(
-                f"`where` (={self.where!r}) of {self.name} follows from `where` of its choices, which is {where!r}"
+                f"`where` (={self.where!r}) of {self.name} must be {where!r}, which is `where` of its choices"
             )
         object.__setattr__(self, "where", where)
         if where != "blocks" and self.loss not in MEASURED:
@@ -125,8 +125,8 @@ class Mixed(LayerwiseMethod):
         for other in before:
             if self.loss == "fisher" and other.stage == "sparsify":
                 raise ValueError(
-                    f"`loss` (='fisher') of {self.name} takes gradients of weights as they are, and {other} before it "
-                    "has stored them; loss='kl' would do"
+                    f"`loss` (='fisher') of {self.name} needs gradients of uncompressed weights, and {other} has "
+                    "stored them already; loss='kl' would do"
                 )
         return self
 

@@ -18,7 +18,7 @@ BLOCK = 128  # columns whose updates are applied at once to the rest
 
 @dataclass(frozen=True, kw_only=True)
 class QMoE(LayerwiseMethod):
-    """Rounds each weight to 0 or to its row's smallest or largest, corrected as in GPTQ, in a code of under a bit."""
+    """Rounds each weight to 0 or to one of two values per row, with the correction of GPTQ, in less than a bit."""
 
     name: ClassVar[str] = "qmoe"
     stage: ClassVar[str] = "quantize_weights"
@@ -29,8 +29,8 @@ class QMoE(LayerwiseMethod):
 
     reach: float = knob(
         1.0,
-        "a row's two values beside 0, as a share of its smallest and largest weight: less than 1 gives less error, "
-        "fewer zeros and more bits",
+        "the two values of a row besides 0, as a share of its smallest and largest weight; less than 1 gives less "
+        "error, fewer zeros and more bits",
         range=(0.05, 1),
         describes=True,
     )

@@ -28,7 +28,8 @@ class RTN(LayerwiseMethod):
     group_size: int = knob(64, "columns that share a scale; -1 for a whole row", range=(-1, 1 << 20), describes=True)
     grid: str = knob(
         "int",
-        "values that a weight may take, times its scale: integers, or a table of numbers (its bits are in `bits`, too)",
+        "values that a weight may take, times its scale: integers, or a table of numbers; `bits` must be the bits of "
+        "the table",
         choices=GRIDS,
     )
     symmetric: bool = knob(True, "no zero point: the grid lies around 0")

@@ -1,5 +1,5 @@
-"""SqueezeLLM (Kim et al., 2023, arXiv:2306.07629): a table for every row, by k-means, and the few weights that no table
-should have to hold."""
+"""SqueezeLLM (Kim et al., 2023, arXiv:2306.07629): a table for every row, by k-means, and a few outliers that are
+stored separately."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -19,16 +19,24 @@ class SqueezeLLM(FisherMethod):
     """Gives each row a table of its own by k-means, weighted by squared gradients, and stores outliers beside it.
 
     Source: arXiv:2306.07629, equation 4 (k-means by the diagonal Fisher matrix) and section 4.2 (dense and sparse).
-    Deviation: the sparse part holds what the table leaves of an outlier, not the outlier, so that parts add up.
+    Deviation: the sparse part holds the difference between an outlier and its table entry, so that the parts add up.
     """
 
     name: ClassVar[str] = "squeezellm"
     source: ClassVar[str] = "arXiv:2306.07629"
     working_set: ClassVar[tuple[float, float]] = (24.0, 0.0)
 
-    bits: int = knob(4, "bits per weight, of an index into its row's table", choices=(2, 3, 4), describes=True)
-    sensitive: float = knob(0.0005, "share of the weights that are stored apart for the largest F", range=(0, 0.1))
-    largest: float = knob(0.004, "share that is stored apart for the largest magnitude", range=(0, 0.1))
+    bits: int = knob(
+        4, "bits per weight, which is stored as an index into the table of its row", choices=(2, 3, 4), describes=True
+    )
+    sensitive: float = knob(
+        0.0005,
+        "share of the weights that are stored apart because their squared gradients F are the largest",
+        range=(0, 0.1),
+    )
+    largest: float = knob(
+        0.004, "share of the weights that are stored apart because their magnitudes are the largest", range=(0, 0.1)
+    )
 
     def stores(self, shape: tuple[int, int]) -> list[dict[str, Any]]:
         parts = [RowTables.spec_of(shape, bits=self.bits, least=self.bits)]

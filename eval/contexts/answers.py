@@ -1,4 +1,4 @@
-"""What answers from compressed caches are worth: exact matches, likelihood and divergence, by cache and question."""
+"""Scores of answers from compressed caches: exact matches, likelihood and divergence, by cache and question."""
 
 import math
 from collections.abc import Sequence

@@ -2,7 +2,7 @@
 
 After RULER (Hsieh et al., 2024, arXiv:2404.06654), for small causal models that continue a text: `ask` begins a
 sentence and `answer` ends it. Two questions about one context, where its task allows, so that the second can come as a
-follow-up that nobody expected when the cache was compressed.
+follow-up that was unknown when the cache was compressed.
 """
 
 import random
@@ -126,7 +126,7 @@ def samples(
             short. common_words, frequent_words and kv_retrieval need none.
         length: tokens of the context, the beginning included.
         depths: in 0..1, where to put the first question's needle, sample by sample and over again. None: evenly spread
-            over 0.05..0.95. Tasks whose needles are spread, and whose samples have depth None, take no notice.
+            over 0.05..0.95. Tasks whose needles are spread, and whose samples have depth None, ignore it.
         beginning: special tokens put before the text, for models that rely on them.
 
     Raises:

@@ -1,1 +1,1 @@
-"""The machine that measures: hardware, versions, energy, memory and stored size."""
+"""Facts about the machine and the model: hardware, versions, energy, memory and stored size."""

@@ -11,7 +11,7 @@ POWERCAP = Path("/sys/class/powercap")  # where Linux shows RAPL, of Intel and A
 
 
 class NotMeasurable(Exception):
-    """This machine cannot tell; the message says why."""
+    """This machine cannot measure it; the message says why."""
 
 
 class EnergyCounter(Protocol):

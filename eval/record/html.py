@@ -1,4 +1,4 @@
-"""Tables as HTML for Jupyter: the one place that escapes what results show of themselves."""
+"""Tables as HTML for Jupyter: the only place that escapes the values that results show."""
 
 from collections.abc import Iterable, Sequence
 from html import escape

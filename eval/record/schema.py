@@ -78,7 +78,7 @@ def read_record(path: str | Path) -> dict[str, Any]:
 
 
 def problems_of(made: dict[str, Any]) -> list[str]:
-    """What keeps this from being a record of this schema; empty if nothing does."""
+    """The reasons why this is not a record of this schema; empty if it is one."""
     if not isinstance(made, dict):
         return ["not a record"]
     problems = [f"`{key}` is missing" for key in REQUIRED if key not in made]

@@ -1,9 +1,9 @@
-"""How fast a model decodes behind contexts of several lengths, by what its cache keeps and how.
+"""How fast a model decodes behind contexts of several lengths, with different compressed caches.
 
-Every variant, the full 16-bit cache among them, goes through the same native step (`kernels/step`), or where there is
-none for a model through the same compiled step, and through the same kernel, in turns; the
-kernel on a full cache is held against torch's attention with the heads that share keys folded into rows, on
-preallocated keys: the faster one is the baseline that attention is measured by.
+Every variant, including the full 16-bit cache, is timed in turns with the same kernel and the same native step
+(`kernels/step`), or the same compiled step if there is no native one for the model. The baseline of attention is the
+faster of two: the kernel on a full cache, and torch's attention on preallocated keys with the heads that share keys
+folded into rows.
 """
 
 import statistics
@@ -87,7 +87,7 @@ class CacheSpeed:
         return f"<table><thead><tr><th></th>{head}</tr></thead><tbody>{rows}</tbody></table>"
 
     def attention_speedup(self, variant: str, context: int) -> float:
-        """How much less time the attention takes than the faster one of a full 16-bit cache."""
+        """The time of the faster attention with a full 16-bit cache over the time of this attention."""
         full = min(self.attention_s[name][context][0] for name in (FULL, SDPA))
         return full / self.attention_s[variant][context][0]
 
@@ -117,7 +117,9 @@ def measure_cache_speed(
         if type(value) is not int or value < 1:
             raise ValueError(f"`{name}` (={value!r}) must be a positive integer")
     if FULL not in variants:
-        raise ValueError(f"`variants` (={list(variants)}) must hold {FULL!r}, the cache that all are held against")
+        raise ValueError(
+            f"`variants` (={list(variants)}) must hold {FULL!r}, the cache with which all others are compared"
+        )
     speed = CacheSpeed(
         settings={
             "new_tokens": new_tokens,

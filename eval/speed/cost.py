@@ -138,8 +138,8 @@ def cost_model(
 ) -> Cost:
     """Predictions for bfloat16 copies of models, beside what was measured of them.
 
-    What is timed may do more than it must (16-bit weights with their zeros in place, masked positions of a static
-    cache), and less where weights fit into a processor's cache: the ceilings are those of main memory.
+    Timed models may do more work than predicted (16-bit weights with their zeros in place, masked positions of a static
+    cache), or less, if weights fit into a processor's cache: the ceilings are those of main memory.
 
     Args:
         models: {name: model}.

@@ -1,12 +1,13 @@
-"""Nothing else computes on a device while something is timed on it: a lock per device, over all runs of this user.
+"""A lock per device for all runs of this user, so that nothing else computes on a device while something is timed on
+it.
 
-Batch runs hold a device together while they compress and score (`share`); a run that times something waits until it
-has the device to itself (`undisturbed`). Runs that are about to begin let a waiting one go first. The locks are those
-of `flock`: a process that is killed holds nothing.
+Batch runs share a device while they compress and score (`share`); a run that times something waits until it has the
+device to itself (`undisturbed`). New runs let a waiting one go first. The locks are those of `flock`, so the lock of a
+killed process is released.
 
-Every process that holds a device says in a small file beside the lock who it is and since when, and holds a lock on
-that file as long as it lives. Whoever waits says so, and for whom: in the notebook's cell, and in the file that
-`$WORKBENCH_WAITING` names, which is there as long as the process waits.
+Every process that holds a device writes its name and its start time to a small file beside the lock, and holds a lock
+on that file as long as it lives. A process that waits reports the process for which it waits: in the notebook's cell,
+and in the file that `$WORKBENCH_WAITING` names, which exists as long as the process waits.
 """
 
 import contextlib
@@ -39,12 +40,13 @@ _owner = [os.environ.get("WORKBENCH_KEY") or Path(sys.argv[0]).name or "python"]
 
 
 def call_this(run: str) -> None:
-    """Say which run this process is, for those who wait for it."""
+    """Set the name of this process's run, which is shown to processes that wait for it."""
     _owner[0] = run
 
 
 def share(device: str | torch.device, threads: int | None = None) -> None:
-    """Compute on this device beside others, until this process ends; waits while somebody times something there.
+    """Compute on this device beside other processes, until this process ends; waits while a process times something
+    there.
 
     Args:
         threads: of a processor, that this process uses meanwhile; all that it had where something is timed.
@@ -62,7 +64,7 @@ def share(device: str | torch.device, threads: int | None = None) -> None:
 
 @contextlib.contextmanager
 def undisturbed(device: str | torch.device) -> Iterator[None]:
-    """Have the device to oneself, with all threads; waits until nobody else computes there. May be nested."""
+    """Use the device alone, with all threads; waits until no other process computes there. May be nested."""
     name = device_name(device)
     with _guard:
         if _depth.get(name):

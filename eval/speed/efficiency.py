@@ -7,8 +7,9 @@
     energy            joules per decoded token
     compression_rate  stored bytes of the 16-bit baseline over those of the model
 
-Models answer in turns, for a while each, eagerly and prepared alike (`eval.speed.speed.contestants`), while a thread
-looks on. The speed of compiled models, which is higher, is that of `eval.speed.speed`.
+Models answer in turns, for a while each, executed eagerly and prepared in the same way
+(`eval.speed.speed.contestants`), while a thread samples the machine. `eval.speed.speed` measures the speed of compiled
+models, which is higher.
 """
 
 import statistics
@@ -200,7 +201,7 @@ def measure_efficiency(
         ValueError: see `check_efficiency`; no "baseline" at the beginning of `models`.
     """
     if next(iter(models), None) != "baseline":
-        raise ValueError(f"`models` (={list(models)}) must begin with 'baseline', which all are held against")
+        raise ValueError(f"`models` (={list(models)}) must begin with 'baseline', with which all others are compared")
     for model in models.values():
         check_efficiency(model, prompt_tokens=prompt_tokens, new_tokens=new_tokens, rounds=rounds, seconds=seconds)
     device = next(models["baseline"].parameters()).device
@@ -302,7 +303,7 @@ def _compute(seen: _Seen, device: torch.device, context: int, ceilings: Ceilings
         note = f"share of the time in which a kernel ran (NVML), mean; at the peak {max(seen.use):.0%}{more}"
         return Measure(statistics.mean(seen.use), "share", note)
     threads = torch.get_num_threads()
-    note = f"processor time over the time of {threads} threads; threads that wait for others may spin, and count{more}"
+    note = f"processor time over the time of {threads} threads; waiting threads that spin are counted{more}"
     return Measure(seen.cpu_s / (seen.wall_s * threads), "share", note)
 
 

@@ -158,7 +158,7 @@ def bench_kernels(plan: KernelPlan, folder: str | Path) -> KernelBench:
                 process.terminate()
             code = process.wait()
     if code not in (0, 1) or not all(end.is_file() for end in ends):  # 1: a check is red, which the record says
-        raise RuntimeError(f"the benchmark ended with status {code}: {said[-1] if said else 'it said nothing'}")
+        raise RuntimeError(f"the benchmark ended with status {code}: {said[-1] if said else 'it printed nothing'}")
     return KernelBench(plan, json.loads((folder / "record.json").read_text()))
 
 

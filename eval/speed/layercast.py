@@ -37,7 +37,7 @@ def layercast(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Modul
     if dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"`dtype` (={dtype}) must be torch.bfloat16 or torch.float16: weights are kept in 16 bits")
     if any(hasattr(module, _NAMES) for module in model.modules()):
-        raise ValueError("`model` computes in float32 from 16-bit weights already; give the model that it was made of")
+        raise ValueError("`model` computes in float32 from 16-bit weights already; give the original model")
     model = deployed(model, dtype)
     inside: set[nn.Module] = set()  # of modules that lay themselves out for the dtype in which they compute
     for module in list(model.modules()):

@@ -4,8 +4,8 @@ Every variant reads and writes through the same code: a static cache and the fas
 decoder of a known kind, compressed or not, reads its prompt op by op (`kernels.step.forward`) and takes its steps in
 one call of C++ (`kernels.step.assemble`). Where there is no such way, the pass over the prompt and the step of decoding
 are compiled block by block (`eval.speed.regional`), and products of 16-bit linears are made by what a trial finds
-fastest (`eval.speed.packing`): torch's own reach a quarter of the memory bandwidth, and anything looks fast beside
-them.
+fastest (`eval.speed.packing`): torch's own products reach a quarter of the memory bandwidth and would be too weak a
+baseline.
 """
 
 import gc

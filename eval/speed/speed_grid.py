@@ -114,7 +114,8 @@ def measure_speed_grid(
     """Time every model in every cell, in turns with the baseline.
 
     Args:
-        models: {name: model}, "baseline", the one that all are held against, first. bfloat16 copies are timed.
+        models: {name: model}; the first must be "baseline", with which all others are compared. bfloat16 copies are
+            timed.
         batches, prompts: sizes, and lengths in tokens; each with each. Rows of a batch are equally long.
         new_tokens: decoded after each prompt, greedily.
         rounds: of each cell.
@@ -125,7 +126,7 @@ def measure_speed_grid(
         ValueError: see `check_speed_grid`; no "baseline" at the beginning of `models`.
     """
     if next(iter(models), None) != "baseline":
-        raise ValueError(f"`models` (={list(models)}) must begin with 'baseline', which all are held against")
+        raise ValueError(f"`models` (={list(models)}) must begin with 'baseline', with which all others are compared")
     for model in models.values():
         check_speed_grid(model, batches, prompts, new_tokens, rounds=rounds)
     device = next(models["baseline"].parameters()).device

@@ -1,6 +1,6 @@
 """One model's answers to one task of lm-eval. It changes neither the model in memory nor the process.
 
-Imported where it is needed only: lm-eval takes its time.
+Imported only where it is needed, because importing lm-eval is slow.
 """
 
 import copy
@@ -178,8 +178,8 @@ def answer(
 
 @contextmanager
 def undisturbed(models: Sequence[nn.Module]) -> Iterator[None]:
-    """While the block runs lm-eval may do as it does; afterwards modes, generation settings and random numbers are as
-    before.
+    """While the block runs, lm-eval may change modes, generation settings and random numbers; afterwards they are
+    restored.
 
     It is kept from tying weights anew: an output layer that was compressed, or folded into, by itself would be
     overwritten.

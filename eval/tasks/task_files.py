@@ -194,13 +194,12 @@ def _check(name: str, config: dict[str, Any], files: Iterable[str]) -> None:
     metrics = [str(metric.get("metric")) for metric in config.get("metric_list") or []]
     if (config.get("unsafe_code") or "code_eval" in metrics) and os.environ.get(CONSENT) != "1":
         raise ValueError(
-            f"`tasks`: scoring {name!r} runs code that a model wrote; in a place where that may be done, {CONSENT}=1 "
-            "in the environment says so"
+            f"`tasks`: scoring {name!r} runs code that a model wrote; to allow it, set {CONSENT}=1 in the environment"
         )
     where = _on_hub(config)
     if where and not (_in_cache(where, config.get("dataset_name")) or _hub_reachable()):
         raise ValueError(
-            f"`tasks`: {name!r} needs {where} from the hub, which cannot be reached, and it was not kept here before; "
+            f"`tasks`: {name!r} needs {where} from the hub, which cannot be reached, and no copy is cached here; "
             f"connect to a network, or take a task file with data on this machine{_near(name, files)}"
         )
 

@@ -1,8 +1,9 @@
 """Tasks of lm-eval on compressed models in memory: scores, and which answers compression changed.
 
-lm-eval's own `use_cache` gives one model another's answers; here answers are kept by hashes of the model, the task and
-all settings. With a compressed KV cache the context of a continuation is read as a prompt and compressed before the
-continuation is scored (`harness.py`); a whole text whose likelihood is asked for is read in one pass, without a cache.
+lm-eval's own `use_cache` can return the answers of another model; here answers are kept by hashes of the model, the
+task and all settings. With a compressed KV cache the context of a continuation is read as a prompt and compressed
+before the continuation is scored (`harness.py`); a whole text whose likelihood is asked for is read in one pass,
+without a cache.
 """
 
 import hashlib
@@ -41,7 +42,7 @@ _VERSIONS = ("lm-eval", "transformers", "tokenizers", "torch", "datasets", "nump
 
 @dataclass(repr=False)
 class TaskScores:
-    """What was answered.
+    """The answers of all models.
 
     Attributes:
         answers: {model: {task: Answered}}; the first model is the one that the others are compared with.
@@ -87,7 +88,7 @@ class TaskScores:
 
     @cached_property
     def compared(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """{model: {task: how it does beside the first model}}: `eval.tasks.paired.compare` of the primary metric, by
+        """{model: {task: its comparison with the first model}}: `eval.tasks.paired.compare` of the primary metric, by
         question."""
         others = list(self._scored.items())[1:]
         return {
@@ -256,7 +257,7 @@ def answer_tasks(
             on.
 
     Raises:
-        ValueError: as `check_tasks`; no models; or a tokenizer without what is asked of it.
+        ValueError: as `check_tasks`; no models; or a tokenizer without a chat template or an end of text.
     """
     check_tasks(tasks, task_path=task_path, limit=limit, num_fewshot=num_fewshot, batch_size=batch_size)
     _check(models, tokenizer, seed, chat)

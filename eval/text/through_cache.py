@@ -1,7 +1,7 @@
 """Text that a model reads through the compressed KV cache that is attached to it.
 
-In one pass over a text every token would see the others as they are, and a compressed cache would cost nothing. Here
-the text comes in pieces: each piece sees itself, and of what came before it what the cache has kept, as it was stored.
+In one pass over a text every token would read exact keys and values, and compressing the cache would cost no accuracy.
+Here the text is read in pieces: each piece reads its own exact keys and values, and the stored ones of earlier pieces.
 """
 
 from collections.abc import Mapping

@@ -367,7 +367,7 @@ def _settings(
 def _check_models(models: Mapping[str, nn.Module]) -> None:
     if BASELINE not in models:
         raise ValueError(
-            f"`models` (={list(models)}) must have one by the name of {BASELINE!r}, which the others are held against"
+            f"`models` (={list(models)}) must have one by the name of {BASELINE!r}, with which the others are compared"
         )
     sizes = {name: model.config.get_text_config().vocab_size for name, model in models.items()}
     if len(set(sizes.values())) > 1:
@@ -404,13 +404,14 @@ def check_generations(
             "greedy, the temperature 0, is always done"
         )
     if len({f"{t:g}" for t in temperatures}) < len(temperatures):
-        raise ValueError(f"`temperatures` (={list(temperatures)}) has one twice; each once would do")
+        raise ValueError(f"`temperatures` (={list(temperatures)}) has one twice; give each value once")
     if isinstance(prompts, str) or not prompts or not all(isinstance(p, str) and p for p in prompts):
         raise ValueError(f"`prompts` (={prompts!r}) must be a list of texts, none of them empty")
     if len(set(prompts)) < len(prompts):
         twice = next(p for p in prompts if list(prompts).count(p) > 1)
         raise ValueError(
-            f"`prompts` has {twice!r} twice, which says nothing new; each once would do, `seeds` makes more of them"
+            f"`prompts` has {twice!r} twice, which gives no new texts; give each prompt once, and use `seeds` for more "
+            "texts"
         )
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
     for prompt in prompts:

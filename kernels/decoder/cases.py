@@ -1,4 +1,4 @@
-"""What `Decoder` is checked and timed on."""
+"""The checks of `Decoder`, and the shapes on which it is timed."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,4 +1,5 @@
-"""What lies between the products, in plain torch on any device: computed in float32, rounded where a tensor ends."""
+"""The operations between the products, in plain torch on any device: computed in float32; each resulting tensor is
+rounded."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""What lies between the products, one launch each: sum and norm, rotary turn and store, gate."""
+"""The operations between the products, one launch each: sum and norm, rotary embedding and store, gate."""
 
 from kernels.interpreter import prepare
 

@@ -1,4 +1,5 @@
-"""`gptq_block`: quantise a block of columns one after another, each making up for those before. See README.md."""
+"""`gptq_block`: quantise a block of columns one after another; each column is corrected for the errors of those before.
+See README.md."""
 
 import torch
 from torch import Tensor

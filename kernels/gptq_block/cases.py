@@ -1,4 +1,4 @@
-"""What `gptq_block` is checked and timed on."""
+"""The checks of `gptq_block`, and the shapes on which it is timed."""
 
 from collections.abc import Iterator
 from itertools import count

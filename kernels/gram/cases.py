@@ -1,4 +1,4 @@
-"""What `gram` is checked and timed on."""
+"""The checks of `gram`, and the shapes on which it is timed."""
 
 from collections.abc import Callable, Iterator
 

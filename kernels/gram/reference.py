@@ -1,4 +1,4 @@
-"""One full float32 product in plain torch, on any device: what every other implementation is held against."""
+"""One full float32 product in plain torch, on any device: the reference for every other implementation."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""What `hadamard` is checked and timed on."""
+"""The checks of `hadamard`, and the shapes on which it is timed."""
 
 import math
 from collections.abc import Callable, Iterator

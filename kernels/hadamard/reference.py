@@ -1,4 +1,4 @@
-"""Butterflies in plain torch, on any device: what every other implementation is held against."""
+"""Butterflies in plain torch, on any device: the reference for every other implementation."""
 
 import torch
 from torch import Tensor

@@ -1,7 +1,7 @@
 """Do two runs of `kernels.harness.validate` agree? `python -m kernels.harness.agree a/record.json b/record.json`.
 
-Every contestant that both timed is compared. The exit status is 1 where one of them differs by more than `--within`, or
-where the runs have nothing in common.
+Every implementation that both runs timed is compared. The exit status is 1 if a time differs by more than `--within`,
+or if the runs have no time in common.
 """
 
 import argparse
@@ -16,9 +16,9 @@ WITHIN = 0.03  # of the smaller time
 
 
 def differences(first: dict[str, Any], second: dict[str, Any]) -> list[tuple[float, str]]:
-    """How much larger the larger of two times is, as a share of the smaller, and whose times they are; largest first.
+    """The relative differences of all pairs of times, with a description of each; largest first.
 
-    A contest that one run has several times counts once, with its last row.
+    If a run has several rows for a contest, the last one counts.
     """
     times = [
         {(name(row), who): (t, row) for row in run["rows"] for who, t in row["seconds"].items() if t}
@@ -37,8 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m kernels.harness.agree", description=(__doc__ or "").partition("\n\n")[0]
     )
-    parser.add_argument("records", nargs=2, type=Path, help="two record.json")
-    parser.add_argument("--within", type=float, default=WITHIN, help="the largest difference, as a share")
+    parser.add_argument("records", nargs=2, type=Path, help="two files record.json")
+    parser.add_argument("--within", type=float, default=WITHIN, help="largest relative difference that is allowed")
     options = parser.parse_args(arguments)
     found = differences(*(json.loads(path.read_text()) for path in options.records))
     apart = [text for share, text in found if share > options.within]

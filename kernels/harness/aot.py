@@ -174,13 +174,17 @@ def table(compilations: dict[str, Compilation]) -> Iterator[tuple[str, dict[str,
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Compile every shipped Triton kernel for sm_90 and show what came out."
+        description="Compile every shipped Triton kernel for sm_90 and print the figures of the compiled code."
     )
-    parser.add_argument("--write", action="store_true", help="commit the figures to kernels/harness/aot.json")
+    parser.add_argument("--write", action="store_true", help="write the figures to kernels/harness/aot.json")
     parser.add_argument("--ops", nargs="*", default=OPS, choices=OPS, help="these ops only")
-    parser.add_argument("--triton", help="with this version of triton: 3.6.0")
+    parser.add_argument("--triton", help="compile with this version of triton: 3.6.0")
     parser.add_argument(
-        "--capability", type=int, choices=SHARED, default=90, help="say what does not run on other GPUs: 89 is 8.9"
+        "--capability",
+        type=int,
+        choices=SHARED,
+        default=90,
+        help="list the kernels that do not run on GPUs of this capability: 89 is 8.9",
     )
     options = parser.parse_args()
     if options.triton and options.triton != compiler():

@@ -49,8 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m kernels.harness.bench", description="Benchmark the kernels on this machine's CPU."
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="small shapes, to see that it runs")
-    parser.add_argument("--ops", default=",".join(every), help="some of them, with commas between")
+    parser.add_argument("--quick", action="store_true", help="use small shapes, only to see that everything runs")
+    parser.add_argument("--ops", default=",".join(every), help="ops to run, separated by commas")
     options = parser.parse_args(arguments)
     ops = [op for op in options.ops.split(",") if op]
     if unknown := [op for op in ops if op not in every]:

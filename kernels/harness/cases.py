@@ -1,4 +1,4 @@
-"""What an op declares about itself: checks that it must pass, and contests in which it may be timed once it has.
+"""The declarations of an op: the checks that it must pass, and the contests in which it is timed afterwards.
 
 `kernels/<op>/cases.py` has `checks(device)` and `contests(device, toy, asked)`. The tests, `kernels.harness.validate`
 and `kernels.harness.bench` all run these, so that nothing is timed that was not held against float64 on the same

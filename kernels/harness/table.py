@@ -23,7 +23,7 @@ def table(record: dict[str, Any]) -> str:
     text += [f"RED  {name(row)}: {who}: {why}" for row in record["rows"] for who, why in row["unsound"].items()]
     text.append(f"{len(record['checks']) - len(red)} of {len(record['checks'])} checks are green")
     for rest in record["unfinished"]:
-        text.append(f"the budget left undone: {rest['phase']} of {rest['op']} from number {rest['next']} on")
+        text.append(f"not done within the budget: {rest['phase']} of {rest['op']} from number {rest['next']} on")
     if record["rows"]:
         text += ["", rows_table(record["rows"])]
     if missed := record["summary"]["goals_missed"]:

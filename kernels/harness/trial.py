@@ -1,4 +1,4 @@
-"""One op on trial, in a process of its own: its checks, then its contests, each written down as soon as it is known.
+"""Checks and times one op in a process of its own; each result is written as soon as it is known.
 
 `kernels.harness.validate` starts these processes and reads the lines; nothing here looks at another op.
 """
@@ -322,7 +322,7 @@ def tune_contest(contest: Contest, log: Log, device: torch.device, folder: Path)
 
 
 def sentence(row: Line) -> str:
-    """A row in one line, for whoever is watching."""
+    """A row in one line, to be printed."""
     head = f"{row['op']:<15} {row['detail']:<14} {'x'.join(map(str, row['shape'])):<14} M={row['tokens'] or '-':<6}"
     if row["status"] not in ("timed", "unsound"):
         return f"{head} {row['status']}"

@@ -299,21 +299,21 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         "--out",
         type=Path,
         default=Path(os.environ.get("GPU_OUT") or os.environ.get("OUT") or "runs/gpu"),
-        help="folder for what is found, as it is found; without it $GPU_OUT, $OUT or runs/gpu",
+        help="folder to which results are written as they come; default: $GPU_OUT, $OUT or runs/gpu",
     )
-    parser.add_argument("--ops", default=",".join(cases.OPS), help="some of them, with commas between")
+    parser.add_argument("--ops", default=",".join(cases.OPS), help="ops to run, separated by commas")
     parser.add_argument(
-        "--shapes", default="", help="of weights, out x in, instead of each op's own: 4096x4096,14336x4096"
+        "--shapes", default="", help="shapes of weights, out x in, instead of those of each op: 4096x4096,14336x4096"
     )
-    parser.add_argument("--tokens", default="", help="at once, instead of each op's own: 1,16,256")
+    parser.add_argument("--tokens", default="", help="numbers of tokens at once, instead of those of each op: 1,16,256")
     parser.add_argument(
-        "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of the activations"
+        "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="dtype of the activations"
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tune", action="store_true", help="find this GPU's fastest launch configurations first")
-    parser.add_argument("--toy", action="store_true", help="tiny shapes, to see that it runs")
-    parser.add_argument("--decode", action="store_true", help="the whole decoder alone: as --ops decoder")
-    parser.add_argument("--time-red", action="store_true", help="time what is wrong too, marked as unsound")
+    parser.add_argument("--toy", action="store_true", help="use tiny shapes, only to see that everything runs")
+    parser.add_argument("--decode", action="store_true", help="only the whole decoder; the same as --ops decoder")
+    parser.add_argument("--time-red", action="store_true", help="also time kernels that failed a check, as unsound")
     parser.add_argument("--checks-only", action="store_true", help="time nothing")
     hidden = {
         "only-op": "",

@@ -1,4 +1,4 @@
-"""Are the outputs of a contest right, at the very shape and in the very configuration that will be timed?
+"""Checks the outputs of a contest, at the same shape and in the same configuration that will be timed.
 
 Checks run at small, odd shapes; tiles for many tokens, and loops over all columns, are first reached by a contest.
 """

@@ -1,4 +1,4 @@
-"""What `int_matmul` is checked and timed on."""
+"""The checks of `int_matmul`, and the shapes on which it is timed."""
 
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec

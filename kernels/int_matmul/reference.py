@@ -1,4 +1,4 @@
-"""Dequantise and multiply, in plain torch on any device: what every other implementation is held against."""
+"""Dequantise and multiply, in plain torch on any device: the reference for every other implementation."""
 
 import torch
 from torch import Tensor

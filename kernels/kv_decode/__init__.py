@@ -44,11 +44,10 @@ def kv_decode(
 ) -> Tensor | tuple[Tensor, ...]:
     """softmax(scale q Kᵀ) V for the last tokens of every sequence, each kv head with its own range of positions.
 
-    Row (b, h) of the cache is used from position starts[b, h] to starts[b, h] + lengths[b, h]; nothing outside is
-    looked at, whatever it holds. Left-packed caches leave `starts` out; right-packed ones pass positions - lengths.
-    Positions count over the cache's main part and then its tail. What the tokens of this step have to do with each
-    other is in the cache
-    already: token t sees its range without the last T_q - 1 - t positions.
+    Row (b, h) of the cache is used from position starts[b, h] to starts[b, h] + lengths[b, h]; nothing outside is read.
+    Left-packed caches leave `starts` out; right-packed ones pass positions - lengths. Positions count over the cache's
+    main part and then its tail. The keys and values of this step's tokens are in the cache already: token t sees its
+    range without the last T_q - 1 - t positions.
 
     Args:
         q: [B, H_q, T_q, D], float32, float16 or bfloat16; any strides, D contiguous; T_q from 1 to 8; query head i uses

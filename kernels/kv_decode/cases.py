@@ -1,4 +1,4 @@
-"""What `kv_decode` is checked and timed on."""
+"""The checks of `kv_decode`, and the shapes on which it is timed."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

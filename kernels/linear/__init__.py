@@ -1,4 +1,4 @@
-"""`linear`: y = x Wᵀ + bias with dense weights, at the speed that the processor has. See README.md."""
+"""`linear`: y = x Wᵀ + bias with dense weights, at the full speed of the processor. See README.md."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

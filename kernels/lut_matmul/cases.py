@@ -1,4 +1,4 @@
-"""What `lut_matmul` is checked and timed on."""
+"""The checks of `lut_matmul`, and the shapes on which it is timed."""
 
 from collections.abc import Callable, Iterator
 

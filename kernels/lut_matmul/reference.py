@@ -1,4 +1,4 @@
-"""Look up, scale and multiply, in plain torch on any device: what every other implementation is held against."""
+"""Look up, scale and multiply, in plain torch on any device: the reference for every other implementation."""
 
 import torch
 from torch import Tensor

@@ -1,8 +1,7 @@
 """The C++ kernels of this package: compiled on first use (one to two minutes), kept, and loaded into torch.
 
-A machine without a C++ compiler, or a build that fails, is no error: `why_not()` says so and the ops that would have
-used them take their next best path, which `registry.ran` names. `WORKBENCH_NATIVE=0` in the environment switches them
-off.
+A missing C++ compiler or a failed build is not an error: `why_not()` gives the reason, and the ops use their next best
+implementation, which `registry.ran` names. `WORKBENCH_NATIVE=0` in the environment switches them off.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""What `prompt_attention` is timed on."""
+"""The shapes on which `prompt_attention` is timed."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Causal attention in plain torch, all scores at once, in float32: what every other implementation is held against."""
+"""Causal attention in plain torch, all scores at once, in float32: the reference for every other implementation."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""What `sparse24_matmul` is checked and timed on."""
+"""The checks of `sparse24_matmul`, and the shapes on which it is timed."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Decompress and multiply, in plain torch on any device: what the libraries are held against."""
+"""Decompress and multiply, in plain torch on any device: the reference for the libraries."""
 
 from torch import Tensor
 

@@ -157,7 +157,7 @@ class Acceleration:
         except NotNative as error:
             self._state, self.why_not = now, str(error)
             warnings.warn(
-                f"the model was changed after `accelerate`, and its own code runs now: {error}; "
+                f"the model was changed after `accelerate`, so its own code runs now: {error}; "
                 "`model.acceleration.remove()` undoes what `accelerate` did",
                 stacklevel=2,
             )

@@ -1,4 +1,4 @@
-"""What lies between the products of many tokens on a CPU: sums and norms, rotary turns into the cache, gates.
+"""The operations between the products of many tokens on a CPU: sums and norms, rotary turns into the cache, gates.
 
 Inputs and outputs are in bfloat16 or float16, the residual stream in float32; all is computed in float32 and rounded
 once (`native/between.cpp`).

@@ -1,4 +1,4 @@
-"""A decoder of transformers as its pass is run by the workbench's own kernels: what it is made of, found by looking.
+"""The parts of a transformers decoder, found by inspection, so that the workbench's own kernels can run its passes.
 
 A decoder is recognised by its modules and by what they hold, never by the name of its class: blocks of two norms (or
 Gemma's four), attention of q, k, v and o with optional norms of heads, an MLP with a gate. Whatever is not known is

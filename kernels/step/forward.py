@@ -1,8 +1,8 @@
 """A decoder's pass over any number of tokens on a CPU, op by op: no compiler, so that it takes prompts of every length.
 
 The linears are the model's own modules, in whatever format they are stored; dense ones may be laid out once for oneDNN.
-What lies between them are three ops (`kernels.step.between`) and attention (`prompt_attention`, `kv_decode`). The
-residual stream is in float32, and every result is rounded to the model's 16 bits once.
+Between them are three ops (`kernels.step.between`) and attention (`prompt_attention`, `kv_decode`). The residual stream
+is in float32, and every result is rounded to the model's 16 bits once.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What a step of decoding does, as data: a list of instructions over the tensors of a model and of its cache."""
+"""A step of decoding as data: a list of instructions over the tensors of a model and of its cache."""
 
 from dataclasses import dataclass
 from typing import Literal

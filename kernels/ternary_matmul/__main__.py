@@ -16,7 +16,7 @@ P0 = 0.885
 def main() -> None:
     generator, ones = torch.Generator().manual_seed(0), torch.ones(SHAPE[0])
     dictionary(P0, torch.device("cpu"))
-    print(f"{SHAPE[0]} x {SHAPE[1]}, dictionary for {P0:g} zeros; without what a row takes (6 bytes)")
+    print(f"{SHAPE[0]} x {SHAPE[1]}, dictionary for {P0:g} zeros; without the 6 bytes of each row")
     print("zeros  entropy   bits  seconds to write and to read")
     for share in SHARES:
         place = torch.rand(SHAPE, generator=generator)

@@ -1,4 +1,4 @@
-"""What `trellis_matmul` is checked and timed on."""
+"""The checks of `trellis_matmul`, and the shapes on which it is timed."""
 
 from collections.abc import Iterator
 

@@ -44,8 +44,8 @@ def w4a8_matmul(
         x_scale: None (steps are found in the call), one positive float32 step for all of x, or with x_group one for
             each group of columns [in / x_group]; codes beyond the largest are clamped to it.
         x_wide: how many groups of x_group columns, the first ones, have codes of 8 bits whatever `x_bits` says.
-        x_order: int32 [in], the column of x that W's first column meets, that its second one meets, and so on; each
-            column once. Groups and steps are those of x in this order. None: as they lie.
+        x_order: int32 [in], for each column of W the column of x by which it is multiplied; each column once. Groups
+            and steps are those of x in this order. None: the columns of x are in order.
         impl: "reference" (exact integer sums; any layout, any device), "cpu" (panels, and tables of 16 values, on a
             CPU with AVX512-VNNI or NEON's dot products), "triton" (rows, with symmetric 4-bit codes) or "auto": triton
             on CUDA, "cpu" where it takes the weight, else "reference".

@@ -1,4 +1,4 @@
-"""What `w4a8_matmul` is checked and timed on."""
+"""The checks of `w4a8_matmul`, and the shapes on which it is timed."""
 
 from collections.abc import Callable, Iterator
 

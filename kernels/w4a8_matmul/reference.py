@@ -1,4 +1,4 @@
-"""Exact sums of products of codes, group by group, in plain torch: what every other implementation is held against."""
+"""Exact sums of products of codes, group by group, in plain torch: the reference for every other implementation."""
 
 import torch
 from torch import Tensor

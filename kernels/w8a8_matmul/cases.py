@@ -1,4 +1,4 @@
-"""What `w8a8_matmul` is checked and timed on."""
+"""The checks of `w8a8_matmul`, and the shapes on which it is timed."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,1 +1,1 @@
-"""What executes notebooks: sweeps, runs, leases, processes and the command line."""
+"""Executes notebooks: sweeps, runs, leases, processes and the command line."""

@@ -68,7 +68,7 @@ def _check(source: Path, save_format: str, target: Path) -> None:
             f"from which the others are written; save the model with `save_format` {OWN_FORMAT!r}"
         )
     if save_format == OWN_FORMAT:
-        raise ValueError(f"`--format` (={save_format!r}) is that of CHECKPOINT itself")
+        raise ValueError(f"`--format` (={save_format!r}) is already the format of CHECKPOINT")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"`--to` (={str(target)!r}) exists already; name a new folder, or remove it first")
     if (source / CHECKSUMS).is_file():

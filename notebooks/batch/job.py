@@ -74,7 +74,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a job.
+    """The outcome of a job.
 
     status: finished, known (it was finished before), failed, busy (another process works on it), waiting.
     """
@@ -100,7 +100,7 @@ def execute(job: Job, stop: Callable[[], bool] = lambda: False) -> Outcome:
     """Run a job, unless it is finished or another process works on it.
 
     Args:
-        stop: asked now and then; when it says True the run is ended, as interrupted.
+        stop: called now and then; when it returns True, the run is ended as interrupted.
     """
     if _nothing_to_do(job):
         return Outcome(job.key, "known", job.folder)

@@ -1,4 +1,4 @@
-"""The pages about many runs: what the folders say, handed to `reports`."""
+"""The pages about many runs: reads the folders and passes the data to `reports`."""
 
 import json
 import os
@@ -64,7 +64,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Failures:
-    """Runs that failed: how, where, and the last that was said."""
+    """Runs that failed: why, where, and the last lines that they printed."""
 
     outcomes: tuple[RunOutcome, ...]
 
@@ -96,7 +96,7 @@ def compared(named: Sequence[str], runs: Path, *, page: str = "", title: str = "
 
 
 def outcomes(named: Sequence[str | Path], runs: Path, page: Path | None = None) -> list[RunOutcome]:
-    """What became of runs, in order, each once.
+    """The outcomes of runs, in order, each once.
 
     Args:
         named: sweeps that were started here (by name or file), keys of runs, their folders, or records.
@@ -200,9 +200,7 @@ def _folders(name: str, runs: Path) -> list[tuple[Path, dict[str, Any]]]:
                 return [(folder.absolute(), {})]
             if folder.is_dir() or RunFolder(folder).failed.is_dir():
                 return [(folder.absolute(), {})]
-    raise ValueError(
-        f"`runs` (={name!r}) is no sweep that was started in {runs}, no run there, no folder and no record"
-    )
+    raise ValueError(f"`runs` (={name!r}) is not a sweep that was started in {runs}, a run there, a folder or a record")
 
 
 def _outcome(folder: Path, page: Path, asked: dict[str, Any]) -> RunOutcome:

@@ -1,4 +1,4 @@
-"""Sweeps: planned and run. A run is finished when its folder holds a valid manifest; nothing else is looked at.
+"""Plans and runs sweeps. A run is finished when its folder holds a valid manifest; nothing else is checked.
 
 >>> from notebooks.batch.plan import plan, run_sweep
 >>> plan("quickstart")          # a table: every run, its key, what will be done, how long it took before

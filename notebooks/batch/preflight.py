@@ -1,8 +1,8 @@
-"""What a run needs, checked while it is planned: nothing is loaded, downloaded or written.
+"""Checks the inputs of a run while it is planned: nothing is loaded, downloaded or written.
 
-A notebook says by itself which values it takes: its cells up to the last one tagged `check` are executed here, with
-the run's parameters. That is done only for notebooks that the user trusts (`eval.tasks.trust`). Then the recipes that
-these cells made are checked against the shapes of the model, and the texts against the numbers of tokens asked for.
+A notebook checks its own parameters: its cells up to the last one tagged `check` are executed here, with the run's
+parameters. That is done only for notebooks that the user trusts (`eval.tasks.trust`). Then the recipes that these cells
+made are checked against the shapes of the model, and the texts against the numbers of tokens asked for.
 """
 
 import contextlib
@@ -164,7 +164,7 @@ def _check_length(corpus: str, part: str, samples: int, seqlen: int, model_name:
         if characters < samples * seqlen:
             raise ValueError(
                 f"`corpus` (={short_repr(corpus)}) has {characters} bytes in its {part} part, too few for {samples} x "
-                f"{seqlen} tokens; take another corpus, or fewer of them"
+                f"{seqlen} tokens; take another corpus, or fewer tokens"
             )
     elif part == "calibration":
         calibration(tokenizer, corpus=corpus, samples=samples, seqlen=seqlen)

@@ -1,4 +1,4 @@
-"""Progress of a sweep: bars in a terminal or a notebook; lines in a log, which say at any moment what each run does.
+"""Progress of a sweep: bars in a terminal or a notebook; lines in a log, which show at any moment what each run does.
 
 All of it is read from the folders of the runs, so that it does not matter which process or machine executes them.
 """

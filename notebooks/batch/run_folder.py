@@ -111,7 +111,7 @@ class RunFolder:
             ValueError: another attempt has taken the run over.
         """
         if not self.owned():
-            raise ValueError("another attempt has taken this run over, because this one had stood still for too long")
+            raise ValueError("another attempt has taken this run over, because this one made no progress for too long")
         if self.folder.exists():
             if self.complete():
                 shutil.rmtree(self.old, ignore_errors=True)
@@ -123,12 +123,13 @@ class RunFolder:
         self._discard(self.old, self.failed, self.work)
 
     def tidy(self) -> None:
-        """Remove what a promotion left that was killed at its end. Only for a finished run that nobody works on."""
+        """Remove the remains of a promotion that was killed at its end. Only for a finished run on which no attempt
+        works."""
         self._discard(self.old, self.failed, self.work, *self._running())
         self.lease.unlink(missing_ok=True)
 
     def recover(self) -> None:
-        """Undo or finish a promotion that was killed, and remove the folders of attempts that were.
+        """Undo or finish a promotion that was killed, and remove the folders of killed attempts.
 
         Only for the holder of the lease.
         """

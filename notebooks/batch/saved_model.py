@@ -61,7 +61,7 @@ class SavedModel:
         if (there := self._format_there()) != self.save_format:
             raise ValueError(
                 f"`save_path` (={str(self.place)!r}) holds this run's model as {there}, and `save_format` is "
-                f"{self.save_format!r}; give a new folder, or turn it into the other format with `workbench export "
+                f"{self.save_format!r}; give a new folder, or convert it to the other format with `workbench export "
                 f"{self.place} --format {self.save_format}`"
             )
 

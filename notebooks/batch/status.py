@@ -1,4 +1,4 @@
-"""Sweeps that were started: where they are kept, which runs are finished, and what became of each.
+"""Sweeps that were started: where they are kept, and the state of each of their runs.
 
 A run is finished when its folder holds a valid manifest; everything else is read from the folders beside it.
 """
@@ -118,7 +118,7 @@ def last_sweep(runs: Path = RUNS) -> str:
 
 
 def status(sweep: str | None = None, *, runs: Path = RUNS, lines: bool = False) -> str:
-    """What became of a sweep as it was last started, or of the last one, as a table.
+    """The state of the runs of a sweep as it was last started, or of the last sweep, as a table.
 
     Args:
         lines: with the last lines of what failed.
@@ -202,7 +202,7 @@ def finished_runs(runs: Path = RUNS) -> list[dict[str, Any]]:
 
 
 def run_folders(runs: Path = RUNS) -> list[Path]:
-    """What stands in a folder of runs, without what is being made, failed, or was put aside."""
+    """The runs in a folder of runs, without unfinished, failed or temporary folders."""
     aside = re.compile(r"\..*|.*\.(failed|before(-\d+)?)|sweeps")
     return [path for path in sorted(runs.glob("*")) if path.is_dir() and not aside.fullmatch(path.name)]
 

@@ -225,8 +225,8 @@ def _writes_record(notebook: str | Path) -> dict[str, Parameter]:
     declared = read_parameters(notebook)
     if "run_path" not in declared:
         raise ValueError(
-            f"`notebook` (={str(notebook)!r}) writes no record, so that it makes no run: use it in Jupyter or with "
-            "papermill; of compare, `workbench compare` does the same"
+            f"`notebook` (={str(notebook)!r}) writes no record, so it cannot be a run: use it in Jupyter or with "
+            "papermill; `workbench compare` does the same as the notebook compare"
         )
     return declared
 
@@ -260,7 +260,7 @@ def _resolved(
             declared = _writes_record(book)
             count += _count(group)
             if count > MOST:
-                raise ValueError(f"{where} brings the sweep to {count:,} runs; {MOST:,} are the most")
+                raise ValueError(f"{where} gives the sweep {count:,} runs; {MOST:,} are the most")
         except ValueError as error:
             problems[str(error)] = None
             continue

@@ -1,1 +1,1 @@
-"""What notebooks call: parameters, measurements, curves, caches and the end of a run."""
+"""Functions that notebooks call: parameters, measurements, curves, caches and the end of a run."""

@@ -1,4 +1,4 @@
-"""What the notebook on KV caches compares: recipes of the cache as variants of a scored, and of a timed, model."""
+"""The recipes that the notebook on KV caches compares, as variants of a scored model and of a timed model."""
 
 import dataclasses
 import hashlib
@@ -58,7 +58,7 @@ class CacheRecipes:
 
 @dataclass(frozen=True)
 class Haystacks:
-    """The contexts of a run; shows the end of one, and what is asked of it."""
+    """The contexts of a run; shows the end of one context and its question in Jupyter."""
 
     samples: list[Sample]
     shown: str
@@ -100,7 +100,7 @@ def haystacks(
         )
     ]
     if not made:
-        raise ValueError(f"`tasks` (={list(tasks)}) and `lengths` (={list(lengths)}) must hold one at least")
+        raise ValueError(f"`tasks` (={list(tasks)}) and `lengths` (={list(lengths)}) must each hold at least one value")
     question = made[0].questions[0]
     begin, end = question.needles[0] if question.needles else (0, 40)
     near = tokenizer.decode(made[0].context[max(0, begin - 40) : end + 40])
@@ -142,7 +142,7 @@ def cache_recipes(recipe: str, compare: str = "", curves: str = "") -> CacheReci
         settle(methods)
         if foreign := [m for m in methods if not isinstance(m, CacheMethod)]:
             raise ValueError(
-                f"`recipe` (={name!r}): {foreign[0]} is no method of the cache; apply it to the model before"
+                f"`recipe` (={name!r}): {foreign[0]} is no method of the cache; apply it to the model first"
             )
     return CacheRecipes(recipes, [MAIN, *others], points)
 

@@ -1,4 +1,4 @@
-"""What a run is: its key, made from everything that could change its result.
+"""The key of a run, made from everything that could change its result.
 
 Two runs of one key are the same run: same code cells, typed parameters, library versions, model, texts, tasks, device,
 thread count and compiler of the native kernels. Where a run is written (`*_path`) and how its model is saved
@@ -59,7 +59,7 @@ def key_of(notebook: str | Path, values: dict[str, Any], parts: dict[str, str]) 
 
 
 def identity(notebook: str | Path, values: dict[str, Any]) -> dict[str, str]:
-    """What decides the result, part by part, so that it can be said which part has changed."""
+    """Everything that decides the result, part by part, so that messages can name the part that has changed."""
     counted = {name: value for name, value in values.items() if decides_result(name)}
     return {
         **content_identity(notebook, values),

@@ -1,4 +1,5 @@
-"""What the weights of several models meet: how far channels stand out, by depth, and pictures of single inputs."""
+"""The inputs of the linears of several models: how large the largest channels are, by depth, and pictures of single
+inputs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ PICTURES = 2  # inputs that are shown as pictures
 
 @dataclass(frozen=True)
 class Inputs:
-    """What was found of the inputs of each model; shows itself in Jupyter.
+    """The measured inputs of each model; shows itself in Jupyter.
 
     Attributes:
         ranges: {model: {linear: {"max", "p99", "median" of the channels' largest magnitudes, "kurtosis"}}}, of linears
@@ -56,11 +57,11 @@ class Inputs:
 
 
 def inputs_of(models: Mapping[str, nn.Module], batches: Sequence[Tensor]) -> Inputs:
-    """What the weights of these models meet on the first batch, before it is rounded.
+    """The inputs of the linears of these models on the first batch, before they are rounded.
 
     Args:
-        models: by name; the first is the model as it was. Of its inputs those become pictures some of whose channels
-            are the largest against the others, of each kind at most one.
+        models: by name; the first is the model as it was. Pictures are made of the inputs with the largest outliers in
+            that model, at most one of each kind.
     """
     seen = {name: _seen(model, batches[0]) for name, model in models.items()}
     ranges = {name: {linear: one.ranges for linear, one in found.items()} for name, found in seen.items()}

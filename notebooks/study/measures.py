@@ -1,7 +1,7 @@
-"""What a notebook may measure beside text and speed, as its parameters ask for: tasks, writings, grids of speed,
+"""Optional measurements of a notebook beside text and speed, chosen by its parameters: tasks, writings, grids of speed,
 efficiency, cost.
 
-What was not asked for is an `Unasked`, which says so in a notebook and leaves no trace in a record.
+A measurement that was not chosen is an `Unasked`, which says so in a notebook and is not part of the record.
 """
 
 import re
@@ -31,7 +31,7 @@ GRID_TOKENS = 16  # decoded in each cell of the grid of speeds
 
 
 class Measured(Protocol):
-    """What was measured: numbers for the scores, and the rest for the record."""
+    """The results of a measurement: numbers for the scores, and the rest for the record."""
 
     @property
     def metrics(self) -> dict[str, dict[str, float]]: ...

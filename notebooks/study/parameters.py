@@ -166,8 +166,8 @@ def _numbers(value: Any) -> list[float]:
 def from_here(name: str, value: Any, place: Path | None = None) -> Any:
     """A path that was given relative to `place` (to where the command was typed, if there is none), made absolute.
 
-    The notebook runs in the checkout. What is no path is left as it is: `*_path` are, and what is a file or folder
-    there.
+    The notebook runs in the checkout. Paths are the parameters `*_path` and values that name a file or folder there;
+    other values stay as they are.
     """
     if not isinstance(value, str) or not value:
         return value

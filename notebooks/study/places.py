@@ -24,7 +24,7 @@ def check_run_path(run_path: str) -> None:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{name} is a file; give a new folder")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / "record.json").is_file():
-        raise ValueError(f"{name} holds other things than a run, whose place a run would take; give a new folder")
+        raise ValueError(f"{name} holds other things than a run, and a run would replace them; give a new folder")
 
 
 def check_writable(name: str, path: Path) -> None:

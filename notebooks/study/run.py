@@ -1,4 +1,4 @@
-"""What a notebook does first and last: check its parameters and name its run; write record, page and model."""
+"""The first and last steps of a notebook: check its parameters and name its run; write record, page and model."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What was saved: the files of a checkpoint with their sizes, and what its own reader said of it."""
+"""A saved checkpoint: its files with their sizes, and the result of its verification."""
 
 from dataclasses import dataclass
 from html import escape
@@ -29,7 +29,7 @@ class Saved:
         return cls(folder, save_format, file_sizes(folder), Verification.read(folder), seconds, source_bytes)
 
     def lines(self) -> list[str]:
-        """What there is to say of it, beside its files."""
+        """The facts about it, beside its files."""
         total = f"{sum(self.files.values()) / 1e6:,.1f} MB in all"
         if self.source_bytes is not None:
             total += f"; {self.source_bytes / 1e6:,.1f} MB in the workbench's own format"

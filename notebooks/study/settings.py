@@ -1,7 +1,7 @@
 """Values of the parameters that several notebooks share, checked when a run starts.
 
-The knobs of methods are checked by the cells tagged `check`. What is checked here is used late in a notebook, so that a
-mistake would otherwise show after minutes of work.
+The knobs of methods are checked by the cells tagged `check`. The values checked here are used late in a notebook, so
+that a mistake would otherwise show only after minutes of work.
 """
 
 from collections.abc import Sequence

@@ -1,5 +1,5 @@
-"""Recipes at several strengths, each scored on text and let go before the next: how accuracy falls with what is taken
-away."""
+"""Recipes at several strengths, each scored on text and freed before the next: how accuracy falls as more is
+removed."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ from kernels.deploy import cast
 
 @dataclass(frozen=True)
 class Strengths:
-    """What was found, as the record keeps it (`eval.run_record`); a table of perplexities in Jupyter."""
+    """The results, as the record keeps them (`eval.run_record`); a table of perplexities in Jupyter."""
 
     found: dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""Answers that changed and texts that differ: counts for all, a few of each to read, and links to the rest."""
+"""Answers that changed and texts that differ: counts, a few examples of each, and links to all others."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,5 +1,5 @@
-"""The leaderboard: every model of every run in a row, the baselines on top, the best of each column and what is as good
-marked."""
+"""The leaderboard: every model of every run in a row, the baselines on top, with marks for the best of each column and
+for values that cannot be told from it."""
 
 import statistics
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The rule of the comparison page: when one model is better than another, and when the numbers do not tell.
+"""The rule of the comparison page: when one model is better than another, and when the difference is within the noise.
 
 Two things are weighed: how much worse than its own baseline a model is (its cost), and what it takes (bytes) or gives
 (tokens per second). A model is *dominated* where another is at least as good in both and better beyond noise in one.
@@ -29,7 +29,7 @@ RULE = (
 
 
 class Effect(NamedTuple):
-    """How much worse than its own baseline a model is (the baseline has 0), and the standard error, None if unknown."""
+    """How much worse a model is than its own baseline (the baseline has 0), and the standard error, None if unknown."""
 
     cost: float
     stderr: float | None = None

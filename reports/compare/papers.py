@@ -1,4 +1,4 @@
-"""The ledger of papers (seeds/papers.yml) as a page: what each claims, and what we measured."""
+"""The list of papers (seeds/papers.yml) as a page: the claim of each paper, and our measurement."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,5 @@
-"""Accuracy against bytes and against speed: who is on the front, who is within its noise, and who is dominated."""
+"""Accuracy against bytes and against speed: which models are on the front, which are within its noise, and which are
+dominated."""
 
 import math
 from collections import Counter

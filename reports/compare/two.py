@@ -66,8 +66,8 @@ def compare_two(a: Record, b: Record, *, recovery_threshold: float = 0.99) -> Ve
     for name, one in (("a", a), ("b", b)):
         if not one.scores or not one.model.name:
             raise ValueError(
-                f"`{name}` (={one.run.key!r}) is the record of a run without scores of a model; compare two that have "
-                "them"
+                f"`{name}` (={one.run.key!r}) is the record of a run without scores of a model; compare two records "
+                "with scores"
             )
     first, second = _main(a), _main(b)
     if first.weights != second.weights:
@@ -78,8 +78,8 @@ def compare_two(a: Record, b: Record, *, recovery_threshold: float = 0.99) -> Ve
     rows = _recoveries(first, second)
     if not rows:
         raise ValueError(
-            f"`a` (={a.run.key!r}) and `b` (={b.run.key!r}) share no metric of accuracy; a has {_names(first)}, "
-            f"b has {_names(second)}; score both on the same tasks or the same text, as much of it"
+            f"`a` (={a.run.key!r}) and `b` (={b.run.key!r}) share no metric of accuracy: a has {_names(first)}, b has "
+            f"{_names(second)}; score both on the same tasks, or on the same amount of the same text"
         )
     recovery = sum(row.recovery for row in rows) / len(rows)
     holds = recovery >= recovery_threshold

@@ -1,4 +1,4 @@
-"""Every model of every run: what it is, what was measured of it, and how far it is from the baseline of its own run."""
+"""Every model of every run: its recipe, its measurements, and its difference from the baseline of its own run."""
 
 import math
 from collections.abc import Sequence

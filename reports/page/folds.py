@@ -80,8 +80,9 @@ def _said_of_rotations(folds: Sequence[Fold]) -> str:
     )
     if before and after:
         text += (
-            f" The median kurtosis of what a token gives them goes from {fmt(statistics.median(before), '.1f')} to "
-            f"{fmt(statistics.median(after), '.1f')}, where 3 is that of a normal distribution."
+            " The median kurtosis of a token's values in these inputs goes from "
+            f"{fmt(statistics.median(before), '.1f')} to {fmt(statistics.median(after), '.1f')}, where a normal "
+            "distribution has 3."
         )
     text += _error_ratio(
         rotations, " The error of the rounded outputs goes to {:.2f}× of what it was (geometric mean)."
@@ -91,7 +92,7 @@ def _said_of_rotations(folds: Sequence[Fold]) -> str:
 
 
 def _outliers(folds: Sequence[Fold]) -> str:
-    """How far the largest input channels stand out, before and after."""
+    """How large the largest input channels are against the others, before and after."""
     before, after = (
         fmt(statistics.median(getattr(fold, f"x_{when}").outlier for fold in folds), ".1f")
         for when in ("before", "after")

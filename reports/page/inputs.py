@@ -1,4 +1,4 @@
-"""What the weights of several models meet before it is rounded: how far channels stand out, by depth."""
+"""The inputs of the linears of several models before rounding: how large the largest channels are, by depth."""
 
 import statistics
 from collections import defaultdict

@@ -1,1 +1,1 @@
-"""What pages share: figures, tables, names of metrics, writing of files."""
+"""Shared code of the pages: figures, tables, names of metrics, writing of files."""

@@ -42,8 +42,8 @@ _kept: dict[bytes, str] = {}  # the SVG of a drawing, by its function and argume
 
 
 def drawn(draw: Callable[..., str]) -> Callable[..., str]:
-    """A function that draws a figure, in the style of the pages. A figure that matplotlib refuses is replaced by a
-    sentence, so that it does not cost the rest of the page. A figure that was drawn before, in a notebook's cell for
+    """A function that draws a figure, in the style of the pages. A figure that matplotlib cannot draw is replaced by a
+    sentence, so that the rest of the page is still written. A figure that was drawn before, in a notebook's cell for
     example, is not drawn again for the page."""
 
     @wraps(draw)

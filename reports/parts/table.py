@@ -1,4 +1,4 @@
-"""The models of a run side by side: as rows, and as Markdown that a command keeps true to its records."""
+"""The models of a run side by side: as rows, and as Markdown tables that a command updates from the records."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What llama.cpp calls the weights of transformers' models, how it lays them out, and the metadata that it reads.
+"""llama.cpp's names and layouts of the weights of transformers' models, and the metadata that it reads.
 
 Sources: `gguf.get_tensor_name_map` for the names; llama.cpp's `convert_hf_to_gguf.py` and `llama-model.cpp` for what is
 permuted, shifted, stored as metadata, or fixed in its code.

@@ -307,7 +307,7 @@ def _compare_tokens(checkpoint: Checkpoint, folder: Path) -> list[str]:
     theirs = again.get_vocab()
     moved = [text for text, number in tokenizer.get_vocab().items() if theirs.get(text, number) != number]
     if moved:
-        raise RuntimeError(f"in the GGUF file {len(moved)} tokens have other numbers: {', '.join(moved[:3])}")
+        raise RuntimeError(f"in the GGUF file {len(moved)} tokens have different ids: {', '.join(moved[:3])}")
     other = [text for text in TEXTS if tokenizer(text).input_ids != again(text).input_ids]
     if not other:
         return list(vocabulary.remarks)

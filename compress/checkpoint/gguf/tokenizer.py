@@ -88,7 +88,7 @@ def from_transformers(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConf
         return without_tokens(f"its model is {model['type']}; BPE can be written", config)
     byte_level = "ByteLevel" in _kinds(layout.get("decoder")) or "ByteLevel" in _kinds(layout.get("pre_tokenizer"))
     if not byte_level and not model.get("byte_fallback"):
-        return without_tokens("its BPE works neither on bytes nor falls back on them", config)
+        return without_tokens("its BPE neither works on bytes nor falls back to bytes", config)
     tokens, kinds = _tokens(tokenizer, config.vocab_size)
     merges = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"]]
     fields: dict[str, Any] = {"model": "gpt2" if byte_level else "llama", "pre": "default"}

@@ -1,1 +1,2 @@
-"""What formats of other libraries share: schemes, codes in words, configurations, and the reading of such folders."""
+"""Shared code of the formats of other libraries: schemes, codes in words, configurations, and the reading of such
+folders."""

@@ -1,8 +1,8 @@
 """Quantised checkpoints of other tools, compressed-tensors and GPTQ, as models to evaluate and to time.
 
-Codes, scales and zero points are taken as they are into our own formats. What those cannot hold, such as columns that
-share scales in an order of their own (act-order), is dequantised, with a warning; what would be another model without
-it, such as rounded activations of a kind that there is no product for, is refused.
+Codes, scales and zero points are taken unchanged into our own formats. Weights that those cannot hold, such as columns
+that share scales in an order of their own (act-order), are dequantised, with a warning. Checkpoints are refused if
+leaving something out would change the model, such as rounded activations of a kind that cannot be multiplied.
 """
 
 import json
@@ -43,7 +43,7 @@ def quantization_of(folder: Path) -> dict[str, Any] | None:
 
 
 def can_read(quantization: dict[str, Any] | None) -> bool:
-    """Whether weights that are quantised so are for `load_quantized`; others are left to transformers."""
+    """Whether `load_quantized` reads weights that are quantised like this; others are left to transformers."""
     return quantization is not None and quantization.get("quant_method") in READERS
 
 
@@ -81,8 +81,8 @@ def load_quantized(folder: Path, dtype: torch.dtype) -> nn.Module:
             plain[f"{name}.weight"] = part.dequantize()
     if dense:
         warnings.warn(
-            f"{len(dense)} linears, {dense[0]} first, are stored in a way that this workbench has no format for: they "
-            "were dequantised, so that their accuracy is that of the file, and their size and speed are not",
+            f"{len(dense)} linears, {dense[0]} first, are stored in a way for which this workbench has no format: they "
+            "were dequantised, so their accuracy is that of the file, but not their size and speed",
             stacklevel=2,
         )
     try:
@@ -120,7 +120,7 @@ def _module(model: nn.Module, name: str) -> nn.Module:
 def _compressed_tensors(quantization: dict[str, Any]) -> Read:
     groups = groups_of(quantization)
     if quantization.get("kv_cache_scheme"):
-        warnings.warn("its quantised KV cache is left out: keys and values are kept as they come", stacklevel=3)
+        warnings.warn("the quantisation of its KV cache is left out: keys and values are not compressed", stacklevel=3)
 
     def read(name: str, module: nn.Module, own: dict[str, Tensor]) -> Format:
         scheme = scheme_for(name, type(module).__name__, groups)
@@ -135,7 +135,7 @@ def _compressed_tensors(quantization: dict[str, Any]) -> Read:
 def _packed(own: dict[str, Tensor], scheme: Scheme) -> Format:
     """pack-quantized: the words are our rows."""
     if scheme.inputs is not None:
-        raise ValueError("there is no product of packed weights with rounded activations")
+        raise ValueError("packed weights cannot be multiplied by rounded activations")
     out, columns = own["weight_shape"].tolist()
     scale = own["weight_scale"]
     scale = scale.expand(out, 1) if scale.numel() == 1 else scale.view(out, -1)
@@ -172,11 +172,11 @@ def _eight_bit(own: dict[str, Tensor], scheme: Scheme) -> Format:
         scale = scale.expand(out, 1) if scale.numel() == 1 else scale.view(out, -1)
     if scheme.inputs is not None:
         if scheme.bits != 8 or not scheme.symmetric or (scheme.strategy == "block") != (scheme.inputs == "group"):
-            raise ValueError("there is no product of such weights with such activations")
+            raise ValueError("such weights cannot be multiplied by such activations")
         if own.get("input_zero_point", torch.zeros(1)).any():
-            raise ValueError("there is no product with asymmetric activations")
+            raise ValueError("asymmetric activations cannot be multiplied")
         if scheme.strategy == "group":
-            raise ValueError("there is no product of weights in groups with rounded activations")
+            raise ValueError("weights in groups cannot be multiplied by rounded activations")
         x_scale = own["input_scale"].float().reshape(()) if scheme.inputs == "tensor" else None
         scale = scale.float().contiguous() if scheme.strategy == "block" else scale.float().reshape(-1).contiguous()
         return EightBit(W8("rows", codes.contiguous(), scale, (out, columns)), x_scale)

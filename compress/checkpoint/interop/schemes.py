@@ -85,7 +85,7 @@ def scheme_of(linear: dict[str, Any]) -> Scheme | None:
     if stored.get("scales"):
         raise ValueError(f"its scales are stored as {stored['scales']}, and compressed-tensors has them in 16 bits")
     if linear.get("looked_up") and stored["format"] != "dense":
-        raise ValueError("it is the token embedding, which the readers of this format look up in 16 bits")
+        raise ValueError("it is the token embedding, which the readers of this format need in 16 bits")
     match stored["format"]:
         case "dense":
             return None
@@ -162,8 +162,8 @@ def _scheme_of_config(group: dict[str, Any], default_format: str | None) -> Sche
         right = {"token": True, "tensor": False, "group": True}.get(step) == bool(inputs.get("dynamic"))
         if not alike or not right or (step == "group" and inputs.get("group_size") != BLOCK):
             raise ValueError(
-                f"its activations are rounded to {inputs['num_bits']}-bit {inputs['type']} per {step}, which there is "
-                "no product for; 8 bits of the weights' own type, symmetric, per token or by a stored step, can be read"
+                f"its activations are rounded to {inputs['num_bits']}-bit {inputs['type']} per {step}, which cannot be "
+                "multiplied; 8 bits of the weights' own type, symmetric, per token or by a stored step, can be read"
             )
     return Scheme(
         kind,
@@ -182,7 +182,7 @@ def plain_spec(linear: dict[str, Any]) -> dict[str, Any]:
         ValueError: it is a sum of parts, or transforms its input.
     """
     if linear.get("transform"):
-        raise ValueError("its input is transformed first, which this format has no place for")
+        raise ValueError("its input is transformed first, and this format has no place for that")
     if len(linear["parts"]) != 1:
         shown = " + ".join(part["format"] for part in linear["parts"])
         raise ValueError(f"it is stored as a sum of parts ({shown}), and this format holds one")
@@ -238,7 +238,7 @@ def vllm_remarks(schemes: Mapping[str, Scheme], model: nn.Module) -> list[str]:
             continue
         if scheme.bits not in (4, 8) or (scheme.bits == 8 and not scheme.symmetric):
             kind = f"{scheme.bits}-bit {'symmetric' if scheme.symmetric else 'asymmetric'}"
-            remarks.append(f"vLLM multiplies {kind} weights with its Humming kernel alone, which is to be installed")
+            remarks.append(f"vLLM multiplies {kind} weights with its Humming kernel, which must be installed")
         elif scheme.group_size is not None and scheme.group_size not in MARLIN_GROUPS:
             remarks.append(
                 f"vLLM's Marlin kernel takes groups of {', '.join(map(str, MARLIN_GROUPS))} or whole rows, not of "

@@ -1,1 +1,1 @@
-"""Weights of which as much is kept as there is room for: whole bits, or blocks."""
+"""Weights that can be stored at several sizes: with fewer bits, or with fewer blocks."""

@@ -1,4 +1,4 @@
-"""Indices into a table that each row has for itself; with nested tables, in any of several numbers of bits."""
+"""Indices into a table per row; with nested tables, the weight can be read in several numbers of bits."""
 
 from typing import Any, ClassVar
 

@@ -1,4 +1,4 @@
-"""A weight of three values in each row, in a code of less than a bit per weight."""
+"""A weight with three values per row, stored in less than a bit per weight."""
 
 from compress.formats.ternary.weight import TernaryWeight
 

@@ -1,4 +1,4 @@
-"""Three values for each row, written in words of a dictionary: fewer bits the more weights are 0."""
+"""Three values per row, written in words of a dictionary: the more weights are 0, the fewer bits are needed."""
 
 from math import log2
 from typing import Any, ClassVar

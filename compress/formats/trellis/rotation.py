@@ -1,4 +1,4 @@
-"""Random signs and a Hadamard transform: after them, weights look normal, whatever they were."""
+"""Random signs and a Hadamard transform, which bring the distribution of weights close to normal."""
 
 import torch
 from torch import Tensor

@@ -18,11 +18,11 @@ ROWS = 256  # evicted keys that are compared with all others at a time
 class D2O(Policy):
     """Keeps the positions with the most attention and the last ones, and merges evicted positions into similar ones.
 
-    An evicted position joins the kept one with the most similar key, if their cosine reaches a threshold: the mean of
-    these cosines, which moves with every further eviction. Keys and values become means with weights e^cosine, where
-    the kept one's own cosine is 1. Rotated keys of distant positions are hardly alike, so merged keys may lie between
-    rotations; with `merged=values` keys stay as they are. Layers share the budget by the variance of their attention
-    (`allocation=variance`).
+    An evicted position is merged into the kept one with the most similar key, if their cosine reaches a threshold: the
+    mean of these cosines, which is updated at every further eviction. Keys and values become means with weights
+    e^cosine, where the kept position has a cosine of 1. Rotated keys of distant positions are hardly similar, so merged
+    keys may lie between rotations; with `merged=values` keys are not changed. Layers share the budget by the variance
+    of their attention (`allocation=variance`).
 
     The authors' code differs from their paper, which is followed here: it takes plain means of rows scaled by their
     cosines, decides for all heads together what is merged, and always keeps the first four tokens.

@@ -1,5 +1,5 @@
-"""Expected attention (Devoto et al., 2025, arXiv:2510.00636): keep what queries to come will attend to, as past ones
-tell."""
+"""Expected attention (Devoto et al., 2025, arXiv:2510.00636): keep the positions that future queries will attend to, as
+predicted from past queries."""
 
 from dataclasses import dataclass
 
@@ -16,16 +16,17 @@ class ExpectedAttention(Policy):
     """Keeps the positions that future queries are expected to attend to, as past queries predict them.
 
     Queries before rotation are modelled as normally distributed, so that the expectation has a closed form:
-    E exp(q·k / √d) = exp(μ·k / √d + kᵀ Σ k / 2d), with μ and Σ turned by the mean rotation of the positions to come;
-    normalised over positions, the sinks left out, and times the norm of the value, which is what a position adds to the
-    output.
+    E exp(q·k / √d) = exp(μ·k / √d + kᵀ Σ k / 2d), with μ and Σ rotated by the mean rotation of the future positions.
+    The score is this expectation, normalised over positions without the sinks, times the norm of the value, which says
+    how much a position adds to the output.
     """
 
-    future: int = knob(512, "positions to come that are averaged over", range=(1, 65536))
+    future: int = knob(512, "number of future positions that are averaged over", range=(1, 65536))
     sinks: int = knob(4, "tokens at the beginning that always stay, and whose queries are not counted", range=(0, 1024))
     epsilon: float = knob(
         1e-2,
-        "added to every expected attention: with 0, a value's norm means nothing where none is expected",
+        "number added to every expected attention; with 0, the norm of a value has no effect where no attention is "
+        "expected",
         range=(0.0, 1.0),
     )
 

@@ -16,17 +16,18 @@ from compress.method import knob
 
 @dataclass(frozen=True, kw_only=True)
 class GemFilter(Policy):
-    """Reads the prompt anew with those tokens alone that one layer chooses by the last query of the prompt.
+    """Reads the prompt again with only the tokens that one layer chooses by the last query of the prompt.
 
     It chooses by the products of the last query and all keys, summed over heads, without a softmax, and averaged over
-    neighbours. All layers and heads keep the same tokens, which know nothing of those that are gone: the cache is that
-    of a shorter prompt. The kept tokens get the positions directly before those of the text that follows, which gives
-    rotary attention what the paper's positions from 0 on give it. The paper stops its first pass at the layer that
-    chooses, which makes prefill shorter; here the prompt is read in full before, so that its next token is the whole
-    prompt's. Layers with a sliding window keep what they had.
+    neighbours. All layers and heads keep the same tokens. The kept tokens hold no information about the evicted ones,
+    because the cache is computed from the shorter prompt. They get the positions directly before the text that follows,
+    which is the same for rotary attention as the paper's positions from 0 on. The paper stops its first pass at the
+    layer that chooses, which makes prefill shorter; here the whole prompt is read first, so that the next token is
+    predicted from all of it. Layers with a sliding window keep what they had.
 
-    Which layer chooses well is a property of the model: the paper takes 13 of 32 of Llama 3.1 8B; of SmolLM2-135M the
-    22nd of 30 finds 4 of 4 numbers in 1,024 tokens, where those at a depth of 0.2 to 0.4 find none and 0.5 and 0.6 two.
+    Which layer chooses well depends on the model. The paper takes layer 13 of the 32 of Llama 3.1 8B. In SmolLM2-135M,
+    layer 22 of 30 finds 4 of 4 numbers in 1,024 tokens; layers at a depth of 0.2 to 0.4 find none, and layers at 0.5
+    and 0.6 find two.
     """
 
     allocation: str = knob("uniform", "every head of every layer keeps the same tokens", choices=("uniform",))

@@ -1,5 +1,5 @@
-"""KVzip (Kim et al., 2025, arXiv:2505.23416): keep what the model needs to repeat its context, whatever will be asked
-of it."""
+"""KVzip (Kim et al., 2025, arXiv:2505.23416): keep the positions that the model needs to repeat its context, whatever
+question follows."""
 
 from dataclasses import dataclass
 
@@ -78,8 +78,8 @@ class KVzip(Policy):
             model
         ) is None:  # rotations go on for ever
             raise ValueError(
-                f"`piece` (={self.piece}) of {self.name}: to read the prompt again behind itself takes {needed} "
-                f"positions, and this model has {most} positions; a shorter prompt or piece would do"
+                f"`piece` (={self.piece}) of {self.name}: reading the prompt a second time takes {needed} positions, "
+                f"and this model has {most} positions; a shorter prompt or piece would do"
             )
         positions = (layer.tokens[:, None] + real.long().cumsum(1) - 1).clamp(min=0)
         before = real.new_ones(len(ids), seen) if cache.mask is None else cache.mask

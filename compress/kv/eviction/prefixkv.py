@@ -13,11 +13,12 @@ from compress.method import knob
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixKV(Policy):
-    """Keeps, in every layer, the positions with the most attention that make up one share p of it, the same for all.
+    """Keeps the positions with the most attention, so that every layer keeps the same share of its attention.
 
-    The sum of attention from all tokens so far, averaged over heads, ranks the positions; p is such that all layers
-    together keep the budget. Layers with spread attention keep more. The paper finds p once on samples and keeps those
-    budgets; here it is found for each prompt. `allocation=prefix` gives such budgets to other policies of attention.
+    The positions are ranked by the sum of attention from all tokens so far, averaged over heads. The share is chosen so
+    that all layers together keep the budget; layers with spread attention keep more positions. The paper finds the
+    share once on samples; here it is found for each prompt. `allocation=prefix` gives such budgets to other policies of
+    attention.
     """
 
     allocation: str = knob("prefix", "how the budget is shared out", choices=(*ALLOCATIONS, *MASS_ALLOCATIONS))

@@ -1,4 +1,4 @@
-"""Random eviction: what any other policy must beat."""
+"""Random eviction: the baseline that any other policy must beat."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from compress.method import knob
 class RandomEviction(Policy):
     """Keeps cached positions that are drawn at random, for each head separately."""
 
-    seed: int = knob(0, "of the draw")
+    seed: int = knob(0, "seed of the draw")
 
     name = "random_kv"
     remembers = True

@@ -1,4 +1,4 @@
-"""StreamingLLM (Xiao et al., 2024, arXiv:2309.17453): the first tokens, which attract attention for nothing, and the
+"""StreamingLLM (Xiao et al., 2024, arXiv:2309.17453): the first tokens, which get much attention in any text, and the
 last ones."""
 
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ from compress.method import knob
 class Streaming(Policy):
     """Keeps a few tokens at the beginning (sinks) and a window of the last tokens.
 
-    The paper renumbers what is kept; here keys stay where they were, so that the cache serves any other policy's way of
-    reading it.
+    The paper gives kept tokens new positions; here keys keep their positions, so that the cache is read like those of
+    other policies.
     """
 
     sinks: int = knob(4, "tokens at the beginning that always stay", range=(0, 1024))

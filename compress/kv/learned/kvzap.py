@@ -15,15 +15,15 @@ COMMAND = "compress.kv.learned.train_kvzap"
 
 @dataclass(frozen=True, kw_only=True)
 class KVzap(Policy):
-    """Keeps the positions that the model would attend to when it read the prompt again, as small networks predict it.
+    """Keeps the positions to which a second reading of the prompt would attend most, as small networks predict.
 
     A network for every layer sees the hidden state that the attention reads, and predicts the logarithm of KVzip's
     score for each kv head. They are trained once per model, in minutes, by the module `train_kvzap` beside this one,
     and scoring costs a small product per token in place of a second reading of the prompt. Deviations: the target is
     KVzip's score, not its refinement by the norms of values; the highest scores within a budget stay, where the paper
     keeps those above a threshold. Networks that `train_costs` has written predict how much the loss can change when a
-    position is lost, which keeps answers better from a quarter of the positions on. `mix` makes one network of several,
-    such as those of both kinds, and long contexts want networks that were trained on long texts.
+    position is lost; they keep more answers right where a quarter of the positions or more stay. `mix` makes one
+    network of several, such as one of each kind. Long contexts need networks that were trained on long texts.
     """
 
     path: str = knob("", "file of the trained networks, as `python -m compress.kv.learned.train_kvzap` writes it")

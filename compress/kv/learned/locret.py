@@ -16,7 +16,7 @@ COMMAND = "compress.kv.learned.train_locret"
 
 @dataclass(frozen=True, kw_only=True)
 class Locret(Policy):
-    """Keeps the positions that answers will attend to most, as small networks predict it of each token alone.
+    """Keeps the positions to which answers will attend most, as small networks predict from each token alone.
 
     A network for every layer (the retaining heads) sees the query, key and value of a token, all heads side by side,
     and predicts for each kv head the largest attention logit that a later answer gives to the position. A score is
@@ -26,13 +26,17 @@ class Locret(Policy):
 
     Deviations: the networks see queries and keys as they are before RoPE; they are trained on the last quarter of plain
     texts in the place of answers to instructions. Predictions are logits, which are not comparable between heads, so
-    that the budget is shared out by number alone, as in the paper. `sinks` are not in the paper.
+    that every head gets a fixed number of positions, as in the paper. `sinks` are not in the paper.
     """
 
     path: str = knob("", "file of the trained networks, as `python -m compress.kv.learned.train_locret` writes it")
-    allocation: str = knob("uniform", "how the budget is shared out: by number", choices=("uniform", "pyramid"))
+    allocation: str = knob(
+        "uniform", "how the budget is shared out, by the number of positions alone", choices=("uniform", "pyramid")
+    )
     sinks: int = knob(4, "tokens at the beginning that always stay", range=(0, 1024))
-    recent: int = knob(64, "tokens at the end that always stay, of every chunk of a prompt too", range=(0, 65536))
+    recent: int = knob(
+        64, "tokens at the end of the prompt, and of every chunk of it, that always stay", range=(0, 65536)
+    )
 
     name = "locret"
     source = "Huang et al. 2024, arXiv:2410.01805, section 3"

@@ -1,9 +1,9 @@
-"""Mix networks of several files that `kvzap` takes: the mean of what they predict, which is one wider network.
+"""Mix networks of several files for `kvzap` into one wider network, which predicts the mean of their predictions.
 
 $ python -m compress.kv.learned.mix --out mixed.safetensors costs.safetensors kvzap.safetensors
 
-Scores are logarithms, so that the mean of costs (`train_costs`) and of KVzip's scores (`train_kvzap`) is the logarithm
-of their geometric mean: a position stays that both call important. Where networks of one kind were trained on different
+Scores are logarithms, so the mean of costs (`train_costs`) and of KVzip's scores (`train_kvzap`) is the logarithm of
+their geometric mean: positions stay that are important for both. If networks of one kind were trained on different
 texts, some of their errors cancel.
 """
 
@@ -63,7 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("files", nargs="+", help="files of networks, as `train_costs` and `train_kvzap` write them")
     parser.add_argument("--out", required=True, help="file to write")
-    parser.add_argument("--weights", type=float, nargs="+", help="of the files; without them all weigh the same")
+    parser.add_argument("--weights", type=float, nargs="+", help="weights of the files; default: equal weights")
     options = parser.parse_args()
     mix(options.files, options.out, options.weights)
     print(f"{options.out}: {len(scorers(options.out))} layers, of {len(options.files)} files")

@@ -1,19 +1,18 @@
-"""Train networks that `kvzap` takes too: what it would cost to lose a token, predicted from hidden states.
+"""Train networks for `kvzap` that predict from hidden states how much the loss of each token would cost.
 
 $ python -m compress.kv.learned.train_costs --model smollm2-135m --out costs.safetensors
 
-KVzip's score of a position is the largest attention that it gets when the prompt is read again, in whichever head.
-Heads differ in what their attention is worth. Here the score is a bound of what the loss of the second reading would
-change by, to the first order, if the position were lost. Without it, the output o of a head becomes
-(o - a v) / (1 - a), for attention a to the value v. So it moves by a / (1 - a) |v - o|, and the loss by that times the
-length of its gradient with respect to o, at most. The gradient is that of the logarithm of the probability of tokens
-that the model draws itself, as in the Fisher information: where it is sure of what comes next, little depends on any
-position.
+KVzip's score of a position is the largest attention that it gets in any head when the prompt is read again. But the
+attention of some heads matters more than that of others. Here the score is a first-order bound of the change of the
+loss of the second reading if the position were lost. Without it, the output o of a head becomes (o - a v) / (1 - a),
+for attention a to the value v. So it moves by a / (1 - a) |v - o|, and the loss by that times the length of its
+gradient with respect to o, at most. The gradient is that of the logarithm of the probability of tokens that the model
+draws itself, as in the Fisher information: where the model is sure of the next token, the gradient is small.
 
-`--target attention` is the largest attention a of the same reading, in whichever head: KVzip's score without its
-prompts. Mixed with a network of costs (`compress.kv.learned.mix`), a position's score is the geometric mean of both.
-Contexts of thousands of tokens are answered better by networks that were trained on long texts (`--seqlen 2048`); with
-`--dtype bfloat16` and tiles (AMX) such a text takes a core 40 seconds.
+`--target attention` is the largest attention a of any head in the same reading: KVzip's score without its prompts.
+Mixed with a network of costs (`compress.kv.learned.mix`), a position's score is the geometric mean of both. Contexts of
+thousands of tokens are answered better by networks that were trained on long texts (`--seqlen 2048`); with `--dtype
+bfloat16` and tiles (AMX) such a text takes a core 40 seconds.
 """
 
 import time

@@ -50,7 +50,7 @@ def principal(moment: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def kept_share(moment: Tensor, share: float) -> float:
-    """Of the squares of what these second moments [H, D, D] are of, what the first components keep, mean over heads."""
+    """The share of the squares that the first components of second moments [H, D, D] keep, mean over heads."""
     values = principal(moment)[1]
     kept = values[:, : rank_of(share, values.shape[1])].sum(1) / values.sum(1).clamp(min=1e-30)
     return kept.mean().item()

@@ -19,20 +19,19 @@ STEP = 4  # ranks are multiples of it, so that codes of 2 bits fill their bytes
 class Matryoshka(Projecting):
     """Keeps keys and values as their projections onto the first principal components of each kv head.
 
-    Queries meet projected keys, q · k ≈ (q U) · (k U), and what attention sums up of projected values is lifted back,
-    once a step. The components are found once per model by the module `find_components` beside this one, of tokens of
-    calibration; one file serves all ranks, because the components are in order of their share. Prompts are read with
-    exact keys and values, which are projected when they are kept. Projections go before everything else: policies
-    score what they leave, and `kv_int` makes codes of it. They are the model's, not a cache's, and are not counted in
-    its bytes. Keys and values of different ranks are read by plain torch, because the decode kernels take as many
-    channels of both.
+    Queries are multiplied by projected keys, q · k ≈ (q U) · (k U), and the sums of projected values are lifted back to
+    all channels once a step. The components are found once per model, on calibration tokens, by the module
+    `find_components` beside this one. One file serves all ranks, because the components are sorted by their share.
+    Prompts are read with exact keys and values, which are projected when they are kept. Projections come first:
+    policies score the projected keys, and `kv_int` makes codes of them. The components belong to the model and are not
+    counted in the bytes of a cache. Keys and values of different ranks are read by plain torch, because the decode
+    kernels need the same number of channels in both.
 
-    This is the form from which the paper starts its training (PCA), and whose loss at low ranks it reports as the
-    reason to train; neither the training nor its search for a rank of each head is here. Values lose far more than
-    keys, and integer codes of as many bytes lose far less than either: compress/kv/README.md has the figures. Keys are
-    projected as the cache is given them, after RoPE, which spreads them over more directions than they have before it;
-    keys that are stored before RoPE would have to be lifted and turned again at every step. `find_components` prints
-    what both keep.
+    The paper starts its training from this form (PCA), and gives its loss at low ranks as the reason to train. Neither
+    the training nor the search for a rank of each head is implemented here. Projecting values loses far more accuracy
+    than projecting keys, and integer codes of the same size lose far less than either: compress/kv/README.md has the
+    figures. Keys are projected after RoPE, which spreads them over more directions; keys that are stored before RoPE
+    would have to be lifted and rotated again at every step. `find_components` prints the shares for both.
     """
 
     path: str = knob("", "file of the components, as `python -m compress.kv.projecting.find_components` writes it")

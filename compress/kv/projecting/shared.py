@@ -1,4 +1,4 @@
-"""Keys and values of a prompt as products of small matrices, of which several layers share one factor."""
+"""Keys and values of a prompt as products of two small matrices; several layers share one of the two."""
 
 from collections.abc import Callable
 

@@ -18,30 +18,31 @@ from kernels.kv_decode import MAX_TOKENS as KERNEL_TOKENS
 
 @dataclass(frozen=True, kw_only=True)
 class XKV(Projecting):
-    """Keeps a prompt's keys and values of several layers as products with one basis of its tokens that they share.
+    """Keeps a prompt's keys and values in low rank, with one basis of its tokens that several layers share.
 
-    After a prompt the keys of adjacent layers, before RoPE, lie side by side as a matrix [tokens, layers x channels].
-    Its truncated singular value decomposition gives a row of `rank` numbers for every token, kept once for all of these
-    layers, and for each layer a matrix that makes its keys of them, which RoPE then turns at every step. Values alike,
-    by a decomposition of their own. Nothing is calibrated: both factors are the prompt's own, and both are counted in
-    the bytes of the cache. Tokens that are written afterwards are kept as they came; a further prompt, or a further
-    piece of one (more than 8 tokens at once), is decomposed together with what there was.
+    After a prompt the keys of adjacent layers, before RoPE, are put side by side as a matrix [tokens, layers x
+    channels]. Its truncated singular value decomposition gives a row of `rank` numbers for every token, which is kept
+    once for all of these layers, and a matrix for each layer, which turns that row into the layer's keys. RoPE is
+    applied to these keys at every step. Values are treated in the same way, with a decomposition of their own. Nothing
+    is calibrated: both factors come from the prompt, and both are counted in the bytes of the cache. Tokens that are
+    written afterwards are kept without compression. A further prompt, or a further piece of one (more than 8 tokens at
+    once), is decomposed together with the earlier ones.
 
     Deviations: the paper sets ranks; here they follow from the share of the bytes, so that groups of any size can be
     compared at the same bytes, whatever the prompt's length. Reading makes dense keys and values of all positions at
-    every step: it saves memory, and no time. Layers with a sliding window are left alone, and adjacent are those
-    between which there are no others that keep all positions.
+    every step, so this saves memory but no time. Layers with a sliding window are left alone and do not count when
+    adjacent layers are grouped.
     """
 
     group: int = knob(
         4, "adjacent layers that share a basis; 1: every layer has its own", range=(1, 256), describes=True
     )
     key_share: float = knob(
-        0.25, "bytes of a prompt's keys, as a share of what they take as they came; 1: as they came", range=(0.0, 1.0),
-        describes=True,
+        0.25, "bytes of a prompt's keys, as a share of their bytes without compression; 1: not compressed",
+        range=(0.0, 1.0), describes=True,
     )  # fmt: skip
     value_share: float = knob(
-        0.25, "bytes of a prompt's values, as a share of what they take as they came; 1: as they came",
+        0.25, "bytes of a prompt's values, as a share of their bytes without compression; 1: not compressed",
         range=(0.0, 1.0), describes=True,
     )  # fmt: skip
 
@@ -59,8 +60,8 @@ class XKV(Projecting):
         for other in (*before, *after):
             if isinstance(other, CacheMethod) and other.slot in ("policy", "storage", "reading"):
                 raise ValueError(
-                    f"`recipe`: {self} keeps the same positions in layers that share a basis, all of them, and reads "
-                    f"them all; {other} cannot be combined with it, leave one out"
+                    f"`recipe`: {self} keeps and reads all positions in all layers that share a basis; {other} cannot "
+                    "be combined with it: leave one out"
                 )
         return super().within(before, after)
 

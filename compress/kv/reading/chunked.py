@@ -1,4 +1,5 @@
-"""A prompt in chunks: keys in factors, values elsewhere, some chunks and all that follows as they came."""
+"""A prompt in chunks: keys in factors, values in other memory; some chunks and all later positions are not
+compressed."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -1,4 +1,5 @@
-"""Sparse reading of caches of fixed tensors, as a compiled step needs it: lists of one size, of which a part counts."""
+"""Sparse reading of caches of fixed tensors, as a compiled step needs it: lists of fixed size, of which the first part
+is used."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol

@@ -1,4 +1,4 @@
-"""What sparse reading is: a rule by which a query chooses, of all positions that are kept, those that it reads."""
+"""Sparse reading: a rule by which a query chooses the kept positions that it reads."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ from kernels.kv_decode.ranked import Ranked
 
 
 class Role(NamedTuple):
-    """What a layer does: reads every position, and chooses positions. One that does neither reads what the layer before
-    it chose."""
+    """The role of a layer: whether it reads every position, and whether it chooses positions. A layer that does neither
+    reads the positions that an earlier layer chose."""
 
     reads_all: bool
     chooses: bool
@@ -25,7 +25,7 @@ class Role(NamedTuple):
 
 @dataclass
 class Glance:
-    """What a layer knows when it chooses; T positions are kept, and the queries' own tokens come after them.
+    """The data of a layer when it chooses; T positions are kept, and the queries' own tokens come after them.
 
     Attributes:
         slab: the kept positions of H_kv heads.
@@ -43,7 +43,7 @@ class Glance:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading(CacheMethod):
-    """Which positions a query reads. Subclasses implement `roles` and `scores`.
+    """Chooses which positions a query reads. Subclasses implement `roles` and `scores`.
 
     Passes of one token read sparsely, and so does everything behind a context in the long-context evaluation, questions
     too; prompts, in one piece or several, and further turns are read in full. The tokens of a pass are always read.
@@ -51,7 +51,7 @@ class Reading(CacheMethod):
 
     budget: float | int = knob(
         0.25,
-        "what a query reads: a share of the positions that are kept (a float up to 1), or a number of them per head",
+        "what a query reads: a share of the kept positions (a float up to 1), or a number of positions per head",
         describes=True,
     )
 
@@ -108,6 +108,6 @@ class Reading(CacheMethod):
             if self.shares and isinstance(other, Policy):
                 raise ValueError(
                     f"`recipe`: {self} lets layers read the positions that another layer chose, and {other} keeps "
-                    "different ones in every layer; leave one out, or take a reading that chooses in every layer"
+                    "different positions in every layer; leave one out, or take a reading that chooses in every layer"
                 )
         return self

@@ -20,7 +20,7 @@ class Quest(Reading):
     Of every page of keys the smallest and the largest element of each channel are kept; they bound the score of any key
     in the page: Σ_d max(q_d low_d, q_d high_d). The first layers read everything. The paper chooses for every query
     head; here query heads that share a kv head share the choice, by the mean of their softmaxes over the bounds,
-    because what one of them reads the kernel reads for all. The page with the last tokens is always read.
+    because the kernel reads the same positions for all of them. The page with the last tokens is always read.
     """
 
     page: int = knob(16, "positions that are chosen together", range=(1, 1024))

@@ -21,20 +21,21 @@ LOCAL = 4  # chunks at the end of a prompt that stay as they came
 
 @dataclass(frozen=True, kw_only=True)
 class ShadowKV(Reading):
-    """Keeps a prompt's keys in low rank and its values elsewhere, and lets each token fetch the chunks that it reads.
+    """Keeps a prompt's keys in low rank and its values in main memory; each token fetches the chunks that it reads.
 
-    After a prompt each layer's keys, before RoPE and all heads side by side, are put into two factors (a truncated
-    singular value decomposition). The mean of the rotated keys of each chunk is its landmark. A token reads the chunks
-    of whose landmarks its query's softmax is largest: their keys are made of the factors and turned, and their values
-    are fetched from main memory or, with `path`, from a mapped file; `compress.kv.offload.tiers` counts the bytes.
-    Chunks with a key that is least like its landmark, by cosine, stay exact for each head and are always read; so are
-    the last 4 whole chunks of the prompt and what follows them, and all tokens that are written afterwards.
+    After a prompt the keys of each layer, before RoPE and with all heads side by side, are stored as two factors (a
+    truncated singular value decomposition). The mean of the rotated keys of a chunk is its landmark. A token reads the
+    chunks whose landmarks get the largest softmax from its query: their keys are computed from the factors and rotated,
+    and their values are fetched from main memory or, with `path`, from a mapped file; `compress.kv.offload.tiers`
+    counts the bytes. For each head, the chunks with the keys that are least like their landmarks, by cosine, stay exact
+    and are always read. So are the last 4 whole chunks of the prompt, the positions behind them, and all tokens that
+    are written afterwards.
 
-    Deviations: `budget` counts all that a token reads of the prompt, exact chunks too, where the paper's counts the
-    chosen ones alone; one chunk is always chosen. The number of exact chunks follows the budget (48 beside 2,048 tokens
-    there). Prompts of fewer than 5 chunks stay as they came. Chunks of the token before are fetched again. A further
-    prompt, or piece of one (more than 8 tokens at once), is read in full, for which all values are fetched, and
-    decomposed together with what there was.
+    Deviations: `budget` counts all positions of the prompt that a token reads, including exact chunks; the paper's
+    counts only the chosen ones. One chunk is always chosen. The number of exact chunks follows the budget (in the
+    paper: 48 beside 2,048 tokens). Prompts of fewer than 5 chunks are not compressed. Chunks that the previous token
+    has fetched are fetched again. A further prompt, or a piece of one (more than 8 tokens at once), is read in full,
+    for which all values are fetched, and it is decomposed together with the earlier ones.
     """
 
     rank_share: float = knob(
@@ -43,10 +44,11 @@ class ShadowKV(Reading):
     )  # fmt: skip
     chunk: int = knob(8, "positions that are chosen together", range=(1, 1024))
     outliers: float = knob(
-        0.1875, "exact chunks that every token reads, those least like their landmarks, as a share of the budget",
+        0.1875,
+        "share of the budget for exact chunks, which every token reads: the chunks that are least like their landmarks",
         range=(0.0, 1.0),
     )  # fmt: skip
-    path: str = knob("", "folder for the values, in a nameless file that is mapped; empty: main memory")
+    path: str = knob("", "folder for a memory-mapped file with the values; empty: values are kept in main memory")
 
     name = "shadowkv"
     source = "Sun et al. 2024, arXiv:2410.21465, and its public code"
@@ -74,8 +76,8 @@ class ShadowKV(Reading):
         for other in (*before, *after):
             if isinstance(other, CacheMethod) and other.slot in ("policy", "storage", "projecting"):
                 raise ValueError(
-                    f"`recipe`: {self} keeps all positions of a prompt, keys in factors and values elsewhere; {other} "
-                    "cannot be combined with it, leave one out"
+                    f"`recipe`: {self} keeps all positions of a prompt, keys in factors and values in other memory; "
+                    f"{other} cannot be combined with it: leave one out"
                 )
         return super().within(before, after)
 

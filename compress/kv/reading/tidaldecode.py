@@ -13,17 +13,17 @@ from compress.method import knob
 class TidalDecode(Reading):
     """Keeps everything, and lets most layers read only the positions to which an earlier layer attended most.
 
-    The first layers read everything; the layer after them and one further on do so too and choose the positions for the
-    layers behind them, anew for every token. Its correction of the cache's errors by dense passes now and then is left
-    out.
+    The first layers read everything. The layer after them and one later layer also read everything, and choose the
+    positions for the layers behind them, again for every token. The paper's correction of the cache's errors by
+    occasional dense passes is left out.
 
     The paper chooses for every head by its scores. Here all heads of a layer share one choice, by the sum of their
-    attention, because a head is not kin to the head of the same number in another layer: on SmolLM2-135M, with a
-    quarter of 1,024 tokens read, 10 of 16 answers are right and the KL is 0.29 nats per token, where each kv head
-    choosing for its own number gives 4 and 1.63 (second choice in layer 15 of 30, `again=0.5`).
+    attention, because heads with the same number in different layers have nothing in common. On SmolLM2-135M, with a
+    quarter of 1,024 tokens read, 10 of 16 answers are right and the KL is 0.29 nats per token; if each kv head chooses
+    for the heads with its own number, 4 are right and the KL is 1.63 (second choice in layer 15 of 30, `again=0.5`).
 
-    The layer of the second choice is a property of the model: one whose heads look up what is asked for serves the
-    layers behind it, and its neighbours do not. On SmolLM2-135M that is layer 17 or 18 (15 of 16 right, KL 0.02 and
+    The best layer for the second choice depends on the model: it is a layer whose heads look up what the question asks
+    for, and the layers next to it can be far worse. On SmolLM2-135M it is layer 17 or 18 (15 of 16 right, KL 0.02 and
     0.03, as many right as with the full cache, and 14 or 15 with a tenth read); 16, 19 and 21 are far worse. Layer 18
     is the default; for another model try several: `workbench run kv_eviction -p recipe "tidaldecode" -p curves
     "tidaldecode(again={0.4, 0.45, 0.5, 0.55, 0.6, 0.65})"`.

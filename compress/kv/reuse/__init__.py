@@ -1,4 +1,4 @@
-"""Caches of texts that are read once and put together for many prompts, as retrieval makes them.
+"""Caches of texts that are read once and combined for many prompts, as in retrieval.
 
 >>> store = ChunkStore(model, prefix=tokenizer(system, return_tensors="pt").input_ids)
 >>> chunks = [store.prefix, *(store.read(ids) for ids in documents)]

@@ -1,5 +1,5 @@
-"""A prompt out of chunks that were read apart, of whose tokens a share is computed again (CacheBlend, Yao et al., 2024,
-arXiv:2405.16444; Cache-Craft, Agarwal et al., 2025, arXiv:2502.15734)."""
+"""A prompt composed of chunks that were read separately; a share of their tokens is computed again (CacheBlend, Yao et
+al., 2024, arXiv:2405.16444; Cache-Craft, Agarwal et al., 2025, arXiv:2502.15734)."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -46,12 +46,11 @@ def blend(
     choose: str = "deviation",
     seed: int = 0,
 ) -> Blended:
-    """Read a question behind chunks that were read apart.
+    """Read a question behind chunks that were read separately.
 
     Keys are rotated to their places in the prompt. Then a share of the tokens goes through the model again, together
-    with the question, and attends to all that stands before it, so that what one chunk says of another reaches the
-    cache. Keys and values of the other tokens stay as they were read. With share=1 the result is that of the whole
-    prompt.
+    with the question, and attends to everything before it, so that the cache knows how the chunks relate. Keys and
+    values of the other tokens stay as they were read. With share=1 the result is that of the whole prompt.
 
     Args:
         chunks: the first one stays as it is, because it was read at its place: the store's `prefix`, usually.

@@ -1,4 +1,4 @@
-"""What a model's cache holds of a text that was read without those that will stand before it."""
+"""The cache of a text that was read without the texts that will come before it in the prompt."""
 
 import hashlib
 import tempfile
@@ -38,7 +38,7 @@ class Chunk:
 
 
 class ChunkStore:
-    """Reads texts, each behind the same prefix and nothing else, and keeps what the model cached of them.
+    """Reads texts, each behind the same prefix alone, and keeps their keys and values.
 
     Args:
         model: a transformers decoder with rotary position embeddings.

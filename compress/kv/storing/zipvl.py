@@ -14,32 +14,34 @@ from kernels.kv_decode import GROUPS
 
 @dataclass(frozen=True, kw_only=True)
 class ZipVL(Storage):
-    """Stores the fewest tokens that make up a share of a layer's attention in more bits, and the others in fewer.
+    """Stores the tokens that get most of a layer's attention in more bits, and the other tokens in fewer.
 
-    After a prompt, the attention of its last tokens (probes) is summed up. A layer's number of important tokens is the
-    fewest that get the share `mass` of it, mean over kv heads, so that layers of concentrated attention keep few. Each
-    kv head then takes so many by the attention per probe that sees the token. New tokens are stored in more bits, the
-    last ones as they are. Keys have scales per channel and group of positions, values per position, as in `kv_int`;
-    a part's positions that fill no group stay in 16 bits.
+    After a prompt, the attention of its last tokens (probes) is summed up. The number of important tokens of a layer is
+    the smallest number of tokens that together get the share `mass` of this attention, as the mean over kv heads, so
+    that layers of concentrated attention keep few. Each kv head then takes that many tokens, by the mean attention from
+    the probes that see the token. New tokens are stored in more bits, and the last ones in 16 bits. Keys have scales
+    per channel and group of positions, values per position, as in `kv_int`; positions of either part that fill no group
+    stay in 16 bits.
 
     Deviations: the paper also leaves unimportant tokens out of the attention of the prompt, which saves time there; its
-    second version drops them instead of storing them in 2 bits. Its probes are the last tokens and random ones, here
-    they are the last. Of a prompt in pieces of more than 8 tokens each piece is divided as it comes: what is in fewer
-    bits stays so, and the codes of the others are made anew of codes, which adds to their error. Attention reads both
-    parts and adds them up exactly. It goes with a projection, and not with policies
-    or readings.
+    second version drops them instead of storing them in 2 bits. Its probes are the last tokens and random ones; here
+    they are the last tokens. If a prompt is read in pieces of more than 8 tokens, each piece is divided when it
+    arrives: tokens in fewer bits stay so, and the codes of the others are computed again from their codes, which adds
+    to their error. Attention reads both parts and adds them up exactly. The method can be combined with a projection,
+    but not with policies or readings.
     """
 
-    bits: int = knob(4, "of a code of important tokens", choices=(8, 4), describes=True)
-    low_bits: int = knob(2, "of a code of the others", choices=(4, 2), describes=True)
+    bits: int = knob(4, "bits of a code of important tokens", choices=(8, 4), describes=True)
+    low_bits: int = knob(2, "bits of a code of the other tokens", choices=(4, 2), describes=True)
     mass: float = knob(
         0.975, "share of a layer's attention that important tokens make up", range=(0.0, 1.0), describes=True
     )
     probes: int = knob(64, "tokens at the end of a prompt whose attention counts", range=(1, 4096))
     group_size: int = knob(32, "positions that share the scales of their keys", choices=GROUPS)
-    residual: int = knob(32, "last tokens at least that stay in 16 bits", range=(0, 65536))
+    residual: int = knob(32, "least number of last tokens that stay in 16 bits", range=(0, 65536))
     rotate_keys: bool = knob(
-        False, "rotate each head's keys after RoPE by a Hadamard matrix before they become codes, and its queries alike"
+        False,
+        "rotate each head's keys after RoPE by a Hadamard matrix before they become codes, and its queries too",
     )
 
     name = "zipvl"

@@ -67,7 +67,7 @@ def solve_ends(
     originals: Mapping[str, nn.Module] | None = None,
     saved: SavedStatistics | None = None,
 ) -> list[LayerRecord]:
-    """Let `method` solve the embedding and the head, and put what it stores in their place.
+    """Let `method` solve the embedding and the head, and replace them by the stored ones.
 
     Source: contract of the workbench. A tied weight is solved as a head, by the Gram matrix of the final norm's output,
     because errors of logits matter more than those of rows that are looked up; its record's error is that of the head.

@@ -76,9 +76,7 @@ def fisher(
     if not batches or min(batch.shape[1] for batch in batches) < 2:
         raise ValueError("`batches` must hold windows of at least 2 tokens, whose next ones are predicted")
     if stored := list(compressed_linears(model)):
-        raise ValueError(
-            f"`model` holds {stored[0]} compressed already; gradients are taken of the weights before compression"
-        )
+        raise ValueError(f"`model` holds {stored[0]} compressed already; gradients need the weights before compression")
     held = None if folder else tempfile.TemporaryDirectory(prefix="workbench-")
     code = source.code_sha256(Path(__file__))
     about = [weights_sha256(model), tokens_sha256(list(batches)), device.type, code]

@@ -1,4 +1,4 @@
-"""What a fold changes: how far outputs move by it, and the ranges of inputs and weights before and after."""
+"""The effect of a fold: how far outputs change, and the ranges of inputs and weights before and after."""
 
 import re
 from dataclasses import replace

@@ -67,8 +67,8 @@ class FoldingMethod(Method):
 
     layers: str = knob(
         "",
-        "comma-separated name patterns (* and ?) of linears that must be smoothed, with the others that read "
-        "the same; empty: all that can be",
+        "comma-separated name patterns (* and ?) of linears that must be smoothed, together with the linears that read "
+        "the same input; empty: all linears that can be smoothed",
     )
 
     statistics: ClassVar[
@@ -132,7 +132,7 @@ class FoldingMethod(Method):
         }
         if not asked:
             why = next(iter(reasons.items()), ("the model", "it has no linears"))
-            raise ValueError(f"`model` has no linear that {self.name} could smooth; {why[0]}, say: {why[1]}")
+            raise ValueError(f"`model` has no linear that {self.name} could smooth; for example {why[0]}: {why[1]}")
         return [[link for link in block if asked & set(link.consumers)] for block in found]
 
     @torch.no_grad()
@@ -184,9 +184,8 @@ class FoldingMethod(Method):
             for one in reversed(folded):
                 fold(model, one.link, 1 / one.s)
             raise RuntimeError(
-                f"{self.name}: each block gives what it gave, but the model's logits differ by {moved:.1e} (at "
-                "most "
-                f"{most:.0e}): something outside the blocks reads what was scaled; the folds were undone"
+                f"{self.name}: the outputs of all blocks are unchanged, but the model's logits differ by {moved:.1e} "
+                f"(at most {most:.0e}): something outside the blocks reads what was scaled; the folds were undone"
             )
         return show_largest([one.record for one in folded])
 

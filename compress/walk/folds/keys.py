@@ -96,7 +96,7 @@ def key_link(model: nn.Module, block: nn.Module, call: Call, index: int, device:
     before, after = _scores(q, k), _scores(q_after, k_after)
     moved = ((after - before).norm() / before.norm()).item()
     if not moved <= max(TOLERANCE, 8 * torch.finfo(next(block.parameters()).dtype).eps):
-        return f"something else turns its keys: scaled against each other, keys and queries give {moved:.0e} of others"
+        return f"something else rotates its keys: with keys and queries scaled inversely, scores change by {moved:.0e}"
     return link
 
 

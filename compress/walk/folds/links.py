@@ -1,11 +1,11 @@
-"""What flows from norms and linears into linears: where a scale per channel can move without changing what the model
-gives.
+"""Links from norms and linears to the linears that read them, along which a scale per channel can move without changing
+the model's outputs.
 
 If a norm's, or a linear's, output channel c is divided by s[c] and the columns of the linears that read it are
 multiplied by s[c], nothing changes, as long as nothing else reads it and nothing but sums over tokens and products with
-other values lies between. Where that holds is found by trying, block by block, never by names: a copy of the block runs
-in float32 on noise, with the output of one producer after another replaced by noise of our own, so that what arrives at
-the linears shows where it came from.
+other values lies between. Links are found by trying, block by block, never by names: a copy of the block runs in
+float32 on noise, with the output of one producer after another replaced by other noise, so that the inputs of the
+linears show which producer they come from.
 """
 
 import copy
@@ -279,13 +279,13 @@ def _links_of(trial: _Trial, shared: set[str]) -> tuple[list[Link], dict[str, st
 def _unlinked(first: _Seen, hidden: Tensor, name: str) -> str:
     """Why a linear has no link, if nothing better is found out about it."""
     if name not in first.inputs:
-        return "no made-up token reached it, so that what it reads could not be seen"
+        return "no made-up token reached it, so its input could not be observed"
     if any(_rows_in(x, hidden) for x in first.inputs[name]):
         return "it reads the block's input itself, which no norm of this block gives"
     return (
-        "what it reads is not, channel by channel, what a norm or a whole linear gives: an activation function lies "
-        "between, "
-        "or the weight before it is fused (q, k and v in one, or gate and up), where no link is looked for"
+        "its input is not, channel by channel, the output of a norm or of a whole linear: an activation function lies "
+        "between, or the weight before it is fused (q, k and v in one, or gate and up), for which links are not "
+        "searched"
     )
 
 
@@ -342,7 +342,7 @@ def _refused(trial: _Trial, link: Link, readers: dict[str, Tensor], give: Tensor
         return f"the weight of {tied[0]} is shared with another module"
     modules = [trial.block.get_submodule(name) for name in everyone]
     if stored := [name for name, m in zip(everyone, modules, strict=True) if isinstance(m, CompressedLinear)]:
-        return f"{stored[0]} is stored compressed already, so that nothing can be folded into it"
+        return f"{stored[0]} is stored compressed already, so nothing can be folded into it"
     if link.kind == "norm" and (len(modules[0].weight) != link.width or gain_offset(modules[0]) is None):
         return f"the gain of {link.producer} ({type(modules[0]).__name__}) is neither its weight nor 1 + its weight"
     r = torch.logspace(-1, 1, link.width, base=2, device=give.device)[
@@ -353,16 +353,15 @@ def _refused(trial: _Trial, link: Link, readers: dict[str, Tensor], give: Tensor
     left = (seen.y - y).norm().item()
     if not left <= max(TOLERANCE * (scaled - y).norm().item(), NOISE * y.norm().item()):
         return (
-            f"something that is no linear reads what {link.producer} gives too (a residual, a router): with a scale "
-            "on it that "
-            f"these linears undo, the block's output moved by {left / y.norm().item():.1e}"
+            f"something that is no linear also reads the output of {link.producer} (a residual, a router): with a "
+            f"scale that these linears undo, the block's output changed by {left / y.norm().item():.1e}"
         )
     inputs = [seen.inputs.get(name, []) for name in consumers]
     alike = all(
         len(xs) == 1 and xs[0].shape == inputs[0][0].shape and torch.equal(xs[0], inputs[0][0]) for xs in inputs
     )
     if not alike or any(not torch.equal(channels, link.channels) for channels in readers.values()):
-        return f"the linears that read what {link.producer} gives do not all read the same"
+        return f"the linears behind {link.producer} do not all read the same input"
     return ""
 
 

@@ -1,8 +1,8 @@
 """One calibration for many recipes: a pass that keeps the statistics of a model as it is, and methods solved from them.
 
-No block sees what the compressed blocks before it give, so that one pass serves every recipe. The walk
-(`compress.walk.walk`) passes on what the compressed blocks give instead, which is more accurate and has to be done for
-each recipe anew.
+Every block reads the outputs of the uncompressed blocks, so that one pass serves every recipe. The walk
+(`compress.walk.walk`) uses the outputs of the compressed blocks instead, which is more accurate but must be repeated
+for each recipe.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""The processes of one compression: what they tell each other, and how an error of one ends all."""
+"""The processes of one compression: their communication, and how an error in one of them ends all."""
 
 import pickle
 import sys

@@ -1,4 +1,4 @@
-"""Starts the other processes of one compression on this machine, each of which does the same call as this one."""
+"""Starts the other processes of one compression on this machine; each of them makes the same call as this one."""
 
 import os
 import subprocess

@@ -1,4 +1,5 @@
-"""`expert_matmul`: y = x Wᵀ with a weight for each expert of a mixture, of which every token meets its own."""
+"""`expert_matmul`: y = x Wᵀ with a weight for each expert of a mixture; every token is multiplied by that of its
+expert."""
 
 import torch
 from torch import Tensor
@@ -18,8 +19,8 @@ def expert_matmul(x: Tensor, w: Packed, ends: Tensor, *, impl: str = "auto") -> 
     Args:
         x: [tokens, in]; float32, bfloat16 or float16; those of expert 0 first; may be empty.
         w: [experts out, in] in `rows`: the rows of expert 0 first. See `stacked`.
-        ends: int32 [experts], on x's device: where the tokens of each expert end. What y holds of tokens behind the
-            last of them means nothing.
+        ends: int32 [experts], on x's device: where the tokens of each expert end. Rows of y behind the last of them are
+            undefined.
         impl: "reference" (dequantise one expert after the other; waits for `ends`), "triton" (where
             `takes`; CUDA, or the interpreter; nothing waits for the host) or "auto": triton, where it takes these, on
             CUDA; else "reference".

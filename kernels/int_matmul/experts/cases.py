@@ -1,4 +1,4 @@
-"""What `expert_matmul` is checked and timed on."""
+"""The checks of `expert_matmul`, and the shapes on which it is timed."""
 
 from collections.abc import Callable
 

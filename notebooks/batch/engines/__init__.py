@@ -1,1 +1,1 @@
-"""Where runs are executed: `engine` says what an engine is, and each of the others is one."""
+"""Where runs are executed: `engine` defines the interface of an engine, and each other module holds one."""

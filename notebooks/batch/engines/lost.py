@@ -1,4 +1,4 @@
-"""What became of a run whose machine only says that its process is gone: the folders of the run are asked."""
+"""The outcome of a run whose process has vanished, read from the folders of the run."""
 
 import os
 import time
@@ -50,7 +50,7 @@ def seen(outcome: Outcome, job: Job) -> Outcome:
     folder, begin = Path(job.folder), time.monotonic()
     while outcome.status in ("finished", "known") and not RunFolder(folder).manifest():
         if time.monotonic() - begin > SEEN_S:
-            said = f"it was finished on its node, but is not to be seen here: {folder.parent} must be shared"
+            said = f"it was finished on its node, but its folder is not visible here: {folder.parent} must be shared"
             return Outcome(job.key, "failed", job.folder, failure(job, "disk", said), outcome.seconds)
         time.sleep(0.2)
         if folder.parent.is_dir():

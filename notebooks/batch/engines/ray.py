@@ -25,11 +25,11 @@ class Ray:
     runs.
 
     A run takes one CPU of Ray's, and one GPU if its `device` is one, or as many as its sweep asks for (`gpus: 2`), all
-    of one node: `ray start --num-cpus=2` allows two runs at once
-    on a node, which then share its cores while nothing is timed. Ray says which GPU; a run that wants none sees none.
-    Runs are spread over the nodes, and use each node's own environment (`HF_HOME`, `WORKBENCH_DATA`). They keep the key
-    under which they were planned, whatever a node's device is, and execute the sweep's snapshot of the code. A run
-    whose texts or model differ on its node is refused there. `WORKBENCH_NODE` names the node to a run.
+    of one node: `ray start --num-cpus=2` allows two runs at once on a node, which then share its cores while nothing is
+    timed. Ray chooses the GPU; a run without a GPU sees none. Runs are spread over the nodes, and use each node's own
+    environment (`HF_HOME`, `WORKBENCH_DATA`). They keep the key under which they were planned, whatever a node's device
+    is, and execute the sweep's snapshot of the code. A run whose texts or model differ on its node is refused there.
+    `WORKBENCH_NODE` names the node to a run.
 
     Nothing is repeated by itself: when a node or a worker dies, its runs end with it and are failures of the kind
     `kernel death`, which `workbench resume` runs again. `stop` asks the runs to end, as Ctrl-C does, and kills their
@@ -63,8 +63,8 @@ class Ray:
             ray.init(address=address or "auto", log_to_driver=False, logging_level=logging.WARNING)
         except (ImportError, OSError, ValueError, RuntimeError) as error:
             raise ValueError(
-                f"`address` (={address!r}): no Ray cluster can be joined there: {first_line(error)}; "
-                "`ray start --head` starts one and says its address"
+                f"`address` (={address!r}): no Ray cluster can be joined there: {first_line(error)}; `ray start "
+                "--head` starts one and prints its address"
             ) from error
 
     def run(self, jobs: Sequence[Job], stop: threading.Event) -> Iterator[Outcome]:

@@ -1,4 +1,5 @@
-"""What a run asks a machine for: how many GPUs, and what SLURM wants to know. Checked before anything is started."""
+"""The resources that a run needs: its number of GPUs, and the options of SLURM. They are checked before anything is
+started."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields

@@ -32,8 +32,8 @@ class Slurm:
     """On a SLURM cluster whose nodes have this workbench (`pip install -e .[slurm]`) and share the folder of runs.
 
     Every run is a job with the resources of `options`, and as many GPUs as it asks for, on one node. Runs keep the key
-    under which they were planned and execute the sweep's snapshot of the code, as on a Ray cluster. What submitit
-    writes lies in `.slurm` in the folder of runs, and stays there for the runs that failed.
+    under which they were planned and execute the sweep's snapshot of the code, as on a Ray cluster. The files of
+    submitit are in `.slurm` in the folder of runs, and stay there for the runs that failed.
 
     SLURM queues a job again that it preempted, or whose node failed; the run then takes over the lease of the attempt
     before, and goes on from its finished blocks. A job that comes near its time limit is ended as a failure of the kind
@@ -147,7 +147,7 @@ class Slurm:
                 ["sbatch", "--test-only", *flags, "--wrap=true"], capture_output=True, text=True, timeout=60
             )
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise ValueError(f"`engine` (='slurm'): SLURM does not answer: {first_line(error)}") from error
+            raise ValueError(f"`engine` (='slurm'): SLURM does not respond: {first_line(error)}") from error
         if said.returncode:
             raise ValueError(
                 f"`slurm` ({' '.join(flags)}): SLURM would refuse such a job: {_last_line(said.stderr)}; `sinfo` shows "
@@ -170,9 +170,9 @@ class Slurm:
         elif state in ("TIMEOUT", "DEADLINE"):
             kind, said = "timeout", f"SLURM ended it at its limit of {self.options.time_min} minutes (`time_min`)"
         elif state == "OUT_OF_MEMORY":
-            kind, said = "out of memory", f"it took more than SLURM gave it (`memory_gb`={self.options.memory_gb})"
+            kind, said = "out of memory", f"it needed more memory than allowed (`memory_gb`={self.options.memory_gb})"
         else:
-            kind, said = "kernel death", f"its job ended without a result (SLURM says {state}); {log}"
+            kind, said = "kernel death", f"its job ended without a result (SLURM reports {state}); {log}"
         return outcome_of_lost(job, before, kind, said)
 
 
@@ -217,7 +217,7 @@ def _on_node(job: Job, options: SlurmOptions) -> Outcome:
     if not got or outcome.status in ("finished", "known"):
         return outcome
     if near_limit in got and time.monotonic() - begin > 60 * options.time_min - SIGNAL_S - 60:
-        said = f"it came near its limit of {options.time_min} minutes (`time_min` of `slurm`) and was ended"
+        said = f"it came close to its limit of {options.time_min} minutes (`time_min` of `slurm`) and was stopped"
         told = outcome.failure | failure(job, "timeout", said)
         write_whole(json.dumps(told, indent=1), RunFolder(Path(job.folder)).failed / FAILURE)
         return replace(outcome, failure=told)
