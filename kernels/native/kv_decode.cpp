@@ -124,7 +124,7 @@ struct Loops {
                     int channels, float* s, int64_t ss, Ahead& ahead);
   void (*page_shares)(float* s, int64_t ss, int rows, int pages, float scale, float* out);
   void (*select)(const float* scores, int n, int count, int32_t* keys, int64_t* chosen);
-  bool streams;  // are whole spans better read in the order of `STREAMS`?
+  bool streams;  // are whole spans without a list read faster in the order of `STREAMS`?
 };
 
 typedef uint32_t Word __attribute__((aligned(2), may_alias));
@@ -368,13 +368,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attend(
   p.longest = std::max<int64_t>(p.xs, SPAN);
   p.softcap = float(softcap);
   p.scale = float(scale);
-  p.scattered = loops.streams && p.tokens == 1 && !return_mass;  // else it matters which position is which
 
   const Queries queries(q, kind, p.xs, p.scale);
   p.q = queries.bits.get();
 
   const at::Tensor list = indices ? indices->to(at::kLong).contiguous() : at::Tensor();
   if (list.defined()) p.list = list.const_data_ptr<int64_t>(), p.listed = positions;
+  p.scattered = (loops.streams || p.list) && p.tokens == 1 && !return_mass;  // otherwise the order of positions matters
   std::vector<Problem> problems;
   std::vector<std::pair<size_t, int64_t>> of_head;  // of every head its cache, and its number there
   for (size_t c = 0; c < caches.size(); c++) {
