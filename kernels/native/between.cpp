@@ -138,7 +138,7 @@ uint16_t* bits(const at::Tensor& t) { return static_cast<uint16_t*>(t.data_ptr()
 // Fewest rows of n numbers for a thread: a few thousand numbers.
 int64_t grain(int64_t n) { return std::max<int64_t>(1, 4096 / std::max<int64_t>(1, n)); }
 
-// residual [rows, n] float32 += `added` (through the norm `after`); y = its norm, where there is one.
+// residual [rows, n] float32 += `added` (through the norm `after`); y = its norm, if there is one.
 void add_norm(const at::Tensor& residual, const Maybe& added, const Maybe& after, double after_eps, const Maybe& weight, double eps,
               const at::Tensor& y, const std::string& isa) {
   const int64_t n = residual.size(-1), rows = residual.numel() / std::max<int64_t>(1, n);
