@@ -1,5 +1,5 @@
-// What lies between the products of a decoder's pass over many tokens on a CPU: sums and norms, rotary turns into the cache, gates.
-// kernels/step/README.md says how a pass uses them.
+// The work between the products of a decoder's pass over many tokens on a CPU: sums and norms, rotation into the cache, gates.
+// kernels/step/README.md says how a pass uses these.
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -135,10 +135,10 @@ const float* floats(const Maybe& t, int64_t n, const char* name) {
 
 uint16_t* bits(const at::Tensor& t) { return static_cast<uint16_t*>(t.data_ptr()); }
 
-// Rows of so many numbers for a thread at least: a few thousand.
+// Fewest rows of n numbers for a thread: a few thousand numbers.
 int64_t grain(int64_t n) { return std::max<int64_t>(1, 4096 / std::max<int64_t>(1, n)); }
 
-// residual [rows, n] float32 += `added` (through the norm `after`); y = its norm, where there is one.
+// residual [rows, n] float32 += `added` (through the norm `after`); y = its norm, if there is one.
 void add_norm(const at::Tensor& residual, const Maybe& added, const Maybe& after, double after_eps, const Maybe& weight, double eps,
               const at::Tensor& y, const std::string& isa) {
   const int64_t n = residual.size(-1), rows = residual.numel() / std::max<int64_t>(1, n);
@@ -171,7 +171,7 @@ void gate(const at::Tensor& gate, const at::Tensor& up, int64_t kind, const at::
   });
 }
 
-// q [batch, tokens, heads * channels] is turned in place; k and v go into the cache, k turned, from position `slot` on.
+// Rotates q [batch, tokens, heads * channels] in place; k, rotated, and v go into the cache from position `slot` on.
 void turn_store(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& cos, const at::Tensor& sin,
                 const at::Tensor& positions, const Maybe& query_norm, const Maybe& key_norm, double eps, const at::Tensor& keys,
                 const at::Tensor& values, int64_t slot, const std::string& isa) {

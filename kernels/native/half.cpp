@@ -23,7 +23,7 @@
 namespace {
 
 constexpr int ROWS = 4;          // of W in a share of a thread
-constexpr int TOKENS = 4;        // that share what was loaded of W
+constexpr int TOKENS = 4;        // that share one load of W
 constexpr int64_t GRAIN = 32768;  // weights worth a thread
 
 struct Matrix {
@@ -31,14 +31,14 @@ struct Matrix {
   int64_t out, in;
 };
 
-// How the tokens lie for the loops: the items of `step` columns each, and the plain values for the columns beyond.
+// The tokens' layout for the loops: the items of `step` columns each, and plain values for the columns left over.
 struct Tokens {
   const void* items;
   const float* values;  // [tokens, in]
   int64_t stride;       // bytes from token to token
 };
 
-// sums[ROWS][TOKENS] of so many rows from `row` on, and of so many tokens.
+// sums[ROWS][TOKENS] of `rows` rows from `row` on and of `tokens` tokens.
 using Loop = void (*)(const Matrix&, const Tokens&, int64_t row, int rows, int64_t token, int tokens, float* sums);
 
 inline float widened(uint16_t bits, bool bfloat16) {
@@ -56,7 +56,7 @@ inline float widened(uint16_t bits, bool bfloat16) {
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma,avx2,f16c")
 namespace bf16_avx512bf16 {
-constexpr int STEP = 32, BYTES = 64;  // columns of a step, and the bytes that they take of a token
+constexpr int STEP = 32, BYTES = 64;  // columns of a step, and their bytes in a token
 constexpr bool BFLOAT16 = true;
 using Acc = __m512;
 using Word = __m512bh;
@@ -143,7 +143,7 @@ INLINE float total(Acc acc) { return bf16_avx2::total(acc); }
 #endif  // x86
 
 #ifdef HAVE_NEON
-// Two vectors of sums, as many products are on their way at a time.
+// Two vectors of sums, to hide the latency of products.
 struct TwoSums {
   float32x4_t a, b;
 };
@@ -313,8 +313,8 @@ inline void put(at::Tensor& y, void* to, int64_t at, float value) {
   else static_cast<at::Half*>(to)[at] = static_cast<at::Half>(value);
 }
 
-// Products of the same tokens with several weights, as those of queries, keys and values: one call, one share of each
-// thread in all of them.
+// Products of the same tokens with several weights, such as those of queries, keys and values: one call, in which each
+// thread has one share.
 std::vector<at::Tensor> half_matmul(const at::Tensor& x_, at::TensorList weights,
                                     const c10::List<std::optional<at::Tensor>>& biases, const std::string& wanted) {
   const at::Tensor x = x_.contiguous();

@@ -43,8 +43,8 @@ constexpr int TOKENS = 14;       // in a block, at most: 28 sums, two vectors of
 constexpr int MANY = 8;          // tokens above which AMX multiplies
 constexpr int CHUNK = 64;        // columns of a token that lie together in a block: a cache line
 constexpr int STEP = 4;          // columns that one instruction sums
-constexpr int BLOCKS = 4;        // a thread that has as many blocks of tokens takes all of W; else threads share the panels
-constexpr int64_t NEAR = 1 << 19;  // bytes of codes that should stay in a core's second cache
+constexpr int BLOCKS = 4;        // a thread with this many blocks of tokens takes all of W; else threads share the panels
+constexpr int64_t NEAR = 1 << 19;  // bytes of codes that should stay in a core's L2
 constexpr int64_t GRAIN = 1 << 16;  // bytes of W times tokens, or elements of x, worth a thread
 
 enum class Kind { float32, bfloat16, float16 };
@@ -66,7 +66,7 @@ struct Weight {
 struct Block {
   int8_t* codes;   // [chunks, tokens, 64]; zeros beyond `in`
   float* step;     // [tokens]; NaN where a token holds a NaN or an infinity
-  int32_t* above;  // [tokens]: SIGN Σ codes, which sums have too much because of what W's codes have
+  int32_t* above;  // [tokens]: SIGN Σ codes, to subtract from sums for the SIGN added to W's codes
 };
 
 Kind kind_of(at::ScalarType type) {
@@ -144,7 +144,7 @@ INLINE void step(Int (&sum)[M][2], const uint8_t* weights, const int8_t* codes) 
   }
 }
 
-// A block of M tokens by a panel of W; y is where the block's first token goes.
+// A block of M tokens by a panel of W; y: the outputs of its first token.
 template <int M>
 static void multiply(const Block& x, const Weight& w, int64_t panel, void* y, Kind kind) {
   constexpr int CHAINS = M == 1 ? dots::CHAINS : M <= 3 ? (dots::CHAINS + 1) / 2 : 1;  // independent sums, to hide a product's latency
@@ -191,7 +191,7 @@ struct Ways<std::integer_sequence<int, M...>> {
 constexpr auto& MULTIPLY = Ways<std::make_integer_sequence<int, TOKENS>>::of;  // by the number of tokens, less one
 
 #ifdef HAVE_AMX
-// A token's sums of codes of so many panels from `panel` on, `apart` bytes from each other, to its outputs y [out].
+// Writes a token's sums of codes of `panels` panels from `panel` on, `apart` bytes apart, to its outputs y [out].
 static void finish_tiles(const char* sums, int64_t apart, int64_t panel, int64_t panels, int32_t above, float step, const Weight& w, void* y, Kind kind) {
   const Int too_much = words(above);
   const Floats by = all(step);
@@ -295,7 +295,7 @@ at::Tensor by_panels(const at::Tensor& x_, const at::Tensor& codes, const at::Te
     for (int64_t b = begin; b < end; b++)
       dots::MULTIPLY[blocks.size(b) - 1](blocks.block(b), w, panel, to + blocks.first(b) * width, in.kind);
   };
-  const int64_t held = std::max<int64_t>(BLOCKS, NEAR / (TOKENS * in.in));  // blocks whose codes stay near
+  const int64_t held = std::max<int64_t>(BLOCKS, NEAR / (TOKENS * in.in));  // blocks whose codes fit L2
   if (apart) {
     at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
       for (int64_t b = begin; b < end; b += held) {
@@ -307,7 +307,7 @@ at::Tensor by_panels(const at::Tensor& x_, const at::Tensor& codes, const at::Te
     return y;
   }
   at::parallel_for(0, count, std::max<int64_t>(1, GRAIN / (TOKENS * in.in)), quantize);
-  const int64_t parts = std::min(count, ceil_div(BLOCKS * threads, w.panels));  // of the tokens, where panels are too few
+  const int64_t parts = std::min(count, ceil_div(BLOCKS * threads, w.panels));  // of the tokens, if panels are too few
   const int64_t grain = std::max<int64_t>(1, GRAIN * parts / (w.steps * ROWS * STEP * in.tokens));
   at::parallel_for(0, parts * w.panels, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {
@@ -318,7 +318,7 @@ at::Tensor by_panels(const at::Tensor& x_, const at::Tensor& codes, const at::Te
   return y;
 }
 
-// Several weights that multiply the same x: where tiles take it, the tokens are rounded and packed once for all of them.
+// Several weights that multiply the same x: if tiles take it, the tokens are rounded and packed once for all weights.
 std::vector<at::Tensor> by_several(const at::Tensor& x_, const std::vector<at::Tensor>& codes, const std::vector<at::Tensor>& scales,
                                    const std::optional<at::Tensor>& fixed) {
   const at::Tensor x = x_.contiguous();
@@ -342,7 +342,7 @@ std::vector<at::Tensor> by_several(const at::Tensor& x_, const std::vector<at::T
   return y;
 }
 
-// Rows from `begin` to `end` of a weight, for a step of decoding; a thread rounds the few tokens for itself.
+// Rows from `begin` to `end` of a weight, for a decoding step; every thread rounds the few tokens itself.
 void rows(const workbench::Stored& s, const workbench::Operand& x, int64_t begin, int64_t end, float* y) {
   static thread_local std::vector<int8_t> codes;
   float step[TOKENS];

@@ -1,6 +1,6 @@
 // Attention of a decode step on a CPU. kernels/kv_decode/README.md has the layouts. Every kv head's range is cut into spans of
-// one size, whatever the number of threads; each span leaves its sums, which are then added up in their order: the same bits
-// every time. One file for every instruction set, chosen when it runs.
+// one size for any number of threads, and the sums of the spans are added in a fixed order: results have the same bits every
+// time. One file for all instruction sets, selected at run time.
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -26,19 +26,19 @@
 namespace {
 
 constexpr int SPAN = 256;  // positions; a multiple of every group
-constexpr int ROW_BYTES = 512;  // of a row in bytes (kv_codes.inc)
+constexpr int ROW_BYTES = 512;  // of a row of bytes (kv_codes.inc)
 
-enum class Kind { float32, bfloat16, float16, byte, nibble, quarter, three };  // the last ones: codes of 8, 4, 2 and 3 bits
+enum class Kind { float32, bfloat16, float16, byte, nibble, quarter, three };  // the last four: codes of 8, 4, 2 and 3 bits
 
 constexpr int bits_of(Kind kind) { return kind == Kind::byte ? 8 : kind == Kind::nibble ? 4 : kind == Kind::three ? 3 : 2; }
 
-// Strides in bytes. n: a position, of coded values a group.
+// Byte strides. n: per position; coded values: per group.
 struct Part {
   Kind kind;
   const char *k, *v;
   int64_t k_b, k_h, k_n, v_b, v_h, v_n;
   int64_t first;  // its first position
-  Kind values = Kind::float32;  // of coded ones, where `kind` is that of keys
+  Kind values = Kind::float32;  // of coded values; `kind` is that of keys
 };
 
 struct Problem {
@@ -55,21 +55,21 @@ struct Problem {
   bool scattered;       // may a whole span be read in the order of `STREAMS`?
 };
 
-// Floats that a thread works in beside its scores: the last ones hold the values of a span that were unpacked to nibbles.
+// Floats of a thread's work space beside its scores; behind them are a span's values of 3 bits, unpacked to nibbles.
 int64_t scratch_size(const Problem& p) {
   return 2 * p.longest + 2 * p.rows * (p.longest + 32) + p.rows * ROW_BYTES / 4;
 }
 
 struct Task {
-  int64_t b, h, from, to, end;  // end: of the whole range; entries of the list where there is one
+  int64_t b, h, from, to, end;  // end: of the whole range; with a list, they count its entries
   bool tail;
   const Problem* problem;       // of the head's cache
-  const Task* after = nullptr;  // what the same thread does next
-  bool foreseen = false;        // was it asked for before?
+  const Task* after = nullptr;  // the same thread's next task
+  bool foreseen = false;        // was it prefetched?
 };
 
-// A whole span is read as this many streams, a position of each in turn: a processor's prefetchers follow each of them, where one
-// alone leaves memory idle at every end of a page, and they read less that is not wanted where lists name single positions.
+// A whole span is read as this many streams, one position of each in turn: hardware prefetchers follow all of them, whereas with
+// a single stream memory idles at each page end; and they read less unneeded data where lists name single positions.
 constexpr int STREAMS = 16;
 struct Order {
   uint8_t of[SPAN];
@@ -80,7 +80,7 @@ constexpr Order ORDER = [] {
   return order;
 }();
 
-// What is multiplied: one item every `stride` bytes, or those whose numbers a list holds; `order`: in this one.
+// Operands of a product: one item every `stride` bytes, or the items that `list` names, in the given `order`.
 struct Items {
   const char* from;
   int64_t stride;
@@ -97,7 +97,7 @@ struct Items {
   }
 };
 
-// What will be read soon, asked for little by little over the steps of what is done before.
+// Memory to be read soon, prefetched little by little over the steps of the work before it.
 struct Ahead {
   struct Region {
     Items items;
@@ -106,12 +106,12 @@ struct Ahead {
   };
   Region regions[6];
   int count = 0, now = 0;
-  uint32_t all = 0, rate = 0, at = 0;  // items; of a step, and beside whole ones, in units of 2^-16
+  uint32_t all = 0, rate = 0, at = 0;  // items; per step, and a fraction, both in units of 2^-16
 
   void add(const Items& items, int64_t bytes, int64_t many) {
     if (many > 0) regions[count++] = {items, bytes, uint32_t(many)}, all += uint32_t(many);
   }
-  // So many steps follow, over which this share of everything is to be asked for.
+  // `steps` steps follow; over them, this share of all items is prefetched.
   void pace(int steps, float share) { rate = uint32_t(float(all) * 65536 * share / float(std::max(steps, 1))) + 1; }
 };
 
@@ -151,7 +151,7 @@ const Loops* loops_of(const std::string& isa) {
   return isa == "portable" ? &portable::loops : nullptr;
 }
 
-// Does it multiply pairs of bfloat16, and rows rounded to 16 bits: not for float32?
+// Multiplies pairs of bfloat16, and rows rounded to 16 bits: not for float32.
 bool of_pairs(const std::string& isa) { return isa == "amx" || isa == "avx512bf16" || isa == "neon bf16"; }
 
 std::string best_isa(bool float32) {
@@ -160,7 +160,7 @@ std::string best_isa(bool float32) {
   return "portable";
 }
 
-// Positions of one head, for a step of decoding; see step_parts.inc.
+// One span of one head, for a decoding step; see step_parts.inc.
 template <const Loops& LOOPS>
 void one_span(const workbench::Span& s) {
   Problem p{};
@@ -236,7 +236,7 @@ void decode(const Problem& p, const Task& t, int64_t n, float* key, float* value
   for (int d = 0; d < p.D; d++, v += p.group * value_bits / 8) value[d] = scale * float(code_at(v, value_bits, p.group, i)) + offset;
 }
 
-// The entries of a task, which lie anywhere in a coded cache, decoded side by side in `room`, as a problem without a list.
+// A task's list entries, from anywhere in a coded cache, decoded to consecutive rows of `room`: a problem without a list.
 Problem gathered(const Problem& p, const Task& t, float* room) {
   const int64_t* list = p.list + (t.b * p.heads + t.h) * p.listed;
   float* values = room + SPAN * p.D;
@@ -254,7 +254,7 @@ Kind kind_of(const at::Tensor& q) {
   return q.scalar_type() == at::kFloat ? Kind::float32 : q.scalar_type() == at::kHalf ? Kind::float16 : Kind::bfloat16;
 }
 
-// A tensor of int32 or int64, by its elements in their order.
+// The elements of a tensor of int32 or int64, in order.
 class Numbers {
  public:
   Numbers() = default;
@@ -293,8 +293,8 @@ void check_entries(const int64_t* list, const Task& t, int64_t held) {
     TORCH_CHECK_VALUE(!none(list[i]), "`indices` hold ", list[i], ", which is none of the ", held, " positions of the cache");
 }
 
-// Queries [B, H, T, D] of any strides as rows of xs numbers, zero behind D: in float32, times `scale`, and as they came where
-// they are bfloat16.
+// Queries [B, H, T, D] of any strides as rows of xs numbers, zero behind D: in float32, times `scale`, and if they are
+// bfloat16, also unchanged.
 struct Queries {
   std::unique_ptr<float[]> x;
   std::unique_ptr<uint16_t[]> bits;
@@ -318,7 +318,7 @@ struct Queries {
   }
 };
 
-// All that differs between caches whose first head is number `head`; the rest is in `p`.
+// Adds to `p` all that depends on the cache, whose first head is number `head`.
 Problem problem_of(Problem p, const Cache& c, Kind kind, int64_t bits, int64_t head) {
   p.main = part_of(c.k, c.v, bits == 16 ? kind : bits == 8 ? Kind::byte : bits == 4 ? Kind::nibble : Kind::quarter, 0, head);
   if (c.tail_k) p.tail = part_of(*c.tail_k, *c.tail_v, kind, c.first_part(), head);
@@ -335,8 +335,8 @@ Problem problem_of(Problem p, const Cache& c, Kind kind, int64_t bits, int64_t h
 
 #include "kv_pages.inc"
 
-// Caches of the same precision and number of channels, whose heads come one after the other in q. Only a single one has
-// lists, and mass. choice: what makes the lists of `indices` first.
+// Attention to caches of one precision and number of channels, whose heads follow each other in q. Lists and mass need a
+// single cache. choice: makes the lists of `indices` first.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> attend(
     const at::Tensor& q, const std::vector<Cache>& caches, const Maybe& indices, int64_t bits, int64_t group, double scale,
     double softcap, bool return_mass, bool return_lse, const std::string& isa, Choice* choice = nullptr) {
@@ -364,7 +364,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attend(
   p.tokens = int(q.size(2));
   p.rows = int(q.size(1) / H) * p.tokens;
   p.D = int(q.size(3));
-  p.xs = (p.D + 63) / 32 * 32;  // room for a vector that begins behind the middle
+  p.xs = (p.D + 63) / 32 * 32;  // room for a vector that begins at the last item
   p.longest = std::max<int64_t>(p.xs, SPAN);
   p.softcap = float(softcap);
   p.scale = float(scale);
@@ -376,7 +376,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attend(
   if (list.defined()) p.list = list.const_data_ptr<int64_t>(), p.listed = positions;
   p.scattered = (loops.streams || p.list) && p.tokens == 1 && !return_mass;  // otherwise the order of positions matters
   std::vector<Problem> problems;
-  std::vector<std::pair<size_t, int64_t>> of_head;  // of every head its cache, and its number there
+  std::vector<std::pair<size_t, int64_t>> of_head;  // each head's cache, and its number there
   for (size_t c = 0; c < caches.size(); c++) {
     problems.push_back(problem_of(p, caches[c], kind, bits, int64_t(of_head.size())));
     for (int64_t h = 0; h < caches[c].heads(); h++) of_head.emplace_back(c, h);
@@ -398,7 +398,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attend(
     firsts.push_back(int64_t(tasks.size()));
   }
 
-  // What every task leaves: a row's sums [xs], its largest score and its sum; for the mass its probabilities too.
+  // Results of each task: a row's sums [xs], largest score and total; for the mass its probabilities too.
   const int64_t count = int64_t(tasks.size()), rows = p.rows, keep = return_mass ? rows * SPAN : 0;
   std::unique_ptr<float[]> outs(new float[count * rows * p.xs]), tops(new float[2 * count * rows]), kept(new float[count * keep]);
   float* totals = tops.get() + count * rows;
@@ -440,7 +440,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attend(
     std::unique_ptr<float[]> room(gathers ? new float[2 * SPAN * p.D + 64] : nullptr);
     Problem local;
     bool foreseen = false;
-    for (int64_t i = next++, after; i < count; i = after) {  // whoever is free takes the next, and the last of a head merges
+    for (int64_t i = next++, after; i < count; i = after) {  // free threads take the next task; the last of a head merges
       Task t = tasks[i];
       after = next++;
       const int64_t head = t.b * H + t.h;
@@ -466,7 +466,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> kv_decode(
   return attend(q, one, indices, bits, group, scale, softcap, return_mass, return_lse, isa);
 }
 
-// The same of a dense cache, over the pages with the highest bounds: kv_page_list, and kv_decode of its list.
+// Attention to the pages of a dense cache with the highest bounds: kv_page_list, then kv_decode of its list.
 at::Tensor kv_decode_ranked(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& ranking,
                             const at::Tensor& bounds, const at::Tensor& starts, const at::Tensor& lengths, const at::Tensor& pages,
                             int64_t page, int64_t most, int64_t behind, double ranking_scale, double scale, double softcap,
@@ -512,7 +512,7 @@ static_assert(workbench::SPAN_POSITIONS == SPAN);
 
 namespace {
 
-// The loops of this file that go with those of another one.
+// This file's `isa` for use with the `isa` of another file.
 std::string best_beside(const std::string& isa) {
   if (isa == "avx512bf16" && loops_of("amx")) return "amx";
   if (loops_of(isa)) return isa;

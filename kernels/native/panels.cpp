@@ -1,6 +1,6 @@
 // y = x Wᵀ on a CPU, with W in 2 to 8 bits: W[n, k] = scale[n, g] (value(code[n, k]) - zero[n, g]), where values are integers or
-// those of a table. kernels/int_matmul/README.md has the layout ("panels") and what it costs; panels.py packs it. One file for
-// every width and instruction set, chosen when it runs.
+// entries of a table. kernels/int_matmul/README.md has the layout ("panels") and the speed; panels.py packs it. One file for
+// all widths and instruction sets, selected at run time.
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -104,14 +104,14 @@ INLINE Vec madd(Vec acc, Vec weights, const uint32_t* item) {
 
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma,avx2,f16c")
-// Pairs of bfloat16 as integers of 16 bits, a group of columns of one token at a time, times weights that are integers; what is lost of an
+// Pairs of bfloat16 as integers of 16 bits, a group of columns of one token at a time, times weights that are integers; the error of an
 // element is about 2^-15 of the group's largest one.
 namespace avx512vnni {
 using namespace wide;
 INLINE __mmask16 some(int64_t from, int64_t count) { return __mmask16(count - from >= 16 ? 0xFFFF : (1u << (count - from)) - 1); }
 
-// What some integers are multiples of: a power of two, so that what is not far below the largest element stays as it is, and the
-// largest integer at most 32,512; NaN where one is no finite number.
+// The unit of some integers: a power of two, so that elements not far below the largest one stay exact, and the largest integer
+// is at most 32,512; NaN if an element is not finite.
 struct Multiples {
   float step, inverse;
   Multiples(const uint32_t* items, int64_t count) {
@@ -324,7 +324,7 @@ struct Bytes {
   static constexpr int COLUMNS = 8, BYTES = 128, ITEMS = 4;
   STATIC const uint8_t* load(const uint8_t* p) { return p; }
   STATIC int table(const Weight&) { return 0; }
-  STATIC Vec floats(const uint8_t* w, int i) {  // integers up to 256 are bfloat16: the lower half of each float is 0
+  STATIC Vec floats(const uint8_t* w, int i) {  // integers up to 256 fit bfloat16: the lower half of each float is 0
     return workbench::neon::from_integers(vld1q_s8(reinterpret_cast<const int8_t*>(w) + 16 * i));
   }
   STATIC float32x4_t both(float32x4_t even, float32x4_t odd) {
@@ -382,8 +382,8 @@ const Loops& loops_of(const std::string& isa, int bits) {
   return *found;
 }
 
-// The fewest equal pieces of a group, whole units of columns, whose products with integers of 16 bits can be summed in 32 bits; 0: there
-// are none, values are no integers of a byte, or of a table of other than 16, or this machine has no VNNI.
+// The fewest equal pieces of a group, in whole units of columns, whose products with 16-bit integers fit into sums of 32 bits; 0: there
+// are none, values are not integers of a byte, a table has not 16 values, or there is no VNNI.
 int pieces_for_integers(int64_t columns, int64_t unit, const float* values, bool table, int bits) {
   float largest = table ? 1 : float(1 << (bits - 1));
   for (int i = 0; table && i < 1 << bits; i++) {
@@ -423,7 +423,7 @@ void check_groups(const at::Tensor& codes, const at::Tensor& scale, int64_t in, 
               "panels_matmul: x of ", in, " columns, codes ", codes.sizes(), " and scale ", scale.sizes(), " do not fit");
 }
 
-// Tokens up to which loops multiply; tiles take more. Those of vectors are filled with 16 tokens at a time, and only pay for many.
+// Tokens up to which loops multiply; tiles take more. Tiles of vectors are filled with 16 tokens at a time: slow for few tokens.
 int64_t most_in_loops() {
   static const int64_t most = std::string(workbench::tiles_isa()) == "amx" ? FEW : CHUNK;
   return most;
@@ -433,7 +433,7 @@ bool in_tiles(const at::Tensor& x, int64_t tokens) {
   return x.scalar_type() == at::kBFloat16 && tokens > most_in_loops() && *workbench::tiles_isa();
 }
 
-// The bits of its codes, after what can be read.
+// Checks the tensors; returns the bits of codes.
 int check_panels(const at::Tensor& x, const at::Tensor& codes, const at::Tensor& scale, const std::optional<at::Tensor>& table,
                  const std::optional<at::Tensor>& zero) {
   const int bits = codes.dim() == 3 ? workbench::width_of(codes) : 0;
@@ -529,7 +529,7 @@ at::Tensor panels_matmul(const at::Tensor& x_, const at::Tensor& codes, const at
     });
     return y;
   }
-  // [chunk][group][token][item]: what one pass over a decoded group reads lies together.
+  // [chunk][group][token][item]: one pass over a decoded group reads contiguous memory.
   const int64_t chunks = (tokens + CHUNK - 1) / CHUNK;
   at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t first = begin * CHUNK; first < std::min(end * CHUNK, tokens); first += CHUNK) {
@@ -572,7 +572,7 @@ void some_rows(const workbench::Stored& s, const workbench::Operand& x, int64_t 
   for (int64_t p = begin / ROWS; p * ROWS < end; p++) loops.few(w, t, x.tokens, p, to);
 }
 
-// Several weights [out_i, in] that multiply the same x [..., in]: where tiles take it, the tokens are packed once for all of them.
+// Several weights [out_i, in] that multiply the same x [..., in]: if tiles take it, the tokens are packed once for all weights.
 std::vector<at::Tensor> panels_matmul_several(const at::Tensor& x_, const std::vector<at::Tensor>& codes, const std::vector<at::Tensor>& scales,
                                               const c10::List<std::optional<at::Tensor>>& tables, const c10::List<std::optional<at::Tensor>>& zeros,
                                               const std::vector<int64_t>& outs) {

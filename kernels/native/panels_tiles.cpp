@@ -39,7 +39,7 @@ using namespace wide;
 }  // namespace tiles
 #pragma GCC pop_options
 
-// A weight in panels as TilePlan multiplies by it: a strip is two panels, the last one twice where there is no other.
+// A weight in panels as an operand of TilePlan: a strip is two panels; an odd last panel is taken twice.
 struct Panels {
   static constexpr TileItems ITEMS = TileItems::bfloat16;
   static constexpr int ITEM_BYTES = 2;

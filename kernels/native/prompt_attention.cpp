@@ -1,5 +1,5 @@
 // Causal attention of a prompt in bfloat16, on a CPU that multiplies pairs of them (AVX512-BF16).
-// kernels/prompt_attention/README.md says how it goes and what it costs.
+// kernels/prompt_attention/README.md has the algorithm and its speed.
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -17,7 +17,7 @@
 namespace {
 
 constexpr int ROWS = 6;    // queries whose scores are computed together: with four vectors of keys 24 sums in registers
-constexpr int TILES = 16;  // of so many rows, for which a block of keys and values is read from the second cache
+constexpr int TILES = 16;  // of so many rows, for which a block of keys and values is read from L2
 constexpr int KEYS = 512;  // in a block
 constexpr int WIDE = 4;    // vectors of keys, or of channels, that are multiplied together
 constexpr int LANE = 16;
@@ -77,14 +77,14 @@ struct Packed {  // by `pack_keys` and `pack_values`, of all kv heads of all seq
   const uint32_t *keys, *values;
 };
 
-// Items of so many queries of all heads, shared out to the threads.
+// Items of `of_item` queries of all heads, divided among threads.
 template <class Scratch, auto ATTEND>
 void attend_all(const Problem& p, const Packed& packed, int64_t of_item) {
   const int64_t items = (p.tokens + of_item - 1) / of_item;
   at::parallel_for(0, p.batch * p.heads * items, 1, [&](int64_t begin, int64_t end) {
     Scratch scratch(p);
     for (int64_t i = begin; i < end; i++) {
-      const int64_t head = i / items, at = i % items;  // late queries see more keys: late and early ones take turns
+      const int64_t head = i / items, at = i % items;  // late queries see more keys: late and early ones alternate
       const int64_t item = at % 2 ? items - 1 - at / 2 : at / 2, kv = head / p.heads * packed.kv_heads + head % p.heads / p.shared;
       ATTEND(p, head / p.heads, head % p.heads, item * of_item, packed.keys + kv * packed.of_keys, packed.values + kv * packed.of_values, scratch);
     }

@@ -2,9 +2,9 @@
 // side, with a barrier after each. kernels/step/README.md describes the instructions; kernels/step/program.py makes them.
 //
 // Two kinds: products, in which each thread computes some rows of weights, and attention, in which each takes some positions
-// of some heads. Where the cache attends itself, the step stops instead, hands over queries, keys and values, and goes on with
-// what the caller found. What lies between (residual sums, norms, rounding) every thread computes for itself: for a few tokens that
-// is cheaper than another barrier.
+// of some heads. If the cache has its own attention, the step stops instead, hands over queries, keys and values, and continues
+// with the caller's result. All other work (residual sums, norms, rounding) is repeated in every thread: for a few tokens this is
+// cheaper than another barrier.
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -195,7 +195,7 @@ void DecodeStep::prepare(int shares) {
   best_.resize(shares * tokens_);
 }
 
-// All heads' positions, one after the other, are cut into equal shares, and these into pieces of one head.
+// The positions of all heads, in order, are cut into equal shares, and the shares into pieces of one head.
 Plan DecodeStep::plan(const Attend& a, int64_t position, int shares) const {
   Plan plan;
   const int64_t first = a.window > 0 ? std::max<int64_t>(0, position + 1 - a.window) : 0, n = position + 1 - first;
@@ -216,7 +216,7 @@ Plan DecodeStep::plan(const Attend& a, int64_t position, int shares) const {
   return plan;
 }
 
-// The step stops here; what attends to the buffer goes on with what it found.
+// The step stops here; the caller attends to the buffer and returns a result.
 void DecodeStep::hand_over(std::vector<int64_t> sizes, int64_t rotation, double scale, double softcap, const Maybe& query,
                            const Maybe& key, double eps) {
   Attend a{};
@@ -319,11 +319,11 @@ at::Tensor DecodeStep::go_on(const at::Tensor& attended) {
   return go_on();
 }
 
-// The next layers, as many as there are lists: each puts the new keys and values behind the positions that a compressed cache keeps, and
-// goes on with what its queries find there. tensors: cosines, sines, and for each part of a layer's heads k, v, starts, then where codes
-// are kept params_k, params_v, tail_k, tail_v. numbers: bits, group, are keys and are values kept as the rotation makes them, `page` and
-// `most` of workbench::Sparse, then for each part the positions that are codes and those behind them. sparse: bounds, pages, indices and
-// lengths of each layer, where not all positions are read.
+// Runs the next layers, as many as there are lists: each appends the new keys and values to a compressed cache, and continues with the
+// attention of its queries to this cache. tensors: cosines, sines, and for each part of a layer's heads k, v, starts, then for coded
+// caches params_k, params_v, tail_k, tail_v. numbers: bits, group, whether keys and whether values are kept rotated, `page` and `most` of
+// workbench::Sparse, then for each part the number of coded positions and of those behind them. sparse: bounds, pages, indices and
+// lengths of each layer, if not all positions are read.
 at::Tensor DecodeStep::attend_kept(const std::vector<std::vector<at::Tensor>>& tensors, const std::vector<std::vector<int64_t>>& numbers,
                                    const std::vector<Maybe>& sparse, const at::Tensor& positions) {
   TORCH_CHECK(!tensors.empty() && numbers.size() == tensors.size() && sparse.size() == 4 * tensors.size(), "attend_kept: ", tensors.size(),
@@ -406,7 +406,7 @@ at::Tensor DecodeStep::attend_layer(const std::vector<at::Tensor>& tensors, cons
   return go_on(y);
 }
 
-// From where the step is to where it stops, or to its end.
+// Runs from the current stage to the next stop or the end.
 at::Tensor DecodeStep::go_on() {
   const size_t begin = at_;
   while (at_ < stages_.size() && !std::holds_alternative<Handed>(stages_[at_])) {
@@ -419,7 +419,7 @@ at::Tensor DecodeStep::go_on() {
   return at::from_blob(buffers_[handed.from].data, {handed.count}, at::kFloat);
 }
 
-// What the products before the present stop read, [tokens, in], rounded.
+// Input of the products before the current stop, [tokens, in], rounded.
 at::Tensor DecodeStep::last_input() const { return at::from_blob(own_.at(0)->values.data, {tokens_, hidden_}, at::kFloat); }
 
 #include "step_work.inc"

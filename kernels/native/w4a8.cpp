@@ -44,12 +44,12 @@ constexpr int TOKENS = 2;              // in a block: 16 registers of sums of co
 constexpr int TOKENS = 7;              // in a block: 14 sums of codes, 14 totals, two vectors of W and one of x fill the registers
 #endif
 constexpr int PIECE = 64;              // columns of a token that lie together in a block, at most
-constexpr int BLOCKS = 8;              // a thread that has as many blocks of tokens takes all of W; else threads share the panels
-constexpr int64_t FIRST = 20 << 10;    // bytes of decoded W that should stay in a core's first cache
-constexpr int64_t SECOND = 3 << 18;    // bytes of codes of tokens that should stay in its second
+constexpr int BLOCKS = 8;              // a thread with this many blocks of tokens takes all of W; else threads share the panels
+constexpr int64_t FIRST = 20 << 10;    // bytes of decoded W that should stay in a core's L1
+constexpr int64_t SECOND = 3 << 18;    // bytes of codes of tokens that should stay in its L2
 constexpr int64_t MOST_COLUMNS = 1 << 16;  // of a group: 2^16 products of at most 2^15 are below 2^31
-constexpr int64_t THIRD = 1 << 21;     // bytes of them that threads share, in the third
-constexpr int64_t SMALL = 1 << 21;     // weights of which each thread decodes all for its own tokens
+constexpr int64_t THIRD = 1 << 21;     // bytes of codes that threads share, in L3
+constexpr int64_t SMALL = 1 << 21;     // weights up to which every thread decodes all of W
 constexpr int64_t PART = 1 << 16;      // products of four codes by a panel, or elements of x, worth a thread
 
 // How a call divides the columns. A group here has one scale of W and one step of x.
@@ -58,14 +58,14 @@ struct Plan {
   int64_t per_scale;            // groups that share a scale of W
   int64_t step_columns, steps;  // columns that share a step of x, and steps of a token
   int64_t piece;                // columns of a token that lie together, a divisor of `columns`
-  float bound;                  // the largest code of x, but for
-  int64_t wide;                 // so many steps of a token, the first ones, whose codes go up to 127
-  const float* fixed;           // steps that are given, `fixed_each` for each group; null: found here
+  float bound;                  // largest code; 127 if `wide`
+  int64_t wide;                 // number of first steps of a token, whose codes go up to 127
+  const float* fixed;           // given steps, with `fixed_each` for each group; null: computed here
   bool fixed_each;
   const uint8_t* order;         // of sixteen columns, a coder's ORDER
 };
 
-// Tokens of which each has its codes in one row.
+// Tokens, each with its codes in one row.
 struct Rounded {
   const int8_t* codes;  // [tokens, in]
   const int32_t* sums;  // [tokens, groups] of the codes
@@ -75,7 +75,7 @@ struct Rounded {
 // Decoded columns of a pair of panels.
 struct Tile {
   uint8_t* codes;  // int8 [columns / 4, 2, 16, 4]: code - zero
-  int32_t* start;  // [groups, 2, 16]: -SIGN Σ codes, for the SIGN that codes of x have too much
+  int32_t* start;  // [groups, 2, 16]: -SIGN Σ codes, for the SIGN that is added to codes of x
   float* scale;    // [groups, 2, 16]
 };
 
@@ -106,22 +106,22 @@ Kind kind_of(const at::Tensor& t) {
   return t.scalar_type() == at::kFloat ? Kind::float32 : t.scalar_type() == at::kHalf ? Kind::float16 : Kind::bfloat16;
 }
 
-// All that a call works on.
+// The data of a call.
 constexpr int BYTE_MIDDLE = 128;  // the middle of codes of 8 bits
 
 struct Call {
   const void* x;
-  const int32_t* from;  // the columns of x in the order in which they are met; null: as they lie
+  const int32_t* from;  // the order in which columns of x are read; null: unchanged
   Kind kind;
   int64_t tokens;
   Weight w;
   Plan plan;
   const dots::Coder* coder;
   Output y;
-  int64_t element;  // bytes of one of y's
+  int64_t element;  // of y, in bytes
 };
 
-// Rows of x as they are rounded. Those in another order are put together in memory of its own.
+// Rows of x, to be rounded. Rows in another order are gathered in memory of the reader.
 class Reader {
  public:
   explicit Reader(const Call& call) : c(call), bytes(c.kind == Kind::float32 ? 4 : 2) {
@@ -235,7 +235,7 @@ class Many {
     }
   }
 
-  // Blocks [begin, end) by the panels `panel` and `panel` + 1: a tile of decoded columns after the other.
+  // Blocks [begin, end) by the panels `panel` and `panel` + 1, one tile of decoded columns at a time.
   void multiply(int64_t panel, int64_t begin, int64_t end, const Scratch& s) {
     const Plan& plan = c.plan;
     const int64_t from = first(begin);
@@ -256,7 +256,7 @@ class Many {
     }
   }
 
-  // The `part`th of so many parts of a tile's codes into the second cache, while another tile is multiplied.
+  // Prefetches the `part`th of `parts` parts of a tile's codes into L2, while another tile is multiplied.
   void fetch(int64_t panel, int64_t group, int64_t part, int64_t parts) const {
     const int64_t row_bytes = c.w.units_per_row * c.coder->bytes, group_bytes = row_bytes / c.plan.groups;
     const int64_t bytes = group_bytes * std::min(tile_groups, c.plan.groups - group);
@@ -277,7 +277,7 @@ class Many {
 };
 
 #ifdef HAVE_AMX
-// Many tokens of bfloat16 with one step each, on a CPU with AMX, as TilePlan multiplies by them: tokens' codes are bytes as they are, and the weight
+// Many tokens of bfloat16 with one step each, on a CPU with AMX, as an operand of TilePlan: tokens' codes are bytes already, and the weight
 // becomes bytes with one scale for each row (w4a8_tiles.inc).
 struct CodeTiles {
   static constexpr TileItems ITEMS = TileItems::bytes;
@@ -333,14 +333,14 @@ struct CodeTiles {
   static float* scales_of(int64_t count) { return reinterpret_cast<float*>(kept_memory<2>(count * STRIP * 4)); }  // of the thread's strips
 
   Call c;
-  float table[ROWS];  // the values, `times` as large, so that those of a small table fill bytes too
+  float table[ROWS];  // the values times `times`, so that those of a small table fill bytes too
   int times = 1, largest;
   std::shared_ptr<std::vector<float>> step;  // of each token
 };
 #endif
 
-// Multiplies by tiles where they take all of the calls, whose tokens are the same, and returns whether they do. Their bytes hold no code of
-// eight bits less a zero point.
+// Multiplies by tiles if these take all of the calls, which share their tokens; returns whether they do. A code of eight bits less a zero
+// point does not fit their bytes.
 bool by_tiles([[maybe_unused]] const std::vector<Call>& calls) {
 #ifdef HAVE_AMX
   std::vector<std::unique_ptr<CodeTiles>> codes;
@@ -364,8 +364,8 @@ int64_t piece_of(int64_t columns) {
 }
 
 // x [..., in]; codes, scale and zero of a weight in panels; table: the integers that nibbles stand for; x_group: columns that share a step, or 0; x_scale: one step, or one for
-// each such group; x_wide: such groups, the first ones, whose codes have 8 bits; x_order: int32 [in], the columns of x in the order of W's.
-// y: as large as the product.
+// each such group; x_wide: number of first groups, whose codes have 8 bits; x_order: int32 [in], the columns of x in the order of W's.
+// y: receives the product.
 Call call_of(const at::Tensor& x, const at::Tensor& y, const at::Tensor& codes, const at::Tensor& scale, const std::optional<at::Tensor>& zero,
              const std::optional<at::Tensor>& table, int64_t x_bits, int64_t x_group, const std::optional<at::Tensor>& x_scale, int64_t x_wide,
              const std::optional<at::Tensor>& x_order) {
@@ -428,7 +428,7 @@ at::Tensor panels_w4a8(const at::Tensor& x_, const at::Tensor& codes, const at::
   return y;
 }
 
-// Several weights that multiply the same x, which has one step a token: where tiles take it, it is rounded and packed once for all of them.
+// Several weights that multiply the same x, which has one step per token: if tiles take x, it is rounded and packed once for all weights.
 std::vector<at::Tensor> panels_w4a8_several(const at::Tensor& x_, const std::vector<at::Tensor>& codes, const std::vector<at::Tensor>& scales,
                                             const c10::List<Maybe>& zeros, const c10::List<Maybe>& tables, const std::vector<int64_t>& outs,
                                             int64_t x_bits) {
