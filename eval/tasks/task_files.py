@@ -77,7 +77,7 @@ def check_names(names: Sequence[str], task_path: str = "") -> None:
 
 
 def find_tasks(names: Sequence[str], task_path: str = "") -> tuple[list[FoundTask], dict[str, list[str]]]:
-    """The tasks of these names, and {group: its tasks}; local data are read when a task is built, the hub's data now."""
+    """The tasks of these names, and {group: its tasks}; local data are read when a task is built, the hub's now."""
     files, found, groups = _files(folder_of(task_path)), {}, {}
     for name in names:
         for leaf in _leaves(name, files):
