@@ -233,7 +233,7 @@ def _maps(maps: dict[str, np.ndarray], key: str, bar: str, summary: str) -> str:
 
 
 def _cells(ax: Axes, values: np.ndarray) -> None:
-    """A cell per share, whose opacity is the share; no cell if there is no number."""
+    """A cell per share, whose opacity grows with the share; no cell if there is no number."""
     rows, columns = values.shape
     small = columns > 20
     for y, x in zip(*np.nonzero(np.isfinite(values)), strict=True):
