@@ -214,8 +214,8 @@ def page(record: Record, given: argparse.Namespace) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m", help="what `load_model` takes")
-    parser.add_argument("--text", default="essays", help="what `held_out` takes")
+    parser.add_argument("--model", default="smollm2-135m", help="a name or folder for `load_model`")
+    parser.add_argument("--text", default="essays", help="a text for `held_out`")
     parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 8192, 32768])
     parser.add_argument("--tokens", type=int, default=8000, help="of the real text, for the attention")
     parser.add_argument("--read-tokens", type=int, default=2000, help="of it, for the prompts")

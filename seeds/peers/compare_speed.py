@@ -246,7 +246,7 @@ class Comparison:
             return
         torch.set_num_threads(point.threads)
         variants = contestants(self.models)
-        for name, variant in tqdm(variants.items(), desc=f"making ready for {key}", unit="model"):
+        for name, variant in tqdm(variants.items(), desc=f"preparing {key}", unit="model"):
             make_ready(variant, make(variant), point.prompt_tokens, given.new_tokens, point.batch)
             self.rows[name].execution = variant.execution
         for row in self.rows.values():
