@@ -27,16 +27,16 @@ from kernels.registry import recording
 
 @dataclass
 class Scores:
-    """What was measured.
+    """The measured scores.
 
     Attributes:
         metrics: {"baseline": {metric: value}, "compressed": {...}, and one entry per further model}; units are in the
             names, the standard error of m is m_stderr.
-        difference: {name: {metric: compressed - baseline}} where windows were paired, with standard errors.
+        difference: {name: {metric: compressed - baseline}} if windows were paired, with standard errors.
         texts: {corpus: {tokens, window, stride, bos}}.
-        notes: what could not be measured, and why.
-        device, dtype, deploy_dtype: device and dtype of the models that were scored on text, and dtype of those that
-            were timed and whose size was measured.
+        notes: measurements that were not possible, with the reasons.
+        device, dtype, deploy_dtype: device and dtype of the models that were scored on text, and dtype of the models
+            whose speed and size were measured.
     """
 
     metrics: dict[str, dict[str, float]]
@@ -94,15 +94,15 @@ def evaluate(
     """Score a compressed model against the uncompressed model.
 
     Args:
-        model, baseline: transformers decoders in the dtype in which the texts are to be scored. If the weights of the
-            models are not in memory, all of them are sources of logits, and only the texts are scored.
+        model, baseline: transformers decoders in the dtype in which the texts are to be scored. If the models' weights
+            are not in memory, all models are given as sources of logits, and only the texts are scored.
         texts: {corpus: held-out ids [1, n]} for perplexity, divergence and agreement; a file has a short name in the
             metrics (`eval.text.names.text_name`).
         others: further models to score on the same texts (round-to-nearest on the same grid, say).
-        window, stride, max_windows, beginning, bos: how texts are cut (`eval.text.windows.windows`).
+        window, stride, max_windows, beginning, bos: the division of texts (`eval.text.windows.windows`).
         prompts, write_tokens: greedy generations shown side by side; none with 0 tokens.
-        speed_*: see `eval.speed.speed.measure_speed`; with 0 rounds nothing is timed. The prompt of speed and memory
-            has 512 tokens unless its length is given, or `window`, or half of what the model takes, where that is less.
+        speed_*: see `eval.speed.speed.measure_speed`; with 0 rounds nothing is timed. Unless its length is given, the
+            prompt of speed and memory has 512 tokens, or `window`, or half of the model's positions if that is less.
         timed: names among `others` whose speed and size are measured too, in turns with the rest, on bfloat16 copies.
 
     Written texts, speed, memory and size are measured on bfloat16 copies, the dtype in which such models are deployed;
@@ -157,7 +157,7 @@ def evaluate(
             metrics[name] |= _weighed(one, parameters) | {
                 "peak_memory_bytes": peak_memory(one, prompt_tokens=prompt_tokens)
             }
-        del half, one  # before as many copies are made for the contest
+        del half, one  # frees memory before the copies for the contest are made
         for name in timed:
             metrics[name] |= _weighed(deployed(others[name]), parameters)
         variants = standard_variants(baseline, model, {name: others[name] for name in timed})
@@ -167,7 +167,7 @@ def evaluate(
                 scores.speed = measure_speed(variants, **lengths, rounds=speed_rounds)
             else:
                 scores.notes.append("Speed was not measured: `speed_rounds` is 0.")
-        except Exception as error:  # what was scored before is not lost for it
+        except Exception as error:  # earlier scores are kept
             scores.notes.append(f"Speed was not measured: {type(error).__name__}: {first_line(error)}")
             warnings.warn(scores.notes[-1], stacklevel=2)
         for name in metrics.keys() & scores.speed.keys():
@@ -185,7 +185,7 @@ def evaluate(
 def _evaluate_texts(
     models: dict[str, LogitSource], baseline: LogitSource, texts: dict[str, Tensor], **how: Any
 ) -> Scores:
-    """What `evaluate` measures of models whose weights are not all in memory: perplexity, divergence, agreement."""
+    """The scores of `evaluate` for models whose weights are not all in memory: perplexity, divergence, agreement."""
     start, scores = time.perf_counter(), Scores({"baseline": {}, **{name: {} for name in models}})
     with recording() as kernels:
         for corpus, ids in texts.items():
@@ -208,8 +208,8 @@ def score_text(
     beginning: Sequence[int] = (),
     bos: str = "once",
 ) -> dict[str, float]:
-    """Perplexity, divergence from the baseline and agreement with it, by the names that `evaluate` gives them; nothing
-    is timed."""
+    """Perplexity, and divergence from and agreement with the baseline, under the names used by `evaluate`; nothing is
+    timed."""
     scores = Scores({})
     for corpus, ids in texts.items():
         _score_text(scores, corpus, ids, baseline, {"compressed": model}, window, stride, max_windows, beginning, bos)
@@ -218,7 +218,7 @@ def score_text(
 
 
 def _drop_non_finite(metrics: dict[str, dict[str, float]]) -> list[str]:
-    """Remove the values that are no numbers, with a warning for each; these warnings."""
+    """Remove the values that are not finite, and return a warning for each."""
     notes = []
     for name, found in metrics.items():
         for metric in [m for m, value in found.items() if not math.isfinite(value)]:
@@ -290,9 +290,9 @@ def check_evaluation(
     others: Iterable[str] = (),
     timed: Sequence[str] = (),
 ) -> None:
-    """Raise ValueError if the texts cannot be scored like this; quick, so that it can be asked before long work.
+    """Raise ValueError if the texts cannot be scored like this; quick, so that it can be called before long work.
 
-    Args: as of `evaluate`; of `others` the names are enough.
+    Args: as in `evaluate`; for `others` the names are enough.
     """
     others = list(others)
     if taken := {"baseline", "compressed", *PLAIN} & set(others):

@@ -1,4 +1,4 @@
-"""The run record put together from a result and its scores; `eval.record.schema` has its shape."""
+"""Builds the run record from a result and its scores; `eval.record.schema` describes its shape."""
 
 import os
 import subprocess
@@ -46,16 +46,16 @@ def record(
     cache: dict[str, Any] | None = None,
     **measured: Any,
 ) -> dict[str, Any]:
-    """Put a compression's result and its scores together.
+    """Build the record from a compression's result and its scores.
 
     Args:
-        result: what `compress.apply` returned (read by its attributes: recipe, asked, layers, folds, drops, kept,
+        result: the result of `compress.apply` (read by its attributes: recipe, asked, layers, folds, drops, kept,
             identity, calibration, seconds, kernels, notes, usage).
-        strengths: recipes scored at several strengths, in the shape that the record keeps.
-        cache: what was found of compressed caches, likewise.
-        others: the same of the models that were scored beside it, by the names that they have in the scores.
-        measured: by the key that it has in the record, what else was measured: `tasks`, `generation`, `speed_grid`,
-            `efficiency`, `cost`; each with `metrics`, which become scores, and `found()`, None where nothing was.
+        strengths: recipes scored at several strengths, in the shape of the record.
+        cache: results for compressed caches, likewise.
+        others: the results of the other scored models, by their names in the scores.
+        measured: other measurements by their keys in the record: `tasks`, `generation`, `speed_grid`, `efficiency`,
+            `cost`; each has `metrics`, which become scores, and `found()`; None if there is no measurement.
     """
     results = {"compressed": result, **(others or {})}
     used = _merged(*(one.kernels for one in results.values()), scores.kernels)
@@ -109,7 +109,7 @@ def _shortened(run: RunInfo) -> str:
 
 
 def _with(metrics: dict[str, dict[str, float]], measured: Iterable[Any]) -> dict[str, dict[str, float]]:
-    """Scores, and what else was measured of the same models."""
+    """The scores, together with the metrics of the other measurements of the same models."""
     merged = {name: dict(found) for name, found in metrics.items()}
     for one in measured:
         for name, found in one.metrics.items():
@@ -122,8 +122,8 @@ def _step(method: Any, asked: Any) -> dict[str, Any]:
 
 
 def _notes(results: Mapping[str, Any]) -> list[str]:
-    """Every note once: those of "compressed" as they are, the others' with the names of the models that they are
-    about."""
+    """Every note once: those of "compressed" unchanged, the others with the names of the models to which they
+    refer."""
     about: dict[str, list[str]] = {}
     for name, one in results.items():
         for note in dict.fromkeys(one.notes):
@@ -135,7 +135,7 @@ def _notes(results: Mapping[str, Any]) -> list[str]:
 
 
 def kernel_record(bench: KernelBench, run: RunInfo) -> dict[str, Any]:
-    """The record of a kernel benchmark: the same contract, with no model in it."""
+    """The record of a kernel benchmark: the same contract, without a model."""
     plan, used = bench.plan, {}
     for check in filter(lambda check: check["impl"], bench.found["checks"]):  # none: the op's checks could not be made
         used.setdefault(check["op"], set()).add(check["impl"])
@@ -161,7 +161,7 @@ def kernel_record(bench: KernelBench, run: RunInfo) -> dict[str, Any]:
 
 
 def provenance(command: str, device: str, dtype: str, deploy_dtype: str) -> dict[str, Any]:
-    """Where and with what this process runs."""
+    """The environment of this process: code, versions, hardware, devices and dtypes."""
     commit, dirty = _git()
     return {
         "commit": commit,

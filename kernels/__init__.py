@@ -1,4 +1,4 @@
 """Custom kernels: one package per operation, each with a reference and the fastest known path per device.
 
-This file holds nothing else on purpose: transformers imports a package named `kernels` when there is one.
+This file is otherwise empty on purpose: transformers imports a package named `kernels` if there is one.
 """

@@ -1,9 +1,9 @@
 """How threads should wait for one another on a machine where other processes are busy.
 
-By default OpenMP's threads spin for milliseconds at the end of every parallel loop. Where another process has one of
-the cores, the others spin until it is given back, at every loop: two GPTQ runs side by side on two cores took more
-than 200 seconds each in place of 30, and 65 with SPIN (AMD EPYC, 2026-11-25, a private script). On an idle machine that
-costs GPTQ nothing, and decoding operation by operation a sixth of its speed, so it is not the default.
+By default OpenMP's threads spin for milliseconds at the end of every parallel loop. If another process uses one of the
+cores, the threads on the other cores spin until it is free, at every loop: two GPTQ runs side by side on two cores took
+more than 200 seconds each instead of 30, and 65 with SPIN (AMD EPYC, 2026-11-25, a private script). On an idle machine
+SPIN costs GPTQ nothing, but decoding operation by operation a sixth of its speed, so it is not the default.
 """
 
 import os
@@ -15,18 +15,18 @@ import psutil
 
 SPIN = {"GOMP_SPINCOUNT": "1000"}  # a few microseconds; OpenMP reads it when torch is loaded
 POLICIES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-BUSY = 0.4  # of the machine's cores
+BUSY = 0.4  # share of the machine's cores
 
 
 def environment_for_others() -> dict[str, str]:
-    """Variables for a process that is started now: `SPIN` where other processes are busy, unless a policy is set."""
+    """Variables for a process that is started now: `SPIN` if other processes are busy, unless a policy is set."""
     return SPIN if _matters() and _busy() > BUSY else {}
 
 
 @cache
 def warn_if_busy() -> None:
-    """Warn once where other processes are busy and this one's threads spin while they wait, and say what would help."""
-    import torch  # which what only starts processes does without
+    """Warn once if other processes are busy and this one's threads spin while they wait; the warning names a remedy."""
+    import torch  # imported here because code that only starts processes does not need it
 
     if _matters() and torch.get_num_threads() > 1 and (busy := _busy()) > BUSY:
         setting = " ".join(f"{name}={value}" for name, value in SPIN.items())
@@ -43,8 +43,8 @@ def _matters() -> bool:
 
 
 def _busy() -> float:
-    """What part of the cores works while this thread does nothing: the least of some moments within a second, because a
-    run that has just ended takes a while to leave."""
+    """The share of the cores in use while this thread is idle: the least of several samples within a second, because a
+    run that has just ended takes a while to exit."""
     least = 1.0
     for _ in range(5):
         least = min(least, psutil.cpu_percent(interval=0.2) / 100)

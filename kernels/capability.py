@@ -1,7 +1,7 @@
-"""The abilities of a GPU: its compute capability, and the shared memory that a block of threads may have.
+"""The abilities of a GPU: its compute capability, and the shared memory available to a block of threads.
 
-The Triton kernels were written for sm_90. Before a call is sent to one, its op asks here whether this GPU has what the
-kernel needs, so that a refusal names the GPU and what would do, and no launch fails on the way. On a CPU, that is in
+The Triton kernels were written for sm_90. Before an op calls a kernel, it checks here whether this GPU meets the
+kernel's requirements, so that an error names the GPU and the requirement, and no launch fails. On a CPU, that is in
 Triton's interpreter, everything runs.
 """
 
@@ -33,7 +33,7 @@ def gpu(index: int) -> Gpu:
 
 
 def too_old(device: torch.device, *, float8: bool = False) -> str | None:
-    """Why Triton kernels (with `float8`: those on float8_e4m3fn) do not run on this device; None where they do."""
+    """Why Triton kernels (with `float8`: those for float8_e4m3fn) do not run on this device; None if they run."""
     if device.type != "cuda":
         return None
     found, needed = gpu(device.index or 0), FLOAT8 if float8 else LEAST
@@ -43,10 +43,10 @@ def too_old(device: torch.device, *, float8: bool = False) -> str | None:
 
 
 def described(device: torch.device, *, float8: bool = False) -> str:
-    """The device, and what it is where that is too old: for errors."""
+    """The device's name for error messages, with the GPU's capability if that is too old."""
     return " ".join(filter(None, (f"{device}:" if (why := too_old(device, float8=float8)) else str(device), why)))
 
 
 def has_shared(device: torch.device, needed: int) -> bool:
-    """May a block have `needed` bytes of shared memory on this device?"""
+    """Can a block use `needed` bytes of shared memory on this device?"""
     return device.type != "cuda" or gpu(device.index or 0).shared >= needed

@@ -14,10 +14,10 @@ def deployed(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Module
 def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Cast a model in place, as `from_pretrained(dtype=...)` would have loaded it.
 
-    A plain `.to(dtype)` also rounds the rotary frequencies, which are computed and never stored: in 16 bits they turn
-    distant positions by visibly wrong angles.
+    A plain `.to(dtype)` also rounds the rotary frequencies, which are computed and never stored: in 16 bits they give
+    clearly wrong rotation angles at distant positions.
     """
-    plain = (m for m in model.modules() if type(m)._apply is nn.Module._apply)  # others see to their buffers themselves
+    plain = (m for m in model.modules() if type(m)._apply is nn.Module._apply)  # other modules handle their own buffers
     computed = [(m, name, m._buffers[name]) for m in plain for name in m._non_persistent_buffers_set]
     model.to(dtype)
     for module, name, buffer in computed:

@@ -2,7 +2,7 @@
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or the kind of the error where it has no message."""
+    """The first line of an error's message, or the kind of the error if it has no message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 

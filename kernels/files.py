@@ -1,6 +1,6 @@
-"""Files that appear whole or not at all, and survive a power loss once they are there.
+"""Files that appear whole or not at all, and survive a power loss once they exist.
 
-This package holds it because every other one may import this one; `reports` finds it in `eval.record.files`.
+This module is in `kernels` because every other package may import it; `reports` uses it through `eval.record.files`.
 """
 
 import os
@@ -11,12 +11,12 @@ from pathlib import Path
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A temporary path to write a file to, which takes the place of `path` when the block ends without an error.
+    """A temporary path to write a file to, which replaces `path` when the block ends without an error.
 
     A reader of `path` sees the former content or the new one, never a part of it.
 
     Raises:
-        OSError: the disk is full, or the folder cannot be written; the former content is still there then.
+        OSError: the disk is full, or the folder cannot be written; the former content is then kept.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.urandom(6).hex()}")  # random: containers share process numbers

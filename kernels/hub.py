@@ -1,4 +1,4 @@
-"""Whether the model hub can be reached. This package holds it because every other one may import this one."""
+"""Can the model hub be reached? This module is in `kernels` because every other package may import it."""
 
 import os
 import socket
@@ -11,12 +11,12 @@ _YES = ("1", "TRUE", "YES", "ON")
 
 
 def hub_reachable(*offline: str) -> bool:
-    """False where the user said offline, or where the hub's host cannot be connected to.
+    """False if the user chose offline mode, or if no connection to the hub's host is possible.
 
     The connection is tried once per process and quickly; the hub's own client retries for half a minute.
 
     Args:
-        offline: environment variables beside HF_HUB_OFFLINE by which a user says so, such as HF_DATASETS_OFFLINE.
+        offline: further environment variables, besides HF_HUB_OFFLINE, for offline mode, such as HF_DATASETS_OFFLINE.
     """
     if any(os.environ.get(name, "").upper() in _YES for name in ("HF_HUB_OFFLINE", *offline)):
         return False

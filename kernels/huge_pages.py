@@ -1,6 +1,6 @@
-"""Memory of tensors in pages of 2 MB on Linux, so that a processor that reads much of it looks up few addresses.
+"""Memory of tensors in pages of 2 MB on Linux, so that large reads need few address translations.
 
-Decoding reads all weights for every token. On pages of 4 kB a virtual machine, which translates every address twice,
+Decoding reads all weights for every token. With pages of 4 kB, a virtual machine, which translates every address twice,
 reads them clearly more slowly (kernels/README.md has figures).
 """
 
@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 PAGE = 2 << 20  # bytes of a huge page
-SMALLEST = 1 << 16  # bytes of a tensor that is worth it
-COLLAPSE = 25  # MADV_COLLAPSE, Linux 6.1 and later: at once, whatever the system does by itself
+SMALLEST = 1 << 16  # bytes of the smallest tensor that is moved
+COLLAPSE = 25  # MADV_COLLAPSE, Linux 6.1 and later: moves pages at once, independent of the system's settings
 
 
 def in_huge_pages(tensors: Iterable[Tensor]) -> int:
-    """Ask Linux to move the memory of CPU tensors into huge pages; their contents and addresses stay what they are.
+    """Ask Linux to move the memory of CPU tensors into huge pages; contents and addresses do not change.
 
-    What lies beside a tensor in a page of 2 MB moves with it. Tensors in files (`mmap`) and opaque ones are left alone.
+    Other data in the same 2 MB page as a tensor moves with it. Tensors in files (`mmap`) and opaque ones are skipped.
 
     Returns:
-        bytes of the huge pages that there are now; 0 where the system has none, or no memory for them.
+        bytes now in huge pages; 0 if the system has no huge pages, or no memory for them.
     """
     if sys.platform != "linux":
         return 0

@@ -1,8 +1,8 @@
-"""Where Triton kernels can run: on a CUDA GPU, or on a CPU in Triton's interpreter (TRITON_INTERPRET=1).
+"""Support for Triton kernels on a CUDA GPU, or on a CPU in Triton's interpreter (TRITON_INTERPRET=1).
 
-The interpreter holds bfloat16 as uint16 and float8 as uint8, and (3.6 to 3.7.1) computes with those integers: sums,
-products, dots and casts are silently wrong (triton-lang/triton, issue 11584). `prepare` makes them right; `PATCHES`
-says what it replaces.
+The interpreter stores bfloat16 as uint16 and float8 as uint8, and (3.6 to 3.7.1) computes with those integers: sums,
+products, dots and casts are silently wrong (triton-lang/triton, issue 11584). `prepare` corrects them; `PATCHES` lists
+the replaced functions.
 """
 
 import os
@@ -26,19 +26,19 @@ def interpreting() -> bool:
 
 
 def installed() -> bool:
-    """Can `triton` be imported? (Looked up once, so that torch.compile can trace the question.)"""
+    """Can `triton` be imported? (Looked up once, so that torch.compile can trace calls of this function.)"""
     return _INSTALLED
 
 
 def triton_takes(device: torch.device) -> bool:
-    """Can a Triton kernel run on tensors of this device, here?"""
+    """Can a Triton kernel run on tensors of this device on this machine?"""
     on_gpu = device.type == "cuda" and too_old(device) is None
     return installed() and (on_gpu or (device.type == "cpu" and interpreting()))
 
 
 @cache
 def prepare() -> None:
-    """Make bfloat16 and float8 right in the interpreter; does nothing outside it, or when called again.
+    """Correct bfloat16 and float8 in the interpreter; does nothing outside it, or when called again.
 
     bfloat16 is computed in float32 and rounded to nearest even after each operation, as the hardware does; float8
     saturates.
@@ -51,7 +51,7 @@ def prepare() -> None:
     from triton.runtime.interpreter import InterpreterBuilder, ReduceOps, TensorHandle, _get_np_dtype
 
     def wide(handle: TensorHandle) -> TensorHandle:
-        """float32 in place of bfloat16 and float8; anything else as it is."""
+        """bfloat16 and float8 converted to float32; all other types unchanged."""
         dtype = handle.dtype.scalar
         if dtype == tl.bfloat16:
             return TensorHandle(bfloat16_to_float32(handle.data), tl.float32)
@@ -145,8 +145,8 @@ def float8_to_float32(bits: np.ndarray, dtype: torch.dtype) -> np.ndarray:
 
 
 def float32_to_float8(x: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    """Floats -> uint8 bits, to nearest even; what is too large becomes the largest finite number, as `cvt.satfinite`
-    does."""
+    """Floats -> uint8 bits, to nearest even; values that are too large become the largest finite number, as with
+    `cvt.satfinite`."""
     largest = torch.finfo(dtype).max
     clipped = torch.from_numpy(np.array(x, dtype=np.float32)).clamp(-largest, largest)
     return clipped.to(dtype).view(torch.uint8).numpy()

@@ -1,7 +1,7 @@
 """Records which implementation of each kernel op ran, so that no fallback is silent.
 
-Every op's public function calls `ran(op, implementation)`. Code that wants to know wraps its work in `recording()`.
-The call is recorded when Python runs, so a compiled graph records it once, while it is traced.
+Every op's public function calls `ran(op, implementation)`. Code that needs these records runs inside `recording()`.
+A call is recorded when Python runs, so a compiled graph records it once, while it is traced.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ _listeners: list[dict[str, set[str]]] = []
 
 @torch.compiler.assume_constant_result
 def ran(op: str, implementation: str) -> None:
-    """Note that `implementation` of `op` ran (or was traced)."""
+    """Record that `implementation` of `op` ran (or was traced)."""
     for listener in _listeners:
         listener.setdefault(op, set()).add(implementation)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from kernels.user_cache import cache_folder
 
 SUFFIXES = (".py", ".cpp", ".inc", ".json")
-KEPT = 5000  # hashes; with more, they are made anew
+KEPT = 5000  # largest number of stored hashes; a larger file is discarded
 
 
 def code_sha256(*places: Path) -> str:
@@ -44,7 +44,7 @@ def _file_sha256(path: str, size: int, changed_ns: int) -> str:
 
 @cache
 def _kept_file() -> Path | None:
-    """Where hashes are kept: those of this Python and of this module, which decide the normal form; None: nowhere."""
+    """The file of stored hashes, named after this Python and this module, which determine the normal form; or None."""
     own = hashlib.sha256(Path(__file__).read_bytes() + sys.version.encode()).hexdigest()[:16]
     try:
         return cache_folder("sources") / f"{own}.json"
@@ -63,7 +63,7 @@ def _kept() -> dict[str, str]:
 
 
 def _keep() -> None:
-    """Write what is known; a folder that cannot be written costs time, and nothing else."""
+    """Write the known hashes; if the folder cannot be written, the only cost is time."""
     if file := _kept_file():
         part = file.with_name(f"{file.name}.{os.getpid()}.part")
         with suppress(OSError):
@@ -72,7 +72,7 @@ def _keep() -> None:
 
 
 def normal(source: str) -> str:
-    """Python code without comments, docstrings and layout; the text itself where it cannot be parsed (magics)."""
+    """Python code without comments, docstrings and layout; the text itself if it cannot be parsed (magics)."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -1,7 +1,7 @@
-"""Launch configurations of Triton kernels, and the compilations that they lead to.
+"""Launch configurations of Triton kernels, and the resulting compilations.
 
-A configuration is measured per GPU where `python -m kernels.harness.validate --tune` has run, and comes from a
-heuristic elsewhere.
+A configuration is measured on GPUs on which `python -m kernels.harness.validate --tune` has run; on others it comes
+from a heuristic.
 """
 
 import json
@@ -29,7 +29,7 @@ class Compilation:
     arguments:      run-time argument -> Triton type: {"x": "*bf16", "M": "i32", "stride": "i64"}.
     constants:      constexpr argument -> value.
     multiple_of_16: run-time integers known to be multiples of 16 (pointers always are).
-    expects:        mnemonics that the machine code must hold, such as "HGMMA".
+    expects:        mnemonics that the machine code must contain, such as "HGMMA".
     """
 
     name: str
@@ -47,8 +47,8 @@ def configuration(op: str, key: str, heuristic: dict) -> dict:
 
     Args:
         op: name of the op.
-        key: what the choice depends on, coarse enough to be tuned ("w4 m16 n14336 k4096").
-        heuristic: what to take on a GPU that nobody has tuned, or at a key that was not.
+        key: identifies the case, coarsely enough for tuning ("w4 m16 n14336 k4096").
+        heuristic: the configuration for a GPU or a key without tuning results.
     """
     if (op, key) in _trying:
         return _trying[op, key] or heuristic
@@ -59,7 +59,7 @@ def configuration(op: str, key: str, heuristic: dict) -> dict:
 
 @contextmanager
 def trying(op: str, key: str, configuration: dict | None) -> Iterator[None]:
-    """While the block runs, `configuration(op, key, ...)` gives this one, or, for None, the heuristic; nests."""
+    """While the block runs, `configuration(op, key, ...)` returns this one, or for None the heuristic's; nests."""
     absent = object()
     before = _trying.get((op, key), absent)
     _trying[op, key] = configuration
@@ -80,14 +80,14 @@ def gpu() -> str:
 
 
 def save(op: str, key: str, configuration: dict | None, folder: Path | None = None) -> Path:
-    """Write what was measured for this GPU; `configuration` takes it from there at once.
+    """Write the measured configuration for this GPU; `configuration` uses it at once.
 
     Args:
-        configuration: the fastest, or None where the heuristic is: then the key is taken out.
-        folder: where the file goes, for another place than the one that is read.
+        configuration: the fastest one, or None if the heuristic's is the fastest; then the key is removed.
+        folder: the folder of the file, if it is not the one that is read.
 
     Returns:
-        the file, "<gpu>.json": {op: {key: configuration}}, a line each
+        the file, "<gpu>.json": {op: {key: configuration}}, one line each
     """
     path = (folder or TUNED) / f"{gpu()}.json"
     tuned = _read(path)
@@ -116,7 +116,7 @@ def _read(path: Path) -> dict[str, dict[str, dict]]:
 
 
 def _lines(tuned: dict[str, dict[str, dict]]) -> str:
-    """JSON with one key to a line, in order, so that a commit shows what changed."""
+    """JSON with one key per line, in order, so that a commit shows each change."""
     ops = []
     for op, keys in sorted(tuned.items()):
         if keys:

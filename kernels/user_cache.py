@@ -1,7 +1,7 @@
-"""The folder in which the workbench keeps what it builds for one user: converted models, compiled kernels, locks.
+"""The folder of files that the workbench builds for one user: converted models, compiled kernels, locks.
 
-Its content is loaded as code, or decides what is loaded. It therefore belongs to the user who runs the workbench, and
-nobody else may write in it.
+Its content is loaded as code, or determines what is loaded. It therefore belongs to the user who runs the workbench,
+and no other user may write in it.
 """
 
 import os
@@ -19,10 +19,10 @@ def cache_home() -> Path:
 def cache_folder(name: str = "") -> Path:
     """A folder below `cache_home()`, made for this user alone if it is not there yet.
 
-    A folder of this user in which others may write is closed to them.
+    If other users may write in a folder of this user, that permission is removed.
 
     Raises:
-        ValueError: the folder belongs to another user, or cannot be made or closed.
+        ValueError: the folder belongs to another user, or cannot be created, or the permission cannot be removed.
     """
     home = cache_home()
     for folder in dict.fromkeys((home, home / name)):
@@ -45,6 +45,6 @@ def cache_folder(name: str = "") -> Path:
 
 
 def compile_in_cache() -> None:
-    """Let torch.compile keep its code in the user's cache folder rather than in the machine's shared /tmp."""
+    """Let torch.compile store its code in the user's cache folder rather than in the machine's shared /tmp."""
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder("inductor"))

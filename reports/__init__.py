@@ -1,1 +1,1 @@
-"""Turns run records into HTML pages. Reads records and nothing else."""
+"""Turns run records into HTML pages. Reads only records."""

@@ -52,14 +52,14 @@ def table(record: Record) -> str:
 
 
 def with_change(value: Sequence[float] | None, base: Sequence[float] | None) -> str:
-    """A perplexity with its standard error and its change against the baseline."""
+    """A perplexity with its standard error and its change relative to the baseline."""
     if value is None:
         return "–"
     return with_error(value, 2) + (f" ({value[0] / base[0] - 1:+,.1%})" if base else "")
 
 
 def with_error(value: Sequence[float] | None, decimals: int) -> str:
-    """A value and its standard error, which one window does not have."""
+    """A value and its standard error, which does not exist for one window."""
     if value is None:
         return "–"
     return " ± ".join(f"{part:,.{decimals}f}" for part in value if part is not None)

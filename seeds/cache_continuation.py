@@ -30,7 +30,7 @@ from notebooks.study.caches import parts
 
 
 def windows(tokenizer, corpus: str, tokens: int, count: int) -> list[Tensor]:
-    """Tokens [1, tokens] of so many texts, of different documents where there are enough long ones."""
+    """Tokens [1, tokens] of several texts, from different documents if there are enough long ones."""
     found: list[Tensor] = []
     for text in load_text(corpus, "evaluation"):
         ids = tokenizer(text, return_tensors="pt")["input_ids"]
@@ -42,8 +42,8 @@ def windows(tokenizer, corpus: str, tokens: int, count: int) -> list[Tensor]:
 
 
 class Cost(NamedTuple):
-    """Of one text: KL in nats per token behind the prompt; bytes that the cache holds, those of them that attention
-    reads where they are, and those that a token fetches from elsewhere, all as shares of the full cache's."""
+    """Results of one text: KL in nats per token after the prompt; bytes of the cache, those of them that attention
+    reads in place, and those that a token fetches from elsewhere, all as shares of the full cache's."""
 
     kl: float
     bytes: float
@@ -59,7 +59,7 @@ def losses(model: nn.Module, ids: Tensor, prompt: int, recipes: dict[str, Sequen
         model(ids[:, :prompt], past_key_values=observed, logits_to_keep=1)
 
         def read(cache: CompressedCache, tokens: int) -> Tensor:
-            cache.paused = True  # what follows is no prompt
+            cache.paused = True  # the following tokens are not a prompt
             return model(ids[:, prompt : prompt + tokens], past_key_values=cache).logits.log_softmax(-1)
 
         whole = observed.compressed(None)

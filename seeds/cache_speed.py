@@ -56,7 +56,7 @@ READ_WITH = ("snapkv", "expected_attention", "h2o", "kvzip", "gemfilter")
 
 
 def slots(text: str) -> list[CacheMethod | None]:
-    """Policy, storage, reading and projection of a recipe; None for what it lacks."""
+    """Policy, storage, reading and projection of a recipe; None for missing ones."""
     methods = parse_recipe(text) if text else []
     return [next((m for m in methods if isinstance(m, kind)), None) for kind in SLOTS]
 
@@ -72,7 +72,7 @@ def layer_of_8b() -> nn.Module:
 
 
 def behind(model: nn.Module, contexts: Sequence[int], recipes: Sequence[str], given: argparse.Namespace) -> dict:
-    """Seconds a token, whole and of the attention alone, by variant and context."""
+    """Seconds per token, of the whole model and of the attention alone, by variant and context."""
     static, room = decoder(model), max(64, 2 * given.new_tokens)
     variants = {
         name: lambda text=text: MadeUpCache(static, max(contexts), *slots(text), room=room)
@@ -83,7 +83,7 @@ def behind(model: nn.Module, contexts: Sequence[int], recipes: Sequence[str], gi
 
 
 def of_llama_cpp(file: Path, contexts: Sequence[int], given: argparse.Namespace) -> dict[int, list[float]]:
-    """Tokens per second that llama-bench decodes behind contexts, by context."""
+    """Tokens per second that llama-bench decodes after each context."""
     sys.path.insert(0, str(Path(__file__).parent / "peers"))
     from compare_speed import llama_bench
 
@@ -129,14 +129,14 @@ def to_compress(model: nn.Module, ids: Tensor, policies: Sequence[str], rounds: 
 
 
 class Record:
-    """What was measured, as JSON, written after every part."""
+    """The measurements, as JSON, written after every part."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self.parts = json.loads(path.read_text()) if path and path.is_file() else {}
 
     def part(self, name: str, measure: Callable[[], object]) -> object:
-        """A part, measured if it is not there."""
+        """A part, measured if it is not yet in the file."""
         if name not in self.parts:
             self.parts[name] = json.loads(json.dumps(measure()))
             if self.path:
@@ -214,8 +214,8 @@ def page(record: Record, given: argparse.Namespace) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m", help="what `load_model` takes")
-    parser.add_argument("--text", default="essays", help="what `held_out` takes")
+    parser.add_argument("--model", default="smollm2-135m", help="a name or folder for `load_model`")
+    parser.add_argument("--text", default="essays", help="a text for `held_out`")
     parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 8192, 32768])
     parser.add_argument("--tokens", type=int, default=8000, help="of the real text, for the attention")
     parser.add_argument("--read-tokens", type=int, default=2000, help="of it, for the prompts")

@@ -33,7 +33,7 @@ def divergence(right: Tensor, got: Tensor) -> float:
 
 
 def loss(logits: Tensor, question: Tensor) -> float:
-    """Mean loss of the question's tokens behind its first one, in nats."""
+    """Mean loss of the question's tokens after the first one, in nats."""
     return nn.functional.cross_entropy(logits[0, :-1].float(), question[0, 1:]).item()
 
 

@@ -45,14 +45,14 @@ def whole(variant: Variant, prompt_tokens: int, new_tokens: int) -> None:
 
 
 def by_block(variant: Variant, prompt_tokens: int, new_tokens: int) -> None:
-    """What `measure_speed` does; compiled code of earlier runs is not used."""
+    """Like `measure_speed`, but without compiled code of earlier runs."""
     with patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": str(FRESH)}):
         make_ready(variant, make(variant), prompt_tokens, new_tokens)
     assert not variant.execution.startswith("eager"), variant.execution
 
 
 def prepared(way: Callable, model: torch.nn.Module, arguments: argparse.Namespace) -> tuple[Variant, float]:
-    """A variant that is ready to be timed, and the seconds that this took."""
+    """A variant prepared for timing, and the seconds of the preparation."""
     variant = contestants({"baseline": model}, compiled=way is by_block)["baseline"]
     start = time.perf_counter()
     way(variant, arguments.prompt, arguments.new)

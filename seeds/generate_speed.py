@@ -20,7 +20,7 @@ from compress.recipe import parse_recipe
 
 
 def seconds(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, new_tokens: int) -> float:
-    """Of one greedy call of generate."""
+    """Seconds of one greedy call of `generate`."""
     how = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
     start = time.perf_counter()
     model.generate(ids, attention_mask=mask, **how)

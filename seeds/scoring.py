@@ -38,7 +38,7 @@ AFTER_WEIGHTS = ("quantize_activations", "cache")  # stages whose methods leave 
 
 @dataclass
 class Row:
-    """What was measured of one model.
+    """The measurements of one model.
 
     seconds: to compress. is_recipe: of this workbench, not of another tool. perplexity, kl: {text: (value, standard
     error)}. tasks: {task: what `eval.tasks.paired.compare` says of it beside the baseline}. decode, prefill: tokens
@@ -87,7 +87,7 @@ class Bench:
 
     @property
     def names(self) -> list[str]:
-        """Of all rows but the baseline's."""
+        """The names of all rows except the baseline's."""
         return [*self.given.recipes, *self.sized, *self.others]
 
     def make(self) -> None:
@@ -136,7 +136,7 @@ class Bench:
         return calibration(self.tokenizer, corpus=given.corpus, samples=given.samples, seqlen=given.seqlen, seed=0)
 
     def folder(self, recipe: str) -> Path:
-        """Where the model of a recipe is kept."""
+        """The folder in which the model of a recipe is stored."""
         given = self.given
         parts = f"{Path(given.model).name} {given.corpus} {given.samples}x{given.seqlen}", recipe
         return given.keep.joinpath(*(re.sub("[^a-z0-9]+", "-", part.lower()).strip("-") for part in parts))
@@ -208,7 +208,7 @@ class Bench:
 
 
 def stored_bytes(model: nn.Module) -> int:
-    """Of the whole model, its floats in 16 bits."""
+    """Bytes of the whole model, with its floats in 16 bits."""
     return size(cast(sharing_copy(model), torch.bfloat16)).stored_bytes
 
 
@@ -219,7 +219,7 @@ def stores_blocks(recipe: str) -> bool:
 
 
 def name_of(path: Path) -> str:
-    """What a model of another tool is called in the table."""
+    """The name of another tool's model in the table."""
     if path.is_dir():
         return json.loads((path / "peer.json").read_text())["name"]
     kind = re.fullmatch(r"(I?Q\d\w*|F16)(-\d+)?", path.stem)
@@ -227,12 +227,12 @@ def name_of(path: Path) -> str:
 
 
 def titled(text: str) -> str:
-    """What a text is called: the folder of a file, else its name."""
+    """The name of a text: the folder of a file, else the text's name."""
     return Path(text).parent.name if Path(text).suffix else text
 
 
 def measure(given: argparse.Namespace, record: Record) -> None:
-    """Fill in what the record lacks."""
+    """Measure everything that the record does not have yet."""
     bench = Bench(given, record)
     bench.make()
     unscored = [name for name in bench.names if set(given.texts) - set(record.rows[name].kl)]
@@ -250,7 +250,7 @@ def measure(given: argparse.Namespace, record: Record) -> None:
 
 
 def options(description: str | None) -> argparse.ArgumentParser:
-    """What a run is asked for."""
+    """The command-line options of a run."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.set_defaults(timed=None)  # recipes; None: all
     parser.add_argument("recipes", nargs="*")
@@ -280,10 +280,10 @@ def options(description: str | None) -> argparse.ArgumentParser:
 
 
 def run(given: argparse.Namespace) -> Record:
-    """Everything that was asked for; continues the record of `out`.
+    """Measure everything that was requested; continues the record of `out`.
 
     Raises:
-        ValueError: a recipe that is none, or a record of other settings.
+        ValueError: an invalid recipe, or a record of other settings.
     """
     for recipe in given.recipes:
         parse_recipe(recipe)
@@ -313,5 +313,5 @@ def run(given: argparse.Namespace) -> Record:
 
 
 def command() -> str:
-    """What this process was started by."""
+    """The command that started this process."""
     return shlex.join(["python", *sys.argv])

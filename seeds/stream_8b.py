@@ -185,7 +185,7 @@ if __name__ == "__main__":
     one.add_argument("--samples", type=int, default=0)
     one.add_argument("--seqlen", type=int, default=256)
     one.add_argument("--limit-gb", type=float, default=6.0)
-    one.add_argument("--work", type=Path, required=True, help="folder for what is written under way")
+    one.add_argument("--work", type=Path, required=True, help="folder for intermediate files")
     one.add_argument("--out", type=Path, help="where the checkpoint is saved; not saved unless given")
     one.add_argument("--record", type=Path, required=True)
     arguments = parser.parse_args()

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-FULL = "full"  # the cache that everything is held against
+FULL = "full"  # the cache with which all others are compared
 _RESAMPLES = 2000
 
 
 class Answer(NamedTuple):
-    """One answer: is it exact, its negative log-likelihood (nats per token), and the KL from the full cache's, token by
-    token."""
+    """One answer: is it exact, its negative log-likelihood (nats per token), and the KL divergence from the full cache,
+    token by token."""
 
     exact: bool
     nll: float
@@ -23,18 +23,18 @@ class Answer(NamedTuple):
 
 @dataclass(repr=False)
 class LongContextScores:
-    """What was measured.
+    """The measured results.
 
     Attributes:
         answers: {variant: {(task, length, visibility): [Answer of each sample]}}.
         depths: {(task, length): [depth of each sample's needle, or None]}.
-        cache_bytes: {variant: {length: bytes of the cache in 16 bits, mean over samples}}, after compression, with all
-            that the cache holds beside keys and values.
-        elsewhere_bytes: those of them that lie outside of the memory that attention reads.
-        survival: {variant: {(task, length): [layers][heads]}}: share of the needle's tokens that stay.
-        kept: {variant: {length: [layers][heads]}}: positions that stay, mean over samples.
+        cache_bytes: {variant: {length: bytes of the cache in 16 bits, mean over samples}}, after compression, including
+            everything that the cache holds beside keys and values.
+        elsewhere_bytes: those of these bytes that are outside the memory that attention reads.
+        survival: {variant: {(task, length): [layers][heads]}}: share of the needle's tokens that are kept.
+        kept: {variant: {length: [layers][heads]}}: number of kept positions, mean over samples.
         errors: {variant: [layers]}: ||a - a'||² / ||a||² of the attention's outputs for question and answer.
-        seconds: {variant: [compression of each sample]}. These four are of the first visibility that was asked for.
+        seconds: {variant: [compression time of each sample]}. These four are for the first requested visibility.
     """
 
     answers: dict[str, dict[tuple[str, int, str], list[Answer]]] = field(default_factory=dict)
@@ -88,12 +88,11 @@ class LongContextScores:
         return found
 
     def found(self) -> dict[str, Any]:
-        """Everything as JSON, as the record keeps it under `cache`.
+        """All results as JSON, in the form of the record's entry `cache`.
 
-        answers: rows {variant, task, length, visibility, exact, nll, kl: one number a sample, kl_by_token: means};
-            against: by
-        variant and visibility the difference of exact answers from the full cache's, with its interval; the rest as
-        attributes.
+        answers: rows {variant, task, length, visibility, exact, nll, kl: one number per sample, kl_by_token: means};
+        against: by variant and visibility, the difference of exact answers from the full cache's, with its interval;
+        the other entries are like the attributes.
         """
         rows = [
             {
@@ -142,7 +141,7 @@ class LongContextScores:
 
 
 def _by_token(kls: Sequence[Sequence[float]]) -> list[float]:
-    """Mean KL of the first token of the answers, the second, and so on as far as half of them go."""
+    """Mean KL of the answers' first token, of the second, and so on, as long as half of the answers have the token."""
     longest = sorted(map(len, kls))[len(kls) // 2]
     return [round(float(np.mean([kl[i] for kl in kls if i < len(kl)])), 5) for i in range(longest)]
 

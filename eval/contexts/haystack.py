@@ -1,8 +1,8 @@
 """Long contexts with questions whose answers are known: needles, variables, word counts and key-value pairs.
 
 After RULER (Hsieh et al., 2024, arXiv:2404.06654), for small causal models that continue a text: `ask` begins a
-sentence and `answer` ends it. Two questions about one context, where its task allows, so that the second can come as a
-follow-up that was unknown when the cache was compressed.
+sentence and `answer` ends it. If the task allows it, there are two questions about one context, so that the second one
+can be a follow-up that was unknown when the cache was compressed.
 """
 
 import random
@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-SLACK = 40  # tokens by which a context may fall short of what was asked for
-APART = 0.1  # of the text lies at least between two needles
-LEAST_TEXT = 64  # tokens of text, below which a depth means nothing
-LONGEST = 400  # characters of a sentence; what is longer is a table or a list rather than a sentence
-GOLDEN = 0.618034  # multiples of it, modulo 1, are evenly spread however many one takes
+SLACK = 40  # number of tokens by which a context may be shorter than requested
+APART = 0.1  # least distance between two needles, as a share of the text
+LEAST_TEXT = 64  # least number of tokens of text for which a depth is meaningful
+LONGEST = 400  # characters of a sentence; longer pieces are tables or lists rather than sentences
+GOLDEN = 0.618034  # its multiples, modulo 1, are evenly spread for any number of them
 
 _NOUNS = """
     anchor apple arrow barrel basket beacon bell blanket boat bottle branch bread bridge brush bucket butter
@@ -40,8 +40,7 @@ _CITIES = (
     "Athens Berlin Boston Cairo Chicago Denver Dublin Lisbon London Madrid Milan Moscow Oslo Paris Rome Sydney Tokyo"
 )
 NOUNS, CITIES = _NOUNS.split(), _CITIES.split()
-# As documents are repeated, this is RULER's haystack of noise, from which a needle stands out more than from natural
-# text.
+# Repeated like documents, this is RULER's haystack of noise, in which a needle is easier to find than in natural text.
 NOISE: list[str] = [
     "The rain is soft. The road is long. The night is quiet. On we walk. Over the hill and home once more."
 ]
@@ -49,10 +48,10 @@ NOISE: list[str] = [
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """ask [q], put after the context, and its answer [a], both LongTensors, as the tokenizer splits the two together.
+    """ask [q], placed after the context, and its answer [a], both LongTensors, tokenized as one text.
 
     A space between the two belongs to the answer, which ends before the full stop. needles: token spans [start, end) of
-    the context that hold what is asked for.
+    the context that contain the answer.
     """
 
     ask: Tensor
@@ -62,11 +61,11 @@ class Question:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """A context, LongTensor [n], special tokens of the beginning included, and questions about it.
+    """A context, LongTensor [n], with special tokens at the beginning, and questions about it.
 
-    depth: in 0..1, where the first question's needle was to be put (it lies at the nearest end of a sentence); None
-        where
-    needles are all over the context. length: asked for; length - SLACK <= n <= length, unless all sentences are longer.
+    depth: in 0..1, the intended place of the first question's needle (it is at the nearest end of a sentence); None if
+        needles are spread over the context.
+    length: the requested length; length - SLACK <= n <= length, unless all sentences are longer.
     """
 
     task: str
@@ -77,8 +76,7 @@ class Sample:
 
 
 class Plan(NamedTuple):
-    """Pieces of text in their order, and what is asked about them: (ask, answer, indices of the pieces that hold
-    it)."""
+    """Pieces of text in their order, and questions about them: (ask, answer, indices of the pieces with the answer)."""
 
     pieces: list[str]
     asked: list[tuple[str, str, list[int]]]
@@ -90,13 +88,13 @@ Composed = tuple[
 
 
 class Task(NamedTuple):
-    """How a task draws what it asks for.
+    """The way in which a task draws its contexts.
 
-    draw: (rng) -> Plan of needles to be hidden in documents, or, where `fewest` is set, (rng, n, depth) -> Plan of a
-        whole
-    list of n entries. deep: the first question's needle, pieces[0] of those to be hidden, lies at the sample's depth,
-    the others anywhere; else the needles are spread in their order. fewest: entries of the shortest list. joint:
-    between pieces.
+    draw: (rng) -> Plan of needles to be hidden in documents, or, if `fewest` is set, (rng, n, depth) -> Plan of a whole
+        list of n entries.
+    deep: the first question's needle, pieces[0] of those to be hidden, is at the sample's depth, and the others
+        anywhere; otherwise the needles are spread in their order.
+    fewest: number of entries of the shortest list. joint: text between pieces.
     """
 
     draw: Callable[..., Plan]
@@ -119,15 +117,15 @@ def samples(
     """Draw samples of a task; sample i depends on the seed, the task, the length and i, and not on `count`.
 
     Args:
-        tokenizer: a fast one, which knows each token's characters. It splits the context as a whole, and ask + answer
-            as a whole; a token that it would make of the context's full stop and the newlines after it stays two.
+        tokenizer: a fast one, which knows each token's characters. The context is tokenized as a whole, and so is ask +
+            answer; the context's full stop and the newlines after it are therefore never joined to one token.
         task: a name in TASKS.
-        documents: natural text (or NOISE), of which a stretch of whole sentences is drawn; repeated where it is too
+        documents: natural text (or NOISE), from which a stretch of whole sentences is drawn; repeated if it is too
             short. common_words, frequent_words and kv_retrieval need none.
-        length: tokens of the context, the beginning included.
-        depths: in 0..1, where to put the first question's needle, sample by sample and over again. None: evenly spread
+        length: number of tokens of the context, the beginning included.
+        depths: in 0..1, places of the first question's needle, used cyclically for the samples. None: evenly spread
             over 0.05..0.95. Tasks whose needles are spread, and whose samples have depth None, ignore it.
-        beginning: special tokens put before the text, for models that rely on them.
+        beginning: special tokens before the text, for models that rely on them.
 
     Raises:
         ValueError: no such task, a length too small for it, depths outside 0..1, count < 1, documents without a
@@ -146,8 +144,8 @@ def samples(
     wanted = spread if depths is None else [float(depths[i % len(depths)]) for i in range(count)]
 
     def compose(i: int, length: int, size: int) -> Composed:
-        """Sample i, the same each time but for its size: `size` entries, or about `size` tokens; 0: as short as can
-        be."""
+        """Sample i, the same each time except for its size: `size` entries, or about `size` tokens; 0: the shortest
+        possible."""
         rng = random.Random(f"{seed}/{task}/{length}/{i}")
         if spec.fewest:
             plan = spec.draw(rng, max(spec.fewest, size), wanted[i])
@@ -198,8 +196,8 @@ def _check(task: str, documents: Sequence[str], length: int, count: int, depths:
 
 
 def _fit(compose: Callable[[int], Composed], size: int, room: int) -> Composed:
-    """The first composition that fills `room` tokens but for SLACK, else the longest one in it; mostly one or two tries
-    do."""
+    """The first composition that fills `room` tokens up to SLACK, else the longest that fits; one or two tries are
+    usually enough."""
     fitting: list[Composed] = []
     for attempt in range(8):
         found = compose(size if attempt < 7 else 0)
@@ -208,18 +206,18 @@ def _fit(compose: Callable[[int], Composed], size: int, room: int) -> Composed:
         if room - SLACK <= taken <= room:
             break
         size = round(size * (room - SLACK / 2) / taken)
-    return max(fitting, key=lambda found: len(found[1]))  # there is one: the shortest, which comes last, fits
+    return max(fitting, key=lambda found: len(found[1]))  # not empty: the shortest, which comes last, fits
 
 
 def _spans(pieces: list[str], joint: int, offsets: list[tuple[int, int]], head: int) -> list[tuple[int, int]]:
-    """Tokens [start, end) of each piece, with `joint` characters between two and `head` tokens before the first."""
+    """Token spans [start, end) of the pieces; `joint`: characters between pieces; `head`: tokens before the first."""
     starts, ends = [a for a, _ in offsets], [b for _, b in offsets]
     at = list(accumulate((len(piece) + joint for piece in pieces), initial=0))  # characters at which pieces start
     return [(head + bisect_right(ends, a), head + bisect_left(starts, b - joint)) for a, b in pairwise(at)]
 
 
 def _sentences(documents: Sequence[str]) -> list[str]:
-    """Whole sentences of all documents, in their order, white space made single."""
+    """Whole sentences of all documents, in their order, with single spaces."""
     found = []
     for text in documents:  # cut also at "end.Next", as texts taken from web pages have it
         for piece in re.split(r"(?<=[.!?])\s+|(?<=[.!?][\"')\]])\s+|(?<=[a-z][.!?])(?=[A-Z])", text):
@@ -236,7 +234,7 @@ def _sentences(documents: Sequence[str]) -> list[str]:
 
 
 def _costs(tokenizer: PreTrainedTokenizerBase, pieces: list[str]) -> list[int]:
-    """Tokens of each piece with the space before it; exact for byte-level tokenizers, nearly so for others."""
+    """Number of tokens of each piece with the space before it; exact for byte-level tokenizers, else approximate."""
     return (
         [len(ids) for ids in tokenizer([f" {p}" for p in pieces], add_special_tokens=False).input_ids] if pieces else []
     )
@@ -244,7 +242,7 @@ def _costs(tokenizer: PreTrainedTokenizerBase, pieces: list[str]) -> list[int]:
 
 def _split(tokenizer: PreTrainedTokenizerBase, ask: str, answer: str) -> tuple[Tensor, Tensor]:
     """Tokens of `ask` and of the answer with its space, as the tokenizer splits the two together."""
-    # A letter in front keeps off the space that some tokenizers put before every text; none joins it with a newline.
+    # A letter in front avoids the space that some tokenizers put before every text; none joins it with a newline.
     letter, alone, both = (
         tokenizer(t, add_special_tokens=False).input_ids for t in ("x", f"x{ask}", f"x{ask} {answer}")
     )
@@ -253,8 +251,8 @@ def _split(tokenizer: PreTrainedTokenizerBase, ask: str, answer: str) -> tuple[T
 
 
 def _stretch(rng: random.Random, pool: list[str], costs: list[int], room: int) -> list[tuple[str, int]]:
-    """Consecutive sentences from a random one on, with their tokens, up to `room`; ones too long for the last gap are
-    skipped."""
+    """Consecutive sentences from a random one on, with their numbers of tokens, up to `room`; sentences too long for
+    the remaining room are skipped."""
     at, left, idle, taken = rng.randrange(len(pool)), room, 0, []
     while left > SLACK * 3 // 4 and idle < len(pool):
         if costs[at] <= left:
@@ -265,7 +263,7 @@ def _stretch(rng: random.Random, pool: list[str], costs: list[int], room: int) -
 
 
 def _apart(rng: random.Random, marks: Sequence[float], taken: list[int]) -> int:
-    """Index of a random mark that lies at least APART from those taken; of the farthest one where there is none."""
+    """Index of a random mark at least APART from those taken, or of the farthest mark if there is none."""
     distances = [min(abs(mark - marks[t]) for t in taken) for mark in marks]
     far = [i for i, distance in enumerate(distances) if distance >= APART]
     return rng.choice(far) if far else distances.index(max(distances))
@@ -329,8 +327,8 @@ def _variable_tracking(rng: random.Random) -> Plan:
 
 
 def _common_words(rng: random.Random, n: int, _: float) -> Plan:
-    """Three words take 16, 12 and 8 in a hundred places, all others the rest evenly: RULER's, but with an order to ask
-    for."""
+    """Three words take 16, 12 and 8 of a hundred places, all others the rest evenly: RULER's task, but with a defined
+    order."""
     words = rng.sample(NOUNS, len(NOUNS))
     top, rare = words[:3], words[3:]
     entries = [word for word, share in zip(top, (0.16, 0.12, 0.08), strict=True) for _ in range(round(n * share))]
@@ -342,8 +340,8 @@ def _common_words(rng: random.Random, n: int, _: float) -> Plan:
 
 
 def _frequent_words(rng: random.Random, n: int, _: float) -> Plan:
-    """The word of rank r comes n / r^2 / zeta(2) times, RULER's exponent; rounded rather than drawn, so that ranks
-    hold."""
+    """The word of rank r occurs n / r^2 / zeta(2) times, with RULER's exponent; counts are rounded rather than drawn,
+    so that the ranks are exact."""
     syllables = [c + v for c in "bdfgklmnprstvz" for v in "aeiou"]
     codes = ["".join(three) for three in zip(*(rng.sample(syllables, 50) for _ in range(3)), strict=True)]
     entries = [code for r, code in enumerate(codes, 1) for _ in range(max(1, round(n * 0.6079 / r**2)))][:n]

@@ -1,13 +1,14 @@
 """Questions about long contexts, answered from compressed caches: exact matches, likelihood and divergence.
 
-A context is read once; its cache is then compressed by every variant, and each answers from its own. Five
-visibilities; in three of them a compressed cache serves a second question, as in SCBench (arXiv:2412.10319):
+A context is read once; its cache is then compressed by every variant, and each variant answers from its own cache.
+There are five visibilities; in three of them a compressed cache serves a second question, as in SCBench
+(arXiv:2412.10319):
 
-    agnostic    the question comes after compression: the cache did not know what would be asked
-    another     the same of a second question, from a fresh copy of the compressed cache, as of another request
-    turns       the first question and its answer are read after compression, then the second one comes
-    visible     the question, but for its last token, was read before compression
-    follow-up   the first question and its answer were read before compression, then the second one comes
+    agnostic    the question comes after compression, so compression cannot use it
+    another     the same for a second question, from a fresh copy of the compressed cache, like another request
+    turns       the first question and its answer are read after compression, then the second question comes
+    visible     the question, except its last token, was read before compression
+    follow-up   the first question and its answer were read before compression, then the second question comes
 
 Answers are teacher-forced: every token of the true answer is the most likely one exactly if greedy decoding writes the
 answer.
@@ -28,8 +29,8 @@ from eval.contexts.answers import FULL, Answer, LongContextScores
 from eval.contexts.haystack import Question, Sample
 
 VISIBILITIES = ("agnostic", "another", "turns", "visible", "follow-up")
-_OF_SECOND = {"another", "turns", "follow-up"}  # those that ask the second question
-_AT_ONCE = 16  # caches that are asked in one pass, where that is known how; all of them are held until then
+_OF_SECOND = {"another", "turns", "follow-up"}  # visibilities with the second question
+_AT_ONCE = 16  # number of caches for one pass, if `abreast` is given; all of them are held in memory until then
 
 
 @torch.no_grad()
@@ -47,18 +48,18 @@ def score_long_context(
 
     Args:
         model: a transformers decoder that takes the caches.
-        observer: makes an empty cache that a context is read into.
-        variants: {name: read cache -> a new, compressed one, the read one as it was}; "full" is always among what is
-            scored. Caches have `nbytes_16`, and `own` layers with `lengths`, `kept_positions()`, and `slabs`, which may
-            say what of them lies `elsewhere`, as tensors.
+        observer: makes an empty cache into which a context is read.
+        variants: {name: read cache -> a new, compressed one; the read one is unchanged}; "full" is always scored, too.
+            Caches have `nbytes_16`, and `own` layers with `lengths`, `kept_positions()`, and `slabs`, which may list
+            their tensors that are stored `elsewhere`.
         visibilities: some of VISIBILITIES; another, turns and follow-up need samples with two questions.
-        finished: what was found, JSON by a sample's number and a variant: what is there is not asked again. A context
-            of which anything is missing is read again, and the full cache answers again.
-        abreast: of several variants' caches makes one, as of a batch whose row i is cache i, so that the layers of a
-            pass are computed once for all; without it every cache is asked alone.
+        finished: earlier results, JSON by a sample's number and a variant, which are not computed again. If any result
+            of a context is missing, the context is read again, and the full cache answers again.
+        abreast: makes one cache from the caches of several variants, like a batch whose row i is cache i, so that each
+            layer of a pass is computed once for all; without it every cache has its own pass.
 
     Raises:
-        ValueError: visibilities that are not known, or samples that do not fit them or the model.
+        ValueError: unknown visibilities, or samples that do not match them or the model.
     """
     _check(model, samples, variants, visibilities)
     finished = {} if finished is None else finished
@@ -87,15 +88,15 @@ def _ask_all(
     progress: tqdm,
     abreast: Callable[[Sequence[Cache]], Cache] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """What one sample gave, as JSON: {variant: {"answers": {visibility: Answer}, "cache": of the first visibility}}.
-    The answers of the `counted` variants are progress."""
+    """The results of one sample, as JSON: {variant: {"answers": {visibility: Answer}, "cache": for the first
+    visibility}}. The answers of the `counted` variants count as progress."""
     found: dict[str, dict[str, Any]] = {name: {"answers": {}} for name in ways}
     first, device = sample.questions[0], next(model.parameters()).device
     _feed(model, sample.context, read, device)
     last = max(map(VISIBILITIES.index, visibilities))
     for visibility in VISIBILITIES[: last + 1]:
         question = sample.questions[-1] if visibility in _OF_SECOND else first
-        said = torch.cat([first.ask, first.answer]) if visibility == "turns" else first.ask[:0]  # behind compression
+        said = torch.cat([first.ask, first.answer]) if visibility == "turns" else first.ask[:0]  # after compression
         if visibility == "visible":
             _feed(model, first.ask[:-1], read, device)
             question = Question(first.ask[-1:], first.answer, first.needles)
@@ -114,7 +115,7 @@ def _ask_all(
                 if not of:
                     of |= {"bytes": cache.nbytes_16, "elsewhere": _elsewhere(cache), "seconds": seconds}
                     of |= _kept(sample, cache)
-                cache.paused = True  # what comes now is not a prompt to compress
+                cache.paused = True  # the following tokens are not a prompt to compress
             together = caches[0] if abreast is None else abreast(caches)
             _feed(model, said, together, device, len(caches))
             asked = _ask(model, question, together, device, len(caches))
@@ -159,10 +160,10 @@ def _untouched(cache: Cache) -> Cache:
 
 @contextmanager
 def _flat_head(model: nn.Module) -> Iterator[None]:
-    """Give the head hidden states whose tokens lie one after another.
+    """Make the hidden states contiguous before the head.
 
-    Those of the last tokens of a pass do not, and on a CPU torch then multiplies them by a copy of the whole matrix,
-    which in 16 bits takes longer than all layers.
+    The states of the last tokens of a pass are not contiguous, and on a CPU torch then multiplies them by a copy of the
+    whole matrix, which in 16 bits takes longer than all layers.
     """
     head = model.get_output_embeddings()
     if head is None:
@@ -176,7 +177,7 @@ def _flat_head(model: nn.Module) -> Iterator[None]:
 
 
 def _groups(names: list[str], size: int) -> list[list[str]]:
-    """The names in their order, so many at a time."""
+    """The names in their order, in groups of `size`."""
     return [names[i : i + size] for i in range(0, len(names), size)]
 
 
@@ -188,8 +189,8 @@ def _feed(model: nn.Module, ids: Tensor, cache: Cache, device: torch.device, row
 def _ask(
     model: nn.Module, question: Question, cache: Cache, device: torch.device, rows: int
 ) -> tuple[list[list[Tensor]], list[Tensor]]:
-    """For every row of the cache, attention outputs by layer for all tokens of question and answer, [q + a - 1, ...]
-    each, and log-probabilities of the answer's tokens, [a, vocabulary]."""
+    """For every row of the cache: the attention outputs by layer for all tokens of question and answer, [q + a - 1,
+    ...] each, and the log-probabilities of the answer's tokens, [a, vocabulary]."""
     ids = torch.cat([question.ask, question.answer[:-1]]).to(device).expand(rows, -1)
     outputs: list[Tensor] = []
     hooks = [
@@ -216,14 +217,14 @@ def _relative(a: Tensor, b: Tensor) -> float:
 
 
 def _elsewhere(cache: Cache) -> int:
-    """Bytes, in 16 bits, of what a cache holds outside of the memory that attention reads."""
+    """Bytes, in 16 bits, of a cache's tensors outside the memory that attention reads."""
     held = [x for layer in cache.own for slab in layer.slabs for x in getattr(slab, "elsewhere", ())]
     return sum(x.nbytes * 2 // x.itemsize for x in held)
 
 
 def _kept(sample: Sample, cache: Cache) -> dict[str, Any]:
-    """Positions that each head of each layer keeps, and the share of the first question's needles that is among
-    them."""
+    """The positions that each head of each layer keeps, and the share of the first question's needles that they
+    include."""
     layers = [layer for layer in cache.own if layer.slabs]
     wanted = torch.cat(
         [torch.arange(*span) for span in sample.questions[0].needles] or [torch.empty(0, dtype=torch.long)]

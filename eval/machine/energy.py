@@ -1,4 +1,4 @@
-"""Counters of energy and of work: RAPL on processors, NVML on GPUs, or the reason why there is none."""
+"""Counters of energy and of utilisation: RAPL on processors, NVML on GPUs, or the reason why there is none."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +11,11 @@ POWERCAP = Path("/sys/class/powercap")  # where Linux shows RAPL, of Intel and A
 
 
 class NotMeasurable(Exception):
-    """This machine cannot measure it; the message says why."""
+    """This machine cannot measure the quantity; the message gives the reason."""
 
 
 class EnergyCounter(Protocol):
-    """Counts the joules of a device; `covers` says of what, in words."""
+    """Counts the joules of a device; `covers` describes which parts are counted."""
 
     covers: str
 
@@ -23,10 +23,10 @@ class EnergyCounter(Protocol):
 
 
 class Rapl:
-    """Energy of all processor packages, and of the memory where it counts by itself, since this was made.
+    """Energy of all processor packages, and of the memory if it has its own counter, since this object was made.
 
-    RAPL's counters go back to 0 at `max_energy_range_uj` (after minutes under full load): read at least as often as
-    that.
+    RAPL's counters go back to 0 at `max_energy_range_uj` (after minutes under full load): `joules` must be called at
+    least that often.
 
     Args:
         root: the folder with `intel-rapl:*`; each holds `name`, `energy_uj` and `max_energy_range_uj`.
@@ -39,7 +39,7 @@ class Rapl:
         found = {
             path: _read(path / "name") for path in sorted(root.glob("intel-rapl:*")) if (path / "energy_uj").exists()
         }
-        # "psys" holds the packages, a package its "core" and "uncore": to add them would count twice
+        # "psys" includes the packages, and a package its "core" and "uncore": adding them would count twice
         wanted = {path: name for path, name in found.items() if name.startswith("package") or name == "dram"}
         if not any(name.startswith("package") for name in wanted.values()):
             raise NotMeasurable(
@@ -65,10 +65,10 @@ class Rapl:
 
 
 class Nvml:
-    """Energy of one NVIDIA GPU, since this was made.
+    """Energy of one NVIDIA GPU, since this object was made.
 
     Args:
-        device: a CUDA device of this process; found by its unique name, as NVML counts devices that torch may not see.
+        device: a CUDA device of this process; found by its UUID, as NVML also numbers devices that torch may not see.
 
     Raises:
         NotMeasurable: no `pynvml` (package nvidia-ml-py), or a GPU or driver that does not count energy.
@@ -106,10 +106,10 @@ def nvml_handle(device: torch.device) -> tuple[ModuleType, Any]:
 
 
 def gpu_use(device: torch.device) -> Callable[[], float]:
-    """What tells the share of the time, of the last sixth of a second or so, in which a kernel ran on a GPU.
+    """A function that gives the share of about the last sixth of a second in which a kernel ran on a GPU.
 
     Raises:
-        NotMeasurable: no NVML, or a GPU that does not say.
+        NotMeasurable: no NVML, or a GPU that does not report it.
     """
     nvml, handle = nvml_handle(device)
     try:
@@ -120,10 +120,10 @@ def gpu_use(device: torch.device) -> Callable[[], float]:
 
 
 def energy_counter(device: torch.device, powercap: Path = POWERCAP) -> EnergyCounter:
-    """What counts the energy of this device.
+    """The energy counter of this device.
 
     Raises:
-        NotMeasurable: nothing does.
+        NotMeasurable: there is none.
     """
     if device.type == "cuda":
         return Nvml(device)

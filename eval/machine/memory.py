@@ -17,14 +17,14 @@ from eval.machine.size import size
 
 @dataclass
 class Peak:
-    """bytes: the most that was allocated above what there was at the start, while the block ran."""
+    """bytes: the largest amount allocated during the block, above the amount at its start."""
 
     bytes: int = 0
 
 
 @contextmanager
 def peak_above_start(device: torch.device, every_s: float = 0.001) -> Iterator[Peak]:
-    """Measure the block: CUDA's own counter on a GPU, the growth of the process's resident set elsewhere."""
+    """Measure the block: by CUDA's own counter on a GPU, else by the growth of the process's resident set."""
     peak = Peak()
     gc.collect()
     if device.type == "cuda":
@@ -54,7 +54,7 @@ def peak_above_start(device: torch.device, every_s: float = 0.001) -> Iterator[P
 
 @torch.no_grad()
 def peak_memory(model: nn.Module, *, prompt_tokens: int = 512, new_tokens: int = 8) -> int:
-    """Bytes at the peak of a prefill and a few decode steps: the model's tensors and what running it adds."""
+    """Peak bytes of a prefill and a few decode steps: the model's tensors and the memory added by running it."""
     device = next(model.parameters()).device
     ids = torch.arange(prompt_tokens)[None] % model.get_input_embeddings().num_embeddings
     with peak_above_start(device) as peak:
@@ -69,6 +69,6 @@ def peak_memory(model: nn.Module, *, prompt_tokens: int = 512, new_tokens: int =
 
 
 def return_freed_memory() -> None:
-    """Ask the C library to hand freed pages back, so that growth is seen as growth."""
+    """Ask the C library to return freed pages to the system, so that growth is measured correctly."""
     with suppress(OSError, AttributeError):  # another C library: pages that were freed before hide some growth
         ctypes.CDLL("libc.so.6").malloc_trim(0)

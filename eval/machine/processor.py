@@ -5,7 +5,7 @@ import platform
 
 
 def cpu_name() -> str:
-    """As the maker calls it; on virtual machines often only the family's name."""
+    """The maker's name of the processor; on virtual machines often only the family's name."""
     return _told().get("model name") or platform.processor() or platform.machine()
 
 
@@ -17,7 +17,7 @@ def cpu_class() -> str:
 
 
 def _told() -> dict[str, str]:
-    """What Linux says of the first core."""
+    """Linux's description of the first core."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             first = file.read().partition("\n\n")[0]

@@ -7,8 +7,8 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Size:
-    """stored_bytes: of the state dict, as a checkpoint holds it. resident_bytes: of parameters and buffers as they lie
-    in memory now, which kernels may want laid out less tightly. Tensors that share memory count once."""
+    """stored_bytes: bytes of the state dict, as in a checkpoint. resident_bytes: bytes of parameters and buffers as
+    they are in memory now, where kernels may need a larger layout. Tensors that share memory count once."""
 
     stored_bytes: int
     resident_bytes: int
@@ -21,8 +21,8 @@ def size(model: nn.Module) -> Size:
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Parameters of a model. What stores its weight in another form counts by its shape: it is no nn.Linear or
-    nn.Embedding, and says its `bits_per_weight`. An embedding that is `tied` is counted as the head."""
+    """Number of parameters of a model. Modules that store a weight in another form count by its shape: they have
+    `bits_per_weight`, and are not nn.Linear or nn.Embedding. A `tied` embedding is counted as the head."""
     stored = [module for module in model.modules() if hasattr(type(module), "bits_per_weight")]
     linears = [module for module in stored if hasattr(module, "in_features")]
     biases = sum(linear.bias.numel() for linear in linears if linear.bias is not None)
@@ -40,7 +40,7 @@ def bits_per_weight(stored_bytes: int, parameters: int) -> float:
 def _bytes(tensors: dict) -> int:
     unique = {}
     for name, tensor in tensors.items():
-        opaque = tensor.is_mkldnn  # laid out for oneDNN: it has no address to look at, and is shared with nothing
+        opaque = tensor.is_mkldnn  # laid out for oneDNN: it has no address, and shares no memory
         key = (tensor.data_ptr(), tensor.nbytes) if tensor.numel() and not opaque else (name, 0)
         unique[key] = tensor.nbytes
     return sum(unique.values())

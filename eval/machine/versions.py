@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Python's, and those of the packages that are installed."""
+    """The versions of Python and of the installed ones of these packages."""
     found = {"python": platform.python_version()}
     for package in packages:
         try:

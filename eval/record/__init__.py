@@ -1,1 +1,1 @@
-"""The run record: its shape, how it is read and written. This package imports nothing heavy."""
+"""The run record: its shape, reading and writing. This package imports no large libraries."""

@@ -1,4 +1,4 @@
-"""`kernels.files`, for `reports`, which imports nothing but this room."""
+"""`kernels.files`, for `reports`, which imports only this package."""
 
 from kernels.files import sync, write_whole
 

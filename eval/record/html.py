@@ -1,4 +1,4 @@
-"""Tables as HTML for Jupyter: the only place that escapes the values that results show."""
+"""Tables as HTML for Jupyter: the only place where values in results are escaped."""
 
 from collections.abc import Iterable, Sequence
 from html import escape

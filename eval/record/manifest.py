@@ -35,11 +35,11 @@ def seal(folder: Path, about: Mapping[str, Any]) -> None:
 
 
 def problems(folder: Path, key: str = "", derived: Collection[str] = ()) -> list[str]:
-    """Why a folder is not the finished one that its manifest describes; [] if it is.
+    """The reasons why a folder is not the finished one that its manifest describes; [] if it is.
 
     Args:
-        key: of the run that the folder should belong to; "" for any.
-        derived: names of files that may have another content than the manifest says.
+        key: key of the run to which the folder should belong; "" for any.
+        derived: names of files whose content may differ from the manifest.
     """
     manifest = read_json(folder / MANIFEST)
     if not manifest:
@@ -61,7 +61,7 @@ def problems(folder: Path, key: str = "", derived: Collection[str] = ()) -> list
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; {} where the file is missing, unreadable or cut short."""
+    """A JSON object; {} if the file is missing, unreadable or incomplete."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         return content if isinstance(content, dict) else {}

@@ -1,4 +1,4 @@
-"""Rows of what is measured only where it is asked for: tasks, generations, speed grids, costs, caches, kernels."""
+"""Rows of optional measurements: tasks, generations, speed grids, costs, caches, kernels."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ Interval = tuple[float, ...]  # (low, high), or (value, low, high)
 
 @dataclass(frozen=True)
 class Settings:
-    """Of timings, tasks or generations: each states those of these that it has."""
+    """Settings of timings, tasks or generations; each has only some of these."""
 
     prompt_tokens: int | None
     new_tokens: int | None
@@ -28,7 +28,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt and what each model wrote. first_difference: the first token that is not the baseline's; None: none."""
+    """A prompt and each model's text. first_difference: the first token that differs from the baseline's, or None."""
 
     prompt: str
     texts: dict[str, str]
@@ -49,7 +49,7 @@ class TaskRow:
 
 @dataclass(frozen=True)
 class Paired:
-    """A model against the baseline on the same questions of one task; ends of intervals are at 95 %."""
+    """A model compared with the baseline on the same questions of one task; intervals are at 95 %."""
 
     metric: str
     n: int | None
@@ -228,7 +228,7 @@ class CacheSpeed:
 
 @dataclass(frozen=True)
 class Cache:
-    """What was measured of compressed KV caches, by variant."""
+    """The measurements of compressed KV caches, by variant."""
 
     answers: tuple[Answers, ...]
     against: dict[str, dict[str, Interval]]

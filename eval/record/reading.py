@@ -1,4 +1,4 @@
-"""Values of a given type from what JSON holds: missing and ill-typed values become None, "" or empty."""
+"""Values of a given type from JSON: missing and ill-typed values become None, "" or empty."""
 
 import math
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it: lists for tuples, and a text for each number that is not finite."""
+    """A value in the form of JSON: lists for tuples, and a text for each number that is not finite."""
     if isinstance(value, Mapping):
         return {str(k): plain(v) for k, v in value.items()}
     if _is_list(value):
@@ -20,11 +20,11 @@ def plain(value: Any) -> Any:
 
 
 def row(kind: Any, value: Any) -> Any:
-    """A value of this type from what JSON holds, however little that is.
+    """A value of this type from a JSON value, which may be incomplete.
 
     Args:
         kind: a dataclass of this module, tuple[X, ...], dict[K, X], X | None, str, int, float, bool, or object.
-        value: what a record holds there; a dataclass is read by its attributes.
+        value: the value in a record; a dataclass is read by its attributes.
     """
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (UnionType, Union):
@@ -56,7 +56,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a member stays: a number that is none is left out, unless the type allows None."""
+    """Is a member kept? None, such as for a value that is not a number, is dropped unless the type allows None."""
     return value is not None or kind is object or NoneType in get_args(kind)
 
 
@@ -71,7 +71,7 @@ def _number(kind: type, value: Any) -> float | int | None:
         value = float(value)
     if not isinstance(value, int | float):
         return None
-    if kind is int:  # NaN, infinity and numbers beyond any count are none
+    if kind is int:  # NaN, infinity and huge numbers are not counts
         return int(value) if abs(value) < 2**63 else None
     try:
         return float(value)

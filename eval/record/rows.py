@@ -1,8 +1,8 @@
-"""The run record as typed rows, read once from a dict of any age: what a record lacks is None, "" or empty.
+"""The run record as typed rows, read once from a dict of any version: missing entries become None, "" or empty.
 
-The keys have the names and units that `eval.record.schema` lists. A value of another type than its row has counts as
-missing. Numbers that are not finite are kept. JSON has none, so they are written as the texts "NaN", "Infinity" and
-"-Infinity" (`eval.record.reading.plain`).
+The keys have the names and units that `eval.record.schema` lists. A value of another type than its row's counts as
+missing. Numbers that are not finite are kept. JSON has no such numbers, so they are written as the texts "NaN",
+"Infinity" and "-Infinity" (`eval.record.reading.plain`).
 """
 
 import math
@@ -29,7 +29,7 @@ class Header:
 
 @dataclass(frozen=True)
 class Step:
-    """A method of a recipe with its knobs. text: the step as one would write it; "" in early records."""
+    """A method of a recipe with its knobs. text: the step as written in a recipe; "" in early records."""
 
     method: str
     knobs: dict[str, object]
@@ -79,7 +79,7 @@ class LayerRow:
 
 @dataclass(frozen=True)
 class Magnitudes:
-    """Of channels; kurtosis: the mean of that of a token's values, None where it was not measured."""
+    """Magnitudes of channels; kurtosis: the mean over tokens of the kurtosis of a token's values, or None."""
 
     max: float | None
     median: float | None
@@ -87,7 +87,7 @@ class Magnitudes:
 
     @property
     def outlier(self) -> float:
-        """The largest channel against the typical one."""
+        """The largest channel relative to the typical one."""
         return (self.max or 0.0) / max(self.median or 0.0, 1e-30)
 
 
@@ -166,8 +166,8 @@ class Kept:
 
 @dataclass(frozen=True)
 class Text:
-    """How much of a text was scored. tokens: of all windows; stride: None where windows do not overlap; bos: "each"
-    where every window begins with it."""
+    """The scored part of a text. tokens: in all windows; stride: None if windows do not overlap; bos: "each" if every
+    window begins with the BOS token."""
 
     tokens: int | None
     window: int | None
@@ -220,7 +220,7 @@ class Provenance:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """All of a record. `recipes` holds those of "compressed" and of every other model that has one."""
+    """A whole record. `recipes` has the recipes of "compressed" and of every other model that has one."""
 
     schema_version: int | None
     run: Header
@@ -266,16 +266,16 @@ class RunRecord:
         return self.scores.get(model, {}).get(metric)
 
     def ratio(self, metric: str, model: str = "compressed") -> float | None:
-        """A score over the baseline's; None where one of the two is unknown or 0."""
+        """A score divided by the baseline's; None if one of the two is unknown or 0."""
         before, after = self.score("baseline", metric), self.score(model, metric)
         return after / before if before and after else None
 
     def recipe_of(self, model: str) -> str | None:
-        """A model's recipe as one would write it; None where it has none."""
+        """A model's recipe in its written form; None if it has none."""
         steps = self.recipes.get(model, self.recipe if model == "compressed" else None)
         return None if steps is None else ", ".join(map(str, steps))
 
 
 def typed(record: RunRecord | Mapping[str, Any] | None) -> RunRecord:
-    """A record as typed rows. Rows stay as they are."""
+    """A record as typed rows; typed rows are returned unchanged."""
     return record if isinstance(record, RunRecord) else row(RunRecord, record)

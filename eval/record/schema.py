@@ -4,29 +4,29 @@ Its shape (more keys are welcome, these keep their names):
 
     schema_version
     run          key, notebook, started, duration_s
-    recipe       [{method, knobs, source, text}]      of "compressed"; text: the step as one would write it
-    recipes      {model: [as in recipe]}              of "compressed" and of the other models that were scored beside it
+    recipe       [{method, knobs, source, text}]      of "compressed"; text: the step as written in a recipe
+    recipes      {model: [as in recipe]}              of "compressed" and of the other models that were scored with it
     model        name, weights_sha256, parameters
     calibration  corpus, samples, seqlen, seed, sha256          (null where none was needed)
     layers       [{name, shape, format, bits_per_weight, error, rtn_error, seconds, notes, sparsity, distortion,
                    choice, choices}]                  the method chosen for it, {method: predicted loss}
-    inputs       {model: {linear: {max, p99, median, kurtosis}}}   of what its weight meets before rounding
+    inputs       {model: {linear: {max, p99, median, kurtosis}}}   of the linear's input before rounding
     folds        [{name, kind, consumers, alpha, x_before, ...}]        scales moved from norms and linears into the
                  linears that read them (`compress.records.FoldRecord` has the shape)
     drops        [{name, kind, block, importance, order, parameters}]   parts of blocks that were, or might be, dropped
-    allocation   {loss, budget_bytes, beside_bytes, chosen, curve, layers, seconds}   how bytes were shared out among
-                 layers (`compress.records.AllocationRecord`); null if they were not
+    allocation   {loss, budget_bytes, beside_bytes, chosen, curve, layers, seconds}   the allocation of bytes to layers
+                 (`compress.records.AllocationRecord`); null if there was none
     cache        measurements of compressed KV caches, in the record of such a run (`eval.record.measured.Cache`)
     strengths    {lines: [{recipe, points: [{value, removed_parameters, dropped, seconds, scores}]}]}   recipes that
-                 were scored, and not timed, with each of these values in place of {}
+                 were scored, but not timed, with {} replaced by each of these values
     kept         [{name, shape, bytes, reason}]
     scores       {baseline: {metric: value}, compressed: {...}, rtn: {...}, ...}   the standard error of m is m_stderr
     speed        {variant: {...}}
     samples      [{prompt, texts, first_difference}]
-    notes        [what a reader must know: what is emulated, what could not be measured, and why]
+    notes        [necessary information for readers: emulated parts, measurements that were not possible, and reasons]
     kernels      {op: implementation that ran}
-    tasks, generation, speed_grid, efficiency, cost    only where they were asked for (`eval.record.measured`)
-    bench        in the record of a kernel benchmark: what `kernels.harness.validate` measured (its docstring has the
+    tasks, generation, speed_grid, efficiency, cost    only if requested (`eval.record.measured`)
+    bench        in the record of a kernel benchmark: the results of `kernels.harness.validate` (its docstring has the
                  shape); recipe and layers are then empty, and model, calibration and scores are null
     provenance   commit, dirty, versions, hardware, threads, device, dtype, flags, command
 
@@ -65,7 +65,7 @@ def read_record(path: str | Path) -> dict[str, Any]:
     """Read record.json.
 
     Raises:
-        ValueError: no JSON, another schema, or a key of the contract is missing.
+        ValueError: not JSON, another schema, or a key of the contract is missing.
     """
     try:
         made = json.loads(Path(path).read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Attention as fast as torch's products allow: for a prompt read into an empty cache, then for one token at a time."""
+"""The fastest attention possible with torch: for a prompt read into an empty cache, then for one token at a time."""
 
 import torch
 from torch import Tensor, nn
@@ -13,15 +13,15 @@ from kernels.prompt_attention import faster_than_torch, prompt_attention
 
 
 def fast_attention(model: nn.Module) -> nn.Module:
-    """Make a model's attention the fastest for prompts that begin at position 0 and for single queries, compiled too.
+    """Give a model the fastest attention for prompts that begin at position 0 and for single queries, compiled or not.
 
-    Batches must be of equally long prompts.
+    The prompts of a batch must be equally long.
 
     transformers repeats the key and value heads for a single query, which makes 16-bit attention several times slower:
-    where the mask of each sequence is one range of positions, our `kv_decode` attends, with each head of the cache read
-    once. In a compiled pass transformers cannot know that a prompt begins with an empty cache, so that it multiplies by
-    keys that are not there yet. torch's fused attention is slow in 16 bits on some CPUs: what is faster for a prompt is
-    tried when one is first read eagerly.
+    if the mask of each sequence is one range of positions, our `kv_decode` runs instead and reads each head of the
+    cache once. In a compiled pass, transformers cannot know that a prompt begins with an empty cache, and so multiplies
+    by keys that do not exist yet. torch's fused attention is slow in 16 bits on some CPUs: the faster attention for
+    prompts is found by a trial when a prompt is first read eagerly.
     """
     AttentionInterface.register("sdpa_fast", _attention)
     AttentionMaskInterface.register("sdpa_fast", _mask)
@@ -57,7 +57,7 @@ def _is_range(mask: Tensor | None) -> bool:
 
 
 def _of_range(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scaling: float | None) -> Tensor:
-    """By `kv_decode`; seen: [batch, positions], True from the first position that is seen to the last."""
+    """Attention by `kv_decode`; seen: [batch, positions], True from the first visible position to the last."""
     first, count = seen.to(torch.uint8).argmax(-1, keepdim=True), seen.sum(-1, keepdim=True)
     starts, lengths = (t.expand(key.shape[:2]) for t in (first, count))
     return kv_decode(query, KV(key, value), lengths, starts=starts, scale=scaling)

@@ -1,4 +1,4 @@
-"""How fast a model decodes behind contexts of several lengths, with different compressed caches.
+"""The speed at which a model decodes after contexts of several lengths, with different compressed caches.
 
 Every variant, including the full 16-bit cache, is timed in turns with the same kernel and the same native step
 (`kernels/step`), or the same compiled step if there is no native one for the model. The baseline of attention is the
@@ -37,7 +37,7 @@ SDPA = "full, torch SDPA"
 
 
 class Slab(Protocol):
-    """What a cache shows of the tensors of some heads of a layer."""
+    """A cache's tensors for some heads of a layer."""
 
     kv: KV
     lengths: Tensor
@@ -47,7 +47,7 @@ class Slab(Protocol):
 
 
 class TimedCache(Protocol):
-    """A cache of fixed tensors that can be as long as after any number of tokens."""
+    """A cache of fixed tensors that can be set to its state after any number of tokens."""
 
     def at(self, tokens: int) -> Cache: ...
     def layer_slabs(self) -> list[Slab]: ...
@@ -55,13 +55,13 @@ class TimedCache(Protocol):
 
 @dataclass
 class CacheSpeed:
-    """What was measured, each as (median, first quartile, third quartile) over the rounds.
+    """The measured times, each as (median, first quartile, third quartile) over the rounds.
 
     Attributes:
         tokens_per_s: {variant: {context: ...}} of the whole model, batch 1.
-        attention_s: {variant: {context: ...}}: seconds of the attention of all layers for one token; also of "full,
+        attention_s: {variant: {context: ...}}: seconds of the attention of all layers for one token; also for "full,
             torch SDPA".
-        execution: {variant: native step, compiled or eager, and why}.
+        execution: {variant: native step, compiled or eager, with the reason}.
         kernels: {op: implementations that ran}.
         settings: new_tokens, rounds, batch, dtype.
     """
@@ -87,7 +87,7 @@ class CacheSpeed:
         return f"<table><thead><tr><th></th>{head}</tr></thead><tbody>{rows}</tbody></table>"
 
     def attention_speedup(self, variant: str, context: int) -> float:
-        """The time of the faster attention with a full 16-bit cache over the time of this attention."""
+        """The time of the faster attention with a full 16-bit cache, divided by the time of this attention."""
         full = min(self.attention_s[name][context][0] for name in (FULL, SDPA))
         return full / self.attention_s[variant][context][0]
 
@@ -101,14 +101,14 @@ def measure_cache_speed(
     new_tokens: int = 8,
     rounds: int = 5,
 ) -> CacheSpeed:
-    """Time decoding behind every context, and attention alone.
+    """Time decoding after every context, and attention alone.
 
     Args:
         model: a decoder that takes such caches as `past_key_values` and as `compressed`, in the dtype in which it is
             deployed.
-        variants: {name: makes its cache}; "full" must be among them.
-        contexts: tokens before those that are timed.
-        new_tokens: decoded behind each, in every round.
+        variants: {name: function that makes its cache}; "full" must be among them.
+        contexts: numbers of tokens before the timed ones.
+        new_tokens: number of tokens decoded after each context, in every round.
 
     Raises:
         ValueError: no full cache among the variants, or numbers that are not positive.
@@ -159,10 +159,10 @@ def measure_cache_speed(
 
 
 def _native(model: nn.Module, cache: TimedCache, context: int) -> Step:
-    """One token by the native step, as of an accelerated model; the logits of some are compared with the model's.
+    """One token by the native step, as in an accelerated model; some tokens' logits are compared with the model's.
 
     Raises:
-        NotNative: a model that it does not know, or other logits.
+        NotNative: an unknown model, or logits that differ.
     """
     step, position = StepInParts(recognise(model, by_cache=True), 1), torch.tensor([[context]])
     differences = []
@@ -171,14 +171,15 @@ def _native(model: nn.Module, cache: TimedCache, context: int) -> Step:
         wanted = model(token, past_key_values=at, compressed=at, position_ids=position, use_cache=True).logits[:, -1]
         step(token, cache.at(context), position)
         differences.append(difference(step.logits[:, -1], wanted))
-    # Behind made-up caches the logits of many tokens hang on rounding, in any program. A wrong one differs for all.
+    # With artificial caches, the logits of many tokens depend on rounding in any program. A wrong program differs for
+    # all tokens.
     if not (other := min(differences)) < MOST:
         raise NotNative(f"its logits differ from the model's by {other:.2g} or more, and {MOST} would do")
     return lambda token, position: step(token, cache, position)
 
 
 def _step(model: nn.Module, cache: TimedCache, context: int, packing: Packing) -> tuple[Step, str]:
-    """One token by the native step, or compiled if that is possible; and how it is executed."""
+    """One token by the native step, or compiled if that is possible; and a description of the execution."""
     try:
         return _native(model, cache, context), "native step"
     except NotNative as error:
@@ -196,13 +197,13 @@ def _step(model: nn.Module, cache: TimedCache, context: int, packing: Packing) -
         return compiled, f"compiled{why}"
     except NotRegional as error:
         return step, f"eager ({error}){why}"
-    except Exception as error:  # no compiler, or a model that it cannot take
+    except Exception as error:  # no compiler, or an unsupported model
         warnings.warn(f"the model does not compile, so it runs eagerly: {first_line(error)}", stacklevel=2)
         return step, f"eager (does not compile: {first_line(error)[:120]}){why}"
 
 
 def _decode(step: Step, cache: TimedCache, context: int, count: int, device: torch.device) -> float:
-    """Seconds a token, the median of `count`."""
+    """Seconds per token, the median of `count` tokens."""
     cache.at(context)
     token, seconds = torch.ones(1, 1, dtype=torch.long, device=device), []
     for i in range(count):

@@ -1,11 +1,11 @@
-"""The least time of a decoded token: bytes and operations, against the device's measured ceilings.
+"""The least time of a decoded token: bytes and operations, relative to the device's measured ceilings.
 
-A step of decoding reads every weight once, whatever the batch, and every row's cache; it multiplies each row by every
-weight, and its query by the cache. It can take no less than the longer of bytes / bandwidth and operations / peak: the
-accounting of "Kinetics" (arXiv:2506.05333), in which the cache weighs as much as the parameters, and of the peak
-analysis of long contexts (arXiv:2405.08944). Deviations: of compressed weights the stored bytes are counted, of
-embeddings the rows that are looked up, of experts as many as a batch is expected to reach, and of caches what the model
-itself puts into one.
+A decoding step reads every weight once, for any batch size, and every row's cache; it multiplies each row by every
+weight, and its query by the cache. Its least time is the longer of bytes / bandwidth and operations / peak: the
+accounting of "Kinetics" (arXiv:2506.05333), in which the cache counts like the parameters, and of the peak analysis of
+long contexts (arXiv:2405.08944). Deviations: compressed weights count with their stored bytes, embeddings with the rows
+that are looked up, experts with the number that a batch is expected to reach, and caches with the tensors that the
+model itself stores.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,10 +25,10 @@ from kernels.harness.roofline import Ceilings
 
 @dataclass(frozen=True)
 class Prediction:
-    """One step of decoding, in which every row of the batch gets a token: the least that it can take.
+    """The least time of one decoding step, in which every row of the batch gets a token.
 
-    predicted_s: seconds, the longer of bytes / bandwidth and flops / peak. bound: "memory" or "compute", which of them
-        it is.
+    predicted_s: seconds, the longer of bytes / bandwidth and flops / peak. bound: "memory" or "compute", whichever is
+        the longer one.
     """
 
     batch: int
@@ -42,11 +42,11 @@ class Prediction:
 
 @dataclass
 class Cost:
-    """Predictions beside measurements.
+    """Predictions and measurements.
 
     Attributes:
-        ceilings: read_bytes_per_s, flops_per_s (None: not measured; then bytes alone count), how.
-        rows: {model, and the fields of `Prediction`, measured_s (of one such step, None: not measured), execution}.
+        ceilings: read_bytes_per_s, flops_per_s (None: not measured; then only bytes count), how.
+        rows: {model, the fields of `Prediction`, measured_s (of one such step, None: not measured), execution}.
     """
 
     ceilings: dict[str, Any] = field(default_factory=dict)
@@ -54,8 +54,8 @@ class Cost:
 
     @property
     def metrics(self) -> dict[str, dict[str, float]]:
-        """{model: {predicted_decode_tokens_per_s, share_of_predicted_speed}} of the first row of each that was
-        measured."""
+        """{model: {predicted_decode_tokens_per_s, share_of_predicted_speed}} for each model's first row with a
+        measurement."""
         found: dict[str, dict[str, float]] = {}
         for row in self.rows:
             if row["measured_s"] is not None and row["model"] not in found:
@@ -66,7 +66,7 @@ class Cost:
         return found
 
     def found(self) -> dict[str, Any]:
-        """Everything as JSON, as the record keeps it under `cost`."""
+        """All results as JSON, in the form of the record's entry `cost`."""
         return {"ceilings": self.ceilings, "rows": self.rows}
 
     def _repr_html_(self) -> str:
@@ -101,13 +101,13 @@ class Cost:
 
 
 def predict(model: nn.Module, *, context: int, batch: int = 1, ceilings: Ceilings) -> Prediction:
-    """The least that one step of decoding can take on a device with these ceilings.
+    """The least time of one decoding step on a device with these ceilings.
 
     Args:
         model: a transformers decoder in the dtype in which it is deployed (`kernels.deploy.deployed`), compressed or
             not.
-        context: positions that each row's query sees, its own among them.
-        batch: rows.
+        context: number of positions that each row's query sees, its own included.
+        batch: number of rows.
 
     Raises:
         ValueError: numbers that are not positive.
@@ -136,18 +136,18 @@ def cost_model(
     batches: Sequence[int] = (1,),
     how: str = "",
 ) -> Cost:
-    """Predictions for bfloat16 copies of models, beside what was measured of them.
+    """Predictions for bfloat16 copies of models, together with their measurements.
 
-    Timed models may do more work than predicted (16-bit weights with their zeros in place, masked positions of a static
-    cache), or less, if weights fit into a processor's cache: the ceilings are those of main memory.
+    Timed models may do more work than predicted (16-bit weights with stored zeros, masked positions of a static cache),
+    or less, if weights fit into a processor's cache: the ceilings are those of main memory.
 
     Args:
         models: {name: model}.
-        speed_rows: {model, batch, prompt_tokens, new_tokens, decode_tokens_per_s, execution}: of `speed_rows(...)` and
-            of `SpeedGrid.rows`; those of other models are passed over. The context is that of the middle token.
-        ceilings: of the device; measured, in some seconds, where there are none.
-        contexts, batches: for which there are predictions without a measurement, each with each.
-        how: by which the ceilings came about, where they are given.
+        speed_rows: {model, batch, prompt_tokens, new_tokens, decode_tokens_per_s, execution}: from `speed_rows(...)`
+            and `SpeedGrid.rows`; rows of other models are ignored. The context is that of the middle token.
+        ceilings: of the device; None: they are measured, in some seconds.
+        contexts, batches: all combinations for which predictions without measurements are added.
+        how: origin of the ceilings, if they are given.
 
     Raises:
         ValueError: numbers that are not positive.
@@ -180,7 +180,7 @@ def cost_model(
 
 
 def speed_rows(speeds: Mapping[str, Speed]) -> list[dict[str, Any]]:
-    """What `measure_speed` found, as rows for `cost_model`."""
+    """The results of `measure_speed`, as rows for `cost_model`."""
     return [
         {
             "model": name,

@@ -1,13 +1,12 @@
-"""A lock per device for all runs of this user, so that nothing else computes on a device while something is timed on
-it.
+"""A lock per device for all runs of this user, so that nothing else computes on a device during a timing.
 
-Batch runs share a device while they compress and score (`share`); a run that times something waits until it has the
-device to itself (`undisturbed`). New runs let a waiting one go first. The locks are those of `flock`, so the lock of a
+Batch runs share a device while they compress and score (`share`); a run with timings waits until it has exclusive use
+of the device (`undisturbed`). New runs let a waiting one go first. The locks are made with `flock`, so the lock of a
 killed process is released.
 
-Every process that holds a device writes its name and its start time to a small file beside the lock, and holds a lock
-on that file as long as it lives. A process that waits reports the process for which it waits: in the notebook's cell,
-and in the file that `$WORKBENCH_WAITING` names, which exists as long as the process waits.
+Every process that holds a device writes its name and its start time to a small file beside the lock, and locks that
+file until the process ends. A process that waits reports the process for which it waits: in the notebook's cell, and in
+the file named by `$WORKBENCH_WAITING`, which exists as long as the process waits.
 """
 
 import contextlib
@@ -27,29 +26,29 @@ import torch
 
 from kernels.user_cache import cache_folder
 
-WAITING = "WORKBENCH_WAITING"  # names the file that is there while this process waits, so that its time is not counted
+WAITING = "WORKBENCH_WAITING"  # names a file that exists while this process waits, so that the wait is not counted
 LOCKS = "WORKBENCH_LOCKS"  # names another folder for the locks, such as one that several users share
 POLL_S = 0.2
-SAY_AGAIN_S = 60.0  # after this long, the wait is said again
+SAY_AGAIN_S = 60.0  # seconds after which the wait is reported again
 _shared: dict[str, IO] = {}  # devices that this process shares
-_cards: dict[str, IO] = {}  # what it says of itself there
+_cards: dict[str, IO] = {}  # files in which this process describes itself
 _depth: dict[str, int] = {}
-_full: list[int] = []  # threads that this process had before it was told to use fewer
+_full: list[int] = []  # number of threads of this process before it was told to use fewer
 _guard = threading.RLock()
 _owner = [os.environ.get("WORKBENCH_KEY") or Path(sys.argv[0]).name or "python"]
 
 
 def call_this(run: str) -> None:
-    """Set the name of this process's run, which is shown to processes that wait for it."""
+    """Set the name of this process's run, shown to processes that wait for it."""
     _owner[0] = run
 
 
 def share(device: str | torch.device, threads: int | None = None) -> None:
-    """Compute on this device beside other processes, until this process ends; waits while a process times something
+    """Compute on this device together with other processes, until this process ends; waits while a process runs timings
     there.
 
     Args:
-        threads: of a processor, that this process uses meanwhile; all that it had where something is timed.
+        threads: number of processor threads that this process uses meanwhile; timings use all its threads.
     """
     name = device_name(device)
     with _guard:
@@ -57,14 +56,14 @@ def share(device: str | torch.device, threads: int | None = None) -> None:
             _full.append(torch.get_num_threads())
             torch.set_num_threads(threads)
         if name not in _shared:
-            with _gate(name):  # whoever waits for the device alone has it
+            with _gate(name):  # held by a process that waits for exclusive use
                 _shared[name] = _take(_file(name), fcntl.LOCK_SH, name)
             _sign(name, "computes")
 
 
 @contextlib.contextmanager
 def undisturbed(device: str | torch.device) -> Iterator[None]:
-    """Use the device alone, with all threads; waits until no other process computes there. May be nested."""
+    """Use the device exclusively, with all threads; waits until no other process computes there. May be nested."""
     name = device_name(device)
     with _guard:
         if _depth.get(name):
@@ -73,7 +72,7 @@ def undisturbed(device: str | torch.device) -> Iterator[None]:
         threads, shared = torch.get_num_threads(), _shared.get(name)
         lock = shared or _file(name)
         try:
-            if shared:  # before the gate: two that wait there for one another's share would wait for ever
+            if shared:  # before the gate: two processes that wait for each other's share would wait for ever
                 fcntl.flock(shared, fcntl.LOCK_UN)
                 _strike(name)
             with _gate(name):
@@ -94,7 +93,7 @@ def undisturbed(device: str | torch.device) -> Iterator[None]:
 
 
 def timing_threads() -> int:
-    """Threads with which things are timed in this process."""
+    """Number of threads for timings in this process."""
     return _full[0] if _full else torch.get_num_threads()
 
 
@@ -107,7 +106,7 @@ def device_name(device: str | torch.device) -> str:
 
 
 def holders(name: str) -> list[str]:
-    """Who holds a device now, in words: the run, its process, what it does there, and since when."""
+    """Descriptions of the processes that hold a device now: run, process, use of the device, and start time."""
     said = []
     for path in sorted(_folder().glob(f"workbench-{name}.held-*")):
         with contextlib.suppress(OSError, ValueError), open(path, "r+") as file:
@@ -122,14 +121,14 @@ def holders(name: str) -> list[str]:
 
 @contextlib.contextmanager
 def _gate(name: str) -> Iterator[None]:
-    """Held by one that waits for the device alone, and passed by all that begin: new ones do not keep it waiting for
-    ever."""
+    """A lock held by a process that waits for exclusive use, and taken briefly by all that begin, so that new processes
+    do not keep it waiting for ever."""
     with _take(_file(f"{name}.gate"), fcntl.LOCK_EX, name):
         yield
 
 
 def _take(file: IO, how: int, name: str) -> IO:
-    """Lock a file; while that has to wait, say for whom."""
+    """Lock a file; while waiting, report the processes that hold it."""
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(file, how | fcntl.LOCK_NB)
         return file
@@ -157,10 +156,10 @@ def _take(file: IO, how: int, name: str) -> IO:
 
 
 def _sign(name: str, does: str) -> None:
-    """Say who holds the device: a file that is locked as long as this process lives, or until `_strike`."""
+    """Record that this process holds the device, in a file that is locked until the process ends or calls `_strike`."""
     path = _folder() / f"workbench-{name}.held-{socket.gethostname()}-{os.getpid()}"
     since = datetime.now().strftime("%H:%M:%S")
-    with contextlib.suppress(OSError):  # what is said is a courtesy, the lock is what counts
+    with contextlib.suppress(OSError):  # the file only informs, the lock is essential
         card = open(path, "w", encoding="utf-8")  # noqa: SIM115
         fcntl.flock(card, fcntl.LOCK_EX | fcntl.LOCK_NB)
         card.write(json.dumps({"run": _owner[0], "pid": os.getpid(), "does": does, "since": since}))
@@ -175,7 +174,7 @@ def _strike(name: str) -> None:
 
 
 def _folder() -> Path:
-    """Of the locks: in the user's own cache folder, unless $WORKBENCH_LOCKS names another."""
+    """The folder of the locks: in the user's own cache folder, unless $WORKBENCH_LOCKS names another."""
     return Path(os.environ[LOCKS]) if os.environ.get(LOCKS) else cache_folder("locks")
 
 

@@ -1,4 +1,4 @@
-"""The six metrics of EfficientLLM (arXiv:2505.13840), where the machine can tell; where it cannot, the reason.
+"""The six metrics of EfficientLLM (arXiv:2505.13840), as far as the machine can measure them; otherwise the reason.
 
     memory_use        bytes, mean while the model answers
     compute_use       share of the device's time in use
@@ -36,12 +36,12 @@ from eval.speed.work import Work, work
 from kernels.harness.roofline import Ceilings
 
 METRICS = ("memory_use", "compute_use", "latency", "throughput", "energy", "compression_rate")
-EVERY_S = 0.02  # between two looks at the machine
+EVERY_S = 0.02  # seconds between two samples of the machine
 
 
 @dataclass(frozen=True)
 class Measure:
-    """value: None where it cannot be measured here; then the note says why."""
+    """value: None if it cannot be measured here; the note then gives the reason."""
 
     value: float | None
     unit: str
@@ -50,13 +50,13 @@ class Measure:
 
 @dataclass
 class Efficiency:
-    """What was measured: {model: {each of `METRICS`: Measure}}."""
+    """The measurements: {model: {each of `METRICS`: Measure}}."""
 
     models: dict[str, dict[str, Measure]] = field(default_factory=dict)
 
     @property
     def metrics(self) -> dict[str, dict[str, float]]:
-        """{model: {memory_use_bytes, compute_use_share, latency_s, ...}}; what cannot be measured is left out."""
+        """{model: {memory_use_bytes, compute_use_share, latency_s, ...}}, without metrics that cannot be measured."""
         names = dict(
             zip(
                 METRICS,
@@ -77,7 +77,7 @@ class Efficiency:
         }
 
     def found(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """Everything as JSON, as the record keeps it under `efficiency`."""
+        """All results as JSON, in the form of the record's entry `efficiency`."""
         return {name: {metric: asdict(one) for metric, one in of.items()} for name, of in self.models.items()}
 
     def _repr_html_(self) -> str:
@@ -97,13 +97,13 @@ def _shown(one: Measure) -> str:
 
 
 class Watch:
-    """Looks at the machine in a thread while the block runs.
+    """Samples the machine in a thread while the block runs.
 
     Attributes:
-        memory: bytes above what there was before (resident set of this process, or what torch holds on a GPU), look by
-            look.
-        use: of the device's time, as `use()` says it, look by look; empty without.
-        cpu_s, wall_s: of this process (all of its threads), and that passed.
+        memory: samples of the bytes above the earlier amount (resident set of this process, or torch's memory on a
+            GPU).
+        use: samples of `use()`, the used share of the device's time; empty without `use`.
+        cpu_s, wall_s: processor time of this process (all threads), and elapsed time.
     """
 
     def __init__(self, device: torch.device, before: int, use: Callable[[], float] | None = None) -> None:
@@ -135,14 +135,14 @@ class Watch:
 
 
 def held_bytes(device: torch.device) -> int:
-    """What torch has allocated on a GPU; the resident set of this process elsewhere."""
+    """Bytes allocated by torch on a GPU; else the resident set of this process."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else psutil.Process().memory_info().rss
 
 
 @dataclass
 class _Seen:
-    """What was seen of one model. tensors: bytes of the deployed copy, stored: of its checkpoint, ready: that its cache
-    added."""
+    """The samples of one model. tensors: bytes of the deployed copy, stored: bytes of its checkpoint, ready: bytes
+    added by its cache."""
 
     tensors: int
     stored: int
@@ -160,7 +160,7 @@ class _Seen:
 def check_efficiency(
     model: nn.Module, *, prompt_tokens: int = 128, new_tokens: int = 32, rounds: int = 3, seconds: float = 2.0
 ) -> None:
-    """Raise ValueError if efficiency cannot be measured like this; quick. Args: as of `measure_efficiency`."""
+    """Raise ValueError if efficiency cannot be measured like this; quick. Args: as in `measure_efficiency`."""
     for name, value in (("prompt_tokens", prompt_tokens), ("new_tokens", new_tokens), ("rounds", rounds)):
         if type(value) is not int or value < 1:
             raise ValueError(f"`{name}` (={value!r}) must be a positive integer")
@@ -184,18 +184,17 @@ def measure_efficiency(
     ceilings: Ceilings | None = None,
     powercap: Path = POWERCAP,
 ) -> Efficiency:
-    """Let every model answer prompts one after the other, in turns, and look at what that takes.
+    """Let every model answer prompts one after the other, in turns, and measure the resources used.
 
-    Memory is the bytes of the model's tensors and what answering adds to the process (the first answer makes the
-    cache). Energy is that of the whole device, idle power and other programs included.
+    Memory is the bytes of the model's tensors plus the growth of the process while answering (the first answer makes
+    the cache). Energy is that of the whole device, idle power and other programs included.
 
     Args:
         models: {name: model}, "baseline" first. bfloat16 copies answer.
-        prompt_tokens, new_tokens: of each answer, batch 1.
-        rounds: in each of which every model answers for `seconds` (one answer at least).
-        ceilings: what the device reaches (`kernels.harness.roofline.measure`); for the share of its operations, in a
-            note.
-        powercap: where Linux shows the energy counters of processors.
+        prompt_tokens, new_tokens: lengths for each answer, batch 1.
+        rounds: number of rounds; in each, every model answers for `seconds` (at least one answer).
+        ceilings: the device's rates (`kernels.harness.roofline.measure`), for the share of its operations in a note.
+        powercap: the folder in which Linux shows the energy counters of processors.
 
     Raises:
         ValueError: see `check_efficiency`; no "baseline" at the beginning of `models`.
@@ -226,7 +225,7 @@ def measure_efficiency(
         variant.model = make(variant)
         make_ready(
             variant, variant.model, prompt_tokens, new_tokens
-        )  # once beforehand: what libraries load belongs to no model
+        )  # once beforehand: memory of loaded libraries is not attributed to a model
         clear(variant)
         before = held_bytes(device)
         make_ready(variant, variant.model, prompt_tokens, new_tokens)

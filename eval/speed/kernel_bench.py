@@ -1,4 +1,4 @@
-"""Runs `kernels.harness.validate` for a notebook, in a process of its own and with progress."""
+"""Runs `kernels.harness.validate` for a notebook, in its own process and with a progress bar."""
 
 import json
 import math
@@ -21,12 +21,12 @@ from kernels.harness.table import rows_table
 from kernels.interpreter import installed, interpreting
 
 DTYPES = ("bfloat16", "float16", "float32")
-LEAST_BUDGET = 20.0  # seconds; under that nothing but the ceilings is reached
+LEAST_BUDGET = 20.0  # seconds; a smaller budget is enough for the ceilings only
 
 
 @dataclass(frozen=True)
 class KernelPlan:
-    """What is to be benchmarked; shows itself in Jupyter.
+    """The planned benchmark, with a representation for Jupyter.
 
     ops:    names of ops.
     shapes: (out, in) of the weights; empty: each op's own.
@@ -34,7 +34,7 @@ class KernelPlan:
     dtype:  of the activations.
     device: "cuda" or "cpu".
     budget: seconds for everything.
-    toy:    tiny shapes, to see that it runs.
+    toy:    tiny shapes, to test that it runs.
     """
 
     ops: tuple[str, ...]
@@ -65,7 +65,7 @@ class KernelPlan:
 
 @dataclass(frozen=True)
 class KernelBench:
-    """What was found: the record of `kernels.harness.validate`, whose docstring has its shape."""
+    """The results: the record of `kernels.harness.validate`, whose docstring has its shape."""
 
     plan: KernelPlan
     found: dict[str, Any]
@@ -92,7 +92,7 @@ def plan_kernels(
     """Read a notebook's parameters.
 
     Args:
-        ops: names with commas between; empty: all.
+        ops: names separated by commas; empty: all.
         shapes: of weights, out x in, such as "4096x4096, 14336x4096"; empty: each op's own.
         tokens: numbers of tokens, such as "1, 16, 256", or one (papermill reads `-p tokens 3` as an int); empty: each
             op's own.
@@ -100,7 +100,7 @@ def plan_kernels(
         budget: seconds.
 
     Raises:
-        ValueError: a value that makes no sense here, by name, with what would do.
+        ValueError: an invalid value; the message names the parameter and the valid values.
     """
     names = tuple(_parts(ops)) or OPS
     for name in names:
@@ -131,7 +131,7 @@ def plan_kernels(
 
 
 def bench_kernels(plan: KernelPlan, folder: str | Path) -> KernelBench:
-    """Check every op, then time it, and leave all that was found in `folder`.
+    """Check every op, then time it, and write all results to `folder`.
 
     Raises:
         RuntimeError: the benchmark ended without a record.
@@ -139,7 +139,7 @@ def bench_kernels(plan: KernelPlan, folder: str | Path) -> KernelBench:
     folder = Path(folder)
     ends = [folder / "record.json", folder / "table.txt"]  # the table is written last
     for old in ends:
-        old.unlink(missing_ok=True)  # what an earlier run found is not what this one finds
+        old.unlink(missing_ok=True)  # results of an earlier run must not be taken for this one's
     command = [sys.executable, "-m", "kernels.harness.validate", "--device", plan.device, "--budget", str(plan.budget)]
     command += ["--out", str(folder), "--ops", ",".join(plan.ops), "--dtype", plan.dtype]
     command += ["--shapes", ",".join(f"{out}x{columns}" for out, columns in plan.shapes)] if plan.shapes else []
@@ -157,7 +157,7 @@ def bench_kernels(plan: KernelPlan, folder: str | Path) -> KernelBench:
             if process.poll() is None:  # the notebook was interrupted
                 process.terminate()
             code = process.wait()
-    if code not in (0, 1) or not all(end.is_file() for end in ends):  # 1: a check is red, which the record says
+    if code not in (0, 1) or not all(end.is_file() for end in ends):  # 1: a check is red, see the record
         raise RuntimeError(f"the benchmark ended with status {code}: {said[-1] if said else 'it printed nothing'}")
     return KernelBench(plan, json.loads((folder / "record.json").read_text()))
 

@@ -1,10 +1,9 @@
-"""LayerCast: weights kept in 16 bits, everything computed in float32, for results that can be compared exactly.
+"""LayerCast: weights stored in 16 bits, all computation in float32, for results that can be compared exactly.
 
 16-bit results of the same model differ with the batch, the device and the number of threads, because sums are rounded
-in another order, which can change an answer; in float32 the differences are so small that they rarely do ("Give Me FP32
-or Give Me Death?",
-arXiv:2506.09501). Keeping the weights in 16 bits makes the model the one that is deployed, in the memory that it takes
-    there.
+in another order, which can change an answer; in float32 the differences are so small that they rarely change one ("Give
+Me FP32 or Give Me Death?", arXiv:2506.09501). With weights stored in 16 bits, the model is the deployed one, with its
+use of memory.
 """
 
 from typing import Any
@@ -14,32 +13,32 @@ from torch import Tensor, nn
 
 from kernels.deploy import deployed
 
-_NAMES = "_layercast_names"  # on a module: its tensors that are cast while it runs
-_HELD = "_layercast_held"  # on a module that runs: (where it hangs, under which name, the 16-bit tensor)
+_NAMES = "_layercast_names"  # attribute of a module: names of its tensors that are cast while it runs
+_HELD = "_layercast_held"  # attribute of a running module: (dict that holds the tensor, name, the 16-bit tensor)
 
 
 def layercast(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     """A copy of a model that keeps its weights in 16 bits and computes in float32.
 
-    Its outputs are those of `deployed(model, dtype).float()`, bit by bit. A module's own tensors are cast when its
-    forward begins, and let go when it ends, so that beyond the 16-bit model there is at most one module's weight in
-    float32 (all experts of a layer where they are one module). Embeddings are looked up first and cast then. Compressed
-    weights stay as they are stored, and their products take float32 activations. Deviation: the paper casts linears
-    alone, and keeps what else there is in float32.
+    Its outputs are bit by bit those of `deployed(model, dtype).float()`. A module's own tensors are cast when its
+    forward begins, and freed when it ends, so that beside the 16-bit model there is at most one module's weight in
+    float32 (all experts of a layer if they are one module). Embeddings are looked up first and then cast. Compressed
+    weights stay as they are stored, and their products take float32 activations. Deviation: the paper casts only
+    linears, and keeps all other tensors in float32.
 
     Args:
-        model: any transformers decoder, compressed or not; left as it is.
-        dtype: torch.bfloat16 or torch.float16, in which the weights are kept.
+        model: any transformers decoder, compressed or not; not changed.
+        dtype: the dtype of the stored weights, torch.bfloat16 or torch.float16.
 
     Raises:
-        ValueError: another dtype, or a model that is such a copy already.
+        ValueError: another dtype, or a model that is already such a copy.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"`dtype` (={dtype}) must be torch.bfloat16 or torch.float16: weights are kept in 16 bits")
     if any(hasattr(module, _NAMES) for module in model.modules()):
         raise ValueError("`model` computes in float32 from 16-bit weights already; give the original model")
     model = deployed(model, dtype)
-    inside: set[nn.Module] = set()  # of modules that lay themselves out for the dtype in which they compute
+    inside: set[nn.Module] = set()  # modules inside those with a layout for their compute dtype
     for module in list(model.modules()):
         if module in inside:
             continue
@@ -65,8 +64,7 @@ def _own(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _in_float32(module: nn.Module, dtype: torch.dtype) -> list[str]:
-    """Lay a module out for float32; the names of its tensors that were made wider by it, and are kept as they were
-    nevertheless."""
+    """Lay out a module for float32; returns the names of the tensors that this would widen, which keep their dtype."""
     tensors = lambda: {**dict(module.named_parameters()), **dict(module.named_buffers())}  # noqa: E731
     narrow = {name for name, tensor in tensors().items() if tensor.dtype == dtype}
     module.to(torch.float32)
@@ -81,13 +79,13 @@ def _in_float32(module: nn.Module, dtype: torch.dtype) -> list[str]:
 
 
 def _place(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
-    """Where a tensor of a module hangs, and under which name."""
+    """The dict that holds a tensor of a module, and the tensor's name in it."""
     path, _, own = name.rpartition(".")
     owner = module.get_submodule(path)
     return (owner._parameters if own in owner._parameters else owner._buffers), own
 
 
-# Functions of the module that they are called with, so that a deep copy of the model works on its own tensors.
+# These functions use only the module passed to them, so that a deep copy of the model works on its own tensors.
 def _cast_up(module: nn.Module, args: tuple) -> None:
     held = []
     for name in getattr(module, _NAMES):

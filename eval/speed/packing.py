@@ -1,9 +1,9 @@
-"""Products of 16-bit weights in a graph, made by what is fastest on a CPU before inductor generates code.
+"""Products of 16-bit weights in a graph, replaced by the fastest ones on a CPU before inductor generates code.
 
 torch's 16-bit products of a plain weight reach a quarter of the memory bandwidth on a CPU. For a few tokens the
-workbench's own kernel takes the weights as they are, those that multiply the same input in one call; for more, and
-where a trial says that it is faster, oneDNN takes weights that were laid out for it once. inductor does the latter with
-constants of a graph; here weights are inputs, so that one graph serves many layers.
+workbench's own kernel reads the plain weights, in one call for all that multiply the same input; for more tokens, and
+if a trial finds it faster, oneDNN reads weights that were laid out for it once. inductor does the latter with constants
+of a graph; here weights are inputs, so that one graph serves many layers.
 """
 
 import operator
@@ -31,7 +31,7 @@ torch.library.register_fake(
 
 @cache
 def _known_to_inductor() -> None:
-    """Tell inductor, which takes a second to import, how the packed product is generated."""
+    """Register the packed product's lowering with inductor, whose import takes a second."""
     from torch._inductor import mkldnn_ir
     from torch._inductor.ir import TensorBox
     from torch._inductor.lowering import register_lowering
@@ -45,8 +45,8 @@ def _known_to_inductor() -> None:
 class Weight:
     """A weight among the inputs of a graph.
 
-    index: its place among them. transposed: it is stored as [in, out]. tokens: rows of the product. plain: it is taken
-    row by row, not laid out for oneDNN.
+    index: its place among the inputs. transposed: it is stored as [in, out]. tokens: rows of the product. plain: it is
+    read row by row, not laid out for oneDNN.
     """
 
     index: int
@@ -78,7 +78,7 @@ class _Product:
 
     @property
     def plain(self) -> bool:
-        """Whether the workbench's kernel takes it."""
+        """Does the workbench's kernel compute it?"""
         stored = self.weight.meta["val"]
         same = self.x.meta["val"].dtype == stored.dtype
         return same and rows_fit(stored, self.tokens) and faster_than_onednn(*self.shape, self.tokens, stored.dtype)
@@ -86,9 +86,9 @@ class _Product:
 
 @dataclass
 class Packing:
-    """The weights of a model as their products take them; those laid out for oneDNN once for a number of tokens.
+    """The weights of a model in the form for their products; a layout for oneDNN is made once per number of tokens.
 
-    tensors: {...: (the weight, as it is laid out)}. weights: where each weight lies in memory, the plain ones too.
+    tensors: {...: (the weight, its layout)}. weights: addresses of all weights in memory, the plain ones too.
     """
 
     tensors: dict[tuple, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class Packing:
         """Change the products of 16-bit CPU weights that are inputs of a graph (of aten operations) into packed ones.
 
         Returns:
-            the graph's inputs, with one more for every weight; and which these are.
+            the graph's inputs, with one more for every weight; and a description of these.
         """
         _known_to_inductor()
         last = next((n for n in reversed(graph.graph.nodes) if n.op == "placeholder"), None)
@@ -119,7 +119,7 @@ class Packing:
         return inputs, weights
 
     def packed(self, tensor: Tensor, weight: Weight) -> Tensor:
-        """The tensor that an input of the graph is, laid out for its product."""
+        """An input tensor of the graph, laid out for its product."""
         self.weights.add(tensor.data_ptr())
         rows = tensor.t() if weight.transposed else tensor
         if weight.plain and rows.is_contiguous():
@@ -146,18 +146,18 @@ def _products(graph: GraphModule) -> list[_Product]:
 
 
 def _together(products: list[_Product]) -> list[list[_Product]]:
-    """The products by call: those of the workbench's kernel with the same input (queries, keys and values; gate and up)
-    in one, every other by itself."""
+    """The products by call: products of the workbench's kernel with the same input (queries, keys and values; gate and
+    up) form one call, every other product its own."""
     calls: dict[object, list[_Product]] = {}
     for one in products:
-        # Each linear may have a view of its own of the same input.
+        # Each linear may have its own view of the same input.
         same = (one.x.target, *map(str, one.x.args)) if one.x.target in VIEWS else one.x
         calls.setdefault((same, one.tokens) if one.plain and _is_input(one.bias) else one.node, []).append(one)
     return list(calls.values())
 
 
 def _replace(graph: GraphModule, several: list[_Product], given: list[Node], plain: bool) -> None:
-    """Put one call in the place of these products; `given`: their weights as the call takes them."""
+    """Replace these products by one call; `given`: their weights in the form for the call."""
     first = several[0]
     with graph.graph.inserting_before(first.node):
         ran("linear", f"cpu {native.isa(first.x.meta['val'].dtype)}" if plain else "cpu prepacked")
@@ -176,12 +176,12 @@ def _replace(graph: GraphModule, several: list[_Product], given: list[Node], pla
 
 
 def _is_input(bias: Node | None) -> bool:
-    """Whether a bias is there before the first of several products."""
+    """Is a bias available before the first of several products?"""
     return bias is None or bias.op == "placeholder"
 
 
 def _origin(matrix: Node) -> tuple[Node, bool]:
-    """The node of a weight whose product is taken with this [in, out] matrix; and whether it is stored like this."""
+    """The node of the weight from which this [in, out] matrix comes; and is it stored in this orientation?"""
     if matrix.target == aten.t.default or (matrix.target == aten.permute.default and list(matrix.args[1]) == [1, 0]):
         return matrix.args[0], False
     return matrix, True

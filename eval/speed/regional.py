@@ -1,20 +1,20 @@
 """Compile one block of a decoder, and call it for every layer.
 
 A decoder repeats the same block. torch.compile of a whole pass traces and compiles every repetition; here the block is
-compiled once, with its weights and its cache as inputs. What surrounds the blocks (embedding, mask, rotary tables, last
+compiled once, with its weights and its cache as inputs. The rest of the model (embedding, mask, rotary tables, last
 norm, head) is compiled as a second, small graph, in which all blocks together are one opaque operation.
 
 The steps:
 
-1. `_observe`: an eager pass checks that the blocks are a chain: each gets the hidden state that the one before it
+1. `_observe`: an eager pass checks that the blocks are a chain: each gets the hidden state that the previous one
    returned, and one layer of the cache.
 2. `_compile_rest`: torch.compile around the model, with the blocks as one operation.
 3. `_compile_blocks`: when that operation runs for the first time, torch.compile around every block. Dynamo's guards
-   decide whether a graph that exists serves the next block, too; blocks of another structure get a graph of their own.
+   decide whether an existing graph also serves the next block; blocks of another structure get their own graph.
 
-What the model and every block pass to the code that inductor generated is recorded.
+The inputs that the model and every block pass to inductor's generated code are recorded.
 From then on `RegionalStep` calls the generated code directly with the recorded inputs: no guards are evaluated, and no
-Python of the model runs. On a CPU the 16-bit weights of linears are passed in the layout that the fastest product takes
+Python code of the model runs. On a CPU the 16-bit weights of linears are passed in the layout of the fastest product
 (`eval.speed.packing`).
 """
 
@@ -49,16 +49,16 @@ class _Call:
 
 
 class _Recorder:
-    """A backend of torch.compile: inductor, with weights packed, which keeps the calls of what it generated."""
+    """A backend of torch.compile: inductor with packed weights, which records the calls of the generated code."""
 
     def __init__(self, packing: Packing) -> None:
         self.packing, self.calls, self.graphs = packing, [], 0
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list) -> Callable:
-        from torch._inductor.compile_fx import compile_fx  # takes a second, which is not spent where nothing is timed
+        from torch._inductor.compile_fx import compile_fx  # takes a second; imported only for timings
 
         # Without the cache of whole AOT artifacts, which would not call `_compile`; inductor's own cache stays. Packed
-        # weights have no strides to check, and instruction sets that the processor has need no test programs.
+        # weights have no strides to check, and the processor's instruction sets are known without test programs.
         options = {"size_asserts": False, "cpp.vec_isa_ok": True}
         with functorch_config.patch(enable_autograd_cache=False), inductor_config.patch(options):
             return compile_fx(graph, inputs, inner_compile=self._compile)
@@ -82,7 +82,7 @@ class _Recorder:
 
 
 class _Same:
-    """A list of layers as a block sees it, in which every number stands for its own layer."""
+    """A list of layers for a block, in which every index gives the block's own layer."""
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
@@ -98,9 +98,9 @@ class _Same:
 
 
 class OneLayer(Cache):
-    """One layer of a cache, as the block that uses it sees the cache.
+    """One layer of a cache, in the form of a cache for the block that uses it.
 
-    All blocks then look alike to the compiler: none of them indexes the cache by its own number.
+    All blocks are then alike for the compiler: none of them indexes the cache by its own number.
     """
 
     def __init__(self, layer: Any, index: int) -> None:
@@ -115,14 +115,14 @@ class OneLayer(Cache):
         return self.layer.get_seq_length()
 
     def _check(self, layer_idx: int) -> None:
-        # In eager passes alone: a number that compiled code looks at becomes part of the graph.
+        # Only in eager passes: a number that compiled code reads becomes part of the graph.
         if not torch.compiler.is_compiling() and layer_idx != self.index:
             raise NotRegional(f"the block of layer {self.index} uses layer {layer_idx} of the cache")
 
 
 @dataclass
 class _Plan:
-    """How generated code is called: inputs that stay, and where what changes from call to call comes in and out."""
+    """The calling scheme of generated code: constant inputs, and the places of changing inputs and of the output."""
 
     generated: Callable[[list], Sequence]
     constants: list
@@ -137,7 +137,7 @@ class _Plan:
 
     @classmethod
     def of(cls, call: _Call, changing: Sequence[Tensor], output: Tensor) -> "_Plan":
-        """Of a recorded call, whose changing inputs were these, and which gave this output."""
+        """The plan of a recorded call with these changing inputs and this output."""
         holes = [
             (place, number)
             for place, one in enumerate(call.inputs)
@@ -173,16 +173,16 @@ torch.library.register_fake(
 
 
 class RegionalStep:
-    """A step of decoding, or the pass over a prompt: like the function that it was compiled from, for the same shapes.
+    """A decoding step, or the pass over a prompt: equivalent to the compiled function, for the same shapes.
 
     Attributes:
-        graphs: how many were compiled: one for each structure of blocks, and one for the rest.
+        graphs: number of compiled graphs: one for each structure of blocks, and one for the rest.
         kernels: {op: implementations that were traced}.
     """
 
     def __init__(self, compile_blocks: Callable[[Sequence[Tensor], Sequence[str]], Tensor]) -> None:
         self._compile_blocks = compile_blocks  # runs all blocks for the first time, and fills in `blocks`
-        self.blocks: list[tuple[_Plan, list[int]]] = []  # each with the numbers of the tensors that it gets
+        self.blocks: list[tuple[_Plan, list[int]]] = []  # each with the numbers of its input tensors
         self.rest: _Plan | None = None
         self.graphs = 0
         self.kernels: dict[str, set[str]] = {}
@@ -193,7 +193,7 @@ class RegionalStep:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """While the block runs, the operation that stands for all blocks runs those of this step."""
+        """While the `with` block runs, the operation for all decoder blocks runs the blocks of this step."""
         _running.append(self)
         try:
             yield
@@ -203,7 +203,7 @@ class RegionalStep:
     def run_blocks(self, changing: Sequence[Tensor], names: Sequence[str]) -> Tensor:
         """All blocks, one after the other.
 
-        changing: the hidden state, and then every other tensor that blocks get. names: see `_compile_blocks`.
+        changing: the hidden state, and then all other input tensors of blocks. names: see `_compile_blocks`.
         """
         if not self.blocks:
             return self._compile_blocks(changing, names)
@@ -221,13 +221,13 @@ def compile_regional(
     Args:
         model: the decoder. cache: of fixed tensors, one layer for each block that has attention.
         step: calls the model with this cache.
-        tokens, positions: that the step is compiled for; all later ones have these shapes.
+        tokens, positions: example inputs of the step; all later ones must have these shapes.
         packing: keeps packed weights; share it between steps of the same model.
-        restore: puts the cache back to where it is before the step.
+        restore: restores the cache to its state before the step.
 
     Raises:
-        NotRegional: the model is no chain of blocks, or the compiled code does not give what the compiled pass gave.
-        Exception: what the compiler raises.
+        NotRegional: the model is not a chain of blocks, or the compiled code's result differs from the compiled pass's.
+        Exception: any error of the compiler.
     """
     layers = find_layers(model)
     views = _one_layers(layers, cache)
@@ -246,7 +246,7 @@ def compile_regional(
 
 
 def find_layers(model: nn.Module) -> nn.ModuleList:
-    """The blocks of a decoder: the outermost list of modules, but for the parts of a stored embedding.
+    """The blocks of a decoder: the outermost list of modules, except the parts of a stored embedding.
 
     Raises:
         NotRegional: there is none.
@@ -260,7 +260,7 @@ def find_layers(model: nn.Module) -> nn.ModuleList:
 
 @dataclass
 class _Block:
-    """What one block got in an eager pass, and what its output held after the hidden state (None: it is no tuple)."""
+    """One block's inputs in an eager pass, and its outputs after the hidden state (None: the output is not a tuple)."""
 
     args: tuple
     kwargs: dict[str, Any]
@@ -269,7 +269,7 @@ class _Block:
 
 @contextmanager
 def _forwards(layers: nn.ModuleList, forwards: Sequence[Callable]) -> Iterator[None]:
-    """While the block runs, every layer's forward is another function."""
+    """While the `with` block runs, every layer's forward is replaced by one of these functions."""
     with ExitStack() as stack:
         for layer, forward in zip(layers, forwards, strict=True):
             stack.callback(layer.__dict__.pop, "forward", None)
@@ -278,8 +278,8 @@ def _forwards(layers: nn.ModuleList, forwards: Sequence[Callable]) -> Iterator[N
 
 
 def _tensors(args: tuple, kwargs: dict[str, Any]) -> list[tuple[str, Tensor]]:
-    """The tensors that a block gets, the hidden state first, each by its place: "0", "attention_mask", or
-    "position_embeddings.1" for one in a tuple."""
+    """The input tensors of a block, the hidden state first, each named by its place: "0", "attention_mask", or
+    "position_embeddings.1" for a tensor in a tuple."""
     found: list[tuple[str, Tensor]] = []
     for name, value in (*[(str(i), arg) for i, arg in enumerate(args)], *kwargs.items()):
         if isinstance(value, Tensor):
@@ -290,7 +290,7 @@ def _tensors(args: tuple, kwargs: dict[str, Any]) -> list[tuple[str, Tensor]]:
 
 
 def _with_tensors(block: _Block, tensors: dict[str, Tensor], view: OneLayer) -> tuple[tuple, dict[str, Any]]:
-    """The arguments of a block, with these tensors, and with one layer of the cache in the place of all."""
+    """The arguments of a block, with these tensors, and with one layer of the cache instead of the whole cache."""
 
     def fill(name: str, value: Any) -> Any:
         if name in tensors or isinstance(value, Tensor):
@@ -304,7 +304,7 @@ def _with_tensors(block: _Block, tensors: dict[str, Tensor], view: OneLayer) -> 
 
 
 def _one_layers(layers: nn.ModuleList, cache: Cache) -> list[OneLayer]:
-    """For each block, the layer of the cache that it keeps its keys and values in."""
+    """For each block, the layer of the cache with its keys and values."""
     views = []
     for place, block in enumerate(layers):
         index = next((m.layer_idx for m in block.modules() if isinstance(getattr(m, "layer_idx", None), int)), place)
@@ -321,7 +321,7 @@ def _unpin(view: OneLayer) -> None:
 
 
 def _observe(layers: nn.ModuleList, views: list[OneLayer], run: Callable[[], Any]) -> list[_Block]:
-    """Run eagerly, and look at what every block gets and gives."""
+    """Run eagerly, and record the inputs and outputs of every block."""
     seen: list[_Block] = []
     previous: Any = None
 
@@ -360,9 +360,9 @@ def _compile_blocks(
     changing: Sequence[Tensor],
     names: Sequence[str],
 ) -> Tensor:
-    """Compile each structure of blocks once, and run all blocks; gives the hidden state.
+    """Compile each structure of blocks once, and run all blocks; returns the hidden state.
 
-    names: for each block, the names of the tensors that it gets and their numbers among `changing`: "name=1 name=2".
+    names: for each block, the names of its input tensors and their numbers among `changing`: "name=1 name=2".
     """
 
     def region(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -398,7 +398,7 @@ def _compile_rest(
     tokens: Tensor,
     positions: Tensor,
 ) -> Tensor:
-    """Compile what surrounds the blocks, and run the model; gives the tokens."""
+    """Compile the model around the blocks, and run it; returns the tokens."""
     gathered: list[Tensor] = []
     names: list[str] = []
 

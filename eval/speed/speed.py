@@ -1,11 +1,10 @@
-"""Prefill and decode speed, each variant against the others in the same process, in turns.
+"""Prefill and decode speed of several variants, measured in the same process, in turns.
 
-Every variant reads and writes through the same code: a static cache and the fastest attention there is. On a CPU a
-decoder of a known kind, compressed or not, reads its prompt op by op (`kernels.step.forward`) and takes its steps in
-one call of C++ (`kernels.step.assemble`). Where there is no such way, the pass over the prompt and the step of decoding
-are compiled block by block (`eval.speed.regional`), and products of 16-bit linears are made by what a trial finds
-fastest (`eval.speed.packing`): torch's own products reach a quarter of the memory bandwidth and would be too weak a
-baseline.
+Every variant uses the same code: a static cache and the fastest available attention. On a CPU a decoder of a known
+kind, compressed or not, reads its prompt op by op (`kernels.step.forward`) and takes its steps in one call of C++
+(`kernels.step.assemble`). Otherwise, the pass over the prompt and the decoding step are compiled block by block
+(`eval.speed.regional`), and products of 16-bit linears use the fastest method in a trial (`eval.speed.packing`):
+torch's own products reach a quarter of the memory bandwidth and would be too weak a baseline.
 """
 
 import gc
@@ -44,9 +43,9 @@ class Speed:
     """Medians over the rounds, with the first and third quartile.
 
     decode and prefill in tokens per second (of all rows of a batch together), time_to_first_token in seconds; dtype and
-    how the step was executed (compiled or eager, and why); kernels: {op: implementations that ran};
-    memory_limit: what decoding would reach if it took no longer than reading the weights and the cache once, at the
-    rate at which this machine reads memory.
+    execution of the step (compiled or eager, with the reason); kernels: {op: implementations that ran};
+    memory_limit: the decode speed if a step took no longer than reading the weights and the cache once, at the rate at
+    which this machine reads memory.
     """
 
     decode_tokens_per_s: float
@@ -63,10 +62,10 @@ class Speed:
 
 @dataclass
 class Variant:
-    """One contestant: made when it is to be prepared, and let go when it has been timed.
+    """One contestant: made when it is prepared, and freed when it has been timed.
 
-    source: the model that it is made of. make: gives the model as it is compiled, and as it runs where it is not; often
-        the same. native: where it is not compiled, take the passes of `kernels.step` if they know the model.
+    source: the model from which it is made. make: gives the model to compile and the model to run eagerly; often the
+        same. native: if it is not compiled, use the passes of `kernels.step` if they support the model.
     """
 
     source: nn.Module
@@ -76,26 +75,26 @@ class Variant:
     cache: StaticCache | None = None
     step: Step | None = None
     native: bool = False
-    packing: Packing = field(default_factory=Packing)  # the weights that the compiled step gets
+    packing: Packing = field(default_factory=Packing)  # the weights of the compiled step
     dtype: str = ""
     execution: str = "eager"
     ttft_s: list[float] = field(default_factory=list)
     token_s: list[float] = field(default_factory=list)
-    bytes_a_step: float | None = None  # that decoding a token reads of weights and cache
+    bytes_a_step: float | None = None  # bytes of weights and cache read per decoded token
     kernels: dict[str, set[str]] = field(default_factory=dict)
 
 
-PLAIN = ("bfloat16", "float32")  # variants of the baseline as a plain transformers user has it
-ROOM = 1.5  # times the memory that the largest variant so far took must be free for another one
+PLAIN = ("bfloat16", "float32")  # variants of the baseline as run by plain transformers
+ROOM = 1.5  # free memory needed for another variant, as a multiple of the largest variant's so far
 
 
 def standard_variants(
     baseline: nn.Module, compressed: nn.Module, others: Mapping[str, nn.Module] | None = None
 ) -> dict[str, Variant]:
-    """Compressed models in bfloat16 against the baseline in float32, bfloat16, and bfloat16 at its best.
+    """Compressed models in bfloat16, and the baseline in float32, in bfloat16, and in its fastest bfloat16 form.
 
     "baseline" is the strongest: compiled, and on a CPU with the fastest 16-bit products. "float32" and "bfloat16" are
-    what a plain transformers user gets. Each of `others` is prepared as "compressed" is.
+    the results of plain transformers. Each of `others` is prepared like "compressed".
     """
 
     def plain(dtype: torch.dtype) -> Callable[[nn.Module], tuple[nn.Module, nn.Module]]:
@@ -106,8 +105,8 @@ def standard_variants(
 
 
 def contestants(models: Mapping[str, nn.Module], compiled: bool = True) -> dict[str, Variant]:
-    """Every model in bfloat16, as it runs fastest, compiled or without the compiler; the first, the baseline, is
-    prepacked on a CPU where nothing else is faster."""
+    """Every model in bfloat16, in its fastest form, compiled or without the compiler; the first, the baseline, is
+    prepacked on a CPU if no other form is faster."""
 
     def best(model: nn.Module) -> tuple[nn.Module, nn.Module]:
         half = fast_attention(deployed(model))
@@ -127,13 +126,13 @@ def measure_speed(
 ) -> dict[str, Speed]:
     """Time every variant, round by round in turns, after warming each up.
 
-    Where memory does not hold all of them at once, they are timed in groups, the first (the baseline) in every group.
+    If they do not all fit into memory at once, they are timed in groups, the first (the baseline) in every group.
 
     Args:
         prompt_tokens: length of the prompt.
-        new_tokens: decoded after it, greedily, one at a time; each is timed.
-        rounds: of prefill and decode per variant.
-        batch: prompts at a time, all of this length.
+        new_tokens: number of tokens decoded after it, greedily, one at a time; each is timed.
+        rounds: rounds of prefill and decode per variant.
+        batch: number of prompts at a time, all of this length.
 
     Raises:
         ValueError: lengths that are not positive, or beyond the model's positions.
@@ -166,13 +165,13 @@ def measure_speed(
 
 
 def positions(model: nn.Module) -> int:
-    """How many positions a model has, as far as it says."""
+    """The number of positions of a model, according to its configuration."""
     return getattr(model.config, "max_position_embeddings", None) or 1 << 30
 
 
 def in_groups(variants: Mapping[str, Variant], prepare: Callable[[str, Variant], None]) -> Iterator[dict[str, Variant]]:
-    """As many variants at a time as memory holds, each prepared; the first in every group, the others let go after
-    theirs."""
+    """Groups of as many prepared variants as fit into memory; the first variant is in every group, the others are freed
+    after theirs."""
     held: dict[str, Variant] = {}
     most = 0
     for i, (name, variant) in enumerate(variants.items(), start=1):
@@ -192,7 +191,7 @@ def in_groups(variants: Mapping[str, Variant], prepare: Callable[[str, Variant],
 def in_turns(
     held: Mapping[str, Variant], prompt_tokens: int, new_tokens: int, rounds: int, batch: int, progress: tqdm
 ) -> None:
-    """Time variants that are ready, round by round; into their `ttft_s` and `token_s`."""
+    """Time prepared variants, round by round; the results go into their `ttft_s` and `token_s`."""
     for _ in range(rounds):
         for name, variant in held.items():
             progress.set_postfix_str(name)
@@ -211,14 +210,14 @@ def let_go(variant: Variant) -> None:
 
 
 def clear(variant: Variant) -> None:
-    """Free the cache and the step that was timed, with its packed weights: the model can be made ready for another."""
+    """Free the cache and the timed step with its packed weights; the model can then be prepared for another one."""
     variant.step = variant.cache = None
-    variant.packing.tensors.clear()  # the compiler keeps what it compiled, and that knows the packing
+    variant.packing.tensors.clear()  # the compiler keeps compiled code, which refers to the packing
     variant.packing.weights.clear()
 
 
 def _free_bytes(variant: Variant) -> int:
-    """What is free where this variant lives."""
+    """Free bytes of memory on this variant's device."""
     device = next(variant.source.parameters()).device
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
@@ -226,10 +225,10 @@ def _free_bytes(variant: Variant) -> int:
 
 
 def _bytes_a_step(model: nn.Module, context: int, batch: int) -> float | None:
-    """Read of weights and cache in one step of decoding; None where they cannot be counted."""
+    """Bytes of weights and cache read in one decoding step; None if they cannot be counted."""
     try:
         done = work(model)
-    except ValueError:  # experts of which nobody says how many a token takes
+    except ValueError:  # unknown number of experts per token
         return None
     return done.weight_bytes(batch) + done.cache_bytes(context, batch)
 
@@ -252,7 +251,7 @@ def _speed(v: Variant, settings: dict[str, int], bandwidth: float) -> Speed:
 
 
 def quartiles(values: list[float]) -> tuple[float, float]:
-    """The first and the third; of one value, that."""
+    """The first and third quartile; for a single value, that value."""
     if len(values) < 2:
         return values[0], values[0]
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -260,15 +259,14 @@ def quartiles(values: list[float]) -> tuple[float, float]:
 
 
 def make(variant: Variant) -> nn.Module:
-    """Make the model of a variant; gives it as it runs where it is not compiled."""
+    """Make the model of a variant; returns the form for eager execution."""
     variant.model, eager = variant.make(variant.source)
     variant.dtype = str(variant.model.dtype).removeprefix("torch.")
     return eager
 
 
 def make_ready(variant: Variant, eager: nn.Module, prompt_tokens: int, new_tokens: int, batch: int = 1) -> None:
-    """Run everything once eagerly, which also makes the cache's tensors; then compiled, if that is wanted and
-    possible."""
+    """Run everything once eagerly, which also makes the cache's tensors; then compiled, if requested and possible."""
     length = -(-(prompt_tokens + new_tokens) // 64) * 64
     cache = variant.cache = static_cache(variant.model, length)
     variant.step, variant.execution = _step(eager, cache), "eager"
@@ -283,7 +281,7 @@ def make_ready(variant: Variant, eager: nn.Module, prompt_tokens: int, new_token
     except NotRegional as error:
         variant.execution = f"eager ({error})"
         return
-    except Exception as error:  # no compiler, or a model that it cannot take: say so, and go on without
+    except Exception as error:  # no compiler, or an unsupported model: report it, and continue eagerly
         first = first_line(error)
         warnings.warn(f"the model does not compile, so it runs eagerly: {first}", stacklevel=2)
         variant.execution = f"eager (does not compile: {first[:120]})"
@@ -295,7 +293,7 @@ def make_ready(variant: Variant, eager: nn.Module, prompt_tokens: int, new_token
 
 
 def _read_tensors(variant: Variant) -> Iterator[Tensor]:
-    """What decoding reads: weights, as the model and the packing hold them, and the cache."""
+    """The tensors that decoding reads: weights, in the model's or the packing's form, and the cache."""
     yield from variant.model.parameters()
     yield from variant.model.buffers()
     yield from (packed for _, packed in variant.packing.tensors.values())
@@ -306,11 +304,11 @@ def _read_tensors(variant: Variant) -> Iterator[Tensor]:
 
 @dataclass
 class FastDecoder:
-    """A decoder's pass over a prompt and its step of decoding: of `kernels.step` where the decoder is of a kind that it
-    knows, else compiled for their shapes.
+    """A decoder's pass over a prompt and its decoding step: from `kernels.step` if it supports the decoder, else
+    compiled for their shapes.
 
     Attributes:
-        why_compiled: why the step is not native; "" where it is.
+        why_compiled: why the step is not native; "" if it is.
     """
 
     prompt: NativePrompt | RegionalStep
@@ -318,7 +316,7 @@ class FastDecoder:
     why_compiled: str = ""
 
     def how(self, dense: int) -> str:
-        """How the two are executed; dense: weights of compiled passes that are taken by fast products."""
+        """A description of how the two are executed; dense: number of weights with fast products in compiled passes."""
         compiled = "compiled" + (f", {dense} dense weights in fast products" if dense else "")
         if isinstance(self.prompt, NativePrompt):
             prompt, step = "native prompt", compiled + " step"
@@ -343,12 +341,12 @@ class FastDecoder:
 
 
 def fast_decoder(variant: Variant, prompt_tokens: int, batch: int = 1) -> FastDecoder:
-    """Make a variant's model ready for prompts of this length and for single tokens; what is not native is compiled, or
-    where nothing is to be, taken op by op.
+    """Prepare a variant's model for prompts of this length and for single tokens; passes that are not native are
+    compiled, or run op by op if the variant must not be compiled.
 
     Raises:
-        NotNative: nothing is to be compiled, and the model is not known.
-        NotRegional, and whatever the compiler raises: it cannot be compiled.
+        NotNative: the variant must not be compiled, and its model is unknown.
+        NotRegional, and any error of the compiler: it cannot be compiled.
     """
     cache, eager = variant.cache, _step(variant.model, variant.cache)
     tokens, positions = _prompt(variant, prompt_tokens, batch)
@@ -413,11 +411,11 @@ def _round(variant: Variant, prompt_tokens: int, new_tokens: int, batch: int = 1
 
 
 def serve(variant: Variant, prompt_tokens: int, new_tokens: int, batch: int = 1) -> tuple[float, list[float]]:
-    """One request to a variant that is ready: seconds to its first tokens, and for each later one of every row."""
+    """One request to a prepared variant: seconds to its first tokens, and for each later token of every row."""
     return _round(variant, prompt_tokens, new_tokens, batch)
 
 
 def wait(device: torch.device) -> None:
-    """Until a GPU has done what it was given."""
+    """Wait until a GPU has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

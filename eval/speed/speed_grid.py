@@ -1,9 +1,9 @@
-"""Speed over batch sizes and prompt lengths: every model against the baseline, cell by cell, in turns.
+"""Speed over batch sizes and prompt lengths: every model compared with the baseline, cell by cell, in turns.
 
-Every cell says how its model was executed. On a CPU nothing is compiled unless that is asked for: a graph serves one
-batch size and one length, and takes longer to compile than all that is timed with it. Models that `kernels.step` knows
-take its passes, as `compress.accelerate` has them; others run eagerly, and what the framework adds to every operation
-then counts, too. Where all are compiled, a cell in which one model cannot be is measured eagerly for all.
+Every cell records how its model was executed. On a CPU nothing is compiled unless requested: a graph serves one batch
+size and one length, and takes longer to compile than all timings with it. Models that `kernels.step` supports use its
+passes, as with `compress.accelerate`; others run eagerly, and the framework's overhead per operation then counts, too.
+If all are compiled, a cell in which one model cannot be compiled is measured eagerly for all.
 """
 
 import statistics
@@ -32,7 +32,7 @@ from eval.speed.speed import (
 
 @dataclass
 class SpeedGrid:
-    """What was measured.
+    """The measured speeds.
 
     Attributes:
         settings: batches, prompts, new_tokens, rounds, dtype, device, threads, groups.
@@ -55,7 +55,7 @@ class SpeedGrid:
         return found
 
     def found(self) -> dict[str, Any]:
-        """Everything as JSON, as the record keeps it under `speed_grid`."""
+        """All results as JSON, in the form of the record's entry `speed_grid`."""
         return {"settings": self.settings, "rows": self.rows}
 
     def _repr_html_(self) -> str:
@@ -83,9 +83,9 @@ def check_speed_grid(
     *,
     rounds: int = 3,
 ) -> None:
-    """Raise ValueError if a grid cannot be measured like this; quick, so that it can be asked before long work.
+    """Raise ValueError if a grid cannot be measured like this; quick, so that it can be called before long work.
 
-    Args: as of `measure_speed_grid`; any of the models.
+    Args: as in `measure_speed_grid`; any of the models.
     """
     for name, values in (("batches", batches), ("prompts", prompts)):
         if not values or any(type(value) is not int or value < 1 for value in values) or len(set(values)) < len(values):
@@ -116,11 +116,11 @@ def measure_speed_grid(
     Args:
         models: {name: model}; the first must be "baseline", with which all others are compared. bfloat16 copies are
             timed.
-        batches, prompts: sizes, and lengths in tokens; each with each. Rows of a batch are equally long.
-        new_tokens: decoded after each prompt, greedily.
-        rounds: of each cell.
-        compiled: None: on a GPU, where launching a kernel can take longer than the kernel, and not on a CPU. A cell in
-            which a model does not compile is measured eagerly for all, and says which.
+        batches, prompts: batch sizes, and prompt lengths in tokens; all combinations. Rows of a batch are equally long.
+        new_tokens: number of tokens decoded after each prompt, greedily.
+        rounds: number of rounds for each cell.
+        compiled: None: compile on a GPU, where launching a kernel can take longer than the kernel, and not on a CPU. A
+            cell in which a model does not compile is measured eagerly for all, and names the model.
 
     Raises:
         ValueError: see `check_speed_grid`; no "baseline" at the beginning of `models`.
@@ -174,7 +174,7 @@ def measure_speed_grid(
 def _ready(
     held: dict[str, Variant], eager: dict[str, nn.Module], batch: int, prompt: int, new_tokens: int, progress: tqdm
 ) -> None:
-    """Make all of them ready for a cell, executed in the same way."""
+    """Prepare all models for a cell, all executed in the same way."""
     for name, variant in held.items():
         progress.set_postfix_str(f"{name}: batch {batch}, prompt {prompt}")
         make_ready(variant, eager[name], prompt, new_tokens, batch)

@@ -1,4 +1,4 @@
-"""What a step of decoding reads and multiplies, counted from a model."""
+"""The bytes and multiply-adds of a decoding step, counted from a model."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 @dataclass(frozen=True)
 class Experts:
-    """Some weights of which each row reads `active` of `count` equal parts. bytes, macs: of all parts."""
+    """Weights in `count` equal parts, of which each row reads `active` parts. bytes, macs: of all parts."""
 
     bytes: float
     macs: float
@@ -24,8 +24,8 @@ class Experts:
 
 @dataclass(frozen=True)
 class CacheLayer:
-    """What a layer keeps of each position: bytes; and multiply-adds of a query with it. window: positions at most,
-    None: all."""
+    """A layer's cached bytes per position, and the multiply-adds of a query with them. window: largest number of
+    positions, None: all."""
 
     bytes: int
     macs: int
@@ -34,12 +34,12 @@ class CacheLayer:
 
 @dataclass(frozen=True)
 class Work:
-    """What a step of decoding does, counted from a model.
+    """The work of a decoding step, counted from a model.
 
     Attributes:
-        bytes_once: weights that are read whole. bytes_a_row: embeddings that are looked up for each row of a batch.
-        macs: multiply-adds of a row with weights, experts left out.
-        dtype: in which it computes.
+        bytes_once: weights that are read as a whole. bytes_a_row: embeddings looked up for each row of a batch.
+        macs: multiply-adds of a row with weights, without experts.
+        dtype: of the computation.
     """
 
     bytes_once: float
@@ -50,24 +50,24 @@ class Work:
     dtype: str
 
     def weight_bytes(self, batch: int) -> float:
-        """Read of the weights in one step."""
+        """Bytes of weights read in one step."""
         reached = sum(e.bytes * e.reached(batch) for e in self.experts)
         return self.bytes_once + batch * self.bytes_a_row + reached
 
     def cache_bytes(self, context: int, batch: int) -> float:
-        """Read of keys and values in one step, `context` positions a row (a window's at most)."""
+        """Bytes of keys and values read in one step, for `context` positions per row (limited by the window)."""
         return batch * sum(layer.bytes * min(context, layer.window or context) for layer in self.cache)
 
     def flops(self, context: int, batch: int) -> float:
-        """Two for each multiply-add of one step: of weights, and of queries with keys and of what they weigh with
-        values."""
+        """Two operations for each multiply-add of one step: with weights, of queries with keys, and of probabilities
+        with values."""
         attention = sum(layer.macs * min(context, layer.window or context) for layer in self.cache)
         return 2.0 * batch * (self.macs + sum(e.macs * e.active / e.count for e in self.experts) + attention)
 
 
 @torch.no_grad()
 def work(model: nn.Module) -> Work:
-    """Count what a step of decoding reads and multiplies; the model reads two tokens to show what it caches."""
+    """Count the work of a decoding step; the model reads two tokens to find what it caches."""
     counter = _Counter(getattr(model.config.get_text_config(decoder=True), "num_experts_per_tok", None))
     counter.count(model)
     dtype = str(next(p.dtype for p in model.parameters() if p.is_floating_point())).removeprefix("torch.")
@@ -75,15 +75,15 @@ def work(model: nn.Module) -> Work:
 
 
 class _Counter:
-    """Walks over a model's modules; what it finds adds up in its attributes."""
+    """Walks over a model's modules and sums the counts in its attributes."""
 
     def __init__(self, active: int | None) -> None:
-        self.active = active  # experts of a token, where routers do not say
+        self.active = active  # experts per token, if routers do not tell it
         self.once = self.a_row = self.macs = 0.0
         self.experts: list[Experts] = []
 
     def count(self, module: nn.Module, active: int | None = None) -> None:
-        """Of a module and what it holds. active: experts of a token, as a router beside it says."""
+        """Count a module and its children. active: experts per token, according to a router beside it."""
         if isinstance(module, nn.Embedding):
             self.a_row += module.weight[0].nbytes
             return
@@ -92,7 +92,7 @@ class _Counter:
             return
         if isinstance(getattr(module, "nbytes", None), int) and hasattr(
             module, "out_features"
-        ):  # stored compressed, it says itself
+        ):  # stored compressed, with its own counts
             beside = sum(t.nbytes for name, t in _stored(module).items() if not name.startswith("parts."))
             self.once += module.nbytes + beside
             self.macs += module.out_features * module.in_features
@@ -102,7 +102,7 @@ class _Counter:
         self.once += sum(t.nbytes for t in tensors.values())
         self.macs += sum(
             t.numel() for t in tensors.values() if t.dim() == 2
-        )  # routers keep bare matrices, as linears do
+        )  # routers have bare matrices, like linears
         top_k = next(
             (m.top_k for m in (module, *module.children()) if isinstance(getattr(m, "top_k", None), int)), active
         )
@@ -130,7 +130,7 @@ class _Counter:
 
 
 def _stored(module: nn.Module, recurse: bool = True) -> dict[str, Tensor]:
-    """Parameters, and buffers that a checkpoint holds (not those that are computed: rotary frequencies, masks)."""
+    """Parameters, and buffers that are saved in a checkpoint (not computed ones: rotary frequencies, masks)."""
     if recurse:
         return module.state_dict()
     computed = module._non_persistent_buffers_set
@@ -139,7 +139,7 @@ def _stored(module: nn.Module, recurse: bool = True) -> dict[str, Tensor]:
 
 
 def _routed(module: nn.Module) -> set[str]:
-    """Names of the parameters and lists of a module of which each token takes some experts' parts."""
+    """Names of the parameters and lists of a module from which each token uses the parts of some experts."""
     count = getattr(module, "num_experts", None)
     if not isinstance(count, int) or count < 2:
         return set()
@@ -161,9 +161,9 @@ def cache_bytes_per_token(config: PreTrainedConfig, *, bits: float = 16, kept: f
 
     Args:
         config: of a transformers decoder.
-        bits: of a number, scales included (`kv_int` in 4 bits with groups of 64: 4.5 for keys and, with 64 channels,
+        bits: per number, scales included (`kv_int` in 4 bits with groups of 64: 4.5 for keys and, with 64 channels,
             for values).
-        kept: share of the positions that an eviction leaves.
+        kept: share of the positions that remain after eviction.
     """
     config = config.get_text_config(decoder=True)
     kinds, _ = get_layer_types_and_kwargs(config)
@@ -176,7 +176,7 @@ def cache_bytes_per_token(config: PreTrainedConfig, *, bits: float = 16, kept: f
 
 
 def _cache_layers(model: nn.Module) -> tuple[CacheLayer, ...]:
-    """Of every layer that keeps keys and values, as a pass over two tokens leaves them."""
+    """An entry for every layer with keys and values, found from the cache after a pass over two tokens."""
     ids = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
     cache = model(ids, use_cache=True).past_key_values
     heads = model.config.get_text_config(decoder=True).num_attention_heads
@@ -186,7 +186,7 @@ def _cache_layers(model: nn.Module) -> tuple[CacheLayer, ...]:
         if keys is None or not keys.numel():
             continue
         kept = keys[:, :, 0].nbytes + values[:, :, 0].nbytes
-        attends = keys.shape[-1] > 1  # where attention was dropped, a single number holds a position's place
+        attends = keys.shape[-1] > 1  # if attention was dropped, the layer stores a single number per position
         layers.append(
             CacheLayer(
                 kept, heads * (keys.shape[-1] + values.shape[-1]) * attends, getattr(layer, "sliding_window", None)

@@ -37,12 +37,12 @@ _DEPTH = 3
 
 
 def model_sha256(model: nn.Module) -> str:
-    """Hash of all by which two models may answer differently.
+    """Hash of everything that can make two models answer differently.
 
-    That is: every tensor by name, dtype, shape and content, with buffers that are not saved; every module's class and
-    plain settings (bits, thresholds, transforms); configurations of model and generation; hooks and replaced `forward`s
-    with what they are bound to, such as the policy of a compressed KV cache; and the source of the packages that all
-    these classes are from, torch and transformers apart. What the model is called does not count.
+    That is: every tensor by name, dtype, shape and content, including buffers that are not saved; every module's class
+    and plain settings (bits, thresholds, transforms); configurations of model and generation; hooks and replaced
+    `forward`s with their bound objects, such as the policy of a compressed KV cache; and the source of the packages of
+    all these classes, except torch and transformers. The model's name does not count.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(_tensors(model)):
@@ -51,7 +51,7 @@ def model_sha256(model: nn.Module) -> str:
     for name, module in model.named_modules():
         packages.add(type(module).__module__)
         own = {key: _described(value, 0) for key, value in vars(module).items() if key not in _OWN_STATE}
-        if type(module).__module__ == "__main__":  # of a notebook: no file has its source
+        if type(module).__module__ == "__main__":  # defined in a notebook: no file has its source
             own["forward"] = _described(type(module).forward, 0)
         digest.update(json.dumps([name, type(module).__qualname__, own], sort_keys=True).encode())
     for place, function in attached(model):
@@ -66,7 +66,7 @@ def model_sha256(model: nn.Module) -> str:
 
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash of how text becomes tokens. Padding and truncation do not count: every call sets them anew."""
+    """Hash of a tokenizer's behaviour. Padding and truncation do not count: every call sets them again."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     told = json.loads(backend.to_str()) if backend is not None else sorted(tokenizer.get_vocab().items())
     if isinstance(told, dict):
@@ -81,8 +81,7 @@ def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def attached(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(place, function) of every hook and every replaced `forward`, but for those of torch and transformers
-    themselves."""
+    """(place, function) of every hook and every replaced `forward`, except those of torch and transformers."""
     for name, module in model.named_modules():
         functions = [function for kind in _HOOKS for function in getattr(module, kind).values()]
         functions += [vars(module)["forward"]] if "forward" in vars(module) else []
@@ -93,7 +92,7 @@ def attached(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 @functools.cache
 def package_sha256(package: str) -> str:
-    """Hash of a package's source files; of its name, where it has none."""
+    """Hash of a package's source files, or of its name if it has none."""
     digest = hashlib.sha256(package.encode())
     found = sys.modules.get(package)
     where = [Path(folder) for folder in getattr(found, "__path__", [])] or [
@@ -124,7 +123,7 @@ def _configuration(config: Any) -> Any:
 
 
 def _described(value: Any, depth: int) -> Any:
-    """JSON that is the same in every process; of what is deep inside, or only points elsewhere, no more than its
+    """JSON that is the same in every process; deeply nested objects, and mere references, are described by their
     class."""
     kind = type(value)
     if isinstance(value, _PLAIN):

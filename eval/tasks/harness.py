@@ -35,7 +35,7 @@ PRIMARY = (
     "exact_match",
     "bits_per_byte",
 )  # the first of them that a task has; else its own first metric
-_QUESTION = 2000  # characters, the last ones: the question comes after its examples
+_QUESTION = 2000  # number of last characters that are kept: the question comes after its examples
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Document:
     Attributes:
         doc_hash: lm-eval's, of the whole document; `doc_id` tells duplicates apart.
         question: the prompt, its last 2,000 characters.
-        gold, answer: text of a choice or of what was generated; an answer of None: none was asked for, or it is another
+        gold, answer: text of a choice, or generated text; an answer of None: none was requested, or it is another
             text.
-        metrics: a number, or (log-likelihood, length) where the aggregate wants that.
+        metrics: a number, or (log-likelihood, length) if the aggregate needs these.
         loglikelihoods: of the choices, or of the text; nats.
     """
 
@@ -65,11 +65,11 @@ class Answered:
     """One model's answers to one task.
 
     Attributes:
-        metric: the primary one. Where lm-eval's task has several filters it is of the first; `values` and the
-            documents' metrics have those of the others as <metric>_<filter>.
+        metric: the primary one. If lm-eval's task has several filters, it is for the first; `values` and the documents'
+            metrics have those for the others as <metric>_<filter>.
         values: {metric: value, metric_stderr: ...}; the values are lm-eval's.
-        aggregates: {metric: name in `eval.tasks.paired.AGGREGATES`}, of those that can be resampled.
-        seconds: that answering took.
+        aggregates: {metric: name in `eval.tasks.paired.AGGREGATES`}, for metrics that can be resampled.
+        seconds: time taken by answering.
     """
 
     task: str
@@ -88,7 +88,7 @@ class Answered:
 
     @classmethod
     def from_json(cls, text: str) -> "Answered":
-        """What `to_json` wrote; ValueError, KeyError or TypeError if it is anything else."""
+        """Read the result of `to_json`; ValueError, KeyError or TypeError for any other text."""
         told = json.loads(text)
         return cls(**{**told, "documents": [Document(**document) for document in told["documents"]]})
 
@@ -117,7 +117,7 @@ class _InMemory(HFLM):
 
     def _through_cache(self, context: list[int], continuation: list[int]) -> tuple[float, bool]:
         """Log-likelihood of a continuation in nats, and whether it is the most likely one, token by token. The context
-        but for its last token is read as a prompt, and compressed."""
+        without its last token is read as a prompt, and compressed."""
         ids = torch.tensor([(context + continuation)[-self.max_length - 1 : -1]], device=self.device)
         expected = torch.tensor(continuation, device=self.device)
         logits = logits_through_cache(self.model, ids, prefix=ids.shape[1] - len(continuation))[0]
@@ -129,7 +129,7 @@ class _InMemory(HFLM):
 
 
 class _Told:
-    """Where lm-eval would keep answers, it tells how far it is."""
+    """Replaces lm-eval's store of answers, to report progress."""
 
     def __init__(self, tell: Callable[[], Any]) -> None:
         self.tell = tell
@@ -153,7 +153,7 @@ def answer(
     """Ask one model one task's questions, in a block of `undisturbed`.
 
     Args:
-        task: lm-eval's; may be asked of several models, one after the other, and draws the same examples for each.
+        task: an lm-eval task; several models may answer it one after the other, with the same examples for each.
         tell: called at every answer.
     """
     started = time.perf_counter()
@@ -181,8 +181,8 @@ def undisturbed(models: Sequence[nn.Module]) -> Iterator[None]:
     """While the block runs, lm-eval may change modes, generation settings and random numbers; afterwards they are
     restored.
 
-    It is kept from tying weights anew: an output layer that was compressed, or folded into, by itself would be
-    overwritten.
+    lm-eval is prevented from tying weights again, which would overwrite an output layer that was compressed, or folded
+    into, separately.
     """
     modes = [(module, module.training) for model in models for module in model.modules()]
     generation = [
@@ -214,7 +214,7 @@ def undisturbed(models: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _padding(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """A copy that lm-eval may change, with something to pad by that the model has an embedding of: it is masked."""
+    """A copy that lm-eval may change, with a padding token for which the model has an embedding; padding is masked."""
     own = copy.deepcopy(tokenizer)
     if own.pad_token_id is None:
         own.pad_token = own.eos_token or own.unk_token or own.convert_ids_to_tokens(0)
@@ -295,8 +295,8 @@ def _document(task: Task, sample: dict[str, Any], metric: str, metrics: dict[str
 
 
 def _choices(task: Task, sample: dict[str, Any], contexts: Sequence[str]) -> tuple[list[str], str, Any]:
-    """The choices, the question that they answer and the right ones; where the choices are beginnings, the question is
-    the end."""
+    """The choices, the question that they answer and the right ones; if the choices are beginnings of a text, the
+    question is its end."""
     doc = sample["doc"]
     choices = (
         [str(c) for c in task.doc_to_choice(doc)]
@@ -313,7 +313,7 @@ def _choices(task: Task, sample: dict[str, Any], contexts: Sequence[str]) -> tup
 
 
 def _chosen(likelihoods: Sequence[float], choices: Sequence[str], metric: str) -> int:
-    """Index of the answer as the primary metric takes it: by likelihood, per character (acc_norm) or per byte
+    """Index of the answer according to the primary metric: by likelihood, per character (acc_norm) or per byte
     (acc_bytes)."""
     lengths = {"acc_norm": [len(c) for c in choices], "acc_bytes": [len(c.encode()) for c in choices]}.get(
         metric, [1] * len(choices)
@@ -322,7 +322,7 @@ def _chosen(likelihoods: Sequence[float], choices: Sequence[str], metric: str) -
 
 
 def _number(value: Any) -> Any:
-    """A number, or a pair of them, as JSON has them; None of anything else."""
+    """A number, or a pair of numbers, in the form of JSON; None for anything else."""
     if isinstance(value, tuple | list):
         pair = [_number(one) for one in value]
         return pair if len(pair) == 2 and all(isinstance(one, int | float) for one in pair) else None

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 _RESAMPLES = 2000
-_AT_ONCE = 1 << 20  # drawn indices that are held at a time
+_AT_ONCE = 1 << 20  # number of drawn indices in memory at a time
 
-# By the name of lm-eval's function, of values [..., n] or, where an item is (log-likelihood, length), [..., n, 2].
+# By the name of lm-eval's function, for values [..., n] or, if an item is (log-likelihood, length), [..., n, 2].
 AGGREGATES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "mean": lambda x: x.mean(-1),
     "perplexity": lambda x: np.exp(-x.mean(-1)),
@@ -29,8 +29,8 @@ def fits(aggregate: str, values: Sequence[Any]) -> bool:
 
 
 def stderr(values: Sequence[Any], aggregate: str = "mean") -> float | None:
-    """Standard error: of a mean in closed form (as lm-eval's), of any other aggregate from 2,000 resamples; None of one
-    value."""
+    """Standard error: for a mean in closed form (as in lm-eval), for any other aggregate from 2,000 resamples; None for
+    one value."""
     x = np.asarray(values, dtype=float)
     if len(x) < 2:
         return None
@@ -50,14 +50,14 @@ def compare(
     """One metric of two models, from its values on the same questions in the same order.
 
     Args:
-        baseline, other: a number a question, or (log-likelihood, length) where the aggregate is of such pairs.
+        baseline, other: a number per question, or (log-likelihood, length) if the aggregate needs such pairs.
         aggregate: one of AGGREGATES.
 
     Returns:
-        n, baseline, value; recovery (value / baseline, or its inverse where less is better: 1 is as good) and
-        difference (value - baseline), both with the 2.5th and 97.5th percentile of 2,000 resamples of the questions as
-        _low and _high; right_to_wrong, wrong_to_right, same and mcnemar_p where all values are 0 or 1, else None. What
-        has no finite value is None.
+        n, baseline, value; recovery (value / baseline, or its inverse if less is better: 1 is as good) and difference
+        (value - baseline), both with the 2.5th and 97.5th percentile of 2,000 resamples of the questions as _low and
+        _high; right_to_wrong, wrong_to_right, same and mcnemar_p if all values are 0 or 1, else None. Values that are
+        not finite are None.
     """
     pair = [np.asarray(values, dtype=float) for values in (baseline, other)]
     assert pair[0].shape == pair[1].shape and len(pair[0]), "values of the same questions"
@@ -80,7 +80,7 @@ def compare(
 
 
 def finite(value: Any) -> Any:
-    """The value, with None for what strict JSON has no way to write."""
+    """The value, with None for numbers that strict JSON cannot represent."""
     if isinstance(value, dict):
         return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -89,10 +89,11 @@ def finite(value: Any) -> Any:
 
 
 def mcnemar(right_to_wrong: int, wrong_to_right: int) -> float:
-    """Exact two-sided p of McNemar's test: how likely turns as uneven as these are if either direction is as likely.
+    """Exact two-sided p of McNemar's test: the probability of changes as uneven as these if both directions are equally
+    likely.
 
-    Source: McNemar, Psychometrika 12 (1947); exact: twice the smaller tail of a binomial of the turns with p = 1/2, at
-        most 1.
+    Source: McNemar, Psychometrika 12 (1947); exact: twice the smaller tail of a binomial of the changes with p = 1/2,
+        at most 1.
     """
     turns, fewer = right_to_wrong + wrong_to_right, min(right_to_wrong, wrong_to_right)
     return min(1.0, 2 * sum(math.comb(turns, i) for i in range(fewer + 1)) / 2**turns)
@@ -111,7 +112,7 @@ def _turned(a: np.ndarray, b: np.ndarray) -> dict[str, float | int | None]:
 
 
 def _resampled(of: Callable[[np.ndarray], np.ndarray], many: Sequence[np.ndarray], seed: int) -> list[np.ndarray]:
-    """The aggregate of each, [2,000], on the same resamples of the items."""
+    """The aggregate of each of `many`, [2,000], on the same resamples of the items."""
     n, generator = len(many[0]), np.random.default_rng(seed)
     rows, found = max(1, _AT_ONCE // n), []
     for start in range(0, _RESAMPLES, rows):
@@ -125,6 +126,6 @@ def _percentiles(values: np.ndarray) -> tuple[float | None, float | None]:
     known = values[~np.isnan(values)]
     if not len(known):
         return None, None
-    # Of ordered values, not between them: halfway to infinity is nowhere.
+    # Percentiles are existing values, not interpolated ones, because some values may be infinite.
     low, high = np.percentile(known, (2.5, 97.5), method="inverted_cdf")
     return finite(low), finite(high)

@@ -1,7 +1,7 @@
-"""Finds tasks: task files that point at data on this machine, and lm-eval's catalogue, whose data are on the hub.
+"""Finds tasks: task files that refer to data on this machine, and lm-eval's catalogue, whose data are on the hub.
 
-Paths in a task file are searched beside it and then in the folders above, so that it works from any folder. Reading
-lm-eval's catalogue takes 10 s, so it is read once per process, and never if all tasks are files.
+Paths in a task file are searched next to the file and then in the folders above, so that it works from any folder.
+Reading lm-eval's catalogue takes 10 s, so it is read once per process, and never if all tasks are files.
 """
 
 import difflib
@@ -27,12 +27,13 @@ if TYPE_CHECKING:
     from lm_eval.api.task import Task
     from lm_eval.tasks import TaskManager
 
-CONSENT = "HF_ALLOW_CODE_EVAL"  # lm-eval's, and that of the metrics that it takes from the hub
+CONSENT = "HF_ALLOW_CODE_EVAL"  # variable of lm-eval and of the metrics that it loads from the hub
 
 
 @dataclass(frozen=True)
 class FoundTask:
-    """A task: its name, a hash of all that decides its questions and their scoring, and what builds it for lm-eval."""
+    """A task: its name, a hash of everything that determines its questions and their scoring, and a function that
+    builds it for lm-eval."""
 
     name: str
     identity: str
@@ -40,11 +41,11 @@ class FoundTask:
 
 
 def folder_of(task_path: str = "") -> Path | None:
-    """Folder of task files: the one that is named, or `lm_eval_tasks` in $WORKBENCH_DATA or `shared/data` beside the
+    """Folder of task files: `task_path`, or else `lm_eval_tasks` in $WORKBENCH_DATA or `shared/data` beside the
     checkout.
 
     Raises:
-        ValueError: the folder that is named is not there, or the user has not said that its files may be executed.
+        ValueError: the named folder does not exist, or the user has not permitted the execution of its files.
     """
     beside = Path(__file__).resolve().parents[3] / "shared" / "data"
     own = Path(os.environ.get("WORKBENCH_DATA", beside)) / "lm_eval_tasks"
@@ -63,8 +64,8 @@ def folder_of(task_path: str = "") -> Path | None:
 
 
 def check_names(names: Sequence[str], task_path: str = "") -> None:
-    """Raise ValueError if a task is not known, its data cannot be had, or its scoring would run code that a model
-    wrote."""
+    """Raise ValueError if a task is unknown, its data are not available, or its scoring would run code written by a
+    model."""
     folder = folder_of(task_path)
     files = _files(folder)
     for name in names:
@@ -76,7 +77,7 @@ def check_names(names: Sequence[str], task_path: str = "") -> None:
 
 
 def find_tasks(names: Sequence[str], task_path: str = "") -> tuple[list[FoundTask], dict[str, list[str]]]:
-    """The tasks of these names, and {group: its tasks}; data of files are read when a task is built, the hub's now."""
+    """The tasks of these names, and {group: its tasks}; local data are read when a task is built, the hub's now."""
     files, found, groups = _files(folder_of(task_path)), {}, {}
     for name in names:
         for leaf in _leaves(name, files):
@@ -106,14 +107,14 @@ def _hub_reachable() -> bool:
 
 
 def _files(folder: Path | None) -> dict[str, Path]:
-    """{task or group: its file}; of two of one name the first counts, as for lm-eval."""
+    """{task or group: its file}; of two with one name the first counts, as in lm-eval."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
     found: dict[str, Path] = {}
     for path in sorted(folder.rglob("*.yaml")) if folder else []:
         try:
             config = load_yaml(path, resolve_func=False)
-        except Exception:  # what is no YAML is no task; if it was asked for, its name is missing
+        except Exception:  # a file that is not YAML is not a task; if it was requested, its name is missing
             continue
         name = config.get("group", config.get("task"))
         if isinstance(name, str):
@@ -122,7 +123,7 @@ def _files(folder: Path | None) -> dict[str, Path]:
 
 
 def _leaves(name: str, files: dict[str, Path], within: tuple[str, ...] = ()) -> list[str]:
-    """The task, or the tasks of a group among the files; lm-eval takes its own groups apart."""
+    """The task, or the tasks of a group among the files; lm-eval resolves its own groups."""
     if name not in files:
         return [name]
     from lm_eval.tasks._yaml_loader import load_yaml
@@ -137,7 +138,7 @@ def _leaves(name: str, files: dict[str, Path], within: tuple[str, ...] = ()) -> 
 
 
 def _local(name: str, path: Path, *, functions: bool) -> dict[str, Any]:
-    """A task file as lm-eval is given it: its data by their absolute paths."""
+    """A task file's configuration for lm-eval, with absolute paths of its data."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
     config = load_yaml(path, resolve_func=functions)
@@ -181,7 +182,7 @@ def _catalogued(name: str) -> "dict[str, Task]":
             stack.enter_context(patch(f"{client}.HF_HUB_OFFLINE", True))
         try:
             return catalogue().load([name])["tasks"]
-        except Exception as error:  # a dozen kinds; all mean the same to the user
+        except Exception as error:  # a dozen types of error with the same meaning for the user
             raise ValueError(f"`tasks`: {name!r} cannot be loaded: {first_line(error)}") from error
 
 
@@ -190,7 +191,7 @@ def _itself(task: "Task") -> "Task":
 
 
 def _check(name: str, config: dict[str, Any], files: Iterable[str]) -> None:
-    """One task by its configuration: may it be scored here, and can its data be had?"""
+    """Check one task by its configuration: may it be scored here, and are its data available?"""
     metrics = [str(metric.get("metric")) for metric in config.get("metric_list") or []]
     if (config.get("unsafe_code") or "code_eval" in metrics) and os.environ.get(CONSENT) != "1":
         raise ValueError(
@@ -205,8 +206,8 @@ def _check(name: str, config: dict[str, Any], files: Iterable[str]) -> None:
 
 
 def _check_catalogued(name: str, files: dict[str, Path], folder: Path | None) -> None:
-    """A task, group or tag of lm-eval's: reading its file takes no time; the catalogue is read where that does not
-    do."""
+    """Check a task, group or tag of lm-eval: reading its file is fast; the catalogue is read only if that is not
+    enough."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
     path = _written().get(name)
@@ -244,7 +245,7 @@ def _members(name: str, index: dict[str, Any]) -> list[str]:
 
 @functools.cache
 def _written() -> dict[str, Path]:
-    """{name: file} of what lm-eval's files plainly call a task, group or tag: nearly all that it knows, in half a
+    """{name: file} of the tasks, groups and tags that lm-eval's files name directly: nearly all of them, in half a
     second."""
     import lm_eval
 
@@ -261,7 +262,7 @@ def _written() -> dict[str, Path]:
 
 
 def _on_hub(config: dict[str, Any]) -> str | None:
-    """What of its data is not on this machine; None: nothing, or a function of its own makes them."""
+    """The data of a task that are not on this machine; None: all are, or the task's own function makes them."""
     from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES as READERS
 
     data = config.get("dataset_kwargs") or {}
@@ -282,7 +283,7 @@ def _in_cache(where: str, configuration: str | None) -> bool:
 
 
 def _kept() -> bool:
-    """Is any data set of the hub's in the cache?"""
+    """Is any data set of the hub in the cache?"""
     import datasets
 
     return any(Path(datasets.config.HF_DATASETS_CACHE).glob("*___*"))
@@ -294,7 +295,7 @@ def _near(name: str, known: Iterable[str]) -> str:
 
 
 def _identity(name: str, path: Path) -> str:
-    """Hash of a task file with what it includes, of the Python files beside it, and of its data."""
+    """Hash of a task file with its included files, of the Python files beside it, and of its data."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
     written = json.dumps(load_yaml(path, resolve_func=False), sort_keys=True, default=str)

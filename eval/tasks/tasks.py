@@ -1,8 +1,8 @@
-"""Tasks of lm-eval on compressed models in memory: scores, and which answers compression changed.
+"""Tasks of lm-eval on compressed models in memory: scores, and the answers that compression changed.
 
-lm-eval's own `use_cache` can return the answers of another model; here answers are kept by hashes of the model, the
-task and all settings. With a compressed KV cache the context of a continuation is read as a prompt and compressed
-before the continuation is scored (`harness.py`); a whole text whose likelihood is asked for is read in one pass,
+lm-eval's own `use_cache` can return the answers of another model; here answers are stored under hashes of the model,
+the task and all settings. With a compressed KV cache, the context of a continuation is read as a prompt and compressed
+before the continuation is scored (`harness.py`); for the likelihood of a whole text, the text is read in one pass,
 without a cache.
 """
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 FLIPS = 12  # examples of a model and direction in the record; the files of samples have all
 _TURNS = {(1, 0): "right to wrong", (0, 1): "wrong to right"}
 _SHOWN = 400  # characters of a text in the record
-_KEPT_AS = 2  # changes whenever answers that were kept before are of no more use
+_KEPT_AS = 2  # format number; changed whenever stored answers become unusable
 _VERSIONS = ("lm-eval", "transformers", "tokenizers", "torch", "datasets", "numpy")
 
 
@@ -45,12 +45,12 @@ class TaskScores:
     """The answers of all models.
 
     Attributes:
-        answers: {model: {task: Answered}}; the first model is the one that the others are compared with.
-        groups: {group that was asked for: its tasks}; its score is over all its questions.
+        answers: {model: {task: Answered}}; the other models are compared with the first.
+        groups: {requested group: its tasks}; its score is over all its questions.
         settings: limit, num_fewshot, batch_size, seed, task_path, chat, lm_eval, dtype, device, deterministic.
-        cached: {model: tasks whose answers were there already}.
-        notes: what a reader must know.
-        files: {model: {task: file of its samples}}, relative to the folder that they were saved to.
+        cached: {model: tasks whose answers were already stored}.
+        notes: necessary information for readers.
+        files: {model: {task: file of its samples}}, relative to the folder in which they were saved.
     """
 
     answers: "dict[str, dict[str, Answered]]" = field(default_factory=dict)
@@ -75,7 +75,7 @@ class TaskScores:
 
     @property
     def metrics(self) -> dict[str, dict[str, float]]:
-        """{model: {metric: value}} for the record: <metric>_<task> as lm-eval names both, with _stderr."""
+        """{model: {metric: value}} for the record: <metric>_<task> with lm-eval's names, with _stderr."""
         found: dict[str, dict[str, float]] = {}
         for model, tasks in self._scored.items():
             own = found.setdefault(model, {})
@@ -96,7 +96,7 @@ class TaskScores:
         }
 
     def found(self) -> dict[str, Any]:
-        """Everything but the samples as JSON, as the record keeps it under `tasks`."""
+        """All results except the samples as JSON, in the form of the record's entry `tasks`."""
         rows = [
             {
                 "task": name,
@@ -121,13 +121,13 @@ class TaskScores:
         }
 
     def save(self, folder: str | Path) -> dict[str, dict[str, str]]:
-        """Write every model's answers to every task, a line a question: <folder>/samples/<model>.<task>.jsonl.
+        """Write every model's answers to every task, one line per question: <folder>/samples/<model>.<task>.jsonl.
 
         A line has task, model, doc_id, doc_hash, question, gold, answer, right (the primary metric's value), metrics
-        and loglikelihoods. Lines of two models are of the same question where doc_hash and doc_id are the same.
+        and loglikelihoods. Lines of two models belong to the same question if doc_hash and doc_id are the same.
 
         Returns:
-            {model: {task: path relative to the folder}}, which `found` then tells, too.
+            {model: {task: path relative to the folder}}, which `found` then also contains.
         """
         names, files = set(), {}
         for model, tasks in self.answers.items():
@@ -201,10 +201,10 @@ def check_tasks(
 ) -> None:
     """Raise ValueError, before a model is loaded or compressed, if these tasks cannot be answered.
 
-    That is: a task that is not known (with names near it), a task file whose data are not there, a task whose data are
-    on the hub where that cannot be reached, one whose scoring runs code that a model wrote (unless HF_ALLOW_CODE_EVAL=1
-    is in the environment, lm-eval's own word for it), or a number out of range. What functions of a task download by
-    themselves shows only later.
+    That is: an unknown task (the message has similar names), a task file whose data do not exist, a task whose data are
+    on the hub while the hub cannot be reached, a task whose scoring runs code written by a model (unless lm-eval's own
+    variable HF_ALLOW_CODE_EVAL=1 is in the environment), or a number out of range. Downloads by a task's own functions
+    are not checked.
     """
     if isinstance(tasks, str) or not tasks or not all(isinstance(name, str) and name.strip() for name in tasks):
         raise ValueError(
@@ -242,22 +242,22 @@ def answer_tasks(
     """Answer lm-eval's tasks with every model.
 
     Args:
-        models: transformers decoders in evaluation, on their devices; the others are compared with the first,
+        models: transformers decoders in evaluation mode, on their devices; the others are compared with the first,
             "baseline".
-        tasks: names of task files, or of tasks, groups and tags of lm-eval's own.
-        task_path: folder of task files (lm-eval's YAML), whose data may lie beside them or in any folder above; "":
-            that of the local data sets, if there is one.
-        limit: questions of each task, the first ones; None: all.
-        num_fewshot: examples before each question; None: as the task has it. A task that fixes it at 0 keeps that, as
-            for lm-eval.
-        batch_size: texts at a time. Longer batches are padded, which rounds differently.
-        seed: of the examples drawn, and of all random numbers while a task runs (lm-eval draws examples by 1234).
+        tasks: names of task files, or of lm-eval's own tasks, groups and tags.
+        task_path: folder of task files (lm-eval's YAML), whose data may be beside them or in any folder above; "": the
+            folder of the local data sets, if there is one.
+        limit: number of first questions of each task; None: all.
+        num_fewshot: number of examples before each question; None: the task's own number. A task that fixes it at 0
+            keeps 0, as in lm-eval.
+        batch_size: number of texts at a time. Longer batches are padded, which rounds differently.
+        seed: of the examples drawn, and of all random numbers while a task runs (lm-eval draws examples with 1234).
         chat: put questions into the tokenizer's chat template.
-        cache_path: folder that keeps the answers of each model and task as soon as they are there; a killed run goes
-            on.
+        cache_path: folder in which the answers of each model and task are stored at once, so that a killed run can
+            continue.
 
     Raises:
-        ValueError: as `check_tasks`; no models; or a tokenizer without a chat template or an end of text.
+        ValueError: as in `check_tasks`; no models; or a tokenizer without a chat template or an end of text.
     """
     check_tasks(tasks, task_path=task_path, limit=limit, num_fewshot=num_fewshot, batch_size=batch_size)
     _check(models, tokenizer, seed, chat)
@@ -280,7 +280,7 @@ def answer_tasks(
                     answers = answer(model, tokenizer, built, **asked, tell=_counting(progress, f"{task.name}, {name}"))
                     if path:
                         write_whole(answers.to_json(), path)
-                        answers = Answered.from_json(answers.to_json())  # what is new looks as what was kept
+                        answers = Answered.from_json(answers.to_json())  # new answers have the same form as stored ones
                 else:
                     scores.cached[name].append(task.name)
                 scores.answers[name][task.name] = answers
@@ -312,7 +312,7 @@ def _check(models: Mapping[str, nn.Module], tokenizer: PreTrainedTokenizerBase, 
 
 
 def _about(model: nn.Module, tokenizer: PreTrainedTokenizerBase, asked: dict[str, Any]) -> list[Any]:
-    """All that the answers of a model depend on, but for the task."""
+    """Everything on which the answers of a model depend, except the task."""
     versions = [importlib.metadata.version(package) for package in _VERSIONS]
     return [
         _KEPT_AS,
@@ -333,7 +333,7 @@ def _kept_at(folder: str | Path, about: list[Any], task: str, identity: str) -> 
 
 
 def _read(path: Path | None) -> "Answered | None":
-    """What was kept; None where there is nothing, or nothing that can be read."""
+    """The stored answers; None if there are none, or none that can be read."""
     from eval.tasks.harness import Answered
 
     if path is None or not path.is_file():
@@ -369,7 +369,7 @@ def _notes(models: Mapping[str, nn.Module], scores: TaskScores) -> list[str]:
 
 
 def _joined(baseline: "Answered", other: "Answered") -> "list[tuple[Document, Document]]":
-    """The same questions of both: by document hash, and by number where two documents are the same."""
+    """The same questions of both: by document hash, and by number if two documents are the same."""
     of = {(d.doc_hash, d.doc_id): d for d in other.documents}
     return [(d, of[d.doc_hash, d.doc_id]) for d in baseline.documents if (d.doc_hash, d.doc_id) in of]
 
@@ -383,7 +383,7 @@ def _compared(baseline: "Answered", other: "Answered") -> dict[str, Any]:
     before, after = finite(baseline.values.get(metric)), finite(other.values.get(metric))
     known = before is not None and after is not None
     over, under = (after, before) if better else (before, after)
-    found = compare([0], [0])  # its keys, with nothing known but the two values
+    found = compare([0], [0])  # for its keys; only the two values are known
     return {
         **dict.fromkeys(found),
         "metric": metric,
@@ -413,7 +413,7 @@ def _turned(baseline: "Answered", other: "Answered", turn: tuple[int, int], dire
 
 
 def _pooled(name: str, parts: "Sequence[Answered]") -> "Answered | None":
-    """A group as one task of all its questions; None where its tasks are not scored by the same mean."""
+    """A group as one task of all its questions; None if its tasks are not scored by the same mean."""
     metric = parts[0].metric
     if any(of.metric != metric or of.aggregates.get(metric) != "mean" for of in parts):
         return None
@@ -446,11 +446,11 @@ def _end(text: str) -> str:
 
 
 def _safe(name: str, taken: set[str] | None = None, whole: str = "") -> str:
-    """A name for a file; of two names that would be the same, the later bears a hash."""
+    """A name for a file; of two names that would be the same, the later gets a hash."""
     short = re.sub(r"[^\w.+-]+", "_", name, flags=re.ASCII).strip("._")[:100] or "model"
     if taken is None:
         return short
-    if short.lower() in taken:  # there are file systems that do not tell A from a
+    if short.lower() in taken:  # some file systems ignore case
         short = f"{short}.{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
     taken.add(short.lower())
     return short

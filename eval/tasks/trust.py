@@ -4,11 +4,11 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-TRUST = "WORKBENCH_TRUST"  # folders, apart by colons; `workbench --trust FOLDER` adds to them
+TRUST = "WORKBENCH_TRUST"  # folders, separated by colons; `workbench --trust FOLDER` adds to them
 
 
 def trust(folders: Iterable[str | Path]) -> None:
-    """Trust further folders, in this process and in those that it starts.
+    """Trust further folders, in this process and in its child processes.
 
     Raises:
         ValueError: one of them is not a folder.
@@ -22,7 +22,7 @@ def trust(folders: Iterable[str | Path]) -> None:
 
 
 def is_trusted(path: str | Path, always: Iterable[Path] = ()) -> bool:
-    """Does this file or folder lie in a folder that the user trusts, or in one of `always`?"""
+    """Is this file or folder in a folder that the user trusts, or in one of `always`?"""
     place = Path(path).expanduser().resolve()
     named = [Path(folder).expanduser() for folder in os.environ.get(TRUST, "").split(os.pathsep) if folder]
     return any(place.is_relative_to(folder.resolve()) for folder in (*named, *always))

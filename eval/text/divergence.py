@@ -1,4 +1,4 @@
-"""How far a model's predictions are from the baseline's on the same text: KL divergence and top-1 agreement."""
+"""The difference of a model's predictions from the baseline's on the same text: KL divergence and top-1 agreement."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

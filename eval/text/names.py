@@ -1,4 +1,4 @@
-"""Short names for texts that are files: for metrics, records and pages, which hold no path of this machine."""
+"""Short names for texts in files, for metrics, records and pages, which must not contain paths of this machine."""
 
 import hashlib
 import os
@@ -10,9 +10,9 @@ TEXTS = ("corpus", "eval_corpus", "haystack")  # parameters of notebooks that na
 
 
 def text_name(corpus: str | None) -> str | None:
-    """The name of a text in metrics: of a file its stem and six digits of its content's hash; else the name itself.
+    """The name of a text in metrics: for a file its stem and six digits of its content's hash; else the name itself.
 
-    Two files of one name are told apart by their content, and a copy elsewhere has the same name.
+    Two different files of one name get different names, and a copy in another folder gets the same name.
     """
     if not corpus or not _is_file(corpus):
         return corpus

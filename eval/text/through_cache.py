@@ -1,6 +1,6 @@
-"""Text that a model reads through the compressed KV cache that is attached to it.
+"""Text that a model reads through its attached compressed KV cache.
 
-In one pass over a text every token would read exact keys and values, and compressing the cache would cost no accuracy.
+In one pass over a text every token would read exact keys and values, and compression would not affect the accuracy.
 Here the text is read in pieces: each piece reads its own exact keys and values, and the stored ones of earlier pieces.
 """
 
@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-PIECE = 64  # tokens of a piece
+PIECE = 64  # tokens per piece
 
 
 def attachment(model: nn.Module) -> Any | None:
-    """What makes the caches of a model, if something is attached that does: the owner of a hook with a `cache()`."""
+    """The attached object that makes a model's caches, if there is one: the owner of a hook with a `cache()`."""
     owners = (getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values())
     return next((owner for owner in owners if callable(getattr(owner, "cache", None))), None)
 
@@ -25,11 +25,11 @@ def logits_through_cache(model: nn.Module, ids: Tensor, *, prefix: int = 0, piec
 
     Args:
         model: a transformers decoder with a compressed cache attached (`compress.kv.attach`).
-        prefix: tokens that are read in one pass first, as a prompt is, and then compressed.
-        piece: tokens of each pass behind them.
+        prefix: number of tokens that are read in one pass first, like a prompt, and then compressed.
+        piece: number of tokens of each later pass.
 
     Raises:
-        ValueError: nothing is attached.
+        ValueError: no cache is attached.
     """
     maker = attachment(model)
     if maker is None:
@@ -42,7 +42,7 @@ def logits_through_cache(model: nn.Module, ids: Tensor, *, prefix: int = 0, piec
 
 
 def remark(models: Mapping[str, nn.Module]) -> list[str]:
-    """A sentence on how texts were read, if any of these models has a cache attached."""
+    """A sentence about the reading of texts, if any of these models has a cache attached."""
     names = [name for name, model in models.items() if attachment(model) is not None]
     if not names:
         return []

@@ -1,4 +1,4 @@
-"""Long text cut into windows, as every measure on text needs it, and the model's logits on them."""
+"""Long text cut into windows, for all metrics on text, and the model's logits on them."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from eval.text.through_cache import attachment, logits_through_cache
 from kernels.linear import fast_linear
 
-BOS = ("once", "each")  # where the special tokens of the beginning go: before the text, or before every window
-CHUNK = 256  # positions whose distributions over the vocabulary are held at once
+BOS = ("once", "each")  # place of the special tokens of the beginning: before the text, or before every window
+CHUNK = 256  # number of positions whose distributions over the vocabulary are in memory at once
 
 
 class Window(NamedTuple):
@@ -32,17 +32,17 @@ def windows(
     """Cut ids [1, n] into windows.
 
     Args:
-        window: tokens fed at once, the beginning included.
-        stride: tokens by which the window moves. None or `window`: disjoint windows, each scored but for its first
-            token. Smaller: overlapping ones, each scored on its last `stride` tokens only.
-        limit: at most so many windows.
+        window: number of tokens fed at once, the beginning included.
+        stride: number of tokens by which the window moves. None or `window`: disjoint windows, each scored except its
+            first token. Smaller: overlapping ones, each scored on its last `stride` tokens only.
+        limit: largest number of windows.
         beginning: special tokens that the tokenizer puts before a text.
-        bos: where `beginning` goes. "once": before the whole text, which is then cut, as the literature does (the code
-            of GPTQ, arXiv:2210.17323). "each": before every window, whose other tokens are then all scored, for models
+        bos: place of `beginning`. "once": before the whole text, which is then cut, as in the literature (the code of
+            GPTQ, arXiv:2210.17323). "each": before every window, whose other tokens are then all scored, for models
             that predict badly without it.
 
     Raises:
-        ValueError: a window or stride that makes no sense, another `bos`, or too little text for a single window.
+        ValueError: an invalid window or stride, another `bos`, or too little text for a single window.
     """
     if bos not in BOS:
         raise ValueError(f"`bos` (={bos!r}) must be one of {', '.join(BOS)}")
@@ -72,18 +72,18 @@ class LogitSource(Protocol):
     """A model that gives its logits window by window but computes them in another order, because its weights are not
     all in memory at once.
 
-    device, dtype: in which it computes; the dtype as text, "bfloat16".
+    device, dtype: of the computation; the dtype as text, "bfloat16".
     """
 
     device: torch.device
     dtype: str
 
     def logits(self, batches: Sequence[Tensor], last: Sequence[int]) -> Iterator[Tensor]:
-        """For each batch [1, T], in order, the logits [n, vocabulary] of its last n positions, n as `last` says."""
+        """For each batch [1, T], in order, the logits [n, vocabulary] of its last n positions; `last` gives the n."""
 
 
 def all_predictions(model: "nn.Module | LogitSource", cut: Sequence[Window]) -> Iterator[tuple[Tensor, Tensor]]:
-    """`predictions` of each window in order. A model in memory computes a window when it is asked for."""
+    """`predictions` of each window in order. A model in memory computes a window only when it is requested."""
     if isinstance(model, nn.Module):
         for window in cut:
             yield predictions(model, window)

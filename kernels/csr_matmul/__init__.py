@@ -1,4 +1,4 @@
-"""`csr_matmul`: y = x Wᵀ with the few weights of W that are not 0 stored row by row. See README.md."""
+"""`csr_matmul`: y = x Wᵀ, where the few nonzero weights of W are stored row by row. See README.md."""
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ def csr_matmul(x: Tensor, w: Csr, *, impl: str = "auto") -> Tensor:
         [..., out] in x's dtype
 
     Raises:
-        ValueError: shapes that do not fit, or an implementation that does not exist.
+        ValueError: shapes that do not match, or an implementation that does not exist.
     """
     if x.dim() == 0 or x.shape[-1] != w.shape[1]:
         raise ValueError(f"`x` {tuple(x.shape)} must end in in_features (={w.shape[1]})")

@@ -9,7 +9,7 @@ from torch import Tensor
 from kernels.csr_matmul import Csr, csr_matmul, to_csr
 from kernels.harness.cases import TOLERANCE, Asked, Check, Contest, times
 
-SHARE = 0.005  # of the weights that are stored
+SHARE = 0.005  # share of the weights that are stored
 
 
 def checks(device: torch.device) -> list[Check]:
@@ -37,7 +37,7 @@ def checks(device: torch.device) -> list[Check]:
 def _weight(
     generator: torch.Generator, out: int, columns: int, share: float, device: torch.device
 ) -> tuple[Csr, Tensor]:
-    """In compressed rows, and W in float64."""
+    """The weight in compressed rows, and W in float64."""
     chosen = torch.rand(out, columns, generator=generator) < share
     W = torch.randn(out, columns, generator=generator) * chosen
     return to_csr(W.to(device), chosen.to(device)), W.double().to(device)
@@ -55,7 +55,7 @@ def _check(name: str, x: Tensor, w: Csr, W: Tensor) -> Check:
 
 
 def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]:
-    """Against the dense product that a sparse one has to beat."""
+    """Comparison with the dense product, which a sparse one should outperform."""
     for shape in asked.shapes or (((96, 256),) if toy else ((1536, 576), (4096, 4096))):
         for tokens in asked.tokens or ((2,) if toy else (1, 16, 256)):
             yield _contest(device, shape, tokens, asked.dtype)

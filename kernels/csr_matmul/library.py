@@ -10,7 +10,7 @@ from kernels.csr_matmul.layout import Csr
 
 
 def csr_matmul(x: Tensor, w: Csr) -> Tensor:
-    """y [tokens, out] = x [tokens, in] Wᵀ in x's dtype, multiplied in float32: MKL takes no 16-bit values."""
+    """y [tokens, out] = x [tokens, in] Wᵀ in x's dtype, multiplied in float32: MKL does not support 16-bit values."""
     _warn_nobody()
     W = torch.sparse_csr_tensor(w.offsets, w.columns, w.values, w.shape, check_invariants=False)
     if x.shape[0] == 1:
@@ -20,7 +20,7 @@ def csr_matmul(x: Tensor, w: Csr) -> Tensor:
 
 @cache
 def _warn_nobody() -> None:
-    """torch says once in a process that compressed rows are in beta state; no user of ours can do anything about it."""
+    """Suppress torch's warning that compressed rows are in beta state, about which our users can do nothing."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.sparse_csr_tensor([0, 0], [], [], (1, 1))

@@ -1,4 +1,4 @@
-"""`Decoder`: one step of decoding of a whole Llama-shaped decoder on a GPU, which graphs can capture. See README.md."""
+"""`Decoder`: one decoding step of a whole decoder of the Llama family on a GPU, for CUDA graphs. See README.md."""
 
 from kernels.decoder.model import Decoder
 from kernels.decoder.weights import LLAMA_8B, TOY, Layer, Shape, Weights, random_weights, rounded_weights

@@ -14,7 +14,7 @@ from kernels.int_matmul.reference import dequantize
 from kernels.interpreter import triton_takes
 
 CONTEXT = 1024  # positions in the cache before a timed step
-DEEP = 5e-2  # of logits behind 32 layers in bfloat16, whose every tensor is rounded
+DEEP = 5e-2  # tolerance of logits after 32 layers in bfloat16, where every tensor is rounded
 ROOM = 48 << 30  # bytes: the weights in 16, 8 and 4 bits beside each other, and float64 copies of one of them
 GOAL, TOKENS_PER_SECOND = 2.2, 450  # of 4 bits on an H200
 
@@ -37,7 +37,7 @@ def checks(device: torch.device) -> list[Check]:
 
 
 def _check(name: str, weights: Weights, batch: int, held: int, tolerance: float) -> Check:
-    """Of a step behind `held` positions: logits, and the rows of the cache that it wrote."""
+    """A check of a step after `held` positions: its logits, and the rows of the cache that it wrote."""
     impls = ("triton",) if triton_takes(weights.embedding.device) else ()
     first = _filled(Decoder(TOY, weights, batch=batch, positions=held + 3, impl="reference"))
     token = torch.randint(TOY.vocabulary, (batch,), device=weights.embedding.device)
@@ -57,7 +57,7 @@ def _filled(decoder: Decoder) -> Decoder:
 
 
 def _step(decoder: Decoder, token: Tensor, held: int) -> Tensor:
-    """The step behind the first `held` positions, however often it was made before."""
+    """The step after the first `held` positions, independent of earlier steps."""
     decoder.token.copy_(token)
     decoder.length.fill_(held)
     return decoder.step()
@@ -89,7 +89,7 @@ def exact(decoder: Decoder, token: Tensor, held: int) -> tuple[Tensor, Tensor, T
 
 
 def _attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """[batch, channels], of one head over k and v [batch, n, channels]."""
+    """Attention [batch, channels] of one head over k and v [batch, n, channels]."""
     p = ((k @ q[:, :, None])[..., 0] * q.shape[1] ** -0.5).softmax(1)
     return (p[:, None] @ v)[:, 0]
 
@@ -99,7 +99,7 @@ def _normed(x: Tensor, gain: Tensor, shape: Shape) -> Tensor:
 
 
 def _turned(x: Tensor, place: int, shape: Shape) -> Tensor:
-    """As complex numbers: channel i is the real part of what channel i + channels / 2 is the imaginary part of."""
+    """x after the rotary embedding, by complex numbers: channel i is the real, i + channels / 2 the imaginary part."""
     half = shape.channels // 2
     angle = place * shape.theta ** -(torch.arange(half, dtype=torch.float64, device=x.device) / half)
     turned = torch.complex(x[..., :half].contiguous(), x[..., half:].contiguous()) * torch.polar(
@@ -113,7 +113,7 @@ def _wide(w: Tensor | Packed) -> Tensor:
 
 
 def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]:
-    """Whole steps with weights in 4, 8 and 16 bits; `asked` speaks of single products."""
+    """Whole steps with weights in 4, 8 and 16 bits; `asked`, which concerns single products, is not used."""
     if toy and triton_takes(device):
         yield _contest(device, TOY, 6, "toy", 32)
     elif device.type == "cuda" and not toy and torch.cuda.mem_get_info(device)[0] > ROOM:

@@ -1,4 +1,4 @@
-"""A step of decoding, product by product: what a CUDA graph captures."""
+"""A decoding step, product by product, which a CUDA graph can capture."""
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +16,11 @@ IMPLS = ("auto", "reference", "triton")
 class Decoder:
     """Weights, a static cache and the state of one batch of sequences of equal length.
 
-    Between the products lie three kernels: sum and norm; rotary turn and store into the cache; gate. Nothing of a step
-    waits for the device or depends on a value that the host would have to know, so that it can be captured.
+    Between the products there are three kernels: sum and norm; rotary embedding and store into the cache; gate. No part
+    of a step waits for the device or needs a value of the device on the host, so that it can be captured.
 
-    token:  int64 [batch]: what the next step reads; it writes its own choice, the likeliest token, in its place.
-    length: int32 [batch, kv_heads]: positions that the cache holds.
+    token:  int64 [batch]: the input of the next step, which overwrites it with the most probable next token.
+    length: int32 [batch, kv_heads]: number of positions in the cache.
     keys, values: [layers, batch, kv_heads, positions, channels] in the weights' dtype.
     """
 
@@ -47,9 +47,9 @@ class Decoder:
         self.cos, self.sin = angle.cos(), angle.sin()
 
     def step(self) -> Tensor:
-        """Logits [batch, vocabulary] behind `token`, which becomes the likeliest one; the cache grows by a position.
+        """Logits [batch, vocabulary] after `token`, which becomes the most probable one; adds a position to the cache.
 
-        The caller sees to it that there is room: nothing checks `length`, which only the device knows.
+        The caller must ensure that there is room: `length`, which only the device knows, is not checked.
         """
         shape, weights, between = self.shape, self.weights, self.between
         x, added = weights.embedding[self.token], None

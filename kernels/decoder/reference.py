@@ -15,12 +15,12 @@ def add_norm(x: Tensor, added: Tensor | None, gain: Tensor, eps: float) -> tuple
 
 
 def turn_and_store(qkv: Tensor, cos: Tensor, sin: Tensor, length: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """q [batch, heads, channels], turned; k, turned, and v go to position length - 1 of the cache.
+    """Returns rotated q [batch, heads, channels]; writes rotated k, and v, to position length - 1 of the cache.
 
     Args:
         qkv: [batch, (heads + 2 kv_heads) channels]. cos, sin: float32 [positions, channels / 2].
-        length: int32 [batch, kv_heads], the new position counted.
-        keys, values: [batch, kv_heads, positions, channels]; changed.
+        length: int32 [batch, kv_heads], the new position included.
+        keys, values: [batch, kv_heads, positions, channels]; changed in place.
     """
     batch, kv_heads, _, channels = keys.shape
     split = qkv.view(batch, -1, channels)

@@ -11,12 +11,12 @@ from torch import Tensor  # noqa: E402
 
 from kernels.tuning import Compilation  # noqa: E402
 
-BLOCK = 1024  # elements of `gate` that a program takes
+BLOCK = 1024  # elements of `gate` per program
 
 
 @triton.jit
 def add_norm_kernel(x, added, gain, total, normed, columns, eps, BLOCK: tl.constexpr):
-    """A row a program; `added` may be None, and then nothing is written to `total`."""
+    """One row per program; if `added` is None, nothing is written to `total`."""
     at, j = tl.program_id(0).to(tl.int64) * columns, tl.arange(0, BLOCK)
     inside = j < columns
     v = tl.load(x + at + j, mask=inside, other=0.0)
@@ -33,7 +33,7 @@ def add_norm_kernel(x, added, gain, total, normed, columns, eps, BLOCK: tl.const
 def turn_kernel(
     qkv, cos, sin, length, keys, values, q, heads, kv_heads, positions, CHANNELS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """A head of a sequence a program: queries, then keys, then values."""
+    """One head of one sequence per program: queries, then keys, then values."""
     b, h = tl.program_id(0), tl.program_id(1)
     place = tl.load(length + b * kv_heads).to(tl.int64) - 1
     half: tl.constexpr = CHANNELS // 2
@@ -70,7 +70,7 @@ def gate_kernel(x, y, inner, BLOCK: tl.constexpr):
 
 
 def add_norm(x: Tensor, added: Tensor | None, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As `reference.add_norm`."""
+    """Like `reference.add_norm`."""
     normed, total = torch.empty_like(x), x if added is None else torch.empty_like(x)
     block = triton.next_power_of_2(x.shape[1])
     add_norm_kernel[(x.shape[0],)](
@@ -80,7 +80,7 @@ def add_norm(x: Tensor, added: Tensor | None, gain: Tensor, eps: float) -> tuple
 
 
 def turn_and_store(qkv: Tensor, cos: Tensor, sin: Tensor, length: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """As `reference.turn_and_store`."""
+    """Like `reference.turn_and_store`."""
     batch, kv_heads, positions, channels = keys.shape
     heads = qkv.shape[1] // channels - 2 * kv_heads
     q = qkv.new_empty(batch, heads, channels)
@@ -93,7 +93,7 @@ def turn_and_store(qkv: Tensor, cos: Tensor, sin: Tensor, length: Tensor, keys: 
 
 
 def gate(x: Tensor) -> Tensor:
-    """As `reference.gate`."""
+    """Like `reference.gate`."""
     inner = x.shape[1] // 2
     y = x.new_empty(x.shape[0], inner)
     gate_kernel[(x.shape[0], triton.cdiv(inner, BLOCK))](x, y, inner, BLOCK=BLOCK, num_warps=4)
@@ -101,7 +101,7 @@ def gate(x: Tensor) -> Tensor:
 
 
 def shipped() -> list[Compilation]:
-    """At the widths of an 8B model."""
+    """The shipped compilations, at the widths of an 8B model."""
     norm = {"x": "*bf16", "gain": "*bf16", "total": "*bf16", "normed": "*bf16", "columns": "i32", "eps": "fp32"}
     turn = dict.fromkeys(("qkv", "keys", "values", "q"), "*bf16") | dict.fromkeys(("cos", "sin"), "*fp32")
     turn |= {"length": "*i32"} | dict.fromkeys(("heads", "kv_heads", "positions"), "i32")

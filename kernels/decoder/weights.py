@@ -10,7 +10,7 @@ from kernels.int_matmul import Packed, pack
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a decoder of the Llama family; `channels` are those of a head, `inner` the MLP's hidden units."""
+    """Sizes of a decoder of the Llama family; `channels`: channels per head; `inner`: hidden units of the MLP."""
 
     layers: int
     hidden: int
@@ -54,14 +54,14 @@ class Weights:
 
     @property
     def read(self) -> int:
-        """Bytes that a step reads of them; one row of the embedding is nothing."""
+        """Bytes of weights that a step reads; the one row of the embedding is neglected."""
         parts = [w for layer in self.layers for w in vars(layer).values()] + [self.last, self.head]
         tensors = [t for w in parts for t in ((w.codes, w.scale) if isinstance(w, Packed) else (w,))]
         return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def random_weights(shape: Shape, dtype: torch.dtype, device: torch.device) -> Weights:
-    """Normal, of variance 1 / in, so that no activation grows or vanishes on its way."""
+    """Normal weights of variance 1 / in, so that activations neither grow nor vanish from layer to layer."""
 
     def normal(out: int, columns: int, spread: float | None = None) -> Tensor:
         W = torch.randn(out, columns, device=device, dtype=dtype)
@@ -82,7 +82,7 @@ def random_weights(shape: Shape, dtype: torch.dtype, device: torch.device) -> We
 
 
 def rounded_weights(weights: Weights, bits: int, group_size: int, head_bits: int = 8) -> Weights:
-    """The same with every product's weight rounded to the nearest of symmetric integers, in rows."""
+    """The same weights, with every product's weight rounded to nearest symmetric integers, in the layout `rows`."""
 
     def rounded(W: Tensor, bits: int) -> Packed:
         groups = W.float().view(len(W), -1, group_size)

@@ -1,5 +1,5 @@
-"""`gptq_block`: quantise a block of columns one after another; each column is corrected for the errors of those before.
-See README.md."""
+"""`gptq_block`: quantise a block of columns one after another; each column is corrected for the errors of the earlier
+ones. See README.md."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from kernels.interpreter import triton_takes
 from kernels.registry import ran
 
 IMPLEMENTATIONS = ("reference", "cpu", "triton")
-LAZY = 32  # columns after which the CPU path updates the rest of the block by a product; measured, see README.md
+LAZY = 32  # number of columns after which the CPU path updates the rest by a product; measured, see README.md
 
 
 def gptq_block(
@@ -28,29 +28,29 @@ def gptq_block(
     """The inner loop of GPTQ (arXiv:2210.17323, algorithm 1) over the first `steps` of `columns` columns.
 
     For i = 0 .. steps-1: code = clamp(round(w_i / scale) + zero, 0, 2^bits - 1), q = (code - zero) scale,
-    error_i = (w_i - q) / U_ii, and w_k -= U_ik error_i for every later column k < columns. With a table the code is
-    that of the entry nearest to w_i / scale (the lower one half-way between two), and q = table[code] scale.
+    error_i = (w_i - q) / U_ii, and w_k -= U_ik error_i for every later column k < columns. With a table, code is the
+    index of the entry nearest to w_i / scale (the lower one half-way between two), and q = table[code] scale.
 
     Args:
         W: [columns, out] float32: a column of the weight is a row here, in the order of processing; not changed.
         U: [steps, columns] float32: these rows and columns of the upper triangular factor, H⁻¹ = Uᵀ U.
         scale, zero: [groups, out] float32; no scale is 0.
-        group: [steps] int64 or int32: the row of `scale` and `zero` that each column is quantised with.
+        group: [steps] int64 or int32: the row of `scale` and `zero` with which each column is quantised.
         bits: 1 to 8.
-        keep: [steps, out] bool; false: q = 0 and the code that of the zero point, wherever w lies. None: all are kept.
-        table: [2 to 256] float32, ascending: the values that codes stand for; `zero` is then only the code of weights
-            that are not kept. None: integers.
+        keep: [steps, out] bool; false: q = 0 and the zero point's code, for any w. None: all weights are kept.
+        table: [2 to 256] float32, ascending: the value of each code; `zero` is then only the code of weights that are
+            not kept. None: integers.
         impl: "reference" (plain torch, update after update), "cpu" (updates gathered into products), "triton" (one
             launch; CUDA, or the interpreter) or "auto".
 
-    Every tensor may have a leading [batch]: that many blocks of one shape, each with its own factor, in one launch.
+    Every tensor may have a leading [batch]: several blocks of one shape, each with its own factor, in one launch.
 
     Returns:
         codes uint8 [steps, out], errors float32 [steps, out], rest float32 [columns - steps, out]: the columns that
         were not quantised, updated.
 
     Raises:
-        ValueError: tensors that do not fit each other, or an implementation that cannot take them.
+        ValueError: tensors that do not match, or an implementation that does not support them.
     """
     _check(W, U, scale, zero, group, bits, keep, table)
     if impl not in ("auto", *IMPLEMENTATIONS):

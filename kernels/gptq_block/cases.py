@@ -13,7 +13,7 @@ from kernels.interpreter import triton_takes
 ROTATED = (
     128 << 20
 )  # bytes of operands and results in rotation; the loop it is timed against takes a thousand launches a call
-MARGIN = 1e-4  # of a step: no weight of a check lies nearer to the edge between two codes, where rounding would decide
+MARGIN = 1e-4  # of a step: least distance of a check's weights from the edge between two codes, where rounding decides
 
 Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # W, U, scale, zero, group
 
@@ -74,10 +74,10 @@ def exact(
     table: Tensor | None = None,
     found: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, float]:
-    """Codes, errors and rest of one matrix in float64, and how near to an edge between two codes a weight came, in
-    steps. Where that is nearer than MARGIN, the code `found` is as right, and is gone on with.
+    """Codes, errors and rest of one matrix in float64, and the least distance of a weight from an edge between two
+    codes, in steps. Where that is below MARGIN, the code in `found` is equally right, and the loop continues with it.
 
-    A column takes all that the columns before left over when it is reached, not as they leave it.
+    A column is corrected for all earlier columns when it is reached, not after each of them.
     """
     W, U, steps = W.double(), U.double(), U.shape[0]
     codes, errors = W.new_zeros(steps, W.shape[1]), W.new_zeros(steps, W.shape[1])
@@ -105,7 +105,7 @@ def exact(
 
 
 def following(W: Tensor, U: Tensor, scale: Tensor, zero: Tensor, group: Tensor, bits: int) -> Expected:
-    """Codes, errors and rest; among millions of weights some lie so near to an edge that either code is right."""
+    """Codes, errors and rest; among millions of weights, some are so near an edge that either code is right."""
 
     def expected(outputs: list[Tensor]) -> tuple[Tensor, ...]:
         return exact(W, U, scale, zero, group, bits, found=outputs[0])[:3]
@@ -139,7 +139,7 @@ def _operands(
     symmetric: bool,
     table: Tensor | None = None,
 ) -> Operands:
-    """Operands of the first seeds at which rounding is beyond doubt, in float32 as in float64."""
+    """Operands of the first seeds for which rounding gives the same codes in float32 and in float64."""
     matrices: list[Operands] = []
     for seed in count():
         operands = _matrix(seed, columns, steps, out, groups, bits, symmetric)
@@ -205,5 +205,5 @@ def _contest(device: torch.device, columns: int, out: int, toy: bool) -> Contest
         candidates=candidates,
         expected=dict.fromkeys((ours, "plain loop"), following(weights[0], U, scales[0], zero, group, bits)),
         tolerance=dict.fromkeys((ours, "plain loop"), 1e-4),
-        graph=False,  # the goal speaks of the eager loop: its launches are what one launch saves
+        graph=False,  # the goal refers to the eager loop, whose launches are replaced by a single one
     )

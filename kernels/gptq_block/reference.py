@@ -15,9 +15,10 @@ def gptq_block(
     table: Tensor | None = None,
     lazy: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One matrix; arguments and results as those of `kernels.gptq_block.gptq_block`, without the batch.
+    """One matrix; arguments and results as in `kernels.gptq_block.gptq_block`, without the batch.
 
-    lazy: columns after which the columns to come are updated by a matrix product; None: after every one, to the end.
+    lazy: number of columns after which all later columns are updated by a matrix product; None: update them after every
+    column.
     """
     steps = U.shape[0]
     W = W.clone()  # [columns, out]

@@ -1,4 +1,4 @@
-"""GPTQ's inner loop in one launch: each program takes some outputs through all columns. See README.md."""
+"""GPTQ's inner loop in one launch: each program processes all columns for some outputs. See README.md."""
 
 import torch
 import triton
@@ -20,7 +20,7 @@ CANDIDATES = [
 
 @triton.jit
 def row_of(tile, rows, i: tl.constexpr):
-    """Row i of a float32 tile. A sum of bits: where a thread holds whole columns it compiles to nothing."""
+    """Row i of a float32 tile, as a sum of bits; if a thread holds whole columns, this compiles to no instructions."""
     bits = tl.where((rows == i)[:, None], tile.to(tl.int32, bitcast=True), 0)
     return tl.sum(bits, axis=0).to(tl.float32, bitcast=True)
 
@@ -88,7 +88,7 @@ def gptq_block_kernel(
         k = start + rows  # [SUB] columns of this sub-block
         k64 = k.to(tl.int64)
         w = tl.load(W + k64[:, None] * w_row + o[None, :], mask=(k < columns)[:, None] & here[None, :], other=0.0)
-        # What the columns before left over, in their order.
+        # The corrections for the earlier columns, in their order.
         e_at = errors + o
         u_at = U + k
         for _ in tl.range(0, tl.minimum(start, steps), loop_unroll_factor=4):
@@ -120,7 +120,7 @@ def gptq_block_kernel(
                     value = q - zi
                 elif KEEP:
                     value = tl.where(kept != 0, value, tl.load(table + zi.to(tl.int32), mask=here, other=0.0))
-                quantised = tl.fma(value, si, tl.zeros([OUT], tl.float32))  # rounded by itself, as torch does
+                quantised = tl.fma(value, si, tl.zeros([OUT], tl.float32))  # rounded separately, as torch does
                 e = tl.div_rn(wi - quantised, d)
                 e = tl.where(start + i < steps, e, 0.0)
                 u = tl.load(u_i + rows, mask=(rows > i) & (k < columns) & (start + i < steps), other=0.0)
@@ -147,7 +147,7 @@ def gptq_block(
     keep: Tensor | None = None,
     table: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Arguments and results as those of `kernels.gptq_block.gptq_block`."""
+    """Arguments and results as in `kernels.gptq_block.gptq_block`."""
     shape = W.shape
     if W.dim() == 2:
         W, U, scale, zero, group = W[None], U[None], scale[None], zero[None], group[None]

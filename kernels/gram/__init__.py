@@ -24,14 +24,14 @@ def gram(x: Tensor, H: Tensor | None = None, *, impl: str = "auto") -> Tensor:
         H: [in, in] float32, contiguous, or None for zeros. Only its upper triangle is meaningful: finish with
             `symmetric`.
         impl: "reference" (one full float32 product), "cpu" (oneDNN, upper panels only), "triton" (upper tiles; 16-bit x
-            on tensor cores) or "auto": "triton" for 16-bit x on CUDA, "cpu" on a CPU, "reference" for anything else,
-            which on CUDA is float32, that tensor cores do not do.
+            on tensor cores) or "auto": "triton" for 16-bit x on CUDA, "cpu" on a CPU, "reference" for all others, such
+            as float32 on CUDA, which tensor cores do not support.
 
     Returns:
         H
 
     Raises:
-        ValueError: `x` is not a matrix, `H` does not fit it, or an implementation that does not exist here.
+        ValueError: `x` is not a matrix, `H` does not match it, or an implementation that does not exist here.
     """
     if x.dim() != 2 or not x.is_floating_point():
         raise ValueError(f"`x` must be floating-point [tokens, in], not {x.dtype} {tuple(x.shape)}")
@@ -50,13 +50,13 @@ def gram(x: Tensor, H: Tensor | None = None, *, impl: str = "auto") -> Tensor:
 
 
 def symmetric(H: Tensor) -> Tensor:
-    """[in, in] whose lower triangle is the mirror of H's upper one."""
+    """A matrix [in, in] with H's upper triangle, and its mirror image as the lower triangle."""
     upper = H.triu()
     return upper + upper.triu(1).t()
 
 
 def mirror_(H: Tensor) -> Tensor:
-    """`symmetric` in place: of H [in, in] the upper triangle is copied onto the lower one."""
+    """`symmetric` in place: copies the upper triangle of H [in, in] onto the lower one."""
     for start in range(0, len(H), PANEL):
         end = min(start + PANEL, len(H))
         H[start:end, :start] = H[:start, start:end].t()

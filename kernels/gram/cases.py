@@ -55,7 +55,7 @@ def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]
 
 
 def _check(name: str, x: Tensor, H: Tensor, changes: dict | None = None) -> Check:
-    """`changes`: to the launch configuration that the heuristic would take."""
+    """`changes`: changes to the heuristic's launch configuration."""
 
     def run(impl: str) -> Tensor:
         if impl != "triton" or not changes:
@@ -73,7 +73,7 @@ def _check(name: str, x: Tensor, H: Tensor, changes: dict | None = None) -> Chec
 
 
 def _start(columns: int, device: torch.device) -> Tensor:
-    """An H that holds something already."""
+    """An initial H that is not zero."""
     return torch.arange(columns * columns, dtype=torch.float32, device=device).view(columns, columns) % 7
 
 
@@ -119,7 +119,7 @@ def _contest(device: torch.device, tokens: int, columns: int, toy: bool) -> Cont
 
 
 def _upper(x: Callable[[], Tensor]) -> Expected:
-    """XᵀX in the upper triangle, which alone is promised; below it, whatever was found."""
+    """The expected result: XᵀX in the upper triangle, which alone is specified; below it, the values found."""
 
     def expected(found: Tensor) -> Tensor:
         exact = x().double().t() @ x().double()

@@ -13,14 +13,14 @@ from torch import Tensor  # noqa: E402
 
 from kernels.tuning import Compilation, configuration  # noqa: E402
 
-LEAST = 256  # tokens that a split must have to be worth a launch of the second kernel
+LEAST = 256  # least number of tokens in a split that justifies a launch of the second kernel
 
 # "chunk" tokens are summed inside the tensor cores, which round towards zero; beyond, float32 additions round to
 # nearest
 SQUARE = {"rows": 128, "columns": 128, "tokens": 64, "chunk": 4096, "num_warps": 4, "num_stages": 3}
 WIDE = {**SQUARE, "columns": 256, "num_warps": 8, "num_stages": 4}
 WIDE_SHARED = 114_688  # bytes that WIDE takes on sm_80 and sm_89; an RTX 4090 has 101,376 (sm_90 takes and has more)
-EXACT = {**SQUARE, "rows": 64, "columns": 64, "tokens": 32}  # float32 has no tensor core but TF32's
+EXACT = {**SQUARE, "rows": 64, "columns": 64, "tokens": 32}  # for float32, tensor cores support only TF32
 CANDIDATES = [
     SQUARE,
     WIDE,
@@ -32,7 +32,7 @@ CANDIDATES = [
 
 @triton.jit
 def _tile(program, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Which tile the linear program computes: column block j holds COLUMNS/ROWS * (j + 1) row blocks, top to bottom."""
+    """The tile of a program, by linear index: column block j has COLUMNS/ROWS * (j + 1) row blocks, top to bottom."""
     RATIO: tl.constexpr = COLUMNS // ROWS
     q = program // RATIO
     j = ((tl.sqrt(8.0 * q + 1.0) - 1.0) * 0.5).to(tl.int32)
@@ -99,7 +99,7 @@ def _add_part(out, part, stride, row, column, last_row, last_column):
 
 @triton.jit
 def gather(parts, H, splits, tiles, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLAB: tl.constexpr):
-    """H += the splits' tiles, first to last; SLAB rows of one tile a program."""
+    """H += the splits' tiles, first to last; each program adds SLAB rows of one tile."""
     i, j = _tile(tl.program_id(0), ROWS, COLUMNS)
     row, col = tl.program_id(1) * SLAB + tl.arange(0, SLAB), tl.arange(0, COLUMNS)
     rows, cols = i * ROWS + row, j * COLUMNS + col
@@ -119,7 +119,7 @@ def gram(x: Tensor, H: Tensor) -> None:
     if x.stride(1) != 1 or x.stride(0) % 16 or columns % 16 or x.data_ptr() % 16:
         x = F.pad(
             x, (0, -columns % 16)
-        ).contiguous()  # 16-byte loads need it; a copy of X is little beside in products of it
+        ).contiguous()  # 16-byte loads need it; a copy of X is cheap compared with the products
     c = configuration("gram", key(x.dtype, columns), heuristic(x.dtype, columns, x.device))
     j = triton.cdiv(columns, c["columns"])
     tiles = c["columns"] // c["rows"] * j * (j + 1) // 2
@@ -147,7 +147,7 @@ def gram(x: Tensor, H: Tensor) -> None:
 
 
 def key(dtype: torch.dtype, columns: int) -> str:
-    """What the launch configuration depends on."""
+    """The key of the launch configuration."""
     return f"{dtype.itemsize * 8} bits n{triton.next_power_of_2(columns)}"
 
 

@@ -15,22 +15,22 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def hadamard(x: Tensor, *, scale: float | None = None, impl: str = "auto") -> Tensor:
-    """y = scale x H, H being `hadamard_matrix(n)`; rotations take the default scale, which keeps lengths.
+    """y = scale x H, where H is `hadamard_matrix(n)`; rotations use the default scale, which preserves lengths.
 
-    H is symmetric, so the transform is its own gradient's, and with the default scale its own inverse.
+    H is symmetric, so the gradient has the same transform; with the default scale, the transform is its own inverse.
 
     Args:
         x: [..., n]; float32, bfloat16 or float16 (and float64 for "reference"); any strides; may be empty.
         scale: None for 1/sqrt(n).
         impl: "reference" (butterflies, any device), "cpu" (products with small Kronecker factors), "triton" (CUDA, or
-            the interpreter; n that `plan` or `spread_plan` takes apart) or "auto": triton, where it takes x, on CUDA;
-            "cpu" on a CPU; "reference" for the rest.
+            the interpreter; n that `plan` or `spread_plan` factors) or "auto": "triton" on CUDA if it supports x, "cpu"
+            on a CPU, else "reference".
 
     Returns:
         [..., n] in x's dtype; computed in float32 (or as exactly) and rounded once.
 
     Raises:
-        ValueError: n has no Hadamard matrix here, or an implementation that cannot take x.
+        ValueError: n has no Hadamard matrix here, or an implementation that does not support x.
     """
     n = x.shape[-1] if x.dim() else 0
     _check_size(n, "`x` must end in")
@@ -54,7 +54,7 @@ def hadamard(x: Tensor, *, scale: float | None = None, impl: str = "auto") -> Te
 
 
 def widest_block(n: int, most: int = 0) -> int:
-    """The widest divisor of n that has a Hadamard matrix, at most `most` where that is not 0."""
+    """The largest divisor of n for which there is a Hadamard matrix, at most `most` if that is not 0."""
     return next(d for d in range(min(n, most or n), 0, -1) if n % d == 0 and base(d))
 
 
@@ -62,7 +62,7 @@ def hadamard_matrix(n: int, *, dtype: torch.dtype = torch.float32, device: torch
     """H [n, n] of ±1, symmetric, H H = n I: Paley's matrix of order `base(n)`, doubled by Sylvester's rule.
 
     Raises:
-        ValueError: n has none here.
+        ValueError: there is no Hadamard matrix of order n here.
     """
     _check_size(n, "a Hadamard matrix needs `n` =")
     m = base(n)

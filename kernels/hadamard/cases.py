@@ -14,7 +14,7 @@ from kernels.harness.cases import TOLERANCE, Asked, Check, Contest
 from kernels.interpreter import triton_takes
 
 ROTATED = 256 << 20  # bytes of operands and results in rotation
-DENSE = 8192  # widest size that is also timed as a product with the whole matrix
+DENSE = 8192  # largest size that is also timed as a product with the whole matrix
 
 
 def checks(device: torch.device) -> list[Check]:
@@ -75,7 +75,7 @@ def _codes(
     group: int | None,
     wide: int,
 ) -> Check:
-    """Of codes times their steps. A code may differ where the rotated value lies between two."""
+    """A check of codes times their steps. A code may differ if the rotated value is half-way between two codes."""
     x = (torch.randn(shape, generator=generator) * 3).to(device, dtype)
     signs = (torch.randint(2, shape[-1:], generator=generator) * 2 - 1).to(device, torch.int8)
 
@@ -107,7 +107,7 @@ def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]
             (16, 4096, bfloat16),
             (4096, 4096, float32),
         ]
-        cases += [(rows, n, bfloat16) for n in (14336, 28672) for rows in (1, 16)]  # several programs a row
+        cases += [(rows, n, bfloat16) for n in (14336, 28672) for rows in (1, 16)]  # several programs per row
         cases += [(2048, n, bfloat16) for n in (11008, 53248)]
     else:
         cases = [(1, 4096, float32), (256, 4096, float32), (2048, 576, float32), (2048, 1536, bfloat16)]
@@ -122,7 +122,7 @@ def exact(x: Tensor, scale: float | None = None) -> Tensor:
 
 
 def in_two(x: Tensor, scale: float | None = None) -> Tensor:
-    """The product in float64, with H = H_m ⊗ H_k where the whole matrix would be too large."""
+    """The product in float64, with H = H_m ⊗ H_k if the whole matrix would be too large."""
     n, m = x.shape[-1], base(x.shape[-1])
     if n <= 2048:
         return exact(x, scale)

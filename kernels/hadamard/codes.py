@@ -1,4 +1,4 @@
-"""A Hadamard transform whose results are rounded to integer codes before they leave the processor."""
+"""A Hadamard transform whose results are rounded to integer codes before they are written to memory."""
 
 import torch
 from torch import Tensor
@@ -24,25 +24,25 @@ def hadamard_codes(
     wide: int = 0,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Codes of a rotated input: of `hadamard` of every `block` columns of x times `signs`, in x's dtype, rounded as
-    `kernels.w4a8_matmul` rounds it. They are what `w4a8_codes_matmul` multiplies.
+    """Codes of a rotated input, for `w4a8_codes_matmul`: x times `signs`, transformed by `hadamard` for every `block`
+    columns, in x's dtype, and rounded as `kernels.w4a8_matmul` rounds its input.
 
     Args:
         x: [..., in]; float32, bfloat16 or float16; any strides; may be empty.
         signs: int8 [in], ±1.
-        block: columns that are transformed together; it divides `in`, which is even.
+        block: number of columns that are transformed together; it divides `in`, which is even.
         bits: 8 or 4.
-        group: columns that share a step, or None for all of a token.
-        wide: groups, the first ones of a token, whose codes have 8 bits whatever `bits` says.
+        group: number of columns that share a step, or None for all columns of a token.
+        wide: number of first groups of a token whose codes have 8 bits, independent of `bits`.
         impl: "reference" (`hadamard` and then the rounding), "triton" (both in one kernel; CUDA, or the interpreter) or
-            "auto": triton, where it `takes` these, on CUDA; else "reference".
+            "auto": "triton" on CUDA if `takes` is true, else "reference".
 
     Returns:
-        codes: int8 [..., in], those of the even columns first and then those of the odd ones; step: float32
-        [..., in / group]. The step of a group that holds a NaN or an infinity is NaN.
+        codes: int8 [..., in], codes of the even columns first, then of the odd ones; step: float32 [..., in / group].
+        The step of a group that contains a NaN or an infinity is NaN.
 
     Raises:
-        ValueError: sizes that do not fit, or an implementation that cannot take x.
+        ValueError: sizes that do not match, or an implementation that does not support x.
     """
     columns = x.shape[-1] if x.dim() else 0
     groups = columns // (group or columns or 1)
@@ -71,7 +71,7 @@ def rotates_into_codes(x: Tensor, block: int, group: int | None) -> bool:
 
 
 def takes(x: Tensor, block: int, group: int | None) -> bool:
-    """Do the Triton kernels take these?"""
+    """Do the Triton kernels support these arguments?"""
     whole = whole_codes_fit(block, group, x.shape[-1]) and has_shared(x.device, shared_of(plan(block)))
     return whole or codes_fit(block, group)
 

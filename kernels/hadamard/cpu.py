@@ -1,4 +1,4 @@
-"""Products with small Kronecker factors, some rows at a time, so that they stay in cache."""
+"""Products with small Kronecker factors, some rows at a time, so that the rows stay in cache."""
 
 from functools import cache
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from kernels.hadamard.matrix import base, paley, sylvester
 
 AT_ONCE = 1 << 18  # elements; measured, see README.md
-WIDEST = 5  # bits of a factor, where more than one is needed; measured
+WIDEST = 5  # largest number of bits of a factor if more than one is needed; measured
 
 
 def hadamard(x: Tensor, scale: float) -> Tensor:

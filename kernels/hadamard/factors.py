@@ -1,4 +1,4 @@
-"""What the Triton kernels of `hadamard` share: products with matrices of ±1, and these matrices on the device."""
+"""Shared code of `hadamard`'s Triton kernels: products with matrices of ±1, and these matrices on the device."""
 
 from kernels.interpreter import prepare
 
@@ -29,7 +29,7 @@ def times(t, H, PIECES: tl.constexpr):
 
 
 def pieces(dtype: torch.dtype) -> int:
-    """How many bfloat16 numbers stand for an intermediate float32."""
+    """The number of bfloat16 values that represent an intermediate float32."""
     return 3 if dtype == torch.float32 else 2
 
 

@@ -10,12 +10,12 @@ from functools import cache
 
 import numpy as np
 
-LARGEST = 1024  # order of a Paley matrix; beyond, its dense product is no fast transform any more
+LARGEST = 1024  # largest order of a Paley matrix; beyond it, the dense product is no longer a fast transform
 
 
 @cache
 def base(n: int) -> int | None:
-    """Least m with n = m 2^k that is 1 or the order of a Paley matrix; None where there is none up to `LARGEST`."""
+    """Least m with n = m 2^k that is 1 or the order of a Paley matrix; None if there is none up to `LARGEST`."""
     if n < 1:
         return None
     m = n & -n  # the power of two in n
@@ -26,14 +26,14 @@ def base(n: int) -> int | None:
 
 
 def near(n: int) -> list[int]:
-    """The nearest sizes below and above n that have a matrix."""
+    """The nearest sizes below and above n for which there is a matrix."""
     below = next((i for i in range(n - 1, 0, -1) if base(i)), None)
-    above = next(i for i in range(max(n, 0) + 1, 2 * max(n, 0) + 3) if base(i))  # there is a power of two by then
+    above = next(i for i in range(max(n, 0) + 1, 2 * max(n, 0) + 3) if base(i))  # this range contains a power of two
     return [i for i in (below, above) if i]
 
 
 def sylvester(n: int) -> np.ndarray:
-    """int8 [n, n] of ±1 for a power of two: the sign is the parity of the bits that row and column share."""
+    """int8 [n, n] of ±1 for a power of two: the sign is the parity of the bits set in both row and column index."""
     H = np.ones((1, 1), np.int8)
     while len(H) < n:
         H = np.block([[H, H], [H, -H]])
@@ -76,7 +76,7 @@ def _prime_power(q: int) -> tuple[int, int] | None:
 
 
 def _character(p: int, degree: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of the field of q = p^degree elements, numbered by their coefficients in base p.
+    """Tables of the field of q = p^degree elements, numbered by their coefficients in base p.
 
     Returns:
         chi int8 [q]: 1 for squares, -1 for the others, 0 for 0; plus, minus [q, q]: numbers of a + b and a - b.

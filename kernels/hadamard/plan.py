@@ -1,4 +1,4 @@
-"""How the Triton kernels take a size apart: n = a b c, one small product along each, or n = p l, two products."""
+"""Factorisation of a size for the Triton kernels: n = a b c, one small product along each, or n = p l, two products."""
 
 from functools import cache
 from typing import NamedTuple
@@ -6,12 +6,12 @@ from typing import NamedTuple
 from kernels.hadamard.matrix import base
 
 LARGEST_TILE = 32768  # elements of a row with its padding: 128 KiB of registers
-TALLEST = 1024  # order of the first factor of two: its product takes 2 p operations an element
-NARROWEST, WIDEST = 16, 128  # a product on tensor cores is no narrower; a wider one is no fast transform
+TALLEST = 1024  # largest first factor of two: its product takes 2 p operations per element
+NARROWEST, WIDEST = 16, 128  # least width of a product on tensor cores; a wider one is no longer a fast transform
 
 
 class Plan(NamedTuple):
-    """H = H_a ⊗ H_b ⊗ H_c; `pa`, `pc`: powers of two that a and c are padded to. 1: no product along it."""
+    """H = H_a ⊗ H_b ⊗ H_c; `pa`, `pc`: powers of two to which a and c are padded. A size of 1 means no product."""
 
     a: int
     b: int
@@ -22,7 +22,7 @@ class Plan(NamedTuple):
 
 @cache
 def plan(n: int) -> Plan | None:
-    """None where a row does not fit into one program, or a factor is too large for a product with the whole of it."""
+    """The plan for n, or None if a row does not fit into one program or a factor is too large for a dense product."""
     m = base(n)
     if m is None:
         return None
@@ -40,8 +40,8 @@ def plan(n: int) -> Plan | None:
 
 
 class Spread(NamedTuple):
-    """H = H_p ⊗ H_l, of which each program of a row computes some of the p lines; `pl`: power of two that l is padded
-    to."""
+    """H = H_p ⊗ H_l, where each program of a row computes some of the p lines; `pl`: power of two to which l is
+    padded."""
 
     p: int
     l: int  # noqa: E741
@@ -50,7 +50,7 @@ class Spread(NamedTuple):
 
 @cache
 def spread_plan(n: int) -> Spread | None:
-    """None where n has no matrix, or where its first factor is too large for a product with the whole of it."""
+    """The plan for n, or None if there is no matrix for n or its first factor is too large for a dense product."""
     m = base(n)
     if m is None:
         return None
@@ -59,14 +59,14 @@ def spread_plan(n: int) -> Spread | None:
 
 
 def codes_fit(n: int, group: int | None) -> bool:
-    """Can programs that share a row round it in such groups? Each has whole lines, and so must a group be whole."""
+    """Can programs that share a row round it in groups of this size? Each has whole lines, so groups must be whole."""
     s = spread_plan(n)
     return s is not None and group is not None and s.l == s.pl and group & (group - 1) == 0 and s.l % group == 0
 
 
 def whole_codes_fit(n: int, group: int | None, columns: int) -> bool:
-    """Can a program that has whole rows do so? A group (None: all `columns` of a token) is the row itself, or whole in
-    a row whose last factor is not padded."""
+    """Can a program with whole rows round them in groups of this size? A group (None: all `columns` of a token) must be
+    the row itself, or lie wholly within a row whose last factor is not padded."""
     p = plan(n)
     if p is None or p.c % 2:
         return False
@@ -77,12 +77,12 @@ def whole_codes_fit(n: int, group: int | None, columns: int) -> bool:
 
 
 def shared_of(plan: Plan) -> int:
-    """Bytes of shared memory through which a program passes its tile, in float32, and a little more."""
+    """Bytes of shared memory through which a program moves its tile, in float32, with a small margin."""
     return 4 * plan.pa * plan.b * plan.pc + 3072
 
 
 def _shares(bits: int, parts: int) -> list[int]:
-    """`bits` in equal parts, the larger ones last."""
+    """`bits` split into nearly equal parts, the larger ones last."""
     return [bits // parts + (i >= parts - bits % parts) for i in range(parts)]
 
 

@@ -1,6 +1,6 @@
 """One row's Hadamard transform by several programs: H = H_p ⊗ H_l, and each program computes some of the p lines.
 
-A program reads the whole row, which the L2 cache holds, so nothing passes between programs, and a launch does it all.
+Each program reads the whole row, which is in the L2 cache, so programs exchange no data, and one launch is enough.
 """
 
 from kernels.interpreter import prepare
@@ -17,9 +17,9 @@ from kernels.hadamard.plan import Spread, codes_fit, spread_plan  # noqa: E402
 from kernels.tuning import Compilation  # noqa: E402
 from kernels.w8a8_matmul.triton import magnitude, steps  # noqa: E402
 
-PROGRAMS = 2 * 132  # that run at once on an H200
-SHORTEST = 8192  # a program has a row of so many elements to itself, however few rows there are
-WHOLE = {"lines": 0, "depth": 0, "num_warps": 0, "num_stages": 0}  # a row is left to one program
+PROGRAMS = 2 * 132  # programs that run at once on an H200
+SHORTEST = 8192  # rows of up to this many elements are never shared by programs, even if there are few rows
+WHOLE = {"lines": 0, "depth": 0, "num_warps": 0, "num_stages": 0}  # one program computes the whole row
 
 
 @triton.jit
@@ -110,9 +110,10 @@ def spread_codes_kernel(
     DEPTH: tl.constexpr,
     PIECES: tl.constexpr,
 ):
-    """What `codes_kernel` of triton.py stores, of LINES lines of a row; GROUP, a power of two, divides L, and L is one.
+    """Store the results of `codes_kernel` of triton.py for LINES lines of a row; L and GROUP are powers of two, and
+    GROUP divides L.
 
-    x: [rows, P L], `blocks` rows of which are a token."""
+    x: [rows, P L]; `blocks` rows form a token."""
     BLOCKS: tl.constexpr = (P + LINES - 1) // LINES
     N: tl.constexpr = P * L
     HELD: tl.constexpr = L // GROUP  # groups of a line
@@ -139,7 +140,7 @@ def spread_codes_kernel(
 
 
 def hadamard(x: Tensor, scale: float, c: dict[str, int]) -> Tensor:
-    """y [rows, n]; x's rows are contiguous, `spread_plan(n)` is not None, and c is no `WHOLE`."""
+    """y [rows, n]; x's rows are contiguous, `spread_plan(n)` is not None, and c is not `WHOLE`."""
     rows, n = x.shape
     s, y = spread_plan(n), torch.empty(rows, n, dtype=x.dtype, device=x.device)
     padded = triton.cdiv(s.p, 128) * 128
@@ -178,19 +179,19 @@ def _at_once(rows: int, n: int) -> bool:
 
 
 def key(rows: int, n: int, dtype: torch.dtype) -> str:
-    """What a configuration is measured for: the rows up to the next power of two."""
+    """The key of a configuration; the number of rows is rounded up to a power of two."""
     return f"m{triton.next_power_of_2(rows)} n{n} {str(dtype).removeprefix('torch.')}"
 
 
 def heuristic(rows: int, n: int, dtype: torch.dtype) -> dict[str, int]:
-    """As many programs as there can be for few rows; for many, blocks of 64 lines, which wgmma takes."""
+    """As many programs as possible for few rows; for many rows, blocks of 64 lines, which suit wgmma."""
     wide, lines = dtype == torch.float32, 16 if _at_once(rows, n) else 64
     stages = 2 if wide and lines == 64 else 3
     return {"lines": lines, "depth": 32 if wide else 64, "num_warps": 4, "num_stages": stages}
 
 
 def candidates(rows: int, n: int, dtype: torch.dtype, whole: bool) -> list[dict[str, int]]:
-    """The heuristic's first; `whole`: can one program have a row?"""
+    """Configurations, the heuristic's first; `whole`: can one program compute a whole row?"""
     first = heuristic(rows, n, dtype)
     other = {**first, "lines": 80 - first["lines"]}
     deep = {**first, "depth": 2 * first["depth"], "num_stages": 2}

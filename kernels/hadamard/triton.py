@@ -21,7 +21,7 @@ from kernels.w8a8_matmul.triton import magnitude, steps  # noqa: E402
 def transformed(
     t, HA, HB, HC, scale, PA: tl.constexpr, B: tl.constexpr, PC: tl.constexpr, R: tl.constexpr, PIECES: tl.constexpr
 ):
-    """scale t (H_A ⊗ H_B ⊗ H_C) in float32, of a tile t [R PA B, PC] of R rows, in 16 bits, whose products are exact,
+    """scale t (H_A ⊗ H_B ⊗ H_C) in float32, for a tile t [R PA B, PC] of R rows, in 16 bits, whose products are exact,
     or in float32."""
     c = tl.arange(0, PC)
     hc = tl.load(HC + c[:, None] * PC + c[None, :])
@@ -40,7 +40,7 @@ def transformed(
 
 @triton.jit
 def in_rows(t, PA: tl.constexpr, B: tl.constexpr, PC: tl.constexpr, R: tl.constexpr):
-    """What `transformed` gave, [R PA B, PC] again."""
+    """The result of `transformed`, reshaped to [R PA B, PC]."""
     if PA > 1:
         t = tl.permute(tl.reshape(t, (R, PC, B, PA)), (0, 3, 2, 1))
     elif B > 1:
@@ -66,8 +66,8 @@ def hadamard_kernel(
     R: tl.constexpr,
     PIECES: tl.constexpr,
 ):
-    """y [rows, A B C] = scale x (H_A ⊗ H_B ⊗ H_C), R rows a program; HA [PA, PA], HB [B, B], HC [PC, PC] hold zeros
-    beyond."""
+    """y [rows, A B C] = scale x (H_A ⊗ H_B ⊗ H_C), R rows per program; HA [PA, PA], HB [B, B], HC [PC, PC] are padded
+    with zeros."""
     i = tl.arange(0, R * PA * B)
     row = tl.program_id(0).to(tl.int64) * R + i // (PA * B)  # [R PA B]
     ab = i % (PA * B)
@@ -103,16 +103,16 @@ def codes_kernel(
     LARGEST: tl.constexpr,
     PIECES: tl.constexpr,
 ):
-    """int8 codes and steps of scale (signs x) H, rounded to x's dtype first as `hadamard_kernel` stores it.
+    """int8 codes and steps of scale (signs x) H, first rounded to x's dtype as in `hadamard_kernel`.
 
-    x: [rows, A B C], `blocks` rows of which are a token. codes: [tokens, blocks A B C], even columns first, then the
-    odd ones. step: [rows, groups]; GROUP columns share one, or with 0 a whole row. The first `wide` groups of a token
+    x: [rows, A B C]; `blocks` rows form a token. codes: [tokens, blocks A B C], even columns first, then the odd ones.
+    step: [rows, groups]; GROUP columns share a step; with GROUP 0 a whole row does. The first `wide` groups of a token
     have codes of 8 bits.
     """
     N: tl.constexpr = A * B * C
     EACH: tl.constexpr = PA * B * PC if GROUP == 0 else GROUP  # elements of a tile that share a step
     HELD: tl.constexpr = PA * B * PC // EACH  # groups of a row of the tile
-    GROUPS: tl.constexpr = 1 if GROUP == 0 else N // GROUP  # of them that are there
+    GROUPS: tl.constexpr = 1 if GROUP == 0 else N // GROUP  # number of groups without padding
     i = tl.arange(0, R * PA * B)
     row = tl.program_id(0) * R + i // (PA * B)  # [R PA B]
     ab, part = i % (PA * B), row % blocks
@@ -183,7 +183,7 @@ def hadamard(x: Tensor, scale: float) -> Tensor:
 
 
 def tuned(rows: int, n: int, dtype: torch.dtype, device: torch.device) -> tuple[str, list[dict[str, int]]]:
-    """What a configuration for these rows is looked up by, and those worth timing."""
+    """The key of the configuration for these rows, and the configurations worth timing."""
     whole = fits(n, device)
     if not whole or spread.few(rows, n):
         return spread.key(rows, n, dtype), spread.candidates(rows, n, dtype, whole)
@@ -191,12 +191,12 @@ def tuned(rows: int, n: int, dtype: torch.dtype, device: torch.device) -> tuple[
 
 
 def fits(n: int, device: torch.device) -> bool:
-    """Can one program have a row of n elements?"""
+    """Can one program compute a row of n elements?"""
     return plan(n) is not None and has_shared(device, shared_of(plan(n)))
 
 
 def in_whole_rows(x: Tensor, scale: float) -> Tensor:
-    """y [rows, n], every row by one program."""
+    """y [rows, n], where one program computes each row."""
     rows, n = x.shape
     p, device = plan(n), x.device
     y = torch.empty(rows, n, dtype=x.dtype, device=device)
@@ -215,7 +215,7 @@ def key(n: int, dtype: torch.dtype) -> str:
 
 
 def heuristic(p: Plan) -> dict[str, int]:
-    """Tiles of at least 4096 elements and, for wgmma, 64 lines; 32 elements a thread in those of 4096, 64 in larger
+    """Tiles of at least 4096 elements and, for wgmma, 64 lines; 32 elements per thread in tiles of 4096, 64 in larger
     ones."""
     return _sized(p, max(1, 4096 // _row(p), 64 // (p.pa * p.b)))
 

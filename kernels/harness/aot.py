@@ -1,9 +1,9 @@
-"""Compile every shipped Triton kernel for sm_90 without a GPU, and read what the compiler made of it.
+"""Compile every shipped Triton kernel for sm_90 without a GPU, and read the figures of its machine code.
 
-`python -m kernels.harness.aot` prints a table, `--write` commits its figures to `kernels/harness/aot.json`, which the
-tests hold every later compile by the same triton against. It needs triton (3.6 or later), whose wheel brings ptxas,
-cuobjdump and nvdisasm. `--triton 3.6.0` does the same with another triton than the installed one, which pip puts into a
-folder of its own in the user's cache: a GPU machine's torch 2.11 has 3.6.0, torch 2.13 has 3.7.1, and both must do.
+`python -m kernels.harness.aot` prints a table, `--write` commits its figures to `kernels/harness/aot.json`, with which
+the tests compare every later compilation by the same triton. It needs triton (3.6 or later), whose wheel includes
+ptxas, cuobjdump and nvdisasm. `--triton 3.6.0` uses that triton instead of the installed one; pip installs it in its
+own folder in the user's cache. A GPU machine's torch 2.11 has 3.6.0, torch 2.13 has 3.7.1, and both must work.
 """
 
 import argparse
@@ -25,21 +25,21 @@ from kernels.tuning import Compilation
 from kernels.user_cache import cache_folder
 
 COMMITTED = Path(__file__).with_name("aot.json")
-# Bytes that one block can have, by compute capability; Triton compiles beyond them without a word.
+# Bytes of shared memory available to one block, by compute capability; Triton compiles beyond them without a warning.
 SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448}
 SHARED_LIMIT = SHARED[90]
 # wgmma in 16 bits, int8 and fp8; mma.sync in 16 bits and int8; dp4a, the dot product of four bytes
 MATRIX = ("HGMMA", "IGMMA", "QGMMA", "HMMA", "IMMA", "IDP")
-MARGIN = 1.03  # instructions may grow by this before it counts as a regression; nothing else may
+MARGIN = 1.03  # instructions may grow by this factor before it counts as a regression; other figures may not grow
 
 
 def has_triton(op: str) -> bool:
-    """Has this op kernels of its own? (The others call a library; a test names them.)"""
+    """Does this op have its own Triton kernels? (The others call a library; a test names them.)"""
     return (Path(__file__).parents[1] / op / "triton.py").exists()
 
 
 def shipped(ops: tuple[str, ...] = OPS) -> dict[str, Compilation]:
-    """Every configuration that ships, by name, which starts with its op's."""
+    """Every shipped configuration by name; each name begins with the name of the op."""
     found: dict[str, Compilation] = {}
     for op in filter(has_triton, ops):
         for c in importlib.import_module(f"kernels.{op}.triton").shipped():
@@ -49,7 +49,7 @@ def shipped(ops: tuple[str, ...] = OPS) -> dict[str, Compilation]:
 
 
 def cubin(c: Compilation, capability: int = 90) -> tuple[bytes, int, str]:
-    """Machine code, the bytes of shared memory that a launch asks for, and the PTX."""
+    """Machine code, the bytes of shared memory that a launch requests, and the PTX."""
     if interpreting():
         raise ValueError("`TRITON_INTERPRET` (=1) keeps Triton from compiling; unset it before Python starts")
     import triton
@@ -75,7 +75,7 @@ def cubin(c: Compilation, capability: int = 90) -> tuple[bytes, int, str]:
 
 
 def figures(c: Compilation) -> dict[str, int]:
-    """What the compiler made of one kernel.
+    """The figures of one compiled kernel.
 
     Returns:
         registers:    per thread.
@@ -83,9 +83,9 @@ def figures(c: Compilation) -> dict[str, int]:
         spills:       instructions that load from or store to local memory.
         shared:       bytes of shared memory per block, static and dynamic.
         instructions: machine instructions without padding.
-        and how many of them are matrix instructions, by mnemonic, where there are any.
-        in_flight:    registers rewritten under a product that reads them, where there are any.
-        outstanding:  waits for products that leave one of them under way, where the kernel is expected to have some.
+        and how many of them are matrix instructions, by mnemonic, if there are any.
+        in_flight:    registers rewritten while a product still reads them, if there are any.
+        outstanding:  waits for products that leave one product pending, if the kernel is expected to have such waits.
     """
     code, dynamic, ptx = cubin(c)
     hazards = rewritten_in_flight(ptx)
@@ -116,23 +116,23 @@ def figures(c: Compilation) -> dict[str, int]:
 
 
 def why_not(c: Compilation, capability: int) -> str | None:
-    """Why a kernel does not run on GPUs of this capability (89: 8.9): it does not compile, or takes too much shared
-    memory. None where it does run."""
+    """The reason why a kernel does not run on GPUs of this capability (89: 8.9): it does not compile, or needs too much
+    shared memory. None if it runs."""
     try:
         shared = cubin(c, capability)[1]
-    except Exception as error:  # of Triton's compiler, whose kinds differ from version to version
+    except Exception as error:  # errors of Triton's compiler, whose types differ between versions
         return (str(error).strip().splitlines() or [type(error).__name__])[-1]
     return f"shared memory {shared} > {SHARED[capability]}" if shared > SHARED[capability] else None
 
 
 def mnemonics_of(listing: str) -> list[str]:
-    """Mnemonics, with their suffixes, of what nvdisasm lists: `/*0a10*/  @!P0 LDG.E.128 R4, ...`."""
+    """Mnemonics with suffixes in the output of nvdisasm: `/*0a10*/  @!P0 LDG.E.128 R4, ...`."""
     return re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.a-z]*)", listing, re.M)
 
 
 def regressions(c: Compilation, now: dict[str, int], before: dict[str, int] | None) -> list[str]:
-    """What is wrong with a kernel's figures by themselves, and against those that were committed (None: another
-    compiler's)."""
+    """The faults in a kernel's figures by themselves, and in comparison with the committed ones (None: those are from
+    another compiler)."""
     wrong = [f"no {m}" for m in c.expects if not any(found.startswith(m) for found in now)]
     if now["shared"] > SHARED_LIMIT:
         wrong.append(f"shared memory {now['shared']} > {SHARED_LIMIT}")
@@ -149,12 +149,12 @@ def regressions(c: Compilation, now: dict[str, int], before: dict[str, int] | No
 
 
 def committed() -> dict[str, dict[str, dict[str, int]]]:
-    """{version of triton: {name: figures}}, as last written."""
+    """The committed figures: {version of triton: {name: figures}}."""
     return json.loads(COMMITTED.read_text()) if COMMITTED.exists() else {}
 
 
 def compiler() -> str:
-    """Version of Triton, and so of the ptxas that it brings."""
+    """Version of Triton, which also determines the version of its ptxas."""
     import triton
 
     return triton.__version__
@@ -217,7 +217,7 @@ def main() -> None:
 
 
 def write(every: dict[str, dict[str, dict[str, int]]]) -> None:
-    """Commit these figures, a kernel to a line."""
+    """Write these figures to aot.json, one kernel per line."""
     parts = []
     for version, kernels in sorted(every.items()):
         rows = ",\n".join(f"    {json.dumps(n)}: {json.dumps(f)}" for n, f in sorted(kernels.items()))
@@ -226,7 +226,7 @@ def write(every: dict[str, dict[str, dict[str, int]]]) -> None:
 
 
 def elsewhere(version: str, arguments: list[str]) -> int:
-    """Run this module with another triton, installed beside the others on first use; its exit status."""
+    """Run this module with another triton, which is installed on first use; return the exit status."""
     folder = cache_folder(f"triton-{version}")
     if not (folder / "triton").exists():
         install = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps"]

@@ -1,8 +1,8 @@
 """Micro-benchmarks of the ops against the strongest baselines on this machine's CPU: `python -m kernels.harness.bench`.
 
-Prints a table and, last, one JSON line. What is timed is what the ops declare in their cases.py: weights are rotated
-through more memory than the last-level cache holds, and the contestants are timed in turns; each figure is the median.
-A contestant whose output is wrong at the shape that would be timed is not timed, and the exit status is 1.
+Prints a table and, last, one JSON line. It times the contests that the ops declare in their cases.py: weights are
+rotated through more memory than the last-level cache holds, and the contestants are timed in turns; each figure is the
+median. A contestant whose output is wrong at the shape to be timed is not timed, and the exit status is 1.
 """
 
 import argparse
@@ -23,11 +23,11 @@ from kernels.harness.trial import bare_row, measure, sentence
 from kernels.linear import linear
 
 CPU = torch.device("cpu")
-CPU_OPS = ("linear", "prompt_attention")  # no ops of kernels.harness.cases, since a GPU has torch's own
+CPU_OPS = ("linear", "prompt_attention")  # not in kernels.harness.cases, because GPUs use torch's own kernels
 
 
 def linear_contest(tokens: int, columns: int) -> Contest:
-    """float32 products against torch's own."""
+    """float32 products compared with torch's own."""
     x, W = torch.randn(tokens, columns), torch.randn(columns, columns)
     calls = {"cpu": lambda i: linear(x, W, impl="cpu"), "torch": lambda i: F.linear(x, W)}
     least, flops = 4 * (2 * tokens * columns + columns * columns), 2 * tokens * columns * columns
@@ -35,7 +35,7 @@ def linear_contest(tokens: int, columns: int) -> Contest:
 
 
 def contests_of(op: str, quick: bool) -> Iterator[Contest]:
-    """What the op declares for a CPU."""
+    """The contests that the op declares for a CPU."""
     if op == "linear":
         yield from (linear_contest(2048, columns) for columns in ((576,) if quick else (576, 1536, 4096)))
     else:
@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
             for contest in contests_of(op, options.quick):
                 rows.append(measure(contest, CPU, ceilings, rounds=options.rounds))
                 print(sentence(rows[-1]), flush=True)
-        except Exception as error:  # the other ops are still of interest; the exit status tells
+        except Exception as error:  # the other ops still run; the exit status reports the failure
             rows.append(bare_row(op, f"error: {kind_and_first_line(error)}"))
             print(sentence(rows[-1]), flush=True)
     print(f"\n{rows_table(rows)}")

@@ -1,8 +1,7 @@
 """The declarations of an op: the checks that it must pass, and the contests in which it is timed afterwards.
 
 `kernels/<op>/cases.py` has `checks(device)` and `contests(device, toy, asked)`. The tests, `kernels.harness.validate`
-and `kernels.harness.bench` all run these, so that nothing is timed that was not held against float64 on the same
-machine.
+and `kernels.harness.bench` all run these, so that everything timed has been compared with float64 on the same machine.
 """
 
 import math
@@ -25,9 +24,9 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 
 @dataclass(frozen=True)
 class Asked:
-    """What a user wants timed; ops without weights keep their own.
+    """The sizes that a user wants timed; ops without weights keep their own.
 
-    shapes: (out, in) of the weights; empty: the op's own, with their goals.
+    shapes: (out, in) of the weights; empty: the op's own shapes, with their goals.
     tokens: rows of x; empty: the op's own.
     dtype:  of the activations.
     """
@@ -47,8 +46,8 @@ class Check:
 
     run:      given an implementation's name ("reference", "cpu", "triton", ...), calls the op on inputs made once,
               when the check was made, and returns its output or outputs.
-    expected: the same outputs, in float64, from the same quantised operands, by other means than the op.
-    impls:    the implementations that take these inputs, besides "reference".
+    expected: the same outputs in float64, from the same quantised operands, computed by a method other than the op's.
+    impls:    the implementations that support these inputs, besides "reference".
     """
 
     op: str
@@ -59,7 +58,7 @@ class Check:
     impls: tuple[str, ...] = ("triton",)
 
     def error(self, impl: str) -> float:
-        """Largest relative RMS error of the outputs; NaN where an element was never written or two runs differ in a
+        """Largest relative RMS error of the outputs; NaN if an element was never written or two runs differ in any
         bit."""
         with poisoned():
             first, second = _tuple(self.run(impl)), _tuple(self.run(impl))
@@ -74,17 +73,17 @@ class Contest:
     """One shape at which implementations of the same product are timed in turns.
 
     contestants: name -> call with the index of the operands to use, 0 <= index < copies.
-    copies:      how many sets of operands are rotated, so that no cache holds them.
-    ours:        the contestant that is this op; `baseline` the one that `goal` (a ratio of times) speaks of, or
-                 whichever of it and `rivals` is the fastest.
-    graph:       may calls be replayed from a CUDA graph? False where launches are part of what is compared.
-    least_bytes: each operand read once, each output written once.
-    flops:       floating-point (or integer) operations of the product itself; `rate` names the unit that does them.
-    tune_key, candidates: what `tuning.configuration` is asked for, and at most 8 configurations to try.
-    expected:    contestant -> what it must return for the operands of copy 0, in float64 and by other means than its
-                 own; it is given what the contestant returned, which matters where several results are right.
+    copies:      number of sets of operands that are rotated, so that no cache holds them.
+    ours:        the contestant that is this op; `baseline` the one to which `goal` (a ratio of times) refers; with
+                 `rivals`, the goal refers to the fastest of them and the baseline.
+    graph:       may calls be replayed from a CUDA graph? False if launches are part of the comparison.
+    least_bytes: bytes to read each operand once and to write each output once.
+    flops:       floating-point (or integer) operations of the product itself; `rate` names their type.
+    tune_key, candidates: the key for `tuning.configuration`, and at most 8 configurations to try.
+    expected:    contestant -> a function that gives the right result for the operands of copy 0, in float64 and by
+                 another method; its argument is the contestant's output, since several results may be right.
                  `kernels.harness.verify` compares them before anything is timed.
-    tolerance:   contestant -> relative RMS error allowed, where that of its output's dtype is too narrow.
+    tolerance:   contestant -> allowed relative RMS error, if the one for its output's dtype is too small.
     """
 
     op: str
@@ -109,12 +108,12 @@ class Contest:
 
 
 def times(x: Tensor, W: Callable[[], Tensor]) -> Expected:
-    """x Wᵀ [..., out] in float64; W [out, in] is made when it is needed, since it may be large."""
+    """A function that gives x Wᵀ [..., out] in float64; W [out, in], which may be large, is made only when needed."""
     return lambda _: x.double() @ W().double().t()
 
 
 def relative_rms(y: Tensor, expected: Tensor) -> float:
-    """‖y - expected‖ / ‖expected‖ in float64; 0 where both are empty."""
+    """‖y - expected‖ / ‖expected‖ in float64; 0 if both are empty."""
     if y.shape != expected.shape:
         raise AssertionError(f"shape {tuple(y.shape)} instead of {tuple(expected.shape)}")
     exact = expected.double()

@@ -1,12 +1,11 @@
-"""Carries out a Gluon kernel on a CPU: what it computes, and whether its copies, products and barriers wait for each
-other.
+"""Emulates a Gluon kernel on a CPU: its results, and whether its copies, products and barriers wait for each other.
 
-Triton's interpreter does not know Gluon. Here the kernel's source runs as plain Python, with modules in place of
-Gluon's: a tensor is a torch tensor, a partition of `warp_specialize` a thread. Nothing is as fast or as slow as may be
-convenient: a product reads its operands when it is waited for and no sooner, a copy lands at once or (`late`) only
-when someone waits for it, and shared memory holds NaN, or codes of 15, before. So a stage that is overwritten too
-early, or read too early, changes the result, and barriers that never complete raise. Layouts mean nothing here: the
-compiler holds them against each other (`assert_trivial`), and machine code shows which register goes where.
+Triton's interpreter does not support Gluon. Here the kernel's source runs as plain Python, with replacements for
+Gluon's modules: a tensor is a torch tensor, a partition of `warp_specialize` a thread. Timing is the worst case: a
+product reads its operands only when a wait for it occurs, a copy completes at once or (`late`) only when a thread waits
+for it, and shared memory initially holds NaN, or codes of 15. A stage that is overwritten or read too early therefore
+changes the result, and barriers that never complete raise an error. Layouts have no effect here: the compiler compares
+them (`assert_trivial`), and the machine code shows the use of registers.
 """
 
 import sys
@@ -20,7 +19,7 @@ PATIENCE = 10.0  # seconds that a thread waits for a barrier before the kernel c
 
 
 class Pointer:
-    """Elements of a flat tensor, by their numbers."""
+    """Pointers to elements of a flat tensor, by index."""
 
     def __init__(self, data, at=0):
         self.data, self.at, self.dtype = data, at, SimpleNamespace(element_ty=data.dtype)
@@ -33,7 +32,7 @@ class Pointer:
 
 
 class Descriptor:
-    """What TMA reads of a tensor [rows, columns]: boxes, with 0 outside of it."""
+    """A TMA descriptor of a tensor [rows, columns]: reads boxes, with 0 outside the tensor."""
 
     def __init__(self, data, box):
         self.data, self.box, self.layout, self.dtype = data, box, None, data.dtype
@@ -47,7 +46,7 @@ class Descriptor:
 
 
 class Shared:
-    """A view of shared memory, by a function that gives it when it is read."""
+    """A view of shared memory; the function `view` gives the tensor at the time of the read."""
 
     def __init__(self, view):
         self.view, self.dtype = view, view().dtype
@@ -63,7 +62,7 @@ class Shared:
 
 
 class Constant:
-    """gl.constexpr: of modules a value, of functions an annotation."""
+    """gl.constexpr: in modules a value, in functions an annotation."""
 
     def __init__(self, value):
         self.value = value
@@ -82,7 +81,7 @@ class Constant:
 
 
 class Barrier:
-    """An mbarrier: a phase is over when `pending` arrivals and `bytes` have come."""
+    """An mbarrier: a phase is complete when `pending` arrivals and `bytes` bytes have arrived."""
 
     def __init__(self, count):
         self.count = self.pending = count
@@ -104,18 +103,18 @@ class Barriers:
 
 
 class Products:
-    """Accumulators, and the products that nobody has waited for yet."""
+    """Accumulators, and the products that have not been waited for yet."""
 
     def __init__(self, acc, waiting=()):
         self.acc, self.waiting = acc, waiting
 
 
 class Machine:
-    """One block of threads at a time. late: does a copy land only when it is waited for?"""
+    """Runs one block of threads at a time. late: does a copy complete only when a thread waits for it?"""
 
     def __init__(self, late):
         self.late, self.changed, self.place = late, threading.Condition(), (0, 0, 0)
-        self.alive, self.blocked = set(), set()  # threads; those that wait, since a barrier last changed
+        self.alive, self.blocked = set(), set()  # threads; those waiting since a barrier last changed
 
     def launch(self, kernel, grid, *arguments, **constants):
         for z in range(grid[2]):
@@ -128,7 +127,7 @@ class Machine:
         bar = bar.owner.items[bar.i]
         with self.changed:
             while bar.phase == int(phase):
-                if bar.copies:  # the waiter is who lets a late copy land
+                if bar.copies:  # a late copy completes in the thread that waits
                     bar.copies.pop(0)()
                     bar.settle(self)
                     continue
@@ -151,7 +150,7 @@ class Machine:
                 bar.pending -= count
                 assert bar.pending >= 0, "more arrivals than the barrier counts"
                 bar.settle(self)
-            others = self.alive - {threading.get_ident()}  # go on as far as they can, before this one does
+            others = self.alive - {threading.get_ident()}  # these continue as far as they can before this thread does
             self.changed.wait_for(lambda: others & self.alive <= self.blocked, PATIENCE)
 
     def copy(self, descriptor, coordinates, bar, target):
@@ -177,7 +176,7 @@ class Machine:
                 pass
             try:
                 function(*(a.clone() if isinstance(a, torch.Tensor) else a for a in arguments))
-            except Exception as error:  # carried over to the thread that waits
+            except Exception as error:  # raised again in the waiting thread
                 raised.append(error)
             finally:
                 with self.changed:
@@ -185,7 +184,7 @@ class Machine:
                     self.changed.notify_all()
 
         threads = [threading.Thread(target=run, args=each) for each in partitions]
-        with self.changed:  # none goes on before all are counted
+        with self.changed:  # no thread continues before all are counted
             for thread in threads:
                 thread.start()
             self.alive = {thread.ident for thread in threads}
@@ -287,7 +286,7 @@ def store(pointer, value, mask):
 
 
 def gluon_on(machine):
-    """The modules that stand for Gluon's."""
+    """The replacements for Gluon's modules."""
     poison = {torch.bfloat16: float("nan"), torch.float16: float("nan"), torch.int32: -1}
 
     def allocate(dtype, shape, layout):
@@ -331,7 +330,7 @@ def gluon_on(machine):
 
 
 def emulated(path: Path, late: bool, change: tuple[str, str] = ("", "")):
-    """The names of a Gluon file, and the machine they run on. change: (text, another) of its source."""
+    """The namespace of a Gluon file, and the machine on which it runs. change: (text, replacement) in its source."""
     source = path.read_text()
     assert change[0] in source
     machine = Machine(late)

@@ -1,14 +1,15 @@
 """Registers that are rewritten while a matrix product still reads them, found in PTX and in machine code.
 
-wgmma works on its own while the warps go on. Its left operand may lie in registers, which nothing may write until a
-`wait_group` has waited for the product (PTX ISA, `wgmma.wait_group`). Triton lets such products of a pipelined loop run
-on into the next round, which writes the same registers: triton-lang/triton, issue 9433. Pull request 9514, which mends
-it, is in 3.7; all the same, the PTX of 3.7.1 for `acc = tl.dot(w, x, acc)` with w from registers still shows it.
+wgmma runs asynchronously while the warps continue. Its left operand may be in registers, which must not be written
+until a `wait_group` has waited for the product (PTX ISA, `wgmma.wait_group`). In a pipelined loop, Triton lets such a
+product continue into the next iteration, which writes the same registers: triton-lang/triton, issue 9433. Pull request
+9514, which fixes this, is in 3.7, but the PTX of 3.7.1 for `acc = tl.dot(w, x, acc)` with w from registers still has
+the fault.
 """
 
 import re
 
-_PRODUCT = re.compile(r"wgmma\.mma_async\.\S+\s+\{[^}]*\},\s*\{([^}]*)\}")  # the second braces: registers of the left
+_PRODUCT = re.compile(r"wgmma\.mma_async\.\S+\s+\{[^}]*\},\s*\{([^}]*)\}")  # second braces: registers of the left
 _WAIT = re.compile(r"wgmma\.wait_group\.sync\.aligned\s+(\d+)")
 _LABEL = re.compile(r"^\s*(\$\w+):")
 _BRANCH = re.compile(r"\bbra(?:\.uni)?\s+(\$\w+)")
@@ -17,7 +18,7 @@ _REGISTER = re.compile(r"%\w+")
 
 
 def rewritten_in_flight(ptx: str) -> list[str]:
-    """Registers of left operands that a later round of the loop writes before their product was waited for."""
+    """Registers of left operands that a later iteration of the loop writes before the wait for their product."""
     lines = [statement for line in ptx.splitlines() for statement in line.partition("//")[0].split(";")]
     places = {match[1]: i for i, line in enumerate(lines) if (match := _LABEL.match(line))}
     back = [
@@ -35,7 +36,7 @@ def rewritten_in_flight(ptx: str) -> list[str]:
 
 
 def _written(registers: set[str], ahead: list[str]) -> list[str]:
-    """Those that are written before the wait; `ahead` are the statements that follow a product, once around."""
+    """The registers written before the wait; `ahead`: the statements after a product, once around the loop."""
     committed = 0
     for line in ahead:
         if "wgmma.commit_group" in line:
@@ -53,10 +54,10 @@ _WIDE = {"LDS.128": 4, "LDG.E.128": 4, "LDS.64": 2, "LDG.E.64": 2, "IMAD.WIDE": 
 
 
 def overwritten_in_flight(listing: str) -> list[str]:
-    """The same in machine code, as nvdisasm lists it: registers of left operands (R72 and the three behind it in
-    `HGMMA R24, R72, gdesc[UR4], R24`) that are written before the product's group (`gsb0` ends one) was waited for.
+    """The same in machine code listed by nvdisasm: registers of left operands (R72 and the three after it in
+    `HGMMA R24, R72, gdesc[UR4], R24`) that are written before the wait for the product's group (`gsb0` ends a group).
 
-    Looked at are the loops that hold products, in the order of their instructions, once around.
+    The search covers the loops that contain products, in the order of their instructions, once around.
     """
     lines = listing.splitlines()
     places = {match[1]: i for i, line in enumerate(lines) if (match := _LABEL_SASS.match(line))}

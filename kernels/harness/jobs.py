@@ -13,15 +13,15 @@ from typing import IO
 
 from kernels.harness.trial import Log, bare_row, read, sentence
 
-RESTARTS = 3  # of one job after crashes
-GRACE = 10.0  # seconds over its share after which a process is ended
-LATE = 2.0  # the same, over the time of all
+RESTARTS = 3  # restarts of one job after crashes
+GRACE = 10.0  # seconds beyond its share after which a process is ended
+LATE = 2.0  # the same, beyond the time of all jobs
 _PAUSE = 0.05
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one process does: a phase ("ceilings", "checks", "warm", "contests") of an op, from item `start` on."""
+    """The work of one process: a phase ("ceilings", "checks", "warm", "contests") of an op, from item `start` on."""
 
     phase: str
     op: str
@@ -35,7 +35,7 @@ class _Running:
     job: Job
     process: subprocess.Popen
     stderr: IO[bytes]
-    mark: int  # lines that were there before
+    mark: int  # number of lines already in the file at the start
     limit: float
 
 
@@ -43,8 +43,8 @@ class Workers:
     """Runs jobs, up to `count` at a time.
 
     Args:
-        command: what starts a process; a job's own flags are put behind it.
-        lines: the file to which processes append what they find.
+        command: starts a process; a job's own flags are appended.
+        lines: the file to which processes append their results.
         after: called whenever a job is over.
     """
 
@@ -52,10 +52,10 @@ class Workers:
         self.command, self.lines, self.count, self.after = command, lines, count, after
 
     def run(self, jobs: list[Job], until: float, *, alone: bool = False) -> list[Job]:
-        """Run the jobs until `until` (of time.monotonic); each gets an even share of what is left when it starts.
+        """Run the jobs until `until` (of time.monotonic); each gets an even share of the time left when it starts.
 
         Returns:
-            what is left to do, with its new start
+            the unfinished jobs, with their new starts
         """
         waiting, running, left = list(jobs), [], []
         count = 1 if alone else self.count
@@ -91,7 +91,7 @@ class Workers:
         if self.count > 1 and job.phase in (
             "checks",
             "warm",
-        ):  # side by side: threads that wait for each other take their cores
+        ):  # in parallel processes, threads that wait for each other would occupy cores
             environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self.count)))
         process = subprocess.Popen(
             [*self.command, *flags], stdin=subprocess.DEVNULL, stderr=stderr, env=environment, start_new_session=True
@@ -100,7 +100,7 @@ class Workers:
         return _Running(job, process, stderr, mark, min(now + share + max(GRACE, share / 4), max(until, now) + LATE))
 
     def _finish(self, one: _Running) -> tuple[Job | None, bool]:
-        """(what is left of the job, whether it crashed); what it was at when it crashed is written down."""
+        """(the rest of the job, whether it crashed); the item at which it crashed is recorded."""
         killed = one.process.poll() is None
         _end(one)
         job = one.job
@@ -117,7 +117,7 @@ class Workers:
         last = begun[-1] if begun else {"index": job.start}
         done = {x["index"] for x in lines if x["kind"] in ("check", "contest")}
         timed = any(x["kind"] in ("check", "contest") and x["index"] != last["index"] for x in lines)
-        restarts = 0 if timed else job.restarts + 1  # what a crash follows may crash again; a dead device always does
+        restarts = 0 if timed else job.restarts + 1  # may crash again after a crash; a dead device always does
         rest = replace(job, start=last["index"] + 1, restarts=restarts)
         why = "over its time" if killed else f"crashed: {_status(one.process.returncode)}{', ' + said if said else ''}"
         if job.phase in ("ceilings", "warm"):
@@ -126,7 +126,7 @@ class Workers:
         if killed and job.phase == "checks" and job.restarts == 0:
             return replace(
                 rest, start=last["index"]
-            ), False  # perhaps its share was too small: once more, if there is time
+            ), False  # its share may have been too small: try again if there is time
         if last["index"] not in done:
             self._note(job, last, why)
         return rest, not killed
@@ -167,7 +167,7 @@ def _status(code: int) -> str:
 
 
 def _end(one: _Running) -> None:
-    """End the process and whatever it started."""
+    """End the process and all its child processes."""
     if one.process.poll() is None:
         with suppress(ProcessLookupError):
             os.killpg(one.process.pid, signal.SIGKILL)

@@ -1,6 +1,6 @@
-"""The device, and its ceilings, measured: how fast it copies, and how fast it multiplies matrices of each type.
+"""The device and its measured ceilings: the rate at which it copies, and at which it multiplies matrices of each type.
 
-A call can take no less than its least bytes over the one, and its operations over the other: `least_seconds`.
+A call takes at least its least bytes divided by the first, and its operations divided by the second: `least_seconds`.
 """
 
 import os
@@ -23,13 +23,13 @@ from kernels.linear.onednn import lay_out, product
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What one device reaches.
+    """The rates that one device reaches.
 
     bandwidth: bytes read plus bytes written, per second, of a copy (on a CPU: of a copy or a sum, the larger).
-    read:      bytes per second of a sum, which writes nothing; None where only the other was measured.
+    read:      bytes per second of a sum, which writes nothing; None if only `bandwidth` was measured.
     rates:     operations per second (two for each multiply-add) of dense products with random operands, by type:
                "bfloat16", "float16", "float32" (never TF32), "int8", "float8".
-    notes:     what could not be measured, and why.
+    notes:     rates that could not be measured, and why.
     """
 
     bandwidth: float
@@ -39,12 +39,12 @@ class Ceilings:
 
     @property
     def memory(self) -> float:
-        """Bytes per second beyond which nothing moves: copies turn the bus around, and reading alone may be faster."""
+        """Largest memory rate in bytes per second: reading alone may be faster than copying, which reverses the bus."""
         return max(self.bandwidth, self.read or 0.0)
 
 
 def measure(device: torch.device, *, toy: bool = False) -> Ceilings:
-    """Ceilings of this device, in about two seconds; `toy` is quick and too small to mean anything."""
+    """Measure the ceilings of this device, in about two seconds; `toy` is quick, but too small for valid results."""
     read = None
     if device.type == "cuda":
         bandwidth, read = _cuda_bandwidth(device)
@@ -68,7 +68,7 @@ def measure(device: torch.device, *, toy: bool = False) -> Ceilings:
 
 
 def read_bandwidth(device: torch.device, *, seconds: float = 0.2) -> float:
-    """Bytes per second that this device reads from memory: a sum over far more than caches hold."""
+    """Bytes per second that this device reads from memory: a sum over much more data than the caches hold."""
     source = torch.ones(256 << 18, device=device)  # 256 MiB
     in_huge_pages([source])
     took = time_in_turns({"sum": lambda i: source.sum()}, 1, device, seconds=seconds)["sum"]
@@ -77,9 +77,9 @@ def read_bandwidth(device: torch.device, *, seconds: float = 0.2) -> float:
 
 
 def least_seconds(contest: Contest, ceilings: Ceilings) -> tuple[float, str]:
-    """Seconds below which no implementation of the contest can go, and what rules: "bytes", or the rate's name.
+    """The least seconds of any implementation of the contest, and the limiting factor: "bytes", or the rate's name.
 
-    Where the contest's rate was not measured, only the bytes count.
+    If the contest's rate was not measured, only the bytes count.
     """
     moving = contest.least_bytes / ceilings.memory
     rate = ceilings.rates.get(contest.rate)
@@ -88,7 +88,7 @@ def least_seconds(contest: Contest, ceilings: Ceilings) -> tuple[float, str]:
 
 
 def _cuda_bandwidth(device: torch.device) -> tuple[float, float | None]:
-    """Of a copy, and of reading alone: the faster of a sum and of a product with a vector."""
+    """Bandwidth of a copy, and of reading alone: the faster of a sum and of a product with a vector."""
     size = min(2 << 30, torch.cuda.mem_get_info(device)[0] // 4) // 16384 * 16384
     source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -106,8 +106,8 @@ def _cuda_bandwidth(device: torch.device) -> tuple[float, float | None]:
 
 
 def _cpu_bandwidth(size: int) -> float:
-    """The larger of what a copy and a sum reach: a processor may read its target before it writes it, which no one
-    counts."""
+    """The larger of the rates of a copy and a sum: in a copy, a processor may also read the target before writing it,
+    which is not counted."""
     source = torch.rand(size // 4)
     target = torch.empty_like(source)
     took = time_in_turns({"copy": lambda i: target.copy_(source), "sum": lambda i: source.sum()}, 1, "cpu", seconds=1)
@@ -116,7 +116,7 @@ def _cpu_bandwidth(size: int) -> float:
 
 
 def _cuda_products(device: torch.device) -> dict[str, tuple[Callable[[], Callable[[int], object]], int]]:
-    """Type -> what makes the call, and its operations. Both operands lie with their inner dimension contiguous."""
+    """Type -> (function that makes the call, its operations). The inner dimension of both operands is contiguous."""
 
     def dense(dtype: torch.dtype, n: int) -> Callable[[int], object]:
         a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
@@ -144,7 +144,7 @@ def _cuda_products(device: torch.device) -> dict[str, tuple[Callable[[], Callabl
 
 
 def _cpu_products(n: int) -> dict[str, tuple[Callable[[], Callable[[int], object]], int]]:
-    """Through oneDNN with the weight laid out beforehand: torch's own products are slower on many processors."""
+    """The same for oneDNN with the weight laid out beforehand: torch's own products are slower on many processors."""
     tokens = max(n // 2, 64)
 
     def dense(dtype: torch.dtype) -> Callable[[int], object]:
@@ -171,7 +171,7 @@ def _cpu_products(n: int) -> dict[str, tuple[Callable[[], Callable[[int], object
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What is measured, and with what; its fields are listed in kernels/harness/validate.py."""
+    """The device and software of the measurement; the fields are listed in kernels/harness/validate.py."""
     commit = _said("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD")
     return {
         "python": platform.python_version(),

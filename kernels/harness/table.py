@@ -32,7 +32,7 @@ def table(record: dict[str, Any]) -> str:
 
 
 def rows_table(rows: list[dict[str, Any]]) -> str:
-    """The rows alone; marks are explained below them."""
+    """The table of the rows, with an explanation of the marks below."""
     cells = [HEAD, *map(_cells, rows)]
     widths = [max(len(line[i]) for line in cells if len(line) > i) for i in range(len(HEAD))]
     widths = [min(width, 30) for width in widths[:-1]] + [0]
@@ -46,12 +46,12 @@ def rows_table(rows: list[dict[str, Any]]) -> str:
 
 
 def name(row: dict[str, Any]) -> str:
-    """A contest in words: "int_matmul W4 g128 14336x4096 M=1"."""
+    """The name of a contest: "int_matmul W4 g128 14336x4096 M=1"."""
     return " ".join(filter(None, (row["op"], row["detail"], _shape(row), _tokens(row) and f"M={_tokens(row)}")))
 
 
 def summary(record: dict[str, Any]) -> dict[str, Any]:
-    """The record in one line of JSON."""
+    """The summary of a record, for one line of JSON."""
     rows, checks = record["rows"], record["checks"]
     goals = [row for row in rows if row["goal_met"] is not None]
     return {

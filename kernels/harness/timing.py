@@ -1,9 +1,9 @@
 """Times of one call, contestants in turns: replays of CUDA graphs between events, or the clock on a CPU.
 
 Every sample is one walk (or several) over all copies of the operands, so that no cache holds them. On CUDA the walk is
-captured as a graph, which takes Python and launches out of the figure; where that fails it is a loop between events,
-and `how` says so. A time includes the gap between two nodes of the graph. A GPU is kept busy for WARMING seconds before
-the first sample, so that its clocks are those of work, and they are written down.
+captured as a graph, which excludes Python and launches from the figure; if that fails, it is a loop between events, and
+`how` says so. A time includes the gap between two nodes of the graph. A GPU is kept busy for WARMING seconds before the
+first sample, so that it has the clock rates of a loaded GPU, which are recorded.
 """
 
 import statistics
@@ -16,10 +16,10 @@ import torch
 from kernels.errors import kind_and_first_line
 from kernels.harness.clock import sm_clock
 
-SAMPLE = 2e-3  # seconds that a sample should last, so that beginning and ending it do not count
+SAMPLE = 2e-3  # seconds that a sample should last, so that the cost of its start and end is negligible
 WARMING = 0.3  # seconds of work on a GPU before its samples
-LONG = 20e-3  # a sample this long needs no replay before it to hide its own launch
-CALLS = 4096  # in one graph, at most
+LONG = 20e-3  # seconds; a sample this long needs no replay before it to hide its own launch
+CALLS = 4096  # largest number of calls in one graph
 ROUNDS = (3, 15)
 
 
@@ -27,12 +27,12 @@ ROUNDS = (3, 15)
 class Timing:
     """One contestant's times.
 
-    seconds:  median of one call; None where it could not be timed, and `note` says why.
+    seconds:  median of one call; None if it could not be timed; `note` gives the reason.
     low, high: quartiles.
     rounds, calls: samples taken, and calls in each.
     how:      "graph" (CUDA graph replay), "loop" (CUDA events around calls from Python) or "clock" (CPU).
-    eager:    on CUDA, seconds of one call from Python, launches and all: a single sample, to see what they cost.
-    clocks:   MHz of the multiprocessors after the first round and after the last; empty where they are not known.
+    eager:    on CUDA, seconds of one call from Python, launches included: a single sample, to show their cost.
+    clocks:   MHz of the multiprocessors after the first round and after the last; empty if unknown.
     """
 
     seconds: float | None
@@ -50,7 +50,7 @@ class Timing:
 class _Timer:
     sample: Callable[[], float]  # seconds that `calls` calls took
     calls: int
-    guess: float  # seconds that a sample may take, all told
+    guess: float  # seconds that a sample may take in total
     how: str
     note: str = ""
     eager: float | None = None
@@ -71,13 +71,13 @@ def time_in_turns(
     Args:
         contestants: name -> call with the index of the operands to use, below `copies`.
         copies: sets of operands to rotate through.
-        seconds: what the rounds may take together; at least 3 are taken (1 where one takes longer than that thrice).
-        rounds: exactly so many instead.
+        seconds: time for all rounds together; at least 3 rounds run (1 if a round takes more than three times as long).
+        rounds: number of rounds to run instead.
         graph: on CUDA, replay graphs where they can be captured; False: launch every call.
-        alike: contestants whose ratio matters: unless a graph holds each of them, none of all is timed by graph.
+        alike: contestants whose ratio matters: unless all of these are captured, no contestant is timed by graph.
 
     Raises:
-        RuntimeError: the device no longer answers. What one contestant raises is noted in its Timing instead.
+        RuntimeError: the device no longer answers. An error of one contestant is noted in its Timing instead.
     """
     device = torch.device(device)
     prepare = _clock if device.type == "cpu" else _graph if graph else _loop
@@ -102,8 +102,8 @@ def time_in_turns(
 
 
 def _warm_up(timers: list[_Timer]) -> None:
-    """Run all of them in turns until the device has worked for WARMING seconds."""
-    worked, until = 0.0, time.perf_counter() + 10 * WARMING  # whatever events say
+    """Run all contestants in turns until the device has worked for WARMING seconds."""
+    worked, until = 0.0, time.perf_counter() + 10 * WARMING  # independent of the events' times
     while timers and worked < WARMING and time.perf_counter() < until:
         worked += sum(timer.sample() for timer in timers)
 
@@ -122,7 +122,7 @@ def _prepared(
     for name, call in contestants.items():
         try:
             timers[name] = prepare(call, copies)
-        except Exception as error:  # a baseline that cannot take this shape must not take the others down
+        except Exception as error:  # a baseline that does not support this shape must not stop the others
             settle(device)
             failed[name] = Timing(None, None, None, 0, 0, "", kind_and_first_line(error))
     return timers, failed
@@ -134,7 +134,7 @@ def _timing(samples: list[float], timer: _Timer) -> Timing:
 
 
 def _walks(once: float, copies: int) -> int:
-    """How often a sample walks over all copies, when one walk takes `once` seconds."""
+    """The number of walks over all copies in a sample, if one walk takes `once` seconds."""
     return max(1, min(int(SAMPLE / max(once, 1e-9)) + 1, CALLS // copies))
 
 
@@ -180,7 +180,7 @@ def _graph(call: Callable[[int], object], copies: int) -> _Timer:
     loop = _loop(call, copies)  # raises what the call raises
     try:
         graph, guess = _captured(call, copies, 1)
-        walks = _walks(guess, copies)  # by the graph's own time: the loop's may be that of its launches
+        walks = _walks(guess, copies)  # from the graph's own time: the loop's may be the time of its launches
         if walks > 1:
             graph, guess = _captured(call, copies, walks)
     except Exception as error:
@@ -199,7 +199,7 @@ def _graph(call: Callable[[int], object], copies: int) -> _Timer:
 
 
 def _captured(call: Callable[[int], object], copies: int, walks: int) -> tuple[torch.cuda.CUDAGraph, float]:
-    """A graph of so many walks over the copies, and the seconds that it takes."""
+    """A graph of `walks` walks over the copies, and the seconds that it takes."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         _walk(call, copies, walks)
@@ -209,7 +209,7 @@ def _captured(call: Callable[[int], object], copies: int, walks: int) -> tuple[t
 
 
 def _forget_capture() -> None:
-    """A capture that failed leaves torch's generator believing that it goes on, and then no random number can be
-    drawn."""
+    """Reset torch's generator after a failed capture: it would otherwise stay in capture mode, in which no random
+    number can be drawn."""
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
     generator.graphsafe_set_state(generator.clone_state())

@@ -1,6 +1,6 @@
-"""Checks and times one op in a process of its own; each result is written as soon as it is known.
+"""Checks and times one op in its own process; each result is written as soon as it is known.
 
-`kernels.harness.validate` starts these processes and reads the lines; nothing here looks at another op.
+`kernels.harness.validate` starts these processes and reads the lines; each process handles one op only.
 """
 
 import json
@@ -41,15 +41,15 @@ DECLARED = (
     "tune_key",
 )
 FOUND = ("speedup", "strongest", "goal_met", "least_seconds", "bound", "roofline", "configuration")
-WORTH = 0.99  # a configuration must take less than this share of the heuristic's time to be written down
+WORTH = 0.99  # a configuration is recorded if it takes less than this share of the heuristic's time
 
 
 class Broken(RuntimeError):
-    """The device no longer answers; another process must go on from here."""
+    """The device no longer answers; another process must continue."""
 
 
 class Log:
-    """Appends lines of JSON to a file that other processes append to as well, and knows when the time is up."""
+    """Appends lines of JSON to a file that is shared with other processes, and tells the time left."""
 
     def __init__(self, path: Path, phase: str, op: str, shard: str, until: float) -> None:
         """until: of time.time()."""
@@ -70,10 +70,10 @@ class Log:
 
 
 def checks(log: Log, device: torch.device, part: tuple[int, int], start: int) -> None:
-    """Run every check of the op under every implementation that runs here; `part` (i, n) takes the i-th of n shares."""
+    """Run every check of the op with every implementation that runs here; `part` (i, n): only the i-th of n shares."""
     warnings.filterwarnings(
         "ignore", message=".*[Dd]eterministic.*"
-    )  # `poisoned` asks for warnings that say nothing here
+    )  # `poisoned` causes warnings that do not matter here
     try:
         items = [
             (c, i) for c in import_module(f"kernels.{log.common['op']}.cases").checks(device) for i in _impls(c, device)
@@ -109,7 +109,7 @@ def checks(log: Log, device: torch.device, part: tuple[int, int], start: int) ->
 
 
 def run_check(check: Check, impl: str) -> Line:
-    """{name, impl, error, tolerance, green, message}; what the check raises makes it red."""
+    """{name, impl, error, tolerance, green, message}; an exception makes the check red."""
     error, message = None, ""
     try:
         error = check.error(impl)
@@ -144,9 +144,9 @@ def contests(
     """Time the op's contests from `start` on, while there is time.
 
     Args:
-        tune: folder that gets the configurations too; None: nothing is tuned.
-        asked: what the user wants timed.
-        time_red: time contestants whose outputs are wrong too.
+        tune: folder that also receives the configurations; None: no tuning.
+        asked: the sizes that the user wants timed.
+        time_red: also time contestants whose outputs are wrong.
     """
     began, done = time.monotonic(), 0
     tuned: dict[tuple[str, str], dict | None] = {
@@ -156,7 +156,7 @@ def contests(
         if index < start:
             began = time.monotonic()
             continue
-        if log.left() <= (time.monotonic() - began) / max(done, 1):  # what one takes on average, to make and to time
+        if log.left() <= (time.monotonic() - began) / max(done, 1):  # average time to make and to time one
             log.write("contest", index=index, **_row(contest, "skipped: budget"), rest=True)
             log.write("end", next=index)
             return
@@ -183,14 +183,14 @@ def contests(
 
 
 def warm(log: Log, device: torch.device, toy: bool, part: tuple[int, int], tune: bool, asked: Asked = OWN) -> None:
-    """Call everything that will be timed once, so that it is compiled and cached by many processes at a time."""
+    """Call everything to be timed once, so that several processes compile and cache it in parallel."""
     for index, contest in _numbered(log, device, toy, asked):
         if log.left() <= 0:
             break
         if index % part[1] == part[0]:
             _call_once(contest, device, contest.candidates if tune and contest.tune_key else [])
         del contest
-        if device.type == "cuda":  # other processes warm up beside this one
+        if device.type == "cuda":  # other processes warm up at the same time
             torch.cuda.empty_cache()
     log.write("end", next=None)
 
@@ -203,11 +203,11 @@ def measure(
     rounds: int | None = None,
     time_red: bool = False,
 ) -> Line:
-    """Check the outputs of one contest and time those that are right; its row is described in
-    kernels/harness/validate.py.
+    """Check the outputs of one contest and time the contestants that are right; kernels/harness/validate.py describes
+    the row.
 
     Args:
-        time_red: time wrong ones too.
+        time_red: also time contestants that are wrong.
     """
     verdict = verify(contest, device)
     checked = {"unsound": verdict.red, "unchecked": list(verdict.unchecked)}
@@ -258,7 +258,7 @@ def _status(contest: Contest, ours: float | None, note: str, verdict: Verdict) -
 
 
 def goal_met(contest: Contest, ours: float | None, baseline: float | None) -> bool | None:
-    """Were the contest's goals reached? None where it has none, or where that cannot be known here."""
+    """Were the contest's goals reached? None if it has none, or if that cannot be known here."""
     known = ours is not None and (contest.goal is None or baseline is not None) and not interpreting()
     if not known or (contest.goal is None and contest.goal_us is None):
         return None
@@ -268,10 +268,10 @@ def goal_met(contest: Contest, ours: float | None, baseline: float | None) -> bo
 
 
 def tune_contest(contest: Contest, log: Log, device: torch.device, folder: Path) -> dict | None:
-    """Find the fastest of the contest's candidates that compute what the heuristic computes, and write it down.
+    """Find and record the fastest of the contest's candidates whose outputs equal those of the heuristic.
 
     Returns:
-        its configuration, or None where the heuristic is as fast
+        its configuration, or None if the heuristic is as fast
     """
     key, ours = contest.tune_key or "", contest.contestants[contest.ours]
 
@@ -322,7 +322,7 @@ def tune_contest(contest: Contest, log: Log, device: torch.device, folder: Path)
 
 
 def sentence(row: Line) -> str:
-    """A row in one line, to be printed."""
+    """A row as one line of text."""
     head = f"{row['op']:<15} {row['detail']:<14} {'x'.join(map(str, row['shape'])):<14} M={row['tokens'] or '-':<6}"
     if row["status"] not in ("timed", "unsound"):
         return f"{head} {row['status']}"
@@ -332,7 +332,7 @@ def sentence(row: Line) -> str:
 
 
 def read(path: Path) -> list[Line]:
-    """The lines of the file so far; a last one that is not whole is left out."""
+    """The lines of the file so far, without an incomplete last line."""
     lines = []
     for text in path.read_text().splitlines() if path.exists() else ():
         try:
@@ -356,8 +356,8 @@ def ceilings_line(ceilings: Ceilings) -> Line:
 
 
 def _numbered(log: Log, device: torch.device, toy: bool, asked: Asked) -> Iterator[tuple[int, Contest]]:
-    """The op's contests, counted; each is written down before it is made, so that one which kills the process is
-    known."""
+    """The op's contests, numbered; each is logged before it is made, so that a contest that ends the process can be
+    identified."""
     made = iter(import_module(f"kernels.{log.common['op']}.cases").contests(device, toy, asked))
     index = -1
     while True:
@@ -365,7 +365,7 @@ def _numbered(log: Log, device: torch.device, toy: bool, asked: Asked) -> Iterat
         log.write("begin", index=index)
         try:
             contest = next(made, None)
-        except Exception as error:  # a generator that raised has no more to give
+        except Exception as error:  # a generator that raised gives no further contests
             if log.common["phase"] == "contests":
                 log.write(
                     "contest",
@@ -377,11 +377,11 @@ def _numbered(log: Log, device: torch.device, toy: bool, asked: Asked) -> Iterat
         if contest is None:
             return
         yield index, contest
-        del contest  # or it would live on while the next one is made
+        del contest  # frees its memory before the next one is made
 
 
 def bare_row(op: str, status: str, detail: str = "") -> Line:
-    """A row for what could not be timed."""
+    """A row for an op or contest that could not be timed."""
     empty = {"shape": [], "rounds": 0, "seconds": {}, "quartiles": {}, "how": {}, "eager": {}, "notes": {}}
     empty |= {"unsound": {}, "unchecked": [], "clocks": []}
     return {"op": op, "detail": detail, "status": status, **dict.fromkeys(DECLARED), **dict.fromkeys(FOUND), **empty}

@@ -4,8 +4,8 @@
 kernels. It runs these phases in order: it describes the machine, measures its two ceilings (bandwidth and arithmetic),
 runs the checks of every op (outputs are poisoned first, and every kernel runs twice and must give equal bits), searches
 launch configurations (only with --tune), and times the contests. Each contest first compares the output of every
-contestant with what is right at that shape and in that configuration. What is wrong there is not timed; --time-red
-times it all the same, and its row says that it is unsound. A red check elsewhere marks the rows of its op.
+contestant with the right result at that shape and in that configuration. Contestants with wrong outputs are not timed;
+--time-red times them too, and the row then says that it is unsound. A red check elsewhere marks the rows of its op.
 
 Each op runs in a process of its own. When a process crashes, the crash is recorded and a new process continues with
 the next case, so that one op cannot stop another. The remaining time is shared among the remaining ops, and a case
@@ -17,34 +17,34 @@ table.txt, <gpu>.json (with --tune; it is also written to kernels/tuned) and rec
 
     schema_version
     run          started, duration_s, budget_s, command, device, ops, shapes, tokens, dtype, toy, tuned, checks_only,
-                 time_red, meaningful (false in Triton's interpreter and for toy sizes: there times mean nothing)
+                 time_red, meaningful (false in Triton's interpreter and for toy sizes, where times are meaningless)
     environment  python, torch, triton (null: none), cuda, system, cpu, cpu_capability, cores, threads, commit, dirty,
                  gpu: null or {name, capability, sms, l2_bytes, memory_bytes, shared_memory_bytes, driver}
     ceilings     null or {bandwidth [bytes/s of a copy], read (the same of reading alone; null: not measured apart),
                  rates: {type: operations/s}, notes}
     checks       [{op, index, name, impl, error, tolerance, green, message}]
-    unfinished   [{op, phase, next}]   what the budget left undone
+    unfinished   [{op, phase, next}]   work for which the budget was too small
     rows         [{op, index, detail, shape, tokens, status, ...}]
                  status         "timed", "skipped: budget", "not timed: ...", "error: ...", "crashed: ...",
                                 "unsound" (timed with --time-red although ours is wrong)
-                 rest           true where contests behind this one were left out too
+                 rest           true if the contests after this one were left out too
                  ours, baseline names of contestants; `seconds` may lack the baseline (not installed)
                  seconds        {contestant: median of one call, null where it failed}
                  quartiles, how ("graph", "loop", "clock"), notes   {contestant: ...}
-                 eager          on a GPU: {contestant: one call from Python, launches and all; a single sample}
+                 eager          on a GPU: {contestant: one call from Python, launches included; a single sample}
                  speedup        seconds[baseline] / seconds[ours]
-                 strongest      the fastest contestant but ours
-                 goal, goal_us, goal_met    what was aimed at: a speed-up, microseconds; null where there is no goal
+                 strongest      the fastest contestant except ours
+                 goal, goal_us, goal_met    the goals: a speed-up, microseconds; null if there is no goal
                  least_bytes, flops, rate, least_seconds, bound ("bytes" or the rate),
                  roofline = least_seconds / seconds[ours]
-                 tune_key, configuration    null: the heuristic's, or what kernels/tuned has
+                 tune_key, configuration    null: the heuristic's, or the one in kernels/tuned
                  copies, rounds
                  clocks         MHz of the multiprocessors after the first round and the last; [] where not known
-                 unsound        {contestant: what is wrong with its output at this shape}
+                 unsound        {contestant: the fault in its output at this shape}
                  unchecked      contestants whose right output is not known
-                 red_checks     how many checks of this op are red
+                 red_checks     number of red checks of this op
     tuning       [{op, key, configuration (null: the heuristic is as fast), seconds, candidates, rejected}]
-    summary      {checks, red (how many), red_ops, red_rows (ours is wrong there), unfinished, contests, timed,
+    summary      {checks, red (number), red_ops, red_rows (ours is wrong there), unfinished, contests, timed,
                  goals_met, goals_missed, not_timed, duration_s}
 """
 
@@ -68,7 +68,7 @@ from kernels.harness.trial import Line
 from kernels.interpreter import interpreting
 
 SCHEMA_VERSION = 1
-PREPARING = 0.5  # of the budget may go into checks and compilation; with --tune, more is compiled
+PREPARING = 0.5  # largest share of the budget for checks and compilation; with --tune, more is compiled
 PREPARING_TUNED = 0.65
 LARGE = ("decoder",)  # its weights are too large for several processes at a time
 CLOSING = 3.0  # seconds kept for the table
@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 class Validation:
-    """One run of all that `options` asks for."""
+    """One run of everything that `options` requests."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.started, self.began = options, datetime.now(UTC), time.monotonic()
@@ -105,7 +105,7 @@ class Validation:
             if options.device == "cuda":
                 self._do(self._shards("warm", [op for op in self._sound(ops) if op not in LARGE]), ready)
             self._do([Job("contests", op) for op in self._sound(ops)], self.deadline)
-            # What the shares were too small for is taken up with what the others did not need.
+            # Jobs whose shares were too small continue with the time that the others did not need.
             self._do(self._taken("contests"), self.deadline)
             self._do(self._taken("checks"), self.deadline)
         record = self.save()
@@ -155,7 +155,7 @@ class Validation:
         return {**made, "summary": summary(made)}
 
     def _do(self, jobs: list[Job], until: float) -> None:
-        """Run the jobs; what they leave is in `self.left`. Nothing else runs while contests are timed."""
+        """Run the jobs; unfinished ones are added to `self.left`. Nothing else runs while contests are timed."""
         self.left += self.workers.run(jobs, until, alone=any(job.phase == "contests" for job in jobs))
         if any(job.phase == "warm" for job in jobs):
             self._taken("warm")  # not worth another try
@@ -166,7 +166,7 @@ class Validation:
         return taken
 
     def _sound(self, ops: list[str]) -> list[str]:
-        """Ops that have checks. Contests check themselves, so that they wait for nothing that is red or late."""
+        """Ops that have checks. Contests check their own outputs, so they do not wait for red or late checks."""
         unsound = self._unsound(trial.read(self.lines))
         return [op for op in ops if op not in unsound]
 
@@ -183,7 +183,7 @@ class Validation:
         return {op: reason for ops, reason in why for op in ops}
 
     def _untimed(self, lines: list[Line]) -> list[Line]:
-        """A row for each op that was not let into its contests."""
+        """A row for each op whose contests were not run."""
         unsound = {} if self.options.checks_only else self._unsound(lines)
         return [{**trial.bare_row(op, unsound[op]), "index": -1} for op in self.options.ops if op in unsound]
 
@@ -197,7 +197,7 @@ def _fields(line: Line, *without: str) -> Line:
 
 
 def _latest(lines: list[Line], kind: str, *by: str) -> list[Line]:
-    """The last line of this kind for each op and index: what was skipped may have been done later."""
+    """The last line of this kind for each op and index: a skipped item may have been done later."""
     found = {
         (line["op"], line["index"], *(line[name] for name in by)): _fields(line)
         for line in lines
@@ -208,7 +208,7 @@ def _latest(lines: list[Line], kind: str, *by: str) -> list[Line]:
 
 
 def _work(options: argparse.Namespace) -> int:
-    """What a process that `Workers` started does."""
+    """The work of a process that `Workers` started."""
     device, lines = torch.device(options.device), options.out / "rows.jsonl"
     log = trial.Log(lines, options.phase, options.only_op, options.shard, options.until or time.time() + options.budget)
     part = tuple(map(int, options.shard.split("/")))
@@ -238,7 +238,7 @@ def _work(options: argparse.Namespace) -> int:
                 )
     except trial.Broken as error:
         print(error, file=sys.stderr)
-        os._exit(trial.BROKEN)  # a broken device may hang whoever tidies up
+        os._exit(trial.BROKEN)  # clean-up may hang on a broken device
     return 0
 
 
@@ -264,7 +264,7 @@ def _machine(environment: Line) -> str:
 
 
 def _asked(options: argparse.Namespace) -> cases.Asked:
-    """What the options want timed; ValueError where they cannot be read."""
+    """The sizes to time according to the options; ValueError if they cannot be read."""
     shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",") if shape]
     tokens = [int(number) for number in options.tokens.split(",") if number]
     if any(len(shape) != 2 or min(shape) < 1 for shape in shapes) or any(number < 1 for number in tokens):

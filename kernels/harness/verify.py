@@ -1,6 +1,6 @@
 """Checks the outputs of a contest, at the same shape and in the same configuration that will be timed.
 
-Checks run at small, odd shapes; tiles for many tokens, and loops over all columns, are first reached by a contest.
+Checks run at small, odd shapes; tiles for many tokens, and loops over all columns, are reached only in contests.
 """
 
 import math
@@ -17,14 +17,14 @@ from kernels.harness.timing import settle
 
 @dataclass(frozen=True)
 class Verdict:
-    """red: contestant -> what is wrong with its output; unchecked: contestants whose right output is not known."""
+    """red: contestant -> the fault in its output; unchecked: contestants whose right output is not known."""
 
     red: dict[str, str]
     unchecked: tuple[str, ...]
 
 
 def verify(contest: Contest, device: torch.device) -> Verdict:
-    """Compare what every contestant returns for copy 0, in memory that held NaN, with what the contest expects.
+    """Compare every contestant's output for copy 0, in memory that held NaN, with the contest's expected output.
 
     The contestant that is ours runs twice and must give the same bits.
 
@@ -65,7 +65,7 @@ def _wrong(contest: Contest, name: str, call: Callable[[int], object]) -> str | 
 
 
 def fresh(call: Callable[[int], object]) -> Callable[[], list[Tensor]]:
-    """What gives the outputs of `call(0)` as copies; outputs that the call adds to in place begin at 0 each time."""
+    """A function that gives copies of the outputs of `call(0)`; outputs changed in place begin at 0 in each call."""
     kept, again = tensors(call(0)), tensors(call(0))
     sums = [a for a, b in zip(kept, again, strict=True) if a.numel() and a.data_ptr() == b.data_ptr()]
     del kept, again
@@ -80,8 +80,8 @@ def fresh(call: Callable[[int], object]) -> Callable[[], list[Tensor]]:
 
 
 def apart(outputs: object, expected: object, *, exact: bool = False) -> str | None:
-    """Why two results of the same call differ more than their type's rounding allows (`exact`: at all); None where they
-    do not."""
+    """The reason why two results of a call differ more than their type's rounding allows (`exact`: at all); None if
+    they do not."""
     pairs = list(zip(tensors(outputs), tensors(expected), strict=True))
     if not pairs:
         return "it returns no tensor to compare"
@@ -95,5 +95,5 @@ def apart(outputs: object, expected: object, *, exact: bool = False) -> str | No
 
 
 def tensors(outputs: object) -> list[Tensor]:
-    """The tensors among what a call returned."""
+    """The tensors in the result of a call."""
     return [t for t in (outputs if isinstance(outputs, tuple | list) else (outputs,)) if isinstance(t, Tensor)]

@@ -35,7 +35,7 @@ def int_matmul(x: Tensor, w: Packed, *, impl: str = "auto") -> Tensor:
         [..., out] in x's dtype
 
     Raises:
-        ValueError: shapes that do not fit, or an implementation that does not exist or cannot take these tensors.
+        ValueError: shapes that do not match, or an implementation that does not exist or does not support the tensors.
     """
     if x.shape[-1] != w.shape[1]:
         raise ValueError(f"`x` {tuple(x.shape)} must end in in_features (={w.shape[1]})")
@@ -67,7 +67,7 @@ def int_matmul(x: Tensor, w: Packed, *, impl: str = "auto") -> Tensor:
 
 
 def to_rows(w: Packed) -> Packed:
-    """Any layout -> `rows`; exact, but that scales come back in the dtype that a layout keeps them in."""
+    """Any layout -> `rows`; exact, except that scales keep the dtype in which the layout stores them."""
     return {"rows": lambda w: w, "panels": panels.to_rows, "tiles": tiles.to_rows}[w.layout](w)
 
 
@@ -89,7 +89,7 @@ def _op(
     in_features: int,
     use: str,
 ) -> Tensor:
-    # Opaque to the compiler on purpose: were the dequantisation traced, freezing would fold it into a dense weight.
+    # Opaque to the compiler on purpose: if the dequantisation were traced, freezing would fold it into a dense weight.
     w = Packed(layout, codes, scale, zero, bits, group_size, (out_features, in_features))
     flat = x.reshape(-1, in_features)
     if use == "triton":

@@ -17,7 +17,7 @@ from kernels.linear.onednn import lay_out, product
 from kernels.tuning import trying
 
 ROTATED = 256 << 20  # bytes of packed weights in rotation
-MOST = 1024  # copies: small weights are in a cache anyway
+MOST = 1024  # largest number of copies: small weights are in a cache anyway
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 GOALS = {  # (bits, out) -> tokens -> times cuBLAS in bfloat16
     (4, 14336): {1: 3.3, 16: 3.0, 64: 2.0, 256: 0.85, 2048: 0.85},
@@ -53,7 +53,7 @@ def checks(device: torch.device) -> list[Check]:
         (4, 48, 256, 128, False, (600,), BF16),
         (4, 32, 128, 64, True, (0,), BF16),
     )
-    if device.type == "cuda":  # loops over all columns, several blocks of tokens: too much for the interpreter
+    if device.type == "cuda":  # loops over all columns and several blocks of tokens take too long in the interpreter
         cases += tuple(
             (bits, 1024, 4096, group_size, bits != 2, (tokens,), BF16)
             for bits in (4, 8, 3, 2)
@@ -77,7 +77,7 @@ def checks(device: torch.device) -> list[Check]:
 
 
 def _overlapped(device: torch.device) -> list[Check]:
-    """Of the kernel that only Hopper GPUs run, and that no heuristic takes."""
+    """Checks of the kernel that runs only on Hopper GPUs and that no heuristic selects."""
     if device.type != "cuda":
         return []
     from kernels.int_matmul.triton import overlapped
@@ -105,7 +105,7 @@ def _weight(
     symmetric: bool,
     device: torch.device,
 ) -> tuple[Packed, Tensor]:
-    """Packed, and W in float64."""
+    """The packed weight, and W in float64."""
     groups = columns // group_size
     codes = torch.randint(0, 1 << bits, (out, columns), generator=generator)
     scale = ((torch.rand(out, groups, generator=generator) - 0.3) * 0.1).bfloat16()
@@ -123,7 +123,7 @@ def _moved(w: Packed, device: torch.device) -> Packed:
 
 
 def _check(name: str, x: Tensor, w: Packed, W: Tensor, plan: dict | None = None) -> Check:
-    """plan: the configuration to run under, or None for the one that is chosen."""
+    """plan: the configuration to run, or None for the selected one."""
     panels = to_panels(w) if panels_fit(w, x.dtype, x.device) else None
 
     def run(impl: str) -> Tensor:
@@ -225,7 +225,7 @@ def _gpu(
 
 
 def _by(plan: dict, call: Callable, w: Packed, tokens: int) -> Callable:
-    """The call under this configuration."""
+    """The call with this configuration."""
     from kernels.int_matmul.triton import key
 
     def run(which: int | str) -> Tensor:
@@ -247,7 +247,7 @@ def _tinygemm(x: Tensor, small: list[Packed], expected: dict[str, Expected]) -> 
     try:
         packed = [torch.ops.aten._convert_weight_to_int4pack(w.codes, 8) for w in small]
         torch.ops.aten._weight_int4pack_mm(x, packed[0], small[0].group_size, pair)
-    except RuntimeError:  # another GPU, another torch, or a shape that it does not take
+    except RuntimeError:  # another GPU, another torch, or an unsupported shape
         return {}
 
     def W() -> Tensor:
@@ -275,7 +275,7 @@ def _gemlite(x: Tensor, small: list[Packed], expected: dict[str, Expected]) -> d
 
         layers = [layer(w) for w in small]
         layers[0](x)
-    except Exception:  # whatever another version of it raises: it is left out
+    except Exception:  # other versions may raise anything; the contestant is then left out
         return {}
     expected["gemlite"] = times(x, lambda: dequantize(small[0]))
     return {"gemlite": lambda i: layers[i](x)}
@@ -328,7 +328,7 @@ def _cpu(shape: tuple[int, int], tokens: int, dtype: torch.dtype) -> Iterator[Co
 
 @torch.no_grad()
 def _widths(shape: tuple[int, int], bits: int, dtype: torch.dtype) -> Iterator[Contest]:
-    """One token by codes of some width and by codes of four bits, from memory."""
+    """One token times codes of `bits` bits, and times 4-bit codes, both read from memory."""
     out, columns = shape
     group_size = group_size_of(columns, 64)
     scale = torch.rand(out, columns // group_size).to(dtype)

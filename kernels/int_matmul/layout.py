@@ -1,4 +1,5 @@
-"""How integer codes lie in memory: `rows`, the canonical layout. `panels` and `tiles`, for CPUs, are made from it."""
+"""The layouts of integer codes in memory: `rows` is the canonical one; `panels` and `tiles`, for CPUs, are made from
+it."""
 
 from typing import NamedTuple
 
@@ -33,10 +34,10 @@ class Packed(NamedTuple):
 
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
-    """[rows, n] integers below 2^bits -> uint8 [rows, ceil(n/8) * bits]: eight codes to `bits` bytes, low bits
+    """[rows, n] integers below 2^bits -> uint8 [rows, ceil(n/8) * bits]: eight codes in `bits` bytes, low bits
     first."""
     rows, n = codes.shape
-    if 8 % bits == 0:  # whole codes to a byte: no wide integers are needed
+    if 8 % bits == 0:  # each byte holds whole codes: no wide integers are needed
         small = torch.zeros(rows, -(-n // 8) * 8, dtype=torch.uint8, device=codes.device)
         small[:, :n] = codes
         packed = small[:, :: 8 // bits].clone()
@@ -66,7 +67,7 @@ def unpack_bits(packed: Tensor, bits: int, n: int) -> Tensor:
         byte, shift = divmod(i * bits, 8)
         code = triples[..., byte] >> shift
         if shift + bits > 8:
-            code = code | (triples[..., byte + 1] << (8 - shift))  # uint8 drops what lies above
+            code = code | (triples[..., byte + 1] << (8 - shift))  # uint8 drops the higher bits
         codes.append(code & ((1 << bits) - 1))
     return torch.stack(codes, -1).view(rows, -1)[:, :n]
 
@@ -79,7 +80,7 @@ def pack(codes: Tensor, scale: Tensor, zero: Tensor | None, *, bits: int, group_
         scale: [out, groups].
         zero: [out, groups] integers in [0, 2^bits), or None (symmetric).
         bits: one of 2, 3, 4, 5, 6, 8.
-        group_size: columns that share a scale; divides `in`.
+        group_size: number of columns that share a scale; divides `in`.
 
     Raises:
         ValueError: bits or group_size that cannot be stored.
@@ -96,7 +97,7 @@ def pack(codes: Tensor, scale: Tensor, zero: Tensor | None, *, bits: int, group_
 
 
 def unpack(w: Packed) -> tuple[Tensor, Tensor]:
-    """Codes uint8 [out, in] and zero points uint8 [out, groups] ([1, 1] when symmetric), out of `rows`."""
+    """Codes uint8 [out, in] and zero points uint8 [out, groups] ([1, 1] when symmetric), from `rows`."""
     assert w.layout == "rows"
     zero = torch.full((1, 1), 1 << (w.bits - 1), dtype=torch.uint8, device=w.codes.device)
     if w.zero is not None:

@@ -6,36 +6,36 @@ from torch import Tensor
 from kernels import native
 from kernels.int_matmul.layout import Packed, pack, unpack
 
-ROWS = 16  # of W in a panel, one to a vector lane
+ROWS = 16  # rows of W in a panel, one per vector lane
 WORD = 8  # columns in a 32-bit word of nibbles, and in a unit of bytes
 UNIT = 16  # columns in a unit of planes
-PLANES = {2: (2,), 3: (2, 1), 5: (4, 1), 6: (4, 2)}  # bits of a code, the lowest first, that lie together
+PLANES = {2: (2,), 3: (2, 1), 5: (4, 1), 6: (4, 2)}  # number of bits of a code in each plane, lowest bits first
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIDDLE = 8  # of the nibbles: the kernel multiplies by nibble - 8
 SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)  # of a word's eight columns, see `to_words`
-EVEN_FIRST = (0, 2, 4, 6, 1, 3, 5, 7)  # order of eight columns of bytes, that in which the kernel takes activations
+EVEN_FIRST = (0, 2, 4, 6, 1, 3, 5, 7)  # order of eight columns of bytes; the kernel reads activations in this order
 
 
 def panels_fit(w: Packed, dtype: torch.dtype, device: torch.device) -> bool:
-    """Can the C++ kernel take this weight, with activations of this dtype, here?"""
+    """Does the C++ kernel support this weight on this machine, with activations of this dtype?"""
     return (
         device.type == "cpu"
         and w.group_size % WORD == 0
         and dtype in DTYPES
         and w.scale.dtype in DTYPES
         and native.why_not() is None
-        and native.isa(dtype) != "portable"  # torch's own kernels are the faster ones then
+        and native.isa(dtype) != "portable"  # torch's own kernels are faster then
     )
 
 
 def to_panels(w: Packed) -> Packed:
-    """`rows` -> `panels`, exactly. Groups that are not a multiple of 16 columns take 4 bits for 2 and 3, a byte for 5
-    and 6."""
+    """`rows` -> `panels`, exactly. If a group is not a multiple of 16 columns, codes of 2 and 3 bits are stored in 4
+    bits, codes of 5 and 6 bits in a byte."""
     codes, zero = unpack(w)
     middle = 1 << (w.bits - 1)
     if in_planes(w.bits, w.group_size):
         stored = to_planes(codes, w.bits)
-    else:  # a lift keeps the middle code in the middle
+    else:  # wider codes keep the middle code in the middle
         stored = to_words(codes + (MIDDLE - middle)) if w.bits <= 4 else to_bytes(codes, middle)
     centred = None if w.zero is None else (zero.to(torch.int16) - middle).to(torch.int8)
     return w._replace(
@@ -52,7 +52,7 @@ def to_rows(w: Packed) -> Packed:
 
 
 def take_rows(w: Packed, ids: Tensor) -> Packed:
-    """These rows [n] of `panels` as `rows`."""
+    """Rows `ids` [n] of `panels`, as `rows`."""
     middle = 1 << (w.bits - 1)
     if w.codes.dtype == torch.uint8:
         codes = from_planes(w.codes, w.bits, ids)
@@ -65,16 +65,16 @@ def take_rows(w: Packed, ids: Tensor) -> Packed:
 
 
 def in_planes(bits: int, group_size: int) -> bool:
-    """Do codes of so many bits lie in planes, in groups of so many columns?"""
+    """Are codes of `bits` bits, in groups of `group_size` columns, stored as bit planes?"""
     return bits in PLANES and group_size % UNIT == 0
 
 
 def to_planes(codes: Tensor, bits: int) -> Tensor:
-    """[out, in] of 0 .. 2^bits - 1 -> uint8 [panels, in/16, 32 * bits]: of a unit of 16 columns its low bits, then its
-    high ones.
+    """[out, in] of 0 .. 2^bits - 1 -> uint8 [panels, in/16, 32 * bits]: for each unit of 16 columns the low bits, then
+    the high bits.
 
-    Four bits: as `to_words`, 16 rows of the first eight columns, then of the others. Two: of 16 rows 32 bits, the even
-    columns in the lower half of them. One: of 16 rows 16 bits, the even columns in the lower half.
+    A plane of four bits: as in `to_words`, 16 rows of the first eight columns, then of the other eight. Two bits: 32
+    bits for each of 16 rows, even columns in the lower half. One bit: 16 bits for each of 16 rows, likewise.
     """
     out, columns = codes.shape
     panels = -(-out // ROWS)
@@ -93,7 +93,7 @@ def to_planes(codes: Tensor, bits: int) -> Tensor:
 
 
 def from_planes(units: Tensor, bits: int, ids: Tensor) -> Tensor:
-    """Rows `ids` [n] of what `to_planes` made: uint8 [n, in]."""
+    """Rows `ids` [n] of the result of `to_planes`: uint8 [n, in]."""
     codes = torch.zeros(len(ids), units.shape[1], UNIT, dtype=torch.uint8, device=units.device)
     at = below = 0
     for width in PLANES[bits]:
@@ -114,7 +114,7 @@ def _empty(width: int, panels: int, units: int, device: torch.device) -> Tensor:
 
 
 def _places(width: int) -> list[tuple[int, int]]:
-    """(word, shift) of each of a unit's sixteen columns."""
+    """(word, shift) for each of the sixteen columns of a unit."""
     if width == 4:
         return [(column // WORD, SHIFTS[column % WORD]) for column in range(UNIT)]
     half = 8 * width
@@ -124,8 +124,8 @@ def _places(width: int) -> list[tuple[int, int]]:
 def to_words(nibbles: Tensor) -> Tensor:
     """[out, in] of 0..15 -> int32 [panels, in/8, 16].
 
-    Bits 4i of the low half of a word hold column 2i of its eight, those of the high half column 2i + 1: a shift by 4i
-    leaves the pair (2i, 2i + 1), which is what a 16-bit dot product takes. Rows beyond `out` hold the middle.
+    Bit 4i of the low half of a word is the first bit of column 2i of its eight, in the high half of column 2i + 1: a
+    shift by 4i leaves the pair (2i, 2i + 1), the operand of a 16-bit dot product. Rows beyond `out` hold the middle.
     """
     out, columns = nibbles.shape
     panels = -(-out // ROWS)
@@ -133,20 +133,20 @@ def to_words(nibbles: Tensor) -> Tensor:
     padded[:out] = nibbles
     eights = padded.view(panels, ROWS, columns // WORD, WORD)
     words = torch.zeros(eights.shape[:-1], dtype=torch.int32, device=nibbles.device)  # [panels, 16, in/8]
-    for column, shift in enumerate(SHIFTS):  # one at a time: all at once would take sixteen bytes a weight
+    for column, shift in enumerate(SHIFTS):  # one at a time: all at once would take sixteen bytes per weight
         words |= eights[..., column].to(torch.int32) << shift
     return words.transpose(1, 2).contiguous()
 
 
 def from_words(words: Tensor, ids: Tensor) -> Tensor:
-    """Rows `ids` [n] of what `to_words` made: uint8 [n, in]."""
+    """Rows `ids` [n] of the result of `to_words`: uint8 [n, in]."""
     mine = words[ids // ROWS, :, ids % ROWS]  # [n, in/8]
     return torch.stack([((mine >> shift) & 15).to(torch.uint8) for shift in SHIFTS], -1).flatten(1)
 
 
 def to_bytes(codes: Tensor, middle: int) -> Tensor:
-    """[out, in] of 0..255 -> int8 [panels, in/8, 8 * 16]: code - middle, of eight columns the even ones first, each
-    with its 16 rows. Rows beyond `out` hold 0."""
+    """[out, in] of 0..255 -> int8 [panels, in/8, 8 * 16]: code - middle, the even ones of eight columns first, 16 rows
+    for each column. Rows beyond `out` hold 0."""
     out, columns = codes.shape
     panels = -(-out // ROWS)
     centred = torch.zeros(panels * ROWS, columns, dtype=torch.int8, device=codes.device)
@@ -156,7 +156,7 @@ def to_bytes(codes: Tensor, middle: int) -> Tensor:
 
 
 def from_bytes(stored: Tensor, middle: int, ids: Tensor) -> Tensor:
-    """Rows `ids` [n] of what `to_bytes` made: uint8 [n, in]."""
+    """Rows `ids` [n] of the result of `to_bytes`: uint8 [n, in]."""
     eights = stored.view(*stored.shape[:2], WORD, ROWS)[ids // ROWS, :, :, ids % ROWS]  # [n, in/8, 8]
     natural = eights[..., [EVEN_FIRST.index(column) for column in range(WORD)]]
     codes = natural.contiguous().view(torch.uint8)
@@ -164,7 +164,7 @@ def from_bytes(stored: Tensor, middle: int, ids: Tensor) -> Tensor:
 
 
 def by_panel(values: Tensor) -> Tensor:
-    """[out, groups] -> [panels, groups, 16], zeros beyond `out`: in the order in which a product reads them."""
+    """[out, groups] -> [panels, groups, 16], zeros beyond `out`: the order in which a product reads the values."""
     out, groups = values.shape
     panels = -(-out // ROWS)
     padded = values.new_zeros(panels * ROWS, groups)
@@ -173,7 +173,7 @@ def by_panel(values: Tensor) -> Tensor:
 
 
 def rows_of(values: Tensor, ids: Tensor) -> Tensor:
-    """Rows `ids` [n] of what `by_panel` made: [n, groups]."""
+    """Rows `ids` [n] of the result of `by_panel`: [n, groups]."""
     return values[ids // ROWS, :, ids % ROWS]
 
 

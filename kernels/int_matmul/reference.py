@@ -11,7 +11,8 @@ from kernels.linear import linear
 def dequantize(w: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
     """W [out, in] = scale * (code - zero), computed in float32 and rounded once to `dtype`.
 
-    Tiles give the weights that their kernel multiplies by: at 4 bits with a zero point their 16-bit offset is rounded.
+    For `tiles`, the result has the weights that their kernel uses: at 4 bits with a zero point, the 16-bit offset is
+    rounded.
     """
     if w.layout == "tiles":
         return tiles.dequantize(w).to(dtype)

@@ -1,4 +1,4 @@
-"""Some rows of an integer-quantised weight, as an embedding looks them up: the others are not unpacked."""
+"""Some rows of an integer-quantised weight, for the look-up of an embedding: the others are not unpacked."""
 
 from torch import Tensor
 
@@ -11,8 +11,8 @@ def look_up(w: Packed, ids: Tensor) -> Tensor:
     """Rows [n, in] of W in float32, as `dequantize` gives them.
 
     Args:
-        w: in any layout; of `tiles` the whole weight is unpacked, because torch's kernel hides which row lies where.
-        ids: [n] int64, numbers of rows.
+        w: in any layout; for `tiles` the whole weight is unpacked, because torch's kernel hides the order of rows.
+        ids: [n] int64, row numbers.
     """
     if w.layout == "tiles":
         return tiles.dequantize(w)[ids]
@@ -20,6 +20,6 @@ def look_up(w: Packed, ids: Tensor) -> Tensor:
 
 
 def take_rows(w: Packed, ids: Tensor) -> Packed:
-    """These rows [n] of `rows`."""
+    """Rows `ids` [n] of the layout `rows`."""
     zero = None if w.zero is None else w.zero[ids]
     return w._replace(codes=w.codes[ids], scale=w.scale[ids], zero=zero, shape=(len(ids), w.shape[1]))

@@ -8,12 +8,12 @@ from torch import Tensor
 from kernels.int_matmul.layout import Packed, pack_bits, unpack, unpack_bits
 
 GROUP_SIZES = (32, 64, 128, 256)
-CROSSOVER = 80  # tokens from which dequantising once pays; measured, see README.md
+CROSSOVER = 80  # number of tokens from which dequantising once is faster; measured, see README.md
 SLAB = 1 << 20  # weights dequantised at a time, so that they are still in cache when they are multiplied
 
 
 def tiles_fit(shape: tuple[int, int], bits: int, group_size: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Can torch's int4 CPU kernel take this weight with activations of this dtype?"""
+    """Does torch's int4 CPU kernel support this weight with activations of this dtype?"""
     out, columns = shape
     return (
         device.type == "cpu"
@@ -26,7 +26,7 @@ def tiles_fit(shape: tuple[int, int], bits: int, group_size: int, dtype: torch.d
 
 
 def to_tiles(w: Packed, dtype: torch.dtype) -> Packed:
-    """`rows` -> `tiles` for activations of `dtype`; codes of 2 and 3 bits take the place of 4 there."""
+    """`rows` -> `tiles` for activations of `dtype`; codes of 2 and 3 bits are stored in 4 bits."""
     codes, zero = unpack(w)
     scale, shift = w.scale.float(), 8 - zero.float()
     if w.bits < 4:
@@ -52,7 +52,7 @@ def to_rows(w: Packed) -> Packed:
 
 
 def dequantize(w: Packed) -> Tensor:
-    """W [out, in] in float32, as the kernel multiplies by it: at 4 bits with a zero point its 16-bit offset is
+    """W [out, in] in float32, with the values that the kernel uses: at 4 bits with a zero point, the 16-bit offset is
     rounded."""
     out, columns = w.shape
     scale, offset = w.scale.float().permute(2, 1, 0)[..., None].contiguous()  # [out, groups, 1] each
@@ -61,7 +61,7 @@ def dequantize(w: Packed) -> Tensor:
 
 
 def tile_nibbles(w: Packed) -> Tensor:
-    """Nibbles uint8 [out, in] out of the `tiles` layout."""
+    """Nibbles uint8 [out, in] from the `tiles` layout."""
     assert w.layout == "tiles"
     out, columns = w.shape
     flat = w.codes.reshape(-1)
@@ -81,7 +81,7 @@ def tile_nibbles(w: Packed) -> Tensor:
 
 @cache
 def tile_height() -> int:
-    """Rows per tile: 64 with AVX-512, 32 otherwise; found by looking where row 32 of a probe goes."""
+    """Rows per tile: 64 with AVX-512, 32 otherwise; found from the place of row 32 of a probe."""
     probe = torch.zeros(64, 2, dtype=torch.int32)
     probe[32, 0] = 1
     return 64 if torch.ops.aten._convert_weight_to_int4pack_for_cpu(probe, 1).reshape(-1)[:32].any() else 32
@@ -89,9 +89,9 @@ def tile_height() -> int:
 
 @cache
 def nibble_of_row(height: int) -> Tensor | None:
-    """[height]: where each row of a tile lies among its low nibbles, then its high ones (None: in order).
+    """[height]: the place of each row of a tile among its low nibbles, then its high ones (None: in order).
 
-    Read off two probes, because torch orders full and partial tiles differently, and by instruction set.
+    It is read from probes, because torch's order differs between full and partial tiles, and by instruction set.
     """
     row = torch.arange(height, dtype=torch.int32)
     place = torch.zeros(height, dtype=torch.int64)
@@ -103,7 +103,7 @@ def nibble_of_row(height: int) -> Tensor | None:
 
 
 def small(x: Tensor, codes: Tensor, scale: Tensor, group_size: int, shape: tuple[int, int]) -> Tensor:
-    """torch's `_weight_int4pack_mm_for_cpu`. It has a fake implementation of its own, so it compiles as it is."""
+    """torch's `_weight_int4pack_mm_for_cpu`, which has its own fake implementation and so compiles as it is."""
     y = torch.ops.aten._weight_int4pack_mm_for_cpu(x.reshape(-1, shape[1]).contiguous(), codes, group_size, scale)
     return y.view(*x.shape[:-1], shape[0])
 

@@ -12,7 +12,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def key(w: Packed, tokens: int) -> str:
-    """What the choice of a configuration depends on; tokens are rounded up to a power of two."""
+    """The key by which a configuration is chosen; the number of tokens is rounded up to a power of two."""
     return f"w{w.bits} g{w.group_size} {launch.shape_key(w, tokens)}"
 
 
@@ -22,7 +22,7 @@ def candidates(w: Packed, tokens: int) -> list[dict]:
 
 
 def overlapped(w: Packed, tokens: int) -> dict | None:
-    """The configuration by which `kernels.packed_matmul.overlapped` runs, where it can on this GPU."""
+    """The configuration of `kernels.packed_matmul.overlapped`, or None if it cannot run on this GPU."""
     return hopper.plans(_weight(w), tokens)[0] if hopper.takes(_weight(w)) else None
 
 
@@ -33,7 +33,7 @@ def int_matmul(x: Tensor, w: Packed) -> Tensor:
 
 
 def cuts_into_blocks(w: Packed) -> bool:
-    """Is this a weight that the kernels of products read, rather than `dequantise` alone?"""
+    """Can the product kernels read this weight, and not only `dequantise`?"""
     return launch.blocks(_weight(w)) is not None
 
 
@@ -47,7 +47,7 @@ def _weight(w: Packed) -> Weight:
 
 
 def shipped() -> list[Compilation]:
-    """What the heuristic reaches, at representative widths (in = 4096) and dtypes."""
+    """The compilations that the heuristic selects, at representative widths (in = 4096) and dtypes."""
     cases = [  # bits, group size, symmetric, dtype, out, tokens
         (4, 128, True, BF16, 4096, 1),
         *((4, 128, True, BF16, 14336, tokens) for tokens in (1, 4, 8, 16, 32, 64, 256)),

@@ -56,25 +56,25 @@ def kv_decode(
             channels than keys, D_v.
         lengths: [B, H_kv], int32 or int64: positions in use; 0 gives zeros.
         starts: the same, or None for zeros.
-        indices: [B, H_kv, n], int32 or int64, positions that are read (sparse reading): ranges, and the tokens of the
-            step, are then those of this list, whose entry j stands for position indices[b, h, j]. Entries in use must
-            be positions of the cache, each once; those of a GPU are not checked.
-        scale: D^-1/2 where None.
+        indices: [B, H_kv, n], int32 or int64, positions that are read (sparse reading): ranges, and the step's own
+            tokens, then refer to entries of this list, where entry j means position indices[b, h, j]. Entries in use
+            must be positions of the cache, without repetition; on a GPU this is not checked.
+        scale: factor of the scores; None: D^-1/2.
         softcap: scores become softcap * tanh(score / softcap), as in Gemma 2.
-        return_mass: also return the attention that each position got, which eviction policies score with.
-        return_lse: also return the log-sum-exp of the scores, by which `merge_parts` adds up parts of a cache.
+        return_mass: also return the attention mass of each position, which eviction policies use as a score.
+        return_lse: also return the log-sum-exp of the scores, with which `merge_parts` combines parts of a cache.
         impl: "reference" (float32, any device), "cpu" (C++ kernels, or plain torch where they cannot be built; reads
-            the ranges only), "triton" (a GPU; D up to 256) or "auto". A cache whose keys have a scale per token, or
-            whose values have other channels than its keys, has only the reference; one of 2 bits, or whose values have
-            codes of other bits than its keys, has that and the C++ kernel.
+            the ranges only), "triton" (a GPU; D up to 256) or "auto". Only the reference reads a cache whose keys have
+            a scale per token, or whose values have another number of channels than its keys; only the reference and
+            the C++ kernel read one of 2 bits, or whose values have another number of bits than its keys.
 
     Returns:
         y [B, H_q, T_q, D_v] in q's dtype; with `return_mass` then mass [B, H_kv, positions, or n], float32:
         probabilities summed over the query heads of a kv head and over T_q, 0 outside the range; with `return_lse`
-        then lse [B, H_q, T_q], float32: ln Σ exp(score), -inf where nothing is seen.
+        then lse [B, H_q, T_q], float32: ln Σ exp(score), -inf where no position is seen.
 
     Raises:
-        ValueError: arguments that do not fit each other, or an implementation that does not exist or cannot take them.
+        ValueError: arguments that do not match, or an implementation that does not exist or does not support them.
     """
     if softcap is not None or not _fits(q, cache, lengths, starts, indices):
         _check(q, cache, lengths, starts, indices, softcap)
@@ -117,7 +117,7 @@ def _op(
     if use == "triton":
         from kernels.kv_decode import triton as path
 
-        if indices is not None and bits != 16:  # only 16-bit rows are read where they lie
+        if indices is not None and bits != 16:  # only 16-bit rows are read in place
             cache, indices = gathered(cache, indices, q.dtype), None
         y, mass, lse = path.kv_decode(q, cache, lengths, starts, indices, scale, softcap, return_mass)
     else:
@@ -145,10 +145,10 @@ def _(q, k, v, params_k, params_v, tail_k, tail_v, lengths, starts, indices, bit
 
 
 def _implementation(q: Tensor, cache: KV, impl: str) -> str:
-    """Which of "reference", "cpu" and "triton" runs.
+    """The implementation that runs: "reference", "cpu" or "triton".
 
     Raises:
-        ValueError: one that does not exist or cannot take these.
+        ValueError: `impl` does not exist or does not support these arguments.
     """
     if only := _only_reference(cache, q.shape[-1], impl in ("auto", "cpu") and in_cpp(q)):
         if impl not in ("auto", "reference"):
@@ -182,12 +182,12 @@ def _value_channels(cache: KV) -> int:
 
 
 def in_cpp(q: Tensor) -> bool:
-    """Would the C++ kernel be taken for these queries?"""
+    """Would the C++ kernel be used for these queries?"""
     return q.device.type == "cpu" and native.why_not() is None
 
 
 def _only_reference(cache: KV, D: int, cpp: bool) -> tuple[str, str] | None:
-    """What of a cache no kernel reads, and what would do; None if they read it. cpp: the C++ kernel may."""
+    """(property of a cache that no kernel supports, supported alternative), or None. cpp: may the C++ kernel run?"""
     if cache.by_token:
         return "scales per token", "scales per channel"
     if cache.value_bits != cache.bits and not cpp:
@@ -200,7 +200,7 @@ def _only_reference(cache: KV, D: int, cpp: bool) -> tuple[str, str] | None:
 
 
 def _fits(q: Tensor, cache: KV, lengths: Tensor, starts: Tensor | None, indices: Tensor | None) -> bool:
-    """Is all of this in order? In a few microseconds, for caches in 16 bits; `_check` says what is not."""
+    """Are these arguments valid? A check of a few microseconds, for 16-bit caches; `_check` names the error."""
     if cache.bits != 16 or cache[2:6] != (None, None, None, None) or q.dim() != 4 or q.stride(3) != 1:
         return False
     k, v, dtype, device = cache.k, cache.v, q.dtype, q.device
@@ -298,7 +298,7 @@ def _check(
 
 
 def _inner_contiguous(t: Tensor, dims: int) -> bool:
-    """Do the last dimensions of t lie one after another?"""
+    """Are the last `dims` dimensions of t contiguous?"""
     expected = 1
     for size, stride in zip(reversed(t.shape[-dims:]), reversed(t.stride()[-dims:]), strict=True):
         if size > 1 and stride != expected:

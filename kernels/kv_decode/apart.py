@@ -1,4 +1,4 @@
-"""`kv_decode_apart`: the attention of one step over caches of different lengths, each of some of a layer's heads."""
+"""`kv_decode_apart`: the attention of one step over caches of different lengths, each for some of a layer's heads."""
 
 from collections.abc import Sequence
 
@@ -18,26 +18,26 @@ def kv_decode_apart(
     scale: float,
     softcap: float | None = None,
 ) -> Tensor:
-    """What `kv_decode` gives for each cache and its heads, side by side.
+    """The results of `kv_decode` for each cache and its heads, side by side.
 
-    Where heads keep very different numbers of positions, a tensor for each of them takes less memory than one that is
-    as long as the longest. On a CPU one call of the C++ kernel reads all of them: their spans are shared out over the
-    threads together (the ragged batches of Lean Attention, Sanovar et al., 2024, arXiv:2405.10480), so that neither
-    threads nor calls are wasted on short ones. Elsewhere, and where caches differ in bits or groups, they are read one
-    after the other.
+    If heads keep very different numbers of positions, one tensor per head takes less memory than a tensor as long as
+    the longest. On a CPU one call of the C++ kernel reads all caches: their spans are distributed together over the
+    threads (the ragged batches of Lean Attention, Sanovar et al., 2024, arXiv:2405.10480), so that neither threads nor
+    calls are wasted on short caches. On other devices, and if caches differ in bits or groups, they are read one after
+    the other.
 
     Args:
-        q: [B, H_q, T_q, D], as `kv_decode` takes it. Its heads come in the order of the caches, as many for each kv
-            head.
-        caches: of their own kv heads each, right-packed.
-        starts: for each cache [B, H], int32 or int64: its rows run from there to its last position.
-        scale, softcap: as of `kv_decode`.
+        q: [B, H_q, T_q, D], as in `kv_decode`. Its heads are in the order of the caches, with the same number for each
+            kv head.
+        caches: each has its own kv heads, right-packed.
+        starts: for each cache [B, H], int32 or int64: first positions of its rows, which end at its last position.
+        scale, softcap: as in `kv_decode`.
 
     Returns:
         [B, H_q, T_q, D] in q's dtype.
 
     Raises:
-        ValueError: arguments that do not fit each other.
+        ValueError: arguments that do not match.
     """
     heads = [cache.k.shape[1] for cache in caches]
     if not heads or q.dim() != 4 or q.shape[1] % sum(heads):
@@ -63,7 +63,7 @@ def kv_decode_apart(
 
 
 def _alike(q: Tensor, caches: Sequence[KV]) -> bool:
-    """Does one call of the C++ kernel take all of them?"""
+    """Can one call of the C++ kernel read all of these caches?"""
     if not in_cpp(q) or any(cache.bits == 8 and cache.float8 for cache in caches):
         return False
     first, D = caches[0], q.shape[-1]

@@ -15,8 +15,8 @@ from kernels.kv_decode import KV, kv_decode, quantize_kv, quantize_kv_float8
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes as in the README; `packed` is where each row's positions lie: "left", "right" or "between"; `listed`: how
-    many positions are read through `indices`, of which `packed` then speaks (0: no list); `float8`: 8 bits are e4m3."""
+    """Sizes as in the README; `packed`: where each row's positions lie, "left", "right" or "between"; `listed`: number
+    of positions read through `indices`, to which `packed` then refers (0: no list); `float8`: 8 bits are e4m3."""
 
     name: str
     dtype: torch.dtype = torch.bfloat16
@@ -109,7 +109,7 @@ def _check(case: Case, device: torch.device) -> Check:
     B, H_kv, S, D = case.B, case.H_kv, case.S, case.D
     q = (draw(B, case.T_q, H_kv * case.G, D) * 2).to(device, case.dtype).transpose(1, 2)
     k, v = draw(B, H_kv, S, D) + draw(D), draw(B, H_kv, S, D) + 0.5
-    count = case.listed or S  # of what ranges are about: entries of a list, or positions
+    count = case.listed or S  # number of list entries or positions, to which the ranges refer
     lengths = torch.randint(count // 3, count - 3, (B, H_kv), generator=generator)
     if B:
         lengths[0, 0] = count if case.packed != "between" else 0
@@ -147,7 +147,7 @@ def _check(case: Case, device: torch.device) -> Check:
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """0 in the place of -inf, whose error is no number."""
+    """Replace -inf, whose error would be NaN, by 0."""
     return lse.masked_fill(lse == -torch.inf, 0)
 
 
@@ -170,7 +170,7 @@ def _stored(k: Tensor, v: Tensor, case: Case, device: torch.device) -> KV:
 
 
 def _poisoned(cache: KV, visible: Tensor, device: torch.device) -> KV:
-    """NaN wherever a row's range does not reach: nothing of it may be seen."""
+    """The cache with NaN outside each row's range, so that any read there shows in the result."""
     cache = KV(*(t.to(device) if isinstance(t, Tensor) else t for t in cache))
     S = cache.k.shape[2]
     outside = ~visible
@@ -246,14 +246,14 @@ def elements(cache: KV, which: str, D: int) -> Tensor:
 
 
 def e4m3(byte: Tensor) -> Tensor:
-    """What a byte of float8_e4m3fn stands for, in float64: four bits of exponent, three of mantissa."""
+    """The value of a byte of float8_e4m3fn, in float64: four bits of exponent, three of mantissa."""
     sign, exponent, mantissa = byte.double().div(128).floor(), byte.int() >> 3 & 15, (byte.int() & 7).double()
     normal = (1 + mantissa / 8) * torch.exp2(exponent.double() - 7)
     return (1 - 2 * sign) * torch.where(exponent > 0, normal, mantissa / 512)
 
 
 def right(q: Tensor, cache: KV, lengths: Tensor, starts: Tensor | None = None) -> Expected:
-    """y in float64 for one new token, in the shape of what was found: heads may be folded into tokens."""
+    """The expected y in float64 for one new token, in the shape of the output: heads may be folded into tokens."""
 
     def expected(found: Tensor) -> Tensor:
         first = torch.zeros_like(lengths) if starts is None else starts
@@ -278,8 +278,8 @@ def _contest(
     kept: float = 1.0,
     float8: bool = False,
 ) -> Contest:
-    """Ours against the whole cache in bfloat16; with `kept`, rows keep half to one and a half times that share of
-    it."""
+    """Our op against attention over the whole cache in bfloat16; with `kept`, each row keeps half to one and a half
+    times that share of the cache."""
     ours = "triton" if device.type == "cuda" or triton_takes(device) else "cpu"
     shares = torch.linspace(0.5, 1.5, B * H_kv) * kept if kept < 1 else torch.ones(B * H_kv)
     lengths = (shares * S).int().view(B, H_kv).to(device)
@@ -305,7 +305,7 @@ def _contest(
         dense: lambda i: kv_decode(q, whole[i], full, impl=ours),
         "sdpa, heads folded": lambda i: F.scaled_dot_product_attention(folded, *whole[i][:2]),
     }
-    rivals = () if small is whole else (dense,)  # a smaller cache is held against the whole one at its best
+    rivals = () if small is whole else (dense,)  # a smaller cache is compared with the fastest run over the whole cache
     if device.type == "cpu" and ours == "cpu":
         contestants["sdpa, enable_gqa"] = lambda i: F.scaled_dot_product_attention(q, *whole[i][:2], enable_gqa=True)
     read = int(lengths.sum()) / (B * H_kv * held)

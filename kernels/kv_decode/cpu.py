@@ -2,8 +2,8 @@
 
 The query heads of one kv head are the rows of one product, and only positions in use are read.
 
-bfloat16 and float32 whose ranges are all the same go through torch's own flash attention. Everything else is converted
-to float32 one head after another, slab by slab, so that a slab is still in cache when it is multiplied.
+bfloat16 and float32 caches with the same range in all rows use torch's own flash attention. All others are converted to
+float32 one head after another, slab by slab, so that a slab is still in the CPU's cache when it is multiplied.
 """
 
 from typing import NamedTuple
@@ -96,12 +96,12 @@ def _head(
 
 
 def _cut(a: int, b: int, step: int) -> list[tuple[int, int]]:
-    """Positions a to b, cut at multiples of step; none where a is not before b."""
+    """Positions a to b, cut at multiples of step; empty if a is not before b."""
     return [(max(a, at), min(b, at + step)) for at in range(a // step * step, b, step)] if a < b else []
 
 
 class _Dense(NamedTuple):
-    """Positions of one head, as they are: k, v [positions, D]."""
+    """Positions of one head without quantisation: k, v [positions, D]."""
 
     k: Tensor
     v: Tensor
@@ -118,9 +118,9 @@ class _Dense(NamedTuple):
 
 
 class _Groups(NamedTuple):
-    """Positions of one head in whole groups, of which the first `skip` are not used, nor any past those of params_v.
+    """Positions of one head in whole groups. The first `skip` positions and those after params_v's are not used.
 
-    Codes are multiplied as they are: scales go into q and p, offsets make a product of their own.
+    Codes are multiplied directly: scales are multiplied into q and p, and offsets form a separate product.
     """
 
     k: Tensor  # [groups * group, bytes]
@@ -143,7 +143,7 @@ class _Groups(NamedTuple):
     def sum(self, p: Tensor) -> Tensor:
         scale, offset = self.params_v.unbind(-1)  # [positions]
         groups = self.v.shape[0]
-        w = p.new_zeros(p.shape[0], self.k.shape[0])  # what is outside may be multiplied by NaN nowhere
+        w = p.new_zeros(p.shape[0], self.k.shape[0])  # zeros for positions outside
         w[:, self.skip : self.skip + self.positions] = p * scale
         w = w.unflatten(1, (groups, -1)).transpose(0, 1)  # [groups, rows, group]
         return self._product(w, self.v).sum(0) + (p @ offset)[:, None]

@@ -1,4 +1,4 @@
-"""The layout of keys and values: as they are, or in 8 (integers or e4m3), 4 or 2 bits with a 16-bit tail. See
+"""The layout of keys and values: not quantised, or in 8 (integers or e4m3), 4 or 2 bits with a 16-bit tail. See
 README.md."""
 
 from collections.abc import Sequence
@@ -8,33 +8,33 @@ import torch
 from torch import Tensor
 
 GROUPS = (32, 64, 128)
-VALUE_BITS = (8, 4, 3, 2)  # that codes of values may have, whatever those of keys have
-LARGEST_E4M3 = 448.0  # of float8_e4m3fn
+VALUE_BITS = (8, 4, 3, 2)  # possible bits of the values' codes, independent of the keys'
+LARGEST_E4M3 = 448.0  # largest value of float8_e4m3fn
 
 
 class KV(NamedTuple):
     """Keys and values of one layer. Positions are counted over S, then over the tail's R.
 
-    All may be cut out of larger, preallocated tensors: strides are free but for the last dimension, or the last two of
-    quantised v, params_k and params_v.
+    All tensors may be slices of larger, preallocated ones: strides are free except for the last dimension, or the last
+    two of quantised v, params_k and params_v.
 
     bits 16: k, v [B, H_kv, S, D], in the dtype of the queries (float32 too); no tail.
     bits 8:  k uint8 [B, H_kv, S, D]; v uint8 [B, H_kv, S / group, D, group]: within a group, channel by channel.
     bits 4:  k uint8 [B, H_kv, S, D / 2]: channel i in the low nibble of byte i, channel i + D / 2 in its high one;
              v uint8 [B, H_kv, S / group, D, group / 2]: position i of the group low, i + group / 2 high.
     bits 2:  likewise in quarters: k uint8 [B, H_kv, S, D / 4], channel i + j D / 4 in bits 2j and 2j + 1 of byte i.
-    values:  may have codes of fewer bits than keys, v uint8 [B, H_kv, S / group, D, group * value_bits / 8]; those of 3
-             bits are their two low ones, as of 2 bits, and behind them the high ones of the group in eighths.
-    float8:  bits 8, and bytes are the bits of float8_e4m3fn (none may be NaN) in place of integers.
+    values:  may have codes of fewer bits than keys, v uint8 [B, H_kv, S / group, D, group * value_bits / 8]; codes of 3
+             bits are stored as their two low bits, as for bits 2, followed by the group's high bits in eighths.
+    float8:  bits 8, where bytes are the bits of float8_e4m3fn (none may be NaN) instead of integers.
 
     params_k: bfloat16 [B, H_kv, S / group, D, 2], pairs (scale, offset): key = scale * code + offset; or, for keys by
-        token, [B, H_kv, S, 2], one pair a position.
-    params_v: bfloat16 [B, H_kv, S, 2], likewise, one pair a position.
-        Of float8 both are float32 [B, H_kv, S / group], one scale for a group of positions of a head: key = scale *
-        code, value = scale * code. A scale per head or per tensor is the same number in all of them.
-    tail_k, tail_v: [B, H_kv, R, D] in the dtype of the queries, or None: what is not quantised yet; follows position S
-        - 1.
-    group: positions that share a key's scale: 32, 64 or 128; divides S. Only with codes.
+        token, [B, H_kv, S, 2], one pair per position.
+    params_v: bfloat16 [B, H_kv, S, 2], likewise, one pair per position.
+        For float8 both are float32 [B, H_kv, S / group], one scale for a group of positions of a head: key = scale *
+        code, value = scale * code. A scale per head or per tensor is the same number in all groups.
+    tail_k, tail_v: [B, H_kv, R, D] in the dtype of the queries, or None: positions that are not quantised yet, which
+        follow position S - 1.
+    group: number of positions that share a key's scale: 32, 64 or 128; divides S. Only with codes.
     """
 
     k: Tensor
@@ -58,7 +58,7 @@ class KV(NamedTuple):
 
     @property
     def value_bits(self) -> int:
-        """Of the codes of values, which may be fewer than those of keys."""
+        """Bits of the values' codes, which may be fewer than the keys'."""
         return self.bits if self.bits == 16 else self.v.shape[-1] * 8 // self.group
 
     @property
@@ -68,30 +68,30 @@ class KV(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that is stored: codes, parameters, tail."""
+        """Bytes of all stored tensors: codes, parameters, tail."""
         return sum(t.numel() * t.element_size() for t in self[:6] if t is not None)
 
 
 def gathered(cache: KV, indices: Tensor, dtype: torch.dtype) -> KV:
-    """The positions `indices` [B, H_kv, n] of a cache side by side, dequantised; entries that are no position give the
-    nearest one."""
+    """The positions `indices` [B, H_kv, n] of a cache side by side, dequantised; entries out of range are clamped to
+    the nearest position."""
     at = indices.long().clamp(0, max(cache.positions - 1, 0))[..., None]
     k, v = (x.gather(2, at.expand(*at.shape[:3], x.shape[-1])) for x in dequantize_kv(cache, dtype))
     return KV(k, v)
 
 
 def merge_parts(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Attention over several parts of a cache out of the attention over each, exactly.
+    """The exact attention over several parts of a cache, computed from the attention over each part.
 
     The softmax over a union is the mean of the softmaxes over its parts, weighted by their sums of exponentials (Lean
     Attention, Sanovar et al., 2024, arXiv:2405.10480, section 3).
 
     Args:
-        parts: (y [B, H_q, T_q, D], lse [B, H_q, T_q]) of each, as `kv_decode(..., return_lse=True)` gives them.
+        parts: (y [B, H_q, T_q, D], lse [B, H_q, T_q]) of each part, as `kv_decode(..., return_lse=True)` gives them.
 
     Returns:
-        y, in the dtype of the parts, and lse, in float32, over all of them; zeros and -inf where no part has a
-        position.
+        y, in the dtype of the parts, and lse, in float32, over all parts; zeros and -inf for queries for which no part
+        has a position.
     """
     lse = torch.stack([one for _, one in parts])
     whole = lse.logsumexp(0)
@@ -112,18 +112,18 @@ def quantize_kv(
 ) -> KV:
     """Keys per channel and group of positions, values per position, asymmetric (KIVI, arXiv:2402.02750, section 3.2).
 
-    The last S % group positions stay as they are, as the tail. Scales and offsets are rounded outwards to bfloat16
-    before the codes are chosen, so every error is at most half a scale. KIVI gives values a scale per 32 channels; one
-    for all D channels is what the kernel can multiply into the probabilities.
+    The last S % group positions are not quantised and form the tail. Scales and offsets are rounded outwards to
+    bfloat16 before the codes are chosen, so every error is at most half a scale. KIVI gives values a scale per 32
+    channels; here one scale serves all D channels, because the kernel multiplies it into the probabilities.
 
     Args:
         k, v: [B, H_kv, S, D], any floating dtype; values may have another D than keys.
         bits: 8, 4 or 2.
         group: 32, 64 or 128.
-        value_bits: of values: 8, 4, 3 or 2; 0: as many as keys.
-        by_token: keys per position, too, with one scale for all D channels.
-        symmetric: keys on a grid around 0 (-8 to 7 in 4 bits), as FireQ has them (arXiv:2505.20839); else on one from
-            the smallest to the largest.
+        value_bits: bits of the values: 8, 4, 3 or 2; 0: as many as for keys.
+        by_token: quantise keys per position, too, with one scale for all D channels.
+        symmetric: keys on a grid around 0 (-8 to 7 in 4 bits), as in FireQ (arXiv:2505.20839); else on a grid from the
+            smallest to the largest key.
 
     Raises:
         ValueError: bits, group or D that the layout does not have.
@@ -163,14 +163,14 @@ def quantize_kv_float8(k: Tensor, v: Tensor, group: int = 64, *, scale: float | 
     """Keys and values in float8_e4m3fn (Micikevicius et al., 2022, arXiv:2209.05433), with a scale for each group of
     positions of a head.
 
-    The last S % group positions stay as they are, as the tail. An element is off by at most a sixteenth of itself, or
-    scale / 1024 where that is more.
+    The last S % group positions are not quantised and form the tail. The error of an element is at most a sixteenth of
+    it, or scale / 1024 if that is more.
 
     Args:
         k, v: [B, H_kv, S, D], any floating dtype; values may have another D than keys.
         group: 32, 64 or 128.
-        scale: of all keys and values alike, as vLLM's `k_scale` and `v_scale` (1.0 where no calibration has found
-            others); what is beyond 448 times it is cut off. None: what makes the largest magnitude of a group 448.
+        scale: one scale for all keys and values, as vLLM's `k_scale` and `v_scale` (1.0 without calibration); elements
+            beyond 448 times the scale are clipped. None: the largest magnitude of each group becomes code 448.
 
     Raises:
         ValueError: a group that the layout does not have, or a scale that is not positive.
@@ -236,15 +236,15 @@ def _with_tail(main: Tensor, tail: Tensor | None, dtype: torch.dtype) -> Tensor:
 def from_float8(codes: Tensor) -> Tensor:
     """Bytes of float8_e4m3fn -> float32, exactly.
 
-    Moved up by seven bits, exponent and mantissa are those of a float16 that is 2^8 times too small.
+    Shifted left by seven bits, exponent and mantissa are those of a float16 that is 2^8 times too small.
     """
     wide = codes.to(torch.int16)
     return (((wide & 128) << 8) | ((wide & 127) << 7)).view(torch.float16).float() * 256
 
 
 def unpack(codes: Tensor, bits: int) -> Tensor:
-    """Codes [..., n] out of bytes [..., n * bits / 8]: low nibbles are the first half, low pairs the first quarter, and
-    3 bits lie as 2 and 1."""
+    """Codes [..., n] from bytes [..., n * bits / 8]: low nibbles are the first half, low pairs the first quarter, and
+    3 bits are stored as 2 and 1."""
     if bits == 8:
         return codes
     if bits == 3:
@@ -272,7 +272,7 @@ def _encode(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor]:
     levels = (1 << bits) - 1
     offset = _towards(low, -torch.inf)
     scale = _towards((high - offset.float()) / levels, torch.inf)
-    scale = torch.where(scale > 0, scale, 1)  # a range of one value
+    scale = torch.where(scale > 0, scale, 1)  # all values are equal
     codes = ((x - offset.float()) / scale.float()).round_().clamp_(0, levels).to(torch.uint8)
     return codes, torch.stack([scale, offset], -1)
 

@@ -1,4 +1,4 @@
-"""Which pages of a cache a query reads, as a list for `kv_decode`: those whose keys it may attend to most."""
+"""The pages of a cache that a query reads, as a list for `kv_decode`: those with the largest bounds of attention."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from kernels.registry import ran
 
 class Listed(NamedTuple):
     """Positions that one token reads: the first `lengths` [B, H_kv] int64 entries of `indices` [B, H_kv, n] int64, in
-    ascending order; entries behind them mean nothing."""
+    ascending order; the entries after them are undefined."""
 
     indices: Tensor
     lengths: Tensor
@@ -30,26 +30,26 @@ def page_list(
     scale: float | None = None,
     impl: str = "auto",
 ) -> Listed:
-    """The positions of each row's last page, and of the others that bounds of their keys rank highest (Quest, Tang et
-    al., 2024, arXiv:2406.10774, algorithm 1).
+    """The positions of each row's last page, and of the other pages that rank highest by bounds of their keys (Quest,
+    Tang et al., 2024, arXiv:2406.10774, algorithm 1).
 
-    No key of a page scores more than Σ_d max(q_d low_d, q_d high_d). Pages are ranked by the softmax of that over the
-    row's pages, on average over the query heads that share a kv head; of equal ones those in front are read.
+    No key of a page has a score above Σ_d max(q_d low_d, q_d high_d). Pages are ranked by the softmax of this bound
+    over the row's pages, averaged over the query heads that share a kv head; of equal pages the first ones are read.
 
     Args:
         q: [B, H_q, 1, D], float32, float16 or bfloat16.
-        bounds: [B, H_kv, P, 2 D] in q's dtype: of every page the smallest element of each channel, then the largest.
+        bounds: [B, H_kv, P, 2 D] in q's dtype: for every page the smallest element of each channel, then the largest.
             Pages are counted from each row's first position.
         starts, lengths: [B, H_kv] int32 or int64: rows are positions starts to starts + lengths, in P pages at most.
-        page: positions of a page; a row's last page may have fewer.
-        pages: [B, H_kv] int64: how many pages are read, the last one among them; at least that one is.
-        most: the largest number of pages that `pages` may hold, which the size of the list comes from.
-        behind: so many positions after a row's last one are in the list too, such as that of a token that comes next.
-        scale: D^-1/2 where None.
+        page: number of positions in a page; a row's last page may have fewer.
+        pages: [B, H_kv] int64: number of pages to read, the last page included; that page is always read.
+        most: the largest number that `pages` may hold, which determines the size of the list.
+        behind: number of positions after a row's last one that are in the list too, such as the next token's.
+        scale: factor of the scores; None: D^-1/2.
         impl: "reference" (plain torch, any device), "cpu" (C++) or "auto".
 
     Raises:
-        ValueError: arguments that do not fit each other, or an implementation that cannot take them.
+        ValueError: arguments that do not match, or an implementation that does not support them.
     """
     B, H_q, T, D = q.shape
     if T != 1 or bounds.dim() != 4 or bounds.shape[0] != B or bounds.shape[3] != 2 * D or H_q % bounds.shape[1]:
@@ -72,8 +72,8 @@ def page_list(
 
 
 def page_scores(q: Tensor, bounds: Tensor, lengths: Tensor, *, page: int, scale: float) -> Tensor:
-    """The scores by which `page_list` ranks pages, of any number of tokens: [B, H_kv, T, P] float32; 0 for pages behind
-    a row's last one. Arguments as there."""
+    """The scores by which `page_list` ranks pages, for any number of tokens: [B, H_kv, T, P] float32; 0 for pages after
+    a row's last one. The arguments are those of `page_list`."""
     rows = q.unflatten(1, (bounds.shape[1], -1)).float()  # [B, H_kv, G, T, D]
     rows = torch.cat([rows.clamp(max=0), rows.clamp(min=0)], -1)
     logits = (rows.flatten(2, 3) @ bounds.float().mT).unflatten(2, rows.shape[2:4]) * scale
@@ -84,11 +84,11 @@ def page_scores(q: Tensor, bounds: Tensor, lengths: Tensor, *, page: int, scale:
 
 
 def note_key(bounds: Tensor, key: Tensor, place: Tensor, page: int) -> None:
-    """Take one more key of every row into the bounds of its page, in place.
+    """Update the bounds of a page with one more key of every row, in place.
 
     Args:
-        bounds: [B, H_kv, P, 2 D], as of `page_list`. key: [B, H_kv, 1, D]. place: [B, H_kv] int64, its number in its
-            row, from 0: the first of a page replaces what is there.
+        bounds: [B, H_kv, P, 2 D], as in `page_list`. key: [B, H_kv, 1, D]. place: [B, H_kv] int64, the key's index in
+            its row, from 0: the first key of a page replaces the page's bounds.
     """
     if key.device.type == "cpu" and key.dtype != torch.float64 and native.why_not() is None:
         ran("note_key", "cpu")
@@ -113,10 +113,10 @@ def list_of(
     behind: int = 0,
     impl: str = "auto",
 ) -> Listed:
-    """The same of pages with scores [B, H_kv, P] float32 of any origin.
+    """The list of `page_list`, for pages with given scores [B, H_kv, P] float32.
 
     Args:
-        impl: as of `page_list`. Of equal scores C++ takes the pages in front, the reference any.
+        impl: as in `page_list`. Of equal scores, C++ takes the first pages, the reference any of them.
     """
     most = min(most, scores.shape[-1])
     takes = scores.device.type == "cpu" and scores.dtype == torch.float32 and native.why_not() is None
@@ -141,7 +141,7 @@ def list_of(
 
 
 def _chosen(impl: str, takes: bool) -> str:
-    """ "cpu" or "reference"; takes: could the C++ kernels do it?"""
+    """ "cpu" or "reference"; takes: do the C++ kernels support the arguments?"""
     if impl == "auto":
         return "cpu" if takes else "reference"
     if impl not in ("reference", "cpu") or (impl == "cpu" and not takes):

@@ -1,4 +1,4 @@
-"""`kv_decode_ranked`: attention of one step over the pages of a cache that bounds of their keys rank highest."""
+"""`kv_decode_ranked`: attention of one step over the pages of a cache that rank highest by bounds of their keys."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from kernels.registry import ran
 
 
 class Ranked(NamedTuple):
-    """Pages that one token reads and that are not chosen yet: the arguments of `page_list`, which has their shapes."""
+    """The arguments of `page_list`, which documents their shapes, for one token whose pages are not yet chosen."""
 
     q: Tensor
     bounds: Tensor
@@ -38,21 +38,21 @@ def kv_decode_ranked(
     softcap: float | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """What `kv_decode` gives for the positions that `page_list` chooses.
+    """The result of `kv_decode` for the positions that `page_list` chooses.
 
-    For caches in 16 bits (or float32) the C++ kernel does both in one call: threads read the pages of heads whose
-    choice is made while those of others are chosen, and no list is made as a tensor of the most pages.
+    For caches in 16 bits (or float32) the C++ kernel does both in one call: some threads read the pages already chosen
+    for some heads while the pages of other heads are being chosen, and no tensor for `most` pages is allocated.
 
     Args:
-        q: [B, H_q, 1, D] as keys of the cache meet it; `ranked` holds those that pages are ranked by.
-        cache, scale, softcap: as of `kv_decode`.
-        impl: "reference", "cpu" or "auto": of both parts. "cpu" takes caches that are not quantised in one call.
+        q: [B, H_q, 1, D], the queries for the keys of the cache; `ranked` holds the queries that rank the pages.
+        cache, scale, softcap: as in `kv_decode`.
+        impl: "reference", "cpu" or "auto", for both parts. "cpu" reads caches that are not quantised in one call.
 
     Returns:
         [B, H_q, 1, D_v] in q's dtype.
 
     Raises:
-        ValueError: arguments that do not fit each other, or an implementation that cannot take them.
+        ValueError: arguments that do not match, or an implementation that does not support them.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if impl in ("auto", "cpu") and in_cpp(q) and _fits(q, cache, ranked):
@@ -69,7 +69,7 @@ def kv_decode_ranked(
 
 
 def _fits(q: Tensor, cache: KV, ranked: Ranked) -> bool:
-    """Does the one call take these? What it does not take goes through the two ops, which say what is wrong."""
+    """Does the single call support these arguments? If not, the two ops run, which report invalid arguments."""
     k, v, of, bounds = cache.k, cache.v, ranked.q, ranked.bounds
     if cache.bits != 16 or cache.tail_k is not None or cache.params_k is not None or q.dim() != 4 or k.dim() != 4:
         return False

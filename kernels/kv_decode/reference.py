@@ -18,7 +18,7 @@ def kv_decode(
     at = torch.arange(positions, device=q.device)
     own = torch.arange(T_q, device=q.device)[:, None]
     visible = (at >= start[..., None, None]) & (at < end - (T_q - 1 - own))  # [B, H_kv, T_q, positions]
-    v = v.masked_fill(~visible[:, :, -1, :, None], 0)  # what lies outside may be NaN
+    v = v.masked_fill(~visible[:, :, -1, :, None], 0)  # values outside the range may be NaN
     scores = torch.einsum("bhgtd,bhsd->bhgts", q.float().reshape(B, H_kv, H_q // H_kv, T_q, D), k) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)

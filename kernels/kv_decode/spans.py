@@ -65,7 +65,7 @@ def parameters(words):
 
 @triton.jit
 def visible_range(starts, lengths, i, base, S, total):
-    """First and last position + 1 of row i that lie in this part of the cache, counted from the part's first."""
+    """Row i's positions [first, last) within this part of the cache, counted from the part's first position."""
     start = 0
     if starts is not None:
         start = tl.load(starts + i).to(tl.int32)
@@ -75,8 +75,8 @@ def visible_range(starts, lengths, i, base, S, total):
 
 @triton.jit
 def span(starts, lengths, i, split, splits, base, S, total, heads, STEP: tl.constexpr):
-    """Positions [first, last) of row i that this program reads: as many in every program, so that short rows need
-    fewer."""
+    """Positions [first, last) of row i that this program reads: the same number in every program, so that short rows
+    need fewer programs."""
     begin, end, _ = visible_range(starts, lengths, i, base, S, total)
     longest = tl.cdiv(end, STEP) - begin // STEP
     for at in range(0, tl.where(splits > 1, heads, 0), 256):
@@ -151,7 +151,7 @@ def dense_kernel(
     n_ = tl.arange(0, STEP)
     begin, end, stop = visible_range(starts, lengths, bh, base, S, total)
     first, last = span(starts, lengths, bh, split, splits, base, S, total, heads, STEP)
-    limit = stop - (T_q - 1 - rows % T_q)  # a row's own position is the last that it sees
+    limit = stop - (T_q - 1 - rows % T_q)  # the last position that a row sees is its own
 
     q += batch * q_batch + head * G * q_head
     at_q = (rows // T_q).to(tl.int64)[:, None] * q_head + (rows % T_q)[:, None] * q_token + d_[None, :]
@@ -170,7 +170,7 @@ def dense_kernel(
         n = at + n_
         inside = (n >= begin) & (n < end)
         mask = inside[:, None] & (d_ < D)[None, :]
-        if indices is not None:  # entries of a list, which stand for positions anywhere
+        if indices is not None:  # entries of a list give the positions
             place = tl.load(indices + bh.to(tl.int64) * total + n, mask=inside, other=0).to(tl.int64)
             keys = tl.load(k + place[:, None] * k_row + d_[None, :], mask=mask, other=0.0)
             values = tl.load(v + place[:, None] * v_row + d_[None, :], mask=mask, other=0.0)
@@ -246,7 +246,7 @@ def quantised_kernel(
     BLOCK_D: tl.constexpr,
 ):
     # Everything is transposed: scores [positions, rows], acc [D, rows]. Codes are the first operand of each product,
-    # which registers hold as they come out of memory, and eight rows need no padding to sixteen.
+    # which registers hold in the order in which they are loaded, and eight rows need no padding to sixteen.
     split = tl.program_id(0) % splits
     block = tl.program_id(0) // splits
     R = G * T_q
@@ -294,10 +294,10 @@ def quantised_kernel(
     l_each = tl.zeros((TOKENS, ROWS), tl.float32)  # these two are summed over positions once, after the loop
     rest_each = tl.zeros((TOKENS, ROWS), tl.float32)
     acc = tl.zeros((BLOCK_D, ROWS), tl.float32)
-    for turn in range(0, tl.cdiv(last - first, GROUP) * (GROUP // STEP)):  # whole groups: a turn's nibbles lie apart
+    for turn in range(0, tl.cdiv(last - first, GROUP) * (GROUP // STEP)):  # whole groups: nibbles split each group
         at = first + turn * STEP
         g = (at // GROUP).to(tl.int64)
-        inner = 0  # first byte of this step in the group's rows of V; the compiler must see what divides it
+        inner = 0  # first byte of this step in the group's rows of V; the compiler must see its divisors
         if STEP < GROUP:
             inner = tl.multiple_of(at % GROUP, STEP)
             if BITS == 4:

@@ -90,12 +90,12 @@ def float8_kernel(
     at_scores = rows.to(tl.int64)[None, :] * total + n_[:, None]
     m = tl.full((ROWS,), float("-inf"), tl.float32)
     l_each = tl.zeros((STEP, ROWS), tl.float32)  # summed over positions once, after the loop
-    acc = tl.zeros((BLOCK_D, ROWS), tl.float32)  # in units of the values' scale in the turn before
+    acc = tl.zeros((BLOCK_D, ROWS), tl.float32)  # in units of the values' scale of the previous turn
     unit = 1.0
     for turn in range(0, tl.cdiv(last - first, GROUP) * (GROUP // STEP)):
         at = first + turn * STEP
         g = (at // GROUP).to(tl.int64)
-        inner = 0  # first byte of this step in the group's rows of V; the compiler must see what divides it
+        inner = 0  # first byte of this step in the group's rows of V; the compiler must see its divisors
         if STEP < GROUP:
             inner = tl.multiple_of(at % GROUP, STEP)
         n = at + n_

@@ -19,7 +19,7 @@ from kernels.tuning import Compilation, configuration  # noqa: E402
 
 LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
 LEAST = 128  # positions that a span must have to be worth a program
-SLOTS = {16: 4, 128: 8}  # spans that are merged at a time, and the warps that do it
+SLOTS = {16: 4, 128: 8}  # number of spans that are merged at once: number of warps
 MASS_BLOCK = 1024  # positions whose mass one program computes
 CANDIDATES = [
     {"STEP": 128, "PER_SM": 2, "num_warps": 4, "num_stages": 3},
@@ -80,7 +80,7 @@ def mass_kernel(scores, lse, starts, lengths, mass, total, R, BLOCK: tl.constexp
 
 
 def heuristic(bits: int, group: int, block_d: int, rows: int, itemsize: int, float8: bool = False) -> dict:
-    """Configuration for GPUs that nobody has tuned, from what the compiler made of the kernels for sm_90.
+    """Configuration for GPUs without tuned ones, derived from the machine code of the kernels for sm_90.
 
     Returns:
         STEP:    positions per turn of the loop; at most a group.
@@ -110,12 +110,12 @@ def rows_of(bits: int, group: int, D: int, R: int, itemsize: int) -> int:
 
 
 def kind_of(cache: KV) -> str:
-    """Of a cache of codes, for `key`."""
+    """The `kind` argument of `key` for a cache of codes."""
     return f"e4m3 g{cache.group}" if cache.float8 else f"int{cache.bits} g{cache.group}"
 
 
 def key(kind: str, D: int, R: int) -> str:
-    """What a configuration depends on; `kind` is a dtype's name, "int4 g64" or "e4m3 g64"."""
+    """The key of a tuned configuration; `kind` is a dtype's name, "int4 g64" or "e4m3 g64"."""
     return f"{kind} d{D} rows{R}"
 
 
@@ -131,7 +131,7 @@ def kv_decode(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """y [B, H_q, T_q, D], mass [B, H_kv, S + R or n] or None, lse [B, H_q, T_q], for checked arguments.
 
-    indices: [B, H_kv, n] of a cache of 16 bits, or None.
+    indices: [B, H_kv, n], for a cache of 16 bits, or None.
     """
     B, H_q, T_q, D = q.shape
     kv_heads, total = cache.k.shape[1], cache.positions if indices is None else indices.shape[2]
@@ -274,7 +274,7 @@ def candidates_for(bits: int, group: int) -> list[dict]:
 
 
 def shipped() -> list[Compilation]:
-    """What calls reach by the heuristic: the dtypes, groups and widths in use, with and without the mass."""
+    """The compilations that the heuristic selects: the dtypes, groups and widths in use, with and without the mass."""
     found = [
         _spans("bf16", bits, group, D, R)
         for bits, group, D, R in (

@@ -27,7 +27,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, impl: str =
         [..., out]
 
     Raises:
-        ValueError: an implementation that does not exist, or cannot take these tensors.
+        ValueError: an implementation that does not exist, or does not support these tensors.
     """
     if impl not in ("auto", "reference", "cpu"):
         raise ValueError(f"`impl` (={impl!r}) must be 'auto', 'reference' or 'cpu'")
@@ -42,7 +42,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, impl: str =
 
 def _onednn_takes(x: Tensor, weight: Tensor) -> bool:
     return (
-        not torch.compiler.is_compiling()  # the compiler has ways of its own, and cannot trace `is_available`
+        not torch.compiler.is_compiling()  # the compiler has its own products, and cannot trace `is_available`
         and x.device.type == "cpu"
         and x.dtype == weight.dtype == torch.float32
         and x.numel() > 0
@@ -62,7 +62,7 @@ class _FastLinear(TorchFunctionMode):
 def fast_linear() -> Iterator[None]:
     """While the block runs, every `F.linear` (hence every `nn.Linear`) goes through `linear`.
 
-    Same float32 arithmetic; two to three times faster where torch's own float32 product does not use AVX-512.
+    Same float32 arithmetic; two to three times faster if torch's own float32 product does not use AVX-512.
     """
     with _FastLinear():
         yield
@@ -70,9 +70,9 @@ def fast_linear() -> Iterator[None]:
 
 @contextmanager
 def plain_torch() -> Iterator[None]:
-    """While the block runs, a `fast_linear` around it does nothing.
+    """While the block runs, a surrounding `fast_linear` has no effect.
 
-    It takes some microseconds for each call of torch, and a solver makes thousands of small ones.
+    `fast_linear` costs some microseconds per call of torch, and a solver makes thousands of small calls.
     """
     with torch._C.DisableTorchFunction():
         yield
@@ -80,7 +80,7 @@ def plain_torch() -> Iterator[None]:
 
 @contextmanager
 def without_tf32() -> Iterator[None]:
-    """While the block runs, float32 products on a GPU are float32 throughout."""
+    """While the block runs, float32 products on a GPU are computed in full float32."""
     allowed = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:

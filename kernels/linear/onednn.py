@@ -1,4 +1,4 @@
-"""oneDNN's dense product on a CPU, with a weight as it is or laid out once beforehand. Needs torch alone."""
+"""oneDNN's dense product on a CPU, with a plain weight or one that was laid out once. Needs only torch."""
 
 import torch
 from torch import Tensor
@@ -15,10 +15,10 @@ def lays_out(dtype: torch.dtype) -> bool:
 
 
 def lay_out(weight: Tensor, tokens: int) -> Tensor:
-    """The weight [out, in] in the order that oneDNN wants for products with about this many tokens; opaque."""
+    """The weight [out, in] in oneDNN's preferred order for products with about this many tokens; opaque."""
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), tokens)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., in] Wᵀ + bias; weight [out, in], or what `lay_out` made of it."""
+    """x [..., in] Wᵀ + bias; weight: [out, in], or the result of `lay_out`."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

@@ -1,4 +1,4 @@
-"""A linear whose 16-bit weight is laid out once for oneDNN: the honest 16-bit baseline on a CPU."""
+"""A linear module whose 16-bit weight is laid out once for oneDNN: the fair 16-bit baseline on a CPU."""
 
 import copy
 
@@ -10,7 +10,7 @@ from kernels.registry import ran
 
 
 class PrepackedLinear(nn.Module):
-    """nn.Linear's function for bfloat16 CPU tensors; cannot be moved, saved or compiled."""
+    """Replaces nn.Linear for bfloat16 CPU tensors; cannot be moved, saved or compiled."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, tokens: int = 1) -> None:
         """weight: [out, in]."""
@@ -26,7 +26,7 @@ class PrepackedLinear(nn.Module):
 def prepack(model: nn.Module, tokens: int = 1) -> nn.Module:
     """A copy of a bfloat16 CPU model with every linear prepacked for products with about this many tokens.
 
-    Where oneDNN has no such products on this processor, the linears are as they were.
+    If oneDNN has no such products on this processor, the linears are unchanged.
     """
     model = copy.deepcopy(model)
     if not lays_out(next(model.parameters()).dtype):

@@ -1,4 +1,4 @@
-"""Products of a few tokens with 16-bit weights as they are stored, row by row: the C++ kernel for decoding on a CPU."""
+"""Products of a few tokens with 16-bit weights stored row by row: the C++ kernel for decoding on a CPU."""
 
 import statistics
 import time
@@ -12,14 +12,14 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from kernels import native
 from kernels.linear.onednn import lay_out, lays_out, product
 
-FEW = 8  # tokens up to which the kernel is tried
+FEW = 8  # largest number of tokens for which the kernel is tried
 DTYPES = (torch.bfloat16, torch.float16)
 CACHES = 96 << 20  # bytes that are read between two products of a trial, so that weights come from memory
 ROUNDS = 12
 
 
 def rows_fit(weight: Tensor, tokens: int) -> bool:
-    """Can the C++ kernel multiply so many tokens by weights of this dtype, on this machine?"""
+    """Can the C++ kernel multiply `tokens` tokens by weights of this dtype on this machine?"""
     return (
         weight.device.type == "cpu"
         and weight.dtype in DTYPES
@@ -32,23 +32,23 @@ def rows_fit(weight: Tensor, tokens: int) -> bool:
 def products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], isa: str = "auto") -> list[Tensor]:
     """x [..., in] times each of the weights [out_i, in], plus its bias [out_i]: [..., out_i] in x's 16-bit dtype.
 
-    Sums are in float32. Several weights in one call are shared out among the threads together.
+    Sums are in float32. Several weights in one call are distributed together over the threads.
 
     Raises:
-        RuntimeError: tensors that do not fit together, or an `isa` that this machine does not have.
+        RuntimeError: tensors that do not match, or an `isa` that this machine does not have.
     """
     return torch.ops.workbench.half_matmul(x, list(weights), list(biases), isa)
 
 
 @cache
 def faster_than_onednn(out: int, columns: int, tokens: int, dtype: torch.dtype) -> bool:
-    """Whether the kernel is faster than oneDNN with its own layout for this shape, here: both are tried in turns.
+    """Is the kernel faster than oneDNN with its own layout for this shape on this machine? Both are timed in turns.
 
-    oneDNN wins where the processor has instructions that the kernel does not use (AMX).
+    oneDNN is faster if the processor has instructions that the kernel does not use (AMX).
     """
     if not lays_out(dtype):
         return True
-    with unset_fake_temporarily():  # the compiler asks while it traces
+    with unset_fake_temporarily():  # also called while a compiler traces
         x, plain = torch.ones(tokens, columns, dtype=dtype), torch.ones(out, columns, dtype=dtype)
         packed, other = lay_out(plain, tokens), torch.ones(CACHES // 4)
         ways: tuple[Callable[[], object], ...] = (

@@ -33,7 +33,7 @@ def lut_matmul(x: Tensor, w: Codebook, *, impl: str = "auto") -> Tensor:
         [..., out] in x's dtype
 
     Raises:
-        ValueError: shapes that do not fit, or an implementation that does not exist or cannot take these tensors.
+        ValueError: shapes that do not match, or an implementation that does not exist or does not support the tensors.
     """
     if x.shape[-1] != w.shape[1]:
         raise ValueError(f"`x` {tuple(x.shape)} must end in in_features (={w.shape[1]})")
@@ -69,7 +69,7 @@ def _op(
     in_features: int,
     use: str,
 ) -> Tensor:
-    # Opaque to the compiler on purpose: were the look-up traced, freezing would fold it into a dense weight.
+    # Opaque to the compiler on purpose: if the look-up were traced, freezing would fold it into a dense weight.
     w = Codebook(layout, codes, table, scale, bits, group_size, (out_features, in_features))
     flat = x.reshape(-1, in_features)
     if use == "triton":

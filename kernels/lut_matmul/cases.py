@@ -37,7 +37,7 @@ def checks(device: torch.device) -> list[Check]:
         ("NF4", 48, 256, 64, (600,), BF16),
         ("NF4", 32, 128, 64, (0,), BF16),
     )
-    if device.type == "cuda":  # loops over all columns, several blocks of tokens: too much for the interpreter
+    if device.type == "cuda":  # loops over all columns and several blocks of tokens take too long in the interpreter
         kinds = (("NF4", 64), ("16", 4096), ("16 a row", None), ("8 a row", None))
         cases += tuple((table, 1024, 4096, group, (tokens,), BF16) for table, group in kinds for tokens in (33, 200))
     generator = torch.Generator().manual_seed(0)
@@ -56,7 +56,7 @@ def checks(device: torch.device) -> list[Check]:
 def _weight(
     generator: torch.Generator, kind: str, out: int, columns: int, group_size: int | None, device: torch.device
 ) -> tuple[Codebook, Tensor]:
-    """Packed, and W in float64."""
+    """The packed weight, and W in float64."""
     entries = 8 if kind.startswith("8") else 16
     if kind in ("NF4", "FP4"):
         table = {"NF4": NF4, "FP4": FP4}[kind]
@@ -161,7 +161,7 @@ def _gpu(
 
 
 def _bitsandbytes(x: Tensor, dense: list[Tensor], expected: dict[str, Expected]) -> dict[str, Callable[[int], object]]:
-    """bitsandbytes' NF4 product, where it is installed with its CUDA library."""
+    """bitsandbytes' NF4 product, if it is installed with its CUDA library."""
     try:
         import bitsandbytes as bnb
 
@@ -175,7 +175,7 @@ def _bitsandbytes(x: Tensor, dense: list[Tensor], expected: dict[str, Expected])
 
 @torch.no_grad()
 def _cpu(shape: tuple[int, int], tokens: int, dtype: torch.dtype) -> Iterator[Contest]:
-    """NF4 against the dense product at its best, and, where it is installed, bitsandbytes' own on a CPU."""
+    """NF4 compared with the fastest dense product, and with bitsandbytes' own on a CPU if it is installed."""
     out, columns = shape
     group_size = group_size_of(columns, 64)
     copies = max(2, min(64, (128 << 20) // (2 * out * columns)))

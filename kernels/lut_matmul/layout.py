@@ -15,7 +15,7 @@ class Codebook(NamedTuple):
 
     layout "rows": codes uint8 [out, ceil(in/8) * bits] as `kernels.int_matmul.layout.pack_bits` packs them;
                    table [2^bits] for the whole weight or [out, 2^bits], one for each row; scale [out, groups] or None.
-    layout "panels": for the C++ kernel on a CPU, and one table for the whole weight: see `panels`.
+    layout "panels": for the C++ kernel on a CPU, with one table for the whole weight: see `panels`.
     """
 
     layout: str
@@ -34,9 +34,9 @@ def pack_codebook(
 
     Args:
         codes: [out, in] integers below the table's length.
-        table: [2^bits], or [out, 2^bits] for one a row, bits in BITS; any floating dtype.
+        table: [2^bits], or [out, 2^bits] for one table per row, bits in BITS; any floating dtype.
         scale: [out, groups], or None: the table holds the weights themselves.
-        group_size: columns that share a scale; divides `in`; None: all. Without scales it is not looked at.
+        group_size: number of columns that share a scale; divides `in`; None: all. Ignored without scales.
 
     Raises:
         ValueError: a table, a group size or scales that cannot be stored, or indices beyond the table.
@@ -59,7 +59,7 @@ def pack_codebook(
 
 
 def unpack_codebook(w: Codebook) -> Tensor:
-    """Indices uint8 [out, in], out of `rows`."""
+    """Indices uint8 [out, in], from `rows`."""
     return unpack_bits(w.codes, w.bits, w.shape[1])
 
 
@@ -78,8 +78,8 @@ def normal_float(positive: int, negative: int) -> Tensor:
     return (values / values.max()).float()
 
 
-# As printed in QLoRA's appendix E, ascending: `normal_float(8, 7)` up to 2e-7, and what codes elsewhere were rounded
-# with.
+# As printed in QLoRA's appendix E, ascending: equals `normal_float(8, 7)` up to 2e-7; other programs round with these
+# values.
 NF4 = torch.tensor(
     [
         -1.0,

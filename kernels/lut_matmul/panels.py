@@ -1,4 +1,4 @@
-"""The `panels` layout of a codebook: that of `kernels.int_matmul.panels`, with a table."""
+"""The `panels` layout of a codebook: the layout of `kernels.int_matmul.panels`, with a table."""
 
 import torch
 from torch import Tensor
@@ -20,8 +20,8 @@ from kernels.lut_matmul.layout import Codebook, unpack_codebook
 
 
 def panels_fit(w: Codebook, dtype: torch.dtype, device: torch.device) -> bool:
-    """Can the C++ kernel take this weight, with activations of this dtype, here? One table for the whole weight
-    only."""
+    """Does the C++ kernel support this weight on this machine, with activations of this dtype? The whole weight must
+    have one table."""
     return (
         device.type == "cpu"
         and w.table.dim() == 1
@@ -29,14 +29,15 @@ def panels_fit(w: Codebook, dtype: torch.dtype, device: torch.device) -> bool:
         and dtype in DTYPES
         and (w.scale is None or w.scale.dtype in DTYPES)
         and native.why_not() is None
-        and native.isa(dtype) != "portable"  # torch's own kernels are the faster ones then
+        and native.isa(dtype) != "portable"  # torch's own kernels are faster then
     )
 
 
 def to_panels(w: Codebook) -> Codebook:
-    """`rows` -> `panels`: codes as of integers; table float32; scale [panels, groups, 16], ones where there was none.
+    """`rows` -> `panels`: codes as for integers; table float32; scale [panels, groups, 16], ones if there was none.
 
-    Bit for bit the same weight. Where codes of 2 and 3 bits take 4, the table is repeated; `out` is rounded up to 16.
+    The weight is bit for bit the same. If codes of 2 and 3 bits are stored in 4 bits, the table is repeated; `out` is
+    rounded up to 16.
     """
     scale = torch.ones(w.shape[0], w.shape[1] // w.group_size, device=w.codes.device) if w.scale is None else w.scale
     codes, table = unpack_codebook(w), w.table.float()
@@ -47,13 +48,13 @@ def to_panels(w: Codebook) -> Codebook:
 
 
 def to_rows(w: Codebook) -> Codebook:
-    """`panels` -> `rows`: the inverse of `to_panels`, with the table in float32 and scales of one where there were
+    """`panels` -> `rows`: the inverse of `to_panels`, with the table in float32 and scales of one if there were
     none."""
     return take_rows(w, torch.arange(w.shape[0], device=w.codes.device))
 
 
 def take_rows(w: Codebook, ids: Tensor) -> Codebook:
-    """These rows [n] of `panels` as `rows`."""
+    """Rows `ids` [n] of `panels`, as `rows`."""
     planes = w.codes.dtype == torch.uint8
     codes = from_planes(w.codes, w.bits, ids) if planes else from_words(w.codes, ids)  # [n, in]
     scale = rows_of(w.scale, ids)

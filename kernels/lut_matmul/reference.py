@@ -19,7 +19,7 @@ def dequantize(w: Codebook, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def look_up(w: Codebook, ids: Tensor) -> Tensor:
-    """Rows [n, in] of W in float32, for ids [n], as `dequantize` gives them; the others are not unpacked."""
+    """Rows `ids` [n] of W, [n, in] in float32, equal to those of `dequantize`; the other rows are not unpacked."""
     if w.layout == "panels":
         return dequantize(panels.take_rows(w, ids))
     table = w.table if w.table.dim() == 1 else w.table[ids]

@@ -12,7 +12,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def key(w: Codebook, tokens: int) -> str:
-    """What the choice of a configuration depends on; tokens are rounded up to a power of two."""
+    """The key by which a configuration is chosen; the number of tokens is rounded up to a power of two."""
     table = "row" if w.table.dim() == 2 else "tensor"
     return f"lut{w.bits} {table} g{w.group_size} {launch.shape_key(w, tokens)}"
 
@@ -33,7 +33,7 @@ def _weight(w: Codebook) -> Weight:
 
 
 def shipped() -> list[Compilation]:
-    """What the heuristic reaches, at representative widths (in = 4096) and dtypes."""
+    """The compilations that the heuristic selects, at representative widths (in = 4096) and dtypes."""
     nf4, of_16, of_8 = _meta(4, 64), _meta(4, None), _meta(3, None)
     cases = [("NF4", nf4, dtype, tokens) for dtype, tokens in ((BF16, 1), (FP16, 1), (BF16, 16), (BF16, 64))]
     cases += [(name, w, BF16, tokens) for name, w in (("16 a row", of_16), ("8 a row", of_8)) for tokens in (1, 64)]

@@ -28,11 +28,11 @@ SOURCES = tuple(
         "between", "panels", "panels_tiles", "half", "int8", "kv_decode", "prompt_attention", "step", "trellis", "w4a8",
     )
 )  # fmt: skip
-# There are loops for each of these, the best first; `runs` says which ones a machine has. "neon bf16" is NEON with
-# products of pairs of bfloat16. "portable" is what the compiler makes of loops that know no processor.
+# There are loops for each of these, the best first; `runs` tells which ones a machine has. "neon bf16" is NEON with
+# products of pairs of bfloat16. "portable" is compiled from loops without instructions of a particular processor.
 ISAS = ("avx512bf16", "avx512", "avx2", "neon bf16", "neon", "portable")
-FEW = 8  # tokens up to which AVX-512 multiplies bytes where the processor has AMX
-FEW_ROUNDED = 16  # the same of packed weights with rounded activations
+FEW = 8  # up to this many tokens, AVX-512 multiplies bytes even if the processor has AMX
+FEW_ROUNDED = 16  # the same for packed weights with rounded activations
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-DAT_PARALLEL_OPENMP=1", "-w")
 OPENMP = "#include <omp.h>\nint main() { return omp_get_max_threads() < 1; }\n"
 _LOCK = threading.Lock()
@@ -40,7 +40,7 @@ _LOCK = threading.Lock()
 
 @torch.compiler.assume_constant_result
 def why_not() -> str | None:
-    """None once the kernels are loaded into `torch.ops.workbench`; else why they cannot be, in a line."""
+    """None once the kernels are loaded into `torch.ops.workbench`; else the reason why they cannot be, in one line."""
     return _load()
 
 
@@ -79,10 +79,10 @@ def _told(reason: str) -> str:
 
 @torch.compiler.assume_constant_result
 def isa(dtype: torch.dtype, many: bool = False) -> str:
-    """The instruction set that the loaded kernels take on this machine for activations of `dtype`.
+    """The instruction set that the loaded kernels use on this machine for activations of `dtype`.
 
-    many: for more tokens than `most_in_loops()`, whose products with packed weights take `tiles` where the processor
-    has them.
+    many: for more tokens than `most_in_loops()`, whose products with packed weights use `tiles` if the processor has
+    them.
     """
     if many and dtype == torch.bfloat16 and tiles():
         return tiles()
@@ -91,7 +91,7 @@ def isa(dtype: torch.dtype, many: bool = False) -> str:
 
 @torch.compiler.assume_constant_result
 def most_in_loops() -> int:
-    """Tokens up to which packed weights are multiplied by loops, and not by `tiles`."""
+    """The largest number of tokens for which packed weights are multiplied in loops instead of `tiles`."""
     return _most_in_loops()
 
 
@@ -102,10 +102,10 @@ def _most_in_loops() -> int:
 
 @cache
 def tiles() -> str:
-    """What multiplies many tokens of bfloat16 by packed weights here.
+    """The instructions that multiply many tokens of bfloat16 by packed weights on this machine.
 
-    "amx", which multiplies bytes, too, and which Linux must let this process use; "avx512 tiles", of AVX512-BF16; or ""
-    where neither does.
+    "amx", which also multiplies bytes and which Linux must permit for this process; "avx512 tiles", with AVX512-BF16;
+    or "" if there are neither.
     """
     return torch.ops.workbench.tiles_isa() if why_not() is None else ""
 
@@ -118,15 +118,15 @@ def kv_decode_isa(dtype: torch.dtype) -> str:
 
 @cache
 def _isa(op: str, flag: bool) -> str:
-    return getattr(torch.ops.workbench, op)(flag)  # asked once: eager products ask at every call
+    return getattr(torch.ops.workbench, op)(flag)  # cached, because eager products call this each time
 
 
 @torch.compiler.assume_constant_result
 def integers(many: bool = False) -> str:
-    """What multiplies codes of 8 bits by rounded activations here, as records name it; "" where nothing does.
+    """The instructions that multiply 8-bit codes by rounded activations here, by their names in records; "" if none.
 
-    "native" is AVX512-VNNI, as records have named it since the first ones; "neon dotprod" are NEON's dot products;
-    "amx" is what takes many tokens, more than FEW or FEW_ROUNDED, where the processor has it.
+    "native" is AVX512-VNNI, the name in all records; "neon dotprod" means NEON's dot products; "amx" is used for many
+    tokens, more than FEW or FEW_ROUNDED, if the processor has it.
     """
     return "amx" if many and tiles() == "amx" else _integers()
 
@@ -154,12 +154,12 @@ def _prompt_attention_runs() -> bool:
 
 
 def runs(isa: str) -> bool:
-    """Does this machine have the instruction set, and the build the loops for it?"""
+    """Does this machine have the instruction set, and does the build have loops for it?"""
     return torch.ops.workbench.panels_runs(isa)
 
 
 def _place(compiler: list[str]) -> Path:
-    """Where the built library is kept: named by everything that decides what it holds."""
+    """The path of the built library; its name is a hash of everything that determines its content."""
     sources = b"".join(path.read_bytes() for path in sorted(HERE.glob("*.cpp")) + sorted(HERE.glob("*.inc")))
     what = (
         f"{torch.__version__} {torch.compiled_with_cxx11_abi()} {sys.platform} {platform.machine()} {FLAGS} {compiler}"
@@ -169,10 +169,10 @@ def _place(compiler: list[str]) -> Path:
 
 
 def _build(compiler: list[str], library: Path) -> Path:
-    """Compile into a file beside the library's place and rename it: whoever else is building at the time does no harm.
+    """Compile into a temporary file next to the library and rename it, so that concurrent builds do no harm.
 
-    A compiler without OpenMP makes another library, whose kernels run on one thread; which of the two lies where is
-    given back. It is looked for at every start, so that it ends with the reason for it.
+    A compiler without OpenMP builds another library, whose kernels run on one thread. Returns the path of the library
+    that was built. OpenMP is searched for at every start, so that it is used as soon as it is available.
     """
     from torch.utils.cpp_extension import include_paths, library_paths
 
@@ -199,9 +199,9 @@ def _build(compiler: list[str], library: Path) -> Path:
 def _openmp(
     compiler: list[str], include: list[str], libraries: list[Path], scratch: Path
 ) -> tuple[list[str], list[str]] | None:
-    """What makes this compiler, and then the linker, take OpenMP; None where nothing does.
+    """The flags for OpenMP of this compiler and of the linker; None if no flags work.
 
-    Apple's clang knows no `-fopenmp` but its preprocessor does, and torch brings the library and its header there.
+    Apple's clang does not know `-fopenmp`, but its preprocessor does; there, torch includes the library and its header.
     """
     ways = [(["-fopenmp"], ["-fopenmp"])]
     for folder in libraries:
@@ -219,7 +219,7 @@ def _openmp(
 
 
 def _run_all(commands: list[list[str]]) -> None:
-    """Run them side by side; RuntimeError with the first error's line if one fails."""
+    """Run the commands in parallel; RuntimeError with the first error's line if one fails."""
     running = [
         subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for command in commands
     ]

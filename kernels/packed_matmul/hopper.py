@@ -1,4 +1,4 @@
-"""What the kernel of overlapped.py takes, and how it is launched."""
+"""The inputs that the kernel of overlapped.py supports, and its launch."""
 
 from importlib.util import find_spec
 
@@ -10,31 +10,31 @@ from kernels.packed_matmul.weight import MAGIC, TYPES, Weight
 from kernels.tuning import Compilation
 
 TOKENS, ROWS, COLUMNS, WARPS, UNROLLED = (32, 64, 128, 256), 128, 64, 8, 4
-STAGES = {32: 8, 64: 8, 128: 8, 256: 4}  # that shared memory holds, of at most 8; a multiple of UNROLLED
-MULTIPROCESSORS = 132  # of an H200
+STAGES = {32: 8, 64: 8, 128: 8, 256: 4}  # stages that fit in shared memory, at most 8; a multiple of UNROLLED
+MULTIPROCESSORS = 132  # on an H200
 
 
 def takes(w: Weight) -> bool:
-    """Can the kernel read this weight, on this GPU? It has wgmma, which only compute capability 9.0 has."""
+    """Can the kernel read this weight on this GPU? It uses wgmma, which only compute capability 9.0 has."""
     device = w.codes.device
     here = device.type == "cuda" and gpu(device.index or 0).capability == (9, 0)
     return here and fits(w, torch.float16) and find_spec("triton.experimental.gluon") is not None
 
 
 def fits(w: Weight, dtype: torch.dtype) -> bool:
-    """Does it multiply activations of this dtype by this weight: symmetric or not, 4 bits, with scales that the dtype
-    holds (float16: those of bfloat16 too, to 6e-8) for groups of whole tiles or for rows?"""
+    """Does it support this weight and activations of this dtype? It needs 4 bits, symmetric or not, with scales that
+    the dtype represents (float16: also bfloat16's, to 6e-8), for groups of whole tiles or for rows."""
     held = {torch.bfloat16: (torch.bfloat16,), torch.float16: (torch.float16, torch.bfloat16)}.get(dtype, ())
     scaled = w.table is None and w.scale is not None and w.scale.dtype in held
     whole = w.group_size % COLUMNS == 0 or w.group_size == w.shape[1]
-    return scaled and w.bits == 4 and whole and w.shape[1] % 32 == 0  # TMA reads rows whose bytes 16 divides
+    return scaled and w.bits == 4 and whole and w.shape[1] % 32 == 0  # TMA needs rows of a multiple of 16 bytes
 
 
 def plans(w: Weight, tokens: int) -> list[dict]:
     """Configurations worth timing."""
     block_m = next((size for size in TOKENS if size >= tokens), TOKENS[-1])
     if block_m == TOKENS[-1] and 2 * _programs(w, tokens, block_m) <= MULTIPROCESSORS:
-        block_m //= 2  # before columns are split: sums of 256 tokens in float32 spill where they are stored
+        block_m //= 2  # before splitting columns: float32 sums of 256 tokens spill when stored
     tiles, splits = -(-w.shape[1] // COLUMNS), 1
     while 2 * splits * _programs(w, tokens, block_m) <= MULTIPROCESSORS and tiles >= 2 * UNROLLED * splits:
         splits *= 2
@@ -60,7 +60,7 @@ def _plan(block_m: int, splits: int) -> dict:
 def matmul(x: Tensor, w: Weight, plan: dict) -> tuple[Tensor, int]:
     """Sums of the splits, float32 [splits, tokens, out], or with one split y [tokens, out] itself; and their number.
 
-    x: bfloat16 or float16 [tokens, in], rows contiguous; w: `fits`, its codes from an address that 16 divides.
+    x: bfloat16 or float16 [tokens, in], rows contiguous; w: `fits` is true, and its codes are aligned to 16 bytes.
     """
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -85,14 +85,14 @@ def matmul(x: Tensor, w: Weight, plan: dict) -> tuple[Tensor, int]:
 
 
 def split(columns: int, splits: int) -> tuple[int, int]:
-    """Tiles of a split, a multiple of the unrolled loop's, and how many splits that makes: the plan's, or fewer."""
+    """Tiles of a split, a multiple of the unrolled loop's, and the number of splits: the plan's, or fewer."""
     tiles = -(-columns // COLUMNS)
     per_split = -(-tiles // (splits * UNROLLED)) * UNROLLED
     return per_split, -(-tiles // per_split)
 
 
 def layouts() -> tuple:
-    """How tiles of x and of codes lie in shared memory: swizzled, so that no two rows of a read meet in a bank."""
+    """The layouts of tiles of x and of codes in shared memory: swizzled, so that no two rows of a read share a bank."""
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     return (
@@ -109,7 +109,7 @@ def _constants(w: Weight, plan: dict) -> dict:
 
 
 def compilation(name: str, w: Weight, plan: dict, dtype: torch.dtype) -> Compilation:
-    """What a plan launches for activations of `dtype` with a weight on the meta device."""
+    """The compilation of a plan for activations of `dtype` with a weight on the meta device."""
     from kernels.packed_matmul.overlapped import overlapped
 
     of_x, of_codes = layouts()

@@ -1,13 +1,13 @@
-"""Which kernel of products.py takes a product with packed weights, and how it is launched.
+"""The choice and launch of a kernel of products.py for a product with packed weights.
 
 - `small_batch`: each warp unpacks all rows of a block, and its share of the columns, into operands of mma.sync;
-- `large_batch`: wgmma, with W from registers; columns are split between programs where there are too few programs;
-- `overlapped`: the same for 4 bits on Hopper GPUs, with the dequantisation under the product before it (hopper.py);
-  only where `--tune` has found it faster;
+- `large_batch`: wgmma, with W from registers; columns are split between programs if there are too few programs;
+- `overlapped`: the same for 4 bits on Hopper GPUs, with dequantisation during the previous product (hopper.py);
+  only if `--tune` has found it faster;
 - `dequantise`: for many tokens, float32 activations, and weights that the other kernels cannot read. W is dequantised
   slab by slab and multiplied by cuBLAS.
 
-The kernels read the canonical layout (`rows`) as it is. `kernels/int_matmul/README.md` says how, and what it costs.
+The kernels read the canonical layout (`rows`) directly. `kernels/int_matmul/README.md` explains how, and the cost.
 """
 
 from kernels.interpreter import interpreting, prepare
@@ -26,14 +26,14 @@ from kernels.packed_matmul.products import dequantise, large_batch, reduce, smal
 from kernels.packed_matmul.weight import MAGIC, TYPES, Weight  # noqa: E402
 from kernels.tuning import Compilation, configuration  # noqa: E402
 
-CROSSOVER = 512  # tokens from which the heuristic dequantises and calls cuBLAS
+CROSSOVER = 512  # number of tokens from which the heuristic dequantises and calls cuBLAS
 SLAB = 32 << 20  # bytes dequantised at a time: cuBLAS finds them in the L2 cache (60 MB on an H200)
-TABLE_MAGIC = 0x32103210  # the selector of PRMT that changes nothing, in both halves of a word: see `look_up`
-MULTIPROCESSORS = 132  # of an H200; the heuristic wants each to have work
+TABLE_MAGIC = 0x32103210  # the identity selector of PRMT, in both halves of a word: see `look_up`
+MULTIPROCESSORS = 132  # on an H200; the heuristic gives work to each
 
 
 class Blocks(NamedTuple):
-    """How `small_batch` and `large_batch` cut a row."""
+    """The division of a row into blocks by `small_batch` and `large_batch`."""
 
     columns: int  # BLOCK_K
     words: int  # V
@@ -42,9 +42,9 @@ class Blocks(NamedTuple):
 
 
 def blocks(w: Weight) -> Blocks | None:
-    """How a row is cut, or None where only `dequantise` reads this weight.
+    """The division of a row into blocks, or None if only `dequantise` reads this weight.
 
-    It alone reads 5 and 6 bits, rows that are not a whole number of words, and groups that do not end with a word.
+    Only `dequantise` reads 5 and 6 bits, rows that are not a whole number of words, and groups that end within a word.
     """
     if w.bits not in (2, 3, 4, 8) or w.codes.shape[1] % 4:
         return None
@@ -69,14 +69,14 @@ def short(dtype: torch.dtype) -> str:
 
 
 def heuristic(w: Weight, tokens: int) -> dict:
-    """The configuration where nothing was measured; its "kind" names the kernel."""
+    """The configuration for cases without measurements; its "kind" names the kernel."""
     out, cut = w.shape[0], blocks(w)
     if cut is None or tokens >= CROSSOVER or (cut.word_scales and tokens > 16):
         return DEQUANTISE
     if tokens <= 16:
         block_n = 32 if out >= 32 * 2 * MULTIPROCESSORS else 16
         warps = 4 if block_n == 32 and cut.columns == 128 else 8
-        block_n = min(128, block_n * (128 // cut.columns))  # short groups: more rows, or a round is mostly overhead
+        block_n = min(128, block_n * (128 // cut.columns))  # short groups: more rows, to limit the overhead of a round
         block_n = max(block_n, min(64, 2 * block_n)) if tokens > 4 else block_n  # x is read again by every block
         block_m = triton.next_power_of_2(tokens)
         plan = _with_pairs(_small(block_n, block_m, warps, 4), w)
@@ -124,13 +124,13 @@ def candidates(w: Weight, tokens: int) -> list[dict]:
 
 
 def _with_pairs(plan: dict, w: Weight) -> dict:
-    """With the choice between a table of pairs and PRMT, where a weight has both: pairs take fewer instructions."""
+    """The plan, with a table of pairs instead of PRMT if the weight allows both: pairs need fewer instructions."""
     both = plan["kind"] == "small_batch" and w.table is not None and w.table.dim() == 1 and w.bits == 4
     return {**plan, "pairs": True} if both else plan
 
 
 def _small(block_n: int, block_m: int, warps: int, stages: int) -> dict:
-    """All plans have the same fields, so that one that was measured can take the place of any other."""
+    """A plan for `small_batch`. All plans have the same fields, so that a measured one can replace any other."""
     return {
         "kind": "small_batch", "block_n": block_n, "block_m": block_m, "warps": warps, "stages": stages, "splits": 1,
         "pairs": False,
@@ -147,7 +147,7 @@ DEQUANTISE = {**_small(0, 0, 0, 0), "kind": "dequantise"}
 def matmul(x: Tensor, w: Weight, op: str, key: str) -> Tensor:
     """y [tokens, out] = x Wᵀ in x's dtype, from x [tokens, in] in float32, bfloat16 or float16.
 
-    op, key: what the configuration is looked up by; see `kernels.tuning`.
+    op, key: for looking up the configuration; see `kernels.tuning`.
     """
     assert x.dim() == 2
     if x.shape[0] == 0:
@@ -160,7 +160,7 @@ def matmul(x: Tensor, w: Weight, op: str, key: str) -> Tensor:
         return slab_by_slab(x, w)
     if plan["kind"] == "overlapped" and hopper.fits(w, x.dtype):
         return summed(*hopper.matmul(x, w, plan), x)
-    if plan["kind"] == "overlapped":  # the key that was tuned does not name dtypes
+    if plan["kind"] == "overlapped":  # the tuned key does not contain dtypes
         plan = _large(128, min(128, plan["block_m"]), 8, 3, 1)
     return (_small_batch if plan["kind"] == "small_batch" else _large_batch)(x, w, plan)
 
@@ -168,8 +168,8 @@ def matmul(x: Tensor, w: Weight, op: str, key: str) -> Tensor:
 def of_experts(x: Tensor, w: Weight, ends: Tensor) -> Tensor:
     """y [tokens, out]: each token times its own expert's weight.
 
-    w: [experts out, in], expert after expert, which `blocks` cuts; ends: int32 [experts], where the tokens of each end
-    in x [tokens, in], float16 or bfloat16.
+    w: [experts out, in], expert after expert, divisible by `blocks`; ends: int32 [experts], the end of each expert's
+    tokens in x [tokens, in], float16 or bfloat16.
     """
     x = x if x.stride(1) == 1 else x.contiguous()
     scale, zero = (None if t is None else t.contiguous() for t in (w.scale, w.zero))
@@ -179,7 +179,7 @@ def of_experts(x: Tensor, w: Weight, ends: Tensor) -> Tensor:
 
 
 def for_experts(w: Weight, tokens: int, experts: int) -> dict:
-    """The configuration for tokens that are shared out among experts; how many each has, only the GPU knows."""
+    """The configuration for tokens distributed among experts; only the GPU knows the number for each expert."""
     each, out = -(-tokens // experts), w.shape[0] // experts
     if each <= 8 or blocks(w).word_scales:
         block_n = 32 if out * min(experts, tokens) >= 32 * 2 * MULTIPROCESSORS else 16
@@ -213,7 +213,7 @@ def _large_batch(x: Tensor, w: Weight, plan: dict, ends: Tensor | None = None) -
 
 
 def summed(parts: Tensor, splits: int, x: Tensor) -> Tensor:
-    """y [tokens, out] in x's dtype, of float32 [splits, tokens, out]; with one split, what was given."""
+    """y [tokens, out] in x's dtype, the sum of float32 [splits, tokens, out]; with one split, `parts` itself."""
     if splits == 1:
         return parts
     y = x.new_empty(parts.shape[1:])
@@ -226,7 +226,7 @@ def _launch(
     even: bool = False, ends: Tensor | None = None,
 ) -> None:  # fmt: skip
     words = w.codes.view(torch.int32)  # [out, words of a row]
-    unit = next(unit for unit in (4, 2, 1) if words.shape[1] % unit == 0)  # words that a load may take at once
+    unit = next(unit for unit in (4, 2, 1) if words.shape[1] % unit == 0)  # words per load
     experts, token_blocks = 0, triton.cdiv(x.shape[0], plan["block_m"])
     if ends is not None:  # each expert's last block may be partly empty
         experts = len(ends)
@@ -257,7 +257,7 @@ def _launch(
 
 
 def _constants(w: Weight, plan: dict, unit: int, even: bool, experts: int = 0) -> dict:
-    """The constexpr arguments of `small_batch` or `large_batch`, whichever the plan names."""
+    """The constexpr arguments of `small_batch` or `large_batch`, according to the plan."""
     cut = blocks(w)
     constants = {
         "BITS": w.bits,
@@ -279,7 +279,7 @@ def _constants(w: Weight, plan: dict, unit: int, even: bool, experts: int = 0) -
 
 
 def slab_by_slab(x: Tensor, w: Weight) -> Tensor:
-    """y [tokens, out] = x Wᵀ by cuBLAS, without TF32, from rows of W that are dequantised a slab at a time."""
+    """y [tokens, out] = x Wᵀ by cuBLAS, without TF32; rows of W are dequantised one slab at a time."""
     out, columns = w.shape
     y = x.new_empty(x.shape[0], out)
     slabs = triton.cdiv(out * columns * x.itemsize, SLAB)
@@ -327,8 +327,8 @@ def _in_words(w: Weight) -> bool:
 
 
 def reordered(x: Tensor, cut: Blocks, w: Weight) -> Tensor:
-    """x with zero columns up to whole blocks, its columns in the order in which `large_batch` multiplies them."""
-    if x.shape[1] % cut.columns:  # `pad` copies even where it adds nothing
+    """x padded with zero columns to whole blocks, with its columns in the order in which `large_batch` multiplies."""
+    if x.shape[1] % cut.columns:  # `pad` copies even if it adds nothing
         x = torch.nn.functional.pad(x, (0, -x.shape[1] % cut.columns))
     if w.table is not None:
         return x.view(x.shape[0], -1, 4, cut.words, 4, 2).permute(0, 1, 3, 4, 2, 5).reshape(x.shape)
@@ -337,14 +337,14 @@ def reordered(x: Tensor, cut: Blocks, w: Weight) -> Tensor:
 
 
 def aligned(codes: Tensor) -> Tensor:
-    """The same bytes, row after row, from an address that 16 divides."""
+    """The same bytes, row after row, at an address that is a multiple of 16."""
     codes = codes.contiguous()
     return codes if codes.data_ptr() % 16 == 0 else codes.clone()
 
 
 def compilation(name: str, w: Weight, dtype: torch.dtype, tokens: int, experts: int = 0) -> Compilation:
-    """What the heuristic launches for activations of `dtype` with a weight on the meta device; with `experts`, one that
-    holds so many weights."""
+    """The heuristic's compilation for activations of `dtype` with a weight on the meta device; `experts`: number of
+    experts' weights that it holds."""
     plan = for_experts(w, tokens, experts) if experts else heuristic(w, tokens)
     y = torch.float32 if plan["splits"] > 1 else dtype
     arguments, absent = _types(w, x=dtype, y=y)
@@ -372,13 +372,13 @@ def dequantise_compilation(name: str, w: Weight, dtype: torch.dtype) -> Compilat
 
 
 def _types(w: Weight, **dtypes: torch.dtype) -> tuple[dict[str, str], dict[str, None]]:
-    """Triton's types of the pointers that a kernel is given, and the names of those that are None."""
+    """Triton's types of a kernel's pointer arguments, and the names of those that are None."""
     tensors = {"codes": w.codes, "table": w.table, "scale": w.scale, "zero": w.zero}
     dtypes |= {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
     return {name: TYPES[dtype] for name, dtype in dtypes.items()}, dict.fromkeys(tensors.keys() - dtypes.keys())
 
 
 def reduce_compilation(name: str) -> Compilation:
-    """The sum of eight splits."""
+    """The compilation of the sum of eight splits."""
     arguments = {"parts": "*fp32", "y": "*bf16", "size": "i32"}
     return Compilation(name, reduce, arguments, {"SPLITS": 8, "BLOCK": 1024}, multiple_of_16=("size",))

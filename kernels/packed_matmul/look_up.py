@@ -1,11 +1,11 @@
 """Device functions that turn packed codes into the entries of a table of 8 or 16 values.
 
-One table for a whole weight is looked up two codes at a time, in shared memory (`look_up_pairs`). Tables of a row, and
-the operands of wgmma, are looked up in registers (`look_up`).
+If the whole weight has one table, two codes at a time are looked up in shared memory (`look_up_pairs`). For tables per
+row, and for the operands of wgmma, codes are looked up in registers (`look_up`).
 
 Eight entries of 16 bits fill four registers: two hold the low bytes, two the high bytes. One PRMT instruction looks
-four codes up in two of these registers at once, because its selector is four nibbles, which is how the codes lie in
-memory.
+four codes up in two of these registers at once, because its selector is four nibbles, the form in which the codes are
+stored.
 """
 
 from kernels.interpreter import prepare
@@ -20,7 +20,7 @@ from kernels.packed_matmul.unpack import half, shifts  # noqa: E402
 
 @triton.jit
 def permute(a, b, selector, PRMT: tl.constexpr):
-    """Four bytes out of the eight of (a, b), chosen by four nibbles of selector, each 0 to 7. All int32."""
+    """Four of the eight bytes of (a, b), chosen by four nibbles of selector, each 0 to 7. All int32."""
     if PRMT:
         return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, selector], tl.int32, True, 1)
     else:  # for the interpreter
@@ -34,9 +34,9 @@ def permute(a, b, selector, PRMT: tl.constexpr):
 
 @triton.jit
 def plane(entries, FIRST: tl.constexpr, SHIFT: tl.constexpr, PER_ROW: tl.constexpr, DTYPE: tl.constexpr):
-    """The low (SHIFT 0) or high (8) bytes of four table entries in one int32; with PER_ROW, of each row's table.
+    """The low (SHIFT 0) or high (8) bytes of four table entries in one int32; with PER_ROW, from each row's table.
 
-    entries: pointer to a table, or [BLOCK_N] of them.
+    entries: pointer to a table, or pointers [BLOCK_N].
     """
     packed = tl.zeros_like(entries.to(tl.int64).to(tl.int32))
     for i in tl.static_range(4):
@@ -50,7 +50,7 @@ def plane(entries, FIRST: tl.constexpr, SHIFT: tl.constexpr, PER_ROW: tl.constex
 
 @triton.jit
 def nibbles(words, BITS: tl.constexpr):
-    """Eight codes to a word, four bits apart."""
+    """Eight codes per word, four bits apart."""
     if BITS == 4:
         return words
     else:  # 24 bits from bit 4 on: spread by halves, by quarters, by eighths
@@ -66,12 +66,11 @@ def look_up(words, planes, magic, BITS: tl.constexpr, S0: tl.constexpr, DTYPE: t
     Args:
         words: [BATCH, BLOCK_N, chunks, V, 1, 4, 1] from `lanes`.
         planes: from `load_table`.
-        magic: 0x32103210, the selector of PRMT that changes nothing. It is an argument of the kernel for the reason
-            that `floats` gives.
+        magic: 0x32103210, the identity selector of PRMT. It is an argument of the kernel for the reason that `floats`
+            gives.
 
     Returns:
-        [BATCH, BLOCK_N, chunks, V, 2, 4, 2, 2] where S0 = 2 (mma.sync), [BATCH, BLOCK_N, chunks, V, 2, 2, 4, 2] where
-        it is 1
+        [BATCH, BLOCK_N, chunks, V, 2, 4, 2, 2] if S0 = 2 (mma.sync), [BATCH, BLOCK_N, chunks, V, 2, 2, 4, 2] if S0 = 1
     """
     l0, l1, l2, l3, h0, h1, h2, h3 = planes
     codes = nibbles(words, BITS)
@@ -95,8 +94,8 @@ def look_up(words, planes, magic, BITS: tl.constexpr, S0: tl.constexpr, DTYPE: t
 def load_table(table, row, ENTRIES: tl.constexpr, PER_ROW: tl.constexpr, DTYPE: tl.constexpr):
     """The `planes` of `look_up`: low bytes of entries 0-3, 4-7, 8-11 and 12-15, then their high bytes.
 
-    row: int64 [BLOCK_N], the rows whose tables are read where PER_ROW. A table of eight entries uses the first two
-    planes of each kind; the others repeat them and are not read.
+    row: int64 [BLOCK_N], the rows whose tables are read if PER_ROW. A table of eight entries uses the first two planes
+    of each kind; the others repeat them and are not read.
     """
     at = table
     if PER_ROW:
@@ -109,11 +108,11 @@ def load_table(table, row, ENTRIES: tl.constexpr, PER_ROW: tl.constexpr, DTYPE: 
     return l0, l1, l2, l3, h0, h1, h2, h3
 
 
-# A table of pairs in shared memory: 256 words, one for each byte of two 4-bit codes, 32 times over, so that each lane
-# reads its own bank. Triton knows nothing of it: it is a static variable of the kernel, beside Triton's dynamic memory.
+# A table of pairs in shared memory: 256 words, one for each byte of two 4-bit codes, in 32 copies, so that each lane
+# reads its own bank. Triton does not manage it: it is a static variable of the kernel, beside Triton's dynamic memory.
 DECLARE = tl.constexpr(".shared .align 128 .b32 pairs_of_entries[8192];\nmov.u32 $0, pairs_of_entries;")
-# $1: the word for a byte, $2: the address of its 32 copies. Lanes begin at different places, or all would meet in one
-# bank.
+# $1: the word for a byte, $2: the address of its 32 copies. Lanes begin at different copies; otherwise all would use
+# one bank.
 FILL = tl.constexpr("""{
 .reg .b32 a, l;
 mov.u32 l, %laneid;
@@ -149,7 +148,7 @@ LANE = tl.constexpr("""{
 mov.u32 l, %laneid;
 shl.b32 $0, l, 2;
 }""")
-# $1: 128 times the byte, $2: what LANE gives, $3: where the table begins.
+# $1: 128 times the byte, $2: the result of LANE, $3: the address of the table.
 READ = tl.constexpr("""{
 .reg .b32 a;
 or.b32 a, $1, $2;
@@ -160,7 +159,7 @@ ld.shared.b32 $0, [a];
 
 @triton.jit
 def fill_pairs(table, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """Write the table of pairs; what `look_up_pairs` reads it by."""
+    """Write the table of pairs; returns the argument with which `look_up_pairs` reads it."""
     if not ASM:  # for the interpreter
         return table, table
     byte = tl.arange(0, 256)
@@ -169,14 +168,14 @@ def fill_pairs(table, DTYPE: tl.constexpr, ASM: tl.constexpr):
     base = tl.inline_asm_elementwise(DECLARE, "=r,r", [0], tl.int32, False, 1)
     tl.inline_asm_elementwise(FILL, "=r,r,r", [low | (high << 16), base + byte * 128], tl.int32, False, 1)
     tl.debug_barrier()
-    # Not pure, and so behind the barrier, as all reads are that need it. Each thread has its own number in this scalar,
-    # which nothing but `look_up_pairs` may use.
+    # Not pure, and so placed after the barrier, like all reads that depend on it. Each thread has its own value in this
+    # scalar, which only `look_up_pairs` may use.
     return base, tl.inline_asm_elementwise(LANE, "=r,r", [base], tl.int32, False, 1)
 
 
 @triton.jit
 def look_up_pairs(words, pairs, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """`look_up` of 16 entries for mma.sync (S0 = 2), by the table that `fill_pairs` wrote."""
+    """`look_up` of 16 entries for mma.sync (S0 = 2), from the table that `fill_pairs` wrote."""
     base, lane = pairs
     if not ASM:
         byte = (words >> shifts(2, 2, 8)) & 255

@@ -1,10 +1,10 @@
-"""Products of many tokens with 4-bit weights on Hopper GPUs, whose dequantisation runs under the product before it.
+"""Products of many tokens with 4-bit weights on Hopper GPUs; dequantisation overlaps with the previous tile's product.
 
-The kernel is in Gluon, Triton's language of explicit layouts and copies. One warp brings tiles of x and of codes into
-shared memory; eight warps turn codes into 16-bit floats in registers, which wgmma takes as its left operand, and go on
-with the next tile while the tensor cores work. `kernels/int_matmul/README.md` has the layout and the cost.
+The kernel is in Gluon, Triton's language of explicit layouts and copies. One warp copies tiles of x and of codes into
+shared memory; eight warps convert codes into 16-bit floats in registers, the left operand of wgmma, and continue with
+the next tile while the tensor cores work. `kernels/int_matmul/README.md` has the layout and the cost.
 
-Triton's interpreter does not run Gluon: `kernels.harness.emulator` carries it out instead.
+Triton's interpreter does not run Gluon: `kernels.harness.emulator` emulates it instead.
 """
 
 from triton.experimental import gluon
@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 BLOCK_N, BLOCK_K, WARPS = 128, 64, 8  # rows of W and columns of a tile; two warpgroups, with 64 rows each
-UNROLLED = gl.constexpr(4)  # tiles of a turn of the loop, which divides the stages
+UNROLLED = gl.constexpr(4)  # tiles per iteration of the loop; divides the number of stages
 # Two columns of a word: bytes $3 of the word and of the word shifted by a nibble; 128 + code (float16: 1024 + code),
 # less $7, times $8.
 PAIR = """{
@@ -37,8 +37,8 @@ EXACT_FP16 = gl.constexpr(EXACT.value.replace("bf16x2", "f16x2"))
 
 @gluon.constexpr_function
 def pairs_layout(rows, columns, warps):
-    """[rows, words, 4, 2]: who holds which of a word's four pairs of columns. The lanes are those of wgmma's left
-    operand: four share a row, and each has one pair of every word."""
+    """[rows, words, 4, 2]: the distribution of a word's four pairs of columns over lanes, as for wgmma's left operand:
+    four lanes share a row, and each has one pair of every word."""
     words = [[0, 1 << i, 0, 0] for i in range((columns // 8).bit_length() - 1)]
     lanes = [[0, 0, 1, 0], [0, 0, 2, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]]
     bands = [[16 << i, 0, 0, 0] for i in range(warps.bit_length() - 1)]
@@ -49,7 +49,7 @@ def pairs_layout(rows, columns, warps):
 
 @gluon.jit
 def fetch(x, codes, xs, ws, full, empty, m, n, k, iterations, BLOCK_K: gl.constexpr, STAGES: gl.constexpr):
-    """The producer's warp: tile after tile, as soon as the products with a stage's last one are done."""
+    """The producer's warp: copies tile after tile, as soon as the products with a stage's previous tile are done."""
     for step in range(iterations):
         stage = step % STAGES
         mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
@@ -76,7 +76,7 @@ def operand(
     words, s, z, select, magic, ZERO: gl.constexpr, GROUP: gl.constexpr, WORDS: gl.constexpr, A: gl.constexpr,
     DTYPE: gl.constexpr, BASE: gl.constexpr,
 ):  # fmt: skip
-    """(code - zero) scale [rows, columns] in DTYPE, rounded once; without the scale where GROUP is 0, exactly."""
+    """(code - zero) scale [rows, columns] in DTYPE, rounded once; if GROUP is 0, exact and without the scale."""
     ROWS: gl.constexpr = words.shape[0]
     COLUMNS: gl.constexpr = words.shape[1] * 8
     w = gl.expand_dims(gl.expand_dims(words, 2), 3)
@@ -100,10 +100,10 @@ def tile(
     ZERO: gl.constexpr, GROUP: gl.constexpr, WORDS: gl.constexpr, A: gl.constexpr, STAGES: gl.constexpr,
     BASE: gl.constexpr,
 ):  # fmt: skip
-    """Start the product with one tile, and give its predecessor's stage back once that product is done.
+    """Start the product with one tile, and release the previous tile's stage once that tile's product is done.
 
-    The registers of this tile's weights may be written again when the next but one is: after the wait of the next.
-    later: is there a predecessor?
+    The registers of this tile's weights may be overwritten by the tile after the next: after the wait in the next one.
+    later: is there a previous tile?
     """
     mbarrier.wait(full.index(stage), phase)
     words = ws.index(stage).load(WORDS)
@@ -120,7 +120,7 @@ def multiply(
     GROUP: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The consumers' warps: all tiles' products, then the sums to memory, tokens over rows of W."""
+    """The consumers' warps: compute all tiles' products, then store the sums, tokens by rows of W."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     PAIRS: gl.constexpr = pairs_layout(BLOCK_N, BLOCK_K, WARPS)
@@ -128,7 +128,7 @@ def multiply(
     LANES: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, PAIRS)))
     HALVES: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, PAIRS)))
     ZERO: gl.constexpr = zero is not None
-    BASE: gl.constexpr = 128 if xs.dtype == gl.bfloat16 else 1024  # what the magic number is
+    BASE: gl.constexpr = 128 if xs.dtype == gl.bfloat16 else 1024  # the value of the magic number
     TURNS: gl.constexpr = STAGES // UNROLLED
     row = gl.minimum(n + gl.arange(0, BLOCK_N, gl.SliceLayout(1, WORDS)), N - 1)
     lane, half = gl.arange(0, 4, LANES), gl.arange(0, 2, HALVES)
@@ -146,7 +146,7 @@ def multiply(
         acc = tile(
             acc, s0, z0, xs, ws, full, empty, first, phase, turn > 0, select, magic, ZERO, GROUP, WORDS, A, STAGES, BASE
         )
-        if GROUP > 0:  # scales are loaded a turn early, because nothing else would hide the latency of memory
+        if GROUP > 0:  # scales are loaded one iteration early, because nothing else would hide the memory latency
             s0, z0 = group_of(scale, zero, row, k, K, groups, zero_bytes, GROUP, BASE)
         acc = tile(
             acc, s1, z1, xs, ws, full, empty, first + 1, phase, True, select, magic, ZERO, GROUP, WORDS, A, STAGES, BASE
@@ -185,8 +185,8 @@ def overlapped(
 ):  # fmt: skip
     """y[split, m, n] = sum of W[n, k] x[m, k] over the split's `iterations` tiles of BLOCK_K columns.
 
-    x, codes: descriptors of x [M, K] and of W's words, int32 [N, K / 8], whose columns beyond K are read as 0.
-    `iterations` is a multiple of UNROLLED; GROUP: columns that share a scale, 0: all of the row.
+    x, codes: descriptors of x [M, K] and of W's words, int32 [N, K / 8]; columns beyond K are read as 0.
+    `iterations` is a multiple of UNROLLED; GROUP: number of columns that share a scale, 0: the whole row.
     """
     m = gl.program_id(0) * BLOCK_M
     n = gl.program_id(1) * BLOCK_N

@@ -27,10 +27,10 @@ from kernels.packed_matmul.unpack import (  # noqa: E402
 
 @triton.jit
 def place(ends, block, EXPERTS: tl.constexpr, POWER: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Which expert's tokens a block of tokens has: (first token, end of the expert's tokens, expert).
+    """The tokens of a block, all from one expert: (first token, end of the expert's tokens, expert).
 
-    Experts have blocks of their own, in order. ends: [EXPERTS], where each expert's tokens end; POWER: a power of two
-    from EXPERTS on. A block behind the last has its end before its first token.
+    Each expert has its own blocks, in order. ends: [EXPERTS], the end of each expert's tokens; POWER: a power of two,
+    at least EXPERTS. For blocks after the last one, the end is before the first token.
     """
     e = tl.arange(0, POWER)
     end = tl.load(ends + e, mask=e < EXPERTS, other=0)
@@ -82,13 +82,13 @@ def small_batch(
 
     Each warp has all rows of the block and every WARPS-th block of columns; the warps' sums are added at the end.
 
-    ends: None, or where the tokens of each of EXPERTS experts end (see `place`); W is then [EXPERTS N, K], expert after
-    expert, and a token meets its own.
-    UNIT: a row holds row_units * UNIT words. PER_ROW: each row has a table of its own.
+    ends: None, or the ends of the tokens of EXPERTS experts (see `place`); W is then [EXPERTS N, K], expert after
+    expert, and each token is multiplied by its expert's weight.
+    UNIT: a row holds row_units * UNIT words. PER_ROW: each row has its own table.
     PRMT: see `permute`; False in the interpreter.
     PAIRS: two codes at a time are looked up in a table of pairs, which every block writes first.
-    EVEN: the blocks of columns end with the row. WORD_SCALES: each word of weights is multiplied by its own scale;
-    otherwise the sums of a block are multiplied, and all columns of a block lie in one group.
+    EVEN: the last block of columns ends with the row. WORD_SCALES: each word of weights is multiplied by its scale;
+    otherwise the sums of a block are multiplied, and all columns of a block are in one group.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     PER: tl.constexpr = 8 if BITS == 3 else 32 // BITS  # codes in a word that `load_words` returns
@@ -196,7 +196,7 @@ def large_batch(
 ):
     """y[split, m, n] = sum of W[n, k] x[m, k] over the split's k, with wgmma: W from registers, x from shared memory.
 
-    x: [M, x_stride] contiguous, with zeros from column K on and its columns in the order that `reordered` gives them.
+    x: [M, x_stride] contiguous, with zeros from column K on and its columns in the order of `reordered`.
     The other arguments are those of `small_batch`.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
@@ -235,9 +235,9 @@ def large_batch(
         else:
             w = look_up(words, planes, magic, BITS, 1, DTYPE, PRMT)
         w = w.reshape(BLOCK_N, BLOCK_K)
-        # Never `tl.dot(w, x, acc)`: triton 3.6.0 and 3.7.1 let such products run on into the next round, which rewrites
-        # their w in registers (triton-lang/triton 9433; `kernels.harness.hazards` finds it). Each sum is waited for
-        # instead, and `max_num_imprecise_acc`, which means something for float8 alone, keeps sum and dot unfused.
+        # Never `tl.dot(w, x, acc)`: in triton 3.6.0 and 3.7.1 such products continue into the next round, which
+        # overwrites w in registers (triton-lang/triton 9433; `kernels.harness.hazards` finds it). Each sum is waited
+        # for instead, and `max_num_imprecise_acc`, which otherwise affects only float8, keeps sum and dot unfused.
         product = tl.dot(w, xv.trans(1, 0), max_num_imprecise_acc=BLOCK_K)
         if GROUP == 0:
             acc += product

@@ -44,7 +44,7 @@ def lanes(words, V: tl.constexpr):
 
 @triton.jit
 def shifts(S1: tl.constexpr, S0: tl.constexpr, STEP: tl.constexpr):
-    """How far to shift a word for each of its pairs: [1, 1, 1, 1, S1, 1, S0]."""
+    """The shift of a word for each of its pairs: [1, 1, 1, 1, S1, 1, S0]."""
     pair = tl.arange(0, S1)[:, None, None] * S0 + tl.arange(0, S0)[None, None, :]  # [S1, 1, S0]
     return (pair * STEP)[None, None, None, None, :, :, :]
 
@@ -63,7 +63,7 @@ def load_words(at, valid, BITS: tl.constexpr, EVEN: tl.constexpr):
 
     Args:
         at: pointers [BATCH, BLOCK_N, n] to words (3 bits: to runs of 32 codes, three words each).
-        valid: [BATCH, 1, n], which of them exist; not looked at where EVEN.
+        valid: [BATCH, 1, n], which of them exist; not used if EVEN.
 
     Returns:
         [BATCH, BLOCK_N, n]; at 3 bits [BATCH, BLOCK_N, 4 n], each with 8 codes in bits 4 to 27.
@@ -92,13 +92,13 @@ def floats(words, zero, magic, BITS: tl.constexpr, DTYPE: tl.constexpr, S0: tl.c
 
     Args:
         words: [BATCH, BLOCK_N, chunks, V, 1, 4, 1] from `lanes`.
-        zero: zero points less the middle code, in DTYPE, that broadcast with words; 0.0 where there are none. They are
-            subtracted on their own: in one step with the constant the compiler no longer works on packed pairs.
-        magic: 0x43004300 (bfloat16: 128 in both halves) or 0x64006400 (float16: 1024). It comes as an argument of the
-            kernel so that ptxas keeps it in a register: with two constants, AND and OR would be two instructions.
+        zero: zero points minus the middle code, in DTYPE, broadcastable with words; 0.0 if there are none. They are
+            subtracted separately: combined with the constant, the compiler would no longer use packed pairs.
+        magic: 0x43004300 (bfloat16: 128 in both halves) or 0x64006400 (float16: 1024). It is an argument of the kernel
+            so that ptxas keeps it in a register: with two constants, AND and OR would be two instructions.
 
     Returns:
-        [BATCH, BLOCK_N, chunks, V, S1, 4, S0, 2]; the halves are worked on one by one, which the compiler packs again
+        [BATCH, BLOCK_N, chunks, V, S1, 4, S0, 2]; the halves are computed one by one, and the compiler packs them again
     """
     BASE: tl.constexpr = 1024.0 if DTYPE == tl.float16 else 128.0  # noqa: SIM300
     PER: tl.constexpr = 8 if BITS == 3 else 32 // BITS
@@ -121,9 +121,9 @@ def floats(words, zero, magic, BITS: tl.constexpr, DTYPE: tl.constexpr, S0: tl.c
 
 @triton.jit
 def load_zero(zero, row, group, valid, row_bytes, BITS: tl.constexpr, DTYPE: tl.constexpr):
-    """Zero points, less the middle code, out of their stream of bits.
+    """Zero points, minus the middle code, from their stream of bits.
 
-    row: int64 [1, BLOCK_N(, 1)]; group: [BATCH, 1(, n)]; valid: where to read.
+    row: int64 [1, BLOCK_N(, 1)]; group: [BATCH, 1(, n)]; valid: mask of the entries to read.
     """
     start = group * BITS
     at = zero + row * row_bytes + (start >> 3)
@@ -136,8 +136,8 @@ def load_zero(zero, row, group, valid, row_bytes, BITS: tl.constexpr, DTYPE: tl.
 
 @triton.jit
 def load_group(s_row, zero, row, k, K, row_bytes, BITS: tl.constexpr, GROUP: tl.constexpr, DTYPE: tl.constexpr):
-    """Scales and zero points (less the middle code) of the groups that hold columns k; without scales 1.0, without zero
-    points 0.0."""
+    """Scales and zero points (minus the middle code) of the groups that contain columns k; without scales 1.0, without
+    zero points 0.0."""
     group = k // GROUP if GROUP > 0 else k * 0
     s = tl.full([], 1.0, tl.float32)
     if s_row is not None:
@@ -160,5 +160,5 @@ def repeat(values, TIMES: tl.constexpr):
 
 @triton.jit
 def spread(z, BATCH: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Zero points of a block's rows, [BATCH, BLOCK_N], made to broadcast with what `lanes` gives."""
+    """Zero points of a block's rows, [BATCH, BLOCK_N], reshaped to broadcast with the result of `lanes`."""
     return tl.broadcast_to(z, [BATCH, BLOCK_N])[:, :, None, None, None, None, None]

@@ -1,4 +1,4 @@
-"""A weight as the kernels of this folder read it."""
+"""A weight in the form that the kernels of this folder read."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"
 
 
 class Weight(NamedTuple):
-    """A weight in `rows`: the fields of `Packed` and of `Codebook`, of which some are None."""
+    """A weight in the layout `rows`: the fields of `Packed` and of `Codebook`, some of which are None."""
 
     codes: Tensor
     table: Tensor | None

@@ -10,11 +10,11 @@ from kernels.harness.cases import Asked, Contest
 from kernels.prompt_attention import prompt_attention
 
 SHAPES = ((9, 3, 64, 512), (9, 3, 64, 2048), (4, 1, 256, 512), (32, 8, 64, 512))  # heads, kv heads, channels, tokens
-TOLERANCE = {"rows": 0.02}  # whose scores are rounded
+TOLERANCE = {"rows": 0.02}  # it rounds its scores
 
 
 def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]:
-    """For CPUs alone: a GPU has torch's own."""
+    """Contests for CPUs only: GPUs use torch's own attention."""
     for shape in ((4, 2, 16, 40),) if toy else SHAPES:
         yield _contest(*shape, device)
 

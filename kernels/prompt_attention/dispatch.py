@@ -15,23 +15,23 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def prompt_attention(
     query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None, impl: str = "auto"
 ) -> Tensor:
-    """Attention of every token of a prompt to itself and to those before it.
+    """Attention of every token of a prompt to itself and to earlier tokens.
 
     Args:
         query: [batch, heads, tokens, channels]; float32, bfloat16 or float16; any strides.
-        key: [batch, kv heads, tokens, channels], same dtype. Heads are a multiple of kv heads; those that share one
-            follow each other.
+        key: [batch, kv heads, tokens, channels], same dtype. Heads are a multiple of kv heads; heads that share a kv
+            head are consecutive.
         value: [batch, kv heads, tokens, value channels], same dtype.
         scale: of the scores; None: 1 / sqrt(channels).
-        impl: "reference" (float32, all scores at once), "rows" (torch's products, 128 queries after another, scores in
+        impl: "reference" (float32, all scores at once), "rows" (torch's products for 128 queries at a time, scores in
             the dtype), "cpu" (C++, bfloat16 on a CPU with AVX512-BF16, an even number of channels) or "auto": "cpu"
-            where it takes the tensors, else "rows".
+            if it supports the tensors, else "rows".
 
     Returns:
         [batch, tokens, heads, value channels] in the dtype, contiguous, as a projection reads it.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, or an implementation that does not exist or does not take these.
+        ValueError: shapes or dtypes that do not match, or an implementation that does not exist or support them.
     """
     _check(query, key, value)
     scale = query.shape[-1] ** -0.5 if scale is None else scale

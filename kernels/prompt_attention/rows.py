@@ -1,4 +1,4 @@
-"""Causal attention by torch's products, some queries after another, each only with the keys that they see."""
+"""Causal attention by torch's products, for some queries at a time and only the keys that they see."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ ROWS = 128  # queries at a time: their scores stay in a core's cache
 
 
 def in_rows(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """y [batch, tokens, heads, value channels]; arguments as `prompt_attention` has them.
+    """y [batch, tokens, heads, value channels]; arguments as in `prompt_attention`.
 
     Scores are rounded to the dtype between the products, as in transformers' eager attention.
     """

@@ -1,4 +1,4 @@
-"""Which attention of a prompt is faster here, torch's fused one or the workbench's: both are tried once."""
+"""A trial of which prompt attention is faster on this machine, torch's fused one or the workbench's."""
 
 import time
 from collections.abc import Callable
@@ -9,14 +9,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.prompt_attention.dispatch import prompt_attention
 
-TRIED = 5  # times
-_faster: dict[tuple, bool] = {}  # by heads, channels, dtype and the length's power of two
+TRIED = 5  # number of runs
+_faster: dict[tuple, bool] = {}  # key: heads, channels, dtype and the length's power of two
 
 
 def faster_than_torch(query: Tensor, key: Tensor, value: Tensor, scale: float) -> bool:
-    """Whether `prompt_attention` takes less time than torch's fused attention for tensors of about these sizes.
+    """Is `prompt_attention` faster than torch's fused attention for tensors of about these sizes?
 
-    A compiler cannot try: while it traces, the answer is what was found before, or False.
+    No trial is possible while a compiler traces: the answer is then that of an earlier trial, or False.
     """
     batch, heads, tokens, channels = query.shape
     asked = (batch, heads, key.shape[1], channels, tokens.bit_length(), query.dtype)

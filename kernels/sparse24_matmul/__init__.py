@@ -17,13 +17,13 @@ def sparse24_matmul(x: Tensor, w: Sparse24, *, impl: str = "auto") -> Tensor:
         x: [..., in]; float32, bfloat16 or float16; any strides; may be empty.
         w: [out, in], compressed (`Sparse24`).
         impl: "reference" (decompress and multiply; any layout, any device), "library" (cuSPARSELt or CUTLASS, whose
-            layout `to_library` makes; x in w's 16-bit dtype on CUDA) or "auto": "library" where it takes these tensors.
+            layout `to_library` makes; x in w's 16-bit dtype on CUDA) or "auto": "library" if it supports these tensors.
 
     Returns:
         [..., out] in x's dtype
 
     Raises:
-        ValueError: shapes that do not fit, or an implementation that does not exist or cannot take these tensors.
+        ValueError: shapes that do not match, or an implementation that does not exist or does not support the tensors.
     """
     if x.dim() == 0 or x.shape[-1] != w.shape[1]:
         raise ValueError(f"`x` {tuple(x.shape)} must end in in_features (={w.shape[1]})")

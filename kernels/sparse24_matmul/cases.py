@@ -84,6 +84,6 @@ def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]
                 least_bytes=out * columns * 9 // 8 + 2 * tokens * (out + columns),
                 flops=tokens
                 * out
-                * columns,  # two for each kept weight, at the dense rate: what sparse tensor cores reach
+                * columns,  # two for each kept weight, at the dense rate, which sparse tensor cores reach
                 expected=dict.fromkeys(("2:4", "bfloat16"), times(x, lambda dense=dense: dense[0])),
             )

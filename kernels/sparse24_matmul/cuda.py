@@ -6,13 +6,13 @@ from torch import Tensor
 
 from kernels.sparse24_matmul.layout import COLUMNS, Sparse24
 
-TOKENS = 8  # both libraries take multiples of 8 tokens in 16 bits
+TOKENS = 8  # both libraries need a multiple of 8 tokens in 16 bits
 
 
 def sparse24_matmul(x: Tensor, w: Sparse24) -> Tensor:
     """y [tokens, out] = x [tokens, in] Wᵀ, w in a library's layout, x in w's dtype."""
     tokens, columns = x.shape
-    if columns % COLUMNS or tokens % TOKENS:  # without anything to add it would be a copy all the same
+    if columns % COLUMNS or tokens % TOKENS:  # padding copies even if it adds nothing
         x = F.pad(x, (0, -columns % COLUMNS, 0, -tokens % TOKENS))
     x = x.contiguous()
     if w.layout == "cusparselt":

@@ -1,4 +1,4 @@
-"""How a 2:4 sparse weight lies in memory: `rows`, the canonical layout, and those that the GPU libraries read."""
+"""The layouts of a 2:4 sparse weight: `rows`, the canonical one, and those that the GPU libraries read."""
 
 from typing import NamedTuple
 
@@ -7,15 +7,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
-ROWS, COLUMNS = 32, 64  # what a library's weight is padded to: CUTLASS wants it, and cuSPARSELt takes it
+ROWS, COLUMNS = 32, 64  # a library's weight is padded to these: CUTLASS requires it, and cuSPARSELt accepts it
 
 
 class Sparse24(NamedTuple):
-    """A weight of which every four neighbours in a row hold at most two that are not zero.
+    """A weight with at most two nonzero values in every group of four neighbours in a row.
 
     layout "rows":       values [out, in/2], the two kept weights of each four in order; places uint8 [out, ceil(in/8)],
-                         where in the four they stand, two bits each, low bits first: a byte holds two fours.
-    layout "cusparselt": values is what `torch._cslt_compress` makes, places None; 16 bits.
+                         their places within the four, two bits each, low bits first: a byte describes two fours.
+    layout "cusparselt": values is the result of `torch._cslt_compress`, places None; 16 bits.
     layout "cutlass":    values [out, in/2] and places int16 [out, in/16] in the order of CUTLASS; 16 bits.
     The last two are padded with zeros to whole tiles of 32 x 64.
     """
@@ -27,13 +27,13 @@ class Sparse24(NamedTuple):
 
 
 def compress24(W: Tensor) -> Sparse24:
-    """Store a 2:4 sparse weight, losing nothing but zeros.
+    """Store a 2:4 sparse weight exactly, without its zeros.
 
     Args:
         W: [out, in], any dtype; `in` a multiple of 4.
 
     Raises:
-        ValueError: W is not a matrix, `in` is no multiple of 4, or W is not 2:4 sparse.
+        ValueError: W is not a matrix, `in` is not a multiple of 4, or W is not 2:4 sparse.
     """
     if W.dim() != 2 or W.shape[1] % 4:
         raise ValueError(
@@ -56,9 +56,9 @@ def compress24(W: Tensor) -> Sparse24:
 
 
 def decompress24(w: Sparse24) -> Tensor:
-    """W [out, in] in its own dtype, exactly, out of any layout."""
+    """W [out, in] in its own dtype, exactly, from any layout."""
     out, columns = w.shape
-    if w.layout == "cusparselt":  # nobody but the library knows its order: multiply by one
+    if w.layout == "cusparselt":  # only the library knows its order: multiply by one
         eye = torch.eye(-(-columns // COLUMNS) * COLUMNS, dtype=w.values.dtype, device=w.values.device)
         return torch._cslt_sparse_mm(w.values, eye)[:out, :columns].contiguous()
     if w.layout == "cutlass":
@@ -72,13 +72,13 @@ def decompress24(w: Sparse24) -> Tensor:
 
 
 def library(device: torch.device) -> str | None:
-    """Which of torch's libraries multiplies 2:4 sparse weights on this device: "cusparselt", "cutlass" or None."""
+    """The library by which torch multiplies 2:4 sparse weights on this device: "cusparselt", "cutlass" or None."""
     if device.type != "cuda" or torch.version.hip:
         return None
     major = torch.cuda.get_device_capability(device)[0]
     if major >= 8 and torch.backends.cusparselt.is_available():
         return "cusparselt"
-    return "cutlass" if major == 8 else None  # torch compiles its CUTLASS kernels for sm_8x alone
+    return "cutlass" if major == 8 else None  # torch compiles its CUTLASS kernels for sm_8x only
 
 
 def to_library(w: Sparse24, layout: str | None = None) -> Sparse24:

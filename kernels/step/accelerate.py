@@ -26,27 +26,27 @@ from kernels.step.in_parts import StepInParts
 from kernels.step.native import MOST_TOKENS
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-LAID_OUT = 512  # tokens of a prompt that dense weights are laid out for
-SPARE = 2.0  # times the dense weights' memory that must be free for laying them out
+LAID_OUT = 512  # length of the prompts for which dense weights are laid out, in tokens
+SPARE = 2.0  # free memory needed to lay out the dense weights, as a multiple of their size
 MORE_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
-TRIED = 16  # tokens of the prompt that is compared with the model's
+TRIED = 16  # tokens of the prompt whose logits are compared with the model's
 
 
 def accelerate(model: nn.Module, dtype: torch.dtype | str | None = torch.bfloat16) -> nn.Module:
     """Make `model.generate` and calls with a cache fast on a CPU, compressed or not, in place.
 
-    The logits are those of the model up to rounding: sums between the products are kept in float32. What the fast path
-    does not take goes the model's own way: gradients, `inputs_embeds`, requested attentions or hidden states, masks
-    that are not padding on the left, and caches of other kinds than generate's default and compressed ones. Up to 8
-    sequences decode in one call of C++, or in one between two attentions where some have padding or the cache is
-    compressed; more, and formats without such loops, op by op. Behind a compressed cache, prompts with padding go the
-    model's own way, and so do their steps where layers have windows.
+    The logits are those of the model up to rounding: sums between the products are kept in float32. The model's own
+    code runs in all cases that the fast path does not support: gradients, `inputs_embeds`, requested attentions or
+    hidden states, masks other than padding on the left, and caches other than generate's default and compressed ones.
+    Up to 8 sequences decode in one call of C++, or in one call per attention if some have padding or the cache is
+    compressed. More sequences, and formats without such loops, run op by op. With a compressed cache, the model's own
+    code reads prompts with padding, and also decodes after them where layers have windows.
 
     Args:
         model: a causal decoder of the Llama family (Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3 and their like); for
-            others there is a warning with the reason, and the model's own code runs. Compressing the model or casting
-            it afterwards is seen when the next prompt begins. `model.acceleration.remove()` undoes it.
-        dtype: to which the model is cast, torch.bfloat16, torch.float16 or their names; None: it stays as it is.
+            others there is a warning with the reason, and the model's own code runs. If the model is compressed or
+            cast afterwards, the next prompt takes this into account. `model.acceleration.remove()` undoes the change.
+        dtype: the dtype to cast the model to: torch.bfloat16, torch.float16 or their names; None: no cast.
 
     Returns:
         the model
@@ -79,8 +79,8 @@ def accelerate(model: nn.Module, dtype: torch.dtype | str | None = torch.bfloat1
 
 @dataclass
 class _Bound:
-    """The step of one cache: rooms of its layers, the program that reads and writes them, and how many positions the
-    rooms say that they hold."""
+    """The decoding step for one cache: the rooms of its layers, the program that reads and writes them, and the number
+    of positions in use according to the rooms."""
 
     rooms: list[LayerRoom]
     step: NativeStep
@@ -89,20 +89,20 @@ class _Bound:
 
 @dataclass(repr=False)
 class Acceleration:
-    """How a model is run; `accelerate` makes it.
+    """How a model is run; created by `accelerate`.
 
     Attributes:
-        why_not_in_one_call: why single tokens go op by op; "" where they do not.
-        why_not: why the model's own code runs since it was changed; "" where it does not.
+        why_not_in_one_call: why single tokens run op by op; "" if they run in one call.
+        why_not: why the model's own code has run since the model was changed; "" if the fast path runs.
     """
 
     model: nn.Module
     why_not_in_one_call: str = ""
     why_not: str = ""
-    _state: tuple[Any, ...] | None = None  # of the model, when the reader was made
+    _state: tuple[Any, ...] | None = None  # the model's `_state` when the reader was made
     _reader: DecoderForward | None = None
     _bound: dict[int, _Bound] = field(default_factory=dict)
-    _in_parts: dict[int, StepInParts] = field(default_factory=dict)  # by sequences
+    _in_parts: dict[int, StepInParts] = field(default_factory=dict)  # by number of sequences
 
     def __repr__(self) -> str:
         if self.why_not:
@@ -124,10 +124,10 @@ class Acceleration:
 
     @torch.no_grad()
     def assemble(self) -> None:
-        """Recognise the decoder, and compare what a prompt and a few steps give with the model's logits.
+        """Recognise the decoder, and compare its logits for a prompt and a few steps with the model's.
 
         Raises:
-            NotNative: the model is of another kind, or its logits are others.
+            NotNative: the model is of another kind, or the logits differ.
         """
         model, self.why_not_in_one_call = self.model, ""
         ids = (torch.arange(TRIED) * 7919 % model.get_input_embeddings().num_embeddings)[None]
@@ -147,7 +147,7 @@ class Acceleration:
         self._state = _state(model)
 
     def _ready(self) -> bool:
-        """Assemble anew where the model has been changed; False if its own code must run since then."""
+        """Assemble again if the model has been changed; False if the model's own code must run from then on."""
         now = _state(self.model)
         if self._state == now:
             return not self.why_not
@@ -214,7 +214,7 @@ class Acceleration:
         first: Tensor | None,
         keep: int,
     ) -> Tensor | None:
-        """[batch, kept, vocabulary], or None where the cache is not one that the fast path takes."""
+        """[batch, kept, vocabulary], or None if the fast path does not support the cache."""
         ids = ids.contiguous()
         batch, tokens = ids.shape
         by_step = tokens == 1 and not self.why_not_in_one_call and batch <= MOST_TOKENS
@@ -248,7 +248,7 @@ class Acceleration:
         return logits
 
     def _between_attentions(self, ids: Tensor, cache: AttendingCache, positions: Tensor | None) -> Tensor:
-        """[batch, 1, vocabulary] of one token of every sequence, whose attention the cache has to itself."""
+        """Logits [batch, 1, vocabulary] of one token per sequence, where the cache computes the attention."""
         batch = len(ids)
         if batch not in self._in_parts:
             self._in_parts = {batch: StepInParts(self._reader.decoder, batch)}
@@ -257,7 +257,7 @@ class Acceleration:
         return self._in_parts[batch].logits
 
     def _step(self, rooms: list[LayerRoom], batch: int) -> _Bound:
-        """Of these rooms; the last cache's is kept."""
+        """The step for these rooms; the step of the last cache is kept."""
         key = rooms[0].keys.data_ptr()
         bound = self._bound.get(key)
         if bound is None or any(a is not b for a, b in zip(bound.rooms, rooms, strict=True)):
@@ -266,14 +266,14 @@ class Acceleration:
 
 
 def _state(model: nn.Module) -> tuple[Any, ...]:
-    """What tells whether a model has been changed: its kind of attention, and where its tensors lie."""
+    """Values that differ once a model has been changed: its kind of attention, its tensors' addresses and versions."""
     tensors = (*model.parameters(), *model.buffers())
     versions = ((t.data_ptr(), t.dtype, 0 if t.is_inference() else t._version) for t in tensors)
     return getattr(model.config, "_attn_implementation", None), *versions
 
 
 def _first_seen(mask: Tensor | None, total: int) -> Tensor | None:
-    """int64 [batch], how many places are padding on the left; None: the mask is of another kind."""
+    """int64 [batch], the number of padded places on the left; None: the mask is of another kind."""
     if mask is None:
         return torch.zeros(1, dtype=torch.int64)
     if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] != total:

@@ -23,8 +23,9 @@ from kernels.w8a8_matmul import W8
 
 OPS = {Packed: "int_matmul", Codebook: "lut_matmul", W8: "w8a8_matmul", Trellis: "trellis_matmul"}
 CHECKED = 4  # steps
-# Median relative difference of their logits from the model's, which rounds to 16 bits after every operation. A wrong
-# program gives about 1; a model in 3 bits that is 0.04 from float32 after one text may give 0.2 after another.
+# Largest median relative difference of these steps' logits from the model's, which rounds to 16 bits after every
+# operation. A wrong program gives about 1; a 3-bit model that differs from float32 by 0.04 after one text may differ by
+# 0.2 after another.
 MOST = 0.3
 
 
@@ -33,12 +34,12 @@ class NativeStep:
     """A step of decoding: (tokens [batch, 1], positions [1, 1]) -> the next tokens [batch, 1].
 
     Attributes:
-        cap: of the logits, cap * tanh(logit / cap), or 0 for none; it leaves the largest one the largest.
+        cap: soft cap of the logits, cap * tanh(logit / cap), or 0 for none; the largest logit stays the largest.
         kernels: {op: implementations that run}.
     """
 
     step: DecodeStep
-    embedding: nn.Module | None  # that gives the hidden state, where the program has no embedding
+    embedding: nn.Module | None  # gives the hidden state if the program has no embedding
     cap: float = 0.0
     kernels: dict[str, set[str]] = field(default_factory=dict)
 
@@ -48,7 +49,7 @@ class NativeStep:
 
     @property
     def logits(self) -> Tensor:
-        """float32 [tokens, vocabulary] of the last call."""
+        """The logits of the last call, float32 [tokens, vocabulary]."""
         logits = self.step.logits
         return self.cap * (logits / self.cap).tanh() if self.cap else logits
 
@@ -61,11 +62,11 @@ def native_step(
 
     Args:
         model: a causal decoder. cache: static, filled up to the position of the step.
-        tokens, positions: [batch, 1] and [1, 1], of the step that is checked; all later ones have these shapes.
-        restore: puts the cache back to where it is before the step.
+        tokens, positions: [batch, 1] and [1, 1], for the step that is checked; all later steps have these shapes.
+        restore: restores the cache to its state before the step.
 
     Raises:
-        NotNative: a model, a format or a cache that is not known, or a step whose logits are not the model's.
+        NotNative: an unknown model, format or cache, or a step whose logits differ from the model's.
     """
     decoder = recognise(model)
     step = step_of(decoder, rooms_of(decoder, cache), len(tokens))
@@ -81,10 +82,10 @@ def native_step(
 
 
 def step_of(decoder: Decoder, rooms: Sequence[LayerRoom], tokens: int) -> NativeStep:
-    """A decoder's step of so many sequences, as it is assembled: nothing has been compared with the model.
+    """A decoder's step for `tokens` sequences, not yet compared with the model.
 
     Raises:
-        NotNative: a format or a cache that is not known.
+        NotNative: an unknown format or cache.
     """
     program, embedding = program_of(decoder, rooms, tokens)
     try:
@@ -94,20 +95,20 @@ def step_of(decoder: Decoder, rooms: Sequence[LayerRoom], tokens: int) -> Native
 
 
 def _products_of(program: Program, dtype: torch.dtype) -> Iterator[tuple[str, str]]:
-    """(op, implementation) of the weights of a program."""
+    """(op, implementation) for each weight of a program."""
     for weight in {id(w): w for i in program.instructions if isinstance(i, Products) for w in i.weights}.values():
         op = OPS.get(type(weight.stored), "linear")
         yield op, f"cpu {native.integers() if op == 'w8a8_matmul' else native.isa(dtype)}"
 
 
 def program_of(decoder: Decoder, rooms: Sequence[LayerRoom] | None, tokens: int) -> tuple[Program, nn.Module | None]:
-    """The program of a decoder's step, and the embedding that it cannot look up itself, if so.
+    """The program of a decoder's step, and the embedding module if the program cannot look it up.
 
     Args:
-        rooms: of every block; None: the cache attends itself. tokens: sequences.
+        rooms: one for each block; None: the cache computes the attention. tokens: number of sequences.
 
     Raises:
-        NotNative: it is not known how.
+        NotNative: there is no program for this decoder or format.
     """
     if reason := why_not(decoder.dtype, tokens):
         raise NotNative(reason)
@@ -140,7 +141,7 @@ def program_of(decoder: Decoder, rooms: Sequence[LayerRoom] | None, tokens: int)
 def _instructions(
     block: DecoderBlock, before: DecoderBlock | None, attention: Attention | Handed
 ) -> list[Products | Attention | Handed]:
-    """Of a block, the first of which adds what the MLP of the block `before` gives."""
+    """The instructions of a block; the first one adds the output of the MLP of the block `before`."""
     names = ("q", "k", "v", "o", "gate", "up", "down")
     q, k, v, o, gate, up, down = (weight_of(getattr(block, n), f"{block.name}'s {n}_proj") for n in names)
     return [
@@ -168,7 +169,7 @@ def _instructions(
 
 
 def weight_of(module: nn.Module, name: str) -> Weight:
-    """The weight of a linear, dense or compressed."""
+    """The weight of a linear module, dense or compressed."""
     bias = None if module.bias is None else module.bias.detach().float().contiguous()
     if type(module) is nn.Linear:
         stored = module.weight.detach()
@@ -191,7 +192,7 @@ def weight_of(module: nn.Module, name: str) -> Weight:
 
 
 def _change(transform: nn.Module | None, name: str, columns: int) -> Change | None:
-    """What a transform of `compress.transforms` does to an input of so many columns."""
+    """The effect of a transform of `compress.transforms` on an input with `columns` columns."""
     change = None
     for step in getattr(transform, "steps", [] if transform is None else [transform]):
         signs, block = getattr(step, "signs", None), getattr(step, "block", None)
@@ -211,7 +212,7 @@ def _change(transform: nn.Module | None, name: str, columns: int) -> Change | No
 
 
 def _stored(part: nn.Module, name: str) -> Tensor | Packed | Codebook | W8 | Trellis:
-    part = getattr(part, "plain", None) or part  # a sparse format has laid its weight out with its zeros
+    part = getattr(part, "plain", None) or part  # a sparse format keeps a dense copy, zeros included
     packed = getattr(part, "packed", None)
     if isinstance(packed, Packed | Codebook) and packed.layout == "panels" or isinstance(packed, Trellis):
         return packed
@@ -226,7 +227,7 @@ def _stored(part: nn.Module, name: str) -> Tensor | Packed | Codebook | W8 | Tre
 
 
 def _embedding(table: nn.Module) -> tuple[Weight | None, float]:
-    """The rows of an embedding and what they are multiplied by; no rows where only the module can look them up."""
+    """The rows of an embedding and their factor; None instead of rows if only the module can look them up."""
     if type(table) is nn.Embedding and table.weight.dtype.itemsize == 2 and table.max_norm is None:
         return Weight(table.weight.detach()), 1.0
     parts = getattr(table, "parts", ())
@@ -241,20 +242,20 @@ def _embedding(table: nn.Module) -> tuple[Weight | None, float]:
 
 
 def difference(found: Tensor, wanted: Tensor) -> float:
-    """Of logits [tokens, vocabulary], relative to those that are wanted.
+    """The difference of logits [tokens, vocabulary], relative to the wanted logits.
 
-    They are compared without their means, which change no probability: rounding moves Gemma 3's, of about -30, by as
-    much as the logits differ among themselves.
+    Means are subtracted first, as they change no probability: rounding moves Gemma 3's mean, about -30, by as much as
+    the logits differ among themselves.
     """
     found, wanted = (x.float() - x.float().mean(-1, keepdim=True) for x in (found, wanted))
     return float((found - wanted).norm() / wanted.norm())
 
 
 def _check(step: NativeStep, model: nn.Module, cache: Cache, tokens: Tensor, position: int) -> None:
-    """Some steps of both, from the same cache, each of which reads what the steps before it have kept.
+    """Run some steps of both from the same cache; each step reads the cache entries of the steps before it.
 
     Raises:
-        NotNative: the logits are others.
+        NotNative: the logits differ.
     """
     lengths = [layer.cumulative_length.clone() for layer in cache.layers]
     room = min(layer.max_cache_len for layer in cache.layers) - position
@@ -270,5 +271,5 @@ def _check(step: NativeStep, model: nn.Module, cache: Cache, tokens: Tensor, pos
     for ids, at, logits in zip(given, places, expected, strict=False):
         step(ids, at)
         differences.append(difference(step.logits, logits))
-    if not statistics.median(differences) < MOST:  # not a number is refused, too
+    if not statistics.median(differences) < MOST:  # NaN is refused, too
         raise NotNative(f"its logits differ from the model's by {statistics.median(differences):.2g}, more than {MOST}")

@@ -1,4 +1,4 @@
-"""Caches whose tensors a decoder's pass writes into (`DecodeStep`, `DecoderForward`)."""
+"""Caches whose tensors are written by a decoder's pass (`DecodeStep`, `DecoderForward`)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ from transformers.cache_utils import (
 from kernels.step.between import turn_and_store
 from kernels.step.decoder import Decoder, DecoderBlock, NotNative
 
-SPARE = 256  # positions that a cache has room for behind what it holds
-LARGER = 1.5  # times its positions, when it is full
+SPARE = 256  # free positions that a cache is given after those in use
+LARGER = 1.5  # factor by which a full cache grows
 
 
 @dataclass(frozen=True)
 class LayerRoom:
-    """Where a layer keeps its cache: keys and values [batch, kv heads, positions, channels], and how many positions are
-    in use, int64 of one number."""
+    """The storage of a layer's cache: keys and values [batch, kv heads, positions, channels], and the number of
+    positions in use, an int64 tensor with one element."""
 
     keys: Tensor
     values: Tensor
@@ -32,13 +32,13 @@ class LayerRoom:
 
 
 class Sparse(NamedTuple):
-    """Which of the positions that a layer lends a token reads, beside itself: pages that are ranked by bounds of their
-    keys, or the entries of a list; where neither is given, all of them.
+    """The positions of a lent layer that a token reads, beside its own: pages that are ranked by bounds of their keys,
+    or the entries of a list; if neither is given, all positions.
 
     Attributes:
-        bounds, pages, page, most: as of `kernels.kv_decode.pages.page_list`, of the positions before the token. A step
-            takes the new key into the bounds, which have a page for it.
-        indices, lengths: as of `kernels.kv_decode.Listed`, with the token itself.
+        bounds, pages, page, most: as in `kernels.kv_decode.pages.page_list`, for the positions before the token. A step
+            updates the bounds with the new key; they have a page for it.
+        indices, lengths: as in `kernels.kv_decode.Listed`, with the token itself.
     """
 
     bounds: Tensor | None = None
@@ -50,18 +50,18 @@ class Sparse(NamedTuple):
 
 
 class Lent(NamedTuple):
-    """What a layer keeps, part by part of its kv heads, in tensors with room for one position more, which a step of
-    decoding puts there.
+    """The stored cache of a layer, for each part of its kv heads, in tensors with room for one more position, which a
+    decoding step writes.
 
     Attributes:
-        k, v: codes and their scales `params_k`, `params_v`, as of `kernels.kv_decode.KV`, with a tail of positions as
-            they came, [B, H, room, D] in 16 bits; where nothing is coded, k and v are like the tail, and the others
-            are empty.
-        starts: [B, H] int32, where the positions of each row begin.
-        counts: of each part, how many positions are codes, and how many are behind them, without the new one.
-        bits, group: of codes; 16 bits where there are none.
-        turned_keys, turned_values: are they kept through the Hadamard transform of the widest block of channels?
-        sparse: which positions are read; all heads are one part where these are not all.
+        k, v: codes, with scales `params_k`, `params_v`, as in `kernels.kv_decode.KV`, and a tail of positions that are
+            not quantised, [B, H, room, D] in 16 bits; if nothing is quantised, k and v are like the tail, and the
+            others are empty.
+        starts: [B, H] int32, the first position of each row.
+        counts: for each part, the number of quantised positions and of those after them, without the new one.
+        bits, group: of the codes; 16 bits if there are none.
+        turned_keys, turned_values: are they stored after a Hadamard transform with the widest block of channels?
+        sparse: which positions are read; if not all are read, all heads form one part.
     """
 
     k: list[Tensor]
@@ -80,13 +80,13 @@ class Lent(NamedTuple):
 
 
 class NewTokens(NamedTuple):
-    """What a layer's attention gets of the tokens of a pass, none of which is padding.
+    """The inputs of a layer's attention for the tokens of a pass, none of which is padding.
 
     Attributes:
-        q, k, v: [batch, heads or kv heads, tokens, channels], turned.
-        hidden: [batch, tokens, hidden], what they were made of.
-        scaling: of the scores. softcap: scores become softcap tanh(score / softcap), or None.
-        window: positions that a token sees, itself included, or 0 for all.
+        q, k, v: [batch, heads or kv heads, tokens, channels], after the rotary embedding.
+        hidden: [batch, tokens, hidden], the input from which q, k and v were computed.
+        scaling: factor of the scores. softcap: scores become softcap tanh(score / softcap), or None.
+        window: number of positions that a token sees, itself included, or 0 for all.
     """
 
     q: Tensor
@@ -99,24 +99,24 @@ class NewTokens(NamedTuple):
 
 
 class AttendingCache(Protocol):
-    """A cache that keeps keys and values in its own way, and attends to them itself, such as a compressed one.
+    """A cache that stores keys and values in its own format and computes the attention, such as a compressed cache.
 
     Attributes:
-        knows_padding: does it know by itself which places before a token are padding, so that steps need no mask?
+        knows_padding: does the cache know which places before a token are padding, so that steps need no mask?
     """
 
     knows_padding: bool
 
     def get_seq_length(self) -> int:
-        """Tokens seen: the next one's position."""
+        """The number of tokens seen, which is the next token's position."""
 
     def lend(self, number: int) -> Lent | None:
-        """What a layer keeps, if nothing else is to be done for one token of every sequence than to put it there and
-        to attend; the cache counts the token already. None: ask `attend_new`."""
+        """The stored cache of a layer, if a step with one token per sequence only has to write it there and to attend;
+        the cache already counts the token. None: call `attend_new` instead."""
 
     def attend_new(self, number: int, module: nn.Module, new: NewTokens) -> Tensor:
-        """Take a layer's new tokens and attend: [batch, tokens, heads, channels]; number: of the layer, module: its
-        attention."""
+        """Store a layer's new tokens and attend: [batch, tokens, heads, channels]; number: the layer's index, module:
+        its attention."""
 
 
 def attend_by_cache(
@@ -127,15 +127,15 @@ def attend_by_cache(
     tables: tuple[Tensor, Tensor],
     positions: Tensor,
 ) -> Tensor:
-    """Turn the new queries and keys of a block and let its cache attend: [batch, tokens, heads, channels].
+    """Rotate the new queries and keys of a block; its cache computes attention [batch, tokens, heads, channels].
 
     Args:
         qkv: queries, keys and values, [batch, tokens, heads or kv heads * channels] in 16 bits; queries are changed.
-        hidden: [batch, tokens, hidden], what they were made of.
+        hidden: [batch, tokens, hidden], the input from which q, k and v were computed.
         tables: cosines and sines of all positions. positions: int64 [batch, tokens].
     """
     q, k, v = qkv
-    # Memory of its own for every block and pass, which the cache may keep.
+    # New memory for every block and pass, because the cache may keep these tensors.
     keys, values = q.new_empty(2, len(q), block.kv_heads, q.shape[1], block.channels)
     turn_and_store(q, k, v, tables, positions, (block.query_norm, block.key_norm), keys, values, 0)
     q = q.unflatten(-1, (-1, block.channels)).transpose(1, 2)
@@ -144,7 +144,7 @@ def attend_by_cache(
 
 
 def rooms_of(decoder: Decoder, cache: Cache) -> list[LayerRoom]:
-    """Of every block, in a static cache.
+    """The rooms of all blocks in a static cache.
 
     Raises:
         NotNative: a layer is of another kind or shape.
@@ -165,8 +165,8 @@ def rooms_of(decoder: Decoder, cache: Cache) -> list[LayerRoom]:
 
 
 def static_cache(model: nn.Module, length: int) -> StaticCache:
-    """A static cache of so many positions, in which sliding layers keep all of them, as masks hide what lies outside
-    their window.
+    """A static cache of `length` positions. Sliding layers also keep all of them, as masks hide those outside their
+    window.
 
     transformers' own sliding layer counts positions in Python, so that every decoded token would be compiled anew.
     """
@@ -177,7 +177,7 @@ def static_cache(model: nn.Module, length: int) -> StaticCache:
 
 class RoomyLayer(DynamicLayer):
     """A layer of a dynamic cache whose keys and values are the first positions of larger tensors, so that a pass writes
-    into them in place. A layer with a window keeps all positions, too: masks and kernels hide what lies outside."""
+    into them in place. A layer with a window also keeps all positions: masks and kernels hide those outside it."""
 
     def __init__(self, keys: Tensor, values: Tensor, held: int) -> None:
         """keys, values: [batch, kv heads, positions, channels], of which `held` are in use."""
@@ -187,7 +187,7 @@ class RoomyLayer(DynamicLayer):
 
     @property
     def whole(self) -> bool:
-        """Are the keys and values those in the room, and not others that transformers has put in their place?"""
+        """Are the keys and values those in the room, not tensors with which transformers has replaced them?"""
         return self._keys is None and self._values is None
 
     @property
@@ -209,7 +209,7 @@ class RoomyLayer(DynamicLayer):
         self._values = others
 
     def get_seq_length(self) -> int:
-        """How many positions are in use."""
+        """The number of positions in use."""
         return self.held if self._keys is None else self._keys.shape[2]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -222,7 +222,7 @@ class RoomyLayer(DynamicLayer):
         return self.keys, self.values
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Put other sequences in the place of each, as beam search does."""
+        """Replace each sequence by another one, as beam search does."""
         if not self.whole:
             super().reorder_cache(beam_idx)
             return
@@ -230,25 +230,25 @@ class RoomyLayer(DynamicLayer):
         self.values.copy_(self.values[beam_idx])
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last positions; `tokens_to_remove` is negative."""
+        """Remove the last positions; `tokens_to_remove` is negative."""
         if self.whole and tokens_to_remove <= 0:
             self.held = max(0, self.held + tokens_to_remove)
         else:
             super().crop(tokens_to_remove)
 
     def reset(self) -> None:
-        """Forget all positions."""
+        """Remove all positions."""
         self._keys = self._values = None
         self.held = 0
 
 
 class LentRooms:
-    """The rooms of a cache some of whose first places may be padding, as an `AttendingCache` of one more token."""
+    """The rooms of a cache with possible padding on the left, as an `AttendingCache` for one more token."""
 
     knows_padding = True
 
     def __init__(self, decoder: Decoder, rooms: Sequence[LayerRoom], slot: int, first: Tensor | None) -> None:
-        """slot: places in use. first: int64 [batch], the first place of each sequence that is seen; None: all 0."""
+        """slot: number of places in use. first: int64 [batch], each sequence's first visible place; None: all 0."""
         self.slot, batch, starts = slot, len(rooms[0].keys), {}
         for window in {block.window for block in decoder.blocks}:
             seen = torch.zeros(batch, dtype=torch.int64) if first is None else first
@@ -259,7 +259,7 @@ class LentRooms:
             self._lent[block.index] = Lent([room.keys], [room.values], [], [], [], [], [rows], [0, slot], 16, 64)
 
     def get_seq_length(self) -> int:
-        """How many places are in use."""
+        """The number of places in use."""
         return self.slot
 
     def lend(self, number: int) -> Lent:
@@ -267,14 +267,14 @@ class LentRooms:
         return self._lent[number]
 
     def attend_new(self, number: int, module: nn.Module, new: NewTokens) -> Tensor:
-        """Never asked: every layer is lent."""
+        """Never called: every layer is lent."""
         raise AssertionError(f"layer {number} is lent")
 
 
 def roomy(decoder: Decoder, cache: DynamicCache, batch: int, tokens: int) -> list[LayerRoom] | None:
-    """Room of every block for so many more tokens in a cache that generation made; None: its layers are of other kinds.
+    """Each block's room for `tokens` more tokens in a cache that `generate` made; None: its layers are of other kinds.
 
-    Layers become `RoomyLayer`s; what they hold stays. A layer with a window must be empty for that, since it forgets.
+    Layers become `RoomyLayer`s with the same content. A layer with a window must be empty, since it drops positions.
     """
     layers = cache.layers
     last = max(block.index for block in decoder.blocks)

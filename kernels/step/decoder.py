@@ -1,9 +1,9 @@
 """The parts of a transformers decoder, found by inspection, so that the workbench's own kernels can run its passes.
 
-A decoder is recognised by its modules and by what they hold, never by the name of its class: blocks of two norms (or
-Gemma's four), attention of q, k, v and o with optional norms of heads, an MLP with a gate. Whatever is not known is
-refused with a reason, and the model's own code runs instead. What is recognised is checked by whoever runs it: its
-logits must be those of the model.
+A decoder is recognised by its modules and their contents, never by the name of its class: blocks of two norms (or
+Gemma's four), attention of q, k, v and o with optional norms of heads, an MLP with a gate. Anything unknown is refused
+with a reason, and the model's own code runs instead. The code that runs a recognised decoder checks that its logits are
+those of the model.
 """
 
 import copy
@@ -25,10 +25,10 @@ MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 MODEL = {"embed_tokens", "layers", "norm", "rotary_emb"}
 ACTIVATION = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
 CHANGING = ("dynamic", "longrope")  # rotary frequencies that depend on the length
-STREAM = "rotated_stream"  # a model's module that keeps its residual stream rotated between its blocks
-ACCELERATION = "acceleration"  # a model's attribute, by `kernels.step.accelerate`, beside its forward
-# An attribute of what puts hooks and an attention of this name on a model for caches that attend themselves
-# (`kernels.step.cache.AttendingCache`).
+STREAM = "rotated_stream"  # name of the module that keeps a model's residual stream rotated between the blocks
+ACCELERATION = "acceleration"  # attribute that `kernels.step.accelerate` sets on a model, beside its forward
+# Attribute of the object that puts hooks and an attention of this name on a model, for caches that compute the
+# attention (`kernels.step.cache.AttendingCache`).
 ATTACHED = "attention_name"
 FACTORS = ("logit_scale", "logits_scaling", "residual_multiplier", "embedding_multiplier", "attention_multiplier")
 
@@ -41,10 +41,10 @@ class NotNative(Exception):
 class DecoderBlock:
     """A block: norms, attention and a gated MLP, whose linears are the model's modules.
 
-    index: of its layer of the cache. after_attention, after_mlp: norms of what is added to the residual stream, or
-    None. attention: the module that holds q, k, v and o. activation: of the gate, a name of `program.ACTIVATIONS`.
-    kind: of its rotary tables, or None for the only one. scale: of scores. softcap: softcap * tanh(score / softcap), or
-    0. window: positions a token sees, itself included, or 0 for all.
+    index: of its layer in the cache. after_attention, after_mlp: norms of the results that are added to the residual
+    stream, or None. attention: the module that holds q, k, v and o. activation: the gate's, a name of
+    `program.ACTIVATIONS`. kind: of its rotary tables, or None for the only one. scale: of scores. softcap: softcap *
+    tanh(score / softcap), or 0. window: number of positions that a token sees, itself included, or 0 for all.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Decoder:
     """A model of the Llama family.
 
     norm: before the head. stream: the module that rotates the residual stream between the blocks, or None.
-    cap: of the logits, cap * tanh(logit / cap), or 0 for none; it leaves the largest one the largest.
+    cap: soft cap of the logits, cap * tanh(logit / cap), or 0 for none; the largest logit stays the largest.
     """
 
     embedding: nn.Module
@@ -104,10 +104,10 @@ class RotaryTables:
     made: dict[str | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def of(self, kind: str | None, length: int) -> tuple[Tensor, Tensor]:
-        """(cos, sin) [at least `length`, turned channels] of layers of this kind."""
+        """(cos, sin) [at least `length`, rotated channels] for layers of this kind."""
         made = len(self.made[kind][0]) if kind in self.made else 0
         if made < length:
-            positions = torch.arange(max(length, 2 * made))[None]  # passes over one token more ask for one place more
+            positions = torch.arange(max(length, 2 * made))[None]  # passes over one more token need one more place
             more = () if kind is None else (kind,)
             cos, sin = self.module(torch.zeros(1, dtype=torch.float32), positions, *more)
             self.made[kind] = cos[0].float().contiguous(), sin[0].float().contiguous()
@@ -115,7 +115,7 @@ class RotaryTables:
 
 
 def knows(model: nn.Module) -> bool:
-    """Are there passes of this package for a model, as far as its kind and dtype tell?"""
+    """Does this package have passes for a model, judging by its kind and dtype alone?"""
     try:
         recognise(model)
     except NotNative:
@@ -125,13 +125,13 @@ def knows(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def recognise(model: nn.Module, by_cache: bool = False) -> Decoder:
-    """What a causal decoder of transformers is made of.
+    """The parts of a causal decoder of transformers.
 
     Args:
-        by_cache: a cache will attend itself, so that the model's own kind of attention does not matter.
+        by_cache: a cache will compute the attention, so that the model's own kind of attention does not matter.
 
     Raises:
-        NotNative: it is of another kind, changed by hooks, or not on a CPU.
+        NotNative: the model is of another kind, changed by hooks, or not on a CPU.
     """
     if model.device.type != "cpu":
         raise NotNative(f"the model is on {model.device.type}")
@@ -166,7 +166,7 @@ def recognise(model: nn.Module, by_cache: bool = False) -> Decoder:
 
 
 def _block(block: nn.Module, name: str, several: bool, config: Any) -> DecoderBlock:
-    """several: whether kinds of layers have rotary tables of their own."""
+    """several: does each kind of layer have its own rotary tables?"""
     children = {n for n, _ in block.named_children()}
     four = children == FOUR_NORMS
     if not four:
@@ -213,7 +213,7 @@ def _expect(module: nn.Module, children: set[str], name: str) -> None:
 
 
 def _norm(module: nn.Module, size: int | None = None) -> Norm:
-    """The norm that a module computes: its weight, or 1 + its weight, whichever gives what it gives."""
+    """The norm that a module computes: with its weight or 1 + its weight, whichever reproduces the module's output."""
     weight = getattr(module, "weight", None)
     eps = next(
         (getattr(module, n) for n in ("variance_epsilon", "eps") if isinstance(getattr(module, n, None), float)), None

@@ -25,8 +25,8 @@ from kernels.step.cache import AttendingCache, LayerRoom, attend_by_cache, rooms
 from kernels.step.decoder import Decoder, DecoderBlock, NotNative, recognise
 from kernels.step.joined import Joined, joined
 
-QUERIES = 128  # whose scores are computed at once where they have a soft cap
-CHECKED = 4  # last tokens of a prompt
+QUERIES = 128  # number of queries whose scores are computed at once if there is a soft cap
+CHECKED = 4  # number of last tokens of a prompt whose logits are compared
 
 
 class DecoderForward:
@@ -34,11 +34,11 @@ class DecoderForward:
 
     Args:
         decoder: recognised.
-        laid_out: for products of about so many tokens the dense weights are laid out once, which takes their memory a
-            second time; 0: they are taken as they are.
+        laid_out: number of tokens for which the dense weights are laid out once, which takes their memory a second
+            time; 0: they are used as they are.
 
     Raises:
-        NotNative: without C++ kernels, or in another dtype than bfloat16 and float16.
+        NotNative: there are no C++ kernels, or the dtype is not bfloat16 or float16.
     """
 
     def __init__(self, decoder: Decoder, laid_out: int = 0) -> None:
@@ -47,9 +47,9 @@ class DecoderForward:
         if reason := native.why_not():
             raise NotNative(reason)
         self.decoder, self._laid_out = decoder, laid_out if lays_out(decoder.dtype) else 0
-        self._dense: dict[int, Tensor] = {}  # by the weight's address
-        self._joined: dict[int, Joined | None] = {}  # by the first linear's identity
-        self._apart = max(native.FEW_ROUNDED, native.most_in_loops())  # tokens up to which linears are multiplied apart
+        self._dense: dict[int, Tensor] = {}  # key: the weight's address
+        self._joined: dict[int, Joined | None] = {}  # key: the first linear's id
+        self._apart = max(native.FEW_ROUNDED, native.most_in_loops())  # tokens up to which linears are not joined
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -66,14 +66,14 @@ class DecoderForward:
         positions: Tensor | None = None,
         first: Tensor | None = None,
     ) -> Tensor:
-        """Read tokens behind the `slot` places that the cache has in use.
+        """Read tokens after the first `slot` places of the cache, which are in use.
 
         Args:
             ids: int64 [batch, tokens].
-            rooms: of every block; `slot` + tokens places are in use afterwards. Or a cache that attends itself.
-            keep: tokens at the end whose logits are wanted.
-            positions: int64 [batch, tokens] by which keys and queries turn; None: their places.
-            first: int64 [batch], the first place of each sequence that is seen, where others are padding; None: all 0.
+            rooms: one per block, with `slot` + tokens places in use afterwards; or a cache that computes the attention.
+            keep: number of tokens at the end whose logits are returned.
+            positions: int64 [batch, tokens], for the rotary embedding of keys and queries; None: their places.
+            first: int64 [batch], the first place of each sequence that is not padding; None: all 0.
 
         Returns:
             logits [batch, keep, vocabulary] in the model's dtype.
@@ -83,7 +83,7 @@ class DecoderForward:
         if positions is None:
             positions = torch.arange(slot, slot + tokens).expand(batch, -1)
         positions = positions.contiguous()
-        length = int(positions.max()) + 1  # of rotary tables
+        length = int(positions.max()) + 1  # of the rotary tables
         cache = rooms if hasattr(rooms, "attend_new") else None
         seen = _Seen(slot, tokens, first)
         stream = decoder.stream
@@ -111,7 +111,7 @@ class DecoderForward:
         return decoder.cap * (logits / decoder.cap).tanh() if decoder.cap else logits
 
     def _product(self, linear: nn.Module, x: Tensor) -> Tensor:
-        """[..., out], contiguous."""
+        """The product of a linear with x: [..., out], contiguous."""
         if type(linear) is not nn.Linear or linear.weight.dtype != x.dtype:
             return linear(x).contiguous()
         weight, tokens = linear.weight, x.numel() // x.shape[-1]
@@ -126,7 +126,7 @@ class DecoderForward:
         return product(x, self._dense[weight.data_ptr()], linear.bias)
 
     def _products(self, linears: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
-        """Of several linears with one input: [..., out_i], contiguous."""
+        """The products of several linears with one input: [..., out_i], contiguous."""
         if x.dtype == torch.bfloat16 and x.numel() > self._apart * x.shape[-1]:
             key = id(linears[0])
             if key not in self._joined:
@@ -144,7 +144,7 @@ class DecoderForward:
         positions: Tensor,
         seen: "_Seen",
     ) -> Tensor:
-        """[batch, tokens, heads * channels], contiguous."""
+        """The attention's result, [batch, tokens, heads * channels], contiguous."""
         q, k, v = qkv
         norms = block.query_norm, block.key_norm
         turn_and_store(q, k, v, tables, positions, norms, room.keys, room.values, seen.slot)
@@ -155,15 +155,15 @@ class DecoderForward:
 
 @dataclass
 class _Seen:
-    """Which places of the cache each token of a pass sees: itself and those before it, from `first` on."""
+    """The places of the cache that each token of a pass sees: its own and earlier ones, from `first` on."""
 
     slot: int
     tokens: int
     first: Tensor | None
-    masks: dict[int, Tensor] = field(default_factory=dict)  # by window
+    masks: dict[int, Tensor] = field(default_factory=dict)  # key: window
 
     def attend(self, block: DecoderBlock, q: Tensor, room: LayerRoom) -> Tensor:
-        """[batch, tokens, heads, channels] of q [batch, heads, tokens, channels]."""
+        """Attention [batch, tokens, heads, channels] of q [batch, heads, tokens, channels]."""
         total = self.slot + self.tokens
         keys, values = room.keys[:, :, :total], room.values[:, :, :total]
         all_before = not self.slot and (not block.window or block.window >= total)
@@ -182,7 +182,7 @@ class _Seen:
         return y.transpose(1, 2).contiguous()
 
     def _of_prompts(self, q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        """Each prompt without its padding, which gets zeros."""
+        """The attention of each prompt without its padding; padded places get zeros."""
         if self.first is None:
             return prompt_attention(q, keys, values, scale=scale)
         y = q.new_zeros(q.transpose(1, 2).shape)
@@ -234,15 +234,15 @@ class NativePrompt:
 
 @torch.no_grad()
 def native_prompt(model: nn.Module, cache: Cache, tokens: Tensor, laid_out: bool = True) -> NativePrompt:
-    """The pass over a prompt of a decoder, compared with the model's.
+    """A decoder's pass over a prompt, checked against the model's.
 
     Args:
-        model: a causal decoder. cache: static, with its tensors; it is empty afterwards.
+        model: a causal decoder. cache: static, with allocated tensors; it is empty afterwards.
         tokens: int64 [batch, n], the prompt that both read.
-        laid_out: dense weights are laid out for prompts of this length, which takes their memory a second time.
+        laid_out: lay out dense weights for prompts of this length, which takes their memory a second time.
 
     Raises:
-        NotNative: a model or a cache that is not known, or logits that are not the model's.
+        NotNative: an unknown model or cache, or logits that differ from the model's.
     """
     decoder = recognise(model)
     rooms = rooms_of(decoder, cache)
@@ -260,12 +260,12 @@ def native_prompt(model: nn.Module, cache: Cache, tokens: Tensor, laid_out: bool
 
 
 def check(found: Tensor, expected: Tensor) -> None:
-    """Logits [batch, tokens, vocabulary] against the model's, without their means, which change no probability.
+    """Compare logits [batch, tokens, vocabulary] with the model's, without their means, which change no probability.
 
     Raises:
         NotNative: they differ by more than rounding explains.
     """
     found, expected = (x.float() - x.float().mean(-1, keepdim=True) for x in (found, expected))
     difference = float(((found - expected).norm(dim=(0, 2)) / expected.norm(dim=(0, 2))).median())
-    if not difference < MOST:  # not a number is refused, too
+    if not difference < MOST:  # NaN is refused, too
         raise NotNative(f"its logits differ from the model's by {difference:.2g}, more than {MOST}")

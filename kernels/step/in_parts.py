@@ -1,4 +1,4 @@
-"""A step of decoding behind a cache that attends itself: the products in C++, which stop for every attention."""
+"""A decoding step with a cache that computes the attention: the products in C++, which stop for every attention."""
 
 from torch import Tensor
 
@@ -9,13 +9,13 @@ from kernels.step.native import DecodeStep
 
 
 class StepInParts:
-    """One token of every sequence.
+    """A decoding step with one token per sequence.
 
     Args:
-        decoder: recognised. tokens: sequences, up to `native.MOST_TOKENS`.
+        decoder: recognised. tokens: number of sequences, up to `native.MOST_TOKENS`.
 
     Raises:
-        NotNative: a format without loops of a step.
+        NotNative: a format for which there are no decoding loops.
     """
 
     def __init__(self, decoder: Decoder, tokens: int) -> None:
@@ -27,19 +27,19 @@ class StepInParts:
             raise NotNative(str(error).splitlines()[0]) from error
 
     def __call__(self, ids: Tensor, cache: AttendingCache, positions: Tensor) -> Tensor:
-        """Take the last token of every sequence into the cache.
+        """Read the last token of every sequence into the cache.
 
         Args:
-            ids: int64 [tokens, 1]. positions: int64 [tokens, 1], by which keys and queries turn.
+            ids: int64 [tokens, 1]. positions: int64 [tokens, 1], for the rotary embedding of keys and queries.
 
         Returns:
-            int64 [tokens, 1]: the first of the largest logits, which `logits` holds until the next call.
+            int64 [tokens, 1]: the index of the first largest logit; `logits` gives all logits until the next call.
         """
         decoder, step, tokens = self.decoder, self._step, self.tokens
         length = int(positions.max()) + 1
         hidden = None if self._embedding is None else self._embedding(ids).float().flatten(0, 1)
         given = step.begin(ids, hidden)
-        lents, tables_of = [], []  # of the next layers, which take one call together
+        lents, tables_of = [], []  # of the next layers that one call handles together
         for block in decoder.blocks:
             tables = decoder.rotary.of(block.kind, length)
             if (lent := cache.lend(block.index)) is not None:
@@ -59,6 +59,6 @@ class StepInParts:
 
     @property
     def logits(self) -> Tensor:
-        """[tokens, 1, vocabulary] of the last call, in the model's dtype."""
+        """The logits of the last call, [tokens, 1, vocabulary], in the model's dtype."""
         logits, cap = self._step.logits[:, None], self.decoder.cap
         return (cap * (logits / cap).tanh() if cap else logits).to(self.decoder.dtype)

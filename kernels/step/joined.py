@@ -1,6 +1,6 @@
 """Products of one input with several stored weights in one call, where a CPU multiplies prompts in tiles.
 
-The tokens are rounded and packed once for all of them, and all rows are shared out together.
+The tokens are rounded and packed once for all products, and the rows of all weights are distributed over the threads.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,11 +22,11 @@ Joined = Callable[[Tensor], list[Tensor]]  # x [..., in] -> [..., out_i] for eac
 
 
 def joined(linears: Sequence[nn.Module]) -> Joined | None:
-    """The products of these linears of one input, for bfloat16 and more tokens than `native.FEW_ROUNDED` and
+    """The products of one input with these linears, for bfloat16 and more tokens than `native.FEW_ROUNDED` and
     `native.most_in_loops()`.
 
     Returns:
-        None where they are stored in different ways, or in a format that this CPU does not multiply in tiles.
+        None if they are stored in different formats, or in one that this CPU does not multiply in tiles.
     """
     if not native.tiles():
         return None
@@ -53,7 +53,7 @@ def joined(linears: Sequence[nn.Module]) -> Joined | None:
 
 
 def _rounds_tokens(change: Change, weights: Sequence[Weight]) -> bool:
-    """Is a token rounded with one step of its own, and nothing else done to it, and do integer kernels take it?"""
+    """Is the only change rounding with one step per token, and do the integer kernels support these weights?"""
     if change.signs is not None or change.order is not None or change.step or change.wide or change.bits not in (4, 8):
         return False
     x = torch.empty(1, weights[0].shape[1], dtype=torch.bfloat16)

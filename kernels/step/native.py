@@ -1,4 +1,4 @@
-"""A program of a step of decoding, run by `native/step.cpp`."""
+"""A program of a decoding step, run by `native/step.cpp`."""
 
 from collections.abc import Sequence
 
@@ -12,13 +12,13 @@ from kernels.registry import ran
 from kernels.step.cache import Lent
 from kernels.step.program import ACTIVATIONS, Attention, Change, Handed, Norm, Products, Program, Weight
 
-RESIDUAL, ATTENDED = -1, -2  # as native/step_types.inc numbers what a product reads
+RESIDUAL, ATTENDED = -1, -2  # numbers of a product's input in native/step_types.inc
 MOST_TOKENS = 8
 DTYPES = (torch.bfloat16, torch.float16)
 
 
 def why_not(dtype: torch.dtype, tokens: int) -> str | None:
-    """None where steps of so many tokens can run here with activations of this dtype; else why not, in a line."""
+    """None if steps of `tokens` tokens can run here with activations of this dtype; else the reason, in one line."""
     if dtype not in DTYPES:
         return f"activations in {str(dtype).removeprefix('torch.')}, not in 16 bits"
     if not 1 <= tokens <= MOST_TOKENS:
@@ -30,13 +30,13 @@ class DecodeStep:
     """A program that is ready to run. It keeps the program's tensors.
 
     Args:
-        program: what a step does.
-        dtype: of activations where products read them, bfloat16 or float16; all else is in float32.
+        program: the instructions of a step.
+        dtype: of the inputs of products, bfloat16 or float16; everything else is in float32.
         isa: the instruction set; "auto": the best of this machine.
 
     Raises:
         ValueError: a dtype or a number of tokens that cannot be run, or a machine without C++ kernels.
-        RuntimeError: tensors that do not fit together.
+        RuntimeError: tensors that do not match.
     """
 
     def __init__(self, program: Program, dtype: torch.dtype, isa: str = "auto") -> None:
@@ -64,38 +64,39 @@ class DecodeStep:
         Args:
             ids: int64 [tokens, 1], the last token of every sequence.
             position: of these tokens; the number of positions in the cache.
-            hidden: float32 [tokens, hidden], where the program has no embedding.
+            hidden: float32 [tokens, hidden], if the program has no embedding.
 
         Returns:
-            int64 [tokens, 1]: the first of the largest logits, which `logits` holds until the next call.
+            int64 [tokens, 1]: the index of the first largest logit; `logits` gives all logits until the next call.
         """
         ran("decode_step", f"cpu {self.isa}")
         return self._native.run(ids, position, hidden)
 
     def begin(self, ids: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """The first part of a step whose program hands over: up to the first attention. Arguments as of a call.
+        """The first part of a step whose program has `Handed` instructions: up to the first attention. Arguments as in
+        a call.
 
         Returns:
-            float32 [n]: queries [tokens, heads * channels], keys and values, one behind the other; memory of the step,
-            valid until the next part.
+            float32 [n]: queries [tokens, heads * channels], keys and values, concatenated; memory of the step, valid
+            until the next part.
         """
         ran("decode_step", f"cpu {self.isa}")
         return self._native.begin(ids, hidden)
 
     def go_on(self, attended: Tensor) -> Tensor:
-        """The next part: attended, float32 [tokens, heads * channels] -> what `begin` returns; at the end the next
-        tokens, int64 [tokens, 1]."""
+        """The next part: takes the attention's result, float32 [tokens, heads * channels], and returns the same as
+        `begin`; at the end, the next tokens, int64 [tokens, 1]."""
         return self._native.go_on(attended)
 
     def attend_kept(
         self, lents: Sequence[Lent], tables: Sequence[tuple[Tensor, Tensor]], positions: Tensor
     ) -> Tensor:
-        """The part behind the next attentions, as of `go_on`; each attends to what a layer of a cache has lent, where
-        the new keys and values are put.
+        """Run the next attentions and the part after them, as `go_on` does. Each attention reads the tensors that a
+        layer of a cache has lent, after the new keys and values have been written there.
 
         Args:
-            lents: of the next layers, one behind another. tables: of each, cosines and sines, float32 [positions,
-                turned channels]. positions: int64 [tokens, 1], of the tokens.
+            lents: of the next layers, in order. tables: of each, cosines and sines, float32 [positions, rotated
+                channels]. positions: int64 [tokens, 1], of the tokens.
         """
         tensors, numbers, lists = [], [], []
         for lent, (cos, sin) in zip(lents, tables, strict=True):
@@ -110,12 +111,12 @@ class DecodeStep:
 
     @property
     def last_input(self) -> Tensor:
-        """float32 [tokens, hidden]: what the queries, keys and values of the part before were made of."""
+        """float32 [tokens, hidden]: the input from which the last part computed queries, keys and values."""
         return self._native.last_input()
 
     @property
     def logits(self) -> Tensor:
-        """float32 [tokens, vocabulary] of the last call, rounded to the 16 bits of the activations."""
+        """The logits of the last call, float32 [tokens, vocabulary], rounded to the 16 bits of the activations."""
         return self._native.logits()
 
     def _weight(self, w: Weight) -> int:
@@ -126,7 +127,7 @@ class DecodeStep:
         return weight
 
     def _change(self, change: Change) -> int:
-        """Its number; equal ones have the same, and are made once where weights share an input."""
+        """The number of a change; equal changes have the same number, and run once if weights share an input."""
         for number, one in enumerate(self._changes):
             if one.same(change):
                 return number

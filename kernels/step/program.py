@@ -1,4 +1,4 @@
-"""A step of decoding as data: a list of instructions over the tensors of a model and of its cache."""
+"""A decoding step as data: a list of instructions over the tensors of a model and of its cache."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -23,13 +23,13 @@ ACTIVATIONS = ("", "silu", "gelu_tanh", "relu")  # numbered as in native/step_ty
 
 @dataclass(frozen=True)
 class Change:
-    """What is done to the input of a product before the weight meets it: a transform, another order of the columns, and
-    then rounding to integer codes.
+    """The change of a product's input before the multiplication: a transform, a permutation of the columns, and then
+    rounding to integer codes.
 
-    signs: [in], ±1 float32, by which x is multiplied before every `block` neighbouring columns go through a Hadamard
-        transform; None: x is not transformed. order: [in] integers, the column that comes to each place; None: all
-        stay. bits: of symmetric codes, 0 for no rounding. group_size: columns that share a step, so that the largest of
-        them has the largest code. step: of all codes, or 0. wide: groups, the first ones, whose codes have 8 bits.
+    signs: [in], ±1 float32, multiplied into x before a Hadamard transform of each `block` neighbouring columns; None: x
+        is not transformed. order: [in] integers, the source column of each place; None: no permutation. bits: of
+        symmetric codes, 0 for no rounding. group_size: number of columns that share a step, chosen so that the largest
+        of them has the largest code. step: one step for all codes, or 0. wide: number of first groups with 8-bit codes.
     """
 
     signs: Tensor | None = None
@@ -41,7 +41,7 @@ class Change:
     wide: int = 0
 
     def same(self, other: "Change") -> bool:
-        """Do the two give the same of every input?"""
+        """Do the two changes give the same result for every input?"""
         settings = (self.block, self.bits, self.group_size, self.step, self.wide)
         if settings != (other.block, other.bits, other.group_size, other.step, other.wide):
             return False
@@ -49,7 +49,7 @@ class Change:
         return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in tensors)
 
     def turn(self, x: Tensor) -> Tensor:
-        """The transform alone, without the order: it is orthogonal."""
+        """The transform alone, without the permutation. It is orthogonal."""
         return x if self.signs is None else hadamard((x * self.signs).unflatten(-1, (-1, self.block))).flatten(-2)
 
     def turn_back(self, x: Tensor) -> Tensor:
@@ -63,8 +63,8 @@ class Weight:
 
     stored: 16-bit floats [out, in]; codes in the layout "panels"; int8 codes in the layout "panels", whose product
         rounds x to 8 bits; or walks through a trellis. bias: float32 [out], or None. change: of the input, or None.
-    gains: float32 [in], what columns are multiplied by (of a trellis), or None. x_scale: the step of all inputs of int8
-        codes, float32 without dimensions; None: one for each token.
+    gains: float32 [in], factors of the columns (trellis only), or None. x_scale: the step of all inputs of int8 codes,
+        float32 without dimensions; None: one step per token.
     """
 
     stored: Tensor | Packed | Codebook | W8 | Trellis
@@ -86,12 +86,12 @@ class Weight:
 
     @property
     def sizes(self) -> list[int]:
-        """The shape; of walks also their bits, and those of a state."""
+        """The shape; for walks also their bits and the bits of a state."""
         w = self.stored
         return [*self.shape, *((w.bits, w.states) if isinstance(w, Trellis) else ())]
 
     def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """(data, scale, zero, table) as the loops read them."""
+        """(data, scale, zero, table) in the form that the loops read."""
         w = self.stored
         if isinstance(w, Tensor):
             return w, None, None, None
@@ -102,7 +102,7 @@ class Weight:
         return w.codes, w.scale, getattr(w, "zero", None), getattr(w, "table", None)
 
     def dequantize(self) -> Tensor:
-        """W in float32, which meets the changed input."""
+        """W in float32, to be multiplied by the changed input."""
         if isinstance(self.stored, Trellis):
             return decode_trellis(self.stored) * (1 if self.gains is None else self.gains)
         if isinstance(self.stored, W8):
@@ -124,11 +124,11 @@ class Norm:
 
 @dataclass(frozen=True)
 class Products:
-    """Products of one input with one or several weights, one beside the other: [tokens, out] each.
+    """Products of one input with one or several weights, side by side: [tokens, out] each.
 
-    reads: "residual" (through the norm `before`), "attention" (the last one), or what another instruction writes.
-    writes: a name for the result. activation: the first product, activated, times the second takes the place of both.
-    added: a result that is added to the residual stream first, through the norm `after` if there is one.
+    reads: "residual" (after the norm `before`), "attention" (the last one), or a name that another instruction writes.
+    writes: a name for the result. activation: if set, activation(first product) * second product replaces both.
+    added: a result that is added to the residual stream first, normalised by `after` if given.
     """
 
     reads: str
@@ -142,14 +142,14 @@ class Products:
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention of one token per sequence; its key and value are put into the cache first.
+    """Attention of one token per sequence; its key and value are written into the cache first.
 
-    reads: the name of queries [tokens, heads * channels], keys and values, one beside the other.
-    keys, values: the cache [tokens, kv heads, positions, channels] in 16 bits; length: int64, how many positions it
-        holds, which grows by one. scale: of scores. softcap: softcap * tanh(score / softcap), or 0 for none.
-    window: how many positions a token sees, itself included; 0: all.
-    cos, sin: float32 [positions, turned channels]; the first half of them turns with the second.
-    query_norm, key_norm: of every head before it is turned, or None.
+    reads: the name of queries [tokens, heads * channels], keys and values, side by side.
+    keys, values: the cache [tokens, kv heads, positions, channels] in 16 bits; length: int64, the number of positions
+        in use, which grows by one. scale: of scores. softcap: softcap * tanh(score / softcap), or 0 for none.
+    window: number of positions that a token sees, itself included; 0: all.
+    cos, sin: float32 [positions, rotated channels]; each channel of the first half is paired with one of the second.
+    query_norm, key_norm: norm of every head before the rotation, or None.
     """
 
     reads: str
@@ -168,16 +168,16 @@ class Attention:
 
     @property
     def channels(self) -> int:
-        """Of a head."""
+        """The number of channels of a head."""
         return self.keys.shape[-1]
 
 
 @dataclass(frozen=True)
 class Handed:
-    """In the place of an `Attention`: the step stops, and goes on with what a cache that attends itself found, or with
-    what a cache keeps that lends its tensors (`kernels.step.cache.Lent`).
+    """Replaces an `Attention`: the step stops here, and continues with a result that the cache has computed, or attends
+    to tensors that the cache lends (`kernels.step.cache.Lent`).
 
-    The fields are those of `Attention`; without a window.
+    The fields are those of `Attention`, without a window.
     """
 
     reads: str
@@ -192,11 +192,11 @@ class Handed:
 
 @dataclass(frozen=True)
 class Program:
-    """A step of decoding.
+    """A decoding step.
 
     embedding: rows that tokens look up, multiplied by `embedding_scale`; None: the hidden state is given.
     instructions: the last one is the head's product, which gives the logits.
-    stream: how the residual stream is turned behind the embedding, and back before the head's norm; None: it is not.
+    stream: transform of the residual stream after the embedding, undone before the head's norm; None: no transform.
     """
 
     hidden: int

@@ -1,4 +1,4 @@
-"""A step of decoding in plain torch: the same program, instruction by instruction, in float32."""
+"""A decoding step in plain torch: the same program, instruction by instruction, in float32."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ def decode_step(
 ) -> Tensor:
     """Logits [tokens, vocabulary] of one step, in float32; changes the program's cache as the native step does.
 
-    dtype: to which the inputs of products, the queries and the cache are rounded.
+    dtype: the dtype to which the inputs of products, the queries and the cache are rounded.
     """
 
     def rounded(x: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def _products(p: Products, x: Tensor) -> list[Tensor]:
 
 
 def _met(w: Weight, x: Tensor) -> Tensor:
-    """What a weight is multiplied by."""
+    """The changed input by which a weight is multiplied."""
     change = w.change or Change()
     if isinstance(w.stored, W8):
         change = Change(bits=8, group_size=x.shape[-1], step=0.0 if w.x_scale is None else float(w.x_scale))

@@ -1,4 +1,4 @@
-"""`ternary_matmul`: y = x Wᵀ with W of three values in each row, written in words of 16 bits. See README.md."""
+"""`ternary_matmul`: y = x Wᵀ with three different values in each row of W, coded in words of 16 bits. See README.md."""
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ def ternary_matmul(x: Tensor, w: Ternary, *, impl: str = "auto") -> Tensor:
         [..., out] in x's dtype
 
     Raises:
-        ValueError: shapes that do not fit, or an implementation that does not exist.
+        ValueError: shapes that do not match, or an implementation that does not exist.
     """
     if x.dim() == 0 or x.shape[-1] != w.shape[1]:
         raise ValueError(f"`x` {tuple(x.shape)} must end in in_features (={w.shape[1]})")
@@ -35,7 +35,7 @@ def ternary_matmul(x: Tensor, w: Ternary, *, impl: str = "auto") -> Tensor:
 
 @torch.library.custom_op("workbench::ternary_matmul", mutates_args=())
 def _op(x: Tensor, codes: Tensor, counts: Tensor, low: Tensor, high: Tensor, in_features: int, p0: float) -> Tensor:
-    # Opaque to the compiler on purpose: were the decoder traced, freezing would fold it into a dense weight.
+    # Opaque to the compiler on purpose: if the decoder were traced, freezing would fold it into a dense weight.
     w = Ternary(codes, counts, low, high, (len(counts), in_features), p0)
     return reference.ternary_matmul(x.reshape(-1, in_features), w).view(*x.shape[:-1], len(counts))
 

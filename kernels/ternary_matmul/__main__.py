@@ -1,4 +1,4 @@
-"""Bits per weight of drawn ternary matrices, and the time to write and read them:
+"""Bits per weight of random ternary matrices, and the time to encode and decode them:
 `python -m kernels.ternary_matmul`."""
 
 import time
@@ -8,7 +8,7 @@ import torch
 
 from kernels.ternary_matmul import Ternary, decode, dictionary, encode
 
-SHARES = (0.8, 0.885, 0.95, 0.99)  # of zeros
+SHARES = (0.8, 0.885, 0.95, 0.99)  # shares of zeros
 SHAPE = (1024, 4096)
 P0 = 0.885
 

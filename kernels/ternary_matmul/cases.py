@@ -34,7 +34,7 @@ def checks(device: torch.device) -> list[Check]:
 def _weight(
     generator: torch.Generator, out: int, columns: int, zeros: float, device: torch.device
 ) -> tuple[Ternary, Tensor]:
-    """In words, and W in float64."""
+    """The weight in words, and W in float64."""
     place = torch.rand(out, columns, generator=generator)
     symbols = (place > zeros).to(torch.uint8) + (place > (1 + zeros) / 2).to(torch.uint8)
     low, high = -torch.rand(out, generator=generator), torch.rand(out, generator=generator)
@@ -55,7 +55,7 @@ def _check(name: str, x: Tensor, w: Ternary, W: Tensor) -> Check:
 
 
 def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]:
-    """Against the dense product: what decoding at each call costs."""
+    """Comparison with the dense product, to show the cost of decoding at each call."""
     generator = torch.Generator().manual_seed(0)
     for out, columns in asked.shapes or (((96, 256),) if toy else ((1536, 576), (4096, 4096))):
         for tokens in asked.tokens or ((2,) if toy else (1, 256)):

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 WORDS = 1 << 16
-EMPTY, NONE = WORDS, WORDS + 1  # rows of `Dictionary.longer` that are no words: the empty sequence, and none at all
-PAIRS = 14  # of symbols, in the longest sequence of the dictionary
-KINDS = 9  # of pairs: 3 * first + second
-P0 = (0.34, 0.97)  # between these every single pair is in the dictionary, so that every matrix can be written
-AT_ONCE = 1 << 22  # weights that are encoded or decoded at once
+EMPTY, NONE = WORDS, WORDS + 1  # rows of `Dictionary.longer` that are not words: the empty sequence, and no sequence
+PAIRS = 14  # number of pairs of symbols in the longest sequence of the dictionary
+KINDS = 9  # number of different pairs: 3 * first + second
+P0 = (0.34, 0.97)  # between these, the dictionary has every single pair, so that every matrix can be encoded
+AT_ONCE = 1 << 22  # number of weights that are encoded or decoded at once
 
 
 class Dictionary(NamedTuple):
-    """The sequences that words stand for, of 1 to 14 pairs of symbols 0, 1 and 2.
+    """The sequences represented by the words, each of 1 to 14 pairs of symbols 0, 1 and 2.
 
     pairs: uint8 [words, 14], 0 after the end. lengths: uint8 [words], in pairs. longer: int32 [words + 2, 9], the word
-    of each sequence with one more pair, or `NONE`; its last rows are those of the empty sequence and of none.
+    of each sequence with one more pair, or `NONE`; its last rows are for the empty sequence and for no sequence.
     """
 
     pairs: Tensor
@@ -46,12 +46,12 @@ class Ternary(NamedTuple):
 
 @cache
 def dictionary(p0: float, device: torch.device) -> Dictionary:
-    """The 2^16 most probable sequences of at most 14 pairs of independent symbols, of which a share `p0` is 0 and the
+    """The 2^16 most probable sequences of at most 14 pairs of independent symbols: a share `p0` of them is 0, and the
     others are 1 and 2 equally often.
 
     Probabilities are compared as fractions, so that every machine makes the same dictionary. Equally probable sequences
-    are taken in lexicographic order. Beginnings and ends of a sequence are more probable than itself, so they are in,
-    too.
+    are taken in lexicographic order. The beginnings and ends of a sequence are more probable than the sequence, so the
+    dictionary also has them.
 
     Source: QMoE (arXiv:2310.16795), section 4.2.
     """
@@ -78,7 +78,7 @@ def dictionary(p0: float, device: torch.device) -> Dictionary:
 
 
 def _taken(p0: float) -> dict[tuple[int, int], int]:
-    """{(length in pairs, symbols that are not 0): how many of these sequences, which are equally probable, are in}."""
+    """{(length in pairs, number of nonzero symbols): number of these equally probable sequences in the dictionary}."""
     zero = Fraction(str(p0))
     other = (1 - zero) / 2
     probable = {(n, k): zero ** (2 * n - k) * other**k for n in range(1, PAIRS + 1) for k in range(2 * n + 1)}
@@ -90,9 +90,9 @@ def _taken(p0: float) -> dict[tuple[int, int], int]:
 
 
 def encode(symbols: Tensor, p0: float) -> tuple[Tensor, Tensor]:
-    """Write each row of symbols in words, the longest sequence each time.
+    """Encode each row of symbols in words, using the longest possible sequence each time.
 
-    No other way takes fewer words, because the dictionary holds the ends of its sequences, too.
+    No other encoding needs fewer words, because the dictionary also contains the ends of its sequences.
 
     Args:
         symbols: [out, in] of 0, 1 and 2, any integer dtype.

@@ -21,7 +21,7 @@ __all__ = [
 
 IMPLS = ("auto", "reference", "cpu", "triton")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-FEW = 16  # tokens up to which weights are decoded in registers rather than into memory
+FEW = 16  # largest number of tokens for which weights are decoded in registers rather than into memory
 
 
 def trellis_matmul(x: Tensor, w: Trellis, *, impl: str = "auto") -> Tensor:
@@ -32,13 +32,13 @@ def trellis_matmul(x: Tensor, w: Trellis, *, impl: str = "auto") -> Tensor:
         w: [out, in] (`Trellis`).
         impl: "reference" (decode and multiply; any device), "cpu" (C++: decodes in registers up to 16 tokens, and into
             a float32 matrix beyond), "triton" (CUDA, or the interpreter: in registers up to 8 tokens) or "auto": "cpu"
-            or "triton" where it can be had.
+            or "triton" if available.
 
     Returns:
         [..., out] in x's dtype
 
     Raises:
-        ValueError: shapes that do not fit, or an implementation that does not exist or cannot take these tensors.
+        ValueError: shapes that do not match, or an implementation that does not exist or does not support the tensors.
     """
     if x.dim() == 0 or x.shape[-1] != w.shape[1]:
         raise ValueError(f"`x` {tuple(x.shape)} must end in in_features (={w.shape[1]})")
@@ -48,17 +48,17 @@ def trellis_matmul(x: Tensor, w: Trellis, *, impl: str = "auto") -> Tensor:
 
 
 def viterbi(x: Tensor, table: Tensor, *, bits: int, window: int | None = None, impl: str = "auto") -> Tensor:
-    """The walks whose values come nearest to these sequences.
+    """The walks whose values are nearest to these sequences.
 
-    A state has log2(len(table)) bits. Its `bits` lowest ones are the symbol of the step; the next state has the others
-    lower by as many places, and new ones on top. The states at the end go on with the first symbols (tail-biting), so
-    that a walk is stored in `bits` bits a step and no more.
+    A state has log2(len(table)) bits. Its `bits` lowest ones are the symbol of the step; in the next state, the other
+    bits are shifted down by `bits` places, and new bits come in at the top. The last states continue with the first
+    symbols (tail-biting), so that a walk is stored in exactly `bits` bits per step.
 
     Args:
         x: [n, length] float32; length at least 32 and a multiple of 16.
         table: [2^states] float32, the value of each state; states at least 2 * bits + 4.
-        window: weights on either side of the seam by which the state there is chosen; None: four times `states`.
-        impl: "reference", "cpu" (C++) or "auto": "cpu" where it can be had.
+        window: number of weights on each side of the seam that determine the state there; None: four times `states`.
+        impl: "reference", "cpu" (C++) or "auto": "cpu" if available.
 
     Returns:
         uint8 [n, length], symbols below 2^bits.
@@ -110,7 +110,7 @@ def _which(impl: str, device: torch.device, dtype: torch.dtype) -> str:
 
 @torch.library.custom_op("workbench::trellis_matmul", mutates_args=())
 def _op(x: Tensor, codes: Tensor, scale: Tensor, bits: int, states: int, out_features: int, use: str) -> Tensor:
-    # Opaque to the compiler on purpose: were the decoder traced, freezing would fold it into a dense weight.
+    # Opaque to the compiler on purpose: if the decoder were traced, freezing would fold it into a dense weight.
     w = Trellis(codes, scale, bits, states, (out_features, codes.shape[1]))
     flat = x.reshape(-1, x.shape[-1])
     if use == "reference":

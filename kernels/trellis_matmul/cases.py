@@ -44,7 +44,7 @@ def checks(device: torch.device) -> list[Check]:
 def _weight(
     generator: torch.Generator, out: int, columns: int, bits: int, states: int, device: torch.device
 ) -> tuple[Trellis, Tensor]:
-    """Of random bits, and W in float64, read bit by bit."""
+    """A weight of random bits, and its W in float64, decoded bit by bit."""
     length = length_for(out)
     segments = -(-out // length)
     codes = torch.randint(256, (segments, columns, length * bits // 8), generator=generator, dtype=torch.uint8)
@@ -79,7 +79,7 @@ def weights(w: Trellis) -> Tensor:
 
 @torch.no_grad()
 def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]:
-    """Against the dense product at its best."""
+    """Comparison with the fastest dense product."""
     if device.type == "cuda" or (toy and triton_takes(device)):
         shapes = asked.shapes or (((96, 256),) if toy else ((4096, 4096), (14336, 4096)))
         for shape in shapes:

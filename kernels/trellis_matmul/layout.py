@@ -1,4 +1,4 @@
-"""The trellis code: which walks there are, what value each state has, and how a weight is cut into walks."""
+"""The trellis code: the possible walks, the value of each state, and the division of a weight into walks."""
 
 from typing import NamedTuple
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 from kernels.int_matmul.layout import pack_bits, unpack_bits
 
-BITS = (2, 3, 4)  # new bits of a step
+BITS = (2, 3, 4)  # new bits per step
 STATES = (12, 14, 16)  # bits of a state
 MULTIPLIER = 3500900923  # as in native/trellis.cpp
-UNIT = 147.8  # standard deviation of a value: of the sum of four bytes
-PANEL = 16  # rows that the CPU decodes at once
-SHORTEST, LONGEST = 96, 256  # weights in a walk, where a column has as many
+UNIT = 147.8  # standard deviation of a value, which is the sum of four bytes
+PANEL = 16  # number of rows that the CPU decodes at once
+SHORTEST, LONGEST = 96, 256  # number of weights in a walk, if a column has so many
 
 
 class Trellis(NamedTuple):
@@ -34,8 +34,8 @@ class Trellis(NamedTuple):
 
 
 def length_for(out: int) -> int:
-    """Weights in a walk for columns of `out` rows: a multiple of 16 from 96 to 256 that wastes the fewest rows, the
-    longest one of these; shorter columns are one walk of at least 32."""
+    """Weights in a walk for columns of `out` rows: the multiple of 16 from 96 to 256 with the fewest padded rows, and
+    the longest of those; shorter columns are one walk of at least 32."""
     if out <= LONGEST:
         return max(-(-out // PANEL) * PANEL, 2 * PANEL)
     return min(range(LONGEST, SHORTEST - 1, -PANEL), key=lambda length: -(-out // length) * length)
@@ -48,7 +48,7 @@ def pack_symbols(symbols: Tensor, bits: int) -> Tensor:
 
 
 def walk_states(symbols: Tensor, bits: int, states: int) -> Tensor:
-    """Which state each walk [n, length] of symbols passes at each step, int64 [n, length]: its `states` next bits."""
+    """The state of each walk [n, length] of symbols at each step, int64 [n, length]: the walk's next `states` bits."""
     state = torch.zeros_like(symbols, dtype=torch.int64)
     for i in range(-(-states // bits)):
         state |= symbols.long().roll(-i, 1) << (bits * i)

@@ -26,8 +26,8 @@ def viterbi(x: Tensor, table: Tensor, bits: int, window: int) -> Tensor:
 
 
 def _forward(x: Tensor, table: Tensor, bits: int, cost: Tensor) -> tuple[list[Tensor], Tensor]:
-    """For every step, and the higher bits of the state there, the lowest bits [n, 2^(states - bits)] on the cheapest
-    way; and what the ways cost at the end."""
+    """For every step and the higher bits of its state, the lowest bits [n, 2^(states - bits)] on the cheapest path; and
+    the costs of the paths at the end."""
     count = len(table) >> bits
     arguments = []
     for t in range(x.shape[1]):
@@ -38,13 +38,13 @@ def _forward(x: Tensor, table: Tensor, bits: int, cost: Tensor) -> tuple[list[Te
 
 
 def _before(arguments: Tensor, place: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """The symbol of a step that ends in the higher bits `place` [n], and the same bits one step earlier."""
+    """The symbol of a step whose state has the higher bits `place` [n], and the higher bits one step earlier."""
     symbol = arguments.gather(1, place[:, None])[:, 0]
     return symbol, ((place << bits) + symbol) % arguments.shape[1]
 
 
 def decode(w: Trellis) -> Tensor:
-    """Values without scales, float32 [in, segments * length], transposed as the walks lie."""
+    """Values without scales, float32 [in, segments * length], transposed as in the order of the walks."""
     table = values(w.states, w.codes.device)
     return table[states_of(w)].transpose(0, 1).reshape(w.shape[1], -1)
 

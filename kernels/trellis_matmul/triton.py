@@ -12,7 +12,7 @@ from kernels.tuning import Compilation, configuration
 
 prepare()
 
-FEW = 8  # tokens up to which weights are decoded in registers
+FEW = 8  # largest number of tokens for which weights are decoded in registers
 PROCESSORS = 132
 FACTOR = tl.constexpr(MULTIPLIER)
 
@@ -34,7 +34,7 @@ def sum_of_bytes(hashed, ASM: tl.constexpr):
 
 @triton.jit
 def two_words(words, at, total, mask):
-    """32 bits of each walk from word `at` on; the first word follows the last."""
+    """32 bits of each walk from word `at` on; after the last word comes the first."""
     low = tl.load(words + at, mask=mask, other=0).to(tl.int32) & 0xFFFF
     high = tl.load(words + (at + 1) % total, mask=mask, other=0).to(tl.int32)
     return low | (high << 16)
@@ -116,7 +116,7 @@ def decode_kernel(
     GROUPS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """One program: W [rows, columns] of 16 GROUPS rows of one walk and COLUMNS columns."""
+    """One program: decodes 16 GROUPS rows of one walk and COLUMNS columns of W [rows, columns]."""
     pieces = tl.cdiv(groups, GROUPS)
     segment, piece = tl.program_id(0) // pieces, tl.program_id(0) % pieces
     group = piece * GROUPS + tl.arange(0, GROUPS)
@@ -173,18 +173,18 @@ DECODE = {"GROUPS": 4, "COLUMNS": 64, "num_warps": 4}
 
 
 def key(w: Trellis, tokens: int) -> str:
-    """What a configuration is measured for; tokens are rounded up to a power of two."""
+    """The key of a configuration; the number of tokens is rounded up to a power of two."""
     return f"w{w.bits} s{w.states} m{triton.next_power_of_2(max(tokens, 1))} n{w.shape[0]} k{w.shape[1]}"
 
 
 def heuristic(w: Trellis, tokens: int) -> dict[str, int]:
-    """Tiles of 32 sums a thread and token for one token and fewer for more; parts enough for every processor."""
+    """Tiles of 32 sums per thread and token for one token, fewer for more; enough parts for all multiprocessors."""
     wide = {"GROUPS": 4, "COLUMNS": 64} if tokens <= 1 else {"GROUPS": 2, "COLUMNS": 64 if tokens <= 4 else 32}
     return _with_parts(w, {**wide, "num_warps": 4})
 
 
 def candidates(w: Trellis, tokens: int) -> list[dict[str, int]]:
-    """Configurations worth timing, the heuristic's first; registers hold at most 64 sums a thread."""
+    """Configurations worth timing, the heuristic's first; registers hold at most 64 sums per thread."""
     first, rows = heuristic(w, tokens), triton.next_power_of_2(tokens)
     tiles = [(g, c) for g, c in ((4, 32), (2, 64), (2, 32), (8, 32), (1, 128)) if 16 * g * c * rows <= 128 * 64]
     others = [_with_parts(w, {"GROUPS": g, "COLUMNS": c, "num_warps": 4}) for g, c in tiles]
@@ -198,7 +198,7 @@ def _with_parts(w: Trellis, tile: dict[str, int]) -> dict[str, int]:
 
 
 def shipped() -> list[Compilation]:
-    """What the heuristic reaches at 14336 x 4096, in bfloat16."""
+    """The compilations that the heuristic selects at 14336 x 4096, in bfloat16."""
     found = []
     for bits, tokens in ((2, 1), (2, 4), (2, 8), (3, 1), (4, 1)):
         codes = torch.empty(56, 4096, 256 * bits // 8, dtype=torch.uint8, device="meta")

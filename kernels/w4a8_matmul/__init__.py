@@ -1,4 +1,4 @@
-"""`w4a8_matmul`: y = x Wᵀ with W in 2 to 8 bits by group and x rounded to 8 or 4 bits on the way. See README.md."""
+"""`w4a8_matmul`: y = x Wᵀ with W in 2 to 8 bits by group and x rounded to 8 or 4 bits in the call. See README.md."""
 
 import torch
 from torch import Tensor
@@ -29,9 +29,9 @@ def w4a8_matmul(
     x_order: Tensor | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """Product of activations, rounded to 8 or 4 bits on the way, with an integer-quantised weight.
+    """Product of activations, rounded to 8 or 4 bits in the call, with an integer-quantised weight.
 
-    A token that holds a NaN or an infinity gives a row of NaN.
+    A token that contains a NaN or an infinity gives a row of NaN.
 
     Args:
         x: [..., in]; float32, bfloat16 or float16; any strides; may be empty. Rounded symmetrically, see
@@ -39,23 +39,23 @@ def w4a8_matmul(
         w: [out, in], packed (`kernels.int_matmul.Packed`): the same panels that `int_matmul` reads; or indices into
             one table of integers from -127 to 127 (`kernels.lut_matmul.Codebook`, `holds_integers`), with scales.
         x_bits: 8 or 4.
-        x_group: columns of a token that share a step, or None for all of them. It divides `in`, and divides the
-            weight's group_size or is a multiple of it.
-        x_scale: None (steps are found in the call), one positive float32 step for all of x, or with x_group one for
+        x_group: number of columns of a token that share a step, or None for all of them. It divides `in`, and divides
+            the weight's group_size or is a multiple of it.
+        x_scale: None (steps are computed in the call), one positive float32 step for all of x, or with x_group one for
             each group of columns [in / x_group]; codes beyond the largest are clamped to it.
-        x_wide: how many groups of x_group columns, the first ones, have codes of 8 bits whatever `x_bits` says.
+        x_wide: number of first groups of x_group columns with codes of 8 bits, independent of `x_bits`.
         x_order: int32 [in], for each column of W the column of x by which it is multiplied; each column once. Groups
-            and steps are those of x in this order. None: the columns of x are in order.
+            and steps refer to x in this order. None: the columns of x are in order.
         impl: "reference" (exact integer sums; any layout, any device), "cpu" (panels, and tables of 16 values, on a
-            CPU with AVX512-VNNI or NEON's dot products), "triton" (rows, with symmetric 4-bit codes) or "auto": triton
-            on CUDA, "cpu" where it takes the weight, else "reference".
+            CPU with AVX512-VNNI or NEON's dot products), "triton" (rows, with symmetric 4-bit codes) or "auto":
+            "triton" on CUDA, "cpu" if it supports the weight, else "reference".
 
     Returns:
         [..., out] in x's dtype
 
     Raises:
-        ValueError: shapes, dtypes or groups that do not fit, or an implementation that does not exist or cannot take
-            these tensors.
+        ValueError: shapes, dtypes or groups that do not match, or an implementation that does not exist or does not
+            support these tensors.
     """
     _check(x, w, x_bits, x_group, x_scale)
     _check_order(x, w, x_group, x_wide, x_order)
@@ -73,7 +73,7 @@ def w4a8_matmul(
 
 
 def fast(x: Tensor, w: Packed | Codebook, x_group: int | None) -> bool:
-    """Is there a kernel for these, on this device, so that "auto" does not take the reference?"""
+    """Is there a kernel for these arguments on this device, so that "auto" does not use the reference?"""
     nested = x_group is None or not (w.shape[1] % x_group or (x_group % w.group_size and w.group_size % x_group))
     return nested and _implementation(x, w, x_group, "auto") != "reference"
 
@@ -148,7 +148,7 @@ def _op(
     x_wide: int,
     use: str,
 ) -> Tensor:
-    # Opaque to the compiler on purpose: were the unpacking traced, freezing would fold it into a dense weight.
+    # Opaque to the compiler on purpose: if the unpacking were traced, freezing would fold it into a dense weight.
     size = shape[0], shape[1]
     w: Packed | Codebook = Packed(layout, codes, scale, zero, bits, group_size, size)
     if table is not None:

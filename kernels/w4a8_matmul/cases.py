@@ -92,7 +92,7 @@ def checks(device: torch.device) -> list[Check]:
 def _weight(
     generator: torch.Generator, shape: tuple[int, int], bits: int, group_size: int, symmetric: bool
 ) -> tuple[Packed, Tensor]:
-    """In rows, and W in float64."""
+    """The weight in `rows`, and W in float64."""
     groups = (shape[0], shape[1] // group_size)
     codes = torch.randint(0, 1 << bits, shape, generator=generator)
     scale = ((torch.rand(groups, generator=generator) - 0.3) * 0.1).to(BF16)
@@ -174,7 +174,7 @@ def _check_codes(
 def _codes(
     x: Tensor, x_bits: int, x_group: int | None, x_scale: Tensor | None, x_wide: int, x_order: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Codes and steps, the first `x_wide` groups in 8 bits and the others in `x_bits`."""
+    """Codes and steps, with the first `x_wide` groups in 8 bits and the others in `x_bits`."""
     x = x if x_order is None else x[..., x_order.long()]
     found = [quantize_rows(x, torch.int8, scale=x_scale, block=x_group, bits=bits) for bits in (8, x_bits)]
     border = (x_wide * (x_group or 0), x_wide)
@@ -260,7 +260,7 @@ def _gpu(device: torch.device, shape: tuple[int, int], tokens: int, dtype: torch
 
 @torch.no_grad()
 def _cpu(shape: tuple[int, int], tokens: int, dtype: torch.dtype) -> Iterator[Contest]:
-    """Beside 8-bit weights with 8-bit activations, the same weights with 16-bit activations, and 16 bits."""
+    """Compared with 8-bit weights and activations, the same weights with 16-bit activations, and 16-bit weights."""
     out, columns = shape
     group_size = group_size_of(columns, 64)
     if not native.w4a8_runs() or dtype == FP16:
@@ -316,7 +316,7 @@ def _cpu(shape: tuple[int, int], tokens: int, dtype: torch.dtype) -> Iterator[Co
 
 @torch.no_grad()
 def _widths(shape: tuple[int, int], bits: int, dtype: torch.dtype) -> Iterator[Contest]:
-    """One token by codes of some width and by codes of four bits, from memory."""
+    """One token times codes of `bits` bits, and times 4-bit codes, both read from memory."""
     if not native.w4a8_runs():
         return
     out, columns = shape

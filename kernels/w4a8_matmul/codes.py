@@ -15,21 +15,21 @@ from kernels.w4a8_matmul.groups import check_groups, triton_reads
 def w4a8_codes_matmul(
     codes: Tensor, step: Tensor, w: Packed | Codebook, *, dtype: torch.dtype, impl: str = "auto"
 ) -> Tensor:
-    """The product that `w4a8_matmul` makes of the codes and steps of its activations, where these are at hand.
+    """The product of `w4a8_matmul` for activations whose codes and steps are already known.
 
     Args:
-        codes: int8 [..., in], those of the even columns first and then those of the odd ones.
-        step: float32 [..., groups]; so many groups of columns of equal width, in the columns' own order, share a step.
-        w: [out, in], as `w4a8_matmul` takes it.
+        codes: int8 [..., in], codes of the even columns first, then of the odd ones.
+        step: float32 [..., groups], one step for each group of columns of equal width, in the original column order.
+        w: [out, in], as in `w4a8_matmul`.
         dtype: of the result.
-        impl: "reference", "triton" (rows, with symmetric 4-bit codes; CUDA, or the interpreter) or "auto": triton,
-            where it takes the weight, on CUDA; else "reference".
+        impl: "reference", "triton" (rows, with symmetric 4-bit codes; CUDA, or the interpreter) or "auto": "triton" on
+            CUDA if it supports the weight, else "reference".
 
     Returns:
         [..., out]
 
     Raises:
-        ValueError: shapes, dtypes or groups that do not fit, or an implementation that cannot take these tensors.
+        ValueError: shapes, dtypes or groups that do not match, or an implementation that does not support the tensors.
     """
     columns, groups = w.shape[1], step.shape[-1] if step.dim() else 0
     if codes.dtype != torch.int8 or codes.dim() == 0 or codes.shape[-1] != columns or columns % 2:
@@ -56,7 +56,7 @@ def multiplies_codes(w: Packed | Codebook, group: int | None, device: torch.devi
 
 
 def even_first(codes: Tensor) -> Tensor:
-    """Codes [..., in] with those of the even columns first, as the two nibbles of a byte of W meet them."""
+    """Codes [..., in], even columns first: the order in which the two nibbles of W's bytes are multiplied."""
     return torch.cat([codes[..., ::2], codes[..., 1::2]], -1)
 
 

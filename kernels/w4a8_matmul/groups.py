@@ -1,4 +1,4 @@
-"""Which columns share a scale of the weight and a step of the activations, and what the implementations can take."""
+"""The columns that share a scale of the weight and a step of the activations, and the support by implementations."""
 
 import torch
 from torch import Tensor
@@ -8,17 +8,17 @@ from kernels.int_matmul import Packed
 from kernels.int_matmul.panels import UNIT, WORD, in_planes
 from kernels.lut_matmul import Codebook
 
-MOST_COLUMNS = 1 << 16  # of a group: 2^16 products of at most 2^15 are below 2^31
-SHORTEST = 64  # columns of a group: half of them, those of one nibble, are what the tensor cores multiply at once
+MOST_COLUMNS = 1 << 16  # in a group: 2^16 products of at most 2^15 are below 2^31
+SHORTEST = 64  # least columns of a group: the tensor cores multiply half of them, the columns of one nibble, at once
 
 
 def common_group(w: Packed | Codebook, x_group: int | None) -> int:
-    """Columns over which codes are summed as integers: they share a scale of W and a step of x."""
+    """The number of columns over which codes are summed as integers: they share a scale of W and a step of x."""
     return min(w.group_size, x_group or w.shape[1])
 
 
 def check_groups(w: Packed | Codebook, x_group: int | None) -> None:
-    """ValueError where groups of columns of x and W do not nest, or x's do not divide `in`."""
+    """ValueError if groups of columns of x and W do not nest, or if x's do not divide `in`."""
     if x_group is None:
         return
     if x_group < 1 or w.shape[1] % x_group:
@@ -28,13 +28,13 @@ def check_groups(w: Packed | Codebook, x_group: int | None) -> None:
 
 
 def holds_integers(table: Tensor) -> bool:
-    """Are these values integers that a byte holds, so that products with them can be summed as integers?"""
+    """Are these values integers that fit in a byte, so that products with them can be summed as integers?"""
     return table.dim() == 1 and bool(((table == table.round()) & (table.abs() <= 127)).all())
 
 
 def native_takes(w: Packed | Codebook, x_group: int | None) -> bool:
-    """Are these panels in groups of whole units? (A unit of bit planes has 16 columns, any other 8.) Of tables, whose
-    values must be integers, the kernel reads those of 16."""
+    """Are these panels in groups of whole units? (A unit of bit planes has 16 columns, any other 8.) Tables must have
+    16 values, all integers."""
     if isinstance(w, Codebook) and (w.bits != 4 or w.codes.dtype != torch.int32):
         return False
     group = common_group(w, x_group)
@@ -43,13 +43,13 @@ def native_takes(w: Packed | Codebook, x_group: int | None) -> bool:
 
 
 def tiles_take(x: Tensor, w: Packed | Codebook, x_group: int | None) -> bool:
-    """Would a CPU with AMX multiply these by tiles of bytes? They hold no code of 8 bits less a zero point."""
+    """Would a CPU with AMX multiply these in tiles of bytes? A tile cannot hold 8-bit codes minus a zero point."""
     many = x.dtype == torch.bfloat16 and x_group is None and x.numel() > native.FEW_ROUNDED * w.shape[1]
     return many and (isinstance(w, Codebook) or w.bits < 8 or w.zero is None)
 
 
 def triton_reads(w: Packed | Codebook, x_group: int | None) -> bool:
-    """Are these rows of symmetric nibbles in groups that the Triton kernel takes?"""
+    """Are these rows of symmetric nibbles in groups that the Triton kernel supports?"""
     group = common_group(w, x_group)
     integers = isinstance(w, Packed) and w.zero is None
     return integers and w.layout == "rows" and w.bits == 4 and group % SHORTEST == 0

@@ -20,7 +20,7 @@ def w4a8_matmul(
     x_wide: int = 0,
     x_order: Tensor | None = None,
 ) -> Tensor:
-    """y [tokens, out] = x [tokens, in] Wᵀ in x's dtype: float32 sums of scale · step · (an exact sum of a group)."""
+    """y [tokens, out] = x [tokens, in] Wᵀ in x's dtype: float32 sums of scale · step · (exact sum over a group)."""
     codes, step = rounded(x, x_bits, x_group, x_scale, x_wide, x_order)
     return multiplied(codes, step, w, x.dtype)
 
@@ -63,10 +63,10 @@ def rounded(
 
 
 def integers_of(w: Packed | Codebook) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(int8 [out, in], what to subtract from them int32 [out, groups] or None, scale [out, groups]).
+    """(integers int8 [out, in], offset to subtract int32 [out, groups] or None, scale [out, groups]).
 
     Raises:
-        ValueError: a table of other values.
+        ValueError: the table has values that are not integers from -127 to 127.
     """
     if isinstance(w, Codebook):
         if not holds_integers(w.table):

@@ -13,13 +13,13 @@ from kernels.w8a8_matmul.triton import magnitude, steps
 
 prepare()
 
-WIDTH = 4096  # columns that a program looks at in one step while it rounds
+WIDTH = 4096  # number of columns that a program reads in one step of rounding
 PROCESSORS = 132
 
 
 @triton.jit
 def read(row, order, column, end, ORDERED: tl.constexpr):
-    """float32 of the columns of a row, or of those that come to these places; 0 from `end` on."""
+    """The columns of a row in float32, or with ORDERED the columns order[column]; 0 from `end` on."""
     inside = column < end
     at = tl.load(order + column, mask=inside, other=0) if ORDERED else column
     return tl.load(row + at, mask=inside, other=0.0).to(tl.float32)
@@ -43,9 +43,9 @@ def round_tokens(
     ORDERED: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """One program: one token, `group` columns that share a step. Codes of the even columns lie in the first half of a
-    row, those of the odd ones in the second, as the two nibbles of a byte of W meet them. The first `wide` groups have
-    codes of 8 bits."""
+    """One program: one token, `group` columns that share a step. Codes of even columns are in the first half of a row,
+    codes of odd columns in the second, in the order of the two nibbles of W's bytes. The first `wide` groups have codes
+    of 8 bits."""
     token, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, end = g * group, (g + 1) * group
     top = tl.zeros((WIDTH,), dtype=tl.int32)
@@ -113,7 +113,7 @@ def product(
 ):
     """One program: ROWS outputs of TOKENS tokens; DEPTH columns, which share a scale and a step, in each round.
 
-    codes: [M, in] as `round_tokens` lays them; w: uint8 [out, in / 2]; step [M], or (STEPS) [M, in / x_group].
+    codes: [M, in] in the order of `round_tokens`; w: uint8 [out, in / 2]; step [M], or (STEPS) [M, in / x_group].
     """
     output = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
@@ -172,7 +172,7 @@ def w4a8_matmul(
 
 
 def multiplied(codes: Tensor, step: Tensor, w: Packed, dtype: torch.dtype) -> Tensor:
-    """y [tokens, out] in this dtype, of codes [tokens, in], even columns first, and steps [tokens, groups]."""
+    """y [tokens, out] in this dtype, from codes [tokens, in], even columns first, and steps [tokens, groups]."""
     (tokens, columns), out = codes.shape, w.shape[0]
     shared = columns // step.shape[1]
     x_group = shared if shared < columns else None
@@ -187,7 +187,7 @@ def multiplied(codes: Tensor, step: Tensor, w: Packed, dtype: torch.dtype) -> Te
 
 
 def depth_of(group: int) -> int:
-    """Columns in a round: a divisor of the group."""
+    """Number of columns in a round: a divisor of the group."""
     return 128 if group % 128 == 0 else 64
 
 
@@ -199,7 +199,7 @@ def settings(w: Packed, tokens: int) -> dict:
 
 
 def key(w: Packed, tokens: int) -> str:
-    """What a configuration is measured for: the tokens up to the next power of two."""
+    """The key of a configuration; the number of tokens is rounded up to a power of two."""
     return f"g{w.group_size} m{triton.next_power_of_2(tokens)} n{w.shape[0]} k{w.shape[1]}"
 
 

@@ -39,26 +39,26 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def w8a8_matmul(x: Tensor, w: W8, *, x_scale: Tensor | None = None, impl: str = "auto") -> Tensor:
-    """Product of activations, quantised to the weight's 8-bit type on the way, with a quantised weight.
+    """Product of activations, quantised in the call to the weight's 8-bit type, with a quantised weight.
 
-    A token that holds a NaN or an infinity gives a row of NaN, whatever the type and the scale.
+    A token that contains a NaN or an infinity gives a row of NaN, for every type and scale.
 
     Args:
         x: [..., in]; float32, bfloat16 or float16; any strides; may be empty. Quantised symmetrically, see
             `quantize_rows`: token by token, and for a block-wise w by token and 128 columns.
         w: [out, in], int8 or float8_e4m3fn (`W8`).
-        x_scale: None (dynamic), or a positive float32 scalar: the step of all activations, beyond whose range they are
-            clamped.
+        x_scale: None (dynamic), or a positive float32 scalar: the step of all activations, which are clamped to its
+            range.
         impl: "reference" (exact sums of products of codes; any layout, any device), "cpu" (int8 with a scale per output
             channel, on a CPU with VNNI or NEON's dot products; several times faster with `to_prepacked`), "triton"
-            (layout "rows") or "auto": triton on CUDA, "cpu" where it takes the weight, else "reference".
+            (layout "rows") or "auto": "triton" on CUDA, "cpu" if it supports the weight, else "reference".
 
     Returns:
         [..., out] in x's dtype
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, or an implementation that does not exist or cannot take these
-            tensors.
+        ValueError: shapes or dtypes that do not match, or an implementation that does not exist or does not support
+            these tensors.
     """
     _check(x, w, x_scale)
     use = _implementation(x, w, impl)

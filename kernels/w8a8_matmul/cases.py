@@ -15,10 +15,10 @@ from kernels.w8a8_matmul import BLOCK, W8, prepacked_fits, quantize_rows, quanti
 from kernels.w8a8_matmul.layout import has_vnni, in_one_call, integer_dots
 
 ROTATED = 256 << 20  # bytes of 8-bit weights in rotation
-MOST = 1024  # copies: small weights are in a cache anyway
+MOST = 1024  # largest number of copies: small weights are in a cache anyway
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 SHORT = 2e-3  # fp8 on Hopper: sums of 128 products are kept in about 14 bits
-FAST = 1e-2  # libraries: sums of all products are
+FAST = 1e-2  # libraries: all sums are kept in about 14 bits
 
 
 def checks(device: torch.device) -> list[Check]:
@@ -59,7 +59,7 @@ def checks(device: torch.device) -> list[Check]:
 
 
 def kinds(device: torch.device) -> tuple[torch.dtype, ...]:
-    """What this device multiplies: not every GPU has float8."""
+    """The 8-bit types that this device multiplies: not every GPU has float8."""
     return (INT8, FP8) if too_old(device, float8=True) is None else (INT8,)
 
 
@@ -168,7 +168,7 @@ def of_codes(x: Tensor, w: Callable[[], W8]) -> Expected:
 
 
 def _library(x: Tensor, small: list[W8]) -> dict[str, Callable[[int], object]]:
-    """torch's own products of 8-bit matrices with the quantisation that they need, where they run."""
+    """torch's own products of 8-bit matrices with the necessary quantisation, if they run here."""
 
     def int_mm(i: int) -> Tensor:
         codes, scale = quantize_rows(x, INT8)
@@ -187,14 +187,14 @@ def _library(x: Tensor, small: list[W8]) -> dict[str, Callable[[int], object]]:
         return {}
     fixed, fixed_scale = quantize_rows(x, FP8)
     if small[0].codes.dtype == INT8:
-        calls = {"_int_mm": int_mm} if x.shape[0] > 16 else {}  # cuBLAS takes no fewer
+        calls = {"_int_mm": int_mm} if x.shape[0] > 16 else {}  # cuBLAS needs more tokens than 16
     else:
         calls = {"_scaled_mm": scaled_mm, "_scaled_mm, x already fp8": product_only}
     found = {}
     for name, call in calls.items():
         try:
             call(0)
-        except (RuntimeError, ValueError, NotImplementedError):  # another GPU, or another torch, that has none
+        except (RuntimeError, ValueError, NotImplementedError):  # another GPU or torch, without these products
             continue
         found[name] = call
     return found

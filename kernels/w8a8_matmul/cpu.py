@@ -34,7 +34,7 @@ def w8a8_matmul(x: Tensor, w: W8, x_scale: Tensor | None) -> Tensor:
 
 
 def quantize(x: Tensor, x_scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`quantize_rows` to int8, the same to the last bit, in as few passes as torch has for it."""
+    """`quantize_rows` to int8, identical to the last bit, with the fewest passes possible in torch."""
     x = x.float()
     top = x.abs().amax(-1, keepdim=True)
     if x_scale is None:

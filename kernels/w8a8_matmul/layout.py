@@ -1,4 +1,4 @@
-"""Weights and activations in 8 bits: how they are quantised, and how a weight lies in memory."""
+"""Weights and activations in 8 bits: their quantisation, and the layouts of a weight in memory."""
 
 from typing import NamedTuple
 
@@ -9,10 +9,10 @@ from torch import Tensor
 from kernels import native
 from kernels.w8a8_matmul.panels import from_panels, to_panels
 
-BLOCK = 128  # rows and columns that share a scale in a block-wise weight; columns that do in its activations
+BLOCK = 128  # number of rows and columns that share a scale in a block-wise weight, and of columns in its activations
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 LARGEST_OF_FOUR_BITS = 7.0
-SMALLEST = 2.0**-100  # rows that are smaller than this everywhere are quantised as if they reached it
+SMALLEST = 2.0**-100  # a row whose largest magnitude is smaller is quantised as if it were this
 MOST_COLUMNS = {torch.int8: 1 << 17, torch.float8_e4m3fn: 1 << 30}  # 2^17 products of at most 2^14 are below 2^31 ...
 
 
@@ -38,15 +38,15 @@ def quantize_rows(
     """Quantise activations symmetrically, token by token.
 
     The step is max|x| / 127 for int8 and max|x| / 448 for float8_e4m3fn, a float32; codes are x * (127 or 448) /
-    max|x|, rounded to nearest even in float32. The codes of a row of zeros are zeros. Where a row holds a NaN or
-    an infinity, its scale is NaN, so that its products are NaN too; its codes mean nothing.
+    max|x|, rounded to nearest even in float32. The codes of a row of zeros are zeros. If a row contains a NaN or an
+    infinity, its scale is NaN, so that its products are NaN too; its codes are undefined.
 
     Args:
         x: [..., in], float32, bfloat16 or float16.
         dtype: torch.int8 or torch.float8_e4m3fn.
         scale: one positive float32 step for all of x (static), or one for each block of columns [ceil(in / block)];
-            what lies beyond the largest code is clamped to it.
-        block: columns that share a step, or None for all of a row.
+            values beyond the largest code are clamped to it.
+        block: number of columns that share a step, or None for the whole row.
         bits: 8, or 4 for int8 codes of -7 to 7, whose step is max|x| / 7.
 
     Returns:
@@ -105,16 +105,16 @@ def encode(v: Tensor, dtype: torch.dtype, largest: float | None = None) -> Tenso
 
 
 def to_prepacked(w: W8, layout: str | None = None) -> W8:
-    """`rows` -> the layout that this CPU multiplies by the fastest, for int8 with a scale per output channel; inverse:
+    """`rows` -> the layout with the fastest product on this CPU, for int8 with a scale per output channel; inverse:
     `to_rows`.
 
     Args:
         w: [out, in], in "rows".
-        layout: None, or which one: "panels" (for the C++ op), or "prepacked" (for oneDNN, where there is no C++
+        layout: None, or the layout to use: "panels" (for the C++ op), or "prepacked" (for oneDNN, if there is no C++
             compiler; only with VNNI).
 
     Raises:
-        ValueError: a weight that has no fast int8 product here, or a `layout` that is neither.
+        ValueError: a weight without a fast int8 product on this machine, or an unknown `layout`.
     """
     if layout not in (None, "panels", "prepacked"):
         raise ValueError(f"`layout` (={layout!r}) must be None, 'panels' or 'prepacked'")
@@ -137,19 +137,19 @@ def to_rows(w: W8) -> W8:
 
 
 def prepacked_fits(w: W8) -> bool:
-    """Can `to_prepacked` take this weight, on this machine?"""
+    """Does `to_prepacked` support this weight on this machine?"""
     fits = w.layout == "rows" and w.codes.dtype == torch.int8 and w.scale.dim() == 1
     return fits and w.codes.numel() > 0 and integer_dots(w.codes)
 
 
 def integer_dots(codes: Tensor) -> bool:
-    """Are there exact int8 dot products where this tensor is: a CPU with AVX512-VNNI, or with NEON's and the C++ op?"""
+    """Are there exact int8 dot products on this tensor's device: a CPU with AVX512-VNNI, or NEON's and the C++ op?"""
     return codes.device.type == "cpu" and (has_vnni() or native.integers() != "")
 
 
 @torch.compiler.assume_constant_result
 def has_vnni() -> bool:
-    """Without VNNI oneDNN adds pairs of int8 products in 16 bits, which saturates."""
+    """Does this CPU have VNNI? Without it, oneDNN adds pairs of int8 products in 16 bits, which saturates."""
     return torch.backends.mkldnn.is_available() and bool(getattr(torch.cpu, "_is_vnni_supported", lambda: False)())
 
 
@@ -160,8 +160,8 @@ def in_one_call() -> bool:
 
 
 def _step(top: Tensor, largest: float, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The step and its inverse for the largest magnitude, each divided once: by or into a Python number torch would
-    not."""
+    """The step and its inverse for the largest magnitude, each from one exact division; torch does not divide exactly
+    if one operand is a Python number."""
     if scale is not None:
         return scale, torch.div(scale.new_ones(()), scale)
     bound, top = top.new_full((), largest), top.clamp_min(SMALLEST)

@@ -1,11 +1,11 @@
-"""The `panels` layout: 32 rows of W to a panel, as the C++ kernel of `kernels.native` reads them."""
+"""The `panels` layout: 32 rows of W per panel, in the order in which the C++ kernel of `kernels.native` reads them."""
 
 import torch
 from torch import Tensor
 
-ROWS = 32  # of W in a panel: two vectors of sums
-STEP = 4  # columns that one instruction sums
-MIDDLE = -128  # flips the top bit: the byte is code + 128, because the instruction wants one operand without a sign
+ROWS = 32  # rows of W in a panel: two vectors of sums
+STEP = 4  # number of columns that one instruction sums
+MIDDLE = -128  # flips the top bit: the byte is code + 128, because the instruction needs one unsigned operand
 
 
 def to_panels(codes: Tensor) -> Tensor:
@@ -22,5 +22,5 @@ def from_panels(panels: Tensor, shape: tuple[int, int]) -> Tensor:
 
 
 def panels_shape(shape: tuple[int, int]) -> tuple[int, int, int, int]:
-    """What `to_panels` gives for W [out, in]."""
+    """The shape of the result of `to_panels` for W [out, in]."""
     return -(-shape[0] // ROWS), -(-shape[1] // STEP), ROWS, STEP

@@ -1,4 +1,4 @@
-"""The product of codes, exactly, in plain torch on any device: the reference for every other implementation."""
+"""The exact product of codes, in plain torch on any device: the reference for every other implementation."""
 
 import torch
 from torch import Tensor

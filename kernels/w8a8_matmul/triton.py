@@ -12,15 +12,15 @@ from kernels.w8a8_matmul.layout import BLOCK, LARGEST, W8
 
 prepare()
 
-NARROW = 64  # tokens up to which `narrow` is used
+NARROW = 64  # largest number of tokens for which `narrow` is used
 PROCESSORS = 132
-WIDTH = 4096  # columns that a program looks at in one step while it quantises
-EVERY = tl.constexpr(128)  # columns of fp8 products that Hopper sums in its short accumulator before float32 takes over
+WIDTH = 4096  # number of columns that a program reads in one step of quantisation
+EVERY = tl.constexpr(128)  # columns of fp8 products summed in Hopper's short accumulator before adding to float32
 
 
 @triton.jit
 def steps(bits, largest):
-    """Step and inverse step from the bits of the largest |x|; NaN and 0 where it is not finite."""
+    """Step and inverse step from the bits of the largest |x|; NaN and 0 if it is not finite."""
     top = tl.maximum(bits.to(tl.float32, bitcast=True), 7.888609052210118e-31)  # 2^-100
     finite = bits < 0x7F800000
     return tl.where(finite, tl.div_rn(top, largest), float("nan")), tl.where(finite, tl.div_rn(largest, top), 0.0)
@@ -28,14 +28,14 @@ def steps(bits, largest):
 
 @triton.jit
 def magnitude(v):
-    """Bits of |v|: as integers they are in the order of |v|, infinity above what is finite and NaN above infinity."""
+    """Bits of |v|: as integers they have the order of |v|, infinity above finite values and NaN above infinity."""
     return v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def encode(v, LARGEST: tl.constexpr):
-    """Codes of float32 in units of the step. The bounds keep the compiler from fusing product and sum, which rounds
-    once less."""
+    """Codes of float32 in units of the step. The bounds prevent the compiler from fusing product and sum, which would
+    omit one rounding."""
     v = tl.minimum(tl.maximum(v, -LARGEST), LARGEST)
     if LARGEST == 127.0:
         return (
@@ -108,7 +108,7 @@ def narrow(
 ):
     """One program: COLUMNS outputs of all tokens over per_split columns of W.
 
-    x:   codes [M, in] of that stride and their scales; or (FUSED) one token not quantised yet, which each program does
+    x:   codes [M, in] with this stride and their scales; or (FUSED) one unquantised token, which each program quantises
         itself.
     out: y [M, out], or (SPLIT) the sums of each split [splits, M, out].
     """
@@ -117,7 +117,7 @@ def narrow(
     depth = tl.arange(0, DEPTH)
     row = w + (output % N).to(tl.int64)[:, None] * K
     if FUSED:
-        if PREFETCH:  # the weight is on its way while the token's largest entry is looked for
+        if PREFETCH:  # the weight is loaded while the token's largest entry is computed
             far = tl.minimum(tl.arange(0, 2 * DEPTH // 128) * 128, K - 1)
             tl.inline_asm_elementwise(
                 "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
@@ -174,7 +174,7 @@ def narrow(
 
 @triton.jit
 def gather(sums, x_scale, w_scale, out, M, N, splits, BLOCKED: tl.constexpr, COLUMNS: tl.constexpr):
-    """One program: COLUMNS outputs of one token; the splits are added in their order."""
+    """One program: COLUMNS outputs of one token; the splits are added in order."""
     token = tl.program_id(0).to(tl.int64)
     output = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     acc = tl.zeros((COLUMNS,), dtype=sums.dtype.element_ty)
@@ -299,19 +299,19 @@ def settings(tokens: int, out: int, columns: int, dtype: torch.dtype, blocked: b
 
 
 def candidates(tokens: int, dtype: torch.dtype) -> list[dict]:
-    """What is worth trying for so many tokens."""
+    """Configurations worth trying for this number of tokens."""
     kernel = settings(tokens, 1, 1, dtype, False)[0]
     return [c for c in CANDIDATES[kernel] if dtype == torch.int8 or c.get("columns") != WIDE["columns"]]
 
 
 def key(tokens: int, out: int, columns: int, dtype: torch.dtype) -> str:
-    """What a configuration is measured for: the tokens up to the next power of two."""
+    """The key of a configuration; the number of tokens is rounded up to a power of two."""
     kind = "int8" if dtype == torch.int8 else "fp8"
     return f"{kind} m{triton.next_power_of_2(tokens)} n{out} k{columns}"
 
 
 def quantized(x: Tensor, dtype: torch.dtype, x_scale: Tensor | None, blocked: bool) -> tuple[Tensor, Tensor]:
-    """Codes [tokens, in], their rows 16 bytes apart or a multiple, and scale [tokens, groups]."""
+    """Codes [tokens, in], whose row stride is a multiple of 16 bytes, and scale [tokens, groups]."""
     tokens, columns = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()
     groups = triton.cdiv(columns, BLOCK) if blocked else 1
@@ -388,7 +388,7 @@ def _tile(
     c: dict, largest: float, x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, y: Tensor, blocked: bool
 ) -> None:
     (tokens, columns), out = x.shape, w.shape[0]
-    if columns % 16:  # what the copy engine cannot step over; no common model has such a weight
+    if columns % 16:  # a stride that the copy engine does not support; no common model has such a weight
         w = torch.nn.functional.pad(w.view(torch.int8), (0, -columns % 16)).view(w.dtype)[:, :columns]
     a = TensorDescriptor(x, [tokens, columns], [x.stride(0), 1], [c["rows"], c["depth"]])
     b = TensorDescriptor(w, [out, columns], [w.stride(0), 1], [c["columns"], c["depth"]])

@@ -1,1 +1,1 @@
-"""Many run records as one page: which recipe is best, and how certain that is."""
+"""Many run records as one page: the best recipe, and the certainty of the ranking."""

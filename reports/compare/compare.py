@@ -1,4 +1,4 @@
-"""Many runs -> one page: which recipe is best at which size and speed, and how sure that is."""
+"""Many runs -> one page: the best recipe for each size and speed, and the certainty of the ranking."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -40,10 +40,10 @@ def compare_page(
     title: str = "Comparison",
     path_of_samples: excerpts.PathOfSamples = excerpts.samples_link,
 ) -> str:
-    """The page as HTML, of at most a megabyte: where there is more, every part shows less of it and says so.
+    """The page as HTML, of at most a megabyte: if there is more, every part shows fewer rows and says so.
 
     Args:
-        path_of_samples: (run, file in its folder) -> link, relative to the page; "" where it must not be linked.
+        path_of_samples: (run, file in its folder) -> link, relative to the page; "" if it must not be linked.
     """
     template = environment().get_template("compare.html")
     found = variants(outcomes)
@@ -112,7 +112,7 @@ def _verdict(outcomes: Sequence[RunOutcome], found: Sequence[Variant], drawn: Se
 
 
 def _cards(outcomes: Sequence[RunOutcome], found: Sequence[Variant]) -> list[tuple[str, str]]:
-    """How many runs are done; of the models of most runs: the smallest, the fastest, and the one that loses least."""
+    """The number of finished runs; for the models of most runs: the smallest, the fastest, and the most accurate."""
     done = sum(run.status == "finished" for run in outcomes)
     cards = [(f"{done} of {len(outcomes)}", "runs finished")]
     own = [v for v in found if not v.baseline]
@@ -139,7 +139,7 @@ def _cards(outcomes: Sequence[RunOutcome], found: Sequence[Variant]) -> list[tup
 
 
 class ShownFailure(NamedTuple):
-    """A failed run as text: where it failed, why, and the last lines that it printed."""
+    """A failed run as text: the place and the reason of the failure, and the last printed lines."""
 
     key: str
     href: str

@@ -21,7 +21,7 @@ def differences(outcomes: Sequence[RunOutcome], most: int = 6) -> list[Differenc
     """The keys of the provenance that differ between runs.
 
     Args:
-        most: how many values of a key are shown; a last one then says how many more there are.
+        most: number of values that are shown for a key; a last entry then gives the number of further ones.
     """
     runs = {run.key: dict(_flat(_provenance(run))) for run in outcomes if run.record}
     rows = []

@@ -19,7 +19,7 @@ def samples_link(run: RunOutcome, file: str) -> str:
 
 
 class ChangedAnswers(NamedTuple):
-    """How many answers of a recipe to one task changed, with a link to all of them."""
+    """The number of changed answers of a recipe for one task, with a link to all of them."""
 
     number: int
     recipe: str
@@ -44,7 +44,7 @@ class Flips(NamedTuple):
 
 
 def flips(found: Sequence[Variant], path_of: PathOfSamples = samples_link, scale: float = 1.0) -> Flips:
-    """How many answers changed, by recipe and task; and examples, from one recipe after the other in turns."""
+    """The numbers of changed answers by recipe and task, and examples, taken from the recipes in turns."""
     rows, queues = [], []
     for v in (v for v in found if not v.baseline):
         tasks = v.run.measured.tasks
@@ -70,7 +70,7 @@ class Divergence(NamedTuple):
 
 
 class OtherText(NamedTuple):
-    """A recipe's text. known: whether the record says where it differs (`at`; None: nowhere)."""
+    """A recipe's text. known: does the record have the place of the first difference (`at`; None: no difference)?"""
 
     number: int
     recipe: str
@@ -101,7 +101,7 @@ class Generations(NamedTuple):
 
 
 def generations(found: Sequence[Variant], path_of: PathOfSamples = samples_link, scale: float = 1.0) -> Generations:
-    """Where generations begin to differ, by recipe and temperature; texts to read, and files of all of them."""
+    """The first differences of generations, by recipe and temperature; some texts, and files of all texts."""
     rows: list[Divergence] = []
     files: dict[str, str] = {}
     prompts: dict[tuple[str, float, str], Prompt] = {}

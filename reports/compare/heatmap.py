@@ -1,4 +1,4 @@
-"""The error of every block of the model, a row per recipe, over all runs."""
+"""The error of every block of the model, one row per recipe, over all runs."""
 
 import math
 from collections import defaultdict
@@ -30,7 +30,7 @@ class HeatRow(NamedTuple):
 
 @dataclass(frozen=True)
 class HeatMap:
-    """The figure, its words, and the same as a table: kinds of linears as columns, mean errors as cells."""
+    """The figure, its description, and the same as a table: kinds of linears as columns, mean errors as cells."""
 
     figure: str
     said: str
@@ -40,7 +40,7 @@ class HeatMap:
 
 
 def heat_map(found: Sequence[Variant], scale: float = 1.0) -> HeatMap | None:
-    """Geometric means of the relative output errors of the linears of each block; None where no run has any."""
+    """Geometric means of the relative output errors of the linears of each block; None if no run has any."""
     maps = [(v, errors) for v in found if v.name == "compressed" and (errors := _errors(v))]
     if not maps:
         return None
@@ -81,7 +81,7 @@ def _mean(values: Iterable[float]) -> float | None:
 
 @drawn
 def _draw(lines: Sequence[tuple[str, dict[int, float]]], said: str) -> str:
-    """Cells as strong as the logarithm of their error, in a few steps; all cells of a step are one path."""
+    """Cells with an opacity by the logarithm of their error, in a few steps; all cells of a step are one path."""
     span = max(block for _, means in lines for block in means) + 1
     step = -(-span // MAX_BLOCKS)
     cells: dict[tuple[int, int], list[float]] = {}

@@ -22,9 +22,8 @@ def render_index(outcomes: Sequence[RunOutcome], path: str | Path, *, comparison
     """Write the page of all runs, whole or not at all; at most 1 MB.
 
     Args:
-        outcomes: all runs; shown are those that run or failed, then the finished ones, the newest first, then those
-            that wait.
-        comparisons: {title: where its page is, relative to this page}, such as those of sweeps.
+        outcomes: all runs; shown in the order: running or failed, then finished, the newest first, then waiting.
+        comparisons: {title: link to its page, relative to this page}, such as those of sweeps.
     """
     return write_page(index_page(outcomes, comparisons=comparisons), path)
 
@@ -53,7 +52,7 @@ def index_page(outcomes: Sequence[RunOutcome], *, comparisons: Mapping[str, str]
 
 
 class IndexRow(NamedTuple):
-    """One run as the table shows it; kept, smaller and faster are what its columns are sorted by."""
+    """One run as a row of the table; kept, smaller and faster are the sort keys of its columns."""
 
     key: str
     notebook: str
@@ -102,14 +101,14 @@ def _row(one: RunOutcome) -> IndexRow:
 
 
 def _why(failure: Failure) -> str:
-    """Where and why a run failed, in one line."""
+    """The place and reason of a run's failure, in one line."""
     error = failure.error.strip().splitlines()
     where = failure.cell_title or ("" if failure.cell is None else f"cell {failure.cell}")
     return ": ".join(public(text, 160) for text in (where, error[-1] if error else "") if text)
 
 
 def _took(seconds: float) -> str:
-    """A duration to read: 48 s, 12 min, 1 h 05 min."""
+    """A duration as text: 48 s, 12 min, 1 h 05 min."""
     if not finite(seconds) or seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -139,7 +138,7 @@ def _accuracy(record: RunRecord) -> tuple[float | None, list[tuple[str, str]]]:
 
 
 def _smaller(record: RunRecord) -> float | None:
-    """How many times smaller: the KV cache in a run on caches, else the stored model."""
+    """The factor of size reduction: of the KV cache in a run on caches, else of the stored model."""
     if record.cache:
         full, ours = (sum(record.cache.cache_bytes.get(name, {}).values()) for name in (FULL, MAIN))
         return full / ours if full and ours else None
@@ -148,7 +147,7 @@ def _smaller(record: RunRecord) -> float | None:
 
 
 def _faster(record: RunRecord) -> float | None:
-    """Decoded tokens per second against the baseline's: behind the longest context in a run on caches."""
+    """Decoded tokens per second relative to the baseline's; in a run on caches, after the longest context."""
     if record.cache and record.cache.speed:
         longest = record.cache.speed.decode_ratio(MAIN, FULL)
         return longest[1] if longest else None

@@ -1,5 +1,5 @@
-"""The leaderboard: every model of every run in a row, the baselines on top, with marks for the best of each column and
-for values that cannot be told from it."""
+"""The leaderboard: one row for every model of every run, the baselines on top, with marks for the best of each column
+and for values that are indistinguishable from it."""
 
 import statistics
 from collections import Counter
@@ -20,8 +20,8 @@ from reports.parts.text import clean, link, plural
 MAX_ROWS = 400
 _KINDS = ("task", "perplexity", "kl", "exact", "stored", "bits", "decode", "prefill", "cache")
 _HEADS = {
-    # kind: label, unit, factor to what is shown, digits, which way is better
-    "task": ("", "", 1, 1, 1),  # as its metric says
+    # kind: label, unit, factor of the shown number, digits, direction (1: more is better, -1: less, 0: neither)
+    "task": ("", "", 1, 1, 1),  # depends on its metric
     "perplexity": ("perplexity", "", 1, 2, -1),
     "kl": ("KL", "nats", 1, 4, -1),
     "exact": ("exact", "%", 100, 0, 1),
@@ -34,7 +34,7 @@ _HEADS = {
 
 
 class Column(NamedTuple):
-    """A column: of what, its head, the small print below it, and which way is better (1, -1, or 0: neither)."""
+    """A column: its quantity, its head, the small print below, and the better direction (1, -1, or 0: neither)."""
 
     what: Quantity
     label: str
@@ -43,7 +43,7 @@ class Column(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """text: with its unit of the column; error: ± or the spread; change: against the baseline; mark: best, alike or
+    """text: in the column's unit; error: ± or the spread; change: relative to the baseline; mark: best, alike or
     nothing."""
 
     value: float | None = None
@@ -55,8 +55,8 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """A model. number: 0 for a baseline; run: key of its run (how many, for a baseline of several), marked where it is
-    stale; href: of the run's report."""
+    """A model. number: 0 for a baseline; run: key of its run (the number of runs, for a baseline of several), marked if
+    it is stale; href: of the run's report."""
 
     number: int
     recipe: str
@@ -69,7 +69,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Leaderboard:
-    """Rows as data; shows itself in Jupyter and, as `markdown()`, in a terminal."""
+    """Rows as data, with a representation for Jupyter and, as `markdown()`, for a terminal."""
 
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
@@ -80,7 +80,7 @@ class Leaderboard:
         return len({row.model for row in self.rows}) > 1
 
     def markdown(self) -> str:
-        """The table as Markdown: ★ is the best of its column, ≈ what cannot be told from it."""
+        """The table as Markdown: ★ is the best of its column, ≈ values that are indistinguishable from it."""
         said = markdown_table(self._head(), self._lines(), 3)
         return said + (f"\n{plural(self.hidden, 'more row')} not shown.\n" if self.hidden else "")
 
@@ -101,7 +101,7 @@ class Leaderboard:
 
 
 def leaderboard(outcomes: Sequence[RunOutcome], most: int = MAX_ROWS) -> Leaderboard:
-    """The models of all runs that have scores; where there are more than `most`, the main one of every run comes
+    """The models of all runs that have scores; if there are more than `most`, the main one of every run comes
     first."""
     return of_variants(variants(outcomes), most)
 
@@ -124,7 +124,7 @@ def of_variants(found: Sequence[Variant], most: int = MAX_ROWS) -> Leaderboard:
         cells = tuple(_cell(v.numbers.get(c.what), c, marks.get((v.number, c.what), "")) for c in columns)
         named = (
             "" if v.name in ("compressed", v.recipe) or "(" in v.name else clean(v.name, 80)
-        )  # else it is the recipe once more
+        )  # otherwise it repeats the recipe
         rows.append(Row(v.number, v.recipe, named, v.model, _run(v), link(v.run.href, "report.html"), cells))
     return Leaderboard(tuple(columns), tuple(rows), len(rest) - len(kept) + max(len(bases) - most, 0))
 
@@ -134,7 +134,7 @@ def _run(v: Variant) -> str:
 
 
 def _columns(found: Sequence[Variant]) -> list[Column]:
-    """Columns of what anybody has; on how much something was asked is told where that differs."""
+    """Columns for all quantities that any model has; the amount of data is shown if it differs between models."""
     quantities = sorted(dict.fromkeys(w for v in found for w in v.numbers), key=lambda w: _KINDS.index(w.kind))
     columns = []
     for what in quantities:
@@ -153,7 +153,7 @@ def _columns(found: Sequence[Variant]) -> list[Column]:
 
 
 def _baseline(same: list[Variant], columns: Sequence[Column], several: bool) -> Row:
-    """A baseline that was measured in these runs: medians, and the range where they differ."""
+    """A baseline that was measured in these runs: medians, and the range if they differ."""
     first, cells = same[0], []
     for column in columns:
         numbers = [v.numbers[column.what] for v in same if column.what in v.numbers]
@@ -201,8 +201,8 @@ def _cell(number: Number | None, column: Column, mark: str) -> Cell:
 
 
 def _marks(found: Sequence[Variant], columns: Sequence[Column]) -> dict[tuple[int, Quantity], str]:
-    """The best of each column, among models of the same weights (and, for speeds, of the same machine), and what is as
-    good."""
+    """The best of each column, among models of the same weights (and, for speeds, of the same machine), and the values
+    that are equally good."""
     marks = {}
     for what, way in ((c.what, c.better) for c in columns if c.better):
         timed = what.kind in ("decode", "prefill")

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 Z = 1.96
-SAME_SIZE = 0.005  # sizes that differ by less are called the same
-SAME_SPEED = 0.03  # speeds likewise, where their spread is unknown
+SAME_SIZE = 0.005  # sizes with a smaller relative difference count as equal
+SAME_SPEED = 0.03  # the same for speeds, if their spread is unknown
 RULE = (
     "A recipe is dominated only where another is at least as good in both and better beyond noise in one. Accuracies "
     "differ beyond noise where their difference exceeds 1.96 of its standard errors. Each accuracy is first paired "
@@ -29,15 +29,15 @@ RULE = (
 
 
 class Effect(NamedTuple):
-    """How much worse a model is than its own baseline (the baseline has 0), and the standard error, None if unknown."""
+    """A model's loss of accuracy relative to its own baseline (0 for the baseline), and the standard error or None."""
 
     cost: float
     stderr: float | None = None
 
 
 class Amount(NamedTuple):
-    """Bytes or speed. sign: 1 where more is better, else -1; low and high: its spread; run: in which it was
-    measured."""
+    """Bytes or speed. sign: 1 if more is better, else -1; low and high: its spread; run: the run of the
+    measurement."""
 
     value: float
     sign: int
@@ -48,8 +48,8 @@ class Amount(NamedTuple):
 
 @dataclass(frozen=True)
 class Standing:
-    """front, noise or dominated; by: the place of the one that dominates it, or looks better within the noise; alike:
-    places of those that cannot be told from it in either."""
+    """front, noise or dominated; by: index of the model that dominates it, or is better within the noise; alike:
+    indices of the models that are indistinguishable from it in both quantities."""
 
     status: str
     by: int | None = None
@@ -63,10 +63,10 @@ def better(a: Effect, b: Effect) -> bool:
 
 
 def ahead(a: Amount, b: Amount, drift: float = 1.0) -> bool:
-    """Does a take less, or give more, than b, beyond noise?
+    """Does a have fewer bytes, or a higher speed, than b, beyond noise?
 
     Args:
-        drift: how much the same baseline differs between runs, largest over smallest.
+        drift: variation of the same baseline between runs, largest over smallest.
     """
     if a.sign < 0:
         return a.value < b.value * (1 - SAME_SIZE)
@@ -76,7 +76,7 @@ def ahead(a: Amount, b: Amount, drift: float = 1.0) -> bool:
 
 
 def standings(points: Sequence[tuple[Effect, Amount]], drift: float = 1.0) -> list[Standing]:
-    """Where each stands among all: `better` and `ahead` for every pair, a row at a time."""
+    """The standing of each model among all: `better` and `ahead` for every pair, one row at a time."""
     if not points:
         return []
     cost, error = (np.array([p[0][i] or 0.0 for p in points]) for i in (0, 1))

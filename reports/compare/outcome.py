@@ -1,4 +1,4 @@
-"""A run as the pages about many runs see it."""
+"""A run in the form for the pages about many runs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from eval.record.rows import RunRecord, typed
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a run failed. kind: of the failure, such as "out of memory"; lines: the last ones that it printed."""
+    """The reason why a run failed. kind: of the failure, such as "out of memory"; lines: the last printed lines."""
 
     kind: str
     cell: int | None
@@ -25,8 +25,8 @@ class Failure:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """One run. status: finished, failed, running, waiting; href: of its folder, relative to the page; record: as it is
-    read; stale: finished, but with code of the workbench that has changed since."""
+    """One run. status: finished, failed, running, waiting; href: of its folder, relative to the page; record: as read
+    from the file; stale: finished, but the workbench's code has changed since then."""
 
     key: str
     notebook: str
@@ -40,7 +40,7 @@ class RunOutcome:
 
     @cached_property
     def measured(self) -> RunRecord:
-        """The record as typed rows, empty ones where there is no record."""
+        """The record as typed rows, which are empty if there is no record."""
         return typed(self.record)
 
     @cached_property
@@ -49,5 +49,5 @@ class RunOutcome:
 
     @property
     def shown_status(self) -> str:
-        """The status as pages show it."""
+        """The status as text for the pages."""
         return f"{self.status} (stale)" if self.stale else self.status

@@ -52,9 +52,9 @@ def render_papers(
     """Write the page of the ledger, whole or not at all.
 
     Args:
-        entries: seeds/papers.yml, as it is read.
-        records: where the page of a measurement's run is, relative to this page, by the command as the ledger writes
-            it, or by the id of the paper for all of its measurements.
+        entries: the content of seeds/papers.yml.
+        records: links to the pages of the measurements' runs, relative to this page, by the command in the ledger, or
+            by the id of the paper for all of its measurements.
         root: of the code, relative to this page; modules and notebooks are links if it is given.
     """
     return write_page(papers_page(entries, records=records, root=root), path)

@@ -1,5 +1,5 @@
-"""Accuracy against bytes and against speed: which models are on the front, which are within its noise, and which are
-dominated."""
+"""Accuracy against bytes and against speed: the models on the front, the models within its noise, and the dominated
+ones."""
 
 import math
 from collections import Counter
@@ -22,7 +22,7 @@ _STANDS = {"front": "on the front", "noise": "within the noise of the front", "d
 
 
 class Axis(NamedTuple):
-    """How accuracy is measured: its name, label, the measurements that it is the mean of, and how a cost is shown."""
+    """A measure of accuracy: its name, label, the measurements whose mean it is, and the format of a cost."""
 
     name: str
     label: str
@@ -57,11 +57,11 @@ class PlaneRow(NamedTuple):
 
 @dataclass(frozen=True)
 class Plane:
-    """One figure with its words and its table."""
+    """One figure with its description and its table."""
 
     about: str
     model: str
-    said: str  # all that the figure shows, in words
+    said: str  # the content of the figure in words
     brief: str
     order: str
     caption: str
@@ -77,7 +77,7 @@ class Plane:
 
 
 class PlaneModels(NamedTuple):
-    """The models of a plane before it is drawn; kind: stored, cache, or that of the speed."""
+    """The models of a plane before it is drawn; kind: stored, cache, or the kind of the speed."""
 
     axis: Axis
     kind: str
@@ -86,8 +86,8 @@ class PlaneModels(NamedTuple):
 
 
 def plane_models(found: Sequence[Variant]) -> list[PlaneModels]:
-    """Accuracy against bytes, then against decode speed, for every model; speeds only where machine and settings are
-    the same."""
+    """Accuracy against bytes, then against decode speed, for every model; speeds only if machine and settings are the
+    same."""
     made = []
     for weights, _ in Counter(v.weights for v in found).most_common():
         own = [v for v in found if v.weights == weights]
@@ -96,7 +96,7 @@ def plane_models(found: Sequence[Variant]) -> list[PlaneModels]:
 
 
 def planes(found: Sequence[PlaneModels], scale: float = 1.0) -> list[Plane]:
-    """The first of them with their figures, words and tables.
+    """The first planes with their figures, descriptions and tables.
 
     Args:
         scale: of the numbers of points and rows, for a page that would be too large.
@@ -105,9 +105,8 @@ def planes(found: Sequence[PlaneModels], scale: float = 1.0) -> list[Plane]:
 
 
 def axes_of(own: Sequence[Variant]) -> list[Axis]:
-    """How the accuracy of these models of the same weights is compared: by tasks if at least half of those that were
-    weighed were asked any, else by perplexity, else by divergence; and by exact answers, where caches were
-    compressed."""
+    """The measures of accuracy for these models of the same weights: tasks if at least half of the models with a known
+    size answered any, else perplexity, else divergence; and exact answers, if caches were compressed."""
     own = [v for v in own if not v.baseline]
     weighed = [v for v in own if Quantity("stored") in v.numbers]
     asked = [v for v in weighed if any(w.kind == "task" for w in v.effects)]
@@ -147,7 +146,7 @@ def axes_of(own: Sequence[Variant]) -> list[Axis]:
 
 
 def _texts(weighed: Sequence[Variant], kind: str) -> list[Quantity]:
-    """Texts on which at least two were scored; not those that would show the same models again."""
+    """Texts on which at least two models were scored, without texts that would show the same models again."""
     counted = Counter(w for v in weighed for w in v.effects if w.kind == kind)
     shown: set[int] = set()
     texts = []
@@ -212,7 +211,7 @@ def _models(own: Sequence[Variant], axis: Axis) -> Iterator[tuple[str, list[Spot
 
 
 def _effect(v: Variant, axis: Axis) -> Effect | None:
-    """The mean over what the axis is made of; None where something is missing."""
+    """The mean over the axis's measurements; None if one of them is missing."""
     if v.baseline and all(w in v.numbers for w in axis.quantities):
         return Effect(0.0, 0.0)
     if any(w not in v.effects for w in axis.quantities):
@@ -356,7 +355,7 @@ def _marks(ax: Axes, points: list[tuple[Spot, float, float]]) -> None:
 
 
 def _labels(points: list[tuple[Spot, float, float]], axis: Axis) -> list[Point]:
-    """The front by name; the others by their numbers, but for dominated ones where there are many."""
+    """Labels: names for the front, numbers for the others, none for dominated models if there are many."""
     named = [p for p in points if p[0].standing.status == "front"][:MAX_LABELS]
     rest = [
         p for p in points if p not in named and (len(points) <= MAX_NUMBERED or p[0].standing.status != "dominated")

@@ -19,8 +19,8 @@ _CALLED = {"perplexity": "perplexity on", "exact": "exact answers,"}
 
 
 class VerdictRow(NamedTuple):
-    """A metric of both runs. recovery: b over a (a over b for a perplexity), with the ends of its 95 % interval, None
-    where a standard error is unknown."""
+    """A metric of both runs. recovery: b / a (a / b for a perplexity), with the ends of its 95 % interval, None if a
+    standard error is unknown."""
 
     metric: str
     a: float
@@ -32,8 +32,8 @@ class VerdictRow(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """text: plain sentences; exit_code: 0 if the second run holds, 1 if not; rows: a row per metric of accuracy, then
-    the ratios of size and speed."""
+    """text: plain sentences; exit_code: 0 if the second run keeps the accuracy, 1 if not; rows: a row per metric of
+    accuracy, then the ratios of size and speed."""
 
     text: str
     exit_code: int
@@ -45,16 +45,15 @@ class Verdict:
 
 
 def compare_two(a: Record, b: Record, *, recovery_threshold: float = 0.99) -> Verdict:
-    """Weigh the compressed model of run `b` against that of run `a` (or against a's baseline, where nothing was
-    compressed).
+    """Compare the compressed model of run `b` with that of run `a` (or with a's baseline, if a compressed nothing).
 
-    The recovery of a task is its accuracy in b over that in a; where no task was asked in both in the same way, the
-    perplexity of a over that of b; else the exact answers of caches. What counts is the mean over these. Intervals
-    (95 %) come from the paired differences of both to their baselines where the records have them, else from the
+    The recovery of a task is its accuracy in b divided by that in a; if no task has the same settings in both runs, the
+    perplexity of a divided by that of b; else the exact answers of caches. The verdict uses the mean over these.
+    Intervals (95 %) come from the paired differences of both to their baselines if the records have them, else from the
     standard errors.
 
     Args:
-        recovery_threshold: the least mean recovery, as a share, with which b holds.
+        recovery_threshold: the least mean recovery, as a share, with which b passes.
 
     Raises:
         ValueError: runs of different models, without a metric of accuracy that both have, or a threshold that is not
@@ -131,7 +130,7 @@ def _row(a: Variant, b: Variant, what: Quantity) -> VerdictRow:
 
 
 def _relative(v: Variant, what: Quantity) -> float | None:
-    """The relative standard error of a number: of its share of the baseline's, which is paired, where that is known."""
+    """The relative standard error of a number: if known, that of its ratio to the baseline's, which is paired."""
     number, effect = v.numbers[what], v.effects.get(what)
     if what.kind == "perplexity" and effect is not None and effect.stderr is not None:
         return effect.stderr

@@ -12,14 +12,14 @@ from reports.page.caches import FULL, cache_rows
 from reports.parts.plots import finite
 from reports.parts.text import clean
 
-INTERVAL = 2 * 1.96  # a 95 % interval is so many standard errors wide
-TASK_METRICS = ("acc_norm", "acc", "exact_match")  # the metric of a task in records that do not say, best first
+INTERVAL = 2 * 1.96  # width of a 95 % interval in standard errors
+TASK_METRICS = ("acc_norm", "acc", "exact_match")  # the metric of a task in records that do not name it, best first
 NONE = "no compression"
 
 
 class Quantity(NamedTuple):
     """The meaning of a number: kind (task, perplexity, kl, exact, stored, bits, decode, prefill, cache), of (task,
-    corpus, visibility, context), and protocol (on how much). Numbers are compared only where all three are the same."""
+    corpus, visibility, context), and protocol (amount of data). Numbers are compared only if all three are the same."""
 
     kind: str
     of: str = ""
@@ -27,7 +27,7 @@ class Quantity(NamedTuple):
 
 
 class Number(NamedTuple):
-    """A number with its standard error, or its spread (low, high); and its ratio to the baseline's, with the ends of a
+    """A number with its standard error or its spread (low, high), and its ratio to the baseline's, with the ends of a
     95 % interval."""
 
     value: float
@@ -41,7 +41,7 @@ class Number(NamedTuple):
 
 @dataclass(frozen=True)
 class Variant:
-    """A model of a run. number: its row, 0 for a baseline; effects: how much worse than the baseline it is."""
+    """A model of a run. number: its row, 0 for a baseline; effects: its losses relative to the baseline."""
 
     run: RunOutcome
     name: str
@@ -53,7 +53,7 @@ class Variant:
     numbers: dict[Quantity, Number]
     effects: dict[Quantity, Effect]
     number: int = 0
-    higher: dict[Quantity, bool] = field(default_factory=dict)  # is more better? where a task says so
+    higher: dict[Quantity, bool] = field(default_factory=dict)  # is more better? for tasks that tell it
 
     @property
     def baseline(self) -> bool:
@@ -61,13 +61,13 @@ class Variant:
 
     @property
     def identity(self) -> tuple:
-        """Baselines of the same identity are one."""
+        """Baselines with the same identity count as one."""
         at = self.run.measured.provenance
         return (self.weights, self.machine, at.device, at.dtype, at.deploy_dtype)
 
     @property
     def timing(self) -> tuple:
-        """Speeds are compared only among variants with the same."""
+        """Speeds are compared only among variants for which this is equal."""
         return (self.weights, self.machine, self.settings)
 
     @property
@@ -116,13 +116,13 @@ def of_run(run: RunOutcome) -> list[Variant]:
 
 
 def drift(found: Sequence[Variant], like: Variant, what: Quantity) -> float:
-    """How much the speed of this variant's baseline differs between the runs on its machine: largest over smallest."""
+    """The variation of this variant's baseline's speed between the runs on its machine: largest over smallest."""
     speeds = [v.numbers[what].value for v in found if v.baseline and v.timing == like.timing and what in v.numbers]
     return max(speeds) / min(speeds) if speeds and min(speeds) > 0 else 1.0
 
 
 def machine(record: RunRecord) -> str:
-    """The machine on which a run's speeds were measured, as one would tell it from others."""
+    """The machine on which a run's speeds were measured, as text that distinguishes it from others."""
     at, has = record.provenance, record.provenance.hardware
     cpu = f"{has.cpu or 'unknown processor'} ({has.cpu_capability})"
     threads = f"{'?' if at.threads is None else at.threads} threads of {'?' if has.cores is None else has.cores} cores"
@@ -135,8 +135,8 @@ Effects = dict[Quantity, Effect]
 
 
 def measured(record: RunRecord, name: str) -> tuple[Numbers, Effects, dict[Quantity, bool]]:
-    """Numbers of a model of a record, how much worse than the baseline they are, and for tasks whether more is
-    better. Numbers that are not finite cannot be compared, and are left out."""
+    """Numbers of a model of a record, their losses relative to the baseline, and for tasks whether more is better.
+    Numbers that are not finite cannot be compared, and are left out."""
     numbers, effects, higher = {}, {}, {}
     for task, metric, protocol, more in tasks_of(record):
         number = _task(record, name, task, f"{metric}_{task}", more)
@@ -178,7 +178,7 @@ def _ratio(record: RunRecord, name: str, metric: str) -> float | None:
 
 
 def _spreads(rounds: int | None) -> bool:
-    """Whether quartiles are a spread: those of one round are not."""
+    """Are these quartiles a spread? Those of one round are not."""
     return rounds is None or rounds > 1
 
 
@@ -200,7 +200,7 @@ def _add_texts(record: RunRecord, name: str, numbers: Numbers, effects: Effects)
 
 
 def tasks_of(record: RunRecord) -> list[tuple[str, str, str, bool]]:
-    """Task, its metric, on how much it was asked, and whether more is better. Of a group of tasks the group alone: its
+    """Task, its metric, the number of questions, and whether more is better. Of a group of tasks only the group: its
     score is over all the questions of its tasks."""
     if record.tasks.rows:
         how = ", chat" if record.tasks.settings.chat else ""
@@ -244,8 +244,7 @@ def _task(record: RunRecord, name: str, task: str, metric: str, more: bool) -> N
 
 
 def _nll(record: RunRecord, name: str, corpus: str) -> Effect | None:
-    """The loss above the baseline's in nats per token: paired where the record says so, else from the two
-    perplexities."""
+    """The loss above the baseline's in nats per token: paired if the record has it, else from the two perplexities."""
     if name == "baseline":
         return Effect(0.0, 0.0)
     paired, metric = record.difference.get(name, {}), f"perplexity_{corpus}"
@@ -260,7 +259,7 @@ def _nll(record: RunRecord, name: str, corpus: str) -> Effect | None:
 
 
 def _add_cache(record: RunRecord, name: str, numbers: Numbers, effects: Effects) -> None:
-    """Exact answers by visibility, bytes of the cache at the longest context with questions, speed behind the longest
+    """Exact answers by visibility, bytes of the cache at the longest context with questions, speed after the longest
     context."""
     cache, variant = record.cache, FULL if name == "baseline" else name
     row = {row.name: row for row in cache_rows(cache)}.get(variant)

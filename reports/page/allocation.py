@@ -1,4 +1,4 @@
-"""How a budget of bytes was shared out among layers: bits by depth, and predicted loss against size."""
+"""The allocation of a budget of bytes to layers: bits by depth, and predicted loss against size."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -27,7 +27,7 @@ def figures(layers: Iterable[Any], allocation: Any) -> Figures:
 
 
 def context(run: RunRecord) -> dict[str, Any]:
-    """What templates/allocation.html shows of a record; {} where no budget was shared out."""
+    """The data for templates/allocation.html from a record; {} if no budget was allocated."""
     made = run.allocation
     if made is None:
         return {}

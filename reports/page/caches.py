@@ -11,7 +11,7 @@ FULL, MAIN = "full", "compressed"
 
 
 class CacheCell(NamedTuple):
-    """Answers at one visibility. against: the difference of exact answers from the full cache, and its interval."""
+    """Answers at one visibility. against: the difference of exact answers from the full cache's, with its interval."""
 
     exact: float | None
     stderr: float | None
@@ -23,7 +23,7 @@ class CacheCell(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """bad or good where the interval leaves 0 out."""
+        """bad or good if the interval does not contain 0."""
         return "" if len(self.against) < 3 else "bad" if self.against[2] < 0 else "good" if self.against[1] > 0 else ""
 
 
@@ -43,7 +43,7 @@ class CacheRow:
 
 
 class SpeedCell(NamedTuple):
-    """Tokens per second of the model, milliseconds of attention, and how much less time attention takes."""
+    """Tokens per second of the model, milliseconds of attention, and the speed-up of attention."""
 
     tokens: float | None
     ms: float | None

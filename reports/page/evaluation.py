@@ -10,14 +10,14 @@ from reports.parts.metrics import described, fmt, with_error
 from reports.parts.plots import finite
 from reports.parts.text import clean, link, listed, plural
 
-MAX_MODELS = 6  # with flips or texts on the page; the files have all
+MAX_MODELS = 6  # models with flips or texts on the page; the files have all
 MAX_FOREST = 48  # rows of the figure
 MAX_TEXT, MAX_PROMPT, MAX_ANSWER = 1000, 500, 250  # characters
 _OPEN = 2  # samples that are open at first
 
 
 def context(run: RunRecord) -> dict[str, Any]:
-    """What templates/evaluation.html shows of a record's `tasks` and `generation`; {} where it has neither."""
+    """The data for templates/evaluation.html from a record's `tasks` and `generation`; {} if it has neither."""
     tasks, generation = _tasks(run), _generation(run)
     return {"tasks": tasks, "generation": generation} if tasks or generation else {}
 
@@ -26,8 +26,8 @@ def mean_recovery(run: RunRecord, model: str = "compressed") -> tuple[float, int
     """The share of the baseline's score that a model keeps, as the mean over tasks, and the number of tasks; None for
     no tasks.
 
-    Shares of right answers are averaged with one another only; other metrics count where there are none. A group of
-    tasks counts as one, its parts do not.
+    Shares of right answers are averaged only with each other; other metrics count if there are no such shares. A group
+    of tasks counts as one, its parts do not count.
     """
     metrics = {row.task: row.metric for row in run.tasks.rows}
     parts = run.tasks.parts
@@ -41,8 +41,8 @@ def mean_recovery(run: RunRecord, model: str = "compressed") -> tuple[float, int
 
 
 class ModelScore(NamedTuple):
-    """A model on one task, as text. recovery and difference: value and interval; kind: bad or good where the interval
-    leaves 0 out."""
+    """A model on one task, as text. recovery and difference: value and interval; kind: bad or good if the interval does
+    not contain 0."""
 
     model: str
     value: str
@@ -120,7 +120,7 @@ def _group(run: RunRecord, row: TaskRow, models: Iterable[str]) -> TaskGroup:
 
 
 def _against(of: Paired | None, scale: float, higher: bool) -> tuple[tuple[str, str], tuple[str, str], str, str]:
-    """A model against the baseline on one task: recovery, difference, whether it is good or bad, and p."""
+    """A model compared with the baseline on one task: recovery, difference, whether it is good or bad, and p."""
     if not of:
         return ("", ""), ("", ""), "", ""
     low, high, kind, p = of.difference_low, of.difference_high, "", of.mcnemar_p
@@ -141,13 +141,13 @@ def _between(
 
 
 def signed(value: float, digits: int) -> str:
-    """A difference with its sign, whichever it is: +1.2, −0.3, 0.0."""
+    """A difference with its sign: +1.2, −0.3, 0.0."""
     text = fmt(value, f"+.{digits}f")
     return text[1:] if text[1:] == f"{0:.{digits}f}" else text.replace("-", "−")
 
 
 def _said(groups: Sequence[TaskGroup]) -> list[str]:
-    """On which tasks the model that the page is about differs from the baseline by more than noise."""
+    """The tasks on which the page's main model differs from the baseline by more than noise."""
     rows = [(group.of.task, row.kind) for group in groups for row in group.rows if row.main and row.paired]
     if not rows:
         return []
@@ -163,7 +163,7 @@ def _said(groups: Sequence[TaskGroup]) -> list[str]:
 
 
 def _forest(groups: Sequence[TaskGroup]) -> str:
-    """Differences of shares in percentage points; of other metrics, what is lost or won as per cent of the baseline."""
+    """Differences of shares in percentage points; for other metrics, the change as per cent of the baseline."""
     panels: dict[str, dict[str, list[Interval]]] = {}
     count = 0
     for group in groups:
@@ -199,7 +199,7 @@ def _flips(run: RunRecord, model: str, flips: Sequence[Flip]) -> ModelFlips:
 
 
 def _short(text: str, limit: int) -> str:
-    """Text of at most so many characters; of a long one the end, where a prompt asks its question, and some of its
+    """Text of at most this many characters; for a long text its end, where a prompt has its question, and some of its
     beginning."""
     text = clean(text, 10 * limit).strip()
     return text if len(text) <= limit else f"{text[: limit // 4].rstrip()} […] {text[-(limit * 3 // 4) :].lstrip()}"
@@ -281,7 +281,7 @@ class Written(NamedTuple):
 
 
 class ShownSample(NamedTuple):
-    """A prompt and what each model wrote. left: models that are not shown."""
+    """A prompt and each model's text. left: models that are not shown."""
 
     prompt: str
     how: str

@@ -27,7 +27,7 @@ def figures(folds: Iterable[Any]) -> Figures:
 
 
 def context(folds: Sequence[Fold]) -> dict[str, Any]:
-    """What templates/folds.html shows of a record's `folds`; {} where there are none."""
+    """The data for templates/folds.html from a record's `folds`; {} if there are none."""
     if not folds:
         return {}
     kinds: _Kinds = defaultdict(list)
@@ -67,7 +67,7 @@ def _is_of_keys(fold: Fold) -> bool:
 
 
 def _said_of_rotations(folds: Sequence[Fold]) -> str:
-    """How many inputs were rotated, what became of their outliers, and why the stream was not rotated; "" for none."""
+    """The number of rotated inputs, the change of their outliers, and why the stream was not rotated; "" for none."""
     rotations = [fold for fold in folds if _is_rotation(fold)]
     if not rotations:
         return ""
@@ -92,7 +92,7 @@ def _said_of_rotations(folds: Sequence[Fold]) -> str:
 
 
 def _outliers(folds: Sequence[Fold]) -> str:
-    """How large the largest input channels are against the others, before and after."""
+    """The size of the largest input channels relative to the others, before and after."""
     before, after = (
         fmt(statistics.median(getattr(fold, f"x_{when}").outlier for fold in folds), ".1f")
         for when in ("before", "after")
@@ -101,7 +101,7 @@ def _outliers(folds: Sequence[Fold]) -> str:
 
 
 def _said_of_keys(folds: Sequence[Fold]) -> str:
-    """In how many blocks keys were scaled, and what became of their largest channels; "" for none."""
+    """The number of blocks with scaled keys, and the change of their largest channels; "" for none."""
     keys = [fold for fold in folds if _is_of_keys(fold)]
     if not keys:
         return ""
@@ -131,7 +131,7 @@ def _said(folds: Sequence[Fold]) -> str:
 
 
 def _error_ratio(folds: Sequence[Fold], sentence: str) -> str:
-    """A sentence with the mean ratio of the errors after and before; "" where they were not measured."""
+    """A sentence with the mean ratio of the errors after and before; "" if they were not measured."""
     measured = [
         (f.error_before, f.error_after) for f in folds if finite(f.error_before, f.error_after) and f.error_before > 0
     ]
@@ -141,8 +141,8 @@ def _error_ratio(folds: Sequence[Fold], sentence: str) -> str:
 
 
 def _channels(folds: Sequence[Fold]) -> str:
-    """Of the links with magnitudes channel by channel those with the largest outliers, of each kind first, in the
-    model's order."""
+    """The links with the largest outliers, of those with magnitudes per channel: first one of each kind; in the model's
+    order."""
     there = [i for i, fold in enumerate(folds) if fold.channels]
     there.sort(key=lambda i: -folds[i].x_before.outlier)
     first = {title(folds[i]): i for i in reversed(there)}.values()  # the largest of each kind

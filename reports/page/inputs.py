@@ -1,4 +1,4 @@
-"""The inputs of the linears of several models before rounding: how large the largest channels are, by depth."""
+"""The inputs of the linears of several models before rounding: the size of the largest channels, by depth."""
 
 import statistics
 from collections import defaultdict
@@ -17,7 +17,7 @@ Inputs = Mapping[str, Mapping[str, Magnitudes]]  # by model, and by the linear t
 
 
 def context(inputs: Inputs) -> dict[str, Any]:
-    """What templates/inputs.html shows of a record's `inputs`; {} where there are none."""
+    """The data for templates/inputs.html from a record's `inputs`; {} if there are none."""
     if not any(inputs.values()):
         return {}
     return {"said": said(inputs), **{measure: by_depth(inputs, measure) for measure in MEASURES}}
@@ -36,7 +36,7 @@ def said(inputs: Inputs) -> str:
 
 
 def by_depth(inputs: Inputs, measure: str) -> str:
-    """A panel for each kind of input, and in it a line for each model; the last one lies on top."""
+    """A panel for each kind of input, with a line for each model; the last line is on top."""
     kinds: dict[str, list[Line]] = defaultdict(list)
     for i, (model, found) in enumerate(reversed(inputs.items())):
         colour, style = STYLES[(i - 1) % len(STYLES)] if i else (ACCENT, "-")

@@ -34,7 +34,7 @@ def context(run: RunRecord) -> dict[str, Any]:
 
 
 def verdict(bench: Bench, timed: Sequence[Contest]) -> list[str]:
-    """Plain sentences: what was checked, what was timed, where ours is faster and where it is not."""
+    """Plain sentences: the checks, the timings, the cases in which ours is faster, and those in which it is not."""
     red, count = bench.summary.red or 0, bench.summary.checks or 0
     said = ["No check was made, so nothing was timed." if not count else f"All {count} checks passed."]
     if red:

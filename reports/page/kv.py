@@ -1,4 +1,4 @@
-"""The page of a run on KV caches: answers against bytes, which positions stay, and speed against context."""
+"""The page of a run on KV caches: answers against bytes, the kept positions, and speed against context."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -76,12 +76,12 @@ class _Labels(dict):
 
 
 def _shown(cache: Cache) -> list[str]:
-    """Variants with figures of their own: the main one and those that were timed beside it."""
+    """Variants with their own figures: the main one and those that were timed with it."""
     return [name for name in cache.timed if name in cache.kept]
 
 
 def verdict(run: RunRecord, table: Sequence[CacheRow], visibilities: Sequence[str]) -> list[str]:
-    """Plain sentences: bytes, answers with and without the question in sight, and speed."""
+    """Plain sentences: bytes, answers with and without the question known before compression, and speed."""
     rows, speed = {row.name: row for row in table}, run.cache.speed
     said = []
     if MAIN in rows and finite(rows[MAIN].share):
@@ -233,7 +233,7 @@ def _maps(maps: dict[str, np.ndarray], key: str, bar: str, summary: str) -> str:
 
 
 def _cells(ax: Axes, values: np.ndarray) -> None:
-    """A cell per share, filled as strongly as it is large; none where there is no number."""
+    """A cell per share, whose opacity grows with the share; no cell if there is no number."""
     rows, columns = values.shape
     small = columns > 20
     for y, x in zip(*np.nonzero(np.isfinite(values)), strict=True):
@@ -250,7 +250,7 @@ def _cells(ax: Axes, values: np.ndarray) -> None:
 
 
 def _array(rows: Sequence[Sequence[float]]) -> np.ndarray | None:
-    """Numbers by layer and head; None where layers have different numbers of heads."""
+    """Numbers by layer and head; None if layers have different numbers of heads."""
     return np.asarray(rows, dtype=float) if rows and len({len(row) for row in rows}) == 1 and rows[0] else None
 
 
@@ -261,7 +261,7 @@ def _survival(cache: Cache, labels: _Labels) -> str:
         if shares and all(one is not None and one.shape == shares[0].shape for one in shares):
             with np.errstate(all="ignore"):
                 mean = np.mean(shares, 0)
-            if not mean.min() >= 1:  # where all stay, there is nothing to draw
+            if not mean.min() >= 1:  # if all positions stay, there is nothing to draw
                 maps[labels[name]] = mean
     bar = "per cent of the needle's tokens that stay, question unknown"
     return _maps(maps, "survival", bar, "Share of the needle that stays by layer and head.")
@@ -276,7 +276,7 @@ def _budgets(cache: Cache, labels: _Labels) -> str:
             continue
         with np.errstate(all="ignore"):
             share = kept / full
-        if not np.ptp(share) <= 0.02:  # where all are the same, there is nothing to draw
+        if not np.ptp(share) <= 0.02:  # if all are the same, there is nothing to draw
             maps[labels[name]] = share
     summary = "Share of the positions that each head keeps, by layer."
     return _maps(maps, "budgets", "per cent of the positions that stay", summary)

@@ -10,7 +10,7 @@ from reports.parts import plots
 from reports.parts.figures import Figures
 from reports.parts.plots import ACCENT, SECOND, Line
 
-SPARSE = 0.005  # below this share of zeros a weight is not called sparse: rounding makes some too
+SPARSE = 0.005  # a weight with a smaller share of zeros is not called sparse: rounding makes some zeros, too
 _KINDS = {"attention": "attention", "mlp": "MLPs", "block": "blocks"}
 
 
@@ -25,7 +25,7 @@ def figures(layers: Iterable[Any], drops: Iterable[Any]) -> Figures:
 
 
 def context(run: RunRecord) -> dict[str, Any]:
-    """What templates/pruning.html shows of a record; {} where nothing was pruned, dropped or scored at several
+    """The data for templates/pruning.html from a record; {} if nothing was pruned, dropped or scored at several
     strengths."""
     layers, drops = run.layers, run.drops
     sparse = [layer for layer in layers if (layer.sparsity or 0) >= SPARSE] if _pruned(layers) else []
@@ -44,13 +44,12 @@ def context(run: RunRecord) -> dict[str, Any]:
 
 
 def _pruned(layers: Sequence[LayerRow]) -> bool:
-    """Whether weights were set to 0 on purpose. A 3-bit grid rounds some to 0 too, but is no format of sparse
-    weights."""
+    """Were weights set to 0 on purpose? A 3-bit grid also rounds some to 0, but is not a format of sparse weights."""
     return any(layer.distortion or layer.format in ("bitmap", "sparse24", "dense") for layer in layers)
 
 
 def _even(layers: Sequence[LayerRow]) -> bool:
-    """Whether every linear has lost the same share, so that there is nothing to draw."""
+    """Has every linear lost the same share, so that there is nothing to draw?"""
     shares = [layer.sparsity or 0.0 for layer in layers]
     return max(shares) - min(shares) <= 0.01
 
@@ -84,7 +83,7 @@ def _said_zeros(layers: Sequence[LayerRow], sparse: Sequence[LayerRow]) -> list[
 
 
 def _said_speed(run: RunRecord, sparse: Sequence[LayerRow]) -> list[str]:
-    """Whether zeros save time: the number of operations that need not be done does not tell."""
+    """A text on whether zeros save time, which does not follow from the number of unnecessary operations."""
     speeds = {"decodes": run.ratio("decode_tokens_per_s"), "reads prompts": run.ratio("prefill_tokens_per_s")}
     ratios = {does: ratio for does, ratio in speeds.items() if ratio is not None}
     alone = not any(drop.order for drop in run.drops) and all("+" not in layer.format for layer in sparse)

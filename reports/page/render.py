@@ -13,7 +13,7 @@ from reports.parts.labels import Point, scatter
 from reports.parts.metrics import METRICS, SCALE, with_error, with_prefix
 from reports.parts.text import clean
 
-MAX_OTHERS = 2  # models beside baseline and compressed that the table of scores has columns for
+MAX_OTHERS = 2  # further models, besides baseline and compressed, with columns in the table of scores
 
 
 def render(record: table.Record, path: str | Path) -> Report:
@@ -49,14 +49,14 @@ def page(record: table.Record) -> str:
 
 
 class Change(NamedTuple):
-    """What changed from baseline to compressed, and whether that is good or bad."""
+    """The change from baseline to compressed, and whether it is good or bad."""
 
     text: str = ""
     kind: str = ""
 
 
 class MetricRow(NamedTuple):
-    """A metric. detail: of which corpus or task; cells: a number and its standard error for every model."""
+    """A metric. detail: its corpus or task; cells: a number and its standard error for every model."""
 
     label: str
     detail: str
@@ -96,7 +96,7 @@ def _change(ratio: float | None, better: int) -> Change:
 
 
 def compared(run: RunRecord) -> dict[str, Any]:
-    """All models of the run as rows, and the figures of them; {} where the table of scores shows all of it."""
+    """All models of the run as rows, with their figures; {} if the table of scores shows all of them."""
     rows = table.rows(run)
     others = rows[2:]
     if len(others) <= MAX_OTHERS and not any(row.decode for row in others):

@@ -24,7 +24,7 @@ _Cells = dict[tuple[int, int], list[GridRow]]  # by tokens of the prompt and bat
 
 
 def context(run: RunRecord) -> dict[str, Any]:
-    """What templates/resources.html shows of a record's `efficiency`, `speed_grid` and `cost`; {} where it has none."""
+    """The data for templates/resources.html from a record's `efficiency`, `speed_grid` and `cost`; {} if none exist."""
     made = {"efficiency": _efficiency(run.efficiency), "grid": _grid(run.speed_grid), "cost": _cost(run.cost)}
     return made if any(made.values()) else {}
 
@@ -124,7 +124,7 @@ def _cost(cost: Cost) -> dict[str, Any]:
 
 
 def _cost_said(ratios: dict[str, list[float]]) -> list[str]:
-    """How far each model is from its prediction."""
+    """The distance of each model from its prediction."""
     shown = [name for name in ("baseline", "compressed") if name in ratios] or list(ratios)[:2]
     said = []
     for name in shown:

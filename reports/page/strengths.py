@@ -6,7 +6,7 @@ from eval.record.rows import Strengths
 
 
 class StrengthTable(NamedTuple):
-    """Perplexities on one corpus: a row (recipe, a cell per value) for each recipe that was scored at these values."""
+    """Perplexities on one corpus: a row (recipe, one cell per value) for each recipe scored at these values."""
 
     corpus: str
     values: list[str]

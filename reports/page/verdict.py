@@ -6,7 +6,7 @@ from reports.parts.plots import finite
 
 
 def verdict(record: RunRecord) -> list[str]:
-    """Sentences on size, accuracy and speed. Each says what was measured, and against what."""
+    """Sentences on size, accuracy and speed. Each names the measurement and its reference."""
     said = []
     size = record.ratio("stored_bytes")
     if finite(size):

@@ -12,7 +12,7 @@ _LIGHT = {
 
 @dataclass(frozen=True)
 class Figures:
-    """Some sentences and figures by title, of which empty ones are left out; shows itself in Jupyter."""
+    """Some sentences and figures by title, without empty ones, with a representation for Jupyter."""
 
     said: str
     svgs: dict[str, str]

@@ -8,7 +8,7 @@ from reports.parts.plots import drawn, grid, svg
 from reports.parts.text import clean
 
 SHADES = 8.0  # the value that has the last colour
-PIXELS = 192  # of a panel's width; of neighbouring channels that share one the largest is shown
+PIXELS = 192  # width of a panel; if neighbouring channels share a pixel, the largest is shown
 
 
 @drawn

@@ -8,7 +8,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 from reports.parts.plots import ACCENT, INK, LINE, MUTED, SECOND, drawn, finite, grid, legend, svg
 from reports.parts.text import clean
 
-MAX_LINES = 8  # models that a figure tells apart
+MAX_LINES = 8  # number of models that a figure can distinguish
 _MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 
@@ -145,7 +145,7 @@ def agreement(
     ax.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), xlabel=x_label, ylabel=y_label)
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_minor_locator(NullLocator())
-        if high < 100 * low:  # powers of ten alone would be one tick or two
+        if high < 100 * low:  # powers of ten alone would give only one or two ticks
             axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.set_major_formatter("{x:,g}")
     ax.grid(True, lw=0.6)

@@ -11,7 +11,7 @@ from reports.parts.plots import ACCENT, MUTED, PANEL, SECOND, drawn, finite, svg
 
 
 class Point(NamedTuple):
-    """One model in a plane: its label, where it is, and whether it is the one that the page is about."""
+    """One model in a plane: its label, its place, and whether it is the page's main model."""
 
     label: str
     x: float
@@ -94,7 +94,7 @@ def label_points(ax: Axes, points: list[Point], font_size: float = 9) -> None:
 
         one.side = min((1, -1), key=covered)
     labels.sort(key=lambda one: one.y)
-    for _ in range(400):  # far more than it takes for labels that fit
+    for _ in range(400):  # far more than needed for labels that fit
         for low, high in combinations(labels, 2):
             (a, b), (c, d) = low.reach(0.9 * em), high.reach(0.9 * em)
             lacks = (low.size[1] + high.size[1]) / 2 - (high.height - low.height)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 
 METRICS = (
-    # prefix of the metric, label, unit, which way is better
+    # prefix of the metric, label, unit, better direction
     ("perplexity_", "Perplexity", "", -1),
     ("kl_", "KL to the baseline", "nats per token", -1),
     ("top1_agreement_", "Same most likely token", "%", 1),
@@ -40,7 +40,7 @@ def prefix_of(metric: str) -> str:
 
 
 def with_prefix(metrics: Iterable[str], prefix: str) -> list[str]:
-    """Those of the metrics, each once, whose prefix this is; no standard errors."""
+    """The metrics with this prefix, each once, without standard errors."""
     return [m for m in dict.fromkeys(metrics) if not m.endswith("_stderr") and prefix_of(m) == prefix]
 
 
@@ -77,7 +77,7 @@ def percent(share: float | None) -> str:
 
 
 def change(after: float | None, before: float | None) -> float | None:
-    """The relative change from one number to another; None where it has no meaning."""
+    """The relative change from one number to another; None if it has no meaning."""
     return after / before - 1 if after is not None and before else None
 
 
@@ -87,8 +87,8 @@ def growth(cost: float) -> float:
 
 
 def with_error(value: float | None, stderr: float | None, scale: float = 1) -> tuple[str, str]:
-    """A number and its standard error as a table shows them, with one decimal for per cent: ("43.2", "± 1.5"); "" for
-    no error."""
+    """A number and its standard error as texts for a table, with one decimal for per cent: ("43.2", "± 1.5"); "" for no
+    error."""
     shown = fmt(value, ".1f", scale) if scale == 100 else number(None if value is None else value * scale)
     if stderr is None or value is None or not math.isfinite(stderr):
         return shown, ""

@@ -23,7 +23,7 @@ from matplotlib.ticker import LogFormatterMathtext, LogLocator, NullFormatter
 from eval.record.rows import Channels, LayerRow, SpeedRow
 from reports.parts.text import clean
 
-# Colours that matplotlib writes down and the page replaces by its own variables.
+# Colours that matplotlib writes into the SVG and that the page replaces by its own variables.
 _COLOURS = {
     "ink": "#010101", "muted": "#020202", "line": "#030303", "accent": "#040404", "second": "#050505",
     "panel": "#060606",
@@ -34,7 +34,7 @@ STYLE = {
     "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": MUTED, "xtick.color": MUTED, "ytick.color": MUTED,
     "xtick.labelcolor": INK, "ytick.labelcolor": INK, "axes.spines.top": False, "axes.spines.right": False,
     "grid.color": LINE, "axes.axisbelow": True, "legend.frameon": False,
-    "text.parse_math": False,  # a dollar in a name is a dollar
+    "text.parse_math": False,  # a dollar sign in a name is shown as such
 }  # fmt: skip
 MAX_PANELS = 12
 _MOST_KEPT = 256  # figures, of some 35 kB each
@@ -67,7 +67,7 @@ def drawn(draw: Callable[..., str]) -> Callable[..., str]:
 
 
 def _key_of(draw: Callable[..., str], args: tuple, kwargs: dict[str, Any]) -> bytes | None:
-    """A hash of a drawing's function and arguments; None where an argument cannot be pickled, as a generator."""
+    """A hash of a drawing's function and arguments; None if an argument, such as a generator, cannot be pickled."""
     try:
         content = pickle.dumps((draw.__module__, draw.__qualname__, args, kwargs))
     except Exception:
@@ -76,12 +76,12 @@ def _key_of(draw: Callable[..., str], args: tuple, kwargs: dict[str, Any]) -> by
 
 
 def finite(*numbers: float | None) -> bool:
-    """Whether all of these are numbers that can be drawn."""
+    """Are all of these numbers that can be drawn?"""
     return all(number is not None and math.isfinite(number) and abs(number) < 1e200 for number in numbers)
 
 
 def grid(count: int, columns: int, width: float = 9.6, height: float = 2.0, extra: float = 0.5, **share: Any) -> Any:
-    """A figure with so many panels in rows of at most `columns`, each `height` inches high: figure, array of axes."""
+    """A figure with this number of panels in rows of at most `columns`, each `height` inches high: (figure, axes)."""
     columns = min(count, columns)
     rows = -(-count // columns)
     figure = Figure(figsize=(width, extra + height * rows), layout="constrained")
@@ -101,7 +101,7 @@ def legend(figure: Figure, axes: Any, names: Sequence[str], loc: str = "outside 
 
 
 def ticked(ax: Axes, decades: float = 2) -> None:
-    """Ticks of a logarithmic axis at 1, 2 and 5 where powers of ten alone would be one tick or two."""
+    """Ticks of a logarithmic axis at 1, 2 and 5 if powers of ten alone would give only one or two ticks."""
     low, high = ax.get_ylim()
     if low > 0 and high < 10**decades * low:
         ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -135,7 +135,7 @@ def layer_errors(layers: Sequence[LayerRow], method: str) -> str:
 
 @drawn
 def by_depth(panels: dict[str, list[Line]], *, key: str, label: str, summary: str, log: bool = True) -> str:
-    """Values against the number of the block: a panel per title, in which the first lines lie on top."""
+    """Values against the number of the block: a panel per title, with the first lines on top."""
     kept = {
         clean(title, 80): [
             line._replace(points=points)
@@ -160,7 +160,7 @@ def by_depth(panels: dict[str, list[Line]], *, key: str, label: str, summary: st
             ax.set_yscale("log")
         ax.grid(True, axis="y", lw=0.6)
         ax.minorticks_off()
-        ax.xaxis.get_major_locator().set_params(integer=True)  # blocks are counted
+        ax.xaxis.get_major_locator().set_params(integer=True)  # block numbers are integers
     if log:
         ticked(axes.flat[0])
     figure.supxlabel("block", fontsize=10)
@@ -195,7 +195,7 @@ def channels(links: dict[str, Channels]) -> str:
 
 
 def envelope(values: Sequence[float], bins: int = 240) -> tuple[list[float], list[float]]:
-    """Positions and values of at most so many points: the largest of each run of neighbours, so that no peak is
+    """Positions and values of at most this many points: the largest of each run of neighbours, so that no peak is
     lost."""
     values = [value if finite(value) else 0.0 for value in values]
     size = max(1, -(-len(values) // bins))
@@ -204,7 +204,7 @@ def envelope(values: Sequence[float], bins: int = 240) -> tuple[list[float], lis
 
 
 class Curve(NamedTuple):
-    """One line of a panel of curves: its block, its points, and the x that was chosen on it."""
+    """One line of a panel of curves: its block, its points, and the chosen x."""
 
     block: int
     points: list[tuple[float, float]]
@@ -258,7 +258,7 @@ def against(
 
 
 def styled(i: int, colours: Sequence[str] = (ACCENT, SECOND, INK)) -> dict[str, Any]:
-    """Colour, dash and mark of the i-th line, which no other of the first ones has."""
+    """Colour, dash and mark of the i-th line, a combination that no other of the first lines has."""
     turn = i // len(colours)
     return {"color": colours[i % len(colours)], "ls": ("-", "--", ":", "-.")[turn % 4], "marker": "os^D"[turn % 4]}
 
@@ -271,7 +271,7 @@ def wrapped(text: str, width: int) -> str:
 
 @drawn
 def speed_bars(speed: dict[str, SpeedRow]) -> str:
-    """Decode speed of every variant, with quartiles, and a line where reading its bytes once would be all that takes
+    """Decode speed of every variant, with quartiles, and a line at the speed if only reading its bytes once took
     time."""
     shown = {name: one for name, one in speed.items() if finite(one.decode_tokens_per_s)}
     rows = [(name, one.decode_tokens_per_s, one.decode_quartiles) for name, one in shown.items()]
@@ -302,7 +302,7 @@ def speed_bars(speed: dict[str, SpeedRow]) -> str:
 
 
 def _clear_of(ax: Axes, labels: Sequence[tuple[Text, float]]) -> None:
-    """Move each label to the right of the line at its x where they would cross, and make room for it there."""
+    """Move each label to the right of the line at its x if they would cross, and make room for it there."""
     ax.figure.draw_without_rendering()
     gap = 0.3 * ax.figure.dpi * 10 / 72  # pixels; the page's font may be a little wider than the one measured here
     moved = []

@@ -1,4 +1,4 @@
-"""The page of published results: every record of a folder with its tables, and the notes that stand beside it."""
+"""The page of published results: every record of a folder with its tables and the notes beside it."""
 
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def published_readme(folder: Path) -> str:
 
 
 def _section(path: Path, run: RunRecord) -> str:
-    """One record: what was measured, on what, the command, the tables, and the note beside the record."""
+    """One record: the measurement, the machine, the command, the tables, and the note beside the record."""
     at, texts = run.provenance, [f"{name}: {text.windows} windows of {text.window}" for name, text in run.texts.items()]
     machine = f"{at.processor} ({at.hardware.cpu_capability}), {at.threads} threads of {at.hardware.cores} cores"
     parts = [
@@ -59,7 +59,7 @@ def _section(path: Path, run: RunRecord) -> str:
 
 
 def _tables(run: RunRecord) -> list[str]:
-    """The tables of what the record has, each with a sentence before it where it is not the first."""
+    """The tables of the record's parts, each with a sentence before it, except the first."""
     if run.cache:
         parts = [table.cache_markdown([run])]
         if run.cache.speed:

@@ -19,7 +19,7 @@ Record = RunRecord | Mapping[str, Any]  # typed, or as `eval.record.schema.read_
 
 
 class TextScores(NamedTuple):
-    """A model on one text. change: of the perplexity against the baseline's."""
+    """A model on one text. change: of the perplexity relative to the baseline's."""
 
     perplexity: float | None
     perplexity_stderr: float | None
@@ -30,8 +30,8 @@ class TextScores(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelRow:
-    """A model of a record; None for what was not measured. Speeds are tokens per second, ratios those to the record's
-    own 16-bit baseline."""
+    """A model of a record; values that were not measured are None. Speeds are tokens per second, ratios are relative to
+    the record's own 16-bit baseline."""
 
     name: str
     recipe: str | None
@@ -180,8 +180,8 @@ def cache_markdown(records: Sequence[Record]) -> str:
 
 
 def cache_speed_markdown(records: Sequence[Record]) -> str:
-    """A table per such record: tokens per second of the whole model behind every context, and how much faster attention
-    is.
+    """A table per such record: tokens per second of the whole model after every context, and the speed-up of
+    attention.
 
     Raises:
         ValueError: a record of another kind of run, or one that was not timed.
@@ -205,8 +205,8 @@ def cache_speed_markdown(records: Sequence[Record]) -> str:
 
 
 def tasks_markdown(records: Sequence[Record]) -> str:
-    """A table per record: the score of every model on every task, what it keeps of the baseline's, and how many answers
-    changed.
+    """A table per record: the score of every model on every task, its share of the baseline's score, and the number of
+    changed answers.
 
     Raises:
         ValueError: a record in which no task was answered.
@@ -241,7 +241,7 @@ def _of_caches(record: Record) -> RunRecord:
 
 
 def _cache_name(run: RunRecord, name: str) -> str:
-    """A variant as a table names it: its recipe where it is named otherwise."""
+    """A variant's name in a table: its recipe, or its own name for a full cache."""
     if name.startswith("full"):
         return name.replace("full", "full 16-bit cache", 1)
     text = f"`{run.recipe_of(name) or run.recipe_of('compressed')}`"
@@ -255,17 +255,17 @@ _TABLES = {
 
 
 def updated(text: str, read: Callable[[str], Record]) -> str:
-    """The text with every table between `<!-- workbench table PATHS -->` and `<!-- end -->` made anew from these
+    """The text with every table between `<!-- workbench table PATHS -->` and `<!-- end -->` made again from these
     records.
 
-    `table` gives the models of the records side by side (`markdown`), `strengths`, `cache`, `cache-speed` and `tasks`
-    what the functions of these names do.
+    `table` gives the models of the records side by side (`markdown`); `strengths`, `cache`, `cache-speed` and `tasks`
+    give the results of the functions of these names.
 
     Args:
-        read: a record by its path, as the text names it; several are apart by spaces.
+        read: gives a record by its path in the text; several paths are separated by spaces.
 
     Raises:
-        ValueError: a table that names no record, or does not end.
+        ValueError: a table that names no record, or has no end.
     """
 
     def renewed(section: re.Match) -> str:

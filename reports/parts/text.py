@@ -14,26 +14,26 @@ _PATH = re.compile(
 
 
 def clean(text: object, limit: int = 400) -> str:
-    """Text without terminal colours, control characters and marks that turn its direction, of at most `limit`
+    """Text without terminal colours, control characters and marks that change its direction, of at most `limit`
     characters."""
     shown = _CONTROL.sub("", str(text)[: 8 * limit + 100])
     return shown if len(shown) <= limit else f"{shown[: limit - 1]}…"
 
 
 def public(text: object, limit: int = 400) -> str:
-    """The text of an exception for a page: URLs lose what signs them, and absolute paths all but their last part."""
+    """The text of an exception for a page: URLs without signatures, absolute paths reduced to their last part."""
     shown = str(text)[: 8 * limit + 100]
     return clean(_PATH.sub(r"…/\1", _SIGNED.sub(r"\1?…", shown)), limit)
 
 
 def link(folder: str, file: str = "") -> str:
-    """A relative link to a file of a folder; "" where the folder is unknown. A colon is quoted: no link of ours has a
+    """A relative link to a file of a folder; "" if the folder is unknown. A colon is quoted, as no link here has a
     scheme."""
     return quote(f"{folder.rstrip('/')}/{file}" if file else folder, safe="/.~-_") if folder else ""
 
 
 def listed(words: list[str], most: int = 6) -> str:
-    """Words with commas; beyond `most` of them, how many more there are."""
+    """Words separated by commas: at most `most`, then the number of further words."""
     more = len(words) - most
     return ", ".join(words[:most]) + (f" and {more} more" if more > 0 else "")
 

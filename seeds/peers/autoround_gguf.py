@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("folder", type=Path, help="what `compare_gptq.py prepare` wrote")
+parser.add_argument("folder", type=Path, help="the folder written by `compare_gptq.py prepare`")
 parser.add_argument("kind", help="type of llama.cpp, such as q4_0 or q4_k_m")
 parser.add_argument("--iters", type=int, default=200)
 parser.add_argument("--samples", type=int, default=128)

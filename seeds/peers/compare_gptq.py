@@ -183,7 +183,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Compare GPTQ with its peers.")
     parser.add_argument("step", choices=STEPS)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--model", help="of `prepare`, what `load_model` takes; smollm2-135m if not given")
+    parser.add_argument("--model", help="for `prepare`: a name or folder for `load_model`; smollm2-135m if not given")
     options = parser.parse_args()
     if options.model and options.step != "prepare":
         parser.error(f"`--model` (={options.model}) goes with `prepare`; the other steps take what that wrote")

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 TOKENS = 1000
-WIDTH = 64  # of the networks of `kvzap`, which are drawn
+WIDTH = 64  # width of the networks of `kvzap`, which have random weights
 
 
 class Case(NamedTuple):
@@ -42,7 +42,7 @@ def _ada(peer: ModuleType, folder: Path, ratio: float) -> Any:
 def _kvzap(peer: ModuleType, folder: Path, ratio: float) -> Any:
     from kvpress.presses.kvzap_press import KVzapConfig, KVzapModel
 
-    networks = torch.load(folder / "kvzap.pt")  # by name of their parameters there
+    networks = torch.load(folder / "kvzap.pt")  # by the peer's parameter names
     inputs, outputs, layers = (networks[name] for name in ("inputs", "outputs", "layers"))
     model = KVzapModel(KVzapConfig(input_dim=inputs, output_dim=outputs, n_modules=layers, hidden_dim=WIDTH))
     model.load_state_dict(networks["state"])
@@ -127,12 +127,12 @@ def kvpress(folder: Path, options: argparse.Namespace) -> None:
         for name, (_, _, press) in CASES.items():
             for budget in options.budgets:
                 cache = DynamicCache()
-                for block in model.model.layers:  # what an earlier press has hidden
+                for block in model.model.layers:  # remove the mask of an earlier press
                     block.self_attn.masked_key_indices = None
                 with press(peer, folder, 1 - budget)(model):
                     model(ids, past_key_values=cache)
                 masked = [getattr(block.self_attn, "masked_key_indices", None) for block in model.model.layers]
-                if masked[0] is not None:  # this press evicts nothing: it hides
+                if masked[0] is not None:  # this press does not evict positions, but masks them
                     shown = [_shown(indices, layer.keys) for indices, layer in zip(masked, full.layers, strict=True)]
                     found[f"{name} {budget}"] = shown
                     continue
@@ -144,12 +144,12 @@ def kvpress(folder: Path, options: argparse.Namespace) -> None:
 
 
 def _places(kept: Tensor, full: Tensor) -> list[int]:
-    """Where the kept keys [n, D] are among all [T, D]."""
+    """The positions of the kept keys [n, D] among all keys [T, D]."""
     return torch.cdist(kept.double(), full.double()).argmin(1).sort().values.unique().tolist()
 
 
 def _shown(masked: tuple[Tensor, ...], keys: Tensor) -> list[list[int]]:
-    """What is not among the hidden (rows, heads, positions)."""
+    """The positions that are not among the hidden (rows, heads, positions)."""
     shown = torch.ones(keys.shape[1:3], dtype=torch.bool)
     shown[masked[1], masked[2]] = False
     return [row.nonzero().flatten().tolist() for row in shown]

@@ -18,7 +18,7 @@ FORMATS = ((2, 1), (2, 3), (3, 2), (4, 3), (5, 2), (5, 10), (8, 7))
 
 
 def differing(exponent: int, mantissa: int, rounding: str, x: torch.Tensor) -> tuple[int, int]:
-    """How many values differ, and of how many."""
+    """The number of values that differ, and the number of all values."""
     ours = Float(exponent, mantissa, specials=True)
     inside = x[x.abs() <= ours.largest]
     theirs = Chop(exp_bits=exponent, sig_bits=mantissa, rmode=ROUNDINGS[rounding])(inside)

@@ -122,7 +122,7 @@ def llmcompressor(folder: Path, options: argparse.Namespace) -> None:
 def keep(
     folder: Path, tool: str, case: str, options: argparse.Namespace, seconds: float, linears: int, model: nn.Module
 ) -> None:
-    """Score a model and write down what was found."""
+    """Score a model and write the results to a file."""
     assert linears == 7 * model.config.num_hidden_layers, f"{tool} left linears out"
     sums = score(model, torch.load(folder / "windows.pt")[: options.windows])
     about = {"tool": tool, "case": case, "samples": options.samples, "seconds": seconds, "sums": sums}
@@ -143,7 +143,7 @@ def score(model: nn.Module, windows: Iterable[Tensor]) -> list[float]:
 
 
 def table(folder: Path, options: argparse.Namespace) -> None:
-    """What the tools gave side by side, on the windows that both were scored on; and our perplexity over the peer's."""
+    """The tools' results side by side, on the windows scored for both, and our perplexity divided by the peer's."""
     rows = []
     for case in options.cases:
         files = {tool: folder / f"{tool} {case}.json" for tool in ("llmcompressor", "ours")}
@@ -206,7 +206,7 @@ def bitsandbytes(folder: Path, options: argparse.Namespace) -> None:
         ours = quantize_weight(W.half(), torch.int8)
         count("int8: scales", ours.scale, absmax / 127)
         count("int8: codes", ours.codes, codes)
-        # It multiplies by 127 times a rounded inverse, we divide 127 once: what lies half-way may fall to either side.
+        # It multiplies by 127 times a rounded inverse, we divide 127 once: half-way values may be rounded differently.
         half_way = (W.half().double() * 127 / absmax.double()[:, None]).frac().abs() == 0.5
         count("int8: codes, or half-way", ours.codes.where(~half_way, 0), codes.where(~half_way, 0))
     for what, (same, of) in equal.items():

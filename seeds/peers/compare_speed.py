@@ -51,7 +51,7 @@ RANDOM = "random-1b"
 
 @dataclass(frozen=True)
 class Point:
-    """What is timed: threads, sequences at a time, tokens read before others are decoded."""
+    """Settings of a timing: threads, sequences at a time, tokens read before decoding."""
 
     threads: int
     batch: int
@@ -83,7 +83,7 @@ def tensor_bytes(file: Path) -> int:
 
 
 def llama(environments: Path, program: str, threads: int, *arguments: object) -> str:
-    """What a program of llama.cpp prints."""
+    """The output of a program of llama.cpp."""
     place = (environments / "llamacpp").absolute()
     command = [str(part) for part in (place / "build" / "bin" / program, *arguments)]
     variables = environment_variables(place, threads)
@@ -93,7 +93,7 @@ def llama(environments: Path, program: str, threads: int, *arguments: object) ->
 def llama_bench(
     environments: Path, file: Path, *, prompt_tokens: int, new_tokens: int, repeats: int, threads: int, depth: int = 0
 ) -> list[float]:
-    """Tokens per second of each repetition of llama-bench: a prompt read, or tokens decoded behind `depth` others.
+    """Tokens per second of each repetition of llama-bench: for reading a prompt, or decoding after `depth` tokens.
 
     Without its flash attention or with it, whichever is faster: on some processors the default halves the speed.
     """
@@ -179,7 +179,7 @@ def named_model(text: str) -> tuple[str, str]:
 
 
 class Comparison:
-    """The contestants of one run and what was measured of them."""
+    """The contestants of one run and their measurements."""
 
     def __init__(self, given: argparse.Namespace) -> None:
         self.given = given
@@ -246,7 +246,7 @@ class Comparison:
             return
         torch.set_num_threads(point.threads)
         variants = contestants(self.models)
-        for name, variant in tqdm(variants.items(), desc=f"making ready for {key}", unit="model"):
+        for name, variant in tqdm(variants.items(), desc=f"preparing {key}", unit="model"):
             make_ready(variant, make(variant), point.prompt_tokens, given.new_tokens, point.batch)
             self.rows[name].execution = variant.execution
         for row in self.rows.values():
@@ -279,7 +279,7 @@ class Comparison:
 
 
 def how_it_died(error: subprocess.CalledProcessError) -> str:
-    """In a few words: the signal, or the last line of what the program said."""
+    """A short reason: the signal, or the last line of the program's output."""
     if error.returncode < 0:
         return signal.Signals(-error.returncode).name
     return ((error.stderr or "").strip().splitlines() or [f"exit code {error.returncode}"])[-1]
@@ -303,7 +303,7 @@ def table(rows: dict[str, Row], point: Point) -> str:
 
 
 def grid(given: argparse.Namespace) -> dict[str, list[Point]]:
-    """What the panels of the figure vary: threads, sequences at a time, tokens before."""
+    """The quantities varied in the panels of the figure: threads, sequences at a time, tokens before."""
     at = {"threads": given.threads, "batch": 1, "prompt_tokens": given.prompt_tokens}
     few = at | {"prompt_tokens": 128}
     return {
@@ -314,7 +314,7 @@ def grid(given: argparse.Namespace) -> dict[str, list[Point]]:
 
 
 def draw(rows: dict[str, Row], points: dict[str, list[Point]], path: Path) -> None:
-    """Decoded tokens per second against what each panel varies."""
+    """Decoded tokens per second against the quantity varied in each panel."""
     import matplotlib.pyplot as plt
 
     figure, panels = plt.subplots(1, len(points), figsize=(4.6 * len(points), 4), constrained_layout=True)

@@ -208,14 +208,14 @@ PEERS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tool", choices=PEERS)
-    parser.add_argument("folder", type=Path, help="what `compare_gptq.py prepare` wrote")
+    parser.add_argument("folder", type=Path, help="the folder written by `compare_gptq.py prepare`")
     parser.add_argument("out", type=Path, help="the checkpoint becomes a folder in it")
     parser.add_argument("--group-size", type=int, default=32)
-    parser.add_argument("--samples", type=int, default=128, help="calibration windows, the first of those prepared")
+    parser.add_argument("--samples", type=int, default=128, help="calibration windows, the first prepared ones")
     parser.add_argument("--iters", type=int, default=200, help="of AutoRound, per block")
     parser.add_argument("--lr", type=float, help="of AutoRound; 5e-3 in its light recipe of 50 iterations")
     parser.add_argument("--batch", type=int, default=8, help="windows in a step of AutoRound")
-    parser.add_argument("--keep", action="store_true", help="keep what the tool saved, in OUT/NAME/saved")
+    parser.add_argument("--keep", action="store_true", help="keep the tool's own files in OUT/NAME/saved")
     options = parser.parse_args()
     make, package = PEERS[options.tool]
     ids = torch.load(options.folder / "calibration.pt")[: options.samples]

@@ -230,12 +230,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--recipes", nargs="+", default=recipes, choices=recipes)
     readers = [name for name in ENVIRONMENTS if (READERS / f"in_{name}.py").is_file()]
     parser.add_argument("--readers", nargs="+", default=readers, choices=readers)
-    parser.add_argument("--steps", nargs="+", default=STEPS, choices=STEPS, help="what to do; all if not given")
+    parser.add_argument("--steps", nargs="+", default=STEPS, choices=STEPS, help="steps to run; all if not given")
     parser.add_argument("--corpus", default="wikitext2", help="to score on; the embedded one where it is not here")
     parser.add_argument("--calibration", default="c4", help="to calibrate on; the embedded one where it is not here")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(
-        "--rounds", type=int, default=3, help="of every timing, whose median counts; 0: nothing is timed"
+        "--rounds", type=int, default=3, help="rounds of every timing, of which the median counts; 0: nothing is timed"
     )
     parser.add_argument("--limit-s", type=int, default=900, help="seconds that a reader may take for one checkpoint")
     parser.add_argument("--again", action="store_true", help="ask the readers again, and time again")

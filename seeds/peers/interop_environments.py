@@ -31,7 +31,7 @@ class Environment:
     builds: bool = False
 
     def key(self) -> str:
-        """Changes where what is installed changes."""
+        """A value that changes whenever the installed packages change."""
         return hashlib.sha256(repr((self, BINDINGS, PROGRAMS, LLAMA_FLAGS)).encode()).hexdigest()[:16]
 
 
@@ -105,7 +105,7 @@ def _build_llama_cpp(place: Path, pip: list) -> None:
 
 
 def environment_variables(place: Path, threads: int) -> dict[str, str]:
-    """What a reader's process needs beside the variables of this one."""
+    """The environment variables of a reader's process: those of this process and additional ones."""
     found = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     found.pop("PYTHONPATH", None)  # the workbench's packages would hide or be hidden
     if (place / "source").is_dir():

@@ -57,7 +57,7 @@ FOLDERS = {GPTQ64: "gptq-g64", GPTQ32: "gptq-g32", AWQ: "awq-gptq", INT8: "int8"
 
 @dataclass(frozen=True)
 class Here:
-    """What a compressed model gives in the workbench, computed in float32.
+    """The results of a compressed model in the workbench, computed in float32.
 
     tokens: [prompts][NEW_TOKENS], greedy. token_nll: [windows][WINDOW - 1], nats.
     """
@@ -96,7 +96,7 @@ def load_model_and_tokenizer(model_name: str) -> tuple[nn.Module, PreTrainedToke
 def make(work: Path, model_name: str, recipe: str, corpus: str) -> Path:
     """The compressed model in the workbench's own format, made if it is not there yet.
 
-    The weights that stay as they are are cast to bfloat16, in which models are served.
+    Uncompressed weights are cast to bfloat16, the dtype in which models are served.
     """
     folder = work / model_name / FOLDERS[recipe] / SAVED
     if folder.is_dir():
@@ -138,7 +138,7 @@ def whole(window: list[int]) -> Window:
 
 
 def greedy(model: nn.Module, prompt: list[int]) -> list[int]:
-    """NEW_TOKENS greedy tokens; those that end a text are tokens like others."""
+    """NEW_TOKENS greedy tokens; end tokens are treated like all others."""
     given: list[int] = []
     ids, cache = torch.tensor([prompt]), None
     for _ in range(NEW_TOKENS):
@@ -169,7 +169,7 @@ def speeds(folders: dict[str, Path], baseline: str, rounds: int) -> dict[str, di
 
 
 def checkpoint_file(folder: Path) -> Path:
-    """What a reader is given: the folder, or its GGUF file."""
+    """A reader's input: the folder, or its GGUF file."""
     return next(folder.glob("*.gguf"), folder)
 
 

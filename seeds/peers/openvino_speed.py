@@ -18,7 +18,7 @@ from openvino import opset13
 
 
 def last_position_only(model: ov.Model) -> None:
-    """Let the product that makes the logits see the last position only.
+    """Restrict the product that computes the logits to the last position.
 
     Raises:
         ValueError: the model's first output does not come from a product.
@@ -46,7 +46,7 @@ class Decoder:
         self.seen = 0
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Reset the state, without any tokens."""
         self.request.reset_state()
         self.seen = 0
 

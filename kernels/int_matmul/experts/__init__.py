@@ -1,4 +1,4 @@
-"""`expert_matmul`: y = x Wᵀ with a weight for each expert of a mixture; every token is multiplied by that of its
+"""`expert_matmul`: y = x Wᵀ with a weight for each expert of a mixture; every token is multiplied by the weight of its
 expert."""
 
 import torch
@@ -17,19 +17,19 @@ def expert_matmul(x: Tensor, w: Packed, ends: Tensor, *, impl: str = "auto") -> 
     """Product of tokens, sorted by expert, with the integer-quantised weights of all experts, in one launch.
 
     Args:
-        x: [tokens, in]; float32, bfloat16 or float16; those of expert 0 first; may be empty.
+        x: [tokens, in]; float32, bfloat16 or float16; the tokens of expert 0 first; may be empty.
         w: [experts out, in] in `rows`: the rows of expert 0 first. See `stacked`.
-        ends: int32 [experts], on x's device: where the tokens of each expert end. Rows of y behind the last of them are
+        ends: int32 [experts], on x's device: the end of each expert's tokens. Rows of y after the last end are
             undefined.
-        impl: "reference" (dequantise one expert after the other; waits for `ends`), "triton" (where
-            `takes`; CUDA, or the interpreter; nothing waits for the host) or "auto": triton, where it takes these, on
-            CUDA; else "reference".
+        impl: "reference" (dequantise one expert after the other; waits for `ends`), "triton" (if `takes` is true; CUDA,
+            or the interpreter; nothing waits for the host) or "auto": "triton" on CUDA if `takes` is true, else
+            "reference".
 
     Returns:
         [tokens, out] in x's dtype
 
     Raises:
-        ValueError: sizes that do not fit, or an implementation that cannot take these tensors.
+        ValueError: sizes that do not match, or an implementation that does not support these tensors.
     """
     experts = len(ends)
     if x.dim() != 2 or x.shape[1] != w.shape[1]:
@@ -49,7 +49,7 @@ def expert_matmul(x: Tensor, w: Packed, ends: Tensor, *, impl: str = "auto") -> 
 
 
 def takes(w: Packed, dtype: torch.dtype, device: torch.device) -> bool:
-    """Do the Triton kernels take this weight, with activations of this dtype, on this device?"""
+    """Do the Triton kernels support this weight, with activations of this dtype, on this device?"""
     if dtype not in DTYPES or not triton_takes(device):
         return False
     from kernels.int_matmul.triton import cuts_into_blocks
@@ -58,7 +58,7 @@ def takes(w: Packed, dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def stacked(weights: list[Packed]) -> Packed:
-    """The weights of several experts, of one shape and grid, as `expert_matmul` takes them."""
+    """The weights of several experts, with the same shape and grid, in the form for `expert_matmul`."""
     first = weights[0]
     assert all(w[4:] == first[4:] and w.layout == "rows" for w in weights), "weights of one kind"
     codes, scale = torch.cat([w.codes for w in weights]), torch.cat([w.scale for w in weights])

@@ -61,7 +61,7 @@ def _exact(x: Tensor, w: Packed, counts: tuple[int, ...]) -> Tensor:
 def contest(
     device: torch.device, experts: int, shape: tuple[int, int], pairs: int, dtype: torch.dtype, copies: int = 0
 ) -> Contest:
-    """W4 g128 of `experts`, each of `shape` (out, in); `pairs` (token, expert) are shared out among them at random."""
+    """W4 g128 weights of `experts` experts, each of `shape` (out, in), with `pairs` (token, expert) drawn at random."""
     from kernels.int_matmul import int_matmul
 
     out, columns = shape

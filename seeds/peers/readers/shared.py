@@ -17,18 +17,18 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Task:
-    """What a reader does with a checkpoint.
+    """A reader's task for a checkpoint.
 
     Attributes:
         checkpoint: folder, or a GGUF file.
         dtype: of activations: float32 or bfloat16.
-        threads: that the reader may use.
-        prompts, new_tokens: token ids, each continued greedily by so many tokens, whatever the tokens are.
-        windows: token ids; the negative log-likelihood of each token but the first is wanted.
-        speed_prompt, speed_tokens, rounds: token ids, continued by so many tokens, and how often that is timed.
-            An empty prompt: nothing is timed.
-        weights: file for the dequantised weights that the reader sees; None: not wanted.
-        longest: tokens of the longest sequence that the reader must have room for.
+        threads: number of threads that the reader may use.
+        prompts, new_tokens: token ids, each continued greedily by exactly `new_tokens` tokens, also after an end token.
+        windows: token ids, for the negative log-likelihood of each token except the first.
+        speed_prompt, speed_tokens, rounds: token ids, the number of tokens that continue them, and the number of timed
+            rounds. An empty prompt: nothing is timed.
+        weights: file for the dequantised weights that the reader uses; None: not requested.
+        longest: number of tokens of the longest sequence for which the reader must have room.
     """
 
     checkpoint: str
@@ -46,7 +46,7 @@ class Task:
 
 @dataclass
 class Answer:
-    """What a reader found.
+    """A reader's results.
 
     Attributes:
         reader: library, its version, and how it computed.
@@ -79,8 +79,8 @@ def rates(generate: Callable[[int], None], task: Task) -> tuple[float, float]:
     """Tokens per second of decoding and of reading the prompt: medians over the rounds, after one to warm up.
 
     Args:
-        generate: continues the prompt by so many tokens. The first costs the pass over the prompt; each further one
-            costs a step.
+        generate: continues the prompt by a given number of tokens. The first one takes the pass over the prompt; each
+            further one takes a step.
     """
     generate(2)
     decode, prefill = [], []
