@@ -35,7 +35,7 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 def targets(model: nn.Module, skip: str = "", where: str = "blocks") -> dict[str, tuple[int, int]]:
-    """Name and shape (out, in) of every weight that a method takes, but for those that `skip` names and routers.
+    """Name and shape (out, in) of every weight that a method takes, without routers and the weights in `skip`.
 
     Experts that are fused in one parameter count as the linears that they are split into; nothing is split here.
 
