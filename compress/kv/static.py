@@ -269,7 +269,7 @@ class MadeUpCache(Cache):
         return self
 
     def lend(self, number: int) -> Lent | None:
-        """The kept positions of a layer, as in `kernels.step.cache.AttendingCache`; only here its tokens count."""
+        """The kept positions of a layer, for `kernels.step.cache.AttendingCache`; only `place` counts new tokens."""
         return self.windows.get(number, self.layers[number]).lend()
 
     def attend_new(self, number: int, module: nn.Module, new: NewTokens) -> Tensor:
