@@ -66,7 +66,7 @@ class Integers:
         )
 
     def spec_of(self, shape: tuple[int, int], group_size: int, scale_dtype: str) -> dict[str, Any]:
-        """What `stored` makes, as `Format.spec()` describes it."""
+        """The `Format.spec()` of the result of `stored`."""
         return IntGroup.spec_of(
             shape, bits=self.bits, group_size=group_size, symmetric=self.symmetric, scale_dtype=scale_dtype
         )
@@ -149,7 +149,7 @@ class Table:
         )
 
     def spec_of(self, shape: tuple[int, int], group_size: int, scale_dtype: str) -> dict[str, Any]:
-        """What `stored` makes, as `Format.spec()` describes it."""
+        """The `Format.spec()` of the result of `stored`."""
         return CodebookGroup.spec_of(shape, bits=self.bits, group_size=group_size, scale_dtype=scale_dtype)
 
     def _steps(self, device: torch.device) -> tuple[Tensor, float, float]:

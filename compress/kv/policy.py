@@ -252,7 +252,7 @@ class Policy(CacheMethod):
         raise NotImplementedError
 
     def target(self, tokens: Tensor) -> Tensor:
-        """How many positions of a row stay, given the number of `tokens` [B] that it has seen."""
+        """The number of positions of a row that stay, given the number of `tokens` [B] that it has seen."""
         return tokens_of(self.budget, tokens)
 
     def within(self, before: Sequence[Method], after: Sequence[Method]) -> Method:

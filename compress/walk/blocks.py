@@ -124,7 +124,7 @@ def kept_weights(model: nn.Module, skips: Sequence[str]) -> list[dict[str, Any]]
 
 
 def is_named(name: str, patterns: str) -> bool:
-    """Does one of the comma-separated patterns (* and ?) match this name?"""
+    """Whether one of the comma-separated patterns (* and ?) matches this name."""
     return any(fnmatch.fnmatch(name, pattern.strip()) for pattern in patterns.split(",") if pattern.strip())
 
 

@@ -289,7 +289,7 @@ class _Given(nn.Module):
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Where a module lies, or would be loaded to by itself if its weights are on disk."""
+    """The device of a module, or, if its weights are on disk, the device to which they would be loaded."""
     for tensor in (*module.parameters(), *module.buffers()):
         if not tensor.is_meta:
             return tensor.device
@@ -300,6 +300,6 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:
-    """Are these the same numbers in the same place? Empty tensors have no place."""
+    """Whether both are the same numbers in the same memory; empty tensors have no memory."""
     alike = a.shape == b.shape and a.stride() == b.stride() and a._version == b._version
     return alike and a.numel() > 0 and a.data_ptr() == b.data_ptr()

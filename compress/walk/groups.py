@@ -1,4 +1,4 @@
-"""Which linears of a block read the same input, and the statistics that are collected from each such input once."""
+"""Groups of linears of a block that read the same input, from which statistics are collected once."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress

@@ -32,7 +32,7 @@ def difference(now: Tensor, before: Tensor, *, routed: bool = False) -> float:
 
 
 def tolerance(block: nn.Module) -> float:
-    """How far the block's output may move: rounding in its dtype."""
+    """The allowed change of the block's output: rounding in its dtype."""
     return 1e-4 if all(p.dtype in (torch.float32, torch.float64) for p in block.parameters()) else 2e-2
 
 

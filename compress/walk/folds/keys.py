@@ -1,5 +1,5 @@
-"""Where keys and queries can be scaled against each other before RoPE rotates them: which modules give them, and which
-channels RoPE rotates together.
+"""Scaling of keys and queries against each other before RoPE rotates them: the modules that give them, and the channels
+that RoPE rotates together.
 
 If channel c of the keys of a head is multiplied by s[c], and that of all queries that meet it divided by s[c], no
 product of the two changes. RoPE mixes channels in pairs, so that both channels of a pair need the same factor if it is
@@ -26,7 +26,7 @@ POSITIONS = (1, 2, 5)  # positions at which the channels that RoPE rotates toget
 
 @dataclass(frozen=True, eq=False)
 class KeyLink:
-    """Where the keys of a block can be scaled against its queries.
+    """The place where the keys of a block can be scaled against its queries.
 
     keys, queries: names in the block of the last modules before RoPE, linears or norms, that give keys and queries.
     key_heads, query_heads: the number of heads in the output channels of the two; 1 for a norm that all heads share.

@@ -11,7 +11,7 @@ SLICES = 8  # most slices of the calibration; processes beyond this number have 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a micro-batch stands in the calibration.
+    """The place of a micro-batch in the calibration.
 
     A slice is a series of neighbouring micro-batches. Their results are summed up inside each slice, and the sums of
     the slices are added in order. Floating-point sums depend on their order; this order does not depend on the number
