@@ -56,7 +56,7 @@ def apply(
         recipe: methods, applied in order.
         model: a transformers decoder; its blocks are replaced piece by piece, so keep a copy if you need the original.
         batches: calibration tokens, LongTensors [1, T]; any list will do, `calibration` makes one.
-        device: where to compute, one block at a time; the model's own device if None.
+        device: where to compute, one block at a time; None: the model's own device.
         work_path: folder where finished blocks are kept. A run that was killed, started again with the same recipe,
             model and batches, takes them from there. Statistics of calibrate="once" are kept there, too.
         calibrate: "sequential": each block is solved on the outputs of the compressed blocks before it. "once": all
@@ -93,7 +93,7 @@ def apply(
 def _together(
     call: Callable, arguments: Mapping[str, Any], device: str | None, processes: int | None
 ) -> Iterator[torch.device]:
-    """While the context lasts, all processes that make this call work together; gives this one's device."""
+    """While the context lasts, all processes that make this call work together; gives the device of this process."""
     count = process_count(processes, worth_it=bool(len(arguments["batches"] or ())))
     check_device(device or "cpu")
     where = torch.device(device) if device else device_of(arguments["model"])
@@ -119,14 +119,14 @@ def _apply(
     max_memory: int | str | None = None,
     checked: bool = False,
 ) -> Result:
-    """`apply` in every process; `shared`: the place for statistics that recipes share, None: each method has its
-    own; `checked`: whether the methods have checked this model already."""
+    """`apply` in every process; `shared`: the place for statistics that recipes share, None: each method collects
+    its own; `checked`: whether the methods have checked this model already."""
     asked, recipe, batches = list(recipe), settle(list(recipe)), () if batches is None else batches
     if shared:
         recipe = [replace(m, sequential=False) if isinstance(m, LayerwiseMethod) else m for m in recipe]
     _check_batches(batches, model, needed=[m.name for m in recipe if m.needs_calibration])
     _check_once(recipe, shared)
-    if where.type == "cpu" and current().count == 1:  # several keep each other waiting
+    if where.type == "cpu" and current().count == 1:  # several processes wait for each other
         warn_if_busy()
     start = time.perf_counter()
     identity, tokens = _model_identity(model), _tokens_identity(batches)
@@ -166,7 +166,7 @@ def _apply(
 
 @dataclass
 class _Made:
-    """What the methods of a recipe told of what they did; `layers` by name, as the last method left each."""
+    """The records of the methods of a recipe; `layers` by name, each after the last method."""
 
     layers: dict[str, LayerRecord] = field(default_factory=dict)
     folds: list[FoldRecord] = field(default_factory=list)
@@ -201,8 +201,8 @@ def _run(
         if shared and saved is None and len(batches) and method.collects():
             weights = weights_sha256(model) if made.drops else identity["weights_sha256"]
             saved = shared.statistics(model, batches, [weights, tokens["sha256"], code_sha256()], device=where)
-        # Errors of later methods are measured against what the first one that stores something met; what moved inputs
-        # is what later methods start from.
+        # Errors of later methods are measured against the weights before the first method that stores something;
+        # methods that move inputs change the weights from which later methods start.
         stores = method.stage not in ("drop", "transform") and not method.moves_inputs
         held = originals is None and stores and any(m.reads_originals for m in recipe[i + 1 :])
         untouched = original_linears(model) if held else None
@@ -233,7 +233,7 @@ def apply_each(
     calibrate="once" they also share one pass over the model, which collects the statistics for all of them.
 
     Raises:
-        ValueError: as `apply` does, for any of the recipes, before any is applied.
+        ValueError: as in `apply`, for any of the recipes, before any is applied.
     """
     check_calibrate(calibrate)
     for recipe in recipes.values():
@@ -253,7 +253,7 @@ def apply_each(
 
 
 def _split_experts(model: nn.Module) -> None:
-    """Make linears of the experts of every block, which changes no output."""
+    """Split the experts of every block into linears, which changes no output."""
     for block in find_blocks(model)[1]:
         if any(map(is_fused_experts, block.modules())):
             with on_device(block, device_of(block)):
@@ -261,7 +261,7 @@ def _split_experts(model: nn.Module) -> None:
 
 
 def _work_folder(model: nn.Module, work_path: str | Path | None) -> WorkFolder:
-    """Where activations are kept that do not fit into memory."""
+    """A work folder for activations that do not fit into memory."""
     parts = list(offloaded_parts(model).values())
     return parts[0].folder if parts else WorkFolder(work_path or "")
 
@@ -269,7 +269,7 @@ def _work_folder(model: nn.Module, work_path: str | Path | None) -> WorkFolder:
 def _shared(
     calibrate: str, recipes: Sequence[Sequence[Method]], work_path: str | Path | None
 ) -> AbstractContextManager[Shared | None]:
-    """Where these recipes keep the statistics that they share; None unless they are calibrated once."""
+    """The place of the statistics that these recipes share; None unless they are calibrated once."""
     if calibrate != "once":
         return nullcontext()
     methods = [method for recipe in recipes for method in settle(list(recipe))]
@@ -278,7 +278,7 @@ def _shared(
 
 
 def _model_identity(model: nn.Module) -> dict[str, Any]:
-    """What the record says of the model that was compressed."""
+    """The record's description of the model that was compressed."""
     return {
         "name": getattr(model, "name_or_path", "") or type(model).__name__,
         "weights_sha256": weights_sha256(model),
@@ -288,7 +288,7 @@ def _model_identity(model: nn.Module) -> dict[str, Any]:
 
 
 def _tokens_identity(batches: Sequence[Tensor]) -> dict[str, Any] | None:
-    """What the record says of the calibration tokens: what `calibration` knows of them, if they are still those."""
+    """The record's description of the calibration tokens: that of `calibration`, if it made these tokens."""
     if not len(batches):
         return None
     tokens = {
@@ -303,7 +303,7 @@ def _tokens_identity(batches: Sequence[Tensor]) -> dict[str, Any] | None:
 
 
 def _check_once(recipe: Sequence[Method], shared: Shared | None) -> None:
-    """Raise ValueError if statistics are shared that a method of the recipe makes wrong."""
+    """Raise ValueError if a method of the recipe would make shared statistics wrong."""
     if shared and (moving := [m.name for m in recipe if m.moves_inputs]):
         raise ValueError(
             f"`calibrate` (='once') uses statistics of the unchanged model, and {', '.join(moving)} changes the inputs "
@@ -312,7 +312,7 @@ def _check_once(recipe: Sequence[Method], shared: Shared | None) -> None:
 
 
 def _said_of_once(recipe: Sequence[Method]) -> list[str]:
-    """What the reader must know of a recipe that was calibrated once."""
+    """Remarks for readers on a recipe that was calibrated once."""
     alone = [f"{method.name}: {what}" for method in recipe if (what := method.own_passes())]
     return [
         "calibrate='once': every linear was solved on what the model gives as it is; no block saw what the compressed "
@@ -322,7 +322,7 @@ def _said_of_once(recipe: Sequence[Method]) -> list[str]:
 
 
 def _check_can_be_sent(model: nn.Module, methods: Sequence[Method], count: int) -> None:
-    """Raise ValueError if another process cannot be given the model, or does not find the class of a method."""
+    """Raise ValueError if the model cannot be sent to another process, or the class of a method is not found there."""
     if is_offloaded(model):
         raise ValueError(
             f"`processes` (={count}): the weights of this model lie on disk, where each process has to open them by "
@@ -348,7 +348,7 @@ def _check_same(about: Mapping[str, str | None]) -> None:
 
 
 def _after(before: LayerRecord | None, now: LayerRecord) -> LayerRecord:
-    """What became of a weight after one more method of the recipe."""
+    """The record of a weight after one more method of the recipe."""
     if before is None:
         return now
     return replace(
@@ -383,7 +383,7 @@ def _check_batches(batches: Sequence[Tensor], model: nn.Module, needed: list[str
 
 
 def code_sha256() -> str:
-    """Hash of what a finished block depends on: this package, the kernels, torch's and transformers' versions."""
+    """Hash of the code behind a finished block: this package, the kernels, torch's and transformers' versions."""
     root = Path(__file__).parents[1]
     code = source.code_sha256(root / "compress", root / "kernels")
     return hashlib.sha256(f"{torch.__version__} {transformers.__version__} {code}".encode()).hexdigest()

@@ -15,9 +15,10 @@ class Dropped(nn.Module):
     """Gives zeros of its input's shape, or, as `identity`, its input.
 
     Args:
-        outputs: how many values the part returned, as a tuple, the first of them its output; 0: that alone.
-        layer_idx: under which the part kept keys and values in a cache, None if it kept none. There a single number
-            per position is kept, so that every layer of a cache goes on knowing how many positions there are.
+        outputs: the number of values that the part returned as a tuple, whose first value is its output; 0: the output
+            alone, not in a tuple.
+        layer_idx: the number under which the part kept keys and values in a cache, None if it kept none. A single
+            number per position is kept there, so that every layer of a cache still has the number of positions.
         identity: for a linear before the one that makes the output.
     """
 
@@ -32,13 +33,13 @@ class Dropped(nn.Module):
             if hasattr(cache, "pass_over"):
                 cache.pass_over(self.layer_idx, hidden.shape[1])
             elif cache is not None:
-                least = hidden[:, None, :, :1]  # [batch, 1, T, 1]; caches take what has no width for empty
+                least = hidden[:, None, :, :1]  # [batch, 1, T, 1]; caches treat tensors of width 0 as empty
                 cache.update(least, least, self.layer_idx)
         output = hidden if self.identity else torch.zeros_like(hidden)
         return output if not self.outputs else (output, *[None] * (self.outputs - 1))
 
     def spec(self) -> dict[str, Any]:
-        """JSON that makes this again."""
+        """The description of this module, as JSON, from which it can be made again."""
         return {"outputs": self.outputs, "layer_idx": self.layer_idx, "identity": self.identity}
 
 
@@ -66,7 +67,7 @@ def drop_part(block: nn.Module, kind: str, outputs: dict[str, int]) -> None:
     """Drop a block's "attention" or "mlp".
 
     Args:
-        outputs: by child, how many values it returns as a tuple (0: one value alone), as `outputs_of` found.
+        outputs: by child, the number of values that it returns as a tuple (0: no tuple), as `outputs_of` found.
     """
     names = parts_of(block)[kind]
     chain = len(names) > 1 and all(is_linear(block.get_submodule(name)) for name in names)
@@ -78,8 +79,8 @@ def drop_part(block: nn.Module, kind: str, outputs: dict[str, int]) -> None:
 
 
 def drop_block(model: nn.Module, index: int) -> None:
-    """Remove a block: the later ones move up, in the model, in its cache and in its config, which then describes what
-    is left."""
+    """Remove a block: the later ones move up, in the model, in its cache and in its config, which then describes the
+    remaining model."""
     _, blocks = find_blocks(model)
     count = len(blocks)
     del blocks[index]
@@ -97,13 +98,13 @@ def drop_block(model: nn.Module, index: int) -> None:
 def _lists_by_block(config: PreTrainedConfig) -> list[str]:
     """Names of a config's lists with one entry per block, such as `layer_types`.
 
-    They are the lists that the config's class makes as long as the model is deep, also for deeper models. Any other
-    list has this length by accident.
+    They are the lists whose length in the config's class follows the number of blocks, also for deeper models. Any
+    other list has this length by accident.
     """
     depth, key = config.num_hidden_layers, config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     try:
         deeper = {more: type(config)(**{key: more}) for more in (depth + 1, depth + 2)}
-    except (TypeError, ValueError):  # a class that cannot be made of a depth alone makes no such lists by itself
+    except (TypeError, ValueError):  # a class that needs more than a depth makes no such lists itself
         return []
 
     def length(one: PreTrainedConfig, name: str) -> int:
@@ -118,5 +119,5 @@ def _lists_by_block(config: PreTrainedConfig) -> list[str]:
 
 
 def dropped_parts(model: nn.Module) -> dict[str, Dropped]:
-    """What was dropped inside blocks, by name in the model."""
+    """The dropped parts inside blocks, by name in the model."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Dropped)}

@@ -13,16 +13,16 @@ from compress.linear import CompressedLinear, replace
 class CompressedEmbedding(nn.Module):
     """x = scale * (Σ parts)[ids]: replaces an nn.Embedding.
 
-    Where the model ties its head to the embedding, both have the same parts. The head keeps them in its state, so that
-    they are stored, moved and counted once, and `compress.linear.replace` gives this module the parts of whatever
-    CompressedLinear takes the head's place.
+    If the model ties its head to the embedding, both have the same parts. The head keeps them in its state, so that
+    they are stored, moved and counted once, and `compress.linear.replace` gives this module the parts of every
+    CompressedLinear that replaces the head.
 
     Args:
         parts: stored weights [vocabulary, hidden] whose sum is W.
-        dtype: of the rows that it gives; follows the model's `.to(dtype)`, which leaves the stored weights alone.
-        tied: the parts are those of the head; `share` gives them.
-        scale: by which rows are multiplied, a float32 tensor without dimensions (Gemma's `embed_scale`), or None.
-        padding_idx: as the nn.Embedding had it.
+        dtype: the dtype of its outputs; follows the model's `.to(dtype)`, which does not change the stored weights.
+        tied: the parts are those of the head; `share` sets them.
+        scale: the factor of rows, a float32 tensor without dimensions (Gemma's `embed_scale`), or None.
+        padding_idx: as in the nn.Embedding.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class CompressedEmbedding(nn.Module):
         self.dtype, self.tied, self.padding_idx = dtype, tied, padding_idx
         self.register_buffer("scale", scale, persistent=False)
         if tied:
-            self.__dict__["parts"] = parts  # not submodules: the head has them
+            self.__dict__["parts"] = parts  # not submodules: they are the head's
         else:
             self.parts = nn.ModuleList(parts)
 
@@ -62,12 +62,12 @@ class CompressedEmbedding(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """W in the model's dtype, made anew at each call; for code that asks an embedding for its weight."""
+        """W in the model's dtype, computed at each call; for code that reads an embedding's weight."""
         return self.dequantize().to(self.dtype)
 
     @property
     def nbytes(self) -> int:
-        """Bytes stored for the weight, whether the head keeps it or this module."""
+        """Bytes stored for the weight, which may be in the head or in this module."""
         return sum(part.nbytes for part in self.parts)
 
     @property
@@ -76,7 +76,7 @@ class CompressedEmbedding(nn.Module):
         return sum(part.bits_per_weight for part in self.parts)
 
     def spec(self) -> dict[str, Any]:
-        """JSON that, with `state_dict` and the module that it replaces, makes this module again."""
+        """The description, as JSON, from which this module is made again, with `state_dict` and the replaced module."""
         return {"tied": self.tied} if self.tied else {"tied": False, "parts": [part.spec() for part in self.parts]}
 
     def extra_repr(self) -> str:
@@ -88,7 +88,7 @@ class CompressedEmbedding(nn.Module):
         super()._apply(fn, recurse)
         device = next(self.parts[0].buffers()).device
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=device)).dtype
-        if scale is not None:  # computed when the model was made: a cast of the model does not round it
+        if scale is not None:  # computed when the model was made; a cast does not round it
             self.scale = scale.to(self.scale.device)
         return self
 
@@ -102,10 +102,10 @@ class Ends(NamedTuple):
 
 
 def find_ends(model: nn.Module) -> Ends:
-    """Where a model's token embedding and head are.
+    """The places of a model's token embedding and head.
 
     Raises:
-        ValueError: the model does not say where its embedding is.
+        ValueError: the model does not name its embedding.
     """
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     names = {id(module): name for name, module in model.named_modules()}
@@ -121,9 +121,9 @@ def find_ends(model: nn.Module) -> Ends:
 
 
 def store_end(model: nn.Module, name: str, stored: CompressedLinear) -> None:
-    """Put a stored weight in the place of the embedding or the head of this name; of both where they are tied.
+    """Put a stored weight in the place of the embedding or the head of this name; of both if they are tied.
 
-    transformers' `tie_weights`, which ties parameters, leaves them alone from then on.
+    transformers' `tie_weights`, which ties parameters, ignores them from then on.
     """
     ends = find_ends(model)
     table = model.get_input_embeddings()
@@ -132,7 +132,7 @@ def store_end(model: nn.Module, name: str, stored: CompressedLinear) -> None:
     if ends.tied:
         made = embedding_of(table, stored.parts, stored.dtype, tied=True)
         made.share(stored)
-    elif name == ends.embedding:  # in the layout of checkpoints, which rows are looked up in the fastest
+    elif name == ends.embedding:  # in the layout of checkpoints, in which looking up rows is fastest
         parts = [type(part).from_tensors(part.spec(), part.state_dict()) for part in stored.parts]
         made = embedding_of(table, parts, stored.dtype, tied=False)
     else:
@@ -157,7 +157,7 @@ def embedding_from(
     """The embedding that `CompressedEmbedding.spec` and `state_dict` described, in the place of `table`.
 
     Args:
-        head: the compressed head, whose parts it has where they are tied.
+        head: the compressed head, whose parts it gets if they are tied.
     """
     if spec["tied"]:
         made = embedding_of(table, head.parts, dtype, tied=True)
@@ -172,7 +172,7 @@ def embedding_from(
 
 
 def problem_of_table(table: nn.Module) -> str:
-    """Why an embedding cannot be stored compressed; "" if it can."""
+    """The reason why an embedding cannot be stored compressed; "" if it can."""
     if isinstance(table, CompressedEmbedding):
         return ""
     if not isinstance(table, nn.Embedding):
@@ -190,7 +190,7 @@ def problem_of_table(table: nn.Module) -> str:
 
 
 def leave_untied(model: nn.Module) -> None:
-    """Take what is stored compressed out of the list of parameters that transformers ties."""
+    """Remove compressed weights from the list of parameters that transformers ties."""
     for module in model.modules():
         for names in ("_tied_weights_keys", "all_tied_weights_keys"):
             if isinstance(keys := getattr(module, names, None), dict):
@@ -208,8 +208,8 @@ def _is_stored(model: nn.Module, parameter: str) -> bool:
 
 
 def stored_specs(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """What is stored for each compressed weight of a model, as `CompressedLinear.spec` says it; `looked_up` is true of
-    the embedding's, or of the head's that is tied to it."""
+    """The `CompressedLinear.spec` of each compressed weight of a model; `looked_up` is true for the embedding's
+    weight, or for that of the head that is tied to it."""
     linears = {name: m.spec() for name, m in model.named_modules() if isinstance(m, CompressedLinear)}
     tables = {name: m.spec() for name, m in compressed_embeddings(model).items() if not m.tied}
     own = {n: CompressedLinear.spec_of(s["parts"], bias=False, looked_up=True) for n, s in tables.items()}

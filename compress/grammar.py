@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from compress.method import Method
 
-MOST_VARIANTS = 1000  # recipes that one text with braces may stand for
-# A quoted text, or a value that is a word to us and a keyword to Python's parser, such as `global`.
+MOST_VARIANTS = 1000  # most recipes from one text with braces
+# A quoted text, or a value that is a word here and a keyword in Python's parser, such as `global`.
 _WORDS = "|".join(set(python.kwlist) - {"True", "False", "None"})
 _KEYWORD = re.compile(rf"'[^']*'|\"[^\"]*\"|(?<=[={{,])\s*({_WORDS})\s*(?=[,)}}])")
 
@@ -20,7 +20,7 @@ _KEYWORD = re.compile(rf"'[^']*'|\"[^\"]*\"|(?<=[={{,])\s*({_WORDS})\s*(?=[,)}}]
 class Variant(NamedTuple):
     """A recipe with one value chosen from each pair of braces.
 
-    values: the chosen values as text. text: the recipe with them in place; as it was written if it has no braces.
+    values: the chosen values as text. text: the recipe with these values; unchanged if it has no braces.
     """
 
     values: tuple[str, ...]
@@ -34,8 +34,8 @@ def variants_of(text: str, methods: Mapping[str, type[Method]], parameter: str =
     Args:
         text: methods, each by its name, with knobs as keyword arguments or without; a knob may have several
             values in braces: "wanda(ratio={0.3, 0.5}), gptq(bits=4)".
-        methods: those that there are, by their names.
-        parameter: where the text comes from, for errors.
+        methods: all methods, by their names.
+        parameter: the name of the text's parameter, for errors.
 
     Raises:
         ValueError: no recipe, a method or a knob that does not exist, or a knob's value that is no literal or does not
@@ -69,7 +69,7 @@ def variants_of(text: str, methods: Mapping[str, type[Method]], parameter: str =
 
 
 def split_recipes(text: str) -> list[str]:
-    """The recipes of a text that are apart by semicolons. Those inside quotes belong to a knob's value."""
+    """The recipes of a text, separated by semicolons; semicolons inside quotes belong to a knob's value."""
     parts, quote = [""], ""
     for character in text:
         if character in "'\"" and quote in ("", character):
@@ -82,7 +82,7 @@ def split_recipes(text: str) -> list[str]:
 
 
 def _mistake(text: str) -> str:
-    """What is wrong with a text that cannot be parsed, as the end of an error's message; "" if that is not known."""
+    """The mistake in a text that cannot be parsed, as the end of an error's message; "" if it is not known."""
     bare = re.sub(r"'[^']*'|\"[^\"]*\"", "''", text)  # without quoted texts
     if "'" in bare.replace("''", "") or '"' in bare:
         return "; a quotation mark is never closed"
@@ -126,7 +126,7 @@ def _method(node: ast.expr, methods: Mapping[str, type[Method]], text: str, para
                 f"`{keyword.arg}` of {name.id} in `{parameter}` (={text!r}): braces hold values, as in {{1, 2}}"
             )
         try:
-            bare = isinstance(keyword.value, ast.Name)  # a word, which command lines would rather not quote
+            bare = isinstance(keyword.value, ast.Name)  # a word, so that command lines need no quotes
             values[keyword.arg] = keyword.value.id if bare else ast.literal_eval(keyword.value)
         except ValueError:
             shown = ast.unparse(keyword.value)

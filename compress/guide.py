@@ -1,7 +1,7 @@
 """The tables of families, methods and knobs in the READMEs, generated from `METHODS`.
 
 `python -m compress.guide` writes them again between the markers `<!-- families -->`, `<!-- methods -->` or
-`<!-- knobs -->` and `<!-- end -->`; a test holds that nothing would change.
+`<!-- knobs -->` and `<!-- end -->`; a test checks that nothing would change.
 """
 
 import inspect
@@ -22,7 +22,7 @@ FAMILIES = {
     "pruning": "pruning", "correction": "parts that are added",
     "kv": "KV cache", "eviction": "KV cache", "storing": "KV cache", "learned": "KV cache",
     "reading": "KV cache", "projecting": "KV cache",
-}  # of the methods of every folder  # fmt: skip
+}  # families of the methods of every folder  # fmt: skip
 
 
 def families_table() -> str:
@@ -35,7 +35,7 @@ def families_table() -> str:
 
 
 def methods_table() -> str:
-    """One row per method: its name, what it is for, its source and its file; links are from compress/README.md."""
+    """One row per method: its name, purpose, source and file; links are from compress/README.md."""
     rows = ["| method | what it does | source | file |", "|---|---|---|---|"]
     for name, method in METHODS.items():
         source = re.sub(r"arXiv:(\d+\.\d+)", r"[arXiv:\1](https://arxiv.org/abs/\1)", method.source)

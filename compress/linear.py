@@ -21,8 +21,8 @@ class CompressedLinear(nn.Module):
     Args:
         parts: stored weights [out, in] whose sum is W (dense codes, sparse outliers, a low-rank correction, ...).
         bias: [out] or None.
-        dtype: of the activations; follows the model's `.to(dtype)`, which leaves the stored weights alone.
-        transform: what is done to x first (a rotation, per-token quantisation), or None.
+        dtype: of the activations; follows the model's `.to(dtype)`, which does not change the stored weights.
+        transform: a transform of x before the product (a rotation, per-token quantisation), or None.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class CompressedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         before, rounding = parted(self.transform)
-        last = None  # which the product does together with the rounding
+        last = None  # a transform that the product does together with the rounding
         if self._dense is None and rounding is not None and before and len(self.parts) == 1 and not self.parts[0].exact:
             *before, last = before
         for step in before:
@@ -61,7 +61,7 @@ class CompressedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """W [out, in] in the activations' dtype, made anew at each call; for code that asks a linear for its weight."""
+        """W [out, in] in the activations' dtype, computed at each call; for code that reads a linear's weight."""
         return self.dequantize().to(self.dtype)
 
     @property
@@ -76,14 +76,14 @@ class CompressedLinear(nn.Module):
 
     @property
     def looked_up(self) -> bool:
-        """Is this a head whose rows the token embedding looks up, too (`compress.embedding`)?"""
+        """Whether this is a head whose rows the token embedding looks up, too (`compress.embedding`)."""
         return "embedding" in self.__dict__
 
     @contextmanager
     def dense(self) -> Iterator[None]:
         """Multiply by the dequantised weight while the block runs: faster over many batches, and the same result.
 
-        Where a part rounds its activations nothing changes: a product with the weight alone would not give the same.
+        If a part rounds its activations, nothing changes: a product with the weight alone would give another result.
         """
         rounded = [part for part in self.parts if not (part.exact and parted(self.transform)[1] is not None)]
         if rounded and all(part.activation_bits is None for part in self.parts):
@@ -94,14 +94,14 @@ class CompressedLinear(nn.Module):
             self._dense = None
 
     def spec(self) -> dict[str, Any]:
-        """JSON that, with `state_dict`, makes this linear again."""
+        """The description, as JSON, from which this linear is made again with `state_dict`."""
         transform = None if self.transform is None else self.transform.spec()
         parts = [part.spec() for part in self.parts]
         return self.spec_of(parts, bias=self.bias is not None, looked_up=self.looked_up) | {"transform": transform}
 
     @classmethod
     def spec_of(cls, parts: list[dict[str, Any]], *, bias: bool, looked_up: bool = False) -> dict[str, Any]:
-        """The `spec()` of a linear of these parts, or, `looked_up`, of a head whose rows are the token embedding's."""
+        """The `spec()` of a linear of these parts; `looked_up`: of a head whose rows are the token embedding's."""
         return {"parts": parts, "bias": bias, "transform": None, **({"looked_up": True} if looked_up else {})}
 
     @classmethod
@@ -134,13 +134,13 @@ class CompressedLinear(nn.Module):
 
 
 def met_by(linear: nn.Module, x: Tensor) -> Tensor:
-    """What the weight of a linear is multiplied by: its input x [..., in], transformed as the linear does it."""
+    """The input x [..., in] of a linear after its transform, by which its weight is multiplied."""
     transform = getattr(linear, "transform", None)
     return x if transform is None else transform(x)
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Is this a linear, whose weight the methods compress?"""
+    """Whether this is a linear, whose weight the methods compress."""
     return isinstance(module, nn.Linear | Conv1D | CompressedLinear)
 
 
@@ -150,7 +150,7 @@ def compressed_linears(model: nn.Module) -> dict[str, CompressedLinear]:
 
 
 def parameter_count(module: nn.Module) -> int:
-    """Parameters of a model or of a part of it, the weights and biases of compressed linears included."""
+    """Number of parameters of a model or a module, including the weights and biases of compressed linears."""
     stored = [m for m in module.modules() if isinstance(m, CompressedLinear)]
     compressed = sum(m.in_features * m.out_features + m.out_features * m.spec()["bias"] for m in stored)
     tables = [m for m in module.modules() if hasattr(m, "num_embeddings") and not isinstance(m, nn.Embedding)]
@@ -159,8 +159,8 @@ def parameter_count(module: nn.Module) -> int:
 
 
 def weight_of(module: nn.Module) -> Tensor:
-    """W [out, in] in float32 of any linear: nn.Linear, Conv1D (which keeps it transposed) or one compressed before; of
-    an nn.Embedding its rows."""
+    """W [out, in] in float32 of any linear: nn.Linear, Conv1D (which keeps it transposed) or a compressed one; for an
+    nn.Embedding its rows."""
     if isinstance(module, CompressedLinear):
         return module.dequantize()
     W = module.weight.detach()
@@ -180,7 +180,7 @@ def shape_of(module: nn.Module) -> tuple[int, int]:
 def sharing_copy(model: nn.Module) -> nn.Module:
     """A copy of a model that shares its weights' memory until one of the two replaces, casts or moves them.
 
-    Compressing such a copy takes memory for what changes, and leaves the model as it is.
+    Compressing such a copy needs memory only for changed weights, and does not change the model.
     """
     memo: dict[int, Tensor] = {id(p): nn.Parameter(p.data, p.requires_grad) for p in model.parameters()}
     memo |= {id(buffer): buffer for buffer in model.buffers()}
@@ -188,7 +188,7 @@ def sharing_copy(model: nn.Module) -> nn.Module:
 
 
 def replace(model: nn.Module, name: str, new: nn.Module) -> None:
-    """Put `new` where `name` is in the model. An embedding that is tied to a compressed head follows it."""
+    """Replace the module `name` of the model by `new`. An embedding that is tied to a compressed head follows it."""
     parent, _, child = name.rpartition(".")
     old = getattr(model.get_submodule(parent), child, None)
     setattr(model.get_submodule(parent), child, new)

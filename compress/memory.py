@@ -1,7 +1,7 @@
-"""How much memory and disk a compression takes: predicted before any work, refused if it is too much, and measured.
+"""The memory and disk space of a compression: predicted before any work, refused if it is too much, and measured.
 
 The prediction counts one block, the activations between blocks, the statistics of one linear, and the memory that the
-method needs while it solves that linear. The rest of the process is assumed to stay as large as it is when the
+method needs while it solves that linear. The rest of the process is assumed to keep the size that it has when the
 compression begins.
 """
 
@@ -49,14 +49,14 @@ UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
          "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}  # fmt: skip
 TILE_BITS = {kind: 8 / rows for kind, rows in TILES.items()}
 SCALE_BITS = {**INTEGERS, **SHIFTS, **TILE_BITS, "e8m0": 8, "e4m3": 8}  # of scales that are not stored in 16 bits
-SLACK = 1.03  # what allocators and libraries take beside what is counted
+SLACK = 1.03  # memory of allocators and libraries, relative to the counted memory
 
 
 def bytes_of(size: int | str | None, parameter: str = "max_memory") -> int | None:
     """A number of bytes, or a text such as "6GB" or "512 MiB"; None and "" for no limit.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the size has none of these forms.
     """
     if size is None or size == "":
         return None
@@ -69,10 +69,10 @@ def bytes_of(size: int | str | None, parameter: str = "max_memory") -> int | Non
 def plan(
     recipe: Sequence[Method], model: nn.Module, batches: Sequence[Tensor], max_memory: int | str | None = None
 ) -> Usage:
-    """What this compression will take. Activations go to disk if they do not fit into `max_memory` otherwise.
+    """The predicted usage of this compression. Activations go to disk if they would not fit into `max_memory`.
 
     Raises:
-        ValueError: it takes more than `max_memory`, or more than is free on the disk; the message says what would fit.
+        ValueError: it needs more than `max_memory`, or more than is free on the disk; the message says what would fit.
     """
     limit = bytes_of(max_memory)
     case = _Case.of(recipe, model, batches)
@@ -108,11 +108,11 @@ def measured(usage: Usage, model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Case:
-    """What the prediction depends on.
+    """The data on which the prediction depends.
 
-    now: bytes of the process's memory. resident: of them, what the model's blocks take. mapped: of these, what is a
-    file in memory, whose pages stay for the whole run even where weights are replaced. itemsize: of the model's dtype.
-    batches: tokens of each.
+    now: bytes of the process's memory. resident: the part of them that the model's blocks take. mapped: the part of
+    these that is a file in memory, whose pages stay for the whole run even if weights are replaced. itemsize: of the
+    model's dtype. batches: the number of tokens of each batch.
     """
 
     recipe: tuple[Method, ...]
@@ -139,7 +139,7 @@ class _Case:
         return int(SLACK * (self.now - (self.resident if self.on_disk else 0) + max(self._steps(), default=0)))
 
     def disk(self) -> int:
-        """The most that lies in the work folder: what a method wrote, replaced block by block by what the next does."""
+        """Largest size of the work folder: blocks that a method wrote are replaced one by one by the next method's."""
         if not self.on_disk:
             return 0
         _, blocks = find_blocks(self.model)
@@ -148,7 +148,7 @@ class _Case:
         written, most, kept = 0, 0, 0
         for i, method in enumerate(self.recipe[:count]):
             before, written = written, int(dense * self._share_stored(i + 1))
-            if i + 1 < count:  # the former version stays, to measure the errors of later methods against it
+            if i + 1 < count:  # the former version stays, as the reference for later methods' errors
                 most = max(most, kept + before + written)
                 kept = before if isinstance(method, LayerwiseMethod) and not kept else kept
             else:
@@ -167,7 +167,7 @@ class _Case:
         block = max(map(_block_bytes, blocks)) * self.itemsize // self.model.dtype.itemsize if self.on_disk else 0
         yield self._probe() + block
         before = alive = self.resident - self.mapped  # bytes of the blocks' weights that are freed with them
-        originals: int | None = None  # bytes of those that later methods measure their errors against
+        originals: int | None = None  # bytes of the reference weights for later methods' errors
         for i, method in enumerate(self.recipe):
             makes = isinstance(method, FoldingMethod | LayerwiseMethod) or method.stage == "transform"
             replaces = makes and not self.on_disk
@@ -188,7 +188,7 @@ class _Case:
                 yield block + copies + flowing + self._pass(shapes)
 
     def _flowing(self) -> int:
-        """The inputs of a block, over all micro-batches."""
+        """Bytes of the inputs of a block, over all micro-batches."""
         tokens = sum(self.batches) if self.activations == "memory" else self._micro
         return tokens * self._hidden * self.itemsize
 
@@ -199,7 +199,7 @@ class _Case:
         return max((batch.numel() for batch in micro_batches(made_up)), default=0)
 
     def _probe(self) -> int:
-        """The model's own pass over the first batch, with its logits and, from disk, the weight of its head."""
+        """Bytes of the model's own pass over the first batch, with its logits and, from disk, its head's weight."""
         head = self.model.get_output_embeddings()
         weight = head.weight.numel() * self.itemsize if head is not None and self.on_disk else 0
         first = self.batches[0] if self.batches else 0
@@ -207,7 +207,7 @@ class _Case:
         return weight + int(3.5 * first * vocabulary * self.itemsize)
 
     def _pass(self, shapes: Sequence[tuple[int, int]]) -> int:
-        """One micro-batch on its way through a block."""
+        """Bytes for the pass of one micro-batch through a block."""
         widest = max(max(shape) for shape in shapes)
         return self._micro * self.itemsize * (4 * self._hidden + 3 * widest)
 
@@ -218,10 +218,10 @@ class _Case:
         wide = max(columns for _, columns in shapes)
         held = 0
         if self.batches:
-            held += weights * self.itemsize  # the solved linears, dequantised for the passes to come
+            held += weights * self.itemsize  # the solved linears, dequantised for later passes
             if method.sequential:
                 streams = 2 if {*method.statistics} & {*PAIRED} else 1
-                held += streams * sum(self.batches) * 2 * self._hidden * self.itemsize  # where every micro-batch waits
+                held += streams * sum(self.batches) * 2 * self._hidden * self.itemsize  # for every waiting micro-batch
                 held += (streams - 1) * self._flowing()
                 held += min(HELD_BYTES, sum(self.batches) * wide * self.itemsize)
         held += int(weights * self.itemsize * share)
@@ -235,10 +235,10 @@ class _Case:
         return held + most
 
     def _training(self, method: Method, shapes: Sequence[tuple[int, int]], scope: str, tokens: int) -> int:
-        """All linears of a block, with what is trained of them, and the passes whose gradients are taken."""
+        """Bytes of all linears of a block with their trainable parts, and of the passes whose gradients are taken."""
         weights = sum(out * columns for out, columns in shapes)
         wide = sum(max(shape) for shape in shapes)
-        if scope == "model":  # every block keeps what its gradient needs, and the loss the logits in float32
+        if scope == "model":  # every block keeps data for its gradient, and the loss the logits in float32
             saved = len(find_blocks(self.model)[1]) * (12 * self._hidden + wide)
             return 4 * tokens * (saved + 4 * self.model.get_input_embeddings().num_embeddings)
         return int(4 * weights * method.working_set[0]) + 3 * 4 * tokens * (8 * self._hidden + wide)
@@ -254,7 +254,7 @@ class _Case:
         return int(max(trial, choosing + self._pass(shapes)))
 
     def _share_stored(self, count: int) -> float:
-        """Bytes of the linears once so many methods of the recipe were applied, as a share of their dense ones."""
+        """Bytes of the linears after the first `count` methods of the recipe, as a share of their dense bytes."""
         specs, _ = linears_to_be(self.recipe[:count], self.model)
         zeros = max((method.zeros for method in self.recipe[:count]), default=0.0)
         stored = dense = 0.0
@@ -266,13 +266,13 @@ class _Case:
 
 
 def spec_bits(part: dict[str, Any], float_bits: int, zeros: float) -> float:
-    """Bits per weight of a part as its specification describes it, near enough for a prediction.
+    """Approximate bits per weight of a part from its specification, for a prediction.
 
     Args:
-        zeros: the share of the weights that is 0, where these are not stored.
+        zeros: the share of the weights that is 0, if zeros are not stored.
     """
     kind = part.get("format")
-    if kind == Bitmap.name:  # a bit for every place beside what is kept
+    if kind == Bitmap.name:  # a bit for every place beside the kept weights
         return 1 + (1 - zeros) * spec_bits(part | {"format": ""}, float_bits, 0)
     if kind == Sparse24Weight.name:
         return 1 + spec_bits(part["values"], float_bits, 0) / 2
@@ -301,7 +301,7 @@ def spec_bits(part: dict[str, Any], float_bits: int, zeros: float) -> float:
 
 
 def _refusal(case: _Case, limit: int) -> str:
-    """Why a compression is refused, and what would fit."""
+    """The message that refuses a compression, with changes that would fit."""
     ways: dict[str, _Case] = {}
     disk = dataclasses.replace(case, activations="disk")
     if not case.on_disk:
@@ -331,15 +331,15 @@ def _refusal(case: _Case, limit: int) -> str:
 
 
 def _block_bytes(block: nn.Module) -> int:
-    """Bytes of a block's weights when it is loaded."""
+    """Bytes of the weights of a loaded block."""
     if hasattr(block, "_offloaded"):
         return block._offloaded.nbytes
     return sum(t.nbytes for t in (*block.parameters(), *block.buffers()))
 
 
 def _mapped_bytes(model: nn.Module) -> int:
-    """Bytes of the blocks' weights that lie in a file which is mapped into memory; 0 where that cannot be told."""
-    with suppress(OSError):  # /proc/self/maps is Linux's; psutil reads the sizes, too, which takes a tenth of a second
+    """Bytes of the blocks' weights in a file that is mapped into memory; 0 if this cannot be determined."""
+    with suppress(OSError):  # /proc/self/maps exists on Linux; psutil also reads sizes, which takes a tenth of a second
         maps = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
         files = [parts[0].split("-") for parts in maps if len(parts) == 6 and parts[5].startswith("/")]
         starts, ends = zip(*sorted((int(start, 16), int(end, 16)) for start, end in files), strict=True)
@@ -359,8 +359,8 @@ def _largest_block(model: nn.Module, skip: str) -> list[tuple[int, int]]:
 
 
 def _inputs(model: nn.Module, skip: str) -> list[int]:
-    """Widths of the inputs that a block's linears read: one for those of a module that have the same, and one more
-    where all of a module's have (attention's output)."""
+    """Widths of the inputs that a block's linears read: one for all linears of a module with the same width, and one
+    more if all linears of a module have the same width (attention's output)."""
     prefix, blocks = find_blocks(model)
     inside = {n: m for n, m in blocks[0].named_modules() if is_linear(m)}
     shapes = targets(model, skip)
@@ -372,7 +372,7 @@ def _inputs(model: nn.Module, skip: str) -> list[int]:
 
 
 def _reset_peak() -> bool:
-    """Let Linux count the peak of this process's memory from now on; False where it cannot."""
+    """Make Linux count the peak of this process's memory from now on; False if that is not possible."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
         return True

@@ -33,7 +33,7 @@ def knob(
 
     Args:
         help: what the knob does, for users.
-        choices, range: which values it takes; the range is inclusive.
+        choices, range: the allowed values; the range is inclusive.
         describes: always write the value of this knob with the method's name, in records, tables and pages; other knobs
             are written only if they differ from their defaults.
     """
@@ -49,10 +49,10 @@ class Method:
     stage: ClassVar[str]
     source: ClassVar[str]  # paper or equation
     needs_calibration: ClassVar[bool] = False
-    reads_originals: ClassVar[bool] = False  # `apply` reads `originals`, so that they have to be held for it
-    moves_inputs: ClassVar[bool] = False  # statistics of what linears read do not hold once it has been applied
-    # What the method holds at its peak while it takes one weight: so many float32 copies of the weight [out, in], and
-    # of the Gram matrix [in, in] of its inputs beside that matrix itself. From it peak memory is predicted.
+    reads_originals: ClassVar[bool] = False  # `apply` reads `originals`, which must be held for it
+    moves_inputs: ClassVar[bool] = False  # statistics of the inputs of linears are not valid after it was applied
+    # The method's memory at its peak while it compresses one weight: the numbers of float32 copies of the weight
+    # [out, in], and of the Gram matrix [in, in] of its inputs beside that matrix itself. They predict peak memory.
     working_set: ClassVar[tuple[float, float]] = (8.0, 0.0)
 
     def __post_init__(self) -> None:
@@ -69,16 +69,16 @@ class Method:
         originals: Mapping[str, nn.Module] | None = None,
         saved: SavedStatistics | None = None,
     ) -> list[LayerRecord | FoldRecord | DropRecord | AllocationRecord]:
-        """Compress `model` in place and return the records of each weight, or of what was folded.
+        """Compress `model` in place and return the records of each weight, or of each fold.
 
         Args:
             batches: calibration tokens, LongTensors [1, T]; may be empty unless `needs_calibration`.
             device: where to compute.
-            store: where finished blocks are kept, so that a run that is killed goes on where it was.
-            originals: linears by name as they were before an earlier method of the recipe stored them, to measure
-                errors against; None: as they are.
-            saved: statistics of the model as it was before the recipe; where they are given, no pass over the model is
-                needed for those that `collects` names, and nothing is propagated.
+            store: where finished blocks are kept, so that a run that is killed continues after them.
+            originals: by name, the linears before an earlier method of the recipe stored them, as the reference for
+                errors; None: the present linears.
+            saved: statistics of the model before the recipe; if they are given, no pass over the model is needed for
+                the statistics that `collects` names, and nothing is propagated.
         """
         raise NotImplementedError
 
@@ -87,16 +87,16 @@ class Method:
         return ()
 
     def own_passes(self) -> str:
-        """For what this method runs the model by itself, whether or not statistics are saved; "" if for nothing."""
+        """The purpose for which this method itself runs the model, even with saved statistics; "" if it does not."""
         return ""
 
     def trains(self, longest: int) -> tuple[str, int] | None:
-        """Through what gradients are taken, "block" or "model", and the tokens of an update where the longest
-        calibration batch has `longest`; None where nothing is trained. From it peak memory is predicted."""
+        """The scope of gradients, "block" or "model", and the tokens of an update if the longest calibration batch has
+        `longest` tokens; None if nothing is trained. Peak memory is predicted from this."""
         return None
 
     def within(self, before: Sequence["Method"], after: Sequence["Method"]) -> "Method":
-        """This method as it acts between these others of a recipe: itself, or one with knobs settled by them.
+        """This method as it acts between these methods of a recipe: itself, or a copy with knobs that they settle.
 
         Raises:
             ValueError: it cannot act between them.
@@ -104,37 +104,37 @@ class Method:
         return self
 
     def remarks(self, device: torch.device) -> list[str]:
-        """What the reader of a result must know, such as that a number format is emulated on this device."""
+        """Remarks for readers of a result, for example that a number format is emulated on this device."""
         return []
 
     def check(self, model: nn.Module) -> None:
-        """Raise ValueError, before any work, if this method cannot do what its knobs ask of this model."""
+        """Raise ValueError, before any work, if this method with its knobs cannot be applied to this model."""
 
     def stores(self, shape: tuple[int, int]) -> list[dict[str, Any]] | None:
-        """What this method will store for a weight [out, in], as `Format.spec()` of each part describes it; None if it
-        leaves storage to others. Known before any work, so that a checkpoint format that cannot hold it is refused.
-        Where it depends on the data, the most that it may store."""
+        """The `Format.spec()` of each part that this method will store for a weight [out, in]; None if it leaves
+        storage to others. It is known before any work, so that unsuitable checkpoint formats are refused. If it depends
+        on the data, the largest parts that the method may store."""
         return None
 
     def variants(self) -> "list[Method]":
-        """Methods that store, between them, whatever this one may store: itself, or those that it chooses among."""
+        """Methods that together store every form that this one may store: itself, or those that it chooses from."""
         return [self]
 
     @property
     def places(self) -> frozenset[str]:
-        """Of which weights this method speaks: "blocks" for the linears inside them, "embedding" for the token
-        embedding and the head. Methods of different places do not meet."""
+        """The weights that this method compresses: "blocks" for the linears inside them, "embedding" for the token
+        embedding and the head. Methods of different places do not interact."""
         return frozenset({"blocks"})
 
     @property
     def zeros(self) -> float:
-        """The share of each weight matrix that this method sets to 0, and later methods of a recipe keep at 0."""
+        """The share of each weight matrix that this method sets to 0, and that later methods of a recipe keep at 0."""
         return 0.0
 
     def outline(self, model: nn.Module) -> None:
-        """Take out of a model, which may be on the meta device, modules of the kind that `apply` would take out.
+        """Remove from a model, which may be on the meta device, modules of the kind that `apply` would remove.
 
-        It reads no weight, so that it may choose others of them than `apply` will.
+        It reads no weights, so that it may choose other modules than `apply` will.
         """
 
     @classmethod
@@ -143,11 +143,11 @@ class Method:
         return {field.name: field for field in dataclasses.fields(cls)}
 
     def values(self) -> dict[str, Any]:
-        """The knobs' values, as the run record keeps them."""
+        """The knobs' values, in the form of the run record."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        """The method as a recipe names it: the knobs that describe it, and those that differ from their defaults."""
+        """The method in the form of a recipe, with the knobs that describe it and those that differ from defaults."""
         knobs = self.knobs()
         written = {
             name: value
@@ -158,7 +158,7 @@ class Method:
 
 
 def refuse_stored(method: Method, before: Sequence[Method], does: str) -> None:
-    """Raise ValueError if one of the methods before this one stores weights, as this one `does` itself."""
+    """Raise ValueError if one of the methods before this one stores weights; `does`: what this method does."""
     for other in before:
         if other.stage == "quantize_weights" and other.places & method.places:
             raise ValueError(f"`recipe`: {method.name} {does}: {other} before it must go")

@@ -1,6 +1,6 @@
 """Recipes as text, one language for every parameter that takes recipes.
 
-`smoothquant(alpha=0.5), gptq(bits=8, group_size=-1), int8` is a list of methods in order, with knobs by name. Where
+`smoothquant(alpha=0.5), gptq(bits=8, group_size=-1), int8` is a list of methods in order, with knobs by name. If
 several recipes are compared, semicolons separate them, a name may stand before each (`static:
 int8(activations=tensor)`), and a knob may have several values in braces: `wanda(ratio={0.3, 0.5})`.
 """
@@ -15,7 +15,7 @@ TAKEN = {"baseline", "compressed", "unsmoothed", "bfloat16", "float32"}  # names
 
 
 def parse_variants(text: str, parameter: str = "recipe") -> tuple[str, list[Variant]]:
-    """`compress.grammar.variants_of` of the methods in METHODS."""
+    """`compress.grammar.variants_of` for the methods in METHODS."""
     return variants_of(text, METHODS, parameter)
 
 
@@ -23,7 +23,7 @@ def parse_recipe(text: str) -> list[Method]:
     """The methods that a text names, in order, as `parse_variants` reads it.
 
     Raises:
-        ValueError: as `parse_variants`, or values in braces: one recipe has one value for each knob.
+        ValueError: as in `parse_variants`; or values in braces: one recipe has one value for each knob.
     """
     _, variants = parse_variants(text)
     if variants[0].values:
@@ -36,7 +36,7 @@ def parse_recipes(text: str) -> dict[str, list[Method]]:
     int8(activations='tensor'); gptq(bits={3, 4})". Values in braces give a recipe each.
 
     Raises:
-        ValueError: as `parse_variants` does, or two recipes of one name.
+        ValueError: as in `parse_variants`; or two recipes have the same name.
     """
     recipes: dict[str, list[Method]] = {}
     for part in split_recipes(text):
@@ -53,9 +53,9 @@ def parse_recipes(text: str) -> dict[str, list[Method]]:
 
 
 def call(name: str, **knobs: Any) -> str:
-    """A method with these knobs as `parse_recipe` reads it; those that are "" are left to the method's own defaults.
+    """A method with these knobs as text for `parse_recipe`; knobs with the value "" keep the method's defaults.
 
-    Without a name there is no method: "", which `chain` leaves out.
+    Without a name the result is "", which `chain` leaves out.
     """
     if not name:
         return ""
@@ -64,7 +64,7 @@ def call(name: str, **knobs: Any) -> str:
 
 
 def chain(*calls: str) -> str:
-    """A recipe of these methods, one after the other; "" among them are left out."""
+    """A recipe of these methods, one after the other; empty texts are left out."""
     return ", ".join(filter(None, calls))
 
 
@@ -72,12 +72,12 @@ def recipes_of_run(recipe: str, compare: str = "") -> dict[str, list[Method]]:
     """The recipes of a run, by the names that its models have in the scores.
 
     Args:
-        recipe: the one that the run is about, "compressed"; where it transforms something before it quantises, the same
-            without that comes too, as "unsmoothed".
-        compare: further ones, as `parse_recipes` reads them.
+        recipe: the main recipe of the run, "compressed"; if it transforms something before it quantises, the recipe
+            without the transforms is added, as "unsmoothed".
+        compare: further recipes, as text for `parse_recipes`.
 
     Raises:
-        ValueError: as `parse_recipe` and `parse_recipes` do; methods that do not compose; or a name that is taken.
+        ValueError: as in `parse_recipe` and `parse_recipes`; methods do not compose; or a name is taken.
     """
     methods, others = parse_recipe(recipe), parse_recipes(compare)
     for name in TAKEN & set(others):

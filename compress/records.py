@@ -5,17 +5,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """How one weight was compressed; a row of the run record's `layers`.
+    """The compression of one weight; a row of the run record's `layers`.
 
-    error: ||(W - Ŵ)X||² / ||WX||² over the calibration tokens (or ||W - Ŵ||² / ||W||² where there were none, as `notes`
+    error: ||(W - Ŵ)X||² / ||WX||² over the calibration tokens (or ||W - Ŵ||² / ||W||² if there were none, as `notes`
     says). `rtn_error`: the same for round-to-nearest on the same grid, with scales chosen as the method chooses them;
-    None where there is no such comparison. bits_per_weight: stored, floats that are cast with the model counted as 16
-    bits. sparsity: the share of Ŵ that is 0. choice: the method that was chosen for this weight where several were at
-    hand, and choices: {method: what the layer
-        would lose with it alone}, as it was measured to choose; a layer may be several weights that share a choice.
-    distortion: {ratio of this weight's entries set to 0, others as they were: KL of the model's predictions, nats per
-        token}, as
-    the method measured it to choose the ratio; None where it did not.
+    None if there is no such comparison. bits_per_weight: stored, floats that are cast with the model counted as 16
+    bits. sparsity: the share of Ŵ that is 0. choice: the method that was chosen for this weight, if there were several,
+    and choices: {method: the layer's measured loss with it alone}, by which it was chosen; a layer may be several
+    weights that share a choice. distortion: {ratio of this weight's entries set to 0, with all other weights unchanged:
+    KL of the model's predictions, nats per token}, which the method measured to choose the ratio; None if it did not.
     """
 
     name: str
@@ -35,11 +33,11 @@ class LayerRecord:
 
 @dataclass(frozen=True)
 class AllocationRecord:
-    """How a budget of bytes was shared out among layers; the record's `allocation`.
+    """The division of a budget of bytes among layers; the record's `allocation`.
 
-    loss: what was to be least in all. budget_bytes: of the whole model. beside_bytes: of what was not shared out.
+    loss: the loss whose sum was minimised. budget_bytes: of the whole model. beside_bytes: of weights without a choice.
     chosen: (bytes of the whole model, predicted loss). curve: the same for other budgets, from the smallest choices to
-    the largest. layers: how many had a choice. seconds: that it took to measure and choose.
+    the largest. layers: the number of layers with a choice. seconds: time to measure and choose.
     """
 
     loss: str
@@ -53,12 +51,11 @@ class AllocationRecord:
 
 @dataclass(frozen=True)
 class DropRecord:
-    """A part of a block that was dropped, or might have been; a row of the record's `drops`.
+    """A part of a block that was dropped, or a candidate; a row of the record's `drops`.
 
-    kind: "attention", "mlp" or "block". block: its number in the model as it was. importance: 1 - cosine of the
-        residual stream
-    before and after, mean over the calibration tokens, when it was measured last. order: 1 for what was dropped first;
-    None: it stays. parameters: how many went with it.
+    kind: "attention", "mlp" or "block". block: its number in the original model. importance: 1 - cosine of the residual
+    stream before and after, mean over the calibration tokens, at the last measurement. order: 1 for the part that was
+    dropped first; None: it stays. parameters: the number of its parameters.
     """
 
     name: str
@@ -71,16 +68,16 @@ class DropRecord:
 
 @dataclass(frozen=True)
 class FoldRecord:
-    """What was moved from a producer (a norm, or a linear) into the linears that read it, or how the input of these was
-    rotated; a row of the record's `folds`.
+    """Scales that were moved from a producer (a norm, or a linear) into the linears that read it, or a rotation of the
+    input of linears; a row of the record's `folds`.
 
-    alpha: strength of the migration, None where all scales stayed 1, and for rotations.
+    alpha: strength of the migration, None if all scales stayed 1, and for rotations.
     x_*, w_*: the largest magnitudes, channel by channel, of the consumers' input over the calibration tokens and of
         their weights' columns, as {"max", "p99", "median"} over the channels. For rotations the inputs are those of the
-        first calibration window, and x_* has "kurtosis" too, the mean of that of a token's values. For keys x_* are
-        the lengths of the keys' pairs, and w_* those of the rows of what gives the queries.
-    error_*: ||WX - Q(W)Q(X)||² / ||WX||² over all consumers, rounded to nearest as the method aims at, without and with
-        the scales; None where it was not measured.
+        first calibration window, and x_* also has "kurtosis", the mean kurtosis of a token's values. For keys x_* are
+        the lengths of the keys' pairs, and w_* the lengths of the rows of the module that gives the queries.
+    error_*: ||WX - Q(W)Q(X)||² / ||WX||² over all consumers, rounded to nearest on the grid that the method aims at,
+        without and with the scales; None if it was not measured.
     difference: ||y - y'|| / ||y|| of the block's output y without quantisation.
     channels: the magnitudes themselves, {"x_before": [...], "x_after", "w_before", "w_after"}, for a few.
     """
@@ -105,12 +102,12 @@ class FoldRecord:
 
 @dataclass
 class Usage:
-    """What a compression takes, in bytes.
+    """The memory and disk space of a compression, in bytes.
 
     Attributes:
-        predicted_peak, peak: of the process's memory, all of it; peak is None where the system does not tell.
-        predicted_disk, disk: the most that lay in the work folder; 0 for a model in memory.
-        max_memory: the limit that was asked for, None if none was.
+        predicted_peak, peak: of the memory of the whole process; peak is None if the system does not report it.
+        predicted_disk, disk: the largest size of the work folder; 0 for a model in memory.
+        max_memory: the limit that the user gave, or None.
         weights, activations: where they were kept, "memory" or "disk".
     """
 

@@ -20,14 +20,14 @@ class Result:
         asked: the methods as the user gave them, before knobs were settled.
         layers: one record per weight that a method took.
         folds: the scales that were moved from norms and linears into the linears that read them.
-        drops: the parts of blocks that were dropped, and those that might have been.
+        drops: the parts of blocks that were dropped, and the other candidates.
         kept: every other weight: {name, shape, bytes, reason}.
         identity: of the model before compression: name, weights_sha256, parameters.
-        calibration: corpus, samples, seqlen, seed, sha256; None where no batches were given.
-        seconds: wall clock of the whole of it.
+        calibration: corpus, samples, seqlen, seed, sha256; None if no batches were given.
+        seconds: wall clock of the whole compression.
         kernels: {op: implementations that ran}.
-        allocation: how a budget of bytes was shared out; None if none was.
-        notes: what a reader must know, such as that a number format was emulated.
+        allocation: the division of a budget of bytes among layers; None if there was none.
+        notes: remarks for readers, for example that a number format was emulated.
         usage: peak memory and disk, as predicted and as measured.
     """
 

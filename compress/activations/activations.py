@@ -19,7 +19,7 @@ from compress.transforms.rounding import FORMATS, GROUPS, SMALLEST
 from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.statistics import LayerStatistics
 
-BITS = {"fp8": 8, "mxfp4": 4, "nvfp4": 4}  # of a code, where the format says it
+BITS = {"fp8": 8, "mxfp4": 4, "nvfp4": 4}  # bits of a code, for formats that fix them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class Activations(LayerwiseMethod):
 
     @property
     def code_bits(self) -> int:
-        """Bits of a code, whatever the format."""
+        """Bits of a code, for any format."""
         return BITS.get(self.format, self.bits)
 
     @property
@@ -109,7 +109,7 @@ class Activations(LayerwiseMethod):
         if self.outliers:
             absmax = statistics.values["absmax"]
             wide = math.ceil(self.outliers * len(absmax) / self.group_size)
-            # What is ordered already has its largest channels first, and its groups are those of the product.
+            # Ordered inputs have their largest channels first already, and the groups are those of the product.
             order = None if statistics.ordered else absmax.argsort(descending=True, stable=True)
             return Rounding(bits, group_size=self.group_size, clip=self.clip, order=order, wide=wide)
         if not self.static:

@@ -60,7 +60,7 @@ class Int8(W8A8):
 
 
 def codes_per_row(parts: Sequence[Format]) -> W8 | None:
-    """What is stored in 8 bits with one symmetric scale per row, as it is; None if anything else is."""
+    """The stored codes, if the parts are only 8 bits with one symmetric scale per row; else None."""
     if len(parts) != 1 or not isinstance(parts[0], IntGroup):
         return None
     packed = to_rows(parts[0].packed)

@@ -68,7 +68,7 @@ class LLMInt8(LayerwiseMethod):
         found, reached = int(outlier.sum()), int((statistics.values["absmax"] >= self.threshold).sum())
         all_of_them = "" if found == reached else f", the largest of {reached} that reach the threshold"
         statistics.note(f"{found} of {len(outlier)} columns in 16 bits{all_of_them}")
-        # A float32 model is deployed in bfloat16: what is measured now is what a cast then finds.
+        # A float32 model is deployed in bfloat16: the errors are measured for that.
         dtype = torch.bfloat16 if statistics.dtype == torch.float32 else statistics.dtype
         return llm_int8(W, outlier, dtype)
 
@@ -77,8 +77,8 @@ class LLMInt8(LayerwiseMethod):
 
 
 def outliers(absmax: Tensor, threshold: float, most: float) -> Tensor:
-    """Mask [in] of the columns whose largest magnitude [in] reaches the threshold: the largest ones, at most this
-    share."""
+    """Mask [in] of the columns whose largest magnitude [in] reaches the threshold; if these are more than the share
+    `most`, only the largest ones."""
     order = absmax.argsort(descending=True, stable=True)[: math.ceil(most * len(absmax))]
     mask = torch.zeros_like(absmax, dtype=torch.bool)
     mask[order] = absmax[order] >= threshold
@@ -86,7 +86,7 @@ def outliers(absmax: Tensor, threshold: float, most: float) -> Tensor:
 
 
 def llm_int8(W: Tensor, outlier: Tensor, dtype: torch.dtype = torch.bfloat16) -> list[Format]:
-    """W [out, in] as int8 columns and, where `outlier` [in], columns of this 16-bit dtype."""
+    """W [out, in] as int8 columns and, for the columns in `outlier` [in], columns of this 16-bit dtype."""
     if not outlier.any():
         return [EightBit(quantize_weight(W, torch.int8))]
     kept = W[:, outlier]

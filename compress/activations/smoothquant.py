@@ -16,7 +16,7 @@ from kernels.linear import linear
 from kernels.w8a8_matmul import quantize_weight, w8a8_matmul
 
 GRID = tuple(i / 10 for i in range(11))
-LARGEST = 1e5  # of a scale, and the inverse of the smallest
+LARGEST = 1e5  # the largest scale, and the inverse of the smallest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +64,8 @@ class SmoothQuant(FoldingMethod):
         return ""
 
     def choose(self, link: Link, weights: list[Tensor], statistics: LayerStatistics) -> Choice:
-        """Scales of equation 4, whose errors are measured on a sample of tokens with the scales and static step of all
-        the others.
+        """Scales of equation 4; errors are measured on a sample of tokens, with scales and a static step from all
+        other tokens.
 
         After smoothing, every channel reaches the limit of the step's range, and new tokens exceed it. A static search
         on the tokens that set the step would therefore choose alphas that are too large.
@@ -94,7 +94,7 @@ def smoothing_scales(x: Tensor, w: Tensor, alpha: float) -> Tensor:
 
     Args:
         x, w: [channels], the largest magnitudes of the inputs and of the weights' columns.
-        alpha: 0 (the weights' columns become alike) to 1 (the inputs' channels do).
+        alpha: 0 (the weights' columns become alike) to 1 (the inputs' channels become alike).
 
     Returns:
         [channels], float32; 1 where x or w is 0, as nothing there needs to move, and never beyond 1e-5 to 1e5.

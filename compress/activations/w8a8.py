@@ -1,5 +1,5 @@
-"""Weights and activations in the same 8 bits, rounded to nearest: the code that the methods for each number format
-share."""
+"""Weights and activations in the same 8 bits, rounded to nearest: shared code of the methods for each number
+format."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -68,7 +68,7 @@ class W8A8(LayerwiseMethod):
         return quantize_weight(W, self.dtype, BLOCK if self.weights == "block" else None)
 
     def step(self, statistics: LayerStatistics) -> Tensor | None:
-        """The step of all activations, float32 without dimensions; None: one for each token, as it comes by."""
+        """The step of all activations, float32 without dimensions; None: one for each token, computed on each call."""
         if self.activations == "token":
             return None
         largest = statistics.values["absmax"].amax() if statistics.tokens else torch.zeros(())
@@ -88,7 +88,7 @@ def check_columns(method: str, dtype: torch.dtype, name: str, shape: tuple[int, 
 
 
 def slow_int8(name: str, device: torch.device, *, block: bool = False) -> list[str]:
-    """A remark where int8 products are right but not fast."""
+    """A remark if int8 products are correct but not fast."""
     if device.type != "cpu" or (integer_dots(torch.empty(0)) and not block):
         return []
     why = "with a scale per block" if block else "without AVX512-VNNI"

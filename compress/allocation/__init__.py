@@ -1,1 +1,1 @@
-"""How a budget of bytes or zeros is shared out among layers."""
+"""The division of a budget of bytes or zeros among layers."""

@@ -1,4 +1,4 @@
-"""The bytes of a stored model: the part that is shared out, and the part that stays."""
+"""The bytes of a stored model: the part that is divided among layers, and the fixed part."""
 
 from collections.abc import Mapping
 from math import prod
@@ -8,14 +8,14 @@ from torch import nn
 from compress.embedding import compressed_embeddings
 from compress.linear import compressed_linears, shape_of
 
-HALF = 2  # bytes of a float as models are deployed
+HALF = 2  # bytes of a float in deployed models
 
 
 def bytes_beside(model: nn.Module, shapes: Mapping[str, tuple[int, int]]) -> int:
     """Stored bytes of all other weights: parameters in 16 bits, compressed weights in their stored form.
 
     Args:
-        shapes: (out, in) by name; a tied embedding goes with the head that is named.
+        shapes: (out, in) by name; a tied embedding belongs to its head, which has the name.
     """
     linears, tables = compressed_linears(model), compressed_embeddings(model)
     shared = sum(out * columns for name, (out, columns) in shapes.items() if name not in linears | tables)
@@ -27,5 +27,5 @@ def bytes_beside(model: nn.Module, shapes: Mapping[str, tuple[int, int]]) -> int
 
 
 def megabytes(size: float) -> str:
-    """A number of bytes for readers."""
+    """A number of bytes as text for readers."""
     return f"{size / 1e6:.2f} MB"

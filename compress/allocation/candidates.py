@@ -22,7 +22,7 @@ from kernels.linear import fast_linear
 
 
 class Solved(NamedTuple):
-    """A linear, as one choice would store it, beside its weight [out, in] and what its inputs gave."""
+    """A linear in the stored form of one choice, beside its weight [out, in] and the statistics of its inputs."""
 
     new: CompressedLinear
     W: Tensor
@@ -30,15 +30,15 @@ class Solved(NamedTuple):
 
 
 class Loss(Protocol):
-    """The loss if some linears of a block are stored in another way, and all others are not changed."""
+    """The loss if some linears of a block are stored in another form, and all others are not changed."""
 
-    statistics: tuple[str, ...]  # names in STATISTICS that it reads
+    statistics: tuple[str, ...]  # the names in STATISTICS that the loss reads
 
     def of(self, index: int, solved: Mapping[str, Solved]) -> float:
-        """Of these linears of block `index`, which lies on the compute device."""
+        """The loss for these linears of block `index`, which lies on the compute device."""
 
     def of_end(self, name: str, solved: Solved) -> float:
-        """Of the embedding or the head, or of both where they are one weight."""
+        """The loss for the embedding or the head, or for both if they are one weight."""
 
     def leave(self, index: int) -> None:
         """Go on to the next block; this one still lies on the compute device."""
@@ -46,14 +46,14 @@ class Loss(Protocol):
 
 @dataclass(frozen=True)
 class Candidates:
-    """A layer, of one linear or of several that are stored in the same way, and its choices by their names."""
+    """A layer, which is one linear or several that are stored in the same form, and its choices by their names."""
 
     members: tuple[str, ...]
     choices: dict[str, Choice]
 
 
 def takes(method: LayerwiseMethod, name: str, shape: tuple[int, int]) -> bool:
-    """Whether a method can store this linear, and is not told to leave it out."""
+    """Whether a method can store this linear, and its knobs do not exclude it."""
     try:
         method.check_layer(name, shape)
     except ValueError:
@@ -75,14 +75,14 @@ def measure(
     saved: SavedStatistics | None = None,
     title: str = "choices",
 ) -> dict[str, Candidates]:
-    """Every layer's choices with their bytes and losses, solved on what flows in the model as it is.
+    """Every layer's choices with their bytes and losses, solved on the activations of the uncompressed model.
 
     Args:
         methods: the choices by their names.
-        names: the linears at hand.
+        names: the linears to measure.
         together: linears that read the same input (q, k and v; gate and up) are one layer, with one choice for all.
         store: where the results of finished blocks are kept.
-        saved: statistics of the model as it is; None: they are collected from the batches.
+        saved: statistics of the uncompressed model; None: they are collected from the batches.
 
     Returns:
         {name of the layer's first linear: its candidates}, in the model's order.
@@ -137,7 +137,7 @@ def _candidates(
 
 
 def stored_bytes(solved: Solved) -> int:
-    """Bytes that a linear's weight takes, floats that are cast with the model in 16 bits."""
+    """Bytes of a linear's stored weight, with floats that are cast with the model in 16 bits."""
     return round(solved.new.bits_per_weight * solved.W.numel() / 8)
 
 
@@ -150,7 +150,7 @@ def _statistics(
     device: torch.device,
     saved: SavedStatistics | None,
 ) -> Iterator[dict[str, LayerStatistics]]:
-    """What the methods want to know of the inputs of a block's linears: of those that read the same input at a time."""
+    """The statistics that the methods need of a block's linears; each item holds the linears of one input."""
     if saved:
         for group in saved.groups(index):
             own = [name for name in group if name in linears]
@@ -172,5 +172,5 @@ def as_json(candidates: Candidates) -> dict:
 
 
 def from_json(kept: dict) -> Candidates:
-    """What `as_json` described."""
+    """The candidates that `as_json` described."""
     return Candidates(tuple(kept["members"]), {name: Choice(*choice) for name, choice in kept["choices"].items()})

@@ -29,7 +29,7 @@ def measure_ends(
     store: BlockStore | None = None,
     saved: SavedStatistics | None = None,
 ) -> dict[str, Candidates]:
-    """The choices of the embedding and of the head, of both as one where they are tied; see `candidates.measure`."""
+    """The choices of the embedding and of the head, as one layer if they are tied; see `candidates.measure`."""
     index, ends = len(find_blocks(model)[1]), find_ends(model)
     if store and (kept := store.get(index)):
         return {name: from_json(one) for name, one in kept[1].items()}

@@ -59,8 +59,8 @@ def ranked(scores: Sequence[float], blocks: Sequence[Mapping[str, Mapping[str, i
     the others, with at most one block in between, as in the paper; only the order of the scores matters.
 
     Args:
-        scores: one for each block.
-        blocks: for each block {linear: {choice: bytes}}; only choices that all of its linears have are taken.
+        scores: one score for each block.
+        blocks: for each block {linear: {choice: bytes}}; only choices that all of its linears have are used.
     """
     order = sorted(range(len(scores)), key=lambda index: scores[index])
     rank = {index: place + 1 for place, index in enumerate(order)}

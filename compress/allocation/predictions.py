@@ -1,4 +1,4 @@
-"""The measured loss: KL divergence of the model's predictions when some linears alone are stored in another way."""
+"""The measured loss: KL divergence of the model's predictions if only some linears are stored in another form."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,11 +18,11 @@ ROWS = 256  # tokens whose predictions are compared at once
 
 
 class PredictionLoss:
-    """KL(original || changed) in nats per token, on a few tokens that pass through the blocks again from the changed
+    """KL(original || changed) in nats per token, on a few tokens that pass again through the blocks from the changed
     one on.
 
-    arXiv:2308.10438 measures the squared error of the outputs instead, which weighs likely and unlikely tokens alike;
-    what it needs, that the losses of different layers add up, holds for small ones of both.
+    arXiv:2308.10438 measures the squared error of the outputs instead, which weighs likely and unlikely tokens alike.
+    Its assumption that the losses of different layers add up holds for small losses of either kind.
     """
 
     statistics: tuple[str, ...] = ()
@@ -63,11 +63,11 @@ class PredictionLoss:
 
 
 class ScaledLoss:
-    """The measured loss of a layer's first choice; that of its others in proportion to the error of their outputs.
+    """The measured loss of a layer's first choice, and losses of its other choices in proportion to output errors.
 
-    The divergence is nearly quadratic in small errors, so that ||(W - Ŵ)X||² says how the choices of one layer compare.
-    It does not say how layers compare, which one measurement for each does. With four choices this takes a quarter of
-    the passes.
+    The divergence is nearly quadratic in small errors, so that ||(W - Ŵ)X||² compares the choices of one layer. It does
+    not compare layers, for which one measurement for each layer is made. With four choices this takes a quarter of the
+    passes.
     """
 
     statistics: tuple[str, ...] = ("gram",)
@@ -95,14 +95,14 @@ class ScaledLoss:
 
 
 def _output_error(one: Solved) -> float:
-    """||(W - Ŵ)X||² of the calibration tokens, as a mean; of the weights alone where no token came by."""
+    """||(W - Ŵ)X||² of the calibration tokens, as a mean; ||W - Ŵ||² if there were no tokens."""
     D = one.W - one.new.dequantize()
     return quadratic(D, one.statistics.values["gram"]) if one.statistics.tokens else D.square().sum().item()
 
 
 @contextmanager
 def _in_place(model: nn.Module, solved: Mapping[str, Solved]) -> Iterator[None]:
-    """While the context lasts, these linears stand in the model, multiplied as dense weights."""
+    """While the context lasts, the model has these linears, multiplied as dense weights."""
     before = {name: model.get_submodule(name) for name in solved}
     with ExitStack() as stack:
         for name, one in solved.items():

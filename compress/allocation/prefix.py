@@ -3,21 +3,21 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-Name = TypeVar("Name", bound=str | tuple)  # of a stack: anything that has an order
+Name = TypeVar("Name", bound=str | tuple)  # the name of a stack: any type with an order
 
 
 class Stack(NamedTuple):
-    """Blocks of equal cost: a block is of use only behind those before it. gains: what each takes off the loss."""
+    """Blocks of equal cost; a block is useful only with all blocks before it. gains: each block's decrease of loss."""
 
     gains: Sequence[float]
     cost: int
 
 
 def falling(gains: Sequence[float]) -> list[float]:
-    """Gains as a sequence that never rises: where one is larger than those before it, all of them share their mean.
+    """Gains as a sequence that never rises: a gain that is larger than those before it shares a mean with them.
 
-    Of all such sequences it is the nearest one (isotonic regression, by pooling neighbours), so that a block of little
-    gain is taken early enough if the block behind it gains much.
+    It is the nearest one of all such sequences (isotonic regression, by pooling neighbours), so that a block with a
+    small gain is taken early enough if the block behind it has a large gain.
     """
     pools: list[tuple[float, int]] = []  # (mean, number of gains)
     for gain in gains:
@@ -30,7 +30,7 @@ def falling(gains: Sequence[float]) -> list[float]:
 
 
 def in_order(stacks: Mapping[Name, Stack]) -> list[Name]:
-    """The stacks' names, once for every block but the first of each, those first that gain most for their cost."""
+    """The stacks' names, once for every block except the first of each stack, by falling gain for the cost."""
     rates = [
         (-gain / stack.cost, number, name)
         for name, stack in stacks.items()
@@ -40,10 +40,10 @@ def in_order(stacks: Mapping[Name, Stack]) -> list[Name]:
 
 
 def within(stacks: Mapping[Name, Stack], budget: float) -> dict[Name, int]:
-    """How many blocks of each stack are taken: the longest beginning of the one order that costs at most `budget`.
+    """The number of blocks of each stack: the longest beginning of the one order that costs at most `budget`.
 
-    Every stack keeps its first block. A larger budget takes what a smaller one takes, and more; less than the next
-    block's cost is left over.
+    Every stack keeps its first block. A larger budget takes all blocks of a smaller one; the unused rest is less than
+    the next block's cost.
 
     Raises:
         ValueError: the first blocks alone cost more.

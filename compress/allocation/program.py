@@ -6,22 +6,22 @@ from typing import NamedTuple
 
 import numpy as np
 
-MOST_STATES = 1 << 16  # of the dynamic program
+MOST_STATES = 1 << 16  # largest number of states of the dynamic program
 
 
 class Choice(NamedTuple):
-    """One way to store a layer: what it costs (bytes, or whatever the budget counts) and what is lost by it."""
+    """One way to store a layer: its cost (bytes, or another unit of the budget) and its loss."""
 
     cost: int
     loss: float
 
 
 class Program:
-    """For each layer one of its choices, so that the sum of losses is least for every possible sum of costs.
+    """One choice for each layer, so that the sum of losses is least for every possible sum of costs.
 
-    The state of the program is the sum of costs so far (a multiple-choice knapsack). It counts costs in their greatest
-    common divisor. Where that would give more than `MOST_STATES` states, it counts in a coarser unit and rounds every
-    layer's cost up: the budget is still kept, and up to one unit for each layer may be left over.
+    The state of the program is the sum of costs so far (a multiple-choice knapsack). Costs are counted in units of
+    their greatest common divisor. If that would give more than `MOST_STATES` states, a coarser unit is used and every
+    layer's cost is rounded up: the budget is still kept, and up to one unit for each layer may be unused.
     """
 
     def __init__(self, layers: Mapping[str, Sequence[Choice]]) -> None:
@@ -31,13 +31,13 @@ class Program:
         """
         self.layers = {name: list(choices) for name, choices in layers.items()}
         least = {name: min(choice.cost for choice in choices) for name, choices in self.layers.items()}
-        self.smallest = sum(least.values())  # no choice costs less
+        self.smallest = sum(least.values())  # the least cost of all layers
         more = [[choice.cost - least[name] for choice in choices] for name, choices in self.layers.items()]
         most = sum(map(max, more))
         self._unit = max(math.gcd(*(cost for costs in more for cost in costs)), math.ceil(most / MOST_STATES), 1)
         self._steps = [[math.ceil(cost / self._unit) for cost in costs] for costs in more]
         states = sum(map(max, self._steps)) + 1
-        self._least = np.full(states, np.inf)  # least loss of all layers for at most so many units
+        self._least = np.full(states, np.inf)  # least loss of all layers for at most this number of units
         self._least[:] = 0.0
         self._chosen = np.zeros((len(self.layers), states), dtype=np.int16)
         for i, choices in enumerate(self.layers.values()):
@@ -49,7 +49,7 @@ class Program:
                 self._chosen[i, units:][better] = k
 
     def within(self, budget: float) -> dict[str, int]:
-        """The number of each layer's choice, so that all cost at most `budget` together.
+        """The number of each layer's choice, so that their total cost is at most `budget`.
 
         Raises:
             ValueError: even the smallest choices cost more.
@@ -64,7 +64,7 @@ class Program:
         return {name: numbers[name] for name in self.layers}
 
     def of(self, numbers: Mapping[str, int]) -> Choice:
-        """What these choices cost and lose together."""
+        """The total cost and loss of these choices."""
         made = [self.layers[name][number] for name, number in numbers.items()]
         return Choice(sum(choice.cost for choice in made), sum(choice.loss for choice in made))
 

@@ -1,4 +1,4 @@
-"""The estimated loss: how much the model's predictions change, to second order, by gradients and layer errors."""
+"""The estimated loss: the change of the model's predictions, to second order, from gradients and layer errors."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,7 @@ from compress.walk.walk import quadratic
 
 
 class FisherLoss:
-    """The `predicted_loss` of the linears that are stored in another way."""
+    """The `predicted_loss` of the linears that are stored in another form."""
 
     statistics: tuple[str, ...] = ("gram",)
 
@@ -41,8 +41,8 @@ def predicted_loss(D: Tensor, F: Tensor, H: Tensor) -> float:
 
     G_i is the mean squared gradient of the loss with respect to output i of the linear, taken from the weights' squared
     gradients F and their inputs x as Σ_j F_ij / Σ_j E[x_j²]. The Fisher matrix of a linear is approximated by a
-    Kronecker product (arXiv:1503.05671) whose factor for the outputs is diagonal. The errors of a row's weights count
-    together, so that an error that later columns make up for counts as little as it should; Σ F D² would not see that.
+    Kronecker product (arXiv:1503.05671) whose factor for the outputs is diagonal. The errors of a row's weights are
+    combined, so that an error that later columns compensate has a small loss; Σ F D² would ignore the compensation.
 
     Args:
         D, F: [out, in].

@@ -1,4 +1,4 @@
-"""How many weights are removed from each linear, given the share that is removed from all of them together."""
+"""The share of weights that is removed from each linear, given the share that is removed from all of them together."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,8 +18,8 @@ from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.resume import BlockStore
 from compress.walk.statistics import LayerStatistics
 
-LEVELS = (0.2, 0.4, 0.6, 0.8)  # ratios at which distortions are measured; no linear loses more than the last
-STEP = 0.02  # between the ratios among which each linear's is chosen
+LEVELS = (0.2, 0.4, 0.6, 0.8)  # ratios at which distortions are measured; the last is the limit for a linear
+STEP = 0.02  # distance between the ratios from which each linear's ratio is chosen
 
 
 def global_ratios(
@@ -30,12 +30,12 @@ def global_ratios(
 ) -> dict[str, float]:
     """The ratio of each linear if the weights with the smallest scores of all linears are removed.
 
-    The threshold is found by bisection, so that no more than one linear's scores are held at a time.
+    The threshold is found by bisection, so that only one linear's scores are in memory at a time.
 
     Args:
         shapes: (out, in) of each linear by name.
-        score: of a weight [out, in] and its (empty) statistics; must be comparable between linears.
-        ratio: of all weights together.
+        score: gives scores for a weight [out, in] and its (empty) statistics; comparable between linears.
+        ratio: the ratio for all weights together.
     """
     prefix, blocks = find_blocks(model)
     sizes = {name: rows * columns for name, (rows, columns) in shapes.items()}
@@ -68,11 +68,11 @@ def distortion_curves(
     device: torch.device,
     store: BlockStore | None = None,
 ) -> dict[str, dict[float, float]]:
-    """How pruning one linear alone changes the model's predictions: {linear: {level: KL in nats per token}}.
+    """The change of the model's predictions if only one linear is pruned: {linear: {level: KL in nats per token}}.
 
     Args:
-        methods: {level: the method that prunes as much}; they differ in that alone.
-        tokens: of the batches, on which predictions are compared.
+        methods: {level: the method that prunes this share}; they differ only in the level.
+        tokens: the number of tokens of the batches on which predictions are compared.
         store: where the curves of finished blocks are kept.
     """
     method = next(iter(methods.values()))
@@ -99,11 +99,11 @@ def allocate(curves: Mapping[str, Mapping[float, float]], weights: Mapping[str, 
     """The ratio of each linear, so that at least `ratio` of all weights are removed and the sum of distortions is
     least.
 
-    Between measured levels the root of the distortion is taken to be linear; it is 0 where nothing goes.
+    Between measured levels the root of the distortion is assumed to be linear; it is 0 if nothing is removed.
 
     Args:
         curves: {linear: {level: distortion}}.
-        weights: {linear: how many it has}.
+        weights: {linear: its number of weights}.
 
     Source: arXiv:2308.10438, section 4.
     """
@@ -120,7 +120,7 @@ def allocate(curves: Mapping[str, Mapping[float, float]], weights: Mapping[str, 
 
 
 def first_tokens(batches: Sequence[Tensor], tokens: int) -> list[Tensor]:
-    """The first batches with at least so many tokens together, cut to as many."""
+    """The first batches with at least `tokens` tokens together, cut to this number."""
     few: list[Tensor] = []
     for batch in batches:
         rest = tokens - sum(b.shape[1] for b in few)

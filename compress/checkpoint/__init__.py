@@ -1,4 +1,4 @@
-"""Compressed models on disk: saved, reloaded and compared before they are called saved."""
+"""Compressed models on disk: each is saved, reloaded and compared before it counts as saved."""
 
 from compress.checkpoint.load import load_compressed
 from compress.checkpoint.resize import resize

@@ -18,7 +18,7 @@ LICENSE = "The license of the base model applies."
 _SCORES = "## Scores\n"
 _NO_SCORES = "The run that made this checkpoint recorded no scores.\n"
 _REPEAT = "## How to make it again\n"
-# What is added to the reasons of `compress.walk.blocks.kept_weights`, by a word in them.
+# Explanations that are added to the reasons of `compress.walk.blocks.kept_weights`, by a word in them.
 _MORE = {
     "outside the blocks": "methods take the linears inside the blocks, and the head's rounding would reach every logit",
     "Embedding": "it is looked up, not multiplied, and no method of the recipe takes it",
@@ -26,7 +26,7 @@ _MORE = {
     "routes tokens": "rounding it would send them to other experts",
     "Norm": "a vector, next to nothing in bytes",
 }
-_HEAD_BYTES = 1 << 16  # of a GGUF file: enough for what it says of itself in general
+_HEAD_BYTES = 1 << 16  # first bytes of a GGUF file: enough for its general metadata
 _LICENSE_KEY = b"general.license"
 
 
@@ -36,7 +36,7 @@ def write_card(
     """Write the card of a checkpoint that has been written and verified.
 
     Args:
-        folder: which holds the checkpoint. title: the name of the folder that it will have.
+        folder: the folder of the checkpoint. title: the name that the folder will get.
     """
     story, model = checkpoint.story, checkpoint.model
     base, recipe = _base_name(story.model["name"]), ", ".join(_call(**one) for one in story.recipe)
@@ -64,7 +64,7 @@ def write_card(
 def add_scores(folder: Path, record: Mapping[str, Any]) -> None:
     """Put the scores of a run record, and the command that repeats the run, into the card of a checkpoint.
 
-    A card that its owner has written anew, without these sections, stays as it is.
+    A card without these sections, because its owner has rewritten it, is not changed.
     """
     path = folder / CARD
     if not path.is_file():
@@ -129,12 +129,12 @@ def _front_matter(checkpoint: Checkpoint, save_format: SaveFormat) -> dict[str, 
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a model's name is that of a repository of a hub, and not a folder or a package."""
+    """Whether a model's name is the name of a repository of a hub, and not of a folder or a package."""
     return re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) is not None and not Path(name).exists()
 
 
 def license_of(model_name: str) -> str:
-    """The license that a local model's card or a GGUF file names; "" where it is not known."""
+    """The license that a local model's card or a GGUF file names; "" if it is not known."""
     folder = Path(model_name).expanduser()
     if (folder / CARD).is_file():
         front = re.match(r"---\n(.*?)\n---", (folder / CARD).read_text(encoding="utf-8", errors="replace"), re.DOTALL)
@@ -142,7 +142,7 @@ def license_of(model_name: str) -> str:
         return found[1] if found else ""
     try:
         path = gguf_file(model_name) if model_name in EMBEDDED or folder.is_file() else None
-    except ValueError:  # its package is gone
+    except ValueError:  # its package is no longer installed
         return ""
     if path is None:
         return ""
@@ -156,7 +156,7 @@ def license_of(model_name: str) -> str:
 
 
 def _base_name(name: str) -> str:
-    """A model's name without the folders of the machine on which it lay."""
+    """A model's name without the local folders of its path."""
     return name if is_hub_id(name) else Path(name).name
 
 
@@ -184,7 +184,7 @@ def _calibration(calibration: Mapping[str, Any] | None) -> str:
 
 
 def _earlier(identity: Mapping[str, Any]) -> str:
-    """What had been done to the model before this recipe."""
+    """The compression steps that were applied to the model before this recipe."""
     earlier = identity.get("compressed_before")
     if not earlier:
         return ""
@@ -218,7 +218,7 @@ def _weights(checkpoint: Checkpoint) -> str:
 
 
 def _why(reason: str) -> str:
-    """Why a weight was kept, for a reader who does not know how the methods choose."""
+    """The reason why a weight was kept, for readers who do not know the methods."""
     more = next((text for word, text in _MORE.items() if word in reason), "")
     return f"{reason}; {more}" if more else reason
 

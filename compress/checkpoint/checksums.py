@@ -8,7 +8,7 @@ from typing import Any
 from kernels.files import sync
 
 CHECKSUMS = "checksums.json"
-# What a user may edit, and what comes later: the card, the verification, the record of the run and its own manifest.
+# Files that a user may edit or that are written later: card, verification, record of the run, and its manifest.
 NOT_COUNTED = ("README.md", "verification.json", "record.json", "manifest.json")
 
 
@@ -25,10 +25,10 @@ def write_checksums(folder: Path) -> None:
 
 
 def check_files(folder: Path, *, content: bool = True) -> None:
-    """Raise ValueError, naming the file, unless every file of a checkpoint is there as it was written.
+    """Raise ValueError, naming the file, unless every file of a checkpoint exists and is unchanged.
 
     Args:
-        folder: one that holds a `checksums.json`.
+        folder: a folder with a `checksums.json`.
         content: compare hashes too, which reads every byte; False: sizes only.
     """
     where = f"`path` (={str(folder)!r})"

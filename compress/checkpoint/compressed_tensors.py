@@ -1,6 +1,6 @@
 """compressed-tensors: the files of llm-compressor, which vLLM and transformers load (compressed-tensors 0.20).
 
-How a linear is stored, by what the workbench holds (O out, I in, g groups, b bits):
+The stored form of a linear, by its format in the workbench (O out, I in, g groups, b bits):
 
     int_group       pack-quantized   weight_packed int32 [O, ceil(I*b/32)], weight_scale [O, g], weight_shape int64 [2],
                                      asymmetric also weight_zero_point int32 [ceil(O*b/32), g]
@@ -8,20 +8,20 @@ How a linear is stored, by what the workbench holds (O out, I in, g groups, b bi
     eight_bit fp8   float-quantized  weight float8_e4m3 [O, I], weight_scale float32 [O, 1] or [O/128, I/128]
     dense, pruned   dense            weight [O, I], with its zeros
 
-The codes, scales and zero points are ours as they are: nothing is quantised again. What readers do with them:
+The codes, scales and zero points are those of the workbench: nothing is quantised again. Readers use them as follows:
 
 - **Negative scales**, which a search of scales may give, are stored as they are: a scale is a factor of (code - zero)
-  in compressed-tensors (`_dequantize`) and in vLLM 0.33 (its Triton kernel, and what it hands to its compiled kernels),
-  and no code looks at its sign; `make interop` compares the tokens. Turning the sign would need the code +2^(b-1),
-  which there is none of.
+  in compressed-tensors (`_dequantize`) and in vLLM 0.33 (its Triton kernel, and the input of its compiled kernels), and
+  no code tests its sign; `make interop` compares the tokens. Changing the sign would need the code +2^(b-1), which does
+  not exist.
 - **The scales' dtype**: transformers casts scales to the model's dtype when it loads; vLLM keeps float32 for 8-bit
   weights and casts to the model's dtype for packed ones. Scales of packed weights are therefore stored in the model's
   dtype, those of 8-bit weights in float32. Where a cast rounds them, a remark of the verification says so.
 - **Zero points**: vLLM takes them packed, as they are specified; transformers 5.23 with compressed-tensors 0.20 only
-  where it dequantises on the way in (`load_with_transformers` says why).
+  if it dequantises while loading (`load_with_transformers` gives the reason).
 - **Rotations**: compressed-tensors 0.20 describes them in a `transform_config`, which transformers 5.23 does not read:
-  it would load the rotated weights without their rotations, and say nothing. Linears that rotate their inputs are
-  refused.
+  it would load the rotated weights without their rotations, and without a warning. Linears that rotate their inputs
+  are refused.
 - **Steps of activations per token**: transformers takes max|x| / 127.5 for int8, in the model's dtype; vLLM and this
   workbench take max|x| / 127, in float32. The weights are the same, the products differ by that rounding.
 """
@@ -101,7 +101,7 @@ vllm serve PATH
             return problem
         try:
             schemes = schemes_of(model)
-        except ValueError:  # `problem` says of which linear, and why
+        except ValueError:  # `problem` names the linear and the reason
             return ""
         if is_asymmetric(schemes) and len(set(schemes.values())) > 1:
             shown = "; ".join(str(scheme) for scheme in dict.fromkeys(schemes.values()))
@@ -141,10 +141,10 @@ def load_with_transformers(folder: Path, dtype: torch.dtype, schemes: Mapping[st
     """The model as transformers loads it.
 
     compressed-tensors 0.20 prepares a place for unpacked zero points when transformers loads packed ones, and refuses
-    them for their shape. They are read where the weights are dequantised on the way in.
+    them for their shape. They are read if the weights are dequantised while loading.
 
     Raises:
-        RuntimeError: tensors are missing, or are too many.
+        RuntimeError: tensors are missing, or there are too many.
     """
     more = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if is_asymmetric(schemes) else {}
     with warnings.catch_warnings():
@@ -169,7 +169,7 @@ def schemes_of(model: nn.Module) -> dict[str, Scheme]:
 
 
 def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What is stored, each shared tensor (a tied embedding) once, under its first name."""
+    """The stored tensors, each shared one (a tied embedding) once, under its first name."""
     yield from other_tensors(model)
     for name, linear in compressed_linears(model).items():
         for key, tensor in stored_tensors(linear, model.dtype).items():
@@ -179,7 +179,7 @@ def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def stored_tensors(linear: CompressedLinear, dtype: torch.dtype) -> dict[str, Tensor]:
-    """What compressed-tensors keeps for the weight of a linear, by its own names."""
+    """The tensors of compressed-tensors for the weight of a linear, by the names that it uses."""
     part = plain_part(linear)
     if isinstance(part, Dense):
         return {"weight": part.weight.to(dtype)}
@@ -210,10 +210,10 @@ def plain_part(linear: CompressedLinear) -> Format:
 
 
 def rounding(linear: CompressedLinear, dtype: torch.dtype) -> float:
-    """How far |difference| / |weight| of a dequantised weight may go because its scales are rounded to a dtype; 0 if
-    that rounds none of them.
+    """The largest |difference| / |weight| of a dequantised weight that rounding its scales to a dtype may cause; 0 if
+    no scale is changed.
 
-    A scale, its product with the code, and the product that it is compared with, round by half an eps each.
+    A scale, its product with the code, and the product that is compared with it are each rounded by half an eps.
     """
     part = plain_part(linear)
     scale = getattr(part, "scale", None)
@@ -234,7 +234,7 @@ def scale_remarks(rounded: Mapping[str, float], dtype: torch.dtype) -> list[str]
 
 @contextmanager
 def unrounded_inputs(loaded: nn.Module) -> Iterator[None]:
-    """Let compressed-tensors' linears take their inputs as they come."""
+    """In the context, compressed-tensors' linears do not round their inputs."""
     quantised = [module for module in loaded.modules() if hasattr(module, "quantization_scheme")]
     for module in quantised:
         module.quantization_enabled = False

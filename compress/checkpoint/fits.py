@@ -24,7 +24,7 @@ def check_save_format(save_format: str, recipe: Sequence[Method], model: nn.Modu
 
     Args:
         save_format: one of `compress.checkpoint.save.SAVE_FORMATS`.
-        model: as it is before the recipe is applied; it may be on the meta device, and is not changed.
+        model: the model before the recipe is applied; it may be on the meta device, and is not changed.
     """
     format_named(save_format)
     settled, outline = settle(list(recipe)), sharing_copy(model)
@@ -39,11 +39,11 @@ def linears_to_be(recipe: Sequence[Method], model: nn.Module) -> tuple[dict[str,
     """The form in which a settled recipe will store each linear of a model.
 
     Returns:
-        By name, what `CompressedLinear.spec()` will give, and the methods that store it.
+        By name, the future `CompressedLinear.spec()`, and the methods that store the linear.
     """
     specs, ends = stored_specs(model), find_ends(model)
     looked_up = {ends.embedding, ends.head} if ends.tied else {ends.embedding}
-    # A model that was pruned before keeps its zeros; how many they are is not in its specification.
+    # A model that was pruned before keeps its zeros; their number is not in its specification.
     pruned = (Bitmap.name, Sparse24Weight.name)
     zeros = {name: 1.0 for name, spec in specs.items() if spec["parts"][0]["format"] in pruned}
     made_by: dict[str, str] = {}

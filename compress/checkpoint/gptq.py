@@ -4,21 +4,21 @@ For a linear [O, I] of b bits in g groups (b one of 2, 3, 4, 8; I and O multiple
 
     qweight int32 [I*b/32, O]   the codes of each column one after the other: element i at bit i*b, low bits first
     qzeros  int32 [g, O*b/32]   zero points of a group likewise; version 1 stores them minus one
-    scales  [g, O]              in 16 bits: the model's dtype, or that of the scales where the model is float32
+    scales  [g, O]              in 16 bits: the model's dtype, or that of the scales if the model is float32
     g_idx   int32 [I]           the group of each column: i // group_size, as codes stay in the order of the columns
 
-w = scale * (code - zero). What readers do, from the sources of GPTQModel 7.7 and vLLM 0.33:
+w = scale * (code - zero). Readers do the following, by the sources of GPTQModel 7.7 and vLLM 0.33:
 
-- **Negative scales** are multiplied by, as any other: they are stored as they are.
-- **Asymmetric weights** are written as version 2 (`checkpoint_format: gptq_v2`), which stores zero points as they are:
-  in version 1 a zero point of 0 would be stored as -1, which readers take for 2^b, for 0, or carry into the zero point
+- **Negative scales** are factors like any others: they are stored unchanged.
+- **Asymmetric weights** are written as version 2 (`checkpoint_format: gptq_v2`), which stores zero points unchanged: in
+  version 1 a zero point of 0 would be stored as -1, which readers take for 2^b, for 0, or carry into the zero point
   beside it; and GPTQModel refuses asymmetric files of version 1 that it did not write itself.
-- **vLLM** reads symmetric weights of 4 and 8 bits and takes the zero points for granted; groups of 32, 64, 128 or whole
-  rows on NVIDIA GPUs; one scheme for q, k and v, and one for gate and up.
+- **vLLM** reads symmetric weights of 4 and 8 bits and assumes their zero points; groups of 32, 64, 128 or whole rows on
+  NVIDIA GPUs; one scheme for q, k and v, and one for gate and up.
 - **Linears that are stored differently** are listed under `dynamic`, by a pattern of their names.
 
-transformers reads such files with optimum and GPTQModel, which this process does not need: what was written is verified
-by `decode`, written from this description and sharing nothing with the writer.
+transformers reads such files with optimum and GPTQModel, which this process does not need: the written files are
+verified by `decode`, which follows this description and shares no code with the writer.
 """
 
 import json
@@ -123,7 +123,7 @@ vllm serve PATH
 
 @dataclass(frozen=True)
 class Layout:
-    """How the linears of a model are quantised: most of them by one scheme, `others` by their own."""
+    """The schemes of a model's linears: one scheme for most of them, and others for `others`."""
 
     scheme: Scheme
     schemes: dict[str, Scheme]
@@ -136,7 +136,7 @@ class Layout:
         return cls(scheme, schemes, 1 if all(one.symmetric for one in schemes.values()) else 2)
 
     def as_config(self, model: nn.Module) -> dict[str, Any]:
-        """quantize_config.json, which config.json repeats."""
+        """The content of quantize_config.json, which config.json repeats."""
         return {
             "quant_method": "gptq",
             "checkpoint_format": "gptq" if self.version == 1 else "gptq_v2",
@@ -151,11 +151,11 @@ class Layout:
         }
 
     def _dynamic(self, model: nn.Module) -> dict[str, dict[str, Any]]:
-        """Patterns of the linears that are not stored as most are; "-:" stands before those that are not quantised."""
+        """Patterns of the linears that differ from most others; "-:" is put before those that are not quantised."""
         head = next((n for n, m in model.named_modules() if m is model.get_output_embeddings()), None)
         own = {name: self.schemes.get(name) for name in linear_names(model) if name != head}
         own = {name: scheme for name, scheme in own.items() if scheme != self.scheme}
-        for names in fused_linears(model):  # vLLM looks them up by the name of what it multiplies as one
+        for names in fused_linears(model):  # vLLM looks them up by the name of the fused linear
             if all(name in own for name in names) and len({own[name] for name in names}) == 1:
                 parent = names[0].rpartition(".")[0]
                 own[f"{parent}.{'qkv_proj' if len(names) == 3 else 'gate_up_proj'}"] = own[names[0]]
@@ -204,7 +204,7 @@ def decode(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor, *, of
     """W [out, in] in float32, bit by bit.
 
     Args:
-        offset: what was taken off the zero points: 1 in version 1.
+        offset: the number that was subtracted from the zero points: 1 in version 1.
     """
     columns = len(g_idx)
     bits = 32 * qweight.shape[0] // columns

@@ -24,9 +24,9 @@ from compress.walk.blocks import find_blocks
 from compress.walk.experts import split_experts
 from compress.walk.offload import AwayLinear, empty_weights
 
-LAYOUT = "workbench.json"  # which linear is stored how; beside transformers' config.json
+LAYOUT = "workbench.json"  # the stored form of each linear; beside transformers' config.json
 # 1: `version` in its place, one file of weights, no checksums, no transforms, no methods of the cache.
-# 2: no compressed embeddings. 3: no rotated stream. Each is written where there is no need for a later one.
+# 2: no compressed embeddings. 3: no rotated stream. Each is written if no later version is needed.
 FORMAT_VERSION = 4
 DTYPES = ("float32", "bfloat16", "float16")
 COMPUTED = "computed:"  # before the names of buffers that are not part of the state dict
@@ -35,19 +35,19 @@ COMPUTED = "computed:"  # before the names of buffers that are not part of the s
 def load_compressed(
     path: str | Path, *, dtype: torch.dtype | str | None = None, device: str = "cpu", caches: bool = True
 ) -> nn.Module:
-    """The compressed model: a transformers model with its linears stored small, in evaluation mode.
+    """The compressed model: a transformers model with compressed linears, in evaluation mode.
 
     Its tokenizer, if one was saved, loads from the same folder with `AutoTokenizer.from_pretrained`. Every file is
     compared with its checksum first.
 
     Args:
-        dtype: of activations and of the weights that are not compressed, also by its name ("bfloat16"); None: as they
-            were saved. Tensors that the model computes itself (rotary frequencies) keep their dtype.
-        caches: attach the KV policy and the KV storage of the recipe, so that `generate` keeps its cache by them.
+        dtype: of activations and of the weights that are not compressed, also by its name ("bfloat16"); None: the saved
+            dtype. Tensors that the model computes itself (rotary frequencies) keep their dtype.
+        caches: attach the KV policy and the KV storage of the recipe, so that `generate` uses them for its cache.
 
     Raises:
-        ValueError: the folder is not there, is not a compressed model, was written by a newer workbench, or a file of
-            it is missing, cut short or changed; or a dtype that does not exist.
+        ValueError: the folder does not exist, is not a compressed model, was written by a newer workbench, or has a
+            file that is missing, cut short or changed; or the dtype does not exist.
     """
     if isinstance(dtype, str):
         if dtype not in DTYPES:
@@ -60,7 +60,7 @@ def load_compressed(
     if layout["format_version"] > 1 and not (path / CHECKSUMS).is_file():
         raise ValueError(f"`path` (={str(path)!r}) lacks {CHECKSUMS}; download or copy the folder again")
     model = empty_model(path, layout)
-    # A file's tensors may begin anywhere; where they do matters to some products, in the last bit.
+    # Tensors may begin at any address of a file; alignment changes the last bit of some products.
     tensors = {name: t if t.data_ptr() % 64 == 0 else t.clone() for name, t in Shards(path).all().items()}
     for name, spec in layout["linears"].items():
         replace(model, name, CompressedLinear.from_tensors(spec, _taken(tensors, f"{name}."), dtype_of(layout)))
@@ -98,10 +98,10 @@ def load_compressed(
 
 
 def load_outline(path: Path) -> nn.Module:
-    """The compressed model of a folder without its weights: on the meta device, its linears with what they store.
+    """The compressed model of a folder without its weights: on the meta device, with its compressed linears.
 
     Raises:
-        ValueError: as `load_compressed` does; of the files only the sizes are compared.
+        ValueError: as in `load_compressed`, but only the sizes of the files are compared.
     """
     if (path / CHECKSUMS).is_file():
         check_files(path, content=False)
@@ -117,7 +117,7 @@ def load_outline(path: Path) -> nn.Module:
 
 
 def read_layout(path: Path) -> dict[str, Any]:
-    """The content of a folder's `workbench.json`, as the newest version writes it.
+    """The content of a folder's `workbench.json`, in the form of the newest version.
 
     Raises:
         ValueError: the folder is not a compressed model, or was written by a newer workbench.
@@ -141,7 +141,7 @@ def read_layout(path: Path) -> dict[str, Any]:
 
 
 def layout_specs(layout: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What is stored for each compressed weight, as `compress.embedding.stored_specs` says it of a model."""
+    """The specification of each compressed weight, as `compress.embedding.stored_specs` gives it for a model."""
     own = {
         name: CompressedLinear.spec_of(spec["parts"], bias=False, looked_up=True)
         for name, spec in layout["embeddings"].items()
@@ -151,8 +151,8 @@ def layout_specs(layout: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def empty_model(path: Path, layout: dict[str, Any]) -> nn.Module:
-    """The model of a folder, its parameters on the meta device, without what was dropped; its linears are not
-    compressed yet. Buffers that the model computes are there."""
+    """The model of a folder without its dropped parts, with parameters on the meta device and linears that are not
+    compressed yet. Buffers that the model computes have their values."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     with empty_weights():
         model = getattr(transformers, layout["class"])(config)
@@ -176,5 +176,5 @@ def dtype_of(layout: dict[str, Any]) -> torch.dtype:
 
 
 def _taken(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Remove the tensors below a name from a dict, and return them by what follows the name."""
+    """Remove the tensors below a name from a dict, and return them by the rest of their names."""
     return {key.removeprefix(prefix): tensors.pop(key) for key in [k for k in tensors if k.startswith(prefix)]}

@@ -27,7 +27,7 @@ def tensors_of(folder: Path) -> dict[str, OnDisk]:
     """Every tensor of the safetensors files of a folder, by its name there.
 
     Raises:
-        ValueError: there are none, one that the index names is not there, or one is damaged.
+        ValueError: there are no such files, a file that the index names is missing, or a file is damaged.
     """
     if (folder / INDEX).is_file():
         where = json.loads((folder / INDEX).read_text())["weight_map"]
@@ -52,10 +52,10 @@ def load_compressed_on_disk(
     """As `load_compressed`, with the weights left in their files; see `compress.inputs.on_disk.load_on_disk`.
 
     Args:
-        dtype: to which the model is cast; as it was saved if None.
+        dtype: the dtype to which the model is cast; None: the saved one.
 
     Raises:
-        ValueError: as `load_compressed` does.
+        ValueError: as in `load_compressed`.
     """
     if (folder / CHECKSUMS).is_file():
         check_files(folder)
@@ -79,7 +79,7 @@ def load_compressed_on_disk(
             model.get_submodule(owner).register_buffer(buffer, tensor.read(), persistent=False)
     state = {name: tensor for name, tensor in tensors.items() if not name.startswith(COMPUTED)}
     for name, owner, key, parameter in _parameters(model):
-        if name in state and parameter.dtype != state[name].dtype:  # as saved, which the config's class may not know
+        if name in state and parameter.dtype != state[name].dtype:  # as saved; the config's class may not know it
             setattr(owner, key, nn.Parameter(parameter.to(state[name].dtype), requires_grad=False))
     model.tie_weights()
     if dtype is not None and dtype != saved:
@@ -105,8 +105,8 @@ def load_compressed_on_disk(
 def write_offloaded(model: nn.Module, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
     """Write the weights of a model on disk, with one tensor in memory at a time.
 
-    What a compression wrote of a block becomes a file of the checkpoint as it is, by a hard link where the file system
-    has them.
+    The file that a compression wrote for a block becomes a file of the checkpoint, by a hard link if the file system
+    supports links.
     """
     files: list[tuple[Path, list[str]]] = []
     rest: dict[str, Tensor | OnDisk] = {}
@@ -141,9 +141,9 @@ def write_offloaded(model: nn.Module, folder: Path, shard_bytes: int = SHARD_BYT
 
 @torch.no_grad()
 def compare_blocks(model: nn.Module, again: nn.Module) -> None:
-    """Raise RuntimeError unless two models on disk give the same, to the last bit, block by block.
+    """Raise RuntimeError unless two models on disk give the same outputs, to the last bit, block by block.
 
-    Every block gets what the block before it gave, for a few made-up tokens, and so do the final norm and the head.
+    Every block gets the outputs of the block before it, for a few made-up tokens; the final norm and the head follow.
     """
     ids = (torch.arange(32) * 7919 % model.get_input_embeddings().num_embeddings)[None]
     sides = []
@@ -174,7 +174,7 @@ def _first_difference(ours: tuple, theirs: tuple, index: int) -> str:
 
 
 def _parameters(model: nn.Module) -> list[tuple[str, nn.Module, str, nn.Parameter]]:
-    """(name, owner, attribute, parameter) of every parameter; those that are tied come once each."""
+    """(name, owner, attribute, parameter) of every parameter; a tied one is listed once for each of its users."""
     return [
         (f"{prefix}.{key}" if prefix else key, owner, key, parameter)
         for prefix, owner in model.named_modules()
@@ -192,7 +192,7 @@ def _linked(source: Path, target: Path) -> Path:
 
 
 def _shards(tensors: Mapping[str, Tensor | OnDisk], most: int) -> Iterator[dict[str, Tensor | OnDisk]]:
-    """The tensors in portions of at most so many bytes, or of one tensor."""
+    """The tensors in portions of at most `most` bytes, or of one tensor."""
     size, shard = 0, {}
     for name, tensor in tensors.items():
         if shard and size + tensor.nbytes > most:

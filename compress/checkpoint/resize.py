@@ -16,7 +16,7 @@ from compress.linear import compressed_linears
 
 
 class Place(NamedTuple):
-    """Where a stack stands: which part of which linear."""
+    """The place of a stack: the linear, and the number of the part."""
 
     linear: str
     part: int
@@ -25,15 +25,14 @@ class Place(NamedTuple):
 def resize(model: nn.Module, size_mb: float, *, path: str | Path | None = None) -> nn.Module:
     """Keep, in place, as many blocks of the weights that are stored in blocks as `size_mb` has room for.
 
-    Blocks are taken in one order for all sizes: a larger model holds what a smaller one holds, and more, and its size
-    falls short of `size_mb` by less than a block. Blocks that are left out leave memory; they come back from the files
+    Blocks are taken in one order for all sizes: a larger model holds all blocks of a smaller one, and its size is below
+    `size_mb` by less than a block. Blocks that are left out are removed from memory; they are read again from the files
     of the checkpoint, of which only those blocks are read.
 
     Args:
-        model: as `load_compressed` gives it, or as `apply` left it.
-        size_mb: megabytes of the whole model as it is stored, including the weights that are not in blocks; floats that
-            are cast with the model count as 16 bits, as in the record's `stored_bytes`. If all blocks fit, all are
-            kept.
+        model: the result of `load_compressed`, or a model after `apply`.
+        size_mb: megabytes of the whole stored model, including the weights that are not in blocks; floats that are cast
+            with the model count as 16 bits, as in the record's `stored_bytes`. If all blocks fit, all are kept.
         path: folder of a checkpoint of this model that holds the blocks; None: the one that the model was loaded from.
 
     Returns:
@@ -80,7 +79,7 @@ def _stacks(model: nn.Module) -> dict[Place, SignStack]:
 
 
 def _put(model: nn.Module, place: Place, count: int, stack: SignStack, more: dict[str, Tensor] | None) -> None:
-    """Let a stack have so many blocks, `more` behind its own."""
+    """Give a stack this number of blocks; `more`: blocks that follow its own."""
     if count == stack.blocks:
         return
     linear = model.get_submodule(place.linear)
@@ -90,12 +89,12 @@ def _put(model: nn.Module, place: Place, count: int, stack: SignStack, more: dic
 
 
 def _gains(stack: SignStack) -> Tensor:
-    """Of the blocks in memory and of those that were left out."""
+    """The gains of the blocks in memory and of those that were left out."""
     return torch.cat([stack.gains.cpu(), stack.left_out])
 
 
 class _Checkpoint:
-    """The stacks of a checkpoint of this workbench: `gains` has those of all blocks that are saved."""
+    """The stacks of a checkpoint of this workbench; `gains` holds the gains of all saved blocks."""
 
     def __init__(self, folder: Path) -> None:
         """
@@ -113,7 +112,7 @@ class _Checkpoint:
         self.gains = {place: rows[_key(place, "gains")] for place in self._specs}
 
     def holds(self, place: Place, stack: SignStack) -> bool:
-        """Are the blocks of this stack, by their gains, the first ones of the stack that is saved there?"""
+        """Whether the blocks of this stack, by their gains, are the first blocks of the saved stack of this place."""
         saved = self._specs.get(place)
         if saved is None or saved | {"blocks": stack.blocks} != stack.spec() or saved["blocks"] < stack.blocks:
             return False

@@ -49,10 +49,10 @@ def save_compressed(
     Args:
         path: a folder that does not exist, or is empty.
         save_format: one of SAVE_FORMATS.
-        shard_bytes: size above which weights go into a further file.
+        shard_bytes: size above which weights are written into a further file.
 
     Raises:
-        ValueError: there is something at `path` already, or the format cannot hold this model.
+        ValueError: `path` exists and is not an empty folder, or the format cannot hold this model.
         OSError: the disk has not enough room; nothing is left at `path`.
         RuntimeError: the written files do not give the same model; nothing is left at `path`.
     """
@@ -60,7 +60,7 @@ def save_compressed(
 
 
 def write_checkpoint(checkpoint: Checkpoint, path: str | Path, save_format: str) -> Path:
-    """As `save_compressed`, for a model whose story is known, such as one that was loaded from another checkpoint."""
+    """`save_compressed` for a model with a known story, such as one that was loaded from another checkpoint."""
     path, writer = Path(path), format_named(save_format)
     check_holds(save_format, checkpoint.model, stored_specs(checkpoint.model))
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -77,7 +77,7 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, save_format: str)
         write_card(checkpoint, writer, verification, part, title=path.name)
         part.chmod(0o755)
         for file in part.iterdir():
-            file.chmod(0o644)  # safetensors lets nobody else read its files
+            file.chmod(0o644)  # safetensors makes files that only their owner can read
         os.replace(part, path)
     finally:
         shutil.rmtree(part, ignore_errors=True)
@@ -85,7 +85,7 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, save_format: str)
 
 
 def _with_caches(writer: SaveFormat, checkpoint: Checkpoint, verification: Verification) -> Verification:
-    """The verification, with a remark if methods of the cache are not part of the format; a warning says it too."""
+    """The verification, with a remark and a warning if the format does not hold the recipe's cache methods."""
     methods = ", ".join(map(str, attached_methods(checkpoint.model)))
     if writer.holds_caches or not methods:
         return verification
@@ -98,12 +98,12 @@ def export_checkpoint(source_folder: str | Path, target_folder: str | Path, save
     """Turn a checkpoint of this workbench into another format.
 
     Args:
-        source_folder: as `save_compressed` wrote it with save_format="workbench".
-        target_folder: one that does not exist, or is empty.
+        source_folder: a folder that `save_compressed` wrote with save_format="workbench".
+        target_folder: a folder that does not exist, or is empty.
 
     Raises:
-        ValueError: as `load_compressed`, `Story.read` and `save_compressed` do.
-        RuntimeError: what was written does not give the same model.
+        ValueError: as in `load_compressed`, `Story.read` and `save_compressed`.
+        RuntimeError: the written files do not give the same model.
     """
     source = Path(source_folder)
     format_named(save_format)
@@ -117,12 +117,12 @@ def export_checkpoint(source_folder: str | Path, target_folder: str | Path, save
 def check_holds(
     save_format: str, model: nn.Module, linears: Mapping[str, dict[str, Any]], made_by: Mapping[str, str] | None = None
 ) -> None:
-    """Raise ValueError if a format cannot hold this model; the message says which formats can.
+    """Raise ValueError if a format cannot hold this model; the message names the formats that can.
 
     Args:
         model: may be on the meta device.
-        linears: what is stored for each of its linears, as `CompressedLinear.spec()` describes it.
-        made_by: the methods that store it, where they are known.
+        linears: the specification of each of its linears, as `CompressedLinear.spec()` gives it.
+        made_by: for each linear, the methods that store it, if they are known.
     """
     writer, made_by = format_named(save_format), made_by or {}
     if is_offloaded(model) and not writer.takes_disk:
@@ -156,7 +156,7 @@ def format_named(save_format: str) -> SaveFormat:
     """The format of this name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such format.
     """
     if save_format not in SAVE_FORMATS:
         raise ValueError(f"`save_format` (={save_format!r}) must be one of {', '.join(SAVE_FORMATS)}")

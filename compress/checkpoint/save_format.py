@@ -12,16 +12,16 @@ from compress.checkpoint.shards import SHARD_BYTES
 from compress.result import Result
 from kernels.errors import first_line
 
-STORY = "compression.json"  # how the model was made
-VERIFICATION = "verification.json"  # what loading it again showed
+STORY = "compression.json"  # the steps that made the model
+VERIFICATION = "verification.json"  # the result of loading it again
 
 
 @dataclass(frozen=True)
 class Story:
-    """How a compressed model was made, as JSON: the content of `compression.json` in every checkpoint.
+    """The record of how a compressed model was made, as JSON: the content of `compression.json` in every checkpoint.
 
     Attributes:
-        recipe: [{method, knobs}], each as it acts between the others; methods of the cache are among them.
+        recipe: [{method, knobs}], each as it acts among the others, including methods of the cache.
         model: identity of the model before compression: name, weights_sha256, parameters.
         calibration: corpus, samples, seqlen, seed, sha256; None where no text was needed.
         layers, drops: one record per weight, and per part of a block that could be dropped (`compress.records`).
@@ -40,7 +40,7 @@ class Story:
         """The story of a checkpoint.
 
         Raises:
-            ValueError: the folder holds none that can be read.
+            ValueError: the folder holds no readable story.
         """
         path = folder / STORY
         try:
@@ -64,9 +64,9 @@ class Story:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The content of a checkpoint: the model as it is in memory, its tokenizer if there is one, and its story.
+    """The content of a checkpoint: the model in memory, its tokenizer if there is one, and its story.
 
-    shard_bytes: size above which weights go into a further file.
+    shard_bytes: size above which weights are written into a further file.
     """
 
     model: nn.Module
@@ -82,7 +82,7 @@ class Verification:
     Attributes:
         reader: the library that loaded it, with its version.
         largest_difference: between the logits of the model in memory and those of the loaded one.
-        remarks: what a user must know, such as that KV policies are not part of this format.
+        remarks: remarks for users, for example that KV policies are not part of this format.
     """
 
     reader: str
@@ -91,7 +91,7 @@ class Verification:
 
     @classmethod
     def read(cls, folder: Path) -> "Verification":
-        """What `write_checkpoint` noted beside the checkpoint of a folder."""
+        """The verification that `write_checkpoint` wrote beside the checkpoint of a folder."""
         content = json.loads((folder / VERIFICATION).read_text(encoding="utf-8"))
         return cls(content["reader"], content["largest_difference"], tuple(content["remarks"]))
 
@@ -103,14 +103,14 @@ class SaveFormat:
     """A way to write a compressed model. One subclass a file; `compress.checkpoint.save.SAVE_FORMATS` lists them.
 
     Attributes:
-        name: as `save_format` takes it.
-        readers: what loads it, for messages and model cards: "transformers, vLLM".
-        snippet: how to load it, for the model card: Markdown, a fenced block of about three lines for each reader, in
-            which PATH stands for the folder.
-        library: what hubs take for the model's library, in the front matter of the card.
-        holds_caches: whether the KV policies of a recipe travel with the checkpoint. Where they do not, the caller of
-            `write` says so in the card and in a warning; a format need not.
-        holds_rotations: whether it has a place for rotations that act while the model runs.
+        name: the value of `save_format`.
+        readers: the libraries that load it, for messages and model cards: "transformers, vLLM".
+        snippet: code that loads it, for the model card: Markdown, a fenced block of about three lines for each reader,
+            in which PATH stands for the folder.
+        library: the model's library for hubs, in the front matter of the card.
+        holds_caches: whether checkpoints hold the KV policies of a recipe. If not, the caller of `write` says so in the
+            card and in a warning; a format need not.
+        holds_rotations: whether it can hold rotations that act while the model runs.
         takes_disk: whether it can write models whose weights lie on disk, block by block.
     """
 
@@ -127,19 +127,19 @@ class SaveFormat:
         return self.snippet
 
     def problem(self, linear: dict[str, Any]) -> str:
-        """Why a linear cannot be held as it is stored, "" if it can.
+        """The reason why the format cannot hold a linear in its stored form, "" if it can.
 
         Args:
             linear: as `CompressedLinear.spec()` describes it: {"parts": [part.spec(), ...], "bias": bool, "transform":
-                None or what is done to its input first}. Before any work, shapes and parts are those that the recipe
-                will give.
+                None or the transform of its input}. In checks before any work, shapes and parts are those that the
+                recipe will give.
         """
         raise NotImplementedError
 
     def problem_of_model(self, model: nn.Module) -> str:
-        """Why a model of this class or configuration, or with such parts dropped, cannot be held; "" if it can.
+        """The reason why the format cannot hold a model of this class, configuration or dropped parts; "" if it can.
 
-        It looks at no weight, so that a model on the meta device will do.
+        No weights are read, so that a model on the meta device is enough.
         """
         return ""
 
@@ -148,9 +148,9 @@ class SaveFormat:
         raise NotImplementedError
 
     def verify(self, checkpoint: Checkpoint, folder: Path) -> Verification:
-        """Load what was written with the reader of this format, and compare.
+        """Load the written files with the reader of this format, and compare.
 
         Raises:
-            RuntimeError: it does not give the same model; the message names the first tensor that differs.
+            RuntimeError: the files do not give the same model; the message names the first tensor that differs.
         """
         raise NotImplementedError

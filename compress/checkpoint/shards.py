@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kernels.errors import first_line
 
-SHARD_BYTES = 5_000_000_000  # what hubs and transformers take for the size of a file
+SHARD_BYTES = 5_000_000_000  # the largest size of a file in hubs and transformers
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room, a quota, a limit on the size of files
@@ -25,7 +25,7 @@ def write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path, *, shard_b
     Args:
         tensors: (name, tensor) one after the other; a generator holds one file's worth in memory at a time. A tensor
             larger than `shard_bytes` gets a file of its own.
-        folder: where to; it must not hold such files yet.
+        folder: the target; it must not hold such files yet.
     """
     files: list[tuple[Path, list[str]]] = []
     total, size, held = 0, 0, {}
@@ -99,7 +99,7 @@ class Shards:
 
 
 def _own_copy(tensor: Tensor) -> Tensor:
-    """On the CPU, contiguous; safetensors refuses views that share memory."""
+    """A contiguous copy on the CPU; safetensors refuses views that share memory."""
     tensor = tensor.detach().to("cpu")
     return tensor.contiguous().clone() if tensor._is_view() else tensor.contiguous()
 
@@ -110,7 +110,7 @@ def total_bytes(folder: Path) -> int:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of everything that a model stores, each shared tensor once."""
+    """Bytes of all tensors that a model stores, each shared tensor once."""
     state = model.state_dict().items()
     tensors = {name if t.is_meta or not t.numel() else (t.data_ptr(), t.shape): t for name, t in state}
     return sum(tensor.nbytes for tensor in tensors.values())
@@ -130,7 +130,7 @@ def room_for(needed: int, path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        # safetensors raises an error of its own, which says the system's error number in its text only.
+        # safetensors raises an error of its own, which gives the system's error number only in its text.
         full = any(f"(os error {number})" in str(error) for number in FULL)
         if full or isinstance(error, OSError) and error.errno in FULL:
             raise _full(path, needed, shutil.disk_usage(path.parent).free, f" ({first_line(error)})") from error

@@ -20,19 +20,19 @@ PROMPTS = (
     "Water boils at a temperature of one hundred degrees Celsius at sea level, and it freezes at zero degrees, so",
     "Dear Sir or Madam, I am writing to you because the order that I placed three weeks ago has still not arrived",
 )
-MARGIN = 3  # how many times its own rounding a model may differ from the other, which rounds as much: sqrt(2), doubled
+MARGIN = 3  # allowed difference of two models that round alike, in units of one's rounding: sqrt(2), doubled
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far the logits of two models are apart over all positions of PROMPTS and their continuations.
+    """The difference of the logits of two models over all positions of PROMPTS and their continuations.
 
     Attributes:
-        largest, rms: of the difference. allowed: what rounding gives, see `compare_logits`; `rms` may be twice that.
-        median, allowed_median: the same for the median over positions, which a few odd positions do not carry away (the
+        largest, rms: of the difference. allowed: the effect of rounding, see `compare_logits`; `rms` may be twice that.
+        median, allowed_median: the same for the median over positions, which a few odd positions do not change (the
             first tokens of some models have logits of another size).
-        greedy: tokens of NEW_TOKENS greedy steps behind every prompt. same: how many of them the other model gives
-            too. ties: how many of the others are no difference: the two logits lie closer than rounding can tell.
+        greedy: number of tokens of NEW_TOKENS greedy steps behind every prompt. same: number of these that the other
+            model gives, too. ties: number of the others whose two logits are closer than rounding can tell.
     """
 
     largest: float
@@ -53,7 +53,7 @@ class Agreement:
         )
 
     def __bool__(self) -> bool:
-        """Whether nothing but rounding is between the two. A NaN is none.
+        """Whether rounding explains the whole difference; it does not explain a NaN.
 
         A few positions make up most of the mean square, so that it differs from one pair of roundings to the next.
         """
@@ -62,13 +62,13 @@ class Agreement:
 
 
 def compare_weights(model: nn.Module, loaded: nn.Module, tolerance: Mapping[str, float] | None = None) -> None:
-    """Raise RuntimeError, which names the first tensor, unless every parameter of a model is in the loaded one.
+    """Raise RuntimeError, which names the first tensor, unless a loaded model has all parameters of a model.
 
     Args:
-        model: as it is in memory. Its compressed linears are compared by their dequantised weights.
+        model: the model in memory. Its compressed linears are compared by their dequantised weights.
         loaded: a model of the same class, with dense weights under the same names, in the dtype in which it computes.
-        tolerance: by compressed linear, how far |difference| / |weight| may go where the format rounds the scales;
-            everything else is the same to the last bit, after a cast to the loaded model's dtype.
+        tolerance: by compressed linear, the largest |difference| / |weight|, if the format rounds the scales; all else
+            must be the same to the last bit, after a cast to the loaded model's dtype.
     """
     theirs = {**dict(loaded.named_parameters(remove_duplicate=False)), **dict(loaded.named_buffers())}
     for name, ours in named_weights(model):
@@ -87,7 +87,7 @@ def named_weights(model: nn.Module, *, shapes_only: bool = False) -> Iterator[tu
     """Every parameter and stored buffer of a model under transformers' names, compressed linears dequantised.
 
     Args:
-        shapes_only: give empty tensors for compressed weights, where the names alone matter.
+        shapes_only: give empty tensors for compressed weights, if only the names matter.
     """
     compressed = {name: m for name, m in model.named_modules() if isinstance(m, CompressedEmbedding | CompressedLinear)}
     inside = tuple(f"{name}." for name in compressed)
@@ -127,18 +127,18 @@ def compare_logits(
 ) -> Agreement:
     """Compare the logits of a model with those of a loaded one, and the tokens that they would choose.
 
-    What rounding alone does is measured on the loaded model: its logits in its own dtype against those in one of twice
-    the width, and, where it rounds activations to 8 bits (which libraries do in slightly different steps), its logits
-    with and without. Two models that differ in nothing else are each as far away from the exact one; MARGIN times that
-    is allowed.
+    The effect of rounding alone is measured on the loaded model: its logits in its own dtype against those in a dtype
+    of twice the width, and, if it rounds activations to 8 bits (which libraries do in slightly different steps), its
+    logits with and without this rounding. Two models that differ only by rounding are each at this distance from the
+    exact one; MARGIN times this distance is allowed.
 
     Args:
-        loaded: a model of one's own: it is cast to another dtype on the way.
+        loaded: a model that only the caller uses: it is cast to another dtype meanwhile.
         activations_as_they_are: makes a context in which the loaded model does not round its activations; None: it
-            never does.
+            never rounds them.
 
     Raises:
-        RuntimeError: the logits are further apart than that, or a greedy token differs by more than a tie.
+        RuntimeError: the logits differ by more than is allowed, or a greedy token differs by more than a tie.
     """
     device = next(model.parameters()).device
     loaded, training = loaded.eval().to(device), model.training
@@ -166,9 +166,9 @@ def compare_logits(
 
 
 def take_computed_buffers(model: nn.Module, loaded: nn.Module) -> list[str]:
-    """Give a loaded model the computed buffers of the one in memory where they differ; a remark about it, if any do.
+    """Give a loaded model the computed buffers of the model in memory that differ; returns a remark if any do.
 
-    A reader computes rotary frequencies anew, in float32; a model that was cast as a whole has rounded ones.
+    A reader computes rotary frequencies again, in float32; a model that was cast as a whole has rounded frequencies.
     """
     theirs, stored, taken = dict(loaded.named_buffers()), model.state_dict().keys(), []
     for name, buffer in model.named_buffers():
@@ -185,7 +185,7 @@ def take_computed_buffers(model: nn.Module, loaded: nn.Module) -> list[str]:
 
 
 def prompts(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> Tensor:
-    """Token ids [prompts, PROMPT_TOKENS] to compare models on: PROMPTS, or without a tokenizer any tokens."""
+    """Token ids [prompts, PROMPT_TOKENS] for comparing models: PROMPTS, or without a tokenizer made-up tokens."""
     vocabulary = model.get_input_embeddings().num_embeddings
     if tokenizer is None:
         return torch.arange(len(PROMPTS) * PROMPT_TOKENS).view(len(PROMPTS), -1) * 7919 % vocabulary
@@ -194,14 +194,14 @@ def prompts(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> Tens
 
 
 def _agreement(expected: Tensor, given: Tensor, allowed: Tensor) -> Agreement:
-    """expected, given: [prompts, T, vocabulary]. allowed: [prompts, T], the root mean square of what may be between."""
+    """expected, given: [prompts, T, vocabulary]. allowed: [prompts, T], root mean square of allowed differences."""
     difference = expected - given
     by_position, overall = _by_position(difference), _rms(allowed)
     chosen = expected[:, -NEW_TOKENS:].argmax(-1, keepdim=True)  # [prompts, NEW_TOKENS, 1]
     others = given[:, -NEW_TOKENS:].argmax(-1, keepdim=True)
     margin = (expected[:, -NEW_TOKENS:].gather(-1, chosen) - expected[:, -NEW_TOKENS:].gather(-1, others)).squeeze(-1)
     same = (chosen == others).squeeze(-1)
-    # Each of the two logits may be off by what is allowed.
+    # Each of the two logits may have an error of the allowed size.
     ties = ~same & (margin <= 2 * overall)
     return Agreement(
         largest=difference.abs().max().item(),

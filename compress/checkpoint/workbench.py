@@ -1,4 +1,4 @@
-"""The workbench's own format: every stored weight as it is, in safetensors, beside transformers' configuration."""
+"""The workbench's own format: every stored weight unchanged, in safetensors, beside transformers' configuration."""
 
 import json
 from pathlib import Path
@@ -107,12 +107,12 @@ def write_configuration(checkpoint: Checkpoint, folder: Path) -> None:
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict, each shared tensor (a tied embedding) once, under its first name, and what was computed.
+    """The state dict, each shared tensor (a tied embedding) once, under its first name, and computed buffers.
 
-    Floats that a model computes when it is made (rotary frequencies) are small, and a cast may have rounded them.
+    Buffers that a model computes when it is made (rotary frequencies) are small, and a cast may have rounded them.
     """
     stored = model.state_dict()
-    # These lay out again what they need beside their state.
+    # Compressed linears make their other buffers again.
     own = tuple(f"{name}." for name in compressed_linears(model))
     own += tuple(f"{name}.parts." for name in compressed_embeddings(model))
     computed = {

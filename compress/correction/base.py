@@ -15,8 +15,8 @@ from compress.walk.statistics import LayerStatistics
 class Correction(LayerwiseMethod):
     """Adds parts to every weight that an earlier method of the recipe stored, fitted to its quantisation error.
 
-    `solve` is given R = W - Ŵ, with W the weight before the recipe stored it, and returns what is added to Ŵ. The walk
-    measures the inputs anew, as the compressed and corrected layers before them give them.
+    `solve` is given R = W - Ŵ, with W the weight before the recipe stored it, and returns the parts to add to Ŵ. The
+    walk measures the inputs again, as the outputs of the compressed and corrected layers before them.
     """
 
     stage: ClassVar[str] = "correct"
@@ -49,7 +49,8 @@ class Correction(LayerwiseMethod):
         return self
 
     def gram(self, statistics: LayerStatistics) -> Tensor | None:
-        """H [in, in] of the layer's inputs, the windows' first tokens counted `sink_weight` times; None without any.
+        """H [in, in] of the layer's inputs, with the windows' first tokens counted `sink_weight` times; None without
+        inputs.
 
         Linears that read the same input share it.
         """

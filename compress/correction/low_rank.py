@@ -48,7 +48,7 @@ class LowRank(Correction):
         return [low_rank(W, self.weighting(statistics), rank=self.rank, bits=self.bits)]
 
     def weighting(self, statistics: LayerStatistics) -> Tensor | None:
-        """H [in, in], or its diagonal [in], by which errors count; None if they all count alike."""
+        """H [in, in], or its diagonal [in], by which errors are weighted; None if all have the same weight."""
         if self.weights == "none" or not statistics.tokens:
             return None
         return self.gram(statistics) if self.weights == "hessian" else statistics.values["absmean"].square()
@@ -61,9 +61,9 @@ def low_rank(R: Tensor, H: Tensor | None, *, rank: int, bits: int = 16) -> LowRa
     inverted.
 
     Args:
-        R: [out, in], what is to be made up for.
+        R: [out, in], the error to correct.
         H: [in, in], positive semidefinite; its diagonal [in]; or None: the identity.
-        bits: of the factors' entries, 16 or 8.
+        bits: for the factors' entries, 16 or 8.
     """
     rank = min(rank, *R.shape)
     U = left_vectors(R, H, rank)
@@ -98,7 +98,7 @@ def weighted(R: Tensor, H: Tensor | None) -> Tensor:
 
 
 def fitted_left(R: Tensor, H: Tensor | None, right: Tensor) -> Tensor:
-    """The left factor [out, rank] that minimises the error beside this right one [rank, in]."""
+    """The left factor [out, rank] that minimises the error for this right factor [rank, in]."""
     B = weighted(right, H).double()  # [rank, in]
     inverse = torch.linalg.pinv(B @ right.double().t(), hermitian=True)
     return (R.double() @ B.t() @ inverse).to(R.dtype)

@@ -30,7 +30,7 @@ class Outliers(Correction):
 
 
 def outliers(R: Tensor, H: Tensor | None, *, share: float) -> CsrWeight:
-    """A share of the entries of R [out, in]: those of the largest diag(H) r².
+    """A share of the entries of R [out, in]: those with the largest diag(H) r².
 
     Args:
         H: [in, in]; None: the identity.

@@ -1,4 +1,4 @@
-"""How a weight is stored. One format a file; `FORMATS` maps the names that checkpoints use to the classes."""
+"""The formats of stored weights, one in each file; `FORMATS` maps the names that checkpoints use to the classes."""
 
 from compress.formats.base import Format
 from compress.formats.bitmap import Bitmap

@@ -24,7 +24,7 @@ class Trainable(nn.Module):
 
     Attributes:
         offsets: [out, in], how far each weight was moved from its stored code, in steps of its grid.
-        factors: one number for each scale, by whose exponential it is multiplied; None: scales stay as they are.
+        factors: one number for each scale, which is multiplied by its exponential; None: scales do not change.
     """
 
     offsets: nn.Parameter
@@ -35,26 +35,26 @@ class Trainable(nn.Module):
         raise NotImplementedError
 
     def stored(self) -> "Format":
-        """The trained weight in the format that it came from, in as many bytes."""
+        """The trained weight in its original format, with the same number of bytes."""
         raise NotImplementedError
 
 
 class Format(nn.Module):
-    """One stored weight [out, in]: its buffers are all that it takes, in memory and on disk.
+    """One stored weight [out, in], which consists of its buffers, in memory and on disk.
 
-    Subclasses set `name` and implement the methods below. What they keep in buffers may be laid out for the device
-    at hand, but `state_dict` always holds the canonical tensors, and `from_tensors` takes those.
+    Subclasses set `name` and implement the methods below. The layout of their buffers may depend on the device, but
+    `state_dict` always holds the canonical tensors, and `from_tensors` takes these.
     """
 
     name: ClassVar[str]
     shape: tuple[int, int]  # (out, in)
     follows: ClassVar[tuple[str, ...]] = ()  # buffers of floats that are cast with the model
-    looks_up: ClassVar[bool] = False  # has it `look_up`, so that it can be a token embedding?
-    keeps: ClassVar[bool] = False  # has it `keep_in`, so that it can be a part of a larger tensor?
-    # Is it multiplied by x as it was before it is rounded for the other parts? Such a part in 16 bits stays as it is
-    # when a later method of a recipe stores the rest of the weight.
+    looks_up: ClassVar[bool] = False  # whether it has `look_up`, so that it can be a token embedding
+    keeps: ClassVar[bool] = False  # whether it has `keep_in`, so that it can be part of a larger tensor
+    # Whether it is multiplied by x before x is rounded for the other parts. Such a part in 16 bits is not changed when
+    # a later method of a recipe stores the rest of the weight.
     exact: ClassVar[bool] = False
-    activation_bits: int | None = None  # to which `matmul` rounds x; None: it takes x as it comes
+    activation_bits: int | None = None  # bits to which `matmul` rounds x; None: x is not rounded
 
     def dequantize(self) -> Tensor:
         """W [out, in] in float32."""
@@ -66,18 +66,18 @@ class Format(nn.Module):
 
     @property
     def integers(self) -> Packed | Codebook | None:
-        """The weight as products of integers read it; None where it is not stored in integers."""
+        """The weight in the form for integer products; None if it is not stored in integers."""
         return None
 
     def keep_in(self, integers: Packed) -> None:
-        """Keep the same weight in these tensors, which may be views, from now on. Only where `keeps`."""
+        """From now on, keep the same weight in these tensors, which may be views. Only if `keeps`."""
         raise NotImplementedError
 
     def matmul_rounded(self, x: Tensor, rounding: Rounding, before: Transform | None = None) -> Tensor:
-        """`matmul` of what `rounding` makes of x; integers are multiplied by integers where that is fast.
+        """`matmul` of the x that `rounding` has rounded; integers are multiplied by integers if that is fast.
 
         Args:
-            before: what is done to x before it is rounded, which some kernels do in the same pass; None: nothing.
+            before: a transform of x before the rounding, which some kernels do in the same pass; None: none.
         """
         w, group, order = self.integers, None if rounding.group_size == -1 else rounding.group_size, None
         integers = w is not None and rounding.in_integers and fast(x, w, group)
@@ -95,24 +95,24 @@ class Format(nn.Module):
         return self.matmul(rounding(x))
 
     def look_up(self, ids: Tensor) -> Tensor:
-        """Rows [n, in] of W in float32, for ids [n]; the other rows are not dequantised. Only where `looks_up`."""
+        """Rows [n, in] of W in float32, for ids [n]; the other rows are not dequantised. Only if `looks_up`."""
         raise NotImplementedError
 
     @classmethod
     def stacks(cls, spec: dict[str, Any]) -> bool:
-        """Can weights of this specification be put together row by row, whatever they hold? Every stored tensor then
-        has a part for each row of W."""
+        """Whether any weights of this specification can be joined row by row. Every stored tensor then has a part for
+        each row of W."""
         return False
 
     @classmethod
     def stacked(cls, parts: Sequence["Format"]) -> "Format":
-        """The weight whose rows are those of these weights, one after the other. Only where `stacks`."""
+        """The weight with the rows of these weights, one after the other. Only if `stacks`."""
         states = [part.state_dict() for part in parts]
         spec = {**parts[0].spec(), "shape": [sum(part.shape[0] for part in parts), parts[0].shape[1]]}
         return cls.from_tensors(spec, {name: torch.cat([state[name] for state in states]) for name in states[0]})
 
     def spec(self) -> dict[str, Any]:
-        """What besides the tensors makes this weight, as JSON: `format`, `shape` and the format's own settings."""
+        """The description of this weight beside its tensors, as JSON: `format`, `shape`, the format's own settings."""
         raise NotImplementedError
 
     @classmethod
@@ -122,7 +122,7 @@ class Format(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the canonical tensors take: what is stored."""
+        """Bytes of the canonical tensors, which are stored."""
         return sum(t.nbytes for t in self.state_dict().values())
 
     @property
@@ -140,18 +140,18 @@ class Format(nn.Module):
         """Lay the buffers out for activations of this dtype on this device; called whenever the model moves."""
 
     def trainable(self, original: Tensor | None = None) -> Trainable | None:
-        """A differentiable view of this weight; None if nothing of it can be trained.
+        """A differentiable view of this weight; None if it has no trainable tensors.
 
         Args:
-            original: [out, in], the weight before it was rounded: it shows on which side of its code each weight lies.
+            original: [out, in], the weight before rounding, which shows on which side of its code each weight lies.
         """
         return None
 
 
 class AsStored(Format):
-    """A weight whose stored buffers keep their dtypes, whatever the model is cast to.
+    """A weight whose stored buffers keep their dtypes when the model is cast.
 
-    What the product reads are further buffers, not stored, which `lay_out` makes of the stored ones.
+    The product reads further buffers, which are not stored, and which `lay_out` makes from the stored ones.
     """
 
     def __init__(self) -> None:
@@ -160,7 +160,7 @@ class AsStored(Format):
         self.register_load_state_dict_post_hook(_lay_out_again)
 
     def lay_out(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Buffers by name, made of the stored ones, for activations of this dtype."""
+        """Buffers by name, made from the stored ones, for activations of this dtype."""
         raise NotImplementedError
 
     def for_compute(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -171,14 +171,14 @@ class AsStored(Format):
         self._laid_out_for = dtype, device
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "AsStored":
-        # Devices move; dtypes do not: `.to(bfloat16)` speaks of the activations.
+        # Devices change; dtypes do not: `.to(bfloat16)` is about the activations.
         for name, tensor in self._buffers.items():
             self._buffers[name] = None if tensor is None else tensor.to(fn(tensor.new_empty(0)).device)
         return self
 
 
 def _lay_out_again(weight: AsStored, _) -> None:
-    """What is multiplied follows what was loaded."""
+    """Lay the buffers for products out again after loading."""
     laid_out_for, weight._laid_out_for = weight._laid_out_for, None
     if laid_out_for is not None:
         weight.for_compute(*laid_out_for)

@@ -35,7 +35,7 @@ class Bitmap(Sparse):
 
     @classmethod
     def from_plain(cls, plain: Dense | IntGroup, keep: Tensor) -> "Bitmap":
-        """Store what `keep` [out, in] bool says of a weight that is 0 elsewhere."""
+        """Store the entries in `keep` [out, in] bool of a weight that is 0 elsewhere."""
         mask = pack_bits(keep, 1)
         if isinstance(plain, Dense):
             return cls(plain.shape, mask, plain.weight[keep])
@@ -51,7 +51,7 @@ class Bitmap(Sparse):
         return cls(plain.shape, mask, None, ints)
 
     def keep(self) -> Tensor:
-        """[out, in] bool: what is stored."""
+        """[out, in] bool: the stored entries."""
         return unpack_bits(self.mask, 1, self.shape[1]).bool()
 
     def expanded(self) -> Dense | IntGroup:
@@ -77,7 +77,7 @@ class Bitmap(Sparse):
 
     @classmethod
     def spec_of(cls, plain: dict[str, Any]) -> dict[str, Any]:
-        """The `spec()` of what `from_plain` makes of a weight that `plain` describes: floats or integers."""
+        """The `spec()` of the result of `from_plain` for a weight that `plain` describes: floats or integers."""
         grid = {"bits": None, "group_size": None, "symmetric": True}
         return {**grid, **plain, "format": cls.name}
 
@@ -96,6 +96,6 @@ class Bitmap(Sparse):
     def _apply(self, fn, recurse=True):
         scale = self.scale
         super()._apply(fn, recurse)
-        if scale is not None:  # keeps what was stored; `.to(bfloat16)` speaks of the activations
+        if scale is not None:  # as stored; `.to(bfloat16)` is about the activations
             self.scale = scale.to(self.mask.device)
         return self

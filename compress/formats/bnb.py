@@ -12,16 +12,16 @@ from compress.formats.base import Format
 from kernels.registry import ran
 
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-PANEL = 32  # rows that its CPU kernel for 4 bits takes at a time
+PANEL = 32  # rows that the CPU kernel of bitsandbytes for 4 bits takes at a time
 
 
 def library() -> ModuleType:
     """The package bitsandbytes.
 
     Raises:
-        ValueError: it is not installed, or too old.
+        ValueError: the package is not installed, or is too old.
     """
-    # Where it has a CPU kernel of its own it also asks for PyPI's `kernels`, whose name is that of our package.
+    # Beside its own CPU kernel it also looks for PyPI's package `kernels`, which has the same name as ours.
     log = logging.getLogger("bitsandbytes.backends.cpu.ops")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -40,7 +40,7 @@ def library() -> ModuleType:
 
 
 class _Bitsandbytes(Format):
-    """Buffers that follow the model's device and never its dtype."""
+    """Formats whose buffers follow the model's device and never its dtype."""
 
     def _apply(self, fn, recurse=True):
         device = fn(next(self.buffers()).new_empty(0, dtype=torch.float32)).device
@@ -50,16 +50,15 @@ class _Bitsandbytes(Format):
 
 
 class BnbNF4(_Bitsandbytes):
-    """NF4 of bitsandbytes (QLoRA, arXiv:2305.14314), as its Linear4bit holds it.
+    """NF4 of bitsandbytes (QLoRA, arXiv:2305.14314), in the form of its Linear4bit.
 
     Buffers: `codes` uint8 [out * in / 2, 1], the first of two columns in the high half of a byte; `absmax` per block of
         the
     flattened weight, float32 or, nested, uint8 codes with `nested_absmax`, `nested_quant_map` and `nested_offset`;
-    `quant_map` [16]. Each weight holds maps of its own, as there. Computes with its fused kernels on a GPU. On a CPU
-    with AVX512-BF16 and bfloat16 activations, codes and absmax are laid out as its kernel there wants them (`packed`,
-    where the shape allows it); Linear4bit then throws the stored absmax away, which `state_dict` here keeps. Float32
-    activations, which Linear4bit would
-    round to bfloat16 on such a CPU, and all others: it dequantises, then multiplies.
+    `quant_map` [16]. Each weight holds its own maps, as in bitsandbytes. Computes with its fused kernels on a GPU. On a
+    CPU with AVX512-BF16 and bfloat16 activations, codes and absmax are laid out for its kernel there (`packed`, if the
+    shape allows it); Linear4bit then drops the stored absmax, which `state_dict` here keeps. For all other activations,
+    including float32, which Linear4bit would round to bfloat16 on such a CPU, the weight is dequantised and multiplied.
     """
 
     name: ClassVar[str] = "bnb_nf4"
@@ -140,7 +139,7 @@ class BnbNF4(_Bitsandbytes):
         return cls((spec["shape"][0], spec["shape"][1]), spec["blocksize"], tensors)
 
     def _codes(self) -> Tensor:
-        """`codes` as they are stored."""
+        """The stored `codes`."""
         if self.layout == "rows":
             return self.codes
         state = SimpleNamespace(
@@ -173,12 +172,12 @@ class BnbNF4(_Bitsandbytes):
 
 
 class BnbInt8(_Bitsandbytes):
-    """LLM.int8() of bitsandbytes (arXiv:2208.07339), as its Linear8bitLt holds it without 16-bit weights.
+    """LLM.int8() of bitsandbytes (arXiv:2208.07339), in the form of its Linear8bitLt without 16-bit weights.
 
     Buffers, with its names: `CB` int8 [out, in] and `SCB` float32 [out], the largest magnitudes of W's rows in float16;
     the step is SCB / 127. `matmul` rounds x to float16 first, as there; columns in which any token reaches `threshold`
-    are multiplied in x's dtype by the dequantised weight, the rest in int8 with a step per token; 0: all in int8. It
-    decides on each call, so what one token gives depends on those beside it.
+    are multiplied in x's dtype by the dequantised weight, the rest in int8 with a step per token; 0: all in int8. The
+    columns are chosen on each call, so that the output of a token depends on the other tokens of the call.
     """
 
     name: ClassVar[str] = "bnb_int8"
@@ -201,7 +200,7 @@ class BnbInt8(_Bitsandbytes):
         return torch.ops.bitsandbytes.int8_vectorwise_dequant(self.CB, self.SCB)
 
     def matmul(self, x: Tensor) -> Tensor:
-        # What its MatMul8bitLt calls for inference, without a line in the log for each bfloat16 input.
+        # The functions that its MatMul8bitLt calls for inference, without a log line for each bfloat16 input.
         if not x.numel():
             return x.new_zeros(*x.shape[:-1], self.shape[0])
         ran("bnb_int8", f"bitsandbytes on {x.device.type}")
@@ -228,7 +227,7 @@ class BnbInt8(_Bitsandbytes):
 
 
 def cpu_kernel(device: torch.device) -> bool:
-    """Has bitsandbytes a kernel of its own for 4 bits on this device, and is it a CPU?"""
+    """Whether this device is a CPU for which bitsandbytes has its own kernel for 4 bits."""
     functional = library().functional
     return (
         device.type == "cpu"

@@ -1,4 +1,4 @@
-"""Indices into a small table, with a scale per group of columns; the scales as they are, or quantised once more."""
+"""Indices into a small table, with a scale per group of columns; the scales as floats, or quantised once more."""
 
 from functools import cache
 from typing import Any, ClassVar, NamedTuple
@@ -40,20 +40,20 @@ class ScaleCodes(NamedTuple):
         return dequantize_scales(self).view(out, groups)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is stored, by the names of the format's buffers."""
+        """The stored tensors, by the names of the format's buffers."""
         return {f"scale_{field}": tensor for field, tensor in self._asdict().items()}
 
 
-BUFFERS = ("scale_codes", "scale_absmax", "scale_offset", "scale_factor")  # of ScaleCodes and of NestedScales
+BUFFERS = ("scale_codes", "scale_absmax", "scale_offset", "scale_factor")  # buffers of ScaleCodes and of NestedScales
 
 
 class CodebookGroup(Format):
     """w = table[code] * scale, group by group along `in`.
 
-    Buffers: `codes` and `table` as `kernels.lut_matmul.Codebook` says, and either `scale` [out, groups] as floats, or
-    those of `ScaleCodes` (8.125 bits a scale) or of `NestedScales`, with a `scale` beside them that was expanded for
-    the product: in the activations' dtype if that has 16 bits, rounded as a dense weight's would be. On a CPU with the
-    C++ kernel all lies in panels; in `state_dict`, in rows and without what was expanded.
+    Buffers: `codes` and `table` as in `kernels.lut_matmul.Codebook`, and either `scale` [out, groups] as floats, or the
+    buffers of `ScaleCodes` (8.125 bits a scale) or of `NestedScales`, with a `scale` beside them that was expanded for
+    the product: in the activations' dtype if that has 16 bits, rounded like a dense weight. On a CPU with the C++
+    kernel all buffers lie in panels; in `state_dict`, in rows and without the expanded scales.
     """
 
     name: ClassVar[str] = "codebook"
@@ -63,7 +63,7 @@ class CodebookGroup(Format):
         super().__init__()
         self.bits, self.group_size, self.shape = packed.bits, packed.group_size, packed.shape
         self._laid_out_for: tuple[torch.dtype, torch.device] | None = None
-        self.of_integers = False  # the table's values, where the kernel for rounded inputs reads the layout
+        self.of_integers = False  # the table's values, if the kernel for rounded inputs reads the layout
         self._kind = getattr(scales, "kind", None)
         for name in BUFFERS:
             self.register_buffer(name, None if scales is None else scales.tensors().get(name))
@@ -86,7 +86,7 @@ class CodebookGroup(Format):
 
         Args:
             double_quant: scales in 8 bits, as bitsandbytes stores them.
-            scales: how the scales are stored, if neither so nor in `scale_dtype`.
+            scales: the stored scales, if neither `double_quant` nor `scale_dtype` describes them.
         """
         dtype = SCALE_DTYPES[scale_dtype] if scales is None else torch.float32
         packed = pack_codebook(codes, table.float(), scale.to(dtype), group_size=group_size)
@@ -102,7 +102,7 @@ class CodebookGroup(Format):
 
     @property
     def scales(self) -> ScaleCodes | NestedScales | None:
-        """The scales as they are stored, if not as floats of 16 or 32 bits."""
+        """The stored scales, if they are not floats of 16 or 32 bits."""
         if self._kind is not None:
             return NestedScales(self._kind, self.scale_codes, self.scale_factor)
         return None if self.scale_codes is None else ScaleCodes(self.scale_codes, self.scale_absmax, self.scale_offset)
@@ -155,10 +155,10 @@ class CodebookGroup(Format):
         )
 
     def trainable(self, original: Tensor | None = None) -> TrainedGroups:
-        """Indices are trained, and scales unless they are double-quantised; the table stays."""
+        """Indices are trained, and scales unless they are double-quantised; the table is not."""
         rows = self.rows()
         ascending, order = rows.table.float().sort(dim=-1, stable=True)  # [levels], or for each row [out, levels]
-        places = order.argsort(-1)  # of the entries in `ascending`
+        places = order.argsort(-1)  # places of the entries in `ascending`
         gaps = ascending.diff(dim=-1).clamp_min(1e-6)
         near = torch.cat([gaps[..., :1], (gaps[..., 1:] + gaps[..., :-1]) / 2, gaps[..., -1:]], -1)  # around each entry
         scale = torch.ones(self.shape[0], 1, device=rows.table.device) if rows.scale is None else rows.scale
@@ -185,7 +185,7 @@ class CodebookGroup(Format):
         )
 
     def rows(self) -> Codebook:
-        """Rows, with the scales that are stored."""
+        """The weight in rows, with the stored scales."""
         rows = to_rows(self.packed) if self.layout == "panels" else self.packed
         if self.scales is None:
             return rows
@@ -198,7 +198,7 @@ class CodebookGroup(Format):
         self.register_buffer("scale", packed.scale, persistent=self.scales is None)
 
     def _apply(self, fn, recurse=True):
-        # Devices move; dtypes do not: `.to(bfloat16)` speaks of the activations, and scales keep what was stored.
+        # Devices change; dtypes do not: `.to(bfloat16)` is about the activations, and scales keep their stored dtype.
         device = fn(self.table.new_empty(0)).device
         for name, tensor in self._buffers.items():
             self._buffers[name] = None if tensor is None else tensor.to(device)
@@ -223,9 +223,9 @@ class CodebookGroup(Format):
 def dynamic_map() -> Tensor:
     """The signed dynamic data type of 8 bits (Dettmers et al., arXiv:2110.02861, section 1.3), [256], ascending.
 
-    Zero bits after the sign count an exponent of ten, the next bit ends them, and those that are left cut [0.1, 1] into
-    equal parts, of which each value is a middle: ±10^(i - 6) times 2^i values, for i = 0..6. Zero and one fill the
-    rest.
+    The zero bits after the sign give an exponent of ten, the next bit ends them, and the remaining bits divide [0.1, 1]
+    into equal parts, whose middles are the values: ±10^(i - 6) times 2^i values, for i = 0..6. Zero and one are the
+    other two values.
     """
     positive = []
     for i in range(7):
@@ -247,7 +247,7 @@ def quantize_scales(scale: Tensor) -> ScaleCodes:
     values = (scale - offset).flatten()
     blocks = torch.nn.functional.pad(values, (0, -len(values) % SCALES)).view(-1, SCALES)
     absmax = blocks.abs().amax(1)
-    unit = (blocks * (1 / absmax)[:, None]).nan_to_num(-1)  # not a number where all scales are the same
+    unit = (blocks * (1 / absmax)[:, None]).nan_to_num(-1)  # NaN if all scales are the same
     even = ((unit + 1) * 0.5 * 65535 + 0.5).floor() / 65535 * 2 - 1
     table = dynamic_map().to(scale.device)
     codes = torch.bucketize(even, (table[:-1] + table[1:]) / 2)

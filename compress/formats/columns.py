@@ -16,14 +16,14 @@ INNER = {inner.name: inner for inner in (Dense, EightBit)}  # formats in which t
 class Columns(Format):
     """W with `inner` [out, columns] in its chosen columns: y = inner(x[..., chosen]).
 
-    Buffers: `chosen`, a mask [in] of bytes, and those of `inner`; the columns' numbers are found again from the mask.
+    Buffers: `chosen`, a mask [in] of bytes, and those of `inner`; the columns' numbers are computed from the mask.
     """
 
     name: ClassVar[str] = "columns"
     follows: ClassVar[tuple[str, ...]] = ("inner.weight",)
 
     def __init__(self, inner: Format, chosen: Tensor) -> None:
-        """chosen: [in] bool or uint8, true for as many columns as `inner` has."""
+        """chosen: [in] bool or uint8, true for the columns that `inner` holds."""
         super().__init__()
         index = chosen.nonzero().squeeze(1)
         assert len(index) == inner.shape[1], f"{len(index)} columns are chosen, {inner.shape[1]} are stored"

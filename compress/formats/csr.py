@@ -1,4 +1,4 @@
-"""A weight of which few entries are not 0, in compressed rows, which take fewer bytes than a mask with a bit per
+"""A weight with few entries that are not 0, in compressed rows, which take fewer bytes than a mask with a bit per
 weight."""
 
 from typing import Any, ClassVar
@@ -12,7 +12,7 @@ from kernels.csr_matmul.layout import offsets_of, rows_of
 
 
 class CsrWeight(AsStored):
-    """The entries that are stored, row by row and from left to right.
+    """The stored entries, row by row and from left to right.
 
     Buffers: `values` float16 [entries], `columns` [entries] and `counts` [out], entries of each row, int16 or int32
     where rows are longer than 32,767. That is 4 bytes an entry and 2 bytes a row. Multiplied in float32.
@@ -29,7 +29,7 @@ class CsrWeight(AsStored):
 
     @classmethod
     def from_chosen(cls, W: Tensor, chosen: Tensor) -> "CsrWeight":
-        """Store the entries of W [out, in] that `chosen` [out, in] bool names; the others count as 0."""
+        """Store the entries of W [out, in] that `chosen` [out, in] bool selects; the others become 0."""
         w = to_csr(W, chosen)
         index = index_dtype(w.shape[1])
         return cls(w.shape, w.values.to(torch.float16), w.columns.to(index), w.offsets.diff().to(index))
@@ -55,7 +55,7 @@ class CsrWeight(AsStored):
 
     @classmethod
     def spec_of(cls, shape: tuple[int, int], *, entries: int) -> dict[str, Any]:
-        """The `spec()` of a weight of this shape with so many entries stored."""
+        """The `spec()` of a weight of this shape with this number of stored entries."""
         return {"format": cls.name, "shape": list(shape), "entries": entries}
 
     @classmethod
@@ -72,7 +72,7 @@ def index_dtype(columns: int) -> torch.dtype:
 
 
 def entry_count(share: float, shape: tuple[int, int]) -> int:
-    """How many entries of a weight [out, in] a share of it is."""
+    """The number of entries in a share of a weight [out, in]."""
     return round(share * shape[0] * shape[1])
 
 

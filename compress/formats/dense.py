@@ -1,5 +1,5 @@
-"""A weight as it is: a matrix of floats. Sparse and low-rank parts can be added to it; pruned weights that are not
-packed are stored in it."""
+"""A weight as a matrix of floats. Sparse and low-rank parts can be added to it; pruned weights that are not packed are
+stored in it."""
 
 from typing import Any, ClassVar
 
@@ -13,7 +13,7 @@ class Dense(Format):
     """Floats [out, in], 16 or 32 bits each.
 
     Args:
-        pruned: its zeros were made by a pruning method, and have to stay when the weight is stored anew.
+        pruned: its zeros were made by a pruning method, and have to stay when the weight is stored again.
     """
 
     name: ClassVar[str] = "dense"

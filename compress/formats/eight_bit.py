@@ -10,13 +10,12 @@ from kernels.w8a8_matmul import BLOCK, W8, prepacked_fits, to_prepacked, to_rows
 
 
 class EightBit(Format):
-    """w = scale * code, with a scale per output channel or per 128 x 128 block; x in steps of its own, or of `x_scale`.
+    """w = scale * code, with a scale per output channel or per 128 x 128 block; x is rounded in steps, too.
 
-    Buffers: `codes` and `scale`, laid out as `kernels.w8a8_matmul.W8` says, and `x_scale`, the step of all activations
-    (float32, no dimensions) or None: a step per token (block-wise: per token and 128 columns) as it comes by. On a CPU
-    with
-    int8 dot products int8 codes lie prepacked, which cannot be saved, copied or moved: they turn into rows on the way
-    to anywhere, and in `state_dict`.
+    Buffers: `codes` and `scale`, laid out as in `kernels.w8a8_matmul.W8`, and `x_scale`, the step of all activations
+    (float32, no dimensions), or None: a step per token (block-wise: per token and 128 columns), computed on each call.
+    On a CPU with int8 dot products int8 codes lie prepacked. Prepacked codes cannot be saved, copied or moved, so that
+    they are turned into rows before that, and in `state_dict`.
     """
 
     name: ClassVar[str] = "eight_bit"
@@ -54,8 +53,8 @@ class EightBit(Format):
         """The `spec()` of a weight of this shape.
 
         Args:
-            in_blocks: with a scale per 128 x 128 block, not per output channel.
-            static: with one step for all activations.
+            in_blocks: a scale per 128 x 128 block, not per output channel.
+            static: one step for all activations.
         """
         settings = {"dtype": str(dtype).removeprefix("torch."), "block": BLOCK if in_blocks else None, "static": static}
         return {"format": cls.name, "shape": list(shape), **settings}
@@ -74,7 +73,7 @@ class EightBit(Format):
         self.register_buffer("x_scale", x_scale)
 
     def _apply(self, fn, recurse=True):
-        # Devices move; dtypes do not: `.to(bfloat16)` speaks of the activations.
+        # Devices change; dtypes do not: `.to(bfloat16)` is about the activations.
         device = fn(self.scale.new_empty(0)).device
         if device != self.scale.device:
             rows, x_scale = to_rows(self.w8), self.x_scale
@@ -94,8 +93,8 @@ class EightBit(Format):
         self.for_compute(torch.float32, self.scale.device)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: rows, as no other place may be able to prepack, and bytes, as pickle cannot read
-        float8."""
+        """For copies and pickles: rows, because the target may not support prepacked codes, and bytes, because pickle
+        cannot read float8."""
         rows = to_rows(self.w8)
         codes = rows.codes.view(torch.int8)
         return {

@@ -26,12 +26,12 @@ from kernels.int_matmul import (
 class IntGroup(Format):
     """w = scale * (code - zero), group by group along `in`.
 
-    Buffers: `codes`, `scale` and, asymmetric, `zero`, laid out as `kernels.int_matmul.Packed` says. On a CPU the
-    codes lie in panels for the C++ kernel, or where there is none, up to 4 bits, in the tiles of torch's int4 kernel
+    Buffers: `codes`, `scale` and, asymmetric, `zero`, laid out as in `kernels.int_matmul.Packed`. On a CPU the codes
+    lie in panels for the C++ kernel, or without that kernel, up to 4 bits, in the tiles of torch's int4 kernel
     (activations and scales of the same 16-bit dtype); everywhere else, and in `state_dict`, in rows.
 
-    Where scales are stored in fewer bits (`NestedScales`), `scale_codes` and `scale_factor` stand for them, and `scale`
-    is what was expanded for the product: in the activations' dtype if that has 16 bits; it is no part of the state.
+    If scales are stored in fewer bits (`NestedScales`), `scale_codes` and `scale_factor` hold them, and `scale` is
+    expanded from these for the product: in the activations' dtype if that has 16 bits; it is not part of the state.
     """
 
     name: ClassVar[str] = "int_group"
@@ -62,14 +62,14 @@ class IntGroup(Format):
         """From integers [out, in], scales [out, groups] and zero points [out, groups] (None: symmetric).
 
         Args:
-            scales: how the scales are stored, if not in `scale_dtype`.
+            scales: the stored scales, if they are not in `scale_dtype`.
         """
         dtype = getattr(torch, scale_dtype) if scales is None else torch.float32
         return cls(pack(codes, scale.to(dtype), zero, bits=bits, group_size=group_size), scales)
 
     @property
     def scales(self) -> NestedScales | None:
-        """The scales as they are stored, if not as floats of 16 or 32 bits."""
+        """The stored scales, if they are not floats of 16 or 32 bits."""
         return None if self._kind is None else NestedScales(self._kind, self.scale_codes, self.scale_factor)
 
     @property
@@ -91,7 +91,7 @@ class IntGroup(Format):
 
     @classmethod
     def stacks(cls, spec: dict[str, Any]) -> bool:
-        return spec.get("scales") not in ("e4m3", *TILES)  # which rows share
+        return spec.get("scales") not in ("e4m3", *TILES)  # such scales are shared by rows
 
     def look_up(self, ids: Tensor) -> Tensor:
         return look_up(self.packed, ids)
@@ -134,7 +134,7 @@ class IntGroup(Format):
         return cls(Packed("rows", tensors["codes"], scale, zero, spec["bits"], spec["group_size"], shape), scales)
 
     def trainable(self, original: Tensor | None = None) -> TrainedGroups:
-        """Scales and codes are trained; zero points stay."""
+        """Scales and codes are trained; zero points are not."""
         rows = self._rows()
         codes, zero = unpack(rows)
         centre = zero.float()[..., None]  # [out or 1, groups or 1, 1]
@@ -156,7 +156,7 @@ class IntGroup(Format):
         )
 
     def _rows(self) -> Packed:
-        """Rows, with the scales that are stored."""
+        """The weight in rows, with the stored scales."""
         rows = to_rows(self.packed)
         if self.scales is None:
             return rows
@@ -178,7 +178,7 @@ class IntGroup(Format):
         self.register_buffer("zero", packed.zero)
 
     def _apply(self, fn, recurse=True):
-        # Devices move; dtypes do not: `.to(bfloat16)` speaks of the activations, and scales keep what was stored.
+        # Devices change; dtypes do not: `.to(bfloat16)` is about the activations, and scales keep their stored dtype.
         move = lambda t: None if t is None else t.to(fn(t.new_empty(0)).device)  # noqa: E731
         self.scale_codes, self.scale_factor = move(self.scale_codes), move(self.scale_factor)
         self._set(self.packed._replace(codes=move(self.codes), scale=move(self.scale), zero=move(self.zero)))

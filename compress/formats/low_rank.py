@@ -16,7 +16,7 @@ class LowRank(AsStored):
     """W = left @ right, multiplied as two small products: y = (x rightᵀ) leftᵀ.
 
     Buffers: `left` [out, rank] and `right` [rank, in], both float16; or both int8 with `scale` [rank] in float32, where
-    W = left @ diag(scale) @ right. They keep these dtypes whatever the model is cast to.
+    W = left @ diag(scale) @ right. They keep these dtypes when the model is cast.
     """
 
     name: ClassVar[str] = "low_rank"
@@ -31,8 +31,8 @@ class LowRank(AsStored):
 
     @classmethod
     def from_factors(cls, left: Tensor, right: Tensor, *, bits: int = 16) -> "LowRank":
-        """Store left [out, rank] @ right [rank, in]: floats with the magnitudes of both balanced, or rounded to nearest
-        with a scale for each column of `left` times the row of `right`."""
+        """Store left [out, rank] @ right [rank, in]: as floats, with balanced magnitudes, or rounded to nearest, with a
+        scale for each column of `left` and its row of `right`."""
         if bits == 16:
             gain = (right.norm(dim=1) / left.norm(dim=0).clamp_min(1e-30)).sqrt()
             gain = torch.where((gain > 0) & gain.isfinite(), gain, 1.0)

@@ -13,11 +13,11 @@ from compress.formats.sparse24 import Sparse24Weight
 
 
 def masked(plain: Format, keep: Tensor, *, two_of_four: bool = False) -> Format:
-    """A weight that is 0 where `keep` [out, in] is false, in the least bytes: as it is, if little of it is 0, or if it
-    is neither floats nor integers.
+    """A weight that is 0 where `keep` [out, in] is false, in the fewest bytes: unchanged, if few entries are 0, or if
+    its format is neither floats nor integers.
 
     Args:
-        two_of_four: of every 4 neighbours in a row, 2 are kept, and it is to be stored so.
+        two_of_four: 2 of every 4 neighbours in a row are kept, and the weight is stored in this pattern.
     """
     if two_of_four:
         return Sparse24Weight.from_plain(plain, keep)
@@ -31,7 +31,7 @@ def masked(plain: Format, keep: Tensor, *, two_of_four: bool = False) -> Format:
 
 
 def masked_spec(plain: dict[str, Any], gone: float, *, two_of_four: bool = False) -> dict[str, Any]:
-    """The `spec()` of what `masked` makes of a weight that `plain` describes, of which a share `gone` is 0."""
+    """The `spec()` of the result of `masked` for a weight that `plain` describes, with a share `gone` of zeros."""
     if two_of_four:
         return Sparse24Weight.spec_of(plain)
     packs = plain["format"] in (Dense.name, IntGroup.name)
@@ -41,7 +41,7 @@ def masked_spec(plain: dict[str, Any], gone: float, *, two_of_four: bool = False
 
 
 def masked_like_spec(before: list[dict[str, Any]], parts: list[dict[str, Any]], gone: float) -> list[dict[str, Any]]:
-    """The `spec()` of the parts that `masked_like` gives, of which a share `gone` is 0."""
+    """The `spec()` of the parts that `masked_like` gives, with a share `gone` of zeros."""
     if len(parts) != 1 or parts[0]["format"] not in (Dense.name, IntGroup.name):
         return parts
     return [masked_spec(parts[0], gone, two_of_four=before[0]["format"] == Sparse24Weight.name)]
@@ -60,16 +60,16 @@ def kept_of(parts: Sequence[Format]) -> Tensor | None:
         return None
     if isinstance(parts[0], Bitmap | Sparse24Weight):
         return parts[0].keep()
-    if isinstance(parts[0], Dense) and parts[0].pruned:  # too little of it was 0 for a mask to pay
+    if isinstance(parts[0], Dense) and parts[0].pruned:  # too few zeros for a mask to save bytes
         return parts[0].weight != 0
     return None
 
 
 def masked_like(before: Sequence[Format], parts: list[Format], keep: Tensor) -> list[Format]:
-    """What a method stored for a pruned weight, with the zeros of `keep` [out, in], and packed as they were before.
+    """The parts that a method stored for a pruned weight, with the zeros of `keep` [out, in], packed as before.
 
     Raises:
-        ValueError: the parts are not 0 there, and their format cannot be told to be.
+        ValueError: the parts are not 0 there, and their format cannot store zeros there.
     """
     if len(parts) == 1 and isinstance(parts[0], Dense | IntGroup):
         plain = Dense(parts[0].weight * keep) if isinstance(parts[0], Dense) else parts[0]

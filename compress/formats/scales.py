@@ -13,7 +13,7 @@ from kernels.int_matmul import pack_bits, unpack_bits
 SCALE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 INTEGERS = {"int6": 6, "int8": 8}  # signed codes, and a bfloat16 factor for each super-block of a row
 SHIFTS = {"shift4": 4}  # the factor of a super-block, the largest of its scales, divided by a power of two
-TILES = {"tile16": 16}  # powers of two, each for the groups of so many rows at the same columns
+TILES = {"tile16": 16}  # powers of two, each shared by the groups of this number of rows at the same columns
 SCALE_KINDS = (*SCALE_DTYPES, *INTEGERS, *SHIFTS, "e8m0", *TILES, "e4m3")
 SUPER_BLOCK = 512  # columns at most that share the factor of their scales
 LARGEST_E4M3 = 448.0
@@ -26,14 +26,14 @@ def super_groups(groups: int, group_size: int) -> int:
 
 @dataclass(frozen=True)
 class ScaleRule:
-    """Which scales a weight's groups may have: all that `rounded` gives can be stored, and never 0.
+    """The rule for the scales of a weight's groups: all results of `rounded` can be stored, and none is 0.
 
     Attributes:
         kind: one of SCALE_KINDS.
-        factor: of int6, int8 and shift4, bfloat16 [out, super-blocks]; of e4m3, float32 without dimensions; of tile16,
-            the scales themselves, float32 [out, groups]; else None.
-        groups: of a row.
-        half: of e8m0: a scale goes up to the next power of two where, times this, it would reach it.
+        factor: for int6, int8 and shift4, bfloat16 [out, super-blocks]; for e4m3, float32 without dimensions; for
+            tile16, the scales themselves, float32 [out, groups]; else None.
+        groups: the number of groups of a row.
+        half: for e8m0: a scale is rounded up to the next power of two if the scale times this number reaches it.
     """
 
     kind: str
@@ -47,8 +47,8 @@ class ScaleRule:
 
         Args:
             cover: [out, groups], scales with which the grid just covers each group of the original weight.
-            largest: value of the grid, which says where the powers of two of the OCP Microscaling specification change:
-                a block's exponent is that of its largest weight less that of the grid's largest value.
+            largest: the grid's largest value, which decides where the powers of two of the OCP Microscaling
+                specification change: a block's exponent is that of its largest weight minus that of this value.
         """
         out, groups = cover.shape
         if kind in INTEGERS or kind in SHIFTS:
@@ -85,7 +85,7 @@ class ScaleRule:
         return lambda scale: self._rounded(scale, own)
 
     def stored(self, scale: Tensor) -> "NestedScales | None":
-        """Codes of scales [out, groups] that the rule gave; None where they are floats, which need no codes."""
+        """Codes of scales [out, groups] that follow the rule; None for floats, which need no codes."""
         if self.kind in SCALE_DTYPES:
             return None
         if self.kind in INTEGERS:
@@ -102,7 +102,7 @@ class ScaleRule:
         return NestedScales(self.kind, codes.flatten(), self.factor)
 
     def _factors(self) -> Tensor | None:
-        """[out, groups] of integers and shifts, no dimensions for e4m3."""
+        """The factors: [out, groups] for integers and shifts, no dimensions for e4m3."""
         if self.kind not in INTEGERS and self.kind not in SHIFTS:
             return self.factor
         return self.factor.float().repeat_interleave(self.groups // self.factor.shape[1], 1)
@@ -115,7 +115,7 @@ class ScaleRule:
             top = (1 << (INTEGERS[self.kind] - 1)) - 1
             codes = (scale / factor).round().clamp(-top - 1, top)
             return torch.where(codes == 0, torch.where(scale < 0, -1.0, 1.0), codes) * factor
-        if self.kind in SHIFTS:  # of two powers the lower one; a power itself, however its logarithm is rounded
+        if self.kind in SHIFTS:  # the lower of two powers; a power itself, even if its logarithm is rounded
             down = ((factor / scale.abs().clamp(min=2.0**-126)).log2() - 1e-4).ceil()
             return factor * torch.exp2(-down.clamp(0, (1 << SHIFTS[self.kind]) - 1))
         if self.kind in TILES:
@@ -128,13 +128,13 @@ class ScaleRule:
 
 @dataclass(frozen=True)
 class NestedScales:
-    """Scales [out, groups] as they are stored.
+    """Stored scales [out, groups].
 
     Attributes:
         kind: one of SCALE_KINDS that is no floating dtype of 16 or 32 bits.
-        codes: uint8, row by row of W: of int6 and int8 as `pack_bits` packs one row of them, with the middle added; of
-            shift4 likewise, the exponent of the divisor; of e8m0 and, tile by tile, of tile16 the exponent plus 127; of
-            e4m3 the bits of the float.
+        codes: uint8, row by row of W: for int6 and int8 packed by `pack_bits` as one row, with the middle added; for
+            shift4 likewise, the exponent of the divisor; for e8m0 and, tile by tile, for tile16 the exponent plus 127;
+            for e4m3 the bits of the float.
         factor: as in `ScaleRule`.
     """
 
@@ -159,20 +159,20 @@ class NestedScales:
         return (self.codes.view(torch.float8_e4m3fn).float() * self.factor).view(out, groups)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is stored, by the names that formats give their buffers."""
+        """The stored tensors, by the names of the buffers of formats."""
         both = {"scale_codes": self.codes, "scale_factor": self.factor}
         return {name: tensor for name, tensor in both.items() if tensor is not None}
 
 
 def scales_spec(kind: str) -> dict[str, Any]:
-    """What a format's specification says of its scales: nothing where they are floats of 16 or 32 bits."""
+    """The entry for scales in a format's specification: empty if they are floats of 16 or 32 bits."""
     return {} if kind in ("", *SCALE_DTYPES) else {"scales": kind}
 
 
 def read_scales(
     spec: Mapping[str, Any], tensors: Mapping[str, Tensor], shape: tuple[int, int]
 ) -> tuple[Tensor | None, NestedScales | None]:
-    """The scales of a stored weight [out, groups], and how they are stored where not as floats (else None)."""
+    """The scales of a stored weight [out, groups], and their `NestedScales` if they are not floats (else None)."""
     if spec.get("scales") is None:
         return tensors.get("scale"), None
     scales = NestedScales(spec["scales"], tensors["scale_codes"], tensors.get("scale_factor"))

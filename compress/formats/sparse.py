@@ -11,7 +11,7 @@ from compress.formats.trained import TrainedGroups
 
 
 class _Unstored:
-    """A weight laid out for computing, beside the one that is stored: no part of the state."""
+    """A weight in its layout for products, beside the stored weight; it is not part of the state."""
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         pass
@@ -29,11 +29,10 @@ class _UnstoredInts(_Unstored, IntGroup):
 
 
 class Sparse(Format):
-    """A weight of which only what is kept is stored: floats, or integer codes on a grid that holds 0.
+    """A weight of which only the kept entries are stored: floats, or integer codes on a grid that holds 0.
 
     Multiplied with its zeros in place (`plain`, counted as resident and not as stored), by the fastest product of the
-    dense
-    format: on a CPU, and for one token on a GPU, a sparse product of the same weight is not faster.
+    dense format: on a CPU, and for one token on a GPU, a sparse product of the same weight is not faster.
     """
 
     def __init__(self) -> None:
@@ -43,23 +42,23 @@ class Sparse(Format):
         self.register_load_state_dict_post_hook(_lay_out_again)
 
     def expanded(self) -> Dense | IntGroup:
-        """The same weight with its zeros, made of what is stored."""
+        """The same weight with its zeros, made from the stored entries."""
         raise NotImplementedError
 
     def keep(self) -> Tensor:
-        """[out, in] bool: what is stored."""
+        """[out, in] bool: the stored entries."""
         raise NotImplementedError
 
     @classmethod
     def from_plain(cls, plain: Dense | IntGroup, keep: Tensor) -> "Sparse":
-        """Store what `keep` [out, in] bool says of a weight that is 0 elsewhere."""
+        """Store the entries in `keep` [out, in] bool of a weight that is 0 elsewhere."""
         raise NotImplementedError
 
     def dequantize(self) -> Tensor:
         return self.expanded().dequantize()
 
     def trainable(self, original: Tensor | None = None) -> TrainedGroups | None:
-        """Codes and scales of what is kept are trained, where it is stored in codes; zeros stay."""
+        """Codes and scales of the kept entries are trained, if they are stored as codes; zeros stay."""
         view, keep = self.expanded().trainable(original), self.keep()
         if view is not None:
             store = view.store
@@ -78,6 +77,6 @@ class Sparse(Format):
 
 
 def _lay_out_again(weight: Sparse, _) -> None:
-    """What is multiplied follows what was loaded."""
+    """Lay the weight for products out again after loading."""
     if weight._laid_out_for is not None:
         weight.for_compute(*weight._laid_out_for)

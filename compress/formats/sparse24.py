@@ -1,4 +1,4 @@
-"""A 2:4 sparse weight: two of every four neighbours, and where they stand. Sparse tensor cores multiply it as it is."""
+"""A 2:4 sparse weight: two of every four neighbours, and their places. Sparse tensor cores multiply it in this form."""
 
 from typing import Any, ClassVar
 
@@ -15,7 +15,7 @@ from kernels.sparse24_matmul import Sparse24, compress24, decompress24, library,
 class Sparse24Weight(Sparse):
     """Two weights, or codes, of every four in a row, and two bits each for their places.
 
-    Buffers: `places` as `kernels.sparse24_matmul.Sparse24` says, and those of `values`, a dense or integer format of
+    Buffers: `places` as in `kernels.sparse24_matmul.Sparse24`, and those of `values`, a dense or integer format of
     [out, in/2] whose groups are half as wide as those of the weight with its zeros. On a GPU with a library for it
     16-bit values are laid out for that library (`fast_values`, `fast_places`: not stored); else see `Sparse`.
     """
@@ -33,7 +33,7 @@ class Sparse24Weight(Sparse):
 
     @classmethod
     def from_plain(cls, plain: Dense | IntGroup, keep: Tensor) -> "Sparse24Weight":
-        """Store what `keep` [out, in] bool, two of every four, says of a weight that is 0 elsewhere."""
+        """Store the entries in `keep` [out, in] bool, two of every four, of a weight that is 0 elsewhere."""
         small = compress24(keep.to(torch.uint8))
         assert small.values.all(), "two of every four must be kept"
         index = _columns(keep)
@@ -51,7 +51,7 @@ class Sparse24Weight(Sparse):
         return cls(IntGroup(kept), small.places)
 
     def keep(self) -> Tensor:
-        """[out, in] bool: what is stored."""
+        """[out, in] bool: the stored entries."""
         ones = torch.ones(self.values.shape, dtype=torch.bool, device=self.places.device)
         return decompress24(Sparse24("rows", ones, self.places, self.shape))
 
@@ -85,7 +85,7 @@ class Sparse24Weight(Sparse):
 
     @classmethod
     def spec_of(cls, plain: dict[str, Any]) -> dict[str, Any]:
-        """The `spec()` of what `from_plain` makes of a weight that `plain` describes: floats or integers."""
+        """The `spec()` of the result of `from_plain` for a weight that `plain` describes: floats or integers."""
         out, columns = plain["shape"]
         values = {**plain, "shape": [out, columns // 2]}
         if "group_size" in plain:

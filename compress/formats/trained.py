@@ -7,20 +7,20 @@ from torch import Tensor, nn
 
 from compress.formats.base import Format, Trainable
 
-EDGE = 0.499  # of a step: how far from its code a weight may lie and still be rounded to it
+EDGE = 0.499  # of a step: the largest distance of a weight from its code at which it is rounded to it
 
 
 class TrainedGroups(Trainable):
     """w = values(round(code + offset)) * scale * exp(factor), group by group along `in`.
 
     Args:
-        codes: [out, in] integers in the order of the values that they stand for.
+        codes: [out, in] integers in the order of their values.
         scale: [out, groups] float32, as stored; must not be 0.
         levels: number of codes.
-        values: gives for codes [out, groups, group_size] (float32) what they stand for before they are scaled, and the
-            distance to their neighbours there, both broadcastable to the codes, in float32.
-        round_scale: scales [out, groups] as they would be stored, in float32; None: scales stay as they are.
-        store: makes the format of codes [out, in] (uint8) and scales [out, groups] (as `round_scale` gives them).
+        values: gives for codes [out, groups, group_size] (float32) their values before scaling, and the distance to
+            their neighbours, both broadcastable to the codes, in float32.
+        round_scale: rounds scales [out, groups], in float32, as for storage; None: scales do not change.
+        store: makes the format from codes [out, in] (uint8) and scales [out, groups] (as `round_scale` gives them).
         original: see `Format.trainable`.
     """
 
@@ -62,7 +62,7 @@ class TrainedGroups(Trainable):
             return self.store(codes.view(self.offsets.shape), scale)
 
     def _sides(self, original: Tensor | None) -> Tensor:
-        """Where in its step each weight lies, at most at the edge of it; 0, the middle, if that is not known."""
+        """The place of each weight in its step, at most at the edge; 0, the middle, if the original is not known."""
         if original is None:
             return torch.zeros_like(self.codes)
         values, step = self.values(self.codes)
@@ -71,7 +71,7 @@ class TrainedGroups(Trainable):
 
 
 class _Rounded(torch.autograd.Function):
-    """values(round(latent)) * scale; the gradient of the rounding is that of the line through its steps."""
+    """values(round(latent)) * scale; the gradient of the rounding is the slope of the line through its steps."""
 
     @staticmethod
     def forward(ctx, latent: Tensor, scale: Tensor, levels: int, values: Callable) -> Tensor:

@@ -19,7 +19,7 @@ from compress.grid.nearest import rtn
 
 OPS = ("linears", "embedding", "norms", "softmax", "activations")
 ACTIVATIONS = tuple(one[0] if isinstance(one, tuple) else one for one in ACT2CLS.values())
-EXP_RANGE = 16.0  # of the table of exponentials: scores so far below the largest one count as nothing
+EXP_RANGE = 16.0  # range of the table of exponentials: scores further below the largest one count as 0
 
 
 @contextmanager
@@ -42,23 +42,23 @@ def emulate(
 
     Args:
         grid: a floating-point format, as a `Float` or by a name such as "e4m3", "e5m10" (float16) or "e8m7" (bfloat16),
-            to which values are rounded as they are; or one of `GRIDS`, whose scales cover each group.
+            to which values are rounded without scales; or one of `GRIDS`, whose scales cover each group.
         ops: some of `OPS`. "linears" and "embedding" are weights. "norms" and "activations" (activation functions)
-            round what these read and what they give, which a table of 2^bits entries per scale can compute. "softmax"
-            takes its exponentials from a table of 2^bits entries that has as many levels; its sums are exact.
-            Residual sums and products of activations stay as they are.
+            round their inputs and outputs, which a table of 2^bits entries per scale can compute. "softmax" takes its
+            exponentials from a table of 2^bits entries with the same number of levels; its sums are exact. Residual
+            sums and products of activations are not rounded.
         inputs: whether the inputs of the linears are also rounded in the same way, each time.
-        rounding: of floats: one of `ROUNDINGS`.
-        bits: of grid="int".
-        group_size: columns that share a scale, where the format does not say it; -1 for a whole row.
-        scale_dtype: one of `SCALE_KINDS`, where the format does not say it. With "tile16", 16 rows of a weight share a
+        rounding: for floats: one of `ROUNDINGS`.
+        bits: for grid="int".
+        group_size: columns that share a scale, if the format does not fix it; -1 for a whole row.
+        scale_dtype: one of `SCALE_KINDS`, if the format does not fix it. With "tile16", 16 rows of a weight share a
             power of two, and each row of activations has its own.
-        seed: of the stochastic rounding.
+        seed: for stochastic rounding.
 
     Raises:
-        ValueError: there is no such format or operation, or no such rounding of it.
+        ValueError: the format or the operation does not exist, or the format does not support the rounding.
 
-    Source: the library pychop (arXiv:2504.07835), whose roundings these are bit for bit where both have a format
+    Source: the library pychop (arXiv:2504.07835); both round alike bit for bit in the formats that both have
     (`seeds/peers/compare_pychop.py`). Operations in integers alone: BCT (arXiv:2304.01483), whose tiles of weights have
     a power of two each, and whose nonlinearities are tables.
     """
@@ -83,7 +83,7 @@ def emulate(
                 stack.callback(hook.remove)
         if "softmax" in ops:
             stack.callback(model.set_attn_implementation, model.config._attn_implementation)
-            model.set_attn_implementation("eager")  # the others have no softmax of their own
+            model.set_attn_implementation("eager")  # the others do not call softmax
             stack.enter_context(_TableSoftmax(number.levels))
         yield model
 
@@ -99,12 +99,12 @@ def _round_weight(module: nn.Module, number: "_Number", stack: ExitStack) -> Non
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """By its name, as transformers has a class for each family."""
+    """Whether a module is a norm, by its name: transformers has a class for each family."""
     return type(module).__name__.endswith(("Norm", "Norm1p"))
 
 
 class _TableSoftmax(TorchFunctionMode):
-    """Softmax with exponentials from a table: so many distances from the largest score, and so many levels."""
+    """Softmax with exponentials from a table with `levels` distances from the largest score, and as many levels."""
 
     FUNCTIONS = (torch.softmax, torch.nn.functional.softmax, Tensor.softmax)
 
@@ -122,7 +122,7 @@ class _TableSoftmax(TorchFunctionMode):
 
 
 def table_softmax(scores: Tensor, dim: int, levels: int) -> Tensor:
-    """Softmax whose exponentials are integers below `levels` from a table of as many entries.
+    """Softmax whose exponentials are integers below `levels` from a table with `levels` entries.
 
     The integers are summed and divided exactly, as an integer unit does after the product with the values.
     """

@@ -14,11 +14,11 @@ class Float:
     """A binary floating-point format.
 
     Attributes:
-        exponent, mantissa: their bits.
-        specials: whether the largest exponent is kept for infinity and NaN, as IEEE 754 does; False: it holds numbers
-            as the others do, as in the formats of the OCP Microscaling specification (e2m1, e2m3, e3m2).
-        lost: how many of the largest magnitudes stand for NaN instead: 1 in e4m3fn.
-        subnormals: whether there are any.
+        exponent, mantissa: their numbers of bits.
+        specials: whether the largest exponent is reserved for infinity and NaN, as in IEEE 754; False: it holds numbers
+            like the others, as in the formats of the OCP Microscaling specification (e2m1, e2m3, e3m2).
+        lost: the number of largest magnitudes that mean NaN instead: 1 in e4m3fn.
+        subnormals: whether there are subnormal numbers.
     """
 
     exponent: int
@@ -33,7 +33,7 @@ class Float:
 
     @property
     def smallest_exponent(self) -> int:
-        """Of normal numbers."""
+        """The smallest exponent of normal numbers."""
         return 1 - self.bias
 
     @property
@@ -60,8 +60,8 @@ class Float:
         Args:
             rounding: "nearest" (ties to the even mantissa), "up" and "down" (towards ± infinity), "zero", or
                 "stochastic": up with the probability of the distance from below, in units of the step.
-            saturate: what is beyond the largest value becomes it; False: infinity.
-            seed: of the stochastic rounding; None: torch's own generator.
+            saturate: numbers beyond the largest value become this value; False: infinity.
+            seed: for stochastic rounding; None: torch's own generator.
         """
         if rounding not in ROUNDINGS:
             raise ValueError(f"`rounding` (={rounding!r}) must be one of {', '.join(ROUNDINGS)}")
@@ -83,7 +83,7 @@ class Float:
         return torch.where(x.isfinite() | x.isnan() | saturate, rounded, x)
 
     def _without_subnormals(self, x: Tensor, rounded: Tensor, rounding: str) -> Tensor:
-        """Below the smallest normal number there is only 0, or that number itself."""
+        """Round numbers below the smallest normal number to 0 or to that number."""
         least = 2.0**self.smallest_exponent
         outward = {"up": x > 0, "down": x < 0, "zero": torch.zeros_like(x, dtype=torch.bool)}
         away = outward.get(rounding, x.abs() > least / 2)
@@ -99,7 +99,7 @@ FLOATS = {"e2m1": E2M1, "e2m3": E2M3, "e3m2": E3M2, "e4m3": E4M3, "e5m2": E5M2}
 def float_named(name: str) -> Float | None:
     """The format that a text such as e3m2 names; None if it names none.
 
-    Formats of at most six bits have no infinities; wider ones lose their largest exponent, e4m3 one value alone.
+    Formats of at most six bits have no infinities; wider ones lose their largest exponent, e4m3 only one value.
     """
     match = re.fullmatch(r"e([1-8])m(\d{1,2})", name)
     if match is None or int(match[2]) > 23:

@@ -1,4 +1,4 @@
-"""Grids as the methods use them: integers with scales and zero points, or tables with scales."""
+"""The grids of the methods: integers with scales and zero points, or tables with scales."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class Integers:
         return integer.candidates(w, self.bits, self.symmetric, rule)
 
     def rounded(self, w: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-        """w as it will be read again, new memory."""
+        """The dequantised values of w, in new memory."""
         return self.dequantize(self.quantize(w, scale, zero), scale, zero)
 
     def cover(self, w: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ class Integers:
         return integer.dequantize(codes, scale, zero)
 
     def stored(self, codes: Tensor, scale: Tensor, zero: Tensor, *, group_size: int, rule: ScaleRule) -> Format:
-        """Codes [out, in], scales and zero points [out, groups] as they are stored."""
+        """The stored format of codes [out, in], scales and zero points [out, groups]."""
         return IntGroup.from_codes(
             codes,
             scale,
@@ -66,7 +66,7 @@ class Integers:
         )
 
     def spec_of(self, shape: tuple[int, int], group_size: int, scale_dtype: str) -> dict[str, Any]:
-        """What `stored` makes, as `Format.spec()` describes it."""
+        """The `Format.spec()` of the result of `stored`."""
         return IntGroup.spec_of(
             shape, bits=self.bits, group_size=group_size, symmetric=self.symmetric, scale_dtype=scale_dtype
         )
@@ -110,7 +110,7 @@ class Table:
         return tried, torch.full_like(tried, self.code_of_zero)
 
     def rounded(self, w: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-        """w as it will be read again, new memory; a weight near the middle of two entries may get the other one."""
+        """The dequantised values of w, in new memory; near the middle of two entries, the farther may be taken."""
         nearest, low, density = self._steps(w.device)
         places = (
             (w * (density / scale).clamp_(-1e30, 1e30)).add_(0.5 - low * density).clamp_(0, STEPS - 1).to(torch.int32)
@@ -138,7 +138,7 @@ class Table:
         return self.table.to(codes.device)[codes.int()] * scale
 
     def stored(self, codes: Tensor, scale: Tensor, zero: Tensor, *, group_size: int, rule: ScaleRule) -> Format:
-        """Codes [out, in] and scales [out, groups] as they are stored."""
+        """The stored format of codes [out, in] and scales [out, groups]."""
         return CodebookGroup.from_codes(
             codes,
             padded(self.table, self.bits).to(codes.device),
@@ -149,7 +149,7 @@ class Table:
         )
 
     def spec_of(self, shape: tuple[int, int], group_size: int, scale_dtype: str) -> dict[str, Any]:
-        """What `stored` makes, as `Format.spec()` describes it."""
+        """The `Format.spec()` of the result of `stored`."""
         return CodebookGroup.spec_of(shape, bits=self.bits, group_size=group_size, scale_dtype=scale_dtype)
 
     def _steps(self, device: torch.device) -> tuple[Tensor, float, float]:
@@ -170,17 +170,17 @@ Grid = Integers | Table
 
 
 def make_grid(name: str, bits: int, symmetric: bool = True) -> Grid:
-    """The grid that knobs name; they are taken to fit each other (`check_grid`)."""
+    """The grid of these knobs, which must fit each other (`check_grid`)."""
     return Integers(bits, symmetric) if name == "int" else Table(TABLES[name].bits, TABLES[name].table)
 
 
 def scales_of(grid: str, scale_dtype: str) -> str:
-    """How scales are stored: as the number format says, else as the knob."""
+    """The kind of stored scales: that of the number format, else that of the knob."""
     return scale_dtype if grid == "int" else TABLES[grid].scale_dtype or scale_dtype
 
 
 def scale_rule(grid: Grid, kind: str, W: Tensor, group_size: int) -> ScaleRule:
-    """Which scales the groups of W [out, in] may have."""
+    """The rule for the scales of the groups of W [out, in]."""
     if kind in SCALE_DTYPES:
         return ScaleRule(kind)
     return ScaleRule.fit(kind, grid.cover(W.view(len(W), -1, group_size)), group_size, grid.largest)
@@ -207,7 +207,7 @@ def check_grid(method: Any, name: str, shape: tuple[int, int]) -> None:
 
 
 def has_zero(grid: str) -> bool:
-    """Is 0 among the values of the grid with this name?"""
+    """Whether 0 is a value of the grid with this name."""
     return grid == "int" or bool((TABLES[grid].table == 0).any())
 
 

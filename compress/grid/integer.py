@@ -1,10 +1,10 @@
-"""Number grids: which values a weight may take, and how its scale and zero point are chosen.
+"""Number grids: the values that a weight may take, and the choice of its scale and zero point.
 
 `scale_dtype` of these functions names a floating dtype, or is a function that rounds scales to what can be stored.
 
 A weight w of a group is stored as an integer code q in [0, 2^bits): w = scale * (q - zero). Symmetric grids fix
-zero = 2^(bits-1), so that the values run from -2^(bits-1) to 2^(bits-1)-1 steps; the scale may be negative, which turns
-the longer side to where the largest weight is.
+zero = 2^(bits-1), so that the values run from -2^(bits-1) to 2^(bits-1)-1 steps; the scale may be negative, so that the
+longer side is on the side of the largest weight.
 """
 
 from collections.abc import Callable
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from compress.formats.scales import ScaleRule
 
-Stored = str | Callable[[Tensor], Tensor]  # how scales are rounded: a floating dtype's name, or a function that does it
+Stored = str | Callable[[Tensor], Tensor]  # the rounding of scales: a floating dtype's name, or a function
 SEARCH_STEPS = 16  # clipping ratios tried by `search`, down to half the range
-AT_ONCE = 1 << 18  # weights times candidates looked at together: what the caches hold
+AT_ONCE = 1 << 18  # weights times candidates that are compared at once: the size of the caches
 
 
 def quantize(w: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
@@ -25,7 +25,7 @@ def quantize(w: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
 
 
 def dequantize(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """Weights that the codes stand for."""
+    """The weights of the codes."""
     return (codes - zero) * scale
 
 
@@ -77,7 +77,7 @@ def search(
     Args:
         w: [..., group_size].
         importance: weights of the columns, broadcastable to w; None for equal ones.
-        norm: exponent p; 2 is the squared error, larger ones spare the group's extremes.
+        norm: exponent p; 2 is the squared error, larger exponents keep the group's extremes more exact.
         signs: False leaves out negative scales, which put the longer side of a symmetric grid above 0.
 
     Returns:
@@ -95,7 +95,7 @@ def search(
 
 
 def candidates(w: Tensor, bits: int, symmetric: bool, scale_dtype: Stored = "bfloat16") -> tuple[Tensor, Tensor]:
-    """What `search` chooses from: the grid of `absmax` first, then clipped ones and, symmetric, those of either sign.
+    """The candidates of `search`: the grid of `absmax` first, then clipped grids and, symmetric, both signs.
 
     Args:
         w: [..., group_size].
@@ -120,7 +120,7 @@ def candidates(w: Tensor, bits: int, symmetric: bool, scale_dtype: Stored = "bfl
 
 
 def check_group_size(group_size: int, name: str, shape: tuple[int, int]) -> None:
-    """Raise ValueError unless `group_size` divides the rows of this weight; say which sizes near it would."""
+    """Raise ValueError unless `group_size` divides the rows of this weight; the message names close sizes that do."""
     columns = shape[1]
     if group_size == -1 or (group_size > 0 and columns % group_size == 0):
         return
@@ -143,7 +143,7 @@ def _cover(low: Tensor, high: Tensor, bits: int, symmetric: bool, scale_dtype: S
 
 
 def _round_scale(scale: Tensor, dtype: Stored) -> Tensor:
-    """The scale as it will be stored; 1 for a group of zeros, and for one too small for the format."""
+    """The rounded scale for storage; 1 for a group of zeros, and for a scale too small for the format."""
     return dtype(scale) if callable(dtype) else ScaleRule(dtype).rounded(scale)
 
 
@@ -158,7 +158,7 @@ def _loss(
 ) -> Tensor:
     """sum(importance * |w - ŵ|^norm) per group; rounds as `quantize` does, with fewer passes over the weights.
 
-    centre: every zero point is this one; bounds that are numbers are several times as fast as tensors of them.
+    centre: the common zero point of all groups; bounds that are numbers are several times as fast as tensors.
     """
     scale, zero = scale[..., None], zero[..., None] if centre is None else centre
     error = (w / scale).round_().clamp_(-zero, (1 << bits) - 1 - zero).mul_(scale).sub_(w)

@@ -6,17 +6,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-ELEMENTS = 1 << 21  # that are clustered at once
-STEPS = 100  # of Lloyd's iteration at most
-PIECES = 8  # for each entry, of which runs are put together at first
-PAIRS = 1 << 18  # of edges of pieces that are compared at once: what caches hold
+ELEMENTS = 1 << 21  # elements that are clustered at once
+STEPS = 100  # largest number of Lloyd's iterations
+PIECES = 8  # pieces for each entry, from which the first runs are composed
+PAIRS = 1 << 18  # pairs of edges of pieces that are compared at once: the size of caches
 
 
 @dataclass(frozen=True)
 class Sorted:
     """Rows in ascending order, with running sums, so that the cost of any run of neighbours is found in one step.
 
-    x: [rows, n] float64, ascending. order: [rows, n] where each stood. weight, moment: [rows, n + 1], sums of the
+    x: [rows, n] float64, ascending. order: [rows, n], original places. weight, moment: [rows, n + 1], sums of the
     weights and of weight * x of the elements before each place.
     """
 
@@ -34,7 +34,7 @@ class Sorted:
         return cls(x, order, *sums)
 
     def means(self, edges: Tensor) -> Tensor:
-        """Weighted mean of each run [rows, k], between neighbouring edges [rows, k + 1]; of an empty one the element
+        """Weighted mean of each run [rows, k], between neighbouring edges [rows, k + 1]; for an empty run the element
         at its edge."""
         weight, moment = self.weight.gather(1, edges).diff(dim=1), self.moment.gather(1, edges).diff(dim=1)
         at = self.x.gather(1, edges[:, :-1].clamp_max(self.x.shape[1] - 1))
@@ -66,7 +66,7 @@ def kmeans_rows(W: Tensor, importance: Tensor, entries: int) -> tuple[Tensor, Te
 
 
 def nested_rows(W: Tensor, importance: Tensor, seed_bits: int, bits: int) -> tuple[Tensor, list[Tensor]]:
-    """The same for 2^seed_bits centres, whose clusters are then cut in two, again and again.
+    """`kmeans_rows` for 2^seed_bits centres, whose clusters are then repeatedly cut in two.
 
     The upper bits of a code are the code of the level before. Each cut is the best one of its cluster.
 
@@ -85,7 +85,7 @@ def nested_rows(W: Tensor, importance: Tensor, seed_bits: int, bits: int) -> tup
 
 
 def cut(rows: Sorted, edges: Tensor) -> Tensor:
-    """Edges [rows, 2k + 1] of the runs [rows, k + 1] when each is cut where that gains most."""
+    """Edges [rows, 2k + 1] after each run of `edges` [rows, k + 1] is cut at the place of the largest gain."""
     count, n = rows.x.shape
     runs = edges.shape[1] - 1
     places = torch.arange(1, n + 1, device=edges.device).expand(count, n).contiguous()  # a cut lies before this element
@@ -115,7 +115,7 @@ def _best_edges(rows: Sorted, entries: int) -> Tensor:
 
 
 def _pieces(rows: Sorted, count: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Rows cut into so many short runs each: their edges [some rows, count + 1], and the sums before each edge.
+    """Rows, each cut into `count` short runs: their edges [some rows, count + 1], and the sums before each edge.
 
     The cuts lie by equal Σ importance^⅓ gap^⅔, the density of centres that is best for many of them (Panter and Dite,
     1951), so that pieces are short where the best runs are.
@@ -131,11 +131,11 @@ def _pieces(rows: Sorted, count: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]
 
 
 def _of_pieces(edges: Tensor, weight: Tensor, moment: Tensor, entries: int) -> Tensor:
-    """Edges [rows, entries + 1] of the runs that gain most, of all runs that begin and end where pieces do."""
+    """Edges [rows, entries + 1] of the runs with the largest gain among all runs of whole pieces."""
     mass, lever = (one[:, :, None] - one[:, None, :] for one in (weight, moment))  # [rows, end, start]
     gain = torch.where(mass > 0, lever.square() / mass.clamp_min(1e-300), 0.0).float()
     gain.masked_fill_(torch.ones_like(gain[0], dtype=torch.bool).triu_(1), -torch.inf)
-    best, starts = gain[:, :, 0], []  # of the first runs, up to each edge
+    best, starts = gain[:, :, 0], []  # best gain of the first runs, up to each edge
     for _ in range(1, entries):
         best, start = (gain + best[:, None, :]).max(2)
         starts.append(start)

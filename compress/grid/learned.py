@@ -1,4 +1,4 @@
-"""Learned tables: the values with the least error for a kind of weights, where every group chooses its scale."""
+"""Learned tables: the values with the least error for a kind of weights, if every group chooses its scale."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Grids that are tables: which values the codes stand for, ascending, before they are scaled."""
+"""Grids that are tables: the values of the codes, ascending, before they are scaled."""
 
 from dataclasses import dataclass
 
@@ -11,19 +11,19 @@ from kernels.lut_matmul import NF4, normal_float
 # The table of llama.cpp's IQ4_NL and IQ4_XS (`kvalues_iq4nl` of ggml): steps that grow with the distance from 0.
 IQ4_NL = torch.tensor([-127.0, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
 
-# Learned as IQ4_NL's could be (`compress.grid.learned`): normal weights in groups of 32, with the search's own scales.
+# Learned by `compress.grid.learned`, like a table such as IQ4_NL: normal weights in groups of 32, with searched scales.
 NL3 = torch.tensor([-127.0, -76, -45, -18, 6, 32, 62, 104])
 NL2 = torch.tensor([-127.0, -43, 19, 90])
 
 
 @dataclass(frozen=True)
 class Values:
-    """A table, and how its scales are stored where the number format says so itself.
+    """A table, and the kind of its scales if the number format fixes it.
 
     Attributes:
         bits: of a code. table: float32 [at most 2^bits], ascending.
-        scale_dtype, group_size: of the format; "" and None where a user chooses.
-        source: where the values are from.
+        scale_dtype, group_size: of the format; "" and None if a user chooses.
+        source: the source of the values.
     """
 
     bits: int
@@ -63,5 +63,5 @@ TABLES: dict[str, Values] = {
 
 
 def padded(table: Tensor, bits: int) -> Tensor:
-    """A table as a format stores it, [2^bits]: its last entry fills the places that no code reaches."""
+    """The stored form of a table, [2^bits]: its last entry is repeated at the places that no code reaches."""
     return torch.cat([table, table[-1:].expand((1 << bits) - len(table))])

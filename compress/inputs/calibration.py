@@ -1,4 +1,4 @@
-"""Calibration batches, and the held-out tokens that the same corpus is scored on."""
+"""Calibration batches, and the held-out tokens of the same corpus for scores."""
 
 import hashlib
 from html import escape
@@ -11,7 +11,7 @@ from compress.inputs.corpus import load_text
 
 
 class Batches(list[Tensor]):
-    """Calibration batches, LongTensors [1, seqlen], that know where they came from (`identity`)."""
+    """Calibration batches, LongTensors [1, seqlen], with a description of their origin (`identity`)."""
 
     identity: dict
 
@@ -30,7 +30,7 @@ def calibration(
     """Draw windows of the calibration part of a corpus, without overlap, in an order that the seed fixes.
 
     Raises:
-        ValueError: numbers that are not positive, or a corpus too short for samples x seqlen.
+        ValueError: a number is not positive, or the corpus is too short for samples x seqlen.
     """
     for name, value in (("samples", samples), ("seqlen", seqlen)):
         if type(value) is not int or value < 1:

@@ -19,10 +19,10 @@ def given(
     Args:
         description: docstring of the command, whose first line its help shows.
         samples: default number of texts of a corpus.
-        more: options of the command's own, as `ArgumentParser.add_argument` takes them.
+        more: the command's own options, as `ArgumentParser.add_argument` takes them.
 
     Raises:
-        ValueError: no such model or corpus.
+        ValueError: the model or the corpus does not exist.
     """
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     parser.add_argument("--model", default="smollm2-135m", help="name or folder of a model, as `load_model` takes it")

@@ -20,7 +20,7 @@ _ON_HUB = {
     "essays": "sgoel9/paul_graham_essays",
 }
 PARTS = ("calibration", "evaluation")
-EVALUATION_SHARE = 4  # every fourth document is held out where a corpus has no split of its own
+EVALUATION_SHARE = 4  # every fourth document is held out if a corpus has no split of its own
 
 
 def load_text(corpus: str, part: str) -> list[str]:
@@ -32,7 +32,7 @@ def load_text(corpus: str, part: str) -> list[str]:
         part: "calibration" or "evaluation".
 
     Raises:
-        ValueError: the corpus is not there, or holds no text; says what would do.
+        ValueError: the corpus does not exist, or holds no text; the message names alternatives.
     """
     if part not in PARTS:
         raise ValueError(f"`part` (={part!r}) must be one of {', '.join(PARTS)}")
@@ -55,9 +55,9 @@ def load_text(corpus: str, part: str) -> list[str]:
 
 
 def check_corpus(corpus: str, part: str) -> None:
-    """Raise ValueError if a part of a corpus is not there; texts are not read.
+    """Raise ValueError if a part of a corpus does not exist; texts are not read.
 
-    Args: as of `load_text`.
+    Args: as in `load_text`.
     """
     file = _LOCAL.get(corpus)
     if corpus == "pydocs" or (
@@ -77,20 +77,20 @@ def shared_data() -> Path:
 
 
 def local_file(corpus: str) -> Path | None:
-    """The file on this machine that a corpus is read from, if it is one file; None for what comes from the hub."""
+    """The local file of a corpus, if it is one file; None for corpora from the hub."""
     return next(iter(sources(corpus).files), None)
 
 
 @dataclass(frozen=True)
 class Sources:
-    """What a corpus is read from on this machine: local files, and data sets of the hub as "owner/name"."""
+    """The sources of a corpus on this machine: local files, and data sets of the hub as "owner/name"."""
 
     files: tuple[Path, ...] = ()
     repositories: tuple[str, ...] = ()
 
 
 def sources(corpus: str) -> Sources:
-    """Where `load_text` reads a corpus from; nothing for a name that is no corpus."""
+    """The sources from which `load_text` reads a corpus; empty for a name that is no corpus."""
     if corpus == "pydocs":
         from pydoc_data import topics
 
@@ -98,7 +98,7 @@ def sources(corpus: str) -> Sources:
     if corpus in _LOCAL:
         local = shared_data() / _LOCAL[corpus]
         files = (local,) if local.is_file() else ()
-        whole = files and corpus != "wikitext2"  # whose local file is the evaluation part only
+        whole = files and corpus != "wikitext2"  # the local file of wikitext2 is only the evaluation part
         return Sources(files, () if whole else (_ON_HUB[corpus].partition(":")[0],))
     path = Path(corpus).expanduser()
     if path.suffix in _LOADERS:
@@ -117,7 +117,7 @@ def _pydocs(part: str) -> list[str]:
     held_out = _split(documents, "evaluation")
     if part == "evaluation":
         return held_out
-    # Topics quote one another: a paragraph that is held out is left out here.
+    # Topics quote one another: paragraphs that are held out are left out here.
     known = {p.strip() for d in held_out for p in d.split("\n\n")}
     return ["\n\n".join(p for p in d.split("\n\n") if p.strip() not in known) for d in _split(documents, part)]
 
@@ -139,7 +139,7 @@ def _c4(part: str) -> list[str]:
 
 
 def _essays(part: str) -> list[str]:
-    """Paul Graham's, the usual haystack of needle tests."""
+    """Paul Graham's essays, the usual haystack of needle tests."""
     local = shared_data() / _LOCAL["essays"]
     return _split(_read(local), part) if local.is_file() else _hub(_ON_HUB["essays"], part)
 
@@ -177,7 +177,7 @@ def _splits(corpus: str, name: str, configuration: str) -> list[str]:
     try:
         with quick_to_fail():
             return get_dataset_split_names(name, configuration or None, revision=revision("datasets", name))
-    except Exception as error:  # the hub's client raises a dozen kinds; all mean the same to the user
+    except Exception as error:  # the hub's client raises many kinds, which mean the same for the user
         raise ValueError(
             f"`corpus` (={corpus!r}) cannot be loaded: {first_line(error)}; without a network it can be pydocs, a "
             "file, or one of the data sets in the folder that WORKBENCH_DATA names"
@@ -190,12 +190,12 @@ def _load(corpus: str, *where, **how) -> list[str]:
 
     disable_progress_bar()
     verbosity = get_verbosity()
-    set_verbosity(CRITICAL)  # the error says all that datasets would log
+    set_verbosity(CRITICAL)  # the error has all information that datasets would log
     try:
         with quick_to_fail():
             rows = load_dataset(*where, **how)
     except Exception as error:
-        cause = error.__cause__ or error  # datasets wraps what the reader of a file says
+        cause = error.__cause__ or error  # datasets wraps the error of a file's reader
         raise ValueError(f"`corpus` (={corpus!r}) cannot be read: {first_line(cause)}") from error
     finally:
         set_verbosity(verbosity)

@@ -1,4 +1,4 @@
-"""The GGUF files of models that come as packages, and GGUF files that the user names."""
+"""The GGUF files of models that are installed as packages, and GGUF files that the user names."""
 
 import importlib.util
 from collections.abc import Callable
@@ -9,7 +9,7 @@ def gguf_file(model_name: str) -> Path | None:
     """The GGUF file of an embedded model, or the file that the name gives; None for other models.
 
     Raises:
-        ValueError: the file is not there.
+        ValueError: the file does not exist.
     """
     if model_name in EMBEDDED:
         return EMBEDDED[model_name]()

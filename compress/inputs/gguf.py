@@ -1,5 +1,5 @@
-"""GGUF files as ordinary models: converted once, with channels permuted so that weights leave the file's own grid, and
-kept in the user's cache folder."""
+"""GGUF files as ordinary models: converted once, with channels permuted so that weights do not keep the file's own
+grid, and kept in the user's cache folder."""
 
 import hashlib
 import os
@@ -18,7 +18,7 @@ from kernels.files import sync
 from kernels.source import code_sha256
 from kernels.user_cache import cache_folder
 
-SEED = 0  # of the shuffle; part of the cache key
+SEED = 0  # seed of the shuffle; part of the cache key
 
 
 def converted(path: Path) -> Path:
@@ -41,7 +41,7 @@ def converted(path: Path) -> Path:
 
 
 def converted_folder(path: Path) -> Path:
-    """Where the conversion of a GGUF file is kept, by the file's content and the converter's code, once it is made."""
+    """The folder for the conversion of a GGUF file, named by the file's content and the converter's code."""
     with path.open("rb") as file:
         content = hashlib.file_digest(file, "sha256").hexdigest()
     made_by = f"{code_sha256(Path(__file__))} {transformers.__version__} {version('gguf')}"
@@ -54,7 +54,7 @@ def _convert(path: Path, target: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(**where)
     loaded = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
     config = type(loaded.config)(**{k: v for k, v in loaded.config.to_dict().items() if k != "quantization_config"})
-    model = type(loaded)(config).eval()  # one that was loaded from GGUF refuses to be saved
+    model = type(loaded)(config).eval()  # a model that was loaded from GGUF cannot be saved
     model.load_state_dict(loaded.state_dict())
     model.generation_config = loaded.generation_config
     del loaded
@@ -72,11 +72,11 @@ def _convert(path: Path, target: Path) -> None:
 def shuffle(model: nn.Module, seed: int) -> bool:
     """Permute hidden units, MLP units and the value channels of each head, in place; the function stays the same.
 
-    The weights of a GGUF file lie on a grid in groups of 32 columns. Permuted, a group of columns mixes many of the
-    file's groups, so that quantising the model again is as hard as it is for one that was never quantised.
+    The weights of a GGUF file lie on a grid in groups of 32 columns. After the permutation a group of columns mixes
+    many of the file's groups, so that quantising the model again is as hard as for a model that was never quantised.
 
     Returns:
-        False, with the model unchanged, if it is not built like Llama (so that nothing can be said of its units).
+        False, with the model unchanged, if it is not built like Llama (so that its units are not known).
 
     Raises:
         RuntimeError: the permuted model gives other outputs.

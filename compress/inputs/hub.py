@@ -1,4 +1,4 @@
-"""The model hub: which revision of a repository this process uses, and how long its clients may try."""
+"""The model hub: the revision of a repository that this process uses, and the time limit of its clients."""
 
 import json
 import os
@@ -10,21 +10,21 @@ from unittest.mock import patch
 
 from kernels.hub import TIMEOUT_S, hub_reachable
 
-REVISIONS = "WORKBENCH_REVISIONS"  # {"models/owner/name": revision, ...} as JSON: what a run was planned with
+REVISIONS = "WORKBENCH_REVISIONS"  # {"models/owner/name": revision, ...} as JSON: the revisions in the plan of a run
 
 
 @cache
 def revision(kind: str, name: str) -> str | None:
     """The revision of a repository that this process loads: fixed at the first call, and part of the key of a run.
 
-    It is that of the plan, in a batch run; else the one in this machine's cache; else the hub's newest.
+    In a batch run it is the revision of the plan; else the one in this machine's cache; else the hub's newest.
 
     Args:
         kind: "models" or "datasets".
         name: "owner/name".
 
     Returns:
-        None where the revision cannot be found out (no network and nothing cached, or no such repository).
+        None if the revision is not known (no network and nothing cached, or no such repository).
     """
     planned = json.loads(os.environ.get(REVISIONS) or "{}").get(f"{kind}/{name}")
     if planned is not None:
@@ -39,13 +39,13 @@ def revision(kind: str, name: str) -> str | None:
 
     try:
         return HfApi().repo_info(name, repo_type=kind.removesuffix("s"), timeout=TIMEOUT_S).sha
-    except Exception:  # no such repository, or no access to it: loading it will say so
+    except Exception:  # no such repository, or no access to it: loading will raise the error
         return None
 
 
 @contextmanager
 def quick_to_fail() -> Iterator[None]:
-    """While the block runs, the hub's clients use only what is cached if the hub is not there, and do not retry."""
+    """While the block runs, the hub's clients do not retry, and use only the cache if the hub is not available."""
     if hub_reachable():
         yield
         return

@@ -29,7 +29,7 @@ from compress.walk.offload import named_tensors, put_on_disk
 from kernels.errors import first_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-WEIGHTS = ("memory", "disk")  # where a model's weights are while nobody uses them
+WEIGHTS = ("memory", "disk")  # where a model's weights are while they are not in use
 DEFAULT = "smollm2-135m"
 _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 
@@ -50,13 +50,13 @@ def load_model(
             quantised one of compressed-tensors or GPTQ, too), or a hub id.
         dtype: of the weights: float32, bfloat16 or float16.
         device: where to put the model.
-        weights: "memory", or "disk" for a model that does not fit there: each block is read when it is used, and what a
-            compression changes is written to `offload_path`.
-        offload_path: folder for that; a new one among the system's temporary files unless given.
+        weights: "memory", or "disk" for a model that does not fit into memory: each block is read when it is used, and
+            weights that a compression changes are written to `offload_path`.
+        offload_path: folder for these weights; by default a new one among the system's temporary files.
 
     Raises:
-        ValueError: the model is not there, cannot be read, or is not a decoder; its file and its config do not have the
-            same weights; or a dtype that does not exist.
+        ValueError: the model does not exist, cannot be read, or is not a decoder; its file and its config do not have
+            the same weights; or the dtype does not exist.
     """
     if dtype not in DTYPES:
         raise ValueError(f"`dtype` (={dtype!r}) must be one of {', '.join(DTYPES)}")
@@ -74,7 +74,7 @@ def load_model(
         config = decoder_config(model_name, folder)
         try:
             with quick_to_fail():
-                if can_read(getattr(config, "quantization_config", None)):  # from its files: downloaded first
+                if can_read(getattr(config, "quantization_config", None)):  # from its files, downloaded first
                     folder = str(_local(folder))
                 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **_pinned(folder))
                 model = _from_folder(folder, DTYPES[dtype], disk)
@@ -86,7 +86,7 @@ def load_model(
 
 
 def check_device(device: str | torch.device) -> None:
-    """Raise ValueError if there is no such device here."""
+    """Raise ValueError if this machine has no such device."""
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
@@ -96,7 +96,7 @@ def check_device(device: str | torch.device) -> None:
 
 
 def weights_sha256(model: nn.Module) -> str:
-    """Hash of all weights, by name, shape, dtype and content: what the run record calls the model's identity."""
+    """Hash of all weights, by name, shape, dtype and content: the model's identity in the run record."""
     digest = hashlib.sha256()
     for name, tensor in named_tensors(model):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
@@ -106,13 +106,13 @@ def weights_sha256(model: nn.Module) -> str:
 
 
 def _from_folder(folder: str, dtype: torch.dtype, disk: tuple[str, str | Path] | None) -> nn.Module:
-    """The model of a folder or of a hub id, every weight of which came from its file.
+    """The model of a folder or of a hub id, with every weight from its file.
 
     Args:
         disk: device and folder of `load_on_disk`; None: into memory.
 
     Raises:
-        ValueError: the file lacks a weight of the model, or holds one that the model has no place for.
+        ValueError: the file lacks a weight of the model, or holds one that is not in the model.
     """
     if (Path(folder) / LAYOUT).is_file():
         if disk is not None:
@@ -149,7 +149,7 @@ def _local(folder: str) -> Path:
 
 
 def located(model_name: str) -> str:
-    """The folder that a model is loaded from, a GGUF file converted; or its hub id.
+    """The folder from which a model is loaded (for a GGUF file, its conversion), or its hub id.
 
     Raises:
         ValueError: there is no such model.
@@ -172,7 +172,7 @@ def located(model_name: str) -> str:
 
 
 def is_on_hub(model_name: str) -> bool:
-    """Whether a name stands for a model of the hub, rather than an embedded or a local one."""
+    """Whether a name is that of a model of the hub, and not of an embedded or a local one."""
     local = model_name in PACKAGES or Path(model_name).expanduser().exists()
     return not local and _HUB_ID.fullmatch(model_name) is not None
 
@@ -186,7 +186,7 @@ def decoder_config(model_name: str, folder: str, **more: str) -> PretrainedConfi
     """The configuration in a folder or hub repository.
 
     Raises:
-        ValueError: it cannot be read, or is not that of a causal language model.
+        ValueError: the configuration cannot be read, or is not that of a causal language model.
     """
     try:
         with quick_to_fail():
@@ -218,7 +218,7 @@ PACKAGES = {
 
 
 def tiny_config(**tokens: int) -> LlamaConfig:
-    """The configuration of the random model, with what its tokenizer says of tokens."""
+    """The configuration of the random model, with its tokenizer's numbers of tokens."""
     return LlamaConfig(
         hidden_size=64,
         intermediate_size=128,
@@ -232,7 +232,7 @@ def tiny_config(**tokens: int) -> LlamaConfig:
 
 
 def _tiny() -> tuple[nn.Module, PreTrainedTokenizerBase]:
-    """Two random Llama blocks behind the embedded model's tokenizer; says nothing of any method's accuracy."""
+    """Two random Llama blocks with the embedded model's tokenizer; not suited to measuring a method's accuracy."""
     tokenizer = AutoTokenizer.from_pretrained(located(DEFAULT), trust_remote_code=False)
     torch_state = torch.random.get_rng_state()
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Models of a folder whose weights stay on disk: which tensor of which file is which weight of the model."""
+"""Models of a folder whose weights stay on disk: the map from the tensors of files to the weights of the model."""
 
 import re
 from collections.abc import Mapping
@@ -17,12 +17,12 @@ from compress.walk.shards import OnDisk, WorkFolder
 
 
 def load_on_disk(folder: Path, dtype: torch.dtype, *, home: str, offload_path: str | Path = "") -> nn.Module:
-    """A model as transformers saved it, its weights left in their files.
+    """A model that transformers saved, with its weights left in their files.
 
     Args:
-        dtype: in which weights are when they are used.
+        dtype: the dtype of weights in use.
         home: device on which a part lies while the model itself runs it.
-        offload_path: folder for what a compression changes; "": the system's for temporary files.
+        offload_path: folder for weights that a compression changes; "": the system's for temporary files.
 
     Raises:
         ValueError: the folder has no safetensors, a file is damaged, the model's files and its config do not have the
@@ -70,7 +70,7 @@ def _weights(model: nn.Module, stored: Mapping[str, OnDisk]) -> dict[str, OnDisk
             unused.append(own)
     by_parameter = {id(p): name for name, p in model.named_parameters(remove_duplicate=False) if name in found}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name not in found and id(parameter) in by_parameter:  # tied to one that is there
+        if name not in found and id(parameter) in by_parameter:  # tied to one in `found`
             found[name] = found[by_parameter[id(parameter)]]
     _check_names(model, state, found, unused)
     return found

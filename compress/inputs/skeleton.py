@@ -1,5 +1,5 @@
-"""What can be read of a model before it is loaded: its configuration, the shapes of its weights, and whether its files
-are complete.
+"""Data of a model that can be read before it is loaded: its configuration, the shapes of its weights, and whether its
+files are complete.
 
 Reads headers and configurations only, so that a plan of many runs takes seconds.
 """
@@ -21,10 +21,10 @@ from kernels.errors import first_line
 
 @cache
 def skeleton(model_name: str) -> nn.Module:
-    """The model on the meta device, shapes without weights; what is stored compressed says how.
+    """The model on the meta device, with shapes and without weights, and with the stored forms of compressed ones.
 
     Raises:
-        ValueError: the model is not there, is not a decoder, or a file of it is damaged.
+        ValueError: the model does not exist, is not a decoder, or has a damaged file.
     """
     if model_name == "tiny":
         config = tiny_config()
@@ -57,7 +57,7 @@ def cheap_tokenizer(model_name: str) -> PreTrainedTokenizerBase | None:
         return None
     try:
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-    except (OSError, ValueError, KeyError):  # loading the model will say why
+    except (OSError, ValueError, KeyError):  # loading the model will report the reason
         return None
 
 
@@ -67,7 +67,7 @@ def _gguf_config(model_name: str, path: Path):
             raise ValueError(f"`model_name` (={model_name!r}) is not a GGUF file: its first bytes are not GGUF")
     try:
         return decoder_config(model_name, str(path.parent), gguf_file=path.name)
-    except Exception as error:  # the reader raises whatever a damaged header leads it to
+    except Exception as error:  # a damaged header may lead to any error of the reader
         said = first_line(error)
         raise ValueError(
             said
@@ -77,7 +77,7 @@ def _gguf_config(model_name: str, path: Path):
 
 
 def _check_files(model_name: str, folder: Path) -> None:
-    """Raise ValueError if a safetensors file of a local folder does not hold what its header says."""
+    """Raise ValueError if a safetensors file of a local folder does not agree with its header."""
     for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else ():
         try:
             with safe_open(file, framework="pt"):

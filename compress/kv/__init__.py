@@ -1,5 +1,5 @@
-"""The KV cache: policies that choose what stays, storage that makes it small, sparse reading, and the cache that they
-act on.
+"""The KV cache: policies that choose the positions that stay, compressed storage, sparse reading, and the cache that
+they act on.
 
 >>> with attached(model, [METHODS["snapkv"](budget=0.25), METHODS["kv_int"](bits=4)]) as attachment:
 ...     model.generate(**inputs)

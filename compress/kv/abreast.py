@@ -14,13 +14,14 @@ from compress.kv.layer import KVLayer
 
 
 class Abreast(Cache):
-    """A view of caches of one row each, which have seen as many tokens, as one batch: `model(past_key_values=...)`.
+    """A view of caches of one row each, all with the same number of tokens, as one batch for `past_key_values`.
 
-    The layers of a pass are computed once for all rows, and attention by every cache itself, whatever it keeps and in
-    whichever form. Caches grow as if each had been asked alone; they must be `paused`, because nothing is evicted here.
+    The layers of a pass are computed once for all rows, and attention by every cache itself, in the form in which it
+    keeps its positions. Caches grow as if each had been used alone; they must be `paused`, because nothing is evicted
+    here.
 
     Raises:
-        ValueError: caches that are not paused, or have not seen as many tokens.
+        ValueError: a cache is not paused, or their numbers of tokens differ.
     """
 
     def __init__(self, caches: Sequence[CompressedCache]) -> None:
@@ -28,7 +29,7 @@ class Abreast(Cache):
             raise ValueError("`caches`: some may evict in this pass; set `paused` of all of them")
         if len(seen := {cache.get_seq_length() for cache in caches}) != 1:
             raise ValueError(f"`caches` have seen {sorted(seen)} tokens; they must have seen as many")
-        super().__init__(layers=caches[0].layers)  # which tell transformers the positions and the size of masks
+        super().__init__(layers=caches[0].layers)  # they give transformers the positions and the size of masks
         self.caches = list(caches)
 
     def update(
@@ -43,7 +44,7 @@ class Abreast(Cache):
         return key_states, value_states
 
     def pass_over(self, layer_idx: int, tokens: int) -> None:
-        """Count tokens of a layer that keeps none, because its attention was dropped."""
+        """Count tokens of a layer that keeps no positions, because its attention was dropped."""
         for cache in self.caches:
             cache.pass_over(layer_idx, tokens)
 
@@ -61,12 +62,12 @@ class Abreast(Cache):
         """Attention [rows, n, H_q, D] of q [rows, H_q, n, D], row by row.
 
         Args:
-            keys: as each cache's `update` gave them back. given: as `update` here gave them back.
+            keys: the keys that each cache's `update` returned. given: the keys that `update` here returned.
         """
         ys = []
         for i, (cache, own) in enumerate(zip(self.caches, keys, strict=True)):
             one = None if mask is None else mask[i : i + 1] if len(mask) > 1 else mask
-            # A changed key is handed on, so that the layer refuses it as it does alone.
+            # A changed key is passed on, so that the layer refuses it, as it does outside of a batch.
             own = own if key is given else key[i : i + 1]
             ys.append(cache._attend(cache.layers[layer_idx], module, q[i : i + 1], own, one, **about))
         return torch.cat(ys)

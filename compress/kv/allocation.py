@@ -1,16 +1,16 @@
-"""How a budget is shared out over heads and layers. All functions give counts [B, H_kv] with the same sum as the
-uniform ones, where that is possible."""
+"""The division of a budget among heads and layers. All functions give counts [B, H_kv] with the same sum as uniform
+counts, where that is possible."""
 
 import torch
 from torch import Tensor
 
-ADA_FLOOR = 0.2  # of a head's even share, which it keeps at least
-PYRAMID = 20  # the last layer's share is the even one over this
-REFINER = 0.5  # of the even share, which layers of concentrated attention keep
+ADA_FLOOR = 0.2  # of a head's even share, which is the least that it keeps
+PYRAMID = 20  # the last layer's share is the even share divided by this
+REFINER = 0.5  # of the even share, for layers of concentrated attention
 
 
 def uniform(target: Tensor, tokens: Tensor) -> Tensor:
-    """The same for every head. target [B], tokens [B, H] -> [B, H]"""
+    """The same count for every head. target [B], tokens [B, H] -> [B, H]"""
     return torch.minimum(target[:, None], tokens)
 
 
@@ -29,8 +29,8 @@ def pyramid(target: Tensor, tokens: Tensor, seen: Tensor, layer: int, layers: in
 
 
 def ada(scores: Tensor, valid: Tensor, target: Tensor) -> Tensor:
-    """Ada-KV (Feng et al., 2024, arXiv:2407.11550, algorithm 1): a layer's highest scores, of whatever head, above a
-    floor.
+    """Ada-KV (Feng et al., 2024, arXiv:2407.11550, algorithm 1): the highest scores of a layer over all heads, and a
+    floor for each head.
 
     Args:
         scores, valid: [B, H, T]. target: [B].
@@ -40,16 +40,16 @@ def ada(scores: Tensor, valid: Tensor, target: Tensor) -> Tensor:
 
 
 def over_layers(scores: list[Tensor], valid: list[Tensor], target: Tensor) -> list[Tensor]:
-    """The highest scores of all layers and heads (KVzip's budgets, arXiv:2505.23416); one position a head at least."""
+    """The highest scores of all layers and heads (KVzip's budgets, arXiv:2505.23416); at least one position a head."""
     return _shared_out(scores, valid, [one.any(-1).long() for one in valid], target)
 
 
 def by_prefix(scores: list[Tensor], valid: list[Tensor], target: Tensor) -> list[Tensor]:
     """PrefixKV (Wang et al., 2024, arXiv:2412.03409, section 3): every layer keeps one share p of its attention.
 
-    A layer needs its n-th position as soon as p exceeds the attention of the n - 1 before it. So the one p at which all
-    layers together keep the budget, which the paper finds by bisection, is met by taking the positions in the order of
-    the attention before them. All heads of a layer keep the same number; positions with infinite scores come first.
+    A layer needs its n-th position as soon as p exceeds the attention of the n - 1 positions before it. So the p at
+    which all layers together keep the budget, which the paper finds by bisection, results from taking positions in the
+    order of the attention before them. All heads of a layer keep the same number; infinite scores come first.
     """
     ranked = []
     for one, real in zip(scores, valid, strict=True):
@@ -64,7 +64,7 @@ def by_prefix(scores: list[Tensor], valid: list[Tensor], target: Tensor) -> list
 def by_variance(scores: list[Tensor], valid: list[Tensor], target: Tensor) -> list[Tensor]:
     """D2O (Wan et al., 2024, arXiv:2406.13035, section 3.2): in proportion to softmax(-variance of the attention).
 
-    The variance is that of the attention that positions got, over positions. Deviations: it is divided by its mean over
+    The variance is taken over positions, of the attention that they got. Deviations: it is divided by its mean over
     layers, because its size depends on the length of the prompt; the first two layers and the last one, whose budgets
     the paper does not lower, get the even share.
     """
@@ -95,7 +95,7 @@ def by_spread(scores: list[Tensor], valid: list[Tensor], target: Tensor) -> list
 
 
 def _spread(scores: Tensor, valid: Tensor) -> Tensor:
-    """[B]: the entropy of a layer's finite scores [B, H, T], as shares of each head's sum, over that of even ones."""
+    """[B]: the entropy of a layer's finite scores [B, H, T] as shares of each head's sum, relative to even shares."""
     used = valid & torch.isfinite(scores)
     mass = scores.float().masked_fill(~used, 0)
     mass = mass / mass.sum(-1, keepdim=True).clamp(min=1e-30)
@@ -104,7 +104,7 @@ def _spread(scores: Tensor, valid: Tensor) -> Tensor:
 
 
 def _in_proportion(weights: Tensor, scores: list[Tensor], valid: list[Tensor], target: Tensor) -> list[Tensor]:
-    """Counts of each layer in proportion to weights [B, layers], as far as there are so many positions."""
+    """Counts of each layer in proportion to weights [B, layers], limited by the positions that it has."""
     ranked = []
     for i, one in enumerate(scores):
         # Places are taken in the order of n / weight, so that their number is in proportion to the weight.
@@ -114,7 +114,7 @@ def _in_proportion(weights: Tensor, scores: list[Tensor], valid: list[Tensor], t
 
 
 def _variance(scores: Tensor, valid: Tensor) -> Tensor:
-    """[B]: of a layer's finite scores [B, H, T], as shares of each head's sum, over positions."""
+    """[B]: the variance over positions of a layer's finite scores [B, H, T], as shares of each head's sum."""
     used = valid & torch.isfinite(scores)
     mass = scores.float().masked_fill(~used, 0)
     count = used.sum(-1, keepdim=True).clamp(min=1)
@@ -137,7 +137,7 @@ def of_layer(
     """Counts [B, H] of one layer by an allocation that is not one of OF_ALL_LAYERS.
 
     Args:
-        scores, valid: [B, H, T]. target, seen: [B]. layer: its number among so many `layers`.
+        scores, valid: [B, H, T]. target, seen: [B]. layer, layers: the number of the layer, and of all layers.
     """
     if allocation == "ada":
         return ada(scores, valid, target)
@@ -156,10 +156,10 @@ def _by_layer(ranked: list[Tensor], valid: list[Tensor], target: Tensor) -> list
 
 
 def _shared_out(scores: list[Tensor], valid: list[Tensor], floor: list[Tensor], target: Tensor) -> list[Tensor]:
-    """Counts [B, H] of each layer: `floor`, and the highest of all other scores, `target` times the heads in all.
+    """Counts [B, H] of each layer: `floor`, then the highest other scores, up to a sum of `target` times the heads.
 
-    Of equal scores, such as infinite ones, those come first that rank higher in their own head, so that no head gets
-    them all.
+    Among equal scores, such as infinite ones, those with a higher rank in their own head come first, so that no head
+    gets them all.
     """
     longest = max(one.shape[-1] for one in scores)
 
@@ -177,7 +177,7 @@ def _shared_out(scores: list[Tensor], valid: list[Tensor], floor: list[Tensor], 
     flat = ranked.transpose(1, 2).masked_fill(~open, -torch.inf).flatten(1)
     order = flat.argsort(dim=1, descending=True, stable=True)
     open_first = open.flatten(1).gather(1, order).to(torch.uint8).argsort(dim=1, descending=True, stable=True)
-    order = order.gather(1, open_first)  # what may not be chosen comes last, also behind scores of -inf
+    order = order.gather(1, open_first)  # positions that may not be chosen come last, after scores of -inf
     count = torch.minimum(target * real.shape[1], tokens.sum(1)) - least.sum(1)
     rank = torch.empty_like(order).scatter_(
         1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
@@ -187,8 +187,8 @@ def _shared_out(scores: list[Tensor], valid: list[Tensor], floor: list[Tensor], 
 
 
 def kept(scores: Tensor, valid: Tensor, counts: Tensor) -> Tensor:
-    """The `counts` [B, H] highest scores [B, H, T] of valid positions; the latest of equal, and of too many infinite,
-    ones."""
+    """The `counts` [B, H] highest scores [B, H, T] of valid positions; among equal scores, and among too many infinite
+    ones, the latest."""
     place = torch.arange(scores.shape[-1], device=scores.device, dtype=torch.float32)
     certain = torch.isposinf(scores) & valid
     crowded = certain.sum(-1, keepdim=True) > counts[..., None]

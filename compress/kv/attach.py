@@ -37,12 +37,12 @@ class Attachment:
         enter = model.register_forward_pre_hook(self._enter, with_kwargs=True)
         self._hooks = [enter, model.register_forward_hook(self._leave, with_kwargs=True)]
         for module in model.modules():
-            if hasattr(module, "layer_idx"):  # attention, and in some models the block around it, which comes before it
+            if hasattr(module, "layer_idx"):  # attention; in some models also its block, which comes first
                 self._hooks.append(module.register_forward_pre_hook(self._note, with_kwargs=True))
         model.set_attn_implementation(NAME)
 
     def cache(self, **more: bool) -> CompressedCache:
-        """A new, empty cache for `generate(past_key_values=...)` or `model(past_key_values=...)`: one that lives on
+        """A new, empty cache for `generate(past_key_values=...)` or `model(past_key_values=...)`, to be kept
         between turns.
 
         Args:
@@ -69,7 +69,7 @@ class Attachment:
         ):
             if given not in self._stands_for:
                 self._stands_for[given] = self.cache()
-                if any(getattr(layer, "record_past", False) for layer in given.layers):  # guesses will be taken back
+                if any(getattr(layer, "record_past", False) for layer in given.layers):  # guesses will be removed again
                     self._stands_for[given].activate_past_recording()
             kwargs["past_key_values"] = given = self._stands_for[given]
         if not isinstance(given, CompressedCache):
@@ -102,11 +102,11 @@ def attach(model: nn.Module, methods: Sequence[CacheMethod] = ()) -> Attachment:
     not change.
 
     Args:
-        model: a transformers decoder; batches, left padding, beams, chunked prefill and further turns are all right.
+        model: a transformers decoder; batches, left padding, beams, chunked prefill and further turns are supported.
         methods: at most one `Policy`, `Storage`, `Reading` and `Projecting`, including those of an earlier `attach`.
 
     Raises:
-        ValueError: the model's attention or cache is of a kind that cannot be served, or there are two methods of one
+        ValueError: the model's attention or cache is of a kind that is not supported, or there are two methods of one
             kind.
     """
     check_model(model)
@@ -154,7 +154,7 @@ def detach(model: nn.Module) -> None:
 
 @contextmanager
 def attached(model: nn.Module, methods: Sequence[CacheMethod] = ()) -> Iterator[Attachment]:
-    """`attach` for the length of a with block; what was attached before stays."""
+    """`attach` for the length of a `with` block; methods attached before it stay attached."""
     before = attachment_of(model)
     slots = {slot: getattr(before, slot, None) for slot in SLOTS}
     attachment = attach(model, methods)

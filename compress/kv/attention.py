@@ -1,4 +1,4 @@
-"""Attention of many queries under a mask, and the function by which transformers calls a compressed cache's own."""
+"""Attention of many queries under a mask, and the function by which transformers calls compressed caches."""
 
 import threading
 from collections.abc import Callable
@@ -12,28 +12,28 @@ from transformers.masking_utils import sdpa_mask
 from kernels.prompt_attention import faster_than_torch, prompt_attention
 
 NAME = "workbench_kv"
-ROWS = 256  # queries at a time where scores are made in full
-FOLDED = 64  # up to so many queries, the heads that share keys are rows of one product
-_expecting = threading.local()  # `attend`: what computes the attention of the layer that was given keys last
+ROWS = 256  # queries at a time if all scores are computed
+FOLDED = 64  # up to this number of queries, heads that share keys are rows of one product
+_expecting = threading.local()  # `attend`: the function that computes attention for the layer of the last update
 
 
 def expect(attend: Callable[..., Tensor] | None) -> None:
-    """Let this compute the next attention, with the arguments of `attention`; None: whatever an earlier pass left."""
+    """Set the function that computes the next attention, with the arguments of `attention`; None: forget it."""
     _expecting.attend = attend
 
 
 def note_hidden(hidden: Tensor | None) -> None:
-    """What the attention module that runs next gets, [B, n, hidden], for policies that score by it."""
+    """Note the input of the attention module that runs next, [B, n, hidden], for policies that score by it."""
     _expecting.hidden = hidden
 
 
 def noted_hidden() -> Tensor | None:
-    """What was noted last."""
+    """The input that was noted last."""
     return getattr(_expecting, "hidden", None)
 
 
 def register() -> None:
-    """Make the attention known to transformers, with its mask: one without the other is silently wrong."""
+    """Register the attention in transformers, with its mask: without the mask, results would be silently wrong."""
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
 
@@ -50,9 +50,9 @@ def attention(
     s_aux: Tensor | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in place of its own: query [B, H_q, n, D], key, value [B, H_kv, T, D] -> [B, n, H_q, D].
+    """Called by transformers for attention: query [B, H_q, n, D], key, value [B, H_kv, T, D] -> [B, n, H_q, D].
 
-    A layer of a `CompressedCache` attends itself; what has no such cache, or a window of its own, is attended as ever.
+    A layer of a `CompressedCache` attends itself; without such a cache, or with a window, attention is the usual one.
 
     Raises:
         ValueError: a kind of attention that is not known here.
@@ -86,9 +86,9 @@ def attend(
 
     Args:
         q: [B, H_q, n, D]. k, v: [B, H_kv, T, D].
-        mask: bool [B, 1 or H_kv, n, T]; None: the n queries are the last of the T positions and see those up to
-            themselves.
-        softcap: scores become softcap * tanh(score / softcap). sinks: [H_q] scores of something that has no value
+        mask: bool [B, 1 or H_kv, n, T]; None: the n queries are the last of the T positions and see the positions up to
+            their own.
+        softcap: scores become softcap * tanh(score / softcap). sinks: [H_q] scores of an extra position without a value
             (gpt-oss).
 
     Returns:

@@ -32,8 +32,8 @@ from compress.kv.storage import joined, slabs_of
 from compress.kv.support import keeping_layers
 from kernels.step.cache import Lent, NewTokens
 
-INTERVAL = 8  # while text is generated, evict after so many tokens, or an eighth of the budget
-# What a copy of an observing cache's layer has of its own.
+INTERVAL = 8  # while text is generated, evict after this number of tokens, or an eighth of the budget
+# Attributes that a copy of an observing cache's layer does not share with it.
 OWN = ("slabs", "queries", "asked", "hidden", "positions", "precision", "lesser", "evicts", "remembers", "traces")
 
 
@@ -70,13 +70,13 @@ class CompressedCache(Cache):
         self.model, self.paused, self.reads_pieces, self.by_kernel = model, False, reads_pieces, True
         self._joining = [method for method in (projecting, reading) if method is not None and method.joins]
         self.listener: Callable[[KVLayer, Tensor, Tensor, Tensor], None] | None = None
-        self.ids: list[Tensor] = []  # of the prompt, [B, n] each, for policies that read it again
+        self.ids: list[Tensor] = []  # tokens of the prompt, [B, n] each, for policies that read it again
         self.masks: list[Tensor] = []
-        self.mask: Tensor | None = None  # [B, seen], the last that was given, for layers with a window that read again
+        self.mask: Tensor | None = None  # [B, seen], the last mask, for layers with a window that read again
         self._scores: dict[int, tuple[Tensor, Tensor]] = {}
         self._recalled: dict[tuple[Policy, int], list[Tensor | None]] = {}
         self._known: dict[tuple[int, int], dict[str, Tensor]] = {}  # `Seen.known`, by layer and tokens
-        self._ranked: dict[tuple[Policy, int, int], Tensor] = {}  # scores that are those of any budget
+        self._ranked: dict[tuple[Policy, int, int], Tensor] = {}  # scores that do not depend on the budget
         kinds, settings = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
         layers = [
             self._layer(number) if kind == "full_attention" else LAYER_TYPES[kind](**more)
@@ -111,7 +111,7 @@ class CompressedCache(Cache):
             self.layers[layer_idx].seen += tokens
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last tokens, given as a negative number."""
+        """Remove the last tokens; their number is given as a negative number."""
         super().crop(tokens_to_remove)
         self._forget_scores()
         if self.mask is not None and tokens_to_remove:
@@ -121,12 +121,12 @@ class CompressedCache(Cache):
             self.ids, self.masks = [ids[:, :tokens_to_remove]], [masks[:, :tokens_to_remove]]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Give row i what row beam_idx[i] had."""
+        """Replace row i by row beam_idx[i]."""
         super().reorder_cache(beam_idx)
         self._rows(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Only keep these rows of the batch."""
+        """Keep only these rows of the batch."""
         super().batch_select_indices(indices)
         self._rows(lambda x: x[indices])
 
@@ -141,7 +141,7 @@ class CompressedCache(Cache):
         self.mask = None if self.mask is None else change(self.mask)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CompressedCache":
-        """A copy of its own, of the same model: to go on from one prompt in several ways."""
+        """An independent copy for the same model, so that one prompt can be continued in several ways."""
         memo[id(self.model)] = self.model
         made = memo[id(self)] = object.__new__(type(self))
         vars(made).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
@@ -149,7 +149,7 @@ class CompressedCache(Cache):
 
     @property
     def knows_padding(self) -> bool:
-        """Does every layer leave padding out? Those with a window, which are transformers' own, keep it."""
+        """Whether every layer leaves padding out; transformers' own layers with a window keep it."""
         return len(self.own) == len(self.layers)
 
     @property
@@ -159,12 +159,12 @@ class CompressedCache(Cache):
 
     @property
     def filled(self) -> list[KVLayer]:
-        """Those of them that keep something."""
+        """The compressed layers that keep positions."""
         return [layer for layer in self.own if layer.slabs]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of every tensor that the cache holds: codes, scales, slack, what policies remember, other layers."""
+        """Bytes of every tensor in the cache: codes, scales, slack, the memories of policies, other layers."""
         return sum(t.untyped_storage().nbytes() for t in self._tensors())
 
     @property
@@ -185,7 +185,7 @@ class CompressedCache(Cache):
 
     @property
     def is_croppable(self) -> bool:
-        """Can tokens always be taken back?"""
+        """Whether the last tokens can always be removed."""
         return self.policy is None and self.storage is None and not self._joining and super().is_croppable
 
     def reset(self) -> None:
@@ -199,8 +199,8 @@ class CompressedCache(Cache):
 
     @contextmanager
     def looking(self, listener: Callable[[KVLayer, Tensor, Tensor, Tensor], None]) -> Iterator[None]:
-        """Passes that do not change the cache; `listener` gets each layer, its queries, its new keys, and a mask of
-        real tokens."""
+        """Passes in the context do not change the cache; `listener` gets each layer, its queries, its new keys, and
+        a mask of real tokens."""
         others = [(layer, copy.deepcopy(vars(layer))) for layer in self.layers if not isinstance(layer, KVLayer)]
         self.listener = listener
         try:
@@ -256,7 +256,7 @@ class CompressedCache(Cache):
         return made
 
     def _score_copy(self, made: "CompressedCache", layer: KVLayer, other: KVLayer) -> None:
-        """Score and evict a layer of a copy by this cache's queries, once for all budgets where these have no say."""
+        """Score and evict a layer of a copy by this cache's queries; scores that fit all budgets are computed once."""
         about = (_of_any_budget(made.policy), layer.number, self.get_seq_length())
         if about not in self._ranked:
             seen = layer.seen_by(other.queries, other.asked, known=self._known_of(layer))
@@ -269,7 +269,7 @@ class CompressedCache(Cache):
         return self._known.setdefault((layer.number, self.get_seq_length()), {})
 
     def _recall(self, made: "CompressedCache") -> None:
-        """Fill the memories of a copy, from those of an earlier one if it had this policy, whatever its budget."""
+        """Fill the memories of a copy, from an earlier copy if that had this policy with any budget."""
         about = (_of_any_budget(made.policy), self.get_seq_length())
         if about not in self._recalled:
             if made.policy.runs_model:
@@ -288,7 +288,7 @@ class CompressedCache(Cache):
     # A pass.
 
     def attend_new(self, number: int, module: nn.Module, new: NewTokens) -> Tensor:
-        """Take a layer's new tokens and attend, for passes that do without transformers' modules: see
+        """Take a layer's new tokens and attend, for passes without transformers' modules: see
         `kernels.step.cache.AttendingCache`."""
         note_hidden(new.hidden)
         keys, values = self.update(new.k, new.v, number)
@@ -300,9 +300,9 @@ class CompressedCache(Cache):
         return attention(module, new.q, keys, values, mask, scaling=new.scaling, softcap=new.softcap)[0]
 
     def lend(self, number: int) -> Lent | None:
-        """What a layer keeps, for a step of decoding that puts one token of every row there and attends: see
-        `kernels.step.cache.AttendingCache`. None where a policy, a reading or an observer looks at the token in a way
-        that such steps do not know."""
+        """The kept positions of a layer, for a step of decoding that appends one token to every row and attends: see
+        `kernels.step.cache.AttendingCache`. None if a policy, a reading or an observer needs the token in a way that
+        such steps do not support."""
         layer, policy = self.layers[number], self.policy
         if self.observes or self.listener is not None or not self.by_kernel:
             return None
@@ -326,11 +326,11 @@ class CompressedCache(Cache):
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Attention [B, n, H_q, D] of a layer's new tokens with what is kept and each other; then keep them, and evict.
+        """Attention [B, n, H_q, D] of a layer's new tokens to kept and new positions; then keep them, and evict.
 
         Args:
-            q: [B, H_q, n, D]. key: the keys that `update` gave back.
-            mask: bool [B, 1, n, n] among the new tokens, or None where each sees those up to itself.
+            q: [B, H_q, n, D]. key: the keys that `update` returned.
+            mask: bool [B, 1, n, n] among the new tokens; None: each new token sees the new tokens up to itself.
         """
         k, v = layer.take_incoming(module, key)
         B, _, n, _ = k.shape
@@ -342,11 +342,11 @@ class CompressedCache(Cache):
         real = torch.ones(B, n, dtype=torch.bool, device=k.device) if mask is None else mask[:, 0].diagonal(0, 1, 2)
         about = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
         layer.about = {**about, "turn": turn_of(self.model, module)}
-        if self.listener is not None:  # a pass that only looks: nothing is kept
+        if self.listener is not None:  # a pass that only observes: nothing is kept
             self.listener(layer, q, k, real)
             return layer.attend_beside(q, k, v, mask, about)
         count = self.policy is not None and self.policy.remembers and self.policy.mass and self.policy.decoding
-        # Behind a prompt, one token at a time, or where an evaluation has stopped prompts, tokens may read sparsely.
+        # After a prompt, tokens may read sparsely: one at a time, or if an evaluation has paused the cache.
         behind = n == 1 or self.paused or self.reads_pieces
         sparse = self.reader is not None and layer.slabs and behind and (mask is None or real.all())
         attend = partial(self.reader.attend, layer) if sparse else layer.attend
@@ -355,10 +355,10 @@ class CompressedCache(Cache):
         return y
 
     def _after_attention(self, layer: KVLayer, q: Tensor, real: Tensor, mass: Tensor | None) -> None:
-        """Keep the queries that a policy scores with; let it remember, and evict, if it is time to.
+        """Keep the queries that a policy scores with; let the policy remember, and evict if that is due.
 
         Args:
-            q: [B, H_q, n, D]. real: [B, n]. mass: [B, H_kv, length], attention that was counted on the way, or None.
+            q: [B, H_q, n, D]. real: [B, n]. mass: [B, H_kv, length], attention that the kernel summed up, or None.
         """
         policy, n = self.policy, q.shape[2]
         if layer.lesser is not None and not self.paused and (n > KERNEL_TOKENS or layer.seen == n):
@@ -396,7 +396,7 @@ class CompressedCache(Cache):
     # Evicting.
 
     def _score(self, layer: KVLayer, queries: Tensor | None = None, asked: Tensor | None = None) -> None:
-        """Score and evict after a prompt, by these queries, or only by what is remembered of it."""
+        """Score and evict after a prompt, by these queries; None: only by the policy's memory of the prompt."""
         layer.since = torch.zeros_like(layer.tokens)
         if queries is None:
             kv_heads = sum(slab.starts.shape[1] for slab in layer.slabs)
@@ -407,7 +407,7 @@ class CompressedCache(Cache):
         self._evict(layer, self.policy.scores(layer.seen_by(queries, asked)), due)
 
     def _evict(self, layer: KVLayer, scores: Tensor, due: Tensor) -> None:
-        """Evict from the rows of a layer that are `due` [B], now, or in `finish`, when the scores of all are known."""
+        """Evict from the rows of a layer that are `due` [B]: now, or in `finish` if scores of all layers are needed."""
         policy = self.policy
         if policy.allocation in OF_ALL_LAYERS:
             self._scores[layer.number] = scores, due
@@ -426,11 +426,11 @@ class CompressedCache(Cache):
             self._score(layer)
 
     def replace_by(self, other: "CompressedCache", places: Tensor | None) -> None:
-        """Keep what another cache of this model keeps, and go on counting from the tokens that were seen here.
+        """Take over the positions of another cache of this model, and keep this cache's count of seen tokens.
 
         Args:
-            other: it evicts nothing and stores everything as it came; of no more use after this.
-            places: [B, kept] where its tokens were, for a cache with `traces`.
+            other: a cache without eviction and compression; it must not be used afterwards.
+            places: [B, kept], the original positions of its tokens, for a cache with `traces`.
         """
         for layer, new in zip(self.own, other.own, strict=True):
             layer.slabs, layer.queries, layer.asked, layer.evicted = new.slabs, None, None, True
@@ -439,7 +439,7 @@ class CompressedCache(Cache):
                 layer.positions = Growing(places[:, None].expand(-1, heads, -1))
 
     def finish(self) -> None:
-        """After a pass over all layers: what needs all of them."""
+        """The work after a pass that needs all layers: joining, reading the prompt again, and shared evictions."""
         policy = self.policy
         for method in () if self.paused else self._joining:
             method.join(self.filled)
@@ -459,5 +459,5 @@ class CompressedCache(Cache):
 
 
 def _of_any_budget(policy: Policy) -> Policy:
-    """The policy, the same for all budgets and allocations."""
+    """The policy with a fixed budget and allocation, as a key for results that depend on neither."""
     return replace(policy, budget=1.0, allocation="uniform")

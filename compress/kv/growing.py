@@ -8,24 +8,24 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kernels.step.cache import Lent
 
-SPARE = 8  # there is room for an eighth more, 16 positions at least, before a window moves to the front of its tensors
+SPARE = 8  # room for an eighth more, at least 16 positions, before a window moves to the front of its tensors
 
 
 class Growing:
-    """A tensor [B, H, n, ...] that is appended to along n in place; when it is full it grows by an eighth, or `least`
-    at least."""
+    """A tensor [B, H, n, ...] that is appended to along n in place; when it is full, it grows by an eighth, and by at
+    least `least`."""
 
     def __init__(self, x: Tensor, least: int = 16) -> None:
         self.buffer, self.length, self.least = x.contiguous(), x.shape[2], least
 
     @property
     def view(self) -> Tensor:
-        """[B, H, n, ...], what was appended so far."""
+        """[B, H, n, ...], all positions so far."""
         return self.buffer[:, :, : self.length]
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, with what is not used yet."""
+        """Bytes held, including unused room."""
         return self.buffer.numel() * self.buffer.element_size()
 
     def append(self, x: Tensor) -> None:
@@ -36,7 +36,7 @@ class Growing:
         self.length = end
 
     def reserve(self, count: int) -> None:
-        """Make room in the buffer for so many more."""
+        """Make room in the buffer for `count` more positions."""
         end = self.length + count
         if end > self.buffer.shape[2]:
             B, H, _, *rest = self.buffer.shape
@@ -45,7 +45,7 @@ class Growing:
             self.buffer = larger
 
     def drop_last(self, count: int) -> None:
-        """Forget the last `count` of them."""
+        """Remove the last `count` positions."""
         self.length -= count
 
     def rows(self, change) -> None:
@@ -55,17 +55,17 @@ class Growing:
 
 @dataclass
 class WindowRoom:
-    """Tensors [B, H, room, D] of which a layer's keys and values are a part, up to position `end`."""
+    """Tensors [B, H, room, D] that contain a layer's keys and values, up to position `end`."""
 
     keys: Tensor
     values: Tensor
     starts: Tensor  # [B, H] int32, zeros
     end: int
-    shown: Tensor | None = None  # the layer's keys, while they are that part
+    shown: Tensor | None = None  # the layer's keys, while they are a view of `keys`
 
 
 def lend_window(layer: DynamicSlidingWindowLayer) -> Lent | None:
-    """As `compress.kv.layer.KVLayer.lend`, of a layer that keeps the last `sliding_window - 1` positions."""
+    """`compress.kv.layer.KVLayer.lend` for a layer that keeps the last `sliding_window - 1` positions."""
     if not layer.is_initialized or layer.record_past:
         return None
     kept, room = layer.keys.shape[2], getattr(layer, "room", None)
@@ -81,7 +81,7 @@ def lend_window(layer: DynamicSlidingWindowLayer) -> Lent | None:
 
 
 def _room(keys: Tensor, values: Tensor) -> WindowRoom:
-    """With these in front."""
+    """New room, with these keys and values at its front."""
     made = []
     for x in (keys, values):
         B, H, kept, D = x.shape

@@ -25,14 +25,14 @@ KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class KVLayer(DynamicLayer):
-    """Keys and values of one layer: what was kept of them, as `storage.Slab`s.
+    """The kept keys and values of one layer, as `storage.Slab`s.
 
     `seen` counts all tokens, as transformers does, with padding; `tokens` [B] counts the tokens of each row without
     padding. The cache decides which positions are evicted and when; a layer does not know its cache or its policy.
 
     Args:
-        number: of the layer in the model.
-        precision: in which kept positions are stored after the eviction.
+        number: the number of the layer in the model.
+        precision: the precision of kept positions after the eviction.
         lesser: precision of the positions that `divide` chooses; None: there are none.
         evicts: there will be an eviction after the prompt; until then positions are kept without compression.
         remembers: keep a number for every position, `memory`, for a policy to fill, in this dtype after an eviction.
@@ -57,29 +57,29 @@ class KVLayer(DynamicLayer):
     def reset(self) -> None:
         """Forget all tokens."""
         self.slabs: list[Slab | DividedSlab] = []
-        self.seen, self.fresh = 0, 0  # fresh: how many of the last tokens no eviction has looked at
-        self.evicted = False  # has any position gone?
+        self.seen, self.fresh = 0, 0  # fresh: number of tokens since the last `evict`
+        self.evicted = False  # whether any position was evicted
         self._tokens: Tensor | None = None
         self._since: Tensor | None = None
-        self._lent = 0  # tokens of every row that `lend` has counted, and the two do not yet
-        self.memory: Growing | None = None  # [B, H, length], what a policy remembers of each position
-        self.positions: Growing | None = None  # [B, H, length], where each position was
+        self._lent = 0  # tokens of every row that `lend` has counted, but not yet these two
+        self.memory: Growing | None = None  # [B, H, length], a policy's number for each position
+        self.positions: Growing | None = None  # [B, H, length], original positions
         self.queries: Tensor | None = None  # [B, H_q, n, D] the last ones
         self.asked: Tensor | None = None
-        self.carried: Tensor | None = None  # [B, H], what a policy that merges hands from eviction to eviction
-        self.hidden: Tensor | None = None  # [B, n, hidden], of the queries' tokens, where a cache observes
+        self.carried: Tensor | None = None  # [B, H], numbers that a merging policy keeps between evictions
+        self.hidden: Tensor | None = None  # [B, n, hidden], inputs of the queries' tokens, if a cache observes
         self.about: dict[str, Any] = {}  # scaling, softcap, turn of the last attention
         self.incoming: tuple[Tensor, Tensor] | None = None
         self.is_initialized = False
 
-    # What transformers asks of a cache layer.
+    # The interface of a cache layer of transformers.
 
     def get_seq_length(self) -> int:
         """Tokens seen, kept or not: the next token's position."""
         return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The mask that transformers makes is about the new tokens alone: what was kept lies before all of them."""
+        """Sizes of transformers' mask, which covers only the new tokens: kept positions lie before all of them."""
         return query_length, self.seen
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -95,10 +95,10 @@ class KVLayer(DynamicLayer):
         return key_states, value_states
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last tokens, given as a negative number.
+        """Remove the last tokens; their number is given as a negative number.
 
         Raises:
-            ValueError: an eviction has looked at them already, or they are stored as codes.
+            ValueError: an eviction has already scored them, or they are stored as codes.
         """
         count = abs(tokens_to_remove)
         if count == 0 or not self.slabs:
@@ -122,15 +122,15 @@ class KVLayer(DynamicLayer):
             self.hidden = self.hidden[:, :-count]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Give row i what row beam_idx[i] had."""
+        """Replace row i by row beam_idx[i]."""
         self._rows(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Only keep these rows of the batch."""
+        """Keep only these rows of the batch."""
         self._rows(lambda x: x[indices])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row of the batch `repeats` times."""
+        """Repeat every row of the batch `repeats` times."""
         self._rows(lambda x: x.repeat_interleave(repeats, 0))
 
     def _rows(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -142,7 +142,7 @@ class KVLayer(DynamicLayer):
             if getattr(self, name) is not None:
                 setattr(self, name, change(getattr(self, name)))
 
-    # What is kept.
+    # The kept positions.
 
     @property
     def lengths(self) -> Tensor:
@@ -169,7 +169,7 @@ class KVLayer(DynamicLayer):
         return [*buffers, *more, *(x for x in single if x is not None)]
 
     def kept_positions(self) -> list[list[Tensor]]:
-        """By row and head, where the tokens that are kept were, counted over the row's real tokens; needs
+        """By row and head, the original positions of the kept tokens, counted over the row's real tokens; needs
         `traces`."""
         return [
             [row[valid] for row, valid in zip(rows, valids, strict=True)]
@@ -179,10 +179,10 @@ class KVLayer(DynamicLayer):
     # A pass.
 
     def take_incoming(self, module: nn.Module, key: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values of the pass under way, once.
+        """Return the keys and values of the current pass, once.
 
         Raises:
-            ValueError: the attention module was handed other keys than those that `update` gave back.
+            ValueError: the attention module was given other keys than those that `update` returned.
         """
         k, v = self.incoming
         self.incoming = None
@@ -193,11 +193,11 @@ class KVLayer(DynamicLayer):
         return k, v
 
     def attend_beside(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, about: dict[str, Any]) -> Tensor:
-        """Attention of the new tokens with what is kept and with each other, [B, n, H_q, D]; nothing changes.
+        """Attention of the new tokens to kept and new positions, [B, n, H_q, D]; the layer does not change.
 
         Args:
             q: [B, H_q, n, D]. k, v: [B, H_kv, n, D].
-            mask: bool [B, 1, n, n] among the new tokens, or None where each sees those up to itself.
+            mask: bool [B, 1, n, n] among the new tokens; None: each new token sees the new tokens up to itself.
             about: scaling, softcap and sinks of the attention.
         """
         if not self.slabs:
@@ -218,12 +218,12 @@ class KVLayer(DynamicLayer):
         by_kernel: bool,
         count: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention as of `attend_beside`, and then keep the new tokens.
+        """Attend as `attend_beside` does, and then keep the new tokens.
 
         Args:
             real: bool [B, n], False for padding.
-            by_kernel: decode with the kernel, where it can.
-            count: sum up the attention that each position gets, where the kernel does it on the way.
+            by_kernel: decode with the kernel, if it supports this attention.
+            count: also sum up the attention that each position gets, if the kernel can do so.
 
         Returns:
             y [B, n, H_q, D], and the attention that each position got, [B, H_kv, length], or None.
@@ -233,14 +233,14 @@ class KVLayer(DynamicLayer):
             y = self.attend_beside(q, k, v, mask, about)
             self.keep(k, v, real, whole)
             return y, None
-        self.keep(k, v, real, whole)  # decoding: new tokens may be codes before they are read
+        self.keep(k, v, real, whole)  # decoding: new tokens may become codes before they are read
         if by_kernel and self.kernel_takes(q, about):
             return self.decode(q, about["scaling"], about["softcap"], count)
         k, v, starts = joined(self.slabs)
         return attend(q, k, v, visible_positions(starts, k.shape[2] - n, mask, n), **about), None
 
     def kernel_takes(self, q: Tensor, about: dict[str, Any]) -> bool:
-        """Does the decode kernel know this attention?"""
+        """Whether the decode kernel supports this attention."""
         return about["sinks"] is None and q.dtype in KERNEL_DTYPES
 
     def split(self, q: Tensor) -> tuple[Tensor, ...]:
@@ -256,9 +256,9 @@ class KVLayer(DynamicLayer):
         count: bool,
         lists: Sequence[Listed | Ranked] = (),
     ) -> tuple[Tensor, Tensor | None]:
-        """The kernel, once a slab: y [B, n, H_q, D], and the attention that each position got, [B, H_kv, length].
+        """Run the kernel for each slab: y [B, n, H_q, D], and each position's attention, [B, H_kv, length].
 
-        lists: by slab, the positions that are read; without them all are.
+        lists: by slab, the positions that are read; empty: all.
         """
         if len(self.slabs) > 1 and not count and not lists:
             return self._decode_apart(q, scaling, softcap).transpose(1, 2).contiguous(), None
@@ -273,7 +273,7 @@ class KVLayer(DynamicLayer):
         return y.transpose(1, 2).contiguous(), torch.cat(masses, 1) if count else None
 
     def _decode_apart(self, q: Tensor, scaling: float, softcap: float | None) -> Tensor:
-        """The kernel, once for all slabs: [B, H_q, n, D]."""
+        """Run the kernel once for all slabs: [B, H_q, n, D]."""
         caches, starts = [slab.kv() for slab in self.slabs], [slab.starts for slab in self.slabs]
         if all(slab.as_they_came for slab in self.slabs):
             return kv_decode_apart(q, caches, starts, scale=scaling, softcap=softcap)
@@ -282,7 +282,7 @@ class KVLayer(DynamicLayer):
         return torch.cat([slab.lifted(of) for slab, of in zip(self.slabs, self.split(y), strict=True)], 1)
 
     def keep(self, k: Tensor, v: Tensor, real: Tensor, whole: bool) -> None:
-        """Append k, v [B, H_kv, n, D]; padding, where real [B, n] is False, is not kept. whole: there is none."""
+        """Append k, v [B, H_kv, n, D] without padding (real [B, n] is False there). whole: there is no padding."""
         B, H, n, _ = k.shape
         new = real[:, None].expand(B, H, n)
         self._count(real.sum(1) if self.tokens is None or not whole else n)
@@ -290,7 +290,7 @@ class KVLayer(DynamicLayer):
         if self.traces or self.positions is not None:
             place = (self.tokens[:, None] - real.flip(1).cumsum(1).flip(1)).to(torch.int32)[:, None].expand(B, H, n)
         if not self.slabs:
-            # Codes are made of what the eviction leaves, or when it is known what is stored in which bits.
+            # Codes are made after the eviction, or as soon as the precision of each position is known.
             self.slabs = slabs_of(k, v, new, EXACT if self.evicts or self.lesser else self.precision)
             self._start_traces(place, new)
         else:
@@ -300,12 +300,12 @@ class KVLayer(DynamicLayer):
             if self.positions is not None:
                 self.positions.append(place)
         self.seen, self.fresh = self.seen + n, self.fresh + n
-        if not whole and self.length > n:  # padding between tokens: out with it
+        if not whole and self.length > n:  # remove padding between tokens
             self.keep_only(torch.cat([self.valid[..., :-n], new], -1))
 
     def lend(self) -> Lent | None:
-        """The kept positions, for a step of decoding that appends a token to every row itself; this token counts as
-        kept. None if the step would have to do more than that."""
+        """The kept positions, for a step of decoding that itself appends a token to every row; this token is counted
+        as kept. None if the step would have to do more than append."""
         if not self.slabs or self.divided or self.traces or (given := lend_slabs(self.slabs)) is None:
             return None
         self._lent += 1
@@ -314,7 +314,7 @@ class KVLayer(DynamicLayer):
         return given
 
     def _count(self, tokens: int | Tensor) -> None:
-        """So many more of each row, [B] or for all."""
+        """Count this number of further tokens in each row, [B] or one number for all."""
         if self._tokens is None:
             self._tokens, self._since = tokens, tokens.clone()
         else:
@@ -373,13 +373,13 @@ class KVLayer(DynamicLayer):
         hidden: Tensor | None = None,
         known: dict[str, Tensor] | None = None,
     ) -> Seen:
-        """What a policy scores with: the cache as it is, and the queries of the last tokens; no keys where `mass` says
-        it all; `known` of `Seen`."""
+        """The data for a policy's scores: the present cache and the queries of the last tokens; without keys if `mass`
+        is given; `known` as in `Seen`."""
         k, v, _ = joined(self.slabs) if mass is None else (queries[:, :, :0], queries[:, :, :0], None)
         place = self.tokens[:, None] - asked.flip(1).cumsum(1).flip(1)
         memory, places = (None if one is None else one.view for one in (self.memory, self.positions))
         if not self.evicted and not self.divided:
-            places = None  # all tokens are there in their order, so that the last of them are the queries' own
+            places = None  # all tokens are kept in their order; the last ones are the queries' own
         return Seen(
             k,
             v,
@@ -398,7 +398,7 @@ class KVLayer(DynamicLayer):
         )
 
     def keep_only(self, keep: Tensor, merge: Callable[[Evicting], Evicting] | None = None) -> None:
-        """Keep these positions, bool [B, H_kv, length], and give the rest back, merged into them before."""
+        """Keep these positions, bool [B, H_kv, length], and free the others, which `merge` merges into them before."""
         k, v, _ = joined(self.slabs)
         if merge is not None:
             k, v, _, _, self.carried = merge(Evicting(k, v, keep, self.valid, self.carried))
@@ -411,11 +411,11 @@ class KVLayer(DynamicLayer):
 
     @property
     def divided(self) -> bool:
-        """Are positions stored in two precisions?"""
+        """Whether positions are stored in two precisions."""
         return bool(self.slabs) and isinstance(self.slabs[0], DividedSlab)
 
     def divide(self, important: Tensor) -> None:
-        """Store the positions that are not important, bool [B, H_kv, length], in the lesser precision, for good."""
+        """Store positions that are not important, bool [B, H_kv, length], permanently in the lesser precision."""
         k, v, _ = joined(self.slabs)
         part = torch.where(important, 2, 1).to(torch.uint8).masked_fill(~self.valid, 0)
         if self.divided:
@@ -424,7 +424,7 @@ class KVLayer(DynamicLayer):
         self._follow(part)
 
     def _follow(self, keep: Tensor) -> None:
-        """Bring what goes with positions into the order in which slabs were packed by this, [B, H_kv, length]."""
+        """Reorder `memory` and `positions` like the slabs, which were packed by keep, [B, H_kv, length]."""
         index, _ = right_packed(keep, self.length)
         if self.memory is not None:
             self.memory = Growing(taken(self.memory.view, index).to(self.remembers))
@@ -432,7 +432,7 @@ class KVLayer(DynamicLayer):
             self.positions = Growing(taken(self.positions.view, index))
 
     def evict(self, scores: Tensor, counts: Tensor, merge: Callable[[Evicting], Evicting] | None = None) -> None:
-        """Keep the `counts` [B, H_kv] highest scores [B, H_kv, length] of every row; `merge`: a policy's, or None."""
+        """Keep the `counts` [B, H_kv] highest scores [B, H_kv, length] of every row; `merge`: of a policy, or None."""
         valid = self.valid
         if bool((counts < valid.sum(-1)).any()) or self.slabs[0].precision != self.precision:
             self.keep_only(kept(scores, valid, counts), merge)
@@ -449,8 +449,9 @@ def packed(queries: Tensor, asked: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def visible_positions(starts: Tensor, kept: int, mask: Tensor | None, n: int) -> Tensor:
-    """bool [B, H_kv or 1, n, kept + n]: what was kept of a row, and the new tokens up to each; one for all heads where
-    they are seen to keep as many, which on devices other than a CPU nobody waits to see."""
+    """bool [B, H_kv or 1, n, kept + n]: the kept positions of a row, and the new tokens up to each new token. One mask
+    serves all heads if they keep the same number, which is tested on CPUs alone: other devices would have to be waited
+    for."""
     device = starts.device
     if device.type == "cpu" and bool((starts == starts[:, :1]).all()):
         starts = starts[:, :1]

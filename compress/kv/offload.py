@@ -1,4 +1,4 @@
-"""The part of a cache outside the memory that attention reads: it is written once, and fetched row by row."""
+"""The part of a cache outside the memory that attention reads; it is written once, and fetched row by row."""
 
 import copy
 import mmap
@@ -20,7 +20,7 @@ class Offloaded:
     """
 
     def __init__(self, x: Tensor, folder: str = "", fetched: int = 0) -> None:
-        """x: the rows. folder: where the file lies, which has no name and goes with the last copy; empty: main memory.
+        """x: the rows. folder: of the file, which has no name and is freed with the last copy; empty: main memory.
 
         Raises:
             OSError: the folder has no room.
@@ -38,20 +38,20 @@ class Offloaded:
         return self.rows.nbytes
 
     def fetch(self, numbers: Tensor) -> Tensor:
-        """Rows [n, C] of these numbers [n], on the device that the rows came from."""
+        """Rows [n, C] with these numbers [n], on the original device of the rows."""
         found = self.rows.index_select(0, numbers.to("cpu"))
         self.fetched += found.nbytes
         return found.to(self.device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Offloaded":
-        """The same rows, which nothing changes, with a count of its own."""
+        """The same rows, which never change, with a separate count of fetched bytes."""
         return copy.copy(self)
 
 
 def _mapped(x: Tensor, folder: str) -> Tensor:
     """A copy of x [N, C] in a file of a folder."""
     with tempfile.TemporaryFile(dir=folder) as file:
-        file.write(memoryview(x.view(torch.uint8).numpy()))  # not through the map, where a full disk ends the process
+        file.write(memoryview(x.view(torch.uint8).numpy()))  # not through the map: a full disk would end the process
         file.flush()
         room = mmap.mmap(file.fileno(), x.nbytes)
     return torch.frombuffer(room, dtype=x.dtype).view(x.shape)
@@ -71,12 +71,12 @@ def check_folder(name: str, folder: str) -> None:
 
 
 class Tiers(NamedTuple):
-    """Where a cache lies, in bytes.
+    """The bytes of a cache in each place.
 
     Attributes:
-        near: in the memory that attention reads.
-        far: outside of it, `Offloaded`.
-        fetched: bytes that came from there so far.
+        near: bytes in the memory that attention reads.
+        far: bytes outside of this memory, in `Offloaded`.
+        fetched: bytes that were fetched from outside so far.
     """
 
     near: int
@@ -85,7 +85,7 @@ class Tiers(NamedTuple):
 
 
 def tiers(cache: CompressedCache) -> Tiers:
-    """Where the bytes of a cache lie (`CompressedCache.nbytes` counts both places), and how many were moved."""
+    """The bytes of a cache by place (`CompressedCache.nbytes` counts both), and the number that was fetched."""
     parts = [getattr(slab, "values", None) for layer in cache.filled for slab in layer.slabs]
     parts = [part for part in parts if isinstance(part, Offloaded)]
     far = sum(part.nbytes for part in parts)

@@ -1,4 +1,4 @@
-"""Policies of the KV cache: a rule that scores cached positions, a budget, and how the budget is shared out.
+"""Policies of the KV cache: a rule that scores cached positions, a budget, and a division of the budget.
 
 This module also defines storages and projections; `compress.kv.reading` defines rules for sparse reading. Methods that
 need a whole prompt or several layers at once change the layers' slabs in `join`: projections onto a basis that layers
@@ -29,8 +29,8 @@ class Evicting(NamedTuple):
 
     Attributes:
         keys, values: [B, H_kv, T, D], rotated.
-        keep, valid: bool [B, H_kv, T]: what stays; False for what is no token of that row.
-        carried: [B, H_kv] float32 that a policy hands from one eviction of a layer to the next; None at the first.
+        keep, valid: bool [B, H_kv, T]: the positions that stay; the positions that are tokens of that row.
+        carried: [B, H_kv] float32, kept by a policy from one eviction of a layer to the next; None at the first.
     """
 
     keys: Tensor
@@ -48,13 +48,13 @@ class CacheMethod(Method):
     """
 
     stage: ClassVar[str] = "cache"
-    # Of the four that a cache has: which positions stay (policy), in which of their channels (projecting), how these
-    # are stored (storage), and which positions a query reads (reading).
+    # One of the four slots of a cache: the positions that stay (policy), the channels that are kept of them
+    # (projecting), their form of storage (storage), and the positions that a query reads (reading).
     slot: ClassVar[str]
-    joins: ClassVar[bool] = False  # does `join` change what layers keep, after a prompt?
+    joins: ClassVar[bool] = False  # whether `join` changes the layers' slabs after a prompt
 
     def join(self, layers: Sequence[DynamicLayer]) -> None:
-        """For methods with `joins`, after every pass: change the slabs of all layers that keep something, which are
+        """For methods with `joins`, after every pass: change the slabs of all layers that keep positions, which are
         `compress.kv.layer.KVLayer`s."""
         raise NotImplementedError
 
@@ -82,25 +82,25 @@ def check_budget(method: CacheMethod) -> None:
 
 
 def tokens_of(budget: float | int, tokens: Tensor) -> Tensor:
-    """How many of so many tokens [...] a budget speaks of, 1 at least; a number of tokens may exceed what there is."""
+    """The number of `tokens` [...] that a budget allows, at least 1; a budget in tokens may exceed `tokens`."""
     if _counts(budget):
         return torch.full_like(tokens, int(budget))
     return (tokens * budget).round().long().clamp(min=1)
 
 
 def _counts(budget: float | int) -> bool:
-    """Is it a number of tokens? 1.0 is all of them, and 1 is one; command lines may write 256 as 256.0."""
+    """Whether a budget is a number of tokens: 1.0 is all tokens, 1 is one; command lines may write 256 as 256.0."""
     return type(budget) is int or 1 < budget < math.inf
 
 
 def cache_method(name: str, knobs: dict[str, Any]) -> CacheMethod:
-    """A method of the cache by its name, one that a user wrote too.
+    """A method of the cache by its name; methods that users wrote are found, too.
 
     Raises:
         ValueError: there is no such method, or it does not have these knobs.
     """
     classes: dict[str, type[CacheMethod]] = {}
-    for kind in _kinds(CacheMethod):  # a class that derives from a method and keeps its name does not stand for it
+    for kind in _kinds(CacheMethod):  # a subclass that inherits the name of a method is not that method
         if hasattr(kind, "name"):
             classes.setdefault(kind.name, kind)
     if name not in classes:
@@ -160,12 +160,12 @@ class Projecting(CacheMethod):
         return self
 
     def projection(self, layer: int) -> Projection | None:
-        """Of the layer of this number; None for one that keeps no keys."""
+        """The projection of the layer with this number; None for a layer that keeps no keys."""
         raise NotImplementedError
 
 
 def precisions_of(layer: int, storage: Storage | None, projecting: Projecting | None) -> dict[str, Precision | None]:
-    """How a layer holds what stays for good: `precision`, and `lesser` of lesser positions, or None."""
+    """The final precisions of a layer's kept positions: `precision`, and `lesser` of lesser positions, or None."""
     both = {"precision": Precision(), "lesser": None}
     if storage is not None:
         both = {"precision": storage.precision, "lesser": storage.lesser}
@@ -194,17 +194,17 @@ class Policy(CacheMethod):
     decoding: bool = knob(False, "evict while text is generated too, every eighth of the budget (8 tokens at least)")
 
     slot: ClassVar[str] = "policy"
-    reference: ClassVar[bool] = False  # is it what any other policy must beat?
-    window: ClassVar[int] = 0  # how many queries `scores` reads while text is generated, or `read_again`; 0: none
-    remembers: ClassVar[bool] = False  # is there something to remember of each position from pass to pass?
-    memory_dtype: ClassVar[torch.dtype] = torch.float32  # in which that is held once an eviction has looked at it
-    runs_model: ClassVar[bool] = False  # does scoring take passes of the whole model?
-    replaces: ClassVar[bool] = False  # does `read_again` put a shorter prompt in the place of the one that was read?
-    reads_hidden: ClassVar[bool] = False  # does `remember` read `seen.hidden`?
-    at_every_pass: ClassVar[bool] = False  # is `remember` asked of every new token, also where nothing is evicted?
-    mass: ClassVar[bool] = False  # are scores attention, finite ones not negative, that can be summed up?
-    budget_free: ClassVar[bool] = False  # are `scores` the same for every budget and allocation?
-    merges: ClassVar[bool] = False  # does `merge` change what stays?
+    reference: ClassVar[bool] = False  # whether it is a baseline that other policies must beat
+    window: ClassVar[int] = 0  # number of queries that `scores` (while text is generated) or `read_again` reads
+    remembers: ClassVar[bool] = False  # whether the policy keeps a number for each position
+    memory_dtype: ClassVar[torch.dtype] = torch.float32  # of these numbers after an eviction
+    runs_model: ClassVar[bool] = False  # whether scoring needs passes of the whole model
+    replaces: ClassVar[bool] = False  # whether `read_again` replaces the prompt by a shorter one
+    reads_hidden: ClassVar[bool] = False  # whether `remember` reads `seen.hidden`
+    at_every_pass: ClassVar[bool] = False  # whether `remember` is called for every new token, also if none is evicted
+    mass: ClassVar[bool] = False  # whether scores are sums of attention: finite scores are not negative
+    budget_free: ClassVar[bool] = False  # whether `scores` are the same for every budget and allocation
+    merges: ClassVar[bool] = False  # whether `merge` changes the kept positions
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -221,7 +221,7 @@ class Policy(CacheMethod):
             )
 
     def scores(self, seen: Seen) -> Tensor:
-        """How much each position matters.
+        """The importance of each position.
 
         Returns:
             [B, H_kv, T] float32, finite or inf; the highest stay, inf before all others. Allocations
@@ -252,7 +252,7 @@ class Policy(CacheMethod):
         raise NotImplementedError
 
     def target(self, tokens: Tensor) -> Tensor:
-        """How many positions of a row stay, given the number of `tokens` [B] that it has seen."""
+        """The number of positions of a row that stay, given the number of `tokens` [B] that it has seen."""
         return tokens_of(self.budget, tokens)
 
     def within(self, before: Sequence[Method], after: Sequence[Method]) -> Method:

@@ -1,4 +1,4 @@
-"""The form in which keys and values are stored: their bits, and whether they are rotated, scaled or projected."""
+"""The form in which keys and values are stored: their bits, rotation, scaling and projection."""
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ from torch import Tensor
 from compress.kv.growing import Growing
 from kernels.hadamard import hadamard, widest_block
 
-MOST = 8  # a channel is scaled to 2 ** -MOST at most
+MOST = 8  # a channel is scaled by a factor of at least 2 ** -MOST
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +25,7 @@ class Projection:
     _like: dict[tuple[torch.dtype, torch.device], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
 
     def of(self, heads: slice, like: Tensor) -> "Projection":
-        """That of some heads, in the dtype and on the device of a tensor, made once for all caches."""
+        """The projection of some heads, in the dtype and on the device of a tensor, made once for all caches."""
         key = (like.dtype, like.device)
         if key not in self._like:
             self._like[key] = self.keys.to(like), self.values.to(like)
@@ -36,12 +36,12 @@ class Projection:
 
 
 class Precision(NamedTuple):
-    """How keys and values are kept: codes of 8, 4 or 2 bits for groups of positions, those of values of `value_bits`
-    where these are not 0, `residual` positions at least in the dtype in which they came; with `rotates`, keys as
-    `turned` gives them, codes or not, and with `rotates_values` values alike; `by_token`: keys with one scale a
-    position, around 0 if `symmetric`; `scaled`: how many channels of a head are scaled before keys become
-    codes; `projection`: of this layer, which comes before all else; `float8`: the 8 bits are e4m3, times `scale` or,
-    where that is None, times one for each group."""
+    """The form in which keys and values are kept: codes of 8, 4 or 2 bits for groups of positions, of `value_bits` for
+    values unless this is 0, and at least `residual` positions in their original dtype. `rotates`: keys, codes or not,
+    are rotated by `turned`; `rotates_values`: values, too. `by_token`: keys have one scale a position, around 0 if
+    `symmetric`. `scaled`: the number of channels of a head that are scaled before keys become codes. `projection`: of
+    this layer, applied first. `float8`: the 8 bits are e4m3, times `scale` or, if that is None, times a scale for each
+    group."""
 
     bits: int = 16
     group: int = 64
@@ -57,7 +57,7 @@ class Precision(NamedTuple):
     rotates_values: bool = False
 
     def turned(self, x: Tensor) -> Tensor:
-        """Keys or queries [..., D], as keys are kept, or back from that: x, or with `rotates` x H.
+        """Keys or queries [..., D] in the form of kept keys, or back from that form: x, or with `rotates` x H.
 
         H is the normalised Hadamard rotation of D channels, or of the widest divisor of D that has a matrix, block by
         block. It is its own inverse, and q H · k H = q · k.
@@ -65,7 +65,7 @@ class Precision(NamedTuple):
         return _rotated(x) if self.rotates else x
 
     def values_turned(self, v: Tensor) -> Tensor:
-        """Values [..., D], or sums of them, as values are kept, or back from that: Σ p (v H) = (Σ p v) H."""
+        """Values [..., D] or their sums in the form of kept values, or back from it: Σ p (v H) = (Σ p v) H."""
         return _rotated(v) if self.rotates_values else v
 
 
@@ -74,12 +74,12 @@ def _rotated(x: Tensor) -> Tensor:
 
 
 class Held:
-    """How a cache holds keys and values: projected, then keys turned by its precision, and some channels of them times
-    factors that queries are divided by.
+    """The form in which a cache holds keys and values: both projected; keys then turned by its precision, and some of
+    their channels multiplied by factors by which queries are divided.
 
     Attributes:
-        factors: [B, H, 1, D], powers of two, so that nothing but codes is rounded; None: nothing is scaled.
-        projection: of the heads that are held; None: all channels are.
+        factors: [B, H, 1, D], powers of two, so that scaling rounds nothing; None: nothing is scaled.
+        projection: of the heads that are held; None: all channels are held.
     """
 
     precision: Precision
@@ -88,28 +88,28 @@ class Held:
 
     @property
     def as_they_came(self) -> bool:
-        """Are keys and values held in their own channels, and unturned? Then queries meet them as they are."""
+        """Whether keys and values are held in their original form, so that queries need no change."""
         turned = self.precision.rotates or self.precision.rotates_values
         return self.projection is None and self.factors is None and not turned
 
     @property
     def read_by_steps(self) -> bool:
-        """Do steps of decoding read this, and turn keys and values as it does?"""
+        """Whether steps of decoding support this form of keys and values."""
         held = self.precision
         return self.projection is None and self.factors is None and not (held.scaled or held.by_token or held.float8)
 
     def inwards(self, k: Tensor) -> Tensor:
-        """Keys [B, H, n, D] as they are held."""
+        """Keys [B, H, n, D] in the held form."""
         k = self.precision.turned(k if self.projection is None else k @ self.projection.keys)
         return k if self.factors is None else k * self.factors.view.to(k.dtype)
 
     def outwards(self, k: Tensor) -> Tensor:
-        """Held keys [B, H, n, R] as they came, but for what a projection has lost."""
+        """Held keys [B, H, n, R] in their original form, except for the loss of a projection."""
         k = self.precision.turned(k if self.factors is None else k / self.factors.view.to(k.dtype))
         return k if self.projection is None else k @ self.projection.keys.mT
 
     def queries(self, q: Tensor) -> Tensor:
-        """Queries [B, H_q, n, D] as held keys meet them: q · (k U Uᵀ) = (q U) · (k U)."""
+        """Queries [B, H_q, n, D] in the form for held keys: q · (k U Uᵀ) = (q U) · (k U)."""
         if self.projection is not None:
             keys = self.projection.keys
             q = q @ keys.repeat_interleave(q.shape[1] // len(keys), 0)
@@ -120,7 +120,7 @@ class Held:
         return q / factors.repeat_interleave(q.shape[1] // factors.shape[1], 1)
 
     def values_inwards(self, v: Tensor) -> Tensor:
-        """Values [B, H, n, D] as they are held."""
+        """Values [B, H, n, D] in the held form."""
         return self.precision.values_turned(v if self.projection is None else v @ self.projection.values)
 
     def lifted(self, y: Tensor) -> Tensor:
@@ -133,14 +133,13 @@ class Held:
 
 
 def outlier_factors(k: Tensor, starts: Tensor, count: int) -> Tensor:
-    """By what channels of keys are multiplied so that none is much larger than the others.
+    """The factors by which channels of keys are multiplied so that no channel is much larger than the others.
 
     The `count` largest channels of a head get the power of two, at most 1, that brings their largest magnitude nearest
-    to that of the largest channel behind them, and no further: they are the channels that scores depend on most. The
-    others get 1.
+    to that of the largest other channel, and no further: scores depend most on these channels. The others get 1.
 
     Args:
-        k: [B, H, n, D]; what lies before a row's start [B, H] is not looked at.
+        k: [B, H, n, D]; positions before a row's start [B, H] are ignored.
 
     Returns:
         [B, H, 1, D], float32.

@@ -9,15 +9,15 @@ from torch import Tensor, nn
 
 
 def rotary_of(model: nn.Module) -> nn.Module | None:
-    """The module that makes a model's rotary embeddings, None if it has none."""
+    """The module that computes a model's rotary embeddings; None if it has none."""
     return next((m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding")), None)
 
 
 def turn_of(model: nn.Module, attention: nn.Module) -> Callable[[Tensor, Tensor, bool], Tensor]:
-    """How an attention module rotates queries and keys.
+    """The function by which an attention module rotates queries and keys.
 
     Returns:
-        (x [B, H, n, D], positions [B, n], back) -> x rotated to these positions, or back from them; x itself where the
+        (x [B, H, n, D], positions [B, n], back) -> x rotated to these positions, or back from them; x itself if the
         model has no rotary embeddings.
     """
 
@@ -31,14 +31,14 @@ def turn_of(model: nn.Module, attention: nn.Module) -> Callable[[Tensor, Tensor,
             kind["layer_type"] = attention.config.layer_types[attention.layer_idx]
         before = dict(vars(rotary)), dict(rotary._buffers)
         cos, sin = rotary(x, positions, **kind)
-        vars(rotary).update(before[0])  # some grow their frequencies with the positions that they see
+        vars(rotary).update(before[0])  # some modules change their frequencies with the largest position
         rotary._buffers.update(before[1])
-        if back:  # the inverse: the other way round, and any scale of theirs undone
+        if back:  # the inverse: the opposite rotation, and without the scale
             scale = cos.square() + sin.square()
             cos, sin = cos / scale, -sin / scale
         try:
             return rotate(x, x, cos, sin)[0]
-        except RuntimeError:  # only the first channels are rotated, and the module cuts them out itself
+        except RuntimeError:  # only the first channels are rotated, and the module selects them itself
             width = cos.shape[-1]
             return torch.cat([rotate(x[..., :width], x[..., :width], cos, sin)[0], x[..., width:]], -1)
 

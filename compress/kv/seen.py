@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 ROWS = 256  # queries whose attention is computed at a time
-ON_CPU = 1 << 19, 16  # there so many numbers, which stay in its caches, and as many queries at least
+ON_CPU = 1 << 19, 16  # on CPUs: numbers at a time, which fit its caches, and the least number of queries
 
 
 @dataclass
@@ -16,23 +16,23 @@ class Seen:
     queries.
 
     Attributes:
-        keys, values: [B, H_kv, T, D], as attention reads them (keys are rotated); empty where there is `mass`.
-        valid: [B, H_kv, T]: False for what is no token of that row.
+        keys, values: [B, H_kv, T, D], as attention reads them (keys are rotated); empty if there is `mass`.
+        valid: [B, H_kv, T]: False for positions that are no token of that row.
         queries: [B, H_q, n, D] of the last n tokens, n <= T, rotated.
         asked: [B, n]: False for queries that are padding.
         tokens: [B]: real tokens seen so far, kept or not.
-        memory: [B, H_kv, T] float32: what `Policy.remember` said of each position, 0 for new ones; None where it says
-            nothing.
-        mass: [B, H_kv, T] float32: attention summed over the queries and query heads where a kernel has counted it
+        memory: [B, H_kv, T] float32: the result of `Policy.remember` for each position, 0 for new ones; None for
+            policies without memory.
+        mass: [B, H_kv, T] float32: attention summed over the queries and query heads, if a kernel has summed it up
             already.
-        scaling, softcap, sinks: of the attention; sinks [H_q] are scores of something without a value.
+        scaling, softcap, sinks: of the attention; sinks [H_q] are scores of an extra position without a value.
         positions: [B, n]: positions of the queries, counted over real tokens.
         layer: this layer's number.
-        hidden: [B, n, hidden]: inputs of the attention module for the queries' tokens; None where no policy reads them.
-        places: [B, H_kv, T]: positions of what is kept, where queries are of earlier passes too; None: the last n are
-            their own.
+        hidden: [B, n, hidden]: inputs of the attention module for the queries' tokens; None if no policy reads them.
+        places: [B, H_kv, T]: original positions, if some queries are of earlier passes; None: the last n positions are
+            the queries' own.
         turn: (x [B, H, n, D], positions [B, n], back: bool) -> x rotated to these positions, or back from them.
-        known: sums over queries that were computed already, by name; policies that look at the same tokens share them.
+        known: sums over queries that were computed already, by name; policies that score the same tokens share them.
     """
 
     keys: Tensor
@@ -87,11 +87,11 @@ class Seen:
 
     @property
     def _causal(self) -> bool:
-        """Do queries see all positions up to their own?"""
+        """Whether queries see all positions up to their own."""
         return self.places is None and _all(self.valid)
 
     def visible(self, last: int) -> Tensor:
-        """bool [B, H_kv, 1, last, T]: does each of the last queries see a position?"""
+        """bool [B, H_kv, 1, last, T]: whether each of the last queries sees a position."""
         if self.places is None:
             at = torch.arange(self.keys.shape[2], device=self.keys.device)
             seen = at <= at[len(at) - last :, None]  # [last, T]
@@ -100,7 +100,7 @@ class Seen:
         return seen & self.valid[:, :, None, None]
 
     def probes(self, last: int) -> Tensor:
-        """How many of the last queries that are no padding see a position, [B, H_kv, T]."""
+        """The number of the last queries, without padding, that see a position, [B, H_kv, T]."""
         n = min(last, self.queries.shape[2])
         return (self.visible(n) & self.asked[:, None, None, -n:, None]).sum((2, 3))
 
@@ -116,8 +116,8 @@ class Seen:
         return self.known["summed"]
 
     def largest_attention(self, first: int | None = None) -> Tensor:
-        """The most attention that each position, or each of the first ones, got from any query and head that shares its
-        kv head, [B, H_kv, T]."""
+        """The largest attention that each position, or each of the `first` ones, got from any query and any head that
+        shares its kv head, [B, H_kv, T]."""
         return self._over_queries(lambda before, piece: torch.maximum(before, piece._largest(before.shape[2])), first)
 
     def _largest(self, first: int) -> Tensor:
@@ -125,10 +125,10 @@ class Seen:
         return self.attention(self.queries.shape[2])[..., :first].amax((2, 3))
 
     def _over_queries(self, add: Callable[[Tensor, "Seen"], Tensor], first: int | None = None) -> Tensor:
-        """What `add` makes, piece by piece of the queries, of what it made before, [B, H_kv, first or all T]."""
+        """The result [B, H_kv, first or all T] of `add(result so far, piece)` over all pieces of the queries."""
         count, (B, H, T, _) = self.queries.shape[2], self.keys.shape
         total = torch.zeros(B, H, T if first is None else min(first, T), device=self.keys.device)
-        rows, whole = ROWS, self.keys.float()  # converted once, rather than by every piece
+        rows, whole = ROWS, self.keys.float()  # converted once, not for every piece
         if total.device.type == "cpu":
             most, least = ON_CPU
             rows = max(most // max(B * self.queries.shape[1] * T, 1), least)
@@ -147,17 +147,17 @@ class Seen:
         return total
 
     def order(self) -> Tensor:
-        """[B, H_kv, T]: the number of each position among the tokens of its row, from 0; negative for what is no
-        token."""
+        """[B, H_kv, T]: the number of each position among the tokens of its row, from 0; negative for positions that
+        are no token."""
         return self.valid.long().cumsum(-1) - 1
 
     def last(self, count: int | Tensor) -> Tensor:
-        """[B, H_kv, T]: is it among the last `count` tokens of its row ([B], or for all)?"""
+        """[B, H_kv, T]: whether a position is among the last `count` tokens of its row (count: [B], or for all)."""
         order = self.order()
         count = count[:, None, None] if isinstance(count, Tensor) else count
         return (order > order[..., -1:] - count) & self.valid
 
 
 def _all(flags: Tensor) -> bool:
-    """Are all of them True? Of what is not on a CPU nothing is known, so that nothing waits for a device."""
+    """Whether all flags are True; False for flags on other devices than a CPU, which are not waited for."""
     return flags.device.type == "cpu" and bool(flags.all())

@@ -21,7 +21,7 @@ from compress.walk.once.saved import SavedStatistics
 from compress.walk.parallel.ranks import progress_bar
 from compress.walk.resume import BlockStore
 
-LARGEST = 1e4  # of a factor, and the inverse of the smallest
+LARGEST = 1e4  # the largest factor, and the inverse of the smallest
 CHECKED = 128  # tokens of the first batch on which each fold is checked
 
 
@@ -60,7 +60,7 @@ class SmoothKeys(Method):
         self.links_of(model)
 
     def links_of(self, model: nn.Module) -> list[KeyLink | str]:
-        """For each block where its keys can be scaled, or why they cannot.
+        """For each block the link along which its keys can be scaled, or the reason why they cannot.
 
         Raises:
             ValueError: no block has keys that can be scaled.
@@ -87,7 +87,7 @@ class SmoothKeys(Method):
         """Scale block by block; one pass over each gives the ranges of its keys and the inputs of the next.
 
         Raises:
-            RuntimeError: a block, or the model, gives something else afterwards.
+            RuntimeError: a fold changed the output of a block, or of the model.
         """
         links, before = self.links_of(model), logits_of(model)
         prefix, blocks = find_blocks(model)
@@ -109,7 +109,7 @@ class SmoothKeys(Method):
     def _block(
         self, block: nn.Module, link: KeyLink | str, own: str, calls: list[Call], index: int, device: torch.device
     ) -> FoldRecord | None:
-        """Measure, scale and check one block, and move the calls on to the next one."""
+        """Measure, scale and check one block, and make its outputs the inputs of the next one."""
         start, check = time.perf_counter(), Call(calls[-1].hidden, calls[-1].arguments)
         if isinstance(link, str):
             advance(block, calls, index, device)
@@ -153,7 +153,7 @@ def key_factors(x: Tensor, alpha: float, pairs: Tensor, leave: int = 0) -> Tenso
     Args:
         x: [heads, D], the largest length that the pair of each channel reaches.
         pairs: [D], the number of each channel's pair, which is that of its first channel.
-        leave: pairs of each head, the largest, whose factor is 1, and which do not count.
+        leave: the number of largest pairs of each head whose factor is 1, and which do not count in m.
 
     Returns:
         [heads, D], float32, one factor for both channels of a pair; 1 where x is 0, and never beyond 1e-4 to 1e4.
@@ -167,5 +167,5 @@ def key_factors(x: Tensor, alpha: float, pairs: Tensor, leave: int = 0) -> Tenso
 
 
 def row_norms(module: nn.Module) -> Tensor:
-    """How much of each output channel of a linear or a norm is in its weight, [out]."""
+    """The size of the weight for each output channel of a linear or a norm, [out]."""
     return weight_of(module).norm(dim=1) if is_linear(module) else module.weight.float().abs()

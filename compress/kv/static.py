@@ -21,7 +21,7 @@ from kernels.kv_decode import KV, dequantize_kv, kv_decode
 from kernels.step.cache import Lent, NewTokens, Sparse
 
 NAME = "workbench_kv_static"
-SMALL = 0.1  # of made-up keys and values: behind large ones a model's logits hang on how it rounds
+SMALL = 0.1  # size of made-up keys and values: with large ones, the logits depend on rounding
 
 
 def check_timed(
@@ -42,10 +42,10 @@ def check_timed(
 
 
 class StaticSlab(Held):
-    """A `Slab` with room: codes as they are, and a dense tail that is written to at `at`."""
+    """A `Slab` with room: unchanged codes, and a dense tail that is written to at `at`."""
 
     def __init__(self, kv: KV, slab: Slab) -> None:
-        """kv: what the slab holds, with room behind its last position."""
+        """kv: the content of the slab, with room behind its last position."""
         self.kv, self.starts, self.used = kv, slab.starts.clone(), slab.length
         self.precision, self.factors, self.projection = slab.precision, slab.factors, slab.projection
         self.tail = (kv.k, kv.v) if kv.bits == 16 else (kv.tail_k, kv.tail_v)
@@ -55,7 +55,7 @@ class StaticSlab(Held):
         self.at, self.lengths = self.begin.clone(), (self.used - self.starts).to(torch.int32)
         self.place = int(self.begin)  # as `at`, for steps of decoding
         self.heads = self.starts.shape[1]
-        self.notes: list[Growing] = []  # what a reading keeps of every page
+        self.notes: list[Growing] = []  # data that a reading keeps for every page
         self.noted, self.sparse = self.length, None
 
     def read_by(self, sparse: FixedReading) -> None:
@@ -84,8 +84,8 @@ class StaticSlab(Held):
         self.lengths.add_(1)
 
     def lend(self) -> Lent | None:
-        """What it holds, for a step of decoding that appends a token itself, which `at` and `lengths` do not count;
-        None where such steps do not read the form in which positions are held, or choose them."""
+        """The held positions, for a step of decoding that appends a token itself, which `at` and `lengths` do not
+        count; None if such steps do not support the form of the positions, or the choice of them."""
         sparse = Sparse() if self.sparse is None else self.sparse.lend(self)
         if sparse is None or not self.read_by_steps:
             return None
@@ -97,14 +97,14 @@ class StaticSlab(Held):
         return Lent(*([x] for x in self.kv[:4]), *tail, [self.starts], counts, held.bits, *how)
 
     def reset(self) -> None:
-        """Back to where it was made."""
+        """Return to the state at creation."""
         self.place = int(self.begin)
         self.lengths.sub_((self.at - self.begin).to(torch.int32))
         self.at.copy_(self.begin)
 
 
 class StaticKVLayer(StaticLayer):
-    """One layer: slabs of fixed tensors, and how many tokens were seen."""
+    """One layer: slabs of fixed tensors, and the number of seen tokens."""
 
     def __init__(self, slabs: list[StaticSlab], seen: int) -> None:
         super().__init__(max_cache_len=seen)
@@ -123,9 +123,9 @@ class StaticKVLayer(StaticLayer):
         return key_states, value_states
 
     def lend(self) -> Lent | None:
-        """As of its slabs; None where one cannot be lent, or they are not held alike."""
+        """As `lend` of its slabs; None if one of them cannot be lent, or if their forms differ."""
         given = [slab.lend() for slab in self.slabs]
-        if not all(given) or len({one[8:] for one in given}) > 1:  # bits, group and how they are turned
+        if not all(given) or len({one[8:] for one in given}) > 1:  # bits, group and rotation
             return None
         columns = (sum(column, []) for column in list(zip(*given, strict=True))[:8])
         return Lent(*columns, *given[0][8:])
@@ -153,17 +153,17 @@ class StaticKVLayer(StaticLayer):
 
 
 class StaticWindow:
-    """A layer with a sliding window that keeps all positions, as it is lent to steps of decoding.
+    """A layer with a sliding window that keeps all positions, in the form in which it is lent to steps of decoding.
 
     Attributes:
-        place: of the token that comes next.
+        place: the place of the next token.
     """
 
     def __init__(self, layer: StaticLayer, size: int) -> None:
         self.layer, self.size, self.place, self.starts = layer, size, 0, None
 
     def lend(self) -> Lent:
-        """What it holds, for a token that sees the last `size` positions, itself included."""
+        """The held positions, for a token that sees the last `size` positions, including itself."""
         keys, values = self.layer.keys, self.layer.values
         if self.starts is None:
             self.starts = torch.zeros(keys.shape[:2], dtype=torch.int32)
@@ -183,10 +183,10 @@ def decoder(model: nn.Module) -> nn.Module:
 
 
 def static(cache: CompressedCache, room: int) -> Cache:
-    """What a cache of full-attention layers holds, in fixed tensors with room for so many tokens more.
+    """The content of a cache of full-attention layers in fixed tensors, with room for `room` more tokens.
 
     Raises:
-        ValueError: a cache that reads sparsely, which fixed tensors do for timing alone (`MadeUpCache`), or that keeps
+        ValueError: the cache reads sparsely, which fixed tensors support only for timing (`MadeUpCache`), or it keeps
             positions in two precisions.
     """
     if cache.reader is not None:
@@ -198,13 +198,13 @@ def static(cache: CompressedCache, room: int) -> Cache:
 
 
 class MadeUpCache(Cache):
-    """A cache of random numbers, as long as a policy and a storage would leave it: for timing alone.
+    """A cache of random numbers, of the length that a policy and a storage would leave: only for timing.
 
-    Its tensors are as long as for `capacity` tokens, so that one compiled step serves all contexts up to that; what is
-    read of them is as long as it should be. Every head has the same budget. Sliding layers keep all positions.
+    Its tensors have the length for `capacity` tokens, so that one compiled step serves all contexts up to that; reads
+    have the length of the context. Every head has the same budget. Sliding layers keep all positions.
 
     Args:
-        capacity: tokens at most. room: tokens that are appended after `at`.
+        capacity: largest number of tokens. room: number of tokens that are appended after `at`.
     """
 
     def __init__(
@@ -244,14 +244,14 @@ class MadeUpCache(Cache):
         self.early_initialization(1, heads, channels, parameter.dtype, parameter.device)
 
     def kept(self, tokens: int) -> int:
-        """Positions that every head keeps of so many tokens."""
+        """The number of positions that every head keeps of this number of tokens."""
         return tokens if self.policy is None else min(tokens, int(self.policy.target(torch.tensor([tokens]))))
 
     def at(self, tokens: int) -> "MadeUpCache":
-        """Be as after so many tokens.
+        """Set the state after this number of tokens.
 
         Raises:
-            ValueError: more than there is room for.
+            ValueError: there is no room for so many.
         """
         if not 1 <= tokens <= self.capacity:
             raise ValueError(f"`tokens` (={tokens}) must lie between 1 and `capacity` (={self.capacity})")
@@ -269,11 +269,11 @@ class MadeUpCache(Cache):
         return self
 
     def lend(self, number: int) -> Lent | None:
-        """What a layer keeps, as of `kernels.step.cache.AttendingCache`; its tokens are not counted otherwise."""
+        """The kept positions of a layer, for `kernels.step.cache.AttendingCache`; only `place` counts new tokens."""
         return self.windows.get(number, self.layers[number]).lend()
 
     def attend_new(self, number: int, module: nn.Module, new: NewTokens) -> Tensor:
-        """A token of a layer that is not lent, as of `kernels.step.cache.AttendingCache`."""
+        """Attend with a token in a layer that is not lent, as in `kernels.step.cache.AttendingCache`."""
         layer = self.layers[number]
         layer.update(new.k, new.v)
         return layer.attend(new.q, new.scaling, new.softcap)
@@ -313,7 +313,7 @@ def _attention(
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    layer = getattr(compressed, "layer", None)  # of a cache of one layer: no block is compiled for its number
+    layer = getattr(compressed, "layer", None)  # for a cache of one layer: no block is compiled for each layer number
     if layer is None and compressed is not None:
         layer = compressed.layers[module.layer_idx]
     if isinstance(layer, StaticKVLayer):

@@ -24,10 +24,10 @@ class Slab(Held):
     """
 
     def __init__(self, k: Tensor, v: Tensor, starts: Tensor, precision: Precision, heads: slice = slice(None)) -> None:
-        """k, v: [B, H, n, D]. starts: [B, H] int32. heads: which of the layer's these are."""
+        """k, v: [B, H, n, D]. starts: [B, H] int32. heads: the numbers of these heads in the layer."""
         self.starts, self.precision = starts.to(torch.int32).contiguous(), precision
         self.codes: list[Growing] = []  # k, v, params_k, params_v
-        self.notes: list[Growing] = []  # [B, H, pages, ...]: what a reading keeps of the first `noted` positions
+        self.notes: list[Growing] = []  # [B, H, pages, ...]: data of a reading for the first `noted` positions
         self.noted = 0
         self.projection = None if precision.projection is None else precision.projection.of(heads, k)
         self.k, self.v = Growing(self.inwards(k)), Growing(self.values_inwards(v))
@@ -35,7 +35,7 @@ class Slab(Held):
 
     @property
     def coded(self) -> int:
-        """Positions that are codes."""
+        """Number of positions that are codes."""
         return self.codes[0].length if self.codes else 0
 
     @property
@@ -58,13 +58,13 @@ class Slab(Held):
         return [*(one.buffer for one in self.tensors), self.starts]
 
     def rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Another choice or order of batch rows."""
+        """Choose or reorder batch rows."""
         self.starts = change(self.starts).contiguous()
         for one in self.tensors:
             one.rows(change)
 
     def append(self, k: Tensor, v: Tensor, settle: bool = True) -> None:
-        """k, v: [B, H, m, D], for every row; settle: make codes of what is due."""
+        """k, v: [B, H, m, D], for every row; settle: turn complete groups into codes."""
         self.k.append(self.inwards(k))
         self.v.append(self.values_inwards(v))
         if settle:
@@ -72,7 +72,7 @@ class Slab(Held):
 
     @property
     def only_appends(self) -> bool:
-        """Is a token appended as it comes, in a form that steps of decoding read, and does no group become codes?"""
+        """Whether a token is appended unchanged, in a form that steps of decoding read, and fills no group of codes."""
         held = self.precision
         if not self.read_by_steps:
             return False
@@ -91,7 +91,7 @@ class Slab(Held):
         self.notes, self.noted = [], 0
 
     def kv(self) -> KV:
-        """As the kernels take it, with what `queries` makes of queries; `lifted` takes what they give."""
+        """The input of the kernels, for queries as `queries` gives them; `lifted` converts their output."""
         if not self.codes:
             return KV(self.k.view, self.v.view)
         tail = (self.k.view, self.v.view) if self.k.length else (None, None)
@@ -111,8 +111,8 @@ class Slab(Held):
         count: bool = False,
         listed: Listed | Ranked | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The decode kernel, for the last tokens: y [B, H_q, n, D] of q [B, H_q, n, D], and with `count` the attention
-        that each position got, [B, H, length]; of the positions that are listed, or of all."""
+        """Run the decode kernel for the last tokens, over the listed positions or all: y [B, H_q, n, D] from q
+        [B, H_q, n, D], and with `count` the attention that each position got, [B, H, length]."""
         if isinstance(listed, Ranked):
             if not count:
                 y = kv_decode_ranked(self.queries(q), self.kv(), listed, scale=scale, softcap=softcap)
@@ -125,7 +125,7 @@ class Slab(Held):
         if not count:
             return self.lifted(out), None
         y, mass = out
-        if indices is not None:  # entries outside the range have none, wherever they point
+        if indices is not None:  # entries outside the range get no attention, whatever their index
             mass = mass.new_zeros(*mass.shape[:2], self.length).scatter_add_(2, indices, mass)
         return self.lifted(y), mass
 
@@ -136,7 +136,7 @@ class Slab(Held):
         return self.dense()[0][:, :, position:]
 
     def _settle(self) -> None:
-        """Turn whole groups into codes as soon as `residual` positions stay behind them."""
+        """Turn whole groups into codes as soon as `residual` positions lie behind them."""
         held, scaled = self.precision, self.precision.scaled
         full = (self.k.length - held.residual) // held.group * held.group
         if held.bits == 16 or full <= 0:
@@ -159,8 +159,8 @@ class Slab(Held):
 
 
 def lend_slabs(slabs: Sequence[Slab]) -> Lent | None:
-    """Slabs that take one token more, which is counted as theirs; None where they cannot be read as one cache, or
-    more is to be done than to append."""
+    """Slabs that take one more token, which is counted in them; None if they cannot be read as one cache, or if
+    more has to be done than to append."""
     coded = bool(slabs[0].codes)
     if not all(slab.only_appends and bool(slab.codes) == coded for slab in slabs):
         return None
@@ -183,12 +183,12 @@ class DividedSlab:
     """A slab in two parts of different precision: the lesser positions, and behind them the others; new positions are
     appended to the second part.
 
-    Positions count over the lesser ones of a row, and then over its others. Attention reads the parts one after the
-    other, and adds them up exactly (`kernels.kv_decode.merge_parts`).
+    Positions are numbered over the lesser ones of a row, and then over its others. Attention reads the parts one after
+    the other, and adds them up exactly (`kernels.kv_decode.merge_parts`).
     """
 
     def __init__(self, k: Tensor, v: Tensor, part: Tensor, lesser: Precision, precision: Precision) -> None:
-        """k, v: [B, H, n, D]. part: uint8 [B, H, n], 1 for lesser positions, 2 for the others, 0 for what goes."""
+        """k, v: [B, H, n, D]. part: uint8 [B, H, n], 1 for lesser positions, 2 for the others, 0 to evict."""
         self.lesser, self.others = (
             Slab(*(taken(x, index) for x in (k, v)), starts, one)
             for one, (index, starts) in ((lesser, right_packed(part == 1)), (precision, right_packed(part == 2)))
@@ -200,7 +200,7 @@ class DividedSlab:
 
     @property
     def precision(self) -> Precision:
-        """Of the positions that are not lesser ones."""
+        """The precision of the positions that are not lesser ones."""
         return self.others.precision
 
     @property
@@ -215,12 +215,12 @@ class DividedSlab:
 
     @property
     def starts(self) -> Tensor:
-        """[B, H] int32, as of rows of one length."""
+        """[B, H] int32, as for rows of one length."""
         return self.length - self.lengths
 
     @property
     def part(self) -> Tensor:
-        """uint8 [B, H, length]: as it was given, of what is kept."""
+        """uint8 [B, H, length]: the part of each kept position, as it was given."""
         at, starts = torch.arange(self.length, device=self.starts.device), self.starts[..., None]
         lesser = (at >= starts) & (at < starts + self.lesser.lengths[..., None])
         return torch.where(lesser, 1, torch.where(at >= starts, 2, 0)).to(torch.uint8)
@@ -234,7 +234,7 @@ class DividedSlab:
             one.rows(change)
 
     def append(self, k: Tensor, v: Tensor) -> None:
-        """k, v: [B, H, m, D], for every row; several at once may be divided yet, and are no codes before."""
+        """k, v: [B, H, m, D], for every row; several at once may still be divided, and do not become codes yet."""
         self.others.append(k, v, settle=k.shape[2] == 1)
 
     def drop_last(self, count: int) -> None:
@@ -257,7 +257,7 @@ class DividedSlab:
         count: bool = False,
         listed: Listed | None = None,
     ) -> tuple[Tensor, None]:
-        """As of `Slab`, of all positions, without counting."""
+        """As `Slab.attend`, over all positions, without counting attention."""
         assert not count and listed is None, "methods that need these refuse a storage that divides"
         parts, (B, H_q, n, D) = [], q.shape
         for one in self.parts:
@@ -271,21 +271,21 @@ class DividedSlab:
 
 
 def right_packed(keep: Tensor, length: int = 0) -> tuple[Tensor, Tensor]:
-    """Where the kept positions of every row are, at the end of rows of one length, in their order.
+    """An index that packs the kept positions of every row, in their order, at the end of rows of one length.
 
     Args:
-        keep: bool [B, H, n]; or uint8, the parts in whose order they come, 0 for what goes.
-        length: of the rows, where it is more than the largest count of a row; it may be more than n.
+        keep: bool [B, H, n]; or uint8, the parts by which positions are ordered, 0 to evict.
+        length: of the rows, if it is more than the largest count of a row; it may be more than n.
 
     Returns:
-        index [B, H, m], m that length or count (rows with fewer begin with their first position, repeated);
+        index [B, H, m], with m this length or count (rows with fewer begin with their first position, repeated);
         starts [B, H].
     """
     counts = (keep > 0).sum(-1)  # [B, H]
     longest = max(int(counts.max()), length, 1)
     if keep.dtype == torch.bool:
         return _packed(keep, counts, longest), longest - counts
-    # What goes comes first, then what stays, each in its order.
+    # Evicted positions come first, then kept ones, both in their order.
     order = keep.to(torch.uint8).argsort(dim=-1, stable=True)[..., -longest:]
     order = nn.functional.pad(order, (longest - order.shape[-1], 0))
     starts = longest - counts
@@ -298,7 +298,7 @@ def _packed(keep: Tensor, counts: Tensor, longest: int) -> Tensor:
     """The index of `right_packed` for keep, bool [B, H, n], without sorting: every position knows its place."""
     place = (keep.cumsum(-1) + (longest - counts - 1)[..., None]).masked_fill(~keep, longest)  # [B, H, n]
     first = keep.to(torch.uint8).argmax(-1, keepdim=True)  # where none stays, any position will do
-    index = first.repeat(1, 1, longest + 1)  # one more, for what goes
+    index = first.repeat(1, 1, longest + 1)  # one more, for evicted positions
     at = torch.arange(keep.shape[-1], device=keep.device).expand_as(place)
     return index.scatter_(-1, place, at)[..., :longest]
 
@@ -307,7 +307,7 @@ def taken(x: Tensor, index: Tensor) -> Tensor:
     """x [B, H, n, ...] at index [B, H, m] -> [B, H, m, ...]"""
     if x.dim() == 3:
         return x.gather(2, index)
-    # Whole rows are copied: 14 times as fast on a CPU as a gather, which looks up every number.
+    # Whole rows are copied: 14 times as fast on a CPU as a gather, which looks up each number.
     B, H, n = x.shape[:3]
     row = index + torch.arange(B * H, device=index.device).view(B, H, 1) * n
     return x.reshape(B * H * n, *x.shape[3:]).index_select(0, row.flatten()).view(*index.shape, *x.shape[3:])
@@ -318,7 +318,7 @@ def from_start(x: Tensor, starts: Tensor) -> Tensor:
     it."""
     if x.device.type == "cpu" and x.shape[2] and not torch.compiler.is_compiling():
         first = int(starts.min())
-        if first == int(starts.max()):  # one piece of memory, not positions one by one
+        if first == int(starts.max()):  # one slice, not positions one by one
             rows = x[:, :, first:]
             behind = [-1, -1, x.shape[2] - rows.shape[2], *[-1] * (x.dim() - 3)]
             return torch.cat([rows, x[:, :, -1:].expand(behind)], 2)
@@ -327,16 +327,16 @@ def from_start(x: Tensor, starts: Tensor) -> Tensor:
 
 
 def slabs_of(k: Tensor, v: Tensor, keep: Tensor, precision: Precision, fill: bool = False) -> list[Slab]:
-    """The kept positions: one slab, or one for every kv head where the heads keep such different numbers that it pays.
+    """The kept positions: one slab, or one for every kv head if their numbers differ so much that this saves memory.
 
     Args:
         k, v: [B, H, n, D]. keep: bool [B, H, n].
-        fill: positions that would fill no group of codes, and so stay in 16 bits, may become codes of a group that is
-            filled up in front, where that takes fewer bytes.
+        fill: positions that would fill no group of codes, and so would stay in 16 bits, may become codes of a group
+            that is padded in front, if that takes fewer bytes.
     """
     n = keep.shape[2]
     if keep.device.type == "cpu" and bool(keep.all()) and not (fill and _filled(n, precision) > n):
-        starts = torch.zeros(keep.shape[:2], dtype=torch.int32)  # all stay where they are
+        starts = torch.zeros(keep.shape[:2], dtype=torch.int32)  # all stay in place
         return [Slab(*(x.clone(memory_format=torch.contiguous_format) for x in (k, v)), starts, precision)]
     longest = keep.sum(-1).amax(0)  # [H]: a slab is as long as its longest row
     H, top = keep.shape[1], int(longest.max())
@@ -349,8 +349,8 @@ def slabs_of(k: Tensor, v: Tensor, keep: Tensor, precision: Precision, fill: boo
 
 
 def _filled(count: int, precision: Precision) -> int:
-    """The length of a slab of so many positions, with the group filled up whose positions would take more bytes as they
-    are than the whole group does as codes; scales take about a bit a code."""
+    """The length of a slab of `count` positions. The incomplete group is padded if its positions would take more bytes
+    uncompressed than the whole group as codes; scales take about a bit a code."""
     rest = max(count - precision.residual, 0) % precision.group
     bits = (precision.bits + (precision.value_bits or precision.bits)) / 2
     return count + precision.group - rest if rest * 16 > precision.group * (bits + 1) else count

@@ -1,4 +1,4 @@
-"""Which models a compressed cache can serve, and which of their layers it leaves alone."""
+"""The models that a compressed cache supports, and the layers of them that it does not change."""
 
 from torch import nn
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING as LAYER_TYPES
@@ -8,7 +8,7 @@ from compress.dropped import dropped_parts
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise ValueError if a compressed cache cannot serve this model."""
+    """Raise ValueError if a compressed cache does not support this model."""
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"`model` ({name}) is an encoder and a decoder; a decoder alone would do")
@@ -32,6 +32,6 @@ def keeping_layers(model: nn.Module) -> list[int]:
 
 
 def left_alone(model: nn.Module) -> dict[str, int]:
-    """Kinds of layers whose cache is left as it is, and how many there are of each."""
+    """Kinds of layers whose cache is not compressed, with the number of layers of each kind."""
     kinds, _ = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
     return {kind: kinds.count(kind) for kind in sorted(set(kinds) - {"full_attention"})}

@@ -1,1 +1,1 @@
-"""Methods that set weights to 0 and store what is left."""
+"""Methods that set weights to 0 and store the other weights."""

@@ -1,4 +1,4 @@
-"""Shared code of the pruning methods: how many weights are removed, in which pattern, and how the others are stored."""
+"""Shared code of the pruning methods: the number and the pattern of removed weights, and the storage of the others."""
 
 import copy
 import dataclasses
@@ -30,9 +30,9 @@ class PruningMethod(LayerwiseMethod):
     per weight."""
 
     stage: ClassVar[str] = "sparsify"
-    by_row: ClassVar[bool] = False  # are scores compared within each row, or over the whole matrix?
-    comparable: ClassVar[bool] = False  # do the scores of different linears measure the same, without calibration?
-    ratios: ClassVar[Mapping[str, float]] = {}  # by linear, where `allocation` gave each its own
+    by_row: ClassVar[bool] = False  # whether scores are compared within each row, or over the whole matrix
+    comparable: ClassVar[bool] = False  # whether scores are comparable between linears, without calibration
+    ratios: ClassVar[Mapping[str, float]] = {}  # by linear, if `allocation` has set a ratio for each
 
     ratio: float = knob(
         HALF,
@@ -93,7 +93,7 @@ class PruningMethod(LayerwiseMethod):
             )
 
     def scores(self, W: Tensor, statistics: LayerStatistics) -> Tensor:
-        """[out, in]: how much each weight matters; only their order counts."""
+        """[out, in]: the importance of each weight; only the order of scores counts."""
         raise NotImplementedError
 
     @property
@@ -145,7 +145,7 @@ class PruningMethod(LayerwiseMethod):
         return all(part["format"] == Dense.name for part in parts)
 
     def plain(self, shape: tuple[int, int]) -> dict[str, Any]:
-        """How a weight [out, in] would be stored with its zeros, as `Format.spec()` describes it."""
+        """The `Format.spec()` of a weight [out, in] if it were stored with its zeros."""
         return Dense.spec_of(shape)
 
     def own_passes(self) -> str:

@@ -120,7 +120,7 @@ class LayerDrop(Method):
         saved: SavedStatistics | None = None,
     ) -> list[DropRecord]:
         prefix, blocks = find_blocks(model)
-        numbers = list(range(len(blocks)))  # of the blocks that are left, as they were before any was dropped
+        numbers = list(range(len(blocks)))  # original numbers of the remaining blocks
         count = len(self.chosen()) or self.count
         records: list[DropRecord] = []
         measured: list[DropRecord] = []
@@ -161,15 +161,15 @@ def importance(
     prefix: str = "",
     numbers: Sequence[int] | None = None,
 ) -> list[DropRecord]:
-    """How much each part of each block turns the residual stream: 1 - cos(before, after), mean over the tokens.
+    """The change of direction of the residual stream by each part of each block: mean 1 - cos(before, after).
 
     Args:
         calls: micro-batches at the first block (`compress.walk.capture.block_calls`).
-        kinds: of "attention", "mlp" and "block", what is to be measured.
+        kinds: the parts to measure, of "attention", "mlp" and "block".
         metric: "cosine": before and after the part itself; "block_influence": before and after the block that holds it.
         numbers: the blocks' numbers in the records; 0, 1, ... unless given.
 
-    What attention adds is seen by running the block without its MLP, so that norms before or after either belong to it.
+    The output of attention is measured by running the block without its MLP, so that norms belong to their part.
 
     Raises:
         ValueError: a block without both is not the identity, so that dropping one would do more than leave it out.
@@ -186,7 +186,7 @@ def importance(
             apart = len(there) == 2 and not by_block and set(kinds) != {"block"}
             total, tokens = _turned_by(block, calls, index, device, outputs, apart=apart)
             named = parts_of(block)
-        if by_block or len(there) < 2:  # of one part the block is the part
+        if by_block or len(there) < 2:  # a block with one part is that part
             total |= dict.fromkeys(there, total["block"])
         number = index if numbers is None else numbers[index]
         for kind in kinds:
@@ -199,7 +199,7 @@ def importance(
 def _turned_by(
     block: nn.Module, calls: list[Call], index: int, device: torch.device, outputs: dict[str, int], *, apart: bool
 ) -> tuple[dict[str, float], int]:
-    """By kind of part, Σ 1 - cos over all tokens, whose number comes with it; the calls pass through the block.
+    """By kind of part, Σ 1 - cos over all tokens, and the number of tokens; the calls pass through the block.
 
     Args:
         apart: measure attention and MLP by themselves, too.
@@ -222,7 +222,7 @@ def _turned_by(
 
 
 def outputs_of(block: nn.Module, call: Call, index: int, device: torch.device) -> dict[str, int]:
-    """By child of the block, how many values it returns as a tuple; 0: one value alone. The block lies on the
+    """By child of the block, the number of values that it returns as a tuple; 0: no tuple. The block lies on the
     device."""
     found: dict[str, int] = {}
     handles = [
@@ -265,7 +265,7 @@ def _check_residual(
 
 
 def _turned(before: Tensor, after: Tensor) -> float:
-    """Σ 1 - cos over the tokens, of [..., hidden] each."""
+    """Σ 1 - cos over the tokens; before, after: [..., hidden]."""
     return float((1 - nn.functional.cosine_similarity(before.float(), after.float(), dim=-1)).double().sum())
 
 

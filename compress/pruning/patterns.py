@@ -1,4 +1,4 @@
-"""Which weights of a matrix are kept: any (unstructured), or at most N of every M neighbours in a row (N:M)."""
+"""The patterns of kept weights of a matrix: any (unstructured), or at most N of every M neighbours in a row (N:M)."""
 
 import re
 
@@ -12,7 +12,7 @@ def parse_pattern(pattern: str) -> tuple[int, int] | None:
     """(N, M) of "N:M", of which N are kept; None for "unstructured".
 
     Raises:
-        ValueError: neither, or N is not below M.
+        ValueError: the pattern is neither, or N is not below M.
     """
     if pattern == UNSTRUCTURED:
         return None
@@ -26,17 +26,17 @@ def parse_pattern(pattern: str) -> tuple[int, int] | None:
 
 
 def kept(scores: Tensor, ratio: float, pattern: tuple[int, int] | None, *, by_row: bool) -> Tensor:
-    """The mask of the weights to keep: those of the largest scores.
+    """The mask of the weights to keep, which have the largest scores.
 
     Args:
-        scores: [out, in], how much each weight matters.
-        ratio: of the weights that go where there is no pattern; as many as that, rounded down.
+        scores: [out, in], the importance of each weight.
+        ratio: the share of removed weights if there is no pattern; their number is rounded down.
         pattern: (N, M), with M a divisor of `in`, or None.
-        by_row: compare within each row, so that each keeps as many; otherwise over the whole matrix. N:M compares
-            within M.
+        by_row: compare within each row, so that all rows keep the same number; otherwise over the whole matrix. N:M
+            compares within M.
 
     Returns:
-        [out, in] bool; of equal scores the first go first.
+        [out, in] bool; among equal scores the first are removed first.
     """
     out, columns = scores.shape
     if pattern is not None:

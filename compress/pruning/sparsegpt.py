@@ -74,7 +74,7 @@ class SparseGPT(PruningMethod):
 
     def solve(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
         H = statistics.values["gram"] if statistics.tokens >= self.min_tokens else None
-        if H is None:  # an H of 1 compares magnitudes and moves nothing
+        if H is None:  # with H = 1 magnitudes are compared and nothing is corrected
             statistics.note(f"by magnitude: {statistics.tokens} tokens, min_tokens is {self.min_tokens}")
             H = torch.eye(W.shape[1], device=W.device)
         key = ("sparsegpt", self.damp, statistics.tokens)
@@ -114,13 +114,12 @@ def sparsegpt(
 
     Args:
         factor: of H, with its columns in their own order.
-        ratio: of the weights that go in each block of 128 columns, wherever they stand in it; unused with a pattern.
+        ratio: the share of weights to remove in each block of 128 columns, anywhere in it; unused with a pattern.
         pattern: (N, M), chosen as each M columns are reached, or None.
-        bits, group_size, grid, symmetric, scale_dtype: of the values that are kept (`compress.grid.grids`); 16 bits:
-            floats.
+        bits, group_size, grid, symmetric, scale_dtype: for the kept weights (`compress.grid.grids`); 16 bits: floats.
 
     Returns:
-        The weight with zeros, and the mask [out, in] of what was kept.
+        The weight with zeros, and the mask [out, in] of the kept weights.
 
     Source: arXiv:2301.00774, algorithm 1; scales by the search of compress.grid when a group is reached.
     """
@@ -142,12 +141,12 @@ def sparsegpt(
         zeros = torch.zeros_like(scales)
 
     def mask(first: int, last: int) -> Tensor:
-        """What is kept of the columns [first, last), by w² / U_ii²: [last - first, out]."""
+        """The mask of the kept weights in the columns [first, last), by w² / U_ii²: [last - first, out]."""
         scores = (Wt[first:last] / diagonal[first:last, None]).square().t().contiguous()
         return kept(scores, ratio, pattern, by_row=False).t()
 
     def expected(first: int, last: int) -> Tensor:
-        """What will be kept of a group, as far as can be told when it is reached: [last - first, out]."""
+        """The predicted mask of a group at the time when it is reached: [last - first, out]."""
         if pattern is None:
             return keep[first:last]
         start = first // M * M
@@ -171,7 +170,7 @@ def sparsegpt(
                 else:
                     group = i // group_size
                     if i % group_size == 0:
-                        if i + group_size > end:  # the columns beyond this block, as they make up for what is done
+                        if i + group_size > end:  # the later columns, corrected for the done ones
                             Wt[i : i + group_size] = factor.updated(original, done, i, i + group_size)
                         weights = (Wt[i : i + group_size] * expected(i, i + group_size)).t()
                         scales[group], zeros[group] = values.choose(

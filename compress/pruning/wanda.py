@@ -1,4 +1,4 @@
-"""Wanda (Sun et al., 2023, arXiv:2306.11695): prune by weights and activations, without changing what is kept."""
+"""Wanda (Sun et al., 2023, arXiv:2306.11695): prune by weights and activations, without changing the kept weights."""
 
 from dataclasses import dataclass
 from typing import ClassVar

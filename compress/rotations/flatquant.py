@@ -29,7 +29,7 @@ from compress.walk.parallel.ranks import current, progress_bar
 from compress.walk.resume import BlockStore
 from kernels.linear import fast_linear
 
-WINDOW = 512  # tokens of an update
+WINDOW = 512  # number of tokens of an update
 AUTO = "auto"
 PARTS = ("left", "right", "scale")  # buffers of a map
 
@@ -98,7 +98,7 @@ class FlatQuant(Method):
         return self.steps > 0 or self.scales
 
     def within(self, before: Sequence[Method], after: Sequence[Method]) -> Method:
-        """Training aims at what the methods behind this one will round to, where they say it by these knobs."""
+        """Training aims at the rounding of the methods behind this one, if these knobs of theirs describe it."""
         inputs = next((m for m in after if m.stage == "quantize_activations"), None)
         weights = next((m for m in after if m.stage == "quantize_weights"), None)
         found = {
@@ -114,7 +114,7 @@ class FlatQuant(Method):
 
     @property
     def aim(self) -> Aim:
-        """At what training aims, once `within` has settled it."""
+        """The aim of training, after `within` has settled it."""
         return Aim(
             bits=self.learn_bits, group_size=self.learn_columns, weight_bits=self.weight_bits,
             weight_group_size=self.weight_columns, steps=self.steps, rate=self.rate, scales=self.scales,
@@ -171,7 +171,7 @@ class FlatQuant(Method):
             The ranges of each input before and after, and the linears, which are kept as a map and a dense weight.
 
         Raises:
-            RuntimeError: a block, or the model, gives something else afterwards.
+            RuntimeError: the output of a block, or of the model, changed.
         """
         assert saved is None, "statistics of the model as it was do not hold for transformed inputs"
         split_experts(model)
@@ -213,7 +213,7 @@ class _Block:
     device: torch.device
 
     def flattened(self, calls: list[Call], store: BlockStore | None) -> list[FoldRecord]:
-        """Train, fold and check the block, and move the calls on to the next one, with what the block gave before."""
+        """Train, fold and check the block, and give the calls the outputs of the original block as next inputs."""
         start = time.perf_counter()
         block = find_blocks(self.model)[1][self.index]
         linears = {name: self.model.get_submodule(name) for name in self.names}
@@ -298,7 +298,7 @@ def _note(first: float, last: float) -> str:
 
 
 def _transformed(linear: nn.Module, transform: Kronecker) -> CompressedLinear:
-    """A linear that gives the same, with its inputs transformed and its weight W P⁻ᵀ."""
+    """A linear with the same outputs, with its inputs transformed and its weight W P⁻ᵀ."""
     dtype = linear.weight.dtype
     W = transform.fold(weight_of(linear)).to(dtype)
     return CompressedLinear([Dense(W)], linear.bias, dtype=dtype, transform=copy.deepcopy(transform))

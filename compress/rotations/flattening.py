@@ -18,17 +18,17 @@ from compress.walk.capture import Call, run_block
 from kernels.hadamard import widest_block
 from kernels.linear import linear
 
-LIMIT = 4.0  # of the logarithm of a singular value: none is beyond 1 / 55 to 55
-EPSILON = 1e-4  # of a typical channel's size: smaller ones count as if they had it
+LIMIT = 4.0  # of the logarithm of a singular value: all lie between 1 / 55 and 55
+EPSILON = 1e-4  # of a typical channel's size; added to the size of each channel
 
 
 @dataclass(frozen=True)
 class Aim:
-    """At which rounding training aims, and how it goes there.
+    """The rounding at which training aims, and its schedule.
 
-    bits, group_size: of inputs; -1: all of a token has one step. weight_bits, weight_group_size: of weights; 0 bits:
+    bits, group_size: of inputs; -1: one step for a whole token. weight_bits, weight_group_size: of weights; 0 bits:
         they are not rounded.
-    steps: updates of each block. rate: size of the first ones, which fall to 0. scales: the channels' factors are
+    steps: updates of each block. rate: size of the first updates; it falls to 0. scales: the channels' factors are
         trained, too.
     """
 
@@ -42,7 +42,7 @@ class Aim:
 
 
 class Factor(nn.Module):
-    """P = H U diag(e^s) Vᵀ [n, n] with rotations U and V, which are Cayley's maps of free matrices: invertible always.
+    """P = H U diag(e^s) Vᵀ [n, n] with rotations U and V, which are Cayley's maps of free matrices: always invertible.
 
     At the start U, V and the singular values are 1, so that P is the rotation H.
     """
@@ -72,7 +72,7 @@ class Flat(nn.Module):
         self.latest: tuple[Tensor, Tensor] | None = None
 
     def prepare(self) -> None:
-        """Make the matrices that passes multiply by until this is called again."""
+        """Compute the matrices that passes use until the next call of this."""
         (self.P1, self.T1), (self.P2, self.T2) = self.left.matrices(), self.right.matrices()
         self.scale, self.latest = self.logs.exp(), None
 
@@ -107,10 +107,10 @@ class FlatLinear(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("linear"), name)  # blocks may ask a linear for its weight's dtype
+            return getattr(super().__getattr__("linear"), name)  # blocks may read the dtype of a linear's weight
 
     def prepare(self) -> None:
-        """Make the weight that passes multiply by until this is called again."""
+        """Compute the weight that passes use until the next call of this."""
         self.W = self.flat.folded(self.original, self.aim)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -119,8 +119,8 @@ class FlatLinear(nn.Module):
 
 
 def start_of(scale: Tensor, left: int, seed: int) -> Kronecker:
-    """Factors of n channels, and a rotation of them that is the product of one of `left` channels and one of the rest:
-    Hadamard matrices with random signs, or random orthogonal ones where there are none of these sizes.
+    """Factors of n channels, and a rotation that is the Kronecker product of one of `left` channels and one of the
+    rest: Hadamard matrices with random signs, or random orthogonal ones if there are none of these sizes.
 
     Args:
         scale: [n]. left: 0: the divisor of n nearest to √n from below.
@@ -134,12 +134,12 @@ def start_of(scale: Tensor, left: int, seed: int) -> Kronecker:
 def balance(x: Tensor, W: Tensor) -> Tensor:
     """Factors [n] of channels with the least rounding error after a rotation that mixes the channels evenly.
 
-    The error of rounding x s is then spread as Σ x² s² is large, for each token, and meets the weights' columns W / s;
-    that of rounding W / s meets x s. Both are Σ x² s² · Σ w² / s², which is least for s² = w / x, with w and x the
-    root mean squares of a channel.
+    The error of rounding x s is then spread in proportion to Σ x² s² of each token, and is multiplied by the weights'
+    columns W / s; the error of rounding W / s is multiplied by x s. Both are Σ x² s² · Σ w² / s², which is least for
+    s² = w / x, with w and x the root mean squares of a channel.
 
     Args:
-        x: [tokens, n], of which each token counts the same. W: [out, n].
+        x: [tokens, n], in which all tokens have the same weight. W: [out, n].
     """
     unit = x / x.square().mean(-1, keepdim=True).sqrt().clamp_min(SMALLEST)
     logs = [(values.square().mean(0).sqrt() + EPSILON).log() for values in (W / W.square().mean().sqrt(), unit)]
@@ -156,7 +156,7 @@ def train(
     aim: Aim,
     device: torch.device,
 ) -> tuple[float, float]:
-    """Train the transforms of a block, in which these stand-ins are; the weights stay as they are.
+    """Train the transforms of a block that contains these stand-ins; the weights do not change.
 
     Each update is made from one window, by Adam; its steps fall to 0 along a half cosine (the paper's optimiser and
     schedule; its learned clipping thresholds are left out, as the methods that follow choose their steps themselves).
@@ -202,8 +202,8 @@ def train(
 def round_through(x: Tensor, bits: int, group_size: int) -> Tensor:
     """x rounded to symmetric integers, with one step for every `group_size` columns (-1: for all of a row).
 
-    The gradient passes straight through the codes (arXiv:1308.3432), and reaches the step, which the largest magnitude
-    of a group decides: without that nothing would tell training to make it smaller.
+    The gradient passes straight through the codes (arXiv:1308.3432), and reaches the step, which follows from the
+    largest magnitude of a group; otherwise training could not make this magnitude smaller.
     """
     groups = x.unflatten(-1, (-1, x.shape[-1] if group_size == -1 else group_size))
     step = groups.abs().amax(-1, keepdim=True).clamp_min(SMALLEST) / largest_code(bits)

@@ -14,15 +14,15 @@ from compress.transforms import Rotation
 from compress.walk.capture import Call, run_block
 from compress.walk.folds.links import Link, gain_offset
 
-ALIKE = 1e-3  # of a row's length: what is more than this beside its own direction is no multiple of it
+ALIKE = 1e-3  # of a row's length: largest part beside the direction of a row that still counts as a multiple
 
 
 @dataclass(frozen=True)
 class StreamUse:
-    """Which of a block's linears read the residual stream, and which add to it; names are those in the block.
+    """The linears of a block that read the residual stream, and those that add to it, by their names in the block.
 
     readers: links from a norm of the stream to all linears that read it.
-    writers: what they give is added to the stream.
+    writers: linears whose outputs are added to the stream.
     """
 
     readers: tuple[Link, ...]
@@ -31,10 +31,10 @@ class StreamUse:
 
 @torch.no_grad()
 def writers(block: nn.Module, call: Call, index: int, device: torch.device) -> tuple[str, ...]:
-    """Names of the linears whose outputs a block adds to the residual stream, found by trying.
+    """Names of the linears whose outputs a block adds to the residual stream, found by trials.
 
-    While all other linears give zeros, the stream moves by what the one in question gives, times a number for each
-    token at most; behind a norm it would not.
+    While all other linears give zeros, the stream changes by the output of the tested linear, times at most a number
+    for each token; behind a norm it would not.
     """
     linears = {name: m for name, m in block.named_modules() if is_linear(m)}
     generator = torch.Generator().manual_seed(0)
@@ -57,7 +57,7 @@ def writers(block: nn.Module, call: Call, index: int, device: torch.device) -> t
 
 
 def _parallel(moved: Tensor, given: Tensor) -> bool:
-    """Is each row of `moved` a multiple of that of `given`, and not all of them 0?"""
+    """Whether each row of `moved` is a multiple of that of `given`, and not all rows are 0."""
     moved, given = moved.flatten(0, -2), given.reshape(-1, given.shape[-1])
     if moved.shape != given.shape:
         return False
@@ -68,7 +68,7 @@ def _parallel(moved: Tensor, given: Tensor) -> bool:
 
 @contextmanager
 def _outputs(linears: dict[str, nn.Module], gives: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
-    """While the context lasts, linears give what `gives` makes of their names and outputs."""
+    """While the context lasts, the outputs of linears are replaced by gives(name, output)."""
     handles = [
         m.register_forward_hook(lambda _, __, output, name=name: gives(name, output)) for name, m in linears.items()
     ]
@@ -80,12 +80,12 @@ def _outputs(linears: dict[str, nn.Module], gives: Callable[[str, Tensor], Tenso
 
 
 def fold_stream(block: nn.Module, use: StreamUse, rotation: Rotation) -> str:
-    """Let a block read and write its residual stream rotated.
+    """Make a block read and write a rotated residual stream.
 
     The gains of the norms go into the linears that read them: without its gain a norm commutes with the rotation.
 
     Returns:
-        Why that cannot be done, the block then being half folded; "" if it was.
+        The reason why that cannot be done, with the block partly folded; "" if it was done.
     """
     for link in use.readers:
         if problem := _absorb_gain(block, link):
@@ -98,10 +98,10 @@ def fold_stream(block: nn.Module, use: StreamUse, rotation: Rotation) -> str:
 
 
 def fold_heads(block: nn.Module, link: Link, rotation: Rotation) -> None:
-    """Rotate the channels that a linear gives to another one, head by head.
+    """Rotate the channels between a linear and the one that reads them, head by head.
 
     Args:
-        link: from v to o; `heads_of` says whether its channels lie head by head.
+        link: from v to o; `heads_of` tests whether its channels lie head by head.
         rotation: of the channels of one head.
     """
     producer, width = block.get_submodule(link.producer), head_width(rotation)
@@ -111,7 +111,7 @@ def fold_heads(block: nn.Module, link: Link, rotation: Rotation) -> None:
 
 
 def heads_of(link: Link, width: int) -> bool:
-    """Does a linear read the channels of the other one in whole heads of this width, each in its order?"""
+    """Whether a linear reads the channels of its producer in whole heads of this width, each in its order."""
     if len(link.channels) % width or link.width % width:
         return False
     heads = link.channels.view(-1, width)
@@ -120,18 +120,18 @@ def heads_of(link: Link, width: int) -> bool:
 
 
 def head_width(rotation: Rotation) -> int:
-    """Channels that a rotation turns."""
+    """The number of channels that a rotation changes."""
     return len(next(rotation.buffers()))
 
 
 def turn_inputs(linear: nn.Module, rotation: Rotation, width: int = 0) -> None:
-    """W <- W Q, for inputs x Q; `width`: of parts of the input that are rotated alike, 0 for all of it at once."""
+    """W <- W Q, for inputs x Q; `width`: of the parts of the input that are rotated alike, 0: one part."""
     W = _weight(linear)
     _renew(linear, "weight", rotation(W.unflatten(-1, (-1, width or W.shape[-1]))).flatten(-2))
 
 
 def turn_outputs(linear: nn.Module, rotation: Rotation, width: int = 0) -> None:
-    """W <- Qᵀ W and b <- Qᵀ b, for outputs y Q; `width`: of parts of the output that are rotated alike."""
+    """W <- Qᵀ W and b <- Qᵀ b, for outputs y Q; `width`: of the parts of the output that are rotated alike."""
     W = _weight(linear).t()  # [in, out]
     _renew(linear, "weight", rotation(W.unflatten(-1, (-1, width or W.shape[-1]))).flatten(-2).t())
     if linear.bias is not None:
@@ -167,7 +167,7 @@ def _weight(linear: nn.Module) -> Tensor:
 
 
 def _renew(linear: nn.Module, name: str, W: Tensor) -> None:
-    """Give a linear another weight [out, in], in the dtype of its own; the memory of its own stays as it is."""
+    """Give a linear another weight [out, in], in the dtype of the old one, whose memory does not change."""
     W = W.t() if isinstance(linear, Conv1D) else W
     setattr(linear, name, nn.Parameter(W.to(linear.weight.dtype).contiguous(), requires_grad=False))
 

@@ -18,15 +18,15 @@ from compress.walk.parallel.ranks import progress_bar
 from compress.walk.resume import BlockStore
 
 RATE, MOMENTUM = 0.03, 0.9  # the length of a step along the gradient, as a matrix; rotations of n channels have √n
-WINDOW = 512  # tokens of a step
-KEPT = 20  # steps after which what was learned so far is kept on disk
+WINDOW = 512  # number of tokens of a step
+KEPT = 20  # number of steps after which the state is kept on disk
 
 
 @dataclass
 class Rotations:
     """Rotations of a model: of its residual stream, and by consumer of the channels of each head.
 
-    stream: None where the stream is not rotated. heads: by name of the producer (v).
+    stream: None if the stream is not rotated. heads: by name of the producer (v).
     """
 
     stream: Rotation | None
@@ -43,7 +43,7 @@ class _Trained(nn.Module):
         self.Q = start
 
     def prepare(self) -> None:
-        """Make the matrix that passes multiply by until this is called again."""
+        """Compute the matrix that passes use until the next call of this."""
         A = self.free - self.free.t()
         one = torch.eye(len(A), device=A.device)
         self.Q = self.start @ torch.linalg.solve(one + A, one - A)
@@ -66,18 +66,18 @@ def learn(
     steps: int,
     store: BlockStore | None,
 ) -> Rotations:
-    """Train the rotations of a model, whose weights stay as they are.
+    """Train the rotations of a model, whose weights do not change.
 
-    The model's own loss on the calibration tokens falls, while what its linears read is rounded in the rotated basis,
-    token by token; weights are not rounded (the paper's W16A4). Steps go along the gradient of Cayley's parameters,
-    with momentum, and all have one length, which falls to 0; the paper's take their lengths from the gradient.
+    Training lowers the model's own loss on the calibration tokens, with the inputs of linears rounded in the rotated
+    basis, token by token; weights are not rounded (the paper's W16A4). Steps go along the gradient of Cayley's
+    parameters, with momentum, and all have one length, which falls to 0; the paper's steps have the gradient's length.
 
     Args:
         readers: norms of the residual stream, and the linears that read them.
         heads: links from v to o.
         online: rotations of the inputs of other linears, which are not trained.
         bits: of the rounded activations.
-        store: where the state is kept, so that a run that is killed goes on.
+        store: where the state is kept, so that a run that is killed can continue.
     """
     rounding, device = Rounding(bits), device_of(model)
     stream = None if start.stream is None else _Trained(_matrix(start.stream).to(device))
@@ -121,7 +121,7 @@ def _rounding(
     online: Mapping[str, Rotation],
     rounding: Rounding,
 ) -> Iterator[None]:
-    """While the context lasts, what linears read is rounded as it will be once the rotations are folded."""
+    """While the context lasts, inputs of linears are rounded as they will be after the rotations are folded."""
     handles = []
 
     def reads(name: str, change: Callable[[Tensor], Tensor]) -> None:
@@ -147,7 +147,7 @@ def _rounding(
 
 
 def _unit_rounded(stream: _Trained, rounding: Rounding, gain: Tensor, bias: Tensor | None) -> Callable:
-    """A forward hook of a norm, whose gain and bias the linears behind it will take up: what is rounded is without."""
+    """A forward hook of a norm: it rounds the output without gain and bias, which the next linears will hold."""
     safe = torch.where(gain == 0, 1.0, gain)
 
     def hook(_: nn.Module, __: tuple, y: Tensor) -> Tensor:
@@ -164,7 +164,7 @@ def _matrix(rotation: Rotation) -> Tensor:
 
 
 def _nearest(Q: Tensor) -> Tensor:
-    """The orthogonal matrix nearest to Q, in float64: many float32 steps leave it a little off."""
+    """The orthogonal matrix nearest to Q, in float64: after many float32 steps Q is not exactly orthogonal."""
     U, _, V = torch.linalg.svd(Q.double())
     return U @ V
 
@@ -177,7 +177,7 @@ def _keep(store: BlockStore, trained: nn.ModuleList, optimizer: torch.optim.Opti
 
 
 def _resume(store: BlockStore | None, trained: nn.ModuleList, optimizer: torch.optim.Optimizer) -> int:
-    """Take up what an earlier run kept; returns how many steps that were."""
+    """Load the state of an earlier run; returns the number of its steps."""
     found = store.get(0) if store else None
     if found is None:
         return 0

@@ -24,7 +24,7 @@ class Turn:
 def ranges_of(
     model: nn.Module, block: nn.Module, turns: Sequence[Turn], call: Call, index: int, device: torch.device
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """What a block gives, and for each place what its linears read [tokens, in] and their weights' columns [in]."""
+    """The output of a block, and for each place the inputs of its linears [tokens, in] and their columns [in]."""
     read: dict[str, Tensor] = {}
     handles = []
     for turn in turns:
@@ -59,7 +59,7 @@ def fold_record(
     """The row of one place.
 
     Args:
-        before, after: what `ranges_of` gave.
+        before, after: results of `ranges_of`.
         errors: of the rounded product, before and after.
     """
     return FoldRecord(
@@ -91,7 +91,7 @@ def summary_of(x: Tensor) -> dict[str, float]:
 
 
 def dense_record(model: nn.Module, name: str, note: str) -> LayerRecord:
-    """The row of a linear that is kept as a transform and a dense weight; `note` says why."""
+    """The row of a linear that is kept as a transform and a dense weight; `note` gives the reason."""
     linear = model.get_submodule(name)
     return LayerRecord(
         name=name,

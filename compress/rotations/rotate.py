@@ -29,7 +29,7 @@ from compress.walk.once.saved import SavedStatistics
 from compress.walk.parallel.ranks import progress_bar
 from compress.walk.resume import BlockStore
 
-TRIED = 64  # tokens on which it is tried what can be folded
+TRIED = 64  # tokens on which possible folds are tried
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,10 +121,10 @@ class Rotate(Method):
         """Rotate a model in place, block by block.
 
         Returns:
-            What was rotated, and the linears that are kept as a rotation and a dense weight.
+            The rotated inputs, and the linears that are kept as a rotation and a dense weight.
 
         Raises:
-            RuntimeError: a block, or the model, gives something else afterwards.
+            RuntimeError: the output of a block, or of the model, changed.
         """
         assert saved is None, "statistics of the model as it was do not hold for rotated inputs"
         split_experts(model)
@@ -157,7 +157,7 @@ class Rotate(Method):
         ]
 
     def _plan(self, model: nn.Module, call: Call, device: torch.device) -> "_Plan":
-        """What can be folded where, and which inputs are left to be rotated while the model runs."""
+        """The possible folds, and the inputs that must be rotated while the model runs."""
         prefix, blocks = find_blocks(model)
         links, _ = find_links(model)
         config = model.config.get_text_config()
@@ -199,7 +199,7 @@ class Rotate(Method):
         return random_hadamard(weight_of(model.get_submodule(name)).shape[1], self.seed, self.block_size)
 
     def _block(self, model: nn.Module, plan: "_Plan", index: int, call: Call, device: torch.device) -> list[FoldRecord]:
-        """Fold and replace what the plan says in one block, check it, and move `call` on to the next one."""
+        """Fold and replace in one block by the plan, check it, and make its output the next input of `call`."""
         start = time.perf_counter()
         prefix, blocks = find_blocks(model)
         block, own = blocks[index], f"{prefix}.{index}."
@@ -235,10 +235,10 @@ class Rotate(Method):
 
 @dataclass
 class _Plan:
-    """What is folded where.
+    """The plan of the folds.
 
-    problem: why the stream cannot be rotated; "". uses: of each block, where it can. left: linears whose inputs are
-    rotated while the model runs.
+    problem: the reason why the stream cannot be rotated, or "". uses: for each block, if it can. left: linears whose
+    inputs are rotated while the model runs.
     """
 
     rotations: Rotations
@@ -258,7 +258,7 @@ def _rotate_online(model: nn.Module, name: str, rotation: Rotation) -> None:
 def _stream_problem(
     blocks: nn.ModuleList, uses: Sequence[StreamUse], rotation: Rotation, call: Call, device: torch.device
 ) -> str:
-    """Why the residual stream cannot be rotated, found by trying each block on a few tokens; "" if it can."""
+    """Why the residual stream cannot be rotated, found by a trial of each block on a few tokens; "" if it can."""
     short = _short(call)
     for index, use in enumerate(uses):
         if not use.writers:
@@ -277,7 +277,7 @@ def _stream_problem(
 
 
 def _heads_turn(block: nn.Module, link: Link, rotation: Rotation, call: Call, index: int, device: torch.device) -> bool:
-    """Does a block give the same once the heads of a link are rotated? (Not where an activation lies between.)"""
+    """Whether rotating the heads of a link does not change a block's output (it does behind an activation)."""
     y = run_block(block, call, index, device)
     trial = trial_of(block)
     fold_heads(trial, link, rotation)
@@ -285,17 +285,17 @@ def _heads_turn(block: nn.Module, link: Link, rotation: Rotation, call: Call, in
 
 
 def _takes_the_mean_off(norm: nn.Module) -> bool:
-    """Is a norm's output the same when its input grows by a constant, as a LayerNorm's is?"""
+    """Whether adding a constant to a norm's input does not change its output, as for a LayerNorm."""
     x = torch.linspace(-1, 2, len(norm.weight)).sin()[None].to(norm.weight)
     return torch.allclose(norm(x), norm(x + 1), atol=1e-2 * norm(x).abs().max().item())
 
 
 def _short(call: Call) -> Call:
-    """The same micro-batch: a copy that may move on by itself."""
+    """A copy of a micro-batch whose inputs can change separately."""
     return Call(call.hidden, call.arguments)
 
 
 def _inside(link: Link, prefix: str) -> Link:
-    """A link with the names that its modules have in their block."""
+    """A link with the names of its modules in their block."""
     consumers = tuple(name.removeprefix(prefix) for name in link.consumers)
     return Link(link.producer.removeprefix(prefix), link.kind, consumers, link.channels)

@@ -54,7 +54,7 @@ def followed_by(first: Transform | None, second: Transform | None) -> Transform 
 
 
 def parted(transform: Transform | None) -> tuple[list[Transform], Rounding | None]:
-    """The steps of a transform before its last one, and that, if it rounds; else all steps and None."""
+    """The steps of a transform before its rounding, and the rounding, if it is the last step; else all and None."""
     if transform is None:
         return [], None
     steps = list(transform.steps) if isinstance(transform, Chain) else [transform]
@@ -62,16 +62,16 @@ def parted(transform: Transform | None) -> tuple[list[Transform], Rounding | Non
 
 
 def orders(transform: Transform | None) -> bool:
-    """Is the last thing that a transform does, but for rounding, to put the channels into another order?"""
+    """Whether the last step of a transform, except for rounding, reorders the channels."""
     before, _ = parted(transform)
     return bool(before) and isinstance(before[-1], Permutation)
 
 
 def make_transform(spec: dict[str, Any] | None, tensors: dict[str, Tensor]) -> Transform | None:
-    """The transform that was described, None for none.
+    """The transform that `spec` describes; None for None.
 
     Raises:
-        ValueError: it is of a kind that this workbench does not have.
+        ValueError: its kind is not known to this workbench.
     """
     if spec is None:
         return None
@@ -82,5 +82,5 @@ def make_transform(spec: dict[str, Any] | None, tensors: dict[str, Tensor]) -> T
 
 
 def below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The tensors whose names begin so, by the rest of their names."""
+    """The tensors whose names begin with `prefix`, by the rest of their names."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

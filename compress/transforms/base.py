@@ -19,7 +19,7 @@ class Transform(nn.Module):
         raise NotImplementedError
 
     def spec(self) -> dict[str, Any]:
-        """What besides the tensors makes this transform, as JSON: `transform` (its name) and its own settings."""
+        """The description of this transform beside its tensors, as JSON: `transform` (its name) and its settings."""
         raise NotImplementedError
 
     @classmethod
@@ -28,7 +28,7 @@ class Transform(nn.Module):
         raise NotImplementedError
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Transform":
-        # Devices move; dtypes do not: `.to(bfloat16)` speaks of the activations.
+        # Devices change; dtypes do not: `.to(bfloat16)` is about the activations.
         for part in self.children():
             part._apply(fn)
         for name, tensor in self._buffers.items():
@@ -37,7 +37,7 @@ class Transform(nn.Module):
 
 
 def same_transform(a: Transform | None, b: Transform | None) -> bool:
-    """Do these two make the same of every input?"""
+    """Whether both give the same result for every input."""
     if a is None or b is None:
         return a is b
     ours, theirs = a.state_dict(), b.state_dict()

@@ -28,7 +28,7 @@ class Kronecker(Transform):
         return kronecker(x.float() * self.scale, self.left, self.right).to(x.dtype)
 
     def fold(self, W: Tensor) -> Tensor:
-        """W P⁻ᵀ [out, in] in float32, the weight that gives of x' what W gives of x; computed in float64."""
+        """W P⁻ᵀ [out, in] in float32, the weight whose product with x' is that of W with x; computed in float64."""
         left, right = (torch.linalg.inv(one.double()).t() for one in (self.left, self.right))
         return kronecker(W.double() / self.scale.double(), left, right).float()
 

@@ -26,7 +26,7 @@ class Permutation(Transform):
         return x.index_select(-1, self.order)
 
     def back(self, x: Tensor) -> Tensor:
-        """The inverse: x of x'."""
+        """The inverse: x from x'."""
         return x.index_select(-1, self.order.argsort())
 
     def spec(self) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class Hadamard(Rotation):
         return f"{len(self.signs)}, block={self.block}"
 
     def _mixed(self, x: Tensor) -> Tensor:
-        """Its own inverse, as the matrix is symmetric."""
+        """The transform, which is its own inverse, because the matrix is symmetric."""
         return hadamard(x.reshape(*x.shape[:-1], -1, self.block)).view(x.shape)
 
 
@@ -85,10 +85,10 @@ class Orthogonal(Rotation):
 
 
 def random_hadamard(n: int, seed: int, block: int = 0) -> Hadamard:
-    """Random signs and Hadamard transforms of width n; of its widest divisor that has a matrix, where n has none.
+    """Random signs and Hadamard transforms of width n, or of its widest divisor with a matrix if n has none.
 
     Args:
-        block: the most channels that are transformed together; 0: as many as can be.
+        block: the largest number of channels that are transformed together; 0: as many as possible.
     """
     generator = torch.Generator().manual_seed(seed)
     return Hadamard(torch.randint(2, (n,), generator=generator) * 2 - 1, widest_block(n, block))
@@ -98,8 +98,8 @@ def random_orthogonal(n: int, seed: int, *, fixes_ones: bool = False) -> Orthogo
     """A rotation that is as likely as any other (Haar measure; Stewart, 1980).
 
     Args:
-        fixes_ones: leave the direction (1, ..., 1) as it is, and rotate what is perpendicular to it. The mean over the
-            channels is then the same before and after, so that a LayerNorm commutes with the rotation.
+        fixes_ones: keep the direction (1, ..., 1), and rotate the space perpendicular to it. The mean over the channels
+            is then the same before and after, so that a LayerNorm commutes with the rotation.
     """
     generator = torch.Generator().manual_seed(seed)
     free = n - fixes_ones
@@ -107,7 +107,7 @@ def random_orthogonal(n: int, seed: int, *, fixes_ones: bool = False) -> Orthogo
     Q = Q * R.diagonal().sign()
     if fixes_ones:
         v = torch.full((n,), n**-0.5, dtype=torch.float64)
-        v[0] -= 1  # the reflection along v swaps the first axis and the direction of ones
+        v[0] -= 1  # the reflection along v exchanges the first axis and the direction of ones
         mirror = torch.eye(n, dtype=torch.float64) - 2 * torch.outer(v, v) / v.square().sum()
         Q = mirror @ torch.block_diag(torch.ones(1, 1, dtype=torch.float64), Q) @ mirror
     return Orthogonal(Q)

@@ -1,4 +1,4 @@
-"""Rounding of a linear's input to few bits, whatever its weight is stored in."""
+"""Rounding of a linear's input to few bits, for weights in any format."""
 
 from typing import Any, ClassVar
 
@@ -10,22 +10,22 @@ from compress.transforms.base import Transform
 
 FORMATS = ("int", "fp8", "mxfp4", "nvfp4")
 FLOATS: dict[str, Float] = {"fp8": E4M3, "mxfp4": E2M1, "nvfp4": E2M1}
-GROUPS = {"mxfp4": 32, "nvfp4": 16}  # columns that share a scale, where the format says it
-SMALLEST = 2.0**-100  # what is smaller than this everywhere is rounded as if it reached it
+GROUPS = {"mxfp4": 32, "nvfp4": 16}  # columns that share a scale, for formats that fix them
+SMALLEST = 2.0**-100  # least magnitude that is assumed for the largest value of a group
 
 
 class Rounding(Transform):
-    """x' = step * code, each code to nearest, the steps from the largest magnitude of a token or of a group of it.
+    """x' = step * code, each code to nearest, with steps from the largest magnitude of a token or of its groups.
 
     Args:
-        bits: of an integer, whose codes are symmetric: -7 to 7 in 4 bits.
+        bits: of integers, whose codes are symmetric: -7 to 7 in 4 bits.
         format: "int", "fp8" (e4m3), "mxfp4" (e2m1, steps that are powers of two), "nvfp4" (e2m1, steps in e4m3 times a
             float32 of the token; NVIDIA has one of the tensor).
-        group_size: columns that share a step; -1: all of a token.
-        clip: the share of the largest magnitude that the largest code stands for; what is beyond is clamped.
-        step: float32 without dimensions: one step for all, or None for steps as the tokens come by.
-        order: [in], a permutation of the columns, in whose order they are grouped; None: as they lie.
-        wide: groups, the first ones in that order, whose integers have 8 bits.
+        group_size: columns that share a step; -1: a whole token.
+        clip: the share of the largest magnitude that the largest code represents; values beyond it are clamped.
+        step: float32 without dimensions: one step for all, or None for steps that are computed on each call.
+        order: [in], the permutation in which columns are grouped; None: their own order.
+        wide: the number of first groups in that order whose integers have 8 bits.
     """
 
     name: ClassVar[str] = "rounding"
@@ -49,12 +49,12 @@ class Rounding(Transform):
 
     @property
     def largest(self) -> float:
-        """The largest code, where it is not one of the wide groups."""
+        """The largest code, outside of the wide groups."""
         return FLOATS[self.format].largest if self.format in FLOATS else largest_code(self.bits)
 
     @property
     def in_integers(self) -> bool:
-        """Is x' nothing but the integers that `kernels.w4a8_matmul` makes of x, times their steps?"""
+        """Whether x' is exactly the integers that `kernels.w4a8_matmul` makes from x, times their steps."""
         return self.format == "int" and self.clip == 1.0 and self.order is None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class Rounding(Transform):
         return rounded if self.order is None else torch.empty_like(rounded).index_copy_(-1, self.order, rounded)
 
     def _steps(self, groups: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
-        """Steps and their inverses, [..., groups, 1] each, or one number; for integers as `quantize_rows` has them.
+        """Steps and their inverses, [..., groups, 1] each, or one number; for integers as in `quantize_rows`.
 
         Args:
             groups: [..., groups of a token, columns]. largest: [groups, 1].
@@ -77,7 +77,7 @@ class Rounding(Transform):
         if self.step is not None:
             return self.step, 1 / self.step
         top = groups.abs().amax(-1, keepdim=True).clamp_min(SMALLEST)
-        if self.format == "mxfp4":  # OCP Microscaling 1.0, 6.3: the power of two of the largest, over that of the grid
+        if self.format == "mxfp4":  # OCP Microscaling 1.0, 6.3: the largest value's power of two, over the grid's
             step = torch.ldexp(torch.ones_like(top), torch.frexp(top).exponent - 3)
             return step, 1 / step
         if self.format == "nvfp4":

@@ -12,7 +12,7 @@ STREAM = "rotated_stream"  # the name of the module below in a model
 class RotatedStream(nn.Module):
     """Keeps a model's residual stream rotated between its first and its last block.
 
-    The embedding, the final norm and the head stay as they are, so that a head that is tied to the embedding stays
+    The embedding, the final norm and the head do not change, so that a head that is tied to the embedding stays
     tied. The weights of the blocks must have been folded for it (`compress.rotations.folds`).
 
     Args:
@@ -45,5 +45,5 @@ def rotate_stream(model: nn.Module, blocks: nn.ModuleList, rotation: Rotation) -
 
 
 def stream_of(model: nn.Module) -> RotatedStream | None:
-    """The rotation of a model's residual stream, None if it is as it was."""
+    """The rotation of a model's residual stream; None if it is not rotated."""
     return getattr(model, STREAM, None)

@@ -28,7 +28,7 @@ from kernels.linear import fast_linear
 
 @dataclass(frozen=True)
 class TunedBlock:
-    """What training made of a block: its linears and its other trained parameters by name, and the linears' records."""
+    """The result of training a block: its linears and other trained parameters by name, and the linears' records."""
 
     linears: dict[str, CompressedLinear]
     records: list[LayerRecord]
@@ -47,13 +47,13 @@ def tune_blocks(
     device: torch.device,
     store: BlockStore | None,
 ) -> list[LayerRecord]:
-    """Train every block in turn, and put what is stored then in its place.
+    """Train every block in turn, and replace its linears by the trained, stored ones.
 
     The first of several processes does the work, and sends its results to the others.
 
     Args:
-        originals: the linears as they were before they were compressed, by name.
-        name: of the method, to be shown.
+        originals: the linears before they were compressed, by name.
+        name: the name of the method, for the progress bar.
         skip: patterns of names of linears that are not trained.
     """
     _, blocks = find_blocks(model)
@@ -73,7 +73,7 @@ def tune_blocks(
 
 
 def put(model: nn.Module, made: TunedBlock, device: torch.device) -> None:
-    """Let what was trained stand in the model, one of whose blocks lies on this device."""
+    """Put the trained linears and parameters of a block, which lies on this device, into the model."""
     for name, linear in made.linears.items():
         replace(model, name, linear.to(device))
     for name, value in made.norms.items():
@@ -92,7 +92,7 @@ class _Tuning:
     device: torch.device
 
     def blocks(self, batches: Sequence[Tensor], store: BlockStore | None) -> Iterator[TunedBlock]:
-        """Each block in turn, once it stands in the model; finished ones come from the store."""
+        """Each trained block in turn, after it was put into the model; finished ones come from the store."""
         prefix, blocks = find_blocks(self.model)
         outside = [name for name in self.originals if not name.startswith(f"{prefix}.")]
         calls = block_calls(self.model, blocks, batches, stacked=False)
@@ -116,12 +116,12 @@ class _Tuning:
             yield made
 
     def tuned(self, index: int, names: Sequence[str], calls: list[Call], wanted: Sequence[Call]) -> TunedBlock:
-        """What training makes of a block; its outputs become the inputs of the next one.
+        """The result of training a block; its outputs become the inputs of the next one.
 
         Args:
-            names: of the linears whose original is known.
-            calls: each with what the compressed blocks before give.
-            wanted: each with what the original block gives.
+            names: the names of the linears whose original is known.
+            calls: each with the output of the compressed blocks before this one.
+            wanted: each with the output of the original block.
         """
         start = time.perf_counter()
         prefix, blocks = find_blocks(self.model)
@@ -160,7 +160,7 @@ class _Tuning:
         calls: Sequence[Call],
         wanted: Sequence[Call],
     ) -> dict[str, CompressedLinear]:
-        """What training makes of those linears of a block that can be trained."""
+        """The results of training for the linears of a block that can be trained."""
         block = find_blocks(self.model)[1][index]
         trained = {
             name: TrainedLinear(linear, weight_of(self.originals[name]).to(self.device), self.schedule)
@@ -182,7 +182,7 @@ class _Tuning:
     def _passed(
         self, index: int, linears: Mapping[str, CompressedLinear], calls: Sequence[Call]
     ) -> tuple[list[Call], dict[str, LayerStatistics]]:
-        """The micro-batches with the block's outputs, and by name the Gram matrix of what each linear read."""
+        """The micro-batches with the block's outputs, and by name the Gram matrix of the inputs of each linear."""
         block, passed = find_blocks(self.model)[1][index], [copy.copy(call) for call in calls]
         with dense_weights(block), fast_linear():
             groups, _ = input_groups(block, dict(linears), passed, index, self.device)

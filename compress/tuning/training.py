@@ -13,16 +13,16 @@ from compress.walk.capture import Call, run_block
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a block is trained.
+    """The schedule of training a block.
 
-    steps: updates of everything that is trained. batch: calibration windows per update. rate, scale_rate, norm_rate:
-    size of the first update of the offsets (in steps of the grid), the factors and the
-        norms (both as a fraction of their value); it falls to 0 in a line. 0: they stay as they are.
+    steps: number of updates. batch: calibration windows per update. rate, scale_rate, norm_rate: size of the first
+        update of the offsets (in steps of the grid), the factors and the norms (both as a fraction of their value); it
+        falls linearly to 0. 0: they are not trained.
     from_original: a weight starts where its original lies within the step of its code, or at its edge; False:
         in the middle.
-    sink_weight: how often the first token of each window counts in the loss.
+    sink_weight: the weight of the first token of each window in the loss.
     keep_zeros: weights that are stored as 0 stay 0.
-    dtype: of the products with weights; None: as the activations.
+    dtype: of the products with weights; None: that of the activations.
     """
 
     steps: int
@@ -37,17 +37,17 @@ class Schedule:
 
 
 class TrainedLinear(nn.Module):
-    """Stands for a compressed linear while it is trained; parts that cannot be trained stay as they are.
+    """Stands for a compressed linear while it is trained; parts that cannot be trained do not change.
 
     Args:
-        original: W [out, in] as it was before it was compressed.
-        schedule: says in which dtype the weight is multiplied, and whether zeros stay.
+        original: W [out, in] before the compression.
+        schedule: sets the dtype in which the weight is multiplied, and whether zeros stay.
     """
 
     def __init__(self, linear: CompressedLinear, original: Tensor, schedule: Schedule) -> None:
         super().__init__()
         self.linear, self.dtype = linear, schedule.dtype
-        self.views: dict[int, nn.Module] = {}  # by the place of the part
+        self.views: dict[int, nn.Module] = {}  # by the number of the part
         fixed = [part.dequantize() for part in linear.parts if part.trainable() is None]
         self.rest = sum(fixed) if fixed else None
         alone = schedule.from_original and len(linear.parts) - len(fixed) == 1
@@ -64,10 +64,10 @@ class TrainedLinear(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("linear"), name)  # blocks may ask a linear for its weight's dtype
+            return getattr(super().__getattr__("linear"), name)  # blocks may read the dtype of a linear's weight
 
     def prepare(self) -> None:
-        """Make the weight that passes multiply by until this is called again."""
+        """Compute the weight that passes use until the next call of this."""
         W = sum(view.weight() for view in self.views.values())
         W = W if self.rest is None else W + self.rest
         self.W = W.to(self.dtype or self.linear.dtype)
@@ -78,7 +78,7 @@ class TrainedLinear(nn.Module):
         return y if self.linear.bias is None else y + self.linear.bias
 
     def stored(self) -> CompressedLinear:
-        """What training made of the linear."""
+        """The trained linear."""
         parts = [self.views[i].stored() if i in self.views else part for i, part in enumerate(self.linear.parts)]
         return CompressedLinear(parts, self.linear.bias, dtype=self.linear.dtype, transform=self.linear.transform)
 
@@ -93,14 +93,14 @@ def train(
     schedule: Schedule,
     device: torch.device,
 ) -> None:
-    """Train the views of these linears, which stand in the block, and its norms.
+    """Train the views of these linears, which are in the block, and its norms.
 
     Args:
         calls: a window of the calibration each, with the block's input.
-        wanted: the same windows with the output that is wanted.
+        wanted: the same windows with the target output.
 
-    Every update goes by the sign of the gradient, as AutoRound's (arXiv:2309.05516): a weight that the loss hardly
-    depends on is moved as far as any other one, and no moments have to be kept.
+    Every update follows the sign of the gradient, as in AutoRound (arXiv:2309.05516): a weight on which the loss hardly
+    depends moves as far as any other one, and no moments have to be kept.
     """
     linears = list(linears)
     views = [view for linear in linears for view in linear.views.values()]
@@ -134,13 +134,11 @@ def train(
 def token_loss(y: Tensor, wanted: Tensor, sink_weight: float = 1.0) -> Tensor:
     """||y - y*||² / ||y*||² of a token, mean over all, for outputs [windows, tokens, hidden] of a block.
 
-    Plain squares would be those of a few tokens: the first token's residual stream is hundreds of times as large as
-    the others' (arXiv:2402.17762).
+    A few tokens would dominate plain squares: the first token's residual stream is hundreds of times as large as the
+    others' (arXiv:2402.17762).
 
     Args:
-        from_original: a weight starts where its original lies within the step of its code, or at its edge; False:
-        in the middle.
-    sink_weight: how often the first token of each window counts, to which all later ones attend.
+        sink_weight: the weight of the first token of each window, to which all later ones attend.
     """
     error = (y.float() - wanted.float()).square().sum(-1)
     error = error / wanted.float().square().sum(-1).clamp_min(1e-12)  # [windows, tokens]

@@ -1,1 +1,1 @@
-"""The loop over the blocks of a model, and what it needs: inputs, statistics, folds, finished blocks."""
+"""The loop over the blocks of a model, and its parts: inputs, statistics, folds, finished blocks."""

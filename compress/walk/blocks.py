@@ -35,7 +35,7 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 def targets(model: nn.Module, skip: str = "", where: str = "blocks") -> dict[str, tuple[int, int]]:
-    """Name and shape (out, in) of every weight that a method takes, but for those that `skip` names and routers.
+    """Name and shape (out, in) of every weight that a method takes, without routers and the weights in `skip`.
 
     Experts that are fused in one parameter count as the linears that they are split into; nothing is split here.
 
@@ -124,7 +124,7 @@ def kept_weights(model: nn.Module, skips: Sequence[str]) -> list[dict[str, Any]]
 
 
 def is_named(name: str, patterns: str) -> bool:
-    """Does one of the comma-separated patterns (* and ?) match this name?"""
+    """Whether one of the comma-separated patterns (* and ?) matches this name."""
     return any(fnmatch.fnmatch(name, pattern.strip()) for pattern in patterns.split(",") if pattern.strip())
 
 

@@ -15,16 +15,16 @@ MICRO_BATCH_TOKENS = 2048  # tokens that go through a block at once
 
 
 class Stop(Exception):
-    """Ends a forward pass when what was wanted from it has been seen."""
+    """Ends a forward pass as soon as everything needed from it is recorded."""
 
 
 class Call:
     """One micro-batch on its way through the blocks.
 
-    hidden: [batch, T, hidden], the input of the block to come; of a call that was made inside `activations_on_disk` it
-        lies on disk, and is read anew each time that it is asked for.
-    arguments: per block, what else the model passes.
-    place: in the calibration.
+    hidden: [batch, T, hidden], the input of the next block. If the call was made inside `activations_on_disk`, it lies
+        on disk and is read again at each access.
+    arguments: per block, the other arguments that the model passes.
+    place: the position of the micro-batch in the calibration.
     """
 
     def __init__(self, hidden: Tensor, arguments: list[tuple[tuple, dict]] | None = None) -> None:
@@ -50,7 +50,7 @@ _activations: ContextVar[WorkFolder | None] = ContextVar("activations", default=
 
 @contextmanager
 def activations_on_disk(folder: WorkFolder | None) -> Iterator[None]:
-    """While the context lasts, what flows between blocks is kept in files of this folder; None: in memory."""
+    """While the context lasts, activations between blocks are kept in files of this folder; None: in memory."""
     token = _activations.set(folder)
     try:
         yield
@@ -66,11 +66,11 @@ def block_calls(
     stacked: bool = True,
     divided: bool = False,
 ) -> list[Call]:
-    """Micro-batches with the arguments that the model gives to each block, as it makes them.
+    """Micro-batches with the arguments that the model itself passes to each block.
 
     Args:
         stacked: several batches of equal length make a micro-batch; False: each by itself.
-        divided: only those that belong to this process, if several compress the model together.
+        divided: only the micro-batches of this process, if several processes compress the model together.
 
     Raises:
         ValueError: the batches give outputs that are not finite, or the blocks do not form a chain.
@@ -110,7 +110,7 @@ def micro_batches(batches: Sequence[Tensor]) -> list[Tensor]:
 
 
 class _Recorder(nn.Module):
-    """Stands in a block's place, keeps what the model passes, and hands its input on."""
+    """Stands in a block's place, records the arguments that the model passes, and returns its input unchanged."""
 
     def __init__(
         self, block: nn.Module, calls: list[Call], latest: dict, as_tuple: bool, *, first: bool, last: bool
@@ -136,7 +136,7 @@ class _Recorder(nn.Module):
         return (hidden,) if self.as_tuple else hidden
 
     def _keep(self, key, value):
-        """The value, its tensors replaced by equal ones of the micro-batch before: masks and positions repeat."""
+        """The value; tensors equal to those of the previous micro-batch are shared: masks and positions repeat."""
         if isinstance(value, Tensor):
             before = self.latest.get(key)
             if before is None or before.shape != value.shape or not torch.equal(before, value):
@@ -150,7 +150,7 @@ class _Recorder(nn.Module):
 
 
 def _probe(model: nn.Module, blocks: nn.ModuleList, batch: Tensor) -> bool:
-    """One ordinary pass: are the outputs finite, is each block's output the next one's input; returns tuples?"""
+    """Check in one pass that outputs are finite and blocks form a chain; returns whether blocks give tuples."""
     ends: list[tuple[Tensor, object]] = []
 
     def hook(module, args, kwargs, output):
@@ -192,7 +192,7 @@ def on_device(block: nn.Module, device: torch.device) -> Iterator[None]:
     """While the context lasts, the block lies on this device; then it goes back to where it was.
 
     Modules that were replaced inside the block go back with it, because they may be used for comparison later. A block
-    whose weights lie on disk (`compress.walk.offload`) is loaded, and what changed of it is written.
+    whose weights lie on disk (`compress.walk.offload`) is loaded, and its changed weights are written.
     """
     if hasattr(block, "_offloaded"):
         with block._offloaded.loaded(device):
@@ -232,13 +232,13 @@ def _first(output) -> Tensor:
 
 
 class Tail:
-    """What a model makes of the outputs of its last block: its final norm and its head, as the model itself calls
+    """The part of a model after its last block, which is its final norm and its head, called as the model itself calls
     them."""
 
     def __init__(
         self, model: nn.Module, blocks: nn.ModuleList, batches: Sequence[Tensor], *, stacked: bool = True
     ) -> None:
-        """batches, stacked: as those that the micro-batches were made of, in whose order `logits` counts."""
+        """batches, stacked: as for `block_calls`; `logits` numbers the micro-batches in the same order."""
         self.model, self.blocks = model, blocks
         self.batches = micro_batches(batches) if stacked else list(batches)
         seen: list[object] = []
@@ -257,7 +257,7 @@ class Tail:
         """[batch, T, vocabulary] of micro-batch i, whose last block gave `hidden` [batch, T, hidden].
 
         Args:
-            last: of so many last positions alone; 0: of all.
+            last: the number of last positions that get logits; 0: all positions.
         """
         originals = list(self.blocks)
         only = {"logits_to_keep": last} if last else {}
@@ -289,7 +289,7 @@ class _Given(nn.Module):
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Where a module lies, or would be loaded to by itself if its weights are on disk."""
+    """The device of a module, or, if its weights are on disk, the device to which they would be loaded."""
     for tensor in (*module.parameters(), *module.buffers()):
         if not tensor.is_meta:
             return tensor.device
@@ -300,6 +300,6 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:
-    """Are these the same numbers in the same place? Empty tensors have no place."""
+    """Whether both are the same numbers in the same memory; empty tensors have no memory."""
     alike = a.shape == b.shape and a.stride() == b.stride() and a._version == b._version
     return alike and a.numel() > 0 and a.data_ptr() == b.data_ptr()

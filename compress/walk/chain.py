@@ -19,7 +19,7 @@ from kernels.files import whole_file
 
 
 class Chain:
-    """What the newest finished block gave, beside the finished blocks of a walk: one file for each micro-batch.
+    """The outputs of the newest finished block, kept beside the finished blocks: one file for each micro-batch.
 
     The outputs of a block are written before the block itself, and those of the block before it are removed
     afterwards. So the outputs of the newest finished block are there whenever a walk is killed, and the outputs of at
@@ -59,7 +59,7 @@ class Chain:
 
     @contextmanager
     def keeping(self, index: int, *, last: bool) -> Iterator[None]:
-        """Keep what every micro-batch holds now, the outputs of block `index`; the `with` block stores the block.
+        """Keep the outputs of block `index`, which the micro-batches hold now; the `with` block stores the block.
 
         Args:
             last: nothing follows this block, so that its outputs are not needed.

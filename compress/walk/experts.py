@@ -25,7 +25,7 @@ class SplitExperts(nn.Module):
         self._stacks = {name: stack.ExpertStack() for name in (self.up_name, "down_proj")}
         self.act_fn = getattr(experts, "act_fn", None)  # some gates bring their own
         self.post_expert_norm = experts.post_expert_norm if experts.has_post_expert_norm else None
-        # Bound to this module, so that what it reads (act_fn, limits, ...) is found here.
+        # Bound to this module, so that the attributes that it reads (act_fn, limits, ...) are found here.
         self._gate = type(experts)._apply_gate if experts.has_gate else None
         for name, value in vars(experts).items():
             if isinstance(value, int | float) and not hasattr(self, name):
@@ -87,7 +87,7 @@ def split_experts(model: nn.Module) -> int:
 
 
 def is_fused_experts(module: nn.Module) -> bool:
-    """Does this module follow transformers' experts interface, with its weights in 3-D parameters?"""
+    """Whether this module follows transformers' experts interface, with its weights in 3-D parameters."""
     down = getattr(module, "down_proj", None)
     return isinstance(down, nn.Parameter) and down.dim() == 3 and hasattr(module, "has_gate")
 
@@ -103,7 +103,7 @@ def split_shapes(experts: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def expert_count(module: nn.Module) -> int:
-    """How many experts this module itself holds, split, fused or as a list of modules; 0: it holds none."""
+    """The number of experts that this module itself holds, split, fused or as a list of modules."""
     if isinstance(module, SplitExperts):
         return module.num_experts
     if isinstance(module, nn.ModuleList):

@@ -1,4 +1,4 @@
-"""Which linears of a block read the same input, and the statistics that are collected from each such input once."""
+"""Groups of linears of a block that read the same input, from which statistics are collected once."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -19,8 +19,8 @@ def input_groups(
 ) -> tuple[list[list[str]], bool]:
     """Linears by the input that they read, in the order of the computation, found by running one micro-batch.
 
-    Two linears share an input if they are given the same memory in the same pass, and transform it alike. Also says
-    whether no linear was called more than once. Experts that no token reached form groups of their own, in the places
+    Two linears share an input if they are given the same memory in the same pass, and transform it alike. Also returns
+    whether no linear was called more than once. Experts that no token reached form groups of their own, at the places
     where they would have been reached.
     """
     ranks = current()
@@ -37,7 +37,7 @@ def _input_groups(
     with hooked(linears, lambda name, x: inputs.append((name, x))):
         run_block(block, calls[0], index, device)
     called = [name for name, _ in inputs]
-    repeated = {name for name in called if called.count(name) > 1}  # each by itself: its inputs are several
+    repeated = {name for name in called if called.count(name) > 1}  # each forms its own group: it has several inputs
     found: list[tuple[Tensor, list[str]]] = []
     for name, x in inputs:
         if any(name in members for _, members in found):
@@ -57,7 +57,7 @@ def _input_groups(
 
 
 def _place(name: str, order: list[str], groups: list[list[str]]) -> int:
-    """Where a linear that was not reached goes among the groups: beside its like (expert 3's beside expert 2's)."""
+    """The place of a linear without tokens among the groups: beside similar ones (expert 3's beside expert 2's)."""
     placed = {member: i for i, group in enumerate(groups) for member in group}
     at, parent = order.index(name), name.rpartition(".")[0]
     like = [other for other in order if other in placed and other.rpartition(".")[0] == parent]

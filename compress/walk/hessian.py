@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-DAMP_STEPS = 6  # times that the damping is raised tenfold before giving up
-ROWS = 1024  # of H that are put in order at once
+DAMP_STEPS = 6  # number of times that the damping is raised tenfold before an error
+ROWS = 1024  # rows of H that are permuted at once
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Factor:
 
     L: [in, in] float32, lower triangular: R with its rows and columns in reverse, as the Cholesky routine leaves it.
     order: [in] permutation; dead: [in] bool, columns (in that order) whose input was always 0; damp: fraction of
-    mean(diag H) that was added; notes: what had to be done to get there.
+    mean(diag H) that was added; notes: the measures that the factorisation needed.
     """
 
     L: Tensor
@@ -47,15 +47,15 @@ class Factor:
         return torch.linalg.solve_triangular(block, eye, upper=True)
 
     def updated(self, W: Tensor, errors: Tensor, start: int, end: int, U: Tensor | None = None) -> Tensor:
-        """The columns [start, end) of the weight as they make up best for the errors of the columns before `start`.
+        """The columns [start, end) of the weight that best compensate the errors of the columns before `start`.
 
-        They minimise (W - Ŵ) H (W - Ŵ)ᵀ with the columns before `start` fixed and all others free: what pushing every
-        error on to the later columns leaves in their place.
+        They minimise (W - Ŵ) H (W - Ŵ)ᵀ with the columns before `start` fixed and all others free: the same values that
+        result from pushing every error on to the later columns.
 
         Args:
             W: [in, out], the original weight with a column in each row, in `order`.
             errors: [in, out], W - Ŵ in its first `start` rows; the others are not read.
-            U: `inverse(start, end)`, if it is at hand.
+            U: `inverse(start, end)`, if it is known.
 
         Returns:
             [end - start, out], not a view.
@@ -71,8 +71,8 @@ class Factor:
 def factorise(H: Tensor, damp: float, order: Tensor, more: tuple[Tensor, float] | None = None) -> Factor:
     """Factorise H [in, in], damped by `damp` * mean(diag H).
 
-    With P the reversal of rows, P H P = L Lᵀ gives H = R Rᵀ with R = P L P upper triangular: one Cholesky. Beside H it
-    takes the memory of one matrix of its size.
+    With P the reversal of rows, P H P = L Lᵀ gives H = R Rᵀ with R = P L P upper triangular: one Cholesky. It needs the
+    memory of one more matrix of the size of H.
 
     Args:
         order: [in] permutation of the columns.
@@ -86,7 +86,7 @@ def factorise(H: Tensor, damp: float, order: Tensor, more: tuple[Tensor, float] 
         raise ValueError("the Hessian holds NaN or infinity: the calibration set gives activations that are not finite")
     notes = []
     dead = diagonal == 0
-    mean = diagonal.mean().item() or 1.0  # of the live and the dead, as the paper's
+    mean = diagonal.mean().item() or 1.0  # over live and dead columns, as in the paper
     if dead.any():
         notes.append(f"{int(dead.sum())} input columns are always 0: their weights were set to 0")
     tried, reverse = damp, order.flip(0)
@@ -110,7 +110,7 @@ def factorise(H: Tensor, damp: float, order: Tensor, more: tuple[Tensor, float] 
 
 
 def diagonal_with(H: Tensor, more: tuple[Tensor, float] | None) -> Tensor:
-    """diag(H) [in] with what `factorise` would add to it."""
+    """diag(H) [in] with the addition of `more`, as in `factorise`."""
     return H.diagonal() if more is None else H.diagonal() + more[1] * more[0].square().sum(0)
 
 

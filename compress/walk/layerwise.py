@@ -43,8 +43,8 @@ class LayerwiseMethod(Method):
 
     reads_originals: ClassVar[bool] = True
     statistics: ClassVar[tuple[str, ...]] = ()  # names in compress.walk.statistics.STATISTICS
-    # Whether what `solve` returns is added to what is stored. It is then given what the stored parts left over of the
-    # original weight, and takes no linear of which nothing is stored; `stores` says what is added.
+    # Whether the parts that `solve` returns are added to the stored parts. `solve` is then given the original weight
+    # minus the stored parts, and takes no linear without stored parts; `stores` lists the added parts.
     adds: ClassVar[bool] = False
 
     def apply(
@@ -81,13 +81,13 @@ class LayerwiseMethod(Method):
         """Parts that stand for W.
 
         Args:
-            W: [out, in] float32, on the compute device; of a method that `adds`, what the stored parts left over.
-            statistics: what was collected from this linear's inputs; `statistics.note(...)` adds to the record.
+            W: [out, in] float32, on the compute device; for a method that `adds`, the weight minus the stored parts.
+            statistics: statistics of this linear's inputs; `statistics.note(...)` adds to the record.
         """
         raise NotImplementedError
 
     def rounding(self, statistics: LayerStatistics) -> Transform | None:
-        """What is done to the linear's input from now on, after what was done to it before; None: nothing more."""
+        """The transform to apply to the linear's input from now on, after its earlier transforms; None: no other."""
         return None
 
     def peer(self, W: Tensor, statistics: LayerStatistics) -> list[Format] | None:

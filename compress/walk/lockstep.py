@@ -50,7 +50,7 @@ class Lockstep:
             groups: names of linears that read the same input, in the order in which they are reached.
             to_the_end: let the passes finish, and make their outputs the inputs of the next block; False: stop after
                 the last group, as nothing follows this block.
-            beside: the same micro-batches in the stream of the model as it was, which pass through the original
+            beside: the same micro-batches in the stream of the uncompressed model, which pass through the original
                 linears.
         """
         self.model, self.block, self.index, self.linears, self.groups = model, block, index, linears, groups
@@ -58,12 +58,12 @@ class Lockstep:
         self.gates = {name: _Gate(linear, name, self.pass_through) for name, linear in linears.items()}
         self.number = {name: i for i, group in enumerate(groups) for name in group}
         self.collectors: dict[int, Collector] = {}
-        # Per pass, what the linears of a group share, and which of them have not been reached.
+        # For each group: per pass, the input that its linears share, and the linears that are not reached yet.
         self.inputs: list[dict[greenlet, tuple[Tensor, set[str]]]] = [{} for _ in groups]
         self.waiting: dict[int, list[greenlet]] = defaultdict(list)  # by the group at which they wait
         self.passes: dict[greenlet, Call] = {}
         self.stopped: list[Call] = []
-        self.solved, self.finished = 0, False  # groups so far; all of them
+        self.solved, self.finished = 0, False  # number of solved groups; whether all are solved
         self.originals: dict[greenlet, set[int]] = {}  # passes through the original linears: groups they have reached
         self.read: dict[tuple[int, int], Tensor] = {}  # by group and micro-batch, the input of the original linears
 
@@ -71,18 +71,18 @@ class Lockstep:
         """All passes, from group to group.
 
         Args:
-            solve: given the linears of a group, each with its statistics, returns what is to stand for each of them.
+            solve: given the linears of a group, each with its statistics, returns the replacement of each linear.
 
         Raises:
             RuntimeError: a micro-batch reached the linears in another order.
         """
         with ExitStack() as stack:
-            stack.callback(self.gates.clear)  # they hold this object: without them it goes, and so do the weights
+            stack.callback(self.gates.clear)  # gates refer to this object; without them it and its weights are freed
             for name, linear in self.linears.items():
                 replace(self.model, name, self.gates[name])
                 stack.callback(replace, self.model, name, linear)
             stack.callback(lambda: [one.throw() for one in self.passes if not one.dead])
-            for i, call in enumerate(self.calls):  # each original pass just before the other, which reads what it left
+            for i, call in enumerate(self.calls):  # each original pass just before the other, which reads its inputs
                 if self.beside:
                     self.start(self.beside[i], as_it_was=True)
                 self.start(call, as_it_was=False)
@@ -113,7 +113,7 @@ class Lockstep:
         try:
             call.hidden = run_block(self.block, call, self.index, self.device)
         except Stop as stop:
-            traceback.clear_frames(stop.__traceback__)  # else what the pass held stays until garbage is collected
+            traceback.clear_frames(stop.__traceback__)  # else its tensors stay until garbage is collected
             self.stopped.append(call)
 
     def go_on(self, one: greenlet, *arguments: Call) -> None:
@@ -123,7 +123,7 @@ class Lockstep:
             self.waiting[at].append(one)
 
     def pass_through(self, gate: "_Gate", x: Tensor) -> Tensor:
-        """What a linear gives for its input x [..., in], once it may."""
+        """The output of a linear for its input x [..., in], as soon as the linear is solved."""
         if getcurrent() in self.originals:
             self.arrive_beside(gate.name, x)
             return gate.original(x)
@@ -156,18 +156,18 @@ class Lockstep:
         self.wait(me, i, x)
 
     def arrive_beside(self, name: str, x: Tensor) -> None:
-        """Keep the input of an original linear for the other pass of the micro-batch, and wait until that has read
+        """Keep the input of an original linear for the other pass of the micro-batch, and wait until that pass has read
         it."""
         i, me = self.number[name], getcurrent()
         if self.finished or i < self.solved or i in self.originals[me]:
             return
         self.originals[me].add(i)
-        if x.dim() == 3:  # else tokens may have been chosen for an expert, and others in the other stream
+        if x.dim() == 3:  # else these may be the tokens of an expert, which has others in the other stream
             self.read[i, self.passes[me].place.number] = met_by(self.linears[name], x)
         self.wait(me, i, x)
 
     def wait(self, me: greenlet, i: int, x: Tensor) -> None:
-        """Leave the pass until group i is solved; or for good, where its input x would take too much memory."""
+        """Leave the pass until group i is solved, or end it if holding its input x would take too much memory."""
         last = i == len(self.groups) - 1
         if last and (not self.to_the_end or x.nbytes * len(self.calls) > HELD_BYTES):
             raise Stop
@@ -185,7 +185,7 @@ class _Gate(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("linear"), name)  # blocks may ask a linear for its weight's dtype
+            return getattr(super().__getattr__("linear"), name)  # blocks may read the dtype of a linear's weight
 
     def forward(self, x: Tensor) -> Tensor:
         return self.pass_through(self, x)

@@ -1,4 +1,4 @@
-"""Models whose weights lie on disk: a block, or a module outside the blocks, is in memory only while it is used.
+"""Models whose weights lie on disk: a block, or a module outside the blocks, is in memory only during use.
 
 The model itself lies on the meta device. A part is loaded when `capture.on_device` or a forward pass needs it. What
 changed in the meantime is written to a file of the work folder, and the memory is freed. Code that changes a model
@@ -31,7 +31,7 @@ def empty_weights() -> Iterator[None]:
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Memory that is asked for without a content, as parameters ask, is not taken, not even for a moment."""
+    """Puts tensors that are created without content, as parameters are, on the meta device at once."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -45,8 +45,8 @@ class AwayLinear(CompressedLinear):
 
     Args:
         spec: as `CompressedLinear.spec` gives it.
-        dtype: of the activations when it was stored.
-        cast: of the activations now; the same if None.
+        dtype: the dtype of the activations when the linear was stored.
+        cast: the dtype of the activations now; None: the same.
     """
 
     def __init__(self, spec: dict[str, Any], dtype: torch.dtype, cast: torch.dtype | None = None) -> None:
@@ -65,7 +65,7 @@ class AwayLinear(CompressedLinear):
         raise RuntimeError("the weight of this linear lies on disk: its block must be loaded first")
 
     def back(self, tensors: dict[str, Tensor]) -> CompressedLinear:
-        """The linear itself, of its stored tensors."""
+        """The linear itself, made from its stored tensors."""
         linear = CompressedLinear.from_tensors(self.stored, tensors, self.stored_dtype).eval()
         return linear if self.dtype == self.stored_dtype else linear.to(self.dtype)
 
@@ -82,11 +82,11 @@ class Offloaded:
 
     Args:
         module: with its weights on the meta device, and `AwayLinear` for compressed ones.
-        name: of the part in the model.
+        name: the name of the part in the model.
         where: the tensors of its state, by their names in the part.
-        home: the device on which it lies while the model itself runs it.
-        folder: for what is written.
-        is_table: while the model runs, only those of its rows are read that are asked for.
+        home: the device on which the part lies while the model itself runs it.
+        folder: where changed weights are written.
+        is_table: the part is a table; while the model runs, only the rows that are looked up are read.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Offloaded:
         self.module, self.name, self.where, self.home, self.folder = module, name, dict(where), home, folder
         self._depth = 0
         self._as_loaded: dict[str, tuple[weakref.ref, int]] = {}
-        self._meta: dict[int, tuple[weakref.ref, Tensor]] = {}  # by a loaded tensor's identity, what it stands for
+        self._meta: dict[int, tuple[weakref.ref, Tensor]] = {}  # by a loaded tensor's identity, its meta tensor
         self._lookup: tuple[Tensor, int | None] | None = None
         self._written_as: str | None = None  # the part's name in the file that holds its state
         module._offloaded = self
@@ -112,10 +112,10 @@ class Offloaded:
 
     @contextmanager
     def loaded(self, device: torch.device) -> Iterator[None]:
-        """While the context lasts, the weights are on this device; then what was changed is written.
+        """While the context lasts, the weights are on this device; afterwards changed weights are written.
 
         Raises:
-            OSError: it cannot be written; the model must be loaded again then.
+            OSError: the weights cannot be written; the model must then be loaded again.
         """
         depth = self._depth
         self._load(device)
@@ -131,8 +131,8 @@ class Offloaded:
         return sum(tensor.nbytes for tensor in self.where.values())
 
     def settle(self) -> None:
-        """Write the state anew if the model was cast since it was written, so that the files hold what is computed
-        with."""
+        """Write the state again if the model was cast since the last write, so that the files hold the weights that are
+        used in computations."""
         linears = [module for module in self.module.modules() if isinstance(module, AwayLinear)]
         dtypes = {name: tensor.dtype for _, _, name, tensor in _state(self.module)}
         cast = any(dtypes.get(name, tensor.dtype) != tensor.dtype for name, tensor in self.where.items())
@@ -144,14 +144,14 @@ class Offloaded:
                 self._as_loaded = {}
 
     def file_of_its_own(self, name: str) -> bool:
-        """Is this state, and nothing else, in one file of the work folder, under this name of the part?"""
+        """Whether one file of the work folder holds this state and nothing else, under this name of the part."""
         return self._written_as == name
 
     def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         if self._depth or not self.is_table or not args:
             self._load(self.home)
             return None
-        # Of a table, only the rows that are asked for are read.
+        # Only the rows of a table that are looked up are read.
         numbers, places = args[0].unique(return_inverse=True)
         self._lookup = module.weight, module.padding_idx
         rows = self.where["weight"].rows(numbers).to(self.home, module.weight.dtype)
@@ -175,7 +175,7 @@ class Offloaded:
                 key.removeprefix(f"{name}."): rest.pop(key).read() for key in list(rest) if key.startswith(f"{name}.")
             }
             replace(self.module, name, linear.back(own).to(device))
-        shared: dict[int, Tensor] = {}  # by the tensor that it stands for: tied weights are loaded once
+        shared: dict[int, Tensor] = {}  # by the meta tensor: tied weights are loaded once
         for owner, key, name, meta in list(_state(self.module)):
             if name not in rest:  # a buffer that no file holds stays in memory
                 continue
@@ -201,7 +201,7 @@ class Offloaded:
             self._as_loaded, self._meta = {}, {}
 
     def _written(self) -> dict[str, OnDisk]:
-        """The state in a new file, which is read again and compared before it counts."""
+        """The state in a new file, which is read again and compared before it is used."""
         state = self.module.state_dict()
         file = self.folder.keep({f"{self.name}.{name}": tensor for name, tensor in state.items()})
         where = {name: file.tensors[f"{self.name}.{name}"] for name in state}
@@ -212,7 +212,7 @@ class Offloaded:
         return where
 
     def _give_back(self) -> None:
-        """Put meta tensors, and `AwayLinear`, in the places of what is in memory."""
+        """Replace the tensors and compressed linears in memory by meta tensors and `AwayLinear`."""
         for name, linear in list(self.module.named_modules()):
             if isinstance(linear, CompressedLinear) and not isinstance(linear, AwayLinear):
                 replace(self.module, name, AwayLinear(linear.spec(), linear.dtype))
@@ -227,7 +227,7 @@ class Offloaded:
         _move_buffers(self.module, self.home)
 
     def _identities(self) -> dict[str, tuple[weakref.ref, int]]:
-        """By name, which tensor or compressed linear is there, and how often it was written into."""
+        """By name, a reference to the tensor or compressed linear, and the number of writes into it."""
         tensors = {name: (weakref.ref(tensor), tensor._version) for _, _, name, tensor in _state(self.module)}
         linears = {name: m for name, m in self.module.named_modules() if isinstance(m, CompressedLinear)}
         return tensors | {name: (weakref.ref(linear), 0) for name, linear in linears.items()}
@@ -278,7 +278,7 @@ def put_on_disk(model: nn.Module, home: torch.device | str = "cpu", offload_path
 
 
 def offloaded_parts(model: nn.Module) -> dict[str, Offloaded]:
-    """The parts of a model whose weights lie on disk, by their names now; empty for a model in memory."""
+    """The parts of a model whose weights lie on disk, by their current names; empty for a model in memory."""
     return {name: m._offloaded for name, m in model.named_modules() if hasattr(m, "_offloaded")}
 
 
@@ -287,7 +287,7 @@ def is_offloaded(model: nn.Module) -> bool:
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The state dict of any model by sorted names; what lies on disk is read one tensor at a time."""
+    """The state dict of any model by sorted names; tensors on disk are read one at a time."""
     state: dict[str, Any] = dict(model.state_dict())
     for part, offloaded in offloaded_parts(model).items():
         state |= {f"{part}.{name}" if part else name: tensor for name, tensor in offloaded.where.items()}
@@ -297,8 +297,8 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def original_linears(model: nn.Module) -> Mapping[str, nn.Module]:
-    """The linears of the blocks, and the embedding and the head, as they are now, by name, for later; those on disk, of
-    the blocks alone, are read when they are asked for."""
+    """The linears of the blocks, the embedding and the head, by name, as they are now, for later use. Of a model on
+    disk, only the linears of the blocks; each is read at its look-up."""
     prefix, blocks = find_blocks(model)
     linears = {name: m for name, m in blocks.named_modules(prefix=prefix) if is_linear(m)}
     parts = {name: part for name, part in offloaded_parts(model).items() if name.startswith(f"{prefix}.")}
@@ -353,7 +353,7 @@ def _state(module: nn.Module) -> Iterator[tuple[nn.Module, str, str, Tensor]]:
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:
-    """Move the buffers that are no part of the state, such as the frequencies of positions."""
+    """Move the buffers that are not part of the state, such as the frequencies of position embeddings."""
     for owner in module.modules():
         for key in owner._non_persistent_buffers_set & owner._buffers.keys():
             if owner._buffers[key] is not None and not owner._buffers[key].is_meta:
@@ -366,7 +366,7 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 
 def _same(now: Mapping[str, tuple[weakref.ref, int]], before: Mapping[str, tuple[weakref.ref, int]]) -> bool:
-    """Are these the same tensors and linears, in the same places, with nothing written into them?"""
+    """Whether both are the same tensors and linears, in the same places, with no writes in between."""
     return now.keys() == before.keys() and all(
         now[name][0]() is before[name][0]() and now[name][1] == before[name][1] for name in now
     )

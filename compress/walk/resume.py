@@ -1,4 +1,4 @@
-"""Finished blocks on disk, so that a compression that was killed goes on where it was."""
+"""Finished blocks on disk, so that a compression that was killed continues after them."""
 
 import hashlib
 import json
@@ -19,8 +19,8 @@ from kernels.files import whole_file
 class BlockStore:
     """A folder with one file per finished block of one method of a recipe.
 
-    Each file holds the block's compressed linears and their records (or whatever tensors and JSON a method keeps), and
-    is put in place by one rename, so that it is whole or not there.
+    Each file holds the block's compressed linears and their records (or other tensors and JSON that a method keeps),
+    and is put in place by one rename, so that it is either complete or absent.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -32,11 +32,11 @@ class BlockStore:
     def of(
         cls, work_path: Path, steps: list[tuple[str, dict[str, Any]]], about: list[Any], what: str = ""
     ) -> "BlockStore":
-        """The store of the last of these steps: (method, knobs) each.
+        """The store of the last of these steps, each of which is (method, knobs).
 
         Args:
-            about: what else its blocks depend on, as JSON.
-            what: is kept of it; "": its blocks.
+            about: the other data on which its blocks depend, as JSON.
+            what: the kind of data that is kept; "": blocks.
         """
         key = hashlib.sha256(json.dumps([steps, *about], sort_keys=True).encode()).hexdigest()[:16]
         store = cls(work_path / "-".join(filter(None, (steps[-1][0], what, key))))
@@ -44,7 +44,7 @@ class BlockStore:
         return store
 
     def beside(self, what: str, *, without: Sequence[str]) -> "BlockStore":
-        """A store for something else of the same step, which does not depend on these knobs of it."""
+        """A store for other data of the same step, which does not depend on the knobs `without`."""
         work_path, steps, about = self._of
         name, knobs = steps[-1]
         return BlockStore.of(
@@ -62,7 +62,7 @@ class BlockStore:
         self.put(index, tensors, about)
 
     def finished(self, blocks: int) -> int:
-        """How many blocks from the first one on are there and can be read; there are `blocks` in all."""
+        """The number of blocks, counted from the first one on, that can be read, out of `blocks` in all."""
         return next((index for index in range(blocks) if self.about(index) is None), blocks)
 
     def load(self, index: int) -> tuple[dict[str, CompressedLinear], list[LayerRecord]] | None:
@@ -86,7 +86,7 @@ class BlockStore:
             save_file(tensors, temporary, metadata={"about": json.dumps(about)})
 
     def get(self, index: int) -> tuple[dict[str, torch.Tensor], Any] | None:
-        """What `put` kept; None if there is nothing, or a file that cannot be read (after a power loss, say)."""
+        """The data that `put` kept; None if there is no file, or an unreadable one (after a power loss, say)."""
         about = self.about(index)
         if about is None:
             return None

@@ -1,4 +1,4 @@
-"""Safetensors files read tensor by tensor, and written without a second copy: what weights on disk are made of.
+"""Safetensors files of weights on disk: they are read tensor by tensor, and written without a second copy.
 
 The safetensors library maps whole files into the address space, which a limit on that space (RLIMIT_AS) counts; here
 each tensor is read into memory of its own.
@@ -31,7 +31,7 @@ _PREFIX = "workbench-offload-"
 
 @dataclass(frozen=True)
 class OnDisk:
-    """One tensor of a file: its bytes, of the dtype `stored`, lie from `start` on; it is read in the dtype `dtype`."""
+    """One tensor of a file: its bytes, in the dtype `stored`, begin at `start`; it is read in the dtype `dtype`."""
 
     source: "Source"
     stored: torch.dtype
@@ -46,7 +46,7 @@ class OnDisk:
 
     @property
     def place(self) -> tuple[Path, int]:
-        """What tensors that are the same have in common."""
+        """The place of the tensor's bytes, which is the same for tensors that share them."""
         return self.source.path, self.start
 
     def read(self) -> Tensor:
@@ -57,7 +57,7 @@ class OnDisk:
         return tensor.to(self.dtype)
 
     def rows(self, numbers: Tensor) -> Tensor:
-        """These rows [n, ...] of the tensor alone."""
+        """Only these rows [n, ...] of the tensor."""
         tensor = torch.empty((len(numbers), *self.shape[1:]), dtype=self.stored)
         size = math.prod(self.shape[1:]) * self.stored.itemsize
         with self.source.path.open("rb", buffering=0) as stream:
@@ -96,7 +96,7 @@ class TensorFile:
     """
 
     def __init__(self, path: Path, folder: "WorkFolder | None" = None) -> None:
-        """folder: of a temporary file."""
+        """folder: the folder of a temporary file."""
         source = Source(path, folder)
         try:
             with path.open("rb") as stream:
@@ -144,18 +144,18 @@ class WorkFolder:
     """A folder for temporary files; removed with its last user, or, after a kill, when the next one is made."""
 
     def __init__(self, parent: str | Path = "") -> None:
-        """parent: where it is made; the system's folder for temporary files unless given."""
+        """parent: where the folder is made; by default in the system's folder for temporary files."""
         parent = Path(parent or tempfile.gettempdir()).expanduser()
         parent.mkdir(parents=True, exist_ok=True)
         _remove_left_behind(parent)
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        self.bytes = self.peak = self._count = 0  # what lies there, and the most that did
+        self.bytes = self.peak = self._count = 0  # bytes in the folder now, and their largest number so far
         lock = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR)
         fcntl.flock(lock, fcntl.LOCK_EX)
         weakref.finalize(self, _close, lock, self.path)
 
     def keep(self, tensors: Mapping[str, Tensor]) -> TensorFile:
-        """A temporary file of these tensors."""
+        """Write these tensors to a temporary file."""
         self._count += 1
         path = self.path / f"{self._count:06d}.safetensors"
         write_tensors(path, tensors)
@@ -164,7 +164,7 @@ class WorkFolder:
         return TensorFile(path, self)
 
     def remove(self, path: Path) -> None:
-        """Remove a file that nobody refers to any more."""
+        """Remove a file that is no longer referred to."""
         with suppress(FileNotFoundError):
             self.bytes -= path.stat().st_size
             path.unlink()
@@ -179,11 +179,11 @@ def _close(lock: int, path: Path) -> None:
 
 
 def _remove_left_behind(parent: Path) -> None:
-    """Remove the folders of processes that were killed: those whose locks nobody holds."""
+    """Remove the folders of processes that were killed, recognised by locks that no process holds."""
     for lock in parent.glob(f"{_PREFIX}*/lock"):
         try:
             descriptor = os.open(lock, os.O_RDWR)
-        except OSError:  # of another user, or gone
+        except OSError:  # another user's, or removed
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""The weights of a layer's experts as one, where one launch multiplies all experts' tokens."""
+"""The weights of a layer's experts as one tensor, so that one launch multiplies all experts' tokens."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ class ExpertStack:
     """The stored weights of a list of linears, one after the other; the linears keep views of it.
 
     It is made at the first product, and again when a linear was replaced, moved or laid out anew. A copy of a model
-    starts without.
+    starts without it.
     """
 
     def __init__(self) -> None:
@@ -25,13 +25,13 @@ class ExpertStack:
         return ExpertStack()
 
     def forget(self) -> None:
-        """Let go of the memory, whose only owners then are the linears."""
+        """Drop the references to the memory, which then belongs to the linears alone."""
         self.__init__()
 
     @torch.compiler.disable
     def packed(self, linears: Sequence[nn.Module], x: Tensor) -> Packed | None:
-        """[experts out, in], or None where these linears have to multiply x one by one: a kernel takes no weights like
-        theirs, they do more than multiply, or someone watches what each of them is given."""
+        """[experts out, in], or None if these linears have to multiply x one by one: because no kernel takes their
+        weights, they do more than multiply, or hooks watch the input of each."""
         if not all(map(_plain, linears)):
             return None
         parts = [linear.parts[0] for linear in linears]
@@ -52,17 +52,17 @@ class ExpertStack:
 
 
 def pays(x: Tensor) -> bool:
-    """Is one launch for all experts faster than one for each, where x is?"""
+    """Whether one launch for all experts is faster than one for each, on the device of x."""
     return x.is_cuda
 
 
 def _same(a: Packed, b: Packed) -> bool:
-    """Are these the very same tensors?"""
+    """Whether both hold the same tensor objects."""
     return a.codes is b.codes and a.scale is b.scale and a.zero is b.zero
 
 
 def _plain(linear: nn.Module) -> bool:
-    """Is this a product with stored integers and nothing else?"""
+    """Whether this linear is a product with stored integers and nothing else."""
     if type(linear) is not CompressedLinear or len(linear.parts) > 1 or not linear.parts[0].keeps:
         return False
     watched = linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear)

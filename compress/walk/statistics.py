@@ -16,7 +16,7 @@ from kernels.gram import gram, mirror_
 class Statistic(Protocol):
     """Fed with every input of a linear in one slice of the calibration, micro-batch by micro-batch.
 
-    `start`: tokens in the slices before. `merge` adds a later slice; `result` is what the method reads.
+    `start`: number of tokens in earlier slices. `merge` adds a later slice; `result` is the value that methods read.
     """
 
     def __init__(self, columns: int, device: torch.device, start: int = 0) -> None: ...
@@ -43,14 +43,14 @@ class Gram:
         self.tokens += later.tokens
 
     def result(self) -> Tensor:
-        """To be asked for once: it is made in the memory of the sum."""
+        """Call this only once: the result is made in the memory of the sum."""
         return mirror_(self.sum).mul_(2 / max(self.tokens, 1))
 
 
 class Cross:
-    """C [in, in] = (2/n) Σ (x̃ - x) xᵀ in float32, x̃ what the linear would have read, had nothing been compressed.
+    """C [in, in] = (2/n) Σ (x̃ - x) xᵀ in float32, with x̃ the input of the linear in the uncompressed model.
 
-    Tokens for which that is not known count as ones without a difference; if it is known for none, C is [0, in].
+    Tokens with an unknown x̃ count as tokens without a difference; if it is known for no token, C is [0, in].
     """
 
     def __init__(self, columns: int, device: torch.device, start: int = 0) -> None:
@@ -81,7 +81,7 @@ class Cross:
 class CrossStarts:
     """(x̃ - x) of the first token of every calibration window, [windows, in] float32, beside `Starts`.
 
-    None at all, [0, in], if the original is known for no window; see `Cross`.
+    It has no rows, [0, in], if the original is known for no window; see `Cross`.
     """
 
     def __init__(self, columns: int, device: torch.device, start: int = 0) -> None:
@@ -161,9 +161,9 @@ class Starts:
 
 
 class Rows:
-    """A sample of at most `most` inputs [n, in] in float32, spread over all that came by.
+    """A sample of at most `most` inputs [n, in] in float32, spread over all inputs.
 
-    Tokens are taken by their `_levels`, not at even distances: those would meet the same few places of every window.
+    Tokens are taken by their `_levels`, not at even distances, which would hit the same few places of every window.
     """
 
     most = 512
@@ -187,7 +187,7 @@ class Rows:
         self._thin()
 
     def _thin(self) -> None:
-        """Keep the tokens of this level and above, and of a higher one where they are too many."""
+        """Keep the tokens of this level and above; if they are too many, raise the level."""
         stay = self.levels >= self.level
         while stay.sum() > self.most:
             self.level += 1
@@ -200,14 +200,14 @@ class Rows:
 
 
 class AbsmaxRest:
-    """The largest magnitude of each input channel over the tokens that are not among those of `Rows`, [in] float32; 0
-    if all are.
+    """The largest magnitude of each input channel over the tokens that are not in `Rows`, [in] float32; 0 if all tokens
+    are in `Rows`.
 
-    What is chosen by these tokens can be tried on those.
+    A choice that is made by these tokens can be tested on the tokens in `Rows`.
     """
 
     def __init__(self, columns: int, device: torch.device, start: int = 0) -> None:
-        self.largest = torch.zeros(33, columns, dtype=torch.float32, device=device)  # of the tokens of each level
+        self.largest = torch.zeros(33, columns, dtype=torch.float32, device=device)  # over the tokens of each level
         self.tokens = torch.zeros(33, dtype=torch.long)
         self.seen = start
 
@@ -231,8 +231,8 @@ class AbsmaxRest:
 
 
 def _levels(start: int, count: int) -> Tensor:
-    """Of the tokens start, start + 1, ...: [count] int32, at least k for one token in 2^k, spread as evenly as
-    multiples of the golden ratio are."""
+    """Levels of the tokens start, start + 1, ...: [count] int32; one token in 2^k has a level of at least k, and these
+    tokens are spread as evenly as multiples of the golden ratio."""
     hashed = (torch.arange(start, start + count) * 2654435769) % 2**32
     return 32 - torch.frexp(hashed.double()).exponent
 
@@ -241,11 +241,11 @@ STATISTICS: dict[str, type[Statistic]] = {
     "gram": Gram, "starts": Starts, "cross": Cross, "cross_starts": CrossStarts, "absmax": Absmax, "absmean": Absmean,
     "rows": Rows, "absmax_rest": AbsmaxRest,
 }  # fmt: skip
-PAIRED = ("cross", "cross_starts")  # those that are fed with the inputs of the original linear, too
+PAIRED = ("cross", "cross_starts")  # statistics that also need the inputs of the original linear
 
 
 def divided(name: str, value: Tensor, s: Tensor) -> Tensor:
-    """What a statistic would be, had every input x [in] been divided by s [in], positive, before it was collected."""
+    """The value of a statistic for inputs x [in] that are all divided by s [in], which is positive."""
     return value / torch.outer(s, s) if name == "gram" else value / s
 
 
@@ -253,12 +253,12 @@ class LayerStatistics:
     """The statistics of one linear's inputs. Linears that read the same tensor share all but the notes.
 
     Attributes:
-        tokens: how many rows of input were seen.
+        tokens: the number of input rows.
         values: result by name in STATISTICS.
         shared: a place for results that are costly to derive from `values` (such as a Cholesky factor), keyed by the
             method that derives them.
-        name: of the linear in the model.
-        dtype: of the model's activations, in which stored floats are kept.
+        name: the name of the linear in the model.
+        dtype: the dtype of the model's activations, in which stored floats are kept.
         stored: the parts that an earlier method of the recipe stored for this linear; empty if none did.
         ordered: an earlier method put the channels that the linear reads into another order.
         keep: [out, in] bool, False for weights that an earlier method set to 0, which the walk keeps at 0; None if none
@@ -285,29 +285,29 @@ class LayerStatistics:
         self.notes.append(text)
 
 
-ALONE = Place()  # of inputs that belong to no calibration in slices
+ALONE = Place()  # the place of inputs that belong to no calibration in slices
 
 
 class Collector:
     """Feeds several statistics with the inputs of one linear, slice by slice of the calibration.
 
-    The slices are added in their order, so that a sum is the same to the last bit however many processes collect it.
-    In one process a slice is added as soon as it is complete: then no more is held than one slice and the sum of those
-    before it. In several, the first one does the same, and the others hold what each of their slices gave.
+    The slices are added in their order, so that a sum is the same to the last bit for any number of processes. In one
+    process a slice is added as soon as it is complete, so that memory holds one slice and the sum of the earlier ones.
+    Of several processes, the first does the same, and the others hold the results of each of their slices.
     """
 
     def __init__(self, needs: Sequence[str], columns: int, device: torch.device) -> None:
         self.needs, self.columns, self.device = tuple(needs), columns, device
-        self._parts: dict[int, _Part] = {}  # by slice; the sum of complete ones stands under the last of them
+        self._parts: dict[int, _Part] = {}  # by slice; the sum of complete slices has the number of the last one
         self._added = -1  # the last slice that the sum holds
 
     def update(self, x: Tensor, place: Place = ALONE, original: Tensor | None = None) -> None:
-        """What a micro-batch in this place gives.
+        """Add the inputs of a micro-batch in this place.
 
         Args:
             x: [..., in].
-            original: the same tokens' input in the stream of the model as it was, if that is known; inputs that are no
-                whole windows [windows, tokens, in] are taken for other tokens, as they are where experts are chosen.
+            original: the same tokens' input in the uncompressed model, if it is known. Inputs that are not whole
+                windows [windows, tokens, in] are not used: experts may get other tokens in the uncompressed model.
         """
         if original is not None and (x.dim() != 3 or original.shape != x.shape):
             original = None
@@ -317,14 +317,14 @@ class Collector:
         self._parts[place.slice].update(x, place, original)
 
     def result(self) -> LayerStatistics:
-        """What all slices gave; in several processes, those of all of them, whereupon each must ask for it."""
+        """The statistics over all slices of all processes; every process must call this."""
         parts = [self._parts.pop(number) for number in sorted(self._parts)]
         whole = current().chained(parts, _Part.added) or _Part(self.needs, self.columns, self.device, ALONE)
-        del parts  # what was added is not held any more
+        del parts  # frees the parts that were added
         return LayerStatistics(whole.tokens, {need: one.result() for need, one in whole.statistics.items()})
 
     def _add_complete(self, before: int) -> None:
-        """Add slices to the sum, from the first of all on, as far as every micro-batch of them came by."""
+        """Add complete slices to the sum in their order, up to the first one that lacks a micro-batch."""
         while self._added + 1 < before and (part := self._parts.get(self._added + 1)) and part.complete:
             total = self._parts.pop(self._added, None)
             self._added += 1
@@ -332,12 +332,12 @@ class Collector:
 
 
 class _Part:
-    """What one slice of the calibration gave, or several from the first one on."""
+    """The statistics of one slice of the calibration, or of all slices up to one."""
 
     def __init__(self, needs: Sequence[str], columns: int, device: torch.device, place: Place) -> None:
         self.statistics = {need: STATISTICS[need](columns, device, place.start) for need in needs}
         self.tokens, self.size = 0, place.size
-        self.numbers: set[int] = set()  # of the micro-batches that came by
+        self.numbers: set[int] = set()  # numbers of the micro-batches so far
 
     @property
     def complete(self) -> bool:

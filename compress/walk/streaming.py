@@ -15,7 +15,7 @@ from kernels.linear import fast_linear
 
 
 class Streamed:
-    """A model as `eval.text` takes it where its weights are not all in memory at once.
+    """A model, in the form that `eval.text` takes, whose weights are not all in memory at once.
 
     Gives the same logits as the model itself, window by window, in the time of one pass for all windows.
     """
@@ -24,8 +24,8 @@ class Streamed:
         """
         Args:
             model: on disk or in memory.
-            device: where blocks run, one at a time; the model's own if None.
-            offload_path: folder for what flows between blocks; None: that stays in memory.
+            device: where blocks run, one at a time; None: the model's own device.
+            offload_path: folder for the activations between blocks; None: they stay in memory.
         """
         self.model, self.offload_path = model, offload_path
         self.device = torch.device(device) if device else device_of(model)
@@ -51,5 +51,5 @@ class Streamed:
 
 
 def scorable(model: nn.Module, device: str | None = None) -> nn.Module | Streamed:
-    """A model as measures of text take it: itself, or, if its weights lie on disk, block by block."""
+    """The form of a model that measures of text take: itself, or `Streamed` if its weights lie on disk."""
     return Streamed(model, device=device) if is_offloaded(model) else model

@@ -31,11 +31,11 @@ from compress.walk.resume import BlockStore
 from compress.walk.statistics import PAIRED, LayerStatistics
 from kernels.linear import fast_linear, plain_torch
 
-COLUMNS = 1024  # of a Gram matrix that are multiplied at once where errors are measured
+COLUMNS = 1024  # columns of a Gram matrix that are multiplied at once when errors are measured
 
 
 class Solver(Protocol):
-    """What the walk needs of a method; `compress.walk.layerwise.LayerwiseMethod` says what each is for."""
+    """The attributes of a method that the walk uses; `compress.walk.layerwise.LayerwiseMethod` explains them."""
 
     name: str
     skip: str
@@ -79,7 +79,7 @@ def walk(
     records: list[LayerRecord] = []
 
     def following(index: int) -> bool:
-        """Does anything read what this block gives?"""
+        """Whether the outputs of this block are needed."""
         return index + 1 < len(blocks) or reached is not None
 
     for index in progress:
@@ -108,11 +108,11 @@ def walk(
 
 @dataclasses.dataclass(frozen=True)
 class Walking:
-    """One method on its way through the blocks of a model; the block at hand lies on `device`.
+    """The walk of one method through the blocks of a model; the current block lies on `device`.
 
-    calls: the micro-batches of this process, each with the inputs [batch, T, hidden] of the block to come.
+    calls: the micro-batches of this process, each with the inputs [batch, T, hidden] of the next block.
     calibrated: there are micro-batches, here or in another process.
-    beside: the same micro-batches in the stream of the model as it was, where the method's statistics need it.
+    beside: the same micro-batches in the uncompressed model, if the method's statistics need them.
     """
 
     model: nn.Module
@@ -129,11 +129,11 @@ class Walking:
     def solve(
         self, index: int, names: Sequence[str], *, to_the_end: bool
     ) -> tuple[dict[str, CompressedLinear], list[LayerRecord], bool]:
-        """What stands for each of these linears of a block, their records, and whether the block's outputs were
-        passed on with it.
+        """The replacement of each of these linears of a block, their records, and whether the block's outputs have
+        become the inputs of the next block.
 
         Args:
-            to_the_end: its outputs are needed.
+            to_the_end: the block's outputs are needed.
         """
         block, method, calls = self.blocks[index], self.method, self.calls
         linears = {name: self.model.get_submodule(name) for name in names}
@@ -144,7 +144,7 @@ class Walking:
 
         @plain_torch()
         def solve(several: Sequence[tuple[str, LayerStatistics]]) -> dict[str, CompressedLinear]:
-            """Every process solves its share of these linears, and gets what the others made of theirs."""
+            """Every process solves its share of these linears, and gets the results of the others."""
             made: dict[str, tuple[CompressedLinear, LayerRecord]] = {}
             mine = current().share(several, before=len(new))
             for name, statistics in mine:
@@ -180,20 +180,20 @@ class Walking:
                 for group in groups:
                     statistics = collectors.pop(group[0]).result()
                     several += [(name, statistics) for name in group]
-                    if current().count == 1:  # one after the other holds less; side by side, all at once is faster
+                    if current().count == 1:  # groups one by one hold less; for several processes all at once is faster
                         solve(several)
                         several.clear()
                 solve(several)
         return new, [records[name] for name in names], in_step
 
     def pass_beside(self, index: int) -> None:
-        """In the stream of the model as it was, make the outputs of a block, with its own linears, the inputs of the
+        """For the uncompressed model, make the outputs of a block, with the linears that it has now, the inputs of the
         next one."""
         with fast_linear():
             advance(self.blocks[index], self.beside, index, self.device)
 
     def pass_on(self, index: int) -> None:
-        """Make a block's outputs, with what stands in it now, the inputs of the next one, if anything flows here."""
+        """Make a block's outputs, with its present linears, the inputs of the next one, if there are calls."""
         if not self.calls:
             return
         self.progress.set_postfix_str("propagate")
@@ -208,8 +208,8 @@ def chosen_linears(model: nn.Module, method: Solver) -> list[str]:
 
 
 def with_errors(statistics: Sequence[str]) -> tuple[str, ...]:
-    """These statistics, and what errors are measured by over the calibration tokens: a sample of them, or the Gram
-    matrix of all."""
+    """These statistics, and one from which errors over the calibration tokens are measured: a sample of the inputs, or
+    the Gram matrix of all."""
     measure = () if "rows" in statistics else ("gram",)
     return tuple(dict.fromkeys((*statistics, *measure)))
 
@@ -223,11 +223,11 @@ def solve_linear(
     *,
     last: bool = False,
 ) -> tuple[CompressedLinear, LayerRecord]:
-    """What stands for a linear, and its record.
+    """The stored replacement of a linear, and its record.
 
     Args:
-        original: the weight that its error is measured against, if that is not the linear's own.
-        last: no other linear is solved from what these statistics share.
+        original: the weight against which the error is measured; None: the linear's own weight.
+        last: no other linear is solved from the shared values of these statistics.
     """
     start = time.perf_counter()
     W = weight_of(linear)
@@ -259,12 +259,12 @@ def record(
     rounding: Transform | None = None,
     seconds: float,
 ) -> LayerRecord:
-    """What became of a weight `target` [out, in].
+    """The record of a weight `target` [out, in] and its replacement.
 
     Args:
-        new: stands for it.
-        peer: what rounding to nearest would store.
-        rounding: what the method does to the inputs of which `statistics` holds those before it.
+        new: the replacement.
+        peer: the parts that rounding to nearest would store.
+        rounding: the method's transform of the inputs; `statistics` are of the inputs before it.
     """
     reference = max(energy_of(target, statistics), 1e-30)
     return LayerRecord(
@@ -289,10 +289,10 @@ def stored_as(
     method: Solver,
     target: Tensor | None = None,
 ) -> CompressedLinear:
-    """What stands for a linear of the weight W [out, in]; `statistics` says afterwards what is stored for it so far.
+    """The replacement of a linear with the weight W [out, in]; puts the parts stored earlier into `statistics`.
 
     Args:
-        target: [out, in], what a method that `adds` aims at: the weight as it was before anything of it was stored.
+        target: [out, in], the weight that a method with `adds` approximates: the original weight.
     """
     statistics.name, statistics.dtype = name, dtype_of(linear)
     exact = exact_parts(linear)
@@ -304,15 +304,15 @@ def stored_as(
         parts = [*statistics.stored, *exact, *method.solve(target - W, statistics)]
     else:
         parts = method.solve(without(W, exact), statistics)
-        if statistics.keep is not None:  # zeros stay zeros, whatever the method made of them
+        if statistics.keep is not None:  # pruned weights stay 0, whatever the method returned
             parts = masked_like(statistics.stored, parts, statistics.keep)
         parts = [*parts, *exact]
-    parts = [part.to(statistics.dtype) for part in parts]  # as the model is cast: codes and scales stay as they are
+    parts = [part.to(statistics.dtype) for part in parts]  # in the model's dtype; codes and scales keep theirs
     return CompressedLinear(parts, linear.bias, dtype=statistics.dtype, transform=getattr(linear, "transform", None))
 
 
 def energy_of(D: Tensor, statistics: LayerStatistics) -> float:
-    """||DX||² over the calibration tokens, or a sample of them, up to their number; ||D||² where no token came by."""
+    """||DX||² over the calibration tokens or a sample, up to a factor of their count; ||D||² without tokens."""
     if not statistics.tokens:
         return D.square().sum().item()
     if "rows" in statistics.values:
@@ -321,7 +321,7 @@ def energy_of(D: Tensor, statistics: LayerStatistics) -> float:
 
 
 def quadratic(D: Tensor, H: Tensor) -> float:
-    """tr(D H Dᵀ) for a symmetric H, whose blocks above the diagonal stand for those below it: half of the products."""
+    """tr(D H Dᵀ) for a symmetric H, of which only the blocks on and above the diagonal are read: half the products."""
     total = D.new_zeros((), dtype=torch.float64)
     for start in range(0, len(H), COLUMNS):
         block = D[:, start : start + COLUMNS]
@@ -333,8 +333,8 @@ def quadratic(D: Tensor, H: Tensor) -> float:
 def error_of(
     W: Tensor, parts: Sequence[Format], statistics: LayerStatistics, rounding: Transform | None = None
 ) -> float:
-    """||WX - Y||² with Y what the stored parts give for X, counted as in `energy_of`; with their rounding of X if it is
-    at hand."""
+    """||WX - Y||² with Y the output of the stored parts for X, scaled as in `energy_of`; with their rounding of X if a
+    sample of X is known."""
     rounds = rounding is not None or any(part.activation_bits for part in parts)
     if statistics.tokens and "rows" in statistics.values and rounds:
         rows = statistics.values["rows"]
@@ -344,12 +344,12 @@ def error_of(
 
 
 def exact_parts(linear: nn.Module) -> list[Format]:
-    """The parts of a linear that stay as they are while the rest of its weight is stored."""
+    """The exact parts of a linear, which do not change while the rest of its weight is compressed."""
     return [part for part in linear.parts if part.exact] if isinstance(linear, CompressedLinear) else []
 
 
 def without(W: Tensor, parts: Sequence[Format]) -> Tensor:
-    """What these parts leave of W [out, in]."""
+    """W [out, in] minus these parts."""
     return W - sum(part.dequantize() for part in parts) if parts else W
 
 

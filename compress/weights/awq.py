@@ -25,9 +25,9 @@ from compress.walk.statistics import LayerStatistics
 from kernels.int_matmul import BITS
 from kernels.linear import linear
 
-# Knobs that a weight quantiser that follows settles.
+# Knobs that are settled by a weight quantiser that follows.
 AIMS = ("bits", "group_size", "grid", "symmetric", "scale_dtype", "skip")
-SMALLEST = 1e-4  # mean magnitude of an input, as a fraction of the link's largest, below which it is taken for this
+SMALLEST = 1e-4  # least mean magnitude of an input, as a fraction of the link's largest; smaller ones are raised to it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +228,7 @@ def awq_clip(
     grid: str = "int",
     scale_dtype: str = "bfloat16",
 ) -> Format:
-    """Round W to nearest on grids that clip each group as the output's error wants: (W - Ŵ) H (W - Ŵ)ᵀ is small.
+    """Round W to nearest on grids that clip each group so that the output's error (W - Ŵ) H (W - Ŵ)ᵀ is small.
 
     Args:
         W: [out, in].

@@ -12,10 +12,10 @@ from compress.method import knob
 from compress.walk.statistics import LayerStatistics
 from compress.weights.by_fisher import FisherMethod
 
-# Of the subspace iteration. With these its squared error is within 0.3 % of the least one up to rank 16, and within
-# 0.05 % up to rank 4 (SmolLM2-135M). The width is a multiple of 8, because products of other widths are slower.
+# For the subspace iteration. Its squared error is then within 0.3 % of the least one up to rank 16, and within 0.05 %
+# up to rank 4 (SmolLM2-135M). The width is a multiple of 8, because products of other widths are slower.
 OVERSAMPLING, PASSES = 8, 6
-FAINTEST = 1e-3  # of the mean scale: the least scale of a column
+FAINTEST = 1e-3  # least scale of a column, relative to the mean scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class BitStack(FisherMethod):
         H = statistics.values["gram"] if statistics.tokens else None
         made = bitstack(W, column_scales(W, H), rank=self.rank, blocks=self.blocks)
         stack = SignStack.from_blocks(made, torch.zeros(self.blocks, device=W.device))
-        if H is not None:  # what no token reached gains nothing
+        if H is not None:  # a linear that no token reached gains nothing
             F = self.gradients[statistics.name].to(W.device)
             D = W.clone()
             losses = [predicted_loss(D, F, H)]
@@ -79,10 +79,10 @@ def column_scales(W: Tensor, H: Tensor | None) -> Tensor:
 
 
 def bitstack(W: Tensor, scale: Tensor, *, rank: int, blocks: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Residual blocks whose sum approximates W [out, in], columns counting by `scale` [in].
+    """Residual blocks whose sum approximates W [out, in], with columns weighted by `scale` [in].
 
-    Each is (mask [out, in] of what is negative, left [out, rank], right [rank, in]) with both factors in float16, as
-    they are stored, so that the next block makes up for that rounding, too.
+    Each is (mask [out, in] of negative entries, left [out, rank], right [rank, in]), with both factors in float16 as
+    they are stored, so that the next block corrects this rounding, too.
     """
     R = W * scale
     made = []

@@ -60,7 +60,7 @@ class FisherMethod(LayerwiseMethod):
         return self
 
     def fisher_of(self, statistics: LayerStatistics, W: Tensor) -> Tensor:
-        """F of a linear; ones, where no calibration token reached it."""
+        """F of a linear; ones, if no calibration token reached it."""
         F = self.gradients[statistics.name].to(W.device)
         if F.any():
             return F

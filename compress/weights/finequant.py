@@ -43,7 +43,7 @@ class FineQuant(LayerwiseMethod):
 
 
 def group_sizes(columns: int, smallest: int) -> list[int]:
-    """A whole row, its half, and so on, as long as halves are whole and hold so many columns."""
+    """A whole row, its half, and so on, while the sizes are whole numbers and at least `smallest`."""
     sizes = [columns]
     while sizes[-1] % 2 == 0 and sizes[-1] // 2 >= smallest:
         sizes.append(sizes[-1] // 2)
@@ -55,8 +55,8 @@ def group_size(W: Tensor, alpha: float, smallest: int) -> int:
 
     The range of a group is max - min; outliers keep it large in the groups that hold them alone, once groups are small.
 
-    Source: arXiv:2308.09723, the heuristic of adaptive granularity. That the ranges are averaged over groups, and that
-    the threshold is a share of the range before, is our reading.
+    Source: arXiv:2308.09723, the heuristic of adaptive granularity. It is our reading that the ranges are averaged over
+    groups, and that the threshold is a share of the previous range.
     """
 
     def mean_range(size: int) -> Tensor:

@@ -47,17 +47,17 @@ class GPTAQ(GPTQ):
 
 
 def correction(C: Tensor, factor: Factor) -> Tensor:
-    """P [in, in] such that W (I + P) is what GPTQ is to quantise, so that Ŵ X comes near to W X̃.
+    """P [in, in] such that GPTQ has to quantise W (I + P), so that Ŵ X comes near to W X̃.
 
     Args:
-        C: [in, in], (X̃ - X) Xᵀ up to the factor of H: X what the linear reads, X̃ what it reads in the
-            unquantised model.
+        C: [in, in], (X̃ - X) Xᵀ up to the factor of H: X the input of the linear, X̃ its input in the unquantised
+            model.
         factor: of H = X Xᵀ.
 
     Source: arXiv:2504.02692, algorithm 1: P = ((C Uᵀ) ∘ M) U with H⁻¹ = Uᵀ U and M strictly upper triangular, in the
-    order of the columns. Deviations: the paper adds w_j P_j when column j is reached, with w_j as the updates before
-    it left it; here w_j is the original column, whose product with X̃ is the target, so that all of it can be added
-    before the first column. R = U⁻¹ is solved with, as `Factor` holds it.
+    order of the columns. Deviations: the paper adds w_j P_j when column j is reached, with w_j after the updates before
+    it; here w_j is the original column, whose product with X̃ is the target, so that the whole correction can be added
+    before the first column. Systems with R = U⁻¹ are solved, because `Factor` holds R.
     """
     order, R = factor.order, factor.R
     M = torch.linalg.solve_triangular(R.t(), C[order][:, order], upper=False, left=False).triu_(1)  # C Uᵀ

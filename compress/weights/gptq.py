@@ -89,7 +89,7 @@ class GPTQ(LayerwiseMethod):
         return [grid.spec_of(shape, self.group_size, scales_of(self.grid, self.scale_dtype))]
 
     def peer(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
-        """Rounding to nearest with scales chosen in the same way: what it lacks is the correction of later columns."""
+        """Rounding to nearest with scales chosen in the same way, without the correction of later columns."""
         importance = self.diagonal(statistics).clone() if statistics.tokens >= self.min_tokens else None
         return [self._rounded(W, importance)]
 
@@ -117,7 +117,7 @@ class GPTQ(LayerwiseMethod):
         return [stored]
 
     def factor(self, W: Tensor, statistics: LayerStatistics) -> Factor:
-        """Of H, in the order in which the columns are taken; the linears that read the same input share it."""
+        """The factor of H, in the order of the columns; the linears that read the same input share it."""
         key = self.key(W)
         if key not in statistics.shared:
             order = column_order(self.diagonal(statistics), self.order, key[2])
@@ -127,16 +127,16 @@ class GPTQ(LayerwiseMethod):
         return statistics.shared[key]
 
     def key(self, W: Tensor) -> tuple:
-        """What the factor depends on, beside H."""
+        """The data on which the factor depends, beside H."""
         group_size = W.shape[1] if self.group_size == -1 else self.group_size
         return "factor", self.order, group_size, self.damp, self.sink_weight
 
     def first_tokens(self, statistics: LayerStatistics) -> tuple[Tensor, float] | None:
-        """What counts the windows' first tokens `sink_weight` times in H: their inputs, and the factor of their Gram
-        matrix, as `factorise` takes them; None if they count as any other token.
+        """The inputs of the windows' first tokens, and the factor of their Gram matrix for `factorise`, so that these
+        tokens count `sink_weight` times in H; None if they count as any other token.
 
         Deviation from the paper, which counts all tokens alike: every later token attends to the first one (an
-        attention sink, arXiv:2309.17453), so its error reaches all of them; see seeds/log.md for what that gives.
+        attention sink, arXiv:2309.17453), so its error reaches all of them; see seeds/log.md for the effect.
         """
         first, more = statistics.values["starts"], (self.sink_weight - 1) * 2 / max(statistics.tokens, 1)
         return (first, more) if more and len(first) else None
@@ -190,17 +190,17 @@ def gptq(
 
     Args:
         W: [out, in].
-        factor: of H, in the order in which the columns are to be taken (`hessian.factorise`).
+        factor: of H, in the order of the columns (`hessian.factorise`).
         group_size: divides `in`.
         grid: one of `compress.grid.grids.GRIDS`; `symmetric` is for "int" alone.
-        scale_dtype: one of `compress.formats.scales.SCALE_KINDS`; what the scales of a row share is fixed beforehand,
-            so that each group chooses among scales as they are stored.
+        scale_dtype: one of `compress.formats.scales.SCALE_KINDS`; factors that the scales of a row share are fixed
+            first, so that each group chooses among scales that can be stored.
         keep: [out, in] bool, false for weights that were pruned and stay 0; None: all are kept.
         refit: scales from the updated weights as each group is reached; needs an order that keeps groups whole.
 
-    Source: arXiv:2210.17323, algorithm 1. Deviation: groups keep their place whatever the order, so that no index has
-    to be stored; scales are searched for by the error that GPTQ will pay, |w - ŵ|^norm / U_ii², and may be negative;
-    a block's updates are pulled when it is reached (`Factor.updated`), not pushed by the blocks before.
+    Source: arXiv:2210.17323, algorithm 1. Deviation: groups keep their place in any order, so that no index has to be
+    stored; scales are searched by the resulting error of GPTQ, |w - ŵ|^norm / U_ii², and may be negative; a block's
+    updates are pulled when it is reached (`Factor.updated`), not pushed by the blocks before.
     """
     out, columns = W.shape
     values = make_grid(grid, bits, symmetric)
@@ -211,7 +211,7 @@ def gptq(
     codes = torch.empty_like(Wt, dtype=torch.uint8)
     mask = None if keep is None else keep.t()[order]
     group_of = order // group_size  # [in]
-    errors = Wt  # W - Ŵ of the columns that are done stands in their place
+    errors = Wt  # W - Ŵ of the done columns replaces them
     importance = factor.diagonal.square().reciprocal()  # [in], in processing order
     groups, table = columns // group_size, None if values.table is None else values.table.to(W.device)
     reached = group_of[::group_size].tolist()  # with whole groups, in their order
@@ -231,12 +231,12 @@ def gptq(
             members = place[group * group_size : (group + 1) * group_size]
             choose(Wt[members], members, group)
     block = max(BLOCK // group_size, 1) * group_size
-    if group_size == columns or group_size % BLOCK == 0:  # no group begins inside a block, with updates still to come
+    if group_size == columns or group_size % BLOCK == 0:  # no group begins inside a block, before all its updates
         block = BLOCK
     for start in range(0, columns, block):
         end = min(start + block, columns)
         U = factor.inverse(start, end)
-        weights = factor.updated(Wt, errors, start, end, U)  # [columns of the block that are still to come, out]
+        weights = factor.updated(Wt, errors, start, end, U)  # [later columns of the block, out]
         step = min(group_size, block) if refit else block
         for a in range(start, end, step):
             b = min(a + step, end)

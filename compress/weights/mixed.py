@@ -33,8 +33,8 @@ from compress.walk.resume import BlockStore
 from compress.walk.statistics import LayerStatistics
 
 MEASURED = ("kl", "kl_scaled", "fisher")
-WINDOW = 256  # tokens of a calibration window on which losses are measured: more and shorter windows tell more
-FISHER_TOKENS = 16  # times as many tokens for gradients: they are noisier, and take two passes in all
+WINDOW = 256  # tokens of a calibration window on which losses are measured: more, shorter windows are better
+FISHER_TOKENS = 16  # factor of the number of tokens for gradients: these are noisier, and take two passes in all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Mixed(LayerwiseMethod):
     stage: ClassVar[str] = "quantize_weights"
     source: ClassVar[str] = "arXiv:2308.10438"  # section 4, with bits instead of zeros
     needs_calibration: ClassVar[bool] = True
-    chosen: ClassVar[Mapping[str, LayerwiseMethod]] = {}  # by linear, once the budget is shared out
+    chosen: ClassVar[Mapping[str, LayerwiseMethod]] = {}  # by linear, after the budget was divided
 
     budget_mb: float = knob(
         100.0,
@@ -248,7 +248,7 @@ class Mixed(LayerwiseMethod):
         return ScaledLoss(measured) if self.loss == "kl_scaled" else measured
 
     def _of(self, place: str) -> dict[str, LayerwiseMethod]:
-        """The choices for this place, those that store the least first."""
+        """The choices for this place, from the smallest to the largest."""
         own = {text: method for text, method in self.methods.items() if place in method.places}
         return dict(sorted(own.items(), key=lambda one: _bits(one[1].stores((4096, 4096)))))
 
@@ -257,7 +257,7 @@ class Mixed(LayerwiseMethod):
         return {text: method for text, method in self.methods.items() if takes(method, name, shape)}
 
     def _predicted(self, model: nn.Module) -> dict[str, dict[str, int]]:
-        """For each linear the bytes of its choices, as their specifications say."""
+        """For each linear the bytes of its choices, by their specifications."""
         ends = {} if self.where == "blocks" else end_targets(model, self.skip)
         return {
             name: {
@@ -277,7 +277,7 @@ class Mixed(LayerwiseMethod):
 
 
 def windows(batches: Sequence[Tensor], tokens: int) -> list[Tensor]:
-    """About so many tokens, in windows [1, T] from the beginnings of batches spread over all."""
+    """About `tokens` tokens, in windows [1, T] from the beginnings of batches that are spread over all."""
     length = min(WINDOW, tokens, min(batch.shape[1] for batch in batches))
     count = min(max(tokens // length, 1), len(batches))
     if count * length < tokens:
@@ -290,5 +290,5 @@ def _bits(parts: list[dict[str, Any]]) -> float:
 
 
 def _subclasses(cls: type) -> list[type]:
-    """All classes below this one: every method that was imported."""
+    """All subclasses of this class at any depth: every method that was imported."""
     return [below for direct in cls.__subclasses__() for below in (direct, *_subclasses(direct))]

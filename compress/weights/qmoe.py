@@ -62,7 +62,7 @@ class QMoE(LayerwiseMethod):
         return [qmoe(W, factor, reach=self.reach, p0=self.p0, keep=statistics.keep)]
 
     def factor(self, statistics: LayerStatistics) -> Factor:
-        """Of H, columns by falling diagonal; the linears that read the same input share it."""
+        """The factor of H, with columns by falling diagonal; the linears that read the same input share it."""
         key = "ternary factor", self.damp, self.sink_weight
         if key not in statistics.shared:
             gram, starts = statistics.values["gram"], statistics.values["starts"]
@@ -85,7 +85,7 @@ def qmoe(
         keep: [out, in] bool, false for weights that stay 0; None: all are free.
 
     Source: arXiv:2310.16795, section 3 (GPTQ onto the minimum, 0 and the maximum of each row, damping of a tenth) and
-    section 4 (the code). Deviation: columns are taken by falling diag(H), which costs no bits where a row has one grid.
+    section 4 (the code). Deviation: columns are taken by falling diag(H), which costs no bits if a row has one grid.
     """
     W = W.float()
     low, high = ((reach * edge).to(torch.bfloat16).float() for edge in (W.amin(1).clamp(max=0), W.amax(1).clamp(min=0)))

@@ -58,7 +58,7 @@ class QTIP(LayerwiseMethod):
         return [qtip(W, factor, signs, bits=self.bits, states=self.states)]
 
     def factor(self, statistics: LayerStatistics, signs: Tensor) -> Factor:
-        """Of the Hessian of the rotated inputs; the linears that read the same input share it."""
+        """The factor of the Hessian of the rotated inputs; the linears that read the same input share it."""
         key = "rotated factor", self.damp, self.sink_weight, self.seed
         if key not in statistics.shared:
             gram, starts = statistics.values["gram"], statistics.values["starts"]
@@ -116,7 +116,7 @@ def _encode(Wt: Tensor, row: Tensor, table: Tensor, bits: int) -> tuple[Tensor, 
     """Nearest walks of columns [n, out] whose rows have these factors.
 
     Returns:
-        symbols uint8 [n, segments, length]; the columns' factors [n]; what is stored, [n, out].
+        symbols uint8 [n, segments, length]; the columns' factors [n]; the stored values, [n, out].
     """
     n, out = Wt.shape
     length = length_for(out)

@@ -165,10 +165,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _seconds(option: str, value: str | float | None) -> float | None:
-    """A limit of time, as it was typed or as a plan has kept it; None for none.
+    """A limit of time, from the command line or from a stored plan; None for no limit.
 
     Raises:
-        ValueError: it is no positive number of seconds.
+        ValueError: the value is no positive number of seconds.
     """
     try:
         seconds = None if value is None else float(value)
@@ -197,7 +197,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _planned(options: argparse.Namespace):
-    """The sweep that a command line asks for, or its single run."""
+    """The sweep of a command line, or its single run."""
     from eval.tasks.trust import trust
     from notebooks.batch.sweep import is_sweep, read_sweep, single
 
@@ -278,7 +278,7 @@ def _engine(options: argparse.Namespace, sweep, runs: Path):
     """The engine that the options name.
 
     Raises:
-        ValueError: an option is given that goes with another engine, or the engine cannot be used here.
+        ValueError: an option belongs to another engine, or the engine cannot be used here.
     """
     from notebooks.batch.engines.local import Local
     from notebooks.batch.engines.ray import Ray
@@ -385,7 +385,7 @@ def _export(options: argparse.Namespace) -> int:
 
     try:
         print(export(options.checkpoint, options.format, options.to))
-    except (OSError, RuntimeError) as error:  # a full disk; a reader that gives another model
+    except (OSError, RuntimeError) as error:  # the disk is full, or the reader gives another model
         said = str(getattr(error, "strerror", None) or error).replace("`path` (=", "`--to` (=")
         print(f"workbench: {said}", file=sys.stderr)
         return 1

@@ -17,16 +17,17 @@ from notebooks.study.saved import Saved, file_sizes
 def export(source: Path, save_format: str, target: Path | None = None) -> Saved:
     """Write a checkpoint in another format, and load it again with that format's reader.
 
-    The record of the run that saved the checkpoint travels with it.
+    The record of the run that saved the checkpoint is copied, too.
 
     Args:
         source: a folder that `save_compressed` wrote in the workbench's own format.
-        target: a folder that does not exist, or is empty; beside the source, with the format behind its name, if None.
+        target: a folder that does not exist, or is empty; None: beside the source, with the format behind its name.
 
     Raises:
-        ValueError: before the weights are read, if the source is no such folder or lacks a file, the target is taken,
-            or the format cannot hold the model; after that, if a file of the source was changed.
-        OSError: the disk has not enough room. RuntimeError: the reader gave another model. No target is left then.
+        ValueError: before the weights are read, if the source is no such folder or lacks a file, the target exists, or
+            the format cannot hold the model; after that, if a file of the source was changed.
+        OSError: the disk has not enough room. RuntimeError: the reader gave another model. No target is left in these
+            cases.
     """
     source = source.expanduser().absolute()
     target = target or source.with_name(f"{source.name}-{save_format}")
@@ -53,7 +54,7 @@ def export(source: Path, save_format: str, target: Path | None = None) -> Saved:
 
 
 def _bytes(folder: Path) -> int:
-    """Bytes of a checkpoint, without what a run has put beside it."""
+    """Bytes of a checkpoint, without the files that a run has put beside it."""
     return sum(size for name, size in file_sizes(folder).items() if name not in (MANIFEST, "record.json"))
 
 

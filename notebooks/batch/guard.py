@@ -1,6 +1,6 @@
-"""The guard of one attempt at a run: it starts the worker, watches time and memory, and ends everything at the end.
+"""The guard of one attempt at a run: it starts the worker, watches time and memory, and finally ends all processes.
 
-Its standard input is a pipe from the process that answers for the run. When that pipe is closed, because its owner
+Its standard input is a pipe from the process that owns the run. When that pipe is closed, because its owner
 stopped the run or was killed, the guard ends every process with the run's mark. It reports in one line of JSON.
 """
 
@@ -60,13 +60,13 @@ def main() -> int:
     }
     try:
         print(json.dumps(report), flush=True)
-    except BrokenPipeError:  # the owner is gone
+    except BrokenPipeError:  # the owner has ended
         os._exit(1)
     return 0
 
 
 class _Cell:
-    """The cell that is being executed, as papermill notes it in the notebook, and how long it has taken."""
+    """The cell that is being executed, as papermill notes it in the notebook, and its time so far."""
 
     def __init__(self, book: Path):
         self.book, self.index, self.spent = book, None, 0.0
@@ -94,7 +94,7 @@ def _memory(pid: int) -> int:
 
 
 def _oom_kills() -> int:
-    """How often the kernel has killed for memory in this control group, or on this machine."""
+    """The number of processes that the kernel has killed for memory in this control group, or on this machine."""
     for path, name in (("/sys/fs/cgroup/memory.events", "oom_kill"), ("/proc/vmstat", "oom_kill")):
         try:
             lines = dict(line.split() for line in Path(path).read_text().splitlines())

@@ -41,19 +41,19 @@ from notebooks.study.identity import (
 from notebooks.study.parameters import read_parameters
 from notebooks.study.places import check_run_path
 
-TRIES = 2  # attempts at a run whose first one failed for a passing cause: a kernel that never came up, a taken port
+TRIES = 2  # attempts at a run if the first one fails for a temporary cause: a kernel that did not start, a taken port
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run as an engine hands it on: plain values, so that it can travel.
+    """A run in the form in which engines pass it on: plain values, so that it can be sent.
 
     Args:
         varied: the parameters by which it differs from the other runs of its sweep.
-        force: run it although it is finished. stale: run it if it was finished with other code of the workbench.
-        threads: that the run may use beside others while nothing is timed; None for all.
-        gpus: how many it needs; of several, each has a process of its own while a model is compressed.
-        code: what it executes; that of the checkout where it is executed if None.
+        force: run it even if it is finished. stale: run it if it was finished with other code of the workbench.
+        threads: the number that the run may use beside others while nothing is timed; None: all.
+        gpus: the number that it needs; each of several has its own process while a model is compressed.
+        code: the code that it executes; None: that of the checkout where it is executed.
     """
 
     key: str
@@ -100,7 +100,7 @@ def execute(job: Job, stop: Callable[[], bool] = lambda: False) -> Outcome:
     """Run a job, unless it is finished or another process works on it.
 
     Args:
-        stop: called now and then; when it returns True, the run is ended as interrupted.
+        stop: called regularly; when it returns True, the run is ended as interrupted.
     """
     if _nothing_to_do(job):
         return Outcome(job.key, "known", job.folder)
@@ -136,7 +136,7 @@ def _tried(job: Job, folder: RunFolder, token: Mark, lease: Lease, stop: Callabl
         if not failure:
             return Outcome(job.key, "finished", job.folder, seconds=seconds)
         attempts, again = attempts + 1, failure.pop("transient", False)
-    if not lease.owned():  # another attempt works on the run, whose folders are not this one's to touch
+    if not lease.owned():  # another attempt works on the run, and this one must not touch its folders
         shutil.rmtree(folder.part, ignore_errors=True)
         return Outcome(job.key, "busy", job.folder, seconds=seconds)
     own = {"attempts": attempts, "key": job.key, "notebook": job.notebook, "values": job.values, "seconds": seconds}
@@ -149,7 +149,7 @@ def _tried(job: Job, folder: RunFolder, token: Mark, lease: Lease, stop: Callabl
 def _attempt(job: Job, folder: RunFolder, token: Mark, stop: Callable[[], bool]) -> tuple[dict[str, Any], float]:
     """One attempt: {} if the run is finished, else how it failed; and its seconds."""
     begin = time.monotonic()
-    ours, theirs = os.pipe()  # the guard ends everything when its end of this pipe is closed, by us or by our death
+    ours, theirs = os.pipe()  # the guard ends all processes when this pipe is closed, by us or because we end
     try:
         guard = _start(job, folder, token, ours)
     except (OSError, ValueError) as error:
@@ -184,7 +184,7 @@ def _attempt(job: Job, folder: RunFolder, token: Mark, stop: Callable[[], bool])
 def _judged(
     failure: dict[str, Any], report: dict[str, Any], interrupted: bool, status: int, folder: RunFolder
 ) -> dict[str, Any]:
-    """The failure by its kind. What the guard saw is preferred to what the worker reports."""
+    """The failure with its kind; observations of the guard are preferred to reports of the worker."""
     if interrupted or report.get("why") == "interrupt":
         return failure | {"kind": "interrupt", "error": "the run was interrupted"}
     if report.get("why") in ("timeout", "cell timeout"):
@@ -206,7 +206,7 @@ def _start(job: Job, folder: RunFolder, token: Mark, stdin: int) -> subprocess.P
     """Start the guard of an attempt.
 
     Raises:
-        ValueError: what the run reads has changed since it was planned, or it may not write where it should.
+        ValueError: files that the run reads have changed since it was planned, or it may not write to its folders.
     """
     code, model = job.code or snapshot.current(), saved_model(job.values, job.key, token.attempt)
     shutil.rmtree(folder.part, ignore_errors=True)
@@ -235,7 +235,7 @@ def _start(job: Job, folder: RunFolder, token: Mark, stdin: int) -> subprocess.P
 
 
 def _check_unchanged(job: Job, path: Path) -> None:
-    """Raise ValueError if the notebook, or a file that the run reads, is not the one that the run was planned with."""
+    """Raise ValueError if the notebook, or a file that the run reads, has changed since the run was planned."""
     if not job.identity:
         return
     now = content_identity(path, job.values)
@@ -278,13 +278,13 @@ def _json(text: str) -> dict[str, Any]:
 
 
 def done(folder: RunFolder, values: dict[str, Any]) -> bool:
-    """Whether the run is finished, and the model that it was to save is there."""
+    """Whether the run is finished, and the model that it had to save exists."""
     model = saved_model(values, folder.key or folder.manifest().get("key", ""))
     return folder.complete() and (model is None or model.complete())
 
 
 def state(folder: str | Path, key: str = "", values: dict[str, Any] | None = None) -> str:
-    """finished, running, failed or waiting, by what the folders hold; of the run of this key, if one is given."""
+    """finished, running, failed or waiting, by the content of the folders; for the run of this key, if given."""
     place = RunFolder(Path(folder), key)
     if done(place, values or {}):
         return "finished"

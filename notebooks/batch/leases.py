@@ -1,7 +1,7 @@
-"""Leases: a file per run says which attempt works on it. It is created with O_EXCL, and its time is renewed.
+"""Leases: a file per run names the attempt that works on it. It is created with O_EXCL, and its time is renewed.
 
-A lease of this machine is given up when its holder's process has ended. A lease of another machine, on a shared
-filesystem, is given up when it has not been renewed for `STALE_S` seconds.
+A lease of this machine is abandoned when its holder's process has ended. A lease of another machine, on a shared
+filesystem, is abandoned when it has not been renewed for `STALE_S` seconds.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ class Lease:
 
     def __init__(self, path: Path, token: str):
         self.path, self.token = path, token
-        self.lost = threading.Event()  # set when another attempt took the lease over while this machine stood still
+        self.lost = threading.Event()  # set when another attempt took over the lease while this machine was suspended
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._renew, daemon=True)
         self._thread.start()
@@ -35,11 +35,11 @@ class Lease:
                 os.utime(self.path)
             except FileNotFoundError:
                 self.lost.set()
-            except OSError:  # a network filesystem that does not answer now may answer at the next renewal
+            except OSError:  # a network filesystem may answer at the next renewal
                 continue
 
     def owned(self) -> bool:
-        """Whether the run is still this attempt's. Once it is not, it never is again.
+        """Whether this attempt still owns the run; an attempt that has lost it never owns it again.
 
         Raises:
             OSError: the lease cannot be read at the moment.
@@ -71,7 +71,7 @@ def take(path: Path, mark: Mark) -> Lease | None:
             if not _given_up(path, mark.attempt):
                 return None
             continue
-        if holder(path).get("token") == mark.attempt:  # another process may have removed it for an older one
+        if holder(path).get("token") == mark.attempt:  # another process may have removed it by mistake for an older one
             return Lease(path, mark.attempt)
     return None
 
@@ -91,7 +91,7 @@ def held(path: Path) -> bool:
 
 
 def _given_up(path: Path, token: str) -> bool:
-    """Remove a lease that was given up; False if it is held. Of several processes that try, one succeeds."""
+    """Remove an abandoned lease; False if it is held. Of several processes that try, one succeeds."""
     judged = holder(path)
     if not path.exists():
         return True
@@ -114,11 +114,11 @@ def _given_up(path: Path, token: str) -> bool:
 def _stale(path: Path, told: dict[str, Any]) -> bool:
     if told.get("host") == _host():
         return not lives(told["pid"], told["started"])
-    return _age(path) > (STALE_S if told else 2.0)  # an empty one is being written, or its writer was killed
+    return _age(path) > (STALE_S if told else 2.0)  # an empty lease is being written, or its writer was killed
 
 
 def _age(path: Path) -> float:
-    """Seconds since a file was renewed, by the clock of its filesystem."""
+    """Seconds since the last renewal of a file, by the clock of its filesystem."""
     now = path.with_name(f".now.{os.urandom(6).hex()}")
     try:
         now.touch()
@@ -130,6 +130,6 @@ def _age(path: Path) -> float:
 
 
 def _host() -> str:
-    """This machine since it was last started: no process of an earlier start is alive."""
+    """A name for this machine and its last start: no process of an earlier start is alive."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {boot.read_text().strip() if boot.is_file() else ''} {started(1)}"

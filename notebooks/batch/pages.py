@@ -33,7 +33,7 @@ from reports.parts.text import public
 
 @dataclass(frozen=True)
 class Compared:
-    """Runs side by side in a notebook: how many there are, and what to show of them."""
+    """Runs for a comparison in a notebook: their number, and the data to show."""
 
     outcomes: tuple[RunOutcome, ...]
     page: Path
@@ -64,7 +64,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Failures:
-    """Runs that failed: why, where, and the last lines that they printed."""
+    """Runs that failed: the reason, the place, and the last lines that they printed."""
 
     outcomes: tuple[RunOutcome, ...]
 
@@ -79,14 +79,14 @@ class Failures:
 
 
 def compared(named: Sequence[str], runs: Path, *, page: str = "", title: str = "Comparison") -> Compared:
-    """Runs to look at in a notebook.
+    """Runs for a comparison in a notebook.
 
     Args:
-        named: as of `outcomes`; none: every run that stands in the folder, or failed there.
-        page: that `write` writes; by default as `comparison_path` says.
+        named: as in `outcomes`; none: every run that is in the folder, or failed there.
+        page: the page that `write` writes; by default `comparison_path`.
 
     Raises:
-        ValueError: a name that stands for no run, or an empty folder.
+        ValueError: a name is that of no run, or the folder is empty.
     """
     place = Path(page).expanduser().absolute() if page else comparison_path(named, runs)
     found = outcomes(named, runs, place) if named else [_outcome(folder, place, {}) for folder in _all_folders(runs)]
@@ -100,10 +100,10 @@ def outcomes(named: Sequence[str | Path], runs: Path, page: Path | None = None) 
 
     Args:
         named: sweeps that were started here (by name or file), keys of runs, their folders, or records.
-        page: that will show them, so that links lead from there; by default the comparison of these.
+        page: the page that will show them, from which links start; by default the comparison of these.
 
     Raises:
-        ValueError: one that is none of these, or no run at all.
+        ValueError: a name is none of these, or there is no run at all.
     """
     page = page or comparison_path(named, runs)
     found: dict[Path, RunOutcome] = {}
@@ -116,23 +116,23 @@ def outcomes(named: Sequence[str | Path], runs: Path, page: Path | None = None) 
 
 
 def comparison_path(named: Sequence[str | Path], runs: Path) -> Path:
-    """Where a comparison is written unless it is said: a sweep's beside its plan, others beside the runs."""
+    """The default path of a comparison: for a sweep beside its plan, for others beside the runs."""
     if len(named) == 1 and (folder := sweep_folder(sweep_name(named[0]), runs)).is_dir():
         return folder / "comparison.html"
     return runs / "comparison.html"
 
 
 def write_comparison_of_sweep(name: str, runs: Path) -> Report:
-    """The comparison of all runs of a sweep, as it was last started."""
+    """The comparison of all runs of a sweep in its last started form."""
     page = sweep_folder(name, runs) / "comparison.html"
     return render_comparison(outcomes([name], runs, page), page, title=kept_sweep(name, runs)["title"])
 
 
 def verdict_of(found: Sequence[RunOutcome], recovery_threshold: float) -> Verdict:
-    """Does the second run keep enough of the first one's accuracy?
+    """Whether the second run keeps enough of the first one's accuracy.
 
     Raises:
-        ValueError: one is not finished, or they cannot be compared.
+        ValueError: one of the runs is not finished, or they cannot be compared.
     """
     for one in found:
         if one.record is None:
@@ -141,7 +141,7 @@ def verdict_of(found: Sequence[RunOutcome], recovery_threshold: float) -> Verdic
 
 
 def write_index(runs: Path) -> Report:
-    """runs/index.html: every run that stands in the folder, failed, or is running."""
+    """runs/index.html: every run that is finished in the folder, failed, or is running."""
     page = runs / "index.html"
     found = [_outcome(folder, page, {}) for folder in _all_folders(runs)]
     comparisons = {
@@ -161,7 +161,7 @@ def write_papers(runs: Path) -> Report:
 
 
 def write_all(runs: Path, named: Sequence[str]) -> list[Path]:
-    """All pages anew, or those of these runs."""
+    """Write all pages again, or those of these runs."""
     written = []
     folders = (
         [folder for name in named for folder, _ in _folders(name, runs)]
@@ -171,7 +171,7 @@ def write_all(runs: Path, named: Sequence[str]) -> list[Path]:
     for folder in folders:
         try:
             written.append(_page(folder))
-        except ValueError as error:  # one that failed, or of another version: the others' pages are made all the same
+        except ValueError as error:  # a failed run, or one of another version; the other pages are still made
             print(f"workbench: no page for {folder.name}: {error}", file=sys.stderr)
     if not named:
         written += [
@@ -182,7 +182,7 @@ def write_all(runs: Path, named: Sequence[str]) -> list[Path]:
 
 
 def _page(folder: Path) -> Path:
-    """The page of a run, drawn again; a stale one says so."""
+    """The page of a run, drawn again; the page of a stale run says so."""
     record = read_record(folder / "record.json")
     if is_stale({"code": record["provenance"].get("code_sha256")} | RunFolder(folder).manifest()):
         record = record | {"run": record["run"] | {"stale": True}}
@@ -190,7 +190,7 @@ def _page(folder: Path) -> Path:
 
 
 def _folders(name: str, runs: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """The folders that a name stands for, with what was asked of each where that is known."""
+    """The folders of a name, with the plan of each run if that is known."""
     path = Path(name).expanduser()
     if sweep_folder(sweep_name(path), runs).is_dir() and (path.suffix in (".yml", ".yaml") or len(path.parts) == 1):
         return [(Path(one["folder"]), one) for one in kept_sweep(sweep_name(path), runs)["runs"]]
@@ -221,7 +221,7 @@ def _outcome(folder: Path, page: Path, asked: dict[str, Any]) -> RunOutcome:
     now = "finished" if by_hand else state(folder, asked.get("key", ""), asked.get("values"))
     try:
         record = read_record(folder / "record.json") if now == "finished" else None
-    except ValueError as error:  # of another version, say: told, and in nobody's way
+    except ValueError as error:  # for example of another version: reported, but no error
         return RunOutcome(folder.name, "", "failed", "", failure={"kind": "incomplete", "error": str(error)})
     failure = places.failure() if now == "failed" else None
     told = asked or places.manifest() or failure or {}
@@ -236,12 +236,12 @@ def _outcome(folder: Path, page: Path, asked: dict[str, Any]) -> RunOutcome:
 
 
 def _command(told: dict[str, Any]) -> str:
-    """The command that repeats a run of which there is no record."""
+    """The command that repeats a run without a record."""
     if "notebook" not in told:
         return ""
     try:
         defaults = {name: parameter.default for name, parameter in read_parameters(told["notebook"]).items()}
-    except ValueError:  # the notebook has gone
+    except ValueError:  # the notebook does not exist any more
         defaults = {}
     changed = {name: value for name, value in told["values"].items() if name not in defaults or value != defaults[name]}
     given = (f"-p {name} {shlex.quote(v if isinstance(v, str) else json.dumps(v))}" for name, v in changed.items())
@@ -256,13 +256,13 @@ def _all_folders(runs: Path) -> list[Path]:
 
 
 def _records_of_commands(runs: Path) -> dict[str, str]:
-    """{command: href of the run's page} of what was published and of what stands in the folder."""
+    """{command: href of the run's page} of published runs and of the runs in the folder."""
     published = ROOT / "reports" / "published"
     found = {}
     for path in (*sorted(published.glob("*.json")), *(folder / "record.json" for folder in run_folders(runs))):
         try:
             record = read_record(path)
-        except ValueError:  # no run, or of another version
+        except ValueError:  # no run, or one of another version
             continue
         html = path.with_suffix(".html") if path.parent == published else path.with_name("report.html")
         found[record["provenance"]["command"]] = os.path.relpath(html, runs)

@@ -2,7 +2,7 @@
 
 >>> from notebooks.batch.plan import plan, run_sweep
 >>> plan("quickstart")          # a table: every run, its key, what will be done, how long it took before
->>> run_sweep("quickstart")     # with progress, also in a notebook; a second call goes on where the first was stopped
+>>> run_sweep("quickstart")     # with progress, also in a notebook; a second call continues after an interruption
 """
 
 import contextlib
@@ -54,7 +54,7 @@ class PlanRow:
     """A run of a plan.
 
     state: finished, stale (finished with other code of the workbench), running, failed, waiting. does: skip or run,
-        and why. seconds: that it is likely to take, if that is known.
+        and the reason. seconds: the expected time, if it is known.
     """
 
     planned: Planned
@@ -66,14 +66,14 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a sweep is about to do; a table as text, and in Jupyter."""
+    """The plan of a sweep; shown as a table, as text and in Jupyter."""
 
     sweep: Sweep
     rows: tuple[PlanRow, ...]
 
     @property
     def seconds(self) -> float | None:
-        """What is left, one run after the other; None if nothing is known of any of them."""
+        """The remaining time, one run after the other; None if the time of no run is known."""
         left = [row.seconds for row in self.rows if row.does == "run"]
         known = [seconds for seconds in left if seconds is not None]
         if left and not known:
@@ -113,15 +113,15 @@ class Plan:
 
 
 def plan(sweep: str | Path | Sweep, *, runs: Path = RUNS, force: bool = False, stale: bool = False) -> Plan:
-    """Every run of a sweep, what will be done about it and how long it is likely to take. Nothing is started.
+    """Every run of a sweep, with the planned action and the expected time. Nothing is started.
 
     Args:
-        force: as if no run were finished.
-        stale: as if those were not finished that were executed with other code of the workbench.
+        force: plan as if no run were finished.
+        stale: plan as if runs that were executed with other code of the workbench were not finished.
 
     Raises:
-        ValueError: the sweep makes no sense (`notebooks.batch.sweep.read_sweep`), another sweep of its name was
-            started here, or nothing can be written into the folder of runs.
+        ValueError: the sweep is not valid (`notebooks.batch.sweep.read_sweep`), another sweep of its name was started
+            here, or nothing can be written into the folder of runs.
     """
     sweep = sweep if isinstance(sweep, Sweep) else read_sweep(sweep)
     check_folder(runs)
@@ -147,16 +147,16 @@ def run_sweep(
     stale: bool = False,
     stop: threading.Event | None = None,
 ) -> list[Outcome]:
-    """Run what is not done yet; whatever happens to this process, a second call goes on where it was.
+    """Execute the runs that are not done yet; after any interruption, a second call continues.
 
     Args:
         engine: `Local()` unless given.
-        force: run the finished ones again, too; each stays until its successor is finished.
-        stale: run those again, too, that were finished with other code of the workbench.
-        stop: ends what runs when it is set.
+        force: run finished runs again, too; each stays until its successor is finished.
+        stale: also run again the runs that were finished with other code of the workbench.
+        stop: ends all running runs when it is set.
 
     Raises:
-        ValueError: the sweep makes no sense; nothing has been started then.
+        ValueError: the sweep is not valid; nothing has been started in this case.
     """
     sweep = sweep if isinstance(sweep, Sweep) else read_sweep(sweep)
     engine, stop = engine or Local(), stop or threading.Event()
@@ -183,7 +183,7 @@ def run_sweep(
 
 
 def _snapshot(sweep: Sweep, runs: Path) -> snapshot.Code:
-    """The code that the runs of this sweep execute, whatever is edited while they do."""
+    """The code that the runs of this sweep execute; later edits do not change it."""
     in_use = any(held(RunFolder(folder_of(one, runs)).lease) for one in sweep.runs)
     notebooks = [one.notebook for one in sweep.runs]
     return snapshot.take(sweep_folder(sweep.name, runs) / "code", notebooks, keep_others=in_use)
@@ -191,7 +191,7 @@ def _snapshot(sweep: Sweep, runs: Path) -> snapshot.Code:
 
 @contextlib.contextmanager
 def _ended_by_signals(stop: threading.Event) -> Iterator[None]:
-    """Ctrl-C, or SIGTERM, ends what runs, as interrupted, and lets the rest wait; a second one is as always."""
+    """Ctrl-C or SIGTERM ends running runs as interrupted, and lets others wait; a second one acts as usual."""
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         if stop.is_set():
@@ -210,20 +210,20 @@ def _ended_by_signals(stop: threading.Event) -> Iterator[None]:
 
 
 def _remember(outcome: Outcome) -> None:
-    """A failure of which the folders know nothing, such as a node that died: so that `status` and pages tell of it."""
+    """Note a failure that the folders do not show, such as a node that died, so that `status` and pages report it."""
     places = RunFolder(Path(outcome.folder))
     if (
         outcome.status == "failed"
         and places.failure().get("error") != outcome.failure.get("error")
         and not places.complete()
     ):
-        with contextlib.suppress(OSError):  # a full disk takes no notes
+        with contextlib.suppress(OSError):  # on a full disk no note can be written
             shutil.rmtree(places.failed, ignore_errors=True)
             write_whole(json.dumps(outcome.failure), places.failed / "failure.json")
 
 
 def _changed(planned: Planned, before: list[dict[str, Any]]) -> str:
-    """Why a run of these parameters is run again although one was finished; "" if none was."""
+    """Why a run of these parameters is executed again although one was finished; "" if none was finished."""
     same = [
         made
         for made in before
@@ -240,8 +240,8 @@ def _changed(planned: Planned, before: list[dict[str, Any]]) -> str:
 
 
 def _likely(planned: Planned, before: list[dict[str, Any]]) -> float | None:
-    """Seconds that runs like this one took: of its parameters, else of its notebook and model, else as its sweep
-    says."""
+    """Seconds of similar runs: with its parameters, else with its notebook and model, else the value in its
+    sweep."""
     alike = [
         made
         for made in before

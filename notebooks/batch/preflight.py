@@ -20,11 +20,11 @@ from eval.tasks.trust import is_trusted
 from notebooks.study.parameters import FOLDER, notebook_path, read_cells, short_repr
 
 NEEDED_BYTES = 64 << 20  # free space for records, pages and executed notebooks
-_PLENTY = 40  # bytes of a corpus per token that is asked of one part of it: more than enough in any language
+_PLENTY = 40  # bytes of a corpus per token of one part: more than enough in any language
 
 
 def check_run(notebook: str | Path, values: dict[str, Any], *, named: bool = False) -> None:
-    """Raise ValueError if a run of this notebook with these values would fail for a reason that can be known now.
+    """Raise ValueError if a run of this notebook with these values would fail for a reason that is known now.
 
     Args:
         named: the user named this notebook on the command line, so that its cells may be executed.
@@ -33,7 +33,7 @@ def check_run(notebook: str | Path, values: dict[str, Any], *, named: bool = Fal
     if not named and not is_trusted(path, (FOLDER,)):
         return
     namespace = _executed(path, values)
-    if values.get("device", "auto") not in ("auto", "cpu"):  # these two are everywhere, and need no torch to be known
+    if values.get("device", "auto") not in ("auto", "cpu"):  # these two exist everywhere, and are checked without torch
         from compress.inputs.model import check_device
 
         check_device(values["device"])
@@ -45,7 +45,7 @@ def check_run(notebook: str | Path, values: dict[str, Any], *, named: bool = Fal
 
 
 def check_folder(runs: Path) -> None:
-    """Raise ValueError if nothing can be written into a folder of runs, which need not be there yet."""
+    """Raise ValueError if nothing can be written into a folder of runs, which need not exist yet."""
     there = next(path for path in (runs, *runs.parents) if path.exists())
     try:
         if not there.is_dir():
@@ -67,14 +67,14 @@ def check_folder(runs: Path) -> None:
 
 
 def _executed(path: Path, values: dict[str, Any]) -> dict[str, Any]:
-    """What stands in the namespace of a notebook after its last cell tagged `check`.
+    """The namespace of a notebook after its last cell tagged `check`.
 
     Raises:
-        ValueError: one of these cells refuses the values, or holds a mistake.
+        ValueError: one of these cells refuses the values, or has a mistake.
     """
     cells = [cell for cell in read_cells(path) if cell.kind == "code"]
     last = max((i for i, cell in enumerate(cells) if "check" in cell.tags), default=-1)
-    # Whether `save_path` is free is looked at by `check_save_path`: an earlier attempt may stand there now.
+    # `check_save_path` checks whether `save_path` is free: an earlier attempt may be there now.
     given = values | ({"save_path": _free_beside(values["save_path"])} if values.get("save_path") else {})
     namespace: dict[str, Any] = {"__name__": "notebook"}
     for cell in cells[: last + 1]:
@@ -84,11 +84,11 @@ def _executed(path: Path, values: dict[str, Any]) -> dict[str, Any]:
         try:
             with contextlib.redirect_stdout(io.StringIO()):
                 exec(compile(cell.source, path.name, "exec"), namespace)
-        except ValueError as error:  # by the path that the user gave
+        except ValueError as error:  # with the path that the user gave
             raise ValueError(
                 str(error).replace(str(given.get("save_path") or "\0"), str(values.get("save_path")))
             ) from error
-        except Exception as error:  # a mistake in the notebook itself: better said now than after hours
+        except Exception as error:  # a mistake in the notebook itself: reported now, not after hours
             raise ValueError(f"{path.name}: {type(error).__name__}: {error}") from error
     return namespace
 
@@ -112,7 +112,7 @@ def _recipes(values: Iterable[Any]) -> Iterator[list[Any]]:
 
 
 def _check_model(values: dict[str, Any], recipes: list[list[Any]]) -> None:
-    """Raise ValueError if the model is not there, or a recipe does not fit the shapes of its weights."""
+    """Raise ValueError if the model does not exist, or a recipe does not fit the shapes of its weights."""
     import copy
 
     from compress.inputs.skeleton import skeleton
@@ -121,7 +121,7 @@ def _check_model(values: dict[str, Any], recipes: list[list[Any]]) -> None:
 
     model = skeleton(values["model_name"])
     for recipe in recipes:
-        shapes = copy.deepcopy(model)  # a check may take apart what is stored together
+        shapes = copy.deepcopy(model)  # a check may split modules of the model
         for method in settle(recipe):
             # A check that reads weights, or runs a block, cannot be made here; the run makes it before any work.
             with contextlib.suppress(RuntimeError, NotImplementedError):
@@ -132,7 +132,7 @@ def _check_model(values: dict[str, Any], recipes: list[list[Any]]) -> None:
 
 
 def _check_text(name: str, part: str, values: dict[str, Any]) -> None:
-    """Raise ValueError if a corpus is not there, or a part of it is too short where that can be told quickly."""
+    """Raise ValueError if a corpus does not exist, or a part of it is too short, if that can be found quickly."""
     from compress.inputs.corpus import check_corpus, local_file
     from eval.contexts.haystack import NOISE
 
@@ -152,7 +152,7 @@ def _check_text(name: str, part: str, values: dict[str, Any]) -> None:
 
 @cache
 def _check_length(corpus: str, part: str, samples: int, seqlen: int, model_name: str, changed_ns: int) -> None:
-    """Raise ValueError if a part of a corpus has too few tokens; if no tokenizer is at hand, too few characters."""
+    """Raise ValueError if a part of a corpus has too few tokens, or, without a tokenizer, too few characters."""
     from compress.inputs.calibration import calibration, held_out
     from compress.inputs.corpus import load_text
     from compress.inputs.skeleton import cheap_tokenizer

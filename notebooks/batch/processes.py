@@ -1,7 +1,7 @@
 """Processes of a run, found by a mark in their environment: a kernel can outlive a papermill that was killed.
 
-The mark names the folder of runs, the key, and the process that answers for the run together with the time at which it
-was started, because the number of a process that has ended may be given to another one.
+The mark names the folder of runs, the key, and the process that owns the run together with the time at which it was
+started, because the number of a process that has ended may be given to another one.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ class Mark:
 
 
 def mark(runs: Path, key: str) -> Mark:
-    """A new mark; this process answers for the run."""
+    """A new mark; this process owns the run."""
     return Mark(place_of(runs), key, os.getpid(), started(os.getpid()), os.urandom(8).hex())
 
 
@@ -40,7 +40,7 @@ def place_of(runs: Path) -> str:
 
 
 def started(pid: int) -> str:
-    """When a process was started, as text that does not change while it lives; "" if there is none."""
+    """The start time of a process, as text that does not change while it lives; "" if there is no process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
         state, ticks = (stat.rpartition(")")[2].split()[i] for i in (0, 19))
@@ -74,7 +74,7 @@ def end(of: str, *, grace_s: float = 2.0, within_s: float = 12.0) -> int:
     """End all processes whose mark begins with this text: by SIGTERM, and by SIGKILL after `grace_s` seconds.
 
     Returns:
-        how many are still alive after `within_s` seconds
+        the number of processes that are still alive after `within_s` seconds
     """
     begin = time.monotonic()
     left = marked(of)
@@ -92,7 +92,7 @@ def end(of: str, *, grace_s: float = 2.0, within_s: float = 12.0) -> int:
 
 
 def end_orphans(runs: Path, key: str = "") -> int:
-    """End the processes of runs in this folder whose owner has ended; returns how many there were."""
+    """End the processes of runs in this folder whose owner has ended; returns their number."""
     gone = 0
     for process in marked(f"{place_of(runs)}/{key}"):
         try:

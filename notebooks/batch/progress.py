@@ -1,6 +1,6 @@
-"""Progress of a sweep: bars in a terminal or a notebook; lines in a log, which show at any moment what each run does.
+"""Progress of a sweep: bars in a terminal or a notebook; lines in a log, which always show the state of each run.
 
-All of it is read from the folders of the runs, so that it does not matter which process or machine executes them.
+All data is read from the folders of the runs, so that any process or machine may execute them.
 """
 
 import re
@@ -21,15 +21,15 @@ from notebooks.batch.status import bar_of, doing, duration, left_in_cell
 from notebooks.study.parameters import notebook_path, read_cells
 
 EVERY_S = 1.0
-AGAIN_S = 30.0  # after this long without anything new, a log says again what runs
+AGAIN_S = 30.0  # after this time without news, a log lists the running runs again
 
 
 class Progress:
-    """Shows what the runs of a sweep do.
+    """Shows the states of the runs of a sweep.
 
     Args:
-        likely: seconds that each run is likely to take, by key; None where nothing is known.
-        known: how many runs of the sweep were done before.
+        likely: the expected seconds of each run, by key; None if not known.
+        known: the number of runs of the sweep that were done before.
     """
 
     def __init__(self, jobs: Sequence[Job], likely: Mapping[str, float | None], parallel: int, known: int):
@@ -38,7 +38,7 @@ class Progress:
         self._begun: dict[str, float] = {}
         self._count = known
         self._bars: dict[str, tqdm] = {}
-        self._said: dict[str, tuple[str, float]] = {}  # what the log said of a run last, and when
+        self._said: dict[str, tuple[str, float]] = {}  # the last log line of a run, and its time
         notebook = "ipykernel" in sys.modules
         self._in_log = not notebook and not sys.stdout.isatty()
         self._bar = {} if notebook or sys.stderr.isatty() else {"disable": True}
@@ -80,7 +80,7 @@ class Progress:
             self._say(f"{self._count}/{self._runs}  {outcome.status}{took}  {outcome.key}{said}{left}")
 
     def _say(self, line: str) -> None:
-        """A line in the log, or above the bars."""
+        """Write a line in the log, or above the bars."""
         if self._in_log:
             print(f"{time.strftime('%H:%M:%S')}  {line}", flush=True)
         else:
@@ -101,7 +101,7 @@ class Progress:
         cells = read_json(places.part / "notebook.ipynb").get("cells", [])
         text, more = doing(places), bar_of(places)
         before, when = self._said.get(key, ("", now))
-        ended = before and not cells  # its folder has been put in its place
+        ended = before and not cells  # its folder was moved to its final place
         if self._in_log and not ended and (text != before or now - when > AGAIN_S):
             self._said[key] = (text, now)
             left = f"; {estimate}" if (estimate := self._estimate()) else ""
@@ -115,7 +115,7 @@ class Progress:
         bar.set_postfix_str(text + more)
 
     def _estimate(self) -> str:
-        """The time that is left, from the times that runs like these took before, or from the bar of a slower run."""
+        """The remaining time, from the times of similar earlier runs, or from the bar of a slower run."""
         known = [seconds for seconds in self._likely.values() if seconds is not None]
         if not self._left or not known:
             return ""
@@ -130,7 +130,7 @@ class Progress:
 
 
 def _written_time(notebook: str) -> str:
-    """What a notebook's text says of the time that it takes; "" if it says nothing."""
+    """The time that a notebook's text states for itself; "" if it states none."""
     try:
         texts = [cell.source for cell in read_cells(notebook_path(notebook)) if cell.kind == "markdown"]
     except ValueError:

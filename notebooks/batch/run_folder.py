@@ -1,9 +1,9 @@
 """The folders of a run. A run is finished when its folder holds a valid manifest.
 
 runs/<key>/                     notebook.ipynb, record.json, report.html, manifest.json; appears by one rename
-runs/.<key>.<attempt>.running/  what an attempt is writing; <attempt> is the random token of its lease
-runs/.<key>.work/               finished blocks of attempts that were killed; the next attempt goes on from them
-runs/.<key>.lease               which attempt works on the run
+runs/.<key>.<attempt>.running/  files that an attempt is writing; <attempt> is the random token of its lease
+runs/.<key>.work/               finished blocks of attempts that were killed; the next attempt continues from them
+runs/.<key>.lease               the attempt that works on the run
 runs/<key>.failed/              the last attempt that failed: failure.json, and the notebook as far as it was executed
 
 Only the attempt that holds the lease may put its folder in the place of the run, or of the failed one.
@@ -32,8 +32,8 @@ class RunFolder:
     """The folders of one run.
 
     Args:
-        folder: where the finished run is, or will be.
-        key: of the run; a finished run of another key in this folder does not count. "" for any.
+        folder: the folder of the finished run, also before it exists.
+        key: of the run; a finished run of another key in this folder does not count. "" for any key.
         attempt: the token of the attempt that writes; "" for a reader.
     """
 
@@ -43,7 +43,7 @@ class RunFolder:
 
     @property
     def part(self) -> Path:
-        """The folder that this attempt writes to; for a reader, that of the attempt which began last."""
+        """The folder that this attempt writes to; for a reader, that of the attempt that was started last."""
         if self.attempt:
             return self._beside(f".{{}}.{self.attempt}.running")
         return max(self._running(), key=_changed_ns, default=self._beside(".{}.running"))
@@ -75,17 +75,17 @@ class RunFolder:
         return not self.problems()
 
     def problems(self) -> list[str]:
-        """Why this folder is not a finished run; [] if it is one."""
+        """The reasons why this folder is not a finished run; [] if it is one."""
         wrong = problems(self.folder, self.key, DERIVED)
         listed = self.manifest().get("files", NEEDED)
         return wrong + [f"{name} is missing" for name in NEEDED if name not in listed]
 
     def manifest(self) -> dict[str, Any]:
-        """The manifest of the finished run; {} without one."""
+        """The manifest of the finished run; {} if there is none."""
         return read_json(self.folder / MANIFEST)
 
     def failure(self) -> dict[str, Any]:
-        """How the last attempt failed; {} if none has failed since the run was finished."""
+        """The failure of the last attempt; {} if none has failed since the run was finished."""
         return read_json(self.failed / FAILURE)
 
     def owned(self) -> bool:
@@ -96,7 +96,7 @@ class RunFolder:
         """Write the manifest of this attempt's folder.
 
         Raises:
-            ValueError: the attempt did not finish the run; says what is missing.
+            ValueError: the attempt did not finish the run; the message names the missing files.
         """
         if wrong := unfinished(self.part, about["key"]):
             raise ValueError(f"the run ended unfinished: {'; '.join(wrong)}")
@@ -105,7 +105,7 @@ class RunFolder:
         seal(self.part, about)
 
     def promote(self) -> None:
-        """Put this attempt's folder in the place of the run; a finished run there is kept until then.
+        """Move this attempt's folder to the place of the run; a finished run there is kept until then.
 
         Raises:
             ValueError: another attempt has taken the run over.
@@ -116,7 +116,7 @@ class RunFolder:
             if self.complete():
                 shutil.rmtree(self.old, ignore_errors=True)
                 os.rename(self.folder, self.old)
-            else:  # written by hand in Jupyter, for example: it is kept
+            else:  # for example written in Jupyter: it is kept
                 os.rename(self.folder, _free(self._beside("{}.before")))
         os.rename(self.part, self.folder)
         sync(self.folder.parent)
@@ -142,18 +142,18 @@ class RunFolder:
             shutil.rmtree(folder, ignore_errors=True)
 
     def put_failed(self, failure: dict[str, Any]) -> None:
-        """Keep this attempt's folder as the failed one, instead of an earlier one. Works on a full disk if it can."""
+        """Keep this attempt's folder as the failed one, instead of an earlier one; on a full disk, if possible."""
         try:
             write_whole(json.dumps(failure, indent=1), self.part / FAILURE)
         except OSError:
-            shutil.rmtree(self.part, ignore_errors=True)  # makes room for the few lines that matter most
+            shutil.rmtree(self.part, ignore_errors=True)  # makes room for the most important lines
             write_whole(json.dumps(failure, indent=1), self.part / FAILURE)
         self._discard(self.failed)
         os.rename(self.part, self.failed)
 
 
 def unfinished(part: Path, key: str) -> list[str]:
-    """What is missing for a finished run. papermill's own marks and exit status do not count: they can be wrong."""
+    """The missing parts of a finished run. papermill's marks and exit status are ignored: they can be wrong."""
     wrong = [f"{name} is missing" for name in NEEDED if not (part / name).is_file()]
     for i, cell in enumerate(read_json(part / "notebook.ipynb").get("cells", [])):
         if cell["cell_type"] != "code" or not "".join(cell["source"]).strip():

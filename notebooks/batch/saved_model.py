@@ -1,8 +1,8 @@
-"""The model that a run saves: written under the attempt's name, and put in its place once the run is finished.
+"""The model that a run saves: written under the attempt's name, and moved to its place when the run is finished.
 
 <save_path>                       the model, with a manifest that names the run
-.<save_path's name>.<attempt>.saving   what an attempt is writing
-.<save_path's name>.old                the former model, for as long as the new one is being put in its place
+.<save_path's name>.<attempt>.saving   files that an attempt is writing
+.<save_path's name>.old                the former model, while the new one is moved to its place
 """
 
 import glob
@@ -42,7 +42,7 @@ class SavedModel:
         return self.place.with_name(f".{self.place.name}.old")
 
     def complete(self) -> bool:
-        """Whether the model is there, saved by this run in this format, and whole."""
+        """Whether the model exists, was saved by this run in this format, and is complete."""
         return not problems(self.place, self.key) and self._format_there() == self.save_format
 
     def _format_there(self) -> str:
@@ -66,7 +66,7 @@ class SavedModel:
             )
 
     def seal(self) -> None:
-        """Write the manifest of what this attempt has saved.
+        """Write the manifest of the model that this attempt has saved.
 
         Raises:
             ValueError: the attempt has saved nothing.
@@ -76,7 +76,7 @@ class SavedModel:
         seal(self.part, {"key": self.key, "attempt": self.attempt, SAVE_FORMAT: self.save_format})
 
     def promote(self) -> None:
-        """Put what this attempt has saved and sealed in its place."""
+        """Move the model that this attempt has saved and sealed to its place."""
         if self.place.exists():
             shutil.rmtree(self.old, ignore_errors=True)
             os.rename(self.place, self.old)
@@ -85,7 +85,7 @@ class SavedModel:
         shutil.rmtree(self.old, ignore_errors=True)
 
     def recover(self, finished: str) -> None:
-        """Finish a promotion that was killed, and remove what attempts left that were. For the holder of the lease.
+        """Finish a promotion that was killed, and remove files of killed attempts. Only for the lease's holder.
 
         Args:
             finished: the attempt that finished the run; "" for none.
@@ -99,7 +99,7 @@ class SavedModel:
         self.discard()
 
     def discard(self) -> None:
-        """Remove what attempts have left; the model in its place stays."""
+        """Remove the files of attempts; the model in its place stays."""
         name, parent = glob.escape(self.place.name), self.place.parent
         for left in [self.old, *parent.glob(f".{name}.*.saving"), *parent.glob(f"..{name}.*.saving-*")]:
             shutil.rmtree(left, ignore_errors=True)
@@ -112,7 +112,7 @@ def check_save_path(values: dict[str, Any], key: str) -> None:
 
 
 def saved_model(values: dict[str, Any], key: str, attempt: str = "") -> SavedModel | None:
-    """The saved model of a run with these parameters; None where it saves none."""
+    """The saved model of a run with these parameters; None if it saves none."""
     if not values.get("save_path"):
         return None
     place = Path(values["save_path"]).expanduser().absolute()

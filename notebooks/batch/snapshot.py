@@ -22,7 +22,7 @@ class Code:
     """The code that runs execute.
 
     root: the folder that holds the packages. sha256: their normalised hash (`packages_code`). commit: "<commit> clean"
-    or "<commit> dirty" of the checkout, "" where there is none.
+    or "<commit> dirty" of the checkout, "" if there is none.
     """
 
     root: str
@@ -30,7 +30,7 @@ class Code:
     commit: str
 
     def notebook(self, notebook: str | Path) -> Path:
-        """The file of a notebook in this code; the original where the code holds no copy of it."""
+        """The file of a notebook in this code, or the original if the code holds no copy of it."""
         original = notebook_path(notebook).resolve()
         if original.is_relative_to(_OWN):
             copy = Path(self.root) / original.relative_to(ROOT)
@@ -40,7 +40,7 @@ class Code:
 
 
 def current() -> Code:
-    """The checkout's own code, which is used where no snapshot was taken."""
+    """The checkout's own code, which is used if no snapshot was taken."""
     return Code(str(ROOT), packages_code(), _commit())
 
 
@@ -49,7 +49,7 @@ def take(folder: Path, notebooks: Iterable[str | Path], *, keep_others: bool = F
 
     Args:
         folder: for snapshots of this sweep; earlier ones in it are removed.
-        keep_others: leave them, because another process may be running them.
+        keep_others: keep earlier snapshots, because another process may be running them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / f".{os.urandom(6).hex()}"

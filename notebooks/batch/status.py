@@ -1,4 +1,4 @@
-"""Sweeps that were started: where they are kept, and the state of each of their runs.
+"""Sweeps that were started: their folders, and the state of each of their runs.
 
 A run is finished when its folder holds a valid manifest; everything else is read from the folders beside it.
 """
@@ -33,23 +33,23 @@ def state_of(folder: str | Path, key: str, values: dict[str, Any]) -> str:
 
 
 def runs_folder(given: str | Path = "") -> Path:
-    """The folder of runs: as given, else $WORKBENCH_RUNS, else runs/ of the checkout."""
+    """The folder of runs: the given one, else $WORKBENCH_RUNS, else runs/ of the checkout."""
     return Path(given or os.environ.get("WORKBENCH_RUNS") or RUNS).expanduser().absolute()
 
 
 def sweep_name(what: str | Path) -> str:
-    """The name of a sweep that is given by it, or by its file."""
+    """The name of a sweep that is given by its name or by its file."""
     path = Path(what)
     return path.stem if path.suffix in (".yml", ".yaml") else path.name
 
 
 def sweep_folder(name: str, runs: Path = RUNS) -> Path:
-    """Where a sweep that was started is kept: its YAML, its plan, its comparison."""
+    """The folder of a sweep that was started, with its YAML, its plan and its comparison."""
     return runs / "sweeps" / name
 
 
 def keep_sweep(sweep: Sweep, runs: Path) -> None:
-    """Write down what was asked, so that its runs are found again when code or YAML have changed since."""
+    """Store the sweep and its plan, so that its runs are found again after changes of code or YAML."""
     folder = sweep_folder(sweep.name, runs)
     asked = [
         {
@@ -91,10 +91,10 @@ def check_name(sweep: Sweep, runs: Path) -> None:
 
 
 def kept_sweep(name: str, runs: Path = RUNS) -> dict[str, Any]:
-    """The plan of a sweep as it was last started.
+    """The plan of a sweep at its last start.
 
     Raises:
-        ValueError: it was never started in this folder of runs.
+        ValueError: the sweep was never started in this folder of runs.
     """
     made = read_json(sweep_folder(name, runs) / "plan.json")
     if not made:
@@ -109,7 +109,7 @@ def last_sweep(runs: Path = RUNS) -> str:
     """The sweep that was started last.
 
     Raises:
-        ValueError: none was.
+        ValueError: no sweep was started.
     """
     kept = sorted(runs.glob("sweeps/*/plan.json"), key=lambda path: path.stat().st_mtime)
     if not kept:
@@ -118,10 +118,10 @@ def last_sweep(runs: Path = RUNS) -> str:
 
 
 def status(sweep: str | None = None, *, runs: Path = RUNS, lines: bool = False) -> str:
-    """The state of the runs of a sweep as it was last started, or of the last sweep, as a table.
+    """The state of the runs of a sweep at its last start, or of the last sweep, as a table.
 
     Args:
-        lines: with the last lines of what failed.
+        lines: with the last lines of failed runs.
 
     Raises:
         ValueError: no such sweep was started here.
@@ -165,7 +165,7 @@ def status(sweep: str | None = None, *, runs: Path = RUNS, lines: bool = False) 
 
 
 def doing(places: RunFolder) -> str:
-    """What a run does now: the section of its notebook, or for whom it waits."""
+    """The present work of a run: the section of its notebook, or the run for which it waits."""
     with contextlib.suppress(OSError):
         return (places.part / ".waiting").read_text(encoding="utf-8")
     cells = read_json(places.part / "notebook.ipynb").get("cells", [])
@@ -178,7 +178,7 @@ def doing(places: RunFolder) -> str:
 
 
 def bar_of(places: RunFolder) -> str:
-    """How far a run is within its cell, in words that follow those of `doing`; "" where it shows no bar."""
+    """The progress of a run within its cell, as words that follow those of `doing`; "" if it shows no bar."""
     bar = read_json(places.part / BARS)
     if not bar:
         return ""
@@ -187,7 +187,7 @@ def bar_of(places: RunFolder) -> str:
 
 
 def left_in_cell(places: RunFolder) -> float:
-    """Seconds that the bar of a run's cell says are left; 0 where it shows no bar, or one that has just begun."""
+    """The remaining seconds by the bar of a run's cell; 0 if there is no bar, or one that has just begun."""
     return read_json(places.part / BARS).get("left_s") or 0.0
 
 
@@ -217,7 +217,7 @@ def varied_parameters(planned: Planned | dict[str, Any]) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """A time as one says it; ? if it is not known."""
+    """A time in the usual words; ? if it is not known."""
     if seconds is None:
         return "?"
     if seconds < 90:

@@ -1,4 +1,4 @@
-"""A sweep: one YAML -> the runs that it stands for, each checked before any kernel starts.
+"""A sweep: one YAML -> its runs, each checked before any kernel starts.
 
     title: Bits and groups             # of the comparison page; the file's name by default
     description: What is asked of it.
@@ -60,14 +60,14 @@ class Planned:
     values: dict[str, Any]
     key: str
     identity: dict[str, str] = field(repr=False)
-    varied: tuple[str, ...] = ()  # the parameters by which it differs from its sweep's other runs
-    expected_s: float | None = None  # seconds that it may take, as its sweep says
-    gpus: int | None = None  # that it has if its device is a GPU; None: one
+    varied: tuple[str, ...] = ()  # the parameters that differ from other runs of its sweep
+    expected_s: float | None = None  # expected seconds, from its sweep
+    gpus: int | None = None  # number if its device is a GPU; None: one
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep as it was written, and its runs in order; no two have the same key."""
+    """A sweep with its source text, and its runs in order; no two have the same key."""
 
     name: str
     title: str
@@ -75,13 +75,13 @@ class Sweep:
     description: str = ""
     timeout_s: float | None = None
     cell_timeout_s: int | None = None
-    source: str = ""  # as it was written, and where
+    source: str = ""  # its text, and the file
     file: str = ""
-    slurm: SlurmOptions = SlurmOptions()  # what each run asks SLURM for
+    slurm: SlurmOptions = SlurmOptions()  # resources of each run
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without its traps: a key written twice is refused, and 1e-3 is a number."""
+    """YAML with stricter rules: a key written twice is refused, and 1e-3 is a number."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -100,15 +100,15 @@ _Loader.add_implicit_resolver(
 
 
 def read_sweep(where: str | Path, *, name: str = "", place: Path | None = None) -> Sweep:
-    """The sweep of a YAML file, or of the name of one in notebooks/sweeps.
+    """The sweep of a YAML file, which is given by its path or by its name in notebooks/sweeps.
 
     Args:
         name: of the sweep, if it is not that of the file.
-        place: the folder that its relative paths begin in, if it is not that of the file.
+        place: the folder of its relative paths, if it is not that of the file.
 
     Raises:
-        ValueError: no such file, a key that sweeps do not have, a parameter that the notebook does not have, or a value
-            of the wrong type or out of range; every such problem of the file at once.
+        ValueError: the file does not exist, or has a key that sweeps do not have, a parameter that the notebook does
+            not have, or a value of the wrong type or out of range; the message lists all such problems.
     """
     path = sweep_path(where)
     if (size := path.stat().st_size) > MOST_BYTES:
@@ -180,7 +180,7 @@ def sweep_path(where: str | Path) -> Path:
 
 
 def is_sweep(what: str) -> bool:
-    """Is this a sweep, by its file or its name, rather than a notebook?"""
+    """Whether this is the file or the name of a sweep, and not of a notebook."""
     if Path(what).suffix in (".yml", ".yaml"):
         return True
     return (
@@ -191,10 +191,10 @@ def is_sweep(what: str) -> bool:
 
 
 def single(notebook: str | Path, given: dict[str, Any]) -> Sweep:
-    """One run by itself, its values checked.
+    """A sweep of one run, with checked values.
 
     Raises:
-        ValueError: as `read_sweep` does; or `run_path` holds other things than a run.
+        ValueError: as in `read_sweep`; or `run_path` holds other files than a run.
     """
     book = Path(notebook).absolute() if Path(notebook).suffix == ".ipynb" else notebook
     declared = _writes_record(book)
@@ -208,10 +208,10 @@ def single(notebook: str | Path, given: dict[str, Any]) -> Sweep:
 
 
 def with_gpus(sweep: Sweep, gpus: int | None) -> Sweep:
-    """The sweep with as many GPUs for each of its runs; as it is for None.
+    """The sweep with this number of GPUs for each of its runs; unchanged for None.
 
     Raises:
-        ValueError: a run cannot use as many.
+        ValueError: a run cannot use this number.
     """
     if gpus is None:
         return sweep
@@ -221,7 +221,7 @@ def with_gpus(sweep: Sweep, gpus: int | None) -> Sweep:
 
 
 def _writes_record(notebook: str | Path) -> dict[str, Parameter]:
-    """The parameters of a notebook that makes a run, which one without `run_path` does not."""
+    """The parameters of a notebook that makes a run; notebooks without `run_path` do not."""
     declared = read_parameters(notebook)
     if "run_path" not in declared:
         raise ValueError(
@@ -314,7 +314,7 @@ def _book(group: dict[str, Any], where: str, place: Path) -> str | Path:
 
 
 def _expanded(group: dict[str, Any], base: dict[str, Any], where: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """The parameters of every run of a group, and what is wrong with it."""
+    """The parameters of every run of a group, and the mistakes in it."""
     problems: list[str] = []
     grid, base = group.get("grid") or {}, {**base, **(group.get("base") or {})}
     for name, values in grid.items():
@@ -343,7 +343,7 @@ def _expanded(group: dict[str, Any], base: dict[str, Any], where: str) -> tuple[
 
 
 def _count(group: dict[str, Any]) -> int:
-    """Runs that a group stands for, before any is left out."""
+    """The number of runs of a group, before any is excluded."""
     sizes = [len(values) for values in (group.get("grid") or {}).values() if isinstance(values, list)]
     included = len(group.get("include") or [])
     alone = included and not sizes and not group.get("list")

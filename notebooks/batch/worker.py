@@ -1,4 +1,4 @@
-"""The process in which papermill executes one run; its last act puts the run's folder in its place.
+"""The process in which papermill executes one run; its last step moves the run's folder to its place.
 
 Whether a run is finished is decided by the content of its folder (`notebooks.batch.run_folder`), because papermill
 marks cells as completed that never ran, and exits with status 0 after `sys.exit(0)`.
@@ -20,14 +20,14 @@ from notebooks.batch.run_folder import FAILURE, RunFolder
 from notebooks.batch.saved_model import saved_model
 from notebooks.study.identity import ROOT
 
-LINES = 20  # of the end of what a failed cell said
+LINES = 20  # last lines of a failed cell's output
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 _DISK_WORDS = ("No space left on device", "Disk quota exceeded", "File too large", "Read-only file system")
 _MEMORY_WORDS = ("out of memory", "can't allocate memory", "Cannot allocate memory", "bad_alloc", "Unable to allocate")
 
 
 def main() -> int:
-    """`python -m notebooks.batch.worker JOB.json`; 0 if the run is finished and in its place."""
+    """`python -m notebooks.batch.worker JOB.json`; returns 0 if the run is finished and in its place."""
     job = read_json(Path(sys.argv[1]))
     folder = RunFolder(Path(job["folder"]), job["key"], job["token"])
     _die_with(os.getppid())
@@ -44,15 +44,15 @@ def main() -> int:
     try:
         (folder.part / FAILURE).write_text(json.dumps(failure), encoding="utf-8")
     except OSError:
-        print(json.dumps(failure))  # into the log, where the supervisor finds it if the disk took that much
+        print(json.dumps(failure))  # into the log, where the supervisor finds it unless the disk is full
     return 1
 
 
 def _promote(job: dict[str, Any], folder: RunFolder, seconds: float) -> None:
-    """Verify what the notebook wrote, and put the run and its saved model in their places.
+    """Verify the files of the notebook, and move the run and its saved model to their places.
 
-    A process that is killed between the two leaves a model that is whole and says which attempt it belongs to: whoever
-    next holds the lease finishes this.
+    A process that is killed between the two leaves a complete model that names its attempt: the next holder of the
+    lease finishes the step.
     """
     model = saved_model(job["values"], job["key"], job["token"])
     _relink(folder, {folder.part: folder.folder} | ({model.part: model.place} if model else {}))
@@ -67,8 +67,8 @@ def _promote(job: dict[str, Any], folder: RunFolder, seconds: float) -> None:
 
 
 def _execute(job: dict[str, Any], folder: RunFolder) -> dict[str, Any] | None:
-    """Run the notebook; what went wrong, None if nothing seems to have."""
-    sys.modules.setdefault("rfc3987_syntax", None)  # two seconds of grammar that no notebook's schema asks for
+    """Run the notebook; returns its failure, or None if no failure was seen."""
+    sys.modules.setdefault("rfc3987_syntax", None)  # saves two seconds for a grammar that no notebook's schema needs
     import papermill
     from nbclient.exceptions import DeadKernelError
     from papermill.exceptions import PapermillExecutionError
@@ -84,7 +84,7 @@ def _execute(job: dict[str, Any], folder: RunFolder) -> dict[str, Any] | None:
         return where(out, error.cell_index) | {"kind": kind, "error": said, "lines": last_lines(error.traceback)}
     except DeadKernelError as error:
         return where(out) | {"kind": "kernel death", "error": first_line(error)}
-    except RuntimeError as error:  # a kernel that never came up
+    except RuntimeError as error:  # a kernel that did not start
         return {"kind": "kernel death", "error": first_line(error), "transient": "before replying" in str(error)}
     except OSError as error:
         return {
@@ -103,7 +103,7 @@ def _kind_of_cell(name: str, value: str) -> str:
         return "out of memory"
     if any(word in value for word in _DISK_WORDS):
         return "disk"
-    if name == "ValueError" and re.match(r"`\w+`", value):  # the house's way of naming a parameter that will not do
+    if name == "ValueError" and re.match(r"`\w+`", value):  # the form of our messages about an invalid parameter
         return "specification"
     return "cell"
 
@@ -113,8 +113,8 @@ def _kind_of(error: OSError) -> str:
 
 
 def where(out: Path, index: int | None = None) -> dict[str, Any]:
-    """The cell in which it ended: the one that papermill names, or the last that was begun; and the heading above
-    it."""
+    """The cell in which the run ended: the one that papermill names, or the last that was begun; and the heading
+    above it."""
     cells = read_json(out).get("cells", [])
     if index is None:
         begun = [i for i, cell in enumerate(cells) if (cell["metadata"].get("papermill") or {}).get("start_time")]
@@ -135,14 +135,14 @@ def _said(cells: list[dict[str, Any]], index: int | None) -> list[str]:
 
 
 def last_lines(texts: list[str]) -> list[str]:
-    """The end of what was said, without colours and overwritten progress."""
+    """The last lines of an output, without colours and overwritten progress."""
     plain = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", "\n".join(texts))
     lines = [line.rpartition("\r")[2].rstrip() for line in plain.splitlines()]
     return [line[:400] for line in lines if line][-LINES:]
 
 
 def _relink(folder: RunFolder, places: dict[Path, Path]) -> None:
-    """Let the notebook's links point at where things will be, rather than at where they were written."""
+    """Make the notebook's links point to the final places of files, not to where they were written."""
     book = folder.part / "notebook.ipynb"
     before = text = book.read_text(encoding="utf-8")
     for written, final in places.items():
@@ -152,7 +152,7 @@ def _relink(folder: RunFolder, places: dict[Path, Path]) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """End this process when its guard is no more, whatever papermill waits for."""
+    """End this process when its guard has ended, even if papermill waits for something."""
 
     def watch() -> None:
         while os.getppid() == parent:

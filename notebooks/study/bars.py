@@ -1,4 +1,4 @@
-"""What the progress bars of a run show, in a file of its folder: a batch run's log tells it on."""
+"""The state of the progress bars of a run, in a file of its folder, from which a batch run's log reads it."""
 
 import contextlib
 import json
@@ -13,7 +13,7 @@ EVERY_S = 2.0
 
 
 class Bars(threading.Thread):
-    """Writes the youngest bar of this process into `folder` every two seconds, until `end`."""
+    """Writes the newest bar of this process into `folder` every two seconds, until `end`."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(daemon=True)
@@ -23,7 +23,7 @@ class Bars(threading.Thread):
         before = None
         while not self._over.wait(EVERY_S):
             now = youngest_bar()
-            with contextlib.suppress(OSError):  # neither a full disk nor a folder that was moved ends anything here
+            with contextlib.suppress(OSError):  # a full disk or a moved folder must not end the thread
                 if now is None:
                     self._place.unlink(missing_ok=True)
                 elif now != before:
@@ -33,7 +33,7 @@ class Bars(threading.Thread):
             before = now
 
     def end(self) -> None:
-        """Stop, and leave nothing behind."""
+        """Stop, and remove the file."""
         self._over.set()
         if self.is_alive():
             self.join()
@@ -41,8 +41,8 @@ class Bars(threading.Thread):
 
 
 def youngest_bar() -> dict[str, Any] | None:
-    """The bar that was begun last, of those that know their end: what it counts, and the seconds left (or None)."""
-    with contextlib.suppress(RuntimeError, AttributeError):  # one is just being made or was just ended
+    """The newest bar with a known end: the thing that it counts, and the remaining seconds (or None)."""
+    with contextlib.suppress(RuntimeError, AttributeError):  # a bar is being made or has just ended
         bars = [bar for bar in list(getattr(tqdm, "_instances", ())) if bar.total and not bar.disable]
         if bars:
             bar = max(bars, key=lambda one: one.start_t)

@@ -38,11 +38,10 @@ MAIN = "compressed"
 
 @dataclass(frozen=True)
 class CacheRecipes:
-    """The recipes of a run: the one that it is about, others that are timed with it, and policies at several budgets.
+    """The recipes of a run: the main one, others that are timed with it, and policies at several budgets.
 
-    recipes: {name: methods}, "compressed" first; timed: names of those that are timed; curves: {policy with {} for its
-        budget:
-    [(budget, name)]}.
+    recipes: {name: methods}, "compressed" first; timed: names of the timed recipes; curves: {policy with {} for its
+    budget: [(budget, name)]}.
     """
 
     recipes: dict[str, list[Method]]
@@ -108,16 +107,16 @@ def haystacks(
 
 
 def cache_recipes(recipe: str, compare: str = "", curves: str = "") -> CacheRecipes:
-    """The recipes as text, read and checked.
+    """The recipes of these texts, checked.
 
     Args:
-        recipe: what the run is about, such as "snapkv(budget=0.25), kv_int(bits=4)".
-        compare: others beside it, apart by semicolons, timed too.
-        curves: policies at several budgets: "snapkv(budget={0.5, 0.25}); kvzip(budget={0.5, 0.25})"; those that any
-            other must beat (`Policy.reference`), at the budgets of the first, are added where they are not among them.
+        recipe: the main recipe of the run, such as "snapkv(budget=0.25), kv_int(bits=4)".
+        compare: further recipes, separated by semicolons, which are timed, too.
+        curves: policies at several budgets: "snapkv(budget={0.5, 0.25}); kvzip(budget={0.5, 0.25})"; baseline policies
+            (`Policy.reference`) that are not among them are added, at the budgets of the first policy.
 
     Raises:
-        ValueError: a method that is not of the cache, or what `parse_recipe` and `recipes_at` refuse.
+        ValueError: a method is not of the cache, or `parse_recipe` or `recipes_at` refuses a text.
     """
     main, others = parse_recipe(recipe), parse_recipes(compare)
     if taken := {"baseline", FULL, MAIN} & set(others):
@@ -134,7 +133,7 @@ def cache_recipes(recipe: str, compare: str = "", curves: str = "") -> CacheReci
     recipes = {MAIN: main, **others}
     points: dict[str, list[tuple[str, str]]] = {}
     for text, line in lines.items():
-        for value, methods in line:  # one that is there already is not scored twice
+        for value, methods in line:  # a recipe that exists already is not scored twice
             name = next((name for name, of in recipes.items() if of == methods), text.replace("{}", value))
             recipes[name] = methods
             points.setdefault(text, []).append((value, name))
@@ -156,7 +155,7 @@ def parts(methods: Sequence[Method]) -> tuple[Policy | None, Storage | None, Rea
 
 
 class Finished(MutableMapping[tuple[int, str], dict[str, Any]]):
-    """JSON by number and recipe, in a folder for each recipe, every file written whole or not at all.
+    """JSON by number and recipe, in a folder for each recipe; every file is written completely or not at all.
 
     Args:
         recipes: {name: the folder's name}.
@@ -197,8 +196,8 @@ def score_caches(
     """`eval.contexts.long_context.score_long_context` of every recipe.
 
     Args:
-        work_path: folder that keeps what every recipe's cache answered to each context, so that a killed run goes on,
-            and a run with one more recipe computes that one alone.
+        work_path: folder that keeps the answers of every recipe's cache to each context, so that a killed run continues
+            there, and a run with one more recipe computes only that recipe.
     """
 
     def way(methods: Sequence[Method]) -> Callable[[CompressedCache], Cache]:
@@ -235,8 +234,7 @@ def _digest(about: Sequence[Any]) -> str:
 def time_caches(
     model: nn.Module, recipes: CacheRecipes, contexts: Sequence[int], *, new_tokens: int, rounds: int
 ) -> CacheSpeed | None:
-    """`eval.speed.cache_speed.measure_cache_speed` of the timed recipes, on a 16-bit copy; None where no contexts are
-    given."""
+    """`eval.speed.cache_speed.measure_cache_speed` of the timed recipes, on a 16-bit copy; None without contexts."""
     if not contexts:
         return None
     copy, capacity = decoder(deployed(model)), max(contexts)
@@ -249,7 +247,7 @@ def time_caches(
 
 
 def check_caches(model: nn.Module, recipes: CacheRecipes, contexts: Sequence[int], lengths: Sequence[int]) -> None:
-    """Raise ValueError, before any work, if the model cannot be scored or timed like this."""
+    """Raise ValueError, before any work, if the model cannot be scored or timed with these settings."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
     for name, values in (("speed_contexts", contexts), ("lengths", lengths)):
         if wrong := [n for n in values if not 1 <= n < positions]:
@@ -265,7 +263,7 @@ def check_caches(model: nn.Module, recipes: CacheRecipes, contexts: Sequence[int
 
 
 def cache_scores(model: nn.Module, found: LongContextScores, speed: CacheSpeed | None) -> Scores:
-    """Both as the record wants them: metrics by model, the full cache as "baseline"."""
+    """Scores and speeds in the form of the record: metrics by model, with the full cache as "baseline"."""
     metrics = {"baseline" if name == FULL else name: values for name, values in found.metrics().items()}
     kernels: dict[str, list[str]] = {}
     if speed is not None:
@@ -285,7 +283,7 @@ def cache_scores(model: nn.Module, found: LongContextScores, speed: CacheSpeed |
 def cache_found(
     model: nn.Module, recipes: CacheRecipes, found: LongContextScores, speed: CacheSpeed | None
 ) -> dict[str, Any]:
-    """The record's `cache`."""
+    """The content of the record's `cache`."""
     timed = (
         None
         if speed is None
@@ -307,7 +305,7 @@ def cache_found(
 
 
 def _references(recipes: CacheRecipes) -> list[str]:
-    """Curves of policies that any other must beat."""
+    """Curves of the baseline policies."""
     policies = {text: parts(recipes.recipes[points[0][1]])[0] for text, points in recipes.curves.items()}
     return [text for text, policy in policies.items() if policy is not None and policy.reference]
 

@@ -1,9 +1,9 @@
 """The key of a run, made from everything that could change its result.
 
 Two runs of one key are the same run: same code cells, typed parameters, library versions, model, texts, tasks, device,
-thread count and compiler of the native kernels. Where a run is written (`*_path`) and how its model is saved
+thread count and compiler of the native kernels. The folders of a run (`*_path`) and the format of its saved model
 (`save_format`) do not count, and neither do comments, markdown and the order of YAML. The workbench's own code does not
-count either: its hash (`packages_code`) is recorded beside the key, and where only that has changed a finished run is
+count either: its hash (`packages_code`) is recorded beside the key, and if only that has changed a finished run is
 stale.
 """
 
@@ -26,10 +26,10 @@ from kernels.source import normal
 from notebooks.study.parameters import decides_result, notebook_path, read_cells
 
 ROOT = Path(__file__).resolve().parents[2]
-# Environment variables of a batch run: its key, the hash and the commit of the code that it was planned with, the
-# threads that it may use while nothing is timed, the revisions of what it loads from the hub, and the file that is
-# there while it waits for the device. And, which no result depends on, the processes that compress a model together
-# (`compress.walk.parallel.spawn.PROCESSES`, of which this is a copy, because importing that one imports torch).
+# Environment variables of a batch run: its key, the hash and the commit of the code with which it was planned, the
+# threads that it may use while nothing is timed, the revisions of its models and data from the hub, and the file that
+# exists while it waits for the device. The last one, on which no result depends, is the number of processes that
+# compress a model together (a copy of `compress.walk.parallel.spawn.PROCESSES`, whose import would import torch).
 KEY, CODE, COMMIT = "WORKBENCH_KEY", "WORKBENCH_CODE", "WORKBENCH_COMMIT"
 THREADS, REVISIONS, WAITING = "WORKBENCH_THREADS", "WORKBENCH_REVISIONS", "WORKBENCH_WAITING"
 PROCESSES = "WORKBENCH_PROCESSES"
@@ -52,14 +52,14 @@ def run_key(notebook: str | Path, values: dict[str, Any]) -> str:
 
 
 def key_of(notebook: str | Path, values: dict[str, Any], parts: dict[str, str]) -> str:
-    """The key of a run whose identity is known already."""
+    """The key of a run with a known identity."""
     model = re.sub(r"[^A-Za-z0-9.]+", "-", Path(str(values.get(MODEL, ""))).name).strip("-.")
     stem = re.sub(r"[^A-Za-z0-9_.]+", "-", notebook_path(notebook).stem)
     return "-".join(filter(None, (stem, model[:40], _sha(parts)[:12])))
 
 
 def identity(notebook: str | Path, values: dict[str, Any]) -> dict[str, str]:
-    """Everything that decides the result, part by part, so that messages can name the part that has changed."""
+    """All data that decides the result, part by part, so that messages can name the part that has changed."""
     counted = {name: value for name, value in values.items() if decides_result(name)}
     return {
         **content_identity(notebook, values),
@@ -88,7 +88,7 @@ def code_sha256(path: Path) -> str:
 
 
 def notebook_code(path: Path) -> list[str]:
-    """The code cells without comments and layout, and without the parameters cell, whose values count by themselves."""
+    """The code cells without comments and layout, and without the parameters cell, whose values count separately."""
     cells = [cell for cell in read_cells(path) if cell.kind == "code" and cell.source.strip()]
     return [normal(cell.source) for cell in cells if "parameters" not in cell.tags]
 
@@ -125,15 +125,15 @@ def data_identity(name: str, value: Any) -> str | list[str]:
         return file_sha256(Path(value).expanduser())
     if name not in TEXTS:
         return ""
-    from compress.inputs.corpus import sources  # imports torch, and is therefore needed only where a text is named
+    from compress.inputs.corpus import sources  # imports torch, and is therefore imported only if a text is named
 
     return [file_sha256(file) for file in sources(value).files]
 
 
 def hub_revisions(values: dict[str, Any]) -> dict[str, str]:
-    """{"models/owner/name" or "datasets/owner/name": revision} of everything that a run loads from the hub.
+    """{"models/owner/name" or "datasets/owner/name": revision} for all that a run loads from the hub.
 
-    The revision is that in this machine's cache if there is one, else the hub's newest, else "" (no network).
+    The revision is the one in this machine's cache if there is one, else the hub's newest, else "" (no network).
     """
     repositories = []
     if values.get(MODEL):
@@ -153,7 +153,7 @@ def hub_revisions(values: dict[str, Any]) -> dict[str, str]:
 
 
 def device_class(device: str) -> str:
-    """The kind of device that numbers and times belong to: a GPU's name, or the processor's with its cores."""
+    """The kind of device for numbers and times: the name of a GPU, or of the processor with its cores."""
     if device.startswith("cuda") or device == "auto":
         import torch
 
@@ -165,7 +165,7 @@ def device_class(device: str) -> str:
 
 
 def thread_count() -> int:
-    """Threads that torch may use for one product: as OMP_NUM_THREADS says, else one per core of this process."""
+    """Threads that torch may use for one product: OMP_NUM_THREADS, else one per core of this process."""
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     if asked.isdecimal():
         return int(asked)
@@ -174,7 +174,7 @@ def thread_count() -> int:
 
 @cache
 def native_compiler() -> str:
-    """The version of the compiler that builds the native kernels; why they are not built, where they are not."""
+    """The version of the compiler that builds the native kernels, or the reason why they are not built."""
     if os.environ.get("WORKBENCH_NATIVE", "1") == "0":
         return "switched off by WORKBENCH_NATIVE=0"
     compiler = shlex.split(os.environ.get("CXX", "")) or [p for n in ("g++", "c++") if (p := shutil.which(n))][:1]

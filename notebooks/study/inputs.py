@@ -1,4 +1,4 @@
-"""The inputs of the linears of several models: how large the largest channels are, by depth, and pictures of single
+"""The inputs of the linears of several models: the size of the largest channels, by depth, and pictures of single
 inputs."""
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from reports.parts import plots
 from reports.parts.figures import Figures
 from reports.parts.heat import heat
 
-TOKENS = 48  # that a picture shows
+TOKENS = 48  # number of tokens in a picture
 PICTURES = 2  # inputs that are shown as pictures
 
 
@@ -30,8 +30,8 @@ class Inputs:
     """The measured inputs of each model; shows itself in Jupyter.
 
     Attributes:
-        ranges: {model: {linear: {"max", "p99", "median" of the channels' largest magnitudes, "kurtosis"}}}, of linears
-            that share an input the first one.
+        ranges: {model: {linear: {"max", "p99", "median" of the channels' largest magnitudes, "kurtosis"}}}; for linears
+            that share an input, only the first one.
         pictures: {input: {model: |x| over the root mean square of the token, [tokens, channels]}}.
     """
 
@@ -43,7 +43,7 @@ class Inputs:
         return {}
 
     def found(self) -> dict[str, Any]:
-        """As the record keeps it: without the pictures."""
+        """The form of the record, without the pictures."""
         return self.ranges
 
     def _repr_html_(self) -> str:
@@ -60,7 +60,7 @@ def inputs_of(models: Mapping[str, nn.Module], batches: Sequence[Tensor]) -> Inp
     """The inputs of the linears of these models on the first batch, before they are rounded.
 
     Args:
-        models: by name; the first is the model as it was. Pictures are made of the inputs with the largest outliers in
+        models: by name; the first is the original model. Pictures are made of the inputs with the largest outliers in
             that model, at most one of each kind.
     """
     seen = {name: _seen(model, batches[0]) for name, model in models.items()}
@@ -78,8 +78,8 @@ def inputs_of(models: Mapping[str, nn.Module], batches: Sequence[Tensor]) -> Inp
 
 @dataclass(frozen=True)
 class _Seen:
-    """Of one input: its ranges; its first tokens, as |x| over the root mean square of the token; the largest channel
-    against the typical one, as means of that over all tokens."""
+    """Data of one input: its ranges; its first tokens, as |x| over the root mean square of the token; the largest
+    channel against the typical one, by means of this ratio over all tokens."""
 
     ranges: dict[str, float]
     picture: Tensor
@@ -95,10 +95,10 @@ class _Seen:
 
 @torch.no_grad()
 def _seen(model: nn.Module, batch: Tensor) -> dict[str, _Seen]:
-    """What was seen of the inputs by the name of the linear, the first of those that are given the same."""
+    """The data of the inputs, by the name of the first of the linears that are given the same input."""
     linears = {name: model.get_submodule(name) for name in targets(model)}
     found: dict[str, _Seen] = {}
-    given: list[Tensor] = []  # the latest ones, held so that no memory is used twice
+    given: list[Tensor] = []  # the latest inputs, held so that no memory is used twice
 
     def on_input(name: str, x: Tensor) -> None:
         if any(x is other for other in given):

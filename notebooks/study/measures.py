@@ -1,7 +1,7 @@
 """Optional measurements of a notebook beside text and speed, chosen by its parameters: tasks, writings, grids of speed,
 efficiency, cost.
 
-A measurement that was not chosen is an `Unasked`, which says so in a notebook and is not part of the record.
+A measurement that was not chosen is an `Unasked`, which a notebook shows and which is not part of the record.
 """
 
 import re
@@ -27,7 +27,7 @@ from kernels.harness import roofline
 from notebooks.study.run import Run
 
 _EXACTLY = "bfloat16 weights, float32 arithmetic (LayerCast)"
-GRID_TOKENS = 16  # decoded in each cell of the grid of speeds
+GRID_TOKENS = 16  # tokens decoded in each cell of the grid of speeds
 
 
 class Measured(Protocol):
@@ -41,7 +41,7 @@ class Measured(Protocol):
 
 @dataclass(frozen=True)
 class Unasked:
-    """Something that was not measured, and the parameter that asks for it."""
+    """A measurement that was not chosen, and the parameter that chooses it."""
 
     parameter: str
 
@@ -58,7 +58,7 @@ class Unasked:
 
 @dataclass(frozen=True)
 class Asked:
-    """What the parameters of a notebook ask for; see there what they mean."""
+    """The measurements that the parameters of a notebook choose; the notebook explains the parameters."""
 
     run: Run
     tasks: Sequence[str] = ()
@@ -79,7 +79,7 @@ class Asked:
         """Check what can be checked without a model.
 
         Raises:
-            ValueError: tasks that cannot be answered, or numbers that make no sense.
+            ValueError: a task cannot be answered, or a number is not valid.
         """
         if self.task_limit < 0:
             raise ValueError(f"`task_limit` (={self.task_limit}) must be a number of questions; 0 asks all of them")
@@ -90,7 +90,7 @@ class Asked:
 
     @property
     def _how(self) -> dict[str, Any]:
-        """The settings of tasks as `eval.tasks.tasks` calls them."""
+        """The settings of tasks, by their names in `eval.tasks.tasks`."""
         return {
             "task_path": self.task_path,
             "limit": self.task_limit or None,
@@ -106,14 +106,14 @@ class Asked:
         """Check the rest against the model; quick.
 
         Raises:
-            ValueError: a number that this model does not take.
+            ValueError: a number is not valid for this model.
         """
         if self.temperatures:
             check_generations(model, tokenizer, **self._writing)
         if self.speed_batches:
             try:
                 check_speed_grid(model, self.speed_batches, self.speed_prompts, GRID_TOKENS, rounds=self.speed_rounds)
-            except ValueError as error:  # by the names that the notebook has
+            except ValueError as error:  # with the names of the notebook's parameters
                 raise ValueError(re.sub(r"`(batches|prompts|rounds)`", r"`speed_\1`", str(error))) from error
         if self.efficiency:
             check_efficiency(model)
@@ -121,7 +121,7 @@ class Asked:
     def answers(self, models: Mapping[str, nn.Module], tokenizer: PreTrainedTokenizerBase) -> Measured:
         """Tasks, answered by every model; all samples go into the run's folder.
 
-        Answers are kept beside the runs by the hash of the weights that gave them: a sweep asks its baseline once.
+        Answers are kept beside the runs by the hash of the model's weights: a sweep computes its baseline's once.
         """
         if not self.tasks:
             return Unasked("tasks")
@@ -133,7 +133,7 @@ class Asked:
         return found
 
     def writings(self, models: Mapping[str, nn.Module], tokenizer: PreTrainedTokenizerBase) -> Measured:
-        """What every model writes, greedily and at each temperature; all of it goes into the run's folder."""
+        """The texts that every model writes, greedily and at each temperature; all are kept in the run's folder."""
         if not self.temperatures:
             return Unasked("temperatures")
         found = compare_generations(self._exactly(models), tokenizer, **self._writing)
@@ -161,7 +161,7 @@ class Asked:
         return measure_efficiency(models, ceilings=_ceilings(device_of(models)))
 
     def costs(self, models: Mapping[str, nn.Module], scores: Scores, speeds: Measured) -> Measured:
-        """What the machine's ceilings predict of every decoded token, beside what was measured."""
+        """The costs of a decoded token that the machine's ceilings predict, beside the measured ones."""
         if not self.efficiency and not isinstance(speeds, SpeedGrid):
             return Unasked("efficiency")
         rows = [*speed_rows(scores.speed), *(speeds.rows if isinstance(speeds, SpeedGrid) else [])]

@@ -1,6 +1,6 @@
 """A notebook's parameters: read from its cell tagged `parameters`, checked before any work.
 
-papermill only warns of a parameter that the notebook does not have, and checks no types.
+papermill only warns about a parameter that the notebook does not have, and checks no types.
 """
 
 import ast
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parents[1]
-_INJECTED = "# Parameters"  # how the cell begins that papermill puts in
+_INJECTED = "# Parameters"  # first line of the cell that papermill injects
 SAVE_FORMAT, OWN_FORMAT = "save_format", "workbench"  # the parameter, and its default
 _TYPES = {"str": str, "int": int, "float": float, "bool": bool, "list": list}
 
@@ -37,7 +37,7 @@ def read_parameters(notebook: str | Path) -> dict[str, Parameter]:
         notebook: a path, or the name of one in this folder.
 
     Raises:
-        ValueError: there is no such notebook, or its parameters cell is not made of literals with types.
+        ValueError: there is no such notebook, or its parameters cell has other lines than literals with types.
     """
     path = notebook_path(notebook)
     tagged = [cell for cell in read_cells(path) if "parameters" in cell.tags]
@@ -118,7 +118,7 @@ def notebook_path(notebook: str | Path) -> Path:
 
 
 def decides_result(name: str) -> bool:
-    """Whether a parameter can change what a run gives: where files go, and how a model is saved, does not."""
+    """Whether a parameter can change the result of a run; paths of files and the format of a saved model cannot."""
     return not name.endswith("_path") and name != SAVE_FORMAT
 
 
@@ -126,7 +126,7 @@ def check_parameters(values: dict[str, Any], declared: dict[str, Parameter]) -> 
     """The values of all declared parameters, defaults filled in.
 
     Raises:
-        ValueError: a parameter that is not declared, or a value of another type; names both and what would do.
+        ValueError: a parameter is not declared, or a value has another type; the message names valid ones.
     """
     for name, value in values.items():
         if name not in declared:
@@ -148,7 +148,7 @@ def check_parameters(values: dict[str, Any], declared: dict[str, Parameter]) -> 
 
 
 def short_repr(value: Any) -> str:
-    """A value for an error message: as Python writes it, cut where it is long."""
+    """A value for an error message, as Python writes it, cut if it is long."""
     try:
         text = repr(value)
     except RecursionError:
@@ -157,17 +157,17 @@ def short_repr(value: Any) -> str:
 
 
 def _numbers(value: Any) -> list[float]:
-    """The number that a value is, or those in the list that it is."""
+    """The numbers of a value that is a number or a list of numbers."""
     if isinstance(value, list):
         return [number for item in value for number in _numbers(item)]
     return [value] if isinstance(value, float) else []
 
 
 def from_here(name: str, value: Any, place: Path | None = None) -> Any:
-    """A path that was given relative to `place` (to where the command was typed, if there is none), made absolute.
+    """A path relative to `place` (None: to the folder of the command), made absolute.
 
     The notebook runs in the checkout. Paths are the parameters `*_path` and values that name a file or folder there;
-    other values stay as they are.
+    other values do not change.
     """
     if not isinstance(value, str) or not value:
         return value
@@ -178,12 +178,12 @@ def from_here(name: str, value: Any, place: Path | None = None) -> Any:
 
 
 def type_name(wanted: Any) -> str:
-    """A parameter's type as its notebook writes it."""
+    """A parameter's type in the notation of its notebook."""
     return str(wanted) if typing.get_args(wanted) else getattr(wanted, "__name__", str(wanted))
 
 
 def parse_value(text: str, wanted: Any) -> Any:
-    """A value given as text on a command line, as the declared type reads it; the text itself where it does not fit.
+    """The value of a text on a command line by the declared type; the text itself if it does not fit.
 
     A list may be written as JSON, or as its values between commas, with or without brackets.
     """
@@ -200,7 +200,7 @@ def parse_value(text: str, wanted: Any) -> Any:
 
 
 def _typed(value: Any, wanted: Any) -> Any:
-    """A whole number where a float is wanted, as a float: 1 and 1.0 are the same parameter."""
+    """A whole number as a float, if a float is wanted: 1 and 1.0 are the same parameter."""
     if typing.get_origin(wanted) is list:
         return [_typed(item, typing.get_args(wanted)[0]) for item in value]
     among = typing.get_args(wanted) or (wanted,)
@@ -208,7 +208,7 @@ def _typed(value: Any, wanted: Any) -> Any:
 
 
 def injected(cells: list[str]) -> dict[str, Any]:
-    """What papermill injected, from the sources of the cells that were executed; {} if it was not papermill."""
+    """The parameters that papermill injected, from the sources of executed cells; {} if there are none."""
     for source in cells:
         if source.lstrip().startswith(_INJECTED):
             nodes = ast.parse(source).body

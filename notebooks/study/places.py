@@ -8,9 +8,9 @@ from notebooks.study.identity import ROOT
 
 
 def check_run_path(run_path: str) -> None:
-    """Raise ValueError if a run must not take the place of the folder `run_path`; "" stands for the run's own folder.
+    """Raise ValueError if a run must not replace the folder `run_path`; "" stands for the run's own folder.
 
-    A finished run takes the place of its folder by one rename. That cannot work for a mount point, and it must not
+    A finished run replaces its folder by one rename. That cannot work for a mount point, and it must not
     happen to the project or to a folder with other things in it.
     """
     if not run_path:
@@ -31,7 +31,7 @@ def check_writable(name: str, path: Path) -> None:
     """Raise ValueError if no folder can be made at `path`, the value of the parameter `name`."""
     there = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
     try:
-        if there.is_dir():  # permissions alone do not say it: root has all, and some file systems take no files
+        if there.is_dir():  # permissions are not enough: root has all, and some file systems refuse files
             tempfile.TemporaryDirectory(dir=there, prefix=".workbench-").cleanup()
         elif there != path.absolute() or not os.access(there, os.W_OK):
             raise NotADirectoryError(20, "Not a directory")

@@ -1,17 +1,17 @@
-"""Recipes from parameters that say how many bits each part of a model has."""
+"""Recipes from parameters that set the number of bits of each part of a model."""
 
 from compress.grammar import split_recipes
 
-FULL = 16  # bits of what is not quantised
+FULL = 16  # bits of parts that are not quantised
 
 
 def below_full(bits: int, method: str) -> str:
-    """The method as text, which rounds something to so many bits; "", no method, where it stays in 16."""
+    """The method as text, which rounds to this number of bits; "" (no method) for 16 bits."""
     return method if bits < FULL else ""
 
 
 def each_before(transforms: str, rest: str) -> str:
-    """Recipes, separated by semicolons, each of which is one of these transforms and then the rest.
+    """Recipes, separated by semicolons, each of which is one of these transforms followed by `rest`.
 
     Args:
         transforms: recipes, separated by semicolons, each with an optional name before a colon.

@@ -48,25 +48,25 @@ _WRITTEN = ("run_path", "save_path", "work_path")  # parameters that name folder
 
 @dataclass(frozen=True)
 class Run:
-    """One execution of a notebook: its key, its parameters, the folder for record and report, that for the model.
+    """One execution of a notebook: its key, its parameters, the folder for record and report, the folder for the model.
 
     Attributes:
-        saved: the folder for the model; None where it is not to be saved. save_format: how it is written there.
+        saved: the folder for the model; None if it is not saved. save_format: the format of the saved model.
     """
 
     info: RunInfo
     folder: Path
     saved: Path | None = None
     save_format: str = OWN_FORMAT
-    _record: dict[str, Any] = field(default_factory=dict, repr=False)  # once `finish` has been called
-    _models: list[Path] = field(default_factory=list, repr=False)  # the folders that `save` has written
-    _bars: Bars | None = field(default=None, repr=False)  # where somebody reads what they show
+    _record: dict[str, Any] = field(default_factory=dict, repr=False)  # set by `finish`
+    _models: list[Path] = field(default_factory=list, repr=False)  # folders that `save` has written
+    _bars: Bars | None = field(default=None, repr=False)  # only if another process reads them
 
     def finish(self, record: dict[str, Any]) -> Report:
         """Write record.json, then report.html, into the run's folder.
 
-        The record is on the disk before anything else is tried. A page that cannot be drawn is replaced by one that
-        says why, with a warning; `workbench report` draws it again from the record.
+        The record is written to the disk first. A page that cannot be drawn is replaced by one that gives the reason,
+        with a warning; `workbench report` draws it again from the record.
         """
         if self._bars is not None:
             self._bars.end()
@@ -85,14 +85,14 @@ class Run:
         return report
 
     def check_saving(self, recipe: Sequence[Method], *, always: bool = False) -> None:
-        """Check, before any work, that the model which the recipe will make can be saved as the parameters say.
+        """Check, before any work, that the recipe's model can be saved with these parameters.
 
         Args:
-            always: it will be saved also where `save_path` is empty.
+            always: the model will be saved even if `save_path` is empty.
 
         Raises:
-            ValueError: `save_format` is not known, cannot hold what the recipe will make (the message names the formats
-                that can), or is given although `save_path` is empty.
+            ValueError: `save_format` is not known, cannot hold the recipe's model (the message names the formats that
+                can), or is given although `save_path` is empty.
         """
         format_named(self.save_format)
         saving = always or self.saved is not None
@@ -107,13 +107,13 @@ class Run:
     def save(
         self, result: Result, tokenizer: PreTrainedTokenizerBase, folder: str | Path | None = None
     ) -> Saved | None:
-        """Save the compressed model in 16 bits where `save_path` says.
+        """Save the compressed model in 16 bits in the folder `save_path`.
 
         Args:
-            folder: where to, if `save_path` is empty; None: the model is not saved then.
+            folder: the folder to use if `save_path` is empty; None: the model is not saved in this case.
 
         Raises:
-            ValueError, OSError, RuntimeError: as `compress.save_compressed` does.
+            ValueError, OSError, RuntimeError: as in `compress.save_compressed`.
         """
         if (place := self.saved or folder) is None:
             print("not saved: `save_path` is empty")
@@ -127,7 +127,7 @@ class Run:
         return saved
 
     def _seal(self) -> None:
-        """Put record and scores beside a saved model and write the manifest, once model and record are there."""
+        """Put record and scores beside a saved model and write the manifest, after model and record were written."""
         for folder in self._models if self._record else ():
             write_record(self._record, folder / "record.json")
             add_scores(folder, self._record)
@@ -152,8 +152,8 @@ def start(notebook: str, namespace: dict[str, Any]) -> Run:
         namespace: `globals()` of the notebook.
 
     Raises:
-        ValueError: a parameter that the notebook does not have, a value of the wrong type or out of range, or a folder
-            that the run must not or cannot write.
+        ValueError: the notebook does not have a parameter, a value is of the wrong type or out of range, or the run
+            must not or cannot write a folder.
     """
     declared = read_parameters(notebook)
     shell = get_ipython()
@@ -169,7 +169,7 @@ def start(notebook: str, namespace: dict[str, Any]) -> Run:
     compile_in_cache()
     call_this(key)
     bars = None
-    if os.environ.get(KEY):  # a batch run: others may compute at the same time, and its log says how far this one is
+    if os.environ.get(KEY):  # a batch run: others may compute at the same time, and its log shows its progress
         share(values.get("device", "cpu"), int(os.environ.get(THREADS, 0)) or None)
         bars = Bars(folder)
         bars.start()
@@ -179,7 +179,7 @@ def start(notebook: str, namespace: dict[str, Any]) -> Run:
 def _check_places(values: dict[str, Any], saved: Path | None) -> None:
     for name in (name for name in _WRITTEN if values.get(name)):
         check_writable(name, Path(values[name]).expanduser())
-    if not os.environ.get(KEY):  # in a batch run this is an attempt's own folder
+    if not os.environ.get(KEY):  # in a batch run this is the folder of an attempt
         check_run_path(values.get("run_path", ""))
     if saved is not None and saved.exists() and (not saved.is_dir() or any(saved.iterdir())):
         raise ValueError(f"`save_path` (={str(saved)!r}) exists already; give a new folder, or remove it first")
@@ -198,7 +198,7 @@ def _command(notebook: str, values: dict[str, Any]) -> str:
 
 
 def _argument(name: str, value: Any) -> tuple[str, ...]:
-    """A parameter as papermill reads it on its command line: lists as YAML."""
+    """A parameter in the form of papermill's command line: lists as YAML."""
     if isinstance(value, list):
         return "-y", shlex.quote(f"{name}: {json.dumps(value)}")
     return "-p", name, shlex.quote(value if isinstance(value, str) else repr(value))

@@ -13,8 +13,8 @@ class Saved:
 
     Attributes:
         files: bytes of each of its files, the largest first.
-        seconds: that writing and verifying took.
-        source_bytes: of the checkpoint that it was made from, if it was made from one.
+        seconds: the time for writing and verifying.
+        source_bytes: of the checkpoint from which it was made, if there was one.
     """
 
     folder: Path
@@ -29,7 +29,7 @@ class Saved:
         return cls(folder, save_format, file_sizes(folder), Verification.read(folder), seconds, source_bytes)
 
     def lines(self) -> list[str]:
-        """The facts about it, beside its files."""
+        """Lines about the checkpoint, without its files."""
         total = f"{sum(self.files.values()) / 1e6:,.1f} MB in all"
         if self.source_bytes is not None:
             total += f"; {self.source_bytes / 1e6:,.1f} MB in the workbench's own format"

@@ -20,13 +20,13 @@ def check_settings(values: dict[str, Any], defaults: dict[str, Any]) -> None:
         values, defaults: of the notebook's parameters, by name.
 
     Raises:
-        ValueError: a value that a later step of the notebook would refuse.
+        ValueError: a later step of the notebook would refuse a value.
     """
     for name, least in _AT_LEAST.items():
         if name in values and any(number < least for number in _numbers(values[name])):
             what = f"hold numbers of {least} or more" if isinstance(values[name], list) else f"be {least} or more"
             raise ValueError(f"`{name}` (={values[name]!r}) must {what}; its default is {defaults[name]!r}")
-    if values.get("speed_contexts") and values.get("speed_rounds") == 0:  # only there a list says what is timed
+    if values.get("speed_contexts") and values.get("speed_rounds") == 0:  # elsewhere 0 is allowed
         raise ValueError("`speed_rounds` (=0) must be 1 or more; an empty `speed_contexts` leaves timing out")
     if any(number <= 0 for number in _numbers(values.get("temperatures"))):
         raise ValueError(f"`temperatures` (={values['temperatures']!r}) must hold positive numbers, such as 0.7")
@@ -44,7 +44,7 @@ def check_settings(values: dict[str, Any], defaults: dict[str, Any]) -> None:
         from compress.memory import bytes_of
 
         bytes_of(values["max_memory"])
-    if "weights" in values:  # where the weights lie; in other notebooks, how they are stored
+    if "weights" in values:  # the place of the weights; in other notebooks, their stored form
         from compress.inputs.model import WEIGHTS
 
         if defaults["weights"] in WEIGHTS:

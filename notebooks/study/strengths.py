@@ -1,4 +1,4 @@
-"""Recipes at several strengths, each scored on text and freed before the next: how accuracy falls as more is
+"""Recipes at several strengths, each scored on text and freed before the next: the loss of accuracy as more is
 removed."""
 
 import hashlib
@@ -30,7 +30,7 @@ from kernels.deploy import cast
 
 @dataclass(frozen=True)
 class Strengths:
-    """The results, as the record keeps them (`eval.run_record`); a table of perplexities in Jupyter."""
+    """The results in the form of the record (`eval.run_record`); shown in Jupyter as a table of perplexities."""
 
     found: dict[str, Any]
 
@@ -54,12 +54,11 @@ def recipes_at(curves: str) -> dict[str, list[tuple[str, list[Method]]]]:
     """The recipes of each curve: {text with {} in the place of its strengths: [(strength, methods), ...]}.
 
     Args:
-        curves: recipes apart by semicolons, each with the strengths of one knob in braces: "wanda(ratio={0.3, 0.5});
-            layer_drop(count={1, 2})".
+        curves: recipes separated by semicolons, each with the strengths of one knob in braces: "wanda(ratio={0.3,
+            0.5}); layer_drop(count={1, 2})".
 
     Raises:
-        ValueError: a curve without strengths in braces, the same curve twice, or a recipe that makes no sense at one of
-            them.
+        ValueError: a curve has no strengths in braces, is given twice, or its recipe is not valid at a strength.
     """
     lines: dict[str, list[tuple[str, list[Method]]]] = {}
     for text in split_recipes(curves):
@@ -105,12 +104,12 @@ def score_strengths(
 
     Args:
         recipes: as `recipes_at` gives them.
-        texts, window, max_windows, beginning, bos: as of `eval.evaluate.evaluate`.
-        work_path: folder that keeps finished points, and what several strengths share.
-        calibrate: as of `compress.apply.apply`; with "once", strengths share their statistics in `work_path`.
+        texts, window, max_windows, beginning, bos: as in `eval.evaluate.evaluate`.
+        work_path: folder that keeps finished points, and data that several strengths share.
+        calibrate: as in `compress.apply.apply`; with "once", strengths share their statistics in `work_path`.
 
     Raises:
-        ValueError: a recipe that does not fit the model, before any work.
+        ValueError: a recipe does not fit the model; raised before any work.
     """
     check_strengths(recipes, baseline)
     identity = [
@@ -161,7 +160,7 @@ def score_strengths(
 
 
 def _taken(result: Result) -> dict[str, Any]:
-    """How many weights are 0 or gone, and what was dropped."""
+    """The number of weights that are 0 or removed, and the dropped parts."""
     zeros = sum(layer.sparsity * layer.shape[0] * layer.shape[1] for layer in result.layers)
     return {
         "removed_parameters": round(zeros) + sum(drop.parameters for drop in result.drops),

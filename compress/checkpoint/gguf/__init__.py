@@ -1,6 +1,6 @@
 """GGUF, the file format of llama.cpp: block types, names and layouts of weights, tokenizers, and the writer.
 
-Every linear is written in the smallest type that holds its codes as they are, tensor by tensor:
+Every linear is written in the smallest type that holds its codes without a change, tensor by tensor:
 
     codes                                         type            bits per weight
     4-bit floats times powers of two: mxfp4       MXFP4           4.25
@@ -12,10 +12,10 @@ Every linear is written in the smallest type that holds its codes as they are, t
     anything else, and what was not compressed    F16, BF16, F32  16, 32
 
 Groups of 64, 128, ... columns and whole rows repeat their scale in every block of 32. Groups that are no multiple of
-32, other tables, 8-bit floats and sums of parts become floats: `verify` says how many, and what they take. GGUF keeps
-scales and offsets in 16-bit floats; where that changes a weight by more than 2^-10 of the range of its block (scales
-beyond the reach of such floats), the next type that does not is taken. Scales may be negative: llama.cpp's products
-take them as they are, and its own quantiser makes such scales for Q4_0 and Q5_0. Weights that were pruned go only into
+32, other tables, 8-bit floats and sums of parts become floats: `verify` reports their number and size. GGUF keeps
+scales and offsets in 16-bit floats; if that changes a weight by more than 2^-10 of the range of its block (scales
+beyond the range of such floats), the next type without such a change is taken. Scales may be negative: llama.cpp's
+products support them, and its own quantiser makes such scales for Q4_0 and Q5_0. Weights that were pruned go only into
 types in which their zeros stay zeros.
 """
 

@@ -1,7 +1,7 @@
 """llama.cpp's names and layouts of the weights of transformers' models, and the metadata that it reads.
 
-Sources: `gguf.get_tensor_name_map` for the names; llama.cpp's `convert_hf_to_gguf.py` and `llama-model.cpp` for what is
-permuted, shifted, stored as metadata, or fixed in its code.
+Sources: `gguf.get_tensor_name_map` for the names; llama.cpp's `convert_hf_to_gguf.py` and `llama-model.cpp` for
+permuted rows, shifted weights, metadata, and settings that are fixed in its code.
 """
 
 import math
@@ -22,15 +22,15 @@ from compress.linear import CompressedLinear
 
 @dataclass(frozen=True)
 class Architecture:
-    """How llama.cpp sees a model type of transformers.
+    """llama.cpp's form of a model type of transformers.
 
     Attributes:
-        arch: its name there.
-        activation: of the MLP, which is fixed there.
+        arch: the name in llama.cpp.
+        activation: of the MLP, which is fixed in llama.cpp.
         interleaved: neighbouring rows of q and k are rotated together, where transformers rotates row i with i + half.
-        shifted_norms: the file holds 1 + w of the weights w of norms.
-        full_every: of the blocks of this many, the last attends to everything, the others within a window; None: all
-            blocks are alike.
+        shifted_norms: the file holds 1 + w for the weights w of norms.
+        full_every: of every group of this many blocks, the last attends to all positions, the others within a window;
+            None: all blocks are alike.
     """
 
     arch: MODEL_ARCH
@@ -57,9 +57,10 @@ class Entry:
     """One tensor of the file.
 
     Attributes:
-        name: in the file. source: in the model. linear: the compressed linear whose weight it is, or None.
-        order: rows of the model's tensor in the order of the file; None: as they are. shift: added to each value.
-        tensor: the model's tensor where `linear` is None.
+        name: the name in the file. source: the name in the model. linear: the compressed linear of this weight, or
+            None.
+        order: rows of the model's tensor in the order of the file; None: unchanged. shift: added to each value.
+        tensor: the model's tensor if `linear` is None.
     """
 
     name: str
@@ -70,14 +71,14 @@ class Entry:
     shift: float = 0.0
 
     def values(self) -> Tensor:
-        """What the file must stand for: float32, on the CPU."""
+        """The values that the file must represent: float32, on the CPU."""
         W = (self.tensor.detach() if self.linear is None else self.linear.dequantize()).to("cpu", torch.float32)
         W = W if self.order is None else W[self.order]
         return W + self.shift if self.shift else W
 
 
 def problem_of(model: nn.Module) -> str:
-    """Why llama.cpp cannot run this model, "" if it can. Looks at no weight."""
+    """The reason why llama.cpp cannot run this model, "" if it can; no weights are read."""
     config = getattr(model, "config", None)
     kind = getattr(config, "model_type", type(model).__name__)
     if kind not in ARCHITECTURES:
@@ -102,7 +103,7 @@ def entries(model: nn.Module) -> Iterator[Entry]:
     """Every tensor of the file.
 
     Raises:
-        ValueError: the model has a weight that this architecture has no name for.
+        ValueError: the model has a weight without a name in this architecture.
     """
     config = model.config
     how = ARCHITECTURES[config.model_type]
@@ -150,7 +151,7 @@ def write_metadata(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
 
 
 def remarks(config: PreTrainedConfig) -> list[str]:
-    """What llama.cpp does otherwise than transformers with this model."""
+    """Differences between llama.cpp and transformers for this model."""
     window = getattr(config, "sliding_window", None)
     if window and ARCHITECTURES[config.model_type].full_every is None and config.max_position_embeddings > window:
         return [f"beyond {window:,} tokens llama.cpp attends to everything, where this model has a sliding window"]
@@ -158,12 +159,12 @@ def remarks(config: PreTrainedConfig) -> list[str]:
 
 
 def head_size(config: PreTrainedConfig) -> int:
-    """Channels of a head."""
+    """The number of channels of a head."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def rope_factors(config: PreTrainedConfig) -> Tensor | None:
-    """By how much each frequency is divided ("llama3" scaling), float32 [head / 2]; None: no such scaling."""
+    """The divisors of the frequencies ("llama3" scaling), float32 [head / 2]; None: no such scaling."""
     rope = _rope(config)
     if rope.get("rope_type") != "llama3":
         return None
@@ -185,7 +186,7 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, CompressedLinear | Compres
             continue
         if isinstance(module, CompressedLinear):
             inside += (f"{name}.",)
-            if not module.looked_up:  # else it is in the file as the embedding
+            if not module.looked_up:  # else the file has it as the embedding
                 yield f"{name}.weight", module, None
             if module.bias is not None:
                 yield f"{name}.bias", None, module.bias
@@ -209,7 +210,7 @@ def _rotary_order(config: PreTrainedConfig, name: str) -> Tensor | None:
 
 
 def _rope(config: PreTrainedConfig) -> dict:
-    """The parameters of the rotary embedding; where there are two kinds, of the blocks that attend to everything."""
+    """The parameters of the rotary embedding; if there are two kinds, those of blocks with full attention."""
     rope = getattr(config, "rope_parameters", None) or {}
     return rope.get("full_attention", rope)
 

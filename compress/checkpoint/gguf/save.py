@@ -35,9 +35,9 @@ from compress.inputs.embedded import gguf_file
 from compress.linear import compressed_linears, replace
 
 FLOATS = (GGML.F32, GGML.F16, GGML.BF16)
-# Largest difference of the logits at the median position, relative to their standard deviation: what 16-bit embeddings
-# and scales explain, and how models in 16 bits compute. Rows in a wrong order, or a wrong setting, move the logits of
-# all positions by more than their deviation; at a few positions, such as the first tokens, rounding alone does so.
+# Largest difference of the logits at the median position, relative to their standard deviation, that 16-bit embeddings
+# and scales and computation in 16 bits explain. Rows in a wrong order, or a wrong setting, move the logits of all
+# positions by more than their deviation; at a few positions, such as the first tokens, rounding alone does so.
 TOLERANCE = {torch.float32: 0.05, torch.float16: 0.1, torch.bfloat16: 0.3}
 TEXTS = ("The capital of France is Paris.", "def f(x):\n    return x  # 3 + 4", "Grüße, 世界! It's 12:30.")
 SNIPPET = """With llama.cpp (`llama-cli`, `llama-server`, or `pip install llama-cpp-python`):
@@ -59,7 +59,7 @@ GENERAL = tuple(f"general.{key}" for key in ("basename", "organization", "size_l
 
 @dataclass
 class _Tally:
-    """What went into the file, and what that costs."""
+    """The content of the file by type, and the losses of storing it."""
 
     count: Counter = field(default_factory=Counter)
     nbytes: Counter = field(default_factory=Counter)
@@ -89,7 +89,7 @@ class GGUF(SaveFormat):
     library: ClassVar[str] = "gguf"
 
     def problem(self, linear: dict[str, Any]) -> str:
-        # Codes that fit no type are written in 16 bits; `verify` says what that costs.
+        # Codes that fit no type are written in 16 bits; `verify` reports the cost.
         return "llama.cpp cannot transform the input of a linear" if linear.get("transform") else ""
 
     def problem_of_model(self, model: nn.Module) -> str:
@@ -131,13 +131,13 @@ class GGUF(SaveFormat):
 
 
 def file_name(checkpoint: Checkpoint) -> str:
-    """Name of the file in the folder, after the model."""
+    """Name of the file in the folder, from the name of the model."""
     name = Path(str(checkpoint.story.model.get("name") or "model")).name.removesuffix(".gguf")
     return re.sub(r"[^\w.-]+", "-", name) + ".gguf"
 
 
 def _encoded(entry: models.Entry) -> Encoded:
-    """An entry as it is stored: norms and biases in 32 bits, the rest as `encode` finds."""
+    """The stored form of an entry: norms and biases in 32 bits, the rest by `encode`."""
     W = entry.values()
     if W.dim() == 1:
         return encode_floats(W, (GGML.F32,))
@@ -159,7 +159,7 @@ def _file_type(nbytes: Counter) -> gguf.LlamaFileType:
 
 
 def _source(checkpoint: Checkpoint) -> Path | None:
-    """The GGUF file that the model came from, if it did and is still there."""
+    """The GGUF file from which the model was loaded, if there is one and it still exists."""
     try:
         return gguf_file(str(checkpoint.story.model.get("name") or ""))
     except ValueError:
@@ -181,7 +181,7 @@ def _compare_tensors(checkpoint: Checkpoint, path: Path) -> _Tally:
     """Decode every tensor with the package `gguf` and compare it with the weight in memory.
 
     Raises:
-        RuntimeError: one differs, is missing, or is there without a weight in memory.
+        RuntimeError: a tensor differs, is missing, or has no weight in memory.
     """
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     tally = _Tally()
@@ -207,8 +207,8 @@ def _compare_logits(checkpoint: Checkpoint, folder: Path) -> tuple[float, list[s
     """Load the file with transformers' GGUF reader and compare logits.
 
     Returns:
-        the largest difference, and remarks: how far the logits differ at the median position, which decides, how
-        many tokens agree, and what that reader does not read.
+        the largest difference, and remarks: the difference of the logits at the median position, which decides, the
+        number of equal tokens, and the settings that this reader ignores.
 
     Raises:
         RuntimeError: the logits differ by more than rounding to 16 bits explains.
@@ -250,7 +250,7 @@ def _compare_logits(checkpoint: Checkpoint, folder: Path) -> tuple[float, list[s
 
 
 def _not_read(ours: PreTrainedConfig, theirs: PreTrainedConfig) -> list[str]:
-    """Settings that change what the model computes, and that the reader gives another value."""
+    """Settings that change the model's outputs, and to which the reader gives another value."""
     names = (
         "head_dim", "rope_parameters", "layer_types", "sliding_window", "attn_logit_softcapping", "attention_bias",
         "final_logit_softcapping", "query_pre_attn_scalar", "rms_norm_eps", "mlp_bias", "tie_word_embeddings",
@@ -269,7 +269,7 @@ def _alike(a: Any, b: Any) -> bool:
 
 @contextmanager
 def _weights_alone(model: nn.Module):
-    """Products with the stored weights and activations as they come, also where a format rounds activations."""
+    """In the context, products do not round activations, even if the format of the weights does."""
     rounded = {
         name: linear
         for name, linear in compressed_linears(model).items()
@@ -294,7 +294,7 @@ def _dense(linear: Any) -> nn.Linear:
 
 
 def _compare_tokens(checkpoint: Checkpoint, folder: Path) -> list[str]:
-    """Compare the tokenizer that transformers' GGUF reader makes of the file with the given one.
+    """Compare the tokenizer that transformers' GGUF reader builds from the file with the given one.
 
     Raises:
         RuntimeError: a token has another number.
@@ -321,7 +321,7 @@ def _compare_tokens(checkpoint: Checkpoint, folder: Path) -> list[str]:
 
 @contextmanager
 def _quiet():
-    """Without the reader's advice on packed weights."""
+    """Suppress the reader's advice on packed weights."""
     log = logging.getLogger("transformers")
     level = log.level
     log.setLevel(logging.ERROR)

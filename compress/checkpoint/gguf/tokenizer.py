@@ -1,7 +1,7 @@
-"""A tokenizer as GGUF metadata: out of the GGUF file that a model came from, or from transformers' tokenizer.
+"""A tokenizer as GGUF metadata: from the GGUF file of the original model, or from transformers' tokenizer.
 
-Source: llama.cpp's `llama-vocab.cpp` for what it does with each key, and for its pre-tokenisers, which only have names
-in a file.
+Source: llama.cpp's `llama-vocab.cpp` for the meaning of each key, and for its pre-tokenisers, which are only named in a
+file.
 """
 
 import json
@@ -40,7 +40,7 @@ class Vocabulary:
 
     Attributes:
         fields: value and types by key, as `GGUFWriter.add_key_value` takes them.
-        remarks: what a user must know of it.
+        remarks: remarks for users of the file.
     """
 
     fields: Fields
@@ -67,7 +67,7 @@ def from_file(path: Path) -> Vocabulary:
 
 
 def without_tokens(reason: str, config: PreTrainedConfig) -> Vocabulary:
-    """No tokenizer: llama.cpp then takes and gives numbers of tokens only."""
+    """No tokenizer: llama.cpp then reads and writes only numbers of tokens."""
     fields = {"tokenizer.ggml.model": ("none", GGUFValueType.STRING, None)}
     for key, to in _SPECIAL.items():
         number = getattr(config, key, None)
@@ -137,7 +137,7 @@ def _scores(tokens: list[str], merges: list[list[str]]) -> list[float]:
 
 
 def _adds_space(layout: dict[str, Any]) -> bool:
-    """Whether a text is taken as if it began with a space."""
+    """Whether a space is put before a text."""
     return any(
         one["type"] == "Prepend" or (one["type"] == "Metaspace" and one.get("prepend_scheme") != "never")
         for one in (*_steps(layout.get("normalizer")), *_steps(layout.get("pre_tokenizer")))
@@ -145,7 +145,7 @@ def _adds_space(layout: dict[str, Any]) -> bool:
 
 
 def _pre_tokeniser(layout: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
-    """llama.cpp's name for how a text is split before BPE, and a remark if it has none that is known here."""
+    """llama.cpp's name for the splitting of a text before BPE, and a remark if no name is known here."""
     steps = _steps(layout.get("pre_tokenizer"))
     splits = [one for one in steps if one["type"] != "ByteLevel"]
     by_itself = any(one["type"] == "ByteLevel" and one.get("use_regex", True) for one in steps)
@@ -157,7 +157,7 @@ def _pre_tokeniser(layout: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
     elif len(splits) == 1 and splits[0]["type"] == "Split" and not by_itself:
         name = _EXPRESSIONS.get(splits[0]["pattern"].get("Regex"))
     if name == "llama-bpe" and not layout["model"].get("ignore_merges"):
-        name = "smaug-bpe"  # the same expression; the former looks whole words up first
+        name = "smaug-bpe"  # the same expression; llama-bpe looks up whole words first
     if name is None:
         return "default", ("how this tokenizer splits words is not known here: llama.cpp may give other tokens",)
     return name, ()

@@ -1,4 +1,4 @@
-"""Stored codes as blocks of GGUF's types: bit layouts, and the smallest type that holds a weight as it is.
+"""Stored codes as blocks of GGUF's types: bit layouts, and the smallest type that holds a weight without a change.
 
 Sources: `ggml-quants.h` of ggml for the layouts; every block is checked with the decoder of the package `gguf`.
 """
@@ -22,8 +22,8 @@ from kernels.lut_matmul import unpack_codebook
 from kernels.w8a8_matmul import to_rows as bytes_to_rows
 
 BLOCK = 32  # weights of a row that share a scale, in each of the types below
-ROUNDING = 2.0**-10  # by which a weight may change, relative to what its block can hold: that of 16-bit floats
-E2M1_HALVES = (0, 1, 2, 3, 4, 6, 8, 12)  # halves that the codes of MXFP4 stand for; the highest bit is the sign
+ROUNDING = 2.0**-10  # largest change of a weight, relative to its block's range: that of 16-bit floats
+E2M1_HALVES = (0, 1, 2, 3, 4, 6, 8, 12)  # values of MXFP4's codes, in halves; the highest bit is the sign
 IQ4_NL_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
@@ -32,7 +32,7 @@ class Grid:
     """A weight as integers: w = scale * (code - zero).
 
     Attributes:
-        codes: int16 [out, in]; signed where `zero` is None, else from 0 on.
+        codes: int16 [out, in]; signed if `zero` is None, else from 0 on.
         scale: float32 [out, groups].
         zero: int16 [out, groups], or None.
     """
@@ -58,9 +58,9 @@ class Grid:
 
 
 class Encoded(NamedTuple):
-    """A weight as GGUF holds it.
+    """A weight in the form of GGUF.
 
-    kind: the type. data: what the writer takes, rows first. rounding: as the function says.
+    kind: the type. data: the array for the writer, rows first. rounding: as the function `rounding` gives it.
     """
 
     kind: GGML
@@ -69,7 +69,7 @@ class Encoded(NamedTuple):
 
 
 def grid_of(parts: Sequence[Format]) -> Grid | None:
-    """The integers behind a stored weight; None if it is a sum of parts, of floats, or of groups that GGUF has not."""
+    """The integers of a stored weight; None if it is a sum of parts, is of floats, or has groups unknown to GGUF."""
     reader = _READERS.get(parts[0].name) if len(parts) == 1 else None
     grid = None if reader is None else reader(parts[0])
     if grid is None:
@@ -82,7 +82,7 @@ def encode(W: Tensor, grid: Grid | None, *, keep_zeros: bool = False) -> Encoded
     """W [out, in] in the smallest type that holds it: blocks of its codes, or else floats.
 
     Args:
-        W: float32 [out, in], what the codes stand for; any shape where `grid` is None.
+        W: float32 [out, in], the values of the codes; any shape if `grid` is None.
         grid: its codes, if `grid_of` found any.
         keep_zeros: refuse types that would turn a 0 into another value; for pruned weights.
     """
@@ -101,7 +101,7 @@ def encode(W: Tensor, grid: Grid | None, *, keep_zeros: bool = False) -> Encoded
 
 
 def encode_floats(W: Tensor, kinds: Sequence[GGML] = (GGML.F16, GGML.BF16, GGML.F32)) -> Encoded:
-    """W, float32 of any shape, in 16 bits: exactly in either 16-bit type, else rounded to the first that holds it."""
+    """W, float32 of any shape, in 16 bits: in a type that holds it exactly, else rounded to the first that fits."""
     array = W.contiguous().numpy()
     tried = []
     for kind in kinds:
@@ -113,13 +113,13 @@ def encode_floats(W: Tensor, kinds: Sequence[GGML] = (GGML.F16, GGML.BF16, GGML.
 
 
 def decode(data: np.ndarray, kind: GGML) -> np.ndarray:
-    """What the package `gguf` makes of stored data, in float32."""
-    with np.errstate(invalid="ignore"):  # a scale beyond the reach of 16 bits
+    """The values of stored data as the package `gguf` decodes them, in float32."""
+    with np.errstate(invalid="ignore"):  # a scale beyond the range of 16 bits
         return gguf.dequantize(data, kind)
 
 
 def rounding(W: Tensor, data: np.ndarray, kind: GGML) -> float:
-    """Largest change of a weight: relative to the range of its block, in floats to the largest weight of its row."""
+    """Largest change of a weight, relative to the range of its block, or for floats to its row's largest weight."""
     expected = W.contiguous().numpy()
     change = np.abs(decode(data, kind).reshape(expected.shape) - expected)
     if kind in _LARGEST:
@@ -155,11 +155,11 @@ _TYPES: tuple[tuple[GGML, int, int, bool], ...] = (
     (GGML.Q5_1, 0, 31, True),
     (GGML.Q8_0, -128, 127, False),
 )
-_LARGEST = {kind: max(-low, high) for kind, low, high, _ in _TYPES if kind != GGML.MXFP4}  # whose scales are exact
+_LARGEST = {kind: max(-low, high) for kind, low, high, _ in _TYPES if kind != GGML.MXFP4}  # MXFP4's scales are exact
 
 
 def _signed_blocks(grid: Grid, kind: GGML, low: int, high: int) -> np.ndarray | None:
-    """Blocks of w = d * q with low <= q <= high; None if the codes do not fit. A block may turn its sign, and d's."""
+    """Blocks of w = d * q with low <= q <= high; None if the codes do not fit. A block may negate both q and d."""
     q = grid.signed().numpy().reshape(-1, BLOCK)  # [blocks, 32]
     d = _per_block(grid.scale, grid.codes.shape[1])
     turned = (q.max(-1) > high) | (q.min(-1) < low)
@@ -179,11 +179,11 @@ def _signed_blocks(grid: Grid, kind: GGML, low: int, high: int) -> np.ndarray | 
 
 
 def _mx_blocks(grid: Grid) -> np.ndarray | None:
-    """Blocks of w = d * q with d a power of two and |q| one of E2M1_HALVES; None if it is not so."""
+    """Blocks of w = d * q with d a power of two and |q| one of E2M1_HALVES; None if the weight has no such form."""
     q = grid.signed().numpy().reshape(-1, BLOCK)
     d = _per_block(grid.scale, grid.codes.shape[1])
     fraction, exponent = np.frexp(np.abs(d))
-    exponent = exponent - 1 + 128  # as it is stored, for halves
+    exponent = exponent - 1 + 128  # the stored exponent, for halves
     if (fraction != 0.5).any() or exponent.min() < 0 or exponent.max() > 254:
         return None
     places = np.searchsorted(E2M1_HALVES, np.abs(q)).clip(max=7)
@@ -206,7 +206,7 @@ def _offset_blocks(grid: Grid, kind: GGML, high: int) -> np.ndarray | None:
 
 
 def _packed(q: np.ndarray, high: int) -> list[np.ndarray]:
-    """4 bits of each code, and before them the fifth bits where there are any."""
+    """4 bits of each code, and before them the fifth bits, if there are any."""
     low = _halves(q & 15)
     if high <= 15:
         return [low]
@@ -224,7 +224,7 @@ def _fp16(values: np.ndarray) -> np.ndarray:
 
 
 def _per_block(values: Tensor, columns: int) -> np.ndarray:
-    """[out, groups] -> [blocks], repeated where a group is several blocks wide."""
+    """[out, groups] -> [blocks], repeated if a group is several blocks wide."""
     blocks = columns // BLOCK
     return values.repeat_interleave(blocks // values.shape[1], 1).numpy().reshape(-1)
 

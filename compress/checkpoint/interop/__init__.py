@@ -1,2 +1,2 @@
-"""Shared code of the formats of other libraries: schemes, codes in words, configurations, and the reading of such
+"""Shared code of the formats of other libraries: schemes, codes in words, configurations, and the reading of their
 folders."""

@@ -1,7 +1,7 @@
 """Quantised checkpoints of other tools, compressed-tensors and GPTQ, as models to evaluate and to time.
 
-Codes, scales and zero points are taken unchanged into our own formats. Weights that those cannot hold, such as columns
-that share scales in an order of their own (act-order), are dequantised, with a warning. Checkpoints are refused if
+Codes, scales and zero points are taken unchanged into our own formats. Weights that these cannot hold, such as columns
+that share scales in another order (act-order), are dequantised, with a warning. Checkpoints are refused if
 leaving something out would change the model, such as rounded activations of a kind that cannot be multiplied.
 """
 
@@ -27,17 +27,17 @@ from kernels.int_matmul import BITS, Packed, pack, unpack_bits
 from kernels.w8a8_matmul import W8
 
 Read = Callable[[str, nn.Module, dict[str, Tensor]], Format]  # name and module of a linear, its tensors
-# Names under which a linear's weight is stored, but for its bias, in either format.
+# Names of the tensors of a linear's weight, without its bias, in either format.
 STORED = (
     "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "input_scale",
     "input_zero_point", "qweight", "qzeros", "scales", "g_idx",
 )  # fmt: skip
 
-OFFSETS = {"gptq": 1, "gptq_v2": 0}  # what each version of GPTQ's format takes off its zero points
+OFFSETS = {"gptq": 1, "gptq_v2": 0}  # the number that each version of GPTQ's format subtracts from zero points
 
 
 def quantization_of(folder: Path) -> dict[str, Any] | None:
-    """How the config of a folder says that its weights are quantised; None: not at all, or it has no config."""
+    """The quantisation that the config of a folder describes; None: no quantisation, or no config."""
     path = folder / "config.json"
     return json.loads(path.read_text(encoding="utf-8")).get("quantization_config") if path.is_file() else None
 
@@ -51,10 +51,10 @@ def load_quantized(folder: Path, dtype: torch.dtype) -> nn.Module:
     """The model of a compressed-tensors or GPTQ folder, its linears in our own formats.
 
     Args:
-        dtype: of everything that is not quantised, and of the activations.
+        dtype: the dtype of all weights that are not quantised, and of the activations.
 
     Raises:
-        ValueError: it is quantised in a way that cannot be read, or lacks weights.
+        ValueError: its quantisation cannot be read, or weights are missing.
     """
     quantization = quantization_of(folder) or {}
     kind = quantization.get("quant_method")
@@ -95,7 +95,7 @@ def load_quantized(folder: Path, dtype: torch.dtype) -> nn.Module:
 
 
 def _by_linear(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    """What is not quantised, by name; and by linear what its weight is made of."""
+    """The tensors that are not quantised, by name; and the tensors of each quantised linear, by linear."""
     owners = {n.rpartition(".")[0] for n in tensors if n.endswith((".weight_scale", ".qweight"))}
     plain, quantized = {}, defaultdict(dict)
     for name, tensor in tensors.items():
@@ -133,7 +133,7 @@ def _compressed_tensors(quantization: dict[str, Any]) -> Read:
 
 
 def _packed(own: dict[str, Tensor], scheme: Scheme) -> Format:
-    """pack-quantized: the words are our rows."""
+    """pack-quantized: the words are the workbench's rows."""
     if scheme.inputs is not None:
         raise ValueError("packed weights cannot be multiplied by rounded activations")
     out, columns = own["weight_shape"].tolist()
@@ -145,7 +145,7 @@ def _packed(own: dict[str, Tensor], scheme: Scheme) -> Format:
     codes = bytes_of_words(own["weight_packed"], scheme.bits, columns)
     if scheme.bits in BITS:
         part = IntGroup(_with_zero(codes, scale, zero, scheme.bits, (out, columns)))
-    else:  # seven bits in eight: the middle moves from 64 to 128
+    else:  # seven bits stored in eight: the middle moves from 64 to 128
         wide = unpack_bits(codes, scheme.bits, columns) + (128 - (1 << scheme.bits - 1))
         part = _grouped(wide, scale, None if zero is None else zero + (128 - (1 << scheme.bits - 1)), 8)
     return _in_order(part, own.get("weight_g_idx"))
@@ -190,7 +190,7 @@ def _eight_bit(own: dict[str, Tensor], scheme: Scheme) -> Format:
 
 
 def _gptq(quantization: dict[str, Any]) -> Read:
-    """Bits and groups are those of the tensors; what `dynamic` says of single linears is then said twice."""
+    """Bits and groups follow from the tensors, so that `dynamic` need not be read."""
     version = quantization.get("checkpoint_format") or "gptq"
     if version not in OFFSETS:
         raise ValueError(f"its `checkpoint_format` is {version!r}; {' and '.join(OFFSETS)} can be read")
@@ -203,7 +203,7 @@ def _gptq(quantization: dict[str, Any]) -> Read:
         bits = own["qweight"].shape[0] * 32 // columns
         if own["qweight"].dtype != torch.int32 or bits not in BITS:
             raise ValueError(f"{name} has {bits} bits in words of {own['qweight'].dtype}, which cannot be read")
-        # Version 1 stores a zero point of 0 as -1; the sum is taken in the bits that there are, as its authors do.
+        # Version 1 stores a zero point of 0 as -1; the sum wraps around at `bits` bits, as in its authors' code.
         zero = (from_words(own["qzeros"], bits, out).T.short() + offset) & ((1 << bits) - 1)
         zero = None if (zero == 1 << (bits - 1)).all() else zero
         codes = bytes_of_words(own["qweight"].T, bits, columns)
@@ -214,7 +214,7 @@ def _gptq(quantization: dict[str, Any]) -> Read:
 
 
 def _in_order(part: IntGroup, g_idx: Tensor | None) -> Format:
-    """The weight itself if neighbours share their scales; else dequantised, by each column's own group."""
+    """The weight itself if neighbours share their scales; else dequantised, with the group of each column."""
     columns = part.shape[1]
     neighbours = torch.arange(columns) // part.group_size
     if g_idx is None or (g_idx < 0).all() or torch.equal(g_idx.long(), neighbours):

@@ -1,4 +1,4 @@
-"""How compressed-tensors names what a linear stores: its entry of `config_groups`, and what vLLM makes of it."""
+"""The schemes by which compressed-tensors describes stored linears in `config_groups`, and vLLM's support of them."""
 
 import re
 from collections import defaultdict
@@ -14,19 +14,20 @@ from kernels.w8a8_matmul import BLOCK
 PACKED, INTS, FLOATS, MIXED = "pack-quantized", "int-quantized", "float-quantized", "mixed-precision"
 # Linears that vLLM multiplies as one.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-MARLIN_GROUPS = (32, 64, 128)  # columns, beside whole rows: what vLLM's kernel for NVIDIA GPUs takes
+MARLIN_GROUPS = (32, 64, 128)  # columns; vLLM's kernel for NVIDIA GPUs takes these groups and whole rows
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """What one or more linears store, as a `QuantizationScheme` without its targets.
+    """The stored form of one or more linears, as a `QuantizationScheme` without its targets.
 
     Attributes:
         format: one of PACKED, INTS, FLOATS.
         bits: of a weight. symmetric: whether its zero point is the middle code.
-        strategy: what shares a scale: "channel" (a row), "group" or "block".
-        group_size: columns of a group, where strategy is "group".
-        inputs: how activations are rounded: "token" or "group" as they come by, "tensor" by a stored step; None: not.
+        strategy: the part of a weight that shares a scale: "channel" (a row), "group" or "block".
+        group_size: columns of a group, if strategy is "group".
+        inputs: the rounding of activations: "token" or "group" with steps that are computed on each call, "tensor" with
+            a stored step; None: no rounding.
     """
 
     format: str
@@ -75,10 +76,10 @@ class Scheme:
 
 
 def scheme_of(linear: dict[str, Any]) -> Scheme | None:
-    """The scheme of a linear, as `CompressedLinear.spec()` describes it; None for one that is stored as floats.
+    """The scheme of a linear that `CompressedLinear.spec()` describes; None for a linear that is stored as floats.
 
     Raises:
-        ValueError: compressed-tensors has none for it; the message says why.
+        ValueError: compressed-tensors has no scheme for it; the message gives the reason.
     """
     stored = plain_spec(linear)
     _, columns = stored["shape"]
@@ -107,7 +108,7 @@ def scheme_of(linear: dict[str, Any]) -> Scheme | None:
 
 @dataclass(frozen=True)
 class Group:
-    """A scheme, and the linears that it is for: names, classes, or patterns of names behind "re:"."""
+    """A scheme, and the linears to which it applies: names, classes, or patterns of names behind "re:"."""
 
     scheme: Scheme
     targets: tuple[str, ...]
@@ -117,7 +118,7 @@ def groups_of(quantization: dict[str, Any]) -> list[Group]:
     """The groups of a `quantization_config` of compressed-tensors, in their order.
 
     Raises:
-        ValueError: one of them is of a kind that cannot be read.
+        ValueError: one of the groups is of a kind that cannot be read.
     """
     for key in ("transform_config", "sparsity_config"):
         if quantization.get(key):
@@ -132,7 +133,7 @@ def scheme_for(name: str, kind: str, groups: Sequence[Group]) -> Scheme:
     """The scheme of a quantised linear: the first whose targets match its name, else its class.
 
     Raises:
-        ValueError: no group is for it.
+        ValueError: no group applies to the linear.
     """
 
     def matches(target: str, value: str) -> bool:
@@ -176,10 +177,10 @@ def _scheme_of_config(group: dict[str, Any], default_format: str | None) -> Sche
 
 
 def plain_spec(linear: dict[str, Any]) -> dict[str, Any]:
-    """What a linear stores, with the zeros of pruning in place.
+    """The specification of the part that a linear stores, with the zeros of pruning in place.
 
     Raises:
-        ValueError: it is a sum of parts, or transforms its input.
+        ValueError: the linear is a sum of parts, or transforms its input.
     """
     if linear.get("transform"):
         raise ValueError("its input is transformed first, and this format has no place for that")
@@ -200,12 +201,12 @@ def quantization_config(schemes: Mapping[str, Scheme], model: nn.Module) -> dict
     """`quantization_config` of config.json.
 
     Args:
-        schemes: by linear, those that are quantised; at least one.
+        schemes: by name, the schemes of the quantised linears; at least one.
     """
     by_scheme: dict[Scheme, list[str]] = defaultdict(list)
     for name, scheme in schemes.items():
         by_scheme[scheme].append(name)
-    # One scheme is given by class, so that the file stays short; several, by the names of the linears.
+    # A single scheme is given by class, so that the file stays short; several are given by the names of the linears.
     groups = {
         f"group_{i}": scheme.as_config(["Linear"] if len(by_scheme) == 1 else names)
         for i, (scheme, names) in enumerate(by_scheme.items())
@@ -223,7 +224,7 @@ def quantization_config(schemes: Mapping[str, Scheme], model: nn.Module) -> dict
 
 
 def vllm_remarks(schemes: Mapping[str, Scheme], model: nn.Module) -> list[str]:
-    """What a user of vLLM 0.33 must know about these linears; read from its sources, for those that it multiplies."""
+    """Remarks for users of vLLM 0.33 on the linears that it multiplies, from its sources."""
     remarks = []
     for names in fused_linears(model):
         found = {schemes.get(name) for name in names}
@@ -250,7 +251,7 @@ def vllm_remarks(schemes: Mapping[str, Scheme], model: nn.Module) -> list[str]:
 
 
 def fused_linears(model: nn.Module) -> list[list[str]]:
-    """Names of the linears of a model that vLLM multiplies as one, as far as they are named as most models do."""
+    """Names of the linears of a model that vLLM multiplies as one, for models with the usual names."""
     names = set(linear_names(model))
     groups = []
     for name in linear_names(model):

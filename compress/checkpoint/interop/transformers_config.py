@@ -19,7 +19,7 @@ from compress.walk.experts import SplitExperts, is_fused_experts
 
 
 def problem_for_transformers(model: nn.Module, save_format: str) -> str:
-    """Why a model cannot be written as quantised linears of a class of transformers; "" if it can.
+    """The reason why a model cannot be written as quantised linears of a transformers class; "" if it can.
 
     Args:
         model: may be on the meta device.
@@ -45,11 +45,11 @@ def problem_for_transformers(model: nn.Module, save_format: str) -> str:
 
 
 def write_reader_configuration(checkpoint: Checkpoint, folder: Path, quantization: dict[str, Any] | None) -> None:
-    """Write configuration and tokenizer, with the model's class, its dtype, and how its weights are quantised."""
+    """Write configuration and tokenizer, with the model's class, its dtype, and the quantisation of its weights."""
     write_configuration(checkpoint, folder)
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
-    config.pop("quantization_config", None)  # of a checkpoint that this model was loaded from
+    config.pop("quantization_config", None)  # from the checkpoint from which this model was loaded
     config["architectures"] = [type(checkpoint.model).__name__]
     config["dtype"] = str(checkpoint.model.dtype).removeprefix("torch.")
     if quantization is not None:
@@ -68,12 +68,12 @@ def other_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def linear_names(model: nn.Module) -> list[str]:
-    """Names of what a reader finds as linears: those of the model, compressed or not."""
+    """Names of the linears of the model, compressed or not, which readers find as linears."""
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear | CompressedLinear)]
 
 
 def plain_config(folder: Path) -> PreTrainedConfig:
-    """The configuration of a checkpoint, without how its weights are quantised: that of the model before."""
+    """The configuration of a checkpoint without its quantisation: the configuration of the original model."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if hasattr(config, "quantization_config"):
         del config.quantization_config

@@ -1,7 +1,7 @@
-"""Codes as 32-bit words, as compressed-tensors and GPTQ files hold them: element i at bit i * bits, low bits first.
+"""Codes as 32-bit words in compressed-tensors and GPTQ files: element i at bit i * bits, low bits first.
 
-The workbench packs eight codes to `bits` bytes in the same order, so that its bytes are those words, but for the length
-of a row: words fill up to 4 bytes, the workbench to eight codes.
+The workbench packs eight codes to `bits` bytes in the same order, so that its bytes are those words, except for the
+length of a row: rows of words are padded to 4 bytes, rows of the workbench to eight codes.
 """
 
 import torch
@@ -14,7 +14,7 @@ from kernels.int_matmul import pack_bits, unpack_bits
 def words_of_bytes(packed: Tensor, bits: int, n: int) -> Tensor:
     """uint8 [rows, ceil(n/8) * bits] as `pack_bits` makes it -> int32 [rows, ceil(n * bits / 32)]."""
     wanted = 4 * -(-n * bits // 32)
-    # What lies beyond n codes is zeros, so that cutting and filling up loses nothing.
+    # The padding beyond n codes is zeros, so that cutting and padding lose nothing.
     return F.pad(packed[:, :wanted], (0, max(0, wanted - packed.shape[1]))).contiguous().view(torch.int32)
 
 

@@ -29,16 +29,16 @@ class RowTables(AsStored):
 
     @classmethod
     def from_codes(cls, codes: Tensor, tables: list[Tensor]) -> "RowTables":
-        """From indices [out, in] and the tables [out, 2^b] of successive b, the last one that of the whole indices."""
+        """From indices [out, in] and the tables [out, 2^b] of successive b; the last table is for whole indices."""
         least, bits = (table.shape[1].bit_length() - 1 for table in (tables[0], tables[-1]))
         tables16 = torch.cat(tables, 1).to(torch.float16)
         return cls(tuple(codes.shape), pack_bits(codes, bits), tables16, bits=bits, least=least)
 
     def at(self, bits: int) -> "RowTables":
-        """The same weight in fewer bits, with what the others need left out.
+        """The same weight in fewer bits, without the tensors for other numbers of bits.
 
         Raises:
-            ValueError: no table of so many bits is stored.
+            ValueError: no table of this number of bits is stored.
         """
         if not self.least <= bits <= self.bits:
             raise ValueError(f"`bits` (={bits}) must lie between {self.least} and {self.bits}, what this weight holds")
@@ -77,15 +77,15 @@ class RowTables(AsStored):
         return cls(shape, tensors["codes"], tensors["tables"], bits=spec["bits"], least=spec["least"])
 
     def _table(self) -> Tensor:
-        """[out, 2^bits], of the whole indices."""
+        """The table [out, 2^bits] of whole indices."""
         return self.tables[:, -(1 << self.bits) :]
 
 
 def at_bits(model: nn.Module, bits: int) -> nn.Module:
-    """Take every weight with nested tables in so many bits, in place; others stay as they are.
+    """Reduce every weight with nested tables to this number of bits, in place; other weights do not change.
 
     Raises:
-        ValueError: no weight of the model holds nested tables, or one of them none of so many bits.
+        ValueError: no weight of the model holds nested tables, or one of them has no table of this number of bits.
     """
     taken = 0
     for module in model.modules():

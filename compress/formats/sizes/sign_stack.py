@@ -17,14 +17,14 @@ class SignStack(AsStored):
     """W = Σ_b S_b ⊙ (left_b @ right_b) with S_b of ±1.
 
     Buffers: `signs` uint8 [blocks, out, ceil(in/8)], a set bit for -1, low bits first; `left` float16 [blocks, out,
-    rank] and `right` float16 [blocks, rank, in]; and `gains` float32 [blocks], by how much the loss of the model falls
-    with each block behind those before it, in nats per token: what `compress.checkpoint.resize` sorts blocks by.
+    rank] and `right` float16 [blocks, rank, in]; and `gains` float32 [blocks], the decrease of the model's loss by each
+    block after the blocks before it, in nats per token, by which `compress.checkpoint.resize` sorts blocks.
 
-    `matmul` dequantises W at every call and multiplies by it. It holds no more memory between calls than is stored, and
-    it is not fast: no kernel reads the blocks. A dense W (`CompressedLinear.dense`) is faster over many batches.
+    `matmul` dequantises W at every call and multiplies by it. Between calls it holds only the stored tensors. It is not
+    fast: no kernel reads the blocks. A dense W (`CompressedLinear.dense`) is faster over many batches.
 
     Attributes:
-        left_out: gains of the blocks that followed these ones before `first` left them out, on the CPU; not stored.
+        left_out: gains of the blocks that `first` left out behind these blocks, on the CPU; not stored.
     """
 
     name: ClassVar[str] = "sign_stack"
@@ -38,14 +38,14 @@ class SignStack(AsStored):
 
     @classmethod
     def from_blocks(cls, blocks: Sequence[tuple[Tensor, Tensor, Tensor]], gains: Tensor) -> "SignStack":
-        """From (mask [out, in] of what is negative, left [out, rank], right [rank, in]) of each block."""
+        """From (mask [out, in] of negative entries, left [out, rank], right [rank, in]) of each block."""
         negative, left, right = zip(*blocks, strict=True)
         signs = torch.stack([pack_bits(one.to(torch.uint8), 1) for one in negative])
         return cls(tuple(negative[0].shape), signs, torch.stack(left).half(), torch.stack(right).half(), gains.float())
 
     @property
     def block_bytes(self) -> int:
-        """Bytes that one block takes."""
+        """Bytes of one block."""
         return self.nbytes // self.blocks
 
     def block(self, number: int) -> Tensor:
@@ -54,7 +54,7 @@ class SignStack(AsStored):
         return signs.mul_(self.left[number].float() @ self.right[number].float())
 
     def first(self, blocks: int) -> "SignStack":
-        """The same weight with only so many of its blocks, in memory of their own."""
+        """The same weight with only this number of its first blocks, in memory of their own."""
         kept = SignStack(self.shape, *(getattr(self, name)[:blocks].clone() for name in BLOCKWISE))
         kept.left_out = torch.cat([self.gains[blocks:].cpu(), self.left_out])
         return kept

@@ -33,7 +33,7 @@ class TernaryWeight(AsStored):
         """From 0, 1 (low) and 2 (high) [out, in], and the two values of each row [out].
 
         Args:
-            p0: the share of zeros for which the dictionary is the best; any matrix can be written in any of them.
+            p0: the share of zeros for which the dictionary is best; any matrix can be written with any dictionary.
         """
         shape = (symbols.shape[0], symbols.shape[1])
         codes, counts = encode(symbols, p0)
@@ -54,7 +54,7 @@ class TernaryWeight(AsStored):
 
     @classmethod
     def spec_of(cls, shape: tuple[int, int], *, p0: float) -> dict[str, Any]:
-        """The `spec()` of a weight of this shape; how many words it takes depends on its values."""
+        """The `spec()` of a weight of this shape; its number of words depends on its values."""
         return {"format": cls.name, "shape": list(shape), "p0": p0}
 
     @classmethod
@@ -68,7 +68,7 @@ class TernaryWeight(AsStored):
 
 
 def expected_bits(spec: dict[str, Any]) -> float:
-    """Bits per weight of a weight with a share `p0` of zeros: the entropy and a tenth, and what each row takes."""
+    """Bits per weight for a share `p0` of zeros: the entropy and a tenth of it, and the bits of each row."""
     p0 = spec["p0"]
     entropy = -p0 * log2(p0) - (1 - p0) * log2((1 - p0) / 2)
     return 1.1 * entropy + 48 / spec["shape"][1]

@@ -16,7 +16,7 @@ def turn(x: Tensor, signs: Tensor) -> Tensor:
     """Flip signs [n] along the last dimension of x, and then transform it: an orthogonal map.
 
     Source: incoherence processing of QuIP# (Tseng et al., 2024, arXiv:2402.04396, section 3.1), here of the inputs
-    alone. Where n has no Hadamard matrix, blocks of the largest divisor that has one are transformed.
+    alone. If n has no Hadamard matrix, blocks of the largest divisor that has one are transformed.
     """
     return _transform(x * signs)
 
@@ -27,7 +27,7 @@ def turn_back(x: Tensor, signs: Tensor) -> Tensor:
 
 
 def _transform(x: Tensor) -> Tensor:
-    """Its own inverse."""
+    """The transform, which is its own inverse."""
     n = x.shape[-1]
     block = widest_block(n)
     return hadamard(x.reshape(*x.shape[:-1], n // block, block)).view(x.shape)

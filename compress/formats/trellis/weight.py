@@ -1,4 +1,4 @@
-"""Walks through a trellis, with a factor for each row and each column: whole bits, and hardly any overhead."""
+"""Walks through a trellis, with a factor for each row and each column: whole bits per weight, with little overhead."""
 
 from typing import Any, ClassVar
 
@@ -12,9 +12,9 @@ from kernels.trellis_matmul import Trellis, decode, length_for, trellis_matmul
 
 
 class TrellisWeight(AsStored):
-    """W = (row ⊗ column ⊙ V) rotated back along `in`, V being the values of the walks; `matmul` rotates x instead.
+    """W = (row ⊗ column ⊙ V) rotated back along `in`, with V the values of the walks; `matmul` rotates x instead.
 
-    Buffers: `codes` uint8 [segments, in, length * bits / 8], as `kernels.trellis_matmul.Trellis` lays walks out; `row`
+    Buffers: `codes` uint8 [segments, in, length * bits / 8], in the layout of `kernels.trellis_matmul.Trellis`; `row`
     [out] and `column` [in], bfloat16 factors; `signs` uint8 [ceil(in/8)], a bit for each input, 1 for +1.
     """
 
@@ -59,7 +59,7 @@ class TrellisWeight(AsStored):
 
     @property
     def packed(self) -> Trellis:
-        """What the product reads; it meets x rotated by `flips` and multiplied by `gains`."""
+        """The input of the product, for x that is rotated by `flips` and multiplied by `gains`."""
         return self._trellis(self.factors)
 
     def matmul(self, x: Tensor) -> Tensor:

@@ -1,1 +1,1 @@
-"""Policies: which cached positions stay. One file each."""
+"""Policies, which choose the cached positions that stay. One file each."""

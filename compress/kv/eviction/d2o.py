@@ -73,8 +73,8 @@ class D2O(Policy):
 
 
 def most_similar(keys: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
-    """Of every key [B, H, T, D] the largest cosine with one that is kept, bool [B, H, T], and which one that is, [B, H,
-    T]; -inf where none is kept."""
+    """For every key [B, H, T, D], its largest cosine with a kept key (keep: bool [B, H, T]), and the place of that key,
+    [B, H, T]; -inf if no key is kept."""
     unit = torch.nn.functional.normalize(keys.float(), dim=-1)
     cosine, nearest = [], []
     for rows in unit.split(ROWS, 2):
@@ -85,8 +85,8 @@ def most_similar(keys: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def merge_into(x: Tensor, nearest: Tensor, cosine: Tensor, joins: Tensor) -> Tensor:
-    """x [B, H, T, D] where positions that join, bool [B, H, T], were averaged into their nearest ones, with weights
-    e^cosine against e for the nearest itself."""
+    """x [B, H, T, D] with positions that join, bool [B, H, T], averaged into their nearest ones: a joining position has
+    the weight e^cosine, the nearest one itself the weight e."""
     weight = cosine.exp().masked_fill(~joins, 0)  # [B, H, T]
     own = torch.full_like(weight, torch.e)
     total = own.scatter_add(2, nearest, weight)

@@ -38,7 +38,7 @@ class ExpectedAttention(Policy):
     def scores(self, seen: Seen) -> Tensor:
         B, H, T, D = seen.keys.shape
         mean, covariance = self._statistics(seen)  # [B, H_q, D], [B, H_q, D, D]
-        turned = self._mean_rotation(seen, D)  # [B, D, D]: row j is where e_j goes
+        turned = self._mean_rotation(seen, D)  # [B, D, D]: row j is the image of e_j
         mean = (mean @ turned).unflatten(1, (H, -1))  # [B, H, G, D]
         covariance = (turned.mT[:, None] @ covariance @ turned[:, None]).unflatten(1, (H, -1))
         keys = seen.keys.float() * seen.scaling

@@ -54,7 +54,7 @@ class GemFilter(Policy):
             )
 
     def scores(self, seen: Seen) -> Tensor:
-        return torch.zeros(seen.valid.shape, device=seen.valid.device)  # what goes is gone already
+        return torch.zeros(seen.valid.shape, device=seen.valid.device)  # the evicted tokens are already removed
 
     def read_again(self, model: nn.Module, cache: CompressedCache) -> None:
         layers = cache.filled
@@ -78,7 +78,7 @@ class GemFilter(Policy):
         cache.ids, cache.masks = [ids], [stays]
 
     def _choose(self, layer: KVLayer) -> Tensor:
-        """bool [B, T], right-packed as the layer's rows are: the tokens that stay, the last one among them."""
+        """bool [B, T], right-packed like the layer's rows: the tokens that stay, including the last one."""
         seen = layer.seen_by(layer.queries, layer.asked)
         query = seen.queries[:, :, -1].unflatten(1, (seen.keys.shape[1], -1)).sum(2)  # [B, H_kv, D]
         got = torch.einsum("bhd,bhtd->bt", query.float(), seen.keys.float())

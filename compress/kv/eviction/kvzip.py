@@ -49,7 +49,7 @@ class KVzip(Policy):
             self._repeat(model, cache, ids[:, begin:end], real[:, begin:end], count - begin)
 
     def _repeat(self, model: nn.Module, cache: CompressedCache, ids: Tensor, real: Tensor, first: Tensor) -> None:
-        """Read a piece again, and remember how much attention its places in the cache, from -first [B] on, got."""
+        """Read a piece again, and remember the attention to its places in the cache, which begin at -first [B]."""
 
         def listen(layer: KVLayer, q: Tensor, k: Tensor, asked: Tensor) -> None:
             kept, _, _ = joined(layer.slabs)
@@ -76,7 +76,7 @@ class KVzip(Policy):
         most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 1 << 30
         if (needed := int(layer.tokens.max()) + ids.shape[1]) > most and rotary_of(
             model
-        ) is None:  # rotations go on for ever
+        ) is None:  # rotary positions have no limit
             raise ValueError(
                 f"`piece` (={self.piece}) of {self.name}: reading the prompt a second time takes {needed} positions, "
                 f"and this model has {most} positions; a shorter prompt or piece would do"

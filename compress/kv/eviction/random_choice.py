@@ -25,11 +25,11 @@ class RandomEviction(Policy):
         return seen.memory
 
     def remember(self, seen: Seen) -> Tensor:
-        """A number for each token's life, made of its place alone, so that it is the same in any batch."""
+        """A fixed number for each token, computed from its place alone, so that it is the same in any batch."""
         order = seen.order()
         place = (
             seen.tokens[:, None, None] - order[..., -1:] + order
-        )  # right of the latest ones, which are all that are new
+        )  # correct for the latest tokens, and only these are new
         head = torch.arange(seen.valid.shape[1], device=seen.valid.device)[:, None]
         mixed = place * 0x9E3779B1 + head * 0x85EBCA77 + seen.layer * 0xC2B2AE3D + self.seed * 0x27D4EB2F
         for shift, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39)):

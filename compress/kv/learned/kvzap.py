@@ -45,7 +45,7 @@ class KVzap(Policy):
         check_networks(self, self.path, model, hidden, command=COMMAND, kind="hidden states")
 
     def remember(self, seen: Seen) -> Tensor:
-        """The predicted scores of what is kept; new ones at its end."""
+        """The predicted scores of the kept positions, with those of new tokens at the end."""
         return remembered(seen, self.path, seen.hidden)
 
     def scores(self, seen: Seen) -> Tensor:

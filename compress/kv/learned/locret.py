@@ -50,7 +50,7 @@ class Locret(Policy):
         check_networks(self, self.path, model, channels(model), command=COMMAND, kind="queries, keys and values")
 
     def remember(self, seen: Seen) -> Tensor:
-        """The predicted scores of what is kept; new ones at its end."""
+        """The predicted scores of the kept positions, with those of new tokens at the end."""
         return remembered(seen, self.path, features(seen))
 
     def scores(self, seen: Seen) -> Tensor:
@@ -58,7 +58,7 @@ class Locret(Policy):
 
 
 def channels(model: nn.Module) -> int:
-    """Of a token's query, key and value of all heads."""
+    """The number of channels of a token's query, key and value in all heads."""
     config = model.config.get_text_config(decoder=True)
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -66,7 +66,7 @@ def channels(model: nn.Module) -> int:
 
 
 def features(seen: Seen) -> Tensor:
-    """What the networks see of the queries' tokens, [B, n, channels] float32: query, key and value before RoPE."""
+    """Inputs of the networks for the queries' tokens, [B, n, channels] float32: query, key, value before RoPE."""
     n = seen.queries.shape[2]
     places = seen.positions.clamp(min=0)
     q, k = (seen.turn(x.float(), places, True) for x in (seen.queries, seen.keys[:, :, -n:]))

@@ -19,8 +19,8 @@ from compress.kv.learned.networks import Scorer, scorers, write
 def mixed(networks: Sequence[Scorer], weights: Sequence[float]) -> Scorer:
     """One network that predicts Σ weight · prediction.
 
-    The hidden units of all stand side by side. What each does to its inputs first, (x - mean) / deviation, becomes part
-    of its first product.
+    The hidden units of all networks are put side by side. The normalisation of each network's inputs, (x - mean) /
+    deviation, becomes part of its first product.
     """
     ups = [network.up / network.deviation[:, None] for network in networks]
     biases = [network.first_bias - network.mean @ up for network, up in zip(networks, ups, strict=True)]
@@ -40,11 +40,12 @@ def mix(files: Sequence[str | Path], path: str | Path, weights: Sequence[float] 
     """Write the file that `kvzap(path=...)` takes.
 
     Args:
-        files: of networks for the same model.
-        weights: of the files; None: the same for all, 1 in sum.
+        files: the files of networks for the same model.
+        weights: the weights of the files; None: equal weights with a sum of 1.
 
     Raises:
-        ValueError: no files, other weights than files, or networks of models that differ.
+        ValueError: there are no files, the number of weights differs from theirs, or the networks are for different
+            models.
     """
     weights = [1 / len(files)] * len(files) if weights is None and files else weights or []
     if not files or len(weights) != len(files):

@@ -20,7 +20,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class Scorer(NamedTuple):
-    """Of one layer: scores [n, H_kv] = gelu((x - mean) / deviation up) down + bias, of inputs x [n, inputs].
+    """The network of a layer: scores [n, H_kv] = gelu((x - mean) / deviation up) down + bias, inputs x [n, inputs].
 
     up: [inputs, width], first_bias: [width], down: [width, H_kv], bias: [H_kv]; mean, deviation: [inputs].
     """
@@ -39,7 +39,7 @@ class Scorer(NamedTuple):
 
 
 class Fitted(NamedTuple):
-    """How well a network predicts tokens that it was not trained on.
+    """The accuracy of a network on tokens that it was not trained on.
 
     Attributes:
         explained: share of the variance of the targets, R².
@@ -67,7 +67,7 @@ def fit(
 
     Args:
         inputs: [n, inputs]. target: [n, H_kv].
-        batch: tokens of an update.
+        batch: the number of tokens of an update.
         span: consecutive tokens that are drawn together, for losses that compare neighbours; it divides n.
         loss: of predictions and targets, both [batch / span, span, H_kv].
     """
@@ -112,7 +112,7 @@ def fit_all(
     """Train a network for every layer, and write the file that a policy takes.
 
     Args:
-        examples: {layer: inputs [n, inputs], targets [n, H_kv]}. width, more: of `fit`.
+        examples: {layer: inputs [n, inputs], targets [n, H_kv]}. width, more: arguments of `fit`.
     """
     networks, fitted = {}, {}
     for number, (inputs, target) in tqdm(examples.items(), desc="networks", unit="layer"):
@@ -128,7 +128,7 @@ def write(networks: Mapping[int, Scorer], path: str | Path) -> None:
 
 
 def summary(fitted: Mapping[int, Fitted]) -> str:
-    """What a command prints of the networks of all layers."""
+    """The lines that a command prints about the networks of all layers."""
     explained, overlap = (sum(of) / len(fitted) for of in zip(*fitted.values(), strict=True))
     least = min(one.explained for one in fitted.values())
     return f"{len(fitted)} layers, R² {explained:.3f} on average, {least:.3f} at least, top tenth {overlap:.3f}"
@@ -150,7 +150,7 @@ def check_networks(policy: Policy, path: str, model: nn.Module, inputs: int, *, 
     """Raise ValueError if a file does not hold networks for this model.
 
     Args:
-        inputs: channels that the networks read. kind: what these are. command: what writes the file.
+        inputs: the number of channels that the networks read. kind: their name. command: the command for such files.
     """
     writes = f"`python -m {command} --model MODEL --out FILE` writes one"
     if not path:
@@ -173,10 +173,10 @@ def check_networks(policy: Policy, path: str, model: nn.Module, inputs: int, *, 
 
 
 def remembered(seen: Seen, path: str, inputs: Tensor) -> Tensor:
-    """What a policy remembers: the scores of what was kept, and those of the pass's tokens at its end.
+    """The memory of a policy: the scores of the kept positions, with those of the pass's tokens at the end.
 
     Args:
-        inputs: [B, n, inputs] of the last n tokens.
+        inputs: [B, n, inputs], for the last n tokens.
     """
     scorer, n = scorers(path)[seen.layer], inputs.shape[1]
     new = scorer._make(t.to(inputs.device) for t in scorer)(inputs).transpose(1, 2)  # [B, H, n]

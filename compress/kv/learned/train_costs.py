@@ -1,4 +1,4 @@
-"""Train networks for `kvzap` that predict from hidden states how much the loss of each token would cost.
+"""Train networks for `kvzap` that predict from hidden states the cost of losing each token.
 
 $ python -m compress.kv.learned.train_costs --model smollm2-135m --out costs.safetensors
 
@@ -36,14 +36,14 @@ from compress.kv.seen import ROWS, Seen
 from compress.kv.support import keeping_layers
 
 NAME = "workbench_kv_heard"
-LEAST = 1e-6  # costs below this, in nats, are as good as none
+LEAST = 1e-6  # costs below this, in nats, count as this
 TARGETS = ("cost", "attention")
-LEFT = 0.05  # of a head's attention, that other positions have at least: 1 - a is no less
+LEFT = 0.05  # share of a head's attention that other positions have at least: the minimum of 1 - a
 
 
 class Heard:
-    """What an attention module computed: its inputs [1, T, hidden], what it attended with, and its output y [1, T, H_q,
-    D]."""
+    """Record of an attention module: its inputs [1, T, hidden], its queries, keys and values as a `Seen`, and its
+    output y [1, T, H_q, D]."""
 
     def __init__(self, hidden: Tensor, seen: Seen, y: Tensor) -> None:
         self.hidden, self.seen, self.y = hidden, seen, y
@@ -51,7 +51,7 @@ class Heard:
 
 @contextmanager
 def _listening(model: nn.Module) -> Iterator[dict[int, Heard]]:
-    """Layers that keep all positions, by their number, as they compute; an attached model's hidden states are noted."""
+    """{number of a layer that keeps all positions: its record}, filled as the layers of an attached model compute."""
     heard, keeping = {}, set(keeping_layers(model))
 
     def listen(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **about) -> tuple[Tensor, None]:
@@ -88,12 +88,12 @@ def _listening(model: nn.Module) -> Iterator[dict[int, Heard]]:
 def costs(
     model: nn.Module, ids: Tensor, seed: int = 0, target: str = TARGETS[0]
 ) -> dict[int, tuple[Tensor, Tensor]]:
-    """By layer, the hidden states [n, hidden] that its attention reads, and what it would cost at most to lose a token
+    """By layer, the hidden states [n, hidden] that its attention reads, and the highest possible cost of losing a token
     from a kv head's cache, [n, H_kv] in nats, float32.
 
     Args:
-        ids: [1, n], a text, which is read twice. seed: of the tokens that are drawn.
-        target: "cost", or in its place "attention": the largest that a token gets in the second reading.
+        ids: [1, n], a text, which is read twice. seed: for drawing tokens.
+        target: "cost", or "attention": the largest attention that a token gets in the second reading.
     """
     n = ids.shape[1]
     with attached(model), _listening(model) as heard, torch.set_grad_enabled(target == "cost"):
@@ -111,8 +111,8 @@ def costs(
 
 
 def _largest(seen: Seen, y: Tensor, gradient: Tensor | None, n: int) -> Tensor:
-    """The largest a / (1 - a) |v - y| |gradient|, or a without a gradient, of the last n queries and the heads that
-    share a position, for the first n positions: [B, H_kv, n]. y, gradient: [B, T, H_q, D]."""
+    """The largest a / (1 - a) |v - y| |gradient|, or a if there is no gradient, over the last n queries and the heads
+    that share a position, for the first n positions: [B, H_kv, n]. y, gradient: [B, T, H_q, D]."""
     B, H, T, _ = seen.keys.shape
     values = seen.values[:, :, :n].float()
     largest = values.new_zeros(B, H, n)
@@ -142,7 +142,7 @@ def examples(
     """By layer, hidden states [n, hidden] in bfloat16 and the logarithms of the costs [n, H_kv] of all tokens.
 
     Args:
-        batches: tokens, LongTensors [1, T]. target: of `costs`.
+        batches: tokens, LongTensors [1, T]. target: as for `costs`.
     """
     found: dict[int, list[tuple[Tensor, Tensor]]] = {}
     for i, ids in enumerate(tqdm(batches, desc="costs of losing a token", unit="text")):
@@ -156,13 +156,13 @@ def examples(
 def train(
     model: nn.Module, batches: Sequence[Tensor], path: str | Path, target: str = TARGETS[0], **more: float
 ) -> dict[int, Fitted]:
-    """Write a file that `kvzap(path=...)` takes; `more`: of `fit`, but for the width, an eighth of the hidden size.
+    """Write a file for `kvzap(path=...)`; `more`: arguments of `fit`; the width is an eighth of the hidden size.
 
     Args:
-        target: of `costs`.
+        target: as for `costs`.
 
     Returns:
-        {layer: how well its network predicts tokens that were held out}
+        {layer: the accuracy of its network on tokens that were held out}
     """
     width = max(model.config.get_text_config(decoder=True).hidden_size // 8, 8)
     return fit_all(examples(model, batches, target), path, width=width, **more)

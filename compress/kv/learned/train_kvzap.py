@@ -1,4 +1,4 @@
-"""Train the networks that `kvzap` scores with: KVzip's scores of a model's own texts, predicted from hidden states.
+"""Train the networks with which `kvzap` scores: they predict KVzip's scores of texts from hidden states.
 
 $ python -m compress.kv.learned.train_kvzap --model smollm2-135m --out kvzap.safetensors
 """
@@ -16,7 +16,7 @@ from compress.kv.attach import attached
 from compress.kv.eviction.kvzip import KVzip
 from compress.kv.learned.networks import Fitted, fit_all, summary
 
-LEAST = 1e-6  # attention below this is as good as none
+LEAST = 1e-6  # attention below this counts as this
 
 
 @torch.no_grad()
@@ -42,10 +42,10 @@ def examples(model: nn.Module, batches: Sequence[Tensor]) -> dict[int, tuple[Ten
 
 
 def train(model: nn.Module, batches: Sequence[Tensor], path: str | Path, **more: float) -> dict[int, Fitted]:
-    """Write the file that `kvzap(path=...)` takes; `more`: of `fit`, but for the width, an eighth of the hidden size.
+    """Write a file for `kvzap(path=...)`; `more`: arguments of `fit`; the width is an eighth of the hidden size.
 
     Returns:
-        {layer: how well its network predicts tokens that were held out}
+        {layer: the accuracy of its network on tokens that were held out}
     """
     width = max(model.config.get_text_config(decoder=True).hidden_size // 8, 8)
     return fit_all(examples(model, batches), path, width=width, **more)

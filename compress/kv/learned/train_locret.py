@@ -1,4 +1,4 @@
-"""Train the networks that `locret` scores with: the attention logits of answers, predicted from queries, keys, values.
+"""Train the networks with which `locret` scores: they predict attention logits of answers from queries, keys, values.
 
 $ python -m compress.kv.learned.train_locret --model smollm2-135m --out locret.safetensors
 """
@@ -17,7 +17,7 @@ from compress.kv.attach import attached
 from compress.kv.learned.locret import features, largest_logits
 from compress.kv.learned.networks import Fitted, fit_all, summary
 
-ANSWER = 0.25  # share of a text, its end, whose attention is predicted
+ANSWER = 0.25  # share of a text, at its end, whose attention is predicted
 SPAN = 8  # consecutive tokens that are drawn together
 SMOOTH = 0.0025  # weight of the squared differences between scores of neighbours
 
@@ -25,7 +25,7 @@ SMOOTH = 0.0025  # weight of the squared differences between scores of neighbour
 @torch.no_grad()
 def examples(model: nn.Module, batches: Sequence[Tensor]) -> dict[int, tuple[Tensor, Tensor]]:
     """By layer, queries, keys and values [n, channels] in bfloat16 and the largest logits [n, H_kv] of the tokens of
-    prompts, which are all but the last quarter of each text, in whole spans.
+    prompts. A prompt is a text without its last quarter, cut to whole spans.
 
     Args:
         batches: tokens, LongTensors [1, T].
@@ -47,15 +47,15 @@ def examples(model: nn.Module, batches: Sequence[Tensor]) -> dict[int, tuple[Ten
 
 
 def smooth_loss(predicted: Tensor, target: Tensor) -> Tensor:
-    """Smooth L1 of scores and logits, and the squared differences of neighbours' scores; [spans, span, H_kv]."""
+    """Smooth L1 loss of scores and logits, plus squared differences of neighbouring scores; [spans, span, H_kv]."""
     return smooth_l1_loss(predicted, target) + SMOOTH * predicted.diff(dim=1).square().mean()
 
 
 def train(model: nn.Module, batches: Sequence[Tensor], path: str | Path, **more: float) -> dict[int, Fitted]:
-    """Write the file that `locret(path=...)` takes; `more`: of `fit`, but for the width, a quarter of the hidden size.
+    """Write a file for `locret(path=...)`; `more`: arguments of `fit`; the width is a quarter of the hidden size.
 
     Returns:
-        {layer: how well its network predicts tokens that were held out}
+        {layer: the accuracy of its network on tokens that were held out}
     """
     width = max(model.config.get_text_config(decoder=True).hidden_size // 4, 8)
     return fit_all(examples(model, batches), path, width=width, span=SPAN, loss=smooth_loss, **more)

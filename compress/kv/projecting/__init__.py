@@ -1,1 +1,1 @@
-"""Projecting: in which channels keys and values are kept. One file each."""
+"""Projections, which choose the channels in which keys and values are kept. One file each."""

@@ -17,13 +17,13 @@ from compress.kv.attach import attached
 from compress.kv.projecting.matryoshka import rank_of
 from compress.kv.storage import joined
 
-SHARES = (0.75, 0.5, 0.375, 0.25)  # of the channels, of which the command tells what they keep
+SHARES = (0.75, 0.5, 0.375, 0.25)  # shares of the channels for which the command prints the kept share of squares
 KINDS = ("keys", "values", "keys before RoPE")
 
 
 @torch.no_grad()
 def second_moments(model: nn.Module, batches: Sequence[Tensor]) -> dict[str, dict[int, Tensor]]:
-    """Σ x xᵀ of each kv head, [H_kv, D, D] float64: {kind: {layer: of it}} for every kind in KINDS.
+    """Σ x xᵀ of each kv head, as {kind: {layer: [H_kv, D, D] float64}} for every kind in KINDS.
 
     Args:
         batches: tokens, LongTensors [1, T].
@@ -57,7 +57,7 @@ def kept_share(moment: Tensor, share: float) -> float:
 
 
 def find(model: nn.Module, batches: Sequence[Tensor], path: str | Path) -> dict[str, dict[float, float]]:
-    """Write the file that `matryoshka(path=...)` takes.
+    """Write a file for `matryoshka(path=...)`.
 
     Returns:
         {kind: {share of the channels: share of the squares that the first components keep, mean over layers}}

@@ -12,7 +12,7 @@ from compress.kv.precision import Projection
 from compress.kv.support import keeping_layers
 from compress.method import knob
 
-STEP = 4  # ranks are multiples of it, so that codes of 2 bits fill their bytes
+STEP = 4  # ranks are multiples of this, so that codes of 2 bits fill their bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class Matryoshka(Projecting):
 
 
 def rank_of(share: float, channels: int) -> int:
-    """Components, a multiple of 4 at least, that a share of the channels is."""
+    """The number of components for a share of the channels: a multiple of 4, and at least 4."""
     return min(max(round(share * channels / STEP), 1) * STEP, channels)
 
 

@@ -10,20 +10,20 @@ from compress.kv.storage import Slab
 from kernels.kv_decode import KV, Listed, kv_decode
 from kernels.kv_decode import MAX_TOKENS as KERNEL_TOKENS
 
-Turn = Callable[[Tensor, Tensor, bool], Tensor]  # as of `compress.kv.rotation.turn_of`
+Turn = Callable[[Tensor, Tensor, bool], Tensor]  # as `compress.kv.rotation.turn_of` gives it
 
 
 def ranks_of(share: float, tokens: Tensor, channels: int) -> Tensor:
-    """Rank of two factors that take this share of the bytes of [tokens, channels], 1 at least; tokens: [B]."""
+    """Rank of two factors that take this share of the bytes of [tokens, channels], at least 1; tokens: [B]."""
     rank = (share * tokens * channels / (tokens + channels).clamp(min=1)).floor().long()
     return rank.clamp(min=1).minimum(tokens.clamp(min=1)).clamp(max=channels)
 
 
 def factors(x: Tensor, ranks: Tensor) -> tuple[Tensor, Tensor]:
-    """The best approximation of every row of x [B, T, C] by a product of its rank [B] (Eckart and Young), in float64.
+    """The best approximation of every x[b] [T, C] by a product of rank ranks[b] (Eckart and Young), in float64.
 
     Returns:
-        [B, T, R], R the largest rank, zeros behind a row's own, columns of mean square 1; and [B, R, C].
+        [B, T, R], with R the largest rank, zeros behind a row's own rank, and columns of mean square 1; and [B, R, C].
     """
     B, T, C = x.shape
     x, most = x.double(), int(ranks.max())
@@ -39,7 +39,7 @@ def factors(x: Tensor, ranks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Basis:
-    """What several layers share: a row for every token. One of them `owns` it, and counts and reorders it.
+    """The factor that several layers share: a row for every token. One layer `owns` it, and counts and reorders it.
 
     Attributes:
         tokens: [B, 1, T, R].
@@ -60,7 +60,7 @@ class Factored:
         return [self.lift, *([self.basis.tokens] if self.owns else [])]
 
     def rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Another choice or order of batch rows; of all layers that share the basis, or of none."""
+        """Choose or reorder batch rows, in all layers that share the basis or in none."""
         self.lift = change(self.lift)
         if self.owns:
             self.basis.tokens = change(self.basis.tokens)
@@ -71,7 +71,7 @@ class Factored:
 
 
 class Whole:
-    """Keys or values as they came, [B, H, T, D]."""
+    """Keys or values in their original form, [B, H, T, D]."""
 
     def __init__(self, x: Tensor) -> None:
         self.x = x.contiguous()
@@ -88,26 +88,26 @@ class Whole:
 
 
 class SharedSlab:
-    """A prompt in factors, and behind it tokens as they came; it does what a `compress.kv.storage.Slab` does.
+    """A prompt in factors, and behind it uncompressed tokens; it has the interface of `compress.kv.storage.Slab`.
 
     Keys in factors are held before RoPE, and turned whenever they are read.
 
     Attributes:
-        due: is there a prompt behind the factors, which is yet to be made a part of them?
+        due: whether there is a prompt behind the factors that is not part of them yet.
     """
 
     def __init__(self, keys: Factored | Whole, values: Factored | Whole, starts: Tensor, turn: Turn) -> None:
-        """Keys and values of T positions, of which row (b, h) is positions starts[b, h] to T."""
+        """keys, values: of T positions; row (b, h) is positions starts[b, h] to T."""
         self.keys, self.values, self.turn = keys, values, turn
         self.starts, self.precision, self.due = starts, Precision(), False
         k, v = self.dense_prompt()
         self.prompt = k.shape[2]
-        none = (x.new_empty(*x.shape[:2], 0, x.shape[3]) for x in (k, v))  # a slice would hold all of x
+        none = (x.new_empty(*x.shape[:2], 0, x.shape[3]) for x in (k, v))  # a slice would keep all of x in memory
         self.tail = Slab(*none, torch.zeros_like(starts), self.precision)
 
     @classmethod
     def of_tail(cls, slab: Slab, turn: Turn) -> "SharedSlab":
-        """What a slab holds, with no position in factors."""
+        """The positions of a slab, none of them in factors."""
         k, v = slab.dense()
         none = (Whole(x.new_empty(*x.shape[:2], 0, x.shape[3])) for x in (k, v))
         made = cls(*none, slab.starts, turn)
@@ -116,7 +116,7 @@ class SharedSlab:
 
     @property
     def length(self) -> int:
-        """Positions, of the longest row."""
+        """Number of positions of the longest row."""
         return self.prompt + self.tail.length
 
     @property
@@ -126,11 +126,11 @@ class SharedSlab:
 
     @property
     def held(self) -> list[Tensor]:
-        """Every tensor that it holds; what layers share is its owner's."""
+        """Every tensor that it holds; shared tensors count for their owner alone."""
         return [*self.keys.held, *self.values.held, *self.tail.held, self.starts]
 
     def rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Another choice or order of batch rows."""
+        """Choose or reorder batch rows."""
         self.starts = change(self.starts).contiguous()
         for one in (self.keys, self.values, self.tail):
             one.rows(change)
@@ -141,7 +141,7 @@ class SharedSlab:
         self.due = self.due or k.shape[2] > KERNEL_TOKENS
 
     def drop_last(self, count: int) -> None:
-        """Forget the last positions, which must not be in factors yet."""
+        """Remove the last positions, which must not be in factors yet."""
         if count > self.tail.length:
             raise ValueError(
                 f"the last {count} tokens cannot be taken back: all but {self.tail.length} are stored in factors"
@@ -156,7 +156,7 @@ class SharedSlab:
         return k, v
 
     def dense(self) -> tuple[Tensor, Tensor]:
-        """k, v [B, H, length, D]; what lies before a row's start means nothing."""
+        """k, v [B, H, length, D]; values before a row's start are undefined."""
         if not self.prompt:
             return self.tail.dense()
         k, v = (torch.cat(pair, 2) for pair in zip(self.dense_prompt(), self.tail.dense(), strict=True))
@@ -165,12 +165,12 @@ class SharedSlab:
     def attend(
         self, q: Tensor, *, scale: float, softcap: float | None, count: bool = False, listed: Listed | None = None
     ) -> tuple[Tensor, None]:
-        """As of `Slab`, of all positions, without counting."""
+        """As `Slab.attend`, over all positions, without counting attention."""
         assert not count and listed is None, "methods that need these are refused beside it"
         y = kv_decode(q, KV(*self.dense()), self.lengths, starts=self.starts, scale=scale, softcap=softcap)
         return y, None
 
 
 def places(starts: Tensor, length: int) -> Tensor:
-    """[B, length]: where tokens were that all heads keep, counted over those of a row, [B, H] of whose starts it is."""
+    """[B, length]: positions of tokens, counted from the start of each row; starts: [B, H], equal for all heads."""
     return (torch.arange(length, device=starts.device) - starts[:, :1]).clamp(min=0)

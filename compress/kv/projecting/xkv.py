@@ -66,7 +66,7 @@ class XKV(Projecting):
         return super().within(before, after)
 
     def projection(self, layer: int) -> None:
-        return None  # what is held of a token depends on its prompt, and on other layers
+        return None  # the stored form of a token depends on its prompt, and on other layers
 
     def join(self, layers: Sequence[KVLayer]) -> None:
         for begin in range(0, len(layers), self.group):
@@ -81,7 +81,7 @@ class XKV(Projecting):
                     layer.slabs = [SharedSlab.of_tail(layer.slabs[0], layer.about["turn"])]
 
     def _decompose(self, group: Sequence[KVLayer]) -> None:
-        """Put what these layers keep into factors."""
+        """Replace the keys and values of these layers by factors."""
         starts = group[0].slabs[0].starts
         at, keys, values = places(starts, group[0].length), [], []
         for layer in group:

@@ -16,15 +16,15 @@ from kernels.kv_decode import MAX_TOKENS as KERNEL_TOKENS
 
 
 class Plan(NamedTuple):
-    """How a prompt is divided; chunks are counted from each row's first position.
+    """The division of a prompt; chunks are counted from each row's first position.
 
     Attributes:
-        chunk: positions of a chunk.
-        counts: [B, H] int64, chunks at the beginning of each row; what lies behind them stays as it came.
-        exact: bool [B, H, C]: which of the chunks stay as they came, too.
-        landmarks: [B, H, C, D], by which queries choose among the others.
-        chosen: [B, H] int64, how many of those a query reads.
-        rank: of all heads' keys together.
+        chunk: the number of positions of a chunk.
+        counts: [B, H] int64, chunks at the beginning of each row; positions behind them are not compressed.
+        exact: bool [B, H, C]: the chunks that are not compressed either.
+        landmarks: [B, H, C, D], by which queries choose among the other chunks.
+        chosen: [B, H] int64, the number of other chunks that a query reads.
+        rank: the rank of all heads' keys together.
     """
 
     chunk: int
@@ -36,20 +36,20 @@ class Plan(NamedTuple):
 
 
 class ChunkedSlab:
-    """What a `compress.kv.storage.Slab` does, of a prompt in chunks and of what came behind it.
+    """A prompt in chunks, and the positions behind it, with the interface of `compress.kv.storage.Slab`.
 
-    The keys of the chunks are held before RoPE as a product of two factors and turned when they are read, and their
+    The keys of the chunks are held before RoPE as a product of two factors and rotated when they are read; their
     values are `Offloaded`; exact chunks are held beside them. Row (b, h) is positions starts[b, h] to `length`; all
     heads of a row hold the same positions.
 
     Attributes:
-        due: is there a prompt behind the chunks, which is yet to be divided into some?
-        reads: [B, H] int64, chunks that a query reads, exact ones among them; `most` of any row.
+        due: whether there is a prompt behind the chunks that is not divided into chunks yet.
+        reads: [B, H] int64, the number of chunks that a query reads, with exact ones; `most`: its largest value.
     """
 
     def __init__(self, k: Tensor, v: Tensor, starts: Tensor, plan: Plan, turn: Turn, place: str, fetched: int) -> None:
         """k, v: [B, H, T, D], rotated, right-packed from starts [B, H] on. turn: the model's rotation.
-        place, fetched: as of `Offloaded`.
+        place, fetched: for `Offloaded`.
         """
         B, H, T, D = k.shape
         self.starts, self.precision, self.turn, self.due = starts.to(torch.int32), Precision(), turn, False
@@ -58,7 +58,7 @@ class ChunkedSlab:
         self.reads = plan.chosen + plan.exact.sum(-1)
         self.most = int(self.reads.max())
         early, M = from_start(k, starts), plan.exact.shape[2] * plan.chunk
-        self.number = torch.arange(B, device=k.device)[:, None]  # of each row among those of `values`
+        self.number = torch.arange(B, device=k.device)[:, None]  # number of each row in `values`
         front = [x[:, :, :M] for x in (early, from_start(v, starts))]
         self.values = Offloaded(front[1].flatten(0, 2), place, fetched)
         self.keys = self._factors(front[0], plan.rank)
@@ -66,7 +66,7 @@ class ChunkedSlab:
         self.exact_k, self.exact_v = (taken(x, index) for x in front)
         behind = T - starts.long() - plan.counts * plan.chunk  # [B, H]
         rest = int(behind.max())
-        self.before = T - rest  # positions that lie before the tail
+        self.before = T - rest  # number of positions before the tail
         self.tail = Slab(k[:, :, T - rest :].clone(), v[:, :, T - rest :].clone(), rest - behind, self.precision)
 
     def _factors(self, k: Tensor, rank: int) -> Factored:
@@ -83,7 +83,7 @@ class ChunkedSlab:
 
     @property
     def length(self) -> int:
-        """Positions, of the longest row."""
+        """Number of positions of the longest row."""
         return self.before + self.tail.length
 
     @property
@@ -93,18 +93,18 @@ class ChunkedSlab:
 
     @property
     def held(self) -> list[Tensor]:
-        """Every tensor that it holds, values that are elsewhere too."""
+        """Every tensor that it holds, including values in other memory."""
         own = [self.starts, self.counts, self.reads, self.number, self.slots, self.landmarks]
-        rows = self.values.rows[None, :, None]  # of as many dimensions as others have
+        rows = self.values.rows[None, :, None]  # with as many dimensions as the others
         return [*own, self.exact_k, self.exact_v, rows, *self.keys.held, *self.tail.held]
 
     @property
     def elsewhere(self) -> list[Tensor]:
-        """Those of them that lie outside of the memory that attention reads."""
+        """The held tensors outside of the memory that attention reads."""
         return [self.values.rows]
 
     def rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Another choice or order of batch rows; their values stay where they are."""
+        """Choose or reorder batch rows; offloaded values do not move."""
         for name in ("starts", "counts", "reads", "number", "slots", "landmarks", "exact_k", "exact_v"):
             setattr(self, name, change(getattr(self, name)).contiguous())
         for one in (self.keys, self.tail):
@@ -116,21 +116,21 @@ class ChunkedSlab:
         self.due = self.due or k.shape[2] > KERNEL_TOKENS
 
     def drop_last(self, count: int) -> None:
-        """Forget the last positions, which must not be in chunks yet."""
+        """Remove the last positions, which must not be in chunks yet."""
         least = int(self.tail.lengths.min())
         if count > least:
             raise ValueError(f"the last {count} tokens cannot be taken back: all but {least} are stored in factors")
         self.tail.drop_last(count)
 
     def dense(self) -> tuple[Tensor, Tensor]:
-        """k, v [B, H, length, D]; what lies before a row's start means nothing. All values are fetched."""
+        """k, v [B, H, length, D]; values before a row's start are undefined. All offloaded values are fetched."""
         at = torch.arange(self.length, device=self.starts.device).expand(*self.starts.shape, -1)
         return self.read(at, at >= self.starts[..., None], self.length)
 
     def attend(
         self, q: Tensor, *, scale: float, softcap: float | None, count: bool = False, listed: Listed | None = None
     ) -> tuple[Tensor, None]:
-        """As of `Slab`, without counting: only the keys and values that are listed are made and fetched."""
+        """As `Slab.attend`, without counting attention; only listed keys are computed and listed values fetched."""
         assert not count, "methods that need this are refused beside it"
         if listed is None:
             k, v = self.dense()
@@ -144,10 +144,10 @@ class ChunkedSlab:
         """Keys and values [B, H, n, D] at these positions.
 
         Args:
-            at: [B, H, n] int64, ascending where used [B, H, n], bool; the others mean nothing.
-            front: positions in chunks are among so many first ones.
+            at: [B, H, n] int64, ascending where used [B, H, n], bool, is True; the other entries are ignored.
+            front: positions in chunks are among this number of first positions.
         """
-        number = (at - self.starts[..., None]).long()  # in the row
+        number = (at - self.starts[..., None]).long()  # place in the row
         near = (at - self.before).clamp(0, max(self.tail.length - 1, 0))
         k, v = (taken(one.view, near) for one in (self.tail.k, self.tail.v))
         if not self.slots.shape[2]:
@@ -166,25 +166,25 @@ class ChunkedSlab:
         return k, v
 
     def _keys_at(self, number: Tensor) -> Tensor:
-        """Keys [B, H, n, D] of places [B, H, n] in each row, made of their factors."""
+        """Keys [B, H, n, D] of places [B, H, n] in each row, computed from their factors."""
         B, H, n = number.shape
         k = taken(self.keys.basis.tokens.expand(-1, H, -1, -1), number) @ self.keys.lift
         turned = self.turn(k.view(B * H, 1, n, -1).float(), number.view(B * H, n), False)  # a row has one set of places
         return turned.view(k.shape).to(k.dtype)
 
     def _values_at(self, number: Tensor, wanted: Tensor) -> Tensor:
-        """Values [N, D] of the N places among [B, H, n] in each row that are wanted."""
+        """Values [N, D] of the N wanted places; number: [B, H, n], places in each row; wanted: bool [B, H, n]."""
         H, M = self.slots.shape[1], self.slots.shape[2] * self.chunk
         head = self.number * H + torch.arange(H, device=number.device)  # [B, H]
         return self.values.fetch((head[..., None] * M + number)[wanted])
 
 
 def _slots(exact: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
-    """Where exact chunks, bool [B, H, C], are held.
+    """The places in which exact chunks, bool [B, H, C], are held.
 
     Returns:
-        slots: int32 [B, H, C], each exact chunk's number among its row's, -1 for others; and positions [B, H, E chunk]
-        of the exact chunks in their order, some other position where a row has fewer than E.
+        slots: int32 [B, H, C], the number of each exact chunk among those of its row, -1 for other chunks; and
+        positions [B, H, E chunk] of the exact chunks in their order, arbitrary ones if a row has fewer than E.
     """
     slots = (exact.cumsum(-1) - 1).masked_fill(~exact, -1).to(torch.int32)
     most = int(exact.sum(-1).max()) if exact.numel() else 0

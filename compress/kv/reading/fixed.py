@@ -1,5 +1,5 @@
-"""Sparse reading of caches of fixed tensors, as a compiled step needs it: lists of fixed size, of which the first part
-is used."""
+"""Sparse reading of caches of fixed tensors, for compiled steps: lists of fixed size, of which the first part is
+used."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -19,8 +19,8 @@ class FixedSlab(Protocol):
     """Keys and values with room behind them; row (b, h) is positions starts[b, h] to starts[b, h] + lengths[b, h].
 
     Attributes:
-        length: positions, the room among them.
-        notes, noted: as of `compress.kv.storage.Slab`.
+        length: number of positions, including the room.
+        notes, noted: as in `compress.kv.storage.Slab`.
     """
 
     kv: KV
@@ -31,18 +31,18 @@ class FixedSlab(Protocol):
     noted: int
 
     def queries(self, q: Tensor) -> Tensor:
-        """Queries [B, H_q, n, D] as held keys meet them."""
+        """Queries [B, H_q, n, D] in the form for held keys."""
 
     def lifted(self, y: Tensor) -> Tensor:
-        """Sums of held values [B, H_q, n, R] in all channels."""
+        """Sums of held values [B, H_q, n, R], lifted back to all channels."""
 
 
 class Shared(NamedTuple):
-    """What layers leave for those behind them; of all layers, which hold as many positions as each other.
+    """Choices that layers pass on to later layers; all layers hold the same number of positions.
 
     Attributes:
-        chosen: what the last layer chose that chooses for others; as long as any layer's list.
-        pages: [B, H_kv] int64, pages that a token reads.
+        chosen: the last choice of a layer that chooses for others; as long as the longest list.
+        pages: [B, H_kv] int64, the number of pages that a token reads.
     """
 
     chosen: Listed
@@ -50,10 +50,10 @@ class Shared(NamedTuple):
 
 
 class FixedReading:
-    """How one layer of fixed tensors reads. The bounds of pages are not brought up to date: this is for timing.
+    """The reading of one layer of fixed tensors. The bounds of pages are not updated: this is for timing.
 
     Args:
-        first: is it the first one that chooses? It says for all of them how many pages a token reads.
+        first: whether this layer is the first that chooses; it sets the number of pages that a token reads for all.
         most: the largest number of pages that a token may read.
     """
 
@@ -80,7 +80,7 @@ class FixedReading:
         return slab.lifted(kv_decode(turned, slab.kv, chosen.lengths, indices=chosen.indices, **more))
 
     def lend(self, slab: FixedSlab) -> Sparse | None:
-        """Which positions a step reads; None: the layer chooses by its attention, or by other things than bounds."""
+        """The positions that a step reads; None: the layer chooses by its attention, or by other data than bounds."""
         if self.role.reads_all:
             return None if self.role.chooses else Sparse()
         if not self.role.chooses:
@@ -99,13 +99,13 @@ class FixedReading:
             held.copy_(new)
 
     def _list(self, slab: FixedSlab, glance: Glance) -> Listed | Ranked:
-        """The last page, and others that have as many positions as are wanted, rounded down to pages."""
+        """The last page, and other pages for the wanted number of positions, rounded down to pages."""
         self._count_pages(slab)
         return self.reading.listed(glance, slab.starts, slab.lengths, pages=self.shared.pages, most=self.most)
 
 
 def readings(reading: Reading, slabs: Sequence[FixedSlab]) -> list[FixedReading]:
-    """How the layers read that keep all positions, one slab each, of the same size."""
+    """The readings of the layers that keep all positions; each has one slab, all of the same size."""
     roles, like = reading.roles(len(slabs)), torch.zeros_like(slabs[0].lengths, dtype=torch.long)
     most = _most_pages(reading, slabs[0].length)
     chosen = Listed(like.new_zeros(*like.shape, most * reading.page), like)

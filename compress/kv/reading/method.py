@@ -30,9 +30,9 @@ class Glance:
     Attributes:
         slab: the kept positions of H_kv heads.
         queries: [B, H_q, n, D], of these heads, rotated.
-        scaling: of the attention.
+        scaling: the scaling of the attention.
         mass: [B, H_kv, n, T] float32: attention that each position got from each query, summed over the query heads of
-            a kv head, counted from a row's first position; None where the layer has not attended yet.
+            a kv head, counted from a row's first position; None if the layer has not attended yet.
     """
 
     slab: Slab
@@ -56,20 +56,20 @@ class Reading(CacheMethod):
     )
 
     slot: ClassVar[str] = "reading"
-    page: ClassVar[int] = 1  # positions that are chosen together; a knob of some
-    shares: ClassVar[bool] = False  # do layers read what another chose? Then all of them must keep the same positions
+    page: ClassVar[int] = 1  # number of positions that are chosen together; a knob of some methods
+    shares: ClassVar[bool] = False  # whether layers read another layer's choice; all must keep the same positions
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_budget(self)
 
     def roles(self, layers: int) -> list[Role]:
-        """What each of the layers that keep all positions does."""
+        """The role of each layer that keeps all positions."""
         raise NotImplementedError
 
     def scores(self, glance: Glance) -> Tensor:
-        """How much each page matters to each query: [B, H_kv, n, pages] float32, of pages counted from each row's first
-        position."""
+        """The importance of each page for each query: [B, H_kv, n, pages] float32; pages are counted from each row's
+        first position."""
         raise NotImplementedError
 
     def listed(
@@ -79,26 +79,26 @@ class Reading(CacheMethod):
         Pages that are `Ranked` are chosen when they are read.
 
         Args:
-            starts, lengths: [B, H_kv], of the rows. pages, most, behind: as of `kernels.kv_decode.page_list`.
+            starts, lengths: [B, H_kv], of the rows. pages, most, behind: as in `kernels.kv_decode.page_list`.
         """
         scores = self.scores(glance)[:, :, 0]
         return list_of(scores, starts, lengths, page=self.page, pages=pages, most=most, behind=behind)
 
     def page_bounds(self, slab: Slab) -> Growing | None:
-        """Bounds of the keys of every page, if these alone rank pages, as of `kernels.kv_decode.pages.page_list`; else
-        None."""
+        """Bounds of the keys of every page, if pages are ranked by these alone, as in
+        `kernels.kv_decode.pages.page_list`; else None."""
         return None
 
     def wanted(self, kept: Tensor) -> Tensor:
-        """Positions that a query reads, of so many that a row keeps."""
+        """The number of positions that a query reads, given the number that a row keeps."""
         return tokens_of(self.budget, kept)
 
     def most(self, kept: int) -> int:
-        """The same as a number, so that nothing waits for the device."""
+        """The same as `wanted`, for a Python number, so that the device need not be waited for."""
         return int(self.wanted(torch.tensor([kept])))
 
     def share(self, slab: Slab, length: int) -> tuple[Tensor, int]:
-        """How many of a slab's first `length` positions a query reads, [B, H_kv] int64, and the most of any row."""
+        """The number of a slab's first `length` positions that a query reads, [B, H_kv] int64, and its maximum."""
         return self.wanted((length - slab.starts).long()), self.most(length)
 
     def within(self, before: Sequence[Method], after: Sequence[Method]) -> Method:

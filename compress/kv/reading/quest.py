@@ -58,8 +58,8 @@ class Quest(Reading):
 
 def bounds(slab: Slab, page: int) -> Growing:
     """The smallest and then the largest elements of the keys of every page, [B, H_kv, P, 2 D], kept beside the slab and
-    brought up to date. Pages are counted from each row's first position; a row's last one may have fewer positions,
-    and pages behind it mean nothing."""
+    updated here. Pages are counted from each row's first position; a row's last page may have fewer positions, and
+    pages behind it are undefined."""
     new = slab.length - slab.noted
     if not slab.notes or new > page:
         keys = from_start(slab.keys_from(0), slab.starts)
@@ -70,7 +70,7 @@ def bounds(slab: Slab, page: int) -> Growing:
         notes = slab.notes[0]
         for i, key in enumerate(slab.keys_from(slab.noted).split(1, 2), slab.noted):
             if notes.length * page <= i:
-                notes.append(torch.cat([key, key], -1))  # a page more, for the rows that need it
+                notes.append(torch.cat([key, key], -1))  # one more page, for the rows that need it
             note_key(notes.view, key, (i - slab.starts).long().clamp(min=0), page)
     slab.noted = slab.length
     return slab.notes[0]

@@ -1,4 +1,4 @@
-"""How the layers of one cache read sparsely: by lists of positions where a kernel decodes, and by masks elsewhere."""
+"""Sparse reading for the layers of one cache: by lists of positions if a kernel decodes, and else by masks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,11 +21,11 @@ def choose(scores: Tensor, tokens: Tensor, page: int, wanted: Tensor, most: int)
 
     Args:
         scores: [B, H, n, P].
-        tokens: [B, H]: positions of each row.
-        wanted: [B, H] positions, `most` at most, rounded up to pages.
+        tokens: [B, H], the number of positions of each row.
+        wanted: [B, H], the number of positions to read, at most `most`; it is rounded up to pages.
 
     Returns:
-        [B, H, n, K], ascending; -1 in front where a row has fewer.
+        [B, H, n, K], ascending; -1 in front if a row has fewer pages.
     """
     number, tokens = torch.arange(scores.shape[-1], device=scores.device), tokens[..., None, None]
     scores = scores.masked_fill(number == (tokens - 1) // page, torch.inf)
@@ -44,15 +44,15 @@ def places(pages: Tensor, starts: Tensor, page: int) -> Tensor:
 
 
 def masked(pages: Tensor, starts: Tensor, length: int, page: int) -> Tensor:
-    """bool [B, H, n, length]: is a position in one of the pages [B, H, n, K]?"""
+    """bool [B, H, n, length]: whether a position is in one of the pages [B, H, n, K]."""
     at = places(pages, starts, page)
-    at = at.masked_fill((at < starts[..., None, None]) | (at >= length), length)  # one more column, for all else
+    at = at.masked_fill((at < starts[..., None, None]) | (at >= length), length)  # one more column, for all others
     chosen = torch.zeros(*pages.shape[:3], length + 1, dtype=torch.bool, device=pages.device)
     return chosen.scatter_(3, at, True)[..., :length]
 
 
 class Reader:
-    """Reads for the layers of one cache, as a `Reading` says.
+    """Attends for the layers of one cache by the rules of a `Reading`.
 
     Args:
         layers: numbers of the layers that keep all positions.
@@ -61,7 +61,7 @@ class Reader:
     def __init__(self, reading: Reading, layers: Sequence[int]) -> None:
         self.reading = reading
         self.roles = dict(zip(layers, reading.roles(len(layers)), strict=True))
-        # What the last layer that chose has chosen, by slab: pages of every token, or a list for the kernel.
+        # The choice of the last layer that chose, by slab: pages of every token, or a list for the kernel.
         self.last: list[Tensor] = []
         self.lists: list[Listed | Ranked] = []
 
@@ -78,7 +78,7 @@ class Reader:
         by_kernel: bool,
         count: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """`KVLayer.attend` of tokens without padding, of a layer that keeps something."""
+        """`KVLayer.attend` for tokens without padding, in a layer that keeps positions."""
         role = self.roles[layer.number]
         by_kernel = by_kernel and layer.kernel_takes(q, about)
         single = by_kernel and q.shape[2] == 1
@@ -99,7 +99,7 @@ class Reader:
         return y, None
 
     def lend(self, layer: KVLayer) -> Lent | None:
-        """As of `KVLayer.lend`; None also where a layer looks at attention before others read."""
+        """As `KVLayer.lend`; None also if a layer chooses by its attention for later layers."""
         role = self.roles[layer.number]
         if role.reads_all:
             return None if role.chooses else layer.lend()
@@ -124,7 +124,7 @@ class Reader:
         return lent._replace(sparse=Sparse(edges.buffer, pages, page, most))
 
     def _attended(self, layer: KVLayer, q: Tensor, real: Tensor, mass: Tensor | None) -> list[Glance]:
-        """The attention of a layer that has read everything and keeps the new tokens already."""
+        """The attention of a layer that has read all positions and has already stored the new tokens."""
         n = q.shape[2]
         if mass is None:
             mass = layer.seen_by(q, real).attention(n).sum(2)  # [B, H, n, length]
@@ -140,7 +140,7 @@ class Reader:
         return found
 
     def _note(self, glances: Sequence[Glance], new: int, single: bool) -> None:
-        """Choose, slab by slab, of what was kept before the `new` tokens that their slabs hold already."""
+        """Choose, slab by slab, among the positions before the `new` tokens, which the slabs already hold."""
         reading, page = self.reading, self.reading.page
         self.last, self.lists = [], []
         for glance in glances:
@@ -155,7 +155,7 @@ class Reader:
                 self.last.append(choose(reading.scores(glance), tokens, page, wanted, most))
 
     def _by_mask(self, layer: KVLayer, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, about: dict) -> Tensor:
-        """Attention of any number of tokens, each with the positions that it chose and its own pass."""
+        """Attention of any number of tokens, each to the positions that it chose and to the tokens of its pass."""
         old_k, old_v, starts = joined(layer.slabs)
         kept = old_k.shape[2]
         chosen = torch.cat(

@@ -16,7 +16,7 @@ from compress.kv.reading.method import Glance, Reading, Role
 from compress.kv.storage import Slab, from_start, joined
 from compress.method import Method, knob
 
-LOCAL = 4  # chunks at the end of a prompt that stay as they came
+LOCAL = 4  # chunks at the end of a prompt that are not compressed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ class ShadowKV(Reading):
             layer.slabs = [ChunkedSlab(k, v, starts, self._plan(k, starts), turn, self.path, fetched)]
 
     def _plan(self, k: Tensor, starts: Tensor) -> Plan:
-        """Of keys [B, H, T, D], right-packed from starts [B, H] on."""
+        """The plan for keys [B, H, T, D], right-packed from starts [B, H] on."""
         tokens = k.shape[2] - starts.long()  # [B, H]
         counts = (tokens // self.chunk - LOCAL).clamp(min=0)
         wanted = tokens_of(self.budget, tokens)
@@ -111,7 +111,7 @@ class ShadowKV(Reading):
 
     def share(self, slab: Slab | ChunkedSlab, length: int) -> tuple[Tensor, int]:
         tokens = (length - slab.starts).long()
-        if not isinstance(slab, ChunkedSlab):  # a prompt that is yet to be divided
+        if not isinstance(slab, ChunkedSlab):  # a prompt that is not divided yet
             return tokens, length
         behind = (tokens - slab.counts * self.chunk + self.chunk - 1) // self.chunk
         most = slab.most + -(-slab.tail.length // self.chunk)
@@ -138,12 +138,12 @@ def landmarks(k: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
 
 
 def least(counts: Tensor, likeness: Tensor) -> Tensor:
-    """Which chunks are the counts [B, H] least of likeness [B, H, C], bool."""
+    """bool [B, H, C]: the counts [B, H] chunks with the smallest likeness [B, H, C]."""
     return likeness.argsort(-1).argsort(-1) < counts[..., None]
 
 
 def chunk_scores(q: Tensor, means: Tensor, among: Tensor, scale: float) -> Tensor:
-    """The largest share that any query head of a kv head has for each chunk, of a softmax over landmarks.
+    """The score of each chunk: its largest softmax over landmarks among the query heads of a kv head.
 
     Args:
         q: [B, H_q, n, D]. means: [B, H, C, D]. among: bool [B, H, C], the chunks that are compared.
@@ -157,5 +157,5 @@ def chunk_scores(q: Tensor, means: Tensor, among: Tensor, scale: float) -> Tenso
 
 
 def _number(means: Tensor) -> Tensor:
-    """The numbers of chunks, for [B, H, C, D] of them."""
+    """The numbers of the chunks of means [B, H, C, D]."""
     return torch.arange(means.shape[2], device=means.device)

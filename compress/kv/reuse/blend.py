@@ -19,14 +19,14 @@ CHOICES = ("deviation", "first", "drawn")
 
 @dataclass(frozen=True)
 class Blended:
-    """What a prompt of chunks gave.
+    """The result of reading a prompt of chunks.
 
     Attributes:
         ids: [1, tokens] of the whole prompt.
-        cache: of the whole prompt: `generate`, given `ids` and the next token, and further passes go on from it.
+        cache: the cache of the whole prompt, for `generate`, given `ids` and the next token, and for further passes.
         logits: [1, q, vocabulary] behind each token of the question.
         places: [m], positions of the chunks' tokens that were computed again.
-        share: of the prompt's tokens that went through the model.
+        share: the share of the prompt's tokens that went through the model.
     """
 
     ids: Tensor
@@ -56,13 +56,13 @@ def blend(
         chunks: the first one stays as it is, because it was read at its place: the store's `prefix`, usually.
         question: [1, q] tokens behind the chunks.
         share: of the tokens of the other chunks that are computed again, 0 to 1.
-        choose: which. "deviation": those whose keys and values in the second layer change most once the chunks see
-            each other, for which all tokens go through the first layer (CacheBlend; its choice is narrowed in every
-            layer, this one is made once). "first": the first ones of each chunk (EPIC, Hu et al., 2024,
-            arXiv:2410.15332). "drawn": by `seed`.
+        choose: the rule for choosing them. "deviation": the tokens whose keys and values in the second layer change
+            most once the chunks see each other, for which all tokens go through the first layer (CacheBlend narrows
+            its choice in every layer; this one is made once). "first": the first tokens of each chunk (EPIC, Hu et al.,
+            2024, arXiv:2410.15332). "drawn": random ones, by `seed`.
 
     Raises:
-        ValueError: a share, a choice or a batch that there is not.
+        ValueError: an invalid share, choice or batch.
     """
     _check(chunks, question, share, choose)
     if choose == "deviation" and len(chunks[0].keys) < 2:
@@ -113,7 +113,7 @@ def _placed(model: nn.Module, chunks: Sequence[Chunk]) -> tuple[list[Tensor], li
         turn, moved, at = turn_of(model, attentions[number]), [], 0
         for chunk in chunks:
             k = chunk.keys[number]
-            if at != chunk.start:  # in float32, and rounded once
+            if at != chunk.start:  # in float32, so that it is rounded once
                 before = torch.arange(chunk.start, chunk.start + k.shape[2], device=k.device)[None]
                 k = turn(turn(k.float(), before, True), before - chunk.start + at, False).to(k.dtype)
             moved.append(k)
@@ -124,8 +124,8 @@ def _placed(model: nn.Module, chunks: Sequence[Chunk]) -> tuple[list[Tensor], li
 
 
 def _deviation(model: nn.Module, ids: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """[total]: how far each token's key and value in the second layer are from those of its chunk, squared, relative to
-    the mean square of all."""
+    """[total]: the squared distance of each token's key and value in the second layer from those in its chunk, relative
+    to the mean square of all tokens."""
     seen = _SecondLayer()
     try:
         model(ids[None], past_key_values=seen, use_cache=True, logits_to_keep=1)
@@ -138,8 +138,8 @@ def _deviation(model: nn.Module, ids: Tensor, key: Tensor, value: Tensor) -> Ten
 
 
 def _masks(model: nn.Module, kinds: set[str], places: Tensor, total: int) -> Tensor | dict[str, Tensor]:
-    """[1, 1, computed tokens, total]: 0 for what a token sees, the smallest number for the rest; by kind of layer where
-    there are several."""
+    """[1, 1, computed tokens, total]: 0 for positions that a token sees, the smallest number for the others; a dict by
+    kind of layer if there are several kinds."""
     keys = torch.arange(total, device=places.device)
     seen = {"full_attention": keys <= places[:, None]}
     if "sliding_attention" in kinds:
@@ -174,11 +174,11 @@ class _Scattered(Cache):
 
 
 class _Enough(Exception):
-    """The second layer has its keys and values."""
+    """Ends the pass when the second layer has its keys and values."""
 
 
 class _SecondLayer(DynamicCache):
-    """Notes the keys and values of the second layer, and goes no further."""
+    """Records the keys and values of the second layer, and then ends the pass."""
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
         if layer_idx == 1:

@@ -43,12 +43,12 @@ class ChunkStore:
     Args:
         model: a transformers decoder with rotary position embeddings.
         prefix: [1, p] tokens with which every prompt begins, such as a system prompt, or at least the token that texts
-            begin with: to it later tokens attend when nothing else fits, so that it must stand before every chunk, and
+            begin with: later tokens attend to it when nothing else fits, so that it must stand before every chunk, and
             once in the prompt.
-        folder: where chunks are kept for later processes; None: in memory alone.
+        folder: where chunks are kept for later processes; None: only in memory.
 
     Raises:
-        ValueError: a model without rotary embeddings, or one whose layers keep something else than keys and values.
+        ValueError: the model has no rotary embeddings, or its layers keep other data than keys and values.
     """
 
     def __init__(self, model: nn.Module, prefix: Tensor, folder: str | Path | None = None) -> None:
@@ -67,13 +67,13 @@ class ChunkStore:
         self.prefix = self._chunk(self._ids.cpu(), 0)
 
     def read(self, ids: Tensor) -> Chunk:
-        """The chunk of a text: kept from before, else read now.
+        """The chunk of a text: a stored one, or else read now.
 
         Args:
             ids: [1, n] or [n] tokens, without the prefix.
 
         Raises:
-            ValueError: no token, or more than one text.
+            ValueError: `ids` has no token, or more than one text.
         """
         if ids.numel() == 0 or ids.numel() != ids.shape[-1]:
             raise ValueError(f"`ids` {tuple(ids.shape)} must be the tokens of one text, [n] or [1, n] with n > 0")
@@ -116,7 +116,7 @@ def kinds_of(model: nn.Module) -> set[str]:
 
 
 def _save(chunk: Chunk, path: Path) -> None:
-    """Written beside its place and moved there, so that a killed process leaves no half file."""
+    """Write a file beside its final place and move it there, so that a killed process leaves no partial file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors = {f"{kind}.{i}": t.contiguous() for kind in ("keys", "values") for i, t in enumerate(getattr(chunk, kind))}
     with tempfile.TemporaryDirectory(prefix=f".{path.stem}-", dir=path.parent) as scratch:  # each process has its own

@@ -1,1 +1,1 @@
-"""Storing: how the positions that stay are stored. One file each."""
+"""Storages, which define the form in which kept positions are stored. One file each."""

@@ -68,7 +68,7 @@ class ZipVL(Storage):
 
 
 def fewest(got: Tensor, mass: float) -> Tensor:
-    """[B]: the least n for which the n largest of attention [B, H, T] make up this share of it, mean over heads."""
+    """[B]: the least n for which the n largest of attention [B, H, T] are this share of it, in the mean over heads."""
     ranked = got.sort(-1, descending=True).values
     share = (ranked / ranked.sum(-1, keepdim=True).clamp(min=1e-30)).mean(1).cumsum(-1)  # [B, T]
     return ((share < mass - 1e-6).sum(-1) + 1).clamp(max=got.shape[-1])

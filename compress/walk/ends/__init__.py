@@ -1,1 +1,1 @@
-"""The two ends of a model, its token embedding and its head: what they read, and how their weights are solved."""
+"""The token embedding and the head of a model: the statistics of their inputs, and how their weights are solved."""

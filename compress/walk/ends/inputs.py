@@ -1,4 +1,4 @@
-"""Statistics of what a model's head reads, and of how often tokens are looked up in its embedding."""
+"""Statistics of the inputs of a model's head, and the number of look-ups of each token in its embedding."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -14,7 +14,7 @@ from compress.walk.statistics import Collector, LayerStatistics
 from compress.walk.walk import dense_weights
 from kernels.linear import fast_linear
 
-ERROR_TOKENS = 8192  # of the calibration on which errors are measured where nothing else needs its statistics
+ERROR_TOKENS = 8192  # calibration tokens on which errors are measured if nothing else needs the head's statistics
 
 
 def head_statistics(
@@ -25,14 +25,14 @@ def head_statistics(
     device: torch.device,
     reached: Sequence[Sequence[Call]] = (),
 ) -> LayerStatistics:
-    """What the calibration tokens give at the input of the head: the final norm's output, as the model makes it.
+    """Statistics of the input of the head over the calibration tokens: the output of the model's final norm.
 
-    The first tokens of the windows have no part of their own ("starts" is empty): nothing attends to what a head gives.
+    The first tokens of the windows are not kept apart ("starts" is empty): nothing attends to the outputs of a head.
 
     Args:
         needs: names in compress.walk.statistics.STATISTICS.
-        reached: the micro-batches of this process with what the last block gave, alone in a list; empty: they are run
-            through all blocks here.
+        reached: a list whose one element is the micro-batches of this process with the outputs of the last block;
+            empty: they are run through all blocks here.
     """
     head = model.get_submodule(find_ends(model).head)
     collector = Collector(needs, shape_of(head)[1], device)
@@ -49,7 +49,7 @@ def head_statistics(
 def lookup_statistics(columns: int, tokens: int, needs: Sequence[str], device: torch.device) -> LayerStatistics:
     """Statistics of a weight that is looked up, not multiplied: all of its columns count alike.
 
-    They are those of the unit vectors, whose Gram matrix is the identity, up to a factor.
+    They are the statistics of the unit vectors, whose Gram matrix is the identity, up to a factor.
     """
     collector = Collector(needs, columns, device)
     collector.update(torch.eye(columns, device=device))
@@ -59,8 +59,8 @@ def lookup_statistics(columns: int, tokens: int, needs: Sequence[str], device: t
 
 
 def token_weights(batches: Sequence[Tensor], vocabulary: int) -> Tensor:
-    """How much a token's row counts, [vocabulary] float32: how often it is in the calibration, plus one, so that tokens
-    which are not there are not given up."""
+    """The weight of each token's row, [vocabulary] float32: the token's count in the calibration plus one, so that
+    tokens which are not in the calibration count, too."""
     counts = torch.ones(vocabulary)
     for batch in batches:
         counts += torch.bincount(batch.reshape(-1), minlength=vocabulary)
@@ -68,7 +68,7 @@ def token_weights(batches: Sequence[Tensor], vocabulary: int) -> Tensor:
 
 
 def first_tokens(batches: Sequence[Tensor], most: int) -> list[Tensor]:
-    """The first batches, up to so many tokens, and one at least."""
+    """The first batches, up to `most` tokens, and at least one batch."""
     taken, tokens = [], 0
     for batch in batches:
         if taken and tokens + batch.numel() > most:
@@ -79,7 +79,7 @@ def first_tokens(batches: Sequence[Tensor], most: int) -> list[Tensor]:
 
 
 def _run(model: nn.Module, blocks: nn.ModuleList, batches: Sequence[Tensor], device: torch.device) -> list[Call]:
-    """The micro-batches of this process with what the last block gives."""
+    """The micro-batches of this process with the outputs of the last block."""
     calls = block_calls(model, blocks, batches, divided=True)
     for index, block in enumerate(blocks):
         with on_device(block, device), dense_weights(block), fast_linear():
@@ -88,7 +88,7 @@ def _run(model: nn.Module, blocks: nn.ModuleList, batches: Sequence[Tensor], dev
 
 
 def _inputs_of(head: nn.Module, tail: Tail, call: Call) -> Iterator[Tensor]:
-    """What the head is given for a micro-batch, [batch, T, in]; the head itself does not run."""
+    """The input of the head for a micro-batch, [batch, T, in]; the head itself does not run."""
     seen: list[Tensor] = []
     with _stopped_at(head, seen), suppress(Stop), fast_linear():
         tail.logits(call.place.number, call.hidden.to(device_of(tail.model)))

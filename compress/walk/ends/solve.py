@@ -1,4 +1,4 @@
-"""The token embedding and the head, solved by a method as linears are: portions of rows, statistics of their own."""
+"""The token embedding and the head, solved by a method like linears, in portions of rows, with own statistics."""
 
 import dataclasses
 import time
@@ -22,11 +22,11 @@ from compress.walk.resume import BlockStore
 from compress.walk.statistics import LayerStatistics
 from compress.walk.walk import Solver, energy_of, error_of, with_errors
 
-ROWS = 1 << 14  # of a weight that are solved at once, where its format can be stacked
+ROWS = 1 << 14  # rows of a weight that are solved at once, if its format can be stacked
 
 
 class EndSolver(Solver, Protocol):
-    """What this module needs of a method."""
+    """The attributes and functions of a method that this module uses."""
 
     where: str
 
@@ -70,14 +70,14 @@ def solve_ends(
     """Let `method` solve the embedding and the head, and replace them by the stored ones.
 
     Source: contract of the workbench. A tied weight is solved as a head, by the Gram matrix of the final norm's output,
-    because errors of logits matter more than those of rows that are looked up; its record's error is that of the head.
-    The error of a table that is only looked up is ||W - Ŵ||² with each row counted as often as its token is in the
-    calibration, and once more.
+    because errors of logits matter more than errors of looked-up rows; the error in its record is that of the head. The
+    error of a table that is only looked up is ||W - Ŵ||², with each row weighted by the count of its token in the
+    calibration plus one.
 
     Args:
-        reached: the micro-batches of this process with what the last block gave, alone in a list; empty: they are not
-            at hand.
-        saved: statistics of the model as it was, from which the head is solved.
+        reached: a list whose one element is the micro-batches of this process with the outputs of the last block;
+            empty: they are not available.
+        saved: statistics of the uncompressed model, from which the head is solved.
     """
     index = len(find_blocks(model)[1])  # in the store, behind the blocks
     found = store.load(index) if store else None
@@ -102,7 +102,7 @@ def _solve(
     originals: Mapping[str, nn.Module],
     saved: SavedStatistics | None,
 ) -> tuple[dict[str, CompressedLinear], list[LayerRecord]]:
-    """What stands for each of the ends, and their records; every process solves its share."""
+    """The stored replacement of each of the ends, and their records; every process solves its share."""
     ends, shapes = find_ends(model), end_targets(model, method.skip)
     needs = with_errors(method.statistics) if batches else ()
     counts = token_weights(batches, model.get_input_embeddings().num_embeddings)
@@ -133,10 +133,10 @@ def solve_end(
     method: EndSolver,
     device: torch.device,
 ) -> tuple[CompressedLinear, LayerRecord]:
-    """What stands for the weight of one of the ends, and its record.
+    """The stored replacement for the weight of one of the ends, and its record.
 
     Args:
-        original: whose weight the error is measured against; None: this module's own.
+        original: the module whose weight the error is measured against; None: `module` itself.
     """
     statistics.name, statistics.dtype = name, _dtype_of(module)
     out, columns = shape = shape_of(module)
@@ -163,7 +163,7 @@ def solve_end(
     stored = [
         several[0] if len(several) == 1 else type(several[0]).stacked(several) for several in zip(*pieces, strict=True)
     ]
-    stored = [part.to(statistics.dtype) for part in stored]  # as the model is cast: codes and scales stay
+    stored = [part.to(statistics.dtype) for part in stored]  # in the model's dtype; codes and scales keep theirs
     new = CompressedLinear(stored, getattr(module, "bias", None), dtype=statistics.dtype)
     if not statistics.tokens:
         statistics.note("no calibration tokens: the error is that of the weights")
@@ -199,7 +199,7 @@ def lookup_error(module: nn.Module, stored: CompressedLinear, counts: Tensor) ->
 def _with_lookup(
     made: tuple[CompressedLinear, LayerRecord], module: nn.Module, counts: Tensor, embedding: str, *, tied: bool
 ) -> tuple[CompressedLinear, LayerRecord]:
-    """The record of a weight that is looked up says the error of that: by itself, or, for a head's, as a note."""
+    """Record the error of looked-up rows: as the error of the weight, or, for a tied weight, as a note."""
     stored, record = made
     error = lookup_error(module, stored, counts)
     if tied:

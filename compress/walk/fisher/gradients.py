@@ -1,6 +1,6 @@
 """Squared gradients of the next-token loss, block by block from the last one to the first.
 
-A pass forward keeps what every block reads, in files. The pass backward takes one block after the other, the last one
+A pass forward keeps the input of every block in files. The pass backward takes one block after the other, the last one
 first: it runs the block again for one window at a time, and turns the gradient of the block's output into the
 gradients of its weights and of its input. Memory holds one block, its sums, and one gradient for each token.
 """
@@ -89,8 +89,8 @@ def fisher(
 
 
 class _Backward:
-    """The pass backward. Step i < number of blocks takes block (number - 1 - i); the last step takes what lies outside
-    the blocks."""
+    """The pass backward. Step i < number of blocks takes block (number - 1 - i); the last step takes the weights
+    outside the blocks."""
 
     def __init__(self, model: nn.Module, batches: Sequence[Tensor], device: torch.device, store: BlockStore) -> None:
         self.model, self.batches, self.device, self.store = model, batches, device, store
@@ -99,7 +99,7 @@ class _Backward:
         self.predicted = sum(batch.shape[1] - 1 for batch in batches)
         names = {module: name for name, module in model.named_modules()}
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-        self.outside = {names[embedding]: [embedding]}  # modules that use one weight, by the name of the first
+        self.outside = {names[embedding]: [embedding]}  # the modules that use one weight, by the first one's name
         self.same: dict[str, str] = {}
         if head is not None and head.weight is embedding.weight:
             self.outside[names[embedding]].append(head)
@@ -108,13 +108,13 @@ class _Backward:
             self.outside[names[head]] = [head]
 
     def run(self) -> None:
-        """Do what is not finished."""
+        """Do the steps that are not finished."""
         last = len(self.blocks) - 1
-        inputs: dict[int, list[Call]] = {}  # of the blocks that are not finished
+        inputs: dict[int, list[Call]] = {}  # inputs of the unfinished blocks
         with torch.no_grad(), fast_linear(), activations_on_disk(WorkFolder(self.store.folder)):
             calls = block_calls(self.model, self.blocks, self.batches, stacked=False)
             tail = Tail(self.model, self.blocks, self.batches, stacked=False)
-            gradients = [copy.copy(call) for call in calls]  # of the output of the block at hand
+            gradients = [copy.copy(call) for call in calls]  # of the current block's output
             chain = Chain(self.store, gradients)
             finished = chain.resume(self.steps)
             for index in progress_bar(range(last + 1), desc="Fisher, forward", unit="block"):
@@ -177,14 +177,14 @@ class _Backward:
         return sums.result()
 
     def _embedded(self, batch: Tensor) -> Tensor:
-        """What the first block reads, [1, T, hidden], with its graph."""
+        """The input of the first block, [1, T, hidden], with its autograd graph."""
         seen: list[Tensor] = []
 
         def hook(_, args: tuple, kwargs: dict) -> None:
             seen.append(args[0] if args else kwargs["hidden_states"])
             raise Stop
 
-        # First of all: before a rotation of the stream turns it, and before a block on disk is read.
+        # This hook runs first: before a rotation of the stream is applied, and before a block on disk is read.
         handle = self.blocks[0].register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
         try:
             with suppress(Stop):
@@ -206,7 +206,7 @@ class _Sums:
         self.sums = {name: torch.zeros_like(own[0], dtype=torch.float32) for name, own in self.used.items()}
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
-        """One window's gradients of `weights`; None for a weight that it did not reach (an expert's)."""
+        """Add one window's gradients of `weights`; None for a weight that the window did not reach (an expert's)."""
         left = list(gradients)
         for name, weights in self.used.items():
             reached = [gradient.float() for gradient in left[: len(weights)] if gradient is not None]

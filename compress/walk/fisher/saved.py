@@ -9,9 +9,9 @@ from compress.walk.resume import BlockStore
 
 
 class SavedFisher(Mapping[str, Tensor]):
-    """{name of a linear or an embedding: its F, of the weight's shape, float32}; read from disk at each look-up.
+    """{name of a linear or an embedding: its F, in the weight's shape, float32}; read from disk at each look-up.
 
-    A head whose weight is the embedding's has the name of the embedding's, too.
+    The F of a weight that the head shares with the embedding can be read under both names.
     """
 
     def __init__(
@@ -19,9 +19,9 @@ class SavedFisher(Mapping[str, Tensor]):
     ) -> None:
         """
         Args:
-            store: of a finished pre-pass, with so many `steps`.
+            store: the store of a finished pre-pass of `steps` steps.
             same: names that stand for another one.
-            held: what must live as long as the folder is needed (a temporary one).
+            held: an object that must live as long as the folder is needed (a temporary folder).
         """
         self.store, self._held = store, held
         self._step = {name: step for step in range(steps) for name in store.about(step)["names"]}

@@ -20,7 +20,7 @@ def logits_of(model: nn.Module) -> Tensor:
 
 
 def difference(now: Tensor, before: Tensor, *, routed: bool = False) -> float:
-    """||y - y'|| / ||y||; routed: over the three quarters of the tokens that differ least.
+    """||y - y'|| / ||y||; with `routed`, over the three quarters of the tokens that differ least.
 
     Rounding in 16 bits sends a few tokens to another expert; a wrong fold changes them all.
     """
@@ -32,7 +32,7 @@ def difference(now: Tensor, before: Tensor, *, routed: bool = False) -> float:
 
 
 def tolerance(block: nn.Module) -> float:
-    """How far the block's output may move: rounding in its dtype."""
+    """The allowed change of the block's output: rounding in its dtype."""
     return 1e-4 if all(p.dtype in (torch.float32, torch.float64) for p in block.parameters()) else 2e-2
 
 
@@ -53,7 +53,7 @@ def binned(values: Tensor) -> list[float]:
 
 
 def show_largest(records: list[FoldRecord]) -> list[FoldRecord]:
-    """The records, with channel by channel magnitudes only where the inputs' outliers are largest: one of each kind
+    """The records, with magnitudes channel by channel only for the inputs with the largest outliers: one of each kind
     first."""
     outliers = [r.x_before["max"] / max(r.x_before["median"], 1e-30) for r in records]
     order = sorted(range(len(records)), key=lambda i: -outliers[i])

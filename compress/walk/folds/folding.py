@@ -31,7 +31,7 @@ CHECKED = 128  # tokens of the first batch on which each fold is checked
 
 @dataclass(frozen=True)
 class Choice:
-    """What a method moves along one link.
+    """The scales that a method moves along one link.
 
     s: [channels of the producer], positive; ones where nothing is moved.
     alpha: strength of the migration; None where nothing is moved.
@@ -48,10 +48,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class Folded:
-    """What was done along one link.
+    """The fold that was done along one link.
 
-    s: [channels of the producer], by which its output was divided.
-    columns: [in], by what the inputs of the consumers were divided for that.
+    s: [channels of the producer], the factors by which its output was divided.
+    columns: [in], the factors by which the inputs of the consumers were divided as a result.
     """
 
     link: Link
@@ -73,26 +73,26 @@ class FoldingMethod(Method):
 
     statistics: ClassVar[
         tuple[str, ...]
-    ] = ()  # of the consumers' input, names in compress.walk.statistics.STATISTICS; "absmax" always
+    ] = ()  # statistics of the consumers' input, names in compress.walk.statistics.STATISTICS; "absmax" is always added
 
     def choose(self, link: Link, weights: list[Tensor], statistics: LayerStatistics) -> Choice:
         """Scales for one link.
 
         Args:
-            weights: W [out, in] in float32 of each consumer, as the folds before this one left it.
-            statistics: of what the consumers read.
+            weights: W [out, in] in float32 of each consumer, after the folds before this one.
+            statistics: of the consumers' input.
         """
         raise NotImplementedError
 
     def leaves(self, link: Link) -> str:
-        """Why the knobs leave this link alone; empty if they do not."""
+        """The reason why the knobs exclude this link; empty if they do not."""
         return ""
 
     def collects(self) -> tuple[str, ...]:
         return (*super().collects(), *self._needs())
 
     def check(self, model: nn.Module) -> None:
-        """Raise what `links_of` raises; where any link will do, no block after the first with one is looked at."""
+        """Raise as `links_of` does; if any link is enough, the search stops at the first block that has one."""
         self._check_not_compressed(model)
         blocks = () if self.layers.strip(" ,") else links_by_block(model)
         if not any(not self.leaves(link) for links, _ in blocks for link in links):
@@ -107,10 +107,10 @@ class FoldingMethod(Method):
             )
 
     def links_of(self, model: nn.Module) -> list[list[Link]]:
-        """Per block the links to be scaled.
+        """The links to be scaled, block by block.
 
         Raises:
-            ValueError: nothing can be scaled, or not what `layers` asks for.
+            ValueError: nothing can be scaled, or not the layers that `layers` asks for.
         """
         self._check_not_compressed(model)
         found, reasons = find_links(model)
@@ -149,14 +149,13 @@ class FoldingMethod(Method):
         """Choose and fold block by block; one pass over each gives the statistics and the inputs of the next.
 
         Raises:
-            RuntimeError: a fold changed what a block, or the model, gives; the block, or the model, has its weights
-                back.
+            RuntimeError: a fold changed the output of a block, or of the model; its old weights have been restored.
         """
         split_experts(model)
         links = self.links_of(model)
         _, blocks = find_blocks(model)
         calls = block_calls(model, blocks, batches, divided=True) if saved is None else []
-        calls += block_calls(model, blocks, [batches[0][:, :CHECKED]])  # a short one more, on which folds are checked
+        calls += block_calls(model, blocks, [batches[0][:, :CHECKED]])  # one more, short, on which folds are checked
         calls[-1].place = Place(number=len(micro_batches(batches)))
         chain = Chain(store, calls) if store else None
         finished = chain.resume(len(blocks)) if chain else 0
@@ -219,7 +218,7 @@ class FoldingMethod(Method):
                 statistics = saved.of(link.consumers[0], index, self._needs(), device)
             consumers = [model.get_submodule(name) for name in link.consumers]
             weights = [weight_of(consumer) for consumer in consumers]
-            w = column_absmax(weights)  # now: the fold changes what these weights are
+            w = column_absmax(weights)  # taken now: the fold changes these weights
             choice = current().from_first(self.choose(link, weights, statistics))
             assert choice.s.isfinite().all() and (choice.s > 0).all(), (
                 f"{link.producer}: scales must be finite and positive"
@@ -263,7 +262,7 @@ class FoldingMethod(Method):
     def _collect(
         self, model: nn.Module, block: nn.Module, links: list[Link], calls: list[Call], index: int, device: torch.device
     ) -> list[Collector]:
-        """Make the block's outputs the inputs of the next one; per link what its consumers read meanwhile."""
+        """Make the block's outputs the inputs of the next one; returns the statistics of each link's consumers."""
         collectors = [Collector(self._needs(), len(link.channels), device) for link in links]
         handles = [
             model.get_submodule(link.consumers[0]).register_forward_pre_hook(
@@ -283,7 +282,7 @@ class FoldingMethod(Method):
 def _take_over(
     model: nn.Module, links: list[Link], scales: dict[str, Tensor], records: list[dict[str, Any]]
 ) -> list[Folded]:
-    """Fold what an earlier run chose for a block."""
+    """Fold the scales that an earlier run chose for a block."""
     chosen = []
     for i, (link, r) in enumerate(zip(links, records, strict=True)):
         columns = torch.ones(len(link.channels))

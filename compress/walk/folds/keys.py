@@ -1,9 +1,9 @@
-"""Where keys and queries can be scaled against each other before their positions are turned into them: which modules
-give them, and which channels RoPE turns together.
+"""Scaling of keys and queries against each other before RoPE rotates them: the modules that give them, and the channels
+that RoPE rotates together.
 
 If channel c of the keys of a head is multiplied by s[c], and that of all queries that meet it divided by s[c], no
-product of the two changes. RoPE mixes channels in pairs, so that both of a pair need the same factor where it is folded
-into what lies before RoPE. Modules and pairs are found by trying, and never by names.
+product of the two changes. RoPE mixes channels in pairs, so that both channels of a pair need the same factor if it is
+folded into a module before RoPE. Modules and pairs are found by trials, and never by names.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,16 +20,16 @@ from compress.linear import CompressedLinear, is_linear, shape_of
 from compress.walk.capture import Call, Stop, on_device, run_block
 from compress.walk.folds.links import divide_outputs, gain_offset, is_norm
 
-TOLERANCE = 1e-3  # of the scores between queries and keys: more than rounding in float32
-POSITIONS = (1, 2, 5)  # at which it is tried what RoPE turns together
+TOLERANCE = 1e-3  # relative change of the scores between queries and keys: more than rounding in float32
+POSITIONS = (1, 2, 5)  # positions at which the channels that RoPE rotates together are searched
 
 
 @dataclass(frozen=True, eq=False)
 class KeyLink:
-    """Where the keys of a block can be scaled against its queries.
+    """The place where the keys of a block can be scaled against its queries.
 
-    keys, queries: names in the block of the modules before RoPE, linears or norms, that give them last.
-    key_heads, query_heads: how many of each the output channels of these two hold; 1 for a norm that all heads share.
+    keys, queries: names in the block of the last modules before RoPE, linears or norms, that give keys and queries.
+    key_heads, query_heads: the number of heads in the output channels of the two; 1 for a norm that all heads share.
     pairs: [D], for each channel of a head the number of its pair; channels with the same number must scale alike.
     """
 
@@ -49,7 +49,7 @@ class KeyLink:
         return s.repeat_interleave(self.query_heads // self.key_heads, 0)
 
     def largest(self, given: Tensor) -> Tensor:
-        """The largest length of each pair [key_heads, D] over what the keys' module gave, [..., key_heads * D]."""
+        """The largest length of each pair [key_heads, D] in the outputs of the keys' module, [..., key_heads * D]."""
         squares = given.float().reshape(-1, self.key_heads, len(self.pairs)).square()
         lengths = torch.zeros_like(squares).index_add_(-1, self.pairs.to(given.device), squares).sqrt()
         return lengths.amax(0)[:, self.pairs.to(given.device)]
@@ -57,7 +57,7 @@ class KeyLink:
 
 @torch.no_grad()
 def key_link(model: nn.Module, block: nn.Module, call: Call, index: int, device: torch.device) -> KeyLink | str:
-    """Where the keys of a block can be scaled, or why they cannot.
+    """The place where the keys of a block can be scaled, or the reason why they cannot.
 
     Args:
         call: a few tokens.
@@ -101,14 +101,14 @@ def key_link(model: nn.Module, block: nn.Module, call: Call, index: int, device:
 
 
 def pairs_of(model: nn.Module, attention: nn.Module, D: int, like: Tensor) -> Tensor:
-    """For each of D channels the number of the pair that RoPE turns it in, [D]; its own where it is not turned."""
+    """[D], for each channel the number of the pair in which RoPE rotates it; its own number if it is not rotated."""
     turn = turn_of(model, attention)
     together = torch.eye(D, dtype=torch.bool)
     for position in POSITIONS:
         at = torch.full((1, D), position, device=like.device)
         turned = turn(torch.eye(D, device=like.device)[None, None], at, False)[0, 0].cpu()
         together |= (turned.abs() > 1e-6) | (turned.t().abs() > 1e-6)
-    return together.to(torch.uint8).argmax(1)  # the first channel of those that are turned together
+    return together.to(torch.uint8).argmax(1)  # the first of the channels that are rotated together
 
 
 Captured = tuple[nn.Module, Tensor, Tensor, list[str]]
@@ -157,7 +157,7 @@ def _captured(model: nn.Module) -> Iterator[Callable[..., Captured | None]]:
 def _changed(
     capture: Callable, block: nn.Module, call: Call, index: int, device: torch.device, name: str, first: tuple
 ) -> str:
-    """Which of queries and keys change with what a module gives: "queries", "keys", "both" or "neither"."""
+    """Whether queries or keys change with the output of a module: "queries", "keys", "both" or "neither"."""
 
     def other(output: Tensor) -> Tensor:
         generator = torch.Generator().manual_seed(1)
@@ -169,7 +169,7 @@ def _changed(
 
 
 def _times(factors: Tensor, output: Tensor) -> Tensor:
-    """What a module gives, [..., heads * D], times factors [heads, D]."""
+    """The output of a module, [..., heads * D], times factors [heads, D]."""
     return output * factors.flatten().to(output.dtype)
 
 
@@ -178,5 +178,5 @@ def _scores(q: Tensor, k: Tensor) -> Tensor:
 
 
 def _width(module: nn.Module) -> int:
-    """Channels that a linear or a norm gives."""
+    """The number of output channels of a linear or a norm."""
     return shape_of(module)[0] if is_linear(module) else len(module.weight)

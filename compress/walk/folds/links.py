@@ -26,20 +26,20 @@ from compress.walk.experts import split_experts
 from kernels.linear import without_tf32
 
 TOKENS = 16
-BASE = 64  # channels tell their numbers digit by digit, as factors 1 + (digit + 1) / BASE
-TOLERANCE = 1e-3  # of the block's output: what is left of the change by a scale once its consumers undo it
-NOISE = 2e-6  # the same against the output itself: what float32 rounding alone may leave
+BASE = 64  # channel numbers are encoded digit by digit, as factors 1 + (digit + 1) / BASE
+TOLERANCE = 1e-3  # the part of an output's change by a scale that may remain after the consumers undo it
+NOISE = 2e-6  # the same relative to the output itself: the effect of float32 rounding alone
 
 
 @dataclass(frozen=True, eq=False)
 class Link:
-    """Where a scale per channel may move from a producer into its consumers.
+    """A link along which a scale per channel may move from a producer into its consumers.
 
     producer: name in the model, of a norm or of a linear.
     kind: "norm" or "linear".
-    consumers: linears of the same block that read what it gives; nothing else does.
-    channels: [in] long, the producer's output channel that each input channel of the consumers is; 0, 1, 2, ... but
-        where several heads of o read one of v (grouped queries). Each channel of the producer is read.
+    consumers: the linears of the same block that read its output; nothing else reads it.
+    channels: [in] long, the producer's output channel that each input channel of the consumers reads; 0, 1, 2, ...
+        unless several heads of o read one head of v (grouped queries). Each channel of the producer is read.
     """
 
     producer: str
@@ -53,17 +53,17 @@ class Link:
         return int(self.channels.max()) + 1
 
     def largest(self, values: Tensor) -> Tensor:
-        """values [in] of the consumers' inputs -> [width]: the largest among those that one channel of the producer
-        feeds."""
+        """values [in] of the consumers' inputs -> [width]: for each channel of the producer, the largest value among
+        the input channels that read it."""
         channels = self.channels.to(values.device)
         return values.new_zeros(self.width).scatter_reduce(0, channels, values, "amax", include_self=False)
 
 
 def find_links(model: nn.Module) -> tuple[list[list[Link]], dict[str, str]]:
-    """Per block the links, in the order of the computation; and for each linear of the blocks without a link, why.
+    """The links of each block, in the order of the computation, and for each linear without a link the reason.
 
-    A linear belongs to one link at most, to the first producer that it can be linked with. v -> o is not looked for
-    where q, k and v are one weight, nor up -> down where gate and up are.
+    A linear belongs to one link at most, to the first producer that it can be linked with. v -> o is not searched if q,
+    k and v are one weight, nor up -> down if gate and up are one weight.
 
     Raises:
         ValueError: the model is no chain of blocks.
@@ -74,7 +74,7 @@ def find_links(model: nn.Module) -> tuple[list[list[Link]], dict[str, str]]:
 
 @torch.no_grad()
 def links_by_block(model: nn.Module) -> Iterator[tuple[list[Link], dict[str, str]]]:
-    """`find_links` of one block after the other, for a caller that needs no more than the first ones."""
+    """`find_links` for one block after the other, for a caller that may need only the first blocks."""
     prefix, blocks = find_blocks(model)
     calls = block_calls(model, blocks, [made_up_batch(model)])
     names = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
@@ -93,7 +93,7 @@ def links_by_block(model: nn.Module) -> Iterator[tuple[list[Link], dict[str, str
 
 @torch.no_grad()
 def compared_by_attention(model: nn.Module) -> set[str]:
-    """Names of the linears whose outputs attention compares (q and k): what reaches its softmax changes with them."""
+    """Names of the linears whose outputs attention compares (q and k): the input of its softmax depends on them."""
     prefix, blocks = find_blocks(model)
     calls = block_calls(model, blocks, [made_up_batch(model)])
     names: set[str] = set()
@@ -117,7 +117,7 @@ def compared_by_attention(model: nn.Module) -> set[str]:
 
 
 class _Compared(TorchFunctionMode):
-    """Keeps what attention compares while it is active: queries and keys, or scores [batch, heads, T, T] of them."""
+    """While active, keeps what attention compares: queries and keys, or their scores [batch, heads, T, T]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,11 +140,11 @@ def fold(model: nn.Module, link: Link, s: Tensor) -> Tensor:
     The modules get new parameters: the memory of the old ones, which a copy of the model may share, stays as it is.
 
     Args:
-        s: [channels of the producer], positive. Of a norm in 16 bits the consumers take what its gain really lost, so
-            that rounding the gain changes no output.
+        s: [channels of the producer], positive. If the producer is a norm in 16 bits, the consumers are multiplied by
+            the factors that its rounded gain was really divided by, so that rounding the gain changes no output.
 
     Returns:
-        [in]: by what the consumers' columns were multiplied, and their inputs divided.
+        [in]: the factors by which the consumers' columns were multiplied, and their inputs divided.
     """
     producer = model.get_submodule(link.producer)
     s = divide_outputs(producer, s.to(producer.weight.device, torch.float32))
@@ -157,10 +157,11 @@ def fold(model: nn.Module, link: Link, s: Tensor) -> Tensor:
 
 
 def divide_outputs(module: nn.Module, s: Tensor) -> Tensor:
-    """Divide what a linear or a norm gives by s [out], through its weight and its bias.
+    """Divide the output of a linear or a norm by s [out], through its weight and its bias.
 
     Returns:
-        [out], what its outputs were divided by: of a norm, whose gain is rounded to its dtype, not quite s.
+        [out], the factors by which its outputs were divided: for a norm, whose gain is rounded to its dtype, not
+            exactly s.
     """
     if is_linear(module):
         _renew(module, "weight", module.weight.float() / (s if isinstance(module, Conv1D) else s[:, None]))
@@ -181,8 +182,8 @@ def _renew(module: nn.Module, name: str, value: Tensor) -> None:
 
 
 def gain_offset(norm: nn.Module) -> float | None:
-    """0 where the norm multiplies by its weight, 1 where by 1 + weight (Gemma), found by trying; None: by something
-    else."""
+    """0 if the norm multiplies by its weight, 1 if it multiplies by 1 + weight (Gemma), None if by something else;
+    found by a trial."""
     trial = copy.deepcopy(norm).float().requires_grad_(False)
     if getattr(trial, "bias", None) is not None:
         trial.bias.zero_()
@@ -199,14 +200,14 @@ def gain_offset(norm: nn.Module) -> float | None:
 
 
 def made_up_batch(model: nn.Module) -> Tensor:
-    """Tokens [1, 16] of all sorts, for a pass whose numbers do not matter."""
+    """Varied tokens [1, 16], for a pass whose numbers do not matter."""
     return (torch.arange(TOKENS) * 7919 % model.get_input_embeddings().num_embeddings)[None]
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """One pass: the block's output; by module, in the order of the calls, what linears read and what norms and linears
-    gave."""
+    """Records of one pass: the block's output; by module, in the order of the calls, the inputs of linears and the
+    outputs of norms and linears."""
 
     y: Tensor
     inputs: dict[str, list[Tensor]]
@@ -226,8 +227,8 @@ class _Trial:
         self.norms = {name: m for name, m in self.block.named_modules() if is_norm(m)}
 
     def run(self, producer: str = "", give: Tensor | None = None, undo: Mapping[str, Tensor] | None = None) -> _Seen:
-        """One pass; the producer gives `give` instead of its output, and the inputs of linears in `undo` are divided by
-        that."""
+        """One pass; the producer gives `give` instead of its output, and the inputs of the linears in `undo` are
+        divided by the factors there."""
         inputs, outputs, handles = defaultdict(list), defaultdict(list), []
 
         def reads(name: str, args: tuple) -> tuple | None:
@@ -277,7 +278,7 @@ def _links_of(trial: _Trial, shared: set[str]) -> tuple[list[Link], dict[str, st
 
 
 def _unlinked(first: _Seen, hidden: Tensor, name: str) -> str:
-    """Why a linear has no link, if nothing better is found out about it."""
+    """The reason why a linear has no link, unless a more exact reason is found."""
     if name not in first.inputs:
         return "no made-up token reached it, so its input could not be observed"
     if any(_rows_in(x, hidden) for x in first.inputs[name]):
@@ -290,9 +291,9 @@ def _unlinked(first: _Seen, hidden: Tensor, name: str) -> str:
 
 
 def _norm_readers(first: _Seen, seen: _Seen, name: str, give: Tensor) -> dict[str, Tensor]:
-    """Linears that read rows of what the norm gives, and the channels in their order.
+    """Linears that read rows of the norm's output, and the channels in their order.
 
-    Experts that only the pass without `give` reached are judged by that one.
+    Experts that only the pass without `give` reached are judged by that pass.
     """
     channels = torch.arange(give.shape[-1], device=give.device)
     read = [linear for linear, xs in seen.inputs.items() if any(_rows_in(x, give) for x in xs)]
@@ -302,8 +303,8 @@ def _norm_readers(first: _Seen, seen: _Seen, name: str, give: Tensor) -> dict[st
 
 
 def _linear_readers(trial: _Trial, seen: _Seen, name: str, give: Tensor) -> dict[str, Tensor]:
-    """Linears each of whose input channels follows one output channel of linear `name` in proportion, and which one it
-    is."""
+    """Linears each of whose input channels is proportional to one output channel of linear `name`, and the numbers of
+    these channels."""
     width = give.shape[-1]
     later = list(seen.outputs)[list(seen.outputs).index(name) + 1 :]
     readers = [other for other in later if other in seen.inputs and seen.inputs[other][0].shape[-1] % width == 0]
@@ -321,10 +322,10 @@ def _linear_readers(trial: _Trial, seen: _Seen, name: str, give: Tensor) -> dict
 
 
 def _digits(before: list[Tensor], after: list[Tensor]) -> Tensor | None:
-    """The digit [in] that each channel's growth tells, or None unless every channel grew by one factor over all
+    """The digit [in] that each channel's factor encodes, or None unless every channel grew by one factor over all
     tokens."""
     if not before or [x.shape for x in before] != [x.shape for x in after]:
-        return None  # an expert: reached by no token, or by others
+        return None  # an expert, reached by no token, or by other tokens
     x, moved = (torch.cat([each.reshape(-1, each.shape[-1]) for each in xs]) for xs in (before, after))  # [tokens, in]
     factor = (moved * x).sum(0) / (x * x).sum(0)
     steady = (moved - factor * x).abs().amax(0) <= TOLERANCE * x.abs().amax(0)
@@ -335,7 +336,7 @@ def _digits(before: list[Tensor], after: list[Tensor]) -> Tensor | None:
 
 
 def _refused(trial: _Trial, link: Link, readers: dict[str, Tensor], give: Tensor, y: Tensor, shared: set[str]) -> str:
-    """Why no scale may move along this link; empty if it may. y: the block's output while the producer gives `give`."""
+    """Why no scale may move along this link; empty if one may. y: the block's output with `give` as the producer's."""
     consumers = link.consumers
     everyone = (link.producer, *consumers)
     if tied := [name for name in everyone if name in shared]:
@@ -366,8 +367,8 @@ def _refused(trial: _Trial, link: Link, readers: dict[str, Tensor], give: Tensor
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Might this be a norm: a function of x alone, with a weight and perhaps a bias, one number for each channel, and
-    no more?"""
+    """Whether this may be a norm: a function of x alone, with a weight and perhaps a bias, each with one number for
+    each channel, and no other parameters."""
     own = dict(module.named_parameters())
     if not own or sum(p.default is p.empty for p in inspect.signature(module.forward).parameters.values()) != 1:
         return False
@@ -375,7 +376,7 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def _rows_in(x: Tensor, given: Tensor) -> bool:
-    """Is each row of x one of the rows given?"""
+    """Whether each row of x is one of the rows of `given`."""
     if not isinstance(given, Tensor) or x.shape[-1] != given.shape[-1]:
         return False
     x, given = x.reshape(-1, x.shape[-1]), given.reshape(-1, given.shape[-1])

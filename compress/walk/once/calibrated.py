@@ -36,30 +36,30 @@ CALIBRATE = ("sequential", "once")
 
 
 def check_calibrate(calibrate: str) -> None:
-    """Raise ValueError unless this is a way to calibrate: "sequential" or "once"."""
+    """Raise ValueError unless `calibrate` is "sequential" or "once"."""
     if calibrate not in CALIBRATE:
         raise ValueError(f"`calibrate` (={calibrate!r}) must be one of {', '.join(CALIBRATE)}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """Where the recipes of a run keep the statistics of models as they are, and which of them they need together."""
+    """The folder of the statistics of uncompressed models, and the statistics that the recipes of a run need."""
 
     folder: Path
     needs: tuple[str, ...]
-    head: bool  # are statistics of the head needed, too?
-    stays: bool  # will a later run find the folder?
+    head: bool  # whether statistics of the head are needed, too
+    stays: bool  # whether later runs can use the folder
 
     def statistics(
         self, model: nn.Module, batches: Sequence[Tensor], about: Sequence[Any], *, device: torch.device
     ) -> SavedStatistics:
-        """The statistics of a model, collected now unless they are there.
+        """The statistics of a model; they are collected now unless they are in the folder.
 
         Args:
-            about: what they depend on, as JSON: the model's weights, the calibration tokens, the code.
+            about: the data on which they depend, as JSON: the model's weights, the calibration tokens, the code.
 
         Raises:
-            ValueError: they take more disk than there is, or than is allowed.
+            ValueError: the statistics need more disk space than is free, or than is allowed.
         """
         key = hashlib.sha256(json.dumps([*about, device.type], sort_keys=True).encode()).hexdigest()[:16]
         blocks = len(find_blocks(model)[1])
@@ -96,7 +96,7 @@ def collect_statistics(
     device: torch.device,
     resumable: bool = True,
 ) -> None:
-    """Run the model once, block by block, and keep statistics of what every linear of its blocks reads.
+    """Run the model once, block by block, and keep statistics of the inputs of every linear of its blocks.
 
     Args:
         needs: names in compress.walk.statistics.STATISTICS.
@@ -104,7 +104,7 @@ def collect_statistics(
         resumable: keep the activations of the newest block, too, so that a pass that was killed goes on there.
 
     Raises:
-        ValueError: they take more disk than there is, or than is allowed.
+        ValueError: the statistics need more disk space than is free, or than is allowed.
     """
     prefix, blocks = find_blocks(model)
     shapes = targets(model)
@@ -141,7 +141,7 @@ def collect_statistics(
 def _columns(
     prefix: str, shapes: Mapping[str, tuple[int, int]], groups: Sequence[Sequence[str]], blocks: Sequence[int]
 ) -> list[int]:
-    """Input channels of each group of linears of these blocks, of the first of which `groups` are known.
+    """Input channels of each group of linears of these blocks; `groups` are the groups of the first block.
 
     Blocks with the same linears have the same groups; in others every linear may have a group of its own.
     """
@@ -169,7 +169,7 @@ def solve_from(
     store: BlockStore | None = None,
     originals: Mapping[str, nn.Module] | None = None,
 ) -> list[LayerRecord]:
-    """Let `method` solve every linear inside the blocks from saved statistics, and put what it stores in their place.
+    """Let `method` solve every linear inside the blocks from saved statistics, and replace it by the stored parts.
 
     Blocks do not depend on one another, so that a killed run takes over every block that it has finished.
     """
@@ -201,7 +201,7 @@ def _solve_block(
     device: torch.device,
     progress: tqdm,
 ) -> tuple[dict[str, CompressedLinear], list[LayerRecord]]:
-    """What stands for each of these linears of a block, and their records."""
+    """The stored replacement of each of these linears of a block, and their records."""
     needs = with_errors(method.statistics)
     made: dict[str, tuple[CompressedLinear, LayerRecord]] = {}
     groups = [[name for name in group if name in names] for group in saved.groups(index)]

@@ -12,16 +12,16 @@ from torch import Tensor
 from compress.walk.resume import BlockStore
 from compress.walk.statistics import PAIRED, Collector, LayerStatistics, Rows, divided
 
-LIMIT = "WORKBENCH_STATISTICS_GB"  # how much disk the statistics of one model and one calibration may take
+LIMIT = "WORKBENCH_STATISTICS_GB"  # limit of the disk space for the statistics of one model and one calibration
 PANEL = 256  # rows of a symmetric matrix that are stored together, from the diagonal on
 
 
 class SavedStatistics:
-    """What the inputs of every linear of a model gave, when each block saw what the original blocks before it give.
+    """Statistics of the inputs of every linear of a model, where each block read the outputs of the original blocks.
 
     The folder holds one folder for each pass, named by the statistics that it collected (`absmax+gram`), with one file
-    for each block. Statistics are read when they are asked for, those of one linear at a time. Methods that scale the
-    inputs of linears say so by `scale`, and what is read afterwards is that of the scaled inputs.
+    for each block. Statistics are read on request, for one linear at a time. Methods that scale the inputs of linears
+    announce this by `scale`; later reads then give the statistics of the scaled inputs.
     """
 
     def __init__(self, folder: Path, blocks: int) -> None:
@@ -35,11 +35,11 @@ class SavedStatistics:
         self._scales: dict[str, Tensor] = {}
 
     def missing(self, needs: Sequence[str]) -> tuple[str, ...]:
-        """Those of these statistics that no finished pass has collected, in the order of their names."""
+        """The requested statistics that no finished pass has collected, in the order of their names."""
         return tuple(sorted(set(needs) - self._stores.keys()))
 
     def store_of(self, needs: Sequence[str]) -> BlockStore:
-        """Where a pass that collects these statistics keeps its blocks."""
+        """The store in which a pass that collects these statistics keeps its blocks."""
         return BlockStore(self.folder / "+".join(sorted(needs)))
 
     def groups(self, index: int) -> list[list[str]]:
@@ -47,7 +47,7 @@ class SavedStatistics:
         return self._about(index)["groups"]
 
     def of(self, name: str, index: int, needs: Sequence[str], device: torch.device) -> LayerStatistics:
-        """What the inputs of one linear of block `index` gave, and no more than is asked for."""
+        """The requested statistics of the inputs of one linear of block `index`."""
         about = self._about(index)
         leader = next(group[0] for group in about["groups"] if name in group)
         columns = about["columns"][leader]
@@ -58,7 +58,7 @@ class SavedStatistics:
         return LayerStatistics(about["tokens"][leader], values)
 
     def of_head(self, needs: Sequence[str], device: torch.device) -> LayerStatistics:
-        """What the input of the model's head gave, and no more than is asked for."""
+        """The requested statistics of the input of the model's head."""
         tensors, about = self.head_store().get(0)
         values = {need: tensors[need] for need in needs}
         if "gram" in values:
@@ -66,17 +66,17 @@ class SavedStatistics:
         return LayerStatistics(about["tokens"], {need: value.to(device) for need, value in values.items()})
 
     def keep_head(self, columns: int, statistics: LayerStatistics) -> None:
-        """Write what the input of the head, of so many columns, gave."""
+        """Write the statistics of the head's input, which has this number of columns."""
         tensors = {n: (_packed(v) if n == "gram" else v).cpu() for n, v in statistics.values.items()}
         self.head_store().put(0, tensors, {"columns": columns, "tokens": statistics.tokens, "needs": sorted(tensors)})
 
     def head_lacks(self, needs: Sequence[str]) -> bool:
-        """Is one of these statistics of the head not there?"""
+        """Whether any of these statistics of the head is missing."""
         about = self.head_store().about(0)
         return about is None or not set(needs) <= set(about["needs"])
 
     def head_store(self) -> BlockStore:
-        """Where those of the head are kept: beside the folder, whose own folders are passes over the blocks."""
+        """The store of the head's statistics: beside the folder, whose own folders are passes over the blocks."""
         return BlockStore(self.folder.with_name(f"{self.folder.name}-head"))
 
     def scale(self, names: Sequence[str], s: Tensor) -> None:
@@ -90,7 +90,7 @@ class SavedStatistics:
                 yield store, folder.name.split("+")
 
     def _about(self, index: int) -> dict:
-        """{"groups": as `groups` gives them, and by leader of the group "tokens" and "columns", those of its input}."""
+        """{"groups": as `groups` gives them; "tokens" and "columns" of the inputs, by each group's first linear}."""
         return next(iter(self._stores.values())).about(index)
 
     def _read(self, need: str, leader: str, index: int, columns: int) -> Tensor:
@@ -102,7 +102,7 @@ class SavedStatistics:
 def keep_block(
     store: BlockStore, index: int, groups: Sequence[Sequence[str]], collected: Mapping[str, Collector]
 ) -> None:
-    """Write what one pass collected of a block; {first linear of a group: the statistics of its input}."""
+    """Write the statistics of a block from one pass; collected: {first linear of a group: collector of its input}."""
     tensors, about = {}, {"groups": groups, "tokens": {}, "columns": {}}
     for leader in list(collected):
         result, columns = collected[leader].result(), collected[leader].columns
@@ -113,23 +113,23 @@ def keep_block(
 
 
 def predicted_bytes(columns: Sequence[int], needs: Sequence[str], tokens: int, windows: int) -> int:
-    """What the statistics of groups with so many input channels each take on the disk.
+    """The disk space that the statistics of these groups need.
 
     Args:
         columns: input channels of each group of linears that read the same input.
-        tokens, windows: of the calibration.
+        tokens, windows: the numbers in the calibration.
     """
     numbers = 0
     for n in columns:
         upper = sum(min(PANEL, n - start) * (n - start) for start in range(0, n, PANEL))
         per = {"gram": upper, "starts": windows * n, "rows": min(Rows.most, tokens) * n}
-        per |= dict.fromkeys(PAIRED, 0)  # nothing is compressed in this pass, so that the two streams are one
+        per |= dict.fromkeys(PAIRED, 0)  # nothing is compressed in this pass, so both streams are equal
         numbers += sum(per.get(need, n) for need in needs)
     return 4 * numbers
 
 
 def check_room(folder: Path, needed: int) -> None:
-    """Raise ValueError if statistics of so many bytes are over the limit, or do not fit on the disk."""
+    """Raise ValueError if statistics of this size in bytes exceed the limit, or do not fit on the disk."""
     limit = float(os.environ.get(LIMIT, "100")) * 1e9
     free = shutil.disk_usage(folder).free
     if needed > min(limit, free):
@@ -141,12 +141,12 @@ def check_room(folder: Path, needed: int) -> None:
 
 
 def _packed(H: Tensor) -> Tensor:
-    """The upper triangle of a symmetric matrix [n, n], with little of the lower one: flat."""
+    """The upper triangle of a symmetric matrix [n, n], with a few values of the lower one, as a flat tensor."""
     return torch.cat([H[start : start + PANEL, start:].reshape(-1) for start in range(0, len(H), PANEL)])
 
 
 def _unpacked(flat: Tensor, n: int) -> Tensor:
-    """The symmetric matrix [n, n] that `_packed` was given, to the bit."""
+    """The symmetric matrix [n, n] that `_packed` was given, equal to the last bit."""
     H, at = flat.new_empty(n, n), 0
     for start in range(0, n, PANEL):
         rows = min(PANEL, n - start)

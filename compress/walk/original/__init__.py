@@ -1,1 +1,1 @@
-"""The unquantised model beside the compressed one: its blocks, and what flows between them."""
+"""The uncompressed model beside the compressed one: its blocks, and the activations between them."""

@@ -1,4 +1,4 @@
-"""A block as it was before its linears were compressed."""
+"""A block with its original linears, as before the compression."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

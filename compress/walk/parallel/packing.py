@@ -1,4 +1,4 @@
-"""Objects that hold tensors, as a message and the tensors apart, so that each can be sent in its own way."""
+"""Objects that hold tensors, split into a message and the tensors, so that each can be sent in its own way."""
 
 import io
 import pickle
@@ -14,7 +14,7 @@ AT_ONCE = 1 << 30  # bytes of a tensor that are sent in one message
 
 @dataclass(frozen=True)
 class Kind:
-    """What a tensor is like. on_device: it lies on an accelerator, and is wanted on one."""
+    """The properties of a tensor. on_device: it lies on an accelerator, and the receiver puts it on one, too."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -35,7 +35,7 @@ class _Pickler(pickle.Pickler):
         self.tensors: list[Tensor] = []
 
     def persistent_id(self, value: Any) -> int | None:
-        if type(value) is not Tensor:  # parameters are pickled as such, around the tensor that they hold
+        if type(value) is not Tensor:  # parameters are pickled as parameters; the tensor inside is packed
             return None
         self.tensors.append(value.detach().contiguous())
         return len(self.tensors) - 1
@@ -60,12 +60,12 @@ def pack(value: Any) -> tuple[Packed, list[Tensor]]:
 
 
 def unpack(packed: Packed, tensors: Sequence[Tensor]) -> Any:
-    """The object of a message and its tensors."""
+    """The object, made from a message and its tensors."""
     return _Unpickler(io.BytesIO(packed.content), tensors).load()
 
 
 def empty(kind: Kind, device: torch.device) -> Tensor:
-    """Memory for a tensor."""
+    """An empty tensor of this kind."""
     return torch.empty(kind.shape, dtype=kind.dtype, device=device)
 
 

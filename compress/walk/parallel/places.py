@@ -1,4 +1,4 @@
-"""In which order sums over micro-batches are taken, whatever the number of processes: by slices of the calibration."""
+"""The order of sums over micro-batches, the same for any number of processes: by slices of the calibration."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,22 +6,22 @@ from itertools import accumulate
 
 from torch import Tensor
 
-SLICES = 8  # of the calibration at most; more processes than slices have no micro-batches
+SLICES = 8  # most slices of the calibration; processes beyond this number have no micro-batches
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a micro-batch stands in the calibration.
+    """The place of a micro-batch in the calibration.
 
-    A slice is a run of neighbouring micro-batches. What they give is summed up inside each slice, and the slices' sums
-    are added in order. Floating-point sums depend on the order in which they are taken; this one does not depend on the
-    number of processes, each of which has whole slices.
+    A slice is a series of neighbouring micro-batches. Their results are summed up inside each slice, and the sums of
+    the slices are added in order. Floating-point sums depend on their order; this order does not depend on the number
+    of processes, because each process has whole slices.
 
     Args:
-        number: of the micro-batch.
-        slice: that it belongs to.
-        size: micro-batches of this slice; 0 if that is not known.
-        start: tokens in the slices before this one.
+        number: the number of the micro-batch.
+        slice: the number of its slice.
+        size: the number of micro-batches in this slice; 0 if unknown.
+        start: the number of tokens in the slices before this one.
     """
 
     number: int = 0
@@ -43,5 +43,5 @@ def places(stacked: Sequence[Tensor]) -> list[Place]:
 
 
 def rank_of(place: Place, slices: int, ranks: int) -> int:
-    """The process that has a slice of so many: neighbouring slices go to one process."""
+    """The process that has the slice of this place: neighbouring slices go to one process."""
     return place.slice * ranks // slices

@@ -1,4 +1,4 @@
-"""The processes of one compression: their communication, and how an error in one of them ends all."""
+"""The processes of one compression: their communication, and how an error in one of them ends all of them."""
 
 import pickle
 import sys
@@ -15,7 +15,7 @@ from compress.walk.parallel.packing import Packed, empty, flat, pack, unpack
 from compress.walk.parallel.places import Place, rank_of
 
 T = TypeVar("T")
-TIMEOUT = timedelta(hours=1)  # that a process waits for another one, which may solve a large linear meanwhile
+TIMEOUT = timedelta(hours=1)  # longest wait for another process, which may solve a large linear meanwhile
 
 
 class ProcessLost(RuntimeError):
@@ -26,12 +26,12 @@ class Ranks:
     """The processes of one compression, seen from one of them; this one is `rank` of `count`.
 
     Every method that exchanges something must be called by all processes, in the same order. Each exchange begins with
-    `check`, so that a process that fails elsewhere is heard of at the next exchange.
+    `check`, so that the failure of a process is reported at the next exchange.
 
     Args:
-        device: where this process computes; what lay on the device of another process arrives there.
-        control: a group of gloo's, for messages and for tensors in memory.
-        tensors: a group of NCCL's for tensors on a device; None: they are sent through memory.
+        device: where this process computes; tensors from the device of another process arrive there.
+        control: a gloo group, for messages and for tensors in memory.
+        tensors: an NCCL group for tensors on a device; None: they are sent through memory.
     """
 
     def __init__(
@@ -45,21 +45,21 @@ class Ranks:
     ) -> None:
         self.rank, self.count = rank, count
         self.device, self.control, self.tensors = device, control, tensors
-        self.over = False  # nobody is left to talk to: an exchange has failed, or has ended all processes
+        self.over = False  # no more exchanges: one has failed, or has ended all processes
 
     def has(self, place: Place, slices: int) -> bool:
-        """Whether a micro-batch of a calibration in so many slices belongs to this process."""
+        """Whether a micro-batch belongs to this process; slices: their number in the calibration."""
         return rank_of(place, slices, self.count) == self.rank
 
     def share(self, items: Sequence[T], before: int = 0) -> list[T]:
-        """Those of these pieces of work that this process does; `before` pieces were given out already."""
+        """The items of work for this process; `before` items were given out earlier."""
         return [item for i, item in enumerate(items, start=before) if i % self.count == self.rank]
 
     def check(self, error: Exception | None = None) -> None:
-        """Wait for all processes, and raise here what any of them came with.
+        """Wait for all processes, and raise here the error that any of them reports.
 
         Args:
-            error: what has ended the work of this process; it is told to the others, and not raised here.
+            error: the error that has ended the work of this process; it is sent to the others, and not raised here.
 
         Raises:
             ProcessLost: a process has ended, or does not answer.
@@ -81,7 +81,7 @@ class Ranks:
         """The parts of all processes, combined from left to right in the order of processes; None if there are none.
 
         Args:
-            combine: may change its first argument; returns what both give together.
+            combine: combines two parts into the one that it returns; it may change its first argument.
         """
         self.check()
         total = None
@@ -157,7 +157,7 @@ _current = Ranks()
 
 
 def current() -> Ranks:
-    """The processes of the compression that is under way here; one alone unless `joined` says otherwise."""
+    """The processes of the compression that runs here; a single one outside of `joined`."""
     return _current
 
 
@@ -169,7 +169,7 @@ def joined(device: torch.device, *, alone: bool = False) -> Iterator[Ranks]:
 
     Args:
         device: where this process computes.
-        alone: leave the process group alone: every process does its own work.
+        alone: do not use the process group: every process does its own work.
     """
     global _current
     before = _current
@@ -197,7 +197,7 @@ def joined(device: torch.device, *, alone: bool = False) -> Iterator[Ranks]:
 
 
 def _portable(error: Exception | None) -> Exception | None:
-    """The error, or one of the same text that can be sent."""
+    """The error, or one with the same text that can be sent."""
     try:
         pickle.loads(pickle.dumps(error))
         return error
@@ -206,7 +206,7 @@ def _portable(error: Exception | None) -> Exception | None:
 
 
 class Bar(tqdm):
-    """A progress bar that writes a line every ten seconds, and no more, where nothing is drawn over: in a log."""
+    """A progress bar that writes at most one line every ten seconds to outputs that cannot be redrawn, as logs."""
 
     def __init__(self, *args: Any, **about: Any) -> None:
         self._in_log = not sys.stderr.isatty() and "ipykernel" not in sys.modules

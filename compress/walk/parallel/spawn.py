@@ -16,19 +16,19 @@ import torch.distributed as dist
 
 from compress.walk.parallel.ranks import TIMEOUT
 
-PROCESSES = "WORKBENCH_PROCESSES"  # environment variable: how many compress one model together, unless a call says so
+PROCESSES = "WORKBENCH_PROCESSES"  # environment variable: processes per compression, unless a call sets their number
 MOST = 64
 _ARGUMENTS, _MEETING, _HERE = "arguments.pt", "meeting", "here-{}"
 
 
 def process_count(processes: int | None, *, worth_it: bool = True) -> int:
-    """How many processes a call asks for: as it says, else as the process group, else as the environment says.
+    """The number of processes: that of the call, else of the process group, else of the environment variable.
 
     Args:
-        worth_it: the environment counts; a call with little to do is done in one process unless it says otherwise.
+        worth_it: whether the environment variable counts; False for a call with little to do.
 
     Raises:
-        ValueError: no positive number; or neither 1 nor the size of the process group that there is.
+        ValueError: the number is not positive; or there is a process group, and it is neither 1 nor the group's size.
     """
     grouped = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
     where = "`processes`"
@@ -45,7 +45,7 @@ def process_count(processes: int | None, *, worth_it: bool = True) -> int:
 
 
 def check_devices(device: torch.device, count: int) -> None:
-    """Raise ValueError if so many processes have no GPU each where they are to compute on GPUs."""
+    """Raise ValueError if the processes are to compute on GPUs and there is no GPU for each."""
     if device.type != "cuda" or count == 1:
         return
     if device.index is not None:
@@ -57,7 +57,7 @@ def check_devices(device: torch.device, count: int) -> None:
 
 
 def device_of_process(device: torch.device) -> torch.device:
-    """Where this process of the default process group computes: each of a machine has a GPU of its own."""
+    """The device of this process of the default process group: each process of a machine has its own GPU."""
     if device.type != "cuda" or device.index is not None:
         return device
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -67,10 +67,10 @@ def device_of_process(device: torch.device) -> torch.device:
 def spawned(count: int, call: Callable, arguments: Mapping[str, Any], device: torch.device) -> Iterator[None]:
     """While the context lasts, this process is the first of a process group whose others do `call(**arguments)`.
 
-    What is to be sent goes through a temporary folder, so that no process changes the memory of another one.
+    The arguments are sent through a temporary folder, so that no process changes the memory of another one.
 
     Args:
-        call: a function that modules can import by its name.
+        call: a function that can be imported by its name.
 
     Raises:
         ValueError: the arguments cannot be sent to another process.
@@ -115,7 +115,7 @@ def _start(rank: int, count: int, folder: Path, backend: str) -> subprocess.Pope
 
 
 def _await(others: list[subprocess.Popen], folder: Path) -> None:
-    """Wait until every process is there, or one has ended."""
+    """Wait until every process has started, or one has ended."""
     for rank, other in enumerate(others, start=1):
         while not (folder / _HERE.format(rank)).exists():
             if other.poll() is not None:
@@ -138,7 +138,7 @@ def main() -> int:
     _meet(rank, count, folder, backend)
     try:
         sent["call"](**sent["arguments"])
-    except Exception as error:  # the first process raises it, too
+    except Exception as error:  # the first process raises this error, too
         print(f"process {rank} of {count}: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     finally:
@@ -147,7 +147,7 @@ def main() -> int:
 
 
 def _end_with(parent: int) -> None:
-    """End this process when its parent is no more, whatever it waits for."""
+    """End this process when its parent has ended, even if it waits for something."""
 
     def watch() -> None:
         while os.getppid() == parent:

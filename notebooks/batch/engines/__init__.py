@@ -1,1 +1,1 @@
-"""Where runs are executed: `engine` defines the interface of an engine, and each other module holds one."""
+"""Engines, which execute runs: `engine` defines their interface, and each other module holds one engine."""

@@ -1,6 +1,6 @@
-"""Where runs are executed: threads here, a Ray cluster, or SLURM. An engine takes jobs and gives outcomes as they come.
+"""Execution of runs: local threads, a Ray cluster, or SLURM. An engine takes jobs and yields outcomes as they end.
 
-Engines keep no state: the lease says which attempt works on a run, and the folder whether it is finished.
+Engines keep no state: the lease names the attempt that works on a run, and the folder shows whether it is finished.
 """
 
 import threading
@@ -13,6 +13,6 @@ ENGINES = ("local", "ray", "slurm")
 
 
 class Engine(Protocol):
-    """Yields an outcome per job, in the order in which they end; interrupts what runs once `stop` is set."""
+    """Yields an outcome per job, in the order in which they end; interrupts running jobs after `stop` is set."""
 
     def run(self, jobs: Sequence[Job], stop: threading.Event) -> Iterator[Outcome]: ...

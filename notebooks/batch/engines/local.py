@@ -13,10 +13,10 @@ from notebooks.batch.job import Job, Outcome, execute
 
 
 class Local:
-    """On this machine, `parallel` runs at once; each has as many GPUs for itself as it asks for.
+    """Executes runs on this machine, `parallel` at once; each run alone uses the number of GPUs that it needs.
 
     Raises:
-        ValueError: `parallel` is no positive number; from `run`, a job asks for more GPUs than there are.
+        ValueError: `parallel` is no positive number; from `run`, a job needs more GPUs than there are.
     """
 
     def __init__(self, parallel: int = 1):
@@ -37,13 +37,13 @@ class Local:
         def one(job: Job) -> Outcome:
             if stop.is_set():
                 return Outcome(job.key, "waiting", job.folder)
-            # cuda:1 says itself which
+            # cuda:1 names its GPU itself
             own = gpus and job.gpus and (self.parallel > 1 or job.gpus > 1) and ":" not in str(job.values.get("device"))
             try:
                 with pool_of_gpus.taken(job.gpus if own else 0) as taken:
                     more = {"CUDA_VISIBLE_DEVICES": ",".join(taken)} if taken else {}
                     return execute(replace(job, threads=threads, environment=job.environment | more), stop.is_set)
-            except Exception as error:  # the other runs go on
+            except Exception as error:  # the other runs continue
                 kind = "disk" if isinstance(error, OSError) else "incomplete"
                 return Outcome(
                     job.key, "failed", job.folder, {"kind": kind, "error": f"{type(error).__name__}: {error}"}
@@ -56,14 +56,14 @@ class Local:
 
 
 class _Gpus:
-    """The GPUs that no run has at the moment."""
+    """The GPUs that no run uses at the moment."""
 
     def __init__(self, free: Sequence[str]):
         self.free, self.changed = list(free), threading.Condition()
 
     @contextmanager
     def taken(self, count: int) -> Iterator[list[str]]:
-        """So many GPUs, once as many are free: all at once, so that no two runs wait for each other."""
+        """This number of GPUs, as soon as they are free: all at once, so that no two runs wait for each other."""
         with self.changed:
             self.changed.wait_for(lambda: len(self.free) >= count)
             own, self.free[:count] = self.free[:count], []
@@ -76,7 +76,7 @@ class _Gpus:
 
 
 def visible_gpus() -> list[str]:
-    """Numbers of the GPUs of this machine, or of those that this process may see; asked without importing torch."""
+    """Numbers of the GPUs of this machine, or of those visible to this process; found without importing torch."""
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         return [gpu for gpu in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if gpu]
     if not shutil.which("nvidia-smi"):

@@ -10,17 +10,17 @@ from notebooks.batch.job import Job, Outcome
 from notebooks.batch.run_folder import JOB, RunFolder
 from notebooks.batch.worker import where
 
-SEEN_S = 10.0  # until what another machine has finished is to be seen here: a network filesystem may lag behind
+SEEN_S = 10.0  # longest delay until files of another machine are visible here, on a network filesystem
 
 
 def attempts(job: Job) -> tuple[str, str]:
-    """The attempts at a run that stands finished, and that was begun last; "" for none."""
+    """The attempt that finished a run, and the attempt that was started last; "" for none."""
     places = RunFolder(Path(job.folder))
     return places.manifest().get("attempt", ""), read_json(_last(places) / JOB).get("token", "")
 
 
 def _last(places: RunFolder) -> Path:
-    """The folder of the attempt that was begun last, if it is not finished: under way, or ended in good order."""
+    """The folder of the attempt that was started last, if it is not finished: it is running, or ended cleanly."""
     return places.part if (places.part / JOB).is_file() else places.failed
 
 
@@ -32,9 +32,9 @@ def outcome_of_lost(job: Job, before: tuple[str, str], kind: str, said: str) -> 
     """The outcome of a run that its engine has lost.
 
     Args:
-        before: `attempts` of the job when it was handed on.
-        kind: of the failure, if it is one: a run may have been finished before it was lost, or may never have begun.
-        said: why it is a failure.
+        before: `attempts` of the job when it was passed on.
+        kind: of the failure, if it is one: a run may have been finished before it was lost, or may never have started.
+        said: the reason of the failure.
     """
     done, begun = attempts(job)
     if done and done != before[0]:
@@ -46,7 +46,7 @@ def outcome_of_lost(job: Job, before: tuple[str, str], kind: str, said: str) -> 
 
 
 def seen(outcome: Outcome, job: Job) -> Outcome:
-    """The outcome, if the folder that it tells of can be read from here, too."""
+    """The outcome, after a check that its folder can be read from here, too."""
     folder, begin = Path(job.folder), time.monotonic()
     while outcome.status in ("finished", "known") and not RunFolder(folder).manifest():
         if time.monotonic() - begin > SEEN_S:
@@ -54,5 +54,5 @@ def seen(outcome: Outcome, job: Job) -> Outcome:
             return Outcome(job.key, "failed", job.folder, failure(job, "disk", said), outcome.seconds)
         time.sleep(0.2)
         if folder.parent.is_dir():
-            os.listdir(folder.parent)  # a network filesystem looks again
+            os.listdir(folder.parent)  # makes a network filesystem look again
     return outcome

@@ -17,27 +17,27 @@ from notebooks.batch.engines.lost import attempts, outcome_of_lost, seen
 from notebooks.batch.job import Job, Outcome, execute
 
 NODE = "WORKBENCH_NODE"  # names the node of the cluster to a run that is executed there
-GRACE_S = 20.0  # for runs that were asked to stop, before their workers are killed
+GRACE_S = 20.0  # for runs to stop, before their workers are killed
 
 
 class Ray:
-    """On an existing Ray cluster whose nodes have this workbench (`pip install -e .[ray]`) and share the folder of
-    runs.
+    """Executes runs on an existing Ray cluster whose nodes have this workbench (`pip install -e .[ray]`) and share the
+    folder of runs.
 
-    A run takes one CPU of Ray's, and one GPU if its `device` is one, or as many as its sweep asks for (`gpus: 2`), all
-    of one node: `ray start --num-cpus=2` allows two runs at once on a node, which then share its cores while nothing is
+    A run takes one CPU of Ray, and one GPU if its `device` is one, or the number that its sweep sets (`gpus: 2`), all
+    on one node: `ray start --num-cpus=2` allows two runs at once on a node, which then share its cores while nothing is
     timed. Ray chooses the GPU; a run without a GPU sees none. Runs are spread over the nodes, and use each node's own
-    environment (`HF_HOME`, `WORKBENCH_DATA`). They keep the key under which they were planned, whatever a node's device
-    is, and execute the sweep's snapshot of the code. A run whose texts or model differ on its node is refused there.
-    `WORKBENCH_NODE` names the node to a run.
+    environment (`HF_HOME`, `WORKBENCH_DATA`). They keep the key under which they were planned, for any device of a
+    node, and execute the sweep's snapshot of the code. A run whose texts or model differ on its node is refused there.
+    `WORKBENCH_NODE` tells a run the name of the node.
 
-    Nothing is repeated by itself: when a node or a worker dies, its runs end with it and are failures of the kind
-    `kernel death`, which `workbench resume` runs again. `stop` asks the runs to end, as Ctrl-C does, and kills their
-    workers after `GRACE_S` seconds. A driver that is killed takes its runs with it. Without the cluster's head Ray ends
-    the driver after a minute; `resume` on a new cluster goes on from there.
+    Nothing is repeated automatically: when a node or a worker dies, its runs end and are failures of the kind `kernel
+    death`, which `workbench resume` runs again. `stop` interrupts the runs, as Ctrl-C does, and kills their workers
+    after `GRACE_S` seconds. If the driver is killed, its runs end, too. Without the cluster's head Ray ends the driver
+    after a minute; `resume` on a new cluster continues from there.
 
     Args:
-        address: of the cluster's head, as host:port; that of the cluster to which this machine belongs by default.
+        address: of the cluster's head, as host:port; by default of the cluster to which this machine belongs.
 
     Raises:
         ValueError: Ray is not installed, or no cluster can be joined there; from `run`, no node could ever take one of
@@ -70,7 +70,7 @@ class Ray:
     def run(self, jobs: Sequence[Job], stop: threading.Event) -> Iterator[Outcome]:
         ray = self._ray
         self._check(jobs)
-        # a worker of Ray's that ends kills its children: the guard, which is to end what the run has started
+        # a Ray worker that ends kills its children, and so the guard, which has to end the processes of the run
         spared = {"env_vars": {"RAY_kill_child_processes_on_worker_exit": "false"}}
         task = ray.remote(max_retries=0, scheduling_strategy="SPREAD", runtime_env=spared)(_on_node)
         before = {job.key: attempts(job) for job in jobs}
@@ -86,12 +86,12 @@ class Ray:
                     for ref in waiting:
                         ray.cancel(ref, force=bool(asked))
                     asked = time.monotonic()
-        finally:  # left before its end: nobody would hear of what still runs
+        finally:  # if iteration stops early, the other runs are not observed any more
             for ref in waiting:
                 ray.cancel(ref, force=True)
 
     def _check(self, jobs: Sequence[Job]) -> None:
-        """Ray lets a task that no node can take wait for ever."""
+        """Raise ValueError for jobs that no node can take; Ray would let them wait for ever."""
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         for job in jobs:
             if not any(node.get("CPU", 0) >= 1 and node.get("GPU", 0) >= job.gpus for node in nodes):
@@ -101,7 +101,7 @@ class Ray:
                 )
 
     def _outcome(self, ref: Any, job: Job, before: tuple[str, str]) -> Outcome:
-        """What became of a task; where Ray only knows that it is lost, the folder is asked."""
+        """The outcome of a task; if Ray only reports that it is lost, the outcome is read from the folder."""
         errors = self._ray.exceptions
         try:
             return seen(self._ray.get(ref), job)
@@ -109,7 +109,7 @@ class Ray:
             kind, said = "interrupt", "the run was interrupted"
         except errors.OutOfMemoryError as error:
             kind, said = "out of memory", f"Ray killed its worker for want of memory: {first_line(error)}"
-        except errors.RayTaskError as error:  # ours went on, but could not begin, or end: no workbench, no folder there
+        except errors.RayTaskError as error:  # our code failed at its start or end: no workbench, no folder there
             kind = "disk" if isinstance(error.cause, OSError) else "kernel death"
             said = f"its node could not run it: {type(error.cause).__name__}: {error.cause}"
         except errors.RayError as error:
@@ -118,7 +118,7 @@ class Ray:
 
 
 def _reach(address: str) -> None:
-    """Ray asks for minutes where nobody answers; raises OSError or ValueError at once."""
+    """Raise OSError or ValueError at once if the address does not answer; Ray would try for minutes."""
     host, _, port = address.rpartition(":")
     if "://" in address or (host and not port.isdecimal()):
         raise ValueError("give it as host:port, from a machine that is a node of the cluster")
@@ -127,12 +127,12 @@ def _reach(address: str) -> None:
 
 
 def _on_node(job: Job) -> Outcome:
-    """A job in a worker of Ray's; cancelling its task is as Ctrl-C, which ends the run in good order."""
+    """Execute a job in a Ray worker; cancelling its task acts as Ctrl-C, which ends the run cleanly."""
     import ray
 
     stopped = threading.Event()
     before = signal.signal(signal.SIGINT, lambda *_: stopped.set())
-    # Ray limits a task to as many threads as it has CPUs: things would be timed with one
+    # Ray limits a task to one thread for each of its CPUs: timings would use one thread
     limit = None if "OMP_NUM_THREADS" in psutil.Process().environ() else os.environ.pop("OMP_NUM_THREADS", None)
     try:
         node = ray.get_runtime_context().get_node_id()

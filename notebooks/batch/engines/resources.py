@@ -12,14 +12,14 @@ MOST_GPUS = 64  # of one run: more are a mistake
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmOptions:
-    """What every run of a sweep asks SLURM for; its GPUs are asked for by `gpus`.
+    """The resources that every run of a sweep requests from SLURM; GPUs are set by `gpus`.
 
     Args:
-        partition, account, qos, constraint: as of `sbatch`; the cluster's defaults if empty.
+        partition, account, qos, constraint: as in `sbatch`; the cluster's defaults if empty.
         time_min: minutes after which SLURM ends a run.
         cpus: cores of a run.
         memory_gb: of a run; the cluster's default if None.
-        exclusive: a run has its node for itself, which it needs if its timings are to count.
+        exclusive: a run uses its node alone, which valid timings need.
 
     Raises:
         ValueError: a value of the wrong type, or out of range.
@@ -54,7 +54,7 @@ class SlurmOptions:
         """The options of a mapping.
 
         Raises:
-            ValueError: it has a key that is none of these options, or a value that will not do.
+            ValueError: a key is none of these options, or a value is not valid.
         """
         known = [field.name for field in fields(cls)]
         for name in given:
@@ -63,10 +63,10 @@ class SlurmOptions:
         return cls(**given)
 
     def changed_by(self, texts: Sequence[str]) -> "SlurmOptions":
-        """These options with others in place of some: NAME=VALUE each, as on a command line.
+        """These options with some replaced, each given as NAME=VALUE, as on a command line.
 
         Raises:
-            ValueError: as `of` does; or a text is not of this form.
+            ValueError: as in `of`; or a text does not have this form.
         """
         given = {}
         for name, equals, text in (text.partition("=") for text in texts):
@@ -78,10 +78,10 @@ class SlurmOptions:
 
 
 def check_gpus(gpus: int | None, values: Mapping[str, Any], where: str) -> None:
-    """Raise ValueError if a run of these parameters cannot use so many GPUs.
+    """Raise ValueError if a run of these parameters cannot use this number of GPUs.
 
     Args:
-        where: the number was written.
+        where: the place where the number was given.
     """
     if gpus is None:
         return

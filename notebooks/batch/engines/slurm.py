@@ -21,28 +21,28 @@ from notebooks.batch.job import Job, Outcome, execute
 from notebooks.batch.leases import RENEW_S, STALE_S
 from notebooks.batch.run_folder import FAILURE, RunFolder
 
-EVERY_S = 1.0  # between two looks at the jobs
-ASKED_S = 30.0  # between two questions to SLURM about jobs that say nothing themselves
+EVERY_S = 1.0  # between two checks of the jobs
+ASKED_S = 30.0  # between two queries to SLURM about jobs without a result
 PREEMPTED_S = 300.0  # after which a preempted job that was not queued again is given up
-SIGNAL_S = 90  # before its time limit a job is asked to end
+SIGNAL_S = 90  # time before its limit at which a job is told to end
 ARRAY = 1000  # jobs that are submitted at once, as one array: SLURM's usual limit
 
 
 class Slurm:
-    """On a SLURM cluster whose nodes have this workbench (`pip install -e .[slurm]`) and share the folder of runs.
+    """Executes runs on a SLURM cluster whose nodes have this workbench (`pip install -e .[slurm]`) and the runs folder.
 
-    Every run is a job with the resources of `options`, and as many GPUs as it asks for, on one node. Runs keep the key
+    Every run is a job with the resources of `options`, and the GPUs that it needs, on one node. Runs keep the key
     under which they were planned and execute the sweep's snapshot of the code, as on a Ray cluster. The files of
     submitit are in `.slurm` in the folder of runs, and stay there for the runs that failed.
 
-    SLURM queues a job again that it preempted, or whose node failed; the run then takes over the lease of the attempt
-    before, and goes on from its finished blocks. A job that comes near its time limit is ended as a failure of the kind
-    `timeout`; `workbench resume`, with more time or without, goes on from its finished blocks, too. `stop` cancels the
-    jobs. Jobs outlive a driver that is killed.
+    SLURM queues a job again that it preempted, or whose node failed; the run then takes over the lease of the previous
+    attempt, and continues from its finished blocks. A job near its time limit is ended as a failure of the kind
+    `timeout`; `workbench resume`, with more time or without, continues from its finished blocks, too. `stop` cancels
+    the jobs. Jobs continue if the driver is killed.
 
     Args:
         runs: the folder of runs.
-        parallel: at most so many jobs at once; None for as many as SLURM allows.
+        parallel: the largest number of jobs at once; None: as many as SLURM allows.
         cluster: "slurm"; "local" executes the jobs as processes of this machine, for tests.
 
     Raises:
@@ -80,7 +80,7 @@ class Slurm:
             self._submit(jobs, folder, waiting)
             while waiting:
                 if self._cluster == "slurm" and time.monotonic() - asked > ASKED_S:
-                    next(iter(waiting)).watcher.update()  # for all of them in one question
+                    next(iter(waiting)).watcher.update()  # for all of them in one query
                     asked = time.monotonic()
                 for sent in [sent for sent in waiting if watch.over(sent, cancelled)]:
                     job = waiting.pop(sent)
@@ -93,17 +93,17 @@ class Slurm:
                     for sent in waiting:
                         sent.cancel(check=False)
                 time.sleep(EVERY_S if waiting else 0)
-        finally:  # left before its end: nobody would hear of what still runs
+        finally:  # if iteration stops early, the other jobs are not observed any more
             for sent in waiting:
                 sent.cancel(check=False)
         if all(one.status in ("finished", "known") for one in outcomes):
             shutil.rmtree(folder, ignore_errors=True)
 
     def _submit(self, jobs: Sequence[Job], folder: Path, waiting: dict[Any, Job]) -> None:
-        """Submit all jobs, and put them into `waiting`: as arrays of those that ask for the same.
+        """Submit all jobs, and put them into `waiting`: as one array for all jobs with the same resources.
 
         Raises:
-            ValueError: a submission was refused; those before it are in `waiting`.
+            ValueError: a submission was refused; the earlier ones are in `waiting`.
         """
         for gpus in sorted({job.gpus for job in jobs}):
             alike = [job for job in jobs if job.gpus == gpus]
@@ -119,7 +119,7 @@ class Slurm:
                 waiting.update(zip(sent, part, strict=True))
 
     def _parameters(self, gpus: int) -> dict[str, Any]:
-        """What submitit wants to know; names that begin with `slurm_` are those of `sbatch`."""
+        """The parameters for submitit; names that begin with `slurm_` are those of `sbatch`."""
         asked = self.options
         own = {name: getattr(asked, name) for name in ("partition", "account", "qos", "constraint", "exclusive")}
         return {
@@ -134,7 +134,7 @@ class Slurm:
         } | {f"slurm_{name}": value for name, value in own.items() if value}
 
     def _check(self, gpus: int) -> None:
-        """Let SLURM itself say whether it would take such a job; nothing is submitted."""
+        """Ask SLURM whether it would accept such a job; nothing is submitted."""
         asked = self.options
         flags = [f"--{name}={getattr(asked, name)}" for name in ("partition", "account", "qos", "constraint")]
         flags = [flag for flag in flags if not flag.endswith("=")]
@@ -155,7 +155,7 @@ class Slurm:
             )
 
     def _outcome(self, sent: Any, job: Job, before: tuple[str, str], cancelled: bool) -> Outcome:
-        """What became of a job; where SLURM only knows that it is gone, the folder is asked."""
+        """The outcome of a job; if SLURM only reports that it is gone, the outcome is read from the folder."""
         log = f"see {sent.paths.stderr}"
         if sent.paths.result_pickle.exists():
             try:
@@ -177,7 +177,7 @@ class Slurm:
 
 
 class _Watch:
-    """Which jobs are over: their result is there, or SLURM has said for a while that nothing runs any more."""
+    """Finds ended jobs: their result exists, or SLURM has reported for a while that they do not run any more."""
 
     def __init__(self) -> None:
         self._gone: dict[Any, float] = {}
@@ -186,7 +186,7 @@ class _Watch:
         if sent.paths.result_pickle.exists():
             return True
         now = time.monotonic()
-        preempted = sent.state.upper() == "PREEMPTED"  # for submitit such a job waits, for ever where none is requeued
+        preempted = sent.state.upper() == "PREEMPTED"  # submitit lets such a job wait, for ever if it is not requeued
         if not preempted and not sent.done():
             self._gone.pop(sent, None)
             return False
@@ -197,9 +197,9 @@ class _Watch:
 def _on_node(job: Job, options: SlurmOptions) -> Outcome:
     """A job on a node of the cluster.
 
-    SLURM sends a signal before it ends a job; the run is then ended in good order. Near the time limit that is its
-    failure. Else SLURM decides: a preempted job is queued again, and comes here again, while a result that was written
-    would end it for its driver; so that this process ends without one.
+    SLURM sends a signal before it ends a job; the run is then ended cleanly. Near the time limit that is its failure.
+    Else SLURM decides: a preempted job is queued again, and executed here again. A written result would end the job for
+    its driver, so that this process ends without one.
     """
     from submitit import JobEnvironment
 
@@ -212,7 +212,7 @@ def _on_node(job: Job, options: SlurmOptions) -> Outcome:
     job = replace(job, threads=options.cpus if options.cpus < own else None, environment=job.environment | more)
     outcome = execute(job, lambda: bool(got))
     while outcome.status == "busy" and _is_restart() and time.monotonic() - begin < STALE_S + 4 * RENEW_S and not got:
-        time.sleep(RENEW_S)  # the lease of the attempt that was preempted runs out
+        time.sleep(RENEW_S)  # until the lease of the preempted attempt runs out
         outcome = execute(job, lambda: bool(got))
     if not got or outcome.status in ("finished", "known"):
         return outcome
