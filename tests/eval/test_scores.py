@@ -192,7 +192,7 @@ def test_names_of_others_are_checked_before_the_work(tiny, tokens):
 def test_a_metric_that_is_no_number_is_left_out_aloud(tiny, tokens):
     model, broken = tiny("llama"), tiny("llama")
     broken.lm_head.weight = torch.nn.Parameter(torch.full_like(broken.lm_head.weight, math.nan))
-    with pytest.warns(UserWarning, match="perplexity_t of compressed is nan, and is left out"):
+    with pytest.warns(UserWarning, match="perplexity_t of compressed is nan and is left out"):
         scores = score_text(broken, model, {"t": tokens(1, 40)[0]}, window=16)
     assert "perplexity_t" not in scores and all(map(math.isfinite, scores.values()))
 

@@ -415,7 +415,7 @@ def test_a_benchmark_that_dies_leaves_no_record_of_an_earlier_one(tmp_path, monk
     for name in ("record.json", "table.txt"):
         (tmp_path / name).write_text("{}")
     monkeypatch.setattr(kernel_bench.sys, "executable", "/bin/false")
-    with pytest.raises(RuntimeError, match="ended with status 1: it said nothing"):
+    with pytest.raises(RuntimeError, match="ended with status 1: it printed nothing"):
         kernel_bench.bench_kernels(plan_kernels(device="cpu"), tmp_path)
 
 
