@@ -124,7 +124,7 @@ struct Loops {
                     int channels, float* s, int64_t ss, Ahead& ahead);
   void (*page_shares)(float* s, int64_t ss, int rows, int pages, float scale, float* out);
   void (*select)(const float* scores, int n, int count, int32_t* keys, int64_t* chosen);
-  bool streams;  // are whole spans without a list read faster in the order of `STREAMS`?
+  bool streams;  // IN_STREAMS
 };
 
 typedef uint32_t Word __attribute__((aligned(2), may_alias));
