@@ -2,12 +2,14 @@
 
     python seeds/chunk_reuse.py --contexts 20 --write reports/published/chunk-reuse.md
 
-Each context is a stretch of a held-out text: chunks that are read apart, each behind the token that texts begin with,
-and the tokens behind them as the question. KL and loss are those of the question's tokens, KL from the pass over the
-whole prompt. Times are of one pass each, in turns.
+Each context is a stretch of a held-out text: chunks, and the tokens behind them as the question. Chunks are read alone,
+each behind the token that texts begin with, or in earlier prompts: half of the chunks and as many of another context, in
+an order that is drawn. KL and loss are those of the question's tokens, KL from the pass over the whole prompt. Times
+are of one pass each, in turns.
 """
 
 import argparse
+import random
 import shlex
 import statistics
 import sys
@@ -21,7 +23,7 @@ from tqdm.auto import tqdm
 
 from compress import held_out, load_model
 from compress.inputs.calibration import beginning
-from compress.kv.reuse import ChunkStore, blend
+from compress.kv.reuse import Chunk, ChunkStore, blend
 from compress.kv.reuse.blend import CHOICES
 from eval.machine.hardware import hardware
 
@@ -37,51 +39,65 @@ def loss(logits: Tensor, question: Tensor) -> float:
     return nn.functional.cross_entropy(logits[0, :-1].float(), question[0, 1:]).item()
 
 
-def measure(given: argparse.Namespace) -> dict[tuple[str, float], dict[str, list[float]]]:
-    """{(choice, share): {measure: a value for each context}}; ("whole", 1) is the pass over the whole prompt."""
+def earlier(store: ChunkStore, texts: list[Tensor], others: list[Tensor], seed: int) -> list[Chunk]:
+    """The chunks of a prompt, from readings in two earlier prompts; others: as many chunks of another context."""
+    drawn, middle = random.Random(seed), len(texts) // 2
+    for part in (slice(middle), slice(middle, None)):
+        prompt = [*texts[part], *others[part]]
+        drawn.shuffle(prompt)
+        store.read_together(prompt)
+    return store.select(texts)
+
+
+def measure(given: argparse.Namespace) -> dict[tuple[str, str, float], dict[str, list[float]]]:
+    """{(reading, choice, share): {measure: a value for each context}}; ("whole", "", 1) is the pass over the prompt."""
     model, tokenizer = load_model(given.model)
     ids = held_out(tokenizer, corpus=given.text)
     ids, start = ids.reshape(1, -1), beginning(tokenizer)
     length = given.chunks * given.chunk_tokens + given.question_tokens
-    if ids.shape[1] < given.contexts * length:
-        raise ValueError(f"`--contexts` (={given.contexts}) of {length} tokens: the text has {ids.shape[1]} tokens")
+    if ids.shape[1] < (given.contexts + 1) * length:
+        raise ValueError(f"`--contexts` (={given.contexts}) and one more of {length} tokens: the text has {ids.shape[1]}")
     prefix = torch.tensor([start or [tokenizer.bos_token_id]])
-    found: dict[tuple[str, float], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    ways = [(choose, share) for share in given.shares for choose in (CHOICES if share else CHOICES[:1])]
+    found: dict[tuple[str, str, float], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for i in tqdm(range(given.contexts), desc="contexts", unit="context"):
-        text = ids[:, i * length : (i + 1) * length]
+        text, other = (ids[:, j * length : (j + 1) * length] for j in (i, i + 1))
         question = text[:, given.chunks * given.chunk_tokens :]
+        texts, others = (list(x[:, : -given.question_tokens].split(given.chunk_tokens, 1)) for x in (text, other))
         store = ChunkStore(model, prefix)
-        chunks = [store.prefix, *map(store.read, text[:, : -given.question_tokens].split(given.chunk_tokens, 1))]
+        readings = {"alone": [store.prefix, *map(store.read, texts)]}
+        readings["earlier prompts"] = earlier(ChunkStore(model, prefix), texts, others, i)
         whole = torch.cat([prefix, text], 1)
         began = time.perf_counter()
         right = model(whole, use_cache=True, logits_to_keep=given.question_tokens).logits
-        found["whole", 1.0]["seconds"].append(time.perf_counter() - began)
-        found["whole", 1.0]["loss"].append(loss(right, question))
-        for choose, share in ways:
-            began = time.perf_counter()
-            blended = blend(model, chunks, question, share=share, choose=choose, seed=i)
-            row = found[choose if share else "none", share]
-            row["seconds"].append(time.perf_counter() - began)
-            row["kl"].append(divergence(right, blended.logits))
-            row["loss"].append(loss(blended.logits, question))
+        found["whole", "", 1.0]["seconds"].append(time.perf_counter() - began)
+        found["whole", "", 1.0]["loss"].append(loss(right, question))
+        for reading, chunks in readings.items():
+            choices = [choose for choose in CHOICES if reading != "alone" or choose != "context"]
+            for choose, share in [(choose, share) for share in given.shares for choose in choices[: None if share else 1]]:
+                began = time.perf_counter()
+                blended = blend(model, chunks, question, share=share, choose=choose, seed=i)
+                row = found[reading, choose if share else "none", share]
+                row["seconds"].append(time.perf_counter() - began)
+                row["kl"].append(divergence(right, blended.logits))
+                row["loss"].append(loss(blended.logits, question))
+                row["again"].append(len(blended.places) / (given.chunks * given.chunk_tokens))
     return found
 
 
-def table(found: dict[tuple[str, float], dict[str, list[float]]]) -> str:
-    """Markdown: a row for each choice and share."""
-    whole = found["whole", 1.0]
-    head = "| computed again | chosen by | KL | loss | time of the whole prompt's |"
-    lines = [head, "| ---: | --- | ---: | ---: | ---: |"]
+def table(found: dict[tuple[str, str, float], dict[str, list[float]]]) -> str:
+    """Markdown: a row for each reading, choice and share."""
+    whole = found["whole", "", 1.0]
+    head = "| chunks read | computed again | chosen by | KL | loss | time of the whole prompt's |"
+    lines = [head, "| --- | ---: | --- | ---: | ---: | ---: |"]
     seconds = statistics.median(whole["seconds"])
-    lines.append(f"| whole prompt | | | {statistics.mean(whole['loss']):.3f} | {seconds:.2f} s |")
-    for (choose, share), row in sorted(found.items(), key=lambda item: item[0][1]):
-        if choose == "whole":
+    lines.append(f"| | whole prompt | | | {statistics.mean(whole['loss']):.3f} | {seconds:.2f} s |")
+    for (reading, choose, _), row in sorted(found.items(), key=lambda item: (item[0][0], item[0][2])):
+        if reading == "whole":
             continue
         error = statistics.stdev(row["kl"]) / len(row["kl"]) ** 0.5
         taken = statistics.median(a / b for a, b in zip(row["seconds"], whole["seconds"], strict=True))
-        kl = f"{statistics.mean(row['kl']):.4f} ± {error:.4f}"
-        lines.append(f"| {share:.0%} | {choose} | {kl} | {statistics.mean(row['loss']):.3f} | {taken:.2f}× |")
+        kl, again = f"{statistics.mean(row['kl']):.4f} ± {error:.4f}", statistics.mean(row["again"])
+        lines.append(f"| {reading} | {again:.0%} | {choose} | {kl} | {statistics.mean(row['loss']):.3f} | {taken:.2f}× |")
     return "\n".join(lines)
 
 

@@ -31,6 +31,12 @@ def keeping_layers(model: nn.Module) -> list[int]:
     return [i for i, kind in enumerate(kinds) if kind == "full_attention" and i not in gone]
 
 
+def attentions_of(model: nn.Module) -> dict[int, nn.Module]:
+    """The attention modules by the numbers of their layers."""
+    # In some models the block has these attributes too; it comes before its parts.
+    return {m.layer_idx: m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "config")}
+
+
 def left_alone(model: nn.Module) -> dict[str, int]:
     """Kinds of layers whose cache is not compressed, with the number of layers of each kind."""
     kinds, _ = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))

@@ -137,6 +137,18 @@ def _integers() -> str:
     return "native" if found == "avx512vnni" else found
 
 
+@torch.compiler.assume_constant_result
+def matrices() -> str:
+    """The instructions by which packed weights and more than FEW_ROUNDED rounded tokens are multiplied where tiles are
+    not used, by their name in records, if they differ from those for fewer tokens: "neon i8mm" on ARM; else ""."""
+    return _matrices()
+
+
+@cache
+def _matrices() -> str:
+    return torch.ops.workbench.matrices_isa() if why_not() is None else ""
+
+
 def w4a8_runs() -> bool:
     """Are the kernels loaded, on a CPU that multiplies weights in panels by rounded activations as integers?"""
     return integers() != ""

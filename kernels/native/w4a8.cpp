@@ -74,7 +74,7 @@ struct Rounded {
 
 // Decoded columns of a pair of panels.
 struct Tile {
-  uint8_t* codes;  // int8 [columns / 4, 2, 16, 4]: code - zero
+  uint8_t* codes;  // int8 [columns / 4, 2, 16, 4]: code - zero; with i8mm [columns / 8, 2, 16, 8]
   int32_t* start;  // [groups, 2, 16]: -SIGN Σ codes, for the SIGN that is added to codes of x
   float* scale;    // [groups, 2, 16]
 };
@@ -107,8 +107,6 @@ Kind kind_of(const at::Tensor& t) {
 }
 
 // The data of a call.
-constexpr int BYTE_MIDDLE = 128;  // the middle of codes of 8 bits
-
 struct Call {
   const void* x;
   const int32_t* from;  // the order in which columns of x are read; null: unchanged
@@ -119,6 +117,7 @@ struct Call {
   const dots::Coder* coder;
   Output y;
   int64_t element;  // of y, in bytes
+  bool large;       // codes less their zero points do not fit a byte
 };
 
 // Rows of x, to be rounded. Rows in another order are gathered in memory of the reader.
@@ -246,7 +245,7 @@ class Many {
       for (int64_t b = begin; b < end; b++) {
         fetch(more ? panel : panel + PAIR, more ? stop : 0, b - begin, end - begin);
         const int64_t token = first(b), size = first(b + 1) - token;
-        const auto product = several ? dots::MULTIPLY<true>[size - 1] : dots::MULTIPLY<false>[size - 1];
+        const auto product = dots::multiply_of(size, several);
         float* totals = s.totals + (token - from) * PAIR * ROWS;
         product(s.tile, plan, stop - g, codes.get() + token * plan.in + g * plan.columns * size, step.data() + token * per_token + g,
                 g == 0, totals);
@@ -345,8 +344,7 @@ bool by_tiles([[maybe_unused]] const std::vector<Call>& calls) {
 #ifdef HAVE_AMX
   std::vector<std::unique_ptr<CodeTiles>> codes;
   for (const Call& c : calls) {
-    const bool large = c.coder->middle == BYTE_MIDDLE && c.w.zero;
-    if (c.tokens <= SOME || c.plan.steps > 1 || c.kind != Kind::bfloat16 || large || !amx_available()) return false;
+    if (c.tokens <= SOME || c.plan.steps > 1 || c.kind != Kind::bfloat16 || c.large || !amx_available()) return false;
     codes.emplace_back(new CodeTiles(c));
   }
   Joined<CodeTiles> joined(std::move(codes));
@@ -359,7 +357,7 @@ bool by_tiles([[maybe_unused]] const std::vector<Call>& calls) {
 
 int64_t piece_of(int64_t columns) {
   int64_t piece = std::min<int64_t>(PIECE, columns);
-  while (columns % piece || piece % 4) piece--;
+  while (columns % piece || piece % 8) piece--;
   return piece;
 }
 
@@ -407,7 +405,8 @@ Call call_of(const at::Tensor& x, const at::Tensor& y, const at::Tensor& codes, 
   TORCH_CHECK(inside, "panels_w4a8: `x_order` holds numbers that are no columns");
   Plan plan{in, in / columns, columns, share / columns, x_group ? x_group : in, x_group ? in / x_group : 1, piece_of(columns),
             x_bits == 8 ? 127.0f : 7.0f, x_wide, x_scale ? x_scale->const_data_ptr<float>() : nullptr, x_scale && x_scale->numel() > 1, coder.order};
-  return {x.const_data_ptr(), from, kind_of(x), x.numel() / in, w, plan, &coder, {y.mutable_data_ptr(), kind_of(y), out}, y.element_size()};
+  return {x.const_data_ptr(), from, kind_of(x), x.numel() / in, w, plan, &coder, {y.mutable_data_ptr(), kind_of(y), out}, y.element_size(),
+          bits == 8 && zero};
 }
 
 at::Tensor result(const at::Tensor& x, int64_t out) {
@@ -423,7 +422,7 @@ at::Tensor panels_w4a8(const at::Tensor& x_, const at::Tensor& codes, const at::
   const at::Tensor x = x_.contiguous(), y = result(x, out);
   const Call call = call_of(x, y, codes, scale, zero, table, x_bits, x_group, x_scale, x_wide, x_order);
   if (y.numel() == 0 || by_tiles({call})) return y;
-  if (call.tokens <= SOME || (call.coder->middle == BYTE_MIDDLE && zero)) some_tokens(call);
+  if (call.tokens <= SOME || call.large) some_tokens(call);
   else Many(call).run();
   return y;
 }
@@ -465,6 +464,7 @@ TORCH_LIBRARY_FRAGMENT(workbench, m) {
   m.def("panels_w4a8(Tensor x, Tensor codes, Tensor scale, Tensor? zero, Tensor? table, int out, int x_bits, int x_group, Tensor? x_scale, int x_wide=0, Tensor? x_order=None) -> Tensor");
   m.def("panels_w4a8_several(Tensor x, Tensor[] codes, Tensor[] scales, Tensor?[] zeros, Tensor?[] tables, int[] outs, int x_bits) -> Tensor[]");
   m.def("integer_isa() -> str", integer_isa);
+  m.def("matrices_isa() -> str", matrices_isa);
 }
 TORCH_LIBRARY_IMPL(workbench, CPU, m) {
   m.impl("panels_w4a8", panels_w4a8);

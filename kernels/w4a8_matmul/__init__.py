@@ -10,7 +10,14 @@ from kernels.interpreter import triton_takes
 from kernels.lut_matmul import Codebook
 from kernels.registry import ran
 from kernels.w4a8_matmul import reference
-from kernels.w4a8_matmul.groups import check_groups, holds_integers, native_takes, tiles_take, triton_reads
+from kernels.w4a8_matmul.groups import (
+    check_groups,
+    decoded_once,
+    holds_integers,
+    native_takes,
+    tiles_take,
+    triton_reads,
+)
 
 __all__ = ["fast", "holds_integers", "w4a8_matmul"]
 
@@ -62,7 +69,8 @@ def w4a8_matmul(
     use = _implementation(x, w, x_group, impl)
     zero, table = (None, w.table) if isinstance(w, Codebook) else (w.zero, None)
     if use == "cpu" and x.numel():
-        ran("w4a8_matmul", f"cpu {native.integers(tiles_take(x, w, x_group))}")
+        matrices = native.matrices() if decoded_once(x, w) else ""
+        ran("w4a8_matmul", f"cpu {matrices or native.integers(tiles_take(x, w, x_group))}")
         return torch.ops.workbench.panels_w4a8(
             x, w.codes, w.scale, zero, table, w.shape[0], x_bits, x_group or 0, x_scale, x_wide, x_order
         )

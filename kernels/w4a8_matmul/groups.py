@@ -42,10 +42,15 @@ def native_takes(w: Packed | Codebook, x_group: int | None) -> bool:
     return w.layout == "panels" and w.group_size % WORD == 0 and group % unit == 0 and group <= MOST_COLUMNS
 
 
+def decoded_once(x: Tensor, w: Packed | Codebook) -> bool:
+    """Are these so many tokens that the C++ kernel decodes the weight to bytes for all of them? A byte cannot hold an
+    8-bit code minus a zero point."""
+    return x.numel() > native.FEW_ROUNDED * w.shape[1] and (isinstance(w, Codebook) or w.bits < 8 or w.zero is None)
+
+
 def tiles_take(x: Tensor, w: Packed | Codebook, x_group: int | None) -> bool:
-    """Would a CPU with AMX multiply these in tiles of bytes? A tile cannot hold 8-bit codes minus a zero point."""
-    many = x.dtype == torch.bfloat16 and x_group is None and x.numel() > native.FEW_ROUNDED * w.shape[1]
-    return many and (isinstance(w, Codebook) or w.bits < 8 or w.zero is None)
+    """Would a CPU with AMX multiply these in tiles of bytes?"""
+    return x.dtype == torch.bfloat16 and x_group is None and decoded_once(x, w)
 
 
 def triton_reads(w: Packed | Codebook, x_group: int | None) -> bool:

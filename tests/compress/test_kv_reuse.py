@@ -1,11 +1,15 @@
 """Prompts out of chunks that were read apart: the same as the whole prompt where they should be, and nearer to it the
 more is computed again."""
 
+import math
+
 import pytest
 import torch
+from scipy.stats import kendalltau
 
 from compress.kv.reuse import ChunkStore, blend
 from compress.kv.reuse.blend import CHOICES
+from compress.kv.reuse.context import Context, places_by_context
 
 ARCHITECTURES = ["llama", "qwen2", "mistral", "gemma3_text", "phi", "gpt_neox"]  # sliding layers, partial rotations
 
@@ -84,13 +88,82 @@ def test_more_computed_again_is_nearer(tiny, choose):
         assert again.min() >= 17, "the first chunk saw all that stands before it when it was read"
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "gpt_neox"])
+def test_a_prompt_that_was_read_together_needs_nothing_again(tiny, architecture):
+    model = tiny(architecture)
+    prefix, a, b, c, question = texts(2, 12, 9, 7, 4)
+    store = ChunkStore(model, prefix)
+    chunks = store.read_together([a, b, c])
+    assert kl(model, chunks, question, share=0.0) == pytest.approx(0, abs=1e-5)
+    assert blend(model, chunks, question, share=0.5, choose="context").places.tolist() == []
+    assert [chunk.start for chunk in chunks] == [0, 2, 14, 23] and chunks[3].name == store.read(c).name
+    for n, chunk in zip((12, 9, 7), chunks[1:], strict=True):  # what each token sees adds up to 1, with the prefix
+        seen = chunk.context.intra + sum(chunk.context.inter)
+        assert 0 < seen < n and chunk.context.outside.sum().item() == pytest.approx(sum(chunk.context.inter), rel=1e-5)
+    moved = [chunks[0], chunks[3], chunks[1]]
+    losses = [kl(model, moved, question, share=share, choose="context") for share in (0.0, 1.0)]
+    assert losses[0] > 1e-4 and losses[1] < 1e-6
+
+
+def test_attention_to_other_texts_is_that_of_the_model(tiny):
+    model = tiny("llama")
+    prefix, a, b, c = texts(2, 12, 9, 7)
+    got = ChunkStore(model, prefix).read_together([a, b, c])[3].context
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        maps = model(torch.cat([prefix, a, b, c], 1), output_attentions=True).attentions
+    mean = torch.stack([layer[0].mean(0) for layer in maps]).mean(0)[23:]
+    torch.testing.assert_close(got.outside, mean[:, 2:23].sum(1))
+    assert got.inter == pytest.approx([mean[:, 2:14].sum().item(), mean[:, 14:23].sum().item()])
+    assert got.intra == pytest.approx(mean[:, 23:].sum().item()) and got.lengths == (12, 9)
+
+
+def test_impact_and_overlap_are_those_of_the_paper():
+    context = Context(("a", "b", "c"), (10, 20, 40), (2.0, 3.0, 5.0), 4.0, torch.ones(8))
+    outside, inside = 2 / (8 * 10) + 3 / (8 * 20) + 5 / (8 * 40), 4 / 8**2
+    assert context.impact == pytest.approx(1 / (1 + math.exp(-outside / inside)))
+    assert context.overlap(["a", "b", "c"]) == 1 and context.overlap(["x"]) == context.overlap([]) == 0
+    assert context.overlap(["c", "x"]) == pytest.approx(0.5) and context.overlap(["a", "b"]) == pytest.approx(0.5)
+    for now in (["b", "a", "c"], ["c", "b", "a"], ["c", "a", "x", "b"]):
+        tau = kendalltau([0, 1, 2], [now.index(name) for name in "abc"]).statistic
+        assert context.overlap(now) == pytest.approx(1 - (1 - tau) / 2)
+    assert context.overhead(["c"]) == pytest.approx(context.impact / 2)
+    alone = Context((), (), (), 1.0, torch.zeros(8))
+    assert (alone.overhead([]), alone.overhead(["a"])) == (0, 0.5)
+
+
+def test_chunks_share_the_tokens_by_their_overheads():
+    alone = Context((), (), (), 1.0, torch.zeros(8))
+    settled = Context(("a",), (8,), (1.0,), 4.0, torch.arange(8.0))
+    foreign = Context(("x",), (8,), (4.0,), 4.0, torch.tensor([0.0, 3, 1, 2, 9, 0, 0, 8]))
+    counted = [places.tolist() for places in places_by_context([alone, settled, foreign], ["a", "b", "c"], 4)]
+    assert counted == [[], [], [4, 7, 1, 3]], "the first one stands where it was read, the second one behind the same"
+    counted = [places.tolist() for places in places_by_context([alone, settled, foreign], ["a", "b", "c"], 12)]
+    assert counted == [[], [], foreign.outside.argsort(descending=True, stable=True).tolist()], "no more than needed"
+    counted = [len(places) for places in places_by_context([alone, alone, foreign], ["a", "b", "c"], 10)]
+    assert counted == [0, 4, 6] and foreign.impact == pytest.approx(0.731, abs=1e-3)
+
+
+def test_the_reading_that_fits_is_selected(tiny, tmp_path):
+    model = tiny("llama")
+    prefix, a, b, c, new = texts(1, 10, 8, 6, 5)
+    store = ChunkStore(model, prefix, tmp_path)
+    first, second = store.read_together([a, b, c]), store.read_together([c, b])
+    for some in (store, ChunkStore(model, prefix, tmp_path)):
+        assert [chunk.start for chunk in some.select([a, b, c])] == [chunk.start for chunk in first]
+        assert [chunk.start for chunk in some.select([c, b, new])] == [*(chunk.start for chunk in second), 1]
+        got = some.select([a, b, c])[3]
+        assert got.context.before == first[3].context.before and got.context.inter == first[3].context.inter
+        assert torch.equal(got.keys[1], first[3].keys[1]) and torch.equal(got.context.outside, first[3].context.outside)
+
+
 def test_chunks_are_kept_in_a_folder(tiny, tmp_path, monkeypatch):
     model = tiny("llama")
     prefix, a, question = texts(1, 10, 3)
     first = ChunkStore(model, prefix, tmp_path)
     chunk = first.read(a)
     assert chunk is first.read(a[0]) and chunk.nbytes == sum(k.nbytes for k in (*chunk.keys, *chunk.values)) > 0
-    monkeypatch.setattr(ChunkStore, "_computed", lambda *_: pytest.fail("it is in the folder"))
+    monkeypatch.setattr(ChunkStore, "_layers", lambda *_: pytest.fail("it is in the folder"))
     later = ChunkStore(model, prefix, tmp_path)
     results = [blend(model, [s.prefix, s.read(a)], question, share=0.0).logits for s in (first, later)]
     assert torch.equal(*results)
@@ -120,6 +193,10 @@ def test_what_cannot_be_blended_is_refused(tiny):
         blend(shallow, [store_of_one.prefix, store_of_one.read(a)], question)
     with pytest.raises(ValueError, match="the tokens of one text"):
         store.read(a.repeat(2, 1))
+    with pytest.raises(ValueError, match="`texts` is empty"):
+        store.read_together([])
+    with pytest.raises(ValueError, match="the tokens of one text"):
+        store.read_together([a, a.repeat(2, 1)])
     with pytest.raises(ValueError, match="`prefix` holds no token"):
         ChunkStore(model, prefix[:, :0])
     with pytest.raises(ValueError, match="no rotary position embeddings"):

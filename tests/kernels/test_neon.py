@@ -40,6 +40,15 @@ int main() {
       wrong += sums[lane] != expected;
     }
   }
+  if (workbench::arm().i8mm) {
+    int32x4_t sums = vdupq_n_s32(7);
+    smmla(sums, x, y);
+    for (int lane = 0; lane < 4; lane++) {
+      int expected = 7;
+      for (int i = 0; i < 8; i++) expected += a[lane / 2 * 8 + i] * b[lane % 2 * 8 + i];
+      wrong += sums[lane] != expected;
+    }
+  }
   if (workbench::arm().bf16) {
     const float numbers[8] = {1, -2, 0.5f, 3, 100, -7, 0.25f, 9};
     const float32x4_t low = vld1q_f32(numbers), high = vld1q_f32(numbers + 4);
@@ -52,7 +61,7 @@ int main() {
     }
   }
   const workbench::Arm found = workbench::arm();
-  printf("%d dotprod %d bf16 %d", wrong, found.dotprod, found.bf16);
+  printf("%d dotprod %d bf16 %d i8mm %d", wrong, found.dotprod, found.bf16, found.i8mm);
 }
 """
 
@@ -66,9 +75,9 @@ def test_instructions_that_not_every_processor_has_are_found_and_right(tmp_path)
     subprocess.run(
         [COMPILER, "-O2", "-std=c++20", include, tmp_path / "main.cpp", "-static", "-o", program], check=True
     )
-    for cpu, found in {"cortex-a72": (0, 0), "neoverse-n1": (1, 0), "max": (1, 1)}.items():
+    for cpu, found in {"cortex-a72": (0, 0, 0), "neoverse-n1": (1, 0, 0), "max": (1, 1, 1)}.items():
         said = subprocess.run([EMULATOR, "-cpu", cpu, program], check=True, capture_output=True, text=True).stdout
-        assert said == "0 dotprod {} bf16 {}".format(*found), cpu
+        assert said == "0 dotprod {} bf16 {} i8mm {}".format(*found), cpu
 
 
 def test_openmp_is_torchs_where_the_compiler_has_none(tmp_path):

@@ -4,6 +4,11 @@
 >>> chunks = [store.prefix, *(store.read(ids) for ids in documents)]
 >>> blended = blend(model, chunks, question, share=0.15)
 >>> blended.logits, blended.cache
+
+Texts that were read in an earlier prompt have seen other texts, and need less to be computed again:
+
+>>> store.read_together(documents)
+>>> blended = blend(model, store.select(reversed(documents)), question, share=0.15, choose="context")
 """
 
 from compress.kv.reuse.blend import Blended, blend

@@ -2,7 +2,7 @@
 al., 2024, arXiv:2405.16444; Cache-Craft, Agarwal et al., 2025, arXiv:2502.15734)."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,10 +11,12 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
 from compress.kv.reuse.chunks import Chunk, kinds_of
+from compress.kv.reuse.context import places_by_context
 from compress.kv.rotation import turn_of
+from compress.kv.support import attentions_of
 from compress.walk.capture import device_of
 
-CHOICES = ("deviation", "first", "drawn")
+CHOICES = ("deviation", "context", "first", "drawn")
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,11 @@ def blend(
         share: of the tokens of the other chunks that are computed again, 0 to 1.
         choose: the rule for choosing them. "deviation": the tokens whose keys and values in the second layer change
             most once the chunks see each other, for which all tokens go through the first layer (CacheBlend narrows
-            its choice in every layer; this one is made once). "first": the first tokens of each chunk (EPIC, Hu et al.,
-            2024, arXiv:2410.15332). "drawn": random ones, by `seed`.
+            its choice in every layer; this one is made once). "context": from each chunk as many as its context in
+            the prompt differs from the one that it was read in, the tokens that attended most to other texts there
+            (Cache-Craft; for chunks of `ChunkStore.read_together`: a chunk that was read alone gives its first tokens).
+            At most `share`: nothing of a chunk whose context is the same. "first": the first tokens of each chunk
+            (EPIC, Hu et al., 2024, arXiv:2410.15332). "drawn": random ones, by `seed`.
 
     Raises:
         ValueError: an invalid share, choice or batch.
@@ -72,16 +77,9 @@ def blend(
     ids = torch.cat([*(chunk.ids.to(device) for chunk in chunks), question[0].to(device)])
     keys, values = _placed(model, chunks)
     fixed, count = len(chunks[0].ids), math.ceil(share * (total - len(chunks[0].ids)))
-    changed: Callable[[], Tensor] = {
-        "deviation": lambda: _deviation(model, ids[:total], keys[1], values[1]),
-        "first": lambda: -torch.cat([torch.arange(len(chunk.ids), device=device) for chunk in chunks]).float(),
-        "drawn": lambda: torch.rand(total, generator=torch.Generator().manual_seed(seed)).to(device),
-    }[choose]
-    again = torch.arange(0, device=device)
+    again = torch.arange(fixed, fixed + count, device=device)
     if 0 < count < total - fixed:
-        again = (changed()[fixed:].argsort(descending=True, stable=True)[:count] + fixed).sort().values
-    elif count:
-        again = torch.arange(fixed, total, device=device)
+        again = _chosen(model, chunks, ids[:total], keys, values, count, choose, seed)
     places = torch.cat([again, torch.arange(total, len(ids), device=device)])
     cache = _Scattered(keys, values, places, len(ids))
     out = model(
@@ -107,7 +105,7 @@ def _check(chunks: Sequence[Chunk], question: Tensor, share: float, choose: str)
 
 def _placed(model: nn.Module, chunks: Sequence[Chunk]) -> tuple[list[Tensor], list[Tensor]]:
     """Keys and values [1, H_kv, total, D] of each layer, keys rotated to the places of their tokens in the prompt."""
-    attentions = {m.layer_idx: m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "config")}
+    attentions = attentions_of(model)
     keys, values = [], []
     for number in range(len(chunks[0].keys)):
         turn, moved, at = turn_of(model, attentions[number]), [], 0
@@ -121,6 +119,32 @@ def _placed(model: nn.Module, chunks: Sequence[Chunk]) -> tuple[list[Tensor], li
         keys.append(torch.cat(moved, 2))
         values.append(torch.cat([chunk.values[number] for chunk in chunks], 2))
     return keys, values
+
+
+def _chosen(
+    model: nn.Module,
+    chunks: Sequence[Chunk],
+    ids: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    count: int,
+    choose: str,
+    seed: int,
+) -> Tensor:
+    """The places of at most `count` tokens of the chunks after the first one, in order."""
+    device, sizes = ids.device, [len(chunk.ids) for chunk in chunks]
+    if choose == "context":
+        named = [chunk.name for chunk in chunks[1:]]
+        within = places_by_context([chunk.context for chunk in chunks[1:]], named, count)
+        starts = [sum(sizes[: i + 1]) for i in range(len(within))]
+        return torch.cat([start + places for start, places in zip(starts, within, strict=True)]).sort().values.to(device)
+    if choose == "deviation":
+        scores = _deviation(model, ids, keys[1], values[1])
+    elif choose == "first":
+        scores = -torch.cat([torch.arange(size, device=device) for size in sizes]).float()
+    else:
+        scores = torch.rand(len(ids), generator=torch.Generator().manual_seed(seed)).to(device)
+    return (scores[sizes[0] :].argsort(descending=True, stable=True)[:count] + sizes[0]).sort().values
 
 
 def _deviation(model: nn.Module, ids: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -1,16 +1,20 @@
 """The cache of a text that was read without the texts that will come before it in the prompt."""
 
 import hashlib
+import json
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import DynamicCache
 
 from compress.inputs.model import weights_sha256
+from compress.kv.reuse.context import Context, attention_noted
 from compress.kv.rotation import rotary_of
 from compress.walk.capture import device_of
 
@@ -24,12 +28,19 @@ class Chunk:
     Attributes:
         ids: [n], its tokens. start: the position of the first one when it was read.
         keys, values: of each layer [1, H_kv, n, D]; keys are rotated to the positions from `start` on.
+        context: its attention to the texts that it was read behind; without texts if it was read alone.
     """
 
     ids: Tensor
     start: int
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
+    context: Context
+
+    @property
+    def name(self) -> str:
+        """The name of its text: the same for all readings of it."""
+        return _digest(self.ids.tolist())
 
     @property
     def nbytes(self) -> int:
@@ -38,7 +49,7 @@ class Chunk:
 
 
 class ChunkStore:
-    """Reads texts, each behind the same prefix alone, and keeps their keys and values.
+    """Reads texts behind the same prefix, alone or together, and keeps their keys and values.
 
     Args:
         model: a transformers decoder with rotary position embeddings.
@@ -61,13 +72,13 @@ class ChunkStore:
         if prefix.shape[-1] == 0:
             raise ValueError("`prefix` holds no token; the token that texts begin with would do")
         self.model, self.folder = model, None if folder is None else Path(folder)
-        self._ids = prefix.reshape(1, -1)
-        self._kept: dict[str, Chunk] = {}
+        self._ids = prefix.reshape(1, -1).cpu()
+        self._kept: dict[str, dict[str, Chunk]] = {}  # by text, by the texts before it
         self._weights = f"{weights_sha256(model)} {model.dtype}" if folder is not None else ""
-        self.prefix = self._chunk(self._ids.cpu(), 0)
+        self.prefix = self._alone(self._ids, 0)
 
     def read(self, ids: Tensor) -> Chunk:
-        """The chunk of a text: a stored one, or else read now.
+        """The chunk of a text that is read behind the prefix alone: a stored one, or else read now.
 
         Args:
             ids: [1, n] or [n] tokens, without the prefix.
@@ -75,30 +86,103 @@ class ChunkStore:
         Raises:
             ValueError: `ids` has no token, or more than one text.
         """
-        if ids.numel() == 0 or ids.numel() != ids.shape[-1]:
-            raise ValueError(f"`ids` {tuple(ids.shape)} must be the tokens of one text, [n] or [1, n] with n > 0")
-        return self._chunk(ids.reshape(1, -1).cpu(), self._ids.shape[1])
-
-    def _chunk(self, ids: Tensor, start: int) -> Chunk:
-        """ids [1, n], from position `start` on; 0: they are the prefix itself."""
-        name = hashlib.sha256(repr([self._weights, self._ids.tolist(), ids.tolist(), start]).encode()).hexdigest()[:32]
-        if name not in self._kept:
-            path = None if self.folder is None else self.folder / f"{name}.safetensors"
-            if path is not None and path.is_file():
-                self._kept[name] = _loaded(path, ids[0], start, device_of(self.model))
-            else:
-                self._kept[name] = self._computed(ids, start)
-                if path is not None:
-                    _save(self._kept[name], path)
-        return self._kept[name]
+        return self._alone(_one_text(ids), self._ids.shape[1])
 
     @torch.no_grad()
-    def _computed(self, ids: Tensor, start: int) -> Chunk:
+    def read_together(self, texts: Sequence[Tensor]) -> list[Chunk]:
+        """Read the texts of a prompt, one behind the other, and keep each with its attention to those before it.
+
+        What a server computes for a first prompt is kept for later ones in this way (Cache-Craft). The attention is
+        computed in full: a prompt of T tokens takes 4 H T² bytes for a moment, with H heads.
+
+        Returns:
+            The prefix and the chunks, for a `blend` in this order.
+
+        Raises:
+            ValueError: no text, a text without tokens, or a model that does not return its attention.
+        """
+        if not texts:
+            raise ValueError("`texts` is empty: the tokens of at least one text are needed")
+        parts = [self._ids, *map(_one_text, texts)]
+        bounds = [0]
+        for part in parts:
+            bounds.append(bounds[-1] + part.shape[1])
+        with attention_noted(self.model, bounds) as noted:
+            layers = self._layers(torch.cat(parts, 1))
+        chunks, names = [self.prefix], [_digest(part[0].tolist()) for part in parts]
+        for i in range(1, len(parts)):
+            mine = noted[bounds[i] : bounds[i + 1]]
+            lengths = tuple(part.shape[1] for part in parts[1:i])
+            inter = tuple(mine[:, 1:i].sum(0).tolist())
+            context = Context(tuple(names[1:i]), lengths, inter, mine[:, i].sum().item(), mine[:, 1:i].sum(1))
+            chunks.append(_cut(layers, parts[i][0], bounds[i], context))
+            self._keep(chunks[-1])
+        return chunks
+
+    def select(self, texts: Sequence[Tensor]) -> list[Chunk]:
+        """The chunks for a prompt: of each text the stored reading of which least must be computed again behind the
+        texts before it (`Context.overhead`). A text that was never read is read alone.
+
+        Returns:
+            The prefix and the chunks, for a `blend` in this order.
+        """
+        chunks, names = [self.prefix], []
+        for ids in map(_one_text, texts):
+            readings = self._readings(ids).values() or [self.read(ids)]
+            chunks.append(min(readings, key=lambda chunk: chunk.context.overhead(names)))
+            names.append(chunks[-1].name)
+        return chunks
+
+    def _alone(self, ids: Tensor, start: int) -> Chunk:
+        """ids [1, n], from position `start` on; 0: they are the prefix itself."""
+        kept = self._readings(ids, start).get(_digest([]))
+        if kept is None:
+            tokens = torch.cat([self._ids, ids], 1) if start else ids
+            context = Context((), (), (), 1.0, torch.zeros(ids.shape[1]))
+            kept = _cut(self._layers(tokens), ids[0], start, context)
+            self._keep(kept)
+        return kept
+
+    @torch.no_grad()
+    def _layers(self, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of all positions, by layer."""
         cache = DynamicCache()  # all layers keep all positions
-        tokens = torch.cat([self._ids.cpu(), ids], 1) if start else ids
         self.model(tokens.to(device_of(self.model)), past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cut = [[t[:, :, start:].clone() for t in (layer.keys, layer.values)] for layer in cache.layers]
-        return Chunk(ids[0], start, *map(tuple, zip(*cut, strict=True)))
+        return [(layer.keys, layer.values) for layer in cache.layers]
+
+    def _text(self, ids: Tensor, start: int) -> str:
+        return _digest([self._weights, self._ids.tolist(), ids.reshape(1, -1).tolist(), bool(start)])
+
+    def _readings(self, ids: Tensor, start: int = 1) -> dict[str, Chunk]:
+        """The stored readings of a text, by the digest of the texts before it."""
+        text = self._text(ids, start)
+        kept = self._kept.setdefault(text, {})
+        for path in self.folder.glob(f"{text}-*.safetensors") if self.folder is not None else ():
+            before = path.stem.removeprefix(f"{text}-")
+            if before not in kept:
+                kept[before] = _loaded(path, ids.reshape(-1), device_of(self.model))
+        return kept
+
+    def _keep(self, chunk: Chunk) -> None:
+        text, before = self._text(chunk.ids, chunk.start), _digest(list(chunk.context.before))
+        self._kept.setdefault(text, {})[before] = chunk
+        if self.folder is not None:
+            _save(chunk, self.folder / f"{text}-{before}.safetensors")
+
+
+def _digest(content: object) -> str:
+    return hashlib.sha256(repr(content).encode()).hexdigest()[:32]
+
+
+def _one_text(ids: Tensor) -> Tensor:
+    if ids.numel() == 0 or ids.numel() != ids.shape[-1]:
+        raise ValueError(f"`ids` {tuple(ids.shape)} must be the tokens of one text, [n] or [1, n] with n > 0")
+    return ids.reshape(1, -1).cpu()
+
+
+def _cut(layers: Sequence[tuple[Tensor, Tensor]], ids: Tensor, start: int, context: Context) -> Chunk:
+    cut = [[t[:, :, start : start + len(ids)].clone() for t in layer] for layer in layers]
+    return Chunk(ids, start, *map(tuple, zip(*cut, strict=True)), context)
 
 
 def kinds_of(model: nn.Module) -> set[str]:
@@ -119,12 +203,17 @@ def _save(chunk: Chunk, path: Path) -> None:
     """Write a file beside its final place and move it there, so that a killed process leaves no partial file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors = {f"{kind}.{i}": t.contiguous() for kind in ("keys", "values") for i, t in enumerate(getattr(chunk, kind))}
+    context = {name: value for name, value in vars(chunk.context).items() if name != "outside"}
+    about = {"start": str(chunk.start), "context": json.dumps(context)}
     with tempfile.TemporaryDirectory(prefix=f".{path.stem}-", dir=path.parent) as scratch:  # each process has its own
-        save_file(tensors, f"{scratch}/{path.name}")
+        save_file({**tensors, "outside": chunk.context.outside}, f"{scratch}/{path.name}", about)
         Path(scratch, path.name).replace(path)
 
 
-def _loaded(path: Path, ids: Tensor, start: int, device: torch.device) -> Chunk:
-    tensors = load_file(str(path), device=str(device))
-    count = len(tensors) // 2
-    return Chunk(ids, start, *(tuple(tensors[f"{kind}.{i}"] for i in range(count)) for kind in ("keys", "values")))
+def _loaded(path: Path, ids: Tensor, device: torch.device) -> Chunk:
+    with safe_open(path, "pt", device=str(device)) as file:
+        about, count = file.metadata(), len(file.keys()) // 2
+        layers = [(file.get_tensor(f"keys.{i}"), file.get_tensor(f"values.{i}")) for i in range(count)]
+        outside = file.get_tensor("outside").cpu()
+    given = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(about["context"]).items()}
+    return Chunk(ids, int(about["start"]), *map(tuple, zip(*layers, strict=True)), Context(**given, outside=outside))
