@@ -3,8 +3,8 @@
     python seeds/chunk_reuse.py --contexts 20 --write reports/published/chunk-reuse.md
 
 Each context is a stretch of a held-out text: chunks, and the tokens behind them as the question. Chunks are read alone,
-each behind the token that texts begin with, or in earlier prompts: half of the chunks and as many of another context, in
-an order that is drawn. KL and loss are those of the question's tokens, KL from the pass over the whole prompt. Times
+each behind the token that texts begin with, or in earlier prompts: half of the chunks and as many of another context,
+in an order that is drawn. KL and loss are those of the question's tokens, KL from the pass over the whole prompt. Times
 are of one pass each, in turns.
 """
 
@@ -56,7 +56,8 @@ def measure(given: argparse.Namespace) -> dict[tuple[str, str, float], dict[str,
     ids, start = ids.reshape(1, -1), beginning(tokenizer)
     length = given.chunks * given.chunk_tokens + given.question_tokens
     if ids.shape[1] < (given.contexts + 1) * length:
-        raise ValueError(f"`--contexts` (={given.contexts}) and one more of {length} tokens: the text has {ids.shape[1]}")
+        needed = (given.contexts + 1) * length
+        raise ValueError(f"`--contexts` (={given.contexts}) needs {needed} tokens, and the text has {ids.shape[1]}")
     prefix = torch.tensor([start or [tokenizer.bos_token_id]])
     found: dict[tuple[str, str, float], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for i in tqdm(range(given.contexts), desc="contexts", unit="context"):
@@ -73,7 +74,8 @@ def measure(given: argparse.Namespace) -> dict[tuple[str, str, float], dict[str,
         found["whole", "", 1.0]["loss"].append(loss(right, question))
         for reading, chunks in readings.items():
             choices = [choose for choose in CHOICES if reading != "alone" or choose != "context"]
-            for choose, share in [(choose, share) for share in given.shares for choose in choices[: None if share else 1]]:
+            ways = [(choose, share) for share in given.shares for choose in choices[: None if share else 1]]
+            for choose, share in ways:
                 began = time.perf_counter()
                 blended = blend(model, chunks, question, share=share, choose=choose, seed=i)
                 row = found[reading, choose if share else "none", share]
@@ -96,8 +98,9 @@ def table(found: dict[tuple[str, str, float], dict[str, list[float]]]) -> str:
             continue
         error = statistics.stdev(row["kl"]) / len(row["kl"]) ** 0.5
         taken = statistics.median(a / b for a, b in zip(row["seconds"], whole["seconds"], strict=True))
-        kl, again = f"{statistics.mean(row['kl']):.4f} ± {error:.4f}", statistics.mean(row["again"])
-        lines.append(f"| {reading} | {again:.0%} | {choose} | {kl} | {statistics.mean(row['loss']):.3f} | {taken:.2f}× |")
+        kl, nats = f"{statistics.mean(row['kl']):.4f} ± {error:.4f}", statistics.mean(row["loss"])
+        again = statistics.mean(row["again"])
+        lines.append(f"| {reading} | {again:.0%} | {choose} | {kl} | {nats:.3f} | {taken:.2f}× |")
     return "\n".join(lines)
 
 

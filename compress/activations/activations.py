@@ -26,9 +26,9 @@ BITS = {"fp8": 8, "mxfp4": 4, "nvfp4": 4}  # bits of a code, for formats that fi
 class Activations(LayerwiseMethod):
     """Rounds the inputs of linears to few bits; the weights stay as the methods before it stored them.
 
-    With 4-bit integer weights a CPU with VNNI multiplies the codes themselves. Everywhere else, and with `outliers`
-    whose channels no earlier method has put in order, the rounding is emulated: the result is the same, but it is not
-    faster.
+    With 4-bit integer weights a CPU with VNNI multiplies the codes themselves, and a GPU with Triton too, those of fp8
+    included where it has this type (Hopper, Ada). Everywhere else, and with `outliers` whose channels no earlier method
+    has put in order, the rounding is emulated: the result is the same, but it is not faster.
     """
 
     name: ClassVar[str] = "activations"

@@ -74,14 +74,15 @@ class Format(nn.Module):
         raise NotImplementedError
 
     def matmul_rounded(self, x: Tensor, rounding: Rounding, before: Transform | None = None) -> Tensor:
-        """`matmul` of the x that `rounding` has rounded; integers are multiplied by integers if that is fast.
+        """`matmul` of the x that `rounding` has rounded; integers are multiplied by integers or float8 if that is fast.
 
         Args:
             before: a transform of x before the rounding, which some kernels do in the same pass; None: none.
         """
         w, group, order = self.integers, None if rounding.group_size == -1 else rounding.group_size, None
-        integers = w is not None and rounding.in_integers and fast(x, w, group)
-        if integers and isinstance(before, Hadamard) and rounding.step is None:
+        float8 = rounding.in_float8
+        integers = w is not None and (rounding.in_integers or float8) and fast(x, w, group, float8)
+        if integers and isinstance(before, Hadamard) and rounding.step is None and not float8:
             if rotates_into_codes(x, before.block, group) and multiplies_codes(w, group, x.device):
                 how = {"block": before.block, "bits": rounding.bits, "group": group, "wide": rounding.wide}
                 return w4a8_codes_matmul(*hadamard_codes(x, before.signs, **how), w, dtype=x.dtype)
@@ -91,7 +92,7 @@ class Format(nn.Module):
             x = before(x)
         if integers:
             how = {"x_bits": rounding.bits, "x_group": group, "x_scale": rounding.step, "x_wide": rounding.wide}
-            return w4a8_matmul(x, w, **how, x_order=order)
+            return w4a8_matmul(x, w, **how, x_order=order, x_float=float8)
         return self.matmul(rounding(x))
 
     def look_up(self, ids: Tensor) -> Tensor:

@@ -57,6 +57,11 @@ class Rounding(Transform):
         """Whether x' is exactly the integers that `kernels.w4a8_matmul` makes from x, times their steps."""
         return self.format == "int" and self.clip == 1.0 and self.order is None
 
+    @property
+    def in_float8(self) -> bool:
+        """Whether x' is exactly the float8 that `kernels.w4a8_matmul` makes from x, times their steps."""
+        return self.format == "fp8" and self.clip == 1.0 and self.order is None
+
     def forward(self, x: Tensor) -> Tensor:
         columns = x if self.order is None else x[..., self.order]
         groups = columns.float().unflatten(-1, (-1, x.shape[-1] if self.group_size == -1 else self.group_size))

@@ -165,13 +165,19 @@ void some_tokens(const Call& c) {
   });
 }
 
-// The codes of many tokens in blocks of nearly the same size, and products with them.
+// The codes of many tokens in blocks of nearly the same size, and their products with the weights of all calls, which share the tokens
+// and have the same groups.
 class Many {
  public:
-  explicit Many(const Call& call)
-      : c(call), threads(at::get_num_threads()), count((c.tokens + TOKENS - 1) / TOKENS), apart(count >= BLOCKS * threads && c.plan.in * c.y.out <= SMALL),
-        several(c.plan.steps > 1), per_token(several ? c.plan.groups : 1), step(c.tokens * per_token),
-        codes(new uint8_t[c.tokens * c.plan.in]) {
+  explicit Many(const std::vector<Call>& calls)
+      : c(calls[0]), threads(at::get_num_threads()), count((c.tokens + TOKENS - 1) / TOKENS), several(c.plan.steps > 1),
+        per_token(several ? c.plan.groups : 1), step(c.tokens * per_token), codes(new uint8_t[c.tokens * c.plan.in]) {
+    int64_t outs = 0;
+    for (const Call& call : calls) {
+      for (int64_t panel = 0; panel < call.w.panels; panel += PAIR) pairs.push_back({&call, panel});
+      outs += call.y.out;
+    }
+    apart = count >= BLOCKS * threads && c.plan.in * outs <= SMALL;
     if (apart) count = (count + threads - 1) / threads * threads;
     const int64_t share = apart ? count / threads : count, near = std::max<int64_t>(BLOCKS, (apart ? SECOND : THIRD) / (TOKENS * c.plan.in));
     const int64_t parts = (share + near - 1) / near;
@@ -182,25 +188,29 @@ class Many {
   }
 
   void run() {
-    const int64_t pairs = (c.w.panels + 1) / PAIR;
+    const int64_t number = pairs.size();
     if (apart)  // each thread rounds its own tokens and multiplies them by all of W
       return at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
         Scratch scratch(*this);
         for (int64_t b = begin; b < end; b += held) {
           const int64_t stop = std::min(end, b + held);
           round(b, stop);
-          for (int64_t pair = 0; pair < pairs; pair++) multiply(PAIR * pair, b, stop, scratch);
+          for (int64_t pair = 0; pair < number; pair++) multiply(pair, b, stop, scratch);
         }
       });
     at::parallel_for(0, count, std::max<int64_t>(1, PART / (TOKENS * c.plan.in)), [&](int64_t begin, int64_t end) { round(begin, end); });
-    at::parallel_for(0, pairs, std::max<int64_t>(1, PART / (8 * c.plan.in * c.tokens)), [&](int64_t begin, int64_t end) {
+    at::parallel_for(0, number, std::max<int64_t>(1, PART / (8 * c.plan.in * c.tokens)), [&](int64_t begin, int64_t end) {
       Scratch scratch(*this);
       for (int64_t pair = begin; pair < end; pair++)
-        for (int64_t b = 0; b < count; b += held) multiply(PAIR * pair, b, std::min(count, b + held), scratch);
+        for (int64_t b = 0; b < count; b += held) multiply(pair, b, std::min(count, b + held), scratch);
     });
   }
 
  private:
+  struct Pair {  // of panels of a weight
+    const Call* call;
+    int64_t panel;
+  };
   struct Scratch {  // of a thread
     std::unique_ptr<char, decltype(&std::free)> memory{nullptr, std::free};
     Tile tile;
@@ -234,41 +244,45 @@ class Many {
     }
   }
 
-  // Blocks [begin, end) by the panels `panel` and `panel` + 1, one tile of decoded columns at a time.
-  void multiply(int64_t panel, int64_t begin, int64_t end, const Scratch& s) {
+  // Blocks [begin, end) by a pair of panels, one tile of decoded columns at a time.
+  void multiply(int64_t pair, int64_t begin, int64_t end, const Scratch& s) {
     const Plan& plan = c.plan;
+    const Call& call = *pairs[pair].call;
+    const int64_t panel = pairs[pair].panel;
     const int64_t from = first(begin);
     for (int64_t g = 0; g < plan.groups; g += tile_groups) {
       const int64_t stop = std::min(plan.groups, g + tile_groups);
-      c.coder->unpack(c.w, plan, panel, g, stop, s.tile);
+      call.coder->unpack(call.w, plan, panel, g, stop, s.tile);
       const bool more = stop < plan.groups;
       for (int64_t b = begin; b < end; b++) {
-        fetch(more ? panel : panel + PAIR, more ? stop : 0, b - begin, end - begin);
+        if (more || pair + 1 < int64_t(pairs.size())) fetch(pairs[more ? pair : pair + 1], more ? stop : 0, b - begin, end - begin);
         const int64_t token = first(b), size = first(b + 1) - token;
         const auto product = dots::multiply_of(size, several);
         float* totals = s.totals + (token - from) * PAIR * ROWS;
         product(s.tile, plan, stop - g, codes.get() + token * plan.in + g * plan.columns * size, step.data() + token * per_token + g,
                 g == 0, totals);
-        const Output y{static_cast<char*>(c.y.y) + token * c.y.out * c.element, c.y.kind, c.y.out};
+        const Output y{static_cast<char*>(call.y.y) + token * call.y.out * call.element, call.y.kind, call.y.out};
         if (stop == plan.groups) dots::finish(totals, size, several ? nullptr : step.data() + token, panel, y);
       }
     }
   }
 
   // Prefetches the `part`th of `parts` parts of a tile's codes into L2, while another tile is multiplied.
-  void fetch(int64_t panel, int64_t group, int64_t part, int64_t parts) const {
-    const int64_t row_bytes = c.w.units_per_row * c.coder->bytes, group_bytes = row_bytes / c.plan.groups;
+  void fetch(const Pair& pair, int64_t group, int64_t part, int64_t parts) const {
+    const Call& call = *pair.call;
+    const int64_t row_bytes = call.w.units_per_row * call.coder->bytes, group_bytes = row_bytes / c.plan.groups;
     const int64_t bytes = group_bytes * std::min(tile_groups, c.plan.groups - group);
     const int64_t share = (bytes / parts / 64 + 1) * 64;
-    for (int64_t p = panel; p < std::min(panel + PAIR, c.w.panels); p++) {
-      const uint8_t* at = c.w.units + p * row_bytes + group_bytes * group;
+    for (int64_t p = pair.panel; p < std::min(pair.panel + PAIR, call.w.panels); p++) {
+      const uint8_t* at = call.w.units + p * row_bytes + group_bytes * group;
       for (int64_t i = part * share; i < std::min(bytes, (part + 1) * share); i += 64) __builtin_prefetch(at + i, 0, 2);
     }
   }
 
-  const Call& c;
+  const Call& c;  // the first of them
+  std::vector<Pair> pairs;
   int64_t threads, count;
-  bool apart, several;
+  bool several, apart;
   int64_t per_token;
   std::vector<float> step;
   std::unique_ptr<uint8_t[]> codes;
@@ -423,11 +437,12 @@ at::Tensor panels_w4a8(const at::Tensor& x_, const at::Tensor& codes, const at::
   const Call call = call_of(x, y, codes, scale, zero, table, x_bits, x_group, x_scale, x_wide, x_order);
   if (y.numel() == 0 || by_tiles({call})) return y;
   if (call.tokens <= SOME || call.large) some_tokens(call);
-  else Many(call).run();
+  else Many({call}).run();
   return y;
 }
 
-// Several weights that multiply the same x, which has one step per token: if tiles take x, it is rounded and packed once for all weights.
+// Several weights that multiply the same x, which has one step per token: for many tokens it is rounded once for all weights, if
+// they have the same groups.
 std::vector<at::Tensor> panels_w4a8_several(const at::Tensor& x_, const std::vector<at::Tensor>& codes, const std::vector<at::Tensor>& scales,
                                             const c10::List<Maybe>& zeros, const c10::List<Maybe>& tables, const std::vector<int64_t>& outs,
                                             int64_t x_bits) {
@@ -442,6 +457,13 @@ std::vector<at::Tensor> panels_w4a8_several(const at::Tensor& x_, const std::vec
     calls.push_back(call_of(x, y[i], codes[i], scales[i], zeros.get(i), tables.get(i), x_bits, 0, {}, 0, {}));
   }
   if (x.numel() == 0 || by_tiles(calls)) return y;
+  const auto alike = [&](const Call& call) {
+    return call.tokens > SOME && !call.large && call.plan.columns == calls[0].plan.columns && call.plan.order == calls[0].plan.order;
+  };
+  if (std::all_of(calls.begin(), calls.end(), alike)) {
+    Many(calls).run();
+    return y;
+  }
   for (size_t i = 0; i < count; i++) y[i] = panels_w4a8(x, codes[i], scales[i], zeros.get(i), tables.get(i), outs[i], x_bits, 0, {}, 0, {});
   return y;
 }

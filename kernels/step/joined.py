@@ -1,4 +1,4 @@
-"""Products of one input with several stored weights in one call, where a CPU multiplies prompts in tiles.
+"""Products of one input with several stored weights in one call, where a CPU has loops for prompts.
 
 The tokens are rounded and packed once for all products, and the rows of all weights are distributed over the threads.
 """
@@ -16,6 +16,7 @@ from kernels.step.assemble import OPS, weight_of
 from kernels.step.decoder import NotNative
 from kernels.step.program import Change, Weight
 from kernels.w4a8_matmul import fast, holds_integers
+from kernels.w4a8_matmul.groups import decoded_once
 from kernels.w8a8_matmul import W8
 
 Joined = Callable[[Tensor], list[Tensor]]  # x [..., in] -> [..., out_i] for each weight
@@ -26,9 +27,9 @@ def joined(linears: Sequence[nn.Module]) -> Joined | None:
     `native.most_in_loops()`.
 
     Returns:
-        None if they are stored in different formats, or in one that this CPU does not multiply in tiles.
+        None if they are stored in different formats, or in one that this CPU multiplies one by one.
     """
-    if not native.tiles():
+    if not native.tiles() and not native.w4a8_runs():
         return None
     try:
         weights = [weight_of(linear, "a linear") for linear in linears]
@@ -40,12 +41,11 @@ def joined(linears: Sequence[nn.Module]) -> Joined | None:
     if not same or len(kinds) > 1 or any(w.gains is not None for w in weights):
         return None
     biases = [None if w.bias is None else w.bias.bfloat16() for w in weights]
-    of_bytes = native.tiles() == "amx"
-    if kinds <= {Packed, Codebook} and change is None:
+    if kinds <= {Packed, Codebook} and change is None and native.tiles():
         product = _panels(stored)
-    elif of_bytes and kinds == {W8}:
+    elif kinds == {W8} and native.tiles() == "amx":
         product = _bytes(weights)
-    elif of_bytes and kinds <= {Packed, Codebook} and _rounds_tokens(change, weights):
+    elif kinds <= {Packed, Codebook} and change is not None and _rounds_tokens(change, weights):
         product = _rounded(stored, change.bits)
     else:
         return None
@@ -79,7 +79,8 @@ def _rounded(stored: Sequence[Packed | Codebook], bits: int) -> Joined:
     arguments = [w.codes for w in stored], [w.scale for w in stored], zeros, tables, [w.shape[0] for w in stored], bits
 
     def product(x: Tensor) -> list[Tensor]:
-        ran("w4a8_matmul", "cpu amx")
+        matrices = native.matrices() if all(decoded_once(x, w) for w in stored) else ""
+        ran("w4a8_matmul", f"cpu {matrices or native.integers(many=True)}")
         return torch.ops.workbench.panels_w4a8_several(x, *arguments)
 
     return product

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kernels import native
-from kernels.capability import described
+from kernels.capability import described, too_old
 from kernels.int_matmul import Packed
 from kernels.interpreter import triton_takes
 from kernels.lut_matmul import Codebook
@@ -34,6 +34,7 @@ def w4a8_matmul(
     x_scale: Tensor | None = None,
     x_wide: int = 0,
     x_order: Tensor | None = None,
+    x_float: bool = False,
     impl: str = "auto",
 ) -> Tensor:
     """Product of activations, rounded to 8 or 4 bits in the call, with an integer-quantised weight.
@@ -53,6 +54,8 @@ def w4a8_matmul(
         x_wide: number of first groups of x_group columns with codes of 8 bits, independent of `x_bits`.
         x_order: int32 [in], for each column of W the column of x by which it is multiplied; each column once. Groups
             and steps refer to x in this order. None: the columns of x are in order.
+        x_float: whether x is rounded to float8_e4m3fn in place of integers (`x_bits` 8, no `x_wide`). Only "triton", on
+            a GPU that multiplies this type, and "reference" do that.
         impl: "reference" (exact integer sums; any layout, any device), "cpu" (panels, and tables of 16 values, on a
             CPU with AVX512-VNNI or NEON's dot products), "triton" (rows, with symmetric 4-bit codes) or "auto":
             "triton" on CUDA, "cpu" if it supports the weight, else "reference".
@@ -66,7 +69,9 @@ def w4a8_matmul(
     """
     _check(x, w, x_bits, x_group, x_scale)
     _check_order(x, w, x_group, x_wide, x_order)
-    use = _implementation(x, w, x_group, impl)
+    if x_float and (x_bits != 8 or x_wide):
+        raise ValueError(f"`x_float` goes with `x_bits` (={x_bits}) = 8 and `x_wide` (={x_wide}) = 0")
+    use = _implementation(x, w, x_group, impl, x_float)
     zero, table = (None, w.table) if isinstance(w, Codebook) else (w.zero, None)
     if use == "cpu" and x.numel():
         matrices = native.matrices() if decoded_once(x, w) else ""
@@ -76,14 +81,14 @@ def w4a8_matmul(
         )
     use = use if use == "triton" and x.numel() else "reference"
     ran("w4a8_matmul", use)
-    about = (w.layout, w.bits, w.group_size, list(w.shape), x_bits, x_group, x_wide, use)
+    about = (w.layout, w.bits, w.group_size, list(w.shape), x_bits, x_group, x_wide, x_float, use)
     return _op(x, w.codes, w.scale, zero, table, x_scale, x_order, *about)
 
 
-def fast(x: Tensor, w: Packed | Codebook, x_group: int | None) -> bool:
+def fast(x: Tensor, w: Packed | Codebook, x_group: int | None, x_float: bool = False) -> bool:
     """Is there a kernel for these arguments on this device, so that "auto" does not use the reference?"""
     nested = x_group is None or not (w.shape[1] % x_group or (x_group % w.group_size and w.group_size % x_group))
-    return nested and _implementation(x, w, x_group, "auto") != "reference"
+    return nested and _implementation(x, w, x_group, "auto", x_float) != "reference"
 
 
 def _check(x: Tensor, w: Packed | Codebook, x_bits: int, x_group: int | None, x_scale: Tensor | None) -> None:
@@ -117,20 +122,20 @@ def _check_order(x: Tensor, w: Packed | Codebook, x_group: int | None, x_wide: i
         raise ValueError(f"`x_order` must be None or int32 [{columns}] on {x.device}, not {kind}")
 
 
-def _implementation(x: Tensor, w: Packed | Codebook, x_group: int | None, impl: str) -> str:
+def _implementation(x: Tensor, w: Packed | Codebook, x_group: int | None, impl: str, x_float: bool) -> str:
     if impl not in IMPLS:
         raise ValueError(f"`impl` (={impl!r}) must be one of {', '.join(map(repr, IMPLS))}")
     here = f"not {w.layout} of {w.bits} bits in groups of {w.group_size} (x: {x_group}) on"
-    cpu = native_takes(w, x_group) and x.device.type == "cpu" and native.w4a8_runs()
+    cpu = native_takes(w, x_group) and x.device.type == "cpu" and native.w4a8_runs() and not x_float
     if impl == "cpu" and not cpu:
-        needs = "needs panels on a CPU with AVX512-VNNI or NEON's dot products, and the C++ kernels"
+        needs = "needs panels, rounding to integers, a CPU with AVX512-VNNI or NEON's dot products, and the C++ kernels"
         raise ValueError(f"`impl` (='cpu') {needs}, {here} {x.device}")
-    triton = triton_takes(x.device) and triton_reads(w, x_group)
+    triton = triton_takes(x.device) and triton_reads(w, x_group) and too_old(x.device, float8=x_float) is None
     if impl == "triton" and not triton:
         needs = (
             "needs triton, CUDA (on a CPU: TRITON_INTERPRET=1) and symmetric 4-bit rows in groups of a multiple of 64"
         )
-        raise ValueError(f"`impl` (='triton') {needs}, {here} {described(x.device)}")
+        raise ValueError(f"`impl` (='triton') {needs}, {here} {described(x.device, float8=x_float)}")
     if impl != "auto":
         return impl
     if triton and x.is_cuda:
@@ -154,6 +159,7 @@ def _op(
     x_bits: int,
     x_group: int | None,
     x_wide: int,
+    x_float: bool,
     use: str,
 ) -> Tensor:
     # Opaque to the compiler on purpose: if the unpacking were traced, freezing would fold it into a dense weight.
@@ -165,12 +171,15 @@ def _op(
     if use == "triton":
         from kernels.w4a8_matmul import triton
 
-        y = triton.w4a8_matmul(flat, w, x_bits, x_group, x_scale, x_wide, x_order)
+        y = triton.w4a8_matmul(flat, w, x_bits, x_group, x_scale, x_wide, x_order, x_float)
     else:
-        y = reference.w4a8_matmul(flat, w, x_bits, x_group, x_scale, x_wide, x_order)
+        y = reference.w4a8_matmul(flat, w, x_bits, x_group, x_scale, x_wide, x_order, x_float)
     return y.view(*x.shape[:-1], shape[0])
 
 
 @_op.register_fake
-def _(x, codes, scale, zero, table, x_scale, x_order, layout, bits, group_size, shape, x_bits, x_group, x_wide, use):
+def _(
+    x, codes, scale, zero, table, x_scale, x_order, layout, bits, group_size, shape, x_bits, x_group, x_wide, x_float,
+    use,
+):  # fmt: skip
     return x.new_empty(*x.shape[:-1], shape[0])

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import native
+from kernels.capability import too_old
 from kernels.harness.cases import TOLERANCE, Asked, Check, Contest, Expected, times
 from kernels.int_matmul import Packed, int_matmul, pack, to_panels
 from kernels.int_matmul.cases import group_size_of
@@ -80,6 +81,17 @@ def checks(device: torch.device) -> list[Check]:
         name = f"W{bits} g{group_size} A4 g{x_group} of which {wide} in 8 bits{', ordered' * (order is not None)}"
         name = f"{name}{' static' * static}, {tokens} x {out} x {columns}"
         found.append(_check(name, x, _moved(w, device), W.to(device), 4, x_group, scale, **how))
+    for out, columns, group_size, symmetric, tokens, dtype, x_group, static in (
+        (48, 512, 128, True, 3, BF16, None, False),
+        (37, 256, 64, True, 40, FP32, 128, True),
+        (131, 384, 192, True, 130, FP16, 64, False),
+        (20, 96, 24, False, 5, FP32, None, False),
+    ):
+        w, W = _weight(generator, (out, columns), 4, group_size, symmetric)
+        x = torch.randn(tokens, columns, generator=generator).to(device, dtype)
+        scale = (torch.rand(columns // x_group, generator=generator) * 0.01 + 0.002).to(device) if static else None
+        name = f"W4 g{group_size} fp8 g{x_group}{' static' * static}, {tokens} x {out} x {columns}"
+        found.append(_check(name, x, _moved(w, device), W.to(device), 8, x_group, scale, x_float=True))
     for tokens, group_size, x_group, dtype in ((3, 64, None, BF16), (33, 128, 64, FP32)):
         w, W = _weight(generator, (37, 256), 4, group_size, True)
         found.append(_check_codes(generator, device, tokens, _moved(w, device), W.to(device), x_group, dtype))
@@ -126,22 +138,26 @@ def _check(
     x_scale: Tensor | None,
     x_wide: int = 0,
     x_order: Tensor | None = None,
+    x_float: bool = False,
 ) -> Check:
     in_panels = codebook_panels if isinstance(w, Codebook) else to_panels
     panels = in_panels(w) if w.group_size % 8 == 0 and x.device.type == "cpu" and native.w4a8_runs() else None
-    cpu = panels is not None and native_takes(panels, x_group)
+    cpu = panels is not None and native_takes(panels, x_group) and not x_float
+    triton = triton_reads(w, x_group) and too_old(x.device, float8=x_float) is None
 
     def run(impl: str) -> Tensor:
         return w4a8_matmul(
             x, panels if impl == "cpu" else w, x_bits=x_bits, x_group=x_group, x_scale=x_scale, x_wide=x_wide,
-            x_order=x_order, impl=impl,
+            x_order=x_order, x_float=x_float, impl=impl,
         )  # fmt: skip
 
     def expected() -> Tensor:
         codes, step = _codes(x, x_bits, x_group, x_scale, x_wide, x_order)
+        if x_float:
+            codes, step = quantize_rows(x, torch.float8_e4m3fn, scale=x_scale, block=x_group)
         return (codes.double() * step.double().repeat_interleave(x_group or x.shape[-1], -1)) @ W.t()
 
-    impls = ("triton",) * triton_reads(w, x_group) + ("cpu",) * cpu
+    impls = ("triton",) * triton + ("cpu",) * cpu
     dtype = str(x.dtype).removeprefix("torch.")
     return Check("w4a8_matmul", f"{name}, {dtype}", run, expected, TOLERANCE[x.dtype], impls)
 
@@ -203,11 +219,11 @@ def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]
                 yield from _widths(shape, bits, asked.dtype)
 
 
-def rounded(x: Tensor, w: Callable[[], Packed], bits: int = 8) -> Expected:
-    """x Wᵀ in float64 with each token of x rounded to `bits`."""
+def rounded(x: Tensor, w: Callable[[], Packed], bits: int = 8, kind: torch.dtype = torch.int8) -> Expected:
+    """x Wᵀ in float64 with each token of x rounded to `bits`, or to float8."""
 
     def expected(_: object) -> Tensor:
-        codes, step = quantize_rows(x, torch.int8, bits=bits)
+        codes, step = quantize_rows(x, kind, bits=bits)
         return (codes.double() * step.double()) @ dequantize(w()).double().t()
 
     return expected
@@ -230,6 +246,7 @@ def _gpu(device: torch.device, shape: tuple[int, int], tokens: int, dtype: torch
     eight = [quantize_weight(torch.randn(shape, device=device), torch.int8) for _ in range(copies)]
     dense = [torch.randn(shape, device=device, dtype=dtype) for _ in range(copies)]
     name = str(dtype).removeprefix("torch.")
+    fp8 = {"triton fp8": lambda i: w4a8_matmul(x, small[i], x_float=True, impl="triton")}
     return Contest(
         op="w4a8_matmul",
         detail=f"W4 g{group_size} A8",
@@ -237,6 +254,7 @@ def _gpu(device: torch.device, shape: tuple[int, int], tokens: int, dtype: torch
         tokens=tokens,
         contestants={
             "triton": lambda i: w4a8_matmul(x, small[i], impl="triton"),
+            **(fp8 if too_old(device, float8=True) is None else {}),
             "w8a8": lambda i: w8a8_matmul(x, eight[i], impl="triton"),
             "int_matmul": lambda i: int_matmul(x, small[i], impl="triton"),
             name: lambda i: F.linear(x, dense[i]),
@@ -251,6 +269,7 @@ def _gpu(device: torch.device, shape: tuple[int, int], tokens: int, dtype: torch
         candidates=CANDIDATES,
         expected={
             "triton": rounded(x, lambda: small[0]),
+            "triton fp8": rounded(x, lambda: small[0], kind=torch.float8_e4m3fn),
             "w8a8": of_codes(x, lambda: eight[0]),
             "int_matmul": times(x, lambda: dequantize(small[0])),
             name: times(x, lambda: dense[0]),

@@ -19,9 +19,11 @@ def w4a8_matmul(
     x_scale: Tensor | None,
     x_wide: int = 0,
     x_order: Tensor | None = None,
+    x_float: bool = False,
 ) -> Tensor:
-    """y [tokens, out] = x [tokens, in] Wᵀ in x's dtype: float32 sums of scale · step · (exact sum over a group)."""
-    codes, step = rounded(x, x_bits, x_group, x_scale, x_wide, x_order)
+    """y [tokens, out] = x [tokens, in] Wᵀ in x's dtype: float32 sums of scale · step · (sum over a group, exact for
+    integers)."""
+    codes, step = rounded(x, x_bits, x_group, x_scale, x_wide, x_order, x_float)
     return multiplied(codes, step, w, x.dtype)
 
 
@@ -33,9 +35,9 @@ def multiplied(codes: Tensor, step: Tensor, w: Packed | Codebook, dtype: torch.d
     y = torch.zeros(codes.shape[0], w.shape[0], device=codes.device)
     for start in range(0, w.shape[1], group):
         columns, g = slice(start, start + group), start // w.group_size
-        sums = product(codes[:, columns], weights[:, columns])  # [tokens, out], int32
+        sums = product(codes[:, columns], weights[:, columns])  # [tokens, out], int32, or float32 for float8
         if zero is not None:
-            total = codes[:, columns].sum(1, dtype=torch.int32)
+            total = (codes if codes.dtype == torch.int8 else codes.float())[:, columns].sum(1, dtype=sums.dtype)
             sums = sums - total[:, None] * zero[:, g]
         y += sums.float() * scale[:, g].float() * step[:, start // wide, None]
     return y.to(dtype)
@@ -48,9 +50,12 @@ def rounded(
     x_scale: Tensor | None = None,
     x_wide: int = 0,
     x_order: Tensor | None = None,
+    x_float: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """int8 codes [tokens, in], in the order of W's columns, and steps [tokens, in / x_group]."""
+    """Codes [tokens, in], int8 or float8_e4m3fn, in the order of W's columns, and steps [tokens, in / x_group]."""
     x = x if x_order is None else x.index_select(-1, x_order)
+    if x_float:
+        return quantize_rows(x, torch.float8_e4m3fn, scale=x_scale, block=x_group)
     border = x_wide * (x_group or x.shape[-1])
     parts = []
     for bits, columns, groups in (8, slice(border), slice(x_wide)), (x_bits, slice(border, None), slice(x_wide, None)):

@@ -41,11 +41,12 @@ def round_tokens(
     STATIC: tl.constexpr,
     EACH: tl.constexpr,
     ORDERED: tl.constexpr,
+    FLOAT: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     """One program: one token, `group` columns that share a step. Codes of even columns are in the first half of a row,
     codes of odd columns in the second, in the order of the two nibbles of W's bytes. The first `wide` groups have codes
-    of 8 bits."""
+    of 8 bits. FLOAT: codes are float8_e4m3fn."""
     token, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, end = g * group, (g + 1) * group
     top = tl.zeros((WIDTH,), dtype=tl.int32)
@@ -63,7 +64,10 @@ def round_tokens(
         column = k + tl.arange(0, WIDTH)
         v = read(x + token * stride, order, column, end, ORDERED) * inverse
         v = tl.minimum(tl.maximum(v, -largest), largest)
-        code = (v + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)  # the sum's last byte is v to nearest even
+        if FLOAT:
+            code = v.to(tl.float8e4nv)
+        else:
+            code = (v + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)  # the sum's last byte is v to nearest even
         place = column // 2 + (column % 2) * (columns // 2)
         tl.store(codes + token * columns + place, code, mask=column < end)
 
@@ -94,6 +98,47 @@ def high_nibbles(packed, ASM: tl.constexpr):
 
 
 @triton.jit
+def low_floats(packed, ASM: tl.constexpr):
+    """(code - 8) / 512 of the low nibbles of bytes, as float8_e4m3fn: a byte from 0 to 8 is so many 512ths, and bit 7
+    is the sign."""
+    if ASM:
+        bytes = tl.inline_asm_elementwise(
+            """{ .reg .b32 top, positive, code, negative;
+            shl.b32 top, $1, 4; prmt.b32 positive, top, 0, 0xBA98; and.b32 code, $1, 0x0F0F0F0F;
+            sub.u32 negative, 0x88888888, code; and.b32 code, code, 0x07070707;
+            lop3.b32 $0, positive, code, negative, 0xCA; }""",
+            "=r,r",
+            [packed],
+            dtype=tl.int8,
+            is_pure=True,
+            pack=4,
+        )
+        return bytes.to(tl.float8e4nv, bitcast=True)
+    code = packed & 15
+    return tl.where(code > 7, code - 8, 136 - code).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+
+
+@triton.jit
+def high_floats(packed, ASM: tl.constexpr):
+    """The same of the high nibbles."""
+    if ASM:
+        bytes = tl.inline_asm_elementwise(
+            """{ .reg .b32 positive, code, negative;
+            prmt.b32 positive, $1, 0, 0xBA98; shr.b32 code, $1, 4; and.b32 code, code, 0x0F0F0F0F;
+            sub.u32 negative, 0x88888888, code; and.b32 code, code, 0x07070707;
+            lop3.b32 $0, positive, code, negative, 0xCA; }""",
+            "=r,r",
+            [packed],
+            dtype=tl.int8,
+            is_pure=True,
+            pack=4,
+        )
+        return bytes.to(tl.float8e4nv, bitcast=True)
+    code = packed >> 4
+    return tl.where(code > 7, code - 8, 136 - code).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+
+
+@triton.jit
 def product(
     codes,
     step,
@@ -106,6 +151,7 @@ def product(
     group_size,
     x_group,
     STEPS: tl.constexpr,
+    FLOAT: tl.constexpr,
     ASM: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -113,7 +159,8 @@ def product(
 ):
     """One program: ROWS outputs of TOKENS tokens; DEPTH columns, which share a scale and a step, in each round.
 
-    codes: [M, in] in the order of `round_tokens`; w: uint8 [out, in / 2]; step [M], or (STEPS) [M, in / x_group].
+    codes: [M, in] in the order of `round_tokens`, int8 or (FLOAT) float8_e4m3fn, whose sums over DEPTH columns stay in
+    the short accumulator of Hopper's tensor cores; w: uint8 [out, in / 2]; step [M], or (STEPS) [M, in / x_group].
     """
     output = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
@@ -124,11 +171,17 @@ def product(
     acc = tl.zeros((ROWS, TOKENS), dtype=tl.float32)
     for k in range(0, K, DEPTH):
         packed = tl.load(row + k // 2)
-        even = tl.load(x + k // 2, mask=present, other=0)
-        odd = tl.load(x + k // 2 + K // 2, mask=present, other=0)
-        sums = tl.dot(low_nibbles(packed, ASM), even, out_dtype=tl.int32)
-        sums = tl.dot(high_nibbles(packed, ASM), odd, sums, out_dtype=tl.int32)
-        scale = tl.load(w_scale + (output % N).to(tl.int64) * groups + k // group_size).to(tl.float32) * 0.0625
+        even = tl.load(x + k // 2, mask=present, other=0.0)
+        odd = tl.load(x + k // 2 + K // 2, mask=present, other=0.0)
+        scale = tl.load(w_scale + (output % N).to(tl.int64) * groups + k // group_size).to(tl.float32)
+        if FLOAT:
+            sums = tl.dot(low_floats(packed, ASM), even)
+            sums = tl.dot(high_floats(packed, ASM), odd, sums)
+            scale *= 512.0
+        else:
+            sums = tl.dot(low_nibbles(packed, ASM), even, out_dtype=tl.int32)
+            sums = tl.dot(high_nibbles(packed, ASM), odd, sums, out_dtype=tl.int32)
+            scale *= 0.0625
         if STEPS:
             size = tl.load(step + token.to(tl.int64) * (K // x_group) + k // x_group, mask=token < M, other=0.0)
             acc += sums.to(tl.float32) * (scale[:, None] * size[None, :])
@@ -154,19 +207,21 @@ def w4a8_matmul(
     x_scale: Tensor | None,
     x_wide: int = 0,
     x_order: Tensor | None = None,
+    x_float: bool = False,
 ) -> Tensor:
     """y [tokens, out] = x [tokens, in] Wᵀ in x's dtype; w in symmetric 4-bit rows."""
     tokens, columns = x.shape
     shared = x_group or columns
     x = x if x.stride(1) == 1 else x.contiguous()
-    codes = torch.empty(tokens, columns, dtype=torch.int8, device=x.device)
+    kind = torch.float8_e4m3fn if x_float else torch.int8
+    codes = torch.empty(tokens, columns, dtype=kind, device=x.device)
     step = torch.empty(tokens, columns // shared, dtype=torch.float32, device=x.device)
     width = min(triton.next_power_of_2(shared), WIDTH)
     round_tokens[(tokens, columns // shared)](
         x, step if x_scale is None else x_scale, codes if x_order is None else x_order, codes, step, columns,
-        x.stride(0), shared, columns // shared, x_wide, LARGEST=127.0 if x_bits == 8 else 7.0,
+        x.stride(0), shared, columns // shared, x_wide, LARGEST=448.0 if x_float else 127.0 if x_bits == 8 else 7.0,
         STATIC=x_scale is not None, EACH=x_scale is not None and x_scale.numel() > 1, ORDERED=x_order is not None,
-        WIDTH=width, num_warps=min(8, max(1, width // 512)),
+        FLOAT=x_float, WIDTH=width, num_warps=min(8, max(1, width // 512)),
     )  # fmt: skip
     return multiplied(codes, step, w, x.dtype)
 
@@ -177,10 +232,11 @@ def multiplied(codes: Tensor, step: Tensor, w: Packed, dtype: torch.dtype) -> Te
     shared = columns // step.shape[1]
     x_group = shared if shared < columns else None
     y = torch.empty(tokens, out, dtype=dtype, device=codes.device)
-    c = settings(w, tokens)
+    float8 = codes.dtype == torch.float8_e4m3fn
+    c = settings(w, tokens, float8)
     product[(triton.cdiv(out, c["rows"]), triton.cdiv(tokens, c["tokens"]))](
         codes, step, w.codes, w.scale, y, tokens, out, columns, w.group_size, shared,
-        STEPS=shared < columns, ASM=not interpreting(), ROWS=c["rows"], TOKENS=c["tokens"],
+        STEPS=shared < columns, FLOAT=float8, ASM=not interpreting(), ROWS=c["rows"], TOKENS=c["tokens"],
         DEPTH=depth_of(common_group(w, x_group)), num_warps=c["num_warps"], num_stages=c["num_stages"],
     )  # fmt: skip
     return y
@@ -191,54 +247,65 @@ def depth_of(group: int) -> int:
     return 128 if group % 128 == 0 else 64
 
 
-def settings(w: Packed, tokens: int) -> dict:
+def settings(w: Packed, tokens: int, float8: bool = False) -> dict:
     """The configuration for a call."""
     full = triton.cdiv(tokens, WIDE["tokens"]) * triton.cdiv(w.shape[0], WIDE["rows"])
     wanted = NARROW if tokens <= NARROW["tokens"] else WIDE if full >= PROCESSORS else SOME
-    return configuration("w4a8_matmul", key(w, tokens), wanted)
+    return configuration("w4a8_matmul", key(w, tokens, float8), wanted)
 
 
-def key(w: Packed, tokens: int) -> str:
+def key(w: Packed, tokens: int, float8: bool = False) -> str:
     """The key of a configuration; the number of tokens is rounded up to a power of two."""
-    return f"g{w.group_size} m{triton.next_power_of_2(tokens)} n{w.shape[0]} k{w.shape[1]}"
+    return f"{'fp8 ' * float8}g{w.group_size} m{triton.next_power_of_2(tokens)} n{w.shape[0]} k{w.shape[1]}"
 
 
 def shipped() -> list[Compilation]:
     found = []
-    for kind, static, ordered in (("bf16", False, False), ("fp32", True, False), ("bf16", False, True)):
+    for kind, static, ordered, float8 in (
+        ("bf16", False, False, False),
+        ("fp32", True, False, False),
+        ("bf16", False, True, False),
+        ("bf16", False, False, True),
+    ):
         found.append(
             Compilation(
-                name=f"w4a8_matmul round {kind}{' static' * static}{' ordered' * ordered}",
+                name=f"w4a8_matmul round {kind}{' static' * static}{' ordered' * ordered}{' to fp8' * float8}",
                 kernel=round_tokens,
                 arguments={
-                    "x": f"*{kind}", "fixed": "*fp32", "order": "*i32", "codes": "*i8", "step": "*fp32",
-                    "columns": "i32", "stride": "i32", "group": "i32", "groups": "i32", "wide": "i32",
+                    "x": f"*{kind}", "fixed": "*fp32", "order": "*i32", "codes": "*fp8e4nv" if float8 else "*i8",
+                    "step": "*fp32", "columns": "i32", "stride": "i32", "group": "i32", "groups": "i32", "wide": "i32",
                 },
-                constants={"LARGEST": 7.0, "STATIC": static, "EACH": False, "ORDERED": ordered, "WIDTH": WIDTH},
+                constants={
+                    "LARGEST": 448.0 if float8 else 7.0, "STATIC": static, "EACH": False, "ORDERED": ordered,
+                    "FLOAT": float8, "WIDTH": WIDTH,
+                },
                 num_warps=8,
                 multiple_of_16=("columns", "stride", "group"),
             )
         )  # fmt: skip
-    for title, c, depth, several in (
-        ("narrow g128", NARROW, 128, False), ("narrow g64", NARROW, 64, False), ("64 tokens g128", SOME, 128, False),
-        ("128 tokens g128", WIDE, 128, False), ("128 tokens g64", WIDE, 64, False),
-        ("128 tokens g128, steps by group", WIDE, 128, True),
+    for title, c, depth, several, float8 in (
+        ("narrow g128", NARROW, 128, False, False), ("narrow g64", NARROW, 64, False, False),
+        ("64 tokens g128", SOME, 128, False, False), ("128 tokens g128", WIDE, 128, False, False),
+        ("128 tokens g64", WIDE, 64, False, False), ("128 tokens g128, steps by group", WIDE, 128, True, False),
+        ("narrow g128, fp8", NARROW, 128, False, True), ("64 tokens g128, fp8", SOME, 128, False, True),
+        ("128 tokens g128, fp8", WIDE, 128, False, True),
     ):  # fmt: skip
         found.append(
             Compilation(
                 name=f"w4a8_matmul product {title}",
                 kernel=product,
                 arguments={
-                    "codes": "*i8", "step": "*fp32", "w": "*u8", "w_scale": "*bf16", "out": "*bf16",
-                    "M": "i32", "N": "i32", "K": "i32", "group_size": "i32", "x_group": "i32",
+                    "codes": "*fp8e4nv" if float8 else "*i8", "step": "*fp32", "w": "*u8", "w_scale": "*bf16",
+                    "out": "*bf16", "M": "i32", "N": "i32", "K": "i32", "group_size": "i32", "x_group": "i32",
                 },
                 constants={
-                    "STEPS": several, "ASM": True, "ROWS": c["rows"], "TOKENS": c["tokens"], "DEPTH": depth,
+                    "STEPS": several, "FLOAT": float8, "ASM": True, "ROWS": c["rows"], "TOKENS": c["tokens"],
+                    "DEPTH": depth,
                 },
                 num_warps=c["num_warps"],
                 num_stages=c["num_stages"],
                 multiple_of_16=("N", "K", "group_size", "x_group"),
-                expects=("IGMMA",),
+                expects=("QGMMA" if float8 else "IGMMA",),
             )
         )  # fmt: skip
     return found

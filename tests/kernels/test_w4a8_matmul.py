@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from compress.transforms import Rounding
 from kernels import native
 from kernels.harness.cases import OWN
 from kernels.int_matmul import int_matmul, pack, to_panels, unpack
+from kernels.int_matmul.reference import dequantize as dequantize_integers
 from kernels.lut_matmul import NF4, dequantize, pack_codebook
 from kernels.lut_matmul import to_panels as codebook_panels
 from kernels.registry import recording
@@ -210,7 +212,7 @@ def test_results_do_not_depend_on_threads_or_on_other_tokens():
 def test_it_passes_opcheck_and_survives_torch_compile():
     x, w = torch.randn(2, 3, 128), weight()
     order = torch.randperm(128).int()
-    arguments = (x, w.codes, w.scale, None, None, None, order, "rows", 4, 32, [40, 128], 4, 32, 2, "reference")
+    arguments = (x, w.codes, w.scale, None, None, None, order, "rows", 4, 32, [40, 128], 4, 32, 2, False, "reference")
     torch.library.opcheck(torch.ops.workbench.w4a8_matmul.default, arguments)
     if NATIVE:
         w = to_panels(w)
@@ -229,6 +231,8 @@ def test_what_cannot_be_is_refused_by_name():
         ({"x_wide": 2}, "x_wide"), ({"x_wide": -1}, "x_wide"), ({"x_wide": 5, "x_group": 24}, "x_wide"),
         ({"x_order": torch.arange(95).int()}, "x_order"), ({"x_order": torch.arange(96)}, "x_order"),
         ({"x_scale": torch.ones(4)}, "x_scale"), ({"impl": "cpu"}, "impl"), ({"impl": "fast"}, "impl"),
+        ({"x_float": True, "x_bits": 4}, "x_float"), ({"x_float": True, "x_wide": 1, "x_group": 24}, "x_float"),
+        ({"x_float": True, "impl": "cpu"}, "impl"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f"`{name}`"):
             w4a8_matmul(x, w, **options)
@@ -243,6 +247,17 @@ def test_what_cannot_be_is_refused_by_name():
         with pytest.raises(RuntimeError, match="integers"):
             w4a8_matmul(x, codebook_panels(nf4))
     assert w4a8_matmul(x, w, x_group=8).isfinite().all() and w4a8_matmul(x, w, x_group=48).isfinite().all()
+
+
+@pytest.mark.parametrize("group, static", [(-1, False), (32, False), (-1, True)])
+def test_float8_is_what_a_recipe_rounds_to(group, static):
+    """`activations(format=fp8)`, which is emulated where no kernel takes it."""
+    x, w = torch.randn(5, 128) * 3, weight()
+    step = torch.tensor(0.01) if static else None
+    rounding = Rounding(8, "fp8", group_size=group, step=step)
+    assert rounding.in_float8 and not rounding.in_integers
+    y = w4a8_matmul(x, w, x_group=None if group == -1 else group, x_scale=step, x_float=True, impl="reference")
+    torch.testing.assert_close(y, rounding(x) @ dequantize_integers(w).float().t(), rtol=1e-5, atol=1e-4)
 
 
 @needs_native

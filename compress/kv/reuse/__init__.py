@@ -8,7 +8,7 @@
 Texts that were read in an earlier prompt have seen other texts, and need less to be computed again:
 
 >>> store.read_together(documents)
->>> blended = blend(model, store.select(reversed(documents)), question, share=0.15, choose="context")
+>>> blended = blend(model, store.select(documents[::-1]), question, share=0.15, choose="context")
 """
 
 from compress.kv.reuse.blend import Blended, blend

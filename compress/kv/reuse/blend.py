@@ -137,7 +137,8 @@ def _chosen(
         named = [chunk.name for chunk in chunks[1:]]
         within = places_by_context([chunk.context for chunk in chunks[1:]], named, count)
         starts = [sum(sizes[: i + 1]) for i in range(len(within))]
-        return torch.cat([start + places for start, places in zip(starts, within, strict=True)]).sort().values.to(device)
+        places = torch.cat([start + chosen for start, chosen in zip(starts, within, strict=True)])
+        return places.sort().values.to(device)
     if choose == "deviation":
         scores = _deviation(model, ids, keys[1], values[1])
     elif choose == "first":
