@@ -33,7 +33,9 @@ class Context:
     @property
     def impact(self) -> float:
         """The paper's cache context impact, 0.5 to 1: the sigmoid of the mean attention to a token of other texts over
-        that to a token of the chunk."""
+        that to a token of the chunk. 1 for a chunk that was read alone, which the paper does not have: it lacks most."""
+        if not self.before:
+            return 1.0
         n = len(self.outside)
         others = sum(mass / (n * length) for mass, length in zip(self.inter, self.lengths, strict=True))
         return 1 / (1 + math.exp(-others * n * n / self.intra))
