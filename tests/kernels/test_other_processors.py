@@ -60,8 +60,8 @@ def with_headers(tmp_path):
     shutil.rmtree(tmp_path)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("lacking", ["AMX", pytest.param("x86", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("lacking", LACKING)
 def test_kernels_compile_without_the_instructions_of_this_processor(with_headers, lacking):
     """Without AMX, as GCC before 11; without all of x86, as clang, and as on processors without loops of their own."""
     compiler = shutil.which("g++")
