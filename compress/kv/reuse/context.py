@@ -33,7 +33,8 @@ class Context:
     @property
     def impact(self) -> float:
         """The paper's cache context impact, 0.5 to 1: the sigmoid of the mean attention to a token of other texts over
-        that to a token of the chunk. 1 for a chunk that was read alone, which the paper does not have: it lacks most."""
+        that to a token of the chunk. 1 for a chunk that was read alone, which the paper does not have: it lacks most.
+        """
         if not self.before:
             return 1.0
         n = len(self.outside)
