@@ -1,17 +1,16 @@
 """Builds the run record from a result and its scores; `eval.record.schema` describes its shape."""
 
 import os
-import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from eval.evaluate import Scores
 from eval.machine.hardware import hardware
+from eval.machine.checkout import checkout
 from eval.machine.versions import versions
 from eval.record.reading import plain
 from eval.record.schema import SCHEMA_VERSION
@@ -162,7 +161,7 @@ def kernel_record(bench: KernelBench, run: RunInfo) -> dict[str, Any]:
 
 def provenance(command: str, device: str, dtype: str, deploy_dtype: str) -> dict[str, Any]:
     """The environment of this process: code, versions, hardware, devices and dtypes."""
-    commit, dirty = _git()
+    commit, dirty = checkout()
     return {
         "commit": commit,
         "dirty": dirty,
@@ -187,17 +186,3 @@ def _merged(*many: dict[str, Any]) -> dict[str, list[str]]:
         for op, used in one.items():
             merged.setdefault(op, []).extend(used)
     return merged
-
-
-def _git() -> tuple[str | None, bool | None]:
-    here = Path(__file__).parent
-
-    def ask(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", *arguments], cwd=here, capture_output=True, text=True, check=True, timeout=10
-        ).stdout.strip()
-
-    try:
-        return ask("rev-parse", "HEAD"), bool(ask("status", "--porcelain"))
-    except (OSError, subprocess.SubprocessError):
-        return None, None

@@ -122,7 +122,7 @@ def _check_order(x: Tensor, w: Packed | Codebook, x_group: int | None, x_wide: i
         raise ValueError(f"`x_order` must be None or int32 [{columns}] on {x.device}, not {kind}")
 
 
-def _implementation(x: Tensor, w: Packed | Codebook, x_group: int | None, impl: str, x_float: bool) -> str:
+def _implementation(x: Tensor, w: Packed | Codebook, x_group: int | None, impl: str, x_float: bool = False) -> str:
     if impl not in IMPLS:
         raise ValueError(f"`impl` (={impl!r}) must be one of {', '.join(map(repr, IMPLS))}")
     here = f"not {w.layout} of {w.bits} bits in groups of {w.group_size} (x: {x_group}) on"

@@ -3,11 +3,11 @@
 import hashlib
 import os
 import shutil
-import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from eval.machine.checkout import checkout
 from eval.record.manifest import file_sha256
 from notebooks.study.identity import ROOT, packages_code
 from notebooks.study.parameters import notebook_path
@@ -84,11 +84,5 @@ def _content(root: Path) -> str:
 
 
 def _commit() -> str:
-    def ask(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True, timeout=10)
-        return done.stdout.strip()
-
-    try:
-        return f"{ask('rev-parse', 'HEAD')} {'dirty' if ask('status', '--porcelain') else 'clean'}"
-    except (OSError, subprocess.SubprocessError):
-        return ""
+    commit, dirty = checkout()
+    return f"{commit} {'dirty' if dirty else 'clean'}" if commit else ""
