@@ -513,8 +513,8 @@ def test_caches_have_a_front_of_their_own(published):
     cache = of_caches[0].record["cache"]
     counts = [len({row["variant"] for row in cache["answers"]}), len(cache["speed"]["tokens_per_s"])]
     assert [cast.kind for cast in found] == ["cache", "behind 8,000 tokens"]
-    assert [len(cast.spots) for cast in found] == counts == [34, 5]
-    assert "agnostic (number, word at 1024 tokens, n 20)" in found[0].axis.name, (
+    assert [len(cast.spots) for cast in found] == counts == [57, 5]
+    assert "agnostic (number, word at 1024 tokens, n 100)" in found[0].axis.name, (
         "how much was asked is a part of what is compared"
     )
     drawn = planes(found[1:])[0]
