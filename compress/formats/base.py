@@ -74,7 +74,8 @@ class Format(nn.Module):
         raise NotImplementedError
 
     def matmul_rounded(self, x: Tensor, rounding: Rounding, before: Transform | None = None) -> Tensor:
-        """`matmul` of the x that `rounding` has rounded; integers are multiplied by integers or float8 if that is fast.
+        """`matmul` of the x that `rounding` has rounded. If that is fast, a kernel rounds x to integers or float8 and
+        multiplies the codes by the integers of the weight.
 
         Args:
             before: a transform of x before the rounding, which some kernels do in the same pass; None: none.

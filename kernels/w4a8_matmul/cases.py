@@ -152,9 +152,10 @@ def _check(
         )  # fmt: skip
 
     def expected() -> Tensor:
-        codes, step = _codes(x, x_bits, x_group, x_scale, x_wide, x_order)
         if x_float:
             codes, step = quantize_rows(x, torch.float8_e4m3fn, scale=x_scale, block=x_group)
+        else:
+            codes, step = _codes(x, x_bits, x_group, x_scale, x_wide, x_order)
         return (codes.double() * step.double().repeat_interleave(x_group or x.shape[-1], -1)) @ W.t()
 
     impls = ("triton",) * triton + ("cpu",) * cpu

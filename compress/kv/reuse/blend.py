@@ -60,11 +60,12 @@ def blend(
         share: of the tokens of the other chunks that are computed again, 0 to 1.
         choose: the rule for choosing them. "deviation": the tokens whose keys and values in the second layer change
             most once the chunks see each other, for which all tokens go through the first layer (CacheBlend narrows
-            its choice in every layer; this one is made once). "context": from each chunk as many as its context in
-            the prompt differs from the one that it was read in, the tokens that attended most to other texts there
-            (Cache-Craft; for chunks of `ChunkStore.read_together`: a chunk that was read alone gives its first tokens).
-            At most `share`: nothing of a chunk whose context is the same. "first": the first tokens of each chunk
-            (EPIC, Hu et al., 2024, arXiv:2410.15332). "drawn": random ones, by `seed`.
+            its choice in every layer; this one is made once). "context": the more the texts before a chunk differ from
+            those behind which it was read, the more of its tokens are chosen, and first those that attended most to
+            other texts in that reading (Cache-Craft). No token of a chunk behind the same texts is chosen, so that it
+            may be less than `share`. It is for chunks of `ChunkStore.read_together`; of a chunk that was read alone it
+            takes the first tokens. "first": the first tokens of each chunk (EPIC, Hu et al., 2024, arXiv:2410.15332).
+            "drawn": random ones, by `seed`.
 
     Raises:
         ValueError: an invalid share, choice or batch.

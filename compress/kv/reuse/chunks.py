@@ -128,14 +128,14 @@ class ChunkStore:
         """
         chunks, names = [self.prefix], []
         for ids in map(_one_text, texts):
-            readings = self._readings(ids).values() or [self.read(ids)]
+            readings = self._readings(ids) or [self.read(ids)]
             chunks.append(min(readings, key=lambda chunk: chunk.context.overhead(names)))
             names.append(chunks[-1].name)
         return chunks
 
     def _alone(self, ids: Tensor, start: int) -> Chunk:
         """ids [1, n], from position `start` on; 0: they are the prefix itself."""
-        kept = self._readings(ids, start).get(_digest([]))
+        kept = self._stored(self._text(ids, start), _digest([]), ids)
         if kept is None:
             tokens = torch.cat([self._ids, ids], 1) if start else ids
             context = Context((), (), (), 1.0, torch.zeros(ids.shape[1]))
@@ -153,21 +153,28 @@ class ChunkStore:
     def _text(self, ids: Tensor, start: int) -> str:
         return _digest([self._weights, self._ids.tolist(), ids.reshape(1, -1).tolist(), bool(start)])
 
-    def _readings(self, ids: Tensor, start: int = 1) -> dict[str, Chunk]:
-        """The stored readings of a text, by the digest of the texts before it."""
-        text = self._text(ids, start)
-        kept = self._kept.setdefault(text, {})
+    def _readings(self, ids: Tensor) -> list[Chunk]:
+        """All stored readings of a text."""
+        text = self._text(ids, 1)
         for path in self.folder.glob(f"{text}-*.safetensors") if self.folder is not None else ():
-            before = path.stem.removeprefix(f"{text}-")
-            if before not in kept:
-                kept[before] = _loaded(path, ids.reshape(-1), device_of(self.model))
-        return kept
+            self._stored(text, path.stem.removeprefix(f"{text}-"), ids)
+        return list(self._kept.get(text, {}).values())
+
+    def _stored(self, text: str, before: str, ids: Tensor) -> Chunk | None:
+        """The reading of a text behind the texts with this digest; None if there is none."""
+        kept, path = self._kept.setdefault(text, {}), self._path(text, before)
+        if before not in kept and path is not None and path.is_file():
+            kept[before] = _loaded(path, ids.reshape(-1), device_of(self.model))
+        return kept.get(before)
 
     def _keep(self, chunk: Chunk) -> None:
         text, before = self._text(chunk.ids, chunk.start), _digest(list(chunk.context.before))
         self._kept.setdefault(text, {})[before] = chunk
-        if self.folder is not None:
-            _save(chunk, self.folder / f"{text}-{before}.safetensors")
+        if (path := self._path(text, before)) is not None:
+            _save(chunk, path)
+
+    def _path(self, text: str, before: str) -> Path | None:
+        return None if self.folder is None else self.folder / f"{text}-{before}.safetensors"
 
 
 def _digest(content: object) -> str:

@@ -117,8 +117,8 @@ def attention_noted(model: nn.Module, bounds: Sequence[int]) -> Iterator[Tensor]
 
     before = model.config._attn_implementation
     hooks = [m.register_forward_hook(note) for m in attentions]
-    model.set_attn_implementation("eager")  # the other implementations do not compute it
     try:
+        model.set_attn_implementation("eager")  # the other implementations do not compute it
         yield found
     finally:
         model.set_attn_implementation(before)
