@@ -14,13 +14,13 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.machine.memory import peak_memory
 from eval.machine.size import bits_per_weight, parameter_count, size
-from kernels.deploy import deployed
 from eval.speed.speed import PLAIN, Speed, measure_speed, positions, standard_variants
 from eval.text.divergence import compare_on_text
 from eval.text.names import text_name
 from eval.text.through_cache import remark
 from eval.text.windows import LogitSource, mean_and_stderr, windows
 from eval.writing.generation import PROMPTS, Sample, generate_samples
+from kernels.deploy import deployed
 from kernels.errors import first_line
 from kernels.registry import recording
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from eval.evaluate import Scores
-from eval.machine.hardware import hardware
 from eval.machine.checkout import checkout
+from eval.machine.hardware import hardware
 from eval.machine.versions import versions
 from eval.record.reading import plain
 from eval.record.schema import SCHEMA_VERSION

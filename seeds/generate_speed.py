@@ -1,7 +1,7 @@
 """`model.generate` of a saved model as transformers runs it, and accelerated: tokens per second of prompt and of steps.
 
-    python seeds/generate_speed.py smollm2-135m-int4 --prompt-tokens 512 --new-tokens 64
-    python seeds/generate_speed.py smollm2-135m-int4 --cache 'snapkv(budget=0.25), kv_int(bits=4)' --prompt-tokens 2048
+python seeds/generate_speed.py smollm2-135m-int4 --prompt-tokens 512 --new-tokens 64
+python seeds/generate_speed.py smollm2-135m-int4 --cache 'snapkv(budget=0.25), kv_int(bits=4)' --prompt-tokens 2048
 """
 
 import argparse

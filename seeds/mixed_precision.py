@@ -26,8 +26,8 @@ from compress.linear import sharing_copy
 from compress.recipe import call, parse_recipe
 from eval.machine.size import size
 from eval.run_record import provenance
-from kernels.deploy import cast
 from eval.text.windows import mean_and_stderr, windows
+from kernels.deploy import cast
 
 RULES = ("kl_scaled", "fisher", "kl", "cosine", "zscore", "shuffled")
 

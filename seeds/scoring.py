@@ -27,10 +27,10 @@ from compress.method import settle
 from compress.recipe import parse_recipe
 from eval.machine.size import size
 from eval.run_record import provenance
-from kernels.deploy import cast
 from eval.speed.speed import contestants, measure_speed, quartiles
 from eval.tasks.tasks import answer_tasks
 from eval.text.divergence import compare_on_text
+from kernels.deploy import cast
 
 BASELINE = ""  # the name of its row
 AFTER_WEIGHTS = ("quantize_activations", "cache")  # stages whose methods leave weights alone, if they store none

@@ -308,8 +308,10 @@ class CompressedCache(Cache):
             return None
         if not isinstance(layer, KVLayer):
             return lend_window(layer) if type(layer) is DynamicSlidingWindowLayer else None
-        if self._joining or policy is not None and (
-            policy.decoding or policy.at_every_pass or policy.runs_model and policy.window
+        if (
+            self._joining
+            or policy is not None
+            and (policy.decoding or policy.at_every_pass or policy.runs_model and policy.window)
         ):
             return None
         return layer.lend() if self.reader is None else self.reader.lend(layer)

@@ -24,9 +24,7 @@ NAME = "workbench_kv_static"
 SMALL = 0.1  # size of made-up keys and values: with large ones, the logits depend on rounding
 
 
-def check_timed(
-    storage: Storage | None, projecting: Projecting | None = None, reading: Reading | None = None
-) -> None:
+def check_timed(storage: Storage | None, projecting: Projecting | None = None, reading: Reading | None = None) -> None:
     """Raise ValueError if fixed tensors cannot hold what a storage, a projection or a reading keeps."""
     for method, kind in ((projecting, "projection"), (reading, "reading")):
         if method is not None and method.joins:

@@ -16,9 +16,9 @@ from typing import Any
 from torch import nn
 from tqdm.auto import tqdm
 
-from kernels.deploy import deployed
 from eval.speed.speed import Speed
 from eval.speed.work import Work, work
+from kernels.deploy import deployed
 from kernels.harness import roofline
 from kernels.harness.roofline import Ceilings
 

@@ -29,10 +29,10 @@ from tqdm.auto import tqdm
 from eval.machine.energy import POWERCAP, EnergyCounter, NotMeasurable, energy_counter, gpu_use
 from eval.machine.memory import return_freed_memory
 from eval.machine.size import size
-from kernels.deploy import deployed
 from eval.speed.device_lock import undisturbed
 from eval.speed.speed import Variant, clear, contestants, in_groups, make, make_ready, positions, serve
 from eval.speed.work import Work, work
+from kernels.deploy import deployed
 from kernels.harness.roofline import Ceilings
 
 METRICS = ("memory_use", "compute_use", "latency", "throughput", "energy", "compression_rate")

@@ -22,11 +22,11 @@ from transformers import StaticCache
 
 from eval.machine.memory import return_freed_memory
 from eval.speed.attention import fast_attention
-from kernels.deploy import deployed
 from eval.speed.device_lock import undisturbed
 from eval.speed.packing import Packing
 from eval.speed.regional import NotRegional, RegionalStep, Step, compile_regional
 from eval.speed.work import work
+from kernels.deploy import deployed
 from kernels.errors import first_line
 from kernels.harness.roofline import read_bandwidth
 from kernels.huge_pages import in_huge_pages

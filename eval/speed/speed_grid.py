@@ -179,9 +179,7 @@ def _ready(
         progress.set_postfix_str(f"{name}: batch {batch}, prompt {prompt}")
         make_ready(variant, eager[name], prompt, new_tokens, batch)
         progress.update()
-    failed = [
-        name for name, variant in held.items() if variant.compiled and variant.execution.startswith("eager")
-    ]
+    failed = [name for name, variant in held.items() if variant.compiled and variant.execution.startswith("eager")]
     if not failed:
         return
     why = held[failed[0]].execution

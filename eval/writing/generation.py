@@ -77,9 +77,7 @@ def write(
         pad_token_id=ends[0] if ends else None,
     )
     own = model.generation_config
-    model.generation_config = (
-        plain  # `generate` fills None values of the given configuration from the model's
-    )
+    model.generation_config = plain  # `generate` fills None values of the given configuration from the model's
     try:
         out = model.generate(
             ids,

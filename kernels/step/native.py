@@ -88,9 +88,7 @@ class DecodeStep:
         `begin`; at the end, the next tokens, int64 [tokens, 1]."""
         return self._native.go_on(attended)
 
-    def attend_kept(
-        self, lents: Sequence[Lent], tables: Sequence[tuple[Tensor, Tensor]], positions: Tensor
-    ) -> Tensor:
+    def attend_kept(self, lents: Sequence[Lent], tables: Sequence[tuple[Tensor, Tensor]], positions: Tensor) -> Tensor:
         """Run the next attentions and the part after them, as `go_on` does. Each attention reads the tensors that a
         layer of a cache has lent, after the new keys and values have been written there.
 

@@ -196,8 +196,7 @@ def _codes(
     found = [quantize_rows(x, torch.int8, scale=x_scale, block=x_group, bits=bits) for bits in (8, x_bits)]
     border = (x_wide * (x_group or 0), x_wide)
     codes, step = (
-        torch.cat([first[..., :at], second[..., at:]], -1)
-        for at, first, second in zip(border, *found, strict=True)
+        torch.cat([first[..., :at], second[..., at:]], -1) for at, first, second in zip(border, *found, strict=True)
     )
     return codes, step
 

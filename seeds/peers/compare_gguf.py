@@ -34,9 +34,9 @@ from compress.checkpoint.save_format import Checkpoint, Story
 from compress.inputs.calibration import calibration
 from compress.recipe import parse_recipe
 from eval.machine.hardware import hardware
-from kernels.deploy import cast
 from eval.text.perplexity import Perplexity, token_losses
 from eval.text.windows import Window, predictions, windows
+from kernels.deploy import cast
 
 TYPES = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q4_0", "IQ4_NL", "IQ4_XS", "Q3_K_M", "IQ3_M", "IQ3_XXS", "Q2_K", "IQ2_M")
 OURS = (work.GPTQ32, work.AWQ)

@@ -41,9 +41,9 @@ from compress.linear import compressed_linears
 from compress.recipe import parse_recipe
 from eval.machine.hardware import hardware
 from eval.machine.size import size
-from kernels.deploy import cast, deployed
 from eval.speed.speed import clear, contestants, make, make_ready, serve
 from eval.text.divergence import compare_on_text
+from kernels.deploy import cast, deployed
 
 BASELINE = "ours, 16 bits"
 RANDOM = "random-1b"

@@ -15,10 +15,10 @@ from compress.checkpoint.save import export_checkpoint, save_compressed
 from compress.inputs.calibration import beginning, calibration
 from compress.linear import compressed_linears
 from compress.recipe import parse_recipe
-from kernels.deploy import cast
 from eval.speed.speed import contestants, measure_speed
 from eval.text.perplexity import token_losses
 from eval.text.windows import Window, predictions
+from kernels.deploy import cast
 
 MODELS = ("smollm2-135m", "gemma3-270m")
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 5, 48, 32

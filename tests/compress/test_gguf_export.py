@@ -195,7 +195,9 @@ def test_a_file_of_mxfp4_names_its_type(tiny, tokens, tmp_path):
     saved(apply([METHODS["rtn"](bits=4, grid="mxfp4", group_size=32)], tiny("llama"), tokens()), tmp_path)
     reader = gguf.GGUFReader(next(tmp_path.glob("*.gguf")))
     assert reader.fields["general.file_type"].contents() == gguf.LlamaFileType.MOSTLY_MXFP4_MOE
-    kinds = {tensor.tensor_type for tensor in reader.tensors if "blk.0.ffn" in tensor.name and "norm" not in tensor.name}
+    kinds = {
+        tensor.tensor_type for tensor in reader.tensors if "blk.0.ffn" in tensor.name and "norm" not in tensor.name
+    }
     assert kinds == {GGML.MXFP4}
 
 

@@ -232,9 +232,8 @@ def test_what_cannot_be_combined_says_so(tiny):
         detach(model)
     with pytest.raises(ValueError, match=r"`budget` \(=0\) of quest"):
         METHODS["quest"](budget=0)
-    with attached(model, [METHODS["quest"]()]) as attachment:
-        with pytest.raises(ValueError, match="reads sparsely"):
-            static(attachment.cache(), 4)
+    with attached(model, [METHODS["quest"]()]) as attachment, pytest.raises(ValueError, match="reads sparsely"):
+        static(attachment.cache(), 4)
 
 
 def test_a_recipe_attaches_a_reading(tiny, padded):

@@ -153,7 +153,9 @@ def test_the_reading_that_fits_is_selected(tiny, tmp_path):
         assert [chunk.start for chunk in some.select([a, b, c])] == [chunk.start for chunk in first]
         assert [chunk.start for chunk in some.select([c, b, new])] == [*(chunk.start for chunk in second), 1]
         some.read(b)
-        assert some.select([new, b])[2].start > 1, "what was read behind other texts lacks less than what was read alone"
+        assert some.select([new, b])[2].start > 1, (
+            "what was read behind other texts lacks less than what was read alone"
+        )
         got = some.select([a, b, c])[3]
         assert got.context.before == first[3].context.before and got.context.inter == first[3].context.inter
         assert torch.equal(got.keys[1], first[3].keys[1]) and torch.equal(got.context.outside, first[3].context.outside)

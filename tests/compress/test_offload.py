@@ -21,9 +21,9 @@ from compress.walk.offload import AwayLinear, named_tensors, offloaded_parts, pu
 from compress.walk.shards import WorkFolder, write_tensors
 from compress.walk.streaming import Streamed, scorable
 from eval.evaluate import evaluate, score_text
-from kernels.deploy import cast
 from eval.text.divergence import compare_on_text
 from eval.text.perplexity import perplexity
+from kernels.deploy import cast
 
 CPU = torch.device("cpu")
 GPTQ = "gptq(bits=3, group_size=16, min_tokens=8)"

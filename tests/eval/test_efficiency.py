@@ -12,9 +12,9 @@ from eval.machine import energy
 from eval.machine.energy import NotMeasurable, Nvml, Rapl, energy_counter, gpu_use
 from eval.machine.size import size
 from eval.speed import efficiency
+from eval.speed.efficiency import METRICS, Measure, Watch, check_efficiency, measure_efficiency
 from eval.speed.work import work
 from kernels.deploy import deployed
-from eval.speed.efficiency import METRICS, Measure, Watch, check_efficiency, measure_efficiency
 from kernels.harness.roofline import Ceilings
 
 

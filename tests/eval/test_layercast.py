@@ -9,8 +9,8 @@ from torch import nn
 
 from compress import METHODS, apply
 from eval.machine.size import size
-from kernels.deploy import deployed
 from eval.speed.layercast import layercast
+from kernels.deploy import deployed
 
 
 def padded(model, tokens):

@@ -19,12 +19,12 @@ from eval.machine.size import bits_per_weight, size
 from eval.record.rows import typed
 from eval.record.schema import problems_of, read_record, write_record
 from eval.run_record import RunInfo, record
-from kernels.deploy import deployed
 from eval.text.divergence import compare_on_text, divergence
 from eval.text.names import short_path, text_name, with_short_names
 from eval.text.perplexity import perplexity
 from eval.text.windows import mean_and_stderr, windows
 from eval.writing.generation import first_difference, generate_samples
+from kernels.deploy import deployed
 
 
 def loss_of(model, ids, first):

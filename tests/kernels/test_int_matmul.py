@@ -121,7 +121,9 @@ def test_panels_lose_nothing_and_agree_for_few_and_many_tokens(bits, symmetric, 
             x = torch.randn(tokens, shape[1]).to(dtype)
             with recording() as used:
                 y = int_matmul(x, laid)
-            assert used["int_matmul"] == {f"cpu {native.isa(dtype, tokens > native.most_in_loops())}"} and y.dtype == dtype
+            assert (
+                used["int_matmul"] == {f"cpu {native.isa(dtype, tokens > native.most_in_loops())}"} and y.dtype == dtype
+            )
             assert rms(y, x.double() @ exact.T) < tolerance, (dtype, tokens)
 
 

@@ -142,7 +142,9 @@ def test_panels_lose_nothing_and_agree(entries, shape, group_size):
             x = torch.randn(tokens, shape[1]).to(dtype)
             with recording() as used:
                 y = lut_matmul(x, laid)
-            assert used["lut_matmul"] == {f"cpu {native.isa(dtype, tokens > native.most_in_loops())}"} and y.dtype == dtype
+            assert (
+                used["lut_matmul"] == {f"cpu {native.isa(dtype, tokens > native.most_in_loops())}"} and y.dtype == dtype
+            )
             assert relative_rms(y, x.double() @ exact.T) < tolerance
     torch.library.opcheck(
         torch.ops.workbench.panels_matmul, (x, laid.codes, laid.scale, laid.table, None, shape[0], "auto")

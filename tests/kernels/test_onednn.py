@@ -22,7 +22,9 @@ def without_halves(monkeypatch):
 
 
 def test_linears_stay_as_they_were(tiny, without_halves):
-    assert not onednn.lays_out(torch.bfloat16) and not onednn.lays_out(torch.float16) and not onednn.lays_out(torch.int8)
+    assert (
+        not onednn.lays_out(torch.bfloat16) and not onednn.lays_out(torch.float16) and not onednn.lays_out(torch.int8)
+    )
     assert not any(isinstance(module, PrepackedLinear) for module in prepack(tiny("llama").bfloat16()).modules())
 
 

@@ -72,7 +72,9 @@ def test_largest_sums(tokens):
 
 
 @pytest.mark.skipif(native.tiles() != "amx", reason="needs AMX")
-@pytest.mark.parametrize("bits, zeros", [(2, True), (3, False), (4, False), (4, True), (5, True), (6, False), (8, False)])
+@pytest.mark.parametrize(
+    "bits, zeros", [(2, True), (3, False), (4, False), (4, True), (5, True), (6, False), (8, False)]
+)
 def test_tiles_multiply_bytes_with_one_scale_for_each_row(bits, zeros):
     x, w, middle = torch.randn(70, 160).bfloat16(), weight(50, 160, bits, 32, zeros), 1 << (bits - 1)
     codes, zero = (part.long() for part in unpack(w))  # zero: [out, groups], or the middle code [1, 1]

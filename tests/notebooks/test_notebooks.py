@@ -117,7 +117,11 @@ def expect_rotations(made, scores, html):
 
 FIRST = "*.[5-9].*,*.[12]?.*"  # leaves the first 5 of 30 blocks, where that proves the same
 FEW = "*.[1-9].*,*.[12]?.*"  # leaves the first one
-METHOD_OF = {"start_here": "gptq", "pruning": "wanda", "rotations": "flatquant"}  # where the notebook is not called after its method
+METHOD_OF = {
+    "start_here": "gptq",
+    "pruning": "wanda",
+    "rotations": "flatquant",
+}  # where the notebook is not called after its method
 # Per notebook: parameters beside SMALL, the format of its linears and their number, and what else must hold.
 EXPECTED = {
     "start_here": ({"group_size": -1, "skip": FIRST}, "int_group", 35, expect_start),

@@ -92,7 +92,10 @@ def test_several_notebooks_share_a_base_as_far_as_they_have_its_parameters(sweep
         ({"runs": [{"grid": {}}]}, "`notebook` is missing in s.yml, runs[0]"),
         ({"notebook": "gptk"}, "`notebook` (='gptk') is not there"),
         ({"grid": {"number": list(range(200)), "seconds": list(range(200))}}, f"{MOST:,} are the most"),
-        ({"include": [{"number": i} for i in range(MOST + 1)]}, f"gives the sweep {MOST + 1:,} runs; {MOST:,} are the most"),
+        (
+            {"include": [{"number": i} for i in range(MOST + 1)]},
+            f"gives the sweep {MOST + 1:,} runs; {MOST:,} are the most",
+        ),
     ],
 )
 def test_a_bad_sweep_is_refused_and_says_why(keys, told, sweep):

@@ -85,9 +85,7 @@ def _listening(model: nn.Module) -> Iterator[dict[int, Heard]]:
         hook.remove()
 
 
-def costs(
-    model: nn.Module, ids: Tensor, seed: int = 0, target: str = TARGETS[0]
-) -> dict[int, tuple[Tensor, Tensor]]:
+def costs(model: nn.Module, ids: Tensor, seed: int = 0, target: str = TARGETS[0]) -> dict[int, tuple[Tensor, Tensor]]:
     """By layer, the hidden states [n, hidden] that its attention reads, and the highest possible cost of losing a token
     from a kv head's cache, [n, H_kv] in nats, float32.
 
@@ -136,9 +134,7 @@ def _largest(seen: Seen, y: Tensor, gradient: Tensor | None, n: int) -> Tensor:
     return largest
 
 
-def examples(
-    model: nn.Module, batches: Sequence[Tensor], target: str = TARGETS[0]
-) -> dict[int, tuple[Tensor, Tensor]]:
+def examples(model: nn.Module, batches: Sequence[Tensor], target: str = TARGETS[0]) -> dict[int, tuple[Tensor, Tensor]]:
     """By layer, hidden states [n, hidden] in bfloat16 and the logarithms of the costs [n, H_kv] of all tokens.
 
     Args:

@@ -85,10 +85,13 @@ def links_by_block(model: nn.Module) -> Iterator[tuple[list[Link], dict[str, str
         with on_device(block, device_of(block)), without_tf32():
             found, why = _links_of(_Trial(block, calls[0], index), shared)
         full = f"{prefix}.{index}."
-        yield [
-            Link(full + link.producer, link.kind, tuple(full + c for c in link.consumers), link.channels)
-            for link in found
-        ], {full + name: reason for name, reason in why.items()}
+        yield (
+            [
+                Link(full + link.producer, link.kind, tuple(full + c for c in link.consumers), link.channels)
+                for link in found
+            ],
+            {full + name: reason for name, reason in why.items()},
+        )
 
 
 @torch.no_grad()
