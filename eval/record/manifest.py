@@ -13,8 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from eval.record.files import sync, write_whole
+from eval.record.reading import DamagedError, read_object
 
 MANIFEST = "manifest.json"
+_SHAPE = {
+    "key": str, "notebook": str, "values": dict, "identity": dict, "varied": list, "code": str, "seconds": int | float,
+    "attempt": str, "earlier": list, "finished": str, "files": dict, "save_format": str,
+}  # fmt: skip
 _WHOLE = 1 << 30  # bytes; a larger file is identified by its size, its time of change and its first MiB
 _QUICK = 64 << 20  # bytes; of a larger file, `problems` compares the size only
 
@@ -34,6 +39,22 @@ def seal(folder: Path, about: Mapping[str, Any]) -> None:
     write_whole(json.dumps({**about, "finished": finished, "files": listed}, indent=1), folder / MANIFEST)
 
 
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a folder; {} if it has none.
+
+    Raises:
+        DamagedError: it cannot be read, or is none.
+    """
+    made = read_object(folder / MANIFEST, _SHAPE)
+    for name, entry in made.get("files", {}).items():
+        told = entry if isinstance(entry, dict) else {}
+        if type(told.get("bytes")) is not int or not isinstance(told.get("sha256"), str):
+            raise DamagedError(f"{MANIFEST} is damaged: it tells no size and hash of {name}")
+    if made and "files" not in made:
+        raise DamagedError(f"{MANIFEST} is damaged: it lists no files")
+    return made
+
+
 def problems(folder: Path, key: str = "", derived: Collection[str] = ()) -> list[str]:
     """The reasons why a folder is not the finished one that its manifest describes; [] if it is.
 
@@ -41,32 +62,32 @@ def problems(folder: Path, key: str = "", derived: Collection[str] = ()) -> list
         key: key of the run to which the folder should belong; "" for any.
         derived: names of files whose content may differ from the manifest.
     """
-    manifest = read_json(folder / MANIFEST)
-    if not manifest:
-        return ["it has no manifest"]
+    try:
+        manifest = read_manifest(folder)
+    except DamagedError as error:
+        return [str(error)]
+    return problems_of(manifest, folder, key, derived) if manifest else ["it has no manifest"]
+
+
+def problems_of(manifest: dict[str, Any], folder: Path, key: str, derived: Collection[str]) -> list[str]:
+    """As `problems`, for a manifest that was read."""
     wrong = []
     if key and manifest.get("key") != key:
         wrong.append(f"it belongs to the run {manifest.get('key')}")
-    for name, entry in manifest.get("files", {}).items():
+    for name, entry in manifest["files"].items():
         file = folder / name
-        if not file.is_file():
-            wrong.append(f"{name} is gone")
-        elif name in derived:
-            continue
-        elif file.stat().st_size != entry["bytes"]:
-            wrong.append(f"{name} has another size")
-        elif entry["bytes"] <= _QUICK and file_sha256(file) != entry["sha256"]:
-            wrong.append(f"{name} has another content")
+        try:
+            if not file.is_file():
+                wrong.append(f"{name} is gone")
+            elif name in derived:
+                continue
+            elif file.stat().st_size != entry["bytes"]:
+                wrong.append(f"{name} has another size")
+            elif entry["bytes"] <= _QUICK and file_sha256(file) != entry["sha256"]:
+                wrong.append(f"{name} has another content")
+        except OSError as error:
+            wrong.append(f"{name} cannot be read: {error.strerror}")
     return wrong
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; {} if the file is missing, unreadable or incomplete."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        return content if isinstance(content, dict) else {}
-    except (OSError, ValueError, RecursionError):
-        return {}
 
 
 def file_sha256(path: Path) -> str:

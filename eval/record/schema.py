@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.record.files import write_whole
-from eval.record.reading import plain
+from eval.record.reading import DamagedError, plain
 
 SCHEMA_VERSION = 1
 REQUIRED = {
@@ -46,6 +46,10 @@ REQUIRED = {
     "model": ("name", "weights_sha256", "parameters"), "calibration": (), "layers": (),
     "scores": ("baseline", "compressed"), "kernels": (),
     "provenance": ("commit", "dirty", "versions", "hardware", "threads", "dtype", "flags", "command"),
+}  # fmt: skip
+_TYPES = {
+    "run": dict, "recipe": list, "model": dict | None, "layers": list, "scores": dict | None, "kernels": dict,
+    "provenance": dict,
 }  # fmt: skip
 
 
@@ -65,15 +69,16 @@ def read_record(path: str | Path) -> dict[str, Any]:
     """Read record.json.
 
     Raises:
-        ValueError: not JSON, another schema, or a key of the contract is missing.
+        DamagedError: not JSON, another schema, a key of the contract is missing, or has another type.
     """
     try:
-        made = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"`path` (={str(path)!r}) holds no record: {error}") from error
-    problems = problems_of(made)
+        text = Path(path).read_text(encoding="utf-8")
+        problems = problems_of(made := json.loads(text))
+    except (OSError, ValueError, RecursionError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise DamagedError(f"`path` (={str(path)!r}) holds no record: {why}") from error
     if problems:
-        raise ValueError(f"`path` (={str(path)!r}): {'; '.join(problems)}")
+        raise DamagedError(f"`path` (={str(path)!r}): {'; '.join(problems)}")
     return made
 
 
@@ -87,4 +92,9 @@ def problems_of(made: dict[str, Any]) -> list[str]:
     for key, parts in REQUIRED.items():
         if isinstance(made.get(key), dict):
             problems += [f"`{key}.{part}` is missing" for part in parts if part not in made[key]]
+    for key, kind in _TYPES.items():
+        if key in made and not isinstance(made[key], kind):
+            problems.append(f"`{key}` is of the type {type(made[key]).__name__}")
+    if not problems and not all(isinstance(made["run"][name], str) for name in ("key", "notebook")):
+        problems.append("`run.key` and `run.notebook` must be text")
     return problems

@@ -23,7 +23,9 @@ def text_name(corpus: str | None) -> str | None:
 
 def with_short_names(values: Mapping[str, Any]) -> dict[str, Any]:
     """Parameters of a run, with the short names of its texts."""
-    return {name: text_name(value) if name in TEXTS else value for name, value in values.items()}
+    return {
+        name: text_name(value) if name in TEXTS and isinstance(value, str) else value for name, value in values.items()
+    }
 
 
 def short_path(path: str) -> str:

@@ -301,8 +301,9 @@ def _engine(options: argparse.Namespace, sweep, runs: Path):
 def _known(folder: str) -> str:
     from notebooks.batch.job import is_stale
     from notebooks.batch.run_folder import RunFolder
+    from notebooks.study.identity import packages_code
 
-    if is_stale(RunFolder(Path(folder)).manifest()):
+    if is_stale(RunFolder(Path(folder)).manifest(), packages_code()):
         return "finished before, by other code of the workbench (--stale executes it again)"
     return "finished before (--force executes it again)"
 

@@ -8,7 +8,8 @@ from compress.checkpoint.card import add_scores
 from compress.checkpoint.checksums import CHECKSUMS, check_files
 from compress.checkpoint.load import LAYOUT, empty_model, layout_specs, read_layout
 from compress.checkpoint.save import check_holds, export_checkpoint, format_named
-from eval.record.manifest import MANIFEST, read_json, seal
+from eval.record.manifest import MANIFEST, seal
+from eval.record.reading import read_json
 from eval.record.schema import read_record, write_record
 from notebooks.study.parameters import OWN_FORMAT, SAVE_FORMAT
 from notebooks.study.saved import Saved, file_sizes
@@ -48,8 +49,10 @@ def export(source: Path, save_format: str, target: Path | None = None) -> Saved:
         record = read_record(source / "record.json")
         write_record(record, target / "record.json")
         add_scores(target, record)
-    if key := read_json(source / MANIFEST).get("key"):
-        seal(target, {"key": key, SAVE_FORMAT: save_format})
+    sealed = read_json(source / MANIFEST)
+    if sealed.get("key"):  # the exported model belongs to the attempt that made its source
+        own = {name: sealed[name] for name in ("key", "attempt") if name in sealed}
+        seal(target, own | {SAVE_FORMAT: save_format})
     return saved
 
 

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import psutil
 
-from eval.record.manifest import read_json
 from notebooks.batch.processes import MARK, end
-from notebooks.batch.run_folder import LOG
+from notebooks.batch.run_folder import LOG, executed
 
 EVERY_S = 0.25
 
@@ -72,8 +71,7 @@ class _Cell:
         self.book, self.index, self.spent = book, None, 0.0
 
     def spent_after(self, seconds: float) -> float:
-        marks = [cell["metadata"].get("papermill") or {} for cell in read_json(self.book).get("cells", [])]
-        running = [i for i, mark in enumerate(marks) if mark.get("start_time") and not mark.get("end_time")]
+        running = [i for i, cell in enumerate(executed(self.book)) if cell.begun and not cell.ended]
         if running and running[-1] == self.index:
             self.spent += seconds
         elif running:

@@ -14,7 +14,7 @@ from typing import Any
 
 from eval.machine.processor import cpu_class
 from eval.record.files import write_whole
-from eval.record.manifest import read_json
+from eval.record.reading import read_json
 from kernels.busy import environment_for_others
 from notebooks.batch import snapshot
 from notebooks.batch.leases import Lease, held, take
@@ -36,7 +36,6 @@ from notebooks.study.identity import (
     WAITING,
     content_identity,
     device_class,
-    packages_code,
 )
 from notebooks.study.parameters import read_parameters
 from notebooks.study.places import check_run_path
@@ -110,15 +109,39 @@ def execute(job: Job, stop: Callable[[], bool] = lambda: False) -> Outcome:
     if lease is None:
         return Outcome(job.key, "busy", job.folder)
     try:
-        folder.recover()
-        if model := saved_model(job.values, job.key):
-            model.recover(folder.manifest().get("attempt", ""))
+        _repair(folder, job.values)
         if _nothing_to_do(job):
+            folder.tidy(finished=True)
             return Outcome(job.key, "known", job.folder)
         end_orphans(folder.folder.parent, f"{job.key}/")
         return _tried(job, folder, token, lease, stop)
     finally:
         lease.release()
+
+
+def tidy(folder: RunFolder, values: dict[str, Any]) -> None:
+    """Repair a finished run, and remove what killed attempts have left of it, unless an attempt works on it."""
+    token = mark(folder.folder.parent, folder.key)
+    if lease := take(folder.lease, token):
+        try:
+            _repair(folder, values)
+            folder.tidy(finished=done(folder, values))
+        finally:
+            lease.release()
+
+
+def _repair(folder: RunFolder, values: dict[str, Any]) -> None:
+    """Finish or undo the promotion of a killed attempt. Only for the holder of the lease.
+
+    The rename of the run's folder decides which attempt has finished the run. The model of that attempt follows it; the
+    models of all others, also those at another `save_path`, are removed before the folders that name them.
+    """
+    folder.restore()
+    finished = folder.manifest().get("attempt", "")
+    for given in (*(job.get("values") for job in folder.killed()), values):
+        if model := saved_model(given or {}, folder.key):
+            model.recover(finished)
+    folder.tidy(finished=False)
 
 
 def _nothing_to_do(job: Job) -> bool:
@@ -138,6 +161,8 @@ def _tried(job: Job, folder: RunFolder, token: Mark, lease: Lease, stop: Callabl
         attempts, again = attempts + 1, failure.pop("transient", False)
     if not lease.owned():  # another attempt works on the run, and this one must not touch its folders
         shutil.rmtree(folder.part, ignore_errors=True)
+        if model := saved_model(job.values, job.key, token.attempt):
+            shutil.rmtree(model.part, ignore_errors=True)
         return Outcome(job.key, "busy", job.folder, seconds=seconds)
     own = {"attempts": attempts, "key": job.key, "notebook": job.notebook, "values": job.values, "seconds": seconds}
     if model := saved_model(job.values, job.key):
@@ -173,8 +198,11 @@ def _attempt(job: Job, folder: RunFolder, token: Mark, stop: Callable[[], bool])
             os.close(theirs)
     left = end(str(token)) if guard.returncode else 0
     seconds = round(time.monotonic() - begin, 1)
-    if folder.complete() and folder.manifest().get("attempt") == token.attempt:
-        return {}, seconds
+    if folder.manifest().get("attempt") == token.attempt:
+        if folder.owned():  # the worker may have been killed between the renames of the run and of its model
+            _repair(folder, job.values)
+        if done(folder, job.values):
+            return {}, seconds
     report = _json(output)
     failure = read_json(folder.part / FAILURE) or _json(_log(folder)[-1:] and _log(folder)[-1])
     more = {"peak_memory_bytes": report.get("peak_memory_bytes"), "left": report.get("left", left)}
@@ -278,21 +306,24 @@ def _json(text: str) -> dict[str, Any]:
 
 
 def done(folder: RunFolder, values: dict[str, Any]) -> bool:
-    """Whether the run is finished, and the model that it had to save exists."""
+    """Whether the run is finished, and the model that it had to save exists and belongs to it."""
     model = saved_model(values, folder.key or folder.manifest().get("key", ""))
-    return folder.complete() and (model is None or model.complete())
+    return folder.complete() and (model is None or model.complete(folder.attempts()))
 
 
 def state(folder: str | Path, key: str = "", values: dict[str, Any] | None = None) -> str:
-    """finished, running, failed or waiting, by the content of the folders; for the run of this key, if given."""
+    """finished, running, failed, damaged or waiting, by the content of the folders; for the run of this key, if given.
+
+    A damaged run was finished, but its files cannot be read any more or have changed.
+    """
     place = RunFolder(Path(folder), key)
     if done(place, values or {}):
         return "finished"
     if held(place.lease):
         return "running"
-    return "failed" if place.failure() else "waiting"
+    return "failed" if place.failure() else "damaged" if place.damage() else "waiting"
 
 
-def is_stale(manifest: dict[str, Any]) -> bool:
-    """Whether a finished run was executed with other code of the workbench than the present one."""
-    return bool(manifest.get("code")) and manifest["code"] != packages_code()
+def is_stale(manifest: dict[str, Any], code: str) -> bool:
+    """Whether a finished run was executed with other code of the workbench than this (`packages_code`)."""
+    return bool(manifest.get("code")) and manifest["code"] != code

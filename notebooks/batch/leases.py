@@ -7,15 +7,18 @@ filesystem, is abandoned when it has not been renewed for `STALE_S` seconds.
 import contextlib
 import json
 import os
+import shutil
 import socket
 import threading
 from pathlib import Path
 from typing import Any
 
+from eval.record.reading import read_json
 from notebooks.batch.processes import Mark, lives, started
 
 RENEW_S = 5.0
 STALE_S = 60.0
+_SHAPE = {"host": str, "pid": int, "started": str, "token": str}
 
 
 class Lease:
@@ -45,9 +48,9 @@ class Lease:
             OSError: the lease cannot be read at the moment.
         """
         try:
-            if json.loads(self.path.read_text()).get("token") != self.token:
+            if json.loads(self.path.read_text())["token"] != self.token:
                 self.lost.set()
-        except (FileNotFoundError, ValueError):
+        except (FileNotFoundError, ValueError, TypeError, KeyError):
             self.lost.set()
         return not self.lost.is_set()
 
@@ -77,12 +80,9 @@ def take(path: Path, mark: Mark) -> Lease | None:
 
 
 def holder(path: Path) -> dict[str, Any]:
-    """The content of a lease; {} if there is none, or its holder was killed while writing it."""
-    try:
-        told = json.loads(path.read_text())
-        return told if isinstance(told, dict) else {}
-    except (OSError, ValueError):
-        return {}
+    """The content of a lease; {} if there is none, or it is damaged, as when its holder was killed while writing it."""
+    told = read_json(path, _SHAPE)
+    return told if _SHAPE.keys() <= told.keys() else {}
 
 
 def held(path: Path) -> bool:
@@ -107,6 +107,8 @@ def _given_up(path: Path, token: str) -> bool:
             os.link(aside, path)
         aside.unlink(missing_ok=True)
         return False
+    if aside.is_dir():  # made by another program, and no lease
+        shutil.rmtree(aside, ignore_errors=True)
     aside.unlink(missing_ok=True)
     return True
 

@@ -5,7 +5,7 @@ import os
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -13,15 +13,17 @@ from typing import Any
 
 import yaml
 
+from eval.record.manifest import MANIFEST
 from eval.record.schema import read_record
 from eval.text.names import with_short_names
+from notebooks.batch.index_rows import rows_of
 from notebooks.batch.job import is_stale, state
 from notebooks.batch.run_folder import FAILURE, RunFolder
 from notebooks.batch.status import kept_sweep, run_folders, sweep_folder, sweep_name
-from notebooks.study.identity import ROOT
+from notebooks.study.identity import ROOT, packages_code
 from notebooks.study.parameters import read_parameters
 from reports.compare.compare import Leaderboard, Verdict, compare_two, leaderboard, render_comparison
-from reports.compare.index import render_index
+from reports.compare.index import index_row, render_index
 from reports.compare.outcome import RunOutcome
 from reports.compare.papers import render_papers
 from reports.compare.pareto import plane_models, planes
@@ -89,7 +91,8 @@ def compared(named: Sequence[str], runs: Path, *, page: str = "", title: str = "
         ValueError: a name is that of no run, or the folder is empty.
     """
     place = Path(page).expanduser().absolute() if page else comparison_path(named, runs)
-    found = outcomes(named, runs, place) if named else [_outcome(folder, place, {}) for folder in _all_folders(runs)]
+    code = packages_code()
+    found = outcomes(named, runs, place) if named else [outcome(one, place, {}, code) for one in all_folders(runs)]
     if not found:
         raise ValueError(f"`runs` (=[]) of {runs}: nothing stands there yet; `workbench run quickstart` makes some")
     return Compared(tuple(found), place, title)
@@ -105,11 +108,12 @@ def outcomes(named: Sequence[str | Path], runs: Path, page: Path | None = None) 
     Raises:
         ValueError: a name is none of these, or there is no run at all.
     """
-    page = page or comparison_path(named, runs)
+    page, code = page or comparison_path(named, runs), packages_code()
     found: dict[Path, RunOutcome] = {}
     for name in map(str, named):
         for folder, asked in _folders(name, runs):
-            found.setdefault(folder, _outcome(folder, page, asked))
+            if folder not in found:
+                found[folder] = outcome(folder, page, asked, code)
     if not found:
         raise ValueError(f"`runs` (={', '.join(map(str, named))}) are no runs")
     return list(found.values())
@@ -142,13 +146,20 @@ def verdict_of(found: Sequence[RunOutcome], recovery_threshold: float) -> Verdic
 
 def write_index(runs: Path) -> Report:
     """runs/index.html: every run that is finished in the folder, failed, or is running."""
-    page = runs / "index.html"
-    found = [_outcome(folder, page, {}) for folder in _all_folders(runs)]
+    page, code = runs / "index.html", packages_code()
+    rows = rows_of(all_folders(runs), runs, code, lambda folder: index_row(outcome(folder, page, {}, code)))
     comparisons = {
-        kept_sweep(path.parent.name, runs)["title"]: os.path.relpath(path, page.parent)
+        _title(path.parent.name, runs): os.path.relpath(path, page.parent)
         for path in sorted(runs.glob("sweeps/*/comparison.html"))
     }
-    return render_index(found, page, comparisons=comparisons)
+    return render_index(rows, page, comparisons=comparisons)
+
+
+def _title(sweep: str, runs: Path) -> str:
+    try:
+        return kept_sweep(sweep, runs)["title"]
+    except ValueError:  # its stored plan is gone or damaged
+        return sweep
 
 
 def write_papers(runs: Path) -> Report:
@@ -162,29 +173,35 @@ def write_papers(runs: Path) -> Report:
 
 def write_all(runs: Path, named: Sequence[str]) -> list[Path]:
     """Write all pages again, or those of these runs."""
-    written = []
+    written, code = [], packages_code()
     folders = (
         [folder for name in named for folder, _ in _folders(name, runs)]
         if named
         else [folder for folder in run_folders(runs) if (folder / "record.json").is_file()]
     )
     for folder in folders:
-        try:
-            written.append(_page(folder))
-        except ValueError as error:  # a failed run, or one of another version; the other pages are still made
-            print(f"workbench: no page for {folder.name}: {error}", file=sys.stderr)
+        written += _tried(folder.name, lambda folder=folder: _page(folder, code))
     if not named:
-        written += [
-            write_comparison_of_sweep(path.parent.name, runs).path for path in sorted(runs.glob("sweeps/*/plan.json"))
-        ]
+        for name in sorted(path.parent.name for path in runs.glob("sweeps/*/plan.json")):
+            written += _tried(name, lambda name=name: write_comparison_of_sweep(name, runs).path)
         written.append(write_papers(runs).path)
     return [*written, write_index(runs).path]
 
 
-def _page(folder: Path) -> Path:
+def _tried(name: str, write: Callable[[], Path]) -> list[Path]:
+    """The page that was written; [] and a line that says why, if its files do not allow it: the others are still
+    written."""
+    try:
+        return [write()]
+    except ValueError as error:  # a failed run, one of another version, a damaged file
+        print(f"workbench: no page for {name}: {error}", file=sys.stderr)
+        return []
+
+
+def _page(folder: Path, code: str) -> Path:
     """The page of a run, drawn again; the page of a stale run says so."""
     record = read_record(folder / "record.json")
-    if is_stale({"code": record["provenance"].get("code_sha256")} | RunFolder(folder).manifest()):
+    if is_stale({"code": record["provenance"].get("code_sha256")} | RunFolder(folder).manifest(), code):
         record = record | {"run": record["run"] | {"stale": True}}
     return render(record, folder / "report.html").path
 
@@ -203,36 +220,40 @@ def _folders(name: str, runs: Path) -> list[tuple[Path, dict[str, Any]]]:
     raise ValueError(f"`runs` (={name!r}) is not a sweep that was started in {runs}, a run there, a folder or a record")
 
 
-def _outcome(folder: Path, page: Path, asked: dict[str, Any]) -> RunOutcome:
-    if folder.suffix == ".json":  # a record by itself, such as a published one
+def outcome(folder: Path, page: Path, asked: dict[str, Any], code: str) -> RunOutcome:
+    """The outcome of a run, or of a record by itself, such as a published one.
+
+    Args:
+        page: that will show it, from which links start.
+        asked: its entry in the plan of its sweep; {} if it is in none.
+        code: hash of the present code (`packages_code`); a run of other code is stale.
+    """
+    if folder.suffix == ".json":
         record = read_record(folder)
-        return RunOutcome(
-            record["run"]["key"],
-            record["run"]["notebook"],
-            "finished",
-            "",
-            record,
-            None,
-            record["run"].get("parameters"),
-            record["provenance"]["command"],
-        )
+        told = {"parameters": record["run"].get("parameters"), "command": record["provenance"].get("command") or ""}
+        return RunOutcome.of(record["run"]["key"], "finished", record, folder, **told)
     places = RunFolder(folder)
-    by_hand = not places.manifest() and (folder / "record.json").is_file()
+    manifest = places.manifest()
+    by_hand = not (folder / MANIFEST).exists() and (folder / "record.json").exists()
     now = "finished" if by_hand else state(folder, asked.get("key", ""), asked.get("values"))
-    try:
-        record = read_record(folder / "record.json") if now == "finished" else None
-    except ValueError as error:  # for example of another version: reported, but no error
-        return RunOutcome(folder.name, "", "failed", "", failure={"kind": "incomplete", "error": str(error)})
     failure = places.failure() if now == "failed" else None
-    told = asked or places.manifest() or failure or {}
-    notebook = record["run"]["notebook"] if record else Path(told.get("notebook", "")).stem
-    stands = folder if record else places.failed if failure else None
-    command = record["provenance"]["command"] if record else _command(told)
-    key, href = record["run"]["key"] if record else folder.name, os.path.relpath(stands, page.parent) if stands else ""
-    stale = record is not None and is_stale({"code": record["provenance"].get("code_sha256")} | places.manifest())
-    return RunOutcome(
-        key, notebook, now, href, record, failure, with_short_names(told.get("values") or {}), command, stale
-    )
+    if now == "damaged":
+        failure = {"kind": "damaged", "error": places.damage()}
+    if now == "finished":
+        try:
+            record = read_record(folder / "record.json")
+            stale = is_stale({"code": record["provenance"].get("code_sha256")} | manifest, code)
+            told = asked or manifest
+            command, href = record["provenance"].get("command") or "", os.path.relpath(folder, page.parent)
+            shown = {"command": command, "stale": stale, "parameters": with_short_names(told.get("values") or {})}
+            return RunOutcome.of(record["run"]["key"], now, record, folder / "record.json", href=href, **shown)
+        except ValueError as error:  # for example of another version: reported, but no error
+            now, failure = "damaged", {"kind": "damaged", "error": str(error)}
+    told = asked or manifest or failure or {}
+    stands = places.failed if now == "failed" else folder if now == "damaged" else None
+    href = os.path.relpath(stands, page.parent) if stands else ""
+    shown = {"parameters": with_short_names(told.get("values") or {}), "command": _command(told)}
+    return RunOutcome(folder.name, Path(told.get("notebook", "")).stem, now, href, failure=failure, **shown)
 
 
 def _command(told: dict[str, Any]) -> str:
@@ -243,13 +264,18 @@ def _command(told: dict[str, Any]) -> str:
         defaults = {name: parameter.default for name, parameter in read_parameters(told["notebook"]).items()}
     except ValueError:  # the notebook does not exist any more
         defaults = {}
-    changed = {name: value for name, value in told["values"].items() if name not in defaults or value != defaults[name]}
+    changed = {
+        name: value for name, value in told.get("values", {}).items() if name not in defaults or value != defaults[name]
+    }
     given = (f"-p {name} {shlex.quote(v if isinstance(v, str) else json.dumps(v))}" for name, v in changed.items())
     return " ".join(["workbench run", shlex.quote(told["notebook"]), *given])
 
 
-def _all_folders(runs: Path) -> list[Path]:
-    names = {folder.name for folder in run_folders(runs) if (folder / "record.json").is_file()}
+def all_folders(runs: Path) -> list[Path]:
+    """The folders of all runs: finished, failed, damaged or running."""
+    names = {
+        folder.name for folder in run_folders(runs) if any((folder / one).exists() for one in ("record.json", MANIFEST))
+    }
     names |= {path.name.removesuffix(".failed") for path in runs.glob("*.failed") if (path / FAILURE).is_file()}
     names |= {path.name[1:].removesuffix(".lease") for path in runs.glob(".*.lease")}
     return [runs / name for name in sorted(names)]
@@ -265,5 +291,5 @@ def _records_of_commands(runs: Path) -> dict[str, str]:
         except ValueError:  # no run, or one of another version
             continue
         html = path.with_suffix(".html") if path.parent == published else path.with_name("report.html")
-        found[record["provenance"]["command"]] = os.path.relpath(html, runs)
+        found[record["provenance"].get("command") or ""] = os.path.relpath(html, runs)
     return found

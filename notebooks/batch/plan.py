@@ -11,7 +11,7 @@ import shutil
 import signal
 import statistics
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
@@ -23,12 +23,12 @@ from eval.record.files import write_whole
 from notebooks.batch import snapshot
 from notebooks.batch.engines.engine import Engine
 from notebooks.batch.engines.local import Local
-from notebooks.batch.job import Outcome, job_of
+from notebooks.batch.job import Outcome, job_of, tidy
 from notebooks.batch.leases import held
 from notebooks.batch.preflight import check_folder
 from notebooks.batch.processes import end_orphans
 from notebooks.batch.progress import Progress
-from notebooks.batch.run_folder import RunFolder
+from notebooks.batch.run_folder import RunFolder, leftovers
 from notebooks.batch.status import (
     OTHER_CODE,
     RUNS,
@@ -43,6 +43,7 @@ from notebooks.batch.status import (
     varied_parameters,
 )
 from notebooks.batch.sweep import Planned, Sweep, read_sweep
+from notebooks.study.identity import packages_code
 
 _WHY = {"notebook": "the notebook", "versions": "a library's version", "model": "the model", "data": "the data",
         "revisions": "a revision on the hub", "device": "the device", "threads": "the number of threads",
@@ -126,15 +127,17 @@ def plan(sweep: str | Path | Sweep, *, runs: Path = RUNS, force: bool = False, s
     sweep = sweep if isinstance(sweep, Sweep) else read_sweep(sweep)
     check_folder(runs)
     check_name(sweep, runs)
-    before = finished_runs(runs)
-    rows = []
+    before, code, rows = _Before(runs), packages_code(), []
     for planned in sweep.runs:
-        now = state_of(folder_of(planned, runs), planned.key, planned.values)
+        folder = folder_of(planned, runs)
+        now = state_of(folder, planned.key, planned.values, code)
         again = force or (stale and now == "stale")
         done = now in ("finished", "stale") and not again
         why = OTHER_CODE if now == "stale" else "forced" if again and now == "finished" else ""
-        why = why or ("" if done else _changed(planned, before))
-        rows.append(PlanRow(planned, now, "skip" if done else "run", why, None if done else _likely(planned, before)))
+        if now == "damaged":
+            why = RunFolder(folder, planned.key).damage()[:100]
+        why = why or ("" if done else before.changed(planned))
+        rows.append(PlanRow(planned, now, "skip" if done else "run", why, None if done else before.likely(planned)))
     return Plan(sweep, tuple(rows))
 
 
@@ -165,9 +168,7 @@ def run_sweep(
     if sweep.source:
         keep_sweep(sweep, runs)
     known = [Outcome(row.planned.key, "known", str(folder_of(row.planned, runs))) for row in rows if row.does == "skip"]
-    for places in (RunFolder(Path(one.folder)) for one in known):
-        if not held(places.lease):
-            places.tidy()
+    _tidy_known([row.planned for row in rows if row.does == "skip"], runs)
     left = [row for row in rows if row.does == "run"]
     limits = {"timeout_s": sweep.timeout_s, "cell_timeout_s": sweep.cell_timeout_s}
     code = _snapshot(sweep, runs) if sweep.source and left else snapshot.current()
@@ -180,6 +181,15 @@ def run_sweep(
             found.append(outcome)
             progress.done(outcome)
     return found
+
+
+def _tidy_known(known: list[Planned], runs: Path) -> None:
+    """Remove what killed attempts have left of finished runs."""
+    places = [(RunFolder(folder_of(planned, runs), planned.key), planned.values) for planned in known]
+    left = {parent: leftovers(parent) for parent in {place.folder.parent for place, _ in places}}
+    for place, values in places:
+        if place.folder.name in left[place.folder.parent]:
+            tidy(place, values)
 
 
 def _snapshot(sweep: Sweep, runs: Path) -> snapshot.Code:
@@ -222,32 +232,31 @@ def _remember(outcome: Outcome) -> None:
             write_whole(json.dumps(outcome.failure), places.failed / "failure.json")
 
 
-def _changed(planned: Planned, before: list[dict[str, Any]]) -> str:
-    """Why a run of these parameters is executed again although one was finished; "" if none was finished."""
-    same = [
-        made
-        for made in before
-        if Path(made["notebook"]).stem == Path(planned.notebook).stem
-        and made["identity"].get("parameters") == planned.identity["parameters"]
-    ]
-    if not same:
-        return ""
-    last = max(same, key=lambda made: made["finished"])
-    parts = [name for part, name in _WHY.items() if last["identity"].get(part) != planned.identity[part]]
-    if parts:
-        return f"{' and '.join(parts)} changed since {last['finished'][:16].replace('T', ' ')}"
-    return "finished, but its model is not saved there" if planned.values.get("save_path") else ""
+class _Before:
+    """The finished runs of a folder, by their notebook and parameters, and by their notebook and model."""
 
+    def __init__(self, runs: Path):
+        self._same: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+        self._alike: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+        for made in finished_runs(runs):
+            notebook = Path(made["notebook"]).stem
+            self._same[notebook, str(made["identity"].get("parameters"))].append(made)
+            self._alike[notebook, str(made["values"].get("model_name"))].append(made)
 
-def _likely(planned: Planned, before: list[dict[str, Any]]) -> float | None:
-    """Seconds of similar runs: with its parameters, else with its notebook and model, else the value in its
-    sweep."""
-    alike = [
-        made
-        for made in before
-        if Path(made["notebook"]).stem == Path(planned.notebook).stem
-        and made["values"].get("model_name") == planned.values.get("model_name")
-    ]
-    same = [made for made in alike if made["identity"].get("parameters") == planned.identity["parameters"]]
-    took = [made["seconds"] for made in same or alike]
-    return statistics.median(took) if took else planned.expected_s
+    def changed(self, planned: Planned) -> str:
+        """Why a run of these parameters is executed again although one was finished; "" if none was finished."""
+        if not (same := self._same[Path(planned.notebook).stem, planned.identity["parameters"]]):
+            return ""
+        last = max(same, key=lambda made: made["finished"])
+        parts = [name for part, name in _WHY.items() if last["identity"].get(part) != planned.identity[part]]
+        if parts:
+            return f"{' and '.join(parts)} changed since {last['finished'][:16].replace('T', ' ')}"
+        return "finished, but its model is not saved there" if planned.values.get("save_path") else ""
+
+    def likely(self, planned: Planned) -> float | None:
+        """Seconds of similar runs: with its parameters, else with its notebook and model, else the value in its
+        sweep."""
+        notebook, model = Path(planned.notebook).stem, str(planned.values.get("model_name"))
+        same, alike = self._same[notebook, planned.identity["parameters"]], self._alike[notebook, model]
+        took = [made["seconds"] for made in same or alike]
+        return statistics.median(took) if took else planned.expected_s

@@ -13,10 +13,9 @@ from types import TracebackType
 
 from tqdm.auto import tqdm
 
-from eval.record.manifest import read_json
 from notebooks.batch.job import Job, Outcome
 from notebooks.batch.leases import holder
-from notebooks.batch.run_folder import RunFolder
+from notebooks.batch.run_folder import RunFolder, executed
 from notebooks.batch.status import bar_of, doing, duration, left_in_cell
 from notebooks.study.parameters import notebook_path, read_cells
 
@@ -98,7 +97,7 @@ class Progress:
             return
         now = time.monotonic()
         begun = self._begun.setdefault(key, now)
-        cells = read_json(places.part / "notebook.ipynb").get("cells", [])
+        cells = executed(places.part / "notebook.ipynb")
         text, more = doing(places), bar_of(places)
         before, when = self._said.get(key, ("", now))
         ended = before and not cells  # its folder was moved to its final place
@@ -111,7 +110,7 @@ class Progress:
         if key not in self._bars:
             self._bars[key] = tqdm(total=len(cells), desc=key, unit="cell", leave=False, **self._bar)
         bar = self._bars[key]
-        bar.n = sum(bool((cell["metadata"].get("papermill") or {}).get("end_time")) for cell in cells)
+        bar.n = sum(cell.ended for cell in cells)
         bar.set_postfix_str(text + more)
 
     def _estimate(self) -> str:

@@ -12,19 +12,26 @@ Only the attempt that holds the lease may put its folder in the place of the run
 import glob
 import json
 import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from eval.record.files import sync, write_whole
-from eval.record.manifest import MANIFEST, problems, read_json, seal
-from eval.record.schema import problems_of
+from eval.record.manifest import MANIFEST, problems_of, read_manifest, seal
+from eval.record.reading import DamagedError, read_json, read_object
+from eval.record.schema import read_record
 from notebooks.batch.leases import holder
 
 FAILURE, JOB, LOG = "failure.json", "job.json", "worker.log"
 NEEDED = ("notebook.ipynb", "record.json")
 DERIVED = ("report.html",)  # drawn from the record, and drawn again when the page changes
+_FAILURE_SHAPE = {
+    "kind": str, "error": str, "lines": list, "key": str, "notebook": str, "values": dict, "cell": int,
+    "cell_title": str, "seconds": int | float, "peak_memory_bytes": int | float, "attempts": int,
+}  # fmt: skip
+_LEFT = re.compile(r"\.(?P<hidden>.+?)(\.[0-9a-f]{16}\.running|\.old|\.work|\.lease)|(?P<failed>.+)\.failed")
 
 
 @dataclass(frozen=True)
@@ -76,17 +83,45 @@ class RunFolder:
 
     def problems(self) -> list[str]:
         """The reasons why this folder is not a finished run; [] if it is one."""
-        wrong = problems(self.folder, self.key, DERIVED)
-        listed = self.manifest().get("files", NEEDED)
-        return wrong + [f"{name} is missing" for name in NEEDED if name not in listed]
+        try:
+            manifest = read_manifest(self.folder)
+        except DamagedError as error:
+            return [str(error)]
+        if not manifest:
+            return ["it has no manifest"]
+        wrong = problems_of(manifest, self.folder, self.key, DERIVED)
+        return wrong + [f"{name} is missing" for name in NEEDED if name not in manifest["files"]]
+
+    def damage(self) -> str:
+        """What has been damaged in a run of this key that was finished; "" for nothing."""
+        try:
+            own = self.key in ("", read_manifest(self.folder).get("key", self.key))
+        except DamagedError as error:
+            return str(error)
+        return "; ".join(self.problems()) if own and (self.folder / MANIFEST).is_file() else ""
 
     def manifest(self) -> dict[str, Any]:
-        """The manifest of the finished run; {} if there is none."""
-        return read_json(self.folder / MANIFEST)
+        """The manifest of the finished run; {} if there is none that can be read."""
+        try:
+            return read_manifest(self.folder)
+        except DamagedError:
+            return {}
+
+    def attempts(self) -> list[str]:
+        """The attempt that finished the run, and earlier ones whose models, saved elsewhere, are models of it, too."""
+        manifest = self.manifest()
+        return [manifest.get("attempt", ""), *manifest.get("earlier", [])]
 
     def failure(self) -> dict[str, Any]:
         """The failure of the last attempt; {} if none has failed since the run was finished."""
-        return read_json(self.failed / FAILURE)
+        try:
+            made = read_object(self.failed / FAILURE, _FAILURE_SHAPE)
+        except DamagedError as error:
+            return {"kind": "damaged", "error": str(error)}
+        if not made:
+            return {}
+        lines = [str(line) for line in made.get("lines", [])]
+        return {"kind": "unknown"} | made | {"error": made.get("error") or "no reason was noted", "lines": lines}
 
     def owned(self) -> bool:
         """Whether this attempt still holds the lease on the run."""
@@ -122,20 +157,21 @@ class RunFolder:
         sync(self.folder.parent)
         self._discard(self.old, self.failed, self.work)
 
-    def tidy(self) -> None:
-        """Remove the remains of a promotion that was killed at its end. Only for a finished run on which no attempt
-        works."""
-        self._discard(self.old, self.failed, self.work, *self._running())
-        self.lease.unlink(missing_ok=True)
+    def restore(self) -> None:
+        """Put the former run back that a killed attempt had moved aside. Only for the holder of the lease."""
+        if self.old.is_dir() and not self.folder.exists():
+            os.rename(self.old, self.folder)
 
-    def recover(self) -> None:
-        """Undo or finish a promotion that was killed, and remove the folders of killed attempts.
+    def killed(self) -> list[dict[str, Any]]:
+        """The jobs of attempts whose folders are left: their parameters are in the job, or in the sealed manifest."""
+        return [read_json(part / JOB) or read_json(part / MANIFEST) for part in self._running()]
+
+    def tidy(self, *, finished: bool) -> None:
+        """Remove the folders of killed attempts; of a finished run also its last failure and blocks of later attempts.
 
         Only for the holder of the lease.
         """
-        if self.old.is_dir() and not self.folder.exists():
-            os.rename(self.old, self.folder)
-        self._discard(self.old, *self._running())
+        self._discard(self.old, *self._running(), *((self.failed, self.work) if finished else ()))
 
     def _discard(self, *folders: Path) -> None:
         for folder in folders:
@@ -155,20 +191,61 @@ class RunFolder:
 def unfinished(part: Path, key: str) -> list[str]:
     """The missing parts of a finished run. papermill's marks and exit status are ignored: they can be wrong."""
     wrong = [f"{name} is missing" for name in NEEDED if not (part / name).is_file()]
-    for i, cell in enumerate(read_json(part / "notebook.ipynb").get("cells", [])):
-        if cell["cell_type"] != "code" or not "".join(cell["source"]).strip():
+    for i, cell in enumerate(executed(part / "notebook.ipynb")):
+        if cell.kind != "code" or not cell.source.strip():
             continue
-        if cell.get("execution_count") is None:
+        if not cell.counted:
             wrong.append(f"cell {i} was never executed")
-        if any(output.get("output_type") == "error" for output in cell.get("outputs", [])):
+        if cell.failed:
             wrong.append(f"cell {i} failed")
     if wrong:
         return wrong[::-1]
-    record = read_json(part / "record.json")
-    wrong += [f"record.json: {problem}" for problem in problems_of(record)]
-    if not wrong and record["run"]["key"] != key:
-        wrong.append(f"its record belongs to the run {record['run']['key']}")
-    return wrong
+    try:
+        record = read_record(part / "record.json")
+    except DamagedError as error:
+        return [str(error)]
+    return [] if record["run"]["key"] == key else [f"its record belongs to the run {record['run']['key']}"]
+
+
+@dataclass(frozen=True)
+class Executed:
+    """A cell of a notebook that papermill executes. begun and ended: as papermill notes; counted: the kernel has
+    executed it; failed: it ended with an error; printed: its outputs."""
+
+    kind: str
+    source: str
+    begun: bool
+    ended: bool
+    counted: bool
+    failed: bool
+    printed: tuple[str, ...]
+
+
+def executed(book: Path) -> list[Executed]:
+    """The cells of a notebook that papermill writes at the moment; [] if it cannot be read now."""
+    try:
+        return [_executed(cell) for cell in read_json(book).get("cells", [])]
+    except (AttributeError, KeyError, TypeError):  # it is no notebook
+        return []
+
+
+def _executed(cell: dict[str, Any]) -> Executed:
+    times, outputs = cell["metadata"].get("papermill") or {}, cell.get("outputs", [])
+    return Executed(
+        cell["cell_type"],
+        "".join(cell["source"]),
+        bool(times.get("start_time")),
+        bool(times.get("end_time")),
+        cell.get("execution_count") is not None,
+        any(output.get("output_type") == "error" for output in outputs),
+        tuple("".join(output.get("text", "")) for output in outputs),
+    )
+
+
+def leftovers(runs: Path) -> set[str]:
+    """The names of runs in a folder of which something else than the finished run is left, by one listing."""
+    found = (_LEFT.fullmatch(name) for name in (os.listdir(runs) if runs.is_dir() else ()))
+    return {match["hidden"] or match["failed"] for match in found if match}
 
 
 def _changed_ns(path: Path) -> int:

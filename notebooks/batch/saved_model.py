@@ -5,15 +5,18 @@
 .<save_path's name>.old                the former model, while the new one is moved to its place
 """
 
+import contextlib
 import glob
 import os
 import shutil
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from eval.record.files import sync
-from eval.record.manifest import MANIFEST, problems, read_json, seal
+from eval.record.manifest import MANIFEST, problems, seal
+from eval.record.reading import read_json
 from notebooks.study.parameters import OWN_FORMAT, SAVE_FORMAT
 
 
@@ -41,9 +44,10 @@ class SavedModel:
     def old(self) -> Path:
         return self.place.with_name(f".{self.place.name}.old")
 
-    def complete(self) -> bool:
-        """Whether the model exists, was saved by this run in this format, and is complete."""
-        return not problems(self.place, self.key) and self._format_there() == self.save_format
+    def complete(self, attempts: Collection[str]) -> bool:
+        """Whether the model exists, was saved by one of these attempts at this run in this format, and is complete."""
+        own = read_json(self.place / MANIFEST).get("attempt", "") in attempts
+        return own and self._format_there() == self.save_format and not problems(self.place, self.key)
 
     def _format_there(self) -> str:
         return read_json(self.place / MANIFEST).get(SAVE_FORMAT, OWN_FORMAT)
@@ -52,7 +56,7 @@ class SavedModel:
         """Raise ValueError if the place holds something other than a model of this run in this format."""
         if not self.place.exists() or self.place.is_dir() and not any(self.place.iterdir()):
             return
-        record = read_json(self.place / "record.json").get("run") or {}
+        record = read_json(self.place / "record.json", {"run": dict}).get("run", {})
         if self.key not in (read_json(self.place / MANIFEST).get("key"), record.get("key")):
             raise ValueError(
                 f"`save_path` (={str(self.place)!r}) exists already, and was not saved by this run; give a new folder, "
@@ -90,9 +94,10 @@ class SavedModel:
         Args:
             finished: the attempt that finished the run; "" for none.
         """
-        if finished:
-            own = replace(self, attempt=finished)
-            if own.part.is_dir() and not problems(own.part, self.key):
+        own = replace(self, attempt=finished)
+        if finished and own.part.is_dir() and not problems(own.part, self.key):
+            with contextlib.suppress(ValueError):  # the user has put other files there since
+                own.check_free()
                 own.promote()
         if self.old.is_dir() and not self.place.exists():
             os.rename(self.old, self.place)

@@ -11,12 +11,13 @@ import re
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.record.manifest import read_json
+from eval.record.reading import read_json
 from kernels.errors import first_line
-from notebooks.batch.run_folder import FAILURE, RunFolder
+from notebooks.batch.run_folder import FAILURE, Executed, RunFolder, executed
 from notebooks.batch.saved_model import saved_model
 from notebooks.study.identity import ROOT
 
@@ -57,7 +58,9 @@ def _promote(job: dict[str, Any], folder: RunFolder, seconds: float) -> None:
     model = saved_model(job["values"], job["key"], job["token"])
     _relink(folder, {folder.part: folder.folder} | ({model.part: model.place} if model else {}))
     about = {name: job[name] for name in ("key", "notebook", "values", "identity", "varied", "code")}
-    folder.seal(about | {"seconds": seconds, "attempt": job["token"]})
+    only_saves = not job["force"] and folder.manifest().get("code") == job["code"] and folder.complete()
+    earlier = folder.attempts() if only_saves else []  # nothing but the place of the model differs from theirs
+    folder.seal(about | {"seconds": seconds, "attempt": job["token"], "earlier": earlier})
     if model:
         model.check_free()
         model.seal()
@@ -115,26 +118,21 @@ def _kind_of(error: OSError) -> str:
 def where(out: Path, index: int | None = None) -> dict[str, Any]:
     """The cell in which the run ended: the one that papermill names, or the last that was begun; and the heading
     above it."""
-    cells = read_json(out).get("cells", [])
+    cells = executed(out)
     if index is None:
-        begun = [i for i, cell in enumerate(cells) if (cell["metadata"].get("papermill") or {}).get("start_time")]
+        begun = [i for i, cell in enumerate(cells) if cell.begun]
         index = begun[-1] if begun else None
-    return {"cell": index, "cell_title": title_of(cells, index), "lines": _said(cells, index)}
+    lines = last_lines(cells[index].printed) if index is not None and index < len(cells) else []
+    return {"cell": index, "cell_title": title_of(cells, index), "lines": lines}
 
 
-def title_of(cells: list[dict[str, Any]], index: int | None) -> str:
+def title_of(cells: Sequence[Executed], index: int | None) -> str:
     """The last heading above a cell."""
-    above = "\n".join("".join(cell["source"]) for cell in cells[: (index or 0) + 1] if cell["cell_type"] == "markdown")
+    above = "\n".join(cell.source for cell in cells[: (index or 0) + 1] if cell.kind == "markdown")
     return (re.findall(r"^#+ (.*)$", above, re.M) or [""])[-1]
 
 
-def _said(cells: list[dict[str, Any]], index: int | None) -> list[str]:
-    if index is None or index >= len(cells):
-        return []
-    return last_lines(["".join(output.get("text", "")) for output in cells[index].get("outputs", [])])
-
-
-def last_lines(texts: list[str]) -> list[str]:
+def last_lines(texts: Sequence[str]) -> list[str]:
     """The last lines of an output, without colours and overwritten progress."""
     plain = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", "\n".join(texts))
     lines = [line.rpartition("\r")[2].rstrip() for line in plain.splitlines()]

@@ -28,7 +28,7 @@ from eval.contexts.haystack import NOISE, Sample, samples
 from eval.contexts.long_context import score_long_context
 from eval.evaluate import Scores
 from eval.record.files import write_whole
-from eval.record.manifest import read_json
+from eval.record.reading import read_json
 from eval.speed.cache_speed import FULL, CacheSpeed, measure_cache_speed
 from kernels.deploy import deployed
 from notebooks.study.strengths import recipes_at

@@ -24,7 +24,7 @@ from compress.recipe import parse_variants
 from eval.evaluate import score_text
 from eval.machine.size import size
 from eval.record.files import write_whole
-from eval.record.manifest import read_json
+from eval.record.reading import read_json
 from kernels.deploy import cast
 
 

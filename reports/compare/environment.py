@@ -47,7 +47,7 @@ def machines(outcomes: Sequence[RunOutcome]) -> dict[str, list[str]]:
 
 
 def _provenance(run: RunOutcome) -> dict[str, object]:
-    at = run.record.get("provenance") or {}
+    at = run.provenance or (run.record.get("provenance") if isinstance(run.record, Mapping) else None) or {}
     found = {key: at[key] for key in _KEYS if key in at}
     if isinstance(found.get("hardware"), Mapping) and run.measured.provenance.hardware.memory_bytes:
         size = f"{run.measured.provenance.hardware.memory_bytes / 2**30:.0f} GiB"

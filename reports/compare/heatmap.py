@@ -41,10 +41,16 @@ class HeatMap:
 
 def heat_map(found: Sequence[Variant], scale: float = 1.0) -> HeatMap | None:
     """Geometric means of the relative output errors of the linears of each block; None if no run has any."""
-    maps = [(v, errors) for v in found if v.name == "compressed" and (errors := _errors(v))]
-    if not maps:
+    own, most = [v for v in found if v.name == "compressed"], max(4, round(MAX_ROWS * scale))
+    shown, left = [], iter(own)
+    for v in left:
+        if errors := _errors(v):
+            shown.append((v, errors))
+        if len(shown) == most:
+            break
+    if not shown:
         return None
-    shown = maps[: max(4, round(MAX_ROWS * scale))]
+    hidden = sum(bool(v.run.source or v.run.layers) for v in left)
     kinds = list(dict.fromkeys(kind for _, errors in shown for _, kind in errors))[:12]
     rows, lines = [], []
     for v, errors in shown:
@@ -62,13 +68,13 @@ def heat_map(found: Sequence[Variant], scale: float = 1.0) -> HeatMap | None:
     said += f"Least on the whole: #{least.number} {least.recipe} "
     said += f"({least.all:.2e}); most: #{most.number} {most.recipe} ({most.all:.2e}). "
     said += f"The largest error of a block is {max(r.error for r in rows):.2e}."
-    return HeatMap(_draw(lines, said), said, [clean(kind, 40) for kind in kinds], rows, len(maps) - len(shown))
+    return HeatMap(_draw(lines, said), said, [clean(kind, 40) for kind in kinds], rows, hidden)
 
 
 def _errors(v: Variant) -> dict[tuple[int, str], list[float]]:
     """Errors by block and kind of linear."""
     found = defaultdict(list)
-    for i, layer in enumerate(v.run.measured.layers):
+    for i, layer in enumerate(v.run.layers):
         if finite(layer.error):
             found[place_of(layer.name, i)].append(max(layer.error, 1e-12))
     return found

@@ -1,5 +1,6 @@
 """runs/index.html: all runs in one table."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -13,32 +14,38 @@ from reports.parts.metrics import change, percent
 from reports.parts.plots import finite
 from reports.parts.text import clean, link, plural, public
 
-STATUSES = ("finished", "failed", "running", "waiting")
-_ORDER = {"running": 0, "failed": 1, "finished": 2, "waiting": 3}  # runs that may need attention come first
+STATUSES = ("finished", "failed", "damaged", "running", "waiting")
+_ORDER = {"running": 0, "failed": 1, "damaged": 1, "finished": 2, "waiting": 3}  # what may need attention comes first
 MAX_ROWS = 1000
 
 
-def render_index(outcomes: Sequence[RunOutcome], path: str | Path, *, comparisons: Mapping[str, str] = {}) -> Report:
+def render_index(rows: Sequence["IndexRow"], path: str | Path, *, comparisons: Mapping[str, str] = {}) -> Report:
     """Write the page of all runs, whole or not at all; at most 1 MB.
 
     Args:
-        outcomes: all runs; shown in the order: running or failed, then finished, the newest first, then waiting.
+        rows: all runs; shown in the order: running or failed, then finished, the newest first, then waiting.
         comparisons: {title: link to its page, relative to this page}, such as those of sweeps.
     """
-    return write_page(index_page(outcomes, comparisons=comparisons), path)
+    return write_page(page_of_rows(rows, comparisons=comparisons), path)
 
 
 def index_page(outcomes: Sequence[RunOutcome], *, comparisons: Mapping[str, str] = {}) -> str:
+    """The page of these runs as HTML."""
+    return page_of_rows([index_row(one) for one in outcomes], comparisons=comparisons)
+
+
+def page_of_rows(rows: Sequence["IndexRow"], *, comparisons: Mapping[str, str] = {}) -> str:
     """The page as HTML."""
-    counts = {status: sum(one.status == status for one in outcomes) for status in STATUSES}
-    rows = sorted((_row(one) for one in outcomes), key=lambda row: row.started, reverse=True)
+    found = Counter(row.status.partition(" ")[0] for row in rows)
+    counts = {status: found[status] for status in STATUSES}
+    rows = sorted(rows, key=lambda row: row.started, reverse=True)
     rows.sort(key=lambda row: _ORDER.get(row.status.partition(" ")[0], 1))
     template = environment().get_template("index.html")
     shown = rows[:MAX_ROWS]
     while True:
         html = template.render(
             counts={status: count for status, count in counts.items() if count or status == "finished"},
-            total=len(outcomes),
+            total=len(rows),
             rows=shown,
             left=len(rows) - len(shown),
             failures=plural(counts["failed"], "run"),
@@ -75,7 +82,8 @@ class IndexRow(NamedTuple):
     record: str
 
 
-def _row(one: RunOutcome) -> IndexRow:
+def index_row(one: RunOutcome) -> IndexRow:
+    """The row of a run."""
     record, failure, done = one.measured, one.failed, one.status == "finished"
     duration = record.run.duration_s if failure is None or record.run.duration_s is not None else failure.seconds
     folder = one.href.lstrip("/")

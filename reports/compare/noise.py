@@ -15,6 +15,7 @@ import numpy as np
 
 Z = 1.96
 SAME_SIZE = 0.005  # sizes with a smaller relative difference count as equal
+MAX_ALIKE = 6  # models that a page names
 SAME_SPEED = 0.03  # the same for speeds, if their spread is unknown
 RULE = (
     "A recipe is dominated only where another is at least as good in both and better beyond noise in one. Accuracies "
@@ -49,11 +50,12 @@ class Amount(NamedTuple):
 @dataclass(frozen=True)
 class Standing:
     """front, noise or dominated; by: index of the model that dominates it, or is better within the noise; alike:
-    indices of the models that are indistinguishable from it in both quantities."""
+    indices of the first `MAX_ALIKE` models that are indistinguishable from it in both quantities, and their number."""
 
     status: str
     by: int | None = None
     alike: tuple[int, ...] = ()
+    alike_count: int = 0
 
 
 def better(a: Effect, b: Effect) -> bool:
@@ -84,7 +86,8 @@ def standings(points: Sequence[tuple[Effect, Amount]], drift: float = 1.0) -> li
     low, high = (np.array([np.nan if (end := p[1][i]) is None else end for p in points], dtype=float) for i in (2, 3))
     run = np.array([p[1].run for p in points])
     sign = points[0][1].sign
-    found: list[tuple[Standing, np.ndarray]] = []
+    found: list[Standing] = []
+    better_looking = []  # of each model: a bit per model that is better within the noise
     for i in range(len(points)):
         noise = np.maximum(Z * np.hypot(error, error[i]), 1e-9)
         if sign < 0:
@@ -98,17 +101,21 @@ def standings(points: Sequence[tuple[Effect, Amount]], drift: float = 1.0) -> li
         others = np.arange(len(points)) != i
         over = np.flatnonzero(as_good & wins & others)
         alike = ~wins & ~loses & others
-        looks = np.flatnonzero(alike & as_good & ((cost < cost[i]) | (sign * (value - value[i]) > 0)))
+        looks = alike & as_good & ((cost < cost[i]) | (sign * (value - value[i]) > 0))
+        better_looking.append(np.packbits(looks))
         if len(over):
-            found.append((Standing("dominated", int(over[np.argmin(cost[over])])), looks))
+            found.append(Standing("dominated", int(over[np.argmin(cost[over])])))
         else:
+            same = np.flatnonzero(alike)
             found.append(
-                (Standing("noise" if len(looks) else "front", None, tuple(map(int, np.flatnonzero(alike)))), looks)
+                Standing("noise" if looks.any() else "front", None, tuple(same[:MAX_ALIKE].tolist()), len(same))
             )
-    return [
-        replace(s, by=int(min(looks, key=lambda j: found[j][0].status != "front"))) if s.status == "noise" else s
-        for s, looks in found
-    ]
+    front = np.array([s.status == "front" for s in found])
+    for i, (standing, bits) in enumerate(zip(found, better_looking, strict=True)):
+        if standing.status == "noise":
+            looks = np.unpackbits(bits, count=len(points)).astype(bool)
+            found[i] = replace(standing, by=int(np.argmax(looks & front if (looks & front).any() else looks)))
+    return found
 
 
 def _faster(value: Any, low: Any, other: Any, high: Any, elsewhere: np.ndarray, drift: float) -> np.ndarray:

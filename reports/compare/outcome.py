@@ -3,10 +3,17 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from eval.record.reading import row
-from eval.record.rows import RunRecord, typed
+from eval.record.rows import LayerRow, RunRecord, typed
+from eval.record.schema import read_record
+
+# Parts of a record that only the page of its own run shows: most of a record's bytes. The layers are read again for
+# the few runs whose errors are drawn, so that thousands of runs fit into memory.
+OWN_PAGE = ("layers", "kept", "inputs", "folds", "drops", "allocation", "strengths", "bench", "cost", "efficiency",
+            "speed_grid")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -25,18 +32,38 @@ class Failure:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """One run. status: finished, failed, running, waiting; href: of its folder, relative to the page; record: as read
-    from the file; stale: finished, but the workbench's code has changed since then."""
+    """One run. status: finished, failed, damaged, running, waiting; href: of its folder, relative to the page; record:
+    as read from the file, or typed; stale: finished, but the workbench's code has changed since then; provenance: as
+    read from the file; source: the file, if the record has been read without its layers."""
 
     key: str
     notebook: str
     status: str
     href: str = ""
-    record: Mapping[str, Any] | None = None
+    record: Mapping[str, Any] | RunRecord | None = None
     failure: Mapping[str, object] | None = None
     parameters: Mapping[str, object] | None = None
     command: str = ""
     stale: bool = False
+    provenance: Mapping[str, Any] | None = None
+    source: Path | None = None
+
+    @classmethod
+    def of(cls, key: str, status: str, record: dict[str, Any], source: Path, **more: Any) -> "RunOutcome":
+        """The outcome of a record, without what only its own page shows."""
+        light = {name: value for name, value in record.items() if name not in OWN_PAGE}
+        own = {"provenance": record["provenance"], "source": source if record["layers"] else None}
+        return cls(key, record["run"]["notebook"], status, record=typed(light), **own, **more)
+
+    @property
+    def layers(self) -> tuple[LayerRow, ...]:
+        """The layers of the record; () if its file cannot be read any more."""
+        if self.source is None:
+            return self.measured.layers
+        try:
+            return row(tuple[LayerRow, ...], read_record(self.source)["layers"])
+        except ValueError:
+            return ()
 
     @cached_property
     def measured(self) -> RunRecord:

@@ -286,7 +286,8 @@ def _standing(spot: Spot, spots: list[Spot], axis: Axis) -> str:
             f"{' by' if standing.status == 'dominated' else ':'} {clean(_name(spots[standing.by].variant, axis), 90)}"
         )
     if standing.alike and standing.status != "dominated":
-        others = listed([_name(spots[i].variant, axis, short=True) for i in standing.alike])
+        names = [_name(spots[i].variant, axis, short=True) for i in standing.alike]
+        others = listed(names, count=standing.alike_count)
         said += f"; indistinguishable at this n from {others}"
     return said
 

@@ -32,9 +32,9 @@ def link(folder: str, file: str = "") -> str:
     return quote(f"{folder.rstrip('/')}/{file}" if file else folder, safe="/.~-_") if folder else ""
 
 
-def listed(words: list[str], most: int = 6) -> str:
-    """Words separated by commas: at most `most`, then the number of further words."""
-    more = len(words) - most
+def listed(words: list[str], most: int = 6, count: int | None = None) -> str:
+    """Words separated by commas: at most `most`, then the number of further words, of `count` in all."""
+    more = (len(words) if count is None else count) - most
     return ", ".join(words[:most]) + (f" and {more} more" if more > 0 else "")
 
 

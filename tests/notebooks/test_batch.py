@@ -197,13 +197,13 @@ def test_a_run_is_what_its_manifest_says(one):
     places = RunFolder(Path(job.folder))
     text = (places.folder / "record.json").read_text()
     (places.folder / "record.json").write_text(text.replace("trivial", "Trivial"))
-    assert places.problems() == ["record.json has another content"] and state(job.folder) == "waiting"
+    assert places.problems() == ["record.json has another content"] and state(job.folder) == "damaged"
     (places.folder / "record.json").write_text(text)
     assert places.complete()
     (places.folder / "report.html").unlink()
     assert places.problems() == ["report.html is gone"]
     (places.folder / "manifest.json").write_text("{")
-    assert places.problems() == ["it has no manifest"]
+    assert "manifest.json is damaged" in places.problems()[0] and state(job.folder) == "damaged"
     assert execute(job).status == "finished" and places.complete()
     assert places.folder.with_name(f"{places.folder.name}.before").is_dir(), (
         "what cannot be verified is put aside, not deleted"

@@ -5,8 +5,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from eval.record.manifest import read_json
-from notebooks.batch.job import Job, Outcome
+from eval.record.reading import read_json
+from notebooks.batch.job import Job, Outcome, done
 from notebooks.batch.run_folder import JOB, RunFolder
 from notebooks.batch.worker import where
 
@@ -36,8 +36,8 @@ def outcome_of_lost(job: Job, before: tuple[str, str], kind: str, said: str) -> 
         kind: of the failure, if it is one: a run may have been finished before it was lost, or may never have started.
         said: the reason of the failure.
     """
-    done, begun = attempts(job)
-    if done and done != before[0]:
+    finished, begun = attempts(job)
+    if finished and finished != before[0] and done(RunFolder(Path(job.folder), job.key), job.values):
         return Outcome(job.key, "finished", job.folder)
     if kind == "interrupt" and begun == before[1]:
         return Outcome(job.key, "waiting", job.folder)
