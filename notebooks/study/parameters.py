@@ -4,9 +4,12 @@ papermill only warns about a parameter that the notebook does not have, and chec
 """
 
 import ast
+import contextlib
 import difflib
+import functools
 import json
 import math
+import operator
 import os
 import types
 import typing
@@ -91,7 +94,7 @@ def read_cells(path: Path) -> list[Cell]:
 
 
 def _type(node: ast.expr) -> Any:
-    """The type that an annotation such as `int`, `str | None` or `list[int]` names."""
+    """The type that an annotation such as `int`, `str | None`, `"Union[int, str]"` or `list[int]` names."""
     match node:
         case ast.Name(id=name) if name in _TYPES:
             return _TYPES[name]
@@ -101,6 +104,10 @@ def _type(node: ast.expr) -> Any:
             return _type(left) | _type(right)
         case ast.Subscript(value=ast.Name(id="list"), slice=item):
             return list[_type(item)]
+        case ast.Constant(value=str(text)):  # papermill finds no parameter with |, and this needs no import
+            return _type(ast.parse(text, mode="eval").body)
+        case ast.Subscript(value=ast.Name(id="Union"), slice=ast.Tuple(elts=kinds)):
+            return functools.reduce(operator.or_, map(_type, kinds))
     raise ValueError(
         f"`{ast.unparse(node)}` is no type for a parameter: {', '.join(_TYPES)}, None, | and list[...] are"
     )
@@ -207,13 +214,42 @@ def _typed(value: Any, wanted: Any) -> Any:
     return float(value) if type(value) is int and float in among and int not in among else value
 
 
+def values_in(namespace: dict[str, Any], declared: dict[str, Parameter]) -> dict[str, Any]:
+    """The values of all declared parameters in the `globals()` of a running notebook, checked.
+
+    Raises:
+        ValueError: as in `check_parameters`; or papermill was given a value that another cell has replaced, as happens
+            where no cell, or more than one, is tagged `parameters`.
+    """
+    given = injected(namespace.get("In", []))
+    check_parameters(given, declared)
+    for name, value in given.items():
+        if repr(namespace.get(name)) != repr(value):
+            raise ValueError(
+                f"`{name}` (={short_repr(value)}) was given, but is {short_repr(namespace.get(name))} where the run "
+                "starts: a cell behind the injected one sets it again. Exactly one cell must be tagged `parameters`, "
+                "and no other one may set them"
+            )
+    return check_parameters({name: namespace[name] for name in declared if name in namespace}, declared)
+
+
 def injected(cells: list[str]) -> dict[str, Any]:
-    """The parameters that papermill injected, from the sources of executed cells; {} if there are none."""
-    for source in cells:
-        if source.lstrip().startswith(_INJECTED):
-            nodes = ast.parse(source).body
-            return {node.targets[0].id: ast.literal_eval(node.value) for node in nodes if isinstance(node, ast.Assign)}
-    return {}
+    """The parameters that papermill injected, from the sources of executed cells, the last ones of several; {} if there
+    are none."""
+    found = {}
+    for source in (cell for cell in cells if cell.lstrip().startswith(_INJECTED)):
+        with contextlib.suppress(SyntaxError, ValueError):  # a cell of the user with the same first line
+            nodes = [node for node in ast.parse(source).body if isinstance(node, ast.Assign)]
+            found |= {node.targets[0].id: _literal(node.value) for node in nodes}
+    return found
+
+
+def _literal(node: ast.expr) -> Any:
+    """The value of a literal as papermill writes it; float('nan') and float('inf') too."""
+    match node:
+        case ast.Call(func=ast.Name(id="float"), args=[ast.Constant(value=str(text))]):
+            return float(text)
+    return ast.literal_eval(node)
 
 
 def _fits(value: Any, wanted: Any) -> bool:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from IPython import get_ipython
 from transformers import PreTrainedTokenizerBase
 
 from compress import Method, Result, save_compressed
@@ -33,10 +32,9 @@ from notebooks.study.identity import CODE, COMMIT, KEY, ROOT, THREADS, packages_
 from notebooks.study.parameters import (
     OWN_FORMAT,
     SAVE_FORMAT,
-    check_parameters,
     decides_result,
-    injected,
     read_parameters,
+    values_in,
 )
 from notebooks.study.places import check_run_path, check_writable
 from notebooks.study.saved import Saved
@@ -156,10 +154,7 @@ def start(notebook: str, namespace: dict[str, Any]) -> Run:
             must not or cannot write a folder.
     """
     declared = read_parameters(notebook)
-    shell = get_ipython()
-    given = injected(shell.user_ns.get("In", [])) if shell and namespace is shell.user_ns else {}
-    check_parameters(given, declared)
-    values = check_parameters({name: namespace[name] for name in declared if name in namespace}, declared)
+    values = values_in(namespace, declared)
     check_settings(values, {name: parameter.default for name, parameter in declared.items()})
     key = os.environ.get(KEY, "") or run_key(notebook, values)
     info = RunInfo(key, notebook, _recorded(values), datetime.now(UTC), _command(notebook, values))

@@ -8,6 +8,7 @@ from pathlib import Path
 import nbformat
 import pytest
 import torch
+from papermill import PapermillExecutionError, execute_notebook, inspect_notebook
 from papermill.cli import _resolve_type
 
 from compress import load_compressed
@@ -454,10 +455,9 @@ def test_command_line_knows_its_notebooks(capsys):
 def test_plain_papermill_fails_early_with_the_reason(given, message, tmp_path):
     """Through papermill itself, which would only warn; nothing is compressed, nothing half-written is left. The kernel
     starts in the folder of the notebooks, as JupyterLab's do."""
-    import papermill
 
-    with pytest.raises(papermill.PapermillExecutionError) as caught:
-        papermill.execute_notebook(
+    with pytest.raises(PapermillExecutionError) as caught:
+        execute_notebook(
             str(FOLDER / "gptq.ipynb"),
             str(tmp_path / "out.ipynb"),
             cwd=str(FOLDER),
@@ -526,6 +526,40 @@ def test_values_from_a_command_line():
 def test_injected_cells_are_found():
     assert injected(["x = 1", '# Parameters\nbits = 3\nname = "a"\n']) == {"bits": 3, "name": "a"}
     assert injected(["# about parameters"]) == {}
+    assert injected(["# Parameters\na = f()", "# Parameters\n%time", "# Parameters\na = 1", "# Parameters\na = 2"]) == {
+        "a": 2
+    }
+    (value,) = injected(["# Parameters\nx = float('-inf')"]).values()
+    assert value == float("-inf")
+
+
+@pytest.mark.parametrize("tagged", [0, 1, 2])
+def test_given_parameters_take_effect_or_the_run_stops(tagged, tmp_path):
+    """papermill injects at the top without a tagged cell, and behind the first of two: the cells after it win."""
+    cell = "bits: int = 4  # bits"
+    tags = [{"tags": ["parameters"]} if i < tagged else {} for i in range(2 if tagged == 2 else 1)]
+    ends = nbformat.v4.new_code_cell(
+        "from notebooks.study.parameters import Parameter, values_in\n"
+        "values_in(globals(), {'bits': Parameter('bits', int, 4, '')})"
+    )
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    cells = [*(nbformat.v4.new_code_cell(cell, metadata=one) for one in tags), ends]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=kernel), tmp_path / "n.ipynb")
+    asked = {"parameters": {"bits": 3}, "progress_bar": False, "cwd": str(FOLDER.parent)}
+    if tagged == 1:
+        made = execute_notebook(str(tmp_path / "n.ipynb"), str(tmp_path / "out.ipynb"), **asked)
+        assert made.cells[-1].outputs[0]["data"]["text/plain"] == "{'bits': 3}"
+        return
+    with pytest.raises(PapermillExecutionError, match="`bits` .=3. was given, but is 4 where the run starts"):
+        execute_notebook(str(tmp_path / "n.ipynb"), str(tmp_path / "out.ipynb"), **asked)
+
+
+def test_papermill_lists_every_parameter_of_every_notebook():
+    """`papermill --help-notebook` reads annotations by a pattern of its own, which has no |."""
+    for path in sorted(FOLDER.glob("*.ipynb")):
+        listed, declared = inspect_notebook(str(path)), read_parameters(path)
+        defaults = {name: ast.literal_eval(one["default"]) for name, one in listed.items()}
+        assert defaults == {name: one.default for name, one in declared.items()}, path.name
 
 
 def test_parameter_cells_must_be_literals(tmp_path):
