@@ -14,7 +14,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from notebooks.study.parameters import from_here, parse_value, read_parameters, type_name
+from notebooks.study.parameters import bounded, from_here, parse_value, read_parameters, type_name
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return options.does(options)
     except ValueError as error:
-        print(f"workbench: {error}", file=sys.stderr)
+        print(f"workbench: {bounded(str(error), 200_000)}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # `workbench status | head`
         sys.stderr.close()

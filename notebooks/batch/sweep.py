@@ -37,6 +37,7 @@ from notebooks.study.parameters import (
     FOLDER,
     SAVE_FORMAT,
     Parameter,
+    bounded,
     check_parameters,
     from_here,
     notebook_path,
@@ -50,6 +51,8 @@ _GROUP = ("notebook", "base", "grid", "list", "include", "exclude", "gpus", "exp
 _TOP = ("title", "description", "timeout_s", "cell_timeout_s", "gpus", "slurm", "base", "runs")
 MOST = 10_000  # runs of a sweep: more are a mistake in the grid
 MOST_BYTES = 1 << 20  # of a sweep's file
+MOST_ALIASED = 100_000  # values that aliases may add to those of the file
+MOST_PROBLEMS = 50  # that one message lists
 
 
 @dataclass(frozen=True)
@@ -81,15 +84,42 @@ class Sweep:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML with stricter rules: a key written twice is refused, and 1e-3 is a number."""
+    """YAML with stricter rules: a key written twice is refused, as are aliases that multiply, and 1e-3 is a number."""
+
+    def __init__(self, text: str):
+        super().__init__(text)
+        self._most = len(text) + MOST_ALIASED
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None:
+            self._count(node, {})
+        return node
+
+    def _count(self, node: yaml.Node, counts: dict[int, int]) -> int:
+        """The number of values for which a node stands, with every alias written out."""
+        if id(node) in counts:
+            return counts[id(node)]
+        counts[id(node)] = self._most  # until it is known: a node that holds itself stands for too many
+        inside = () if isinstance(node, yaml.ScalarNode) else node.value
+        if isinstance(node, yaml.MappingNode):
+            inside = [one for pair in inside for one in pair]
+        whole = 1 + sum(self._count(one, counts) for one in inside)
+        if whole > self._most:
+            said = f"with its aliases it stands for more than {self._most:,} values"
+            raise yaml.constructor.ConstructorError(None, None, said, node.start_mark)
+        counts[id(node)] = whole
+        return whole
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key in (self.construct_object(key, deep=True) for key, _ in node.value):
             if not isinstance(key, str):
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} must be text", node.start_mark)
+                said = f"the key {short_repr(key)} must be text"
+                raise yaml.constructor.ConstructorError(None, None, said, node.start_mark)
             if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"`{key}` is there twice", node.start_mark)
+                said = f"`{bounded(key, 100)}` is there twice"
+                raise yaml.constructor.ConstructorError(None, None, said, node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep)
 
@@ -122,7 +152,8 @@ def read_sweep(where: str | Path, *, name: str = "", place: Path | None = None) 
     except RecursionError as error:
         raise ValueError(f"`sweep` (={str(where)!r}) cannot be read: it is nested too deeply") from error
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"`sweep` (={str(where)!r}) cannot be read: {' '.join(str(error).split())}") from error
+        said = bounded(" ".join(str(error).split()))
+        raise ValueError(f"`sweep` (={str(where)!r}) cannot be read: {said}") from error
     if not isinstance(made, dict):
         raise ValueError(
             f"`sweep` (={str(where)!r}) must be a mapping with `runs`, or with `notebook`, not {type(made).__name__}"
@@ -146,14 +177,17 @@ def read_sweep(where: str | Path, *, name: str = "", place: Path | None = None) 
     for limit in ("timeout_s", "cell_timeout_s"):
         if made.get(limit) is not None and made[limit] <= 0:
             raise ValueError(
-                f"`{limit}` (={made[limit]!r}) of {path.name} must be positive seconds; leave it out for no limit"
+                f"`{limit}` (={short_repr(made[limit])}) of {path.name} must be positive seconds; leave it out for no "
+                "limit"
             )
     if not isinstance(groups, list) or not groups or not all(isinstance(group, dict) for group in groups):
         raise ValueError(f"`runs` of {path.name} must be a list of mappings, each with a `notebook`")
     runs, problems = _resolved(groups, made.get("base") or {}, path, place or path.absolute().parent, made.get("gpus"))
     if problems:
+        listed = [bounded(problem) for problem in problems[:MOST_PROBLEMS]]
+        listed += [f"and {len(problems) - MOST_PROBLEMS:,} more"] if len(problems) > MOST_PROBLEMS else []
         raise ValueError(
-            f"{path.name} has {len(problems)} problem{'s' * (len(problems) > 1)}:\n  " + "\n  ".join(problems)
+            f"{path.name} has {len(problems)} problem{'s' * (len(problems) > 1)}:\n  " + "\n  ".join(listed)
         )
     return Sweep(
         name or path.stem,
@@ -294,10 +328,11 @@ def _resolved(
         places = [run.values[name] for run in runs.values() if run.values.get(name)]
         for one in sorted({one for one in places if places.count(one) > 1}):
             problems[
-                f"`{name}` (={one!r}) of {path.name} is that of {places.count(one)} runs; give each its own, or none"
+                f"`{name}` (={short_repr(one)}) of {path.name} is that of {places.count(one)} runs; give each its own, "
+                "or none"
             ] = None
     for name in sorted(set(base) - used):
-        problems[f"`{name}` (={base[name]!r}) of `base` is a parameter of no notebook in {path.name}"] = None
+        problems[f"`{name}` (={short_repr(base[name])}) of `base` is a parameter of no notebook in {path.name}"] = None
     if not runs and not problems:
         problems[f"{path.name} stands for no run: everything is excluded"] = None
     return list(runs.values()), list(problems)
@@ -319,7 +354,7 @@ def _expanded(group: dict[str, Any], base: dict[str, Any], where: str) -> tuple[
     grid, base = group.get("grid") or {}, {**base, **(group.get("base") or {})}
     for name, values in grid.items():
         if not isinstance(values, list) or not values:
-            problems.append(f"`{name}` (={values!r}) of `grid` in {where} must be a list of values")
+            problems.append(f"`{name}` (={short_repr(values)}) of `grid` in {where} must be a list of values")
     for kind in ("list", "include", "exclude"):
         for one in group.get(kind) or []:
             if not isinstance(one, dict) or not one:
@@ -336,7 +371,9 @@ def _expanded(group: dict[str, Any], base: dict[str, Any], where: str) -> tuple[
     excluded = group.get("exclude") or []
     for one in excluded:
         if not any(_holds(given, one) for given in made):
-            problems.append(f"`exclude` (={one!r}) of {where} leaves nothing out: no combination has these values")
+            problems.append(
+                f"`exclude` (={short_repr(one)}) of {where} leaves nothing out: no combination has these values"
+            )
     only_included = not grid and not group.get("list") and group.get("include")
     kept = [] if only_included else [given for given in made if not any(_holds(given, one) for one in excluded)]
     return kept + [{**base, **one} for one in group.get("include") or []], problems
@@ -364,7 +401,7 @@ def _known(made: dict[str, Any], known: tuple[str, ...], where: str) -> None:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean `{near[0]}`? It" if near else "it"
-            raise ValueError(f"`{key}` is not a key of {where}; {hint} may have {', '.join(known)}")
+            raise ValueError(f"`{bounded(key, 100)}` is not a key of {where}; {hint} may have {', '.join(known)}")
 
 
 def _shape(made: dict[str, Any], kinds: dict[str, Any], where: str) -> None:
@@ -372,4 +409,4 @@ def _shape(made: dict[str, Any], kinds: dict[str, Any], where: str) -> None:
         value = made.get(key)
         if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
             wanted = {dict: "a mapping", list: "a list", str: "text"}.get(kind, "a number")
-            raise ValueError(f"`{key}` (={value!r}) of {where} must be {wanted}, not {type(value).__name__}")
+            raise ValueError(f"`{key}` (={short_repr(value)}) of {where} must be {wanted}, not {type(value).__name__}")

@@ -11,6 +11,7 @@ import json
 import math
 import operator
 import os
+import reprlib
 import types
 import typing
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from typing import Any
 FOLDER = Path(__file__).parents[1]
 _INJECTED = "# Parameters"  # first line of the cell that papermill injects
 SAVE_FORMAT, OWN_FORMAT = "save_format", "workbench"  # the parameter, and its default
+_WIDEST = 200  # characters of a value in a message
+_REPR = reprlib.Repr()
+_REPR.maxlevel, _REPR.maxlist, _REPR.maxtuple, _REPR.maxdict, _REPR.maxstring = 6, 24, 24, 24, _WIDEST
 _TYPES = {"str": str, "int": int, "float": float, "bool": bool, "list": list}
 
 
@@ -155,12 +159,19 @@ def check_parameters(values: dict[str, Any], declared: dict[str, Parameter]) -> 
 
 
 def short_repr(value: Any) -> str:
-    """A value for an error message, as Python writes it, cut if it is long."""
+    """A value for an error message, as Python writes it, cut if it is long; the rest of it is never written out."""
+    if isinstance(value, str) and len(value) > _WIDEST:
+        return f"{value[:120]!r}… ({len(value):,} characters)"
     try:
-        text = repr(value)
-    except RecursionError:
-        return f"a {type(value).__name__} that is nested too deeply"
-    return text if len(text) <= 200 else f"{text[:120]}… ({len(text):,} characters)"
+        text = _REPR.repr(value)
+    except ValueError:  # a whole number of more digits than Python writes
+        return f"a number of {value.bit_length():,} bits" if isinstance(value, int) else type(value).__name__
+    return text if len(text) <= _WIDEST else f"{text[:120]}…"
+
+
+def bounded(text: str, most: int = 2000) -> str:
+    """A message, cut if it is long."""
+    return text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
 
 
 def _numbers(value: Any) -> list[float]:

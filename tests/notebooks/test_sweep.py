@@ -319,3 +319,42 @@ def test_a_plan_says_what_will_be_done(sweep, tmp_path):
     assert [row.does for row in made.rows] == ["run", "run"] and made.seconds is None
     assert "number=1" in str(made) and "2 runs: 0 done, 2 to run, ?" in str(made) and "<table>" in made._repr_html_()
     assert not (tmp_path / "runs").exists(), "a plan writes nothing"
+
+
+_BOMB = ", ".join(["&a0 [x,x,x,x,x,x,x,x]"] + [f"&a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"notebook: trivial.ipynb\nbase: {{does: [{_BOMB}]}}",
+        f"notebook: trivial.ipynb\ntitle: [{_BOMB}]",
+        f"notebook: trivial.ipynb\ngrid: {{number: {{a: [{_BOMB}]}}}}",
+        f"notebook: trivial.ipynb\ngrid: {{number: [1]}}\nexclude: [{{number: [{_BOMB}]}}]",
+        "notebook: trivial.ipynb\nbase: &a {does: [*a]}",
+    ],
+)
+def test_aliases_that_multiply_are_refused(text, sweep):
+    """A few hundred bytes of YAML stand for 10**11 values, or for one that holds itself."""
+    with pytest.raises(ValueError, match="with its aliases it stands for more than 1\\d\\d,\\d\\d\\d values") as caught:
+        read_sweep(sweep(text=text))
+    assert len(str(caught.value)) < 1000
+
+
+def test_messages_are_short_however_long_the_values_are(sweep):
+    """Lists, texts, whole numbers of thousands of digits, keys, and the number of problems."""
+    long = "[" + ", ".join(["1"] * 100_000) + "]"
+    huge = "0x1" + "0" * 10_000
+    for text, said in (
+        (f"notebook: trivial.ipynb\nbase: {{number: {long}}}", "`number` .=.1, 1, "),
+        (f"notebook: trivial.ipynb\ntitle: {long}", "`title` .=.1, 1, "),
+        (f"notebook: trivial.ipynb\nbase: {{does: {huge}}}", "a number of 40,001 bits"),
+        (f"notebook: trivial.ipynb\nbase: {{number: {'x' * 100_000}}}", "`number` .*100,000 characters"),
+        (f"notebook: trivial.ipynb\n{'k' * 1_000}: 1", "is not a key"),
+        (f"notebook: trivial.ipynb\ngrid: {{number: [{', '.join(f'n{i}' for i in range(3000))}]}}", "and 2,950 more"),
+    ):
+        with pytest.raises(ValueError, match=said) as caught:
+            read_sweep(sweep(text=text))
+        assert len(str(caught.value)) < 20_000
+    shared = "base: &b {number: 1, seconds: 0.0}\nruns:\n- {notebook: trivial.ipynb, base: *b}"
+    assert read_sweep(sweep(text=shared)).runs[0].values["number"] == 1, "an alias alone is no harm"

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, get_type_hints
 
-from notebooks.study.parameters import parse_value
+from notebooks.study.parameters import parse_value, short_repr
 
 MOST_GPUS = 64  # of one run: more are a mistake
 
@@ -38,16 +38,18 @@ class SlurmOptions:
         for name in ("partition", "account", "qos", "constraint"):
             value = getattr(self, name)
             if not isinstance(value, str) or value != value.strip() or "\n" in value:
-                raise ValueError(f"`{name}` (={value!r}) of `slurm` must be a name that the cluster knows, as text")
+                raise ValueError(f"`{name}` (={short_repr(value)}) of `slurm` must be a name of the cluster, as text")
         for name in ("time_min", "cpus"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
-                raise ValueError(f"`{name}` (={value!r}) of `slurm` must be a positive whole number, such as 60")
+                raise ValueError(
+                    f"`{name}` (={short_repr(value)}) of `slurm` must be a positive whole number, such as 60"
+                )
         memory = self.memory_gb
         if memory is not None and (type(memory) not in (int, float) or not memory > 0):
-            raise ValueError(f"`memory_gb` (={memory!r}) of `slurm` must be a positive number of gigabytes, such as 64")
+            raise ValueError(f"`memory_gb` (={short_repr(memory)}) of `slurm` must be gigabytes above 0, such as 64")
         if type(self.exclusive) is not bool:
-            raise ValueError(f"`exclusive` (={self.exclusive!r}) of `slurm` must be true or false")
+            raise ValueError(f"`exclusive` (={short_repr(self.exclusive)}) of `slurm` must be true or false")
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> "SlurmOptions":
@@ -71,7 +73,7 @@ class SlurmOptions:
         given = {}
         for name, equals, text in (text.partition("=") for text in texts):
             if not equals:
-                raise ValueError(f"`--slurm` (={name!r}) must be NAME=VALUE, such as partition=gpu")
+                raise ValueError(f"`--slurm` (={short_repr(name)}) must be NAME=VALUE, such as partition=gpu")
             kind = get_type_hints(SlurmOptions).get(name, str)
             given[name] = text.lower() == "true" if text.lower() in ("true", "false") else parse_value(text, kind)
         return SlurmOptions.of(asdict(self) | given)
@@ -86,11 +88,12 @@ def check_gpus(gpus: int | None, values: Mapping[str, Any], where: str) -> None:
     if gpus is None:
         return
     if type(gpus) is not int or not 1 <= gpus <= MOST_GPUS:
-        raise ValueError(f"`gpus` (={gpus!r}) of {where} must be a whole number from 1 to {MOST_GPUS}")
+        raise ValueError(f"`gpus` (={short_repr(gpus)}) of {where} must be a whole number from 1 to {MOST_GPUS}")
     device = str(values.get("device", "cpu"))
     if not (device == "auto" or device.startswith("cuda")):
         raise ValueError(
-            f"`gpus` (={gpus}) of {where} is for runs on a GPU; `device` (={device!r}) of this one must be cuda or auto"
+            f"`gpus` (={gpus}) of {where} is for runs on a GPU; `device` (={short_repr(device)}) of this one must "
+            "be cuda or auto"
         )
     if gpus > 1 and ":" in device:
-        raise ValueError(f"`gpus` (={gpus}) of {where}: `device` (={device!r}) names one GPU; cuda names any")
+        raise ValueError(f"`gpus` (={gpus}) of {where}: `device` (={short_repr(device)}) names one GPU; cuda names any")
