@@ -1,7 +1,10 @@
 """The processor's name and kind, in a module of its own so that reading it does not import torch."""
 
+import hashlib
 import os
 import platform
+
+_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "WORKBENCH_ISA", "WORKBENCH_NATIVE")
 
 
 def cpu_name() -> str:
@@ -14,6 +17,13 @@ def cpu_class() -> str:
     told = _told()
     generation = f" {told['cpu family']}/{told['model']}" if {"cpu family", "model"} <= set(told) else ""
     return f"{cpu_name()}{generation} x {os.cpu_count()}"
+
+
+def instructions_sha256() -> str:
+    """Hash of the processor's instruction set, and of the variables that let libraries use less of it."""
+    told = _told()
+    flags = sorted((told.get("flags") or told.get("Features") or "").split())
+    return hashlib.sha256(repr([flags, *map(os.environ.get, _LIMITS)]).encode()).hexdigest()[:16]
 
 
 def _told() -> dict[str, str]:

@@ -24,6 +24,7 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from eval.machine.processor import cpu_name, instructions_sha256
 from eval.record.files import write_whole
 from eval.tasks.fingerprint import model_sha256, tokenizer_sha256
 from eval.tasks.paired import compare, finite, fits, stderr
@@ -320,11 +321,20 @@ def _about(model: nn.Module, tokenizer: PreTrainedTokenizerBase, asked: dict[str
         tokenizer_sha256(tokenizer),
         asked,
         str(model.dtype),
-        model.device.type,
+        _device(model.device),
         versions,
         torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
     ]
+
+
+def _device(device: torch.device) -> str:
+    """The name of the GPU, or the processor with the instructions that are used of it: others round differently."""
+    if device.type == "cuda":
+        return f"cuda {torch.cuda.get_device_name(device)}"
+    if device.type != "cpu":
+        return device.type
+    return f"cpu {cpu_name()} {instructions_sha256()} {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _kept_at(folder: str | Path, about: list[Any], task: str, identity: str) -> Path:

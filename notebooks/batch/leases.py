@@ -8,13 +8,13 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import threading
 from pathlib import Path
 from typing import Any
 
 from eval.record.reading import read_json
-from notebooks.batch.processes import Mark, lives, started
+from notebooks.batch.processes import Mark, lives
+from notebooks.batch.processes import host as _host
 
 RENEW_S = 5.0
 STALE_S = 60.0
@@ -129,9 +129,3 @@ def _age(path: Path) -> float:
         return 0.0
     finally:
         now.unlink(missing_ok=True)
-
-
-def _host() -> str:
-    """A name for this machine and its last start: no process of an earlier start is alive."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()} {boot.read_text().strip() if boot.is_file() else ''} {started(1)}"

@@ -23,6 +23,7 @@ from eval.record.files import write_whole
 from notebooks.batch import snapshot
 from notebooks.batch.engines.engine import Engine
 from notebooks.batch.engines.local import Local
+from notebooks.batch.engines.slurm import queued
 from notebooks.batch.job import Outcome, job_of, tidy
 from notebooks.batch.leases import held
 from notebooks.batch.preflight import check_folder
@@ -194,7 +195,7 @@ def _tidy_known(known: list[Planned], runs: Path) -> None:
 
 def _snapshot(sweep: Sweep, runs: Path) -> snapshot.Code:
     """The code that the runs of this sweep execute; later edits do not change it."""
-    in_use = any(held(RunFolder(folder_of(one, runs)).lease) for one in sweep.runs)
+    in_use = queued(runs) or any(held(RunFolder(folder_of(one, runs)).lease) for one in sweep.runs)
     notebooks = [one.notebook for one in sweep.runs]
     return snapshot.take(sweep_folder(sweep.name, runs) / "code", notebooks, keep_others=in_use)
 

@@ -1,12 +1,14 @@
 """Processes of a run, found by a mark in their environment: a kernel can outlive a papermill that was killed.
 
 The mark names the folder of runs, the key, and the process that owns the run together with the time at which it was
-started, because the number of a process that has ended may be given to another one.
+started, because the number of a process that has ended may be given to another one; and the host of that process,
+because a number means another process on another machine, or in another container.
 """
 
 import hashlib
 import os
 import signal
+import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,19 +26,39 @@ class Mark:
     key: str
     owner: int
     owner_started: str
+    host: str  # a hash of `host()`
     attempt: str
 
     def __str__(self) -> str:
-        return "/".join((self.place, self.key, str(self.owner), self.owner_started, self.attempt))
+        return "/".join((self.place, self.key, str(self.owner), self.owner_started, self.host, self.attempt))
 
 
 def mark(runs: Path, key: str) -> Mark:
     """A new mark; this process owns the run."""
-    return Mark(place_of(runs), key, os.getpid(), started(os.getpid()), os.urandom(8).hex())
+    own = os.getpid()
+    return Mark(place_of(runs), key, own, started(own), _short(host()), os.urandom(8).hex())
 
 
 def place_of(runs: Path) -> str:
-    return hashlib.sha256(str(runs.resolve()).encode()).hexdigest()[:12]
+    return _short(str(runs.resolve()))
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def host() -> str:
+    """A name for this machine, its last start and this process's namespace of process numbers: only there does a number
+    mean the same process, and no process of an earlier start is alive."""
+    boot, namespace = Path("/proc/sys/kernel/random/boot_id"), "/proc/self/ns/pid"
+    return " ".join(
+        (
+            socket.gethostname(),
+            boot.read_text().strip() if boot.is_file() else "",
+            os.readlink(namespace) if os.path.islink(namespace) else "",
+            started(1),
+        )
+    )
 
 
 def started(pid: int) -> str:
@@ -92,15 +114,19 @@ def end(of: str, *, grace_s: float = 2.0, within_s: float = 12.0) -> int:
 
 
 def end_orphans(runs: Path, key: str = "") -> int:
-    """End the processes of runs in this folder whose owner has ended; returns their number."""
-    gone = 0
+    """End the processes of runs in this folder whose owner has ended; returns their number.
+
+    Whether an owner on another host has ended cannot be known here: its processes, which may be visible from here if it
+    is a container, are left alone.
+    """
+    gone, here = 0, _short(host())
     for process in marked(f"{place_of(runs)}/{key}"):
         try:
             found = process.environ().get(MARK, "")
-            _, _, owner, when, _ = found.split("/")
+            _, _, owner, when, where, _ = found.split("/")
         except (psutil.Error, OSError, ValueError):
             continue
-        if not lives(int(owner), when):
+        if where == here and not lives(int(owner), when):
             gone += 1
             end(found)
     return gone

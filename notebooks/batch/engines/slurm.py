@@ -1,5 +1,6 @@
 """Runs as jobs of a SLURM cluster, through submitit."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -85,6 +86,7 @@ class Slurm:
                 for sent in [sent for sent in waiting if watch.over(sent, cancelled)]:
                     job = waiting.pop(sent)
                     outcomes.append(self._outcome(sent, job, before[job.key], cancelled))
+                    _forget(sent)
                     if outcomes[-1].status in ("finished", "known"):
                         shutil.rmtree(sent.paths.folder, ignore_errors=True)
                     yield outcomes[-1]
@@ -96,6 +98,7 @@ class Slurm:
         finally:  # if iteration stops early, the other jobs are not observed any more
             for sent in waiting:
                 sent.cancel(check=False)
+                _forget(sent)
         if all(one.status in ("finished", "known") for one in outcomes):
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -174,6 +177,21 @@ class Slurm:
         else:
             kind, said = "kernel death", f"its job ended without a result (SLURM reports {state}); {log}"
         return outcome_of_lost(job, before, kind, said)
+
+
+def _forget(sent: Any) -> None:
+    """Remove what a job was to read when it starts: it is over."""
+    with contextlib.suppress(OSError):
+        sent.paths.submitted_pickle.unlink(missing_ok=True)
+
+
+def queued(runs: Path) -> bool:
+    """Whether jobs may still be queued or running that a driver submitted which did not live to see their end.
+
+    They execute the code with which they were planned. A job without a result counts until its folder is removed.
+    """
+    submitted = (runs / ".slurm").glob("*/*/*_submitted.pkl")
+    return any(not list(path.parent.glob("*_result.pkl")) for path in submitted)
 
 
 class _Watch:
