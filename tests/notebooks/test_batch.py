@@ -23,6 +23,7 @@ from eval.record.schema import read_record
 from notebooks.batch import job as jobs
 from notebooks.batch import leases, pages
 from notebooks.batch.engines.local import Local
+from notebooks.batch.index_rows import KEPT
 from notebooks.batch.job import execute, job_of, state
 from notebooks.batch.leases import held, holder, take
 from notebooks.batch.pages import outcomes, write_all, write_index
@@ -450,7 +451,9 @@ def test_kills_lose_nothing_repeat_nothing_and_leave_nothing(kills, sweep, runs,
     final = workbench("resume", "s", "--parallel", 2)
     assert final.returncode == 0, final.stderr
     assert len(attempts(runs)) == count and done.items() <= attempts(runs).items()
-    assert {path.name for path in runs.iterdir()} == {*attempts(runs), "sweeps", "index.html"}, "nothing else is left"
+    assert {path.name for path in runs.iterdir()} == {*attempts(runs), "sweeps", "index.html", KEPT}, (
+        "nothing else is left"
+    )
 
 
 def test_orphans_of_a_dead_owner_are_found_by_their_mark(runs, tmp_path):
@@ -459,13 +462,17 @@ def test_orphans_of_a_dead_owner_are_found_by_their_mark(runs, tmp_path):
     dead.wait()
     lost = replace(mark(runs, "k"), owner=dead.pid, owner_started="1")
     ours = mark(runs, "k")
+    elsewhere = replace(lost, host="another", attempt="other")  # as a container's, where the owner's number is another
     sleepers = [
-        subprocess.Popen(["sleep", "60"], env=os.environ | {MARK: str(m)}, start_new_session=True) for m in (lost, ours)
+        subprocess.Popen(["sleep", "60"], env=os.environ | {MARK: str(m)}, start_new_session=True)
+        for m in (lost, ours, elsewhere)
     ]
-    _until(lambda: len(marked(place_of(runs))) == 2, within_s=15)  # an environment can be read a moment after the start
+    _until(lambda: len(marked(place_of(runs))) == 3, within_s=15)  # an environment can be read a moment after the start
     assert end_orphans(runs) == 1
-    assert [p.pid for p in marked(place_of(runs))] == [sleepers[1].pid] and lives(os.getpid(), ours.owner_started)
-    assert end(str(ours)) == 0 and not any(psutil.pid_exists(sleeper.pid) for sleeper in sleepers)
+    left = {sleeper.pid for sleeper in sleepers[1:]}
+    assert {p.pid for p in marked(place_of(runs))} == left and lives(os.getpid(), ours.owner_started)
+    assert end(str(ours)) == 0 and end(str(elsewhere)) == 0
+    assert not any(psutil.pid_exists(sleeper.pid) for sleeper in sleepers)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import psutil
@@ -137,7 +138,24 @@ def test_what_slurm_is_asked_for_is_what_the_sweep_says(sweep, runs, cluster, mo
     ):  # fmt: skip
         assert flag in cluster().replace("'", ""), (flag, cluster())
     assert [one.failure["kind"] for one in found] == ["out of memory"] * 2, "as sacct says"
+    assert not slurm.queued(runs), "their end was seen"
     assert "memory_gb" in found[0].failure["error"]
+
+
+@pytest.mark.parametrize("result", [True, False])
+def test_a_resumed_sweep_keeps_the_code_of_jobs_that_are_queued(result, sweep, runs, monkeypatch):
+    """A driver that was killed has left a job, which holds no lease before it starts."""
+    path, job = sweep(grid={"number": [1]}), runs / ".slurm" / "20261126-1" / "7_0"
+    before = snapshot.take(runs / "sweeps" / "s" / "code", ["gptq"])
+    job.mkdir(parents=True)
+    (job / "7_0_submitted.pkl").touch()
+    if result:
+        (job / "7_0_0_result.pkl").touch()
+    monkeypatch.setattr(snapshot, "_content", lambda root: "later")
+    engine = types.SimpleNamespace(run=lambda jobs, stop: iter(()))
+    run_sweep(path, runs=runs, engine=engine)
+    left = {folder.name for folder in (runs / "sweeps" / "s" / "code").iterdir()}
+    assert left == ({"later"} if result else {"later", Path(before.root).name})
 
 
 def test_slurm_refuses_before_anything_is_submitted(sweep, runs, cluster):
@@ -145,7 +163,7 @@ def test_slurm_refuses_before_anything_is_submitted(sweep, runs, cluster):
     engine = Slurm(runs, read_sweep(path).slurm)
     with pytest.raises(ValueError, match="would refuse such a job: .*invalid partition specified: nowhere"):
         run_sweep(path, runs=runs, engine=engine)
-    assert "--test-only" in cluster() and "#SBATCH" not in cluster()
+    assert "--test-only" in cluster() and "#SBATCH" not in cluster() and not slurm.queued(runs)
 
 
 @pytest.mark.parametrize(
