@@ -20,8 +20,10 @@ from kernels.errors import first_line
 from notebooks.batch.run_folder import FAILURE, Executed, RunFolder, executed
 from notebooks.batch.saved_model import saved_model
 from notebooks.study.identity import ROOT
+from notebooks.study.parameters import bounded
 
 LINES = 20  # last lines of a failed cell's output
+MOST_SAID = 4000  # characters of an error's message
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 _DISK_WORDS = ("No space left on device", "Disk quota exceeded", "File too large", "Read-only file system")
 _MEMORY_WORDS = ("out of memory", "can't allocate memory", "Cannot allocate memory", "bad_alloc", "Unable to allocate")
@@ -42,6 +44,7 @@ def main() -> int:
             failure = {"kind": "incomplete", "error": str(error)}
         except OSError as error:
             failure = {"kind": _kind_of(error), "error": f"{type(error).__name__}: {error}"}
+    failure["error"] = bounded(failure["error"], MOST_SAID)
     try:
         (folder.part / FAILURE).write_text(json.dumps(failure), encoding="utf-8")
     except OSError:
