@@ -21,7 +21,7 @@ from kernels.huge_pages import in_huge_pages
 from kernels.step.assemble import NativeStep, native_step, step_of
 from kernels.step.cache import AttendingCache, LayerRoom, LentRooms, RoomyLayer, roomy, static_cache
 from kernels.step.decoder import ACCELERATION, NotNative, recognise
-from kernels.step.forward import DecoderForward, native_prompt
+from kernels.step.forward import DecoderForward, NativePrompt, native_prompt
 from kernels.step.generate import generate
 from kernels.step.in_parts import StepInParts
 from kernels.step.native import MOST_TOKENS
@@ -73,9 +73,20 @@ def accelerate(model: nn.Module, dtype: torch.dtype | str | None = torch.bfloat1
     except NotNative as error:
         warnings.warn(f"the model is not accelerated: {error}", stacklevel=2)
         return model
-    setattr(model, ACCELERATION, acceleration)
-    model.forward, model.generate = acceleration.forward, acceleration.generate
+    acceleration.take_over()
     return model
+
+
+def accelerate_by(model: nn.Module, prompt: NativePrompt, why_not_in_one_call: str = "") -> None:
+    """Accelerate a model, in place, with a pass over prompts that has been compared with the model's already.
+
+    Args:
+        why_not_in_one_call: why there is no step of decoding in one call of C++; "": there is one, which has been
+            compared, too.
+    """
+    acceleration = Acceleration(model, why_not_in_one_call)
+    acceleration._reader, acceleration._state = prompt.forward, _state(model)
+    acceleration.take_over()
 
 
 @dataclass
@@ -122,6 +133,11 @@ class Acceleration:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Acceleration":
         return Acceleration(memo.get(id(self.model), self.model), self.why_not_in_one_call)  # assembled when first used
+
+    def take_over(self) -> None:
+        """Take the place of the model's `forward` and `generate`."""
+        setattr(self.model, ACCELERATION, self)
+        self.model.forward, self.model.generate = self.forward, self.generate
 
     def remove(self) -> None:
         """Give the model its own `forward` and `generate` back."""

@@ -40,7 +40,8 @@ def generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return own(model, *args, **kwargs)
     if len(args) == 2:
         kwargs["generation_config"], args = args[1], args[:1]
-    config, _ = model._prepare_generation_config(kwargs.get("generation_config"), **kwargs)
+    config = kwargs.get("generation_config")
+    config, _ = model._prepare_generation_config(config, **{k: v for k, v in kwargs.items() if k in _settings()})
     if config.get_generation_mode(None) not in MODES or config.is_assistant:
         return own(model, *args, **kwargs)
     if config.stop_strings is not None:
@@ -48,6 +49,12 @@ def generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return own(model, *args, **kwargs)
         kwargs = _stop_strings_as_criterion(config.stop_strings, kwargs)
     return own(model, *args, **kwargs, custom_generate=functools.partial(decode, streamer=kwargs.get("streamer")))
+
+
+@functools.cache
+def _settings() -> set[str]:
+    """Names of the settings of a generation, which `generate` takes as keyword arguments."""
+    return set(GenerationConfig().to_dict())
 
 
 def _stop_strings_as_criterion(stop_strings: str | list[str], kwargs: dict[str, Any]) -> dict[str, Any]:
