@@ -9,13 +9,17 @@ APT    := $(shell test "$$(id -u)" = 0 && echo apt-get || echo sudo apt-get)
 SWEEP ?= quickstart
 JOBS   ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n > 4 ? 4 : n )))  # tests at once
 
-.PHONY: demo sweep test test-all aarch64 lab bench gpu rivals interop constraints clean compiler browser
+.PHONY: demo sweep lint test test-all aarch64 lab bench gpu rivals interop constraints clean compiler browser
 
 demo: $(READY) compiler                  ## a recipe of each family on the embedded model, and a page that compares them
 	$(BIN)/workbench run quickstart
 
 sweep: $(READY) compiler                 ## make sweep SWEEP=bits-and-groups, or a .yml file; run it again to continue
 	$(BIN)/workbench run $(SWEEP)
+
+lint: $(READY)                           ## ruff: errors and layout of the Python code, within seconds
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 
 test: $(READY) compiler browser          ## all tests but the slow ones
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal

@@ -174,6 +174,7 @@ def evaluate(
             metrics[name] |= {
                 "prefill_tokens_per_s": scores.speed[name].prefill_tokens_per_s,
                 "decode_tokens_per_s": scores.speed[name].decode_tokens_per_s,
+                "step_tokens_per_s": scores.speed[name].step_tokens_per_s,
                 "time_to_first_token_s": scores.speed[name].time_to_first_token_s,
             }
     scores.notes += _drop_non_finite(metrics)

@@ -188,6 +188,8 @@ class SpeedRow:
     kernels: dict[str, tuple[str, ...]]
     settings: Settings
     memory_limit_tokens_per_s: float | None
+    step_tokens_per_s: float | None
+    step_quartiles: Interval
 
 
 @dataclass(frozen=True)
@@ -261,6 +263,12 @@ class RunRecord:
         """Every text on which a perplexity was measured."""
         names = (m for own in self.scores.values() for m in own if m.startswith("perplexity_"))
         return list(dict.fromkeys(m.removeprefix("perplexity_") for m in names if not m.endswith("_stderr")))
+
+    @property
+    def by_generate(self) -> bool:
+        """Are decode speeds those of `generate`? In records from before 26 November 2026 they are those of the decoding
+        step alone."""
+        return not self.speed or any(row.step_tokens_per_s is not None for row in self.speed.values())
 
     def score(self, model: str, metric: str) -> float | None:
         return self.scores.get(model, {}).get(metric)

@@ -8,6 +8,7 @@ torch's own products reach a quarter of the memory bandwidth and would be too we
 """
 
 import gc
+import itertools
 import statistics
 import time
 import warnings
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import StaticCache
+from transformers.generation.streamers import BaseStreamer
 
 from eval.machine.memory import return_freed_memory
 from eval.speed.attention import fast_attention
@@ -26,15 +28,17 @@ from eval.speed.device_lock import undisturbed
 from eval.speed.packing import Packing
 from eval.speed.regional import NotRegional, RegionalStep, Step, compile_regional
 from eval.speed.work import work
+from eval.writing.generation import write
 from kernels.deploy import deployed
 from kernels.errors import first_line
 from kernels.harness.roofline import read_bandwidth
 from kernels.huge_pages import in_huge_pages
 from kernels.linear.prepacked import prepack
 from kernels.registry import recording
+from kernels.step.accelerate import accelerate_by
 from kernels.step.assemble import NativeStep, native_step
 from kernels.step.cache import static_cache
-from kernels.step.decoder import NotNative, knows
+from kernels.step.decoder import ACCELERATION, NotNative, knows
 from kernels.step.forward import NativePrompt, native_prompt
 
 
@@ -42,10 +46,11 @@ from kernels.step.forward import NativePrompt, native_prompt
 class Speed:
     """Medians over the rounds, with the first and third quartile.
 
-    decode and prefill in tokens per second (of all rows of a batch together), time_to_first_token in seconds; dtype and
-    execution of the step (compiled or eager, with the reason); kernels: {op: implementations that ran};
-    memory_limit: the decode speed if a step took no longer than reading the weights and the cache once, at the rate at
-    which this machine reads memory.
+    decode, step and prefill in tokens per second (of all rows of a batch together), time_to_first_token in seconds.
+    decode is what `model.generate` reaches, greedily, from one token to the next; step is the decoding step alone, in a
+    loop of its own. dtype and execution of the step (compiled or eager, with the reason); kernels: {op: implementations
+    that ran}; memory_limit: the decode speed if a step took no longer than reading the weights and the cache once, at
+    the rate at which this machine reads memory.
     """
 
     decode_tokens_per_s: float
@@ -58,6 +63,8 @@ class Speed:
     kernels: dict[str, list[str]]
     settings: dict[str, int]
     memory_limit_tokens_per_s: float | None = None
+    step_tokens_per_s: float | None = None
+    step_quartiles: tuple[float, ...] = ()
 
 
 @dataclass
@@ -79,7 +86,8 @@ class Variant:
     dtype: str = ""
     execution: str = "eager"
     ttft_s: list[float] = field(default_factory=list)
-    token_s: list[float] = field(default_factory=list)
+    token_s: list[float] = field(default_factory=list)  # of the step alone
+    written_s: list[float] = field(default_factory=list)  # of `generate`
     bytes_a_step: float | None = None  # bytes of weights and cache read per decoded token
     kernels: dict[str, set[str]] = field(default_factory=dict)
 
@@ -191,26 +199,29 @@ def in_groups(variants: Mapping[str, Variant], prepare: Callable[[str, Variant],
 def in_turns(
     held: Mapping[str, Variant], prompt_tokens: int, new_tokens: int, rounds: int, batch: int, progress: tqdm
 ) -> None:
-    """Time prepared variants, round by round; the results go into their `ttft_s` and `token_s`."""
+    """Time prepared variants, round by round; the results go into their `ttft_s`, `token_s` and `written_s`."""
     for _ in range(rounds):
         for name, variant in held.items():
             progress.set_postfix_str(name)
             ttft, tokens = _round(variant, prompt_tokens, new_tokens, batch)
             variant.ttft_s.append(ttft)
             variant.token_s.append(statistics.median(tokens))
+            variant.written_s.append(statistics.median(_written(variant, prompt_tokens, new_tokens, batch)))
             progress.update()
 
 
 def let_go(variant: Variant) -> None:
     """Free the model, its cache and its graphs."""
-    variant.model = None
     clear(variant)
+    variant.model = None
     gc.collect()
     return_freed_memory()
 
 
 def clear(variant: Variant) -> None:
     """Free the cache and the timed step with its packed weights; the model can then be prepared for another one."""
+    if (acceleration := getattr(variant.model, ACCELERATION, None)) is not None:
+        acceleration.remove()  # it refers to the step's weights
     variant.step = variant.cache = None
     variant.packing.tensors.clear()  # the compiler keeps compiled code, which refers to the packing
     variant.packing.weights.clear()
@@ -234,7 +245,7 @@ def _bytes_a_step(model: nn.Module, context: int, batch: int) -> float | None:
 
 
 def _speed(v: Variant, settings: dict[str, int], bandwidth: float) -> Speed:
-    decode = [settings["batch"] / s for s in v.token_s]
+    decode, step = ([settings["batch"] / s for s in seconds] for seconds in (v.written_s, v.token_s))
     prefill = [settings["batch"] * settings["prompt_tokens"] / s for s in v.ttft_s]
     return Speed(
         statistics.median(decode),
@@ -247,6 +258,8 @@ def _speed(v: Variant, settings: dict[str, int], bandwidth: float) -> Speed:
         {op: sorted(used) for op, used in v.kernels.items()},
         settings,
         settings["batch"] * bandwidth / v.bytes_a_step if v.bytes_a_step else None,
+        statistics.median(step),
+        quartiles(step),
     )
 
 
@@ -288,6 +301,8 @@ def make_ready(variant: Variant, eager: nn.Module, prompt_tokens: int, new_token
         return
     variant.step, variant.kernels = step, step.kernels
     variant.execution = step.how(len(variant.packing.weights))
+    if isinstance(getattr(step, "prompt", None), NativePrompt):
+        accelerate_by(variant.model, step.prompt, step.why_compiled or ("" if step.in_one_call else "no native step"))
     if variant.compiled and in_huge_pages(_read_tensors(variant)):
         variant.execution += "; huge pages"
 
@@ -322,13 +337,18 @@ class FastDecoder:
             prompt, step = "native prompt", compiled + " step"
         else:
             prompt, step = compiled, ""
-        if isinstance(self.step, NativeStep):
+        if self.in_one_call:
             step = "native step"
         elif isinstance(self.step, NativePrompt):
             step = "steps op by op"
         elif self.why_compiled:
             step = f"{step}; no native step: {self.why_compiled}".removeprefix("; ")
         return f"{prompt}; {step}" if step else prompt
+
+    @property
+    def in_one_call(self) -> bool:
+        """Does a step run in one call of C++?"""
+        return isinstance(self.step, NativeStep)
 
     def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
         return (self.step if tokens.shape[1] == 1 else self.prompt)(tokens, positions)
@@ -408,6 +428,29 @@ def _round(variant: Variant, prompt_tokens: int, new_tokens: int, batch: int = 1
         wait(device)
         seconds.append(time.perf_counter() - start)
     return ttft, seconds
+
+
+class _Stamps(BaseStreamer):
+    """The times at which `generate` gives tokens; the first is the prompt's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.times = device, list[float]()
+
+    def put(self, value: Tensor) -> None:
+        """Called by `generate` with the prompt, and then with the tokens of each step."""
+        wait(self.device)
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Called by `generate` at the end."""
+
+
+def _written(variant: Variant, prompt_tokens: int, new_tokens: int, batch: int = 1) -> list[float]:
+    """Seconds from each token of `generate` behind a prompt to the next one."""
+    prompt, _ = _prompt(variant, prompt_tokens, batch)
+    stamps = _Stamps(prompt.device)
+    write(variant.model, prompt, ends=(), new_tokens=new_tokens + 1, streamer=stamps)
+    return [after - before for before, after in itertools.pairwise(stamps.times[1:])]
 
 
 def serve(variant: Variant, prompt_tokens: int, new_tokens: int, batch: int = 1) -> tuple[float, list[float]]:

@@ -37,9 +37,9 @@ class SpeedGrid:
     Attributes:
         settings: batches, prompts, new_tokens, rounds, dtype, device, threads, groups.
         rows: {model, batch, prompt_tokens, new_tokens, prefill_tokens_per_s, prefill_quartiles, decode_tokens_per_s
-            (all rows of the batch together), decode_quartiles, time_to_first_token_s, execution, prefill_ratio,
-            decode_ratio}: medians over the rounds; the ratios are to the baseline's same cell in the same rounds, None
-            of the baseline itself.
+            (of `generate`; all rows of the batch together), decode_quartiles, time_to_first_token_s, execution,
+            prefill_ratio, decode_ratio}: medians over the rounds; the ratios are to the baseline's same cell in the
+            same rounds, None of the baseline itself.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
@@ -153,7 +153,7 @@ def measure_speed_grid(
                 ]
                 for variant in held.values():
                     clear(variant)
-                    variant.ttft_s, variant.token_s = [], []
+                    variant.ttft_s, variant.token_s, variant.written_s = [], [], []
             groups += 1
             for name in held.keys() - {"baseline"}:
                 del eager[name]
@@ -194,7 +194,7 @@ def _rows(held: dict[str, Variant], batch: int, prompt: int, new_tokens: int) ->
     first = held["baseline"]
     rows = []
     for name, v in held.items():
-        prefill, decode = [batch * prompt / s for s in v.ttft_s], [batch / s for s in v.token_s]
+        prefill, decode = [batch * prompt / s for s in v.ttft_s], [batch / s for s in v.written_s]
         rows.append(
             {
                 "model": name,
@@ -208,7 +208,9 @@ def _rows(held: dict[str, Variant], batch: int, prompt: int, new_tokens: int) ->
                 "time_to_first_token_s": statistics.median(v.ttft_s),
                 "execution": v.execution,
                 "prefill_ratio": None if v is first else statistics.median(first.ttft_s) / statistics.median(v.ttft_s),
-                "decode_ratio": None if v is first else statistics.median(first.token_s) / statistics.median(v.token_s),
+                "decode_ratio": None
+                if v is first
+                else statistics.median(first.written_s) / statistics.median(v.written_s),
             }
         )
     return rows

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
 
 PROMPTS = (
     "What is the capital of France, and what is it known for?",
@@ -56,7 +57,13 @@ def generate_samples(
 
 @torch.no_grad()
 def write(
-    model: nn.Module, ids: Tensor, *, ends: Sequence[int], new_tokens: int, processors: Sequence[LogitsProcessor] = ()
+    model: nn.Module,
+    ids: Tensor,
+    *,
+    ends: Sequence[int],
+    new_tokens: int,
+    processors: Sequence[LogitsProcessor] = (),
+    streamer: BaseStreamer | None = None,
 ) -> list[Written]:
     """A model's continuation of ids [rows, n] without padding: always the token with the highest score.
 
@@ -66,6 +73,7 @@ def write(
 
     Args:
         ends: tokens that end a text; if empty, all rows have `new_tokens`.
+        streamer: is given the prompt, and then the tokens as they are written.
     """
     ids = ids.to(next(model.parameters()).device)
     plain = GenerationConfig(
@@ -84,6 +92,7 @@ def write(
             generation_config=plain,
             attention_mask=torch.ones_like(ids),
             logits_processor=LogitsProcessorList(processors),
+            streamer=streamer,
         )
     finally:
         model.generation_config = own

@@ -19,9 +19,10 @@ from kernels import native
 from kernels.deploy import cast
 from kernels.huge_pages import in_huge_pages
 from kernels.step.assemble import NativeStep, native_step, step_of
-from kernels.step.cache import AttendingCache, LayerRoom, LentRooms, roomy, static_cache
+from kernels.step.cache import AttendingCache, LayerRoom, LentRooms, RoomyLayer, roomy, static_cache
 from kernels.step.decoder import ACCELERATION, NotNative, recognise
-from kernels.step.forward import DecoderForward, native_prompt
+from kernels.step.forward import DecoderForward, NativePrompt, native_prompt
+from kernels.step.generate import generate
 from kernels.step.in_parts import StepInParts
 from kernels.step.native import MOST_TOKENS
 
@@ -72,9 +73,20 @@ def accelerate(model: nn.Module, dtype: torch.dtype | str | None = torch.bfloat1
     except NotNative as error:
         warnings.warn(f"the model is not accelerated: {error}", stacklevel=2)
         return model
-    setattr(model, ACCELERATION, acceleration)
-    model.forward = acceleration.forward
+    acceleration.take_over()
     return model
+
+
+def accelerate_by(model: nn.Module, prompt: NativePrompt, why_not_in_one_call: str = "") -> None:
+    """Accelerate a model, in place, with a pass over prompts that has been compared with the model's already.
+
+    Args:
+        why_not_in_one_call: why there is no step of decoding in one call of C++; "": there is one, which has been
+            compared, too.
+    """
+    acceleration = Acceleration(model, why_not_in_one_call)
+    acceleration._reader, acceleration._state = prompt.forward, _state(model)
+    acceleration.take_over()
 
 
 @dataclass
@@ -85,6 +97,15 @@ class _Bound:
     rooms: list[LayerRoom]
     step: NativeStep
     held: int = -1
+
+    def run(self, ids: Tensor, slot: int) -> Tensor:
+        """Read the tokens ids [batch, 1] at position `slot`; returns the tokens with the largest logits [batch, 1]."""
+        for room in self.rooms if self.held != slot else ():
+            room.length.fill_(slot)
+        self.held = -1  # a step that is interrupted leaves the rooms' lengths unknown
+        largest = self.step.at(ids, slot)
+        self.held = slot + 1
+        return largest
 
 
 @dataclass(repr=False)
@@ -113,10 +134,15 @@ class Acceleration:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Acceleration":
         return Acceleration(memo.get(id(self.model), self.model), self.why_not_in_one_call)  # assembled when first used
 
+    def take_over(self) -> None:
+        """Take the place of the model's `forward` and `generate`."""
+        setattr(self.model, ACCELERATION, self)
+        self.model.forward, self.model.generate = self.forward, self.generate
+
     def remove(self) -> None:
-        """Give the model its own forward back."""
-        self.model.__dict__.pop("forward", None)
-        self.model.__dict__.pop(ACCELERATION, None)
+        """Give the model its own `forward` and `generate` back."""
+        for name in ("forward", "generate", ACCELERATION):
+            self.model.__dict__.pop(name, None)
         self._forget()
 
     def _forget(self) -> None:
@@ -206,6 +232,19 @@ class Acceleration:
             logits_to_keep=logits_to_keep, **kwargs,
         )  # fmt: skip
 
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Takes the place of the model's `generate`; the same arguments and outputs, with a fast decoding loop."""
+        return generate(self.model, *args, **kwargs)
+
+    def steps(self, cache: Any, batch: int) -> "StepsInOneCall | None":
+        """Steps behind a prompt that the model has read into a cache without padding; None: call the model instead."""
+        hooked = self.model._forward_hooks or self.model._forward_pre_hooks
+        if type(cache) is not DynamicCache or self._reader is None or self.why_not_in_one_call or hooked:
+            return None
+        if batch > MOST_TOKENS or roomy(self._reader.decoder, cache, batch, 1) is None:
+            return None
+        return StepsInOneCall(self, cache, batch)
+
     def _logits(
         self,
         ids: Tensor,
@@ -234,10 +273,7 @@ class Acceleration:
                 positions = None
         if by_step and positions is None and first is None:
             bound = self._step(rooms, batch)
-            for room in rooms if bound.held != slot else ():
-                room.length.fill_(slot)
-            bound.step(ids, torch.tensor([[slot]]))
-            bound.held = slot + 1
+            bound.run(ids, slot)
             logits = bound.step.logits[:, None].to(self.model.dtype)
         elif by_step:
             logits = self._between_attentions(ids, LentRooms(self._reader.decoder, rooms, slot, first), positions)
@@ -263,6 +299,37 @@ class Acceleration:
         if bound is None or any(a is not b for a, b in zip(bound.rooms, rooms, strict=True)):
             self._bound = {key: _Bound(rooms, step_of(self._reader.decoder, rooms, batch))}
         return self._bound[key]
+
+
+class StepsInOneCall:
+    """Steps of decoding, each in one call of C++, in the cache that `generate` has made."""
+
+    def __init__(self, acceleration: Acceleration, cache: DynamicCache, batch: int) -> None:
+        self._acceleration, self._cache, self._batch = acceleration, cache, batch
+        self._slot, self._room = cache.get_seq_length(), 0
+
+    def __call__(self, tokens: Tensor) -> Tensor | None:
+        """Read one more token per sequence, int64 [batch, 1]; returns those with the largest logits [batch, 1], or None
+        if equal logits may hide which tokens transformers would take."""
+        if self._slot >= self._room:
+            self.finish()
+            decoder = self._acceleration._reader.decoder
+            rooms = roomy(decoder, self._cache, self._batch, 1)
+            self._bound, self._room = self._acceleration._step(rooms, self._batch), rooms[0].keys.shape[2]
+        largest = self._bound.run(tokens, self._slot)
+        self._slot += 1
+        return None if self._bound.step.cap else largest
+
+    @property
+    def logits(self) -> Tensor:
+        """Of the last step, float32 [batch, vocabulary], rounded as the model's."""
+        return self._bound.step.logits.to(self._acceleration.model.dtype).float()
+
+    def finish(self) -> None:
+        """Let the cache know how many positions are in use."""
+        for layer in self._cache.layers:
+            if isinstance(layer, RoomyLayer):
+                layer.held = self._slot
 
 
 def _state(model: nn.Module) -> tuple[Any, ...]:

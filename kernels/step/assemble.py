@@ -44,8 +44,12 @@ class NativeStep:
     kernels: dict[str, set[str]] = field(default_factory=dict)
 
     def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        return self.at(tokens, int(positions[0, -1]))
+
+    def at(self, tokens: Tensor, position: int) -> Tensor:
+        """The next tokens [batch, 1] behind tokens [batch, 1] at a position."""
         hidden = None if self.embedding is None else self.embedding(tokens).float().flatten(0, 1)
-        return self.step(tokens, int(positions[0, -1]), hidden)
+        return self.step(tokens, position, hidden)
 
     @property
     def logits(self) -> Tensor:

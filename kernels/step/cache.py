@@ -292,9 +292,9 @@ def roomy(decoder: Decoder, cache: DynamicCache, batch: int, tokens: int) -> lis
             return None
     for block in decoder.blocks:
         layer = layers[block.index]
-        if isinstance(layer, RoomyLayer) and layer.whole and held + tokens <= layer.room.keys.shape[2]:
-            if len(layer.room.keys) == batch:
-                continue
+        fits = isinstance(layer, RoomyLayer) and layer.whole and held + tokens <= layer.room.keys.shape[2]
+        if fits and len(layer.room.keys) == batch:
+            continue
         positions = held + tokens + SPARE if not held else int(LARGER * (held + tokens)) + SPARE
         shape = (batch, block.kv_heads, positions, block.channels)
         keys, values = (torch.zeros(shape, dtype=decoder.dtype) for _ in range(2))

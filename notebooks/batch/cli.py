@@ -12,9 +12,12 @@ $ workbench export models/mine --format gguf    # a saved model, in the format o
 
 import argparse
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 from notebooks.study.parameters import bounded, from_here, parse_value, read_parameters, type_name
+
+DISTRIBUTION = "model-compression-workbench"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -36,6 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="workbench", description="Execute the workbench's notebooks in batch, and compare their results."
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version(DISTRIBUTION)}")
     parser.add_argument(
         "--runs", type=Path, default=None, help="folder of runs (default: $WORKBENCH_RUNS, or runs/ in the checkout)"
     )

@@ -14,7 +14,8 @@ def verdict(record: RunRecord) -> list[str]:
         said.append(f"The model is stored in {after} MB instead of {before} MB in 16 bits ({1 / size:.2f}× smaller).")
     for corpus in record.corpora:
         said += _perplexity(record, corpus)
-    for does, metric in (("decodes", "decode_tokens_per_s"), ("reads a prompt", "prefill_tokens_per_s")):
+    decodes = "decodes" if record.by_generate else "takes a decoding step"
+    for does, metric in ((decodes, "decode_tokens_per_s"), ("reads a prompt", "prefill_tokens_per_s")):
         ratio = record.ratio(metric)
         if ratio is not None:
             said.append(_speed(does, ratio))

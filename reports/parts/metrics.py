@@ -20,6 +20,7 @@ METRICS = (
     ("word_perplexity_", "Perplexity per word", "", -1),
     ("brier_score_", "Brier score", "", -1),
     ("decode_tokens_per_s", "Decode", "tokens/s", 1),
+    ("step_tokens_per_s", "Decoding step alone", "tokens/s", 1),
     ("prefill_tokens_per_s", "Prefill", "tokens/s", 1),
     ("time_to_first_token_s", "Time to first token", "ms", -1),
     ("stored_bytes", "Stored", "MB", -1),

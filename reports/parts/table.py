@@ -91,7 +91,8 @@ def markdown(records: Sequence[Record]) -> str:
     several = len({run.model.name for run in runs}) > 1
     head = [*(["model"] if several else []), "recipe"]
     head += [column for corpus in corpora for column in (f"perplexity, {corpus}", f"KL, {corpus}")]
-    head += ["stored MB", "decode, tokens/s", "prefill, tokens/s"]
+    decode = "decode, tokens/s" if all(run.by_generate for run in runs) else "decoding step, tokens/s"
+    head += ["stored MB", decode, "prefill, tokens/s"]
     lines = [([run.model.name] if several else []) + _cells(row, corpora) for run in runs for row in rows(run)]
     return markdown_table(head, lines, 1 + several)
 

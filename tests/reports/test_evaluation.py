@@ -175,6 +175,7 @@ def make_evaluated_record(source: str = "gptq") -> dict:
                         "prefill_tokens_per_s": prefill,
                         "prefill_quartiles": [prefill - 40, prefill + 30],
                         "decode_tokens_per_s": decode,
+                        "step_tokens_per_s": decode,
                         "decode_quartiles": [decode * 0.95, decode * 1.04],
                         "time_to_first_token_s": batch * prompt / prefill,
                         "execution": "compiled, weights frozen",

@@ -26,6 +26,8 @@ def make_record(layers: int = 30) -> dict:
     speed = {
         "decode_tokens_per_s": 70.0,
         "decode_quartiles": [68.0, 71.0],
+        "step_tokens_per_s": 75.0,
+        "step_quartiles": [74.0, 76.0],
         "prefill_tokens_per_s": 1500.0,
         "prefill_quartiles": [1480.0, 1510.0],
         "time_to_first_token_s": 0.34,

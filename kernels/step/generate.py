@@ -1,0 +1,198 @@
+"""The decoding loop of `generate` of an accelerated model: greedy search and sampling.
+
+transformers' loop spends two milliseconds of Python on every token: it prepares the model's inputs, makes longer masks
+and positions, and calls each processor on the whole vocabulary. Here the text is one tensor that is filled, and the
+step of decoding is called directly. Processors, stopping criteria and streamers of the user are called for every
+token, as transformers calls them. A request that this loop does not know runs in transformers' own loop.
+"""
+
+import copy
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import (
+    EosTokenCriteria,
+    GenerateDecoderOnlyOutput,
+    GenerationConfig,
+    GenerationMode,
+    MaxLengthCriteria,
+    StopStringCriteria,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from kernels.step.sampling import choice_of
+
+MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+KNOWN = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}  # the model's other inputs
+ROOM = 512  # tokens by which the tensor of the text grows
+
+
+def generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """`generate` of transformers with `decode` as `custom_generate`, if this loop knows the request.
+
+    The arguments and results are those of transformers.
+    """
+    own = type(model).generate
+    if len(args) > 2 or kwargs.get("custom_generate") is not None or kwargs.get("assistant_model") is not None:
+        return own(model, *args, **kwargs)
+    if len(args) == 2:
+        kwargs["generation_config"], args = args[1], args[:1]
+    config = kwargs.get("generation_config")
+    config, _ = model._prepare_generation_config(config, **{k: v for k, v in kwargs.items() if k in _settings()})
+    if config.get_generation_mode(None) not in MODES or config.is_assistant:
+        return own(model, *args, **kwargs)
+    if config.stop_strings is not None:
+        if kwargs.get("tokenizer") is None or model.generation_config.stop_strings is not None:
+            return own(model, *args, **kwargs)
+        kwargs = _stop_strings_as_criterion(config.stop_strings, kwargs)
+    return own(model, *args, **kwargs, custom_generate=functools.partial(decode, streamer=kwargs.get("streamer")))
+
+
+@functools.cache
+def _settings() -> set[str]:
+    """Names of the settings of a generation, which `generate` takes as keyword arguments."""
+    return set(GenerationConfig().to_dict())
+
+
+def _stop_strings_as_criterion(stop_strings: str | list[str], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `generate` with a criterion in place of the stop strings: transformers does not hand the
+    tokenizer on when there is a `custom_generate`, and could not make this criterion itself."""
+    criterion = StopStringCriteria(kwargs["tokenizer"], stop_strings)
+    criteria = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or ()), criterion])
+    kwargs = {name: value for name, value in kwargs.items() if name not in ("tokenizer", "stop_strings")}
+    if (config := kwargs.get("generation_config")) is not None:
+        kwargs["generation_config"] = config = copy.deepcopy(config)
+        config.stop_strings = None
+    return kwargs | {"stopping_criteria": criteria}
+
+
+def decode(
+    model: nn.Module,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    synced_gpus: bool = False,
+    streamer: BaseStreamer | None = None,
+    **model_kwargs: Any,
+) -> Tensor | GenerateDecoderOnlyOutput:
+    """Read a prompt and write behind it; takes the place of transformers' `GenerationMixin._sample`.
+
+    Args:
+        input_ids: int64 [batch, tokens], the prompt. model_kwargs: the model's other inputs, such as its cache.
+
+    Returns:
+        int64 [batch, tokens + new]: greedily, the tokens that transformers' loop gives with the same model. Or, as
+        configured, an object with these sequences, scores, logits and the cache.
+    """
+    config = generation_config
+    more = config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states)
+    if synced_gpus or more or not model_kwargs.get("use_cache") or not model_kwargs.keys() <= KNOWN:
+        return type(model)._sample(
+            model, input_ids, logits_processor, stopping_criteria, config,
+            synced_gpus=synced_gpus, streamer=streamer, **model_kwargs,
+        )  # fmt: skip
+    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    outputs = model._prefill(input_ids, config, model_kwargs, is_first_iteration=True)
+    cache, logits = outputs.past_key_values, outputs.logits[:, -1].float()
+    del outputs  # the logits of a whole prompt may be large
+    returns = config.return_dict_in_generate
+    kept = bool(returns and config.output_scores), bool(returns and config.output_logits)
+    choice = choice_of(logits_processor, config.do_sample, *kept)
+    text = _Text(input_ids, stopping_criteria, config._pad_token_tensor, streamer)
+    at_one_place = mask is None and (positions is None or bool((positions[:, -1] == cache.get_seq_length() - 1).all()))
+    steps = model.acceleration.steps(cache, len(input_ids)) if at_one_place else None
+    steps = steps or _Calls(model, cache, mask, positions)
+    try:
+        tokens = text.append(choice(text.ids, logits), choice.scores)
+        while text.continues:
+            largest = steps(tokens[:, None])
+            chosen = largest[:, 0] if choice.largest and largest is not None else choice(text.ids, steps.logits)
+            tokens = text.append(chosen, choice.scores)
+    finally:
+        steps.finish()
+    if streamer is not None:
+        streamer.end()
+    if not returns:
+        return text.ids
+    scores, raw = choice.scores if kept[0] else None, choice.logits if kept[1] else None
+    return GenerateDecoderOnlyOutput(sequences=text.ids, scores=scores, logits=raw, past_key_values=cache)
+
+
+class _Text:
+    """The text of a batch while it is written, and the criteria that end its sequences.
+
+    Attributes:
+        continues: is a sequence not finished yet?
+    """
+
+    def __init__(
+        self, ids: Tensor, criteria: StoppingCriteriaList, pad: Tensor | None, streamer: BaseStreamer | None
+    ) -> None:
+        """ids: int64 [batch, tokens], the prompt. pad: the token that finished sequences are filled with."""
+        self._ids, self._length, self._streamer = ids, ids.shape[1], streamer
+        self._unfinished, self.continues = torch.ones(len(ids), dtype=torch.bool), True
+        self._pad = pad if any(hasattr(one, "eos_token_id") for one in criteria) else None
+        ends = [one for one in criteria if type(one) is EosTokenCriteria]
+        self._last = {int(token) for one in ends for token in one.eos_token_id.flatten()}
+        limits = [one for one in criteria if type(one) is MaxLengthCriteria]
+        self._most = min((one.max_length for one in limits), default=None)
+        self._warned = min((one.max_position_embeddings or 1 << 62 for one in limits), default=1 << 62)
+        self._limits = limits
+        self._others = StoppingCriteriaList(one for one in criteria if one not in ends and one not in limits)
+
+    @property
+    def ids(self) -> Tensor:
+        """int64 [batch, tokens], the text so far."""
+        return self._ids[:, : self._length].contiguous()
+
+    def append(self, tokens: Tensor, scores: tuple[Tensor, ...]) -> Tensor:
+        """Add one token per sequence, int64 [batch], or padding where a sequence is finished, and return them."""
+        if self._pad is not None and not bool(self._unfinished.all()):
+            tokens = torch.where(self._unfinished, tokens, self._pad)
+        if self._length == self._ids.shape[1]:
+            self._ids = torch.cat([self._ids, self._ids.new_zeros(len(tokens), max(ROOM, self._length // 2))], 1)
+        self._ids[:, self._length] = tokens
+        self._length += 1
+        if self._length == self._warned + 1:  # transformers warns once
+            for limit in self._limits:
+                limit(self.ids, None)
+        if self._last:
+            ended = [token in self._last for token in tokens.tolist()]
+            if any(ended):
+                self._unfinished &= ~torch.tensor(ended)
+        if self._others:
+            self._unfinished = self._unfinished & ~self._others(self.ids, scores or None)
+        if self._most is not None and self._length >= self._most:
+            self._unfinished = torch.zeros_like(self._unfinished)
+        self.continues = bool(self._unfinished.any())
+        if self._streamer is not None:
+            self._streamer.put(tokens.cpu())
+        return tokens
+
+
+class _Calls:
+    """Steps of decoding by calls of the model, for padded sequences and caches that compute the attention."""
+
+    def __init__(self, model: nn.Module, cache: Any, mask: Tensor | None, positions: Tensor | None) -> None:
+        """mask, positions: those of the prompt, [batch, tokens]."""
+        self._model, self._cache, self._mask, self._positions = model, cache, mask, positions
+        self.logits = torch.empty(0)  # float32 [batch, vocabulary], of the last step
+
+    def __call__(self, tokens: Tensor) -> None:
+        """Read one more token per sequence, int64 [batch, 1]."""
+        if self._mask is not None:
+            self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], 1)
+        if self._positions is not None:
+            self._positions = self._positions[:, -1:] + 1
+        outputs = self._model(
+            input_ids=tokens, attention_mask=self._mask, position_ids=self._positions, past_key_values=self._cache,
+            use_cache=True, logits_to_keep=1,
+        )  # fmt: skip
+        self.logits = outputs.logits[:, -1].float()
+
+    def finish(self) -> None:
+        """The cache counts its positions itself."""
