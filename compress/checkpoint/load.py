@@ -20,6 +20,7 @@ from compress.embedding import embedding_from, leave_untied
 from compress.kv.attach import attach
 from compress.kv.policy import cache_method
 from compress.linear import CompressedLinear, is_linear, replace, shape_of
+from compress.result import refuse_save_pretrained
 from compress.transforms import make_transform
 from compress.transforms.stream import STREAM, rotate_stream
 from compress.walk.blocks import find_blocks
@@ -86,6 +87,7 @@ def load_compressed(
         methods = [cache_method(one["method"], one["knobs"]) for one in layout["caches"]] if caches else []
         if methods:
             attach(model, methods)
+    refuse_save_pretrained(model)
     return model.eval().requires_grad_(False).to(device)
 
 

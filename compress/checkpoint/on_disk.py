@@ -24,6 +24,7 @@ from compress.checkpoint.load import (
 from compress.checkpoint.shards import SHARD_BYTES
 from compress.kv.attach import attach
 from compress.kv.policy import cache_method
+from compress.result import refuse_save_pretrained
 from compress.walk.blocks import find_blocks
 from compress.walk.capture import Tail, advance, block_calls, device_of, on_device
 from compress.walk.offload import AwayLinear, offload, offloaded_parts
@@ -54,7 +55,9 @@ def load_compressed_on_disk(
         ValueError: as in `load_compressed`.
     """
     with reading(folder):
-        return _load_on_disk(folder, dtype, home, offload_path)
+        model = _load_on_disk(folder, dtype, home, offload_path)
+    refuse_save_pretrained(model)
+    return model
 
 
 def _load_on_disk(folder: Path, dtype: torch.dtype | None, home: str, offload_path: str | Path) -> nn.Module:

@@ -3,8 +3,6 @@ grid, and kept in the user's cache folder."""
 
 import hashlib
 import os
-import shutil
-import tempfile
 import warnings
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from compress.checkpoint.files import check_filled, check_sizes, reading
+from compress.walk.shards import WorkFolder
 from kernels.files import sync
 from kernels.source import code_sha256
 from kernels.user_cache import cache_folder
@@ -29,19 +28,18 @@ def converted(path: Path) -> Path:
     """Folder with the model of a GGUF file as safetensors and its tokenizer; made at first use, atomically."""
     folder = converted_folder(path)
     if not folder.exists():
-        part = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        work = WorkFolder(folder.parent)  # removed with `work`, and after a kill by the next one
+        part = work.path / folder.name
+        part.mkdir()
+        with reading(path):
+            _convert(path, part)
+        for file in part.iterdir():
+            sync(file)
         try:
-            with reading(path):
-                _convert(path, part)
-            for file in part.iterdir():
-                sync(file)
-            try:
-                os.rename(part, folder)
-            except OSError:
-                if not folder.exists():  # otherwise another process was faster
-                    raise
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
+            os.rename(part, folder)
+        except OSError:
+            if not folder.exists():  # otherwise another process was faster
+                raise
     return folder
 
 

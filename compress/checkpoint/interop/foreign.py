@@ -24,6 +24,7 @@ from compress.checkpoint.load import plain_config, put_linear
 from compress.checkpoint.shards import Shards
 from compress.formats import Dense, EightBit, Format, IntGroup
 from compress.linear import CompressedLinear
+from compress.result import refuse_save_pretrained
 from kernels.int_matmul import BITS, Packed, pack, unpack_bits
 from kernels.w8a8_matmul import W8
 
@@ -93,6 +94,7 @@ def load_quantized(folder: Path, dtype: torch.dtype) -> nn.Module:
     fill(model, {n: t.to(dtype) if t.is_floating_point() else t for n, t in plain.items()})
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
+    refuse_save_pretrained(model)
     return model.eval().requires_grad_(False)
 
 
