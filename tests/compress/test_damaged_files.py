@@ -394,3 +394,14 @@ def test_other_libraries_refuse_a_folder_by_name(tiny, tokens, tmp_path):
     folded = apply(parse_recipe("smoothquant"), tiny("llama"), tokens()).model
     folded.save_pretrained(tmp_path / "n")
     assert torch.equal(load_file(tmp_path / "n" / "model.safetensors")["lm_head.weight"], folded.lm_head.weight)
+
+
+def test_a_decompressed_export_is_refused_with_the_reason(tiny, tmp_path):
+    """transformers saves a compressed-tensors model that has run under a config that calls its weights packed."""
+    result = apply(parse_recipe("rtn(group_size=16)"), tiny("llama"))
+    folder = save_compressed(result, tmp_path / "m", save_format="compressed-tensors")
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    loaded(torch.arange(4)[None])
+    loaded.save_pretrained(tmp_path / "again")
+    with pytest.raises(ValueError, match="its weights are decompressed and its config calls them quantised"):
+        _from_folder(str(tmp_path / "again"), torch.float32, None)

@@ -122,8 +122,8 @@ def groups_of(quantization: dict[str, Any]) -> list[Group]:
     """
     if quantization.get("quantization_status") == "decompressed":
         raise ValueError(
-            "its weights are decompressed and its config calls them quantised: transformers saved it after the model had "
-            "run; take the folder from which that model was loaded"
+            "its weights are decompressed and its config calls them quantised: transformers saved it after the model "
+            "had run; take the folder from which that model was loaded"
         )
     for key in ("transform_config", "sparsity_config"):
         if quantization.get(key):
