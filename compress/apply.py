@@ -22,7 +22,7 @@ from compress.linear import parameter_count, sharing_copy
 from compress.memory import measured, plan
 from compress.method import Method, settle
 from compress.records import AllocationRecord, DropRecord, FoldRecord, LayerRecord
-from compress.result import Result
+from compress.result import Result, refuse_save_pretrained
 from compress.walk.blocks import find_blocks, kept_weights
 from compress.walk.capture import activations_on_disk, device_of, on_device
 from compress.walk.experts import is_fused_experts, split_experts
@@ -143,6 +143,7 @@ def _apply(
         made = _run(recipe, model, batches, identity, tokens, where, work_path, shared)
     if on_cache:
         attach(model, on_cache)
+    refuse_save_pretrained(model)
     return Result(
         model=model,
         recipe=recipe,

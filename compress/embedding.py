@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from compress.formats import FORMATS, Format
-from compress.linear import CompressedLinear, replace
+from compress.formats import Format
+from compress.linear import CompressedLinear, parts_from, replace
 
 
 class CompressedEmbedding(nn.Module):
@@ -163,11 +163,9 @@ def embedding_from(
         made = embedding_of(table, head.parts, dtype, tied=True)
         made.share(head)
         return made
-    parts = []
-    for i, part in enumerate(spec["parts"]):
-        start = f"parts.{i}."
-        own = {name.removeprefix(start): t for name, t in tensors.items() if name.startswith(start)}
-        parts.append(FORMATS[part["format"]].from_tensors(part, own))
+    parts = parts_from(spec["parts"], tensors)
+    if closed := [part.name for part in parts if not part.looks_up]:
+        raise ValueError(f"an embedding cannot be stored as {closed[0]}, whose rows cannot be looked up")
     return embedding_of(table, parts, dtype, tied=False)
 
 

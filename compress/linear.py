@@ -109,13 +109,20 @@ class CompressedLinear(nn.Module):
         """The linear that `spec()` and `state_dict()` described.
 
         Raises:
-            ValueError: its transform is not known.
+            ValueError: its format or its transform is not known, or its tensors do not fit its specification.
         """
-        parts = [
-            FORMATS[part["format"]].from_tensors(part, below(tensors, f"parts.{i}."))
-            for i, part in enumerate(spec["parts"])
-        ]
+        parts = parts_from(spec["parts"], tensors)
         transform = make_transform(spec.get("transform"), below(tensors, "transform."))
+        own = {f"parts.{i}.{name}" for i, part in enumerate(parts) for name in part.state_dict()}
+        if transform is not None:
+            transform.check(parts[0].shape[1])
+            own |= {f"transform.{name}" for name in transform.state_dict()}
+        if odd := (own | ({"bias"} if spec["bias"] else set())) ^ tensors.keys():
+            raise ValueError(f"`{min(odd)}` of a stored linear is missing, or not part of its description")
+        if spec["bias"] and tensors["bias"].shape != parts[0].shape[:1]:
+            raise ValueError(
+                f"`bias` {list(tensors['bias'].shape)} of a stored linear has not its {parts[0].shape[0]} rows"
+            )
         return cls(parts, tensors.get("bias"), dtype=dtype, transform=transform)
 
     def extra_repr(self) -> str:
@@ -131,6 +138,25 @@ class CompressedLinear(nn.Module):
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=next(self.parts[0].buffers()).device)).dtype
         self._lay_out()
         return self
+
+
+def parts_from(specs: Sequence[dict[str, Any]], tensors: dict[str, Tensor]) -> list[Format]:
+    """The parts of a stored weight, from their specifications and from all of its tensors.
+
+    Raises:
+        ValueError: a format is not known, tensors do not fit their specification, or parts have different shapes.
+    """
+    for spec in specs:
+        if spec.get("format") not in FORMATS:
+            raise ValueError(
+                f"the format {spec.get('format')!r} is not known to this workbench; it has {', '.join(FORMATS)}"
+            )
+    parts = [FORMATS[spec["format"]].from_tensors(spec, below(tensors, f"parts.{i}.")) for i, spec in enumerate(specs)]
+    if len({part.shape for part in parts}) != 1:
+        raise ValueError(
+            f"the parts of a stored weight must have one shape; they have {[part.shape for part in parts]}"
+        )
+    return parts
 
 
 def met_by(linear: nn.Module, x: Tensor) -> Tensor:

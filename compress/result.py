@@ -85,6 +85,22 @@ class Result:
         )
 
 
+def refuse_save_pretrained(model: nn.Module) -> None:
+    """Make `save_pretrained` of a model that holds modules of this workbench an error: transformers would write its
+    tensors beside a configuration of the original model, from which others make a model with random weights."""
+    own = __name__.partition(".")[0]
+    if any(type(module).__module__.partition(".")[0] == own for module in model.modules()):
+        model.save_pretrained = _no_save_pretrained
+
+
+def _no_save_pretrained(*args: Any, **more: Any) -> None:
+    raise ValueError(
+        "`save_pretrained` cannot write compressed weights: the folder would load as a model with random weights; "
+        "`save_compressed(result, folder, tokenizer)` or, for a saved model, `export_checkpoint` would do, with a "
+        "`save_format` that other libraries read"
+    )
+
+
 def _folds(folds: list[FoldRecord]) -> str:
     if not folds:
         return ""

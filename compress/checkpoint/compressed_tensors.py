@@ -78,7 +78,10 @@ vLLM:
 
 ```sh
 vllm serve PATH
-```"""
+```
+
+Copy this folder as it is. `save_pretrained` of a model that transformers loaded from it and that has run writes weights
+that are decompressed, under a configuration that calls them packed: vLLM and this workbench refuse such a folder."""
 
     def how_to_load(self, model: nn.Module) -> str:
         if not is_asymmetric(schemes_of(model)):

@@ -1,23 +1,26 @@
 """load_compressed: the model of a folder that `save_compressed` wrote."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from compress.checkpoint.checksums import CHECKSUMS, check_files
+from compress.checkpoint.files import CONFIG, check_config, fill, reading
 from compress.checkpoint.save_format import STORY, Story
 from compress.checkpoint.shards import Shards
 from compress.dropped import Dropped
 from compress.embedding import embedding_from, leave_untied
 from compress.kv.attach import attach
 from compress.kv.policy import cache_method
-from compress.linear import CompressedLinear, replace
+from compress.linear import CompressedLinear, is_linear, replace, shape_of
+from compress.result import refuse_save_pretrained
 from compress.transforms import make_transform
 from compress.transforms.stream import STREAM, rotate_stream
 from compress.walk.blocks import find_blocks
@@ -30,6 +33,14 @@ LAYOUT = "workbench.json"  # the stored form of each linear; beside transformers
 FORMAT_VERSION = 4
 DTYPES = ("float32", "bfloat16", "float16")
 COMPUTED = "computed:"  # before the names of buffers that are not part of the state dict
+# Entries of `config.json` that keep other libraries from making a model with random weights of it. transformers only
+# warns about an unknown `quant_method`, and shows the value of `transformers_weights` in an error; vLLM refuses the
+# method by its name.
+NOT_FOR_OTHERS = {
+    "quantization_config": {"quant_method": "model-compression-workbench"},
+    "transformers_weights": "this folder is in the format of the model compression workbench. Load it with "
+    "`from compress import load_model; model, tokenizer = load_model(FOLDER)`, or export it to a format for others",
+}
 
 
 def load_compressed(
@@ -54,47 +65,77 @@ def load_compressed(
             raise ValueError(f"`dtype` (={dtype!r}) must be one of {', '.join(DTYPES)}")
         dtype = getattr(torch, dtype)
     path = Path(path)
-    if (path / CHECKSUMS).is_file():
-        check_files(path)
-    layout = read_layout(path)
-    if layout["format_version"] > 1 and not (path / CHECKSUMS).is_file():
-        raise ValueError(f"`path` (={str(path)!r}) lacks {CHECKSUMS}; download or copy the folder again")
-    model = empty_model(path, layout)
-    # Tensors may begin at any address of a file; alignment changes the last bit of some products.
-    tensors = {name: t if t.data_ptr() % 64 == 0 else t.clone() for name, t in Shards(path).all().items()}
+    with reading(path):
+        if (path / CHECKSUMS).is_file():
+            check_files(path)
+        layout = read_layout(path)
+        if layout["format_version"] > 1 and not (path / CHECKSUMS).is_file():
+            raise ValueError(f"`path` (={str(path)!r}) lacks {CHECKSUMS}; download or copy the folder again")
+        model = empty_model(path, layout)
+        # Tensors may begin at any address of a file; alignment changes the last bit of some products.
+        tensors = {name: t if t.data_ptr() % 64 == 0 else t.clone() for name, t in Shards(path).all().items()}
+        _put_stored(model, layout, tensors)
+        computed = _taken(tensors, COMPUTED)
+        fill(model, tensors)
+        if (path / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(path)
+        model.name_or_path = str(path)
+        remember_story(model, path)
+        if dtype is not None:
+            model.to(dtype)
+        put_computed(model, computed)
+        methods = [cache_method(one["method"], one["knobs"]) for one in layout["caches"]] if caches else []
+        if methods:
+            attach(model, methods)
+    refuse_save_pretrained(model)
+    return model.eval().requires_grad_(False).to(device)
+
+
+def _put_stored(model: nn.Module, layout: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Put the compressed linears and embeddings, and the rotation of the stream, into a model without weights.
+
+    Args:
+        tensors: all tensors of the folder; those of the compressed weights are taken out.
+    """
+    dtype = dtype_of(layout)
     for name, spec in layout["linears"].items():
-        replace(model, name, CompressedLinear.from_tensors(spec, _taken(tensors, f"{name}."), dtype_of(layout)))
+        put_linear(model, name, CompressedLinear.from_tensors(spec, _taken(tensors, f"{name}."), dtype))
     head = model.get_output_embeddings() if layout["embeddings"] else None
     for name, spec in layout["embeddings"].items():
-        own = _taken(tensors, f"{name}.")
-        replace(model, name, embedding_from(model.get_submodule(name), spec, own, dtype_of(layout), head))
+        table, own = model.get_submodule(name), _taken(tensors, f"{name}.")
+        stored = embedding_from(table, spec, own, dtype, head)
+        if shape_of(stored) != shape_of(table):
+            raise ValueError(f"{name} is stored as {shape_of(stored)}, and is {shape_of(table)} by {CONFIG}")
+        replace(model, name, stored)
     leave_untied(model)
     if layout["stream"]:
         rotation = make_transform(layout["stream"], _taken(tensors, f"{STREAM}.rotation."))
+        rotation.check(model.get_input_embeddings().embedding_dim)
         rotate_stream(model, find_blocks(model)[1], rotation)
         tensors |= {f"{STREAM}.rotation.{name}": t for name, t in rotation.state_dict().items()}
-    computed = _taken(tensors, COMPUTED)
-    missing, unexpected = model.load_state_dict(tensors, strict=False, assign=True)
-    model.tie_weights()
-    empty = [name for name, p in model.named_parameters() if p.is_meta]
-    if empty or unexpected:
-        raise ValueError(
-            f"`path` (={str(path)!r}) does not fit its own config: missing {empty[:3]}, unexpected {unexpected[:3]}"
-        )
-    if (path / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(path)
-    model.name_or_path = str(path)
-    remember_story(model, path)
-    if dtype is not None:
-        model.to(dtype)
+
+
+def put_linear(model: nn.Module, name: str, linear: nn.Module) -> None:
+    """Put a compressed linear into the place of a linear of the same shape.
+
+    Raises:
+        ValueError: the model has no such linear.
+    """
+    module = model.get_submodule(name)
+    if not is_linear(module) or shape_of(module) != (linear.out_features, linear.in_features):
+        found = f"{shape_of(module)} by {CONFIG}" if is_linear(module) else f"a {type(module).__name__} there"
+        raise ValueError(f"{name} is stored as {(linear.out_features, linear.in_features)}, and is {found}")
+    replace(model, name, linear)
+
+
+def put_computed(model: nn.Module, computed: Mapping[str, Tensor]) -> None:
+    """Give a model the buffers that it had computed when it was saved."""
     for name, tensor in computed.items():
         owner, _, buffer = name.rpartition(".")
-        model.get_submodule(owner).register_buffer(buffer, tensor, persistent=False)
-    model = model.eval().requires_grad_(False).to(device)
-    methods = [cache_method(one["method"], one["knobs"]) for one in layout["caches"]] if caches else []
-    if methods:
-        attach(model, methods)
-    return model
+        module = model.get_submodule(owner)
+        if getattr(module, buffer).shape != tensor.shape:
+            raise ValueError(f"{name} is stored as {tuple(tensor.shape)}, and is another one by {CONFIG}")
+        module.register_buffer(buffer, tensor, persistent=False)
 
 
 def load_outline(path: Path) -> nn.Module:
@@ -103,16 +144,17 @@ def load_outline(path: Path) -> nn.Module:
     Raises:
         ValueError: as in `load_compressed`, but only the sizes of the files are compared.
     """
-    if (path / CHECKSUMS).is_file():
-        check_files(path, content=False)
-    layout = read_layout(path)
-    model = empty_model(path, layout)
-    for name, spec in layout["linears"].items():
-        replace(model, name, AwayLinear(spec, dtype_of(layout)))
-    leave_untied(model)
-    model.to_be_rotated = bool(layout["stream"])
-    remember_story(model, path)
-    model.to("meta").tie_weights()
+    with reading(path):
+        if (path / CHECKSUMS).is_file():
+            check_files(path, content=False)
+        layout = read_layout(path)
+        model = empty_model(path, layout)
+        for name, spec in layout["linears"].items():
+            put_linear(model, name, AwayLinear(spec, dtype_of(layout)))
+        leave_untied(model)
+        model.to_be_rotated = bool(layout["stream"])
+        remember_story(model, path)
+        model.to("meta").tie_weights()
     return model.eval()
 
 
@@ -132,9 +174,9 @@ def read_layout(path: Path) -> dict[str, Any]:
         raise ValueError(f"{shown}: {LAYOUT} is damaged; download or copy it again") from error
     if version > FORMAT_VERSION:
         raise ValueError(f"{shown} has format version {version}; this workbench reads up to {FORMAT_VERSION}")
-    if layout["class"] not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+    if layout.get("class") not in [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()]:
         raise ValueError(
-            f"{shown} names the class {layout['class']!r} in {LAYOUT}, which is not a causal language model of "
+            f"{shown} names the class {layout.get('class')!r} in {LAYOUT}, which is not a causal language model of "
             "transformers"
         )
     return {"dropped": {}, "caches": [], "embeddings": {}, "stream": None, **layout, "format_version": version}
@@ -153,14 +195,25 @@ def layout_specs(layout: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def empty_model(path: Path, layout: dict[str, Any]) -> nn.Module:
     """The model of a folder without its dropped parts, with parameters on the meta device and linears that are not
     compressed yet. Buffers that the model computes have their values."""
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    with empty_weights():
-        model = getattr(transformers, layout["class"])(config)
+    check_config(path)
+    with reading(path, CONFIG), empty_weights():
+        model = getattr(transformers, layout["class"])(plain_config(path))
+    with reading(path, LAYOUT), empty_weights():
         if layout["split_experts"]:
             split_experts(model)
         for name, spec in layout["dropped"].items():
+            model.get_submodule(name)
             replace(model, name, Dropped(**spec))
     return model
+
+
+def plain_config(folder: Path) -> PreTrainedConfig:
+    """The configuration of a checkpoint without its quantisation: the configuration of the original model."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    for key in NOT_FOR_OTHERS:
+        if hasattr(config, key):
+            delattr(config, key)
+    return config
 
 
 def remember_story(model: nn.Module, path: Path) -> None:
@@ -171,8 +224,15 @@ def remember_story(model: nn.Module, path: Path) -> None:
 
 
 def dtype_of(layout: dict[str, Any]) -> torch.dtype:
-    """The dtype of the activations."""
-    return getattr(torch, layout["dtype"])
+    """The dtype of the activations.
+
+    Raises:
+        ValueError: it is not the name of a dtype of floats.
+    """
+    dtype = getattr(torch, str(layout["dtype"]), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
+        raise ValueError(f"`dtype` (={layout['dtype']!r}) in {LAYOUT} must be one of {', '.join(DTYPES)}")
+    return dtype
 
 
 def _taken(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -11,11 +11,20 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from compress.checkpoint.checksums import CHECKSUMS, check_files
-from compress.checkpoint.load import COMPUTED, dtype_of, empty_model, read_layout, remember_story
-from compress.checkpoint.shards import INDEX, ONE_FILE, SHARD_BYTES
+from compress.checkpoint.files import INDEX, check_filled, reading, weight_files
+from compress.checkpoint.load import (
+    COMPUTED,
+    dtype_of,
+    empty_model,
+    put_computed,
+    put_linear,
+    read_layout,
+    remember_story,
+)
+from compress.checkpoint.shards import SHARD_BYTES
 from compress.kv.attach import attach
 from compress.kv.policy import cache_method
-from compress.linear import replace
+from compress.result import refuse_save_pretrained
 from compress.walk.blocks import find_blocks
 from compress.walk.capture import Tail, advance, block_calls, device_of, on_device
 from compress.walk.offload import AwayLinear, offload, offloaded_parts
@@ -27,22 +36,10 @@ def tensors_of(folder: Path) -> dict[str, OnDisk]:
     """Every tensor of the safetensors files of a folder, by its name there.
 
     Raises:
-        ValueError: there are no such files, a file that the index names is missing, or a file is damaged.
+        ValueError: as in `weight_files`.
     """
-    if (folder / INDEX).is_file():
-        where = json.loads((folder / INDEX).read_text())["weight_map"]
-        files = sorted(set(where.values()))
-    else:
-        where, files = None, [ONE_FILE] if (folder / ONE_FILE).is_file() else []
-    if not files:
-        raise ValueError(f"`weights` (='disk') needs safetensors: {folder} holds neither {ONE_FILE} nor {INDEX}")
-    if missing := [name for name in files if not (folder / name).is_file()]:
-        raise ValueError(f"{folder} lacks {', '.join(missing)}, which {INDEX} names")
-    found = {file: TensorFile(folder / file).tensors for file in files}
-    if where is None:
-        return found[ONE_FILE]
-    if missing := [name for name, file in where.items() if name not in found[file]]:
-        raise ValueError(f"{folder}: {where[missing[0]]} lacks {missing[0]}, which {INDEX} says is there")
+    where = weight_files(folder)
+    found = {file: TensorFile(folder / file).tensors for file in set(where.values())}
     return {name: found[file][name] for name, file in where.items()}
 
 
@@ -57,6 +54,13 @@ def load_compressed_on_disk(
     Raises:
         ValueError: as in `load_compressed`.
     """
+    with reading(folder):
+        model = _load_on_disk(folder, dtype, home, offload_path)
+    refuse_save_pretrained(model)
+    return model
+
+
+def _load_on_disk(folder: Path, dtype: torch.dtype | None, home: str, offload_path: str | Path) -> nn.Module:
     if (folder / CHECKSUMS).is_file():
         check_files(folder)
     layout, tensors = read_layout(folder), tensors_of(folder)
@@ -73,10 +77,8 @@ def load_compressed_on_disk(
     model = empty_model(folder, layout)
     model.tie_weights()
     saved = dtype_of(layout)
-    for name, tensor in tensors.items():
-        if name.startswith(COMPUTED):
-            owner, _, buffer = name.removeprefix(COMPUTED).rpartition(".")
-            model.get_submodule(owner).register_buffer(buffer, tensor.read(), persistent=False)
+    computed = {name.removeprefix(COMPUTED): t.read() for name, t in tensors.items() if name.startswith(COMPUTED)}
+    put_computed(model, computed)
     state = {name: tensor for name, tensor in tensors.items() if not name.startswith(COMPUTED)}
     for name, owner, key, parameter in _parameters(model):
         if name in state and parameter.dtype != state[name].dtype:  # as saved; the config's class may not know it
@@ -85,12 +87,10 @@ def load_compressed_on_disk(
     if dtype is not None and dtype != saved:
         model.to(dtype)
     for name, spec in layout["linears"].items():
-        replace(model, name, AwayLinear(spec, saved, dtype))
+        put_linear(model, name, AwayLinear(spec, saved, dtype))
     first = {id(p): state[name] for name, p in model.named_parameters(remove_duplicate=False) if name in state}
     tied = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if id(p) in first}
-    lacking = [name for name, p in model.named_parameters(remove_duplicate=False) if name not in tied]
-    if lacking:
-        raise ValueError(f"`path` (={str(folder)!r}) does not fit its own config: missing {lacking[:3]}")
+    check_filled(model, [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in tied])
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     offload(model, tied | state, home=home, folder=WorkFolder(offload_path))

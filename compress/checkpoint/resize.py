@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from compress.allocation.budget import bytes_beside, megabytes
 from compress.allocation.prefix import Stack, within
+from compress.checkpoint.files import reading
 from compress.checkpoint.load import LAYOUT, read_layout
 from compress.checkpoint.shards import Shards
 from compress.formats.sizes.sign_stack import BLOCKWISE, SignStack
@@ -101,15 +102,16 @@ class _Checkpoint:
         Raises:
             ValueError: the folder is not such a checkpoint.
         """
-        linears, self._shards = read_layout(folder)["linears"], Shards(folder)
-        self._specs = {
-            Place(name, number): part
-            for name, linear in linears.items()
-            for number, part in enumerate(linear["parts"])
-            if part["format"] == SignStack.name
-        }
-        rows = self._shards.read_rows({_key(place, "gains"): slice(None) for place in self._specs})
-        self.gains = {place: rows[_key(place, "gains")] for place in self._specs}
+        with reading(folder):
+            linears, self._shards = read_layout(folder)["linears"], Shards(folder)
+            self._specs = {
+                Place(name, number): part
+                for name, linear in linears.items()
+                for number, part in enumerate(linear["parts"])
+                if part["format"] == SignStack.name
+            }
+            rows = self._shards.read_rows({_key(place, "gains"): slice(None) for place in self._specs})
+            self.gains = {place: rows[_key(place, "gains")] for place in self._specs}
 
     def holds(self, place: Place, stack: SignStack) -> bool:
         """Whether the blocks of this stack, by their gains, are the first blocks of the saved stack of this place."""

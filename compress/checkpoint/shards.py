@@ -7,15 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from compress.checkpoint.files import INDEX, ONE_FILE, opened, weight_files
 from kernels.errors import first_line
 
 SHARD_BYTES = 5_000_000_000  # the largest size of a file in hubs and transformers
-ONE_FILE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room, a quota, a limit on the size of files
 
 
@@ -58,41 +57,32 @@ class Shards:
     """The tensors of a folder in safetensors, read one by one.
 
     Raises:
-        ValueError: the folder has no safetensors, or its index names a file that is not there.
+        ValueError: as in `weight_files`.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        if (folder / INDEX).is_file():
-            self._where: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
-        elif (folder / ONE_FILE).is_file():
-            with safe_open(folder / ONE_FILE, framework="pt") as file:
-                self._where = dict.fromkeys(file.keys(), ONE_FILE)
-        else:
-            raise ValueError(f"`path` (={str(folder)!r}) holds neither {ONE_FILE} nor {INDEX}")
-        if missing := sorted({one for one in self._where.values() if not (folder / one).is_file()}):
-            raise ValueError(f"`path` (={str(folder)!r}) lacks {', '.join(missing)}, which {INDEX} names")
+        self.folder, self._where = folder, weight_files(folder)
 
     def names(self) -> list[str]:
         return list(self._where)
 
     def all(self) -> dict[str, Tensor]:
         """Every tensor by name."""
-        return {
-            name: tensor
-            for one in sorted(set(self._where.values()))
-            for name, tensor in load_file(self.folder / one).items()
-        }
+        found = {}
+        for one in sorted(set(self._where.values())):
+            with opened(self.folder / one) as file:
+                found |= {name: file.get_tensor(name) for name, where in self._where.items() if where == one}
+        return found
 
     def read(self, name: str) -> Tensor:
-        with safe_open(self.folder / self._where[name], framework="pt") as file:
+        with opened(self.folder / self._where[name]) as file:
             return file.get_tensor(name)
 
     def read_rows(self, rows: Mapping[str, slice]) -> dict[str, Tensor]:
         """Some rows of some tensors, by name; others are not read, and every file is opened once."""
         found = {}
         for one in sorted({self._where[name] for name in rows}):
-            with safe_open(self.folder / one, framework="pt") as file:
+            with opened(self.folder / one) as file:
                 own = [name for name in rows if self._where[name] == one]
                 found |= {name: file.get_slice(name)[rows[name]] for name in own}
         return found

@@ -8,7 +8,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from compress.checkpoint.load import COMPUTED, LAYOUT, load_compressed
+from compress.checkpoint.files import CONFIG
+from compress.checkpoint.load import COMPUTED, LAYOUT, NOT_FOR_OTHERS, load_compressed
 from compress.checkpoint.on_disk import compare_blocks, load_compressed_on_disk, write_offloaded
 from compress.checkpoint.save_format import Checkpoint, SaveFormat, Verification
 from compress.checkpoint.shards import write_shards
@@ -69,6 +70,8 @@ model, tokenizer = load_model("PATH", dtype="bfloat16")
         else:
             write_shards(_tensors(model).items(), folder, shard_bytes=checkpoint.shard_bytes)
         write_configuration(checkpoint, folder)
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        (folder / CONFIG).write_text(json.dumps(config | NOT_FOR_OTHERS, indent=2), encoding="utf-8")
 
     @torch.no_grad()
     def verify(self, checkpoint: Checkpoint, folder: Path) -> Verification:

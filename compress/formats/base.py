@@ -119,8 +119,17 @@ class Format(nn.Module):
 
     @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "Format":
-        """The weight that `spec()` and `state_dict()` described."""
+        """The weight that `spec()` and `state_dict()` described.
+
+        Raises:
+            ValueError: a setting, or the shape, the dtype or a value of a tensor does not fit the others
+                (`compress.formats.stored`).
+        """
         raise NotImplementedError
+
+    def checked(self) -> "Format":
+        """The same weight, whose tensors `from_tensors` has checked."""
+        return self.from_tensors(self.spec(), self.state_dict())
 
     @property
     def nbytes(self) -> int:

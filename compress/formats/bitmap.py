@@ -8,7 +8,8 @@ from torch import Tensor
 from compress.formats.dense import Dense
 from compress.formats.int_group import IntGroup
 from compress.formats.sparse import Sparse
-from kernels.int_matmul import pack, pack_bits, unpack, unpack_bits
+from compress.formats.stored import FLOATS, Stored
+from kernels.int_matmul import BITS, pack, pack_bits, unpack, unpack_bits
 
 
 class Bitmap(Sparse):
@@ -83,15 +84,21 @@ class Bitmap(Sparse):
 
     @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "Bitmap":
-        shape = (spec["shape"][0], spec["shape"][1])
+        stored = Stored(spec, tensors)
+        mask = stored.packed("mask", stored.out, stored.columns, 1)
+        kept = int(unpack_bits(mask, 1, stored.columns).sum(dtype=torch.int64))
         if spec["bits"] is None:
-            return cls(shape, tensors["mask"], tensors["values"])
+            return cls(stored.shape, mask, stored.tensor("values", (kept,), FLOATS))
+        bits, group_size = stored.number("bits", BITS), stored.group_size()
+        groups = stored.columns // group_size
         ints = {
-            "bits": spec["bits"],
-            "group_size": spec["group_size"],
-            **{k: tensors.get(k) for k in ("codes", "scale", "zero")},
+            "bits": bits,
+            "group_size": group_size,
+            "codes": stored.tensor("codes", (-(-kept // 8) * bits,), torch.uint8),
+            "scale": stored.tensor("scale", (stored.out, groups), FLOATS),
+            "zero": None if spec["symmetric"] else stored.packed("zero", stored.out, groups, bits),
         }
-        return cls(shape, tensors["mask"], None, ints)
+        return cls(stored.shape, mask, None, ints)
 
     def _apply(self, fn, recurse=True):
         scale = self.scale

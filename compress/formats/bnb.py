@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from compress.formats.base import Format
+from compress.formats.stored import Stored
 from kernels.registry import ran
 
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+NESTED = 256  # scales of blocks that share a scale
 PANEL = 32  # rows that the CPU kernel of bitsandbytes for 4 bits takes at a time
 
 
@@ -136,7 +138,21 @@ class BnbNF4(_Bitsandbytes):
 
     @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "BnbNF4":
-        return cls((spec["shape"][0], spec["shape"][1]), spec["blocksize"], tensors)
+        stored = Stored(spec, tensors)
+        blocksize = stored.number("blocksize", BLOCKSIZES)
+        count = stored.out * stored.columns
+        blocks = -(-count // blocksize)
+        own = {
+            "codes": stored.tensor("codes", (-(-count // 2), 1), torch.uint8),
+            "quant_map": stored.tensor("quant_map", (16,), torch.float32),
+        }
+        nested = "nested_absmax" in tensors
+        own["absmax"] = stored.tensor("absmax", (blocks,), torch.uint8 if nested else torch.float32)
+        if nested:
+            own["nested_absmax"] = stored.tensor("nested_absmax", (-(-blocks // NESTED),), torch.float32)
+            own["nested_quant_map"] = stored.tensor("nested_quant_map", (256,), torch.float32)
+            own["nested_offset"] = stored.tensor("nested_offset", (), torch.float32)
+        return cls(stored.shape, blocksize, own)
 
     def _codes(self) -> Tensor:
         """The stored `codes`."""
@@ -155,7 +171,7 @@ class BnbNF4(_Bitsandbytes):
         if self.nested_absmax is None:
             return self.absmax
         wide = torch.ops.bitsandbytes.dequantize_blockwise(
-            self.absmax, self.nested_absmax, self.nested_quant_map, 256, torch.float32
+            self.absmax, self.nested_absmax, self.nested_quant_map, NESTED, torch.float32
         )
         return wide + self.nested_offset
 
@@ -223,7 +239,11 @@ class BnbInt8(_Bitsandbytes):
 
     @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "BnbInt8":
-        return cls(tensors["CB"], tensors["SCB"], spec["threshold"])
+        stored = Stored(spec, tensors)
+        if not isinstance(spec["threshold"], int | float):
+            raise ValueError(f"`threshold` (={spec['threshold']!r}) of a stored weight must be a number")
+        CB = stored.tensor("CB", stored.shape, torch.int8)
+        return cls(CB, stored.tensor("SCB", (stored.out,), torch.float32), spec["threshold"])
 
 
 def cpu_kernel(device: torch.device) -> bool:

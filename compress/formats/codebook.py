@@ -8,8 +8,10 @@ from torch import Tensor
 
 from compress.formats.base import Format
 from compress.formats.scales import SCALE_DTYPES, NestedScales, ScaleRule, read_scales, scales_spec
+from compress.formats.stored import FLOATS, Stored
 from compress.formats.trained import TrainedGroups
 from kernels.lut_matmul import (
+    BITS,
     Codebook,
     dequantize,
     look_up,
@@ -146,13 +148,25 @@ class CodebookGroup(Format):
 
     @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "CodebookGroup":
-        shape = (spec["shape"][0], spec["shape"][1])
-        scale, scales = read_scales(spec, tensors, shape)
+        stored = Stored(spec, tensors)
+        bits, group_size = stored.number("bits", BITS), stored.group_size()
+        codes = stored.packed("codes", stored.out, stored.columns, bits)
+        per_row = tensors["table"].dim() == 2
+        table = stored.tensor("table", ((stored.out,) if per_row else ()) + (1 << bits,), FLOATS)
         if spec["double_quant"]:
-            scales = ScaleCodes(*(tensors[f"scale_{field}"] for field in ScaleCodes._fields))
-        return cls(
-            Codebook("rows", tensors["codes"], tensors["table"], scale, spec["bits"], spec["group_size"], shape), scales
-        )
+            count = stored.out * (stored.columns // group_size)
+            scale, scales = (
+                None,
+                ScaleCodes(
+                    stored.tensor("scale_codes", (count,), torch.uint8),
+                    stored.tensor("scale_absmax", (-(-count // SCALES),), torch.float32),
+                    stored.tensor("scale_offset", (), torch.float32),
+                ),
+            )
+        else:
+            whole = group_size == stored.columns and spec.get("scales") is None  # the table may hold the weights
+            scale, scales = read_scales(stored, group_size) if "scale" in tensors or not whole else (None, None)
+        return cls(Codebook("rows", codes, table, scale, bits, group_size, stored.shape), scales)
 
     def trainable(self, original: Tensor | None = None) -> TrainedGroups:
         """Indices are trained, and scales unless they are double-quantised; the table is not."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from compress.formats.base import Format
 from compress.formats.dense import Dense
 from compress.formats.eight_bit import EightBit
+from compress.formats.stored import Stored
 
 INNER = {inner.name: inner for inner in (Dense, EightBit)}  # formats in which the chosen columns may be stored
 
@@ -57,7 +58,12 @@ class Columns(Format):
     @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "Columns":
         own = {name.removeprefix("inner."): t for name, t in tensors.items() if name.startswith("inner.")}
-        return cls(INNER[spec["inner"]["format"]].from_tensors(spec["inner"], own), tensors["chosen"])
+        inner = INNER[spec["inner"]["format"]].from_tensors(spec["inner"], own)
+        stored = Stored(spec, tensors)
+        chosen = stored.tensor("chosen", (stored.columns,), torch.uint8)
+        if inner.shape != (stored.out, int(chosen.count_nonzero())):
+            raise ValueError(f"{int(chosen.count_nonzero())} columns are chosen, {inner.shape} weights are stored")
+        return cls(inner, chosen)
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
         super()._load_from_state_dict(state_dict, prefix, *args)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from compress.formats.base import AsStored
+from compress.formats.stored import INDICES, Stored, check_range
 from kernels.csr_matmul import Csr, csr_matmul, to_csr
 from kernels.csr_matmul.layout import offsets_of, rows_of
 
@@ -60,7 +61,11 @@ class CsrWeight(AsStored):
 
     @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "CsrWeight":
-        return cls((spec["shape"][0], spec["shape"][1]), tensors["values"], tensors["columns"], tensors["counts"])
+        stored = Stored(spec, tensors)
+        values = stored.tensor("values", (None,), torch.float16)
+        columns = stored.tensor("columns", (len(values),), INDICES)
+        check_range("columns", columns, stored.columns)
+        return cls(stored.shape, values, columns, stored.counted("counts", len(values)))
 
     def _csr(self, values: Tensor, columns: Tensor, offsets: Tensor) -> Csr:
         return Csr(values, columns, offsets, self.shape)

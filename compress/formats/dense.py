@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from compress.formats.base import Format
+from compress.formats.stored import FLOATS, Stored
 from kernels.linear import linear
 
 
@@ -48,4 +49,5 @@ class Dense(Format):
 
     @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "Dense":
-        return cls(tensors["weight"], pruned=spec.get("pruned", False))
+        stored = Stored(spec, tensors)
+        return cls(stored.tensor("weight", stored.shape, FLOATS), pruned=bool(spec.get("pruned", False)))

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from compress.formats.base import Format
-from kernels.w8a8_matmul import BLOCK, W8, prepacked_fits, to_prepacked, to_rows, w8a8_matmul
+from compress.formats.stored import Stored
+from kernels.w8a8_matmul import BLOCK, LARGEST, W8, prepacked_fits, to_prepacked, to_rows, w8a8_matmul
 
 
 class EightBit(Format):
@@ -61,10 +62,12 @@ class EightBit(Format):
 
     @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "EightBit":
-        shape = (spec["shape"][0], spec["shape"][1])
-        return cls(
-            W8("rows", tensors["codes"], tensors["scale"], shape), tensors["x_scale"] if spec["static"] else None
-        )
+        stored = Stored(spec, tensors)
+        codes = stored.tensor("codes", stored.shape, LARGEST)
+        blocks = (-(-stored.out // BLOCK), -(-stored.columns // BLOCK))
+        scale = stored.tensor("scale", (stored.out,) if spec["block"] is None else blocks, torch.float32)
+        x_scale = stored.tensor("x_scale", (), torch.float32) if spec["static"] else None
+        return cls(W8("rows", codes, scale, stored.shape), x_scale)
 
     def _set(self, w: W8, x_scale: Tensor | None) -> None:
         self.layout = w.layout

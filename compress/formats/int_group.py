@@ -7,8 +7,10 @@ from torch import Tensor
 
 from compress.formats.base import Format
 from compress.formats.scales import TILES, NestedScales, ScaleRule, read_scales, scales_spec
+from compress.formats.stored import Stored
 from compress.formats.trained import TrainedGroups
 from kernels.int_matmul import (
+    BITS,
     Packed,
     dequantize,
     int_matmul,
@@ -128,10 +130,13 @@ class IntGroup(Format):
 
     @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "IntGroup":
-        shape = (spec["shape"][0], spec["shape"][1])
-        zero = None if spec["symmetric"] else tensors["zero"]
-        scale, scales = read_scales(spec, tensors, shape)
-        return cls(Packed("rows", tensors["codes"], scale, zero, spec["bits"], spec["group_size"], shape), scales)
+        stored = Stored(spec, tensors)
+        bits, group_size = stored.number("bits", BITS), stored.group_size()
+        codes = stored.packed("codes", stored.out, stored.columns, bits)
+        groups = stored.columns // group_size
+        zero = None if spec["symmetric"] else stored.packed("zero", stored.out, groups, bits)
+        scale, scales = read_scales(stored, group_size)
+        return cls(Packed("rows", codes, scale, zero, bits, group_size, stored.shape), scales)
 
     def trainable(self, original: Tensor | None = None) -> TrainedGroups:
         """Scales and codes are trained; zero points are not."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from compress.formats.base import AsStored
+from compress.formats.stored import Stored
 from kernels.linear import linear
 
 BITS = (16, 8)  # of a factor's entries
@@ -61,7 +62,12 @@ class LowRank(AsStored):
 
     @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "LowRank":
-        return cls(tensors["left"], tensors["right"], tensors.get("scale"))
+        stored = Stored(spec, tensors)
+        bits, rank = stored.number("bits", BITS), stored.number("rank", range(1, min(stored.shape) + 1))
+        dtype = torch.float16 if bits == 16 else torch.int8
+        left = stored.tensor("left", (stored.out, rank), dtype)
+        right = stored.tensor("right", (rank, stored.columns), dtype)
+        return cls(left, right, None if bits == 16 else stored.tensor("scale", (rank,), torch.float32))
 
 
 def rounded(rows: Tensor) -> tuple[Tensor, Tensor]:

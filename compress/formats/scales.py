@@ -1,13 +1,14 @@
 """Scales stored in a few bits: integers or shifts that share a 16-bit factor, powers of two, or 8-bit floats."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from compress.formats.stored import FLOATS, Stored
 from kernels.int_matmul import pack_bits, unpack_bits
 
 SCALE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -169,11 +170,21 @@ def scales_spec(kind: str) -> dict[str, Any]:
     return {} if kind in ("", *SCALE_DTYPES) else {"scales": kind}
 
 
-def read_scales(
-    spec: Mapping[str, Any], tensors: Mapping[str, Tensor], shape: tuple[int, int]
-) -> tuple[Tensor | None, NestedScales | None]:
+def read_scales(stored: Stored, group_size: int) -> tuple[Tensor, NestedScales | None]:
     """The scales of a stored weight [out, groups], and their `NestedScales` if they are not floats (else None)."""
-    if spec.get("scales") is None:
-        return tensors.get("scale"), None
-    scales = NestedScales(spec["scales"], tensors["scale_codes"], tensors.get("scale_factor"))
-    return scales.expand(shape[0], shape[1] // spec["group_size"]), scales
+    out, groups, kind = stored.out, stored.columns // group_size, stored.spec.get("scales")
+    if kind is None:
+        return stored.tensor("scale", (out, groups), FLOATS), None
+    if kind not in SCALE_KINDS or kind in SCALE_DTYPES:
+        raise ValueError(f"`scales` (={kind!r}) of a stored weight is not a kind of scales that this workbench knows")
+    bits, factor = (INTEGERS | SHIFTS).get(kind), None
+    if bits:
+        factor = stored.tensor("scale_factor", (out, None), torch.bfloat16)
+        if not factor.shape[1] or groups % factor.shape[1]:
+            raise ValueError(f"`scale_factor` {list(factor.shape)} of a stored weight must divide its {groups} groups")
+    elif kind == "e4m3":
+        factor = stored.tensor("scale_factor", (), torch.float32)
+    count = -(-out // TILES.get(kind, 1)) * groups
+    codes = stored.tensor("scale_codes", (-(-count // 8) * bits if bits else count,), torch.uint8)
+    scales = NestedScales(kind, codes, factor)
+    return scales.expand(out, groups), scales

@@ -8,6 +8,7 @@ from torch import Tensor
 from compress.formats.dense import Dense
 from compress.formats.int_group import IntGroup
 from compress.formats.sparse import Sparse
+from compress.formats.stored import Stored
 from kernels.int_matmul import pack, unpack
 from kernels.sparse24_matmul import Sparse24, compress24, decompress24, library, sparse24_matmul, to_library
 
@@ -96,7 +97,14 @@ class Sparse24Weight(Sparse):
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "Sparse24Weight":
         own = {name.removeprefix("values."): t for name, t in tensors.items() if name.startswith("values.")}
         kind = IntGroup if spec["values"]["format"] == IntGroup.name else Dense
-        return cls(kind.from_tensors(spec["values"], own), tensors["places"])
+        values, stored = kind.from_tensors(spec["values"], own), Stored(spec, tensors)
+        places = stored.packed("places", stored.out, stored.columns, 1)
+        if stored.columns % 4 or values.shape != (stored.out, stored.columns // 2):
+            raise ValueError(f"a 2:4 sparse weight {stored.shape} holds {values.shape} values")
+        made = cls(values, places)
+        if not (made.keep().view(stored.out, -1, 4).sum(-1) == 2).all():
+            raise ValueError(f"`places` of a 2:4 sparse weight {stored.shape} names a place twice")
+        return made
 
 
 def _columns(keep: Tensor) -> Tensor:

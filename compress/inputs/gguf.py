@@ -3,21 +3,24 @@ grid, and kept in the user's cache folder."""
 
 import hashlib
 import os
-import shutil
-import tempfile
 import warnings
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 import transformers
+from gguf import GGUFReader
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from compress.checkpoint.files import check_filled, check_sizes, reading
+from compress.walk.shards import WorkFolder
 from kernels.files import sync
 from kernels.source import code_sha256
 from kernels.user_cache import cache_folder
 
+# Sizes in a file's header, below the name of its architecture.
+SIZES = ("embedding_length", "feed_forward_length", "vocab_size", "expert_count", "attention.head_count")
 SEED = 0  # seed of the shuffle; part of the cache key
 
 
@@ -25,18 +28,18 @@ def converted(path: Path) -> Path:
     """Folder with the model of a GGUF file as safetensors and its tokenizer; made at first use, atomically."""
     folder = converted_folder(path)
     if not folder.exists():
-        part = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        try:
+        work = WorkFolder(folder.parent)  # removed with `work`, and after a kill by the next one
+        part = work.path / folder.name
+        part.mkdir()
+        with reading(path):
             _convert(path, part)
-            for file in part.iterdir():
-                sync(file)
-            try:
-                os.rename(part, folder)
-            except OSError:
-                if not folder.exists():  # otherwise another process was faster
-                    raise
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
+        for file in part.iterdir():
+            sync(file)
+        try:
+            os.rename(part, folder)
+        except OSError:
+            if not folder.exists():  # otherwise another process was faster
+                raise
     return folder
 
 
@@ -49,10 +52,27 @@ def converted_folder(path: Path) -> Path:
     return cache_folder() / f"{path.stem}-{key}"
 
 
+def check_header(path: Path) -> None:
+    """Compare the sizes in a GGUF file's header with the size of the file, before a model is built from them.
+
+    Raises:
+        ValueError: the header is damaged, or names more blocks than tensors, or a size beyond the bits of the file.
+    """
+    with reading(path):
+        header = GGUFReader(path)
+        architecture = header.fields["general.architecture"].contents()
+        sizes = {key.removeprefix(f"{architecture}."): field for key, field in header.fields.items()}
+        names = {"block_count": "num_layers", **{key: f"num_{key}" for key in SIZES}}
+        config = {names[key]: field.contents() for key, field in sizes.items() if key in names}
+        check_sizes(config, len(header.tensors), 8 * path.stat().st_size, f"{str(path)!r}")
+
+
 def _convert(path: Path, target: Path) -> None:
+    check_header(path)
     where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name, "trust_remote_code": False}
     tokenizer = AutoTokenizer.from_pretrained(**where)
-    loaded = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    loaded, info = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, output_loading_info=True)
+    check_filled(loaded, info["missing_keys"], info["unexpected_keys"])
     config = type(loaded.config)(**{k: v for k, v in loaded.config.to_dict().items() if k != "quantization_config"})
     model = type(loaded)(config).eval()  # a model that was loaded from GGUF cannot be saved
     model.load_state_dict(loaded.state_dict())

@@ -18,6 +18,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from compress.checkpoint.checksums import CHECKSUMS, check_files
+from compress.checkpoint.files import check_config, check_filled, check_parameters, reading
 from compress.checkpoint.interop.foreign import can_read, load_quantized, quantization_of
 from compress.checkpoint.load import LAYOUT, load_compressed
 from compress.checkpoint.on_disk import load_compressed_on_disk
@@ -26,7 +27,7 @@ from compress.inputs.gguf import converted
 from compress.inputs.hub import quick_to_fail, revision
 from compress.inputs.on_disk import load_on_disk
 from compress.walk.offload import named_tensors, put_on_disk
-from kernels.errors import first_line
+from kernels.errors import first_line, kind_and_first_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 WEIGHTS = ("memory", "disk")  # where a model's weights are while they are not in use
@@ -78,8 +79,9 @@ def load_model(
                     folder = str(_local(folder))
                 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **_pinned(folder))
                 model = _from_folder(folder, DTYPES[dtype], disk)
-        except (OSError, ValueError, KeyError) as error:
-            raise ValueError(f"`model_name` (={model_name!r}) cannot be loaded: {first_line(error)}") from error
+        except Exception as error:  # a damaged file can lead to any error of the libraries that parse it
+            said = first_line(error) if isinstance(error, OSError | ValueError) else kind_and_first_line(error)
+            raise ValueError(f"`model_name` (={model_name!r}) cannot be loaded: {said}") from error
     model.eval().requires_grad_(False)
     model.name_or_path = model_name
     return model if disk else model.to(device), tokenizer
@@ -114,26 +116,34 @@ def _from_folder(folder: str, dtype: torch.dtype, disk: tuple[str, str | Path] |
     Raises:
         ValueError: the file lacks a weight of the model, or holds one that is not in the model.
     """
-    if (Path(folder) / LAYOUT).is_file():
+    if not Path(folder).is_dir():
+        return _from_folder(str(_local(folder)), dtype, disk) if disk is not None else _by_transformers(folder, dtype)
+    path = Path(folder)
+    with reading(path):
+        if (path / LAYOUT).is_file():
+            if disk is not None:
+                return load_compressed_on_disk(path, dtype, home=disk[0], offload_path=disk[1])
+            return load_compressed(path, dtype=dtype)
+        if (path / CHECKSUMS).is_file():
+            check_files(path)
+        check_config(path)
+        if can_read(quantization_of(path)):
+            if disk is not None:
+                raise ValueError("`weights` (='disk') is for models that are not quantised; weights='memory' would do")
+            return load_quantized(path, dtype)
         if disk is not None:
-            return load_compressed_on_disk(Path(folder), dtype, home=disk[0], offload_path=disk[1])
-        return load_compressed(folder, dtype=dtype)
-    if (Path(folder) / CHECKSUMS).is_file():
-        check_files(Path(folder))
-    if can_read(quantization_of(Path(folder))):
-        if disk is not None:
-            raise ValueError("`weights` (='disk') is for models that are not quantised; weights='memory' would do")
-        return load_quantized(Path(folder), dtype)
-    if disk is not None:
-        return load_on_disk(_local(folder), dtype, home=disk[0], offload_path=disk[1])
+            return load_on_disk(path, dtype, home=disk[0], offload_path=disk[1])
+        with torch.device("meta"):
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            check_parameters(AutoModelForCausalLM.from_config(config, trust_remote_code=False), path)
+        return _by_transformers(folder, dtype)
+
+
+def _by_transformers(folder: str, dtype: torch.dtype) -> nn.Module:
     model, info = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, trust_remote_code=False, output_loading_info=True, **_pinned(folder)
     )
-    for problem, names in (("lacks", info["missing_keys"]), ("does not use", info["unexpected_keys"])):
-        if names:
-            shown = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
-            owner = "its file" if problem == "lacks" else f"the model of its config ({type(model).__name__})"
-            raise ValueError(f"{owner} {problem} {len(names)} of the weights: {shown}")
+    check_filled(model, info["missing_keys"], info["unexpected_keys"])
     return model
 
 
@@ -189,9 +199,11 @@ def decoder_config(model_name: str, folder: str, **more: str) -> PretrainedConfi
         ValueError: the configuration cannot be read, or is not that of a causal language model.
     """
     try:
+        if Path(folder).is_dir() and not more:
+            check_config(Path(folder))
         with quick_to_fail():
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **_pinned(folder), **more)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # a damaged file can lead to any error of the libraries that parse it
         raise ValueError(
             f"`model_name` (={model_name!r}) is not there or cannot be read: {first_line(error)}; {_what_would_do()}"
         ) from error

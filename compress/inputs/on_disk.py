@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+from compress.checkpoint.files import check_filled
 from compress.checkpoint.on_disk import tensors_of
 from compress.walk.offload import empty_weights, offload
 from compress.walk.shards import OnDisk, WorkFolder
@@ -80,11 +81,7 @@ def _check_names(model: nn.Module, state: Mapping[str, Any], found: Mapping[str,
     lacking = [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in found]
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     unused = [name for name in unused if not any(re.search(pattern, name) for pattern in ignored)]
-    for problem, names in (("lacks", lacking), ("does not use", unused)):
-        if names:
-            shown = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
-            owner = "its file" if problem == "lacks" else f"the model of its config ({type(model).__name__})"
-            raise ValueError(f"{owner} {problem} {len(names)} of the weights: {shown}")
+    check_filled(model, lacking, unused)
     for name, tensor in found.items():
         if tuple(state[name].shape) != tensor.shape:
             raise ValueError(

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from compress.checkpoint.load import LAYOUT, load_outline
 from compress.inputs.embedded import gguf_file
-from compress.inputs.gguf import converted_folder
+from compress.inputs.gguf import check_header, converted_folder
 from compress.inputs.model import decoder_config, located, tiny_config
 from kernels.errors import first_line
 
@@ -66,6 +66,7 @@ def _gguf_config(model_name: str, path: Path):
         if file.read(4) != b"GGUF":
             raise ValueError(f"`model_name` (={model_name!r}) is not a GGUF file: its first bytes are not GGUF")
     try:
+        check_header(path)
         return decoder_config(model_name, str(path.parent), gguf_file=path.name)
     except Exception as error:  # a damaged header may lead to any error of the reader
         said = first_line(error)

@@ -27,6 +27,15 @@ class Transform(nn.Module):
         """The transform that `spec()` and `state_dict()` described."""
         raise NotImplementedError
 
+    def check(self, columns: int) -> None:
+        """Raise ValueError unless this transform, made from the tensors of a file, takes inputs of this width."""
+        try:
+            fits = self(torch.zeros(1, columns)).shape == (1, columns)
+        except (RuntimeError, IndexError, ValueError, AssertionError, TypeError) as error:
+            raise ValueError(f"a stored transform ({self.name}) cannot take inputs of {columns} channels") from error
+        if not fits:
+            raise ValueError(f"a stored transform ({self.name}) changes the width of inputs of {columns} channels")
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Transform":
         # Devices change; dtypes do not: `.to(bfloat16)` is about the activations.
         for part in self.children():

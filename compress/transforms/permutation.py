@@ -35,9 +35,14 @@ class Permutation(Transform):
     @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "Permutation":
         order = tensors["order"]
-        if not torch.equal(order.sort().values, torch.arange(len(order), dtype=order.dtype, device=order.device)):
-            raise ValueError("a stored permutation does not name every channel once; the file is damaged")
+        check_order(order)
         return cls(order)
 
     def extra_repr(self) -> str:
         return str(len(self.order))
+
+
+def check_order(order: Tensor) -> None:
+    """Raise ValueError unless these numbers [in] name every channel once."""
+    if not torch.equal(order.sort().values, torch.arange(order.numel(), dtype=order.dtype, device=order.device)):
+        raise ValueError("a stored permutation does not name every channel once; the file is damaged")

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from compress.grid.floats import E2M1, E4M3, Float
 from compress.transforms.base import Transform
+from compress.transforms.permutation import check_order
 
 FORMATS = ("int", "fp8", "mxfp4", "nvfp4")
 FLOATS: dict[str, Float] = {"fp8": E4M3, "mxfp4": E2M1, "nvfp4": E2M1}
@@ -100,7 +101,14 @@ class Rounding(Transform):
     @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "Rounding":
         settings = {key: spec[key] for key in ("group_size", "clip", "wide")}
-        return cls(spec["bits"], spec["format"], **settings, step=tensors.get("step"), order=tensors.get("order"))
+        numbers = [spec["bits"], settings["group_size"], settings["wide"]]
+        if [type(n) for n in numbers] != [int] * 3 or not 2 <= spec["bits"] <= 16 or spec["format"] not in FORMATS:
+            raise ValueError(
+                f"a stored rounding to `bits` (={spec['bits']!r}), {spec['format']!r}, {settings} is unknown"
+            )
+        if (order := tensors.get("order")) is not None:
+            check_order(order)
+        return cls(spec["bits"], spec["format"], **settings, step=tensors.get("step"), order=order)
 
     def extra_repr(self) -> str:
         return f"bits={self.bits}, format={self.format}, group_size={self.group_size}"

@@ -130,6 +130,15 @@ def pairs_of(symbols: Tensor) -> Tensor:
     return 3 * padded[:, ::2] + padded[:, 1::2]
 
 
+def check_rows(w: Ternary) -> None:
+    """Raise ValueError unless the words of each row are as many pairs as the row has."""
+    lengths = dictionary(w.p0, w.codes.device).lengths.long()[w.codes.long() & (WORDS - 1)]
+    ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))[w.counts.long().cumsum(0)]  # pairs up to each row's end
+    width = -(-w.shape[1] // 2)
+    if not torch.equal(ends, torch.arange(1, w.shape[0] + 1, device=ends.device) * width):
+        raise ValueError(f"`codes` of a ternary weight {w.shape}: not every row has words of {width} pairs")
+
+
 def decode_symbols(w: Ternary) -> Tensor:
     """Symbols uint8 [out, in].
 

@@ -84,8 +84,8 @@ def test_added_parts_multiply_come_back_and_count_their_bytes(kind):
     half = copy.deepcopy(layer).to(torch.bfloat16)
     assert all(torch.equal(a, b) for a, b in zip(half.state_dict().values(), layer.state_dict().values(), strict=True))
     assert (half(x.bfloat16()).float() - layer(x)).norm() / layer(x).norm() < 2e-2
-    other = CompressedLinear([rtn(W, bits=4), part.from_tensors(part.spec(), {k: v * 0 for k, v in state.items()})],
-                             None, dtype=torch.float32)  # fmt: skip
+    zeros = {name: tensor if name in ("columns", "counts") else tensor * 0 for name, tensor in state.items()}
+    other = CompressedLinear([rtn(W, bits=4), part.from_tensors(part.spec(), zeros)], None, dtype=torch.float32)
     other.load_state_dict(layer.state_dict())
     assert torch.equal(other(x), layer(x)), "what is laid out follows what is loaded"
 

@@ -1,6 +1,8 @@
 """Squared gradients block by block, against autograd on the whole model in float64."""
 
 import copy
+import gc
+import tempfile
 
 import pytest
 import torch
@@ -57,6 +59,17 @@ def test_weights_on_disk_and_tied_ones_give_the_same(tiny, tokens, tmp_path):
         assert set(on_disk) == set(found) and len(found) == 16
         for name, F in found.items():
             torch.testing.assert_close(on_disk[name], F, rtol=1e-4, atol=1e-9)
+
+
+def test_temporary_matrices_do_not_outlive_their_process(tiny, tokens, tmp_path, monkeypatch):
+    """They lie in a `WorkFolder`, which is removed with the result, and after a kill by the next process."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    found = fisher(tiny("llama"), tokens(1, 10), device=CPU)
+    (folder,) = tmp_path.iterdir()
+    assert (folder / "lock").is_file() and folder in found.store.folder.parents
+    del found
+    gc.collect()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_pass_that_was_killed_goes_on_and_a_finished_one_is_read(tiny, tokens, tmp_path, monkeypatch):

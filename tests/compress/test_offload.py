@@ -139,9 +139,9 @@ def test_damaged_folders_are_refused(tiny, tmp_path):
     model.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     whole = file.read_bytes()
-    for content, message in ((whole[:-8], "shorter than its header says"), (b"x" * 100, "header is cut off")):
+    for content in (whole[:-8], b"x" * 100):
         file.write_bytes(content)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=r"model\.safetensors' is damaged or not complete"):
             load_on_disk(tmp_path, torch.float32, home="cpu")
     state = dict(model.state_dict())
     write_tensors(file, state | {"extra": torch.zeros(1)})
@@ -152,7 +152,7 @@ def test_damaged_folders_are_refused(tiny, tmp_path):
     with pytest.raises(ValueError, match="its file lacks 1 of the weights: model.norm.weight"):
         load_on_disk(tmp_path, torch.float32, home="cpu")
     file.unlink()
-    with pytest.raises(ValueError, match="needs safetensors"):
+    with pytest.raises(ValueError, match="holds neither model.safetensors nor"):
         load_on_disk(tmp_path, torch.float32, home="cpu")
 
 

@@ -17,12 +17,14 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from compress.checkpoint.files import CONFIG, fill, reading
 from compress.checkpoint.interop.schemes import PACKED, Scheme, groups_of, scheme_for
-from compress.checkpoint.interop.transformers_config import fill, plain_config
 from compress.checkpoint.interop.words import bytes_of_words, from_words
+from compress.checkpoint.load import plain_config, put_linear
 from compress.checkpoint.shards import Shards
 from compress.formats import Dense, EightBit, Format, IntGroup
-from compress.linear import CompressedLinear, replace
+from compress.linear import CompressedLinear
+from compress.result import refuse_save_pretrained
 from kernels.int_matmul import BITS, Packed, pack, unpack_bits
 from kernels.w8a8_matmul import W8
 
@@ -38,13 +40,15 @@ OFFSETS = {"gptq": 1, "gptq_v2": 0}  # the number that each version of GPTQ's fo
 
 def quantization_of(folder: Path) -> dict[str, Any] | None:
     """The quantisation that the config of a folder describes; None: no quantisation, or no config."""
-    path = folder / "config.json"
-    return json.loads(path.read_text(encoding="utf-8")).get("quantization_config") if path.is_file() else None
+    if not (folder / CONFIG).is_file():
+        return None
+    with reading(folder, CONFIG):
+        return json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("quantization_config")
 
 
 def can_read(quantization: dict[str, Any] | None) -> bool:
     """Whether `load_quantized` reads weights that are quantised like this; others are left to transformers."""
-    return quantization is not None and quantization.get("quant_method") in READERS
+    return isinstance(quantization, dict) and quantization.get("quant_method") in [*READERS]
 
 
 def load_quantized(folder: Path, dtype: torch.dtype) -> nn.Module:
@@ -63,7 +67,8 @@ def load_quantized(folder: Path, dtype: torch.dtype) -> nn.Module:
             f"its weights are quantised by {kind!r}; what can be read: {', '.join(READERS)}, and models that are not "
             "quantised"
         )
-    read = READERS[kind](quantization)
+    with reading(folder, CONFIG):
+        read = READERS[kind](quantization)
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(plain_config(folder), trust_remote_code=False)
     model.config.dtype = dtype
@@ -76,7 +81,8 @@ def load_quantized(folder: Path, dtype: torch.dtype) -> nn.Module:
             dense.append(name)
         if isinstance(module, nn.Linear) and not isinstance(part, Dense):
             bias = plain.pop(f"{name}.bias", None)
-            replace(model, name, CompressedLinear([part], None if bias is None else bias.to(dtype), dtype=dtype))
+            bias = None if bias is None else bias.to(dtype)
+            put_linear(model, name, CompressedLinear([part.checked()], bias, dtype=dtype))
         else:
             plain[f"{name}.weight"] = part.dequantize()
     if dense:
@@ -85,12 +91,10 @@ def load_quantized(folder: Path, dtype: torch.dtype) -> nn.Module:
             "were dequantised, so their accuracy is that of the file, but not their size and speed",
             stacklevel=2,
         )
-    try:
-        fill(model, {n: t.to(dtype) if t.is_floating_point() else t for n, t in plain.items()})
-    except RuntimeError as error:
-        raise ValueError(str(error)) from error
+    fill(model, {n: t.to(dtype) if t.is_floating_point() else t for n, t in plain.items()})
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
+    refuse_save_pretrained(model)
     return model.eval().requires_grad_(False)
 
 
@@ -225,6 +229,8 @@ def _in_order(part: IntGroup, g_idx: Tensor | None) -> Format:
     if packed.zero is not None:
         zero = unpack_bits(packed.zero, packed.bits, packed.scale.shape[1])
     group = g_idx.long()
+    if group.shape != (columns,) or int(group.min()) < 0 or int(group.max()) >= packed.scale.shape[1]:
+        raise ValueError(f"its columns name groups outside of the {packed.scale.shape[1]} that are stored")
     return Dense((codes - zero.float()[:, group]) * packed.scale.float()[:, group])
 
 

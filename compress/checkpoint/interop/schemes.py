@@ -120,6 +120,11 @@ def groups_of(quantization: dict[str, Any]) -> list[Group]:
     Raises:
         ValueError: one of the groups is of a kind that cannot be read.
     """
+    if quantization.get("quantization_status") == "decompressed":
+        raise ValueError(
+            "its weights are decompressed and its config calls them quantised: transformers saved it after the model "
+            "had run; take the folder from which that model was loaded"
+        )
     for key in ("transform_config", "sparsity_config"):
         if quantization.get(key):
             raise ValueError(f"its `quantization_config` has a {key}, which cannot be read")

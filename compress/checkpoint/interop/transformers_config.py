@@ -8,9 +8,11 @@ from typing import Any
 import transformers
 from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+from transformers import GenerationConfig
 from transformers.pytorch_utils import Conv1D
 
+from compress.checkpoint.files import fill
+from compress.checkpoint.load import plain_config
 from compress.checkpoint.save_format import Checkpoint
 from compress.checkpoint.workbench import write_configuration
 from compress.dropped import dropped_parts
@@ -72,19 +74,11 @@ def linear_names(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear | CompressedLinear)]
 
 
-def plain_config(folder: Path) -> PreTrainedConfig:
-    """The configuration of a checkpoint without its quantisation: the configuration of the original model."""
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    return config
-
-
 def model_of_tensors(kind: type[nn.Module], folder: Path, tensors: Mapping[str, Tensor]) -> nn.Module:
     """A model of a class of transformers, from a configuration and its weights under transformers' names.
 
     Raises:
-        RuntimeError: weights are missing, or the model has no place for some.
+        ValueError: weights are missing, or the model has no place for some.
     """
     with init_empty_weights(include_buffers=False):
         model = kind(plain_config(folder))
@@ -92,17 +86,3 @@ def model_of_tensors(kind: type[nn.Module], folder: Path, tensors: Mapping[str, 
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model.eval().requires_grad_(False)
-
-
-def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Give a model on the meta device its weights.
-
-    Raises:
-        RuntimeError: as `model_of_tensors`.
-    """
-    _, unexpected = model.load_state_dict(tensors, strict=False, assign=True)
-    model.tie_weights()
-    empty = [name for name, p in model.named_parameters() if p.is_meta]
-    for problem, names in (("the file lacks", empty), ("the model of its config has no place for", unexpected)):
-        if names:
-            raise RuntimeError(f"{problem} {len(names)} of the weights: {', '.join(names[:3])}")

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from compress.formats.base import AsStored
+from compress.formats.stored import Stored
 from kernels.int_matmul import pack_bits, unpack_bits
-from kernels.lut_matmul import Codebook, lut_matmul
+from kernels.lut_matmul import BITS, Codebook, lut_matmul
 
 LEAST = 3  # bits of a table that the product takes; smaller tables are repeated
 
@@ -73,8 +74,13 @@ class RowTables(AsStored):
 
     @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "RowTables":
-        shape = (spec["shape"][0], spec["shape"][1])
-        return cls(shape, tensors["codes"], tensors["tables"], bits=spec["bits"], least=spec["least"])
+        stored = Stored(spec, tensors)
+        bits = stored.number("bits", BITS)
+        least = stored.number("least", range(1, bits + 1))
+        tables = stored.tensor("tables", (stored.out, sum(1 << b for b in range(least, bits + 1))), torch.float16)
+        return cls(
+            stored.shape, stored.packed("codes", stored.out, stored.columns, bits), tables, bits=bits, least=least
+        )
 
     def _table(self) -> Tensor:
         """The table [out, 2^bits] of whole indices."""

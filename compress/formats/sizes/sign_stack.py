@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from compress.formats.base import AsStored
+from compress.formats.stored import Stored
 from kernels.int_matmul import pack_bits, unpack_bits
 from kernels.linear import linear
 
@@ -92,4 +93,9 @@ class SignStack(AsStored):
 
     @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "SignStack":
-        return cls((spec["shape"][0], spec["shape"][1]), *(tensors[name] for name in BLOCKWISE))
+        stored = Stored(spec, tensors)
+        blocks, rank = stored.number("blocks", range(1, 1 << 31)), stored.number("rank", range(1, 1 << 31))
+        signs = stored.tensor("signs", (blocks, stored.out, -(-stored.columns // 8)), torch.uint8)
+        left = stored.tensor("left", (blocks, stored.out, rank), torch.float16)
+        right = stored.tensor("right", (blocks, rank, stored.columns), torch.float16)
+        return cls(stored.shape, signs, left, right, stored.tensor("gains", (blocks,), torch.float32))

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from compress.formats.base import AsStored
 from compress.formats.csr import index_dtype
+from compress.formats.stored import Stored
 from kernels.ternary_matmul import Ternary, decode, encode, ternary_matmul
+from kernels.ternary_matmul.layout import P0, check_rows
 
 
 class TernaryWeight(AsStored):
@@ -59,9 +61,15 @@ class TernaryWeight(AsStored):
 
     @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "TernaryWeight":
-        shape = (spec["shape"][0], spec["shape"][1])
-        stored = (tensors[name] for name in ("codes", "counts", "low", "high"))
-        return cls(shape, *stored, p0=spec["p0"])
+        stored, p0 = Stored(spec, tensors), spec["p0"]
+        if not isinstance(p0, float) or not P0[0] <= p0 <= P0[1]:
+            raise ValueError(f"`p0` (={p0!r}) of a stored weight must be a number between {P0[0]} and {P0[1]}")
+        codes = stored.tensor("codes", (None,), torch.int16)
+        counts = stored.counted("counts", len(codes))
+        low, high = (stored.tensor(name, (stored.out,), torch.bfloat16) for name in ("low", "high"))
+        made = cls(stored.shape, codes, counts, low, high, p0=p0)
+        check_rows(made._ternary())
+        return made
 
     def _ternary(self) -> Ternary:
         return Ternary(self.codes, self.counts, self.low, self.high, self.shape, self.p0)

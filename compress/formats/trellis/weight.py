@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from compress.formats.base import AsStored
+from compress.formats.stored import Stored
 from compress.formats.trellis.rotation import turn, turn_back
 from kernels.int_matmul import pack_bits, unpack_bits
 from kernels.trellis_matmul import Trellis, decode, length_for, trellis_matmul
+from kernels.trellis_matmul.layout import BITS, LONGEST, PANEL, STATES
 
 
 class TrellisWeight(AsStored):
@@ -85,9 +87,14 @@ class TrellisWeight(AsStored):
 
     @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "TrellisWeight":
-        shape = (spec["shape"][0], spec["shape"][1])
-        stored = (tensors[name] for name in ("codes", "row", "column", "signs"))
-        return cls(shape, *stored, bits=spec["bits"], states=spec["states"])
+        stored = Stored(spec, tensors)
+        bits, states = stored.number("bits", BITS), stored.number("states", STATES)
+        length = stored.number("length", range(PANEL, max(LONGEST, stored.out + PANEL) + 1, PANEL))
+        codes = stored.tensor("codes", (-(-stored.out // length), stored.columns, length * bits // 8), torch.uint8)
+        row = stored.tensor("row", (stored.out,), torch.bfloat16)
+        column = stored.tensor("column", (stored.columns,), torch.bfloat16)
+        signs = stored.tensor("signs", (-(-stored.columns // 8),), torch.uint8)
+        return cls(stored.shape, codes, row, column, signs, bits=bits, states=states)
 
     def _trellis(self, row: Tensor) -> Trellis:
         return Trellis(self.codes, row, self.bits, self.states, self.shape)

@@ -8,7 +8,6 @@ gradients of its weights and of its input. Memory holds one block, its sums, and
 import copy
 import hashlib
 import json
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -77,11 +76,11 @@ def fisher(
         raise ValueError("`batches` must hold windows of at least 2 tokens, whose next ones are predicted")
     if stored := list(compressed_linears(model)):
         raise ValueError(f"`model` holds {stored[0]} compressed already; gradients need the weights before compression")
-    held = None if folder else tempfile.TemporaryDirectory(prefix="workbench-")
+    held = None if folder else WorkFolder()
     code = source.code_sha256(Path(__file__))
     about = [weights_sha256(model), tokens_sha256(list(batches)), device.type, code]
     key = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
-    store = BlockStore(Path(folder or held.name) / f"fisher-{key}")
+    store = BlockStore(Path(folder or held.path) / f"fisher-{key}")
     backward = _Backward(model, batches, device, store)
     if min(current().gathered(store.finished(backward.steps))) < backward.steps:
         backward.run()

@@ -8,7 +8,6 @@ for each recipe.
 import dataclasses
 import hashlib
 import json
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -29,6 +28,7 @@ from compress.walk.groups import collect, input_groups
 from compress.walk.once.saved import SavedStatistics, check_room, keep_block, predicted_bytes
 from compress.walk.parallel.ranks import current, progress_bar
 from compress.walk.resume import BlockStore
+from compress.walk.shards import WorkFolder
 from compress.walk.walk import Solver, chosen_linears, solve_linear, with_errors
 from kernels.linear import fast_linear
 
@@ -82,8 +82,8 @@ def shared_statistics(needs: Sequence[str], work_path: str | Path | None, *, hea
     if work_path:
         yield Shared(Path(work_path), needs, head, stays=True)
         return
-    with tempfile.TemporaryDirectory(prefix="workbench-") as folder:
-        yield Shared(Path(folder), needs, head, stays=False)
+    folder = WorkFolder()
+    yield Shared(folder.path, needs, head, stays=False)
 
 
 @torch.no_grad()

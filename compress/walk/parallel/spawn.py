@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from compress.walk.parallel.ranks import TIMEOUT
+from compress.walk.shards import WorkFolder
 
 PROCESSES = "WORKBENCH_PROCESSES"  # environment variable: processes per compression, unless a call sets their number
 MOST = 64
@@ -76,32 +76,32 @@ def spawned(count: int, call: Callable, arguments: Mapping[str, Any], device: to
         ValueError: the arguments cannot be sent to another process.
         RuntimeError: another process did not start.
     """
-    with tempfile.TemporaryDirectory(prefix="workbench-processes-") as place:
-        folder = Path(place)
+    work = WorkFolder()
+    folder = work.path
+    try:
+        torch.save(
+            {"call": call, "arguments": dict(arguments), "threads": torch.get_num_threads()}, folder / _ARGUMENTS
+        )
+    except (AttributeError, TypeError, RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"`processes` (={count}): the model or the recipe cannot be sent to another process "
+            f"({type(error).__name__}: {error}); start all processes with torchrun instead"
+        ) from error
+    backend = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+    others = [_start(rank, count, folder, backend) for rank in range(1, count)]
+    try:
+        _await(others, folder)
+        _meet(0, count, folder, backend)
         try:
-            torch.save(
-                {"call": call, "arguments": dict(arguments), "threads": torch.get_num_threads()}, folder / _ARGUMENTS
-            )
-        except (AttributeError, TypeError, RuntimeError, ValueError) as error:
-            raise ValueError(
-                f"`processes` (={count}): the model or the recipe cannot be sent to another process "
-                f"({type(error).__name__}: {error}); start all processes with torchrun instead"
-            ) from error
-        backend = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
-        others = [_start(rank, count, folder, backend) for rank in range(1, count)]
-        try:
-            _await(others, folder)
-            _meet(0, count, folder, backend)
-            try:
-                yield
-            finally:
-                dist.destroy_process_group()
-            for other in others:
-                other.wait(60)
+            yield
         finally:
-            for other in others:
-                other.kill()
-                other.wait()
+            dist.destroy_process_group()
+        for other in others:
+            other.wait(60)
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
 
 
 def _start(rank: int, count: int, folder: Path, backend: str) -> subprocess.Popen:
