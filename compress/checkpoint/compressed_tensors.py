@@ -39,14 +39,8 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-from compress.checkpoint.interop.experts import (
-    StoredNames,
-    decoded,
-    expert_remarks,
-    expert_shapes,
-    problem_of_experts,
-    round_inputs,
-)
+from compress.checkpoint.interop.experts import StoredNames, expert_remarks, expert_shapes, problem_of_experts
+from compress.checkpoint.interop.reading_experts import decoded, round_inputs, same_routing, with_split_experts
 from compress.checkpoint.interop.schemes import INTS, Scheme, quantization_config, scheme_of, vllm_remarks
 from compress.checkpoint.interop.transformers_config import (
     other_tensors,
@@ -60,7 +54,7 @@ from compress.checkpoint.shards import write_shards
 from compress.checkpoint.verify import compare_logits, compare_weights, take_computed_buffers
 from compress.formats import Dense, EightBit, Format, IntGroup
 from compress.formats.sparse import Sparse
-from compress.linear import CompressedLinear, compressed_linears, sharing_copy
+from compress.linear import CompressedLinear, compressed_linears
 from compress.walk.experts import split_experts
 from kernels.int_matmul import to_rows, unpack
 from kernels.w8a8_matmul import to_rows as to_rows8
@@ -145,9 +139,10 @@ vllm serve PATH
         if any(scheme.inputs for scheme in own):
             split_experts(loaded)
             round_inputs(loaded, model, schemes)
-        agreement = compare_logits(
-            model, loaded, checkpoint.tokenizer, activations_as_they_are=unrounded_inputs if steps else None
-        )
+        with same_routing(model, loaded):
+            agreement = compare_logits(
+                model, loaded, checkpoint.tokenizer, activations_as_they_are=unrounded_inputs if steps else None
+            )
         remarks = [str(agreement), *scale_remarks(rounded, model.dtype), *buffers, *vllm_remarks(schemes, model)]
         reader = f"transformers {transformers.__version__}"
         remarks += expert_remarks(own)
@@ -193,15 +188,6 @@ def _complete(kind: Any, folder: Path | None, **more: Any) -> nn.Module:
         if info[problem]:
             raise RuntimeError(f"transformers reports {problem} of the saved model: {sorted(info[problem])[:3]}")
     return loaded
-
-
-def with_split_experts(loaded: nn.Module) -> nn.Module:
-    """A model that shares the weights of a loaded one, its experts split as those of compressed models are."""
-    if not expert_shapes(loaded):
-        return loaded
-    split = sharing_copy(loaded)
-    split_experts(split)
-    return split
 
 
 def is_asymmetric(schemes: Mapping[str, Scheme]) -> bool:

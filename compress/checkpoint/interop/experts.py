@@ -5,11 +5,9 @@ names here are taken from that conversion: labels are sent through it in place o
 expert each stored tensor takes. vLLM reads the same names.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,10 +15,8 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from compress.checkpoint.interop.schemes import FLOATS, INTS, Scheme, scheme_of
-from compress.checkpoint.shards import Shards
 from compress.checkpoint.verify import named_weights
 from compress.walk.experts import SplitExperts, is_fused_experts, split_shapes
-from kernels.w8a8_matmul import BLOCK, quantize_rows
 
 LABELS = 4  # rows of an expert by which a layout is recognised: enough to tell two halves from alternating rows
 STORED_EXPERTS = r"re:.*\.experts\.\d+\..*"  # the target of a group that holds the experts, by their stored names
@@ -64,17 +60,22 @@ class StoredNames:
         Raises:
             ValueError: its experts are not stored one by one; the message gives the reason.
         """
-        experts: dict[str, tuple[Rows, ...]] = {}
-        owners = tuple(expert_shapes(model))
-        for owner in owners:
-            experts |= _stored_rows(model, owner, expert_shapes(model)[owner])
-        if not experts:
-            return cls({}, {})
-        inside = tuple(f"{owner}." for owner in owners)
-        names = [name for name, _ in named_weights(model, shapes_only=True) if not name.startswith(inside)]
-        labels = {name: torch.tensor(i) for i, name in enumerate(names)}
-        renamed = revert_weight_conversion(model, labels).items()
-        return cls(experts, {names[label]: name for name, label in renamed if names[label] != name})
+        labels, source = _labels(model)
+        experts: dict[str, list[Rows]] = defaultdict(list)
+        others = {}
+        for stored, given in revert_weight_conversion(model, labels).items() if labels else ():
+            rows = given.flatten().tolist()
+            linear, start = source[rows[0]]
+            if linear in labels:
+                others[linear] = stored
+                continue
+            if given.dim() != 2 or [source[row] for row in rows] != [(linear, start + i) for i in range(len(rows))]:
+                raise ValueError(
+                    f"its experts are stored as one tensor ({stored}), and compressed-tensors stores linears one by one"
+                )
+            experts[linear].append(Rows(stored.removesuffix(".weight"), start, start + len(rows)))
+        in_order = {name: tuple(sorted(parts, key=lambda part: part.start)) for name, parts in experts.items()}
+        return cls(in_order, {name: stored for name, stored in others.items() if name != stored})
 
     def stored(self, linear: str, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """The tensors of a linear under their stored names.
@@ -164,68 +165,23 @@ def expert_remarks(schemes: Iterable[Scheme]) -> list[str]:
     return []
 
 
-def decoded(folder: Path, model: nn.Module, schemes: Mapping[str, Scheme]) -> dict[str, Tensor]:
-    """The tensors of a written folder under their stored names, dequantised by the compressed-tensors library.
+def _labels(model: nn.Module) -> tuple[dict[str, Tensor], list[tuple[str, int]]]:
+    """Numbers in place of the weights of a model with experts, under transformers' names; none for other models.
 
-    Args:
-        model: the model in memory. schemes: of its quantised linears, by its own names.
+    Returns:
+        By name, for the parameter of all experts [experts, LABELS, 1], for other tensors a scalar; and what each number
+        stands for: an expert's linear and the row of it, or the name of another tensor and 0.
     """
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationScheme
-
-    names, shards, dense = StoredNames.of(model), Shards(folder), {}
-    scheme_by_name = {stored: scheme for name, scheme in schemes.items() for stored in names.linears(name)}
-    parts: dict[str, dict[str, Tensor]] = defaultdict(dict)
-    for name in shards.names():
-        owner, _, key = name.rpartition(".")
-        if owner in scheme_by_name and key != "bias":
-            parts[owner][key] = shards.read(name)
-        else:
-            dense[name] = shards.read(name)
-    for owner, stored in parts.items():
-        scheme = scheme_by_name[owner]
-        compressor = BaseCompressor.get_value_from_registry(scheme.format)
-        stored = compressor.decompress(stored, QuantizationScheme(**scheme.as_config(["Linear"])))
-        dense[f"{owner}.weight"] = stored["weight"].to(model.dtype)
-    return dense
-
-
-def round_inputs(loaded: nn.Module, model: nn.Module, schemes: Mapping[str, Scheme]) -> None:
-    """Let the linears of a loaded model that do not round their activations round them as those of the model do.
-
-    compressed-tensors' own attributes switch the rounding off and on.
-    """
-    for name, scheme in schemes.items():
-        linear = loaded.get_submodule(name)
-        if scheme.inputs is None or hasattr(linear, "quantization_scheme"):
-            continue
-        linear.quantization_scheme, linear.quantization_enabled = scheme, True
-        part, block = model.get_submodule(name).parts[0], BLOCK if scheme.inputs == "group" else None
-        linear.register_forward_pre_hook(partial(_rounded, dtype=part.w8.codes.dtype, scale=part.x_scale, block=block))
-
-
-def _rounded(
-    linear: nn.Module, args: tuple[Tensor], dtype: torch.dtype, scale: Tensor | None, block: int | None
-) -> tuple[Tensor] | None:
-    if not linear.quantization_enabled:
-        return None
-    (x,) = args
-    codes, steps = quantize_rows(x, dtype, scale=scale, block=block)
-    steps = steps if block is None else steps.repeat_interleave(block, -1)[..., : x.shape[-1]]
-    return ((codes.float() * steps).to(x.dtype),)
-
-
-def _stored_rows(model: nn.Module, owner: str, shapes: Mapping[str, tuple[int, int]]) -> dict[str, tuple[Rows, ...]]:
-    found: dict[str, list[Rows]] = {name: [] for name in shapes}
-    count = len(shapes) // 2
-    for kind in dict.fromkeys(name.rpartition(".")[0] for name in shapes):
-        labels = torch.arange(count * LABELS).view(count, LABELS, 1)
-        for name, given in revert_weight_conversion(model, {f"{owner}.{kind}": labels}).items():
-            rows = given.flatten().tolist()
-            expert, start = divmod(rows[0], LABELS)
-            if given.dim() != 2 or rows != list(range(rows[0], rows[0] + len(rows))) or start + len(rows) > LABELS:
-                raise ValueError(
-                    f"its experts are stored as one tensor ({name}), and compressed-tensors stores linears one by one"
-                )
-            found[f"{kind}.{expert}"].append(Rows(name.removesuffix(".weight"), start, start + len(rows)))
-    return {f"{owner}.{name}": tuple(sorted(rows, key=lambda one: one.start)) for name, rows in found.items()}
+    labels: dict[str, Tensor] = {}
+    source: list[tuple[str, int]] = []
+    shapes = expert_shapes(model)
+    for owner, linears in shapes.items():
+        for kind, count in Counter(linear.rpartition(".")[0] for linear in linears).items():
+            labels[f"{owner}.{kind}"] = torch.arange(len(source), len(source) + count * LABELS).view(count, LABELS, 1)
+            source += [(f"{owner}.{kind}.{expert}", row) for expert in range(count) for row in range(LABELS)]
+    inside = tuple(f"{owner}." for owner in shapes)
+    for name, _ in named_weights(model, shapes_only=True) if shapes else ():
+        if not name.startswith(inside):
+            labels[name] = torch.tensor(len(source))
+            source.append((name, 0))
+    return labels, source
