@@ -39,9 +39,15 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-from compress.checkpoint.interop.experts import StoredNames, expert_remarks, expert_shapes, problem_of_experts
+from compress.checkpoint.interop.experts import (
+    StoredNames,
+    expert_remarks,
+    expert_shapes,
+    problem_of_experts,
+    unread_experts,
+)
 from compress.checkpoint.interop.reading_experts import decoded, round_inputs, same_routing, with_split_experts
-from compress.checkpoint.interop.schemes import INTS, Scheme, quantization_config, scheme_of, vllm_remarks
+from compress.checkpoint.interop.schemes import Scheme, quantization_config, scheme_of, vllm_remarks
 from compress.checkpoint.interop.transformers_config import (
     other_tensors,
     plain_config,
@@ -85,7 +91,10 @@ vllm serve PATH
 ```"""
 
     def how_to_load(self, model: nn.Module) -> str:
-        if not is_asymmetric(schemes_of(model)):
+        schemes = schemes_of(model)
+        if unread_experts(StoredNames.of(model).experts, schemes):
+            return self.snippet[self.snippet.index("\nvLLM:") :]
+        if not is_asymmetric(schemes):
             return self.snippet
         dequantized = 'dtype="auto", quantization_config=CompressedTensorsConfig(dequantize=True)'
         snippet = self.snippet.replace("AutoTokenizer\n", "AutoTokenizer, CompressedTensorsConfig\n", 1)
@@ -108,7 +117,8 @@ vllm serve PATH
         if problem := problem_of_experts(model, linears):
             return f"`save_format` (={self.name!r}) cannot hold this model: {problem}"
         schemes = {name: scheme for name, spec in linears.items() if (scheme := scheme_of(spec)) is not None}
-        if is_asymmetric(schemes) and len(set(schemes.values())) > 1:
+        read = not unread_experts(StoredNames.of(model).experts, schemes)
+        if read and is_asymmetric(schemes) and len(set(schemes.values())) > 1:
             shown = "; ".join(str(scheme) for scheme in dict.fromkeys(schemes.values()))
             return (
                 f"`save_format` (={self.name!r}) cannot hold this model: transformers loads asymmetric weights only "
@@ -126,8 +136,9 @@ vllm serve PATH
 
     def verify(self, checkpoint: Checkpoint, folder: Path) -> Verification:
         model, schemes = checkpoint.model, schemes_of(checkpoint.model)
-        own = {scheme for name, scheme in schemes.items() if name in StoredNames.of(model).experts}  # of experts
-        if any(scheme.format == INTS for scheme in own):
+        experts = StoredNames.of(model).experts
+        unread = unread_experts(experts, schemes)
+        if unread:
             loaded = load_decoded(folder, model, schemes)
         else:
             loaded = load_with_transformers(folder, model.dtype, schemes)
@@ -136,7 +147,7 @@ vllm serve PATH
         rounded = {name: rounding(linear, model.dtype) for name, linear in compressed_linears(model).items()}
         compare_weights(model, with_split_experts(loaded), rounded)
         steps = any(scheme.inputs for scheme in schemes.values())
-        if any(scheme.inputs for scheme in own):
+        if any(name in schemes and schemes[name].inputs for name in experts):
             split_experts(loaded)
             round_inputs(loaded, model, schemes)
         with same_routing(model, loaded):
@@ -145,10 +156,10 @@ vllm serve PATH
             )
         remarks = [str(agreement), *scale_remarks(rounded, model.dtype), *buffers, *vllm_remarks(schemes, model)]
         reader = f"transformers {transformers.__version__}"
-        remarks += expert_remarks(own)
+        remarks += expert_remarks(experts, schemes)
         if schemes:
             reader += f" with compressed-tensors {version('compressed-tensors')}"
-        if is_asymmetric(schemes):
+        if is_asymmetric(schemes) and not unread:
             remarks.append(f"transformers loads asymmetric weights with `{DEQUANTIZE}` only")
         return Verification(reader, agreement.largest, tuple(remarks))
 
@@ -171,7 +182,7 @@ def load_with_transformers(folder: Path, dtype: torch.dtype, schemes: Mapping[st
 def load_decoded(folder: Path, model: nn.Module, schemes: Mapping[str, Scheme]) -> nn.Module:
     """The model as transformers loads it after all its weights were dequantised by the compressed-tensors library.
 
-    transformers 5.23 does not read experts of int8 codes itself: it refuses them.
+    For experts that transformers 5.23 does not read itself (`unread_experts`).
 
     Raises:
         RuntimeError: as in `load_with_transformers`.

@@ -17,6 +17,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from compress.checkpoint.interop.schemes import FLOATS, INTS, Scheme, scheme_of
 from compress.checkpoint.verify import named_weights
 from compress.walk.experts import SplitExperts, is_fused_experts, split_shapes
+from kernels.w8a8_matmul import BLOCK
 
 LABELS = 4  # rows of an expert by which a layout is recognised: enough to tell two halves from alternating rows
 STORED_EXPERTS = r"re:.*\.experts\.\d+\..*"  # the target of a group that holds the experts, by their stored names
@@ -131,35 +132,54 @@ def problem_of_experts(model: nn.Module, linears: Mapping[str, dict[str, Any]]) 
     if len(distinct) > 1:
         shown = "; ".join(str(one or "not quantised") for one in distinct)
         return f"its readers take one scheme for all experts, and these have several ({shown})"
-    others = {scheme.format for spec in linears.values() if (scheme := scheme_of(spec)) is not None}
-    return _problem_of_scheme(distinct[0], others)
-
-
-def _problem_of_scheme(scheme: Scheme | None, others: set[str]) -> str:
-    """As `problem_of_experts`, of the one scheme of all experts; others: the formats of all quantised linears."""
+    (scheme,) = distinct
     if scheme is None:
-        if others <= {FLOATS}:
-            return ""
-        return "its experts are not quantised and other linears are integers, which transformers does not read"
-    if not scheme.symmetric:
-        return "its experts have zero points, which transformers does not read for experts; symmetric=True would do"
-    if scheme.strategy == "block":
-        return "its experts have a scale per block, which transformers does not read; weights='channel' would do"
-    if scheme.inputs == "tensor":
-        return "its experts have stored steps of activations, and vLLM takes a step per token only"
+        return ""
+    if scheme.inputs == "tensor" or (scheme.format, scheme.strategy) == (INTS, "block"):
+        return f"vLLM has no experts of this kind ({scheme}), and transformers does not read them either"
+    unit = BLOCK if scheme.strategy == "block" else 32 if not scheme.symmetric else 1
+    for name, parts in experts.items():
+        rows = linears[name]["parts"][0]["shape"][0] // len(parts)
+        if len(parts) > 1 and rows % unit:
+            return (
+                f"gate and up projection are stored apart, and the {rows} rows of each in {name} are no multiple of "
+                f"{unit}, so that their {'zero points' if unit == 32 else 'scales'} cannot be taken apart"
+            )
     return ""
 
 
-def expert_remarks(schemes: Iterable[Scheme]) -> list[str]:
-    """Remarks on experts of these schemes, for users of transformers 5.23."""
-    if any(scheme.format == INTS for scheme in schemes):
+def unread_experts(experts: Iterable[str], schemes: Mapping[str, Scheme]) -> str:
+    """What transformers 5.23 does not read of a model's experts, all of one scheme; "" if it reads them.
+
+    It does not load such checkpoints: the conversion of the experts ends with an error.
+
+    Args:
+        experts: names of their linears. schemes: of all quantised linears of the model, by name.
+    """
+    own = {schemes.get(name) for name in experts}
+    if not own or not schemes:
+        return ""
+    (scheme,) = own
+    if scheme is None:
+        floats = all(other.format == FLOATS for other in schemes.values())
+        return "" if floats else "experts that are not quantised beside linears that are stored as integers"
+    if scheme.format == INTS:
+        return "experts whose weights are int8 codes"
+    if scheme.strategy == "block":
+        return "experts with a scale per block"
+    return "" if scheme.symmetric else "experts with zero points"
+
+
+def expert_remarks(experts: Iterable[str], schemes: Mapping[str, Scheme]) -> list[str]:
+    """Remarks on experts for users of transformers; arguments as in `unread_experts`."""
+    if unread := unread_experts(experts, schemes):
         return [
-            "vLLM reads the int8 codes of the experts; transformers 5.23 refuses them: here compressed-tensors "
-            "dequantised all weights, and transformers put them into the model"
+            f"vLLM reads this checkpoint; transformers 5.23 refuses it, because it does not read {unread}: for this "
+            "comparison compressed-tensors dequantised all weights, and transformers put them into the model"
         ]
-    if any(scheme.inputs for scheme in schemes):
+    if any(name in schemes and schemes[name].inputs for name in experts):
         return [
-            "transformers multiplies the experts by activations that are not rounded; for the comparison these were "
+            "transformers multiplies the experts by activations that are not rounded; for this comparison they were "
             "rounded, as this workbench and vLLM do"
         ]
     return []

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.checkpoint.interop.experts import StoredNames, expert_shapes
-from compress.checkpoint.interop.schemes import Scheme
+from compress.checkpoint.interop.schemes import FLOATS, Scheme
 from compress.checkpoint.shards import Shards
 from compress.linear import sharing_copy
 from compress.walk.experts import split_experts
@@ -111,8 +111,12 @@ def round_inputs(loaded: nn.Module, model: nn.Module, schemes: Mapping[str, Sche
         if scheme.inputs is None or hasattr(linear, "quantization_scheme"):
             continue
         linear.quantization_scheme, linear.quantization_enabled = scheme, True
-        part, block = model.get_submodule(name).parts[0], BLOCK if scheme.inputs == "group" else None
-        linear.register_forward_pre_hook(partial(_rounded, dtype=part.w8.codes.dtype, scale=part.x_scale, block=block))
+        step = {
+            "dtype": torch.float8_e4m3fn if scheme.format == FLOATS else torch.int8,
+            "scale": getattr(model.get_submodule(name).parts[0], "x_scale", None),
+            "block": BLOCK if scheme.inputs == "group" else None,
+        }
+        linear.register_forward_pre_hook(partial(_rounded, **step))
 
 
 def _rounded(
