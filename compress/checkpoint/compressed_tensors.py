@@ -90,6 +90,9 @@ vLLM:
 vllm serve PATH
 ```"""
 
+    def read_by(self, model: nn.Module) -> str:
+        return "vLLM" if unread_experts(StoredNames.of(model).experts, schemes_of(model)) else self.readers
+
     def how_to_load(self, model: nn.Module) -> str:
         schemes = schemes_of(model)
         if unread_experts(StoredNames.of(model).experts, schemes):

@@ -127,6 +127,10 @@ class SaveFormat:
         """The snippet for the card of this model."""
         return self.snippet
 
+    def read_by(self, model: nn.Module) -> str:
+        """The libraries that load this model, for its card: `readers`, or some of them."""
+        return self.readers
+
     def problem(self, linear: dict[str, Any]) -> str:
         """The reason why the format cannot hold a linear in its stored form, "" if it can.
 
