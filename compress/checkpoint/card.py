@@ -47,7 +47,7 @@ def write_card(
         f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n",
         f"# {title}\n",
         f"`{base}`, compressed by `{', '.join(one['method'] for one in story.recipe)}`, in the format "
-        f"`{save_format.name}`. It is loaded by {' and '.join(save_format.readers.rsplit(', ', 1))}. "
+        f"`{save_format.name}`. It is loaded by {' and '.join(save_format.read_by(model).rsplit(', ', 1))}. "
         f"Weight files: {stored / 1e6:,.1f} MB; what is "
         f"not compressed is in {dtype}. {'' if 'license' in front else LICENSE}".rstrip()
         + "\n",
@@ -212,9 +212,21 @@ def _weights(checkpoint: Checkpoint) -> str:
         text += f"| {names} | {sum(size for _, size in members):,} | {done} | {why} |\n"
     if getattr(checkpoint.model.config, "tie_word_embeddings", False):
         text += "\nThe output head shares the weight of the embedding.\n"
+    text += _unreached(story.layers)
     if gone := [drop["name"] for drop in story.drops if drop["order"]] or list(dropped_parts(checkpoint.model)):
         text += f"\nDropped: {', '.join(f'`{name}`' for name in gone)}.\n"
     return text
+
+
+def _unreached(layers: Sequence[Mapping[str, Any]]) -> str:
+    """The weights, experts for the most part, that no calibration token reached; "" if the methods needed none."""
+    names = [layer["name"] for layer in layers if not layer["tokens"]]
+    if not names or len(names) == len(layers):
+        return ""
+    return (
+        f"\nNo calibration token reached {len(names)} of the {len(layers)} compressed weights, such as `{names[0]}`: "
+        "they were rounded without knowing their inputs.\n"
+    )
 
 
 def _why(reason: str) -> str:

@@ -39,9 +39,18 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
+from compress.checkpoint.interop.experts import (
+    StoredNames,
+    expert_remarks,
+    expert_shapes,
+    problem_of_experts,
+    unread_experts,
+)
+from compress.checkpoint.interop.reading_experts import decoded, round_inputs, same_routing, with_split_experts
 from compress.checkpoint.interop.schemes import Scheme, quantization_config, scheme_of, vllm_remarks
 from compress.checkpoint.interop.transformers_config import (
     other_tensors,
+    plain_config,
     problem_for_transformers,
     write_reader_configuration,
 )
@@ -52,6 +61,7 @@ from compress.checkpoint.verify import compare_logits, compare_weights, take_com
 from compress.formats import Dense, EightBit, Format, IntGroup
 from compress.formats.sparse import Sparse
 from compress.linear import CompressedLinear, compressed_linears
+from compress.walk.experts import split_experts
 from kernels.int_matmul import to_rows, unpack
 from kernels.w8a8_matmul import to_rows as to_rows8
 
@@ -83,8 +93,14 @@ vllm serve PATH
 Copy this folder as it is. `save_pretrained` of a model that transformers loaded from it and that has run writes weights
 that are decompressed, under a configuration that calls them packed: vLLM and this workbench refuse such a folder."""
 
+    def read_by(self, model: nn.Module) -> str:
+        return "vLLM" if unread_experts(StoredNames.of(model).experts, schemes_of(model)) else self.readers
+
     def how_to_load(self, model: nn.Module) -> str:
-        if not is_asymmetric(schemes_of(model)):
+        schemes = schemes_of(model)
+        if unread_experts(StoredNames.of(model).experts, schemes):
+            return self.snippet[self.snippet.index("\nvLLM:") :]
+        if not is_asymmetric(schemes):
             return self.snippet
         dequantized = 'dtype="auto", quantization_config=CompressedTensorsConfig(dequantize=True)'
         snippet = self.snippet.replace("AutoTokenizer\n", "AutoTokenizer, CompressedTensorsConfig\n", 1)
@@ -97,16 +113,18 @@ that are decompressed, under a configuration that calls them packed: vLLM and th
             return str(reason)
         return ""
 
-    def problem_of_model(self, model: nn.Module) -> str:
+    def problem_of_model(self, model: nn.Module, linears: Mapping[str, dict[str, Any]]) -> str:
         if importlib.util.find_spec("compressed_tensors") is None:
             return f"`save_format` (={self.name!r}) is verified with the compressed-tensors library: `{INSTALL}`"
         if problem := problem_for_transformers(model, self.name):
             return problem
-        try:
-            schemes = schemes_of(model)
-        except ValueError:  # `problem` names the linear and the reason
+        if any(map(self.problem, linears.values())):  # the caller names the linear and the reason
             return ""
-        if is_asymmetric(schemes) and len(set(schemes.values())) > 1:
+        if problem := problem_of_experts(model, linears):
+            return f"`save_format` (={self.name!r}) cannot hold this model: {problem}"
+        schemes = {name: scheme for name, spec in linears.items() if (scheme := scheme_of(spec)) is not None}
+        read = not unread_experts(StoredNames.of(model).experts, schemes)
+        if read and is_asymmetric(schemes) and len(set(schemes.values())) > 1:
             shown = "; ".join(str(scheme) for scheme in dict.fromkeys(schemes.values()))
             return (
                 f"`save_format` (={self.name!r}) cannot hold this model: transformers loads asymmetric weights only "
@@ -117,25 +135,37 @@ that are decompressed, under a configuration that calls them packed: vLLM and th
     def write(self, checkpoint: Checkpoint, folder: Path) -> None:
         model = checkpoint.model
         schemes = schemes_of(model)
-        write_reader_configuration(checkpoint, folder, quantization_config(schemes, model) if schemes else None)
+        write_reader_configuration(
+            checkpoint, folder, quantization_config(schemes, model, StoredNames.of(model).targets) if schemes else None
+        )
         write_shards(tensors(model), folder, shard_bytes=checkpoint.shard_bytes)
 
     def verify(self, checkpoint: Checkpoint, folder: Path) -> Verification:
         model, schemes = checkpoint.model, schemes_of(checkpoint.model)
-        loaded = load_with_transformers(folder, model.dtype, schemes)
+        experts = StoredNames.of(model).experts
+        unread = unread_experts(experts, schemes)
+        if unread:
+            loaded = load_decoded(folder, model, schemes)
+        else:
+            loaded = load_with_transformers(folder, model.dtype, schemes)
         buffers = take_computed_buffers(model, loaded)
         loaded(torch.zeros(1, 1, dtype=torch.long), use_cache=False)  # the library decompresses at the first forward
         rounded = {name: rounding(linear, model.dtype) for name, linear in compressed_linears(model).items()}
-        compare_weights(model, loaded, rounded)
+        compare_weights(model, with_split_experts(loaded), rounded)
         steps = any(scheme.inputs for scheme in schemes.values())
-        agreement = compare_logits(
-            model, loaded, checkpoint.tokenizer, activations_as_they_are=unrounded_inputs if steps else None
-        )
+        if any(name in schemes and schemes[name].inputs for name in experts):
+            split_experts(loaded)
+            round_inputs(loaded, model, schemes)
+        with same_routing(model, loaded):
+            agreement = compare_logits(
+                model, loaded, checkpoint.tokenizer, activations_as_they_are=unrounded_inputs if steps else None
+            )
         remarks = [str(agreement), *scale_remarks(rounded, model.dtype), *buffers, *vllm_remarks(schemes, model)]
         reader = f"transformers {transformers.__version__}"
+        remarks += expert_remarks(experts, schemes)
         if schemes:
             reader += f" with compressed-tensors {version('compressed-tensors')}"
-        if is_asymmetric(schemes):
+        if is_asymmetric(schemes) and not unread:
             remarks.append(f"transformers loads asymmetric weights with `{DEQUANTIZE}` only")
         return Verification(reader, agreement.largest, tuple(remarks))
 
@@ -152,9 +182,25 @@ def load_with_transformers(folder: Path, dtype: torch.dtype, schemes: Mapping[st
     more = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if is_asymmetric(schemes) else {}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="You passed `quantization_config`")
-        loaded, info = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, trust_remote_code=False, output_loading_info=True, **more
-        )
+        return _complete(AutoModelForCausalLM, folder, dtype=dtype, **more)
+
+
+def load_decoded(folder: Path, model: nn.Module, schemes: Mapping[str, Scheme]) -> nn.Module:
+    """The model as transformers loads it after all its weights were dequantised by the compressed-tensors library.
+
+    For experts that transformers 5.23 does not read itself (`unread_experts`).
+
+    Raises:
+        RuntimeError: as in `load_with_transformers`.
+    """
+    dense = decoded(folder, model, schemes)
+    return _complete(type(model), None, config=plain_config(folder), state_dict=dense, dtype=model.dtype)
+
+
+def _complete(kind: Any, folder: Path | None, **more: Any) -> nn.Module:
+    loaded, info = kind.from_pretrained(folder, trust_remote_code=False, output_loading_info=True, **more)
+    if expert_shapes(loaded):
+        loaded.set_experts_implementation("eager")  # the only one that computes in float64, too
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[problem]:
             raise RuntimeError(f"transformers reports {problem} of the saved model: {sorted(info[problem])[:3]}")
@@ -173,12 +219,16 @@ def schemes_of(model: nn.Module) -> dict[str, Scheme]:
 
 def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The stored tensors, each shared one (a tied embedding) once, under its first name."""
-    yield from other_tensors(model)
+    names = StoredNames.of(model)
+    for name, tensor in other_tensors(model):
+        linear, _, key = name.rpartition(".")
+        if linear in names.experts:
+            yield from names.stored(linear, {key: tensor})
+        else:
+            yield names.others.get(name, name), tensor
     for name, linear in compressed_linears(model).items():
-        for key, tensor in stored_tensors(linear, model.dtype).items():
-            yield f"{name}.{key}", tensor
-        if linear.bias is not None:
-            yield f"{name}.bias", linear.bias
+        bias = {} if linear.bias is None else {"bias": linear.bias}
+        yield from names.stored(name, stored_tensors(linear, model.dtype) | bias)
 
 
 def stored_tensors(linear: CompressedLinear, dtype: torch.dtype) -> dict[str, Tensor]:

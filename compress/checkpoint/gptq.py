@@ -24,7 +24,7 @@ verified by `decode`, which follows this description and shares no code with the
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.checkpoint.compressed_tensors import plain_part, rounding, scale_remarks
+from compress.checkpoint.interop.experts import expert_shapes
 from compress.checkpoint.interop.schemes import PACKED, Scheme, fused_linears, plain_spec, scheme_of, vllm_remarks
 from compress.checkpoint.interop.transformers_config import (
     linear_names,
@@ -89,7 +90,12 @@ vllm serve PATH
             )
         return ""
 
-    def problem_of_model(self, model: nn.Module) -> str:
+    def problem_of_model(self, model: nn.Module, linears: Mapping[str, dict[str, Any]]) -> str:
+        if expert_shapes(model):
+            return (
+                f"`save_format` (={self.name!r}) cannot hold this model: its experts are linears of their own, which "
+                "its readers do not quantise"
+            )
         return problem_for_transformers(model, self.name)
 
     def write(self, checkpoint: Checkpoint, folder: Path) -> None:

@@ -131,7 +131,7 @@ def check_holds(
             f"`save_format` (={save_format!r}) is written from memory, and this model's weights lie on disk: {ways} "
             "would do; `export_checkpoint` can convert that later if the compressed model fits into memory"
         )
-    if problem := _problem(writer, model, {}):
+    if problem := _problem_of_model(writer, model, linears):
         raise ValueError(problem + _instead(model, linears))
     for name, spec in linears.items():
         if problem := writer.problem(spec):
@@ -140,15 +140,19 @@ def check_holds(
             raise ValueError(shown + _instead(model, linears))
 
 
-def _problem(writer: SaveFormat, model: nn.Module, linears: Mapping[str, dict[str, Any]]) -> str:
+def _problem_of_model(writer: SaveFormat, model: nn.Module, linears: Mapping[str, dict[str, Any]]) -> str:
     if not writer.holds_rotations and (stream_of(model) is not None or getattr(model, "to_be_rotated", False)):
         return f"`save_format` (={writer.name!r}) has no place for transforms of inputs that act while the model runs"
-    return writer.problem_of_model(model) or next(filter(None, map(writer.problem, linears.values())), "")
+    return writer.problem_of_model(model, linears)
 
 
 def _instead(model: nn.Module, linears: Mapping[str, dict[str, Any]]) -> str:
     """The formats that can hold a model, as the end of a message; "" if there are none."""
-    others = [repr(one.name) for one in SAVE_FORMATS.values() if not _problem(one, model, linears)]
+    others = [
+        repr(one.name)
+        for one in SAVE_FORMATS.values()
+        if not _problem_of_model(one, model, linears) and not any(map(one.problem, linears.values()))
+    ]
     return f"; {' or '.join(others)} would do" if others else ""
 
 

@@ -1,6 +1,7 @@
 """The interface of a checkpoint format: what it can hold, how it is written, and how the written files are verified."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -126,6 +127,10 @@ class SaveFormat:
         """The snippet for the card of this model."""
         return self.snippet
 
+    def read_by(self, model: nn.Module) -> str:
+        """The libraries that load this model, for its card: `readers`, or some of them."""
+        return self.readers
+
     def problem(self, linear: dict[str, Any]) -> str:
         """The reason why the format cannot hold a linear in its stored form, "" if it can.
 
@@ -136,10 +141,13 @@ class SaveFormat:
         """
         raise NotImplementedError
 
-    def problem_of_model(self, model: nn.Module) -> str:
-        """The reason why the format cannot hold a model of this class, configuration or dropped parts; "" if it can.
+    def problem_of_model(self, model: nn.Module, linears: Mapping[str, dict[str, Any]]) -> str:
+        """The reason why the format cannot hold a model of this class, configuration or dropped parts, or linears that
+        it could hold in another model; "" if it can.
 
-        No weights are read, so that a model on the meta device is enough.
+        Args:
+            model: no weights are read, so that a model on the meta device is enough.
+            linears: by name, what `problem` is given of each.
         """
         return ""
 

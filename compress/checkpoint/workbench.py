@@ -1,6 +1,7 @@
 """The workbench's own format: every stored weight unchanged, in safetensors, beside transformers' configuration."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -41,7 +42,7 @@ model, tokenizer = load_model("PATH", dtype="bfloat16")
     def problem(self, linear: dict[str, Any]) -> str:
         return ""
 
-    def problem_of_model(self, model: nn.Module) -> str:
+    def problem_of_model(self, model: nn.Module, linears: Mapping[str, dict[str, Any]]) -> str:
         if getattr(transformers, type(model).__name__, None) is type(model):
             return ""
         return (

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from compress.linear import shape_of
 from compress.walk import stack
 from kernels.int_matmul import Packed
 from kernels.int_matmul.experts import expert_matmul
@@ -93,7 +94,10 @@ def is_fused_experts(module: nn.Module) -> bool:
 
 
 def split_shapes(experts: nn.Module) -> dict[str, tuple[int, int]]:
-    """Name and shape (out, in) of each linear that `SplitExperts` would make of fused experts."""
+    """Name and shape (out, in) of each linear that `SplitExperts` would make of fused experts, or has made of them."""
+    if isinstance(experts, SplitExperts):
+        kinds = {name: getattr(experts, name) for name in (experts.up_name, "down_proj")}
+        return {f"{name}.{e}": shape_of(linear) for name, linears in kinds.items() for e, linear in enumerate(linears)}
     shapes = {}
     for name in (_up_name(experts), "down_proj"):
         count, *shape = getattr(experts, name).shape

@@ -3,6 +3,7 @@
 import logging
 import re
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -92,7 +93,7 @@ class GGUF(SaveFormat):
         # Codes that fit no type are written in 16 bits; `verify` reports the cost.
         return "llama.cpp cannot transform the input of a linear" if linear.get("transform") else ""
 
-    def problem_of_model(self, model: nn.Module) -> str:
+    def problem_of_model(self, model: nn.Module, linears: Mapping[str, dict[str, Any]]) -> str:
         return models.problem_of(model)
 
     def write(self, checkpoint: Checkpoint, folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -202,18 +202,21 @@ def plain_spec(linear: dict[str, Any]) -> dict[str, Any]:
     return part
 
 
-def quantization_config(schemes: Mapping[str, Scheme], model: nn.Module) -> dict[str, Any]:
+def quantization_config(
+    schemes: Mapping[str, Scheme], model: nn.Module, targets: Callable[[Iterable[str]], list[str]]
+) -> dict[str, Any]:
     """`quantization_config` of config.json.
 
     Args:
         schemes: by name, the schemes of the quantised linears; at least one.
+        targets: gives the stored names of linears, or patterns of these.
     """
     by_scheme: dict[Scheme, list[str]] = defaultdict(list)
     for name, scheme in schemes.items():
         by_scheme[scheme].append(name)
     # A single scheme is given by class, so that the file stays short; several are given by the names of the linears.
     groups = {
-        f"group_{i}": scheme.as_config(["Linear"] if len(by_scheme) == 1 else names)
+        f"group_{i}": scheme.as_config(["Linear"] if len(by_scheme) == 1 else targets(names))
         for i, (scheme, names) in enumerate(by_scheme.items())
     }
     formats = sorted({scheme.format for scheme in by_scheme})
@@ -222,7 +225,7 @@ def quantization_config(schemes: Mapping[str, Scheme], model: nn.Module) -> dict
         "format": formats[0] if len(formats) == 1 else MIXED,
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": [name for name in linear_names(model) if name not in schemes],
+        "ignore": targets(name for name in linear_names(model) if name not in schemes),
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }

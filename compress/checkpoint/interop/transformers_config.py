@@ -17,7 +17,6 @@ from compress.checkpoint.save_format import Checkpoint
 from compress.checkpoint.workbench import write_configuration
 from compress.dropped import dropped_parts
 from compress.linear import CompressedLinear, compressed_linears
-from compress.walk.experts import SplitExperts, is_fused_experts
 
 
 def problem_for_transformers(model: nn.Module, save_format: str) -> str:
@@ -34,8 +33,6 @@ def problem_for_transformers(model: nn.Module, save_format: str) -> str:
             f"{start}{gone[0]} was dropped, and other libraries build every block with attention and MLP; models with "
             "whole blocks dropped can be held"
         )
-    if any(isinstance(module, SplitExperts) or is_fused_experts(module) for module in model.modules()):
-        return f"{start}its experts are linears of their own here, for which its readers have no common layout"
     head = model.get_output_embeddings()
     if isinstance(head, CompressedLinear) and not head.looked_up and model.config.get_text_config().tie_word_embeddings:
         return f"{start}its head is quantised and its embedding is not, and readers tie them"

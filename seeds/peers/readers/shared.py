@@ -53,6 +53,7 @@ class Answer:
         tokens: of each prompt. token_nll: of each window, in nats.
         decode_tokens_per_s, prefill_tokens_per_s: medians over the rounds; None where nothing was timed.
         seconds: from the start of the script to the end of the task.
+        not_run: why the library, which loaded the checkpoint, cannot run it on this machine; "" if it did.
     """
 
     reader: str
@@ -62,6 +63,7 @@ class Answer:
     decode_tokens_per_s: float | None = None
     prefill_tokens_per_s: float | None = None
     seconds: float = 0.0
+    not_run: str = ""
 
 
 def serve(read: Callable[[Task], Answer]) -> None:

@@ -1,0 +1,230 @@
+"""Small models with experts, compressed and saved by the workbench, in transformers and in vLLM: which are the same?
+
+    python seeds/peers/interop_experts.py --write compress/checkpoint/EXPERTS.md
+    python seeds/peers/interop_experts.py --environments /tmp/environments --families mixtral --schemes W4A16
+
+The models are random. Saving loads each checkpoint again, by transformers where it reads it, and compares every
+weight and the logits. vLLM loads it in an environment of its own (`make interop` makes the same one), and each of its
+parameters is compared with the checkpoint's tensors, bit by bit. Where vLLM has a kernel for the experts on this
+processor, it also continues a prompt. The exit code is 1 if anything differs.
+"""
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from interop_environments import READERS, environment_variables, ready
+from readers.shared import Answer, Task
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from compress import apply, save_compressed
+from compress.checkpoint.save_format import Verification
+from compress.checkpoint.shards import Shards
+from compress.recipe import parse_recipe
+from eval.machine.hardware import hardware
+
+SIZE = {
+    "vocab_size": 512, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "num_experts_per_tok": 2,
+}  # fmt: skip
+GROUPED = {**SIZE, "num_key_value_heads": 2, "head_dim": 64}
+LATENT = {
+    **SIZE, "num_key_value_heads": 4, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
+    "v_head_dim": 128, "n_routed_experts": 8, "moe_intermediate_size": 128, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "topk_group": 1,
+}  # fmt: skip
+FAMILIES = {
+    "mixtral": {**GROUPED, "num_local_experts": 8},
+    "qwen2_moe": {**GROUPED, "num_experts": 8, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 256},
+    "qwen3_moe": {**GROUPED, "num_experts": 8, "moe_intermediate_size": 128, "norm_topk_prob": True},
+    "olmoe": {**GROUPED, "num_experts": 8},
+    "deepseek_v2": {**LATENT, "q_lora_rank": None, "n_group": 1, "topk_method": "greedy"},
+    "deepseek_v3": {**LATENT, "q_lora_rank": 128, "n_group": 2, "topk_method": "noaux_tc"},
+    "gpt_oss": {**GROUPED, "num_local_experts": 8, "sliding_window": 64},
+}
+SCHEMES = {
+    "W4A16": "rtn(bits=4, group_size=64)",
+    "FP8": "fp8",
+    "INT8 (W8A8)": "int8",
+    "16 bits, pruned": "magnitude(ratio=0.5)",
+}
+PROMPT, NEW_TOKENS = 24, 16
+# Linears that vLLM keeps in one parameter, one below the other, by the name of that parameter.
+JOINED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.(\w+)")
+HALVES = {"w1": ("w13", 0), "gate_proj": ("w13", 0), "w3": ("w13", 1), "up_proj": ("w13", 1)}
+
+
+@dataclass
+class Row:
+    """One family and scheme. refused: the reason of the workbench. problems: why it is not the same model."""
+
+    family: str
+    scheme: str
+    refused: str = ""
+    transformers: str = ""
+    vllm: str = ""
+    problems: tuple[str, ...] = ()
+
+
+def main() -> int:
+    options = arguments()
+    place = ready(options.environments, "vllm")
+    rows = []
+    pairs = [(family, scheme) for family in options.families for scheme in options.schemes]
+    for family, scheme in tqdm(pairs, unit="checkpoint"):
+        rows.append(row_of(options, place, family, scheme))
+        print(rows[-1], flush=True)
+    text = table(rows)
+    print(text)
+    if options.write:
+        options.write.write_text(text)
+    return 1 if any(row.problems for row in rows) else 0
+
+
+def row_of(options: argparse.Namespace, place: Path, family: str, scheme: str) -> Row:
+    """Compress, save, and give the checkpoint to vLLM."""
+    row = Row(family, scheme)
+    folder = options.work / family / re.sub(r"\W+", "-", scheme)
+    shutil.rmtree(folder, ignore_errors=True)
+    # bfloat16 is what vLLM's kernels for codes take; in float32 every token must be the same.
+    model = random_model(family).to(torch.float32 if scheme.startswith("16 bits") else torch.bfloat16)
+    result = apply(parse_recipe(SCHEMES[scheme]), model, [])
+    try:
+        save_compressed(result, folder, save_format="compressed-tensors")
+    except ValueError as reason:
+        row.refused = str(reason).partition(": ")[2].partition("; ")[0]
+        return row
+    remarks = Verification.read(folder).remarks
+    read = not any("transformers 5.23 refuses it" in remark for remark in remarks)
+    row.transformers = f"{'run' if read else 'does not read it; decoded'}: {remarks[0].partition('; ')[0]}"
+    prompt = [i * 7919 % SIZE["vocab_size"] for i in range(PROMPT)]
+    answer, parameters, problem = ask(options, place, folder, model, prompt)
+    if answer is None:
+        row.problems = (f"vLLM fails: {problem}",)
+        return row
+    compared, row.problems = compare(folder, parameters)
+    row.vllm = f"loaded, {compared} tensors equal, not run" if answer.not_run else f"run, {compared} tensors equal"
+    if answer.tokens:
+        ours = model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=[])
+        pairs = list(zip(ours[0, PROMPT:].tolist(), answer.tokens[0], strict=True))
+        same = next((i for i, (mine, theirs) in enumerate(pairs) if mine != theirs), NEW_TOKENS)
+        row.vllm += f", {same} of {NEW_TOKENS} greedy tokens the same"
+        if same < NEW_TOKENS:
+            row.problems += (f"vLLM's text differs from token {same}",)
+    return row
+
+
+def random_model(family: str) -> nn.Module:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **FAMILIES[family])
+    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    for parameter in model.parameters():  # initial weights are so small that experts hardly differ
+        if parameter.dim() > 1:
+            parameter.mul_(4)
+    return model
+
+
+def ask(options: argparse.Namespace, place: Path, folder: Path, model: nn.Module, prompt: list[int]) -> tuple:
+    """vLLM's answer (None if it fails), its parameters, and the last line of its output."""
+    base = Path(f"{folder}.vllm").absolute()
+    weights = f"{base}.safetensors"
+    dtype = str(model.dtype).removeprefix("torch.")
+    task = Task(str(folder.absolute()), dtype, options.threads, [prompt], NEW_TOKENS, weights=weights, longest=128)
+    Path(f"{base}.task").write_text(json.dumps(asdict(task)))
+    given = Path(f"{base}.json")
+    given.unlink(missing_ok=True)
+    command = [place / "bin" / "python", READERS / "in_vllm_experts.py", f"{base}.task", given]
+    with Path(f"{base}.log").open("w") as log:
+        how = {"stdout": log, "stderr": subprocess.STDOUT, "env": environment_variables(place, options.threads)}
+        subprocess.run(command, timeout=options.limit_s, **how)
+    if not given.is_file():
+        lines = [line for line in Path(f"{base}.log").read_text().splitlines() if "Error" in line]
+        return None, {}, f"{lines[-1] if lines else ''} ({base}.log)"
+    return Answer(**json.loads(given.read_text())), load_file(weights), ""
+
+
+def compare(folder: Path, parameters: dict[str, Tensor]) -> tuple[int, tuple[str, ...]]:
+    """Compare all tensors of a checkpoint with vLLM's parameters; their number, and what differs or is left over."""
+    shards = Shards(folder)
+    stored = {name: shards.read(name) for name in shards.names() if not name.endswith(".weight_shape")}
+    problems, used = [], set()
+    for name, tensor in stored.items():
+        place, part = where(name, stored, parameters)
+        used.add(place)
+        if place not in parameters:
+            problems.append(f"{name} of the checkpoint has no place in vLLM")
+        elif part(parameters[place]).flatten().tolist() != tensor.flatten().tolist():
+            problems.append(f"{name} differs in vLLM")
+    own = re.compile(r".*(\.attn\.\w+|\.mla_attn\.\w+|weight_shape)$")  # of vLLM's cache, and of its loader
+    tied = {"lm_head.weight"}
+    left = sorted(name for name in parameters.keys() - used - tied if not own.match(name))
+    return len(stored), (*problems[:3], *(f"{name} of vLLM was not loaded" for name in left[:3]))
+
+
+def where(name: str, stored: dict[str, Tensor], parameters: dict[str, Tensor]) -> tuple[str, Callable]:
+    """The parameter of vLLM that holds a tensor of a checkpoint, and a function that takes the tensor out of it."""
+    if match := EXPERT.fullmatch(name):
+        owner, expert, linear, key = match.groups()
+        kind, half = HALVES.get(linear, ("w2", None))
+        return f"{owner}.routed_experts.{kind}_{key}", partial(of_expert, expert=int(expert), half=half)
+    owner, linear, key = (["", *name.rsplit(".", 2)])[-3:]
+    for joined, linears in JOINED.items():
+        if linear in linears and f"{owner}.{joined}.{key}" in parameters:
+            rows = [len(stored[f"{owner}.{one}.{key}"]) for one in linears]
+            return f"{owner}.{joined}.{key}", partial(of_joined, rows=rows, at=linears.index(linear))
+    return name, lambda whole: whole
+
+
+def of_expert(whole: Tensor, expert: int, half: int | None) -> Tensor:
+    return whole[expert] if half is None else whole[expert].chunk(2)[half]
+
+
+def of_joined(whole: Tensor, rows: list[int], at: int) -> Tensor:
+    return whole.split(rows)[at]
+
+
+def table(rows: list[Row]) -> str:
+    machine = hardware()
+    processor = machine if isinstance(machine, str) else machine.get("cpu", str(machine))
+    head = (
+        "| family | scheme | transformers | vLLM |\n| --- | --- | --- | --- |\n",
+        *(f"| {r.family} | {r.scheme} | {cell(r, r.transformers)} | {cell(r, r.vllm)} |\n" for r in rows),
+    )
+    return f"Measured on {time.strftime('%Y-%m-%d')} on {processor}.\n\n" + "".join(head)
+
+
+def cell(row: Row, text: str) -> str:
+    return f"refused: {row.refused}" if row.refused else "; ".join(row.problems) or text
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=FAMILIES)
+    parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), choices=SCHEMES)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--limit-s", type=int, default=900, help="seconds that vLLM may take for one checkpoint")
+    parser.add_argument("--environments", type=Path, default=Path(".venv-interop"), help="folder of the environments")
+    parser.add_argument("--work", type=Path, default=Path("runs/interop-experts"), help="folder of the checkpoints")
+    parser.add_argument("--write", type=Path, help="file for the table")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
