@@ -3,6 +3,8 @@
 import os
 import platform
 
+from kernels.processor import limits
+
 
 def cpu_name() -> str:
     """The maker's name of the processor; on virtual machines often only the family's name."""
@@ -10,10 +12,12 @@ def cpu_name() -> str:
 
 
 def cpu_class() -> str:
-    """Name, generation and number of cores: processors of one class run at one speed."""
+    """Name, generation, number of cores, and the limits on instructions: processors of one class run at one speed."""
     told = _told()
     generation = f" {told['cpu family']}/{told['model']}" if {"cpu family", "model"} <= set(told) else ""
-    return f"{cpu_name()}{generation} x {os.cpu_count()}"
+    return f"{cpu_name()}{generation} x {os.cpu_count()}" + "".join(
+        f", {name}={value}" for name, value in limits().items()
+    )
 
 
 def _told() -> dict[str, str]:
