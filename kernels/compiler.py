@@ -136,7 +136,10 @@ def _compile(folder: Path, command: list[str], include: list[str], scratch: Path
 
     jobs = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with ThreadPoolExecutor(jobs) as several:
-        objects = list(several.map(compile_one, sorted(folder.glob("*.cpp"))))
+        try:
+            objects = list(several.map(compile_one, sorted(folder.glob("*.cpp"))))
+        finally:
+            several.shutdown(cancel_futures=True)  # after one has failed, no other is begun
     for old in sorted(kept.glob("*.o"), key=lambda path: path.stat().st_mtime, reverse=True)[KEPT:]:
         old.unlink(missing_ok=True)
     return objects
