@@ -9,7 +9,7 @@ APT    := $(shell test "$$(id -u)" = 0 && echo apt-get || echo sudo apt-get)
 SWEEP ?= quickstart
 JOBS   ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n > 4 ? 4 : n )))  # tests at once
 
-.PHONY: demo sweep lint test test-all aarch64 lab bench gpu rivals interop constraints clean compiler browser
+.PHONY: demo sweep lint test test-all aarch64 sanitize lab bench gpu rivals interop constraints clean compiler browser
 
 demo: $(READY) compiler                  ## a recipe of each family on the embedded model, and a page that compares them
 	$(BIN)/workbench run quickstart
@@ -31,6 +31,10 @@ test-all: $(READY) compiler browser      ## all tests
 aarch64: $(READY)                        ## the C++ kernels on aarch64 (NEON): built by a cross compiler, run under qemu
 	@command -v qemu-aarch64 >/dev/null && command -v aarch64-linux-gnu-g++ >/dev/null || { $(APT) update -qq && $(APT) install -qq -y --no-install-recommends g++-aarch64-linux-gnu qemu-user >/dev/null; }
 	AARCH64_PYTHON="$$(PYTHON=$(BIN)/python sh tests/kernels/aarch64.sh .aarch64)" $(BIN)/python -m pytest -q tests/kernels/test_neon.py -m "slow or not slow"
+
+# The build takes a quarter of an hour on two cores, once, and the tests as long again.
+sanitize: $(READY) compiler              ## the C++ kernels under AddressSanitizer and UBSan, also as on older processors
+	PYTHON=$(BIN)/python sh tests/kernels/sanitize.sh .sanitize
 
 lab: $(READY) compiler                   ## JupyterLab with the notebooks
 	$(BIN)/jupyter lab --notebook-dir=. $(if $(filter 0,$(shell id -u)),--allow-root)

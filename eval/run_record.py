@@ -22,7 +22,10 @@ PACKAGES = (
     "torch", "transformers", "datasets", "accelerate", "safetensors", "tokenizers", "lm-eval", "bitsandbytes", "triton",
     "numpy",
 )  # fmt: skip
-_ENVIRONMENT = ("OMP_", "GOMP_", "MKL_", "KMP_", "TORCH", "CUDA_VISIBLE", "CUBLAS")  # they change numbers or timings
+_ENVIRONMENT = (  # variables that change numbers or timings
+    "OMP_", "GOMP_", "MKL_", "KMP_", "TORCH", "CUDA_VISIBLE", "CUBLAS",
+    "ATEN_CPU", "ONEDNN_MAX", "DNNL_MAX", "WORKBENCH_ISA", "WORKBENCH_NATIVE",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import hashlib
 import os
 import platform
 
-_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "WORKBENCH_ISA", "WORKBENCH_NATIVE")
+from kernels.processor import limits
 
 
 def cpu_name() -> str:
@@ -13,17 +13,19 @@ def cpu_name() -> str:
 
 
 def cpu_class() -> str:
-    """Name, generation and number of cores: processors of one class run at one speed."""
+    """Name, generation, number of cores, and the limits on instructions: processors of one class run at one speed."""
     told = _told()
     generation = f" {told['cpu family']}/{told['model']}" if {"cpu family", "model"} <= set(told) else ""
-    return f"{cpu_name()}{generation} x {os.cpu_count()}"
+    return f"{cpu_name()}{generation} x {os.cpu_count()}" + "".join(
+        f", {name}={value}" for name, value in limits().items()
+    )
 
 
 def instructions_sha256() -> str:
     """Hash of the processor's instruction set, and of the variables that let libraries use less of it."""
     told = _told()
     flags = sorted((told.get("flags") or told.get("Features") or "").split())
-    return hashlib.sha256(repr([flags, *map(os.environ.get, _LIMITS)]).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr([flags, limits(), os.environ.get("WORKBENCH_NATIVE")]).encode()).hexdigest()[:16]
 
 
 def _told() -> dict[str, str]:

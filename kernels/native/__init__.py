@@ -1,41 +1,30 @@
 """The C++ kernels of this package: compiled on first use (one to two minutes), kept, and loaded into torch.
 
 A missing C++ compiler or a failed build is not an error: `why_not()` gives the reason, and the ops use their next best
-implementation, which `registry.ran` names. `WORKBENCH_NATIVE=0` in the environment switches them off.
+implementation, which `registry.ran` names. `WORKBENCH_NATIVE=0` in the environment switches them off, and
+`WORKBENCH_ISA` (kernels/processor.py) keeps them to the instructions of older processors.
 """
 
-import hashlib
 import os
-import platform
-import shlex
-import shutil
-import subprocess
 import sys
-import tempfile
 import threading
 from functools import cache
 from pathlib import Path
 
 import torch
 
+from kernels.compiler import build, built_library
 from kernels.errors import kind_and_first_line
-from kernels.user_cache import cache_folder
+from kernels.processor import limit_libraries
 
 HERE = Path(__file__).parent
-SOURCES = tuple(
-    f"{name}.cpp"
-    for name in (
-        "between", "panels", "panels_tiles", "half", "int8", "kv_decode", "prompt_attention", "step", "trellis", "w4a8",
-    )
-)  # fmt: skip
 # There are loops for each of these, the best first; `runs` tells which ones a machine has. "neon bf16" is NEON with
 # products of pairs of bfloat16. "portable" is compiled from loops without instructions of a particular processor.
 ISAS = ("avx512bf16", "avx512", "avx2", "neon bf16", "neon", "portable")
 FEW = 8  # up to this many tokens, AVX-512 multiplies bytes even if the processor has AMX
 FEW_ROUNDED = 16  # the same for packed weights with rounded activations
-FLAGS = ("-O3", "-std=c++20", "-fPIC", "-DAT_PARALLEL_OPENMP=1", "-w")
-OPENMP = "#include <omp.h>\nint main() { return omp_get_max_threads() < 1; }\n"
 _LOCK = threading.Lock()
+limit_libraries()  # before torch computes anything
 
 
 @torch.compiler.assume_constant_result
@@ -54,16 +43,7 @@ def _load_once() -> str | None:
     if os.environ.get("WORKBENCH_NATIVE", "1") == "0":
         return "switched off by WORKBENCH_NATIVE=0"
     try:
-        compiler = (
-            shlex.split(os.environ.get("CXX", ""))
-            or [found for name in ("g++", "c++", "clang++") if (found := shutil.which(name))][:1]
-        )
-        library = _place(compiler)
-        if not library.exists():
-            if not compiler:
-                return _told("no C++ compiler (g++ or clang++) was found")
-            library = _build(compiler, library)
-        torch.ops.load_library(library)
+        torch.ops.load_library(built_library(HERE) or build(HERE))
     except (
         Exception
     ) as error:  # no home, a cache that cannot be written, no setuptools, a compiler of another kind, ...
@@ -168,77 +148,6 @@ def _prompt_attention_runs() -> bool:
 def runs(isa: str) -> bool:
     """Does this machine have the instruction set, and does the build have loops for it?"""
     return torch.ops.workbench.panels_runs(isa)
-
-
-def _place(compiler: list[str]) -> Path:
-    """The path of the built library; its name is a hash of everything that determines its content."""
-    sources = b"".join(path.read_bytes() for path in sorted(HERE.glob("*.cpp")) + sorted(HERE.glob("*.inc")))
-    what = (
-        f"{torch.__version__} {torch.compiled_with_cxx11_abi()} {sys.platform} {platform.machine()} {FLAGS} {compiler}"
-    )
-    name = hashlib.sha256(sources + what.encode()).hexdigest()[:16]
-    return cache_folder("native") / f"{name}.so"
-
-
-def _build(compiler: list[str], library: Path) -> Path:
-    """Compile into a temporary file next to the library and rename it, so that concurrent builds do no harm.
-
-    A compiler without OpenMP builds another library, whose kernels run on one thread. Returns the path of the library
-    that was built. OpenMP is searched for at every start, so that it is used as soon as it is available.
-    """
-    from torch.utils.cpp_extension import include_paths, library_paths
-
-    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
-        include = [f"-I{path}" for path in include_paths("cpu")]
-        link = [f"-L{path}" for path in library_paths("cpu")] + ["-lc10", "-ltorch_cpu", "-ltorch"]
-        threads = _openmp(compiler, include, [Path(path) for path in library_paths("cpu")], Path(scratch))
-        compiling, linking = threads or ([], [])
-        if threads is None:
-            library = library.with_stem(f"{library.stem}-one-thread")
-        if not library.exists():
-            print("Building the C++ kernels, once (one to two minutes) ...", file=sys.stderr, flush=True)
-            objects = [str(Path(scratch) / f"{source}.o") for source in SOURCES]
-            commands = [[*compiler, *FLAGS, *compiling, *include, "-c", str(HERE / source)] for source in SOURCES]
-            _run_all([[*command, "-o", to] for command, to in zip(commands, objects, strict=True)])
-            built = Path(scratch) / library.name
-            _run_all([[*compiler, *FLAGS, "-shared", *objects, "-o", str(built), *linking, *link]])
-            os.replace(built, library)
-    if threads is None:
-        print(f"{compiler[0]} has no OpenMP: the C++ kernels run on one thread.", file=sys.stderr, flush=True)
-    return library
-
-
-def _openmp(
-    compiler: list[str], include: list[str], libraries: list[Path], scratch: Path
-) -> tuple[list[str], list[str]] | None:
-    """The flags for OpenMP of this compiler and of the linker; None if no flags work.
-
-    Apple's clang does not know `-fopenmp`, but its preprocessor does; there, torch includes the library and its header.
-    """
-    ways = [(["-fopenmp"], ["-fopenmp"])]
-    for folder in libraries:
-        if any(folder.glob("libomp.*")):
-            ways.append((["-Xpreprocessor", "-fopenmp"], [f"-L{folder}", "-lomp", f"-Wl,-rpath,{folder}"]))
-    source = scratch / "openmp.cpp"
-    source.write_text(OPENMP)
-    for compiling, linking in ways:
-        try:
-            _run_all([[*compiler, *compiling, *include, str(source), "-o", str(scratch / "openmp"), *linking]])
-        except RuntimeError:
-            continue
-        return compiling, linking
-    return None
-
-
-def _run_all(commands: list[list[str]]) -> None:
-    """Run the commands in parallel; RuntimeError with the first error's line if one fails."""
-    running = [
-        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for command in commands
-    ]
-    for process, said in [(process, process.communicate()[1]) for process in running]:  # all of them have ended
-        if process.returncode:
-            first = next((line for line in said.splitlines() if "error" in line), said.strip()[:200])
-            raise RuntimeError(f"{process.args[0]} failed: {first}")
 
 
 def _register_fakes() -> None:

@@ -11,10 +11,6 @@
 #include <optional>
 #include <string>
 
-#if defined(__x86_64__) && !defined(__clang__)
-#include <immintrin.h>
-#define HAVE_X86 1
-#endif
 #include "neon.inc"
 
 namespace {

@@ -13,10 +13,6 @@
 #include <string>
 #include <vector>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
 #include "neon.inc"
 #include "step_parts.inc"
 
@@ -50,9 +46,7 @@ inline float widened(uint16_t bits, bool bfloat16) {
 }
 
 #define INLINE static inline __attribute__((always_inline))
-#if defined(__x86_64__) && !defined(__clang__)
-#define HAVE_X86 1
-
+#ifdef HAVE_X86
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma,avx2,f16c")
 namespace bf16_avx512bf16 {

@@ -20,11 +20,6 @@
 #include "neon.inc"
 #include "step_parts.inc"
 
-#if defined(__x86_64__) && !defined(__clang__)
-#include <immintrin.h>
-#define HAVE_X86 1
-#endif
-
 namespace {
 #include "isa.inc"
 #include "amx.inc"

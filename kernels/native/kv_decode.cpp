@@ -16,10 +16,6 @@
 #include <thread>
 #include <vector>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
 #include "neon.inc"
 #include "step_parts.inc"
 
@@ -133,20 +129,17 @@ typedef uint32_t Word __attribute__((aligned(2), may_alias));
 
 const Loops* loops_of(const std::string& isa) {
 #ifdef HAVE_X86
-  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  const bool more = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+  const workbench::X86& has = workbench::x86();
 #ifdef HAVE_AMX
-  if (isa == "amx" && avx512 && more && amx_available()) return &amx::loops;
+  if (isa == "amx" && has.bfloat16 && has.vnni && amx_available()) return &amx::loops;
 #endif
-  if (isa == "avx512bf16" && avx512 && more) return &avx512bf16::loops;
-  if (isa == "avx512" && avx512) return &avx512::loops;
-  if (isa == "avx2" && avx2) return &avx2::loops;
+  if (isa == "avx512bf16" && has.bfloat16 && has.vnni) return &avx512bf16::loops;
+  if (isa == "avx512" && has.avx512) return &avx512::loops;
+  if (isa == "avx2" && has.avx2) return &avx2::loops;
 #endif
 #ifdef HAVE_NEON
   if (isa == "neon bf16" && workbench::arm().bf16) return &neonbf16::loops;
-  if (isa == "neon") return &neon::loops;
+  if (isa == "neon" && workbench::arm().neon) return &neon::loops;
 #endif
   return isa == "portable" ? &portable::loops : nullptr;
 }
@@ -173,9 +166,9 @@ void one_span(const workbench::Span& s) {
   LOOPS.span(p, {0, 0, 0, s.positions, s.positions, false, &p}, s.x, s.scratch, nullptr, s.out, s.top, s.sum);
 }
 
-// Where head 0 would lie if the tensor's first head were number `head`.
+// Where head 0 would lie if the tensor's first head were number `head`; null for a tensor without elements.
 const char* base(const at::Tensor& x, int64_t head) {
-  return static_cast<const char*>(x.const_data_ptr()) - head * x.stride(1) * x.element_size();
+  return x.numel() ? static_cast<const char*>(x.const_data_ptr()) - head * x.stride(1) * x.element_size() : nullptr;
 }
 
 Part part_of(const at::Tensor& k, const at::Tensor& v, Kind kind, int64_t first, int64_t head) {

@@ -15,10 +15,6 @@
 #include <optional>
 #include <string>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
 #include "neon.inc"
 #include "step_parts.inc"
 

@@ -11,10 +11,6 @@
 #include <memory>
 #include <vector>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
 #include "neon.inc"
 #include "step_parts.inc"
 
@@ -77,7 +73,7 @@ struct Panels {
 
 #ifdef HAVE_X86
 const char* workbench::tiles_isa() {
-  static const bool vectors = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512dq");
+  static const bool vectors = workbench::x86().bfloat16;
 #ifdef HAVE_AMX
   static const bool amx = vectors && amx_available();
   if (amx) return "amx";

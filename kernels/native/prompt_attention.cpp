@@ -9,10 +9,7 @@
 #include <cstring>
 #include <memory>
 
-#if defined(__x86_64__) && !defined(__clang__)
-#include <immintrin.h>
-#define HAVE_X86 1
-#endif
+#include "processor.inc"
 
 namespace {
 
@@ -60,8 +57,7 @@ constexpr int LANES = LANE;
 
 bool runs() {
 #ifdef HAVE_X86
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16");
+  return workbench::x86().bfloat16;
 #else
   return false;
 #endif

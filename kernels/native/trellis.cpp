@@ -13,11 +13,6 @@
 #include "neon.inc"
 #include "step_parts.inc"
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#include <immintrin.h>
-#define HAVE_X86
-#endif
-
 namespace {
 
 #define INLINE static inline __attribute__((always_inline))

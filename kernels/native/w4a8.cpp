@@ -17,10 +17,6 @@
 #include <utility>
 #include <vector>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
 #include "neon.inc"
 #include "step_parts.inc"
 

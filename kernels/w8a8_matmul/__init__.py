@@ -13,7 +13,9 @@ from kernels.w8a8_matmul.layout import (
     LARGEST,
     MOST_COLUMNS,
     W8,
+    has_vnni,
     in_one_call,
+    int_mm_is_exact,
     integer_dots,
     prepacked_fits,
     quantize_rows,
@@ -107,11 +109,11 @@ def _implementation(x: Tensor, w: W8, impl: str) -> str:
     if impl not in IMPLS:
         raise ValueError(f"`impl` (={impl!r}) must be one of {', '.join(map(repr, IMPLS))}")
     on_cpu = w.codes.dtype == torch.int8 and w.scale.dim() == 1 and integer_dots(w.codes)
-    on_cpu = on_cpu and (w.layout != "panels" or in_one_call())
+    on_cpu = on_cpu and {"panels": in_one_call, "prepacked": has_vnni, "rows": int_mm_is_exact}[w.layout]()
     if impl == "cpu" and not on_cpu:
         kind = f"{w.codes.dtype} in {w.layout} with scale {tuple(w.scale.shape)} on {x.device}"
         needs = "needs int8 with a scale per output channel on a CPU with VNNI or NEON's dot products"
-        needs += ", and the C++ kernels for 'panels'"
+        needs += ", which oneDNN uses, or the C++ kernels and 'panels'"
         raise ValueError(f"`impl` (='cpu') {needs}, not {kind}")
     float8 = w.codes.dtype == torch.float8_e4m3fn
     triton = triton_takes(x.device) and w.layout == "rows" and too_old(x.device, float8=float8) is None

@@ -1,10 +1,12 @@
 """Weights and activations in 8 bits: their quantisation, and the layouts of a weight in memory."""
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from kernels import native
 from kernels.w8a8_matmul.panels import from_panels, to_panels
@@ -149,8 +151,26 @@ def integer_dots(codes: Tensor) -> bool:
 
 @torch.compiler.assume_constant_result
 def has_vnni() -> bool:
-    """Does this CPU have VNNI? Without it, oneDNN adds pairs of int8 products in 16 bits, which saturates."""
-    return torch.backends.mkldnn.is_available() and bool(getattr(torch.cpu, "_is_vnni_supported", lambda: False)())
+    """Does oneDNN use VNNI here? torch says whether the processor has it, `int_mm_is_exact` whether oneDNN may."""
+    supported = bool(getattr(torch.cpu, "_is_vnni_supported", lambda: False)())
+    return torch.backends.mkldnn.is_available() and supported and int_mm_is_exact()
+
+
+@torch.compiler.assume_constant_result
+def int_mm_is_exact() -> bool:
+    """Are torch's int8 products exact in this process?
+
+    Without VNNI, oneDNN adds pairs of products in 16 bits, which saturates. The processor may have VNNI and oneDNN not
+    use it (ONEDNN_MAX_CPU_ISA), so that the largest product is tried.
+    """
+    return _int_mm_is_exact()
+
+
+@cache
+def _int_mm_is_exact() -> bool:
+    with _disable_current_modes():  # a fake mode of torch.compile has no values
+        x, w = (torch.full((rows, 64), 127, dtype=torch.int8) for rows in (16, 32))
+        return bool((torch._int_mm(x, w.t()) == 64 * 127 * 127).all())
 
 
 @torch.compiler.assume_constant_result

@@ -12,15 +12,15 @@ import importlib.metadata
 import json
 import os
 import re
-import shlex
-import shutil
 import subprocess
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from eval.machine.versions import versions
 from eval.record.manifest import file_sha256
+from kernels.compiler import built_library, compiler
 from kernels.source import code_sha256 as source_sha256
 from kernels.source import normal
 from notebooks.study.parameters import decides_result, notebook_path, read_cells
@@ -174,14 +174,16 @@ def thread_count() -> int:
 
 @cache
 def native_compiler() -> str:
-    """The version of the compiler that builds the native kernels, or the reason why they are not built."""
+    """The version of the compiler that builds the native kernels, or the reason why it does not build them."""
     if os.environ.get("WORKBENCH_NATIVE", "1") == "0":
         return "switched off by WORKBENCH_NATIVE=0"
-    compiler = shlex.split(os.environ.get("CXX", "")) or [p for n in ("g++", "c++") if (p := shutil.which(n))][:1]
     try:
-        told = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=10)
+        told = subprocess.run([*compiler(), "--version"], capture_output=True, text=True, timeout=10)
         return (told.stdout.splitlines() or ["an unknown compiler"])[0]
-    except (OSError, IndexError, subprocess.SubprocessError):
+    except (OSError, ValueError, subprocess.SubprocessError):
+        with suppress(OSError, ValueError):
+            if built_library(ROOT / "kernels" / "native"):
+                return "no C++ compiler, but a library that was built earlier"
         return "no C++ compiler"
 
 

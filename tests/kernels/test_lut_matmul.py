@@ -125,6 +125,7 @@ def test_survives_the_compiler_and_export(backend):
 
 
 needs_native = pytest.mark.skipif(native.why_not() is not None, reason=f"no C++ kernels here: {native.why_not()}")
+PANELS = native.why_not() is None and native.isa(torch.float32) != "portable"  # else torch's own products run
 
 
 @needs_native
@@ -142,9 +143,8 @@ def test_panels_lose_nothing_and_agree(entries, shape, group_size):
             x = torch.randn(tokens, shape[1]).to(dtype)
             with recording() as used:
                 y = lut_matmul(x, laid)
-            assert (
-                used["lut_matmul"] == {f"cpu {native.isa(dtype, tokens > native.most_in_loops())}"} and y.dtype == dtype
-            )
+            own = f"cpu {native.isa(dtype, tokens > native.most_in_loops())}"
+            assert used["lut_matmul"] == {own if PANELS else "reference"} and y.dtype == dtype
             assert relative_rms(y, x.double() @ exact.T) < tolerance
     torch.library.opcheck(
         torch.ops.workbench.panels_matmul, (x, laid.codes, laid.scale, laid.table, None, shape[0], "auto")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels import native
+from kernels.compiler import openmp
 
 ROOT = Path(__file__).parents[2]
 PYTHON = os.environ.get("AARCH64_PYTHON", "")  # a command that runs it, in an emulator or not
@@ -85,9 +85,9 @@ def test_openmp_is_torchs_where_the_compiler_has_none(tmp_path):
     compiler = tmp_path / "clang++"
     compiler.write_text("#!/bin/sh\n[ $1 = -Xpreprocessor ] || { echo error: no such option $1 >&2; exit 1; }\n")
     compiler.chmod(0o755)
-    assert native._openmp([str(compiler)], [], [tmp_path], tmp_path) is None
+    assert openmp([str(compiler)], [], [tmp_path], tmp_path) is None
     (tmp_path / "libomp.dylib").touch()
-    compiling, linking = native._openmp([str(compiler)], [], [tmp_path], tmp_path)
+    compiling, linking = openmp([str(compiler)], [], [tmp_path], tmp_path)
     assert compiling == ["-Xpreprocessor", "-fopenmp"] and {f"-L{tmp_path}", "-lomp"} < set(linking)
 
 

@@ -1,11 +1,11 @@
 """The C++ kernels are read by compilers as on other processors, because the build on this machine sees one path only.
 
-The compilers check types and templates and write no code (`-fsyntax-only`). Most of their time goes into the headers of
-torch, which each of them reads once, into a precompiled header: half a minute of a core for each compiler. The macros of
-what is lacking are undefined after these headers, so that only the kernels see it.
+The compilers check types and templates and write no code (`-fsyntax-only`). Most of their time goes into the headers
+of torch, which each of them reads once, into a precompiled header: half a minute of a core for each compiler. The
+macros of what is lacking are undefined after these headers, so that only the kernels see it. How the kernels are
+dispatched at run time on an older processor is in test_processor.py.
 """
 
-import re
 import shutil
 import subprocess
 from functools import cache
@@ -15,26 +15,22 @@ import pytest
 from torch.utils.cpp_extension import include_paths
 
 from kernels import native
+from kernels.compiler import FLAGS, included
 
+SOURCES = sorted(native.HERE.glob("*.cpp"))
 HEADERS = "#include <ATen/ATen.h>\n#include <ATen/Parallel.h>\n#include <torch/library.h>\n"
 # What the kernels look at: `amx.inc` asks for Linux, and everything of x86 for the processor.
 LACKING = {"AMX": "#undef __linux__\n", "x86": "#undef __x86_64__\n"}
 
 
-def included(name: str) -> set[str]:
-    """The files of `kernels/native` that this one consists of."""
-    text = (native.HERE / name).read_text()
-    return {name}.union(*map(included, re.findall(r'^ *# *include "([^"]+)"', text, re.MULTILINE)))
-
-
-def first_errors(compiler: str, sources: list[str], before: str, folder: Path) -> list[str]:
+def first_errors(compiler: str, sources: list[Path], before: str, folder: Path) -> list[str]:
     """The first errors of every source that the compiler refuses; `before` is text that it reads before the source."""
     (folder / "before.h").write_text(before)
-    asked = [compiler, *native.FLAGS, "-fsyntax-only", "-Winvalid-pch", "-include", folder / "torch.h"]
+    asked = [compiler, *FLAGS, "-fsyntax-only", "-Winvalid-pch", "-include", folder / "torch.h"]
     asked += ["-include", folder / "before.h", *includes()]
     errors = []
     for source in sources:
-        done = subprocess.run([*asked, native.HERE / source], capture_output=True, text=True)
+        done = subprocess.run([*asked, source], capture_output=True, text=True)
         if done.returncode:
             lines = [line for line in done.stderr.splitlines() if "error" in line]
             errors.append("\n".join(lines[:3]) or done.stderr[-500:])
@@ -52,7 +48,7 @@ def with_headers(tmp_path):
 
     def precompile(compiler: str) -> Path:
         (tmp_path / "torch.h").write_text(HEADERS)
-        asked = [compiler, *native.FLAGS, "-x", "c++-header", *includes(), tmp_path / "torch.h"]
+        asked = [compiler, *FLAGS, "-x", "c++-header", *includes(), tmp_path / "torch.h"]
         subprocess.run([*asked, "-o", tmp_path / "torch.h.gch"], check=True)
         return tmp_path
 
@@ -69,9 +65,9 @@ def test_kernels_compile_without_the_instructions_of_this_processor(with_headers
     if "gcc version" not in said or "x86_64" not in said:
         pytest.skip("needs g++ of GCC on x86-64: elsewhere the kernels are built without AMX and AVX-512 anyway")
     folder = with_headers(compiler)
-    with_tiles = [source for source in native.SOURCES if "amx.inc" in included(source)]
-    assert 0 < len(with_tiles) < len(native.SOURCES)
-    sources = with_tiles if lacking == "AMX" else native.SOURCES
+    with_tiles = [source for source in SOURCES if native.HERE / "amx.inc" in included(source)]
+    assert 0 < len(with_tiles) < len(SOURCES)
+    sources = with_tiles if lacking == "AMX" else SOURCES
     assert first_errors(compiler, sources, LACKING[lacking], folder) == []
 
 
@@ -80,7 +76,7 @@ def test_kernels_compile_for_aarch64(with_headers):
     compiler = shutil.which("aarch64-linux-gnu-g++")
     if not compiler:
         pytest.skip("needs aarch64-linux-gnu-g++: apt-get install g++-aarch64-linux-gnu")
-    assert first_errors(compiler, native.SOURCES, "", with_headers(compiler)) == []
+    assert first_errors(compiler, SOURCES, "", with_headers(compiler)) == []
 
 
 def test_a_file_that_needs_what_a_processor_lacks_is_seen(tmp_path):
@@ -94,6 +90,6 @@ def test_a_file_that_needs_what_a_processor_lacks_is_seen(tmp_path):
         "guarded.cpp": "#ifdef __linux__\nvoid tiles();\nvoid product() { tiles(); }\n#endif\n",
     }.items():
         (tmp_path / name).write_text(text)
-    sources = [str(tmp_path / name) for name in ("unguarded.cpp", "guarded.cpp")]
+    sources = [tmp_path / name for name in ("unguarded.cpp", "guarded.cpp")]
     errors = first_errors(compiler, sources, LACKING["AMX"], tmp_path)
     assert len(errors) == 1 and "unguarded.cpp:4" in errors[0] and "tiles" in errors[0]

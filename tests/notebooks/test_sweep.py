@@ -240,6 +240,30 @@ def test_a_key_depends_on_versions_device_threads_compiler_and_revisions(trivial
     assert key_of(trivial, {}, before) != key_of(trivial, {}, after)
 
 
+def test_a_limit_of_the_instructions_is_part_of_a_key(trivial, monkeypatch):
+    monkeypatch.delenv("WORKBENCH_ISA", raising=False)
+    before = identity(trivial, values_of(trivial))
+    monkeypatch.setenv("WORKBENCH_ISA", "portable")
+    after = identity(trivial, values_of(trivial))
+    assert [name for name in before if before[name] != after[name]] == ["device"]
+
+
+@pytest.mark.parametrize("name", ["g++", "clang++", None])
+def test_the_compiler_of_a_key_is_the_one_that_builds_the_kernels(tmp_path, monkeypatch, name):
+    """Also if it is clang++; without a compiler, it counts whether there is a library that was built earlier."""
+    if name:
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {name} 7\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("WORKBENCH_NATIVE", raising=False)
+    compiler_of = identities.native_compiler.__wrapped__
+    for built in (None, tmp_path):
+        monkeypatch.setattr(identities, "built_library", lambda folder, built=built: built)
+        earlier = "no C++ compiler, but a library that was built earlier" if built else "no C++ compiler"
+        assert compiler_of() == (f"{name} 7" if name else earlier)
+
+
 def test_comments_docstrings_and_layout_do_not_change_the_hash_of_code(tmp_path):
     """And the workbench's own code is no part of a run's key."""
     python, cpp = tmp_path / "a.py", tmp_path / "b.cpp"
