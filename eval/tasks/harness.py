@@ -6,12 +6,14 @@ Imported only where it is needed, because importing lm-eval is slow.
 import copy
 import json
 import logging
+import math
 import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -27,6 +29,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.tasks.paired import fits, stderr
 from eval.tasks.task_files import CONSENT
+from eval.text.perplexity import bounded_exp
 from eval.text.through_cache import attachment, logits_through_cache
 
 PRIMARY = (
@@ -211,7 +214,7 @@ def undisturbed(models: Sequence[nn.Module]) -> Iterator[None]:
     restored.
 
     lm-eval is prevented from tying weights again, which would overwrite an output layer that was compressed, or folded
-    into, separately.
+    into, separately; and its perplexities of models that have diverged are infinite, where `math.exp` would raise.
     """
     modes = [(module, module.training) for model in models for module in model.modules()]
     generation = [
@@ -224,6 +227,8 @@ def undisturbed(models: Sequence[nn.Module]) -> Iterator[None]:
         stack.enter_context(torch.random.fork_rng(devices))
         for model in {id(model): model for model in models}.values():
             stack.enter_context(patch.object(model, "tie_weights", lambda *_, **__: None))
+        bounded = SimpleNamespace(**vars(math) | {"exp": bounded_exp})
+        stack.enter_context(patch("lm_eval.api.metrics.math", bounded))
         stack.enter_context(patch("lm_eval.evaluator.add_env_info"))  # asks pip and the processor at every call
         stack.enter_context(patch("lm_eval.api.task.tqdm", lambda rows, **_: rows))
         log.setLevel(logging.ERROR)

@@ -34,9 +34,14 @@ class Perplexity:
     @classmethod
     def of(cls, sums: Sequence[float], counts: Sequence[int], window: int, stride: int | None) -> "Perplexity":
         nll, stderr = mean_and_stderr(sums, counts)
-        value = math.inf if nll > LARGEST else math.exp(nll)
+        value = bounded_exp(nll)
         spread = value * stderr if stderr is not None and math.isfinite(value) else None
         return cls(value, spread, sum(counts), window, stride, tuple(sums), tuple(counts))
+
+
+def bounded_exp(x: float) -> float:
+    """exp(x), or inf where it is larger than any float."""
+    return math.inf if x > LARGEST else math.exp(x)
 
 
 def perplexity(

@@ -163,12 +163,29 @@ def test_likelihoods_are_computed_in_float32(folder, letters, tiny):
     model = tiny("llama").to(torch.bfloat16)
     found = answer_tasks({"baseline": model}, letters, ["last_word"], task_path=str(folder), limit=6)
     for row, document in zip(documents(24), found.answers["baseline"]["last_word"].documents, strict=False):
-        ids = letters(f"{row['q']} {row['answer']}", return_tensors="pt").input_ids
+        ids = letters(row["q"] + row["answer"], return_tensors="pt").input_ids
         with torch.no_grad():
             logp = model(ids[:, :-1]).logits[0].double().log_softmax(-1)
-        n = len(row["answer"]) + 1
+        n = len(row["answer"])
         expected = logp[-n:].gather(1, ids[0, -n:, None]).sum().item()
         assert document.loglikelihoods == [pytest.approx(expected, rel=1e-6)]
+
+
+def test_a_diverged_model_has_scores(folder, letters, tiny):
+    """lm-eval's perplexity of it would raise OverflowError."""
+    model = tiny("llama")
+    model.lm_head.weight.data *= 1e6
+    found = answer_tasks(
+        {"baseline": tiny("llama"), "broken": model}, letters, ["last_word"], task_path=str(folder), limit=3
+    )
+    assert found.metrics["broken"]["perplexity_last_word"] == math.inf
+    assert any("perplexity_last_word of broken is not finite (inf)" in note for note in found.notes)
+
+
+def test_a_task_that_cannot_be_built_is_named(folder, letters, tiny, tmp_path):
+    (tmp_path / "rows" / "test.json").write_text(json.dumps(documents(2)[0] | {"choices": ["", "a"]}))
+    with pytest.raises(ValueError, match="`tasks`: 'choice' cannot be built: IndexError"):
+        answer_tasks({"baseline": tiny("llama")}, letters, ["choice"], task_path=str(folder))
 
 
 @pytest.mark.parametrize("cached", [False, True])
