@@ -1,7 +1,6 @@
 """apply: a recipe, a model and calibration batches -> a compressed model and a record of every weight."""
 
 import hashlib
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -26,6 +25,7 @@ from compress.result import Result, refuse_save_pretrained
 from compress.walk.blocks import find_blocks, kept_weights
 from compress.walk.capture import activations_on_disk, device_of, on_device
 from compress.walk.experts import is_fused_experts, split_experts
+from compress.walk.finite import naming
 from compress.walk.folds.folding import FoldingMethod
 from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.offload import is_offloaded, offloaded_parts, original_linears
@@ -36,6 +36,7 @@ from compress.walk.resume import BlockStore
 from compress.walk.shards import WorkFolder
 from kernels import source
 from kernels.busy import warn_if_busy
+from kernels.clock import clock
 from kernels.registry import recording
 
 
@@ -128,7 +129,7 @@ def _apply(
     _check_once(recipe, shared)
     if where.type == "cpu" and current().count == 1:  # several processes wait for each other
         warn_if_busy()
-    start = time.perf_counter()
+    start = clock(where)
     identity, tokens = _model_identity(model), _tokens_identity(batches)
     for method in () if checked else recipe:
         method.check(model)
@@ -155,7 +156,7 @@ def _apply(
         kept=kept_weights(model, [m.skip for m in recipe if isinstance(m, LayerwiseMethod)]),
         identity=identity,
         calibration=tokens,
-        seconds=time.perf_counter() - start,
+        seconds=clock(where) - start,
         kernels={op: sorted(used) for op, used in kernels.items()},
         notes=[
             *(remark for method in recipe for remark in method.remarks(where)),
@@ -201,7 +202,8 @@ def _run(
     for i, method in enumerate(recipe):
         if shared and saved is None and len(batches) and method.collects():
             weights = weights_sha256(model) if made.drops else identity["weights_sha256"]
-            saved = shared.statistics(model, batches, [weights, tokens["sha256"], code_sha256()], device=where)
+            with naming("calibrate='once'"):
+                saved = shared.statistics(model, batches, [weights, tokens["sha256"], code_sha256()], device=where)
         # Errors of later methods are measured against the weights before the first method that stores something;
         # methods that move inputs change the weights from which later methods start.
         stores = method.stage not in ("drop", "transform") and not method.moves_inputs
@@ -212,8 +214,9 @@ def _run(
             steps = [(m.name, m.values()) for m in recipe[: i + 1]]
             about = [identity, tokens, code_sha256(), *(["once"] if shared else [])]
             store = BlockStore.of(Path(work_path), steps, about)
-        for told in method.apply(model, batches, device=where, store=store, originals=originals, saved=saved):
-            made.add(told)
+        with naming(method.name):
+            for told in method.apply(model, batches, device=where, store=store, originals=originals, saved=saved):
+                made.add(told)
         originals = originals if untouched is None or not made.layers else untouched
     return made
 
@@ -282,7 +285,7 @@ def _model_identity(model: nn.Module) -> dict[str, Any]:
     """The record's description of the model that was compressed."""
     return {
         "name": getattr(model, "name_or_path", "") or type(model).__name__,
-        "weights_sha256": weights_sha256(model),
+        "weights_sha256": weights_sha256(model, finite=True),
         "parameters": parameter_count(model),
         **getattr(model, "made_by", {}),
     }

@@ -177,7 +177,7 @@ def evaluate(
                 "step_tokens_per_s": scores.speed[name].step_tokens_per_s,
                 "time_to_first_token_s": scores.speed[name].time_to_first_token_s,
             }
-    scores.notes += _drop_non_finite(metrics)
+    scores.notes += _not_finite(metrics)
     scores.kernels = {op: sorted(used) for op, used in kernels.items()}
     scores.seconds = time.perf_counter() - start
     return scores
@@ -192,6 +192,7 @@ def _evaluate_texts(
         for corpus, ids in texts.items():
             _score_text(scores, corpus, ids, baseline, models, *how.values())
     scores.kernels = {op: sorted(used) for op, used in kernels.items()}
+    scores.notes += _not_finite(scores.metrics)
     scores.notes.append("Speed, memory, size and writings were not measured: the models' weights lie on disk.")
     scores.device, scores.dtype = models["compressed"].device.type, models["compressed"].dtype
     scores.deploy_dtype, scores.seconds = scores.dtype, time.perf_counter() - start
@@ -214,16 +215,20 @@ def score_text(
     scores = Scores({})
     for corpus, ids in texts.items():
         _score_text(scores, corpus, ids, baseline, {"compressed": model}, window, stride, max_windows, beginning, bos)
-    _drop_non_finite({"compressed": scores.metrics["compressed"]})
+    _not_finite({"compressed": scores.metrics["compressed"]})
     return scores.metrics["compressed"]
 
 
-def _drop_non_finite(metrics: dict[str, dict[str, float]]) -> list[str]:
-    """Remove the values that are not finite, and return a warning for each."""
+def _not_finite(metrics: dict[str, dict[str, float]]) -> list[str]:
+    """A warning for each value that is not finite. The values stay, so that comparisons count them against the model;
+    only their standard errors are removed."""
     notes = []
     for name, found in metrics.items():
         for metric in [m for m, value in found.items() if not math.isfinite(value)]:
-            notes.append(f"{metric} of {name} is {found.pop(metric)} and is left out.")
+            if metric.endswith("_stderr"):
+                del found[metric]
+                continue
+            notes.append(f"{metric} of {name} is not finite ({found[metric]}), which counts against it.")
             warnings.warn(notes[-1], stacklevel=3)
     return notes
 

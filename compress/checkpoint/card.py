@@ -237,8 +237,8 @@ def _why(reason: str) -> str:
 
 def _python(name: str, dtype: str, recipe: str, calibration: Mapping[str, Any] | None, save_format: str) -> str:
     known = calibration is not None and calibration["corpus"]
-    settings = ("corpus", "samples", "seqlen", "seed")
-    given = ", ".join(f"{key}={calibration[key]!r}" for key in settings) if known else ""
+    settings = ("corpus", "samples", "seqlen", "seed", "scored")
+    given = ", ".join(f"{key}={calibration[key]!r}" for key in settings if key in calibration) if known else ""
     batches = f"calibration(tokenizer, {given})" if known else "[]" if calibration is None else "..."
     return f"""```python
 from compress import apply, calibration, load_model, save_compressed

@@ -1,13 +1,15 @@
 """Calibration batches, and the held-out tokens of the same corpus for scores."""
 
 import hashlib
+from collections.abc import Sequence
 from html import escape
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from compress.inputs.corpus import load_text
+from compress.inputs.corpus import apart, load_text
+from kernels.special_tokens import beginning
 
 
 class Batches(list[Tensor]):
@@ -20,14 +22,26 @@ class Batches(list[Tensor]):
         return (
             f"<p><b>{i['samples']} × {i['seqlen']} tokens</b> of {escape(str(i['corpus']))} "
             f"(calibration part, seed {i['seed']}), "
-            f"sha256 <code>{i['sha256'][:12]}</code></p>"
+            f"sha256 <code>{i['sha256'][:12]}</code>"
+            + (f"; {i['overlap']} documents left out, which are scored" if i["overlap"] else "")
+            + "</p>"
         )
 
 
 def calibration(
-    tokenizer: PreTrainedTokenizerBase, *, corpus: str = "pydocs", samples: int = 128, seqlen: int = 512, seed: int = 0
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    corpus: str = "pydocs",
+    samples: int = 128,
+    seqlen: int = 512,
+    seed: int = 0,
+    scored: str = "",
 ) -> Batches:
     """Draw windows of the calibration part of a corpus, without overlap, in an order that the seed fixes.
+
+    Args:
+        scored: the corpus on whose evaluation part the model will be scored; "": not known. Documents that it holds,
+            too, are left out, and counted in the identity of the batches as `overlap`.
 
     Raises:
         ValueError: a number is not positive, or the corpus is too short for samples x seqlen.
@@ -35,16 +49,18 @@ def calibration(
     for name, value in (("samples", samples), ("seqlen", seqlen)):
         if type(value) is not int or value < 1:
             raise ValueError(f"`{name}` (={value!r}) must be a positive integer")
-    ids, prefix = _tokens(tokenizer, corpus, "calibration")
+    documents, overlap = apart(corpus, scored)
+    ids, prefix = _tokens(tokenizer, documents), torch.tensor(beginning(tokenizer), dtype=torch.long)
     step = seqlen - len(prefix)
     if step < 1:
         raise ValueError(f"`seqlen` (={seqlen}) must be at least {len(prefix) + 1} for this tokenizer")
     there = len(ids) // step
     if there < samples:
         most = f"at most {there} samples of {seqlen}" if there else f"`seqlen` of at most {len(ids) + len(prefix)}"
+        without = f" without the {overlap} documents that are scored, too" * bool(overlap)
         raise ValueError(
             f"`samples` (={samples}) x `seqlen` (={seqlen}) needs {samples * seqlen} tokens; the calibration part of "
-            f"`corpus` (={corpus!r}) has {len(ids)}: take {most}, or another corpus"
+            f"`corpus` (={corpus!r}) has {len(ids)}{without}: take {most}, or another corpus"
         )
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(there, generator=generator)[:samples]
@@ -55,20 +71,15 @@ def calibration(
         "seqlen": seqlen,
         "seed": seed,
         "sha256": tokens_sha256(batches),
+        "overlap": overlap,
+        **({"scored": scored} if overlap else {}),
     }
     return batches
 
 
 def held_out(tokenizer: PreTrainedTokenizerBase, *, corpus: str = "pydocs") -> Tensor:
     """Tokens [1, n] of the evaluation part of a corpus, its documents joined by blank lines, with no special tokens."""
-    return _tokens(tokenizer, corpus, "evaluation")[0][None]
-
-
-def beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The special tokens that this tokenizer puts before every text ([] or [bos]); models that have one rely on it."""
-    with_special, without = tokenizer("a").input_ids, tokenizer("a", add_special_tokens=False).input_ids
-    extra = len(with_special) - len(without)
-    return with_special[:extra] if extra > 0 and with_special[extra:] == without else []
+    return _tokens(tokenizer, load_text(corpus, "evaluation"))[None]
 
 
 def tokens_sha256(batches: list[Tensor]) -> str:
@@ -80,7 +91,6 @@ def tokens_sha256(batches: list[Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _tokens(tokenizer: PreTrainedTokenizerBase, corpus: str, part: str) -> tuple[Tensor, Tensor]:
-    text = "\n\n".join(load_text(corpus, part))
-    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[0]
-    return ids, torch.tensor(beginning(tokenizer), dtype=torch.long)
+def _tokens(tokenizer: PreTrainedTokenizerBase, documents: Sequence[str]) -> Tensor:
+    """Tokens [n] of these documents, joined by blank lines, with no special tokens."""
+    return tokenizer("\n\n".join(documents), add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[0]

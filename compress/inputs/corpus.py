@@ -1,13 +1,16 @@
 """Text by name: embedded, well-known, a file, or any hub data set; its calibration and evaluation parts never
 overlap."""
 
+import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from errno import EACCES, ENOSPC, EROFS
 from functools import cache
 from pathlib import Path
 
 from compress.inputs.hub import quick_to_fail, revision
+from compress.inputs.text_files import READERS, STRINGS, documents_of, text_column
 from kernels.errors import first_line
 
 _LOCAL = {
@@ -20,7 +23,8 @@ _ON_HUB = {
     "essays": "sgoel9/paul_graham_essays",
 }
 PARTS = ("calibration", "evaluation")
-EVALUATION_SHARE = 4  # every fourth document is held out if a corpus has no split of its own
+EVALUATION_SHARE = 4  # one document in four is held out if a corpus has no split of its own
+SHORT = 64  # characters of a document; texts share shorter ones, which are headings and the like, by chance
 
 
 def load_text(corpus: str, part: str) -> list[str]:
@@ -36,15 +40,20 @@ def load_text(corpus: str, part: str) -> list[str]:
     """
     if part not in PARTS:
         raise ValueError(f"`part` (={part!r}) must be one of {', '.join(PARTS)}")
+    return apart(corpus)[0] if part == "calibration" else _part(corpus, part)
+
+
+def _part(corpus: str, part: str) -> list[str]:
+    """One part of a corpus, with documents that other corpora may hold, too."""
     if not isinstance(corpus, str) or not corpus.strip():
         raise ValueError(f"`corpus` (={corpus!r}) must be a name; {_what_would_do()}")
     if corpus in CORPORA:
         documents = CORPORA[corpus](part)
-    elif Path(corpus).suffix in _LOADERS:
+    elif Path(corpus).suffix in READERS:
         path = Path(corpus).expanduser()
         if not path.is_file():
             raise ValueError(f"`corpus` (={corpus!r}): there is no such file")
-        documents = _split(_read(path), part)
+        documents = _split(documents_of(path), part)
     elif _is_hub_id(corpus):
         documents = _hub(corpus, part)
     else:
@@ -52,6 +61,25 @@ def load_text(corpus: str, part: str) -> list[str]:
     if not any(d.strip() for d in documents):
         raise ValueError(f"`corpus` (={corpus!r}) has no text in its {part} part; {_what_would_do()}")
     return documents
+
+
+def apart(corpus: str, scored: str = "") -> tuple[list[str], int]:
+    """The calibration part of a corpus without documents that are scored, and the number of those that were left out.
+
+    What is scored may be the same data under another name. Documents are compared by their words; those of fewer than
+    SHORT characters stay.
+
+    Args:
+        scored: the corpus on whose evaluation part the model will be scored; "": it is not known. The test set of
+            wikitext2, if it is on this machine, counts as scored in any case, unless the corpus is a well-known one.
+    """
+    documents = _part(corpus, "calibration")
+    test_set = shared_data() / _LOCAL["wikitext2"]
+    known = _keys(_part(scored, "evaluation")) if scored else set()
+    if corpus not in CORPORA and test_set.is_file():
+        known = known | _keys(documents_of(test_set))
+    kept = [d for d in documents if _key(d) not in known]
+    return kept, len(documents) - len(kept)
 
 
 def check_corpus(corpus: str, part: str) -> None:
@@ -66,7 +94,7 @@ def check_corpus(corpus: str, part: str) -> None:
         return
     if name := _ON_HUB.get(corpus, corpus if _is_hub_id(corpus) else ""):
         _splits(corpus, *name.partition(":")[::2])
-    elif not (Path(corpus).suffix in _LOADERS and Path(corpus).expanduser().is_file()):
+    elif not (Path(corpus).suffix in READERS and Path(corpus).expanduser().is_file()):
         load_text(corpus, part)  # says what is wrong with it
 
 
@@ -101,38 +129,39 @@ def sources(corpus: str) -> Sources:
         whole = files and corpus != "wikitext2"  # the local file of wikitext2 is only the evaluation part
         return Sources(files, () if whole else (_ON_HUB[corpus].partition(":")[0],))
     path = Path(corpus).expanduser()
-    if path.suffix in _LOADERS:
+    if path.suffix in READERS:
         return Sources((path,) if path.is_file() else ())
     return Sources((), (corpus.partition(":")[0],) if _is_hub_id(corpus) else ())
 
 
 def _is_hub_id(corpus: str) -> bool:
-    return corpus.count("/") == 1 and not corpus.startswith((".", "/", "~")) and Path(corpus).suffix not in _LOADERS
+    return corpus.count("/") == 1 and not corpus.startswith((".", "/", "~")) and Path(corpus).suffix not in READERS
 
 
 def _pydocs(part: str) -> list[str]:
     from pydoc_data.topics import topics
 
     documents = [topics[name] for name in sorted(topics)]
-    held_out = _split(documents, "evaluation")
+    held_out = documents[EVALUATION_SHARE - 1 :: EVALUATION_SHARE]
     if part == "evaluation":
         return held_out
     # Topics quote one another: paragraphs that are held out are left out here.
     known = {p.strip() for d in held_out for p in d.split("\n\n")}
-    return ["\n\n".join(p for p in d.split("\n\n") if p.strip() not in known) for d in _split(documents, part)]
+    rest = [d for i, d in enumerate(documents) if i % EVALUATION_SHARE != EVALUATION_SHARE - 1]
+    return ["\n\n".join(p for p in d.split("\n\n") if p.strip() not in known) for d in rest]
 
 
 def _wikitext2(part: str) -> list[str]:
     local = shared_data() / _LOCAL["wikitext2"]
     if part == "evaluation" and local.is_file():
-        return _read(local)
+        return documents_of(local)
     return _hub(_ON_HUB["wikitext2"], part)
 
 
 def _c4(part: str) -> list[str]:
     local = shared_data() / _LOCAL["c4"]
     if local.is_file():
-        return _split(_read(local), part)
+        return _split(documents_of(local), part)
     shard = "en/c4-train.00000-of-01024.json.gz" if part == "calibration" else "en/c4-validation.00000-of-00008.json.gz"
     name = _ON_HUB["c4"].partition(":")[0]
     return _load("c4", name, data_files=shard, split="train[:20000]", revision=revision("datasets", name))
@@ -141,7 +170,7 @@ def _c4(part: str) -> list[str]:
 def _essays(part: str) -> list[str]:
     """Paul Graham's essays, the usual haystack of needle tests."""
     local = shared_data() / _LOCAL["essays"]
-    return _split(_read(local), part) if local.is_file() else _hub(_ON_HUB["essays"], part)
+    return _split(documents_of(local), part) if local.is_file() else _hub(_ON_HUB["essays"], part)
 
 
 CORPORA: dict[str, Callable[[str], list[str]]] = {
@@ -150,14 +179,6 @@ CORPORA: dict[str, Callable[[str], list[str]]] = {
     "c4": _c4,
     "essays": _essays,
 }
-
-_LOADERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".txt": "text"}
-
-
-def _read(path: Path) -> list[str]:
-    if path.suffix == ".txt":
-        return path.read_text(encoding="utf-8", errors="replace").split("\n\n")
-    return _load(str(path), _LOADERS[path.suffix], data_files=str(path), split="train")
 
 
 def _hub(corpus: str, part: str) -> list[str]:
@@ -196,26 +217,43 @@ def _load(corpus: str, *where, **how) -> list[str]:
             rows = load_dataset(*where, **how)
     except Exception as error:
         cause = error.__cause__ or error  # datasets wraps the error of a file's reader
+        if isinstance(cause, OSError) and cause.errno in (EACCES, EROFS, ENOSPC):  # of the cache, not of the corpus
+            raise ValueError(
+                f"the cache of data sets cannot be written: {first_line(cause)}; HF_HOME names a folder for it"
+            ) from error
         raise ValueError(f"`corpus` (={corpus!r}) cannot be read: {first_line(cause)}") from error
     finally:
         set_verbosity(verbosity)
-    texts = [
-        name for name, feature in rows.features.items() if getattr(feature, "dtype", "") in ("string", "large_string")
-    ]
-    column = "text" if "text" in texts else texts[0] if len(texts) == 1 else None
-    if column is None:
-        raise ValueError(f"`corpus` (={corpus!r}) needs a column named text; it has {', '.join(rows.column_names)}")
+    kinds = {name: getattr(feature, "dtype", "") for name, feature in rows.features.items()}
+    column = text_column(corpus, [name for name, kind in kinds.items() if kind in STRINGS], rows.column_names)
     return [text for text in rows[column] if text is not None]
 
 
 def _split(documents: list[str], part: str) -> list[str]:
-    """Every fourth document is for evaluation; a corpus of fewer is cut at three quarters of its length."""
-    if len(documents) < EVALUATION_SHARE:
-        text = "\n\n".join(documents)
+    """One part of documents that have no parts of their own.
+
+    The hash of a document's words decides, so that copies of a document, in this or in another file, are in the same
+    part. A corpus of fewer than four different documents is cut at three quarters of its length.
+    """
+    different = {_key(d): d for d in documents}
+    if len(different) < EVALUATION_SHARE:
+        text = "\n\n".join(different.values())
         cut = len(text) * (EVALUATION_SHARE - 1) // EVALUATION_SHARE
         return [text[:cut] if part == "calibration" else text[cut:]]
-    held_out = part == "evaluation"
-    return [d for i, d in enumerate(documents) if (i % EVALUATION_SHARE == EVALUATION_SHARE - 1) == held_out]
+    held_out = {key for key in different if key[0] % EVALUATION_SHARE == EVALUATION_SHARE - 1}
+    if not 0 < len(held_out) < len(different):  # by chance, as there are few
+        held_out = set(sorted(different)[: len(different) // EVALUATION_SHARE])
+    return [d for d in documents if (_key(d) in held_out) == (part == "evaluation")]
+
+
+def _keys(documents: Iterable[str]) -> set[bytes]:
+    """The hashes of documents that are long enough to be known by their words."""
+    return {_key(d) for d in documents if len(d) >= SHORT}
+
+
+def _key(document: str) -> bytes:
+    """The hash of a document's words, without regard to spaces and capitals."""
+    return hashlib.sha256(" ".join(document.split()).casefold().encode("utf-8", "surrogatepass")).digest()
 
 
 def _what_would_do() -> str:

@@ -26,6 +26,7 @@ from compress.inputs.embedded import EMBEDDED, gguf_file
 from compress.inputs.gguf import converted
 from compress.inputs.hub import quick_to_fail, revision
 from compress.inputs.on_disk import load_on_disk
+from compress.walk.finite import NotFinite, is_finite
 from compress.walk.offload import named_tensors, put_on_disk
 from kernels.errors import first_line, kind_and_first_line
 
@@ -97,10 +98,19 @@ def check_device(device: str | torch.device) -> None:
         ) from error
 
 
-def weights_sha256(model: nn.Module) -> str:
-    """Hash of all weights, by name, shape, dtype and content: the model's identity in the run record."""
+def weights_sha256(model: nn.Module, *, finite: bool = False) -> str:
+    """Hash of all weights, by name, shape, dtype and content: the model's identity in the run record.
+
+    Args:
+        finite: check each weight, too, while it is read.
+
+    Raises:
+        NotFinite: a weight that is to be checked holds NaN or infinity.
+    """
     digest = hashlib.sha256()
     for name, tensor in named_tensors(model):
+        if finite and not is_finite(tensor):
+            raise NotFinite(f"`model`: its weight {name} holds NaN or infinity; check its file, and `dtype`")
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         digest.update(flat.view(torch.uint8).numpy())

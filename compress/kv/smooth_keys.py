@@ -1,7 +1,7 @@
 """Scaling of keys before RoPE, so that no pair of channels is larger than the others (FireQ, Baek et al., 2025,
 arXiv:2505.20839)."""
 
-import time
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -20,6 +20,7 @@ from compress.walk.folds.links import made_up_batch
 from compress.walk.once.saved import SavedStatistics
 from compress.walk.parallel.ranks import progress_bar
 from compress.walk.resume import BlockStore
+from kernels.clock import clock
 
 LARGEST = 1e4  # the largest factor, and the inverse of the smallest
 CHECKED = 128  # tokens of the first batch on which each fold is checked
@@ -110,7 +111,7 @@ class SmoothKeys(Method):
         self, block: nn.Module, link: KeyLink | str, own: str, calls: list[Call], index: int, device: torch.device
     ) -> FoldRecord | None:
         """Measure, scale and check one block, and make its outputs the inputs of the next one."""
-        start, check = time.perf_counter(), Call(calls[-1].hidden, calls[-1].arguments)
+        start, check = clock(device), copy.copy(calls[-1])
         if isinstance(link, str):
             advance(block, calls, index, device)
             return None
@@ -142,7 +143,7 @@ class SmoothKeys(Method):
             error_before=None,
             error_after=None,
             difference=moved,
-            seconds=time.perf_counter() - start,
+            seconds=clock(device) - start,
             channels={key: binned(values) for key, values in magnitudes.items()},
         )
 

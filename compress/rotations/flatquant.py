@@ -2,7 +2,6 @@
 block by block, so that rounding weights and inputs costs less accuracy."""
 
 import copy
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -27,6 +26,7 @@ from compress.walk.groups import input_groups
 from compress.walk.once.saved import SavedStatistics
 from compress.walk.parallel.ranks import current, progress_bar
 from compress.walk.resume import BlockStore
+from kernels.clock import clock
 from kernels.linear import fast_linear
 
 WINDOW = 512  # number of tokens of an update
@@ -214,7 +214,7 @@ class _Block:
 
     def flattened(self, calls: list[Call], store: BlockStore | None) -> list[FoldRecord]:
         """Train, fold and check the block, and give the calls the outputs of the original block as next inputs."""
-        start = time.perf_counter()
+        start = clock(self.device)
         block = find_blocks(self.model)[1][self.index]
         linears = {name: self.model.get_submodule(name) for name in self.names}
         if not linears:
@@ -243,7 +243,7 @@ class _Block:
             )
         calls[:] = passed
         notes = (_note(*losses),) if self.method.steps else ()
-        seconds = (time.perf_counter() - start) / max(len(turns), 1)
+        seconds = (clock(self.device) - start) / max(len(turns), 1)
         return [
             fold_record(turns[i], was[i], now[i], difference=moved, seconds=seconds, notes=notes,
                         errors=errors_of(was[i][0], weights[i], maps[i], self.method.aim))

@@ -1,7 +1,6 @@
 """Rotations that spread the outliers of activations over all channels (QuaRot, Ashkboos et al., 2024,
 arXiv:2404.00456)."""
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -28,6 +27,7 @@ from compress.walk.offload import is_offloaded
 from compress.walk.once.saved import SavedStatistics
 from compress.walk.parallel.ranks import progress_bar
 from compress.walk.resume import BlockStore
+from kernels.clock import clock
 
 TRIED = 64  # tokens on which possible folds are tried
 
@@ -200,7 +200,7 @@ class Rotate(Method):
 
     def _block(self, model: nn.Module, plan: "_Plan", index: int, call: Call, device: torch.device) -> list[FoldRecord]:
         """Fold and replace in one block by the plan, check it, and make its output the next input of `call`."""
-        start = time.perf_counter()
+        start = clock(device)
         prefix, blocks = find_blocks(model)
         block, own = blocks[index], f"{prefix}.{index}."
         turned = [Turn(link.producer, "rotation of the stream", link.consumers) for link in plan.readers]
@@ -226,7 +226,7 @@ class Rotate(Method):
             )
         call.hidden = y
         notes = (f"the residual stream is not rotated: {plan.problem}",) if plan.problem else ()
-        seconds = (time.perf_counter() - start) / max(len(turned), 1)
+        seconds = (clock(device) - start) / max(len(turned), 1)
         return [
             fold_record(turn, was, is_now, difference=moved, seconds=seconds, notes=notes)
             for turn, was, is_now in zip(turned, ranges, after, strict=True)

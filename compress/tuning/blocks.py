@@ -1,7 +1,6 @@
 """The loop that trains each block of a compressed model, with the outputs of the original model as targets."""
 
 import copy
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from compress.walk.parallel.ranks import current, joined
 from compress.walk.resume import BlockStore
 from compress.walk.statistics import LayerStatistics
 from compress.walk.walk import dense_weights, record
+from kernels.clock import clock
 from kernels.linear import fast_linear
 
 
@@ -123,7 +123,7 @@ class _Tuning:
             calls: each with the output of the compressed blocks before this one.
             wanted: each with the output of the original block.
         """
-        start = time.perf_counter()
+        start = clock(self.device)
         prefix, blocks = find_blocks(self.model)
         block = blocks[index]
         stored = {n: m for n in names if isinstance(m := self.model.get_submodule(n), CompressedLinear)}
@@ -143,7 +143,7 @@ class _Tuning:
             put(self.model, TunedBlock(linears, [], untrained), self.device)
             passed, statistics = self._passed(index, linears, calls)
         calls[:] = passed
-        seconds = (time.perf_counter() - start) / max(len(linears), 1)
+        seconds = (clock(self.device) - start) / max(len(linears), 1)
         records = []
         for name, linear in linears.items():
             statistics[name].note(note)

@@ -7,6 +7,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor, nn
 
+from compress.walk.finite import check_activations, is_finite
 from compress.walk.parallel.places import SLICES, Place, places
 from compress.walk.parallel.ranks import current
 from compress.walk.shards import OnDisk, WorkFolder
@@ -152,6 +153,7 @@ class _Recorder(nn.Module):
 def _probe(model: nn.Module, blocks: nn.ModuleList, batch: Tensor) -> bool:
     """Check in one pass that outputs are finite and blocks form a chain; returns whether blocks give tuples."""
     ends: list[tuple[Tensor, object]] = []
+    first = Place(windows=len(batch))
 
     def hook(module, args, kwargs, output):
         ends.append((_take_hidden(args, kwargs)[0], output))
@@ -162,11 +164,9 @@ def _probe(model: nn.Module, blocks: nn.ModuleList, batch: Tensor) -> bool:
     finally:
         for handle in handles:
             handle.remove()
-    if not torch.isfinite(logits).all():
-        raise ValueError(
-            "`batches`: the model's outputs on the first batch hold NaN or infinity; check the batch, the "
-            "model's weights, and its `dtype` (float16 overflows where bfloat16 does not)"
-        )
+    for index, (_, output) in enumerate(ends):
+        check_activations(_first(output), f"the output of block {index}", first)
+    check_activations(logits, "the model's output", first)
     for (_, output), (following, _) in zip(ends, ends[1:], strict=False):
         if not torch.equal(_first(output), following):
             raise ValueError(
@@ -176,7 +176,32 @@ def _probe(model: nn.Module, blocks: nn.ModuleList, batch: Tensor) -> bool:
 
 
 def run_block(block: nn.Module, call: Call, index: int, device: torch.device) -> Tensor:
-    """Output [batch, T, hidden] of a block for one micro-batch."""
+    """Output [batch, T, hidden] of a block for one micro-batch.
+
+    Raises:
+        NotFinite: an output is NaN or infinite; the message names the module inside the block, and the windows.
+    """
+    output = run_once(block, call, index, device)
+    if not is_finite(output.detach()):  # run again, to find the module
+        handles = [
+            module.register_forward_pre_hook(
+                lambda _, args, name=name: check_activations(
+                    args[0] if args else None, f"the input of {name} of block {index}", call.place
+                )
+            )
+            for name, module in block.named_modules()
+            if not any(module.children())
+        ]
+        try:
+            check_activations(run_once(block, call, index, device), f"the output of block {index}", call.place)
+        finally:
+            for handle in handles:
+                handle.remove()
+    return output
+
+
+def run_once(block: nn.Module, call: Call, index: int, device: torch.device) -> Tensor:
+    """The same, unchecked."""
     args, kwargs = mapped(call.arguments[index], lambda t: t.to(device))
     return _first(block(call.hidden.to(device), *args, **kwargs))
 

@@ -88,7 +88,7 @@ def collect(
     """
     assert not (stop_early and pass_on)
     leader_of = {name: group[0] for group in groups for name in group}
-    collectors = {group[0]: Collector(needs, shape_of(linears[group[0]])[1], device) for group in groups}
+    collectors = {group[0]: Collector(group[0], needs, shape_of(linears[group[0]])[1], device) for group in groups}
     seen: dict[str, Tensor] = {}
     place = Place()
 

@@ -15,7 +15,8 @@ from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 
 from compress.linear import CompressedLinear, met_by, replace, shape_of
-from compress.walk.capture import Call, Stop, run_block, same_memory
+from compress.walk.capture import Call, Stop, run_once, same_memory
+from compress.walk.finite import check_activations
 from compress.walk.statistics import Collector, LayerStatistics
 
 HELD_BYTES = 1 << 29  # of the last group's input, over all micro-batches, that may be held while it is solved
@@ -88,7 +89,8 @@ class Lockstep:
                 self.start(call, as_it_was=False)
             for i, group in enumerate(self.groups):
                 if i not in self.collectors:  # experts that no token reached
-                    self.collectors[i] = Collector(self.needs, shape_of(self.linears[group[0]])[1], self.device)
+                    columns = shape_of(self.linears[group[0]])[1]
+                    self.collectors[i] = Collector(group[0], self.needs, columns, self.device)
                 statistics = self.collectors.pop(i).result()
                 for name, new in solve([(name, statistics) for name in group]).items():
                     self.gates[name].linear = new.to(self.device)
@@ -111,7 +113,9 @@ class Lockstep:
 
     def run_pass(self, call: Call) -> None:
         try:
-            call.hidden = run_block(self.block, call, self.index, self.device)
+            hidden = run_once(self.block, call, self.index, self.device)
+            check_activations(hidden, f"the output of block {self.index}", call.place)
+            call.hidden = hidden
         except Stop as stop:
             traceback.clear_frames(stop.__traceback__)  # else its tensors stay until garbage is collected
             self.stopped.append(call)
@@ -149,7 +153,7 @@ class Lockstep:
         if len(self.groups[i]) > 1:
             self.inputs[i][me] = x, set(self.groups[i]) - {name}
         if i not in self.collectors:
-            self.collectors[i] = Collector(self.needs, x.shape[-1], self.device)
+            self.collectors[i] = Collector(name, self.needs, x.shape[-1], self.device)
         place = self.passes[me].place
         beside = self.read.pop((i, place.number), None)
         self.collectors[i].update(met_by(self.linears[name], x), place, beside)

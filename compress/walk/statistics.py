@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from compress.formats import Format
+from compress.walk.finite import check_activations, check_statistics
 from compress.walk.parallel.places import Place
 from compress.walk.parallel.ranks import current
 from kernels.gram import gram, mirror_
@@ -289,15 +290,17 @@ ALONE = Place()  # the place of inputs that belong to no calibration in slices
 
 
 class Collector:
-    """Feeds several statistics with the inputs of one linear, slice by slice of the calibration.
+    """Feeds several statistics with the inputs of the linear `name`, slice by slice of the calibration.
+
+    All statistics that methods read come from here, so that inputs which are not finite are refused here for all.
 
     The slices are added in their order, so that a sum is the same to the last bit for any number of processes. In one
     process a slice is added as soon as it is complete, so that memory holds one slice and the sum of the earlier ones.
     Of several processes, the first does the same, and the others hold the results of each of their slices.
     """
 
-    def __init__(self, needs: Sequence[str], columns: int, device: torch.device) -> None:
-        self.needs, self.columns, self.device = tuple(needs), columns, device
+    def __init__(self, name: str, needs: Sequence[str], columns: int, device: torch.device) -> None:
+        self.name, self.needs, self.columns, self.device = name, tuple(needs), columns, device
         self._parts: dict[int, _Part] = {}  # by slice; the sum of complete slices has the number of the last one
         self._added = -1  # the last slice that the sum holds
 
@@ -308,7 +311,11 @@ class Collector:
             x: [..., in].
             original: the same tokens' input in the uncompressed model, if it is known. Inputs that are not whole
                 windows [windows, tokens, in] are not used: experts may get other tokens in the uncompressed model.
+
+        Raises:
+            NotFinite: an input is NaN or infinite; the message names the linear and the windows.
         """
+        check_activations(x, f"the input of {self.name}", place)
         if original is not None and (x.dim() != 3 or original.shape != x.shape):
             original = None
         if place.slice not in self._parts:
@@ -321,7 +328,9 @@ class Collector:
         parts = [self._parts.pop(number) for number in sorted(self._parts)]
         whole = current().chained(parts, _Part.added) or _Part(self.needs, self.columns, self.device, ALONE)
         del parts  # frees the parts that were added
-        return LayerStatistics(whole.tokens, {need: one.result() for need, one in whole.statistics.items()})
+        values = {need: one.result() for need, one in whole.statistics.items()}
+        check_statistics(self.name, values)
+        return LayerStatistics(whole.tokens, values)
 
     def _add_complete(self, before: int) -> None:
         """Add complete slices to the sum in their order, up to the first one that lacks a micro-batch."""

@@ -7,7 +7,6 @@ the inputs of the next, so that each block reads the outputs of the compressed b
 
 import copy
 import dataclasses
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Protocol
@@ -24,11 +23,13 @@ from compress.transforms import Transform, followed_by, orders
 from compress.walk.blocks import find_blocks, targets
 from compress.walk.capture import Call, advance, block_calls, on_device
 from compress.walk.chain import Chain
+from compress.walk.finite import check_error
 from compress.walk.groups import collect, input_groups
 from compress.walk.lockstep import Lockstep
 from compress.walk.parallel.ranks import current, progress_bar
 from compress.walk.resume import BlockStore
 from compress.walk.statistics import PAIRED, LayerStatistics
+from kernels.clock import clock
 from kernels.linear import fast_linear, plain_torch
 
 COLUMNS = 1024  # columns of a Gram matrix that are multiplied at once when errors are measured
@@ -229,13 +230,13 @@ def solve_linear(
         original: the weight against which the error is measured; None: the linear's own weight.
         last: no other linear is solved from the shared values of these statistics.
     """
-    start = time.perf_counter()
     W = weight_of(linear)
+    start = clock(W.device)
     target = W if original is None else original
     new = stored_as(name, linear, W, statistics, method, target)
     rounding = method.rounding(statistics)
     new.transform = followed_by(new.transform, rounding)
-    seconds = time.perf_counter() - start
+    seconds = clock(W.device) - start
     exact = [] if method.adds else exact_parts(linear)
     peer = method.peer(without(W, exact), statistics)
     if peer is not None and statistics.keep is not None:
@@ -267,12 +268,14 @@ def record(
         rounding: the method's transform of the inputs; `statistics` are of the inputs before it.
     """
     reference = max(energy_of(target, statistics), 1e-30)
+    error = error_of(target, new.parts, statistics, rounding) / reference
+    check_error(name, error)
     return LayerRecord(
         name=name,
         shape=(new.out_features, new.in_features),
         format="+".join(part.name for part in new.parts),
         bits_per_weight=new.bits_per_weight,
-        error=error_of(target, new.parts, statistics, rounding) / reference,
+        error=error,
         rtn_error=None if peer is None else error_of(target, peer, statistics) / reference,
         seconds=seconds,
         tokens=statistics.tokens,

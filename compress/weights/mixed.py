@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,6 +30,7 @@ from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.once.saved import SavedStatistics
 from compress.walk.resume import BlockStore
 from compress.walk.statistics import LayerStatistics
+from kernels.clock import clock
 
 MEASURED = ("kl", "kl_scaled", "fisher")
 WINDOW = 256  # tokens of a calibration window on which losses are measured: more, shorter windows are better
@@ -173,7 +173,7 @@ class Mixed(LayerwiseMethod):
         originals: Mapping[str, nn.Module] | None = None,
         saved: SavedStatistics | None = None,
     ) -> list[LayerRecord | AllocationRecord]:
-        start = time.perf_counter()
+        start = clock(device)
         layers = self._candidates(model, batches, device, store, saved)
         program = Program({name: list(layer.choices.values()) for name, layer in layers.items()})
         beside = bytes_beside(model, targets(model, self.skip, self.where))
@@ -191,7 +191,7 @@ class Mixed(LayerwiseMethod):
             chosen=(best.cost + beside, best.loss),
             curve=tuple((choice.cost + beside, choice.loss) for choice in program.curve()),
             layers=len(layers),
-            seconds=time.perf_counter() - start,
+            seconds=clock(device) - start,
         )
         records = LayerwiseMethod.apply(
             solver, model, batches, device=device, store=store, originals=originals, saved=saved

@@ -14,7 +14,6 @@ Answers are teacher-forced: every token of the true answer is the most likely on
 answer.
 """
 
-import time
 from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +26,7 @@ from transformers import Cache
 
 from eval.contexts.answers import FULL, Answer, LongContextScores
 from eval.contexts.haystack import Question, Sample
+from kernels.clock import clock
 
 VISIBILITIES = ("agnostic", "another", "turns", "visible", "follow-up")
 _OF_SECOND = {"another", "turns", "follow-up"}  # visibilities with the second question
@@ -108,9 +108,9 @@ def _ask_all(
             progress.set_postfix_str(f"{sample.task} {sample.length}, {visibility}, {names[-1]}")
             caches = []
             for name in names:
-                start = time.perf_counter()
+                start = clock(device)
                 caches.append(cache := ways[name](read))
-                seconds = time.perf_counter() - start
+                seconds = clock(device) - start
                 of = found[name].setdefault("cache", {})
                 if not of:
                     of |= {"bytes": cache.nbytes_16, "elsewhere": _elsewhere(cache), "seconds": seconds}

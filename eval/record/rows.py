@@ -55,6 +55,7 @@ class Calibration:
     seqlen: int | None
     seed: int | None
     sha256: str
+    overlap: int | None  # documents that were left out, because they are also in the text that is scored
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ Its shape (more keys are welcome, these keep their names):
     recipe       [{method, knobs, source, text}]      of "compressed"; text: the step as written in a recipe
     recipes      {model: [as in recipe]}              of "compressed" and of the other models that were scored with it
     model        name, weights_sha256, parameters
-    calibration  corpus, samples, seqlen, seed, sha256          (null where none was needed)
+    calibration  corpus, samples, seqlen, seed, sha256, overlap          (null where none was needed)
     layers       [{name, shape, format, bits_per_weight, error, rtn_error, seconds, notes, sparsity, distortion,
                    choice, choices}]                  the method chosen for it, {method: predicted loss}
     inputs       {model: {linear: {max, p99, median, kurtosis}}}   of the linear's input before rounding

@@ -7,7 +7,6 @@ folded into rows.
 """
 
 import statistics
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,8 @@ from transformers import Cache
 from eval.speed.device_lock import undisturbed
 from eval.speed.packing import Packing
 from eval.speed.regional import NotRegional, Step, compile_regional
-from eval.speed.speed import quartiles, wait
+from eval.speed.speed import quartiles
+from kernels.clock import clock
 from kernels.errors import first_line
 from kernels.huge_pages import in_huge_pages
 from kernels.kv_decode import KV
@@ -208,11 +208,9 @@ def _decode(step: Step, cache: TimedCache, context: int, count: int, device: tor
     token, seconds = torch.ones(1, 1, dtype=torch.long, device=device), []
     for i in range(count):
         position = torch.tensor([[context + i]], device=device)
-        wait(device)
-        start = time.perf_counter()
+        start = clock(device)
         token = step(token, position)
-        wait(device)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(clock(device) - start)
     return statistics.median(seconds)
 
 
@@ -225,12 +223,10 @@ def _attention(model: nn.Module, cache: TimedCache, attend: Callable[[Tensor, Sl
     q = torch.randn(1, heads, 1, channels, dtype=model.dtype, device=device)
     best = float("inf")
     for _ in range(3):
-        wait(device)
-        start = time.perf_counter()
+        start = clock(device)
         for slab in slabs:
             attend(q, slab)
-        wait(device)
-        best = min(best, time.perf_counter() - start)
+        best = min(best, clock(device) - start)
     return best
 
 

@@ -10,7 +10,6 @@ torch's own products reach a quarter of the memory bandwidth and would be too we
 import gc
 import itertools
 import statistics
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from eval.speed.packing import Packing
 from eval.speed.regional import NotRegional, RegionalStep, Step, compile_regional
 from eval.speed.work import work
 from eval.writing.generation import write
+from kernels.clock import clock
 from kernels.deploy import deployed
 from kernels.errors import first_line
 from kernels.harness.roofline import read_bandwidth
@@ -415,18 +415,15 @@ def _round(variant: Variant, prompt_tokens: int, new_tokens: int, batch: int = 1
     device = next(variant.source.parameters()).device
     prompt, positions = _prompt(variant, prompt_tokens, batch)
     variant.cache.reset()
-    wait(device)
-    start = time.perf_counter()
+    start = clock(device)
     token = variant.step(prompt, positions)
-    wait(device)
-    ttft = time.perf_counter() - start
+    ttft = clock(device) - start
     seconds = []
     for i in range(new_tokens):
         position = torch.tensor([[prompt_tokens + i]], device=device)
-        start = time.perf_counter()
+        start = clock(device)
         token = variant.step(token, position)
-        wait(device)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(clock(device) - start)
     return ttft, seconds
 
 
@@ -438,8 +435,7 @@ class _Stamps(BaseStreamer):
 
     def put(self, value: Tensor) -> None:
         """Called by `generate` with the prompt, and then with the tokens of each step."""
-        wait(self.device)
-        self.times.append(time.perf_counter())
+        self.times.append(clock(self.device))
 
     def end(self) -> None:
         """Called by `generate` at the end."""
@@ -456,9 +452,3 @@ def _written(variant: Variant, prompt_tokens: int, new_tokens: int, batch: int =
 def serve(variant: Variant, prompt_tokens: int, new_tokens: int, batch: int = 1) -> tuple[float, list[float]]:
     """One request to a prepared variant: seconds to its first tokens, and for each later token of every row."""
     return _round(variant, prompt_tokens, new_tokens, batch)
-
-
-def wait(device: torch.device) -> None:
-    """Wait until a GPU has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

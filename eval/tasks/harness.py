@@ -6,12 +6,14 @@ Imported only where it is needed, because importing lm-eval is slow.
 import copy
 import json
 import logging
+import math
 import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -27,6 +29,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.tasks.paired import fits, stderr
 from eval.tasks.task_files import CONSENT
+from eval.text.perplexity import bounded_exp
 from eval.text.through_cache import attachment, logits_through_cache
 
 PRIMARY = (
@@ -94,26 +97,47 @@ class Answered:
 
 
 class _InMemory(HFLM):
-    """lm-eval's model without its progress bars and without its questions to the hub about the model."""
+    """lm-eval's model without its progress bars and without its questions to the hub about the model.
+
+    Likelihoods are computed in float32, whatever the model's dtype. A prompt without words is a beginning of text; the
+    likelihood of an empty continuation is 1.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch_size: int) -> None:
+        super().__init__(model, tokenizer=tokenizer, batch_size=batch_size, softmax_dtype=torch.float32)
 
     def get_model_info(self) -> dict:
         return {}
 
     def loglikelihood(self, requests: list, disable_tqdm: bool = True) -> list:
-        return super().loglikelihood(requests, disable_tqdm=True)
+        pairs = [request.args for request in requests]
+        return self._loglikelihood_tokens([(pair, *self._encode_pair(*pair)) for pair in pairs])
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        if context.strip():
+            return super()._encode_pair(context, continuation)
+        ids = self.tok_encode(context + continuation, add_special_tokens=False)
+        start = self.prefix_token_id  # BOS, or EOS, which the tokenizer has (`check_tasks`)
+        return ([start], ids) if ids[:1] != [start] else (ids[:1], ids[1:])
 
     def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = True) -> list:
         return super().loglikelihood_rolling(requests, disable_tqdm=True)
 
     def _loglikelihood_tokens(self, requests: list, disable_tqdm: bool = True, override_bs: int | None = None) -> list:
-        if attachment(self.model) is None:
-            return super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
-        answers = []
-        for text, context, continuation in requests:
-            answers.append(self._through_cache(context, continuation))
-            if text is not None:
-                self.cache_hook.add_partial("loglikelihood", text, answers[-1])
-        return answers
+        asked = [request for request in requests if request[2]]
+        if not asked:
+            found = iter(())
+        elif attachment(self.model) is None:
+            found = iter(super()._loglikelihood_tokens(asked, disable_tqdm=True, override_bs=override_bs))
+        else:
+            found = (self._told(text, self._through_cache(*ids)) for text, *ids in asked)
+        return [next(found) if request[2] else self._told(request[0], (0.0, True)) for request in requests]
+
+    def _told(self, text: Any, answer: tuple[float, bool]) -> tuple[float, bool]:
+        """The answer, after its progress was reported as lm-eval does."""
+        if text is not None:
+            self.cache_hook.add_partial("loglikelihood", text, answer)
+        return answer
 
     def _through_cache(self, context: list[int], continuation: list[int]) -> tuple[float, bool]:
         """Log-likelihood of a continuation in nats, and whether it is the most likely one, token by token. The context
@@ -125,7 +149,13 @@ class _InMemory(HFLM):
         return float(found.double().sum()), bool((logits.argmax(-1) == expected).all())
 
     def generate_until(self, requests: list, disable_tqdm: bool = True) -> list:
-        return super().generate_until(requests, disable_tqdm=True)
+        empty = [not request.args[0].strip() for request in requests]
+        start = self.tokenizer.decode([self.prefix_token_id]) if any(empty) else ""
+        started = [
+            replace(request, arguments=(start + request.args[0], *request.args[1:])) if starts else request
+            for request, starts in zip(requests, empty, strict=True)
+        ]
+        return super().generate_until(started, disable_tqdm=True)
 
 
 class _Told:
@@ -157,7 +187,9 @@ def answer(
         tell: called at every answer.
     """
     started = time.perf_counter()
-    lm = _InMemory(model, tokenizer=_padding(tokenizer), batch_size=batch_size)
+    if not len(task.eval_docs):
+        raise ValueError(f"`tasks`: {task.task_name} has no questions")
+    lm = _InMemory(model, _padding(tokenizer), batch_size)
     lm.set_cache_hook(_Told(tell))
     found = simple_evaluate(
         lm,
@@ -182,7 +214,7 @@ def undisturbed(models: Sequence[nn.Module]) -> Iterator[None]:
     restored.
 
     lm-eval is prevented from tying weights again, which would overwrite an output layer that was compressed, or folded
-    into, separately.
+    into, separately; and its perplexities of models that have diverged are infinite, where `math.exp` would raise.
     """
     modes = [(module, module.training) for model in models for module in model.modules()]
     generation = [
@@ -195,6 +227,8 @@ def undisturbed(models: Sequence[nn.Module]) -> Iterator[None]:
         stack.enter_context(torch.random.fork_rng(devices))
         for model in {id(model): model for model in models}.values():
             stack.enter_context(patch.object(model, "tie_weights", lambda *_, **__: None))
+        bounded = SimpleNamespace(**vars(math) | {"exp": bounded_exp})
+        stack.enter_context(patch("lm_eval.api.metrics.math", bounded))
         stack.enter_context(patch("lm_eval.evaluator.add_env_info"))  # asks pip and the processor at every call
         stack.enter_context(patch("lm_eval.api.task.tqdm", lambda rows, **_: rows))
         log.setLevel(logging.ERROR)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from eval.tasks.trust import TRUST, is_trusted
-from kernels.errors import first_line
+from kernels.errors import first_line, kind_and_first_line
 from kernels.hub import hub_reachable
 
 if TYPE_CHECKING:
@@ -172,7 +172,10 @@ def _build(name: str, path: Path) -> "Task":
     from lm_eval.tasks import TaskManager
 
     config = _local(name, path, functions=True)
-    return TaskManager(include_defaults=False).load([config])["tasks"][name]
+    try:
+        return TaskManager(include_defaults=False).load([config])["tasks"][name]
+    except Exception as error:  # of its template or its data, such as a first document that is empty
+        raise ValueError(f"`tasks`: {name!r} cannot be built: {kind_and_first_line(error)}") from error
 
 
 def _catalogued(name: str) -> "dict[str, Task]":

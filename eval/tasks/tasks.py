@@ -9,6 +9,7 @@ without a cache.
 import hashlib
 import importlib.metadata
 import json
+import math
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 FLIPS = 12  # examples of a model and direction in the record; the files of samples have all
 _TURNS = {(1, 0): "right to wrong", (0, 1): "wrong to right"}
 _SHOWN = 400  # characters of a text in the record
-_KEPT_AS = 2  # format number; changed whenever stored answers become unusable
+_KEPT_AS = 3  # format number; changed whenever stored answers become unusable
 _VERSIONS = ("lm-eval", "transformers", "tokenizers", "torch", "datasets", "numpy")
 
 
@@ -76,14 +77,15 @@ class TaskScores:
 
     @property
     def metrics(self) -> dict[str, dict[str, float]]:
-        """{model: {metric: value}} for the record: <metric>_<task> with lm-eval's names, with _stderr."""
+        """{model: {metric: value}} for the record: <metric>_<task> with lm-eval's names, with _stderr. A value that is
+        not finite stays, and counts against its model; a standard error does not."""
         found: dict[str, dict[str, float]] = {}
         for model, tasks in self._scored.items():
             own = found.setdefault(model, {})
             for name, of in tasks.items():
                 for metric, value in of.values.items():
-                    if finite(value) is not None:
-                        plain = metric.removesuffix("_stderr")
+                    plain = metric.removesuffix("_stderr")
+                    if plain == metric or finite(value) is not None:
                         own[f"{plain}_{name}{metric[len(plain) :]}"] = value
         return found
 
@@ -368,13 +370,20 @@ def _counting(progress: tqdm, about: str) -> Any:
 
 
 def _notes(models: Mapping[str, nn.Module], scores: TaskScores) -> list[str]:
+    lost = [
+        f"{metric} of {model} is not finite ({value}), which counts against it"
+        for model, own in scores.metrics.items()
+        for metric, value in own.items()
+        if not math.isfinite(value)
+    ]
     read = [name for name, of in next(iter(scores.answers.values())).items() if not of.generates]
     compressed = [name for name, model in models.items() if attachment(model) is not None]
     if not (read and compressed):
-        return []
+        return lost
     return [
+        *lost,
         f"{', '.join(compressed)}: in tasks that are scored by likelihood ({', '.join(read)}), what comes before an "
-        "answer is read as a prompt and compressed, and the answer is scored through the compressed KV cache"
+        "answer is read as a prompt and compressed, and the answer is scored through the compressed KV cache",
     ]
 
 

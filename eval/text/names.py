@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-TEXTS = ("corpus", "eval_corpus", "haystack")  # parameters of notebooks that name a text
+TEXTS = ("corpus", "eval_corpus", "haystack", "scored")  # parameters of notebooks, or of calibration, that name a text
 
 
 def text_name(corpus: str | None) -> str | None:

@@ -1,6 +1,7 @@
 """Perplexity on long text, by disjoint or overlapping windows."""
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,13 +11,16 @@ from tqdm.auto import tqdm
 
 from eval.text.windows import LogitSource, all_predictions, chunks, mean_and_stderr, windows
 
+LARGEST = math.log(sys.float_info.max)  # the largest loss with a finite exp, 709.78 nats
+
 
 @dataclass(frozen=True)
 class Perplexity:
     """exp of the mean negative log-likelihood per token.
 
-    stderr: by the delta method, windows as clusters; None for a single window. sums, counts: per window, the summed
-    negative log-likelihood (nats) and the tokens counted.
+    value: inf if the mean is above 709 nats, where exp overflows float64; NaN if a loss is. stderr: by the delta
+    method, windows as clusters; None for a single window, or for a value that is not finite. sums, counts: per window,
+    the summed negative log-likelihood (nats) and the tokens counted.
     """
 
     value: float
@@ -30,9 +34,14 @@ class Perplexity:
     @classmethod
     def of(cls, sums: Sequence[float], counts: Sequence[int], window: int, stride: int | None) -> "Perplexity":
         nll, stderr = mean_and_stderr(sums, counts)
-        value = math.exp(nll)
-        spread = None if stderr is None else value * stderr
+        value = bounded_exp(nll)
+        spread = value * stderr if stderr is not None and math.isfinite(value) else None
         return cls(value, spread, sum(counts), window, stride, tuple(sums), tuple(counts))
+
+
+def bounded_exp(x: float) -> float:
+    """exp(x), or inf where it is larger than any float."""
+    return math.inf if x > LARGEST else math.exp(x)
 
 
 def perplexity(

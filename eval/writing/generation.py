@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
+from kernels.special_tokens import beginning
+
 PROMPTS = (
     "What is the capital of France, and what is it known for?",
     "Explain in two sentences why the sky is blue.",
@@ -133,4 +135,5 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> Tensor:
         messages = [{"role": "user", "content": prompt}]
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         return tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
-    return tokenizer(prompt, return_tensors="pt").input_ids
+    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
+    return torch.cat([torch.tensor([beginning(tokenizer)], dtype=ids.dtype), ids], 1)

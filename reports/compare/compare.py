@@ -14,13 +14,13 @@ from reports.compare.noise import RULE
 from reports.compare.outcome import Failure, RunOutcome
 from reports.compare.pareto import Plane, PlaneModels, plane_models, planes
 from reports.compare.two import Verdict, compare_two
-from reports.compare.variants import Quantity, Variant, variants
+from reports.compare.variants import Quantity, Variant, mean_cost, shared, variants
 from reports.parts.files import LIMIT_BYTES, Report, environment, write_page
 from reports.parts.metrics import fmt, growth, percent
 from reports.parts.text import clean, link, listed, plural, public
 
 __all__ = ["Leaderboard", "RunOutcome", "Verdict", "compare_page", "compare_two", "leaderboard", "render_comparison"]
-MAX_FAILURES, MAX_RUNS, MAX_LINES = 30, 200, 12
+MAX_FAILURES, MAX_RUNS, MAX_LINES, MAX_LOST = 30, 200, 12, 5
 _LOSSES = (  # kind, its name on the page, and how a cost is shown
     ("task", "of the baseline’s accuracy", lambda cost: f"{100 * (1 - cost):.1f} %"),
     ("perplexity", "perplexity", lambda cost: percent(growth(cost))),
@@ -108,27 +108,40 @@ def _verdict(outcomes: Sequence[RunOutcome], found: Sequence[Variant], drawn: Se
     if stale:
         were = "run was" if stale == 1 else "runs were"
         said += f" {stale} finished {were} made with code of the workbench that has changed since."
-    return " ".join([said, *(one.brief for one in drawn[:1])])
+    return " ".join([said, *(one.brief for one in drawn[:1]), *_lost(found)])
+
+
+def _lost(found: Sequence[Variant]) -> list[str]:
+    """A sentence on the measures of accuracy that are not finite, or missing, and the models that lost them."""
+    losers = [v for v in found if v.lost]
+    if not losers:
+        return []
+    each = [
+        f"{listed([q.words for q in sorted(v.lost)], 3)} of {v.label} in {clean(v.run.key, 60)}"
+        for v in losers[:MAX_LOST]
+    ]
+    more = f" and {plural(len(losers) - MAX_LOST, 'more model')}" * (len(losers) > MAX_LOST)
+    return [f"Not finite, or missing where the baseline has it: {'; '.join(each)}{more}. Such models are ranked last."]
 
 
 def _cards(outcomes: Sequence[RunOutcome], found: Sequence[Variant]) -> list[tuple[str, str]]:
-    """The number of finished runs; for the models of most runs: the smallest, the fastest, and the most accurate."""
+    """The number of finished runs; for the models of most runs: the smallest, the fastest, and the most accurate of
+    those that were measured alike and lost no measure of accuracy."""
     done = sum(run.status == "finished" for run in outcomes)
     cards = [(f"{done} of {len(outcomes)}", "runs finished")]
-    own = [v for v in found if not v.baseline]
+    own = [v for v in found if not v.baseline and not v.lost]
     if not own:
         return cards
     weights = Counter(v.weights for v in own).most_common(1)[0][0]
     own = [v for v in own if v.weights == weights]
     for kind, words, shown in _LOSSES:
-        costs = [
-            (sum(c) / len(c), v.number, v)
-            for v in own
-            if (c := [effect.cost for quantity, effect in v.effects.items() if quantity.kind == kind])
-        ]
-        if costs:
+        scored = [v for v in own if any(q.kind == kind for q in v.effects)]
+        costs = [(cost, v.number, v) for v in scored if (cost := mean_cost(v, shared(own, kind))) is not None]
+        if len(costs) > 1 or len(scored) == 1:  # else no two were measured alike
             cost, _, best = min(costs)
-            cards.append((shown(cost), f"{words}, the least loss: {clean(best.label, 70)}"))
+            alike = f" of {len(costs)} that were measured alike" * (len(costs) < len(scored))
+            cards.append((shown(cost), f"{words}, the least loss{alike}: {clean(best.label, 70)}"))
+        if scored:
             break
     for kind, words in (("stored", "smaller, the most"), ("decode", "decode speed against its own baseline, the most")):
         ratios = [(number.ratio, v) for v in own if (number := v.numbers.get(Quantity(kind))) and number.ratio]

@@ -10,7 +10,7 @@ from reports.compare.outcome import Failure, RunOutcome
 from reports.page.caches import FULL, MAIN
 from reports.page.evaluation import mean_recovery
 from reports.parts.files import LIMIT_BYTES, Report, environment, write_page
-from reports.parts.metrics import change, percent
+from reports.parts.metrics import NOT_FINITE, change, percent
 from reports.parts.plots import finite
 from reports.parts.text import clean, link, plural, public
 
@@ -139,6 +139,8 @@ def _accuracy(record: RunRecord) -> tuple[float | None, list[tuple[str, str]]]:
     else:
         for corpus in record.corpora:
             before, after = (record.score(name, f"perplexity_{corpus}") for name in ("baseline", "compressed"))
+            if finite(before) and "compressed" in record.scores and not finite(after):
+                return 0.0, [(NOT_FINITE, f"perplexity, {clean(corpus, 40)}")]
             if before and after:
                 shares.append(before / after)
                 said.append((percent(change(after, before)), f"perplexity, {clean(corpus, 40)}"))

@@ -18,6 +18,7 @@ from reports.parts.table import markdown_table
 from reports.parts.text import clean, link, plural
 
 MAX_ROWS = 400
+LOST = "lost"  # in the cell of a measure of accuracy that is not finite, or missing
 _KINDS = ("task", "perplexity", "kl", "exact", "stored", "bits", "decode", "prefill", "cache")
 _HEADS = {
     # kind: label, unit, factor of the shown number, digits, direction (1: more is better, -1: less, 0: neither)
@@ -121,7 +122,10 @@ def of_variants(found: Sequence[Variant], most: int = MAX_ROWS) -> Leaderboard:
     twins = Counter(same[0].weights for same in bases)
     rows = [_baseline(same, columns, twins[same[0].weights] > 1) for same in bases[:most]]
     for v in kept:
-        cells = tuple(_cell(v.numbers.get(c.what), c, marks.get((v.number, c.what), "")) for c in columns)
+        cells = tuple(
+            Cell(text=LOST) if c.what in v.lost else _cell(v.numbers.get(c.what), c, marks.get((v.number, c.what), ""))
+            for c in columns
+        )
         named = (
             "" if v.name in ("compressed", v.recipe) or "(" in v.name else clean(v.name, 80)
         )  # otherwise it repeats the recipe
@@ -202,13 +206,13 @@ def _cell(number: Number | None, column: Column, mark: str) -> Cell:
 
 def _marks(found: Sequence[Variant], columns: Sequence[Column]) -> dict[tuple[int, Quantity], str]:
     """The best of each column, among models of the same weights (and, for speeds, of the same machine), and the values
-    that are equally good."""
+    that are equally good. A model that lost a measure of accuracy is the best of nothing."""
     marks = {}
     for what, way in ((c.what, c.better) for c in columns if c.better):
         timed = what.kind in ("decode", "prefill")
         groups: dict[tuple, list[Variant]] = {}
         for v in found:
-            if not v.baseline and what in v.numbers:
+            if not v.baseline and not v.lost and what in v.numbers:
                 groups.setdefault(v.timing if timed else (v.weights,), []).append(v)
         for group in (g for g in groups.values() if len({v.numbers[what].value for v in g}) > 1):
             best = max(group, key=lambda v: way * v.numbers[what].value)

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from reports.compare.noise import Amount, Effect, Standing, standings
-from reports.compare.variants import Quantity, Variant, drift
+from reports.compare.variants import Quantity, Variant, drift, shared
 from reports.parts.labels import Point, label_points
 from reports.parts.metrics import fmt, growth, percent
 from reports.parts.plots import ACCENT, INK, MUTED, PANEL, SECOND, drawn, svg
@@ -86,9 +86,9 @@ class PlaneModels(NamedTuple):
 
 
 def plane_models(found: Sequence[Variant]) -> list[PlaneModels]:
-    """Accuracy against bytes, then against decode speed, for every model; speeds only if machine and settings are the
-    same."""
-    made = []
+    """Accuracy against bytes, then against decode speed, for every model that lost no measure of accuracy; speeds only
+    if machine and settings are the same."""
+    made, found = [], [v for v in found if not v.lost]
     for weights, _ in Counter(v.weights for v in found).most_common():
         own = [v for v in found if v.weights == weights]
         made += [PlaneModels(axis, *models) for axis in axes_of(own) for models in _models(own, axis)]
@@ -112,15 +112,13 @@ def axes_of(own: Sequence[Variant]) -> list[Axis]:
     asked = [v for v in weighed if any(w.kind == "task" for w in v.effects)]
     axes: list[Axis] = []
     if len(asked) >= 2 and 2 * len(asked) >= len(weighed):
-        sets = [{w for w in v.effects if w.kind == "task"} for v in asked]
-        counted = Counter(w for tasks in sets for w in tasks)
-        shared = set.intersection(*sets) or {counted.most_common(1)[0][0]}
-        names = listed([clean(w.of.rpartition(" ")[0], 40) for w in sorted(shared)], 3)
+        tasks = shared(asked, "task")
+        names = listed([clean(w.of.rpartition(" ")[0], 40) for w in tasks], 3)
         axes.append(
             Axis(
                 f"accuracy on {names}",
                 "recovery of accuracy, % of the baseline's",
-                tuple(sorted(shared)),
+                tasks,
                 lambda cost: 100 * (1 - cost),
                 lambda cost: f"{100 * (1 - cost):.1f} %",
             )

@@ -12,10 +12,9 @@ from reports.compare.outcome import RunOutcome
 from reports.compare.variants import INTERVAL, Quantity, Variant, of_run
 from reports.parts.metrics import fmt
 from reports.parts.table import Record
-from reports.parts.text import clean
+from reports.parts.text import clean, listed
 
 _TRIED = ("task", "perplexity", "exact")
-_CALLED = {"perplexity": "perplexity on", "exact": "exact answers,"}
 
 
 class VerdictRow(NamedTuple):
@@ -52,6 +51,9 @@ def compare_two(a: Record, b: Record, *, recovery_threshold: float = 0.99) -> Ve
     Intervals (95 %) come from the paired differences of both to their baselines if the records have them, else from the
     standard errors.
 
+    A measure of accuracy that b lost fails it, whatever the others say: one that is not finite, or that its own
+    baseline or the compressed model of a has, and b has not.
+
     Args:
         recovery_threshold: the least mean recovery, as a share, with which b passes.
 
@@ -74,23 +76,33 @@ def compare_two(a: Record, b: Record, *, recovery_threshold: float = 0.99) -> Ve
             f"`a` and `b` are runs of different models: {first.model!r} in {a.run.key} and {second.model!r} in "
             f"{b.run.key} (weights {first.weights[:12]} and {second.weights[:12]}); compare runs of the same model"
         )
-    rows = _recoveries(first, second)
-    if not rows:
+    rows, gone = _recoveries(first, second), _gone(first, second)
+    if not rows and not second.lost:
         raise ValueError(
             f"`a` (={a.run.key!r}) and `b` (={b.run.key!r}) share no metric of accuracy: a has {_names(first)}, b has "
             f"{_names(second)}; score both on the same tasks, or on the same amount of the same text"
         )
-    recovery = sum(row.recovery for row in rows) / len(rows)
-    holds = recovery >= recovery_threshold
-    known = all(row.low is not None for row in rows)
-    half = math.hypot(*((row.high - row.low) / 2 for row in rows)) / len(rows) if known else None
-    said = [
-        f"{clean(b.run.key, 100)}, {second.label}, against {clean(a.run.key, 100)}, {first.label}:",
-        _said(rows, recovery, half),
-    ]
-    said.append(_decided(holds, recovery_threshold, recovery, half))
+    said = [f"{clean(b.run.key, 100)}, {second.label}, against {clean(a.run.key, 100)}, {first.label}:"]
+    holds = not gone
+    if gone:
+        said.append(f"it lost {listed(gone, 5)}, not finite or missing there: it does not hold.")
+    if rows:
+        recovery = sum(row.recovery for row in rows) / len(rows)
+        known = all(row.low is not None for row in rows)
+        half = math.hypot(*((row.high - row.low) / 2 for row in rows)) / len(rows) if known else None
+        said.append(_said(rows, recovery, half))
+        if not gone:
+            holds = recovery >= recovery_threshold
+            said.append(_decided(holds, recovery_threshold, recovery, half))
     ratios, told = _ratios(first, second)
     return Verdict(" ".join(said + told), 0 if holds else 1, rows + ratios)
+
+
+def _gone(a: Variant, b: Variant) -> list[str]:
+    """The measures of accuracy that b lost, and those that a has and b was not measured by, with any amount of data."""
+    there = {(q.kind, q.of) for q in b.numbers}
+    missing = {q for q in a.numbers if q.kind in _TRIED and (q.kind, q.of) not in there}
+    return sorted({q.words for q in b.lost | missing})
 
 
 def _main(record: RunRecord) -> Variant:
@@ -120,13 +132,8 @@ def _row(a: Variant, b: Variant, what: Quantity) -> VerdictRow:
     half = None if None in errors else Z * recovery * math.hypot(*errors)
     if half is not None and what.kind != "perplexity" and not after:
         half = Z * (b.numbers[what].stderr or 0.0) / before
-    name = (
-        f"{what.of.rpartition(' ')[0]} ({what.of.rpartition(' ')[2]})"
-        if what.kind == "task"
-        else f"{_CALLED[what.kind]} {what.of}"
-    )
     ends = (None, None) if half is None else (recovery - half, recovery + half)
-    return VerdictRow(clean(name, 80), before, after, recovery, *ends)
+    return VerdictRow(what.words, before, after, recovery, *ends)
 
 
 def _relative(v: Variant, what: Quantity) -> float | None:

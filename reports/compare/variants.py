@@ -1,6 +1,7 @@
 """Every model of every run: its recipe, its measurements, and its difference from the baseline of its own run."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -13,8 +14,10 @@ from reports.parts.plots import finite
 from reports.parts.text import clean
 
 INTERVAL = 2 * 1.96  # width of a 95 % interval in standard errors
+ACCURACY = ("task", "perplexity", "kl", "exact")  # kinds of quantities; models are ranked by the first that any has
 TASK_METRICS = ("acc_norm", "acc", "exact_match")  # the metric of a task in records that do not name it, best first
 NONE = "no compression"
+_CALLED = {"perplexity": "perplexity on", "kl": "KL on", "exact": "exact answers,"}
 
 
 class Quantity(NamedTuple):
@@ -24,6 +27,14 @@ class Quantity(NamedTuple):
     kind: str
     of: str = ""
     protocol: str = ""
+
+    @property
+    def words(self) -> str:
+        """A measure of accuracy as text."""
+        if self.kind == "task":
+            task, _, metric = self.of.rpartition(" ")
+            return clean(f"{task} ({metric})", 80)
+        return clean(f"{_CALLED[self.kind]} {self.of}", 80)
 
 
 class Number(NamedTuple):
@@ -41,7 +52,8 @@ class Number(NamedTuple):
 
 @dataclass(frozen=True)
 class Variant:
-    """A model of a run. number: its row, 0 for a baseline; effects: its losses relative to the baseline."""
+    """A model of a run. number: its row, 0 for a baseline; effects: its losses relative to the baseline; lost: measures
+    of accuracy that it should have, and whose value is missing or not finite, which counts against it."""
 
     run: RunOutcome
     name: str
@@ -54,6 +66,7 @@ class Variant:
     effects: dict[Quantity, Effect]
     number: int = 0
     higher: dict[Quantity, bool] = field(default_factory=dict)  # is more better? for tasks that tell it
+    lost: frozenset[Quantity] = frozenset()
 
     @property
     def baseline(self) -> bool:
@@ -76,19 +89,43 @@ class Variant:
 
 
 def variants(outcomes: Sequence[RunOutcome]) -> list[Variant]:
-    """Every model that has scores; the baselines first, then from the best to the worst, numbered."""
+    """Every model that has scores; the baselines first, then from the best to the worst, numbered.
+
+    Models of the same weights are ranked by the mean over the measures that they share; those without these follow, and
+    those that lost a measure of accuracy are last.
+    """
     found = [v for run in outcomes if run.measured.scores and run.measured.model.name for v in of_run(run)]
-    families = ("task", "perplexity", "kl", "exact")
     kinds = {q.kind for v in found for q in v.effects if not v.baseline}
-    primary = next((kind for kind in families if kind in kinds), "")
+    primary = next((kind for kind in ACCURACY if kind in kinds), "")
+    ranking = {
+        weights: shared([v for v in found if v.weights == weights], primary) for weights in {v.weights for v in found}
+    }
 
     def order(v: Variant) -> tuple:
-        costs = [e.cost for q, e in v.effects.items() if q.kind == primary]
-        return (not v.baseline, v.model, not costs, sum(costs) / len(costs) if costs else 0.0, v.run.key)
+        cost = mean_cost(v, ranking[v.weights])
+        return (not v.baseline, v.model, bool(v.lost), cost is None, cost or 0.0, v.run.key)
 
     found.sort(key=order)
     before = sum(v.baseline for v in found)
     return [v if v.baseline else replace(v, number=i - before + 1) for i, v in enumerate(found)]
+
+
+def shared(own: Sequence[Variant], kind: str) -> tuple[Quantity, ...]:
+    """The measures of this kind by which models can be compared: those that all of them have that were scored at all
+    and have lost nothing; if there is none, the one that most of them have."""
+    scored = [v for v in own if not v.baseline and any(q.kind == kind for q in v.effects)]
+    sets = [{q for q in v.effects if q.kind == kind} for v in [v for v in scored if not v.lost] or scored]
+    if not sets:
+        return ()
+    counted = Counter(q for each in sets for q in each)
+    return tuple(sorted(set.intersection(*sets))) or (min(counted, key=lambda q: (-counted[q], q)),)
+
+
+def mean_cost(v: Variant, quantities: Sequence[Quantity]) -> float | None:
+    """The mean loss over these measures; None if there are none, or if the model lacks one."""
+    if not quantities or any(q not in v.effects for q in quantities):
+        return None
+    return sum(v.effects[q].cost for q in quantities) / len(quantities)
 
 
 def of_run(run: RunOutcome) -> list[Variant]:
@@ -110,6 +147,7 @@ def of_run(run: RunOutcome) -> list[Variant]:
                 numbers,
                 effects,
                 higher=higher,
+                lost=lost(record, name, numbers),
             )
         )
     return made
@@ -163,6 +201,24 @@ def measured(record: RunRecord, name: str) -> tuple[Numbers, Effects, dict[Quant
     if size := _score(record, name, "cache_bytes"):
         numbers[Quantity("cache")] = Number(size)
     return numbers, effects, higher
+
+
+def lost(record: RunRecord, name: str, numbers: Numbers) -> frozenset[Quantity]:
+    """Measures of accuracy that this model should have and that `numbers` lacks: those whose value in the record is not
+    finite, and those of the baseline, unless this model was measured by none of their kind."""
+    own, expected = record.scores[name], {}
+    for task, metric, protocol, _ in tasks_of(record):
+        expected[Quantity("task", f"{task} {metric}", protocol)] = own.get(f"{metric}_{task}")
+    for metric in own:
+        if metric.startswith(("perplexity_", "kl_")) and not metric.endswith("_stderr"):
+            kind, corpus = metric.split("_", 1)
+            expected[Quantity(kind, corpus, _text_protocol(record, corpus))] = own[metric]
+    found = {q for q, value in expected.items() if value is not None and _known(value) is None}
+    if name != "baseline":
+        measured_kinds = {q.kind for q in numbers} | ({"task", "perplexity"} if name == "compressed" else set())
+        there = measured(record, "baseline")[0] if "baseline" in record.scores else {}
+        found |= {q for q in there if q.kind in ACCURACY and q.kind in measured_kinds and q not in numbers}
+    return frozenset(found)
 
 
 def _score(record: RunRecord, name: str, metric: str) -> float | None:

@@ -27,14 +27,14 @@ def mean_recovery(run: RunRecord, model: str = "compressed") -> tuple[float, int
     no tasks.
 
     Shares of right answers are averaged only with each other; other metrics count if there are no such shares. A group
-    of tasks counts as one, its parts do not count.
+    of tasks counts as one, its parts do not count. A score that is not finite keeps nothing of the baseline's.
     """
     metrics = {row.task: row.metric for row in run.tasks.rows}
     parts = run.tasks.parts
     recoveries = [
-        (described(metrics.get(task, ""))[1] == "%", one.recovery)
+        (described(metrics.get(task, ""))[1] == "%", recovery)
         for task, one in run.tasks.compared.get(model, {}).items()
-        if task not in parts and finite(one.recovery)
+        if task not in parts and finite(recovery := 0.0 if one.value is None and finite(one.baseline) else one.recovery)
     ]
     shares = [recovery for share, recovery in recoveries if share] or [recovery for _, recovery in recoveries]
     return (sum(shares) / len(shares), len(shares)) if shares else None

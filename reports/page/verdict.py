@@ -1,5 +1,7 @@
 """The verdict of a run in a few plain sentences, from the numbers of its record."""
 
+import math
+
 from eval.record.rows import RunRecord
 from reports.parts.metrics import change, fmt, percent
 from reports.parts.plots import finite
@@ -27,6 +29,8 @@ def _perplexity(record: RunRecord, corpus: str) -> list[str]:
     before, after, rtn, searched, unsmoothed = (record.score(name, f"perplexity_{corpus}") for name in models)
     if before is None or after is None:
         return []
+    if not math.isfinite(after):
+        return [f"Its perplexity on {corpus} is not finite (the baseline's: {fmt(before, ',.2f')}): it has diverged."]
     text = f"Its perplexity on {corpus} goes from {fmt(before, ',.2f')} to {fmt(after, ',.2f')} "
     text += f"({percent(change(after, before))}"
     if rtn is not None:

@@ -51,7 +51,7 @@ def test_the_alpha_is_the_one_of_least_output_error(skip):
     X, channels = inputs(), torch.arange(48).view(2, 24).repeat_interleave(2, 0).reshape(-1)
     g = torch.Generator().manual_seed(1)
     weights = [torch.randn(20, 96, generator=g), torch.randn(12, 96, generator=g) * 3]
-    collector = Collector(AWQ.statistics, 96, torch.device("cpu"))
+    collector = Collector("x", AWQ.statistics, 96, torch.device("cpu"))
     for part in X.split(150):
         collector.update(part)
     choice = AWQ(bits=3, group_size=32, strengths=8, skip=skip).choose(

@@ -86,7 +86,7 @@ def test_alpha_0_is_without_and_inputs_of_chosen_tokens_are_not_paired(tiny, tok
     plain = apply([METHODS["gptq"](bits=3, group_size=16, min_tokens=8)], tiny("mixtral"), tokens()).model
     same = apply([GPTAQ(bits=3, group_size=16, min_tokens=8, alpha=0.0)], tiny("mixtral"), tokens()).model
     assert all(torch.equal(a, b) for a, b in zip(plain.state_dict().values(), same.state_dict().values(), strict=True))
-    collector = Collector(GPTAQ.statistics, 16, torch.device("cpu"))
+    collector = Collector("x", GPTAQ.statistics, 16, torch.device("cpu"))
     collector.update(torch.randn(5, 16), original=torch.randn(5, 16))
     values = collector.result().values
     assert values["cross"].shape == values["cross_starts"].shape == (0, 16)

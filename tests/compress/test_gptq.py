@@ -94,7 +94,7 @@ def test_factor_pulls_what_gptq_pushes():
 
 def test_first_tokens_count_sink_weight_times():
     x = torch.randn(3, 40, 16)
-    collector = Collector(METHODS["gptq"].statistics, 16, x.device)
+    collector = Collector("x", METHODS["gptq"].statistics, 16, x.device)
     for part in x.split(2):
         collector.update(part)
     statistics = collector.result()

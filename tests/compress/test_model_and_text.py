@@ -1,6 +1,8 @@
 """Models and text by name; the embedded model is off its file's grid and still itself."""
 
+import hashlib
 import json
+import shutil
 import stat
 import time
 
@@ -12,10 +14,11 @@ from transformers import AutoModelForCausalLM
 from compress import METHODS, apply, calibration, held_out, load_model, save_compressed
 from compress.inputs import gguf
 from compress.inputs.calibration import beginning
-from compress.inputs.corpus import load_text
+from compress.inputs.corpus import PARTS, apart, load_text
 from compress.inputs.embedded import EMBEDDED
 from compress.inputs.gguf import shuffle
 from compress.inputs.model import weights_sha256
+from eval.writing.generation import encode_prompt
 from kernels import user_cache
 
 
@@ -159,7 +162,9 @@ def test_files_are_corpora(tmp_path, suffix, real):
     else:
         Dataset.from_dict({"content": documents, "n": list(range(40))}).to_parquet(path)
     calibration_part, evaluation_part = load_text(str(path), "calibration"), load_text(str(path), "evaluation")
-    assert len(calibration_part) == 30 and len(evaluation_part) == 10
+    assert len(evaluation_part) == sum(
+        hashlib.sha256(document.lower().encode()).digest()[0] % 4 == 3 for document in documents
+    )
     assert sorted(calibration_part + evaluation_part) == sorted(documents)
     batches = calibration(real[1], corpus=str(path), samples=4, seqlen=16)
     assert all(b.shape == (1, 16) for b in batches)
@@ -170,24 +175,36 @@ def test_calibration_is_seeded_and_knows_itself(real):
     a, b, c = (calibration(tokenizer, samples=5, seqlen=32, seed=s) for s in (0, 0, 1))
     assert a.identity == b.identity and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
     assert a.identity["sha256"] != c.identity["sha256"]
-    assert a.identity | {"sha256": ""} == {"corpus": "pydocs", "samples": 5, "seqlen": 32, "seed": 0, "sha256": ""}
+    assert a.identity | {"sha256": ""} == {
+        "corpus": "pydocs",
+        "samples": 5,
+        "seqlen": 32,
+        "seed": 0,
+        "sha256": "",
+        "overlap": 0,
+    }
     assert len({tuple(x[0].tolist()) for x in a}) == 5, "windows do not overlap"
     assert "5 × 32 tokens" in a._repr_html_()
 
 
-def test_special_tokens_at_the_beginning(real):
+@pytest.mark.parametrize("single", ["<|endoftext|> $A", "<|endoftext|> $A <|endoftext|>"])
+def test_special_tokens_at_the_beginning(real, single, monkeypatch):
+    """Those at the end, which some tokenizers add too, neither hide those at the beginning nor end a prompt."""
     from tokenizers.processors import TemplateProcessing
 
     tokenizer = real[1]
     assert beginning(tokenizer) == []
     bos = tokenizer.convert_tokens_to_ids("<|endoftext|>")
-    template = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", bos)])
+    template = TemplateProcessing(single=single, special_tokens=[("<|endoftext|>", bos)])
     old, tokenizer.backend_tokenizer.post_processor = tokenizer.backend_tokenizer.post_processor, template
     try:
         assert beginning(tokenizer) == [bos]
         batches = calibration(tokenizer, samples=3, seqlen=16)
         assert all(b.shape == (1, 16) and b[0, 0] == bos and (b[0, 1:] != bos).all() for b in batches)
         assert held_out(tokenizer)[0, 0] != bos
+        monkeypatch.setattr(tokenizer, "chat_template", None)
+        prompt = encode_prompt(tokenizer, "Once upon a time")
+        assert prompt[0, 0] == bos and (prompt[0, 1:] != bos).all() and prompt.shape[1] > 1
     finally:
         tokenizer.backend_tokenizer.post_processor = old
 
@@ -230,6 +247,87 @@ def test_parts_of_hub_data_sets_never_overlap(splits, monkeypatch):
     monkeypatch.setattr(corpus, "_load", lambda *_, split, **__: [f"{split} {i}" for i in range(20)])
     one, two = (set(load_text("owner/name", part)) for part in corpus.PARTS)
     assert one and two and not one & two
+
+
+def test_copies_of_a_document_are_in_one_part(tmp_path, real):
+    """However often a file holds a document, and under whatever name: no text is both calibrated on and scored."""
+    texts = [
+        f"Document number {i // 2} has a few words of its own, which are enough to count as a text." for i in range(400)
+    ]
+    twice, copy, other = (tmp_path / name for name in ("twice.jsonl", "copy.txt", "other.txt"))
+    twice.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    copy.write_text("\n\n".join(text.upper().replace(" ", "  ") for text in reversed(texts[::2])))
+    words = [{" ".join(d.split()).lower() for d in load_text(str(f), part)} for f in (twice, copy) for part in PARTS]
+    assert words[0] == words[2] and words[1] == words[3] and not words[0] & words[1]
+    few = tmp_path / "few.txt"
+    few.write_text("\n\n".join(["The same words, which are said twice."] * 2))
+    parts = [load_text(str(few), part)[0] for part in PARTS]
+    assert "".join(parts) == "The same words, which are said twice.", "a text that is said twice is cut as said once"
+    other.write_text("\n\n".join(texts[:300] + [f"{text} There is more to it." for text in texts]))
+    kept, dropped = apart(str(other), "")
+    known = set(load_text(str(twice), "evaluation"))
+    left, count = apart(str(other), str(twice))
+    assert not known & set(left) and count == len(kept) - len(left) == sum(d in known for d in kept) and dropped == 0
+    batches = calibration(real[1], corpus=str(other), samples=2, seqlen=16, scored=str(twice))
+    assert batches.identity["overlap"] == count and (not count or batches.identity["scored"] == str(twice))
+
+
+def test_nothing_is_calibrated_on_the_test_set(data, tmp_path, real):
+    """A copy of wikitext2's test set, as a file of the user, has only its short lines for calibration."""
+    copy = tmp_path / "copy.parquet"
+    shutil.copy(data / "wikitext2_raw/test.parquet", copy)
+    assert not {d for d in load_text(str(copy), "calibration") if len(d) >= 64}
+    with pytest.raises(ValueError, match=r"has \d+ without the \d+ documents that are scored, too"):
+        calibration(real[1], corpus=str(copy))
+
+
+@pytest.mark.parametrize("name", ["a[1].txt", "a*.txt", "a?.jsonl", "a[1].parquet"])
+def test_names_of_files_are_no_patterns(tmp_path, name):
+    from datasets import Dataset
+
+    for neighbour in ("a1", "ab", "a"):
+        for suffix, text in ((".txt", "wrong\n\n" * 9), (".jsonl", '{"text": "wrong"}\n' * 9)):
+            (tmp_path / f"{neighbour}{suffix}").write_text(text)
+        Dataset.from_dict({"text": ["wrong"] * 9}).to_parquet(tmp_path / f"{neighbour}.parquet")
+    path, texts = tmp_path / name, [f"right {i}" for i in range(9)]
+    if path.suffix == ".parquet":
+        Dataset.from_dict({"text": texts}).to_parquet(tmp_path / "temporary")
+        (tmp_path / "temporary").rename(path)
+    else:
+        path.write_text(
+            "\n\n".join(texts) if path.suffix == ".txt" else "\n".join(json.dumps({"text": t}) for t in texts)
+        )
+    assert sorted(d for part in PARTS for d in load_text(str(path), part)) == texts
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
+def test_encodings_are_decoded_or_refused(tmp_path, suffix):
+    texts = [f"Ça va très bien, {i} fois, et l’été aussi." for i in range(9)]
+    path = tmp_path / f"text{suffix}"
+    rows = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    content = "\n\n".join(texts) if suffix == ".txt" else "\n".join(rows)
+    for encoding in ("utf-8", "utf-8-sig", "utf-16"):
+        path.write_bytes(content.encode(encoding))
+        assert sorted(d for part in PARTS for d in load_text(str(path), part)) == texts, encoding
+    for encoding, message in (
+        ("cp1252", "is not UTF-8: byte .* is 0xc7"),
+        ("utf-16-le", "holds bytes of 0|is not UTF-8"),
+    ):
+        path.write_bytes(content.encode(encoding))
+        with pytest.raises(ValueError, match=message):
+            load_text(str(path), "calibration")
+
+
+def test_a_cache_that_cannot_be_written_is_named(monkeypatch):
+    import datasets
+
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied", "/home/nobody/.cache/huggingface")
+
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda *_, **__: ["train"])
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    with pytest.raises(ValueError, match="the cache of data sets cannot be written: .*nobody.*HF_HOME"):
+        load_text("owner/unwritable", "calibration")
 
 
 def test_compressed_folders_load_as_what_they_are(tiny, real, tmp_path):

@@ -228,8 +228,8 @@ def test_statistics_of_slices_are_added_in_order(ranks):
     """By hand: every process's part by itself, and the parts added from left to right."""
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(3, 50, 24, generator=generator) for _ in range(16)]
-    whole = Collector(list(STATISTICS), 24, torch.device("cpu"))
-    own = [Collector(list(STATISTICS), 24, torch.device("cpu")) for _ in range(ranks)]
+    whole = Collector("x", list(STATISTICS), 24, torch.device("cpu"))
+    own = [Collector("x", list(STATISTICS), 24, torch.device("cpu")) for _ in range(ranks)]
     for x, place in zip(inputs, places([x[..., 0] for x in inputs]), strict=True):
         whole.update(x, place)
         own[rank_of(place, 8, ranks)].update(x, place)
@@ -250,17 +250,17 @@ def test_statistics_of_slices_are_added_in_order(ranks):
 
 
 def test_what_is_held_does_not_grow_with_the_slices():
-    collector = Collector(["gram"], 8, torch.device("cpu"))
+    collector = Collector("x", ["gram"], 8, torch.device("cpu"))
     for place in places([torch.zeros(1, 4)] * 32):
         collector.update(torch.ones(1, 4, 8), place)
         assert len(collector._parts) <= 2, "the sum, and the slice under way"
     # a micro-batch that never comes by (an expert that it does not reach) keeps its slice open
-    collector = Collector(["gram"], 8, torch.device("cpu"))
+    collector = Collector("x", ["gram"], 8, torch.device("cpu"))
     for place in places([torch.zeros(1, 4)] * 32):
         if place.number != 1:
             collector.update(torch.ones(1, 4, 8), place)
     assert len(collector._parts) == 8 and collector.result().tokens == 4 * 31
-    collector = Collector(["gram"], 8, torch.device("cpu"))
+    collector = Collector("x", ["gram"], 8, torch.device("cpu"))
     collector.update(torch.ones(1, 4, 8), Place())
     assert collector.result().tokens == 4
 

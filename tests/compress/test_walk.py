@@ -18,6 +18,7 @@ from compress.walk.capture import block_calls, micro_batches, run_block
 from compress.walk.experts import SplitExperts, is_fused_experts, split_experts
 from compress.walk.groups import input_groups
 from compress.walk.resume import BlockStore
+from kernels.clock import clock
 
 DEVICE = torch.device("cpu")
 
@@ -239,7 +240,7 @@ def test_bad_batches_are_refused_before_any_work(tiny, tokens):
         with pytest.raises(ValueError, match=message):
             apply(recipe, model, batches)
     model.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
-    with pytest.raises(ValueError, match="`batches`: the model's outputs on the first batch hold NaN"):
+    with pytest.raises(ValueError, match="its weight model.layers.1.mlp.up_proj.weight holds NaN"):
         apply(recipe, model, tokens())
     assert not any(isinstance(m, CompressedLinear) for m in model.modules())
 
@@ -375,3 +376,57 @@ def test_without_calibration_no_block_is_dequantised_to_be_run(tiny, monkeypatch
     monkeypatch.setattr(walk, "dense_weights", refused)
     result = apply(parse_recipe("rtn(bits=4, group_size=32)"), tiny("llama"))
     assert result.layers and isinstance(result.model.model.layers[0].mlp.up_proj, CompressedLinear)
+
+
+UNUSUAL = 5  # a token that only one window holds
+
+
+@pytest.mark.parametrize(
+    "recipe, calibrate",
+    [
+        ("rtn(group_size=16)", "sequential"),
+        ("wanda(ratio=0.5)", "sequential"),
+        ("wanda(ratio=0.5, sequential=False)", "sequential"),
+        ("wanda(ratio=0.5)", "once"),
+        ("int8(activations='tensor')", "sequential"),
+        ("smoothquant", "sequential"),
+        ("gptaq(group_size=16)", "sequential"),
+        ("rtn(group_size=16), low_rank(rank=4)", "sequential"),
+        ("squeezellm", "sequential"),
+        ("layer_drop(count=1, target='mlp')", "sequential"),
+    ],
+)
+def test_an_activation_that_is_not_finite_is_named(recipe, calibrate, tiny, tokens):
+    """The error names the method, the linear and the calibration window, whichever window it is."""
+    model, batches = tiny("llama"), [batch.clamp(min=UNUSUAL + 1) for batch in tokens(8)]
+    batches[5][0, 3] = UNUSUAL
+    model.get_input_embeddings().weight[UNUSUAL] = 1e4
+    norm = model.model.layers[1].post_attention_layernorm
+    norm.register_forward_hook(lambda _, x, y: y.masked_fill(x[0].amax(-1, keepdim=True) > 5e3, float("nan")))
+    methods = parse_recipe(recipe)
+    step = "calibrate='once'" if calibrate == "once" else methods[0].name
+    named = r"the input of (model\.layers\.1\.mlp\.gate_proj|mlp\.gate_proj of block 1)"
+    with pytest.raises(ValueError, match=rf"{step}: {named} holds NaN or infinity for `batches\[5\]`"):
+        apply(methods, model, batches, calibrate=calibrate)
+
+
+@pytest.mark.parametrize(
+    "where, name", [("blocks", "model.layers.0.self_attn.q_proj"), ("embedding", "model.embed_tokens")]
+)
+def test_a_result_that_is_not_finite_is_refused(where, name, tiny, tokens, monkeypatch):
+    solve = METHODS["rtn"].solve
+    monkeypatch.setattr(METHODS["rtn"], "solve", lambda self, W, statistics: solve(self, W / 0, statistics))
+    with pytest.raises(ValueError, match=f"rtn: the error of {name} is nan"):
+        apply([METHODS["rtn"](group_size=16, where=where)], tiny("llama"), tokens())
+
+
+def test_seconds_wait_for_the_device(tiny, monkeypatch):
+    """A GPU computes after its calls have returned: the clock waits for it before and after a linear is solved."""
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    clock(torch.device("cuda", 0)), clock(DEVICE)
+    assert waited == [torch.device("cuda", 0)]
+    ticks = iter(range(0, 1000, 7))
+    monkeypatch.setattr(walk, "clock", lambda device: next(ticks))
+    result = apply([METHODS["rtn"](group_size=16)], tiny("llama"))
+    assert [layer.seconds for layer in result.layers] == [7.0] * 14

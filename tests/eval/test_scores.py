@@ -21,7 +21,7 @@ from eval.record.schema import problems_of, read_record, write_record
 from eval.run_record import RunInfo, record
 from eval.text.divergence import compare_on_text, divergence
 from eval.text.names import short_path, text_name, with_short_names
-from eval.text.perplexity import perplexity
+from eval.text.perplexity import Perplexity, perplexity
 from eval.text.windows import mean_and_stderr, windows
 from eval.writing.generation import first_difference, generate_samples
 from kernels.deploy import deployed
@@ -189,12 +189,21 @@ def test_names_of_others_are_checked_before_the_work(tiny, tokens):
         evaluate(model, None, baseline=model, others={"float32": model}, texts=text, window=16)
 
 
-def test_a_metric_that_is_no_number_is_left_out_aloud(tiny, tokens):
+@pytest.mark.parametrize("factor, value", [(math.nan, "nan"), (1e6, "inf")])
+def test_a_metric_that_is_not_finite_stays_and_is_warned_of(factor, value, tiny, tokens):
+    """A diverged model has a perplexity of inf or NaN, which comparisons count against it; it raises nothing."""
     model, broken = tiny("llama"), tiny("llama")
-    broken.lm_head.weight = torch.nn.Parameter(torch.full_like(broken.lm_head.weight, math.nan))
-    with pytest.warns(UserWarning, match="perplexity_t of compressed is nan and is left out"):
+    broken.lm_head.weight.data *= factor
+    with pytest.warns(UserWarning, match=rf"perplexity_t of compressed is not finite \({value}\), which counts"):
         scores = score_text(broken, model, {"t": tokens(1, 40)[0]}, window=16)
-    assert "perplexity_t" not in scores and all(map(math.isfinite, scores.values()))
+    assert str(scores["perplexity_t"]) == value and "perplexity_t_stderr" not in scores
+
+
+@pytest.mark.parametrize(
+    "nll, value", [(math.nan, math.nan), (math.inf, math.inf), (800.0, math.inf), (2.0, math.e**2)]
+)
+def test_any_loss_has_a_perplexity(nll, value):
+    assert Perplexity.of([nll * 100, nll * 50], [100, 50], 100, None).value == pytest.approx(value, nan_ok=True)
 
 
 def test_a_record_tells_of_the_others_too(tiny):

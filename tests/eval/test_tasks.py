@@ -1,6 +1,7 @@
 """Tasks by lm-eval on models in memory: the same answers as lm-eval's own, of the right model, joined question by
 question."""
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -155,6 +156,59 @@ def test_scores_are_lm_evals_own(folder, letters, tiny, num_fewshot):
     values = {key: value for key, value in found.items() if "_stderr" not in key}
     assert values == expected and len(values) == 9
     assert 0 < values["acc_choice"] < 1 and values["bits_per_byte_reading"] > 3
+
+
+def test_likelihoods_are_computed_in_float32(folder, letters, tiny):
+    """Of a bfloat16 model, too: its logits are rounded, their softmax is not."""
+    model = tiny("llama").to(torch.bfloat16)
+    found = answer_tasks({"baseline": model}, letters, ["last_word"], task_path=str(folder), limit=6)
+    for row, document in zip(documents(24), found.answers["baseline"]["last_word"].documents, strict=False):
+        ids = letters(row["q"] + row["answer"], return_tensors="pt").input_ids
+        with torch.no_grad():
+            logp = model(ids[:, :-1]).logits[0].double().log_softmax(-1)
+        n = len(row["answer"])
+        expected = logp[-n:].gather(1, ids[0, -n:, None]).sum().item()
+        assert document.loglikelihoods == [pytest.approx(expected, rel=1e-6)]
+
+
+def test_a_diverged_model_has_scores(folder, letters, tiny):
+    """lm-eval's perplexity of it would raise OverflowError."""
+    model = tiny("llama")
+    model.lm_head.weight.data *= 1e6
+    found = answer_tasks(
+        {"baseline": tiny("llama"), "broken": model}, letters, ["last_word"], task_path=str(folder), limit=3
+    )
+    assert found.metrics["broken"]["perplexity_last_word"] == math.inf
+    assert any("perplexity_last_word of broken is not finite (inf)" in note for note in found.notes)
+
+
+def test_a_task_that_cannot_be_built_is_named(folder, letters, tiny, tmp_path):
+    (tmp_path / "rows" / "test.json").write_text(json.dumps(documents(2)[0] | {"choices": ["", "a"]}))
+    with pytest.raises(ValueError, match="`tasks`: 'choice' cannot be built: IndexError"):
+        answer_tasks({"baseline": tiny("llama")}, letters, ["choice"], task_path=str(folder))
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_empty_texts_are_answered(folder, letters, tiny, tmp_path, cached):
+    """An empty prompt, or one of spaces, is the beginning of a text; an empty continuation or text has likelihood 1."""
+    rows = documents(6)
+    rows[1] |= {"q": "", "choices": ["", "ab", "a"]}
+    rows[2] |= {"q": "  ", "answer": ""}
+    (tmp_path / "rows" / "test.json").write_text("\n".join(map(json.dumps, rows)))
+    for name in ("choice", "last_word"):
+        config = yaml.safe_load((folder / f"{name}.yaml").read_text())
+        more = {"doc_to_text": "{{q}}", "target_delimiter": ""}
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(config | more))
+    model = tiny("llama")
+    with attached(model, [METHODS["streaming"](budget=1.0)]) if cached else contextlib.nullcontext():
+        found = answer_tasks({"baseline": model}, letters, list(KINDS), task_path=str(folder)).answers["baseline"]
+    assert found["choice"].documents[1].loglikelihoods[0] == 0.0
+    end = letters.convert_tokens_to_ids("<end>")
+    logp = model(torch.tensor([[end, letters.convert_tokens_to_ids("a")]])).logits[0, 0].double().log_softmax(-1)
+    expected = logp[letters.convert_tokens_to_ids("a")].item()
+    assert found["choice"].documents[1].loglikelihoods[2] == pytest.approx(expected, rel=1e-5)
+    assert found["last_word"].documents[1].loglikelihoods[0] < 0 and found["reading"].documents[1].loglikelihoods == [0]
+    assert all(len(found[name].documents) == 6 for name in KINDS)
 
 
 def test_standard_errors_are_lm_evals_own():

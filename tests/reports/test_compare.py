@@ -763,6 +763,58 @@ def test_verdict_refuses_what_cannot_be_compared():
     assert "Stored bytes: 0.50×." in text
 
 
+def with_wiki(record, compressed, **more):
+    """The record with the perplexity of a second text, 10.0 for the baseline and this for the compressed model, which
+    lacks it if that is None; `more` replaces other scores of the compressed model."""
+    record["scores"]["baseline"]["perplexity_wiki"] = 10.0
+    record["scores"]["compressed"] |= ({} if compressed is None else {"perplexity_wiki": compressed}) | more
+    return record
+
+
+@pytest.mark.parametrize("value", [None, math.nan, math.inf, "NaN"])
+def test_a_lost_metric_counts_against_the_model(value):
+    """A metric that is not finite, or that the baseline has and the model lacks, fails the gate, puts the model last
+    and keeps it out of cards, marks and fronts; the page names it."""
+    good = with_wiki(make_record("good", {"compressed": one(100, 80, 0.2)}), 12.0)
+    broken = with_wiki(make_record("broken", {"compressed": one(50, 99, 0.01)}), value)
+    verdict = compare_two(good, broken, recovery_threshold=0.5)
+    assert verdict.exit_code == 1 and "it lost perplexity on wiki, not finite or missing there" in verdict.text
+    assert compare_two(broken, good, recovery_threshold=0.5).exit_code == 0
+    alone = copy.deepcopy(broken)
+    alone["scores"]["compressed"]["perplexity_news"] = math.nan
+    assert compare_two(good, alone, recovery_threshold=0.5).exit_code == 1, "all are lost: nothing is left to compare"
+    runs = [make_run(record["run"]["key"], record) for record in (good, broken)]
+    assert [v.run.key for v in variants(runs) if not v.baseline] == ["good", "broken"]
+    board = leaderboard(runs)
+    (wiki,) = (i for i, c in enumerate(board.columns) if c.detail == "wiki")
+    assert [row.cells[wiki].text for row in board.rows if row.number] == ["12.00", "lost"]
+    assert not any(cell.mark == "best" for cell in board.rows[-1].cells)
+    assert not any("broken" in row.recipe for plane in planes(plane_models(variants(runs))) for row in plane.rows)
+    page = re.sub(r"<[^>]+>", "", compare_page(runs))
+    assert "perplexity on wiki of #2 compressed in broken. Such models are ranked last." in page
+    assert "2.00×" in page and "4.00×" not in page, "the card of sizes is that of the model that works"
+
+
+def test_a_metric_of_the_other_run_must_be_there():
+    a = with_wiki(make_record("a", {"compressed": one(100, 80, 0.02)}), 12.0)
+    b = make_record("b", {"compressed": one(100, 80, 0.02)})
+    assert compare_two(a, b).exit_code == 1 and compare_two(b, a).exit_code == 0
+
+
+def test_ranks_and_cards_compare_shared_measures_only():
+    """A mean over other texts is another number."""
+    wide = with_wiki(make_record("wide", {"compressed": one(100, 80, 0.02)}), 30.0)
+    narrow = make_record("narrow", {"compressed": one(100, 80, 0.03)})
+    runs = [make_run(record["run"]["key"], record) for record in (narrow, wide)]
+    assert [v.run.key for v in variants(runs) if not v.baseline] == ["wide", "narrow"], "by the text that both have"
+    assert "+2.0 %perplexity, the least loss: #1" in re.sub(r"<[^>]+>|\n *", "", compare_page(runs))
+    apart = [
+        make_run(key, make_record(key, {"compressed": one(100, 80, 0.02)}, windows=n))
+        for key, n in (("a", 3), ("b", 5))
+    ]
+    assert "least loss" not in compare_page(apart), "no two were measured alike"
+
+
 # ---------------------------------------------------------------- in a browser
 
 

@@ -293,6 +293,14 @@ def test_forest_is_of_points_and_right_is_better(record, monkeypatch):
     )
 
 
+def test_a_task_that_is_not_finite_keeps_nothing(record):
+    made = copy.deepcopy(record)
+    (mean, tasks), of = evaluation.mean_recovery(typed(made)), made["tasks"]["compared"]["compressed"]
+    lost = of["facts"]["recovery"]
+    of["facts"] |= {"value": None, "recovery": None}
+    assert evaluation.mean_recovery(typed(made)) == (pytest.approx(mean - lost / tasks), tasks)
+
+
 def test_a_group_counts_once(record):
     """Its parts are neither in the mean nor in the figure, nor are their flips counted twice, but they can be looked
     at."""

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from eval.record.rows import typed
 from eval.record.schema import read_record
-from reports.compare.index import MAX_ROWS, index_page, render_index
+from reports.compare.index import MAX_ROWS, _accuracy, index_page, render_index
 from reports.compare.outcome import RunOutcome
 from reports.compare.papers import papers_page, render_papers
+from reports.page.verdict import verdict
 from reports.parts.files import LIMIT_BYTES, environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,6 +117,20 @@ def test_tasks_come_before_perplexity():
         cells_of(html)[made.key][6] == "0.975"
         and "97.5 %<br><small>of 1 task</small>" in html
         and "perplexity, wikitext2" in html
+    )
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", None])
+def test_a_lost_perplexity_keeps_nothing(value):
+    record = copy.deepcopy(
+        next(r for p in PUBLISHED if "perplexity_wikitext2" in (r := read_record(p))["scores"]["compressed"])
+    )
+    record["tasks"] = {}
+    record["scores"]["compressed"]["perplexity_wikitext2"] = value
+    share, said = _accuracy(typed(record))
+    assert share == 0.0 and said == [("not finite", "perplexity, wikitext2")]
+    assert value is None or any(
+        "perplexity on wikitext2 is not finite" in sentence for sentence in verdict(typed(record))
     )
 
 

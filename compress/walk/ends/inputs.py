@@ -34,8 +34,9 @@ def head_statistics(
         reached: a list whose one element is the micro-batches of this process with the outputs of the last block;
             empty: they are run through all blocks here.
     """
-    head = model.get_submodule(find_ends(model).head)
-    collector = Collector(needs, shape_of(head)[1], device)
+    name = find_ends(model).head
+    head = model.get_submodule(name)
+    collector = Collector(name, needs, shape_of(head)[1], device)
     if batches:
         _, blocks = find_blocks(model)
         calls = reached[0] if reached else _run(model, blocks, batches, device)
@@ -51,7 +52,7 @@ def lookup_statistics(columns: int, tokens: int, needs: Sequence[str], device: t
 
     They are the statistics of the unit vectors, whose Gram matrix is the identity, up to a factor.
     """
-    collector = Collector(needs, columns, device)
+    collector = Collector("the embedding", needs, columns, device)
     collector.update(torch.eye(columns, device=device))
     statistics = collector.result()
     statistics.tokens = tokens

@@ -1,7 +1,6 @@
 """The token embedding and the head, solved by a method like linears, in portions of rows, with own statistics."""
 
 import dataclasses
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -16,11 +15,13 @@ from compress.records import LayerRecord
 from compress.walk.blocks import end_targets, find_blocks
 from compress.walk.capture import Call, device_of
 from compress.walk.ends.inputs import ERROR_TOKENS, first_tokens, head_statistics, lookup_statistics, token_weights
+from compress.walk.finite import check_error
 from compress.walk.once.saved import SavedStatistics
 from compress.walk.parallel.ranks import current
 from compress.walk.resume import BlockStore
 from compress.walk.statistics import LayerStatistics
 from compress.walk.walk import Solver, energy_of, error_of, with_errors
+from kernels.clock import clock
 
 ROWS = 1 << 14  # rows of a weight that are solved at once, if its format can be stacked
 
@@ -150,9 +151,9 @@ def solve_end(
         rows = slice(first, first + step)
         W = _rows_of(module, rows, device)
         target = W if original is None else _rows_of(original, rows, device)
-        start = time.perf_counter()
+        start = clock(device)
         parts = method.solve(W, statistics)
-        seconds += time.perf_counter() - start
+        seconds += clock(device) - start
         peer = method.peer(W, statistics)
         has_peer = has_peer and peer is not None
         error += error_of(target, parts, statistics)
@@ -168,6 +169,7 @@ def solve_end(
     if not statistics.tokens:
         statistics.note("no calibration tokens: the error is that of the weights")
     reference = max(reference, 1e-30)
+    check_error(name, error)
     record = LayerRecord(
         name=name,
         shape=shape,

@@ -1,7 +1,6 @@
 """The pass of every method that moves scales from norms and linears into the linears that read them, and its check."""
 
 import fnmatch
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
@@ -24,6 +23,7 @@ from compress.walk.parallel.places import Place
 from compress.walk.parallel.ranks import current, progress_bar
 from compress.walk.resume import BlockStore
 from compress.walk.statistics import Collector, LayerStatistics
+from kernels.clock import clock
 from kernels.linear import fast_linear
 
 CHECKED = 128  # tokens of the first batch on which each fold is checked
@@ -211,7 +211,7 @@ class FoldingMethod(Method):
         chosen = []
         for link in links:
             progress.set_postfix_str(link.producer)
-            start = time.perf_counter()
+            start = clock(device)
             if saved is None:
                 statistics = collectors.pop(0).result()
             else:
@@ -249,7 +249,7 @@ class FoldingMethod(Method):
                 error_before=choice.error_before,
                 error_after=choice.error_after,
                 difference=moved,
-                seconds=time.perf_counter() - start,
+                seconds=clock(device) - start,
                 notes=(*statistics.notes, *choice.notes),
                 channels={key: binned(values) for key, values in magnitudes.items()},
             )
@@ -263,7 +263,7 @@ class FoldingMethod(Method):
         self, model: nn.Module, block: nn.Module, links: list[Link], calls: list[Call], index: int, device: torch.device
     ) -> list[Collector]:
         """Make the block's outputs the inputs of the next one; returns the statistics of each link's consumers."""
-        collectors = [Collector(self._needs(), len(link.channels), device) for link in links]
+        collectors = [Collector(link.consumers[0], self._needs(), len(link.channels), device) for link in links]
         handles = [
             model.get_submodule(link.consumers[0]).register_forward_pre_hook(
                 lambda _, args, c=c: c.update(args[0], call.place)

@@ -22,12 +22,15 @@ class Place:
         slice: the number of its slice.
         size: the number of micro-batches in this slice; 0 if unknown.
         start: the number of tokens in the slices before this one.
+        window, windows: the number of windows in the micro-batches before this one, and in this one; 0 if unknown.
     """
 
     number: int = 0
     slice: int = 0
     size: int = 0
     start: int = 0
+    window: int = 0
+    windows: int = 0
 
 
 def places(stacked: Sequence[Tensor]) -> list[Place]:
@@ -39,7 +42,11 @@ def places(stacked: Sequence[Tensor]) -> list[Place]:
         sizes[own] += 1
         tokens[own] += x.numel()
     starts = [0, *accumulate(tokens)]
-    return [Place(number, own, sizes[own], starts[own]) for number, own in enumerate(slices)]
+    windows = [0, *accumulate(len(x) for x in stacked)]
+    return [
+        Place(number, own, sizes[own], starts[own], windows[number], len(stacked[number]))
+        for number, own in enumerate(slices)
+    ]
 
 
 def rank_of(place: Place, slices: int, ranks: int) -> int:
