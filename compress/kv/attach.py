@@ -1,5 +1,6 @@
 """Attach a compressed cache to a model: `generate` then uses it, and `undo` leaves the model as it was."""
 
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,10 +10,13 @@ import torch
 from torch import nn
 from transformers import Cache, DynamicCache
 
+from compress.kv.abreast import Abreast
 from compress.kv.attention import NAME, expect, note_hidden, register
 from compress.kv.cache import CompressedCache
+from compress.kv.identity import check_identity
 from compress.kv.policy import CacheMethod
-from compress.kv.support import check_model
+from compress.kv.rotation import check_rotations
+from compress.kv.support import PlainCache, check_model
 
 SLOTS = ("policy", "storage", "reading", "projecting")
 
@@ -36,6 +40,8 @@ class Attachment:
         self._before = model.config._attn_implementation
         enter = model.register_forward_pre_hook(self._enter, with_kwargs=True)
         self._hooks = [enter, model.register_forward_hook(self._leave, with_kwargs=True)]
+        self._hooks.append(model.base_model.register_forward_pre_hook(self._warn, with_kwargs=True))
+        self._warned = False
         for module in model.modules():
             if hasattr(module, "layer_idx"):  # attention; in some models also its block, which comes first
                 self._hooks.append(module.register_forward_pre_hook(self._note, with_kwargs=True))
@@ -74,6 +80,8 @@ class Attachment:
             kwargs["past_key_values"] = given = self._stands_for[given]
         if not isinstance(given, CompressedCache):
             return args, kwargs
+        if given.listener is None:
+            given.begin(model)
         if given.listener is None and (given.observes or given.policy is not None and given.policy.runs_model):
             ids = kwargs.get("input_ids", args[0] if args else None)
             if ids is None:
@@ -84,14 +92,39 @@ class Attachment:
             given.masks.append(torch.ones_like(ids).bool() if mask is None else given.mask[:, -ids.shape[1] :].clone())
         return args, kwargs
 
+    def _warn(self, body: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Warn once if a pass does not compress its cache although methods are attached."""
+        if self._warned or not attached_methods(self.model) or self.model.config._attn_implementation != NAME:
+            return
+        given = kwargs.get("past_key_values")
+        use_cache = kwargs.get("use_cache")
+        if given is None:
+            config = self.model.config.get_text_config(decoder=True)
+            silent = not (getattr(config, "use_cache", True) if use_cache is None else use_cache)
+            how = "it was called without `use_cache=True` and without a cache"
+            if body is not self.model and use_cache:
+                how = f"{type(body).__name__} was called by itself, and not {type(self.model).__name__}"
+        else:  # further passes of a cache say nothing new
+            silent = isinstance(given, CompressedCache | Abreast | PlainCache) or bool(given.get_seq_length() > 0)
+            how = f"it got a {type(given).__name__} (by `cache_implementation` or `past_key_values`)"
+        if silent:
+            return
+        self._warned = True
+        methods = ", ".join(str(method) for method in attached_methods(self.model))
+        warnings.warn(
+            f"the cache of this pass is not compressed, although {methods} is attached: {how}. `generate` without a "
+            "`cache_implementation`, and calls with `use_cache=True`, compress it; `use_cache=False` keeps none",
+            stacklevel=2,
+        )
+
     def _note(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         note_hidden(kwargs.get("hidden_states", args[0] if args else None))
 
     def _leave(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         note_hidden(None)
-        cache = kwargs.get("past_key_values")
-        if isinstance(cache, CompressedCache) and cache.listener is None and not cache.observes:
-            cache.finish()
+        expect(None)
+        if isinstance(cache := kwargs.get("past_key_values"), CompressedCache | Abreast):
+            cache.end()
 
 
 def attach(model: nn.Module, methods: Sequence[CacheMethod] = ()) -> Attachment:
@@ -106,15 +139,20 @@ def attach(model: nn.Module, methods: Sequence[CacheMethod] = ()) -> Attachment:
         methods: at most one `Policy`, `Storage`, `Reading` and `Projecting`, including those of an earlier `attach`.
 
     Raises:
-        ValueError: the model's attention or cache is of a kind that is not supported, or there are two methods of one
-            kind.
+        ValueError: the model's attention or cache is of a kind that is not supported, by its configuration or by its
+            logits with a cache that keeps everything (`check_identity`), or there are two methods of one kind. The
+            model stays as it was.
     """
     check_model(model)
     attachment = attachment_of(model)
     check_slots(model, methods)
     for method in methods:
         method.check(model)
-    attachment = attachment or Attachment(model)
+    if any(method.turns for method in methods):
+        check_rotations(model)
+    if attachment is None:
+        check_identity(model, _alone)
+        attachment = Attachment(model)
     vars(attachment).update({method.slot: method for method in methods})
     return attachment
 
@@ -145,6 +183,14 @@ def check_slots(model: nn.Module, methods: Sequence[CacheMethod]) -> None:
         method.within([], [other for other in taken.values() if other is not method])
 
 
+def check_attach(model: nn.Module, methods: Sequence[CacheMethod]) -> None:
+    """Raise ValueError, before any work on a model, if these methods cannot be attached to it; its weights are not
+    read."""
+    check_slots(model, methods)
+    if methods:
+        check_identity(model, _alone, turns=any(method.turns for method in methods), planned=True)
+
+
 def detach(model: nn.Module) -> None:
     """Undo the attachment of a model, if there is one."""
     attachment = attachment_of(model)
@@ -165,3 +211,13 @@ def attached(model: nn.Module, methods: Sequence[CacheMethod] = ()) -> Iterator[
             attachment.undo()
         else:
             vars(attachment).update(slots)
+
+
+@contextmanager
+def _alone(model: nn.Module) -> Iterator[Attachment]:
+    """A model with a cache that keeps everything, which is not checked; the model must not be attached."""
+    attachment = Attachment(model)
+    try:
+        yield attachment
+    finally:
+        attachment.undo()

@@ -21,15 +21,15 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING as LAYER_TYPES
 from transformers.cache_utils import DynamicSlidingWindowLayer, get_layer_types_and_kwargs
 
 from compress.kv.allocation import OF_ALL_LAYERS, of_layer
-from compress.kv.attention import attention, expect, note_hidden, noted_hidden
+from compress.kv.attention import attention, expect, expect_again, note_hidden, noted_hidden
 from compress.kv.growing import Growing, lend_window
 from compress.kv.layer import EXACT, KERNEL_TOKENS, KVLayer, packed
 from compress.kv.policy import Policy, Projecting, Storage, precisions_of
 from compress.kv.reading.method import Reading
 from compress.kv.reading.reader import Reader
-from compress.kv.rotation import turn_of
+from compress.kv.rotation import learned_rotations, turn_of
 from compress.kv.storage import joined, slabs_of
-from compress.kv.support import keeping_layers
+from compress.kv.support import keeping_layers, storing_layers
 from kernels.step.cache import Lent, NewTokens
 
 INTERVAL = 8  # while text is generated, evict after this number of tokens, or an eighth of the budget
@@ -83,7 +83,13 @@ class CompressedCache(Cache):
             for number, (kind, more) in enumerate(zip(kinds, settings, strict=True))
         ]
         super().__init__(layers=layers)
-        self._keeping = keeping_layers(model)
+        self._keeping, self._storing = keeping_layers(model), storing_layers(model)
+        methods = [method for method in (policy, storage, reading, projecting) if method is not None]
+        if observes or any(method.turns for method in methods):
+            learned_rotations(model)
+        self._begun = False  # whether a pass has begun that has not ended
+        self._updated: KVLayer | None = None  # the layer that got new keys last
+        self._unkept: list[Callable[[], None]] = []  # keep the tokens of layers whose keys later layers read, too
         self.reader = None if reading is None else Reader(reading, self._keeping)
 
     def _layer(self, number: int) -> KVLayer:
@@ -100,9 +106,15 @@ class CompressedCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Take new keys and values [B, H_kv, n, D] of a layer; the attention that follows keeps them."""
+        if self._updated is not None and self._updated.incoming is not None and self._updated.number != layer_idx:
+            raise ValueError(
+                "`past_key_values` is a compressed cache, which this model's attention does not use: the model must be "
+                "attached (`compress.kv.attach`), with its attention as `attach` sets it"
+            )
         given = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if isinstance(self.layers[layer_idx], KVLayer):
-            expect(partial(self._attend, self.layers[layer_idx]))
+        if isinstance(layer := self.layers[layer_idx], KVLayer):
+            self._updated = layer
+            expect(partial(self._attend, layer))
         return given
 
     def pass_over(self, layer_idx: int, tokens: int) -> None:
@@ -224,8 +236,8 @@ class CompressedCache(Cache):
             )
         made = CompressedCache(self.model, policy, storage, reading, projecting, traces=self.traces)
         for layer, other in zip(made.layers, self.layers, strict=True):
-            if not isinstance(layer, KVLayer):
-                vars(layer).update({k: v.clone() if isinstance(v, Tensor) else v for k, v in vars(other).items()})
+            if not isinstance(layer, KVLayer):  # transformers' own, some of which keep their states in dicts
+                vars(layer).update(copy.deepcopy(vars(other)))
                 continue
             vars(layer).update({k: v for k, v in vars(other).items() if k not in OWN})
             layer.positions = copy.deepcopy(other.positions)
@@ -287,6 +299,29 @@ class CompressedCache(Cache):
 
     # A pass.
 
+    def begin(self, model: nn.Module) -> None:
+        """Note that a pass of this model begins.
+
+        Raises:
+            ValueError: the cache is another model's, or an earlier pass was interrupted.
+        """
+        if model is not self.model:
+            raise ValueError(
+                f"`past_key_values` was made for another {type(self.model).__name__}: make one for this model"
+            )
+        if self._begun:
+            raise ValueError(
+                "`past_key_values`: an earlier pass over this cache was interrupted, so that its layers hold different "
+                "tokens: start again with a new cache"
+            )
+        self._begun = True
+
+    def end(self) -> None:
+        """Finish a pass that has begun."""
+        if self.listener is None:
+            self.finish()
+            self._begun = False
+
     def attend_new(self, number: int, module: nn.Module, new: NewTokens) -> Tensor:
         """Take a layer's new tokens and attend, for passes without transformers' modules: see
         `kernels.step.cache.AttendingCache`."""
@@ -344,8 +379,13 @@ class CompressedCache(Cache):
         real = torch.ones(B, n, dtype=torch.bool, device=k.device) if mask is None else mask[:, 0].diagonal(0, 1, 2)
         about = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
         layer.about = {**about, "turn": turn_of(self.model, module)}
+        if stores := layer.number in self._storing:
+            expect_again(key, partial(self._attend_again, layer, k, v))
         if self.listener is not None:  # a pass that only observes: nothing is kept
             self.listener(layer, q, k, real)
+            return layer.attend_beside(q, k, v, mask, about)
+        if stores:  # later layers read what was kept before this pass, so that the new tokens are kept after it
+            self._unkept.append(partial(self._keep_late, layer, q, k, v, real, noted_hidden()))
             return layer.attend_beside(q, k, v, mask, about)
         count = self.policy is not None and self.policy.remembers and self.policy.mass and self.policy.decoding
         # After a prompt, tokens may read sparsely: one at a time, or if an evaluation has paused the cache.
@@ -355,6 +395,20 @@ class CompressedCache(Cache):
         y, mass = attend(q, k, v, mask, real, about, by_kernel=self.by_kernel, count=count)
         self._after_attention(layer, q, real, mass)
         return y
+
+    def _attend_again(
+        self, layer: KVLayer, k: Tensor, v: Tensor, module: nn.Module, q: Tensor, key: Tensor, mask: Tensor | None,
+        **about: Any,
+    ) -> Tensor:  # fmt: skip
+        """Attention of a later layer that reads the keys and values of this layer, k and v of the new tokens too."""
+        return layer.attend_beside(q, k, v, mask, about)
+
+    def _keep_late(self, layer: KVLayer, q: Tensor, k: Tensor, v: Tensor, real: Tensor, hidden: Tensor) -> None:
+        """Keep the new tokens of a layer that later layers have read by now, and let its policy act."""
+        layer.keep(k, v, real, bool(real.all()))
+        note_hidden(hidden)
+        self._after_attention(layer, q, real, None)
+        note_hidden(None)
 
     def _after_attention(self, layer: KVLayer, q: Tensor, real: Tensor, mass: Tensor | None) -> None:
         """Keep the queries that a policy scores with; let the policy remember, and evict if that is due.
@@ -441,7 +495,13 @@ class CompressedCache(Cache):
                 layer.positions = Growing(places[:, None].expand(-1, heads, -1))
 
     def finish(self) -> None:
-        """The work after a pass that needs all layers: joining, reading the prompt again, and shared evictions."""
+        """The work after a pass that needs all layers: keeping the tokens of layers that others read, joining, reading
+        the prompt again, and shared evictions."""
+        for keep in self._unkept:
+            keep()
+        self._unkept = []
+        if self.observes:
+            return
         policy = self.policy
         for method in () if self.paused else self._joining:
             method.join(self.filled)
