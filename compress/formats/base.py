@@ -83,10 +83,10 @@ class Format(nn.Module):
         w, group, order = self.integers, None if rounding.group_size == -1 else rounding.group_size, None
         float8 = rounding.in_float8
         integers = w is not None and (rounding.in_integers or float8) and fast(x, w, group, float8)
-        if integers and isinstance(before, Hadamard) and rounding.step is None and not float8:
-            if rotates_into_codes(x, before.block, group) and multiplies_codes(w, group, x.device):
-                how = {"block": before.block, "bits": rounding.bits, "group": group, "wide": rounding.wide}
-                return w4a8_codes_matmul(*hadamard_codes(x, before.signs, **how), w, dtype=x.dtype)
+        rotates = integers and isinstance(before, Hadamard) and rounding.step is None and not float8
+        if rotates and rotates_into_codes(x, before.block, group) and multiplies_codes(w, group, x.device):
+            how = {"block": before.block, "bits": rounding.bits, "group": group, "wide": rounding.wide}
+            return w4a8_codes_matmul(*hadamard_codes(x, before.signs, **how), w, dtype=x.dtype)
         if integers and isinstance(before, Permutation):
             order = before.order
         elif before is not None:

@@ -70,10 +70,10 @@ def emulate(
         done: set[int] = set()
         for module in model.modules():
             linear = isinstance(module, nn.Linear | Conv1D)
-            if linear and "linears" in ops or isinstance(module, nn.Embedding) and "embedding" in ops:
-                if id(module.weight) not in done:
-                    done.add(id(module.weight))
-                    _round_weight(module, number, stack)
+            rounds = linear and "linears" in ops or isinstance(module, nn.Embedding) and "embedding" in ops
+            if rounds and id(module.weight) not in done:
+                done.add(id(module.weight))
+                _round_weight(module, number, stack)
             in_table = "norms" in ops and _is_norm(module) or "activations" in ops and isinstance(module, ACTIVATIONS)
             if linear and inputs or in_table:
                 hook = module.register_forward_pre_hook(lambda _, args: (_like(args[0], number.of_inputs), *args[1:]))

@@ -121,7 +121,7 @@ def small_batch(
     for _ in range(iterations):
         inside = word * RUN < K
         words = lanes(load_words(w_at, inside, BITS, EVEN), V)
-        if EVEN:  # noqa: SIM108
+        if EVEN:
             xv = tl.load(x_at, mask=x_rows, other=0.0)
         else:
             xv = tl.load(x_at, mask=x_rows & (column < K), other=0.0)

@@ -3,6 +3,7 @@ al., 2024, arXiv:2405.16444; Cache-Craft, Agarwal et al., 2025, arXiv:2502.15734
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -153,10 +154,8 @@ def _deviation(model: nn.Module, ids: Tensor, key: Tensor, value: Tensor) -> Ten
     """[total]: the squared distance of each token's key and value in the second layer from those in its chunk, relative
     to the mean square of all tokens."""
     seen = _SecondLayer()
-    try:
+    with suppress(_Enough):
         model(ids[None], past_key_values=seen, use_cache=True, logits_to_keep=1)
-    except _Enough:
-        pass
     far = torch.zeros(len(ids), device=ids.device)
     for was, now in ((key, seen.key), (value, seen.value)):
         far += (now.float() - was.float()).square().sum((0, 1, 3)) / now.float().square().sum((0, 1, 3)).mean()
