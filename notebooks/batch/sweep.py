@@ -21,6 +21,7 @@ A sweep of one notebook may have `notebook`, `grid`, `list`, `include`, `exclude
 
 import difflib
 import math
+import re
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -31,7 +32,6 @@ import yaml
 from notebooks.batch.engines.resources import SlurmOptions, check_gpus
 from notebooks.batch.preflight import check_run
 from notebooks.batch.saved_model import check_save_path
-from notebooks.batch.strict_yaml import StrictLoader
 from notebooks.study.identity import identity, key_of
 from notebooks.study.parameters import (
     FOLDER,
@@ -51,6 +51,7 @@ _GROUP = ("notebook", "base", "grid", "list", "include", "exclude", "gpus", "exp
 _TOP = ("title", "description", "timeout_s", "cell_timeout_s", "gpus", "slurm", "base", "runs")
 MOST = 10_000  # runs of a sweep: more are a mistake in the grid
 MOST_BYTES = 1 << 20  # of a sweep's file
+MOST_ALIASED = 100_000  # values that aliases may add to those of the file
 MOST_PROBLEMS = 50  # that one message lists
 
 
@@ -82,6 +83,52 @@ class Sweep:
     slurm: SlurmOptions = SlurmOptions()  # resources of each run
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML with stricter rules: a key written twice is refused, as are aliases that multiply, and 1e-3 is a number."""
+
+    def __init__(self, text: str):
+        super().__init__(text)
+        self._most = len(text) + MOST_ALIASED
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None:
+            self._count(node, {})
+        return node
+
+    def _count(self, node: yaml.Node, counts: dict[int, int]) -> int:
+        """The number of values for which a node stands, with every alias written out."""
+        if id(node) in counts:
+            return counts[id(node)]
+        counts[id(node)] = self._most  # until it is known: a node that holds itself stands for too many
+        inside = () if isinstance(node, yaml.ScalarNode) else node.value
+        if isinstance(node, yaml.MappingNode):
+            inside = [one for pair in inside for one in pair]
+        whole = 1 + sum(self._count(one, counts) for one in inside)
+        if whole > self._most:
+            said = f"with its aliases it stands for more than {self._most:,} values"
+            raise yaml.constructor.ConstructorError(None, None, said, node.start_mark)
+        counts[id(node)] = whole
+        return whole
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key in (self.construct_object(key, deep=True) for key, _ in node.value):
+            if not isinstance(key, str):
+                said = f"the key {short_repr(key)} must be text"
+                raise yaml.constructor.ConstructorError(None, None, said, node.start_mark)
+            if key in seen:
+                said = f"`{bounded(key, 100)}` is there twice"
+                raise yaml.constructor.ConstructorError(None, None, said, node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+"), list("-+.0123456789")
+)
+
+
 def read_sweep(where: str | Path, *, name: str = "", place: Path | None = None) -> Sweep:
     """The sweep of a YAML file, which is given by its path or by its name in notebooks/sweeps.
 
@@ -101,7 +148,7 @@ def read_sweep(where: str | Path, *, name: str = "", place: Path | None = None) 
         )
     try:
         text = path.read_text(encoding="utf-8")
-        made = yaml.load(text, StrictLoader)
+        made = yaml.load(text, _Loader)
     except RecursionError as error:
         raise ValueError(f"`sweep` (={str(where)!r}) cannot be read: it is nested too deeply") from error
     except (OSError, ValueError, yaml.YAMLError) as error:
