@@ -109,11 +109,11 @@ def execute(job: Job, stop: Callable[[], bool] = lambda: False) -> Outcome:
     if lease is None:
         return Outcome(job.key, "busy", job.folder)
     try:
+        end_orphans(folder.folder.parent, f"{job.key}/")  # they may still write what is removed next
         _repair(folder, job.values)
         if _nothing_to_do(job):
             folder.tidy(finished=True)
             return Outcome(job.key, "known", job.folder)
-        end_orphans(folder.folder.parent, f"{job.key}/")
         return _tried(job, folder, token, lease, stop)
     finally:
         lease.release()

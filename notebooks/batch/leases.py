@@ -5,6 +5,7 @@ filesystem, is abandoned when it has not been renewed for `STALE_S` seconds.
 """
 
 import contextlib
+import glob
 import json
 import os
 import shutil
@@ -111,6 +112,13 @@ def _given_up(path: Path, token: str) -> bool:
         shutil.rmtree(aside, ignore_errors=True)
     aside.unlink(missing_ok=True)
     return True
+
+
+def remove_asides(path: Path) -> None:
+    """Remove abandoned leases that processes had put aside, and were killed before they removed them."""
+    for aside in path.parent.glob(f"{glob.escape(path.name)}.*"):
+        if _stale(aside, holder(aside)):
+            aside.unlink(missing_ok=True)
 
 
 def _stale(path: Path, told: dict[str, Any]) -> bool:

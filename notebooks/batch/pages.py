@@ -16,7 +16,7 @@ import yaml
 from eval.record.manifest import MANIFEST
 from eval.record.schema import read_record
 from eval.text.names import with_short_names
-from notebooks.batch.index_rows import rows_of
+from kernels.source import code_sha256
 from notebooks.batch.job import is_stale, state
 from notebooks.batch.run_folder import FAILURE, RunFolder
 from notebooks.batch.status import kept_sweep, run_folders, sweep_folder, sweep_name
@@ -24,6 +24,7 @@ from notebooks.study.identity import ROOT, packages_code
 from notebooks.study.parameters import read_parameters
 from reports.compare.compare import Leaderboard, Verdict, compare_two, leaderboard, render_comparison
 from reports.compare.index import index_row, render_index
+from reports.compare.index_rows import rows_of
 from reports.compare.outcome import RunOutcome
 from reports.compare.papers import render_papers
 from reports.compare.pareto import plane_models, planes
@@ -31,6 +32,8 @@ from reports.compare.variants import variants
 from reports.page.render import Report, render
 from reports.parts.figures import Figures
 from reports.parts.text import public
+
+_DRAWING = ("eval/record", "reports/compare", "reports/page", "reports/parts", "notebooks/batch/pages.py")  # of a row
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,8 @@ def verdict_of(found: Sequence[RunOutcome], recovery_threshold: float) -> Verdic
 def write_index(runs: Path) -> Report:
     """runs/index.html: every run that is finished in the folder, failed, or is running."""
     page, code = runs / "index.html", packages_code()
-    rows = rows_of(all_folders(runs), runs, code, lambda folder: index_row(outcome(folder, page, {}, code)))
+    form = code_sha256(*(ROOT / place for place in _DRAWING))
+    rows = rows_of(all_folders(runs), runs, form, code, lambda folder: index_row(outcome(folder, page, {}, code)))
     comparisons = {
         _title(path.parent.name, runs): os.path.relpath(path, page.parent)
         for path in sorted(runs.glob("sweeps/*/comparison.html"))

@@ -22,7 +22,7 @@ from eval.record.files import sync, write_whole
 from eval.record.manifest import MANIFEST, problems_of, read_manifest, seal
 from eval.record.reading import DamagedError, read_json, read_object
 from eval.record.schema import read_record
-from notebooks.batch.leases import holder
+from notebooks.batch.leases import holder, remove_asides
 
 FAILURE, JOB, LOG = "failure.json", "job.json", "worker.log"
 NEEDED = ("notebook.ipynb", "record.json")
@@ -31,7 +31,9 @@ _FAILURE_SHAPE = {
     "kind": str, "error": str, "lines": list, "key": str, "notebook": str, "values": dict, "cell": int,
     "cell_title": str, "seconds": int | float, "peak_memory_bytes": int | float, "attempts": int,
 }  # fmt: skip
-_LEFT = re.compile(r"\.(?P<hidden>.+?)(\.[0-9a-f]{16}\.running|\.old|\.work|\.lease)|(?P<failed>.+)\.failed")
+_LEFT = re.compile(
+    r"\.(?P<hidden>.+?)(\.[0-9a-f]{16}\.running|\.old|\.work|\.lease(\.[0-9a-f]{16})?)|(?P<failed>.+)\.failed"
+)
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,7 @@ class RunFolder:
         Only for the holder of the lease.
         """
         self._discard(self.old, *self._running(), *((self.failed, self.work) if finished else ()))
+        remove_asides(self.lease)
 
     def _discard(self, *folders: Path) -> None:
         for folder in folders:

@@ -23,7 +23,6 @@ from eval.record.schema import read_record
 from notebooks.batch import job as jobs
 from notebooks.batch import leases, pages
 from notebooks.batch.engines.local import Local
-from notebooks.batch.index_rows import KEPT
 from notebooks.batch.job import execute, job_of, state
 from notebooks.batch.leases import held, holder, take
 from notebooks.batch.pages import outcomes, write_all, write_index
@@ -33,6 +32,7 @@ from notebooks.batch.run_folder import RunFolder
 from notebooks.batch.status import finished_runs, kept_sweep, status
 from notebooks.batch.sweep import read_sweep
 from notebooks.study.identity import packages_code
+from reports.compare.index_rows import KEPT
 from reports.parts.files import Report
 
 

@@ -13,13 +13,14 @@ import pytest
 
 from eval.record.manifest import seal
 from eval.record.schema import read_record
-from notebooks.batch import index_rows, pages
+from notebooks.batch import pages
 from notebooks.batch.leases import take
 from notebooks.batch.plan import plan
 from notebooks.batch.processes import mark
 from notebooks.batch.status import keep_sweep, status
 from notebooks.batch.sweep import read_sweep
 from notebooks.study.bars import BARS
+from reports.compare.index_rows import KEPT
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = ROOT / "reports" / "published" / "gptq-smollm2-135m-amd-epyc-zen4-2-cores-2026-11-26.json"
@@ -174,20 +175,20 @@ def test_the_index_reads_only_records_that_are_new(three, runs, monkeypatch):
 
     assert index() == names and index() == []
     first = (runs / "index.html").read_text()
-    kept = (runs / index_rows.KEPT).read_text()
+    kept = (runs / KEPT).read_text()
     made = json.loads((three[1][0] / "record.json").read_text())
     write_run(runs / "new", made | {"run": made["run"] | {"key": "new"}}, {}, {})
-    assert index() == ["new"] and (runs / index_rows.KEPT).read_text().startswith(kept), "appended"
+    assert index() == ["new"] and (runs / KEPT).read_text().startswith(kept), "appended"
     (runs / "new" / "record.json").write_text("{}")
     assert index() == ["new"] and "damaged" in (runs / "index.html").read_text()
     assert index() == ["new"], "a damaged run is looked at each time"
     for path in (runs / "new").iterdir():
         path.unlink()
     (runs / "new").rmdir()
-    with open(runs / index_rows.KEPT, "a") as file:
+    with open(runs / KEPT, "a") as file:
         file.write('["cut')
     assert index() == [] and (runs / "index.html").read_text() == first
-    monkeypatch.setattr(index_rows, "code_sha256", lambda *_: "other code")
+    monkeypatch.setattr(pages, "code_sha256", lambda *_: "other code")
     assert index() == names and (runs / "index.html").read_text() == first
 
 
@@ -210,7 +211,9 @@ def test_two_thousand_runs_are_shown_in_seconds(tmp_path):
         ("pages.write_comparison_of_sweep('big', runs)", 30),
     ):
         code = f"from pathlib import Path; from notebooks.batch import pages, status; runs = Path({str(runs)!r})"
-        code += f"; {command}; import resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        code += (
+            f"; {command}; print(*[line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')])"
+        )
         before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
         said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,34 @@ def check(folder: RunFolder, model: SavedModel) -> str:
     return number
 
 
+def forked(does: Callable[[], object]) -> bool:
+    """Do it in a process of its own; whether that was killed."""
+    if (pid := os.fork()) == 0:
+        try:
+            does()
+        finally:
+            os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+
+
+def kill_before(operation: int) -> None:
+    """Kill this process before this one of its next file operations."""
+    left = operation
+
+    def counted(plain: Callable) -> Callable:
+        def call(*given, **how):
+            nonlocal left
+            left -= 1
+            if not left:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return plain(*given, **how)
+
+        return call
+
+    for name in OPERATIONS:
+        setattr(os, name, counted(getattr(os, name)))
+
+
 class Promotion:
     """A finished run with its model, both of the attempt `before`; and its successor, whose worker is about to move
     both to their places."""
@@ -99,12 +128,11 @@ class Promotion:
 
     def killed_at(self, operation: int) -> bool:
         """Promote a forced rerun in a process that is killed before this operation; whether there was one."""
-        if (pid := os.fork()) == 0:
-            try:
-                self._promote(operation)
-            finally:
-                os._exit(0)
-        return os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+        return forked(lambda: self._promote(operation))
+
+    def repair_killed_at(self, operation: int) -> bool:
+        """The same of the repair of what such a process has left."""
+        return forked(lambda: (kill_before(operation), tidy(self.folder, self.values)))
 
     def _promote(self, operation: int) -> None:
         token = mark(self.folder.folder.parent, self.key)
@@ -114,20 +142,7 @@ class Promotion:
         own = {"key": self.key, "values": self.values, "token": token.attempt, "force": True}
         job = own | {"notebook": "n", "identity": {}, "varied": [], "code": "", "folder": str(folder.folder)}
         (folder.part / "job.json").write_text(json.dumps(job))
-        left = operation
-
-        def counted(plain):
-            def call(*given, **how):
-                nonlocal left
-                left -= 1
-                if not left:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return plain(*given, **how)
-
-            return call
-
-        for name in OPERATIONS:
-            setattr(os, name, counted(getattr(os, name)))
+        kill_before(operation)
         _promote(job, folder, 1.0)
 
 
@@ -145,6 +160,20 @@ def test_a_promotion_that_is_killed_anywhere_leaves_one_pair(tmp_path):
     assert len(found) >= PROMOTION // 2 and found[0] == "before" and found[-1] != "before"
     renamed = [one != "before" for one in found]
     assert renamed == sorted(renamed), "one rename decides"
+
+
+@pytest.mark.parametrize("operation", [15, 19, 21, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 30, 2))])
+def test_a_repair_that_is_killed_anywhere_is_repaired(operation, tmp_path):
+    """The promotion is killed, then its repair before each of its file operations, and then repaired once more."""
+    for at in range(1, 1000):
+        case = Promotion(tmp_path / str(at))
+        case.killed_at(operation)
+        killed = case.repair_killed_at(at)
+        tidy(case.folder, case.values)
+        check(case.folder, case.model)
+        if not killed:
+            break
+    assert at > 5
 
 
 def test_models_that_killed_attempts_saved_elsewhere_are_removed(tmp_path):

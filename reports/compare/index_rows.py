@@ -14,46 +14,52 @@ from pathlib import Path
 from typing import Any
 
 from eval.record.files import write_whole
-from eval.record.manifest import MANIFEST
-from kernels.source import code_sha256
-from notebooks.batch.job import is_stale
-from notebooks.batch.run_folder import RunFolder
-from notebooks.study.identity import ROOT
+from eval.record.manifest import MANIFEST, read_manifest
+from eval.record.reading import DamagedError
 from reports.compare.index import IndexRow
 
 KEPT = ".index.jsonl"
 _SPARE = 500  # lines of earlier states of runs, after which the file is written anew
-_DRAWING = ("eval/record", "reports/compare", "reports/page", "reports/parts", "notebooks/batch/pages.py")
 
 
-def rows_of(folders: Sequence[Path], runs: Path, code: str, draw: Callable[[Path], IndexRow]) -> list[IndexRow]:
+def rows_of(
+    folders: Sequence[Path], kept_in: Path, form: str, code: str, draw: Callable[[Path], IndexRow]
+) -> list[IndexRow]:
     """The rows of these runs.
 
     Args:
-        code: hash of the present code (`packages_code`).
+        kept_in: the folder of the file of rows.
+        form: hash of the code that draws rows.
+        code: hash of the code that runs execute at present; a run of other code is stale.
         draw: makes the row of a folder anew.
     """
-    form = code_sha256(*(ROOT / place for place in _DRAWING))
-    known, lines = _read(runs / KEPT, form)
+    known, lines = _read(kept_in / KEPT, form)
     rows, new, present = [], {}, {}
     for folder in folders:
-        manifest = RunFolder(folder).manifest()
+        manifest = _manifest(folder)
         stamp, kept = _stamp(folder, manifest), known.get(folder.name)
         if stamp and kept and kept[0] == stamp:
             present[folder.name] = kept
-            rows.append(_marked(kept[1], is_stale(manifest, code)))
+            rows.append(_marked(kept[1], manifest["code"] not in ("", code)))
             continue
         rows.append(draw(folder))
         if stamp and rows[-1].status.startswith("finished"):
             new[folder.name] = (stamp, rows[-1])
     if lines and lines <= len(present) + len(new) + _SPARE:
-        _append(runs / KEPT, new)
+        _append(kept_in / KEPT, new)
     else:
-        _write(runs / KEPT, form, present | new)
+        _write(kept_in / KEPT, form, present | new)
     return rows
 
 
 Kept = dict[str, tuple[list[list[int]], IndexRow]]
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    try:
+        return read_manifest(folder)
+    except DamagedError:
+        return {}
 
 
 def _stamp(folder: Path, manifest: dict[str, Any]) -> list[list[int]]:
