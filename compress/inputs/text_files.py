@@ -26,7 +26,9 @@ def documents_of(path: Path) -> list[str]:
             f"`corpus` (={str(path)!r}) is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}; save it "
             "in that encoding, for example with `iconv -f latin1 -t utf-8`"
         ) from error
-    except (OSError, json.JSONDecodeError) as error:
+    except json.JSONDecodeError as error:
+        raise ValueError(f"`corpus` (={str(path)!r}) is no valid JSON: {first_line(error)}") from error
+    except OSError as error:
         raise ValueError(f"`corpus` (={str(path)!r}) cannot be read: {first_line(error)}") from error
 
 
