@@ -158,6 +158,11 @@ def load_outline(path: Path) -> nn.Module:
     return model.eval()
 
 
+def is_ours(quantization: Any) -> bool:
+    """Whether a config's `quantization_config` is that of a folder of this workbench."""
+    return quantization == NOT_FOR_OTHERS["quantization_config"]
+
+
 def read_layout(path: Path) -> dict[str, Any]:
     """The content of a folder's `workbench.json`, in the form of the newest version.
 

@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from compress.checkpoint.checksums import CHECKSUMS, check_files
 from compress.checkpoint.files import check_config, check_filled, check_parameters, reading
 from compress.checkpoint.interop.foreign import can_read, load_quantized, quantization_of
-from compress.checkpoint.load import LAYOUT, load_compressed
+from compress.checkpoint.load import LAYOUT, is_ours, load_compressed
 from compress.checkpoint.on_disk import load_compressed_on_disk
 from compress.inputs.embedded import EMBEDDED, gguf_file
 from compress.inputs.gguf import converted
@@ -76,7 +76,8 @@ def load_model(
         config = decoder_config(model_name, folder)
         try:
             with quick_to_fail():
-                if can_read(getattr(config, "quantization_config", None)):  # from its files, downloaded first
+                quantization = getattr(config, "quantization_config", None)
+                if can_read(quantization) or is_ours(quantization):  # from its files, downloaded first
                     folder = str(_local(folder))
                 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **_pinned(folder))
                 model = _from_folder(folder, DTYPES[dtype], disk)
@@ -164,7 +165,9 @@ def _local(folder: str) -> Path:
     from huggingface_hub import snapshot_download
 
     return Path(
-        snapshot_download(folder, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt"], **_pinned(folder))
+        snapshot_download(
+            folder, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"], **_pinned(folder)
+        )
     )
 
 

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from compress import METHODS, apply, calibration, held_out, load_model, save_compressed
 from compress.inputs import gguf
@@ -330,7 +330,7 @@ def test_a_cache_that_cannot_be_written_is_named(monkeypatch):
         load_text("owner/unwritable", "calibration")
 
 
-def test_compressed_folders_load_as_what_they_are(tiny, real, tmp_path):
+def test_compressed_folders_load_as_what_they_are(tiny, real, tmp_path, monkeypatch):
     """A folder that the workbench saved gives the compressed model, not random weights in its config's shapes."""
     result = apply([METHODS["rtn"](group_size=16)], tiny("llama"))
     save_compressed(result, tmp_path / "m", real[1])
@@ -339,6 +339,10 @@ def test_compressed_folders_load_as_what_they_are(tiny, real, tmp_path):
     assert torch.equal(model(ids).logits, result.model(ids).logits)
     assert model.name_or_path == str(tmp_path / "m")
     assert load_model(str(tmp_path / "m"), dtype="bfloat16")[0].model.layers[0].mlp.up_proj.dtype == torch.bfloat16
+    config = AutoConfig.from_pretrained(tmp_path / "m")
+    monkeypatch.setattr("compress.inputs.model.decoder_config", lambda name, folder: config)
+    monkeypatch.setattr("compress.inputs.model._local", lambda folder: tmp_path / "m")  # downloaded from a hub
+    assert torch.equal(load_model("owner/compressed")[0](ids).logits, result.model(ids).logits)
 
 
 @pytest.mark.parametrize("tied", [False, True])
