@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -80,7 +80,7 @@ class Row:
     refused: str = ""
     transformers: str = ""
     vllm: str = ""
-    problems: tuple[str, ...] = ()
+    problems: Sequence[str] = ()
 
 
 def main() -> int:
@@ -89,8 +89,12 @@ def main() -> int:
     rows = []
     pairs = [(family, scheme) for family in options.families for scheme in options.schemes]
     for family, scheme in tqdm(pairs, unit="checkpoint"):
-        rows.append(row_of(options, place, family, scheme))
-        print(rows[-1], flush=True)
+        kept = options.work / family / f"{folder_name(scheme)}.row.json"
+        if options.again or not kept.is_file():
+            row = row_of(options, place, family, scheme)
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            kept.write_text(json.dumps(asdict(row)))
+        rows.append(Row(**json.loads(kept.read_text())))
     text = table(rows)
     print(text)
     if options.write:
@@ -101,7 +105,7 @@ def main() -> int:
 def row_of(options: argparse.Namespace, place: Path, family: str, scheme: str) -> Row:
     """Compress, save, and give the checkpoint to vLLM."""
     row = Row(family, scheme)
-    folder = options.work / family / re.sub(r"\W+", "-", scheme)
+    folder = options.work / family / folder_name(scheme)
     shutil.rmtree(folder, ignore_errors=True)
     # bfloat16 is what vLLM's kernels for codes take; in float32 every token must be the same.
     model = random_model(family).to(torch.float32 if scheme.startswith("16 bits") else torch.bfloat16)
@@ -113,8 +117,8 @@ def row_of(options: argparse.Namespace, place: Path, family: str, scheme: str) -
         return row
     remarks = Verification.read(folder).remarks
     read = not any("transformers 5.23 refuses it" in remark for remark in remarks)
-    row.transformers = f"{'run' if read else 'does not read it; decoded'}: {remarks[0].partition('; ')[0]}"
-    prompt = [i * 7919 % SIZE["vocab_size"] for i in range(PROMPT)]
+    row.transformers = f"{'' if read else 'does not read it; decoded: '}{remarks[0].partition('; ')[0]}"
+    prompt = [3 + i * 7919 % (SIZE["vocab_size"] - 3) for i in range(PROMPT)]  # `generate` masks padding tokens
     answer, parameters, problem = ask(options, place, folder, model, prompt)
     if answer is None:
         row.problems = (f"vLLM fails: {problem}",)
@@ -127,8 +131,15 @@ def row_of(options: argparse.Namespace, place: Path, family: str, scheme: str) -
         same = next((i for i, (mine, theirs) in enumerate(pairs) if mine != theirs), NEW_TOKENS)
         row.vllm += f", {same} of {NEW_TOKENS} greedy tokens the same"
         if same < NEW_TOKENS:
-            row.problems += (f"vLLM's text differs from token {same}",)
+            row.problems = (
+                *row.problems,
+                f"vLLM's text differs from token {same}",
+            )
     return row
+
+
+def folder_name(scheme: str) -> str:
+    return re.sub(r"\W+", "-", scheme).strip("-").lower()
 
 
 def random_model(family: str) -> nn.Module:
@@ -203,15 +214,17 @@ def of_joined(whole: Tensor, rows: list[int], at: int) -> Tensor:
 def table(rows: list[Row]) -> str:
     machine = hardware()
     processor = machine if isinstance(machine, str) else machine.get("cpu", str(machine))
-    head = (
-        "| family | scheme | transformers | vLLM |\n| --- | --- | --- | --- |\n",
-        *(f"| {r.family} | {r.scheme} | {cell(r, r.transformers)} | {cell(r, r.vllm)} |\n" for r in rows),
+    lines = (f"| {row.family} | {row.scheme} | {' | '.join(cells(row))} |\n" for row in rows)
+    return (
+        f"Measured on {time.strftime('%Y-%m-%d')} on {processor}.\n\n"
+        "| family | scheme | transformers | vLLM |\n| --- | --- | --- | --- |\n" + "".join(lines)
     )
-    return f"Measured on {time.strftime('%Y-%m-%d')} on {processor}.\n\n" + "".join(head)
 
 
-def cell(row: Row, text: str) -> str:
-    return f"refused: {row.refused}" if row.refused else "; ".join(row.problems) or text
+def cells(row: Row) -> tuple[str, str]:
+    if row.refused:
+        return f"refused by the workbench: {row.refused}", "–"
+    return row.transformers, "; ".join(row.problems) or row.vllm
 
 
 def arguments() -> argparse.Namespace:
@@ -220,6 +233,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), choices=SCHEMES)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--limit-s", type=int, default=900, help="seconds that vLLM may take for one checkpoint")
+    parser.add_argument("--again", action="store_true", help="measure rows again that are in the folder of checkpoints")
     parser.add_argument("--environments", type=Path, default=Path(".venv-interop"), help="folder of the environments")
     parser.add_argument("--work", type=Path, default=Path("runs/interop-experts"), help="folder of the checkpoints")
     parser.add_argument("--write", type=Path, help="file for the table")
