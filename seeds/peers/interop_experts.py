@@ -1,7 +1,7 @@
 """Small models with experts, compressed and saved by the workbench, in transformers and in vLLM: which are the same?
 
-    python seeds/peers/interop_experts.py --write compress/checkpoint/EXPERTS.md
-    python seeds/peers/interop_experts.py --environments /tmp/environments --families mixtral --schemes W4A16
+    make interop-experts INTEROP="--write compress/checkpoint/README.md"        # half an hour on two cores
+    python seeds/peers/interop_experts.py --families mixtral --schemes W4A16
 
 The models are random. Saving loads each checkpoint again, by transformers where it reads it, and compares every
 weight and the logits. vLLM loads it in an environment of its own (`make interop` makes the same one), and each of its
@@ -19,10 +19,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from interop_environments import READERS, environment_variables, ready
+from interop_environments import ENVIRONMENTS, READERS, environment_variables, ready
 from readers.shared import Answer, Task
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -211,14 +212,44 @@ def of_joined(whole: Tensor, rows: list[int], at: int) -> Tensor:
     return whole.split(rows)[at]
 
 
-def table(rows: list[Row]) -> str:
+INTRODUCTION = """\
+# Models with experts in other libraries
+
+This page is written by `make interop-experts INTEROP="--write compress/checkpoint/README.md"`. A `compressed-tensors`
+checkpoint holds the experts of a mixture one by one, with gate and up projection apart, under the names of the model's
+original checkpoint: transformers and vLLM read these. The names are taken from transformers' own conversion, so that every
+family can be saved whose experts transformers itself writes one by one; others are refused before any work.
+
+- **transformers** multiplies by dequantised experts: it does not round their activations. It does not read experts in int8, with
+  a scale per block or with zero points, or experts in 16 bits beside packed linears: it refuses such a checkpoint with an
+  error. The workbench then lets the compressed-tensors library dequantise the file, puts the weights into transformers' model,
+  and compares that; the card names vLLM as the only reader. A cell gives the tokens and logits of that comparison.
+- **vLLM** takes one scheme for all experts, and activations rounded per token. Its kernels for quantised experts on CPUs need
+  AMX. "Loaded, not run": vLLM has no kernel for the scheme on this processor; it loads the checkpoint, and each tensor of the
+  checkpoint is compared with the parameter into which vLLM puts it, bit by bit.
+- **Routing** is not continuous: where two experts have nearly equal scores, rounding chooses. For the comparison of logits the
+  tokens of the loaded model follow the choices of the model in memory, and its own choices are compared by themselves.
+- **Experts that calibration never reached** are rounded without knowing their inputs. The layer's record has a note, and the
+  card gives their number.
+
+The models are small and random: 2 layers, 8 experts, 256 channels. {machine}
+
+| family | scheme | transformers {transformers}, compressed-tensors {compressed} | vLLM {vllm} |
+| --- | --- | --- | --- |
+"""
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The page: what was measured, and one row for each checkpoint."""
     machine = hardware()
     processor = machine if isinstance(machine, str) else machine.get("cpu", str(machine))
-    lines = (f"| {row.family} | {row.scheme} | {' | '.join(cells(row))} |\n" for row in rows)
-    return (
-        f"Measured on {time.strftime('%Y-%m-%d')} on {processor}.\n\n"
-        "| family | scheme | transformers | vLLM |\n| --- | --- | --- | --- |\n" + "".join(lines)
+    introduction = INTRODUCTION.format(
+        machine=f"They were read on {time.strftime('%Y-%m-%d')} on {processor}.",
+        transformers=version("transformers"),
+        compressed=version("compressed-tensors"),
+        vllm=next(package.partition("==")[2] for package in ENVIRONMENTS["vllm"].installs[0] if "vllm" in package),
     )
+    return introduction + "".join(f"| {row.family} | {row.scheme} | {' | '.join(cells(row))} |\n" for row in rows)
 
 
 def cells(row: Row) -> tuple[str, str]:
