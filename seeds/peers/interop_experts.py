@@ -216,21 +216,24 @@ INTRODUCTION = """\
 # Models with experts in other libraries
 
 This page is written by `make interop-experts INTEROP="--write compress/checkpoint/README.md"`. A `compressed-tensors`
-checkpoint holds the experts of a mixture one by one, with gate and up projection apart, under the names of the model's
-original checkpoint: transformers and vLLM read these. The names are taken from transformers' own conversion, so that every
-family can be saved whose experts transformers itself writes one by one; others are refused before any work.
+checkpoint holds the experts of a mixture one by one, with gate and up projection apart, under the names of the
+model's original checkpoint: transformers and vLLM read these. The names are taken from transformers' own conversion,
+so that every family can be saved whose experts transformers itself writes one by one; others are refused before any
+work.
 
-- **transformers** multiplies by dequantised experts: it does not round their activations. It does not read experts in int8, with
-  a scale per block or with zero points, or experts in 16 bits beside packed linears: it refuses such a checkpoint with an
-  error. The workbench then lets the compressed-tensors library dequantise the file, puts the weights into transformers' model,
-  and compares that; the card names vLLM as the only reader. A cell gives the tokens and logits of that comparison.
-- **vLLM** takes one scheme for all experts, and activations rounded per token. Its kernels for quantised experts on CPUs need
-  AMX. "Loaded, not run": vLLM has no kernel for the scheme on this processor; it loads the checkpoint, and each tensor of the
-  checkpoint is compared with the parameter into which vLLM puts it, bit by bit.
-- **Routing** is not continuous: where two experts have nearly equal scores, rounding chooses. For the comparison of logits the
-  tokens of the loaded model follow the choices of the model in memory, and its own choices are compared by themselves.
-- **Experts that calibration never reached** are rounded without knowing their inputs. The layer's record has a note, and the
-  card gives their number.
+- **transformers** multiplies by dequantised experts: it does not round their activations. It does not read experts in
+  int8, with a scale per block or with zero points, or experts in 16 bits beside packed linears: it refuses such a
+  checkpoint with an error. The workbench then lets the compressed-tensors library dequantise the file, puts the
+  weights into transformers' model, and compares that; the card names vLLM as the only reader. A cell gives the tokens
+  and logits of that comparison.
+- **vLLM** takes one scheme for all experts, and activations rounded per token. Its kernels for quantised experts on
+  CPUs need AMX. "Loaded, not run": vLLM has no kernel for the scheme on this processor; it loads the checkpoint, and
+  each tensor of the checkpoint is compared with the parameter into which vLLM puts it, bit by bit.
+- **Routing** is not continuous: where two experts have nearly equal scores, rounding chooses. For the comparison of
+  logits the tokens of the loaded model follow the choices of the model in memory, and its own choices are compared by
+  themselves.
+- **Experts that calibration never reached** are rounded without knowing their inputs. The layer's record has a note,
+  and the card gives their number.
 
 The models are small and random: 2 layers, 8 experts, 256 channels. {machine}
 
