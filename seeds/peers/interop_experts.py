@@ -1,7 +1,7 @@
 """Small models with experts, compressed and saved by the workbench, in transformers and in vLLM: which are the same?
 
-    python seeds/peers/interop_experts.py --write compress/checkpoint/EXPERTS.md
-    python seeds/peers/interop_experts.py --environments /tmp/environments --families mixtral --schemes W4A16
+    make interop-experts INTEROP="--write compress/checkpoint/README.md"        # half an hour on two cores
+    python seeds/peers/interop_experts.py --families mixtral --schemes W4A16
 
 The models are random. Saving loads each checkpoint again, by transformers where it reads it, and compares every
 weight and the logits. vLLM loads it in an environment of its own (`make interop` makes the same one), and each of its
@@ -16,13 +16,14 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from interop_environments import READERS, environment_variables, ready
+from interop_environments import ENVIRONMENTS, READERS, environment_variables, ready
 from readers.shared import Answer, Task
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -80,17 +81,25 @@ class Row:
     refused: str = ""
     transformers: str = ""
     vllm: str = ""
-    problems: tuple[str, ...] = ()
+    problems: Sequence[str] = ()
 
 
 def main() -> int:
     options = arguments()
     place = ready(options.environments, "vllm")
-    rows = []
     pairs = [(family, scheme) for family in options.families for scheme in options.schemes]
-    for family, scheme in tqdm(pairs, unit="checkpoint"):
-        rows.append(row_of(options, place, family, scheme))
-        print(rows[-1], flush=True)
+    new = [pair for pair in pairs if options.again or not row_file(options, *pair).is_file()]
+    saved = {pair: save(options, *pair) for pair in tqdm(new, unit="checkpoint")}
+    ask(
+        options,
+        place,
+        [options.work / family / folder_name(scheme) for (family, scheme), row in saved.items() if not row.refused],
+    )
+    for (family, scheme), row in saved.items():
+        if not row.refused:
+            read(options, row)
+        row_file(options, family, scheme).write_text(json.dumps(asdict(row)))
+    rows = [Row(**json.loads(row_file(options, *pair).read_text())) for pair in pairs]
     text = table(rows)
     print(text)
     if options.write:
@@ -98,13 +107,12 @@ def main() -> int:
     return 1 if any(row.problems for row in rows) else 0
 
 
-def row_of(options: argparse.Namespace, place: Path, family: str, scheme: str) -> Row:
-    """Compress, save, and give the checkpoint to vLLM."""
-    row = Row(family, scheme)
-    folder = options.work / family / re.sub(r"\W+", "-", scheme)
+def save(options: argparse.Namespace, family: str, scheme: str) -> Row:
+    """Compress and save, which compares with transformers, and write vLLM's task."""
+    row, folder = Row(family, scheme), options.work / family / folder_name(scheme)
     shutil.rmtree(folder, ignore_errors=True)
-    # bfloat16 is what vLLM's kernels for codes take; in float32 every token must be the same.
-    model = random_model(family).to(torch.float32 if scheme.startswith("16 bits") else torch.bfloat16)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    model = random_model(family).to(dtype_of(scheme))
     result = apply(parse_recipe(SCHEMES[scheme]), model, [])
     try:
         save_compressed(result, folder, save_format="compressed-tensors")
@@ -112,23 +120,59 @@ def row_of(options: argparse.Namespace, place: Path, family: str, scheme: str) -
         row.refused = str(reason).partition(": ")[2].partition("; ")[0]
         return row
     remarks = Verification.read(folder).remarks
-    read = not any("transformers 5.23 refuses it" in remark for remark in remarks)
-    row.transformers = f"{'run' if read else 'does not read it; decoded'}: {remarks[0].partition('; ')[0]}"
-    prompt = [i * 7919 % SIZE["vocab_size"] for i in range(PROMPT)]
-    answer, parameters, problem = ask(options, place, folder, model, prompt)
-    if answer is None:
-        row.problems = (f"vLLM fails: {problem}",)
-        return row
-    compared, row.problems = compare(folder, parameters)
-    row.vllm = f"loaded, {compared} tensors equal, not run" if answer.not_run else f"run, {compared} tensors equal"
+    unread = any("transformers 5.23 refuses it" in remark for remark in remarks)
+    row.transformers = f"{'does not read it; decoded: ' if unread else ''}{remarks[0].partition('; ')[0]}"
+    prompt = [3 + i * 7919 % (SIZE["vocab_size"] - 3) for i in range(PROMPT)]  # `generate` masks padding tokens
+    ours = model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=[])
+    Path(f"{folder}.ours.json").write_text(json.dumps(ours[0, PROMPT:].tolist()))
+    dtype, weights = str(model.dtype).removeprefix("torch."), str(Path(f"{folder}.vllm.safetensors").absolute())
+    task = Task(str(folder.absolute()), dtype, options.threads, [prompt], NEW_TOKENS, weights=weights, longest=128)
+    Path(f"{folder}.vllm.task").write_text(json.dumps(asdict(task)))
+    return row
+
+
+def ask(options: argparse.Namespace, place: Path, folders: list[Path]) -> None:
+    """Let vLLM do the tasks of all checkpoints, in one process."""
+    files = []
+    for folder in folders:
+        Path(f"{folder}.vllm.json").unlink(missing_ok=True)
+        files += [f"{folder}.vllm.task", f"{folder}.vllm.json"]
+    if not files:
+        return
+    command = [(place / "bin" / "python").absolute(), READERS / "in_vllm_experts.py", *files]
+    with (options.work / "vllm.log").open("a") as log:
+        how = {"stdout": log, "stderr": subprocess.STDOUT, "env": environment_variables(place, options.threads)}
+        subprocess.run(command, timeout=options.limit_s, **how)
+
+
+def read(options: argparse.Namespace, row: Row) -> None:
+    """Compare what vLLM answered."""
+    folder = options.work / row.family / folder_name(row.scheme)
+    if not Path(f"{folder}.vllm.json").is_file():
+        row.problems = (f"vLLM fails: see {options.work / 'vllm.log'}",)
+        return
+    answer = Answer(**json.loads(Path(f"{folder}.vllm.json").read_text()))
+    compared, row.problems = compare(folder, load_file(f"{folder}.vllm.safetensors"))
+    row.vllm = f"{'loaded, not run' if answer.not_run else 'run'}: {compared} tensors equal"
     if answer.tokens:
-        ours = model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=[])
-        pairs = list(zip(ours[0, PROMPT:].tolist(), answer.tokens[0], strict=True))
+        pairs = list(zip(json.loads(Path(f"{folder}.ours.json").read_text()), answer.tokens[0], strict=True))
         same = next((i for i, (mine, theirs) in enumerate(pairs) if mine != theirs), NEW_TOKENS)
         row.vllm += f", {same} of {NEW_TOKENS} greedy tokens the same"
         if same < NEW_TOKENS:
-            row.problems += (f"vLLM's text differs from token {same}",)
-    return row
+            row.problems = (*row.problems, f"vLLM's text differs from token {same}")
+
+
+def dtype_of(scheme: str) -> torch.dtype:
+    """bfloat16, which vLLM's kernels for codes take; without codes float32, in which every token is the same."""
+    return torch.float32 if scheme.startswith("16 bits") else torch.bfloat16
+
+
+def row_file(options: argparse.Namespace, family: str, scheme: str) -> Path:
+    return options.work / family / f"{folder_name(scheme)}.row.json"
+
+
+def folder_name(scheme: str) -> str:
+    return re.sub(r"\W+", "-", scheme).strip("-").lower()
 
 
 def random_model(family: str) -> nn.Module:
@@ -139,25 +183,6 @@ def random_model(family: str) -> nn.Module:
         if parameter.dim() > 1:
             parameter.mul_(4)
     return model
-
-
-def ask(options: argparse.Namespace, place: Path, folder: Path, model: nn.Module, prompt: list[int]) -> tuple:
-    """vLLM's answer (None if it fails), its parameters, and the last line of its output."""
-    base = Path(f"{folder}.vllm").absolute()
-    weights = f"{base}.safetensors"
-    dtype = str(model.dtype).removeprefix("torch.")
-    task = Task(str(folder.absolute()), dtype, options.threads, [prompt], NEW_TOKENS, weights=weights, longest=128)
-    Path(f"{base}.task").write_text(json.dumps(asdict(task)))
-    given = Path(f"{base}.json")
-    given.unlink(missing_ok=True)
-    command = [place / "bin" / "python", READERS / "in_vllm_experts.py", f"{base}.task", given]
-    with Path(f"{base}.log").open("w") as log:
-        how = {"stdout": log, "stderr": subprocess.STDOUT, "env": environment_variables(place, options.threads)}
-        subprocess.run(command, timeout=options.limit_s, **how)
-    if not given.is_file():
-        lines = [line for line in Path(f"{base}.log").read_text().splitlines() if "Error" in line]
-        return None, {}, f"{lines[-1] if lines else ''} ({base}.log)"
-    return Answer(**json.loads(given.read_text())), load_file(weights), ""
 
 
 def compare(folder: Path, parameters: dict[str, Tensor]) -> tuple[int, tuple[str, ...]]:
@@ -200,18 +225,53 @@ def of_joined(whole: Tensor, rows: list[int], at: int) -> Tensor:
     return whole.split(rows)[at]
 
 
-def table(rows: list[Row]) -> str:
+INTRODUCTION = """\
+# Models with experts in other libraries
+
+This page is written by `make interop-experts INTEROP="--write compress/checkpoint/README.md"`. A `compressed-tensors`
+checkpoint holds the experts of a mixture one by one, with gate and up projection apart, under the names of the
+model's original checkpoint: transformers and vLLM read these. The names are taken from transformers' own conversion,
+so that every family can be saved whose experts transformers itself writes one by one; others are refused before any
+work.
+
+- **transformers** multiplies by dequantised experts: it does not round their activations. It does not read experts in
+  int8, with a scale per block or with zero points, or experts in 16 bits beside packed linears: it refuses such a
+  checkpoint with an error. The workbench then lets the compressed-tensors library dequantise the file, puts the
+  weights into transformers' model, and compares that; the card names vLLM as the only reader. A cell gives the tokens
+  and logits of that comparison.
+- **vLLM** takes one scheme for all experts, and activations rounded per token. Its kernels for quantised experts on
+  CPUs need AMX. "Loaded, not run": vLLM has no kernel for the scheme on this processor; it loads the checkpoint, and
+  each tensor of the checkpoint is compared with the parameter into which vLLM puts it, bit by bit.
+- **Routing** is not continuous: where two experts have nearly equal scores, rounding chooses. For the comparison of
+  logits the tokens of the loaded model follow the choices of the model in memory, and its own choices are compared by
+  themselves.
+- **Experts that calibration never reached** are rounded without knowing their inputs. The layer's record has a note,
+  and the card gives their number.
+
+The models are small and random: 2 layers, 8 experts, 256 channels. {machine}
+
+| family | scheme | transformers {transformers}, compressed-tensors {compressed} | vLLM {vllm} |
+| --- | --- | --- | --- |
+"""
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The page: what was measured, and one row for each checkpoint."""
     machine = hardware()
     processor = machine if isinstance(machine, str) else machine.get("cpu", str(machine))
-    head = (
-        "| family | scheme | transformers | vLLM |\n| --- | --- | --- | --- |\n",
-        *(f"| {r.family} | {r.scheme} | {cell(r, r.transformers)} | {cell(r, r.vllm)} |\n" for r in rows),
+    introduction = INTRODUCTION.format(
+        machine=f"They were read on {time.strftime('%Y-%m-%d')} on {processor}.",
+        transformers=version("transformers"),
+        compressed=version("compressed-tensors"),
+        vllm=next(package.partition("==")[2] for package in ENVIRONMENTS["vllm"].installs[0] if "vllm" in package),
     )
-    return f"Measured on {time.strftime('%Y-%m-%d')} on {processor}.\n\n" + "".join(head)
+    return introduction + "".join(f"| {row.family} | {row.scheme} | {' | '.join(cells(row))} |\n" for row in rows)
 
 
-def cell(row: Row, text: str) -> str:
-    return f"refused: {row.refused}" if row.refused else "; ".join(row.problems) or text
+def cells(row: Row) -> tuple[str, str]:
+    if row.refused:
+        return f"refused by the workbench: {row.refused}", "–"
+    return row.transformers, "; ".join(row.problems) or row.vllm
 
 
 def arguments() -> argparse.Namespace:
@@ -219,7 +279,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=FAMILIES)
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), choices=SCHEMES)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--limit-s", type=int, default=900, help="seconds that vLLM may take for one checkpoint")
+    parser.add_argument("--limit-s", type=int, default=3600, help="seconds that vLLM may take for all checkpoints")
+    parser.add_argument("--again", action="store_true", help="measure rows again that are in the folder of checkpoints")
     parser.add_argument("--environments", type=Path, default=Path(".venv-interop"), help="folder of the environments")
     parser.add_argument("--work", type=Path, default=Path("runs/interop-experts"), help="folder of the checkpoints")
     parser.add_argument("--write", type=Path, help="file for the table")

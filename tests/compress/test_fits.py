@@ -58,7 +58,7 @@ class FourBits(Workbench):
         part = linear["parts"][0]
         return "" if part.get("bits") == 4 and part["format"] == "int_group" else f"{part['format']} is not for 4 bits"
 
-    def problem_of_model(self, model):
+    def problem_of_model(self, model, linears):
         gone = any(type(module).__name__ == "Dropped" for module in model.modules())
         return "`save_format` (='four-bits') cannot leave out a part of a block" if gone else ""
 

@@ -19,6 +19,7 @@ from compress.checkpoint.verify import named_weights
 from compress.walk.experts import SplitExperts, is_fused_experts, split_shapes
 from kernels.w8a8_matmul import BLOCK
 
+_STORED = ("weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "input_scale")
 LABELS = 4  # rows of an expert by which a layout is recognised: enough to tell two halves from alternating rows
 STORED_EXPERTS = r"re:.*\.experts\.\d+\..*"  # the target of a group that holds the experts, by their stored names
 
@@ -88,6 +89,27 @@ class StoredNames:
         for rows in self.experts.get(linear, (Rows(*self.linears(linear)),)):
             for key, tensor in tensors.items():
                 yield f"{rows.name}.{key}", rows.of(key, tensor)
+
+    def restored(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The inverse of `stored`: all tensors of a file under the names of the model, gate and up projection as one.
+
+        Raises:
+            ValueError: the tensors of two halves cannot be put together.
+        """
+        left, restored = dict(tensors), {}
+        for name, parts in self.experts.items():
+            keys = {key for part in parts for key in _STORED if f"{part.name}.{key}" in left}
+            halves = {key: [left.pop(f"{part.name}.{key}", None) for part in parts] for key in sorted(keys)}
+            if len(parts) > 1:
+                restored |= {f"{name}.{key}": tensor for key, tensor in _joined(name, halves).items()}
+            else:
+                restored |= {f"{name}.{key}": only for key, (only,) in halves.items()}
+        own = {stored: name for name, stored in self.others.items()}
+        for name, tensor in left.items():
+            owner, _, key = name.rpartition(".")
+            weight = own.get(f"{owner}.weight")  # of which this may be the scale or another part
+            restored[own.get(name) or (f"{weight.removesuffix('weight')}{key}" if weight else name)] = tensor
+        return restored
 
     def linears(self, name: str) -> list[str]:
         """The stored names of a linear."""
@@ -183,6 +205,32 @@ def expert_remarks(experts: Iterable[str], schemes: Mapping[str, Scheme]) -> lis
             "rounded, as this workbench and vLLM do"
         ]
     return []
+
+
+def _joined(name: str, halves: Mapping[str, list[Tensor | None]]) -> dict[str, Tensor]:
+    """The tensors of a linear whose rows are those of several stored ones, one below the other.
+
+    Args:
+        halves: by key, such as `weight_scale`, the tensor of each stored linear.
+    """
+    if any(half is None for parts in halves.values() for half in parts):
+        raise ValueError(f"{name} is stored as several linears, and one of them lacks a tensor that another one has")
+    rows = [len(half) for half in halves.get("weight_packed") or halves["weight"]]
+    joined = {}
+    for key, parts in halves.items():
+        if key == "weight_shape":
+            joined[key] = torch.stack([sum(part[0] for part in parts), parts[0][1]])
+        elif key == "input_scale":
+            if not all(torch.equal(part, parts[0]) for part in parts):
+                raise ValueError(f"{name} is stored as several linears, whose stored steps of activations differ")
+            joined[key] = parts[0]
+        elif key == "weight_zero_point" and "weight_packed" in halves and any(count % 32 for count in rows):
+            raise ValueError(f"{name} is stored as several linears, whose packed zero points cannot be put together")
+        elif key in ("weight_scale", "weight_zero_point") and parts[0].shape in ((), (1,)):  # one for the whole weight
+            joined[key] = torch.cat([part.reshape(1, 1).expand(n, 1) for part, n in zip(parts, rows, strict=True)])
+        else:
+            joined[key] = torch.cat(parts)
+    return joined
 
 
 def _labels(model: nn.Module) -> tuple[dict[str, Tensor], list[tuple[str, int]]]:

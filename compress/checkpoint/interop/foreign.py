@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from compress.checkpoint.files import CONFIG, fill, reading
+from compress.checkpoint.interop.experts import StoredNames, expert_shapes
 from compress.checkpoint.interop.schemes import PACKED, Scheme, groups_of, scheme_for
 from compress.checkpoint.interop.words import bytes_of_words, from_words
 from compress.checkpoint.load import plain_config, put_linear
@@ -25,6 +26,7 @@ from compress.checkpoint.shards import Shards
 from compress.formats import Dense, EightBit, Format, IntGroup
 from compress.linear import CompressedLinear
 from compress.result import refuse_save_pretrained
+from compress.walk.experts import split_experts
 from kernels.int_matmul import BITS, Packed, pack, unpack_bits
 from kernels.w8a8_matmul import W8
 
@@ -72,11 +74,16 @@ def load_quantized(folder: Path, dtype: torch.dtype) -> nn.Module:
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(plain_config(folder), trust_remote_code=False)
     model.config.dtype = dtype
-    plain, quantized = _by_linear(Shards(folder).all())
+    names, tensors = StoredNames({}, {}), Shards(folder).all()
+    if expert_shapes(model):
+        names = StoredNames.of(model)
+        split_experts(model)
+        tensors = names.restored(tensors)
+    plain, quantized = _by_linear(tensors)
     dense = []
     for name, own in quantized.items():
         module = _module(model, name)
-        part = read(name, module, own)
+        part = read(names.linears(name)[0], module, own)
         if isinstance(part, Dense):
             dense.append(name)
         if isinstance(module, nn.Linear) and not isinstance(part, Dense):
