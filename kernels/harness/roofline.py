@@ -18,7 +18,7 @@ from kernels.errors import kind_and_first_line
 from kernels.harness.cases import Contest
 from kernels.harness.timing import settle, time_in_turns
 from kernels.huge_pages import in_huge_pages
-from kernels.linear.onednn import lay_out, product
+from kernels.linear.onednn import lay_out, lays_out, product
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def _cpu_products(n: int) -> dict[str, tuple[Callable[[], Callable[[int], object
 
     def dense(dtype: torch.dtype) -> Callable[[int], object]:
         x, W = torch.randn(tokens, n).to(dtype), torch.randn(n, n).to(dtype)
-        if not torch.backends.mkldnn.is_available():
+        if not lays_out(dtype):
             return lambda i: x @ W.t()
         packed = lay_out(W, tokens)
         return lambda i: product(x, packed)

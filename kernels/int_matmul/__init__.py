@@ -91,6 +91,8 @@ def _op(
 ) -> Tensor:
     # Opaque to the compiler on purpose: if the dequantisation were traced, freezing would fold it into a dense weight.
     w = Packed(layout, codes, scale, zero, bits, group_size, (out_features, in_features))
+    if x.numel() == 0:
+        return x.new_zeros(*x.shape[:-1], out_features)
     flat = x.reshape(-1, in_features)
     if use == "triton":
         from kernels.int_matmul import triton

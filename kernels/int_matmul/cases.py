@@ -13,7 +13,7 @@ from kernels.int_matmul.experts import cases as expert_cases
 from kernels.int_matmul.layout import unpack_bits
 from kernels.int_matmul.reference import dequantize
 from kernels.interpreter import triton_takes
-from kernels.linear.onednn import lay_out, product
+from kernels.linear.onednn import lay_out, lays_out, product
 from kernels.tuning import trying
 
 ROTATED = 256 << 20  # bytes of packed weights in rotation
@@ -294,7 +294,7 @@ def _cpu(shape: tuple[int, int], tokens: int, dtype: torch.dtype) -> Iterator[Co
     contestants: dict[str, Callable[[int], object]] = {name: lambda i: F.linear(x, dense[i])}
     expected = {name: times(x, lambda: dense[0])}
     baseline = name
-    if torch.backends.mkldnn.is_available() and dtype != FP16:
+    if lays_out(dtype) and dtype != FP16:
         reordered = [lay_out(W, tokens) for W in dense]
         baseline = f"{name} prepacked"
         contestants[baseline] = lambda i: product(x, reordered[i])

@@ -9,7 +9,7 @@ from torch import Tensor
 from kernels.harness.cases import TOLERANCE, Asked, Check, Contest, Expected, times
 from kernels.int_matmul.cases import MOST, group_size_of
 from kernels.interpreter import triton_takes
-from kernels.linear.onednn import lay_out, product
+from kernels.linear.onednn import lay_out, lays_out, product
 from kernels.lut_matmul import FP4, NF4, Codebook, lut_matmul, pack_codebook, panels_fit, to_panels
 from kernels.lut_matmul.reference import dequantize
 from kernels.tuning import trying
@@ -181,7 +181,7 @@ def _cpu(shape: tuple[int, int], tokens: int, dtype: torch.dtype) -> Iterator[Co
     copies = max(2, min(64, (128 << 20) // (2 * out * columns)))
     codes, scale = torch.randint(0, 16, shape), torch.rand(out, columns // group_size).to(dtype)
     first = pack_codebook(codes, NF4, scale, group_size=group_size)
-    if not torch.backends.mkldnn.is_available() or dtype == FP16 or not panels_fit(first, dtype, codes.device):
+    if not lays_out(dtype) or dtype == FP16 or not panels_fit(first, dtype, codes.device):
         return
     x = torch.randn(tokens, columns).to(dtype)
     small = [to_panels(pack_codebook(codes.roll(i, 0), NF4, scale, group_size=group_size)) for i in range(copies)]

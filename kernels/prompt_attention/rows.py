@@ -13,16 +13,17 @@ def in_rows(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """
     batch, heads, tokens, channels = query.shape
     groups, of_values = batch * key.shape[1], value.shape[-1]
-    q = (query * scale).reshape(groups, -1, tokens, channels)  # [kv heads, heads that share one, tokens, channels]
+    shared = heads // key.shape[1]
+    q = (query * scale).reshape(groups, shared, tokens, channels)  # [kv heads, heads that share one, tokens, channels]
     k, v = key.reshape(groups, tokens, channels).transpose(1, 2), value.reshape(groups, tokens, of_values)
     y = query.new_empty(*q.shape[:3], of_values)
     later = torch.ones(ROWS, ROWS, dtype=torch.bool, device=query.device).triu(1)
     for start in range(0, tokens, ROWS):
         end = min(start + ROWS, tokens)
         rows = q[:, :, start:end].flatten(1, 2)
-        scores = torch.bmm(rows, k[..., :end]).view(groups, -1, end - start, end)
+        scores = torch.bmm(rows, k[..., :end]).view(groups, shared, end - start, end)
         scores[..., start:].masked_fill_(later[: end - start, : end - start], -torch.inf)
         y[:, :, start:end] = torch.bmm(scores.softmax(-1).flatten(1, 2), v[:, :end]).view(
-            groups, -1, end - start, of_values
+            groups, shared, end - start, of_values
         )
     return y.view(batch, heads, tokens, of_values).transpose(1, 2).contiguous()

@@ -10,7 +10,7 @@ from kernels import native
 from kernels.harness.cases import TOLERANCE, Asked, Check, Contest, times
 from kernels.int_matmul.cases import MOST
 from kernels.interpreter import triton_takes
-from kernels.linear.onednn import lay_out, product
+from kernels.linear.onednn import lay_out, lays_out, product
 from kernels.trellis_matmul import UNIT, Trellis, length_for, trellis_matmul
 from kernels.trellis_matmul.layout import MULTIPLIER
 from kernels.trellis_matmul.reference import decode
@@ -87,7 +87,7 @@ def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]
                 for bits in (3,) if toy else (2, 3, 4):
                     yield _gpu(device, shape, tokens, bits, asked.dtype, 2 if toy else None)
         return
-    if device.type != "cpu" or native.why_not() or not torch.backends.mkldnn.is_available():
+    if device.type != "cpu" or native.why_not() or not lays_out(asked.dtype):
         return
     if asked.dtype == torch.float16:
         return

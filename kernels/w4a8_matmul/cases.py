@@ -13,7 +13,7 @@ from kernels.int_matmul import Packed, int_matmul, pack, to_panels
 from kernels.int_matmul.cases import group_size_of
 from kernels.int_matmul.reference import dequantize
 from kernels.interpreter import triton_takes
-from kernels.linear.onednn import lay_out, product
+from kernels.linear.onednn import lay_out, lays_out, product
 from kernels.lut_matmul import Codebook, pack_codebook
 from kernels.lut_matmul import to_panels as codebook_panels
 from kernels.w4a8_matmul import w4a8_matmul
@@ -282,7 +282,7 @@ def _cpu(shape: tuple[int, int], tokens: int, dtype: torch.dtype) -> Iterator[Co
     """Compared with 8-bit weights and activations, the same weights with 16-bit activations, and 16-bit weights."""
     out, columns = shape
     group_size = group_size_of(columns, 64)
-    if not native.w4a8_runs() or dtype == FP16:
+    if not native.w4a8_runs() or not lays_out(dtype) or dtype == FP16:
         return
     copies = max(2, min(64, (128 << 20) // (2 * out * columns)))
     x = torch.randn(tokens, columns).to(dtype)

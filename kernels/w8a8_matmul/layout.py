@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from kernels import native
 from kernels.w8a8_matmul.panels import from_panels, to_panels
@@ -168,7 +168,7 @@ def int_mm_is_exact() -> bool:
 
 @cache
 def _int_mm_is_exact() -> bool:
-    with _disable_current_modes():  # a fake mode of torch.compile has no values
+    with unset_fake_temporarily():  # also called while a compiler traces
         x, w = (torch.full((rows, 64), 127, dtype=torch.int8) for rows in (16, 32))
         return bool((torch._int_mm(x, w.t()) == 64 * 127 * 127).all())
 

@@ -125,7 +125,10 @@ def test_panels_lose_nothing_and_agree_for_few_and_many_tokens(bits, symmetric, 
                 y = int_matmul(x, laid)
             own = f"cpu {native.isa(dtype, tokens > native.most_in_loops())}"
             assert used["int_matmul"] == {own if PANELS else "reference"} and y.dtype == dtype
-            assert rms(y, x.double() @ exact.T) < tolerance, (dtype, tokens)
+            if PANELS:
+                assert rms(y, x.double() @ exact.T) < tolerance, (dtype, tokens)
+            else:
+                assert torch.equal(y, int_matmul(x, w, impl="reference"))
 
 
 @needs_native
@@ -260,7 +263,7 @@ def test_the_native_op_refuses_what_it_would_misread():
     assert torch.equal(int_matmul(odd, w), int_matmul(odd.clone(), w))
 
 
-@needs_native
+@pytest.mark.skipif(not PANELS, reason="needs the C++ kernels, and more than their portable loops")
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_panels_are_laid_out_wherever_they_are(symmetric):
     """A compressed model that was on a CPU moves to another device, which lays its panels out as rows there."""
