@@ -38,7 +38,7 @@ GEMMA4 = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "hidden_size_per_la
           "layer_types": ["sliding_attention", "full_attention"] * 2}  # fmt: skip
 KINDS: dict[str, dict] = {
     "bamba": {"attn_layer_indices": [1], **MAMBA},
-    "falcon": {"new_decoder_architecture": False, "multi_query": True, "parallel_attn": True, "bias": False},
+    "falcon": {"head_dim": None, "new_decoder_architecture": False, "multi_query": True, "parallel_attn": True, "bias": False},
     "falcon_h1": {"mamba_d_ssm": 128, **MAMBA},
     "gemma3n_text": {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": 8,
                      "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 96, "laurel_rank": 8,
@@ -46,7 +46,7 @@ KINDS: dict[str, dict] = {
                      "layer_types": ["sliding_attention", "full_attention"] * 2},
     "gemma4_text": GEMMA4,
     "gpt_bigcode": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "n_inner": 96, "multi_query": True},
-    "gpt_neo": {"num_layers": 4, "num_heads": 4, "attention_types": [[["global", "local"], 2]], "window_size": 8},
+    "gpt_neo": {"num_hidden_layers": 4, "num_heads": 4, "attention_types": [[["global", "local"], 2]], "window_size": 8},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "llama": {},
     "mamba": {"state_size": 8},
@@ -65,7 +65,8 @@ KINDS: dict[str, dict] = {
 
 def built(architecture: str, **more) -> nn.Module:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(architecture, **{**BASE, **KINDS[architecture], **more})
+    settings = {**BASE, **KINDS[architecture], **more}
+    config = AutoConfig.for_model(architecture, **{k: v for k, v in settings.items() if v is not None})
     model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     for p in model.parameters():
         if p.dim() > 1:
@@ -317,7 +318,7 @@ def test_a_missing_head_is_refused_where_the_config_says_it_is_untied(tmp_path, 
 )
 def test_what_transformers_cannot_build_quantised_is_refused_before_the_work(architecture, said):
     recipe, model = [METHODS["rtn"](bits=4, group_size=32)], built(architecture)
-    with pytest.raises(ValueError, match=f"{said}.*'workbench' would do"):
+    with pytest.raises(ValueError, match=f"{said}.*'workbench' or 'gptq' would do"):
         check_save_format("compressed-tensors", recipe, model)
     check_save_format("compressed-tensors", [METHODS["magnitude"](ratio=0.5)], model)  # weights as they always are
 
@@ -373,9 +374,9 @@ class _Headless(nn.Module):
 def test_outputs_that_marlin_does_not_take_get_their_remark(outputs, remarks):
     """The fused linears together count."""
     one, other = (nn.Linear(64, size, device="meta") for size in outputs)
-    model = nn.ModuleDict({"gate_proj": one, "up_proj": other})
+    model = nn.ModuleDict({"mlp": nn.ModuleDict({"gate_proj": one, "up_proj": other})})
     scheme = Scheme(PACKED, 4, True, "group", 32)
-    found = vllm_remarks({"gate_proj": scheme, "up_proj": scheme}, nn.ModuleDict({"mlp": model})["mlp"])
+    found = vllm_remarks({"mlp.gate_proj": scheme, "mlp.up_proj": scheme}, model)
     assert len(found) == remarks and all(str(sum(outputs)) in remark for remark in found)
 
 
