@@ -37,8 +37,9 @@ from typing import Any, ClassVar
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+from transformers import CompressedTensorsConfig
 
+from compress.checkpoint.classes import auto_class, has_images
 from compress.checkpoint.interop.experts import (
     StoredNames,
     expert_remarks,
@@ -52,6 +53,7 @@ from compress.checkpoint.interop.transformers_config import (
     other_tensors,
     plain_config,
     problem_for_transformers,
+    problem_of_quantised,
     write_reader_configuration,
 )
 from compress.checkpoint.interop.words import to_words, words_of_bytes
@@ -100,10 +102,12 @@ that are decompressed, under a configuration that calls them packed: vLLM and th
         schemes = schemes_of(model)
         if unread_experts(StoredNames.of(model).experts, schemes):
             return self.snippet[self.snippet.index("\nvLLM:") :]
+        auto = "AutoModelForImageTextToText" if has_images(type(model).__name__) else "AutoModelForCausalLM"
+        snippet = self.snippet.replace("AutoModelForCausalLM", auto)
         if not is_asymmetric(schemes):
-            return self.snippet
+            return snippet
         dequantized = 'dtype="auto", quantization_config=CompressedTensorsConfig(dequantize=True)'
-        snippet = self.snippet.replace("AutoTokenizer\n", "AutoTokenizer, CompressedTensorsConfig\n", 1)
+        snippet = snippet.replace("AutoTokenizer\n", "AutoTokenizer, CompressedTensorsConfig\n", 1)
         return snippet.replace('dtype="auto"', dequantized, 1)
 
     def problem(self, linear: dict[str, Any]) -> str:
@@ -131,6 +135,11 @@ that are decompressed, under a configuration that calls them packed: vLLM and th
                 f"where all linears are stored alike, and these are not ({shown}); symmetric=True would do"
             )
         return ""
+
+    def problem_together(self, model: nn.Module, linears: Mapping[str, dict[str, Any]]) -> str:
+        quantised = [name for name, spec in linears.items() if scheme_of(spec) is not None]
+        reason = problem_of_quantised(model, quantised)
+        return f"`save_format` (={self.name!r}) cannot hold this model: {reason}" if reason else ""
 
     def write(self, checkpoint: Checkpoint, folder: Path) -> None:
         model = checkpoint.model
@@ -182,7 +191,7 @@ def load_with_transformers(folder: Path, dtype: torch.dtype, schemes: Mapping[st
     more = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if is_asymmetric(schemes) else {}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="You passed `quantization_config`")
-        return _complete(AutoModelForCausalLM, folder, dtype=dtype, **more)
+        return _complete(auto_class(plain_config(folder)), folder, dtype=dtype, **more)
 
 
 def load_decoded(folder: Path, model: nn.Module, schemes: Mapping[str, Scheme]) -> nn.Module:

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from compress.checkpoint.checksums import CHECKSUMS, listed_files
+from compress.checkpoint.tied import tie_by_content
 from compress.embedding import CompressedEmbedding
 from compress.linear import CompressedLinear
 from kernels.errors import first_line, kind_and_first_line
@@ -170,7 +171,7 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         RuntimeError: a weight has another shape.
     """
     missing, unused = model.load_state_dict(tensors, strict=False, assign=True)
-    model.tie_weights()
+    tie_by_content(model, tensors)
     stored = tuple(f"{n}." for n, m in model.named_modules() if isinstance(m, CompressedEmbedding | CompressedLinear))
     empty = {name for name, p in model.named_parameters(remove_duplicate=False) if p.is_meta}
     empty |= {name for name, _ in model.named_buffers()}  # buffers of the state that no file held

@@ -9,9 +9,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from compress.checkpoint.checksums import CHECKSUMS, check_files
+from compress.checkpoint.classes import is_known
 from compress.checkpoint.files import CONFIG, check_config, fill, reading
 from compress.checkpoint.save_format import STORY, Story
 from compress.checkpoint.shards import Shards
@@ -179,7 +179,7 @@ def read_layout(path: Path) -> dict[str, Any]:
         raise ValueError(f"{shown}: {LAYOUT} is damaged; download or copy it again") from error
     if version > FORMAT_VERSION:
         raise ValueError(f"{shown} has format version {version}; this workbench reads up to {FORMAT_VERSION}")
-    if layout.get("class") not in [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()]:
+    if not is_known(layout.get("class")):
         raise ValueError(
             f"{shown} names the class {layout.get('class')!r} in {LAYOUT}, which is not a causal language model of "
             "transformers"

@@ -138,6 +138,8 @@ def check_holds(
             by = f", as {made_by[name]} stores it" if name in made_by else ""
             shown = f"`save_format` (={save_format!r}) cannot hold {name}{by}: {problem}"
             raise ValueError(shown + _instead(model, linears))
+    if problem := writer.problem_together(model, linears):
+        raise ValueError(problem + _instead(model, linears))
 
 
 def _problem_of_model(writer: SaveFormat, model: nn.Module, linears: Mapping[str, dict[str, Any]]) -> str:
@@ -151,7 +153,9 @@ def _instead(model: nn.Module, linears: Mapping[str, dict[str, Any]]) -> str:
     others = [
         repr(one.name)
         for one in SAVE_FORMATS.values()
-        if not _problem_of_model(one, model, linears) and not any(map(one.problem, linears.values()))
+        if not _problem_of_model(one, model, linears)
+        and not any(map(one.problem, linears.values()))
+        and not one.problem_together(model, linears)
     ]
     return f"; {' or '.join(others)} would do" if others else ""
 

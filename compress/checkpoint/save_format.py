@@ -151,6 +151,15 @@ class SaveFormat:
         """
         return ""
 
+    def problem_together(self, model: nn.Module, linears: Mapping[str, dict[str, Any]]) -> str:
+        """The reason why the readers of the format cannot build this model with these linears stored as they are; ""
+        if they can. Asked only if there is no other problem.
+
+        Args:
+            linears: by name, as for `problem`.
+        """
+        return ""
+
     def write(self, checkpoint: Checkpoint, folder: Path) -> None:
         """Write weights, configuration and tokenizer into an empty folder; the caller adds the story and the card."""
         raise NotImplementedError

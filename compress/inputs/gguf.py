@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from compress.checkpoint.files import check_filled, check_sizes, reading
+from compress.checkpoint.tied import settle_tying
 from compress.walk.shards import WorkFolder
 from kernels.files import sync
 from kernels.source import code_sha256
@@ -73,6 +74,7 @@ def _convert(path: Path, target: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(**where)
     loaded, info = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, output_loading_info=True)
     check_filled(loaded, info["missing_keys"], info["unexpected_keys"])
+    settle_tying(loaded)
     config = type(loaded.config)(**{k: v for k, v in loaded.config.to_dict().items() if k != "quantization_config"})
     model = type(loaded)(config).eval()  # a model that was loaded from GGUF cannot be saved
     model.load_state_dict(loaded.state_dict())

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 
+from compress.checkpoint.classes import auto_class
 from compress.checkpoint.files import CONFIG, fill, reading
 from compress.checkpoint.interop.experts import StoredNames, expert_shapes
 from compress.checkpoint.interop.schemes import PACKED, Scheme, groups_of, scheme_for
@@ -72,7 +73,8 @@ def load_quantized(folder: Path, dtype: torch.dtype) -> nn.Module:
     with reading(folder, CONFIG):
         read = READERS[kind](quantization)
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(plain_config(folder), trust_remote_code=False)
+        config = plain_config(folder)
+        model = auto_class(config).from_config(config, trust_remote_code=False)
     model.config.dtype = dtype
     names, tensors = StoredNames({}, {}), Shards(folder).all()
     if expert_shapes(model):
