@@ -6,6 +6,7 @@ takes too long costs one cell.
 """
 
 import argparse
+import inspect
 import json
 import os
 import re
@@ -23,17 +24,26 @@ import transformers
 
 from compress.apply import code_sha256
 from tests.architectures import ARCHITECTURES, LEFT_OUT
-from tests.columns import COLUMNS, LLAMA_CPP, Subject, Wrong
+from tests.columns import COLUMNS, Moot, Subject, Wrong
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "compress" / "ARCHITECTURES.md"
 LONGEST = 300  # seconds for a cell
 OURS = tuple(str(ROOT / package) for package in ("compress", "kernels"))
 
+HEAD = """# Architectures
+
+What the workbench does with every decoder of transformers {version}, tried on a tiny random model of each.
+"yes": the result is right. "refused": the workbench says before it changes anything in the model that it cannot do
+this, with the reason in the number. "–": transformers itself fails, so there is nothing to compare with.
+`python -m tests.matrix` makes this page again; the slow tests compare it.
+"""
+
 
 @dataclass(frozen=True)
 class Cell:
-    """What a column gave: "yes", "refused", or, which must not be, "wrong" or "error"; with the reason or a remark."""
+    """What a column gave: "yes", "refused" or "moot", or, which must not be, "wrong" or "error"; with the reason or a
+    remark."""
 
     result: str
     reason: str = ""
@@ -51,6 +61,8 @@ def cell_of(subject: Subject, column: str) -> Cell:
         return cell("yes", COLUMNS[column](subject) or "")
     except Wrong as error:
         return cell("wrong", str(error))
+    except Moot as error:
+        return cell("moot", str(error))
     except Exception as error:
         if type(error) is ValueError and _raised_here(error):
             return cell("refused", str(error))
@@ -71,7 +83,7 @@ def row(architecture: str, file: Path, columns: list[str]) -> None:
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    sys.stdout = sys.stderr = open(os.devnull, "w")  # progress bars
+    sys.stdout = sys.stderr = Path(os.devnull).open("w")  # progress bars
     cells = read(file)
     subject = Subject(architecture)
     try:
@@ -82,6 +94,10 @@ def row(architecture: str, file: Path, columns: list[str]) -> None:
                 write(file, cells)
     finally:
         shutil.rmtree(subject.folder, ignore_errors=True)
+
+
+def file_of(architecture: str, folder: Path) -> Path:
+    return folder / f"{architecture.replace(':', '+')}.json"
 
 
 def read(file: Path) -> dict[str, Cell]:
@@ -101,7 +117,7 @@ def fill(names: list[str], folder: Path, columns: list[str], jobs: int) -> None:
     while waiting or running:
         while waiting and len(running) < jobs:
             name = waiting.pop(0)
-            file = folder / f"{name.replace(':', '+')}.json"
+            file = file_of(name, folder)
             if set(columns) <= set(read(file)):
                 continue
             process = context.Process(target=row, args=(name, file, columns))
@@ -124,6 +140,44 @@ def fill(names: list[str], folder: Path, columns: list[str], jobs: int) -> None:
             print(name, {column: cell.result for column, cell in read(file).items()}, flush=True)
 
 
+def page(rows: dict[str, dict[str, Cell]]) -> str:
+    """The page of these rows. Reasons that differ in names and numbers only share a footnote."""
+    notes: dict[str, tuple[int, str]] = {}  # by its pattern: the number and the first text
+
+    def shown(cell: Cell) -> str:
+        if not cell.reason:
+            return cell.result
+        reason = " ".join(cell.reason.split()).replace("|", "\\|")
+        number, _ = notes.setdefault(_pattern(reason), (len(notes) + 1, reason))
+        return f"{'–' if cell.result == 'moot' else cell.result} [{number}](#reasons)"
+
+    lines = [
+        f"| `{name}` | " + " | ".join(shown(cells[column]) for column in COLUMNS) + " |" for name, cells in rows.items()
+    ]
+    left_out = [f"- {reason}: " + ", ".join(f"`{name}`" for name in names) for reason, names in LEFT_OUT.items()]
+    return "\n".join([
+        HEAD.format(version=transformers.__version__),
+        "| architecture | " + " | ".join(COLUMNS) + " |",
+        "|---" * (len(COLUMNS) + 1) + "|",
+        *lines,
+        "\n## Columns\n",
+        *(f"- **{name}**: {inspect.getdoc(column)}" for name, column in COLUMNS.items()),
+        "\n## Reasons\n",
+        "Of reasons that differ in names and numbers only, the first is shown.\n",
+        *(f"{number}. {text}" for number, text in notes.values()),
+        "\n## Not in the table\n",
+        "Names of `AutoModelForCausalLM` that have no row:\n",
+        *left_out,
+        "",
+    ])  # fmt: skip
+
+
+def _pattern(reason: str) -> str:
+    """A reason without the names of classes and modules, values, numbers and tokens in it."""
+    reason = re.sub(r"\([^()]*\)|'[^']*'", "", reason)
+    return re.sub(r"\b\w*(For[A-Z]\w+|LMHeadModel|\d[\w.]*)\b|\b\w+(\.\w+)+\b", "…", reason)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", help="rows; none: all, and the page is written")
@@ -135,9 +189,12 @@ def main() -> None:
     names, columns = given.names or list(ARCHITECTURES), given.columns.split(",")
     if given.again:
         for name in names:
-            file = given.results / f"{name.replace(':', '+')}.json"
+            file = file_of(name, given.results)
             write(file, {c: cell for c, cell in read(file).items() if c not in columns})
     fill(names, given.results, columns, given.jobs)
+    if not given.names:
+        rows = {name: read(file_of(name, given.results)) for name in ARCHITECTURES}
+        PAGE.write_text(page(rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

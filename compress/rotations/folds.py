@@ -1,7 +1,7 @@
 """Folds a rotation of the inputs and outputs of linears into their weights, so that the block computes the same."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -27,6 +27,44 @@ class StreamUse:
 
     readers: tuple[Link, ...]
     writers: tuple[str, ...]
+
+
+def stream_use(block: nn.Module, norms: Sequence[Link], call: Call, index: int, device: torch.device) -> StreamUse:
+    """How a block uses the residual stream.
+
+    Args:
+        norms: the links of its norms, some of which may lie inside a mixer or an MLP.
+    """
+    of_stream = _norms_of_stream(block, call, index, device)
+    readers = tuple(link for link in norms if link.producer in of_stream)
+    return StreamUse(readers, writers(block, call, index, device))
+
+
+@torch.no_grad()
+def _norms_of_stream(block: nn.Module, call: Call, index: int, device: torch.device) -> set[str]:
+    """Names of the modules without children, such as norms, that read the residual stream itself.
+
+    While all linears give zeros, the stream stays the block's input, and a norm inside a mixer reads something else.
+    """
+    linears = {name: m for name, m in block.named_modules() if is_linear(m)}
+    x, found = call.hidden.to(device), set()
+
+    def note(name: str, given: Tensor) -> None:
+        if given.shape == x.shape and torch.allclose(given.float(), x.float(), rtol=ALIKE, atol=ALIKE):
+            found.add(name)
+
+    handles = [
+        module.register_forward_pre_hook(lambda _, args, name=name: note(name, args[0]) if args else None)
+        for name, module in block.named_modules()
+        if name and not any(module.children()) and not is_linear(module)
+    ]
+    try:
+        with _outputs(linears, lambda _, output: torch.zeros_like(output)):
+            run_block(block, call, index, device)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
 
 
 @torch.no_grad()
