@@ -99,7 +99,11 @@ class Subject:
 
     def check_reload(self, result: Result) -> nn.Module:
         """The model loaded from its folder, whose logits are those of the one in memory."""
-        expected, loaded = self.logits(result.model), load_compressed(self.saved(result))
+        try:
+            folder = self.saved(result)
+        except ValueError as error:
+            raise Wrong(f"what was compressed cannot be saved: {error}") from error
+        expected, loaded = self.logits(result.model), load_compressed(folder)
         if not torch.equal(self.logits(loaded), expected):
             raise Wrong(f"reloaded, logits differ by {difference(self.logits(loaded), expected):.1e}")
         return loaded

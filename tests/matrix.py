@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import sys
 import time
 import traceback
 import warnings
@@ -78,12 +77,32 @@ def _raised_here(error: BaseException) -> bool:
     return own and ("`" in str(error) or "not accelerated" in str(error))
 
 
+def cells_of(architecture: str) -> dict[str, Cell]:
+    """All cells of a row, made in this process."""
+    subject = Subject(architecture)
+    try:
+        return {column: cell_of(subject, column) for column in COLUMNS}
+    finally:
+        shutil.rmtree(subject.folder, ignore_errors=True)
+
+
+def row_of(text: str) -> dict[str, dict[str, str]]:
+    """The rows of a page: by architecture and column "yes", "refused" or "–"."""
+    lines = [re.findall(r"\| ([^|]*?) (?=\|)", line) for line in text.splitlines() if line.startswith("| ")]
+    head, *rows = lines
+    return {
+        name.strip("`"): {column: cell.partition(" ")[0] for column, cell in zip(head[1:], cells, strict=True)}
+        for name, *cells in rows
+    }
+
+
 def row(architecture: str, file: Path, columns: list[str]) -> None:
     """The cells of a row, written to its file one by one; the cell under way is there as an error."""
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    sys.stdout = sys.stderr = Path(os.devnull).open("w")  # progress bars
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1), os.dup2(nowhere, 2)  # progress bars
     cells = read(file)
     subject = Subject(architecture)
     try:
